@@ -1,7 +1,7 @@
-"""Errors that gossipx raises, each with the exit code that a command ends with.
+"""The exceptions of gossipx, each with the exit code of a command that it ends.
 
-One error is one line: the cause, the place and the knob to turn. Errors of other libraries are turned
-into these at the border where they arise.
+A message is one line: the cause, the place and the option to change. Exceptions of other libraries are converted to
+these where they arise.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from pathlib import Path
 
 
 class GossipxError(Exception):
-    """Anything that gossipx itself refuses or fails at."""
+    """Base class of all exceptions of gossipx."""
 
     exit_code = 1
 
 
 class UsageError(GossipxError):
-    """Wrong usage, configuration or data: the caller's to mend.
+    """Wrong usage, configuration or data, which the caller has to correct.
 
     Args:
         message: one line.
-        file: where the mistake stands, if it stands in a file.
+        file: the file with the mistake, if it is in one.
         line: its line number, from 1.
-        column: where in the line, from 1.
+        column: its column, from 1.
     """
 
     exit_code = 2
@@ -35,70 +35,70 @@ class UsageError(GossipxError):
 
 
 class NotEnoughPeersError(GossipxError):
-    """Fewer peers are left than ``min_peers`` asks for."""
+    """Fewer peers are left than ``min_peers`` requires."""
 
     exit_code = 4
 
 
 class CancelledError(GossipxError):
-    """A request was given up by whoever made it."""
+    """The caller cancelled its request."""
 
 
 class PeerFaultError(GossipxError):
-    """A request to another peer failed, through that peer or the way to it; this peer goes on."""
+    """A request to another peer failed, because of that peer or the network. The run continues without its answer."""
 
 
 class PeerUnreachableError(PeerFaultError):
-    """Nothing answers at the peer's address: its process is gone, or not there yet."""
+    """Nothing answers at the peer's address: its process has ended, or has not started yet."""
 
 
 class OutOfReachError(PeerUnreachableError):
-    """No process can be reached by that name from here: it is gone, or the system keeps the two apart."""
+    """A local socket name cannot be reached: its process has ended, or the system isolates the two processes."""
 
 
 class PeerTimeoutError(PeerFaultError):
-    """The peer did not answer whole within its deadline."""
+    """The peer did not complete its answer before the deadline."""
 
 
 class LocalFaultError(PeerFaultError):
-    """This process could not ask: it has no file descriptor or thread left, or its names cannot be looked up now."""
+    """This process could not send: it is out of file descriptors or threads, or name resolution fails."""
 
 
 class NoCarrierError(PeerFaultError):
-    """No way for models beside a connection could be built; another connection without one may well do."""
+    """A data channel (shared memory, process group) could not be set up; a plain connection may still work."""
 
 
 class ProtocolError(PeerFaultError):
-    """The peer sent what the protocol does not allow."""
+    """The peer violated the protocol."""
 
 
 class TooFarError(ProtocolError):
-    """The peer's model cannot be recovered near the one here: they are further apart than its codec was told."""
+    """The peer's model cannot be decoded: it differs from this peer's by more than the codec's limit."""
 
 
 class RefusedError(ProtocolError):
-    """The peer does not take this one in: what both must have alike differs.
+    """The peer refuses this one, because settings that must be equal differ.
 
-    Ends a command with exit code 2 where no other peer of the run takes this one in.
+    Ends a command with exit code 2 if no other peer of the run accepts this one.
     """
 
     exit_code = 2
 
 
 class NotAuthorisedError(PeerFaultError):
-    """Two peers do not take each other for members of one run, and it may be this one that is not.
+    """Two peers do not authenticate each other as members of one run; either of them may be the wrong one.
 
-    Ends a command with exit code 5 where no other peer of the run takes this one in.
+    Ends a command with exit code 5 if no other peer of the run accepts this one.
     """
 
     exit_code = 5
 
 
 class StrangerError(PeerFaultError):
-    """What is at the other end does not belong to the run, whatever this peer is."""
+    """The remote process is certainly no member of the run."""
 
     exit_code = 5
 
 
 class ModelMismatchError(RefusedError):
-    """Two peers hold models that differ in a tensor's name, shape or dtype."""
+    """Two peers' models differ in a tensor's name, shape or dtype."""

@@ -1,4 +1,4 @@
-"""Memory for models: taken once, kept warm, and shared with other processes by a descriptor where the system can."""
+"""Memory blocks for models: allocated once, reused, and on Linux shared with other processes by a file descriptor."""
 
 from __future__ import annotations
 
@@ -14,43 +14,42 @@ from typing import TypeAlias
 import numpy as np
 
 PIECE = 2**20
-"""Bytes checked, sent and copied at once, while they are in the processor's cache."""
+"""Bytes that are checked, sent and copied at a time, while they are in the processor's cache."""
 
 HOT = 2**18
-"""Bytes sent or received between two looks at them: of more, a part has left the cache by the time of the look."""
+"""Bytes sent or received between two calls of a :data:`ByteObserver`; more would not stay in the cache until then."""
 
 ByteObserver: TypeAlias = Callable[[memoryview], None]
-"""Is told of bytes in order, a part at a time, while they are in the processor's cache."""
+"""Callback for the bytes of a payload, called for each part in order while it is in the processor's cache."""
 
 STAGED = 2**22
-"""Bytes received before they are mixed. What is done around each such piece finds none of its own code and data in the
-cache, and takes some 70 µs: with pieces of 1 MB a pull took a third longer, with 16 MB as long."""
+"""Bytes received before they are mixed. The work around each piece starts with a cold cache and takes about 70 µs: with
+pieces of 1 MB, pulls took a third longer, with 16 MB as long."""
 
 if sys.platform == "linux":
-    # A receiver that maps memory must not be killed by a sender that cuts it short,
+    # A sender that truncates the file would kill a receiver that maps it.
     _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    # and must not be able to write to it (F_SEAL_FUTURE_WRITE, Linux 5.1: what is mapped already stays writable).
+    # The receiver must not write to it (F_SEAL_FUTURE_WRITE, Linux 5.1: existing mappings stay writable).
     _NO_WRITERS = 0x10
 
 
 class Memory:
-    """A block of memory, zeros at first.
+    """A block of memory, initially zero.
 
-    Memory that a system hands out afresh is slow to write for the first time (2 GB/s was seen), so blocks are to be
-    kept and used again.
+    The first write to newly allocated memory is slow (2 GB/s measured), so callers should reuse blocks.
 
     Args:
-        nbytes: of the block.
+        nbytes: size of the block.
 
     Attributes:
         view: its bytes, writable.
-        descriptor: of a file of just these bytes, which stays as large as it is and to which nobody else can write;
-            None where the system has no such thing (memfd).
+        descriptor: of a file (memfd) with exactly these bytes, of fixed size, which no other process can write to; None
+            if the system has no memfd.
     """
 
     def __init__(self, nbytes: int):
         self.descriptor: int | None = None
-        size = max(1, nbytes)  # which a mapping has at least
+        size = max(1, nbytes)  # mmap refuses empty mappings
         descriptor = _create(size)
         if descriptor is None:
             mapped = mmap.mmap(-1, size)
@@ -59,18 +58,18 @@ class Memory:
             mapped = mmap.mmap(descriptor, size)
             _seal(descriptor)
             self.descriptor = descriptor
-        self.view = memoryview(mapped)[:nbytes]  # the mapping goes with the last view of it
+        self.view = memoryview(mapped)[:nbytes]  # the mapping is freed with its last view
 
 
 @dataclass
 class Source:
-    """A payload to send, to one or to many.
+    """A payload to send to one or more peers.
 
     Attributes:
-        view: its bytes, contiguous; they must not change until the other side has them.
-        descriptor: of a file of just these bytes, which another process on this machine may map; None: there is none.
-        checksum: of these bytes, once they were sent the first time: to read a model again for each that asks for it
-            would take a third of the time in which it is sent.
+        view: its bytes, contiguous; they must not change until the receiver has them.
+        descriptor: of a file with exactly these bytes, which another process on this machine may map; None: no file.
+        checksum: of these bytes, cached by the first send, as computing it takes a third of the time of sending; None:
+            not sent yet.
     """
 
     view: memoryview
@@ -79,12 +78,12 @@ class Source:
 
 
 def copy(source: memoryview, to: memoryview) -> None:
-    """Copy bytes, without the interpreter's lock; many at once go past the processor's cache, up to twice as fast."""
+    """Copy bytes without holding the GIL; large copies bypass the processor's cache and are up to twice as fast."""
     np.copyto(np.frombuffer(to, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
 
 
 def _create(size: int) -> int | None:
-    """A file in memory."""
+    """Create an anonymous file in memory; return None if the system has no memfd."""
     if sys.platform != "linux":
         return None
     descriptor = os.memfd_create("gossipx", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -101,10 +100,10 @@ def _seal(descriptor: int) -> None:
 
 
 def cannot_shrink(descriptor: int) -> bool:
-    """Whether a file is sure to stay as large as it is, so that reading a mapping of it cannot fail.
+    """Return whether a file is sealed against truncation, so that reading a mapping of it cannot fail.
 
     Raises:
-        OSError: it is no file in memory.
+        OSError: it is not a memfd.
     """
     if sys.platform != "linux":
         return False

@@ -1,8 +1,9 @@
-"""Mixing: how a received model enters one's own.
+"""Mixing: how a received model enters the peer's own model.
 
-``x ← x + share · (x_j − x_request)``: with the model as it was when the request went out as base, progress made
-meanwhile is kept; for a blocking pull the base is x itself and this is (1 − β)x + βx_j with β = share (Eq. 4, whose
-printed sign is a misprint; Algorithm 2, line 5 is β = ½). The arena carries it out.
+``x ← x + share · (x_j − x_request)``, where x_request is the peer's model when it sent the request, so that steps since
+then are kept. For a blocking pull x_request is x, which gives (1 − β)x + βx_j with β = share (Eq. 4 of the paper, where
+the sign is a misprint; Algorithm 2, line 5 has β = ½). This module only computes the share; the parameter arena updates
+the weights.
 """
 
 from __future__ import annotations
@@ -17,28 +18,28 @@ from gossipx import specs
 
 @dataclass(frozen=True)
 class Mixing(abc.ABC):
-    """Decides what share of a received model is taken.
+    """A rule for the share β of a received model.
 
     Attributes:
-        public: of its difference to what a codec has others have of one's own model, in place of that itself.
+        public: whether x_request is replaced by the copy of the own model that other peers have after decoding.
     """
 
     public: ClassVar[bool] = False
 
     @abc.abstractmethod
     def share(self, own_step: int, their_step: int) -> float:
-        """β, from 0 (ignore the received model) to 1 (take it whole).
+        """Return β, from 0 (ignore the received model) to 1 (replace the own model).
 
         Args:
-            own_step: iterations that this peer has done.
-            their_step: iterations that the received model has seen.
+            own_step: iterations that this peer has finished.
+            their_step: iterations of the received model.
         """
 
 
 @final
 @dataclass(frozen=True)
 class Average(Mixing):
-    """The same share always; β = ½ is Algorithm 2, line 5."""
+    """A constant share; β = ½ is Algorithm 2, line 5."""
 
     beta: float = 0.5
 
@@ -52,11 +53,11 @@ class Average(Mixing):
 @final
 @dataclass(frozen=True)
 class Aged(Mixing):
-    """A smaller share of a model that lags behind: β · 2^(−lag / half_life).
+    """A smaller share for a model that lags behind: β · 2^(−lag / half_life).
 
     Attributes:
         beta: the share of a model that does not lag.
-        half_life: iterations behind at which the share is halved.
+        half_life: lag in iterations at which the share is halved.
     """
 
     beta: float = 0.5
@@ -74,13 +75,13 @@ class Aged(Mixing):
 @final
 @dataclass(frozen=True)
 class Choco(Mixing):
-    """x_i ← x_i + γ · (x̂_j − x̂_i) with what codecs make of both models (CHOCO-SGD, Algorithm 2).
+    """x_i ← x_i + γ · (x̂_j − x̂_i), with the decoded copies x̂ of both models (CHOCO-SGD, Algorithm 2).
 
-    x̂_j lags behind x_j where a codec leaves much out, and x̂_i as far behind x_i, so that their difference does not pull
-    back. How large γ may be depends on how much the codec keeps.
+    With a lossy codec x̂_j lags behind x_j. Since x̂_i lags as far behind x_i, their difference does not pull x_i back.
+    A coarser codec needs a smaller γ.
 
     Attributes:
-        gamma: the share.
+        gamma: the share γ.
     """
 
     gamma: float = 0.2
@@ -98,7 +99,7 @@ MIXINGS: dict[str, type[Mixing]] = {"average": Average, "aged": Aged, "choco": C
 
 
 def parse(spec: str) -> Mixing:
-    """The mixing that ``spec`` means: ``average:beta=0.5``, ``aged:beta=0.5,half_life=100`` or ``choco:gamma=0.2``."""
+    """Return the mixing of a spec: ``average:beta=0.5``, ``aged:beta=0.5,half_life=100`` or ``choco:gamma=0.2``."""
     return specs.build(spec, MIXINGS, "mixing")
 
 

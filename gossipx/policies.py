@@ -1,9 +1,9 @@
-"""Policies: when to pull another peer's model.
+"""Policies: rules that decide when to pull another peer's model.
 
 A policy is an immutable value with explicit, plain state: ``init() -> state`` and
-``decide(state, observation) -> (pull, state)``. What every policy may look at is measured by the
-:class:`~gossipx.sync.SyncManager` and given in an :class:`Observation`, so the built-in ones are one line each and
-hold no state. A policy of your own is a subclass of :class:`Policy`, or just a function ``observation -> bool``.
+``decide(state, observation) -> (pull, state)``. The :class:`~gossipx.sync.SyncManager` measures all that a policy may
+use and passes it in an :class:`Observation`, so the built-in policies are stateless one-liners. A custom policy is a
+subclass of :class:`Policy` or a function ``observation -> bool``.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from gossipx.errors import UsageError
 from gossipx.specs import plugins
 
 State = Any
-"""Plain data: None, numbers, strings, and lists and dicts of them, so that a checkpoint can hold it."""
+"""Plain data that a checkpoint can hold: None, numbers, strings, and lists and dicts of them."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What a policy sees after iteration ``step``. Before the first retrieval, "since" counts from the start.
+    """The measurements that a policy sees after iteration ``step``. Before the first retrieval, counts start at step 0.
 
     Attributes:
         step: t, iterations finished, from 1.
         delta: Δ_t = ‖x_t − x_{t−1}‖₂ of the optimizer's step (Adaptive Communication, Eq. 6).
-        delta_at_retrieval: Δ_r, the delta when the last retrieval's request went out; 0 before the first.
+        delta_at_retrieval: Δ_r, the delta when the request of the last retrieval was sent; 0 before the first.
         travelled: the sum of all deltas since the last retrieval, this one included.
-        drift: ‖x_t − x_r‖₂, how far own steps have led since the last retrieval; None unless the policy ``uses_drift``.
+        drift: ‖x_t − x_r‖₂, the distance covered by the peer's own steps since the last retrieval; None unless the
+            policy has ``uses_drift``.
         silence: iterations since the last retrieval, this one included.
         shared: whether the last retrieval was a wave, which any peer may have begun.
-        uniform: a fresh number in [0, 1) from the peer's seeded generator, for policies that toss a coin.
+        uniform: a new random number in [0, 1) from the peer's seeded generator.
     """
 
     step: int
@@ -54,13 +55,13 @@ class Observation:
 
 @dataclass(frozen=True)
 class Policy(abc.ABC):
-    """Decides when to pull.
+    """A rule that decides when to pull.
 
     Attributes:
-        warmup: no pull in this many first iterations; 0: none.
-        max_silence: pull at the latest after this many iterations without a retrieval; 0: no such limit.
-        uses_drift: whether ``Observation.drift`` is to be measured (one more pass over the model a step, and one
-            more copy of it).
+        warmup: number of first iterations without a pull.
+        max_silence: pull at the latest after this many iterations without a retrieval; 0: no limit.
+        uses_drift: whether ``Observation.drift`` must be measured, which costs one pass over the model per step and one
+            more copy of it.
     """
 
     warmup: int = field(default=0, kw_only=True)
@@ -72,12 +73,12 @@ class Policy(abc.ABC):
             raise ValueError("warmup and max_silence count iterations and are not negative")
 
     def init(self) -> State:
-        """The state before the first iteration."""
+        """Return the state before the first iteration."""
         return None
 
     @abc.abstractmethod
     def decide(self, state: State, observation: Observation) -> tuple[bool, State]:
-        """Whether to pull now, and the state from here on."""
+        """Return whether to pull now, and the next state."""
 
 
 @final
@@ -94,7 +95,8 @@ class Never(Policy):
 class Tau(Policy):
     """Pull when τ divides t (Algorithm 2, line 3).
 
-    After a wave, τ iterations later: peers that are not in step would otherwise each start one at its own multiples.
+    After a wave, the next one follows τ iterations later. Otherwise peers at different steps would each start a wave at
+    their own multiples of τ.
     """
 
     period: int
@@ -131,8 +133,8 @@ class Adaptive(Policy):
     """Pull when the difference of delta exceeds a threshold: ``|Δ_t − Δ_r| > threshold`` (section V-B).
 
     Attributes:
-        threshold: in the units of the weights; the paper's are 0.025, 0.02 and 0.01 (section VI).
-        relative: the threshold is a fraction of Δ_r instead.
+        threshold: in the units of the weights; the paper uses 0.025, 0.02 and 0.01 (section VI).
+        relative: whether ``threshold`` is a fraction of Δ_r.
     """
 
     threshold: float = 0.02
@@ -150,7 +152,7 @@ class Adaptive(Policy):
 @final
 @dataclass(frozen=True)
 class Travel(Policy):
-    """Pull when the path since the last retrieval, Σ Δ, is longer than ``distance``."""
+    """Pull when the length of the path since the last retrieval, Σ Δ, exceeds ``distance``."""
 
     distance: float
 
@@ -165,7 +167,7 @@ class Travel(Policy):
 @final
 @dataclass(frozen=True)
 class Drift(Policy):
-    """Pull when own steps have led further than ``distance`` from the last retrieval: ‖x_t − x_r‖₂ > distance."""
+    """Pull when the peer's own steps since the last retrieval have moved it by ‖x_t − x_r‖₂ > ``distance``."""
 
     distance: float
     uses_drift: ClassVar[bool] = True
@@ -175,7 +177,7 @@ class Drift(Policy):
         _at_least_zero("distance", self.distance)
 
     def decide(self, state: State, observation: Observation) -> tuple[bool, State]:
-        assert observation.drift is not None, "uses_drift asks for it"
+        assert observation.drift is not None, "measured because of uses_drift"
         return observation.drift > self.distance, state
 
 
@@ -202,34 +204,34 @@ ENTRY_POINT_GROUP = "gossipx.policies"
 
 
 def parse(spec: str | Policy | Callable[[Observation], bool]) -> Policy:
-    """The policy that ``spec`` means.
+    """Return the policy that ``spec`` names.
 
     Args:
         spec: ``tau:10``, ``adaptive:threshold=0.02``, ``travel:distance=2,max_silence=500``; a policy; or a function.
             Installed packages add names by entry points of the group ``gossipx.policies``.
 
     Raises:
-        UsageError: naming what would have been right.
+        UsageError: the spec is wrong; the message lists valid names or keys.
     """
     if isinstance(spec, Policy):
         return spec
     if callable(spec):
         return FunctionPolicy(spec)
-    made = plugins.build(spec, BUILT_IN, ENTRY_POINT_GROUP, "policy")
-    if isinstance(made, Policy):
-        return made
-    if callable(made):
-        return FunctionPolicy(made)
-    raise UsageError(f"policy '{spec}': its entry point makes a {type(made).__name__}, not a policy or a function")
+    built = plugins.build(spec, BUILT_IN, ENTRY_POINT_GROUP, "policy")
+    if isinstance(built, Policy):
+        return built
+    if callable(built):
+        return FunctionPolicy(built)
+    raise UsageError(f"policy '{spec}': its entry point returns a {type(built).__name__}, not a policy or a function")
 
 
 def names() -> dict[str, Callable[..., Any]]:
-    """What a spec may begin with; installed ones are not imported yet."""
+    """Return all known policy names, built-in and from installed packages; the latter are not imported yet."""
     return plugins.names(BUILT_IN, ENTRY_POINT_GROUP)
 
 
 def describe(policy: Policy) -> str:
-    """A policy as a spec reads, for people; by the name of its function or class where it has no other."""
+    """Return the spec of a policy for display; a custom one appears under the name of its function or class."""
     if isinstance(policy, FunctionPolicy):
         return f"function {getattr(policy.function, '__qualname__', type(policy.function).__name__)}"
     names: dict[object, str] = {kind: name for name, kind in BUILT_IN.items()}
@@ -238,4 +240,4 @@ def describe(policy: Policy) -> str:
 
 def _at_least_zero(name: str, value: float) -> None:
     if not (value >= 0 and math.isfinite(value)):
-        raise ValueError(f"{name} is a length in the units of the weights, a finite number from 0")
+        raise ValueError(f"{name} is a length in the units of the weights, a finite number of at least 0")

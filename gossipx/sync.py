@@ -1,4 +1,4 @@
-"""The SyncManager: decides after each iteration whether to pull a model (Adaptive Communication, section IV)."""
+"""The SyncManager, which decides after each iteration whether to pull a model (Adaptive Communication, section IV)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gossipx.policies import Observation, Policy
 
 @dataclass
 class _Counters:
-    """What is counted from the last retrieval."""
+    """Counters since the last retrieval."""
 
     delta: float = 0.0  # Δ_r
     travelled: float = 0.0
@@ -24,22 +24,23 @@ class _Counters:
 
 
 class SyncManager:
-    """Asks the policy, and keeps what policies count from the last retrieval.
+    """The owner of a policy and its state, and of the counters since the last retrieval that policies use.
 
-    The count starts anew when a request goes out. If that request fails it is as if it had never gone out: Δ_r is again
-    what it was, and the way travelled goes on from the earlier start.
+    The counters restart when a request is sent. If the request fails, they continue as if it had never been sent, with
+    the earlier Δ_r.
 
-    A wave counts as one request, whoever started it: Δ_r is reset as one begins to take part. Each model that it brings
-    counts as one retrieval, so that figures of pulls and of waves compare.
+    A wave counts as one request, also if another peer started it; Δ_r is set when this peer joins it. Each model that a
+    wave brings counts as one retrieval, so that statistics of pulls and waves are comparable.
 
     Args:
         policy: see :mod:`gossipx.policies`.
-        seed: of the coin that ``Observation.uniform`` shows.
+        seed: seeds ``Observation.uniform``.
 
     Attributes:
-        retrievals: models of others that were mixed; those that others pushed, too.
-        skipped: decisions that fell while an exchange was under way, or when nobody could be asked or all said no.
-        failed: exchanges that were begun and not completed, and waves in which nobody was met.
+        retrievals: number of mixed models of other peers, including pushed ones.
+        skipped: number of decisions to pull that had no effect, because an exchange was in flight or no peer was
+            available or willing.
+        failed: number of exchanges that did not complete, and of waves that met no other peer.
     """
 
     def __init__(self, policy: Policy, seed: int = 0):
@@ -55,7 +56,7 @@ class SyncManager:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a pull is under way."""
+        """Whether a pull is in flight."""
         return self._before_request is not None
 
     @property
@@ -64,7 +65,7 @@ class SyncManager:
         return abs(self._delta - self._since.delta)
 
     def step(self, step: int, delta: float, drift: float | None = None) -> bool:
-        """Note one finished iteration and decide whether to pull now.
+        """Record one finished iteration and decide whether to pull now.
 
         Args:
             step: t, from 1.
@@ -72,7 +73,7 @@ class SyncManager:
             drift: ‖x_t − x_r‖₂, for policies that use it.
 
         Returns:
-            True if a request is to go out now; the caller then calls :meth:`requested`.
+            True if the caller should send a request now; it then calls :meth:`requested`.
         """
         self._delta = delta
         self._since.travelled += delta
@@ -98,24 +99,24 @@ class SyncManager:
         return True
 
     def requested(self, *, shared: bool = False) -> None:
-        """A pull goes out now, or (``shared``) a wave begins: count from here."""
+        """Record that a pull was sent or, if ``shared``, that a wave began; restart the counters."""
         self._before_request = self._since
         self._since = _Counters(delta=self._delta, shared=shared)
 
     def completed(self, models: int = 1) -> None:
-        """The exchange that was under way is over, and brought so many models of others, which are mixed."""
+        """Record that the exchange in flight has ended after mixing ``models`` models of other peers."""
         self._before_request = None
         self.retrievals += models
 
     def retrieved(self) -> None:
-        """A model that came without a decision of ours is mixed."""
+        """Record that a model was mixed that this peer had not requested, such as a pushed one."""
         self.retrievals += 1
 
     def abandoned(self, *, failed: bool = True) -> None:
-        """The pull that was under way came to nothing: count on from where it began.
+        """Record that the exchange in flight has failed, and restore the counters as if it had never begun.
 
         Args:
-            failed: whether that counts as a failure (not when it was given up because training ended).
+            failed: whether to count it as failed; False, for example, if it was cancelled because training ended.
         """
         if self._before_request is None:
             return
@@ -129,12 +130,12 @@ class SyncManager:
         self.failed += failed
 
     def found_nobody(self) -> None:
-        """The exchange that was decided could not begin, all said no: the decision counts as skipped."""
+        """Record that no peer was available or willing, so that the decision counts as skipped."""
         self.abandoned(failed=False)
         self.skipped += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything the next decision depends on, as plain data. A pull under way counts as not begun."""
+        """Return everything that the next decision depends on, as plain data. A pull in flight counts as not begun."""
         since = self._since
         if self._before_request is not None:
             before = self._before_request
@@ -142,7 +143,7 @@ class SyncManager:
             since = _Counters(before.delta, travelled, silence, before.shared)
         version, words, gauss = self._coin.getstate()
         return {
-            "policy": copy.deepcopy(self._policy_state),  # the policy may update its own in place
+            "policy": copy.deepcopy(self._policy_state),  # the policy may update its state in place
             "since": dataclasses.asdict(since),
             "delta": self._delta,
             "coin": [version, list(words), gauss],
@@ -150,7 +151,7 @@ class SyncManager:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave."""
+        """Restore the state that :meth:`state_dict` returned."""
         version, words, gauss = state["coin"]
         self._coin.setstate((version, tuple(words), gauss))
         self._policy_state = copy.deepcopy(state["policy"])
@@ -161,18 +162,18 @@ class SyncManager:
 
 
 def consensus_distance(squared_distances: Sequence[float], peers: int) -> float:
-    """An estimate of D, how far a peer's model is from the mean of all (Adaptive Communication, Eq. 8).
+    """Estimate D, the distance of a peer's model from the mean of all models (Adaptive Communication, Eq. 8).
 
-    No peer ever sees that mean; what it sees is ‖x_j − x_i‖ to those that it pulled from. With e_i the deviation of
-    x_i from the mean, and Σ e_i = 0: Σ_{i≠j} ‖x_i − x_j‖² = Σ_i ‖e_i‖² + N ‖e_j‖². For exchangeable peers each ‖e_i‖²
-    is D² in expectation, so that (N − 1) · mean ‖x_i − x_j‖² = 2N · D²: the square of this estimate is unbiased.
+    No peer knows that mean, but each knows ‖x_j − x_i‖ to the peers that it pulled from. With e_i the deviation of x_i
+    from the mean, and Σ e_i = 0: Σ_{i≠j} ‖x_i − x_j‖² = Σ_i ‖e_i‖² + N ‖e_j‖². For exchangeable peers E ‖e_i‖² = D², so
+    (N − 1) · mean ‖x_i − x_j‖² = 2N · D² in expectation: the square of this estimate is unbiased.
 
     Args:
-        squared_distances: ‖x_j − x_i‖² of some retrievals from peers drawn at random.
-        peers: N.
+        squared_distances: ‖x_j − x_i‖² of retrievals from randomly drawn peers.
+        peers: N, the number of peers.
 
     Returns:
-        √((N − 1) / (2N) · mean of the squares), in the units of the weights; NaN of no retrievals.
+        √((N − 1) / (2N) · mean of the squares), in the units of the weights; NaN without retrievals.
     """
     if not squared_distances:
         return math.nan

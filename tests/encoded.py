@@ -1,4 +1,4 @@
-"""What tests of codecs share: codecs of every kind, and values for them."""
+"""Helpers for tests of codecs: specs of every codec, and values to encode."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SPECS = [
     "none+zlib",
 ]
 NEAR = ["moniqua", "moniqua:bits=3,theta=1.0", "moniqua:bits=16,theta=0.5,small=32+zstd"]
-"""Those that are decoded near values that are there already; of models alone."""
+"""Specs of the codecs that encode models only and need nearby reference values to decode."""
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -48,7 +48,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def decoded(frame: Buffer, near: Tensor) -> Tensor:
-    """What a frame holds; of a codec that is decoded near values, near these, which are of its shape and dtype."""
+    """Decode a frame; ``near`` are the reference values for codecs that need them, in its shape and dtype."""
     if not KINDS[frame[3]].near:
         return decode(frame)
     out = torch.full_like(near, 7.0)

@@ -1,9 +1,9 @@
-"""Codecs: how tensors are encoded for the wire.
+"""Codecs: lossy and lossless encodings of tensors for the wire.
 
-``parse("3lc:sparsity=1.75")`` is a :class:`Codec`, an immutable value; ``codec.init(tensor)`` is its state,
-``codec.encode(tensor, state)`` gives a frame and the state from there on, and ``decode(frame)`` the tensor. Frames are
-self-describing and checked, see ``gossipx.codecs.frames``. :class:`ErrorFeedback` adds what a codec left out to what
-it encodes next.
+``parse("3lc:sparsity=1.75")`` returns a :class:`Codec`, an immutable value. ``codec.init(tensor)`` returns its initial
+state, ``codec.encode(tensor, state)`` returns a frame and the next state, and ``decode(frame)`` returns the tensor.
+Frames are self-describing and checked on arrival, see ``gossipx.codecs.frames``. :class:`ErrorFeedback` adds the
+encoding error of one frame to the input of the next.
 """
 
 from __future__ import annotations
@@ -73,53 +73,53 @@ ENTRY_POINT_GROUP = "gossipx.codecs"
 
 
 def parse(spec: str | Codec) -> Codec:
-    """The codec that ``spec`` means.
+    """Return the codec that ``spec`` names.
 
     Args:
-        spec: ``none``, ``3lc:sparsity=1.75``, ``topk:ratio=0.01,small=256``, any of them with ``+zlib`` or ``+zstd``
-            behind it; or a codec. Installed packages add names by entry points of the group ``gossipx.codecs``.
+        spec: ``none``, ``3lc:sparsity=1.75``, ``topk:ratio=0.01,small=256``, each optionally followed by ``+zlib`` or
+            ``+zstd``; or a codec. Installed packages add names by entry points of the group ``gossipx.codecs``.
 
     Raises:
-        UsageError: naming what would have been right.
+        UsageError: the spec is wrong; the message lists valid names or keys.
     """
     if isinstance(spec, Codec):
         return spec
-    plain, *after = re.split(r"\+(?=\s*[A-Za-z])", spec, maxsplit=1)  # and not the one of 1e+20
-    made = plugins.build(plain, BUILT_IN, ENTRY_POINT_GROUP, "codec")
-    if not isinstance(made, Codec):
-        raise UsageError(f"codec '{spec}': its entry point makes a {type(made).__name__}, not a codec")
+    plain, *after = re.split(r"\+(?=\s*[A-Za-z])", spec, maxsplit=1)  # does not split at the + of 1e+20
+    codec = plugins.build(plain, BUILT_IN, ENTRY_POINT_GROUP, "codec")
+    if not isinstance(codec, Codec):
+        raise UsageError(f"codec '{spec}': its entry point returns a {type(codec).__name__}, not a codec")
     if not after:
-        return made
+        return codec
     squeezed = after[0].strip()
     if squeezed not in SQUEEZERS[1:]:
         raise UsageError(f"codec '{spec}': one of {', '.join('+' + by for by in SQUEEZERS[1:])} may follow, once")
     if squeezed == "zstd":
         zstandard()
-    return dataclasses.replace(made, squeezed=squeezed)
+    return dataclasses.replace(codec, squeezed=squeezed)
 
 
 def encoder(codec: Codec) -> Codec | ErrorFeedback:
-    """What a link encodes changes with: the codec, in error feedback if it wants that."""
+    """Return the encoder that a link uses for changes: the codec, wrapped in error feedback if its option says so."""
     return ErrorFeedback(codec) if codec.feedback else codec
 
 
 def alone(near: bool = True) -> list[str]:
-    """Built-in codecs that keep enough of every value to be of use for a model itself.
+    """Return the names of the built-in codecs that are precise enough to encode a model itself, not only its changes.
 
     Args:
-        near: those as well that are decoded near a model that is there.
+        near: include codecs that need a nearby model to decode against.
     """
     kinds = {name: kind for name, kind in BUILT_IN.items() if isinstance(kind, type) and issubclass(kind, Codec)}
     return [name for name, kind in kinds.items() if kind is not NoCodec and kind.alone and (near or not kind.near)]
 
 
 def names() -> dict[str, Callable[..., Any]]:
-    """What a spec may begin with; installed ones are not imported yet."""
+    """Return all known codec names, built-in and from installed packages; the latter are not imported yet."""
     return plugins.names(BUILT_IN, ENTRY_POINT_GROUP)
 
 
 def describe(codec: Codec) -> str:
-    """A codec as a spec reads; by the name of its class where it has no other."""
+    """Return the spec of a codec; a codec that is not built in appears under its class name."""
     known: dict[object, str] = {kind: name for name, kind in BUILT_IN.items()}
     plain = specs.text(dataclasses.replace(codec, squeezed=""), known.get(type(codec), type(codec).__name__))
     return f"{plain}+{codec.squeezed}" if codec.squeezed else plain

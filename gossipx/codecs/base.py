@@ -1,12 +1,12 @@
-"""What a codec is: an immutable value that makes frames of tensors, with explicit, plain state.
+"""The base class of codecs: immutable values that encode tensors into frames, with explicit, plain state.
 
-``init(tensor) -> state``, ``encode(tensor, state) -> (frame, state)``, ``decode(frame) -> tensor``, and
-``decode_into(frame, out)``, which overwrites or adds. A frame tells itself what it holds, so that decoding needs no
-state; some kinds are decoded near values that are there already, which ``decode_into`` is given then. Encoded are
-float32 values; others are converted, and decoded to what they were.
+The interface is ``init(tensor) -> state``, ``encode(tensor, state) -> (frame, state)``, ``decode(frame) -> tensor`` and
+``decode_into(frame, out)``, which overwrites or adds. Frames are self-describing, so decoding needs no state. Some
+codecs send values modulo a range; their decoder needs nearby reference values, which ``decode_into`` takes as ``near``.
+Codecs work on float32 values; other floating-point types are converted to float32 and back.
 
-A tensor that is not finite, or whose scale would not be, has no encoding: it decodes to NaN throughout, and the error
-that was kept for it stays as it was. So whoever takes it in sees what it would have seen without a codec.
+A tensor with a non-finite value, or whose scale overflows, has no encoding. It decodes to NaN everywhere, so the
+receiver notices the fault as it would without a codec. Its accumulated error stays unchanged.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ from gossipx.codecs.frames import (
 from gossipx.codecs.packing import as_bytes
 from gossipx.codecs.state import Plan, State
 from gossipx.errors import ProtocolError, UsageError
-from gossipx.specs import TOLD_APART
+from gossipx.specs import NOT_A_KEY
 
 KINDS: dict[int, type[Codec]] = {}
-"""By their numbers in frames."""
+"""All codec classes, by the number that identifies them in frames."""
 
 
 @dataclass(frozen=True)
 class Codec(abc.ABC):
-    """Encodes tensors.
+    """An encoding of tensors.
 
     Attributes:
-        small: tensors of fewer elements, and those of normalisation layers, stay as they are; 0: all are encoded.
-        feedback: whether links that send changes put error feedback around it; kinds that lose nothing on average do
-            without by default.
-        squeezed: ``zlib`` or ``zstd``: what has a go at the frame's body at last; in a spec, ``+zlib`` or ``+zstd``.
-        number: of the kind in frames; 128 to 255 are for kinds of one's own.
-        gradients_only: whether it is of no use for changes of a model.
-        alone: whether it keeps enough of every value to be of use for a model itself.
-        near: whether it is of models alone, and decoded near values that whoever takes it has.
+        small: tensors with fewer elements, and those of normalisation layers, are sent unencoded; 0: all are encoded.
+        feedback: whether links that send changes add error feedback; unbiased codecs default to False.
+        squeezed: general-purpose compressor of the frame's body, ``zlib`` or ``zstd``, written ``+zlib`` or ``+zstd``
+            in a spec; empty: none.
+        number: identifies the codec in frames; 128 to 255 are reserved for custom codecs.
+        gradients_only: whether it encodes gradients only, and no changes of a model.
+        alone: whether it is precise enough to encode a model itself, not only its changes.
+        near: whether it encodes models only, and its decoder needs nearby reference values.
     """
 
     small: int = field(default=0, kw_only=True)
     feedback: bool = field(default=True, kw_only=True)
-    squeezed: str = field(default="", kw_only=True, metadata=TOLD_APART)
+    squeezed: str = field(default="", kw_only=True, metadata=NOT_A_KEY)
     number: ClassVar[int]
     gradients_only: ClassVar[bool] = False
     alone: ClassVar[bool] = False
@@ -74,8 +74,8 @@ class Codec(abc.ABC):
             return
         known = KINDS.setdefault(number, cls)
         if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ValueError(f"codec number {number} is {known.__qualname__}'s already")
-        KINDS[number] = cls  # dataclasses with slots, and reloaded modules, make a class twice
+            raise ValueError(f"codec number {number} is already taken by {known.__qualname__}")
+        KINDS[number] = cls  # dataclasses with slots, and reloaded modules, define the same class twice
 
     def __post_init__(self) -> None:
         if self.small < 0:
@@ -84,11 +84,11 @@ class Codec(abc.ABC):
             raise ValueError(f"squeezed is one of {', '.join(SQUEEZERS[1:])}, or nothing")
 
     def init(self, tensor: Tensor | Tensors, seed: int = 0) -> State:
-        """The state before the first frame.
+        """Return the state before the first frame.
 
         Args:
-            tensor: one like those that will be encoded, or what several in one vector are.
-            seed: of what is drawn.
+            tensor: an example of the tensors to encode, or a description of several tensors in one vector.
+            seed: seeds the random draws.
         """
         tensors = tensor if isinstance(tensor, Tensors) else Tensors.of(tensor)
         device = torch.device("cpu") if isinstance(tensor, Tensors) else tensor.device
@@ -97,39 +97,40 @@ class Codec(abc.ABC):
         return state
 
     def most(self, state: State) -> int:
-        """Bytes of the longest frame, for ``out``."""
+        """Return the size of the longest possible frame in bytes, the least size of ``out`` in :meth:`encode`."""
         return self._planned(state).most
 
     def longest(self, tensors: Tensors) -> int:
-        """Bytes of the longest frame of such tensors that another may send, who tells shapes in its own way.
+        """Return an upper bound in bytes for a frame of such tensors from another peer.
 
-        What is squeezed may be a little longer than it was.
+        That peer may list shapes differently, and a compressor may lengthen its input a little.
         """
         most = self._planned(State(tensors)).most
         return most + most // 64 + 1024
 
     def in_feedback(self) -> Codec:
-        """The same for what is left out of one frame to be in the next."""
+        """Return a copy of this codec for use with error feedback."""
         return dataclasses.replace(self, feedback=True)
 
     def encode(
         self, tensor: Tensor, state: State, out: Array | None = None, left: Tensor | None = None
     ) -> tuple[memoryview, State]:
-        """A frame of a tensor's values as they are now.
+        """Return a frame of a tensor's current values, and the next state.
 
         Args:
-            tensor: of the shape and dtype that the state is for; or a vector that holds all of its tensors.
-            out: where the frame is made if it is not squeezed: uint8, at least :meth:`most`; None: in new memory.
-            left: an error that is added to the tensor first; afterwards what the frame leaves out. A float32 vector as
-                long as that of the tensors, on their device.
+            tensor: has the shape and dtype that the state was made for, or is a vector that holds all its tensors.
+            out: uint8 buffer of at least :meth:`most` bytes for the frame; None: allocate. A compressed frame is always
+                allocated.
+            left: the accumulated error: added to the tensor first, and overwritten by the error of this frame. A
+                float32 vector as long as that of the tensors, on their device.
 
         Raises:
-            UsageError: the tensor is not what the state is for, another codec has begun that, or ``out`` or ``left``
-                are not as they are to be.
+            UsageError: the tensor does not match the state, another codec made the state, or ``out`` or ``left`` has a
+                wrong size or dtype.
         """
         plan = self._planned(state)
         vector = _vector(tensor, state.tensors)
-        _check_rooms(out, plan.most, left, state.tensors)
+        _check_buffers(out, plan.most, left, state.tensors)
         frame = np.empty(plan.most, np.uint8) if out is None else out
         begin = len(plan.head)
         frame[:begin] = np.frombuffer(plan.head, np.uint8)
@@ -148,7 +149,7 @@ class Codec(abc.ABC):
         return frame.data, state
 
     def decode(self, frame: Buffer, limit: int = LIMIT) -> Tensor:
-        """As :func:`decode`, which reads frames of all codecs."""
+        """Decode a frame of any codec, see :func:`decode`."""
         return decode(frame, limit)
 
     def decode_into(
@@ -160,11 +161,11 @@ class Codec(abc.ABC):
         tensors: Tensors | None = None,
         near: Tensor | None = None,
     ) -> None:
-        """As :func:`decode_into`, which reads frames of all codecs."""
+        """Decode a frame of any codec in place, see :func:`decode_into`."""
         decode_into(frame, out, add=add, tensors=tensors, near=near)
 
-    def _begin(self, state: State, device: torch.device) -> None:  # noqa: B027 (most keep nothing)
-        """Put what is kept into a new state."""
+    def _begin(self, state: State, device: torch.device) -> None:  # noqa: B027 (most codecs are stateless)
+        """Add the codec's own vectors to a new state."""
 
     def _planned(self, state: State) -> Plan:
         if state.plan is None:
@@ -178,65 +179,65 @@ class Codec(abc.ABC):
             starts = np.array(tensors.starts, np.int64)[contents.encoded]
             state.plan = Plan(self, contents, bytes(begin), total, width(most), starts, contents.counts, shapes)
         elif state.plan.codec is not self and state.plan.codec != self:
-            raise UsageError(f"a state that {state.plan.codec} has begun was given to {self}")
+            raise UsageError(f"the state was made by {state.plan.codec}, it cannot be used with {self}")
         return state.plan
 
     def _plain(self, tensors: Tensors) -> tuple[bool, ...]:
-        """Which tensors stay as they are."""
+        """Return for each tensor whether it is sent unencoded."""
         if not tensors.dtype.is_floating_point:
-            raise UsageError(f"this codec encodes floating-point tensors, not {tensors.dtype}: 'none' takes any")
+            raise UsageError(f"this codec encodes floating-point tensors, not {tensors.dtype}: use 'none' for these")
         return tensors.are_plain(self.small)
 
     @abc.abstractmethod
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
-        """Bytes that a tensor takes at most, and room that its encoder wants."""
+        """Return the most bytes that an encoded tensor takes, scratch space of the encoder included."""
 
     @abc.abstractmethod
     def _encode(
         self, x: Tensor, left: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
     ) -> int:
-        """Encode the plan's tensors into ``frame[end:]``; returns the new end.
+        """Encode the plan's tensors into ``frame[end:]`` and return the new end.
 
         Args:
-            sizes: are to be set to the bytes that each takes; 0: it is empty, or not finite.
+            sizes: output: the bytes that each tensor takes; 0: it is empty or not finite.
         """
 
     @classmethod
     @abc.abstractmethod
     def _read(cls, opened: OpenedFrame, near: Sequence[Tensor] | None) -> Any:
-        """Check all encoded tensors of a frame and return what :meth:`_write` needs of them.
+        """Check all encoded tensors of a frame and return what :meth:`_write` needs to decode them.
 
-        It is the one check between a peer's bytes and loops that look at no end, with and without ``near``.
+        This is the only check between bytes from a peer and compiled loops without bounds checks.
 
         Args:
-            near: values near each encoded tensor's, flat, float32.
+            near: for each encoded tensor, flat float32 reference values; None: not available.
 
         Raises:
-            ProtocolError: one is malformed, or can be decoded near other values alone.
-            TooFarError: the values are not near.
+            ProtocolError: a tensor is malformed, or needs reference values and has none.
+            TooFarError: the reference values are too far away.
         """
 
     @classmethod
     @abc.abstractmethod
     def _write(cls, opened: OpenedFrame, read: Any, out: Tensor, starts: Array, add: bool) -> None:
-        """Decode the encoded tensors, in order from ``starts`` on, into a float32 vector. Sizes of 0 are not its."""
+        """Decode the encoded tensors into a float32 vector, each at its entry of ``starts``; skip those of size 0."""
 
 
 def decode(frame: Buffer, limit: int = LIMIT) -> Tensor:
-    """The tensor that a frame of any codec holds; where it holds several, the vector of all.
+    """Return the tensor in a frame of any codec; of several tensors, the vector that holds them all.
 
     Args:
-        limit: bytes that it may have.
+        limit: most bytes that the result may take.
 
     Raises:
-        ProtocolError: the frame is malformed, damaged, or would need more than ``limit``.
+        ProtocolError: the frame is malformed or damaged, or its tensors take more than ``limit`` bytes.
     """
     opened = open_frame(frame, limit)
     tensors = opened.contents.tensors
     read = _kind(opened)._read(opened, None)
     try:
         out = torch.empty(tensors.shapes[0] if tensors.single else (tensors.length,), dtype=tensors.dtype)
-    except RuntimeError as error:  # no elements, and yet a dimension that torch has no number for
+    except RuntimeError as error:  # no elements, but a dimension too large for torch
         raise ProtocolError(f"a codec's frame has a shape that torch refuses: {error}") from error
     _decode(opened, read, out.view(-1), np.array(tensors.starts, np.int64), False)
     return out
@@ -245,19 +246,18 @@ def decode(frame: Buffer, limit: int = LIMIT) -> Tensor:
 def decode_into(
     frame: Buffer, out: Tensor, *, add: bool = False, tensors: Tensors | None = None, near: Tensor | None = None
 ) -> None:
-    """Decode a frame of any codec where its values belong. Nothing is changed if it cannot be.
+    """Decode a frame of any codec into ``out``. On error, ``out`` stays unchanged.
 
     Args:
-        out: of the shape of the tensor in the frame; or a vector.
-        add: to what is there.
-        tensors: of the vector: what the frame must hold, and where; None: side by side from its front, filling it.
-        near: of the shape of ``out``, or that itself: values near those in the frame; of use to codecs that are
-            decoded near such.
+        out: a tensor of the shape in the frame, or a vector.
+        add: add to the values in ``out`` rather than overwrite them.
+        tensors: the tensors that the frame must hold, and their places in ``out``; None: they fill it, side by side.
+        near: reference values for codecs that need them, in the shape of ``out``; may be ``out``.
 
     Raises:
-        ProtocolError: the frame is malformed, damaged, holds something else, or is of a codec that wants ``near``.
-        TooFarError: the values in the frame are not near.
-        UsageError: ``near`` has another shape, or ``out`` ends before its tensors.
+        ProtocolError: the frame is malformed or damaged, holds other tensors, or needs ``near``.
+        TooFarError: the values in the frame are too far from ``near``.
+        UsageError: ``near`` has another shape, or ``out`` is too short for its tensors.
     """
     read_into(frame, out, tensors=tensors, near=near)(add)
 
@@ -265,12 +265,12 @@ def decode_into(
 def read_into(
     frame: Buffer, out: Tensor, *, tensors: Tensors | None = None, near: Tensor | None = None
 ) -> Callable[[bool], None]:
-    """The first half of :func:`decode_into`, with all that may fail; what is returned does the rest, told ``add``."""
+    """Check a frame as :func:`decode_into` does, and return a function ``write(add)`` that decodes it without fail."""
     if near is not None and near.shape != out.shape:
-        raise UsageError(f"values near {tuple(out.shape)} have its shape, not {tuple(near.shape)}")
+        raise UsageError(f"near must have the shape {tuple(out.shape)}, not {tuple(near.shape)}")
     want = tensors or (Tensors.of(out) if out.dim() != 1 else None)
     if want is not None and (want.length > out.numel() or (tensors and out.dim() != 1)):
-        raise UsageError(f"{_told(want)} do not lie in a tensor of {tuple(out.shape)}")
+        raise UsageError(f"{_described(want)} do not fit into a tensor of {tuple(out.shape)}")
 
     def check(contents: Tensors) -> None:
         if want is None:
@@ -281,7 +281,7 @@ def read_into(
             )
         if not fits or not torch.can_cast(contents.dtype, out.dtype):
             raise ProtocolError(
-                f"a codec's frame holds {_told(contents)}, {_told(want or Tensors.of(out))} is expected"
+                f"a codec's frame holds {_described(contents)}, expected {_described(want or Tensors.of(out))}"
             )
 
     opened = open_frame(frame, max(out.numel(), 1) * 16, check)
@@ -304,7 +304,7 @@ def read_into(
 
 
 def encoded_bytes(frame: Buffer) -> tuple[int, int]:
-    """Of a frame: values that are encoded, and bytes that these take (3LC, Table 2); the rest is told in shapes."""
+    """Return how many values of a frame are encoded, and how many bytes they take (3LC, Table 2)."""
     opened = open_frame(frame, 2**62)
     return int(opened.contents.counts.sum()), int(opened.offsets[-1] - opened.offsets[0])
 
@@ -312,19 +312,19 @@ def encoded_bytes(frame: Buffer) -> tuple[int, int]:
 def _vector(tensor: Tensor, tensors: Tensors) -> Tensor:
     whole = tensors.single and tuple(tensor.shape) == tensors.shapes[0]
     if tensor.dtype != tensors.dtype or not (whole or (tensor.dim() == 1 and len(tensor) >= tensors.length)):
-        raise UsageError(f"{tensor.dtype} {tuple(tensor.shape)} was to be encoded, the state is for {_told(tensors)}")
+        raise UsageError(f"cannot encode {tensor.dtype} {tuple(tensor.shape)}: the state is for {_described(tensors)}")
     return tensor.detach().reshape(-1).contiguous()
 
 
-def _check_rooms(out: Array | None, most: int, left: Tensor | None, tensors: Tensors) -> None:
-    """Compiled loops write where they are told to, and look at no end."""
+def _check_buffers(out: Array | None, most: int, left: Tensor | None, tensors: Tensors) -> None:
+    """Check sizes and dtypes, since compiled loops do not check bounds."""
     if out is not None and not (out.dtype == np.uint8 and out.ndim == 1 and len(out) >= most):
-        raise UsageError(f"a frame is made in at least {most} bytes, not in {len(out)} of {out.dtype}")
+        raise UsageError(f"out must have at least {most} bytes of uint8, not {len(out)} elements of {out.dtype}")
     if left is not None and not (left.dtype == torch.float32 and left.dim() == 1 and len(left) >= tensors.length):
-        raise UsageError(f"an error is a float32 vector of {tensors.length}, not {left.dtype} {tuple(left.shape)}")
+        raise UsageError(f"left must be float32 [{tensors.length}], not {left.dtype} {tuple(left.shape)}")
 
 
-def _told(tensors: Tensors) -> str:
+def _described(tensors: Tensors) -> str:
     dtype = str(tensors.dtype).removeprefix("torch.")
     if tensors.single:
         return f"{dtype} {tensors.shapes[0]}"
@@ -334,12 +334,12 @@ def _told(tensors: Tensors) -> str:
 def _put_plain(vector: Tensor, left: Tensor | None, tensors: Tensors, number: int, frame: Array, end: int) -> int:
     place = slice(tensors.starts[number], tensors.starts[number] + tensors.counts[number])
     values = vector[place]
-    if left is not None and left[place].any():  # kept by a codec that encoded it
+    if left is not None and left[place].any():  # left by an earlier codec that encoded this tensor
         wanted = values.double() + left[place]
-        told = wanted.to(values.dtype)
-        is_finite = told.isfinite()
-        values = torch.where(is_finite, told, values)
-        left[place] = torch.where(is_finite, (wanted - told.double()).float(), left[place])
+        sent = wanted.to(values.dtype)
+        is_finite = sent.isfinite()
+        values = torch.where(is_finite, sent, values)
+        left[place] = torch.where(is_finite, (wanted - sent.double()).float(), left[place])
     data = as_bytes(values)
     frame[end : end + len(data)] = data
     return end + len(data)
@@ -348,12 +348,12 @@ def _put_plain(vector: Tensor, left: Tensor | None, tensors: Tensors, number: in
 def _kind(opened: OpenedFrame) -> type[Codec]:
     kind = KINDS.get(opened.codec)
     if kind is None:
-        raise ProtocolError(f"a frame is of codec {opened.codec}, which this peer does not know")
+        raise ProtocolError(f"a codec's frame has codec number {opened.codec}, which this peer does not know")
     return kind
 
 
 def _decode(opened: OpenedFrame, read: Any, out: Tensor, starts: Array, add: bool) -> None:
-    """Into a flat vector of any dtype that numbers can be converted to."""
+    """Decode into a flat vector of any dtype to which the values can be cast."""
     contents = opened.contents
     vector = out if out.dtype == torch.float32 else torch.zeros(len(out), dtype=torch.float32, device=out.device)
     if len(contents.encoded):

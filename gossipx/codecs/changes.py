@@ -1,9 +1,9 @@
-"""Changes of a vector since what another has of it, by a codec.
+"""Delta encoding: a sender encodes a vector as its change since the receiver's copy.
 
-Who gives keeps what each of those that take has: its *base*, named by a checksum, so that both are sure to mean the
-same. All who have the same base are given the same frame (3LC, section 3, "shared compression"). What a frame leaves
-out is in the next change: that is error feedback, whatever the codec. Without it what another has would walk away from
-the values, as far as chance takes it.
+The sender keeps a copy of what each receiver has, its *base*. A checksum identifies the base, so that both ends are
+sure to use the same values. Receivers with the same base get the same frame (3LC, section 3, "shared compression").
+The encoding error of one frame is part of the next change, which is error feedback for any codec. Without it a
+receiver's copy would drift away from the values.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from gossipx.codecs.frames import Tensors
 from gossipx.memory import Source
 
 FULL = 0
-"""The base of values as they are."""
+"""Base of values that are sent in full, without a codec."""
 ALONE = 1
-"""The base of values that are encoded by themselves."""
+"""Base of values that are encoded themselves, not as a change."""
 
 
 @dataclass
 class Frame:
-    """A change, shared by all who have the same base.
+    """An encoded change, shared by all receivers with the same base.
 
     Attributes:
-        version: of the values that it was made of.
-        source: as it is sent.
-        check: of the values that it leads to.
+        version: identifies the values that it encodes.
+        source: the payload.
+        check: checksum of the values that a receiver has after decoding it.
     """
 
     version: int
@@ -42,12 +42,12 @@ class Frame:
 
 @dataclass
 class Base:
-    """Values that others have.
+    """Values that at least one receiver may have.
 
     Attributes:
         values: flat.
-        frames: made on the way here and from here: what codecs do by turns is each taker's turn.
-        change: the last that was made from here.
+        frames: number of frames encoded on the path to and from these values; codecs that act every k-th frame use it.
+        change: the last change encoded from this base.
     """
 
     values: Tensor
@@ -56,18 +56,18 @@ class Base:
 
 
 class Changes:
-    """The giver's side of one vector; for one thread at a time.
+    """The sender's side for one vector. Not thread-safe.
 
-    Two bases are kept for each who takes, at most: what it has, and what it was sent; and what all began with.
+    It keeps the common initial values, and at most two bases per receiver: the one it reported and the one it was sent.
 
     Args:
-        codec: of the changes.
-        tensors: in the vector.
-        seed: of what is drawn.
-        most: of those who take; of more, whoever took longest ago is given the values as they are. 0: no limit.
+        codec: encodes the changes.
+        tensors: the tensors in the vector.
+        seed: seeds the codec's random draws.
+        most: most receivers to keep bases for; the least recently served one then gets full values. 0: no limit.
 
     Attributes:
-        begun: checksum of what whoever has taken nothing yet has.
+        begun: checksum of the initial values that every receiver has; :data:`FULL`: no common initial values.
     """
 
     def __init__(self, codec: Codec, tensors: Tensors, seed: int, most: int = 0):
@@ -76,12 +76,12 @@ class Changes:
         self.begun: int = FULL
         self._seed = seed
         self._state = self._codec.init(tensors, seed)
-        self._room = np.empty(self._codec.most(self._state), np.uint8)
-        self._bases: dict[int, Base] = {}  # by their checksums
-        self._held: dict[int, set[int]] = {}  # by who takes
+        self._buffer = np.empty(self._codec.most(self._state), np.uint8)
+        self._bases: dict[int, Base] = {}  # by checksum
+        self._checks: dict[int, set[int]] = {}  # checksums of the bases of each receiver, least recent first
 
     def common(self, values: Tensor | None) -> None:
-        """Whoever has taken nothing yet has these values, which nobody alters; None: there are none that all have."""
+        """Set the initial values, which every receiver has and nobody may modify; None: not available."""
         self._bases.pop(self.begun, None)
         self.begun = FULL
         if values is not None:
@@ -89,37 +89,37 @@ class Changes:
             self._bases[self.begun] = Base(values)
 
     def frame(self, taker: int, base: int, version: int, values: Tensor) -> Frame | None:
-        """What leads another to these values, as near as the codec comes.
+        """Return the change from a receiver's base to ``values``, encoded.
 
         Args:
-            taker: its rank.
-            base: checksum of what it has.
-            version: of the values.
+            taker: rank of the receiver.
+            base: checksum of the values that it has.
+            version: identifies ``values``.
             values: flat, in host memory.
 
         Returns:
-            None: the base is not known here; it is to be given the values as they are.
+            None if the base is unknown: the caller must then send the values in full.
         """
         known = self._bases.get(base)
         if known is None:
             check = checksum(values)
             if check not in self._bases:
                 self._bases[check] = Base(values.clone())
-            self._hold(taker, {check})
+            self._retain(taker, {check})
             return None
         change = known.change
         if change is None or change.version != version:
             self._state.seed, self._state.frames = self._seed ^ base, known.frames
-            frame, self._state = self._codec.encode(values - known.values, self._state, self._room)
+            frame, self._state = self._codec.encode(values - known.values, self._state, self._buffer)
             known.frames = self._state.frames
-            kept = memoryview(bytes(frame))  # of room for the longest frame, which most are far from
-            moved = self._moved(known, kept)
-            change = known.change = Frame(version, Source(kept), checksum(moved))
-            if change.check not in self._bases:  # it is what it is from where nothing was sent
+            payload = memoryview(bytes(frame))  # a copy, as the buffer is reused and most frames are far shorter
+            moved = self._moved(known, payload)
+            change = known.change = Frame(version, Source(payload), checksum(moved))
+            if change.check not in self._bases:  # an empty change leads back to its own base
                 self._bases[change.check] = Base(moved, known.frames)
-        elif change.check not in self._bases:  # nobody has had it meanwhile
+        elif change.check not in self._bases:  # dropped since, as no receiver had it
             self._bases[change.check] = Base(self._moved(known, change.source.view), known.frames)
-        self._hold(taker, {base, change.check})
+        self._retain(taker, {base, change.check})
         return change
 
     def _moved(self, base: Base, frame: memoryview) -> Tensor:
@@ -127,17 +127,17 @@ class Changes:
         decode_into(frame, moved, add=True, tensors=self._state.tensors)
         return moved
 
-    def _hold(self, taker: int, checks: set[int]) -> None:
-        """Keep what this one may have next, and drop what nobody has."""
-        self._held.pop(taker, None)
-        self._held[taker] = checks
-        while self._most and len(self._held) > self._most:
-            del self._held[next(iter(self._held))]
-        wanted = {self.begun}.union(*self._held.values())
+    def _retain(self, taker: int, checks: set[int]) -> None:
+        """Record the bases that a receiver may report next, and drop those that no receiver has."""
+        self._checks.pop(taker, None)
+        self._checks[taker] = checks
+        while self._most and len(self._checks) > self._most:
+            del self._checks[next(iter(self._checks))]
+        wanted = {self.begun}.union(*self._checks.values())
         self._bases = {check: base for check, base in self._bases.items() if check in wanted}
 
 
 def checksum(values: Tensor) -> int:
-    """Of the bytes of a flat tensor, as messages have it; never :data:`FULL` or :data:`ALONE`."""
+    """Return the 63-bit checksum of a flat tensor's bytes; never :data:`FULL` or :data:`ALONE`."""
     digest = xxhash.xxh3_64_intdigest(values.view(torch.uint8).numpy().data) if values.numel() else 0
     return max(digest >> 1, 2)

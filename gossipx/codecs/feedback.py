@@ -1,6 +1,7 @@
-"""Error feedback: what a codec left out is added to what it encodes next (3LC, section 3.1, "error accumulation").
+"""Error feedback, and ``localsteps``, a codec that relies on it.
 
-And ``localsteps``, which leaves all out but every k-th time.
+The encoding error of one frame is added to the input of the next (3LC, section 3.1, "error accumulation"), so that no
+part of a gradient is lost, only delayed. ``localsteps`` sends values in every k-th frame only.
 """
 
 from __future__ import annotations
@@ -20,42 +21,42 @@ from gossipx.codecs.state import State
 from gossipx.errors import ProtocolError
 
 ERROR = "error"
-"""What the error is called among what a state keeps."""
+"""Key of the accumulated error in ``State.kept``."""
 GATHERED = "gathered"
-"""What a codec calls it that keeps what it leaves out itself."""
+"""Key of the unsent values in ``State.kept``, for codecs that accumulate these themselves."""
 
 
 @final
 @dataclass(frozen=True)
 class ErrorFeedback:
-    """A codec with an error for each link, tensor and direction: the one that its state keeps.
+    """A codec with error feedback; the state holds the accumulated error of one direction of one link.
 
-    What goes in and the error before is what comes out and the error after, in float32: what values of another dtype
-    lose when they are decoded is not in it. Frames are the codec's own.
+    Input + error before = decoded output + error after, in float32. The error does not include what is lost when other
+    dtypes are decoded. Frames are those of the codec.
 
     Attributes:
-        codec: any.
+        codec: the wrapped codec.
     """
 
     codec: Codec
 
     def init(self, tensor: Tensor | Tensors, seed: int = 0) -> State:
-        """As :meth:`Codec.init`; the error is zero."""
+        """Return the initial state as :meth:`Codec.init` does, with an error of zero."""
         state = self.codec.init(tensor, seed)
         device = torch.device("cpu") if isinstance(tensor, Tensors) else tensor.device
         state.kept[ERROR] = torch.zeros(state.tensors.length, dtype=torch.float32, device=device)
         return state
 
     def most(self, state: State) -> int:
-        """As :meth:`Codec.most`."""
+        """Return the size of the longest possible frame in bytes."""
         return self.codec.most(state)
 
     def encode(self, tensor: Tensor, state: State, out: Array | None = None) -> tuple[memoryview, State]:
-        """As :meth:`Codec.encode`, of the tensor and the error together."""
+        """Encode the sum of the tensor and the accumulated error, see :meth:`Codec.encode`."""
         return self.codec.encode(tensor, state, out, left=state.kept[ERROR])
 
     def decode(self, frame: Buffer, limit: int = LIMIT) -> Tensor:
-        """As :func:`gossipx.codecs.decode`."""
+        """Decode a frame of any codec, see :func:`gossipx.codecs.decode`."""
         return decode(frame, limit)
 
     def decode_into(
@@ -67,30 +68,30 @@ class ErrorFeedback:
         tensors: Tensors | None = None,
         near: Tensor | None = None,
     ) -> None:
-        """As :func:`gossipx.codecs.decode_into`."""
+        """Decode a frame of any codec in place, see :func:`gossipx.codecs.decode_into`."""
         decode_into(frame, out, add=add, tensors=tensors, near=near)
 
 
 def rescale(error: Tensor, ratio: float) -> None:
-    """Scale the error of gradients, when the learning rate that they will be multiplied by has changed by 1 / ratio.
+    """Scale the accumulated error of gradients by ``ratio``, the old learning rate divided by the new one.
 
     Raises:
-        ValueError: the ratio is not a positive number.
+        ValueError: the ratio is not a positive finite number.
     """
     if not (ratio > 0 and math.isfinite(ratio)):
-        raise ValueError(f"a ratio of learning rates is a positive number, not {ratio}")
+        raise ValueError(f"a ratio of learning rates is a positive finite number, not {ratio}")
     error.mul_(ratio)
 
 
 @final
 @dataclass(frozen=True)
 class LocalSteps(PerTensor):
-    """``localsteps``: every k-th time all that has gathered, as it is; nothing else (3LC, section 4.2, "local steps").
+    """``localsteps``: all accumulated values in every k-th frame, nothing in the others (3LC, section 4.2).
 
-    In a frame, a tensor is 1 and its values, or 0.
+    Frame layout per tensor: a byte 1 and the float32 values, or a byte 0.
 
     Attributes:
-        k: of so many frames one has values.
+        k: one frame in k has values.
     """
 
     k: int = 2
@@ -101,7 +102,7 @@ class LocalSteps(PerTensor):
         if self.k < 1:
             raise ValueError("k counts frames and is at least 1")
         if self.small:
-            raise ValueError("no tensor may be ahead of the others: small is of other codecs")
+            raise ValueError("small must be 0: all tensors are sent in the same frame")
 
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
         return 1 + 4 * count

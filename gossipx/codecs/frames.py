@@ -1,14 +1,14 @@
-"""Frames: what a codec makes of tensors, self-describing, checked, and never unpickled or evaluated.
+"""Frames: the self-describing, checksummed byte format of encoded tensors. Nothing in them is unpickled or evaluated.
 
     "gx" | version | codec | dtype | flags | checksum (4) | size of the shapes (4) | shapes | body
 
-All numbers are little-endian, those of the shapes are varints (seven bits a byte, lowest first). The shapes are those
-of one tensor, or the lengths of several that lie in one vector; after them, where some tensors are *plain* (their
-values as they are) and others are not, a bit for each. The body has for each encoded tensor the bytes that it takes (as
-wide as the flags say), then these, then the values of plain tensors. A tensor that takes no byte though it has values
-is one that was not finite: it decodes to NaN.
+All numbers are little-endian; those in the shapes are varints (seven bits per byte, lowest first). The shapes are the
+dimensions of one tensor, or the lengths of several tensors in one vector. If some tensors are *plain* (sent unencoded)
+and others are not, a bit mask of the plain ones follows. The body is a table with the size in bytes of each encoded
+tensor (number width in the flags), then the encoded tensors, then the values of the plain ones. A size of 0 for a
+tensor with elements means that it was not finite; it decodes to NaN.
 
-The body may be squeezed by zlib or zstd; the shapes then end in its size before.
+The body may be compressed by zlib or zstd; its uncompressed size is then the last number of the shapes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FIXED = struct.Struct("<2sBBBBII")
 HEAD = _FIXED.size
 """Bytes before the shapes."""
 _CHECKSUM = 6
-"""Where the checksum lies, four bytes that it does not cover."""
+"""Offset of the checksum, which covers all other bytes of the frame."""
 
 DTYPES = (
     torch.float32,
@@ -56,27 +56,27 @@ DTYPES = (
 MAX_DIMENSIONS = 64
 MAX_TENSORS = 2**16
 LIMIT = 2**30
-"""Bytes of tensors that a frame may decode to where nothing else is said: 1 GiB."""
+"""Default limit of the decoded size in bytes: 1 GiB."""
 
 _SHORT = 2048
-"""Bytes of shapes up to which these are kept: a few MB for all that are."""
+"""Longest shapes, in bytes, whose parsed form is cached; the whole cache then takes a few MB."""
 _ONE, _MIXED, _PLAIN = 1, 2, 4  # flags: one tensor with its shape; some are plain; all are
-_WIDTHS = (2, 4, 8)  # flags 8 and 16: number of the table's width
-SQUEEZERS = ("", "zlib", "zstd")  # flags 32 and 64: number of what squeezed the body
-# Each at its fastest: on packed trits, zstd's level 9 takes 20 times as long and saves another 2 %.
+_WIDTHS = (2, 4, 8)  # flags 8 and 16: index of the table's number width in bytes
+SQUEEZERS = ("", "zlib", "zstd")  # flags 32 and 64: index of the compressor of the body
+# The fastest level of each: on packed trits, zstd's level 9 takes 20 times as long and saves another 2 %.
 _LEVEL = 1
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """The tensors that a flat vector holds.
+    """The layout of the tensors in a flat vector.
 
     Attributes:
-        shapes: of each.
+        shapes: shape of each tensor.
         dtype: of the vector.
-        starts: where each begins in the vector, in elements; ascending. What lies between them belongs to none.
-        plain: whether each is to be left as it is, as those of normalisation layers are; none by default.
-        single: it is one tensor, whose frame has its shape; otherwise frames have lengths alone.
+        starts: index of each tensor's first element in the vector, ascending. There may be gaps between tensors.
+        plain: whether each tensor prefers to be sent unencoded, such as those of normalisation layers; empty: none.
+        single: a single tensor whose frame states its shape; other frames state lengths only.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -87,50 +87,50 @@ class Tensors:
 
     @classmethod
     def of(cls, *tensors: torch.Tensor, plain: Sequence[bool] = ()) -> Tensors:
-        """Those of one tensor, or of several of one dtype that lie side by side in a vector."""
+        """Return the layout of one tensor, or of several of one dtype side by side in a vector."""
         if len({tensor.dtype for tensor in tensors}) != 1:
-            raise UsageError("a frame holds tensors of one dtype, and at least one")
+            raise UsageError("a frame holds at least one tensor, and all have the same dtype")
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         starts = (0, *accumulate(map(prod, shapes[:-1])))
         return cls(shapes, tensors[0].dtype, starts, tuple(plain), len(tensors) == 1)
 
     def __post_init__(self) -> None:
         if len(self.starts) != len(self.shapes) or len(self.plain) not in (0, len(self.shapes)):
-            raise ValueError("shapes, starts and plain are of one length")
+            raise ValueError("shapes, starts and plain must have the same length")
         ends = [start + count for start, count in zip(self.starts, self.counts, strict=True)]
         if any(end > start for end, start in zip([0, *ends], self.starts, strict=False)):
-            raise ValueError("tensors lie behind each other")
+            raise ValueError("starts must ascend, and tensors must not overlap")
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Elements of each."""
+        """Number of elements of each tensor."""
         return tuple(map(prod, self.shapes))
 
     @cached_property
     def length(self) -> int:
-        """Elements that the vector has at least."""
+        """Least number of elements of the vector."""
         return self.starts[-1] + self.counts[-1] if self.starts else 0
 
     @cached_property
     def nbytes(self) -> int:
-        """Of all of them as they are."""
+        """Size of all tensors in bytes, unencoded."""
         return sum(self.counts) * self.dtype.itemsize
 
     def are_plain(self, small: int) -> tuple[bool, ...]:
-        """Which are left as they are where those of fewer than ``small`` elements are."""
+        """Return for each tensor whether it is sent unencoded: small ones and ``plain`` ones; 0: all are encoded."""
         if not small:
             return (False,) * len(self.shapes)
         plain = self.plain or (False,) * len(self.shapes)
-        return tuple(told or count < small for told, count in zip(plain, self.counts, strict=True))
+        return tuple(is_plain or count < small for is_plain, count in zip(plain, self.counts, strict=True))
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a frame holds.
+    """The tensors in a frame.
 
     Attributes:
-        tensors: where they begin is as if they lay side by side.
-        plain: which of them are plain.
+        tensors: their layout, side by side without gaps.
+        plain: whether each is sent unencoded.
     """
 
     tensors: Tensors
@@ -138,34 +138,34 @@ class Contents:
 
     @cached_property
     def encoded(self) -> Array:
-        """Numbers of the tensors that are encoded."""
+        """Indices of the encoded tensors."""
         return np.flatnonzero(~np.array(self.plain, bool))
 
     @cached_property
     def as_they_are(self) -> tuple[int, ...]:
-        """Numbers of the plain ones."""
+        """Indices of the plain tensors."""
         return tuple(np.flatnonzero(np.array(self.plain, bool)).tolist())
 
     @cached_property
     def counts(self) -> Array:
-        """Elements of the encoded ones."""
+        """Number of elements of each encoded tensor."""
         return np.array(self.tensors.counts, np.int64)[self.encoded]
 
     @cached_property
     def of_plain(self) -> int:
-        """Bytes of the plain ones."""
+        """Size of all plain tensors in bytes."""
         return sum(self.tensors.counts[number] for number in self.as_they_are) * self.tensors.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class OpenedFrame:
-    """A frame that has been checked as far as it can be without its codec.
+    """A frame whose header, checksum, shapes and sizes have been checked; the encoded tensors have not.
 
     Attributes:
-        codec: number of it.
-        contents: what is in it.
-        offsets: where the bytes of each encoded tensor begin in ``body``, and where the last ends.
-        body: its bytes.
+        codec: number of the codec.
+        contents: the tensors in it.
+        offsets: offset in ``body`` of each encoded tensor, and the end of the last one.
+        body: its bytes, uncompressed.
     """
 
     codec: int
@@ -175,14 +175,14 @@ class OpenedFrame:
 
 
 def head(codec: int, tensors: Tensors, plain: tuple[bool, ...], most: int, squeezed: str) -> bytearray:
-    """A frame up to its body, without its checksum.
+    """Return the header and shapes of a frame, with a checksum of 0.
 
     Args:
-        most: bytes that one encoded tensor may take.
-        squeezed: by what the body will be.
+        most: upper bound for the size of one encoded tensor in bytes.
+        squeezed: compressor of the body, one of :data:`SQUEEZERS`.
     """
     if tensors.dtype not in DTYPES:
-        raise UsageError(f"no frame holds {tensors.dtype}")
+        raise UsageError(f"a frame cannot hold tensors of {tensors.dtype}")
     if len(tensors.shapes) > MAX_TENSORS:
         raise UsageError(f"a frame holds at most {MAX_TENSORS} tensors, not {len(tensors.shapes)}")
     shapes = bytearray()
@@ -190,10 +190,10 @@ def head(codec: int, tensors: Tensors, plain: tuple[bool, ...], most: int, squee
     if tensors.single:
         flags |= _ONE
         for number in (len(tensors.shapes[0]), *tensors.shapes[0]):
-            _put(number, shapes)
+            _put_varint(number, shapes)
     else:
         for number in (len(tensors.counts), *tensors.counts):
-            _put(number, shapes)
+            _put_varint(number, shapes)
     if plain and all(plain):
         flags |= _PLAIN
     elif any(plain):
@@ -204,19 +204,19 @@ def head(codec: int, tensors: Tensors, plain: tuple[bool, ...], most: int, squee
 
 
 def width(most: int) -> int:
-    """Bytes of each number in the table of a body, of whose tensors one may take ``most`` bytes."""
+    """Return the bytes per number in the table of sizes, if no encoded tensor takes more than ``most`` bytes."""
     return _WIDTHS[_width(most)]
 
 
 def seal(frame: Array) -> None:
-    """Put the checksum into a frame that is whole."""
+    """Write the checksum into a complete frame."""
     struct.pack_into("<I", frame.data, _CHECKSUM, _checksum(frame))
 
 
 def squeeze(by: str, frame: Array, begin: int) -> Array:
-    """The frame with its body squeezed, and no larger than before by more than a few bytes."""
+    """Return the frame with its body, which begins at ``begin``, compressed by ``by``."""
     shapes = bytearray(frame[:begin])
-    _put(len(frame) - begin, shapes)
+    _put_varint(len(frame) - begin, shapes)
     struct.pack_into("<I", shapes, _CHECKSUM + 4, len(shapes) - HEAD)
     body = frame[begin:].data
     packed = zlib.compress(body, _LEVEL) if by == "zlib" else zstandard().ZstdCompressor(level=_LEVEL).compress(body)
@@ -224,7 +224,7 @@ def squeeze(by: str, frame: Array, begin: int) -> Array:
 
 
 def zstandard() -> Any:
-    """The package of that name.
+    """Import and return the package ``zstandard``.
 
     Raises:
         UsageError: it is not installed.
@@ -237,10 +237,10 @@ def zstandard() -> Any:
 
 
 def numbers(layout: str, data: Array, place: int = 0) -> tuple[Any, ...]:
-    """Numbers in a tensor's bytes, in a layout of :mod:`struct`.
+    """Unpack numbers from a tensor's bytes at ``place``, in a layout of :mod:`struct`.
 
     Raises:
-        ProtocolError: there are fewer bytes.
+        ProtocolError: there are too few bytes.
     """
     if len(data) < place + struct.calcsize(layout):
         raise ProtocolError("a tensor of a codec's frame ends before its values")
@@ -250,22 +250,22 @@ def numbers(layout: str, data: Array, place: int = 0) -> tuple[Any, ...]:
 def open_frame(
     frame: Buffer, limit: int = LIMIT, check: Callable[[Tensors], None] = lambda contents: None
 ) -> OpenedFrame:
-    """Check a frame as far as it can be without its codec.
+    """Check all parts of a frame that do not depend on its codec.
 
     Args:
-        limit: bytes of tensors that it may decode to. What is allocated here is less than nine times as many, or as
-            the frame has, and a few MB.
-        check: raises ProtocolError where these are not the tensors that the frame is to hold.
+        limit: most bytes that its tensors may decode to. This function allocates less than nine times the larger of
+            ``limit`` and the frame's size, plus a few MB.
+        check: raises ProtocolError if the frame does not hold the expected tensors.
 
     Raises:
-        ProtocolError: it is malformed, damaged, of another version, or decodes to more than ``limit``.
+        ProtocolError: the frame is malformed or damaged, has another version, or decodes to more than ``limit``.
     """
     data = np.frombuffer(frame, np.uint8)
     if len(data) < HEAD:
         raise ProtocolError(f"a codec's frame of {len(data)} bytes ends before its header")
     magic, version, codec, dtype, flags, checksum, size = _FIXED.unpack_from(data.data)
     if magic != MAGIC:
-        raise ProtocolError("what should be a codec's frame is none")
+        raise ProtocolError("not a codec's frame: it has another magic number")
     if version != VERSION:
         raise ProtocolError(f"a codec's frame has version {version}, this peer reads version {VERSION}")
     if size > len(data) - HEAD:
@@ -275,9 +275,9 @@ def open_frame(
     described = _described if size <= _SHORT else _described.__wrapped__
     contents, squeezed = described(bytes(data[HEAD : HEAD + size]), dtype, flags)
     if contents.tensors.nbytes > limit:
-        raise ProtocolError(f"a codec's frame decodes to {contents.tensors.nbytes} bytes, at most {limit} are expected")
+        raise ProtocolError(f"a codec's frame decodes to {contents.tensors.nbytes} bytes, at most {limit} are allowed")
     check(contents.tensors)
-    data.flags.writeable = False  # whatever it lies in: loops are compiled for this kind of array alone
+    data.flags.writeable = False  # loops are compiled for read-only arrays only
     body = data[HEAD + size :]
     if squeezed is not None:
         body = _unsqueezed(body, SQUEEZERS[flags >> 5 & 3], squeezed, contents.tensors)
@@ -289,22 +289,22 @@ def _width(most: int) -> int:
 
 
 def _checksum(frame: Array) -> int:
-    look = xxhash.xxh3_64(frame[:_CHECKSUM].data)
-    look.update(frame[_CHECKSUM + 4 :].data)
-    return look.intdigest() & 0xFFFFFFFF
+    digest = xxhash.xxh3_64(frame[:_CHECKSUM].data)
+    digest.update(frame[_CHECKSUM + 4 :].data)
+    return digest.intdigest() & 0xFFFFFFFF
 
 
-@lru_cache(maxsize=256)  # each link's frames have the same shapes
+@lru_cache(maxsize=256)  # all frames of a link have the same shapes
 def _described(shapes: bytes, dtype: int, flags: int) -> tuple[Contents, int | None]:
-    """What a frame holds, and the size before of a body that was squeezed."""
+    """Parse the shapes; return the tensors and, if the body is compressed, its uncompressed size."""
     squeezer = flags >> 5 & 3
     if dtype >= len(DTYPES) or flags >> 3 & 3 >= len(_WIDTHS) or squeezer >= len(SQUEEZERS) or flags & 128:
         raise ProtocolError("a codec's frame has a dtype or flags that this version does not know")
-    (many,), place = _taken(shapes, 0, 1)
+    (many,), place = _varints(shapes, 0, 1)
     most = MAX_DIMENSIONS if flags & _ONE else MAX_TENSORS
     if many > most:
         raise ProtocolError(f"a codec's frame has {many} shapes, at most {most} are allowed")
-    sizes, place = _taken(shapes, place, many)
+    sizes, place = _varints(shapes, place, many)
     if flags & _ONE:
         tensors = Tensors((tuple(sizes),), DTYPES[dtype], (0,), single=True)
     else:
@@ -315,49 +315,49 @@ def _described(shapes: bytes, dtype: int, flags: int) -> tuple[Contents, int | N
     if flags & _MIXED:
         bits = np.frombuffer(shapes, np.uint8)[place : place + -(-count // 8)]
         if flags & _PLAIN or len(bits) * 8 < count:
-            raise ProtocolError("a codec's frame does not tell which of its tensors are plain")
+            raise ProtocolError("a codec's frame lacks the bit mask of its plain tensors")
         plain = tuple(bool(bit) for bit in np.unpackbits(bits, bitorder="little")[:count])
         place += len(bits)
     if not all(plain) and not tensors.dtype.is_floating_point:
-        raise ProtocolError(f"a codec's frame has encoded values of {tensors.dtype}, of which no codec makes any")
+        raise ProtocolError(f"a codec's frame has encoded values of {tensors.dtype}, which no codec encodes")
     squeezed: int | None = None
     if squeezer:
-        (squeezed,), place = _taken(shapes, place, 1)
+        (squeezed,), place = _varints(shapes, place, 1)
     if place != len(shapes):
-        raise ProtocolError("a codec's frame has more shapes than it tells")
+        raise ProtocolError("a codec's frame has more shapes than it declares")
     return Contents(tensors, plain), squeezed
 
 
 def _unsqueezed(body: Array, by: str, size: int, tensors: Tensors) -> Array:
-    """The body as it was before; no more is taken out of it than its tensors can need."""
-    most = 8 * sum(tensors.counts) + 64 * len(tensors.shapes) + 1024  # no codec comes near
+    """Decompress the body, and bound its size by what its tensors can need."""
+    most = 8 * sum(tensors.counts) + 64 * len(tensors.shapes) + 1024  # far more than any codec takes
     if size > most:
-        raise ProtocolError(f"a codec's frame was squeezed from {size} bytes, its tensors take less than {most}")
+        raise ProtocolError(f"a codec's frame decompresses to {size} bytes, its tensors take less than {most}")
     try:
         if by == "zlib":
-            look = zlib.decompressobj()
-            plain = look.decompress(body.data, size + 1)
-            whole = look.eof and not look.unused_data
+            decompressor = zlib.decompressobj()
+            plain = decompressor.decompress(body.data, size + 1)
+            whole = decompressor.eof and not decompressor.unused_data
         else:
             package = zstandard()
-            told = package.get_frame_parameters(body).content_size
-            if told != size:
-                raise ProtocolError(f"a codec's frame was squeezed from {told} bytes and tells {size}")
+            actual = package.get_frame_parameters(body).content_size
+            if actual != size:
+                raise ProtocolError(f"a codec's frame decompresses to {actual} bytes, and declares {size}")
             plain = package.ZstdDecompressor().decompress(body, max_output_size=size, allow_extra_data=False)
             whole = True
     except (zlib.error, MemoryError, UsageError) as error:
-        raise ProtocolError(f"a codec's frame cannot be unsqueezed: {error}") from error
+        raise ProtocolError(f"a codec's frame cannot be decompressed: {error}") from error
     except Exception as error:
         if type(error).__name__ != "ZstdError":
             raise
-        raise ProtocolError(f"a codec's frame cannot be unsqueezed: {error}") from error
+        raise ProtocolError(f"a codec's frame cannot be decompressed: {error}") from error
     if not whole or len(plain) != size:
-        raise ProtocolError("a codec's frame cannot be unsqueezed: its body has another size than it tells")
+        raise ProtocolError("a codec's frame cannot be decompressed: its body has another size than declared")
     return np.frombuffer(plain, np.uint8)
 
 
 def _table(body: Array, contents: Contents, wide: int) -> Array:
-    """Where each encoded tensor's bytes begin in the body, and where the last one's end."""
+    """Return the offset of each encoded tensor in the body, and the end of the last one."""
     first = len(contents.encoded) * wide
     if len(body) < first:
         raise ProtocolError("a codec's frame ends before the table of its tensors")
@@ -370,31 +370,31 @@ def _table(body: Array, contents: Contents, wide: int) -> Array:
     offsets[1:] += np.cumsum(sizes, dtype=np.int64)
     if offsets[-1] + contents.of_plain != len(body):
         raise ProtocolError(
-            f"a codec's frame has a body of {len(body)} bytes, its tensors {offsets[-1] + contents.of_plain}"
+            f"a codec's frame has a body of {len(body)} bytes, its tensors take {offsets[-1] + contents.of_plain}"
         )
     return offsets
 
 
-def _put(number: int, to: bytearray) -> None:
+def _put_varint(number: int, to: bytearray) -> None:
     while number > 127:
         to.append(number & 127 | 128)
         number >>= 7
     to.append(number)
 
 
-def _taken(data: bytes, place: int, count: int) -> tuple[list[int], int]:
-    """``count`` varints from ``place`` on, each below 2^63, and where they end."""
-    taken = []
+def _varints(data: bytes, place: int, count: int) -> tuple[list[int], int]:
+    """Return ``count`` varints from ``place`` on, each below 2^63, and the offset behind them."""
+    found = []
     for _ in range(count):
         number = shift = 0
         while True:
             if place >= len(data) or shift > 56:
-                raise ProtocolError("a codec's frame has a shape that is cut off, or beyond 2^63")
+                raise ProtocolError("a codec's frame has a shape that is truncated, or beyond 2^63")
             byte = data[place]
             place += 1
             number |= (byte & 127) << shift
             shift += 7
             if byte < 128:
                 break
-        taken.append(number)
-    return taken, place
+        found.append(number)
+    return found, place

@@ -1,4 +1,4 @@
-"""Codecs that keep fewer digits of every value."""
+"""Codecs that quantize every value to fewer bits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gossipx.errors import ProtocolError
 
 
 class _Halves(PerTensor):
-    """16 bits a value. Finite values stay so: the largest that there is stands for larger ones."""
+    """16-bit floats. Values beyond the largest finite one saturate, so that finite values stay finite."""
 
     dtype: ClassVar[torch.dtype]
 
@@ -42,7 +42,7 @@ class _Halves(PerTensor):
 @final
 @dataclass(frozen=True)
 class Float16(_Halves):
-    """``fp16``: IEEE half precision, 11 digits, up to 65504."""
+    """``fp16``: IEEE half precision, 11 significant bits, up to 65504."""
 
     number: ClassVar[int] = 1
     alone: ClassVar[bool] = True
@@ -52,7 +52,7 @@ class Float16(_Halves):
 @final
 @dataclass(frozen=True)
 class BFloat16(_Halves):
-    """``bf16``: the upper half of a float32, 8 digits, its whole range."""
+    """``bf16``: the upper half of a float32, 8 significant bits, its whole range."""
 
     number: ClassVar[int] = 2
     alone: ClassVar[bool] = True
@@ -64,10 +64,10 @@ class BFloat16(_Halves):
 class Int8(Codec):
     """``int8``: 255 levels from −max |x| to max |x| (3LC, section 4.2).
 
-    In a frame, a tensor is the block that a scale is for (0: all of it), the scales, and a byte a value.
+    Frame layout per tensor: the block size, the scales, and a byte per value.
 
     Attributes:
-        block: values that share a scale; 0: a tensor has one.
+        block: number of values that share a scale; 0: one scale per tensor.
     """
 
     block: int = 0
@@ -100,7 +100,7 @@ class Int8(Codec):
         return end
 
     def on_device(self, x: Tensor, left: Tensor | None) -> Array:
-        """One tensor by torch, on any device; nothing of one that is not finite."""
+        """Encode one tensor by torch, on any device; return no bytes if it is not finite."""
         values = x if left is None else x + left
         if not len(values) or not bool(torch.isfinite(values).all()):
             return np.empty(0, np.uint8)
@@ -118,7 +118,7 @@ class Int8(Codec):
     def _read(cls, opened: OpenedFrame, near: Sequence[Tensor] | None) -> None:
         bad = compiled().levels_fit(opened.body, opened.offsets, opened.contents.counts)
         if bad >= 0:
-            raise ProtocolError(f"tensor {opened.contents.encoded[bad]} of a codec's frame is no int8 of its size")
+            raise ProtocolError(f"tensor {opened.contents.encoded[bad]} of a codec's frame is not int8 of its size")
 
     @classmethod
     def _write(cls, opened: OpenedFrame, read: None, out: Tensor, starts: Array, add: bool) -> None:
@@ -141,7 +141,7 @@ class Int8(Codec):
 class UInt8MinMax(PerTensor):
     """``uint8-minmax``: 256 levels from the smallest value to the largest.
 
-    In a frame, a tensor is these two, and a byte a value.
+    Frame layout per tensor: these two values, and a byte per value.
     """
 
     number: ClassVar[int] = 6
@@ -152,7 +152,7 @@ class UInt8MinMax(PerTensor):
 
     def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
         low, high = values.aminmax()
-        step = (high.double() - low.double()) / 255  # in float32 the largest range there is overflows
+        step = (high.double() - low.double()) / 255  # the largest possible range overflows float32
         levels = torch.zeros_like(values, dtype=torch.uint8)
         if float(step):
             levels = ((values.double() - low.double()) / step).round().to(torch.uint8)
@@ -163,7 +163,7 @@ class UInt8MinMax(PerTensor):
         low, high = scale_of(data), scale_of(data, 4)
         _check_size(data, 8 + count, count)
         if low > high:
-            raise ProtocolError(f"a tensor of a codec's frame goes from {low} to {high}")
+            raise ProtocolError(f"a tensor of a codec's frame has the minimum {low} and the maximum {high}")
         levels = torch.from_numpy(data[8:].copy()).to(device)
         return (low + levels.double() * ((high - low) / 255)).float().clamp(low, high)
 
@@ -171,16 +171,16 @@ class UInt8MinMax(PerTensor):
 @final
 @dataclass(frozen=True)
 class QSGD(PerTensor):
-    """``qsgd``: |x| / ‖x‖₂ rounded up or down to one of so many levels, by chance: unbiased (QSGD, Eq. 1).
+    """``qsgd``: |x| / ‖x‖₂ rounded at random to one of the two nearest of s levels: unbiased (QSGD, Eq. 1).
 
-    With error feedback a block's norm is told as what leaves the least squared error, and not unbiased: chance may add
-    more than there is, so that an error which is fed back would grow.
+    With error feedback, the frame has the scale of least squared error in place of the norm, and is then biased: random
+    rounding may add more than a value's size, so the accumulated error would grow.
 
-    In a frame, a tensor is the levels and the block, the norms, and for each value its sign and its level, packed.
+    Frame layout per tensor: the number of levels, the block size, the norms, and the packed sign and level per value.
 
     Attributes:
-        levels: s, above zero.
-        block: values that share a norm; 0: a tensor has one, and of a large one nearly all values become zero.
+        levels: s, the number of levels above zero.
+        block: number of values that share a norm; 0: one per tensor, which rounds most values of a large one to zero.
     """
 
     levels: int = 7
@@ -204,11 +204,11 @@ class QSGD(PerTensor):
         part = (blocks.abs() / norms.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).view(-1)[: len(values)]
         drawn = uniform(values, state, number)
         level = (part * self.levels + drawn).floor().clamp(max=self.levels).to(torch.int64)
-        told = self.levels * fitted(blocks.abs(), in_blocks(level, self.block)) if self.feedback else norms
-        if not bool((norms.isfinite() & told.isfinite()).all()):
+        scales = self.levels * fitted(blocks.abs(), in_blocks(level, self.block)) if self.feedback else norms
+        if not bool((norms.isfinite() & scales.isfinite()).all()):
             return ()
         packed = packing.pack_bits(level * 2 + (values < 0), 1 + self.levels.bit_length())
-        return struct.pack("<HI", self.levels, self.block), told, packed
+        return struct.pack("<HI", self.levels, self.block), scales, packed
 
     @classmethod
     def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
@@ -218,7 +218,7 @@ class QSGD(PerTensor):
         norms = floats(data[6:end], device)
         packed = packing.unpack_bits(torch.from_numpy(data[end:].copy()).to(device), count, 1 + levels.bit_length())
         if not levels or int((packed >> 1).max()) > levels or not bool((norms >= 0).all()):
-            raise ProtocolError("a tensor of a codec's frame has a level or a norm that cannot be")
+            raise ProtocolError("a tensor of a codec's frame has a level or a norm out of range")
         signed = (packed >> 1) * (1 - 2 * (packed & 1))
         values: Tensor = in_blocks(signed, block) * (norms / levels)[:, None]
         return values.view(-1)[:count]
@@ -227,10 +227,11 @@ class QSGD(PerTensor):
 @final
 @dataclass(frozen=True)
 class Natural(PerTensor):
-    """``natural``: sign and exponent; rounded up or down to a power of two by chance, unbiased (Natural compression).
+    """``natural``: sign and exponent; rounded at random to one of the two nearest powers of two, unbiased.
 
-    In a frame, a tensor is its signs, a bit each, and its exponents, a byte each. What would round beyond 2^127 does
-    not.
+    From Natural compression (Horváth et al.). Values are not rounded beyond 2^127.
+
+    Frame layout per tensor: the signs, one bit each, and the exponents, one byte each.
     """
 
     feedback: bool = field(default=False, kw_only=True)
@@ -243,7 +244,7 @@ class Natural(PerTensor):
     def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
         generator = state.draws(values.device, number)
         drawn = torch.randint(2**23, (len(values),), generator=generator, device=values.device)
-        # The digits are the part of the way to the next power: adding a uniform number carries with that chance.
+        # The mantissa is the fraction of the way to the next power: adding a uniform number carries with that chance.
         carried = (values.contiguous().view(torch.int32).to(torch.int64) & 0x7FFFFFFF) + drawn
         exponents = (carried >> 23).clamp(max=254).to(torch.uint8)
         return packing.pack_bits((values < 0).to(torch.int64), 1), exponents
@@ -254,19 +255,19 @@ class Natural(PerTensor):
         _check_size(data, signs + count, count)
         exponents = torch.from_numpy(data[signs:].copy()).to(device)
         if bool((exponents == 255).any()):
-            raise ProtocolError("a tensor of a codec's frame has an exponent that no number has")
+            raise ProtocolError("a tensor of a codec's frame has the exponent of Inf or NaN")
         negative = packing.unpack_bits(torch.from_numpy(data[:signs].copy()).to(device), count, 1)
         magnitude = (exponents.to(torch.int32) << 23).view(torch.float32)
         return torch.where(negative.bool(), -magnitude, magnitude)
 
 
 def blocks_of(count: int, block: int) -> int:
-    """How many blocks a tensor has; ``block`` 0: one."""
+    """Return the number of blocks of a tensor; ``block`` 0: one."""
     return -(-count // block) if block else 1
 
 
 def in_blocks(values: Tensor, block: int) -> Tensor:
-    """Flat values as rows of a block, the last padded by zeros."""
+    """Return flat values as a matrix with one block per row, the last one padded with zeros."""
     size = min(block, len(values)) or len(values)
     padded = values.new_zeros(-(-len(values) // size) * size)
     padded[: len(values)] = values
@@ -281,11 +282,11 @@ def _block(data: Array) -> int:
 
 def _check_size(data: Array, size: int, count: int) -> None:
     if len(data) != size:
-        raise ProtocolError(f"{count} values of a codec's frame take {size} bytes, not {len(data)}")
+        raise ProtocolError(f"{count} values in a codec's frame take {size} bytes, not {len(data)}")
 
 
 def compiled() -> Any:
-    """:mod:`gossipx.codecs.loops_levels`; imported where it is needed, as numba takes a second and 100 MB."""
+    """Return :mod:`gossipx.codecs.loops_levels`, imported on demand, since numba takes a second and 100 MB."""
     from gossipx.codecs import loops_levels
 
     return loops_levels

@@ -1,13 +1,14 @@
-"""What the loops of codecs have in common: over float32 vectors in main memory, compiled by numba.
+"""Shared parts of the compiled loops of codecs: numba functions over float32 vectors in host memory.
 
-Each reads memory as seldom as it can. Compiling takes some seconds once a machine; the result is kept beside the file
-of the loop, or in numba's cache folder where that cannot be written, until that file changes: whoever changes this one
-touches those that import it, too. :mod:`gossipx.codecs.packing` does the same by torch, for tensors on a device.
+Compiling takes some seconds, once per machine. Numba caches the result next to the source file of the loop, or in its
+cache folder if that is not writable, until that file changes. After a change of this file, touch the files that import
+it, since their caches do not depend on it. :mod:`gossipx.codecs.packing` does the same work by torch, for tensors on a
+device.
 
-Loops touch three slices at most: with more, LLVM gives up proving that they do not overlap, and nothing is vectorised.
-A vector may have *parts* (``starts``, ``counts``), each a tensor with a scale of its own; what lies between them is not
-looked at. ``left`` is the error kept for the vector, or None: with it, what is encoded is ``x + left``, and what was
-left out is there afterwards. ``x`` is None where ``left`` holds all that is to be encoded.
+Loops access three slices at most: with more, LLVM cannot prove that they do not overlap, and does not vectorise. A
+vector may consist of several tensors (``starts``, ``counts``), each with its own scale; gaps between them are ignored.
+``left`` is the accumulated error of the vector or None: the loop encodes ``x + left`` and overwrites ``left`` with the
+new error. ``x`` is None if ``left`` already holds the sum.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ Array: TypeAlias = npt.NDArray[Any]
 
 ZERO, ONE = np.float32(0), np.float32(1)
 REGISTER = 64
-"""Bytes of a processor's widest register."""
+"""Bytes of the widest vector register."""
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 
 loop = numba.njit(cache=True, nogil=True, error_model="numpy")
 
 
 def value_of(x: Array | None, left: Array | None, at: int) -> Any:
-    """What is to be encoded; numba chooses by what is None."""
+    """Return the value to encode: ``x + left`` at an index. Either may be None, which is resolved at compile time."""
 
 
 @overload(value_of, strict=False)
@@ -46,7 +47,7 @@ def _(x: Any, left: Any, at: Any) -> Any:
 
 
 def part_of(vector: Array | None, begin: int, end: int) -> Any:
-    """Of a vector that may be None."""
+    """Return a slice of a vector, or None for None."""
 
 
 @overload(part_of, strict=False)
@@ -58,9 +59,9 @@ def _(vector: Any, begin: Any, end: Any) -> Any:
 
 @loop
 def peak(x: Array | None, left: Array | None, start: int, count: int) -> Any:
-    """max |x + left| over a part; Inf or NaN if any of them is not finite.
+    """Return max |x + left| over one tensor; Inf or NaN if any value is not finite.
 
-    Compared as integers, which order magnitudes as floats do and NaN above all.
+    Bits are compared as integers: these order magnitudes as floats do, with NaN above Inf.
     """
     highest = np.int32(0)
     for at in range(start, start + count):
@@ -71,16 +72,16 @@ def peak(x: Array | None, left: Array | None, start: int, count: int) -> Any:
 
 @loop
 def magnitude_of(value: Any) -> Any:
-    """The bits of a magnitude: integers of 32 bits, which numba would widen, and half as many fit a register."""
+    """Return the bits of |value| as int32; numba would widen to int64, of which half as many fit a register."""
     return np.int32(np.float32(value).view(np.int32) & _MAGNITUDE)
 
 
 @loop
 def check_ends(body: Array, offsets: Array, out: Array, starts: Array, counts: Array) -> None:
-    """Refuse tensors that do not lie within the arrays: the loops look at no end.
+    """Check that all tensors lie within the arrays, since the loops do not check bounds.
 
     Raises:
-        IndexError: one does not.
+        IndexError: a tensor does not.
     """
     for number in range(len(counts)):
         if not 0 <= offsets[number] <= offsets[number + 1] <= len(body):
@@ -111,7 +112,7 @@ def _prefetch(context: Any, vector: Any, at: Any) -> Any:
 
 
 prefetch: Any = intrinsic(_prefetch)
-"""Called with a vector and a place in it: has its cache line fetched, to be altered, and does not wait for it."""
+"""``prefetch(vector, at)`` starts to fetch the cache line of an element for writing, and does not wait."""
 
 
 def _unlike(context: Any, vector: Any, at: Any, byte: Any) -> Any:
@@ -128,8 +129,8 @@ def _unlike(context: Any, vector: Any, at: Any, byte: Any) -> Any:
 
 
 unlike: Any = intrinsic(_unlike)
-"""Called with a vector of bytes, a place in it and a byte: which of the 64 from there on are another, the first the
-lowest bit. All 64 have to be there.
+"""``unlike(vector, at, byte)`` returns a mask of those of the 64 bytes from ``at`` on that differ from ``byte``. The
+first byte is the lowest bit. The vector must have 64 bytes there.
 """
 
 
@@ -141,4 +142,4 @@ def _lowest(context: Any, bits: Any) -> Any:
 
 
 lowest: Any = intrinsic(_lowest)
-"""Called with 64 bits that are not all 0: the number of the lowest that is 1."""
+"""``lowest(bits)`` returns the index of the lowest set bit of 64, which must not all be 0."""

@@ -1,4 +1,4 @@
-"""The loops of codecs of eight bits a value, as those of :mod:`gossipx.codecs.loops`, and with their arguments."""
+"""Compiled loops of the 8-bit codec ``int8``; :mod:`gossipx.codecs.loops` explains their arguments."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 from gossipx.codecs.loops import ONE, ZERO, Array, check_ends, loop, part_of, peak, value_of, word_at
 
 _ROUNDING = np.float32(1.5 * 2**23)
-"""Added and taken away again, it rounds what is small against it to integers, half to even."""
+"""Adding and subtracting it rounds a small float32 to an integer, half to even."""
 LARGEST_STEP = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))
-"""Of eight bits: 127 times as much is still a float32."""
+"""Largest scale of 8-bit levels: 127 times as much is still finite in float32."""
 
 
 @loop
 def levels(
     x: Array, left: Array | None, starts: Array, counts: Array, block: int, out: Array, end: int, sizes: Array
 ) -> int:
-    """Eight bits a value, as :class:`gossipx.codecs.levels.Int8` lays them out; ``block`` 0: one scale a tensor."""
+    """Encode tensors in the layout of :class:`gossipx.codecs.levels.Int8` and return the new end of ``out``."""
     for number in range(len(starts)):
         start, count = starts[number], counts[number]
         one = block if block else max(1, count)
@@ -54,7 +54,7 @@ def levels(
 @loop
 def _levels(x: Array | None, left: Array | None, scale: Any, out: Array) -> None:
     inverse = ONE / scale
-    if not np.isfinite(inverse):  # all below 2^-121: no float is that scale's inverse
+    if not np.isfinite(inverse):  # all values below 2^-121: the inverse of the scale overflows
         scale = inverse = ZERO
     for at in range(len(out)):
         value = value_of(x, left, at)
@@ -66,7 +66,7 @@ def _levels(x: Array | None, left: Array | None, scale: Any, out: Array) -> None
 
 @loop
 def levels_fit(body: Array, offsets: Array, counts: Array) -> int:
-    """The number of the first tensor that :func:`levels` does not make of its count; −1: all fit, or take no bytes."""
+    """Return the index of the first malformed tensor, or −1 if all are well-formed or take no bytes."""
     for number in range(len(counts)):
         begin, size = offsets[number], offsets[number + 1] - offsets[number]
         if not size:
@@ -86,7 +86,7 @@ def levels_fit(body: Array, offsets: Array, counts: Array) -> int:
 
 @loop
 def levels_into(body: Array, offsets: Array, counts: Array, out: Array, starts: Array, add: bool) -> None:
-    """Decode all tensors of which :func:`levels_fit`, one behind ``starts`` each."""
+    """Decode tensors that :func:`levels_fit` has checked, each to its entry of ``starts``."""
     check_ends(body, offsets, out, starts, counts)
     for number in range(len(counts)):
         begin, start, count = offsets[number], starts[number], counts[number]

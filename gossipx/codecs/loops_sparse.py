@@ -1,4 +1,5 @@
-"""The loops of codecs that send few values, as those of :mod:`gossipx.codecs.loops`, and with their arguments."""
+"""Compiled loops of sparse codecs, which send few values and their indices; :mod:`gossipx.codecs.loops` explains their
+arguments. Magnitudes are compared as the integers of their bits."""
 
 from __future__ import annotations
 
@@ -9,17 +10,17 @@ import numpy as np
 from gossipx.codecs.loops import Array, check_ends, loop, magnitude_of, part_of, peak, value_of, word_at
 
 CHUNK = 4096
-"""Values that are marked at once, a multiple of 8: with the error kept for them, they stay in the nearest cache."""
-_COUNTED = 2**20  # values that are counted by 32 bits
-_STRIDE = 2**20  # an eighth, of a float's magnitude
+"""Values processed at a time, a multiple of 8: they and their accumulated errors fit the L1 cache."""
+_COUNTED = 2**20  # values counted at a time by 32-bit counters
+_STRIDE = 2**20  # first step of the search, an eighth of a binade
 _INFINITY = np.int32(0x7F800000)
 _GATHER = np.uint64(0x0102040810204080)
-"""Times eight bytes of 0 or 1, it has the lowest bits of these in its highest byte, in their order."""
+"""Multiplied by eight bytes of 0 or 1, it gathers their lowest bits in the highest byte, in order."""
 _LOWEST = np.uint64(0x0101010101010101)
 _DIAGONAL = np.uint64(0x8040201008040201)
 _ALL_BUT_HIGHEST = np.uint64(0x7F7F7F7F7F7F7F7F)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-"""2^64 / φ: the multiples of 1 / φ, cut to their fractions, fill every part of 0 to 1 alike."""
+"""2^64 / φ: the fractional parts of multiples of 1 / φ are spread evenly over [0, 1)."""
 _ONES = np.array([byte.bit_count() for byte in range(256)], np.int64)
 
 
@@ -37,13 +38,13 @@ def largest(
     end: int,
     sizes: Array,
 ) -> int:
-    """The largest values of each tensor, as :class:`gossipx.codecs.sparse.TopK` lays them out; the new end.
+    """Encode the largest values of each tensor, see :class:`gossipx.codecs.sparse.TopK`; return the new end.
 
     Args:
-        many: of the values that are looked at, the threshold lets through, for each tensor.
-        looked: values that the threshold is found from; where these are all, just ``many`` are sent.
-        key: of the draws, 64 bits.
-        room: of :func:`room_for`.
+        many: per tensor, how many of the sampled values reach the threshold.
+        looked: per tensor, how many values are sampled; if it is all of them, exactly ``many`` are sent.
+        key: 64-bit seed of the sampling.
+        room: work space from :func:`room_for`.
     """
     for number in range(len(starts)):
         start, count = starts[number], counts[number]
@@ -75,7 +76,7 @@ def reaching(
     end: int,
     sizes: Array,
 ) -> int:
-    """The values of each tensor whose magnitude, as an integer, is at least ``least``; the new end."""
+    """Encode the values of each tensor with a magnitude of at least ``least`` (bits as int32); return the new end."""
     for number in range(len(starts)):
         start, count = starts[number], counts[number]
         if count and magnitude_of(peak(x, left, start, count)) < _INFINITY:
@@ -87,7 +88,7 @@ def reaching(
 
 @loop
 def _sample(x: Array, left: Array | None, start: int, count: int, key: Any, some: Array) -> None:
-    """A value from each of so many equal parts: which of it, a sequence without period says, that begins by chance."""
+    """Fill ``some`` with one value from each of as many equal parts, at positions of a golden-ratio sequence."""
     first = (key ^ (key >> np.uint64(31))) * _GOLDEN
     first = (first ^ (first >> np.uint64(29))) * _GOLDEN
     step = count / len(some)
@@ -100,9 +101,9 @@ def _sample(x: Array, left: Array | None, start: int, count: int, key: Any, some
 
 @loop
 def _threshold(x: Array, left: Array | None, start: int, count: int, many: int, highest: Any) -> tuple[Any, int]:
-    """The magnitude that ``many`` of the values reach, as an integer, and how many of those that just reach it may go.
+    """Find the threshold (bits as int32) that selects ``many`` values, and how many of those equal to it may be sent.
 
-    By counting: from the ``highest`` down in strides that double, then halving what is between.
+    The search counts the values above a candidate: downwards from ``highest`` in doubling steps, then by bisection.
     """
     low, high, above, stride = np.int32(0), np.int32(highest + 1), 0, _STRIDE
     while high - low > 1:
@@ -132,10 +133,8 @@ def _reached(x: Array, left: Array | None, least: Any) -> Any:
 
 @loop
 def room_for(counts: Array, looked: Array) -> tuple[Array, Array, Array, Array]:
-    """What the loops work in.
-
-    For a chunk's marks and where eights of them have any; for where values stand, as many as may be told by numbers,
-    and a chunk's; and for a sample of the values, where ``looked`` says that not all are looked at.
+    """Allocate work space: the marks of a chunk, the non-empty groups of eight marks, indices of values (as many as may
+    be sent as packed indices, and one chunk more), and the sampled values of tensors that are not read whole.
     """
     most = 0
     for count in counts:
@@ -150,13 +149,13 @@ def room_for(counts: Array, looked: Array) -> tuple[Array, Array, Array, Array]:
 
 @loop
 def _told(count: int) -> int:
-    """More values of ``count`` than this are never told by numbers."""
+    """Return the most values of a tensor that are ever sent with packed indices rather than a bit mask."""
     return (count + 7) // wide_of(count)
 
 
 @loop
 def wide_of(count: int) -> int:
-    """Bits of a number below ``count``, at least one."""
+    """Return the bits of an index below ``count``, at least one."""
     wide = 1
     while count > 1 << wide:
         wide += 1
@@ -172,9 +171,9 @@ def _as_numbers(many: int, count: int) -> bool:
 def _send(
     x: Array, left: Array | None, start: int, count: int, least: Any, spare: int, room: Any, out: Array, end: int
 ) -> int:
-    """One tensor's values from ``least`` on, of those that just reach it ``spare``; the new end.
+    """Encode the values of one tensor above ``least``, and the first ``spare`` that equal it; return the new end.
 
-    Values are written as if a bit each told where they stand, and moved if numbers are shorter.
+    Values are written behind a bit mask of their positions, and moved if packed indices turn out shorter.
     """
     marks, filled, places, _ = room
     where, many = end + 8, 0
@@ -206,7 +205,7 @@ def _send(
 
 @loop
 def _mark(x: Array, left: Array | None, least: Any, marks: Array) -> None:
-    """Which values go; ``left`` is all of them for now."""
+    """Mark the values to send, and set ``left`` to the sum of value and error."""
     for at in range(len(marks)):
         value = value_of(x, left, at)
         if left is not None:
@@ -216,7 +215,7 @@ def _mark(x: Array, left: Array | None, least: Any, marks: Array) -> None:
 
 @loop
 def _unmark(x: Array, left: Array | None, least: Any, spare: int, marks: Array) -> int:
-    """Of marked values that just reach ``least``, only the first ``spare`` go; how many may still."""
+    """Unmark all values equal to ``least`` but the first ``spare``; return how many of these remain."""
     for at in range(len(marks)):
         if marks[at] and magnitude_of(value_of(x, None, at) if left is None else value_of(None, left, at)) == least:
             marks[at] = np.uint8(spare > 0)
@@ -226,9 +225,9 @@ def _unmark(x: Array, left: Array | None, least: Any, spare: int, marks: Array) 
 
 @loop
 def _list(marks: Array, eights: Array, filled: Array, first: int, places: Array, out: Array, where: int) -> int:
-    """Where marks stand, ``first`` on, as numbers and as bits; how many they are.
+    """Write the positions of marks as a bit mask to ``out`` and as indices to ``places``; return their number.
 
-    First it is listed which ``eights`` of them have any: a branch there would often be foretold wrongly.
+    Groups of eight with any mark are listed first, without a branch, which would often be mispredicted.
     """
     for eight in range(len(eights)):
         out[np.uintp(where + eight)] = np.uint8((eights[np.uintp(eight)] * _GATHER) >> np.uint64(56))
@@ -247,7 +246,7 @@ def _list(marks: Array, eights: Array, filled: Array, first: int, places: Array,
 
 @loop
 def _take(x: Array, left: Array | None, start: int, places: Array, out: Array, to: int) -> None:
-    """Write the values at ``places``; nothing is left of them."""
+    """Write the values at ``places`` to ``out``, and set their errors to zero."""
     for number in range(len(places)):
         at = start + places[np.uintp(number)]
         value = value_of(x, None, at) if left is None else value_of(None, left, at)
@@ -260,7 +259,7 @@ def _take(x: Array, left: Array | None, start: int, places: Array, out: Array, t
 
 @loop
 def _put_numbers(places: Array, many: int, wide: int, out: Array, where: int) -> None:
-    """As :func:`gossipx.codecs.packing.pack_bits` does it: of eight numbers a byte each in one word, and bit by bit."""
+    """Pack indices in the layout of :func:`gossipx.codecs.packing.pack_bits`, eight at a time in a 64-bit word."""
     eights = (many + 7) // 8
     places[many : eights * 8] = 0
     for eight in range(eights):
@@ -291,7 +290,7 @@ def _get_numbers(body: Array, where: int, many: int, wide: int, places: Array) -
 
 @loop
 def sparse_fits(body: Array, offsets: Array, counts: Array) -> int:
-    """The number of the first tensor that is no sparse one of its count; −1: all are, or take no bytes."""
+    """Return the index of the first malformed tensor, or −1 if all are well-formed or take no bytes."""
     places = np.empty(_most_told(offsets, counts), np.int64)
     for number in range(len(counts)):
         begin, stop, count = offsets[number], offsets[number + 1], counts[number]
@@ -316,7 +315,7 @@ def sparse_fits(body: Array, offsets: Array, counts: Array) -> int:
 
 @loop
 def _most_told(offsets: Array, counts: Array) -> int:
-    """Places that a tensor's numbers tell at most, and padding: bounded by the bytes that there are."""
+    """Return the most packed indices of any tensor, plus padding; bounded by the bytes that arrived."""
     most = 0
     for number in range(len(counts)):
         most = max(most, min(_told(counts[number]), (offsets[number + 1] - offsets[number]) // 4))
@@ -325,7 +324,7 @@ def _most_told(offsets: Array, counts: Array) -> int:
 
 @loop
 def _many(body: Array, begin: int, stop: int) -> int:
-    """How many values a tensor says it has; −1: it ends before that, or says what cannot be."""
+    """Return the number of values that a tensor declares; negative if it is too short or declares 2^63 or more."""
     if stop - begin < 8:
         return -1
     many = np.uint64(word_at(body, begin + 4)) << np.uint64(32) | np.uint64(word_at(body, begin))
@@ -344,7 +343,7 @@ def _ascend(places: Array, count: int) -> bool:
 
 @loop
 def _has(bits: Array, count: int, many: int) -> bool:
-    """Whether ``many`` of the bits are set, and none behind the last value's."""
+    """Return whether exactly ``many`` bits are set, and no padding bit."""
     ones = 0
     for byte in bits:
         ones += _ONES[byte]
@@ -353,7 +352,7 @@ def _has(bits: Array, count: int, many: int) -> bool:
 
 @loop
 def sparse_into(body: Array, offsets: Array, counts: Array, out: Array, starts: Array, add: bool) -> None:
-    """Decode all tensors of which :func:`sparse_fits`, one behind ``starts`` each; adds to what came alone."""
+    """Decode tensors that :func:`sparse_fits` has checked, each to its entry of ``starts``."""
     check_ends(body, offsets, out, starts, counts)
     places = np.empty(_most_told(offsets, counts) + CHUNK, np.int64)
     for number in range(len(counts)):
@@ -374,7 +373,7 @@ def sparse_into(body: Array, offsets: Array, counts: Array, out: Array, starts: 
 
 @loop
 def _put_marked(body: Array, where: int, values: int, places: Array, out: Array) -> None:
-    """Add values, in order, to places that a bit each tells, from ``where`` on up to the values."""
+    """Add values, in order, to the positions in a bit mask that lies between ``where`` and the values."""
     end = values
     for first in range(where, end, CHUNK // 8):
         listed = _set_bits(body[first : min(first + CHUNK // 8, end)], (first - where) * 8, places)

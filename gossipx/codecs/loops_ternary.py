@@ -1,4 +1,7 @@
-"""The loops of 3LC, as those of :mod:`gossipx.codecs.loops`, and with their arguments."""
+"""Compiled loops of 3LC; :mod:`gossipx.codecs.loops` explains their arguments.
+
+Trits are the values −1, 0 and 1. A *block* of trits is packed as five *planes*: each byte holds one trit of each plane.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,13 @@ from gossipx.codecs.loops import (
 from gossipx.codecs.packing import BLOCK, LONGEST, PLANE, ZEROS
 
 _DENSE = 0.4
-"""Codes a packed byte above which all values are written, plane by plane, not those alone that are not zero."""
+"""Codes per packed byte above which decoding writes all values plane by plane, not only the non-zero ones."""
 _HALF, _THIRD = np.float32(0.5), np.float32(1 / 3)
 _RUN_CODES = np.array([0, ZEROS, *range(243, 256)], np.uint8)
 _TRITS = np.array([[code // 3**place % 3 - 1 if code < 243 else 0 for place in (4, 3, 2, 1, 0)] for code in range(256)])
 _TRITS = _TRITS.astype(np.float32)
 _FILLED = np.count_nonzero(_TRITS, axis=1)
-"""Trits that are not zero, by code; then where they stand in it, and what they are."""
+"""Number of non-zero trits per code; below, their positions and their signs."""
 _PLACES = np.argsort(_TRITS == 0, axis=1, kind="stable")
 _SIGNS = np.take_along_axis(_TRITS, _PLACES, axis=1)
 _SHOWN = np.array([code if code < 243 else ZEROS for code in range(256)], np.float32)
@@ -39,7 +42,7 @@ _STRETCH = np.array([1 if code < 243 else code - 241 for code in range(256)], np
 
 @loop
 def _quantize(x: Array | None, left: Array | None, scale: Any, half: Any, trits: Array) -> None:
-    """A slice's trits, round(x / scale): 1 above half of the scale, −1 below minus that."""
+    """Quantize a slice to trits, round(x / scale): 1 above half of the scale, −1 below minus that."""
     for at in range(len(trits)):
         value = value_of(x, left, at)
         trit = np.copysign(ONE if abs(value) > half else ZERO, value)
@@ -50,7 +53,7 @@ def _quantize(x: Array | None, left: Array | None, scale: Any, half: Any, trits:
 
 @loop
 def _pack(trits: Array, plane: int, packed: Array) -> None:
-    """Five trits a byte, one of each plane: in whole registers, beyond the plane's end if need be."""
+    """Pack five trits per byte, one of each plane, in whole registers, which may write past the plane's end."""
     for first in range(0, plane, REGISTER):
         for at in range(first, first + REGISTER):
             five = np.int64(trits[np.uintp(at)])
@@ -61,9 +64,9 @@ def _pack(trits: Array, plane: int, packed: Array) -> None:
 
 @loop
 def _append(packed: Array, size: int, out: Array, end: int, zeros: int) -> tuple[int, int]:
-    """Zero-run encode ``size`` bytes; returns the new end of ``out`` and the zero bytes that wait for the next ones.
+    """Zero-run encode ``size`` bytes; return the new end of ``out`` and the number of trailing, still unwritten zeros.
 
-    One register tells of its bytes which are not zero: a branch for each would often be guessed wrongly.
+    Non-zero bytes are found a register at a time, since a branch per byte would often be mispredicted.
     """
     done = -zeros
     for first in range(0, size, REGISTER):
@@ -86,23 +89,23 @@ def _run(zeros: int, out: Array, end: int) -> int:
         out[np.uintp(end)] = 255
         end += 1
         zeros -= LONGEST
-    out[np.uintp(end)] = _RUN_CODES[np.uintp(zeros)]  # overwritten by what follows if there are none
+    out[np.uintp(end)] = _RUN_CODES[np.uintp(zeros)]  # overwritten by the next byte if zeros == 0
     return end + int(zeros > 0)
 
 
 @loop
 def ternary(x: Array | None, left: Array | None, start: int, count: int, scale: Any, out: Array, end: int) -> int:
-    """3-value quantization by ``scale``, base-3⁵ and zero-run encoding of a part (3LC, section 3); the new end.
+    """Encode one tensor by 3-value quantization, base-3⁵ and zero-run encoding (3LC, section 3); return the new end.
 
     Args:
-        out: room for a byte in five values from ``end`` on, and one more.
+        out: has a byte per five values, and one more, from ``end`` on.
     """
     return _ternary(x, left, start, count, scale, out, end, _room())
 
 
 @loop
 def _room() -> tuple[Array, Array]:
-    """For a block's trits and its bytes; small tensors have no time to ask for it each."""
+    """Allocate work space for the trits and bytes of a block; once per vector, as it is slow next to a small tensor."""
     return np.empty(BLOCK + REGISTER, np.int8), np.empty(PLANE, np.uint8)
 
 
@@ -111,7 +114,7 @@ def _ternary(
     x: Array | None, left: Array | None, start: int, count: int, scale: Any, out: Array, end: int, room: Any
 ) -> int:
     half = scale * _HALF
-    if half + half != scale:  # the smallest numbers of all have no half: x > m/2 means above the one below
+    if half + half != scale:  # the smallest subnormals have no exact half: round it down, so that x > m/2 still holds
         half = np.int32(np.float32(scale).view(np.int32) >> 1).view(np.float32)
     trits, packed = room
     zeros = 0
@@ -128,7 +131,7 @@ def _ternary(
 
 @loop
 def ternary_fits(codes: Array, begin: int, stop: int, count: int) -> bool:
-    """Whether ``codes[begin:stop]`` are just the bytes of ``count`` trits, with zero trits as the padding."""
+    """Return whether ``codes[begin:stop]`` encode exactly ``count`` trits, with zero padding."""
     stretched = 0
     for at in range(begin, stop):
         code = np.int64(codes[np.uintp(at)])
@@ -151,7 +154,7 @@ def ternary_fits(codes: Array, begin: int, stop: int, count: int) -> bool:
 def ternary_into(
     codes: Array, begin: int, stop: int, scale: Any, out: Array, start: int, count: int, add: bool
 ) -> None:
-    """Decode a part of which :func:`ternary_fits`: ``out = scale * trits``, or ``out += scale * trits``."""
+    """Decode a tensor that :func:`ternary_fits` has checked: ``out = scale * trits``, or ``out += scale * trits``."""
     if (stop - begin) * 5 > count * _DENSE:
         _dense_into(codes, begin, stop, scale, out, start, count, add)
     else:
@@ -162,10 +165,10 @@ def ternary_into(
 def _sparse_into(
     codes: Array, begin: int, stop: int, scale: Any, out: Array, start: int, count: int, add: bool
 ) -> None:
-    """Only what is not zero is worked on.
+    """Decode by writing only the non-zero values.
 
-    Of a block it is listed first, and fetched meanwhile where it is added to: values are so far apart that memory would
-    be waited for one by one.
+    Those of a block are listed first, and their cache lines prefetched if values are added: they are so far apart that
+    each access would wait for memory.
     """
     places, signs = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.float32)
     at, place = begin, 0
@@ -194,7 +197,7 @@ def _sparse_into(
 
 @loop
 def _dense_into(codes: Array, begin: int, stop: int, scale: Any, out: Array, start: int, count: int, add: bool) -> None:
-    """Code by code into a block's bytes, as numbers, and plane by plane out of these."""
+    """Decode by expanding the codes of a block to bytes, held as floats, and unpacking these plane by plane."""
     packed = np.empty(PLANE + LONGEST, np.float32)
     at, place = begin, 0
     for first in range(start, start + count, BLOCK):
@@ -210,13 +213,13 @@ def _dense_into(codes: Array, begin: int, stop: int, scale: Any, out: Array, sta
         for number in range(4, -1, -1):
             from_, to = min(size, number * plane), min(size, (number + 1) * plane)
             _unpack(packed[: to - from_], scale, out[first + from_ : first + to], add)
-            for byte in range(to - from_, plane):  # the padding's
+            for byte in range(to - from_, plane):  # padding
                 packed[byte] = np.float32(np.int32(packed[byte] * _THIRD))
 
 
 @loop
 def _unpack(packed: Array, scale: Any, out: Array, add: bool) -> None:
-    """Take the lowest trit off each byte; a third of numbers up to 242 is exact enough to be cut off."""
+    """Remove the lowest trit of each byte; float32 divides integers up to 242 by 3 exactly enough to truncate."""
     if add:
         for at in range(len(packed)):
             rest = np.float32(np.int32(packed[at] * _THIRD))
@@ -233,7 +236,7 @@ def _unpack(packed: Array, scale: Any, out: Array, add: bool) -> None:
 def three_lc(
     x: Array, left: Array | None, starts: Array, counts: Array, sparsity: Any, out: Array, end: int, sizes: Array
 ) -> int:
-    """3LC of all tensors of a vector, each one pass, as :class:`gossipx.codecs.ternary.ThreeLC` lays them out."""
+    """Encode all tensors of a vector, one pass each, in the layout of :class:`gossipx.codecs.ternary.ThreeLC`."""
     room = _room()
     for number in range(len(starts)):
         scale = peak(x, left, starts[number], counts[number]) * sparsity
@@ -251,7 +254,7 @@ def three_lc(
 
 @loop
 def _passes(body: Array, begin: int) -> tuple[int, int, int, int]:
-    """Of a tensor: how many passes, and where their sizes, their scales and their codes begin."""
+    """Return a tensor's number of passes, and the offsets of their sizes, scales and codes."""
     passes = int(body[begin])
     scales = begin + 1 + 4 * (passes - 1)
     return passes, begin + 1, scales, scales + 4 * passes
@@ -259,7 +262,7 @@ def _passes(body: Array, begin: int) -> tuple[int, int, int, int]:
 
 @loop
 def three_lc_fits(body: Array, offsets: Array, counts: Array) -> int:
-    """The number of the first tensor that is no 3LC of its count; −1: all are, or take no bytes."""
+    """Return the index of the first malformed tensor, or −1 if all are well-formed or take no bytes."""
     for number in range(len(counts)):
         begin, stop = offsets[number], offsets[number + 1]
         if begin == stop:
@@ -279,13 +282,13 @@ def three_lc_fits(body: Array, offsets: Array, counts: Array) -> int:
 
 @loop
 def _until(body: Array, sizes: int, each: int, passes: int, at: int, stop: int) -> int:
-    """Where the codes of a pass end that begin at ``at``; the last pass's have no size of their own."""
+    """Return the end of a pass's codes that begin at ``at``; the last pass has no size field and ends at ``stop``."""
     return stop if each == passes - 1 else at + int(np.uint32(word_at(body, sizes + 4 * each)))
 
 
 @loop
 def three_lc_into(body: Array, offsets: Array, counts: Array, out: Array, starts: Array, add: bool) -> None:
-    """Decode all tensors of which :func:`three_lc_fits`, one behind ``starts`` each."""
+    """Decode tensors that :func:`three_lc_fits` has checked, each to its entry of ``starts``."""
     check_ends(body, offsets, out, starts, counts)
     for number in range(len(counts)):
         begin, stop = offsets[number], offsets[number + 1]

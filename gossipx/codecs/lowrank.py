@@ -1,4 +1,4 @@
-"""A codec of matrices by two thin ones."""
+"""PowerSGD, a codec that approximates a matrix by the product of two thin ones."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from gossipx.errors import ProtocolError
 @final
 @dataclass(frozen=True)
 class PowerSGD(PerTensor):
-    """``powersgd``: one step of power iteration from the last frame's Q on: M ≈ P Qᵀ (PowerSGD, Algorithm 1).
+    """``powersgd``: M ≈ P Qᵀ by one step of power iteration, starting from the last frame's Q (PowerSGD, Algorithm 1).
 
-    A tensor is the matrix of its first dimension against all others. In a frame it is its rank (2 bytes), its
-    rows (8), P, and Q; a rank of 0: its values as they are, since they take no more, as those of vectors.
+    A tensor is reshaped to a matrix, its first dimension by all others. Frame layout per tensor: rank (2 bytes), the
+    number of rows (8), P, and Q. Tensors that would not shrink, such as vectors, have rank 0 and their float32 values.
 
     Attributes:
         rank: columns of P and Q.
@@ -34,13 +34,13 @@ class PowerSGD(PerTensor):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.rank < 2**16:
-            raise ValueError("rank is from 1 to 65535")
+            raise ValueError("rank must be from 1 to 65535")
 
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
         return 10 + 4 * count
 
     def _begin(self, state: State, device: torch.device) -> None:
-        """Each matrix's Q, drawn as in section 3."""
+        """Draw the first Q of each matrix (PowerSGD, section 3)."""
         assert state.plan is not None
         for number, shape in enumerate(state.plan.shapes):
             rank = self._rank_for(shape)
@@ -61,7 +61,7 @@ class PowerSGD(PerTensor):
         q = matrix.T @ p
         if not bool(p.isfinite().all() & q.isfinite().all()):
             return ()
-        # Of a matrix of zeros Q is zero, from which no iteration would come back.
+        # A zero matrix leads to a zero Q, from which the iteration could not recover.
         state.kept[f"q{number}"] = q if bool(q.any()) else state.kept[f"q{number}"]
         return struct.pack("<HQ", rank, len(p)), p, q
 
@@ -70,19 +70,20 @@ class PowerSGD(PerTensor):
         rank, rows = numbers("<HQ", data)
         columns = count // rows if rows else 0
         if len(data) != 10 + 4 * (rank * (rows + columns) if rank else count) or (rank and rows * columns != count):
-            raise ProtocolError(f"{count} values of a codec's frame are no matrix of {rows} rows and rank {rank}")
+            raise ProtocolError(f"{count} values in a codec's frame do not fit {rows} rows and rank {rank}")
         values = floats(data[10:], device)
         if not rank:
             return values
         p, q = values[: rank * rows].view(rows, rank), values[rank * rows :].view(columns, rank)
         product = torch.zeros(rows, columns, dtype=torch.float32, device=device)
-        for number in range(rank):  # a matrix product has another order, and other last digits, on other processors
+        # The order of sums, and so the rounding, of a matrix product would depend on the processor.
+        for number in range(rank):
             product += p[:, number, None] * q[:, number]
         return product.view(-1)
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of the matrix that a tensor is; a vector has one row."""
+    """Return rows and columns of the matrix that a tensor is reshaped to; a vector has one row."""
     rows = shape[0] if len(shape) > 1 else 1
     count = 1
     for size in shape:

@@ -1,4 +1,4 @@
-"""Small numbers packed into bytes, on any device; what numpy packs faster in host memory, by numpy there."""
+"""Bit packing, and packing and zero-run encoding of trits (the values −1, 0 and 1), by torch on any device."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from gossipx.errors import ProtocolError
 
 PLANE = 1024
 BLOCK = 5 * PLANE
-"""Trits of a block, in five planes: a byte holds one of each (3LC, section 3.2)."""
+"""Trits of a block, in five planes: a byte packs one trit of each plane (3LC, section 3.2)."""
 ZEROS = 121
-"""The byte of five zero trits."""
+"""The byte that packs five zero trits."""
 LONGEST = 14
-"""Bytes of the longest run that one byte stands for, 255 (3LC, section 3.3)."""
+"""Longest run of such bytes that one code, 255, encodes (3LC, section 3.3)."""
 
 
 def as_bytes(values: Tensor) -> npt.NDArray[Any]:
-    """The memory of a tensor, in host memory."""
+    """Return a tensor's values as bytes in host memory."""
     flat: npt.NDArray[Any] = values.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
     return flat
 
 
 def bits_bytes(count: int, width: int) -> int:
-    """Bytes that ``count`` numbers of ``width`` bits take."""
+    """Return the bytes that ``count`` packed numbers of ``width`` bits take."""
     return -(-count // 8) * width
 
 
 def pack_bits(numbers: Tensor, width: int) -> Tensor:
-    """Numbers below 2^width, bit by bit: all their lowest bits, eight a byte, then the next.
+    """Pack numbers below 2^width as bit planes: the lowest bits of all numbers, eight per byte, then the next bits.
 
     Args:
         numbers: flat, integers.
     """
     if not numbers.is_cpu:
         return pack_bits_on_device(numbers, width)
-    few = numbers.numpy().astype(_unsigned(width))
+    few = numbers.numpy().astype(_unsigned(width))  # numpy is faster than torch in host memory
     planes = [np.packbits(few & few.dtype.type(1 << bit) != 0, bitorder="little") for bit in range(width)]
     return torch.from_numpy(np.concatenate(planes))
 
 
 def pack_bits_on_device(numbers: Tensor, width: int) -> Tensor:
-    """The same by torch."""
+    """Pack numbers as :func:`pack_bits` does, by torch on any device."""
     eights = -(-len(numbers) // 8)
     padded = torch.zeros(eights * 8, dtype=torch.int64, device=numbers.device)
     padded[: len(numbers)] = numbers
@@ -55,10 +55,10 @@ def pack_bits_on_device(numbers: Tensor, width: int) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, count: int, width: int) -> Tensor:
-    """What :func:`pack_bits` packed, int64.
+    """Unpack what :func:`pack_bits` packed, as int64.
 
     Raises:
-        ProtocolError: there are not just as many bytes as that takes.
+        ProtocolError: the number of bytes does not match.
     """
     if len(packed) != bits_bytes(count, width):
         raise ProtocolError(f"{count} numbers of {width} bits do not take {len(packed)} bytes")
@@ -72,7 +72,7 @@ def unpack_bits(packed: Tensor, count: int, width: int) -> Tensor:
 
 
 def unpack_bits_on_device(packed: Tensor, count: int, width: int) -> Tensor:
-    """The same by torch."""
+    """Unpack numbers as :func:`unpack_bits` does, by torch on any device."""
     eights = -(-count // 8)
     numbers = torch.zeros(eights * 8, dtype=torch.int64, device=packed.device)
     places = torch.arange(8, device=packed.device)
@@ -83,15 +83,15 @@ def unpack_bits_on_device(packed: Tensor, count: int, width: int) -> Tensor:
 
 
 def trit_bytes(count: int) -> int:
-    """Bytes that ``count`` trits take, five a byte."""
+    """Return the bytes that ``count`` trits take, five per byte."""
     return -(-count // 5)
 
 
 def pack_trits(trits: Tensor) -> Tensor:
-    """−1, 0 and 1 as bytes of five, block by block, plane by plane (3LC, section 3.2, steps 1 to 5).
+    """Pack trits, five per byte, block by block and plane by plane (3LC, section 3.2, steps 1 to 5).
 
     Args:
-        trits: flat, of any dtype that has a sign.
+        trits: flat, of any signed dtype.
     """
     whole = len(trits) // BLOCK * BLOCK
     packed = [_pack_planes(trits[:whole].view(-1, 5, PLANE)).view(-1)]
@@ -104,13 +104,13 @@ def pack_trits(trits: Tensor) -> Tensor:
 
 
 def unpack_trits(packed: Tensor, count: int) -> Tensor:
-    """What :func:`pack_trits` packed, int8.
+    """Unpack what :func:`pack_trits` packed, as int8.
 
     Raises:
-        ProtocolError: there are not just as many bytes as that takes, or one is no five trits.
+        ProtocolError: the number of bytes does not match, a byte is above 242, or the padding is not zero.
     """
     if len(packed) != trit_bytes(count) or bool((packed > 242).any()):
-        raise ProtocolError(f"{len(packed)} bytes are not {count} trits")
+        raise ProtocolError(f"{len(packed)} bytes do not encode {count} trits")
     whole = count // BLOCK * BLOCK
     trits = _unpack_planes(packed[: whole // 5].view(-1, PLANE)).view(-1)
     if whole == count:
@@ -122,7 +122,7 @@ def unpack_trits(packed: Tensor, count: int) -> Tensor:
 
 
 def shorten_runs(packed: Tensor) -> Tensor:
-    """Zero-run encoding: 2 to 14 bytes of zeros become one byte, 243 and up (3LC, section 3.3)."""
+    """Zero-run encode: 2 to 14 bytes of zero trits become one byte from 243 on (3LC, section 3.3)."""
     places = torch.arange(len(packed), device=packed.device)
     zero = packed == ZEROS
     before = torch.cummax(torch.where(zero, -1, places), 0).values if len(packed) else places
@@ -135,14 +135,14 @@ def shorten_runs(packed: Tensor) -> Tensor:
 
 
 def lengthen_runs(codes: Tensor, size: int) -> Tensor:
-    """What :func:`shorten_runs` shortened, or any other cut of the same runs.
+    """Decode zero-run encoded bytes; runs may be split in other ways than :func:`shorten_runs` splits them.
 
     Raises:
-        ProtocolError: it is not ``size`` bytes.
+        ProtocolError: they do not decode to ``size`` bytes.
     """
     stretch = torch.where(codes < 243, 1, codes.to(torch.int64) - 241)
     if int(stretch.sum()) != size:
-        raise ProtocolError(f"{len(codes)} bytes do not stand for {size} bytes of trits")
+        raise ProtocolError(f"{len(codes)} bytes do not decode to {size} bytes of trits")
     return torch.repeat_interleave(torch.where(codes < 243, codes, ZEROS).to(torch.uint8), stretch)
 
 

@@ -1,4 +1,4 @@
-"""Codecs that encode one tensor after the other, and what they read of frames."""
+"""The base class of codecs that encode one tensor at a time by torch, and helpers for them."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from gossipx.errors import ProtocolError
 
 
 class PerTensor(Codec):
-    """Encodes one tensor after the other, on any device."""
+    """A codec that encodes one tensor at a time, on any device; most custom codecs derive from it."""
 
     @abc.abstractmethod
     def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
-        """What stands for a tensor in the frame, in order.
+        """Encode one tensor.
 
         Args:
-            values: all finite, at least one, flat.
-            number: of the tensor among those that are encoded.
+            values: flat, at least one, all finite.
+            number: index of the tensor among the encoded ones.
 
         Returns:
-            Nothing of a tensor that has no finite encoding.
+            The parts of its encoding, in order; empty if it has no finite encoding.
         """
 
     @classmethod
     @abc.abstractmethod
     def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
-        """The values, flat, float32.
+        """Decode one tensor to flat float32 values on ``device``.
 
         Raises:
-            ProtocolError: it is malformed.
+            ProtocolError: the data is malformed.
         """
 
     @classmethod
     def _values_near(cls, data: Array, shape: tuple[int, ...], near: Tensor) -> Tensor:
-        """The values, where so many are known that they are near, flat, float32, on their device.
+        """Decode one tensor with the help of reference values, to flat float32 values on their device.
 
         Raises:
-            ProtocolError: it is malformed.
-            TooFarError: they are not near.
+            ProtocolError: the data is malformed.
+            TooFarError: the reference values are too far away.
         """
         return cls._values(data, shape, len(near), near.device)
 
@@ -64,8 +64,8 @@ class PerTensor(Codec):
             if not count or not bool(torch.isfinite(values).all()):
                 continue
             begin = end
-            for some in self._bytes(values, plan.shapes[number], state, number):
-                data = np.frombuffer(some, np.uint8) if isinstance(some, bytes) else as_bytes(some)
+            for part in self._bytes(values, plan.shapes[number], state, number):
+                data = np.frombuffer(part, np.uint8) if isinstance(part, bytes) else as_bytes(part)
                 frame[end : end + len(data)] = data
                 end += len(data)
             sizes[number] = end - begin
@@ -99,7 +99,7 @@ class PerTensor(Codec):
 @final
 @dataclass(frozen=True)
 class NoCodec(PerTensor):
-    """``none``: all values as they are, of any dtype."""
+    """``none``: all values unencoded, of any dtype."""
 
     feedback: bool = field(default=False, kw_only=True)
     number: ClassVar[int] = 0
@@ -112,38 +112,38 @@ class NoCodec(PerTensor):
         return 0
 
     def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
-        return ()  # never asked for: nothing is encoded
+        return ()  # never called: all tensors are plain
 
     @classmethod
     def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
-        raise ProtocolError("a frame without a codec has an encoded tensor")
+        raise ProtocolError("a codec's frame of codec 'none' has an encoded tensor")
 
 
 def fitted(values: Tensor, integers: Tensor) -> Tensor:
-    """The factor, row by row, by which integers come nearest to values: of least squared error; 0 where all are zero.
+    """Return for each row the scale s that minimizes ‖values − s · integers‖₂; 0 for a row of zeros.
 
-    By such a factor they are never further from the values than nothing is, as error feedback needs it.
+    The error is then at most ‖values‖₂, as error feedback requires.
     """
     wide = integers.double()
     return ((values.double() * wide).sum(-1) / wide.square().sum(-1).clamp(min=1)).float()
 
 
 def uniform(values: Tensor, state: State, number: int) -> Tensor:
-    """As many numbers from 0 to below 1, drawn for a tensor of a frame, on its device."""
+    """Draw a number from [0, 1) for each value of a tensor, on its device."""
     draws = state.draws(values.device, number)
     return torch.rand(len(values), generator=draws, device=values.device, dtype=torch.float32)
 
 
 def norm(values: Tensor) -> float:
-    """‖x‖₂; of any finite values finite, too."""
+    """Return ‖x‖₂, computed in float64, so that it is finite for finite values."""
     return float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
 def scale_of(data: Array, place: int = 0) -> float:
-    """A scale in a frame.
+    """Read a float32 scale from a frame.
 
     Raises:
-        ProtocolError: there is none, or it is not finite.
+        ProtocolError: it is missing or not finite.
     """
     scale: float
     (scale,) = numbers("<f", data, place)
@@ -153,10 +153,10 @@ def scale_of(data: Array, place: int = 0) -> float:
 
 
 def floats(data: Array, device: torch.device) -> Tensor:
-    """Float32 values in a frame.
+    """Read float32 values from a frame.
 
     Raises:
-        ProtocolError: one is not finite.
+        ProtocolError: a value is not finite.
     """
     values = data.copy().view("<f4").astype(np.float32, copy=False)
     if not np.isfinite(values).all():

@@ -1,4 +1,4 @@
-"""Codecs of one bit a value."""
+"""Codecs that send the sign of each value, one bit, and two scales per tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gossipx.codecs.state import State
 
 
 class _Signs(PerTensor):
-    """In a frame, a tensor is what its two bits stand for, and the bits: 1 for values from zero on."""
+    """Base class of sign codecs. A tensor in a frame: what bits 0 and 1 decode to, and the bits, 1 for values ≥ 0."""
 
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
         return 8 + packing.bits_bytes(count, 1)
@@ -32,7 +32,7 @@ class _Signs(PerTensor):
 
     @abc.abstractmethod
     def _pair(self, values: Tensor, upper: Tensor) -> tuple[float, float]:
-        """What stands for values below zero, and for the others."""
+        """Return what values below zero decode to, and what the others decode to."""
 
     @classmethod
     def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
@@ -44,7 +44,7 @@ class _Signs(PerTensor):
 @final
 @dataclass(frozen=True)
 class OneBit(_Signs):
-    """``onebit``: values below zero become their mean, the others theirs: least squared error (1-bit SGD)."""
+    """``onebit``: values below zero become their mean, and the others theirs: least squared error (1-bit SGD)."""
 
     number: ClassVar[int] = 9
 
@@ -58,11 +58,11 @@ class OneBit(_Signs):
 @final
 @dataclass(frozen=True)
 class SignSGD(_Signs):
-    """``signsgd``: the sign, of one magnitude (signSGD, Algorithm 1); without error feedback.
+    """``signsgd``: the sign times one magnitude, without error feedback (signSGD, Algorithm 1).
 
     Attributes:
-        magnitude: of all values, which the paper has 1 and scales by the learning rate; 0: the mean of the tensor's, so
-            that it can stand for more than gradients.
+        magnitude: magnitude of all decoded values, 1 in the paper; 0: the mean magnitude of the tensor, which suits
+            changes of models as well as gradients.
     """
 
     magnitude: float = 0.0
@@ -72,7 +72,7 @@ class SignSGD(_Signs):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (self.magnitude >= 0 and math.isfinite(self.magnitude)):
-            raise ValueError("magnitude is a finite number from 0")
+            raise ValueError("magnitude must be a finite number of at least 0")
 
     def _pair(self, values: Tensor, upper: Tensor) -> tuple[float, float]:
         magnitude = self.magnitude or _mean(values)
@@ -82,7 +82,7 @@ class SignSGD(_Signs):
 @final
 @dataclass(frozen=True)
 class EFSignSGD(_Signs):
-    """``efsignsgd``: the sign, scaled by ‖x‖₁ / n, with error feedback (EF-signSGD, Algorithm 1)."""
+    """``efsignsgd``: the sign times ‖x‖₁ / n, with error feedback (EF-signSGD, Algorithm 1)."""
 
     number: ClassVar[int] = 11
 

@@ -1,4 +1,4 @@
-"""Codecs that send few values, as they are, and where they stand."""
+"""Sparse codecs: they send few of the values, as float32, and their indices."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from gossipx.codecs.state import Plan, State
 from gossipx.errors import ProtocolError
 
 VELOCITY = "velocity"
-"""What momentum is called among what a state keeps."""
+"""Key of the accumulated momentum in ``State.kept``."""
 _SAMPLE = 1024
-"""Values that are sampled at least: the threshold for the highest hundredth then errs by a third of it."""
-
-
-_TOGETHER = 2**16
-"""So many places are drawn at a time, whose numbers a processor's cache holds."""
+"""Least number of sampled values: the number of values above a threshold for 1 % then errs by about a third."""
+_CHUNK = 2**16
+"""Indices drawn at a time, so that they fit the processor's cache."""
 _WORTH = 5
-"""Counting all values takes less time than drawing some, where there are not more than so many times as many."""
+"""Sampling is faster than reading all values only if there are more than this many times as many."""
 
 
 class _Sparse(PerTensor):
-    """In a frame, a tensor is how many values are sent (8 bytes), then where they stand, a bit for each value or, where
-    that is smaller, packed numbers; then the values.
+    """Base class of sparse codecs.
+
+    Frame layout per tensor: the number of sent values (8 bytes), their indices (a bit mask or packed numbers, whichever
+    is smaller), and the values.
     """
 
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
@@ -43,7 +43,7 @@ class _Sparse(PerTensor):
 
     @staticmethod
     def _sent(values: Tensor, places: Tensor) -> Sequence[Tensor | bytes]:
-        """What stands for the values at ``places``, ascending."""
+        """Encode the values at ``places``, which ascend."""
         many, count = len(places), len(values)
         if _as_numbers(many, count):
             where = packing.pack_bits(places, _bits(count))
@@ -55,7 +55,7 @@ class _Sparse(PerTensor):
 
     @classmethod
     def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
-        """Of one that fits: looked at by :meth:`_read`, or made here."""
+        """Decode one tensor that :meth:`_read` has checked or that this peer encoded."""
         (many,) = numbers("<Q", data)
         end = len(data) - 4 * many
         where = torch.from_numpy(data[8:end].copy()).to(device)
@@ -71,7 +71,7 @@ class _Sparse(PerTensor):
         bad = compiled().sparse_fits(opened.body, opened.offsets, opened.contents.counts)
         if bad >= 0:
             raise ProtocolError(
-                f"tensor {opened.contents.encoded[bad]} of a codec's frame is no few values of its size"
+                f"tensor {opened.contents.encoded[bad]} of a codec's frame is not a sparse tensor of its size"
             )
         return []
 
@@ -89,7 +89,7 @@ class _Sparse(PerTensor):
 
 
 class _Selected(_Sparse):
-    """Its values are chosen by their magnitude, in host memory by compiled loops."""
+    """Base class of codecs that choose values by magnitude, in host memory by compiled loops."""
 
     def _begin(self, state: State, device: torch.device) -> None:
         if device.type == "cpu":
@@ -104,7 +104,7 @@ class _Selected(_Sparse):
 
     @abc.abstractmethod
     def _compiled(self, x: Array, left: Array | None, state: State, plan: Plan, *to: Any) -> int:
-        """As :meth:`_encode`; ``to`` are its last three arguments."""
+        """Encode tensors in host memory, see :meth:`_encode`; ``to`` are its last three arguments."""
 
 
 @final
@@ -113,10 +113,10 @@ class TopK(_Selected):
     """``topk``: the values of the largest magnitude (3LC, section 4.2, "sparsification").
 
     Attributes:
-        ratio: of the values that are sent; at least one is.
-        sample: part of the values that the threshold is found from, by chance, as counting all takes long; then
-            somewhat more or fewer are sent. At least 1024 are looked at, and small tensors whole. 0: all, and just as
-            many as the ratio says are sent.
+        ratio: fraction of the values that is sent; at least one value is.
+        sample: fraction of the values that the threshold is estimated from, which is faster, but sends slightly more or
+            fewer than ``ratio``. At least 1024 values are sampled, and small tensors are read whole. 0: read all values
+            and send exactly ``ratio`` of them.
     """
 
     ratio: float = 0.01
@@ -127,19 +127,19 @@ class TopK(_Selected):
         super().__post_init__()
         _check_ratio(self.ratio)
         if not 0 <= self.sample <= 1:
-            raise ValueError("sample is a part of the values, from 0 to 1")
+            raise ValueError("sample is a fraction of the values, from 0 to 1")
 
     def _compiled(self, x: Array, left: Array | None, state: State, plan: Plan, *to: Any) -> int:
-        counts, looked = plan.counts, plan.counts
+        counts, sampled = plan.counts, plan.counts
         if self.sample:
             drawn = np.maximum(_SAMPLE, np.rint(self.sample * counts)).astype(np.int64)
-            looked = np.where(counts > _WORTH * drawn, drawn, counts)
-        many = np.clip(np.rint(self.ratio * looked), 1, np.maximum(looked, 1)).astype(np.int64)
+            sampled = np.where(counts > _WORTH * drawn, drawn, counts)
+        many = np.clip(np.rint(self.ratio * sampled), 1, np.maximum(sampled, 1)).astype(np.int64)
         key = np.uint64(state.draws(torch.device("cpu")).initial_seed())
-        return int(compiled().largest(x, left, plan.starts, counts, many, looked, key, _room(plan, looked), *to))
+        return int(compiled().largest(x, left, plan.starts, counts, many, sampled, key, _room(plan, sampled), *to))
 
     def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
-        many = _of(self.ratio, len(values))
+        many = _share(self.ratio, len(values))
         if not self.sample:
             return self._sent(values, values.abs().topk(many, sorted=False).indices.sort().values)
         threshold = sampled_threshold(values, self.ratio, self.sample, state.draws(values.device, number))
@@ -149,10 +149,10 @@ class TopK(_Selected):
 @final
 @dataclass(frozen=True)
 class Threshold(_Selected):
-    """``threshold``: the values beyond one magnitude.
+    """``threshold``: the values above a fixed magnitude.
 
     Attributes:
-        value: that a sent value's magnitude exceeds, in the units of what is encoded.
+        value: the magnitude that a sent value exceeds, in the units of the tensor.
     """
 
     value: float
@@ -161,7 +161,7 @@ class Threshold(_Selected):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (self.value >= 0 and math.isfinite(self.value)):
-            raise ValueError("value is a magnitude, a finite number from 0")
+            raise ValueError("value is a magnitude, a finite number of at least 0")
 
     def _compiled(self, x: Array, left: Array | None, state: State, plan: Plan, *to: Any) -> int:
         with np.errstate(over="ignore"):
@@ -176,12 +176,12 @@ class Threshold(_Selected):
 @final
 @dataclass(frozen=True)
 class RandomK(PerTensor):
-    """``randomk``: values that are drawn; where they stand, whoever decodes draws again.
+    """``randomk``: values at random indices, which the receiver draws again from the same seed.
 
-    In a frame, a tensor is the seed, the ratio that was drawn at (as a part of 2^32), and the values.
+    Frame layout per tensor: the seed, the ratio in units of 2^-32, and the values.
 
     Attributes:
-        ratio: chance of each value to be sent.
+        ratio: probability that a value is sent.
     """
 
     ratio: float = 0.01
@@ -205,7 +205,7 @@ class RandomK(PerTensor):
         seed, below = numbers("<QI", data)
         places = _drawn(seed, below, count, (len(data) - 12) // 4).to(device)
         if len(data) != 12 + 4 * len(places):
-            raise ProtocolError(f"{len(data)} bytes of a codec's frame are not those of as many values as are drawn")
+            raise ProtocolError(f"a tensor of {len(data)} bytes in a codec's frame does not match its random indices")
         sent = floats(data[12:], device)
         return torch.zeros(count, dtype=torch.float32, device=device).index_copy_(0, places, sent)
 
@@ -213,18 +213,18 @@ class RandomK(PerTensor):
 @final
 @dataclass(frozen=True)
 class DGC(_Sparse):
-    """``dgc``: the largest of what gradients have gathered, with their momentum (Deep Gradient Compression, Alg. 4).
+    """``dgc``: the largest accumulated gradients, with momentum correction (Deep Gradient Compression, Algorithm 4).
 
-    Momentum is corrected and masked here, and what is not sent is kept here: the optimizer at the server is to have no
-    momentum of its own, and no error feedback goes around this codec. It is for gradients alone.
+    The codec corrects and masks momentum, and accumulates unsent values itself. So the server's optimizer must have no
+    momentum, and the codec takes no error feedback. It encodes gradients only.
 
     Attributes:
-        ratio: of the values that are sent.
-        momentum: m, of the gradients; 0: none.
-        clip: a tensor's norm before it is gathered, at most; 0: no limit. Give it the limit for a batch of all workers,
+        ratio: fraction of the values that is sent.
+        momentum: m, momentum of the gradients; 0: none.
+        clip: largest norm of a tensor before it is accumulated; 0: no limit. Use the limit for a batch of all workers,
             divided by the square root of their number (section 3.3).
-        warmup: frames in which the ratio falls to its value, from ¼ on by ¼ four times (section 3.3).
-        sample: as that of ``topk``.
+        warmup: number of frames in which the ratio falls to its value, by a factor of ¼ four times (section 3.3).
+        sample: fraction of the values that the threshold is estimated from, see :class:`TopK`.
     """
 
     ratio: float = 0.001
@@ -240,13 +240,13 @@ class DGC(_Sparse):
         super().__post_init__()
         _check_ratio(self.ratio)
         if self.feedback:
-            raise ValueError("dgc keeps what it leaves out itself: feedback=true would keep it twice")
+            raise ValueError("dgc accumulates unsent values itself: feedback=true would count them twice")
         if not 0 <= self.momentum < 1:
             raise ValueError("momentum is at least 0 and below 1")
         if not (self.clip >= 0 and math.isfinite(self.clip)) or self.warmup < 0:
-            raise ValueError("clip is a norm, a finite number from 0, and warmup counts frames from 0")
+            raise ValueError("clip is a norm, a finite number of at least 0, and warmup counts frames from 0")
         if not 0 <= self.sample <= 1:
-            raise ValueError("sample is a part of the values, from 0 to 1")
+            raise ValueError("sample is a fraction of the values, from 0 to 1")
 
     def _begin(self, state: State, device: torch.device) -> None:
         for name in (VELOCITY, GATHERED):
@@ -277,34 +277,34 @@ class DGC(_Sparse):
 
 
 def compiled() -> Any:
-    """:mod:`gossipx.codecs.loops_sparse`; imported where it is needed, as numba takes a second and 100 MB."""
+    """Return :mod:`gossipx.codecs.loops_sparse`, imported on demand, since numba takes a second and 100 MB."""
     from gossipx.codecs import loops_sparse
 
     return loops_sparse
 
 
-def _room(plan: Plan, looked: Array) -> Any:
-    """What the loops work in, made for the first frame."""
+def _room(plan: Plan, sampled: Array) -> Any:
+    """Return the work space of the loops, allocated with the first frame."""
     if plan.room is None:
-        plan.room = compiled().room_for(plan.counts, looked)
+        plan.room = compiled().room_for(plan.counts, sampled)
     return plan.room
 
 
 def sampled_threshold(values: Tensor, ratio: float, sample: float, draws: torch.Generator) -> float:
-    """A magnitude that about ``ratio`` of the values reach, from a sample of them; the least above zero at least.
+    """Estimate the magnitude that about ``ratio`` of the values reach; at least the smallest positive float32.
 
     Args:
-        sample: part of the values that are looked at; 0: all.
+        sample: fraction of the values to sample; 0: read all.
     """
     many = min(len(values), max(_SAMPLE, round(sample * len(values)))) if sample else len(values)
-    some = values.abs()
+    magnitudes = values.abs()
     if many < len(values):
-        some = some[torch.randint(len(values), (many,), generator=draws, device=values.device)]
-    threshold = float(some.topk(_of(ratio, many), sorted=False).values.min())
+        magnitudes = magnitudes[torch.randint(len(values), (many,), generator=draws, device=values.device)]
+    threshold = float(magnitudes.topk(_share(ratio, many), sorted=False).values.min())
     return max(threshold, 2.0**-149)
 
 
-def _of(ratio: float, count: int) -> int:
+def _share(ratio: float, count: int) -> int:
     return max(1, min(count, round(ratio * count)))
 
 
@@ -313,19 +313,19 @@ def _bits(count: int) -> int:
 
 
 def _as_numbers(many: int, count: int) -> bool:
-    """Whether it takes fewer bytes to tell where ``many`` values stand by their numbers than by a bit a value."""
+    """Return whether ``many`` packed indices take fewer bytes than a bit mask of all values."""
     return packing.bits_bytes(many, _bits(count)) < packing.bits_bytes(count, 1)
 
 
 def _drawn(seed: int, below: int, count: int, most: int) -> Tensor:
-    """The places drawn with a chance of ``below`` / 2^32 each, the same on all machines (SplitMix64).
+    """Draw each index with probability ``below`` / 2^32, the same ones on all machines (SplitMix64).
 
     Args:
-        most: no further places are drawn once there are more.
+        most: stop once there are more indices than this.
     """
     found, many = [], 0
-    for first in range(0, count, _TOGETHER):
-        last = min(first + _TOGETHER, count)
+    for first in range(0, count, _CHUNK):
+        last = min(first + _CHUNK, count)
         with np.errstate(over="ignore"):
             mixed = np.arange(first + 1, last + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
             for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -339,4 +339,4 @@ def _drawn(seed: int, below: int, count: int, most: int) -> Tensor:
 
 def _check_ratio(ratio: float) -> None:
     if not 0 < ratio <= 1:
-        raise ValueError("ratio is a part of the values, above 0 and at most 1")
+        raise ValueError("ratio is a fraction of the values, above 0 and at most 1")

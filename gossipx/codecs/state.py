@@ -1,4 +1,4 @@
-"""What a codec keeps between frames, as plain data."""
+"""The state of a codec between two frames, as plain data that a checkpoint can hold."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from gossipx.codecs.frames import Array, Contents, Tensors
 
 @dataclass
 class Plan:
-    """What is the same for all frames of a state, found out once.
+    """Everything that all frames of a state have in common, computed once.
 
     Attributes:
-        codec: that makes them.
-        contents: what they hold.
-        head: how they begin.
-        most: bytes of the longest.
-        wide: bytes of a number in their table.
-        starts, counts, shapes: of the tensors that are encoded.
-        room: what compiled loops work in, of codecs that need any.
+        codec: the codec that encodes them.
+        contents: the tensors in a frame.
+        head: header and shapes of a frame.
+        most: size of the longest possible frame in bytes.
+        wide: bytes per number in the table of sizes.
+        starts, counts, shapes: first index in the vector, number of elements and shape of each encoded tensor.
+        room: work space of the compiled loops, for codecs that need it.
     """
 
     codec: Any
@@ -39,14 +39,15 @@ class Plan:
 
 @dataclass
 class State:
-    """What a codec keeps from one frame of a link to the next. One that was given to ``encode`` is dead afterwards.
+    """A codec's state for one direction of a link. ``encode`` updates it in place and returns it.
 
     Attributes:
-        tensors: that are encoded.
-        seed: of what is drawn; with the number of the frame it makes draws that can be repeated.
-        frames: that were encoded.
-        kept: vectors as long as that of the tensors, or as their codec says, by name: all that a checkpoint needs
-            beside the number of frames.
+        tensors: layout of the tensors to encode.
+        seed: seeds the random draws; together with the frame number it makes them reproducible.
+        frames: number of frames encoded so far.
+        kept: the codec's own vectors by name, such as the accumulated error; with ``frames``, all that a checkpoint
+            needs.
+        plan: derived from the above with the first frame.
     """
 
     tensors: Tensors
@@ -56,6 +57,6 @@ class State:
     plan: Plan | None = field(default=None, repr=False, compare=False)
 
     def draws(self, device: torch.device, number: int = 0) -> torch.Generator:
-        """A generator for one tensor of the frame that is encoded now."""
+        """Return a random generator for one tensor of the current frame."""
         seeds = np.random.SeedSequence((self.seed, self.frames, number)).generate_state(1, np.uint64)
         return torch.Generator(device).manual_seed(int(seeds[0] >> np.uint64(1)))

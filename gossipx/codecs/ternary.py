@@ -1,4 +1,4 @@
-"""Codecs of three values: 3LC, and stochastic 3-value quantization (3LC, sections 3 and 4.2)."""
+"""Codecs that quantize to three values: 3LC, and stochastic 3-value quantization (3LC, sections 3 and 4.2)."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from gossipx.errors import ProtocolError, UsageError
 
 MAX_PASSES = 255
 _SCALE = 4
-"""Bytes of a scale, and of how many codes all passes but the last have."""
+"""Bytes of a scale, and of the size field that every pass but the last has."""
 
 
 def compress(x: Tensor | Array, sparsity: float) -> tuple[float, bytes]:
-    """3-value quantization with sparsity multiplication, base-3⁵ and zero-run encoding (3LC, section 3).
+    """Encode by 3-value quantization with sparsity multiplication, base-3⁵ and zero-run encoding (3LC, section 3).
 
     Args:
-        x: any shape; worked on as float32.
+        x: of any shape; converted to float32.
         sparsity: s, 1 ≤ s < 2.
 
     Returns:
-        The scale m = max |x| · s, and the bytes.
+        The scale m = max |x| · s, and the encoded bytes.
 
     Raises:
-        UsageError: s is out of its range, or x or m is not finite.
+        UsageError: s is out of range, or x or m is not finite.
     """
     _check_sparsity(sparsity, UsageError)
     values = torch.as_tensor(x, dtype=torch.float32).detach().reshape(-1).cpu().contiguous().numpy()
@@ -52,15 +52,15 @@ def compress(x: Tensor | Array, sparsity: float) -> tuple[float, bytes]:
 
 
 def decompress(scale: float, data: bytes, n: int) -> Tensor:
-    """The ``n`` values, float32, that :func:`compress` made, or any encoder that cuts runs of zeros otherwise.
+    """Decode ``n`` float32 values that :func:`compress` encoded; other encoders may split runs of zeros differently.
 
     Raises:
-        ProtocolError: the bytes are not those of ``n`` trits.
+        ProtocolError: the bytes do not encode ``n`` trits.
     """
     codes = np.frombuffer(bytes(data), np.uint8)
-    # A byte stands for 70 trits at most: more would be allocated for nothing.
+    # A byte encodes 70 trits at most; check that before allocating memory.
     if n < 0 or n > 70 * len(codes) or not compiled().ternary_fits(codes, 0, len(codes), n):
-        raise ProtocolError(f"{len(codes)} bytes are not {n} trits")
+        raise ProtocolError(f"{len(codes)} bytes do not encode {n} trits")
     out = np.zeros(n, np.float32)
     compiled().ternary_into(codes, 0, len(codes), np.float32(scale), out, 0, n, False)
     return torch.from_numpy(out)
@@ -69,15 +69,15 @@ def decompress(scale: float, data: bytes, n: int) -> Tensor:
 @final
 @dataclass(frozen=True)
 class ThreeLC(Codec):
-    """``3lc``: round(x / m) with m = max |x| · s, five trits a byte, runs of zeros shortened (3LC, section 3).
+    """``3lc``: round(x / m) with m = max |x| · s, five trits per byte, zero-run encoded (3LC, section 3).
 
-    In a frame, a tensor is the number of passes, the sizes of all passes' codes but the last's, their scales, and
-    their codes.
+    Frame layout per tensor: the number of passes, the size of each pass's codes except the last one's, the scales, and
+    the codes.
 
     Attributes:
-        sparsity: s, from 1 to below 2: the larger, the fewer values are not zero.
-        residual: what a pass leaves out is encoded by another, of s = 1, until its norm is at most this part of the
-            tensor's, or all of them take as many bytes as the values themselves; 1: one pass.
+        sparsity: s, from 1 to below 2; a larger one turns more values to zero.
+        residual: encode the error of a pass by another pass with s = 1, until its norm is at most this fraction of the
+            tensor's norm, or the passes take as many bytes as the float32 values; 1: one pass.
     """
 
     sparsity: float = 1.0
@@ -88,19 +88,19 @@ class ThreeLC(Codec):
         super().__post_init__()
         _check_sparsity(self.sparsity, ValueError)
         if not 0 < self.residual <= 1:
-            raise ValueError("residual is a part of a norm, above 0 and at most 1")
+            raise ValueError("residual is a fraction of a norm, above 0 and at most 1")
 
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
         one = packing.trit_bytes(count) + 2 * _SCALE
         return 2 + one * (1 if self.residual == 1 else self._passes(count))
 
     def _passes(self, count: int) -> int:
-        """That are made at most: as many bytes as the values themselves would take."""
+        """Return the most passes: those that take as many bytes as the float32 values."""
         return max(2, min(MAX_PASSES, 4 * count // (packing.trit_bytes(count) + 2 * _SCALE)))
 
     def _begin(self, state: State, device: torch.device) -> None:
         if device.type == "cpu":
-            compiled()  # compiles, which a first encode should not have to wait for
+            compiled()  # import and compile now, not during the first encode
 
     def _encode(
         self, x: Tensor, left: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
@@ -119,7 +119,7 @@ class ThreeLC(Codec):
         return end
 
     def _passes_of(self, x: Tensor, left: Tensor | None) -> Array:
-        """One tensor in as many passes as its residual needs; nothing of one that is not finite."""
+        """Encode one tensor in as many passes as ``residual`` requires; return no bytes if it is not finite."""
         values = x + left if left is not None else x.clone()
         peak = values.abs().max() if len(values) else values.new_zeros(())
         if not len(values) or not math.isfinite(float(peak * self.sparsity)):
@@ -128,14 +128,14 @@ class ThreeLC(Codec):
         scales: list[float] = []
         codes: list[Array] = []
         while len(scales) < (1 if self.residual == 1 else self._passes(len(values))):
-            scale, some = _pass(values, 1.0 if scales else self.sparsity)
+            scale, packed = _pass(values, 1.0 if scales else self.sparsity)
             scales.append(scale)
-            codes.append(some)
+            codes.append(packed)
             if scale == 0 or norm(values) <= enough:
                 break
         if left is not None:
             left.copy_(values)
-        sizes = [len(some) for some in codes[:-1]]
+        sizes = [len(packed) for packed in codes[:-1]]
         begin = struct.pack(f"<B{len(sizes)}I{len(scales)}f", len(scales), *sizes, *scales)
         return np.concatenate((np.frombuffer(begin, np.uint8), *codes))
 
@@ -143,7 +143,7 @@ class ThreeLC(Codec):
     def _read(cls, opened: OpenedFrame, near: Sequence[Tensor] | None) -> Any:
         bad = compiled().three_lc_fits(opened.body, opened.offsets, opened.contents.counts)
         if bad >= 0:
-            raise ProtocolError(f"tensor {opened.contents.encoded[bad]} of a codec's frame is no 3LC of its size")
+            raise ProtocolError(f"tensor {opened.contents.encoded[bad]} of a codec's frame is not 3LC of its size")
         return None
 
     @classmethod
@@ -158,7 +158,7 @@ class ThreeLC(Codec):
 
 
 def _pass(values: Tensor, sparsity: float) -> tuple[float, Array]:
-    """Scale and codes of one pass; ``values`` are what is left afterwards."""
+    """Encode one pass and return its scale and codes; overwrites ``values`` with the error."""
     if not values.is_cpu:
         return pass_on_device(values, sparsity)
     loops, vector = compiled(), values.numpy()
@@ -168,7 +168,7 @@ def _pass(values: Tensor, sparsity: float) -> tuple[float, Array]:
 
 
 def pass_on_device(values: Tensor, sparsity: float) -> tuple[float, Array]:
-    """One pass of 3LC by torch, on any device: its scale and codes; ``values`` are what is left afterwards."""
+    """Encode one pass by torch, on any device, and return its scale and codes; overwrites ``values`` with the error."""
     scale = values.abs().max() * sparsity
     trits = (values + values > scale).to(torch.int8) - (values + values < -scale).to(torch.int8)
     values.sub_(scale * trits)
@@ -176,7 +176,7 @@ def pass_on_device(values: Tensor, sparsity: float) -> tuple[float, Array]:
 
 
 def _write_on_device(data: Array, out: Tensor, add: bool) -> None:
-    """One tensor that was read already."""
+    """Decode one tensor that has been checked, by torch on any device."""
     passes = int(data[0])
     sizes = numbers(f"<{passes - 1}I", data, 1)
     scales = numbers(f"<{passes}f", data, 1 + _SCALE * (passes - 1))
@@ -195,10 +195,10 @@ def _write_on_device(data: Array, out: Tensor, add: bool) -> None:
 class Stochastic3(PerTensor):
     """``stochastic3``: ±max |x| with probability |x| / max |x|, else 0, and base-3⁵ (3LC, section 4.2; TernGrad).
 
-    Unbiased, and so without error feedback, with which it does not converge (3LC, section 3.1). With ``feedback=true``
-    a magnitude is sent of which that is not so: the one that leaves the least squared error.
+    It is unbiased, and does not converge with error feedback (3LC, section 3.1). With ``feedback=true`` it therefore
+    sends the magnitude of least squared error, which is biased.
 
-    In a frame, a tensor is its magnitude and its packed trits.
+    Frame layout per tensor: the magnitude and the packed trits.
     """
 
     feedback: bool = field(default=False, kw_only=True)
@@ -227,7 +227,7 @@ def _check_sparsity(sparsity: float, error: type[Exception]) -> None:
 
 
 def compiled() -> Any:
-    """:mod:`gossipx.codecs.loops_ternary`; imported where it is needed, as numba takes a second and 100 MB."""
+    """Return :mod:`gossipx.codecs.loops_ternary`, imported on demand, since numba takes a second and 100 MB."""
     from gossipx.codecs import loops_ternary
 
     return loops_ternary

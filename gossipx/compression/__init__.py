@@ -1,4 +1,4 @@
-"""Models as codecs have them: those that peers exchange with each other, and those that a hub takes in."""
+"""Compression of models on the wire: encoded differences to references that both ends of an exchange keep."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Coded", "ElasticCodec", "ModelCodec", "ModelSink", "UploadedModelSin
 
 
 class Coded:
-    """One peer's models on the wire.
+    """The compression of one peer's models.
 
     Args:
-        models: of those that peers exchange with each other.
-        elastic: of the exchanges with a hub.
+        models: for exchanges between peers.
+        elastic: for exchanges with a hub; None: the run has none.
     """
 
     def __init__(self, models: ModelCodec, elastic: ElasticCodec | None = None):
@@ -30,16 +30,17 @@ class Coded:
         self.elastic = elastic
 
     def begin(self, model: Sequence[Tensor] | None) -> None:
-        """This is the model that all peers begin with: for each section its values, in host memory.
+        """Set the initial model, which all peers share as their first reference.
 
-        None: this peer is not one of those that begin.
+        Args:
+            model: the values of each section, in host memory; None: this peer joined later and does not have it.
         """
         self.models.begin(model)
         if self.elastic is not None:
             self.elastic.begin(model)
 
     def begin_from(self, arena: ParameterArena) -> None:
-        """Begin with the model as it is now; one that has made steps is not the model that all peers begin with."""
+        """Set the initial model from the arena; after the first step the arena no longer holds it."""
         if arena.step:
             self.begin(None)
             return
@@ -48,7 +49,7 @@ class Coded:
         snapshot.release()
 
     def model_sink(self, to: int, request: Request, incoming: Incoming) -> ModelSink | None:
-        """Takes in the answer to a request; None: it comes as it lies in memory."""
+        """Return the sink that decodes the reply to a request; None: the model arrives uncompressed."""
         match request:
             case PullRequest() | TakeRequest():
                 return self.models.model_sink(to, incoming)
@@ -56,23 +57,23 @@ class Coded:
                 return self.elastic.model_sink(incoming)
         return None
 
-    def asked(self, to: int, request: Request, model: Sequence[Tensor]) -> tuple[Request, Source | None]:
-        """A request of :meth:`taking` as it leaves, and what it brings.
+    def prepared(self, to: int, request: Request, model: Sequence[Tensor]) -> tuple[Request, Source | None]:
+        """Complete a request that is about to be sent; return it and its payload, if it has one.
 
         Args:
-            model: that it brings, if it does: for each section its values, in host memory.
+            model: for an :class:`ElasticRequest`, the model to upload: the values of each section, in host memory.
         """
         if isinstance(request, ElasticRequest):
             assert self.elastic is not None
             return self.elastic.bring(request, model)
-        return self.models.asked(to, request), None
+        return self.models.prepared(to, request), None
 
-    def room(self, sender: int, request: ElasticRequest, incoming: Incoming) -> UploadedModelSink | None:
-        """Where a model that another brings is taken in; None: it comes as it lies in memory.
+    def upload_sink(self, sender: int, request: ElasticRequest, incoming: Incoming) -> UploadedModelSink | None:
+        """Return the sink of a model that a worker uploads; None: the model arrives uncompressed.
 
         Raises:
-            ProtocolError: it is no model of ours.
+            ProtocolError: its sizes do not fit this run's model.
         """
         if self.elastic is None or not request.sizes:
             return None
-        return self.elastic.room(sender, request, incoming)
+        return self.elastic.upload_sink(sender, request, incoming)

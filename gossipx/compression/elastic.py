@@ -1,11 +1,12 @@
-"""Elastic averaging by a codec: the model that a worker brings, and the elastic difference that both move by.
+"""Compressed elastic averaging: a worker uploads its model to the hub, and both move by an encoded difference.
 
-What a worker brings is the change since what the hub has of it, x̂; the hub answers by what the codec makes of
-d = x̂ − x̃, and both move by that: x ← x − α d̂ and x̃ ← x̃ + β/p · d̂ (Adaptive Communication, Algorithm 1, lines 5 and 6).
-So with β = p·α their sum stays as it was, whatever the codec leaves out; that is still there in the next difference.
+A worker uploads the change since x̂, the hub's copy of its model. The hub encodes the difference d = x̂ − x̃ to its
+centre x̃ and returns it. Both move by the decoded difference d̂: x ← x − α d̂ and x̃ ← x̃ + β/p · d̂ (Adaptive
+Communication, Algorithm 1, lines 5 and 6). So with β = p·α the sum of both stays unchanged for any codec, and the next
+difference contains the encoding error.
 
-A hub keeps one model for each worker. A worker that does not know whether the last that it brought has come brings the
-next as it is.
+The hub keeps one copy per worker. A worker that does not know whether its last upload arrived sends the next one in
+full.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from gossipx.protocol.messages import ElasticRequest, ModelReply
 from gossipx.wire import Bytes
 
 HUB = 0
-"""A worker's changes are for one taker."""
+"""Key of the hub in the worker's :class:`~gossipx.codecs.changes.Changes`, its only receiver."""
 
 
 class ElasticCodec:
-    """A worker's side, and the hub's.
+    """Encoder and decoder of elastic averaging, for the worker's side and the hub's.
 
     Args:
-        codec: of models and of elastic differences.
-        arena: whose models they are.
-        is_hub: whether others bring theirs here. It brings its own as it is.
-        references: whether the hub keeps what workers brought; else they bring models.
+        codec: encodes models and elastic differences.
+        arena: the peer's parameters.
+        is_hub: whether this peer is the hub.
+        references: whether the hub keeps a copy of each worker's model; otherwise workers upload whole encoded models.
         norms: names of the parameters of normalisation layers.
-        seed: of what is drawn.
+        seed: seeds the codec's random draws.
     """
 
     def __init__(
@@ -58,18 +59,18 @@ class ElasticCodec:
         self._lock = threading.Lock()
         self._sections = Sections(codec, arena, norms)
         self._changes = self._sections.changes(seed)
-        self._known = [FULL] * len(self._changes)  # what the hub has for sure
-        self._sent = list(self._known)  # what it has if the last that was brought has come
-        self._states: dict[int, list[State]] = {}  # of differences, by worker
+        self._known = [FULL] * len(self._changes)  # checksums of what the hub certainly has
+        self._sent = list(self._known)  # checksums of what it has if the last upload arrived
+        self._states: dict[int, list[State]] = {}  # codec states of differences, by worker
         self._alone = self._sections.states(seed)
-        self._begun: list[Tensor] | None = None
-        self._brought: dict[int, list[Tensor]] = {}  # by worker
+        self._begun: list[Tensor] | None = None  # the initial model
+        self._copies: dict[int, list[Tensor]] = {}  # the hub's copy of each worker's model
 
     def begin(self, model: Sequence[Tensor] | None) -> None:
-        """This is the model that all peers begin with.
+        """Set the initial model, which all peers share as their first reference.
 
         Args:
-            model: for each section its values, in host memory; None: this peer is not one of those that begin.
+            model: the values of each section, in host memory; None: this peer joined later and does not have it.
         """
         with self._lock:
             self._begun = None if model is None else [values.clone() for values in self._sections.trained(model)]
@@ -80,10 +81,10 @@ class ElasticCodec:
     # --- a worker ---------------------------------------------------------------------------------
 
     def bring(self, request: ElasticRequest, model: Sequence[Tensor]) -> tuple[ElasticRequest, Source]:
-        """A model as it travels to the hub, and the request that brings it.
+        """Encode a model for the upload to the hub; return the completed request and the payload.
 
         Args:
-            model: for each section its values, in host memory.
+            model: the values of each section, in host memory.
         """
         bases, parts = [], []
         with self._lock:
@@ -92,72 +93,72 @@ class ElasticCodec:
                 base, part, self._sent[number] = self._part(number, known[number], values)
                 bases.append(base)
                 parts.append(part)
-        told = dataclasses.replace(request, bases=tuple(bases), sizes=tuple(map(len, parts)))
-        return told, Source(self._sections.joined(parts, model))
+        completed = dataclasses.replace(request, bases=tuple(bases), sizes=tuple(map(len, parts)))
+        return completed, Source(self._sections.joined(parts, model))
 
     def _part(self, number: int, base: int, values: Tensor) -> tuple[int, memoryview, int]:
-        """Its base, what travels, and the checksum of what it leads to."""
+        """Encode a section; return its base, the encoded part, and the checksum of the hub's copy after decoding."""
         if not self._references:
             frame, self._alone[number] = self._sections.codec.encode(values, self._alone[number])
             return ALONE, frame, FULL
         version = checksum(values)
-        finite = bool(values.isfinite().all())  # what is not would never be again
+        finite = bool(values.isfinite().all())  # a change from a non-finite base never becomes finite again
         change = self._changes[number].frame(HUB, base, version, values) if finite else None
         if change is None:
             return FULL, as_bytes(values), version if finite else FULL
         return base, change.source.view, change.check
 
     def model_sink(self, incoming: Incoming) -> ModelSink:
-        """Takes in what the hub answers by."""
+        """Return the sink of the hub's reply."""
         return ModelSink(self._sections, incoming, self._moved)
 
     def _moved(self, reply: ModelReply, content: memoryview, incoming: Incoming) -> list[memoryview]:
-        """x − d̂, as if it were the centre."""
+        """Return x − d̂ in the memory layout of a model, as if it were the centre."""
         parts, buffers = self._sections.cut(reply.sizes, content)
-        made = []
+        moved = []
         for number, (part, tensors) in enumerate(zip(parts, self._sections.tensors, strict=True)):
             own = incoming.compared_with(number)
-            assert own is not None  # a worker compares
-            made.append(own[: tensors.length] - self._sections.decoded(number, part, ALONE))
+            assert own is not None  # always available to a worker
+            moved.append(own[: tensors.length] - self._sections.decoded(number, part, ALONE))
         with self._lock:
             self._known = list(self._sent)
-        return self._sections.as_they_lie(made, buffers)
+        return self._sections.laid_out(moved, buffers)
 
     # --- the hub ----------------------------------------------------------------------------------
 
-    def room(self, sender: int, request: ElasticRequest, incoming: Incoming) -> UploadedModelSink:
-        """Where what a worker brings is taken in.
+    def upload_sink(self, sender: int, request: ElasticRequest, incoming: Incoming) -> UploadedModelSink:
+        """Return the sink of a worker's upload.
 
         Raises:
-            ProtocolError: it is no model of ours.
+            ProtocolError: its sizes do not fit this run's model.
         """
         if not self._sections.fit(request.sizes, request.bases):
-            raise ProtocolError(f"peer {sender} brings a model that does not fit")
+            raise ProtocolError(f"peer {sender} uploads a model that does not fit this run's layout")
         return UploadedModelSink(self, sender, request, incoming, self._sections.nbytes(request.sizes))
 
-    def brought(self, sender: int, request: ElasticRequest, content: memoryview) -> list[memoryview]:
-        """What a worker has brought as it lies in memory, piece by piece.
+    def uploaded(self, sender: int, request: ElasticRequest, content: memoryview) -> list[memoryview]:
+        """Decode a worker's upload to the memory layout of a model, in pieces.
 
         Raises:
-            ProtocolError: it is malformed, or changes what is not here.
+            ProtocolError: the upload is malformed, or a change from another base than the hub's copy.
         """
         parts, buffers = self._sections.cut(request.sizes, content)
         with self._lock:
-            held: Sequence[Tensor | None] = self._brought.get(sender) or self._begun or [None] * len(parts)
-            rows = enumerate(zip(parts, request.bases, held, strict=True))
-            made = [self._sections.decoded(number, *row) for number, row in rows]
+            copies: Sequence[Tensor | None] = self._copies.get(sender) or self._begun or [None] * len(parts)
+            rows = enumerate(zip(parts, request.bases, copies, strict=True))
+            decoded = [self._sections.decoded(number, *row) for number, row in rows]
             if self._references:
-                self._brought[sender] = made
-        return self._sections.as_they_lie(made, buffers)
+                self._copies[sender] = decoded
+        return self._sections.laid_out(decoded, buffers)
 
     def differ(
         self, worker: int, brought: Sequence[Tensor], centre: Sequence[Tensor], reply: ModelReply
     ) -> tuple[ModelReply, Source]:
-        """The elastic difference as it travels, and the reply that goes with it.
+        """Encode the elastic difference; return the completed reply and the payload.
 
         Args:
-            brought: x̂; x̃ + d̂ afterwards.
-            centre: x̃, both for each section, in host memory.
+            brought: x̂ of each section, in host memory; overwritten by x̃ + d̂.
+            centre: x̃ of each section, in host memory.
         """
         parts = []
         with self._lock:
@@ -170,19 +171,19 @@ class ElasticCodec:
                 theirs += ours
                 parts.append(frame)
             self._states[worker] = states
-        told = dataclasses.replace(reply, bases=(ALONE,) * len(parts), sizes=tuple(map(len, parts)))
-        return told, Source(self._sections.joined(parts, centre))
+        completed = dataclasses.replace(reply, bases=(ALONE,) * len(parts), sizes=tuple(map(len, parts)))
+        return completed, Source(self._sections.joined(parts, centre))
 
 
 class UploadedModelSink(Bytes):
-    """Takes in what a worker brings; a :class:`gossipx.wire.UploadSink`.
+    """The receive buffer of a worker's encoded upload; a :class:`gossipx.wire.UploadSink`.
 
     Args:
-        codec: that it is decoded by.
-        sender: the worker.
-        request: that it comes with.
-        incoming: takes the model in as it lies in memory, once it is whole.
-        nbytes: that come.
+        codec: decodes the upload.
+        sender: rank of the worker.
+        request: the request that announces the upload.
+        incoming: receives the decoded model.
+        nbytes: size of the upload.
     """
 
     def __init__(self, codec: ElasticCodec, sender: int, request: ElasticRequest, incoming: Incoming, nbytes: int):
@@ -193,16 +194,16 @@ class UploadedModelSink(Bytes):
         self._request = request
 
     def decode(self) -> None:
-        """It is whole: hand the model on. ProtocolError if it is malformed."""
+        """Decode the complete upload and pass the model on. Raises ProtocolError if it is malformed."""
         start = 0
-        for view in self._codec.brought(self._sender, self._request, self.view):
+        for view in self._codec.uploaded(self._sender, self._request, self.view):
             self.incoming.take(start, view)
             start += len(view)
 
     def answered(self, centre: Sequence[Tensor], reply: ModelReply) -> tuple[ModelReply, Source]:
-        """What is answered; see :meth:`ElasticCodec.differ`."""
+        """Return the hub's reply and its payload, see :meth:`ElasticCodec.differ`."""
         return self._codec.differ(self._sender, self.incoming.buffer.vectors, centre, reply)
 
     def release(self) -> None:
-        """Give the room back."""
+        """Release the buffer of the decoded model."""
         self.incoming.release()

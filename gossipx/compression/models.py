@@ -1,15 +1,16 @@
-"""Models as codecs have them, from a peer that gives its own to one that takes it.
+"""Compressed model exchange between two peers.
 
-A model that is pulled is no change of state, so that what travels is its difference to a *reference* that both ends
-hold: what this taker took last from this giver, at first the model that all began with. The taker names it by
-checksums; where one of them no longer has it, the model is given as it is. Each end keeps references of so many others:
-of those that exchanged last. Without references each model is encoded by itself.
+A sender encodes its model as the difference to a *reference* that both ends keep: the model that the receiver last got
+from this sender, initially the common initial model. The receiver identifies its reference by checksums. If the sender
+no longer has that reference, it sends the model in full. Each end keeps references for a limited number of peers, those
+of the most recent exchanges. Without references each model is encoded by itself.
 
-What lags behind its model pulls others back when it is mixed. CHOCO-SGD mixes it with what lags as far, so that who
-takes keeps for each giver what the codec would have made of its own model as well: its *public* copy.
+A decoded model lags behind the true one and would pull back the model that it is mixed with. CHOCO-SGD therefore mixes
+the difference of two lagging models. For that, a receiver also keeps a *public* copy of its own model per sender: what
+the codec would have made of it.
 
-Of each section the trained values are encoded, tensor by tensor; buffers, such as BatchNorm's statistics, are given as
-they are.
+The trained values of each section are encoded, tensor by tensor. Buffers, such as BatchNorm's statistics, are sent
+unencoded.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from gossipx.protocol.messages import ModelReply, PullRequest, Request, TakeRequ
 
 @dataclass
 class _Reference:
-    """What is here of one giver; of each section the trained values.
+    """The references for one sender: the trained values of each section.
 
     Attributes:
-        taken: x̂_j, the model that it gave last, as it came.
-        public: x̂_i, what the codec would have made of one's own; of mixing by CHOCO alone.
+        taken: x̂_j, the last model from this sender, as decoded.
+        public: x̂_i, the public copy of the own model; only for CHOCO mixing.
     """
 
     taken: list[Tensor]
@@ -47,16 +48,15 @@ class _Reference:
 
 
 class ModelCodec:
-    """One peer's models, both ways.
+    """Encoder and decoder of one peer's exchanges.
 
     Args:
-        codec: of the differences, or of models.
-        arena: whose models they are.
-        references: how many others they are kept of, of those that take and of those that give; 0: none.
+        codec: encodes differences or, without references, models.
+        arena: the peer's parameters.
+        references: number of receivers, and of senders, to keep references for; 0: no references.
         norms: names of the parameters of normalisation layers.
-        seed: of what is drawn.
-        public: what comes is compared with the public copy of one's own model: x̂_j − x̂_i comes in as if it were
-            x_j − x_i (CHOCO-SGD, Algorithm 2).
+        seed: seeds the codec's random draws.
+        public: whether to mix x̂_j − x̂_i, with the public copy x̂_i, in place of x_j − x_i (CHOCO-SGD, Algorithm 2).
     """
 
     def __init__(
@@ -74,16 +74,16 @@ class ModelCodec:
         self._changes = self._sections.changes(seed, references)
         self._states = self._sections.states(seed)
         self._public = public
-        self._begun: list[Tensor] | None = None  # what all began with
-        self._taken: dict[int, _Reference] = {}  # by who gave; the one that was last of use last
-        self._met: set[int] = set()  # who has given a model already, of whom there is a reference or none
-        self._apart: set[int] = set()  # whose last model was too far from one's own to be recovered
+        self._begun: list[Tensor] | None = None  # the initial model
+        self._taken: dict[int, _Reference] = {}  # by sender, least recently used first
+        self._met: set[int] = set()  # senders of an earlier model, whose reference is no longer the initial one
+        self._apart: set[int] = set()  # senders whose last model was too far from this peer's to be decoded
 
     def begin(self, model: Sequence[Tensor] | None) -> None:
-        """This is the model that all peers begin with.
+        """Set the initial model, which all peers share as their first reference.
 
         Args:
-            model: for each section its values, in host memory; None: this peer is not one of those that begin.
+            model: the values of each section, in host memory; None: this peer joined later and does not have it.
         """
         if not self._references:
             return
@@ -92,25 +92,27 @@ class ModelCodec:
             for number, changes in enumerate(self._changes):
                 changes.common(None if self._begun is None else self._begun[number])
 
-    # --- giving -----------------------------------------------------------------------------------
+    # --- sending ----------------------------------------------------------------------------------
 
     def give(
         self, taker: int, bases: Sequence[int], model: Sequence[Tensor], reply: ModelReply
     ) -> tuple[ModelReply, Source]:
-        """A model as it travels to ``taker``, who has ``bases``; and the reply that goes with it.
+        """Encode a model for a receiver; return the completed reply and the payload.
 
         Args:
-            model: for each section its values, in host memory.
+            taker: rank of the receiver.
+            bases: checksums of the receiver's references, from its request.
+            model: the values of each section, in host memory.
         """
-        told, parts = [], []
+        used, parts = [], []
         with self._lock:
             for number, values in enumerate(self._sections.trained(model)):
                 base = bases[number] if number < len(bases) else FULL if self._references else ALONE
                 part, base = self._part(number, taker, base, values)
-                told.append(base)
+                used.append(base)
                 parts.append(part)
-        made = dataclasses.replace(reply, bases=tuple(told), sizes=tuple(map(len, parts)))
-        return made, Source(self._sections.joined(parts, model))
+        completed = dataclasses.replace(reply, bases=tuple(used), sizes=tuple(map(len, parts)))
+        return completed, Source(self._sections.joined(parts, model))
 
     def _part(self, number: int, taker: int, base: int, values: Tensor) -> tuple[memoryview, int]:
         if base == ALONE:
@@ -121,73 +123,73 @@ class ModelCodec:
         change = self._changes[number].frame(taker, base, checksum(values), values)
         return (as_bytes(values), FULL) if change is None else (change.source.view, base)
 
-    # --- taking -----------------------------------------------------------------------------------
+    # --- receiving --------------------------------------------------------------------------------
 
     def bases(self, sender: int) -> tuple[int, ...]:
-        """Checksums of what is here of the last model that ``sender`` gave; none: its model is to come by itself."""
+        """Return the checksums of the references for ``sender``; empty: its model is encoded by itself."""
         with self._lock:
             if not self._references and sender not in self._apart:
                 return ()
-            held = self._held(sender)
-            return (FULL,) * len(self._sections.tensors) if held is None else tuple(map(checksum, held.taken))
+            reference = self._reference(sender)
+            return (FULL,) * len(self._sections.tensors) if reference is None else tuple(map(checksum, reference.taken))
 
-    def asked(self, sender: int, request: Request) -> Request:
-        """A request for a model as it leaves."""
+    def prepared(self, sender: int, request: Request) -> Request:
+        """Return a request for a model, completed by the checksums of this peer's references."""
         assert isinstance(request, PullRequest | TakeRequest)
         return dataclasses.replace(request, bases=self.bases(sender))
 
-    def _held(self, sender: int) -> _Reference | None:
+    def _reference(self, sender: int) -> _Reference | None:
         if sender in self._met or self._begun is None:
             return self._taken.get(sender)
         return _Reference(self._begun, self._begun)
 
     def model_sink(self, sender: int, incoming: Incoming) -> ModelSink:
-        """Takes in what ``sender`` answers by."""
-        return ModelSink(self._sections, incoming, functools.partial(self._taken_of, sender))
+        """Return the sink of a reply from ``sender``."""
+        return ModelSink(self._sections, incoming, functools.partial(self._decoded, sender))
 
-    def _taken_of(self, sender: int, reply: ModelReply, content: memoryview, incoming: Incoming) -> list[memoryview]:
-        """A model of ``sender`` as it lies in memory, piece by piece, of what has come."""
+    def _decoded(self, sender: int, reply: ModelReply, content: memoryview, incoming: Incoming) -> list[memoryview]:
+        """Decode a model from ``sender`` to the memory layout of a model, in pieces."""
         parts, buffers = self._sections.cut(reply.sizes, content)
         with self._lock:
-            held = self._held(sender)
-            had: Sequence[Tensor | None] = [None] * len(parts) if held is None else held.taken
+            reference = self._reference(sender)
+            before: Sequence[Tensor | None] = [None] * len(parts) if reference is None else reference.taken
             near = [self._near(number, incoming) for number in range(len(parts))]
-            rows = enumerate(zip(parts, reply.bases, had, near, strict=True))
-            self._apart.add(sender)
+            rows = enumerate(zip(parts, reply.bases, before, near, strict=True))
+            self._apart.add(sender)  # stays if decoding raises
             taken = [self._sections.decoded(number, *row) for number, row in rows]
             self._apart.discard(sender)
-            made = taken
+            decoded = taken
             if self._references:
                 own = [values for values in near if values is not None] if self._public else []
-                public = self._published(reply.bases, held, own) if self._public else []
+                public = self._published(reply.bases, reference, own) if self._public else []
                 self._keep(sender, _Reference(taken, public))
                 if self._public:  # as if x_j were x_i + x̂_j − x̂_i
                     changed = zip(own, taken, public, strict=True)
-                    made = [values + (theirs - ours) for values, theirs, ours in changed]
-        return self._sections.as_they_lie(made, buffers)
+                    decoded = [values + (theirs - ours) for values, theirs, ours in changed]
+        return self._sections.laid_out(decoded, buffers)
 
     def _near(self, number: int, incoming: Incoming) -> Tensor | None:
-        """One's own values of a section."""
+        """Return the peer's own trained values of a section, if they are available."""
         own = incoming.compared_with(number)
         return None if own is None else own[: self._sections.tensors[number].length]
 
-    def _published(self, bases: Sequence[int], held: _Reference | None, own: Sequence[Tensor]) -> list[Tensor]:
-        """x̂_i of each section, one's own model being x_i now."""
-        made = []
+    def _published(self, bases: Sequence[int], reference: _Reference | None, own: Sequence[Tensor]) -> list[Tensor]:
+        """Return the next public copy x̂_i of each section; ``own`` is the current model x_i."""
+        public = []
         for number, (base, values) in enumerate(zip(bases, own, strict=True)):
-            if base == FULL:  # a model that came as it is does not lag, and one's own does not, either
-                made.append(values.clone())
+            if base == FULL:  # a model that was sent in full does not lag, so the public copy must not either
+                public.append(values.clone())
                 continue
-            if held is None:
-                raise ProtocolError("a model came by itself, where a change was asked for")
-            moved = held.public[number].clone()
+            if reference is None:
+                raise ProtocolError("a model arrived encoded by itself, expected a change from a reference")
+            moved = reference.public[number].clone()
             frame, self._states[number] = self._sections.codec.encode(values - moved, self._states[number])
             decode_into(frame, moved, add=True, tensors=self._sections.tensors[number])
-            made.append(moved)
-        return made
+            public.append(moved)
+        return public
 
     def _keep(self, sender: int, reference: _Reference) -> None:
-        """As the last of as many as are kept; nothing of what would never be finite again."""
+        """Store a reference and evict the least recently used; a non-finite one could never become finite again."""
         self._met.add(sender)
         self._taken.pop(sender, None)
         if all(bool(values.isfinite().all()) for values in (*reference.taken, *reference.public)):

@@ -1,4 +1,4 @@
-"""Takes in what an answer brings of a model by a codec, and decodes it once it is whole."""
+"""The receive buffer of an encoded model, which is decoded once it is complete."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from gossipx.wire import Bytes, Sink
 
 
 class ModelSink:
-    """Takes in one model; a :class:`gossipx.wire.SinkFactory`.
+    """The receive buffer of the encoded model in one reply; a :class:`gossipx.wire.SinkFactory`.
 
     Args:
-        sections: of models here.
-        incoming: takes the model in as it lies in memory, once all has come.
-        decoded: makes that of what has come; it may raise ProtocolError.
+        sections: the layout of the model.
+        incoming: receives the decoded model.
+        decoded: decodes the payload to pieces in the memory layout of a model; may raise ProtocolError.
     """
 
-    nbytes = 1  # of which nothing is known yet, but that bytes come
+    nbytes = 1  # not 0: there is a payload, but its size is only known with the reply
 
     def __init__(
         self,
@@ -35,15 +35,15 @@ class ModelSink:
         self._content = memoryview(b"")
 
     def fit(self, reply: CarryingReply) -> Sink:
-        """What takes in what ``reply`` brings; ProtocolError if it is no model of ours."""
+        """Return the sink of the reply's payload. Raises ProtocolError if it does not fit this run's model."""
         if not isinstance(reply, ModelReply) or not self._sections.fit(reply.sizes, reply.bases):
-            raise ProtocolError("it answered by a model that does not fit")
+            raise ProtocolError("it replied with a model that does not fit this run's layout")
         self._reply = reply
         self._content = memoryview(bytearray(self._sections.nbytes(reply.sizes)))
         return Bytes(self._content)
 
     def decode(self) -> None:
-        """It is whole: hand the model on. ProtocolError if it is malformed."""
+        """Decode the complete payload and pass the model on. Raises ProtocolError if it is malformed."""
         start = 0
         for view in self._decoded(self._reply, self._content, self._incoming):
             self._incoming.take(start, view)

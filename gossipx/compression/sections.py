@@ -1,4 +1,7 @@
-"""What of a model codecs encode: of each section its trained tensors, one after the other; buffers they do not."""
+"""The parts of a model that codecs encode: the trained tensors of each section, but not its buffers.
+
+A section is a vector of all values of one dtype in the parameter arena.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,16 @@ from gossipx.model.layout import Section, Slot
 
 
 class Sections:
-    """The sections of a peer's model.
+    """The sections of a peer's model, with the codec that encodes them.
 
     Args:
-        codec: that encodes them.
-        arena: whose they are.
+        codec: encodes them.
+        arena: the peer's parameters.
         norms: names of the parameters of normalisation layers.
 
     Attributes:
-        codec: as differences are encoded: what is left out of one is in the next.
-        tensors: of each section, where they lie in it.
+        codec: the codec, set up for error feedback.
+        tensors: layout of the trained tensors in each section.
     """
 
     def __init__(self, codec: Codec, arena: ParameterArena, norms: Collection[str] = ()):
@@ -36,23 +39,23 @@ class Sections:
         self._most = [self.codec.longest(tensors) for tensors in self.tensors]
 
     def states(self, seed: int) -> list[State]:
-        """Of the codec, for each section one."""
+        """Return an initial codec state for each section."""
         return [self.codec.init(tensors, seed + number) for number, tensors in enumerate(self.tensors)]
 
     def changes(self, seed: int, most: int = 0) -> list[Changes]:
-        """The giver's side, for each section one."""
+        """Return the sender's delta encoder for each section."""
         return [Changes(self.codec, tensors, seed + number, most) for number, tensors in enumerate(self.tensors)]
 
     def trained(self, model: Sequence[Tensor]) -> list[Tensor]:
-        """What is encoded of a model's vectors; views."""
+        """Return views of the encoded part of each section's vector."""
         return [vector[: tensors.length] for vector, tensors in zip(model, self.tensors, strict=True)]
 
     def nbytes(self, sizes: Sequence[int]) -> int:
-        """Of what travels, with buffers."""
+        """Return the size of a payload, buffers included."""
         return sum(sizes) + sum(self._buffers())
 
     def fit(self, sizes: Sequence[int], bases: Sequence[int]) -> bool:
-        """Whether sections can have such sizes, with such bases."""
+        """Return whether the sections' encoded sizes are possible for their bases."""
         if not len(sizes) == len(bases) == len(self.tensors):
             return False
         plain = [tensors.length * tensors.dtype.itemsize for tensors in self.tensors]
@@ -60,13 +63,13 @@ class Sections:
         return all(size == own if base == FULL else size <= most for size, base, most, own in rows)
 
     def joined(self, parts: Sequence[memoryview], model: Sequence[Tensor]) -> memoryview:
-        """What travels: of each section what stands for its trained values, and its buffers."""
+        """Return the payload: the encoded values of each section, followed by its buffers."""
         rows = zip(parts, model, self._arena.sections, strict=True)
         pieces = [piece for part, vector, section in rows for piece in (part, as_bytes(vector[section.trainable :]))]
         return memoryview(bytearray().join(pieces))
 
     def cut(self, sizes: Sequence[int], content: memoryview) -> tuple[list[memoryview], list[memoryview]]:
-        """Of what has travelled the parts of trained values, and those of buffers."""
+        """Split a payload into the encoded values and the buffers of each section."""
         parts, others = [], []
         start = 0
         for size, buffers in zip(sizes, self._buffers(), strict=True):
@@ -75,8 +78,8 @@ class Sections:
             start += size + buffers
         return parts, others
 
-    def as_they_lie(self, values: Sequence[Tensor], buffers: Sequence[memoryview]) -> list[memoryview]:
-        """A model as it lies in memory, piece by piece."""
+    def laid_out(self, values: Sequence[Tensor], buffers: Sequence[memoryview]) -> list[memoryview]:
+        """Return a model in its memory layout, in pieces."""
         views = []
         for section, vector, others in zip(self._arena.sections, values, buffers, strict=True):
             trained = torch.zeros(section.trainable, dtype=vector.dtype)
@@ -87,17 +90,18 @@ class Sections:
     def decoded(
         self, number: int, part: memoryview, base: int, held: Tensor | None = None, near: Tensor | None = None
     ) -> Tensor:
-        """A section's trained values.
+        """Decode the trained values of a section.
 
         Args:
-            part: what stands for them.
-            base: checksum of what it changes, :data:`FULL` or :data:`ALONE`.
-            held: what is here.
-            near: values that these are near, for codecs that are decoded so.
+            number: index of the section.
+            part: the encoded values.
+            base: checksum of the base that ``part`` changes, :data:`FULL` or :data:`ALONE`.
+            held: this side's base; None: not available.
+            near: reference values for codecs that need them.
 
         Raises:
-            ProtocolError: it is malformed, or changes what is not here.
-            TooFarError: it is not near.
+            ProtocolError: it is malformed, or changes another base.
+            TooFarError: ``near`` is too far away.
         """
         tensors = self.tensors[number]
         if base == FULL:
@@ -107,24 +111,24 @@ class Sections:
             decode_into(part, values, tensors=tensors, near=near)
             return values
         if held is None or checksum(held) != base:
-            raise ProtocolError("a model came as a change of another than the one that is here")
+            raise ProtocolError("a model arrived as a change from another base than this peer's")
         values = held.clone()
         decode_into(part, values, add=True, tensors=tensors)
         return values
 
     def _buffers(self) -> list[int]:
-        """Bytes of each section's buffers."""
+        """Return the size of each section's buffers in bytes."""
         return [(one.mixed - one.trainable) * one.values.itemsize for one in self._arena.sections]
 
 
 def as_bytes(vector: Tensor) -> memoryview:
-    """A vector's bytes."""
+    """Return a vector's bytes as a view."""
     flat: np.ndarray[tuple[int], np.dtype[np.uint8]] = vector.contiguous().view(torch.uint8).numpy()
     return memoryview(flat.data) if len(flat) else memoryview(b"")
 
 
 def _tensors(section: Section, slots: Sequence[Slot], norms: Collection[str]) -> Tensors:
-    """The trained tensors of a section, where they lie in it; tied ones once."""
+    """Return the layout of the trained tensors in a section; tied ones are listed once."""
     found: dict[int, Slot] = {}
     for slot in slots:
         if slot.kind == 0 and slot.tensor.dtype == section.storage.dtype and slot.tensor.numel():

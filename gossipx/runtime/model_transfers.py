@@ -113,7 +113,7 @@ class Transfers:
     ) -> Prepared:
         if self.codec is None or model_sink is None:
             return send.request, payload, None if upload is None else upload.source
-        request, source = self.codec.asked(send.to, send.request, upload.buffer.vectors if upload else [])
+        request, source = self.codec.prepared(send.to, send.request, upload.buffer.vectors if upload else [])
         return request, model_sink, source
 
     def _arrived(self, ticket: int, reply: Reply) -> Fault | None:

@@ -73,7 +73,7 @@ class Uploads:
             model = _UploadedModel(self._arena, self._places.release)
             codec = self._transfers.codec
             try:
-                sink = None if codec is None else codec.room(sender, request, model)
+                sink = None if codec is None else codec.upload_sink(sender, request, model)
             except ProtocolError:
                 model.release()
                 raise

@@ -129,7 +129,9 @@ class SimRequests(abc.ABC):
             if self.codec is not None:
                 model_sink = self.codec.model_sink(send.to, send.request, incoming)
             if self.codec is not None and model_sink is not None:
-                request, source = self.codec.asked(send.to, send.request, [] if base is None else base.buffer.vectors)
+                request, source = self.codec.prepared(
+                    send.to, send.request, [] if base is None else base.buffer.vectors
+                )
                 send = dataclasses.replace(send, request=request)
                 if source is not None:
                     upload[:] = source.view
@@ -236,7 +238,9 @@ class SimRequests(abc.ABC):
                 self.bytes_received += len(upload) if sender is not self else 0
                 reversed_send = dataclasses.replace(send, to=sender.rank)
                 assert isinstance(send.request, ElasticRequest)
-                upload_sink = None if self.codec is None else self.codec.room(sender.rank, send.request, incoming)
+                upload_sink = (
+                    None if self.codec is None else self.codec.upload_sink(sender.rank, send.request, incoming)
+                )
                 (upload_sink or incoming).take(0, memoryview(upload))
                 now, step = self._world.now, send.request.step
                 exchange = Exchange(

@@ -1,7 +1,7 @@
-"""Spec strings, ``name[:key=value,...]``, as they read on the command line, in TOML and in Python.
+"""Spec strings, ``name[:key=value,...]``: short descriptions of an object on the command line, in TOML and in Python.
 
-A lone value is the first key: ``tau:10`` is ``tau:period=10``. A class that can be named by a spec is a frozen
-dataclass; its fields are the keys, in order, with their types and defaults; but for those that are :data:`TOLD_APART`.
+A value without a key belongs to the first key: ``tau:10`` is ``tau:period=10``. Classes that a spec can name are frozen
+dataclasses. Their fields are the keys, in order, with types and defaults, except fields marked :data:`NOT_A_KEY`.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any, TypeVar, get_type_hints
 from gossipx.errors import UsageError
 
 T = TypeVar("T")
-TOLD_APART: Mapping[str, bool] = {"is_key": False}
-"""Metadata of a field that has no key in a spec, as it is told in another way."""
+NOT_A_KEY: Mapping[str, bool] = {"is_key": False}
+"""Metadata of a dataclass field that is no key of the spec, because another syntax sets it."""
 
 
 def build(spec: str, table: Mapping[str, Callable[..., T]], what: str) -> T:
-    """The object that ``spec`` names in ``table``.
+    """Build the object that ``spec`` describes.
 
     Args:
         spec: for example ``adaptive:threshold=0.02``.
-        table: name to dataclass (keys from its fields) or to any callable (keys from its parameters; text unless they
-            are annotated as int, float or bool).
-        what: the kind of thing, for messages: ``policy``.
+        table: maps names to dataclasses (keys are the fields) or other callables (keys are the parameters; values are
+            text unless annotated as int, float or bool).
+        what: the kind of object, for messages, such as ``policy``.
 
     Raises:
-        UsageError: an unknown name or key, or a bad value; the message names what would have been right.
+        UsageError: an unknown name or key, or a bad value; the message lists the valid ones.
     """
     name, _, rest = spec.partition(":")
     name = name.strip()
@@ -60,64 +60,64 @@ def build(spec: str, table: Mapping[str, Callable[..., T]], what: str) -> T:
 
 
 def text(value: Any, name: str) -> str:
-    """The spec of a dataclass instance, with every key that differs from its default."""
+    """Return the spec of a dataclass instance, with every key that differs from its default."""
     parts = []
     for field in _own_first(value):
-        held = getattr(value, field.name)
-        if held != field.default:
-            shown = str(held).lower() if isinstance(held, bool) else str(held).replace("e+", "e")  # of 1e+20
+        setting = getattr(value, field.name)
+        if setting != field.default:  # 1e20 for 1e+20, as + separates a codec from its compressor
+            shown = str(setting).lower() if isinstance(setting, bool) else str(setting).replace("e+", "e")
             parts.append(f"{field.name}={shown}")
     return name + (":" + ",".join(parts) if parts else "")
 
 
 def suggest(word: str, known: Mapping[str, Any]) -> str:
-    """`` (did you mean 'x'?)`` where something near is known, else nothing."""
+    """Return `` (did you mean 'x'?)`` if a similar word is known, else an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean '{near[0]}'?)" if near else ""
 
 
 def known_word(what: str, word: str, known: Mapping[str, Any]) -> None:
-    """See that ``word`` is one that is known.
+    """Check that ``word`` is a known name of a ``what``.
 
     Raises:
-        UsageError: naming those that are.
+        UsageError: it is not; the message lists the known names.
     """
     if word not in known:
         raise UsageError(f"unknown {what} '{word}'{suggest(word, known)}: one of {', '.join(sorted(known))}")
 
 
 def rank_of(given: str, option: str, names: Sequence[str]) -> int:
-    """The rank of a peer that has a part of its own in a run, and is given by its name or number.
+    """Return the rank of the peer that an option names.
 
     Args:
         given: one of ``names``, or a rank in digits.
-        option: what it was given to, for messages.
-        names: of all peers, by rank.
+        option: name of the option, for messages.
+        names: names of all peers, by rank.
 
     Raises:
-        UsageError: it is no peer.
+        UsageError: no peer has that name or rank.
     """
     if given in names:
         return names.index(given)
     if given.isdecimal() and int(given) < len(names):
         return int(given)
     meant = suggest(given, dict.fromkeys(names))
-    raise UsageError(f"{option} '{given}' is no peer: a number from 0 to {len(names) - 1}, or a name{meant}")
+    raise UsageError(f"{option} '{given}' is not a peer: give a rank from 0 to {len(names) - 1}, or a name{meant}")
 
 
 def _keys(factory: Callable[..., Any]) -> dict[str, type]:
-    """Names and types of what a dataclass, another class or a function takes, in the order in which a spec goes."""
+    """Return the keys of a dataclass, another class or a function, in order, with their types."""
     plain_class = isinstance(factory, type) and not dataclasses.is_dataclass(factory)
     hints = get_type_hints(factory.__init__ if plain_class else factory)
-    taken = inspect.signature(factory).parameters.values()
+    parameters = inspect.signature(factory).parameters.values()
     rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     fields = dataclasses.fields(factory) if dataclasses.is_dataclass(factory) else ()
-    apart = {field.name for field in fields if not field.metadata.get("is_key", True)}
-    return {one.name: hints.get(one.name, str) for one in taken if one.kind not in rest and one.name not in apart}
+    hidden = {field.name for field in fields if not field.metadata.get("is_key", True)}
+    return {p.name: hints.get(p.name, str) for p in parameters if p.kind not in rest and p.name not in hidden}
 
 
 def _own_first(kind: Any) -> list[dataclasses.Field[Any]]:
-    """Fields in the order in which a spec names them: keyword-only ones, shared by a whole family, come last."""
+    """Return the fields in the order of a spec: keyword-only ones, which a base class shares, are last."""
     return sorted(dataclasses.fields(kind), key=lambda field: bool(field.kw_only))
 
 
@@ -128,7 +128,7 @@ def _usage(name: str, keys: Mapping[str, type]) -> str:
 
 
 def kind_name(kind: type) -> str:
-    """A type in a user's words."""
+    """Return the name of a type for messages to users."""
     return {int: "INTEGER", float: "NUMBER", bool: "true|false"}.get(kind, "TEXT")
 
 

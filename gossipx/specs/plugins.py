@@ -1,6 +1,6 @@
-"""What installed packages add to the names that specs may begin with, by entry points.
+"""Plugins: names in specs that installed packages add by entry points.
 
-Beside :mod:`gossipx.specs`, as who only reads specs needs nothing of packages.
+A separate module, so that code that only parses specs does not import package metadata.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ T = TypeVar("T")
 
 
 def names(built_in: Mapping[str, Callable[..., T]], group: str) -> dict[str, Callable[..., Any]]:
-    """What a spec may begin with: built-in names, and those that installed packages add; these are not imported yet.
+    """Return all known names: built-in ones, and those of installed packages, which are not imported yet.
 
     Args:
-        group: of their entry points.
+        group: the group of entry points.
     """
     return {point.name: _unused for point in entry_points(group=group)} | dict(built_in)
 
 
 def build(spec: str, built_in: Mapping[str, Callable[..., T]], group: str, what: str) -> Any:
-    """As :func:`gossipx.specs.build`, of :func:`names`: what is asked for is imported, if a package has it.
+    """Build the object that ``spec`` describes, see :func:`gossipx.specs.build`; import its plugin if it has one.
 
     Raises:
-        UsageError: as that, or what is installed under that name cannot be loaded.
+        UsageError: the spec is wrong, or the plugin cannot be loaded.
     """
     name = spec.partition(":")[0].strip()
-    if name in built_in:  # looking through all that is installed takes tens of milliseconds
+    if name in built_in:  # listing all entry points takes tens of milliseconds
         return specs.build(spec, built_in, what)
     table = names(built_in, group)
     if table.get(name) is _unused:
@@ -39,9 +39,9 @@ def build(spec: str, built_in: Mapping[str, Callable[..., T]], group: str, what:
         try:
             table[name] = point.load()
         except (ImportError, AttributeError) as error:
-            raise UsageError(f"{what} '{name}' is installed and cannot be loaded: {error}") from error
+            raise UsageError(f"{what} '{name}' is installed but cannot be loaded: {error}") from error
     return specs.build(spec, table, what)
 
 
 def _unused(**_: Any) -> None:
-    """Stands for what is installed and was not asked for."""
+    """Stand in for plugins that are not loaded."""

@@ -1,4 +1,4 @@
-"""TOML, with the line of what is wrong in it."""
+"""A TOML parser whose errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ else:
 
 
 def loads(text: str, path: Path) -> dict[str, Any]:
-    """The tables in ``text``, the content of ``path``.
+    """Parse ``text``, the content of ``path``.
 
     Raises:
         UsageError: it is not TOML; the message names the file and the line.
@@ -24,10 +24,10 @@ def loads(text: str, path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except ValueError as error:
-        if not isinstance(error, tomllib.TOMLDecodeError):  # what Python's int does not read
+        if not isinstance(error, tomllib.TOMLDecodeError):  # Python's int refuses numbers of more than 4300 digits
             number = re.search(r"[=\[,]\s*[+-]?[\d_]{4000}", text)
             line = text.count("\n", 0, number.end()) + 1 if number else 1
-            raise UsageError("a number of thousands of digits", path, line) from None
+            raise UsageError("a number has too many digits", path, line) from None
         at = re.search(r"line (\d+)", str(error))
         last = max(1, len(text.splitlines()))  # "at end of document" has no number
         raise UsageError(f"not TOML: {error}", path, int(at.group(1)) if at else last) from error

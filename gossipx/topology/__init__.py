@@ -1,7 +1,7 @@
-"""Who exchanges models with whom: graphs, whose turn it is, what share is taken, and what follows from these.
+"""Topologies: which peers exchange models, in which order (schedules), with which weights, and an analysis of these.
 
-An edge i → j means that i turns to j: i pulls j's model (and, where models are pushed, pushes its own to j). In an
-undirected graph both may turn to each other.
+An edge i → j means that i initiates exchanges with j: i pulls j's model or, in runs that push, pushes its own to j. In
+an undirected graph both may initiate.
 """
 
 from gossipx.topology.files import load, shipped

@@ -1,4 +1,4 @@
-"""What to expect of a topology under a schedule and weights, before anything is run."""
+"""The analysis of a topology with a schedule and weights, before a run: traffic, spectral gap, rounds to consensus."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ from gossipx.topology.schedules import DEFAULT, BandwidthAware, InnerOuter, InTu
 from gossipx.topology.weights import Matrix, Weights, all_shares, mixing_matrix
 
 BETA = 0.5
-"""The mixing's share that figures are for: Algorithm 2, line 5."""
+"""The mixing share β of the analysis (Algorithm 2, line 5)."""
 TOLERANCE = 1e-3
-"""Models count as equal when their distance from their mean is this part of what it was: one in a thousand is far below
-what training moves them apart by between two rounds."""
+"""Models count as equal when their distance from their mean has fallen to this fraction, which is far less than the
+distance that training adds between two rounds."""
 ROUNDS = 10_000
-"""Longest that consensus is waited for. Graphs that need more mix no better than none at all."""
+"""Most simulated rounds. A graph that needs more hardly mixes at all."""
 LARGEST = 1024
-"""Peers of the largest graph that is looked at: a matrix of them squared takes 8 MB, and its eigenvalues a second."""
+"""Peers of the largest graph that is analysed: its matrix takes 8 MB, and its eigenvalues a second."""
 WORK = 2**32
-"""Values that are worked out for the rounds at most, peers squared in each: some 20 seconds. From 656 peers on, these
-are fewer rounds than :data:`ROUNDS`."""
+"""Most values computed in all simulated rounds, size² per round: about 20 seconds. From 656 peers on, this allows fewer
+rounds than :data:`ROUNDS`."""
 _EPSILON = 1e-9
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """Figures of one topology, schedule and weights. A round: every peer pulls once, all at the same time.
+    """Properties of one topology, schedule and weights. In a round every peer pulls once, all at the same time.
 
     Attributes:
-        edges: pairs that may exchange; over a directed graph, edges.
-        degree_min, degree_mean, degree_max: of neighbours that a peer turns to.
-        strongly_connected: whether every peer's model can reach every other.
-        spectral_gap: 1 − |λ₂| of the expected mixing matrix; 0: never agree, 1: at once.
-        keeps_mean: whether the mean of all models stays what it is, in expectation.
-        rounds_to_consensus: until the models' root mean square distance from their mean is ``tolerance`` of what it was
-            with unrelated models; None: not within :func:`most_rounds`. If the schedule draws: in one such run.
-        messages_per_round: models that cross between peers in a round, in the mean.
-        nics: machines, with ``slots`` peers each.
-        messages_per_nic: that enter or leave one machine in a round: mean over the machines, and the busiest.
-        warnings: what a user should know, a line each.
+        edges: number of undirected edges; in a directed graph, of directed ones.
+        degree_min, degree_mean, degree_max: number of neighbours (out-degree) of a peer.
+        strongly_connected: whether every peer's model can reach every other peer.
+        spectral_gap: 1 − |λ₂| of the expected mixing matrix; 0: models never agree; 1: they agree after one round.
+        keeps_mean: whether the expected mean of all models is constant.
+        rounds_to_consensus: rounds until the models' root mean square distance from their mean falls to ``tolerance``
+            times its initial value, from unrelated models; None: more than :func:`most_rounds`. For a random schedule,
+            the result of one simulation.
+        messages_per_round: expected number of models sent between peers in a round.
+        nics: number of machines, with ``slots`` peers each.
+        messages_per_nic: expected number of models that enter or leave a machine in a round: mean and maximum.
+        warnings: warnings for the user, one line each.
     """
 
     topology: str
@@ -67,7 +68,7 @@ class Analysis:
     warnings: tuple[str, ...]
 
     def lines(self) -> list[tuple[str, str]]:
-        """The figures in words, but for the warnings."""
+        """Return all properties but the warnings as pairs of a label and a value."""
         kind = "directed edges" if self.directed else "edges"
         rounds = self.rounds_to_consensus
         crossing, busiest = self.messages_per_nic
@@ -84,7 +85,7 @@ class Analysis:
                 f"rounds until models are equal to {self.tolerance:g}",
                 f"more than {most_rounds(self.size)}" if rounds is None else str(rounds),
             ),
-            ("models sent a round", f"{self.messages_per_round:.2f}"),
+            ("models sent per round", f"{self.messages_per_round:.2f}"),
             (f"... in and out of a NIC (slots: {self.slots}), mean", f"{crossing:.2f}"),
             ("... in and out of the busiest NIC", f"{busiest:.2f}"),
         ]
@@ -98,13 +99,16 @@ def analyse(
     tolerance: float = TOLERANCE,
     seed: int = 0,
 ) -> Analysis:
-    """Compute the figures.
+    """Analyse a topology.
 
     Args:
         topology: connected or not.
         schedule: a spec; None: the topology's own, or the default.
-        slots: peers a machine, on consecutive ranks; also the sites of a topology that has none.
-        seed: of the draws.
+        weights: the weights of the edges.
+        slots: number of peers per machine, with consecutive ranks; the machines are also the sites of a topology
+            without sites.
+        tolerance: fraction of the initial distance at which models count as equal.
+        seed: seeds the random draws.
 
     Raises:
         UsageError: more than :data:`LARGEST` peers, an unknown schedule, or weights that do not fit the graph.
@@ -145,28 +149,25 @@ def analyse(
 
 
 def check_size(size: int, what: str) -> None:
-    """Refuse what would take minutes and more.
-
-    Args:
-        what: has so many peers, for the message.
+    """Refuse a graph whose analysis would take minutes or longer; ``what`` begins the message and names the graph.
 
     Raises:
-        UsageError: they are more than :data:`LARGEST`.
+        UsageError: there are more than :data:`LARGEST` peers.
     """
     if size > LARGEST:
         raise UsageError(
-            f"{what}: at most {LARGEST} peers can be checked, as that takes memory by their square and time by their"
-            " cube; a smaller graph of the kind tells as much"
+            f"{what}: at most {LARGEST} peers can be checked, since time grows with their cube;"
+            " check a smaller graph of the same kind"
         )
 
 
 def most_rounds(size: int) -> int:
-    """How many rounds of so many peers are carried out at most."""
+    """Return the most rounds to simulate with ``size`` peers."""
     return min(ROUNDS, WORK // size**2)
 
 
 def spectral_gap(matrix: Matrix) -> float:
-    """1 − |λ₂| of a stochastic matrix [n, n], from 0 to 1: the larger, the faster all become equal."""
+    """Return 1 − |λ₂| of a stochastic matrix [n, n], from 0 to 1; a larger gap means faster consensus."""
     moduli = np.sort(np.abs(np.linalg.eigvals(matrix)))[::-1]
     gap = 1.0 - float(moduli[1]) if len(moduli) > 1 else 1.0
     return gap if gap > _EPSILON else 0.0
@@ -175,65 +176,57 @@ def spectral_gap(matrix: Matrix) -> float:
 def rounds_to_consensus(
     schedule: Schedule, weights: Weights = "uniform", tolerance: float = TOLERANCE, seed: int = 0
 ) -> int | None:
-    """Rounds until all models are equal to ``tolerance``, by carrying the schedule's rounds out one after the other.
+    """Simulate a schedule and return the number of rounds until all models are equal within ``tolerance``.
 
-    The models begin as the unit vectors: after k rounds row i of X = W_k ⋯ W_1 is peer i's model, and what is left of
-    the peers' root mean square distance from their mean (Eq. 8's) is ‖X − 1 x̄‖ / ‖I − J/n‖ (Frobenius). Of push-sum
-    the de-biased models x / w.
+    The initial models are the unit vectors: after k rounds row i of X = W_k ⋯ W_1 is peer i's model. The remaining
+    fraction of the peers' root mean square distance from their mean (Eq. 8) is ‖X − 1 x̄‖ / ‖I − J/n‖ (Frobenius norms).
+    For push-sum, X holds the de-biased models x / w.
 
     Returns:
-        None if :func:`most_rounds` are not enough.
+        None if more than :func:`most_rounds` are needed.
     """
     topology, size = schedule.topology, schedule.topology.size
     factors = all_shares(weights, schedule)
     pushes = weights == "push-sum"
     rng = random.Random(seed)
     masses = np.hstack([np.eye(size), np.ones((size, 1))]) if pushes else np.eye(size)
-    beside = np.empty_like(masses)
-    apart = beside[:, :size]
+    scratch = np.empty_like(masses)
+    deviations = scratch[:, :size]
     begin = np.sqrt(max(size - 1, 1))
     for number in range(most_rounds(size) + 1):
-        models = np.divide(masses[:, :-1], masses[:, -1:], out=apart) if pushes else masses
-        np.subtract(models, models.mean(0), out=apart)
-        if np.linalg.norm(apart) <= tolerance * begin:
+        models = np.divide(masses[:, :-1], masses[:, -1:], out=deviations) if pushes else masses
+        np.subtract(models, models.mean(0), out=deviations)
+        if np.linalg.norm(deviations) <= tolerance * begin:
             return number
         partners = [schedule.partner(rank, number, topology.neighbours[rank], rng, {}) for rank in range(size)]
         if pushes:
-            _push(masses, partners, beside)
+            _push(masses, partners, scratch)
         else:
-            _pull(masses, partners, factors, beside)
+            _pull(masses, partners, factors, scratch)
     return None
 
 
-def _push(masses: Matrix, partners: Sequence[int | None], beside: Matrix) -> None:
-    """A round of all masses [size, values], in which each peer gives half of its own to its partner.
-
-    Args:
-        beside: memory of the same size.
-    """
-    halves = np.divide(masses, 2, out=beside)
+def _push(masses: Matrix, partners: Sequence[int | None], scratch: Matrix) -> None:
+    """Simulate a push round on the masses [size, values]: each peer sends half of its mass to its partner."""
+    halves = np.divide(masses, 2, out=scratch)
     for source, partner in enumerate(partners):
         if partner is not None:
             masses[source] -= halves[source]
             masses[partner] += halves[source]
 
 
-def _pull(models: Matrix, partners: Sequence[int | None], factors: Sequence[dict[int, float]], beside: Matrix) -> None:
-    """A round of all models [size, values], in which each peer takes a share of the model that its partner has.
-
-    Args:
-        beside: memory of the same size.
-    """
-    givers = [rank if partner is None else partner for rank, partner in enumerate(partners)]
+def _pull(models: Matrix, partners: Sequence[int | None], factors: Sequence[dict[int, float]], scratch: Matrix) -> None:
+    """Simulate a pull round on the models [size, values]: each peer mixes in a share of its partner's model."""
+    sources = [rank if partner is None else partner for rank, partner in enumerate(partners)]
     share = [0.0 if partner is None else BETA * factors[rank][partner] for rank, partner in enumerate(partners)]
-    change = np.take(models, givers, 0, out=beside, mode="clip")  # "raise" would copy once more
+    change = np.take(models, sources, 0, out=scratch, mode="clip")  # "raise" would make another copy
     change -= models
     change *= np.array(share)[:, None]
     models += change
 
 
 def traffic_of(schedule: Schedule) -> Matrix:
-    """[size, size]: models that go from peer j (column) to peer i (row) in a round, in the mean."""
+    """Return [size, size]: the expected number of models from peer j (column) to peer i (row) in a round."""
     size = schedule.topology.size
     traffic = np.zeros((size, size))
     for rank in range(size):
@@ -250,32 +243,32 @@ def _per_machine(traffic: Matrix, machines: Sequence[int]) -> tuple[float, float
 
 
 def _warnings(found: Analysis, schedule: Schedule) -> list[str]:
-    told = []
+    warnings = []
     topology = schedule.topology
     if not found.strongly_connected:
         count = len(topology.islands())
-        told.append(f"not strongly connected, in {count} parts that never become equal: a run refuses it")
+        warnings.append(f"not strongly connected: {count} parts never become equal, and a run refuses the graph")
     elif found.rounds_to_consensus is None:
-        told.append(f"models are not equal within {most_rounds(found.size)} rounds")
+        warnings.append(f"models are not equal within {most_rounds(found.size)} rounds")
     if not found.keeps_mean:
-        told.append(_mean_lost(found))
+        warnings.append(_mean_lost(found))
     exponential = topology.generator == "exponential" and found.schedule == "one-peer"
     if isinstance(schedule, InTurn) and exponential and not _is_exact(schedule):
-        told.append("a one-peer exponential schedule averages exactly only with base 2 and a power of two of peers")
+        warnings.append("a one-peer exponential schedule averages exactly only with base 2 and 2^k peers")
     if isinstance(schedule, InnerOuter) and len(set(topology.sites)) < 2:
-        told.append("one site only: inner-outer is random here; sites are those of --slots, or of the topology")
+        warnings.append("only one site, so inner-outer is the same as random: set --slots, or sites in the topology")
     if isinstance(schedule, BandwidthAware):
-        told.append("as if all rates were equal: those of a run shift who is pulled from, and the mean with it")
-    return told
+        warnings.append("assumes equal rates: in a run, measured rates change the frequency of pulls, and the mean")
+    return warnings
 
 
 def _mean_lost(found: Analysis) -> str:
-    lost = f"with {found.weights} weights does not keep the mean: not all are pulled from as often as they pull"
+    lost = f"with {found.weights} weights does not keep the mean: some peers are not pulled from as often as they pull"
     return f"a directed graph {lost}" if found.directed else f"this graph {lost}; --weights metropolis keeps it"
 
 
 def _is_exact(schedule: InTurn) -> bool:
-    """Whether one time through all turns leaves all models equal."""
+    """Return whether one period of the schedule makes all models equal."""
     period = max(len(turns) for turns in schedule.turns)
     rounds = rounds_to_consensus(schedule, tolerance=_EPSILON)
     return rounds is not None and rounds <= period

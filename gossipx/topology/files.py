@@ -1,7 +1,7 @@
-"""Topologies from files: TOML, GraphML, node-link JSON, or an edge list; and those that gossipx brings along.
+"""Topology files: TOML, GraphML, node-link JSON and edge lists, including those that come with gossipx.
 
-In every format nodes are ranks, 0 to n − 1, an edge's ``weight`` is its factor on the share that is taken over it
-(above 0, at most 1), and a node's ``site`` the machine or room that it stands in. Loops are ignored.
+In every format nodes are ranks, 0 to n − 1. An edge's ``weight`` (above 0, at most 1) is a factor on the mixing share
+over this edge. A node's ``site`` is its machine or room. Self-loops are ignored.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from gossipx.topology.graphs import PLAIN, Topology, generate, neighbours_of
 
 _ENDINGS = (".edges", ".graphml", ".json", ".toml")
 _SHOWN = 8
-"""Ranks that a message lists at most."""
+"""Most ranks to list in a message."""
 
 
 def load(name: str, size: int | None = None, seed: int = 0, connected: bool = True) -> Topology:
-    """The topology that ``name`` means for ``size`` peers.
+    """Return the named topology for ``size`` peers.
 
     Args:
-        name: a generator's spec, a file, or the name of one that gossipx brings along (see :func:`shipped`).
-        size: number of peers; None: as many as the file has nodes.
-        seed: the run's; random graphs are the same on all machines for it.
-        connected: refuse a graph in which some peer cannot reach another.
+        name: a generator's spec, a file, or the name of a file that comes with gossipx (see :func:`shipped`).
+        size: number of peers; None: the number of nodes in the file.
+        seed: the seed of the run, for which random graphs are the same on all machines.
+        connected: whether to refuse a graph in which some peer cannot reach another.
 
     Raises:
-        UsageError: an unknown name, an unreadable file, a node that is no rank, or peers that cannot reach each other.
+        UsageError: an unknown name, an unreadable file, an invalid node, or peers that cannot reach each other.
     """
     path = _path_of(name)
     topology = generate(name, _known(size, name), seed) if path is None else _read(path, name, size, seed)
@@ -38,13 +38,13 @@ def load(name: str, size: int | None = None, seed: int = 0, connected: bool = Tr
     if connected and len(islands) > 1:
         alone = islands[0]
         ranks = ", ".join(map(str, alone[:_SHOWN])) + (", …" if len(alone) > _SHOWN else "")
-        what = "do not both reach the others and are reached by them" if topology.directed else "reach no others"
+        what = "lack a path to or from the other peers" if topology.directed else "have no path to the other peers"
         raise UsageError(f"peers [{ranks}] {what}: add edges between them and the rest", file=path)
     return topology
 
 
 def shipped() -> dict[str, Path]:
-    """Files that can be named without directory and ending: of ``topologies`` here, and of those of gossipx."""
+    """Return the topology files that need no directory and ending: those in ``topologies`` and those of gossipx."""
     places = (
         Path("topologies"),
         Path(__file__).parents[2] / "topologies",
@@ -59,7 +59,7 @@ def shipped() -> dict[str, Path]:
 
 
 def _path_of(name: str) -> Path | None:
-    """The file that is meant; None: a generator is."""
+    """Return the named file; None if the name is a generator's."""
     word = name.partition(":")[0].strip()
     if word in PLAIN:
         return None
@@ -82,7 +82,7 @@ def _path_of(name: str) -> Path | None:
 
 def _known(size: int | None, name: str) -> int:
     if size is None:
-        raise UsageError(f"topology '{name}' fits any number of peers: give one (--size N)")
+        raise UsageError(f"topology '{name}' has no fixed number of peers: give one (--size N)")
     return size
 
 
@@ -92,23 +92,23 @@ def _read(path: Path, name: str, size: int | None, seed: int) -> Topology:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UsageError(f"cannot read the topology: {reason}", file=path) from error
-    from gossipx.topology.formats import READERS  # networkx, which most runs do not need
+    from gossipx.topology.formats import READERS  # imports networkx, which most runs do not need
     from gossipx.topology.tables import drawn_in_toml
 
     if path.suffix == ".toml":
         drawing = drawn_in_toml(text, path)
         if isinstance(drawing.graph, str):
-            made = generate(drawing.graph, _known(size, name), seed)
+            topology = generate(drawing.graph, _known(size, name), seed)
         else:
-            made = _of_graph(drawing.graph, path, name, size)
-        return replace(made, name=name, schedule=drawing.schedule)
+            topology = _of_graph(drawing.graph, path, name, size)
+        return replace(topology, name=name, schedule=drawing.schedule)
     return _of_graph(READERS.get(path.suffix, READERS[".edges"])(text, path), path, name, size)
 
 
 def _of_graph(graph: Any, path: Path, name: str, size: int | None) -> Topology:
-    """What a graph that somebody drew means for ``size`` peers."""
+    """Convert a networkx graph from a file to the topology of ``size`` peers."""
     if not len(graph):
-        raise UsageError("no edges in it", file=path)
+        raise UsageError("the graph has no edges", file=path)
     size = len(graph) if size is None else size
     nodes = len(graph)
     if nodes > size and set(graph) == set(range(nodes)):
@@ -119,14 +119,14 @@ def _of_graph(graph: Any, path: Path, name: str, size: int | None) -> Topology:
         )
     for node in graph:
         if type(node) is not int or not 0 <= node < size:
-            raise UsageError(f"node {node} is no rank of a run of {size} peers (0 to {size - 1})", file=path)
+            raise UsageError(f"node {node} is not a rank in a run of {size} peers (0 to {size - 1})", file=path)
     graph.add_nodes_from(range(size))
     shares: dict[tuple[int, int], float] = {}
     for one, other, weight in graph.edges(data="weight"):
         if weight is None:
             continue
         if type(weight) not in (int, float) or not 0 < weight <= 1:
-            raise UsageError(f"edge {one} {other}: weight {weight!r} is no share above 0 and up to 1", file=path)
+            raise UsageError(f"edge {one} {other}: weight {weight!r} must be above 0 and at most 1", file=path)
         shares[one, other] = weight
         if not graph.is_directed():
             shares[other, one] = weight

@@ -1,8 +1,8 @@
-"""The graphs that have a name. networkx makes all but the plainest.
+"""Graph generators, most of them based on networkx.
 
-Every generator works for every number of peers from 1 on: its graph is simple and (strongly) connected, its nodes are
-the ranks, and a seed gives the same graph on every machine. The first line of a generator's docstring is its line in
-``gossipx topology list``.
+Every generator works for any number of peers from 1 on. Its graph is simple and (strongly) connected, its nodes are the
+ranks, and the same seed gives the same graph on every machine. ``gossipx topology list`` shows the first line of each
+generator's docstring.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from gossipx.topology.graphs import PLAIN, Generator
 
 
 def star() -> Generator:
-    """Rank 0 is everybody's neighbour, and the only one."""
+    """Rank 0 is the only neighbour of all others."""
     return lambda size, seed: nx.star_graph(size - 1)
 
 
 def grid() -> Generator:
-    """Rows and columns, as square as can be; the last row may be short."""
+    """Rows and columns, as square as possible; the last row may be short."""
     return lambda size, seed: _lattice(size, nx.add_path)
 
 
@@ -33,7 +33,7 @@ def torus() -> Generator:
 
 
 def _lattice(size: int, connect: Callable[[Any, Sequence[int]], None]) -> Any:
-    # networkx has the grids that are full; with a short last row any number of peers has one.
+    # networkx only makes full grids; a short last row allows any number of peers.
     width = math.ceil(size / math.isqrt(size))
     graph = nx.empty_graph(size)
     for row in range(0, size, width):
@@ -48,14 +48,14 @@ def hypercube() -> Generator:
 
     def make(size: int, seed: int) -> Any:
         cube = nx.hypercube_graph(max(1, (size - 1).bit_length()))
-        # Clearing a bit leads to a lower rank, and so to 0: what is left stays connected.
+        # Clearing bits leads from any rank to 0 by lower ranks, so the subgraph stays connected.
         return nx.convert_node_labels_to_integers(cube, ordering="sorted").subgraph(range(size))
 
     return make
 
 
 def exponential(base: int = 2) -> Generator:
-    """Directed: each peer turns to those 1, base, base², … ranks further on, and round."""
+    """Directed: each peer pulls from those 1, base, base², … ranks ahead, modulo the number of peers."""
     if base < 2:
         raise ValueError("base is at least 2")
 
@@ -77,15 +77,15 @@ def expander() -> Generator:
     def make(size: int, seed: int) -> Any:
         side = math.isqrt(size - 1) + 1
         square = nx.convert_node_labels_to_integers(nx.margulis_gabber_galil_graph(side), ordering="sorted")
-        # A node v ≥ size becomes one with v − size: what was connected stays so, and no set's cut shrinks. The surplus
-        # is at most 2 · side − 2 ≤ size, so that no rank stands for more than two nodes (degree 16 at most, not 8).
+        # A node v ≥ size is merged with v − size: the graph stays connected, and no set's cut shrinks. The surplus is
+        # at most 2 · side − 2 ≤ size, so that at most two nodes are merged (degree 16 at most, not 8).
         return nx.Graph(nx.relabel_nodes(square, lambda node: node % size))
 
     return make
 
 
 def regular(degree: int = 4) -> Generator:
-    """Random, all with the same number of neighbours (one more where none is: odd degree, odd number of peers)."""
+    """Random, all with degree neighbours (one more if degree and the number of peers are odd)."""
     if degree < 3:
         raise ValueError("degree is at least 3; the regular graph of degree 2 is the ring")
 
@@ -100,16 +100,16 @@ def regular(degree: int = 4) -> Generator:
 
 
 def small_world(degree: int = 4, p: float = 0.1) -> Generator:
-    """A ring of the nearest degree neighbours, and with probability p a random shortcut for each of its edges."""
+    """A ring where each peer has its degree nearest neighbours, and with probability p a random shortcut per edge."""
     if degree < 2 or degree % 2:
         raise ValueError("degree is even and at least 2: half of it on each side")
     _probability(p)
-    # Newman and Watts': in Watts and Strogatz' own, shortcuts replace edges, which may cut the graph in two.
+    # Newman and Watts add shortcuts; in Watts and Strogatz' model they replace edges, which may disconnect the graph.
     return lambda size, seed: nx.newman_watts_strogatz_graph(size, min(degree, size), p, seed=seed)
 
 
 def erdos_renyi(p: float) -> Generator:
-    """Each pair with probability p; what that leaves apart is joined by as few edges as that takes."""
+    """Each pair with probability p, and as few more edges as it takes to connect the graph."""
     _probability(p)
 
     def make(size: int, seed: int) -> Any:
@@ -121,7 +121,7 @@ def erdos_renyi(p: float) -> Generator:
 
 
 def hierarchical(sites: int = 2) -> Generator:
-    """Sites of nearly equal size: all of a site are neighbours, and each has one twin in every other site."""
+    """Sites of nearly equal size: all peers of a site are neighbours, and each has one twin in every other site."""
     if sites < 1:
         raise ValueError("sites is at least 1")
 
@@ -138,7 +138,7 @@ def hierarchical(sites: int = 2) -> Generator:
 
 
 def bipartite() -> Generator:
-    """Two halves: each peer of one is a neighbour of all of the other."""
+    """Two halves: each peer is a neighbour of all peers in the other half."""
     return lambda size, seed: nx.complete_bipartite_graph(size - size // 2, size // 2)
 
 
@@ -161,4 +161,4 @@ GENERATORS: dict[str, Callable[..., Generator]] = {
     "hierarchical": hierarchical,
     "bipartite": bipartite,
 }
-"""By name, what takes a generator's parameters."""
+"""Functions by name that take a generator's parameters and return the generator."""

@@ -1,4 +1,4 @@
-"""Who meets whom in an agreement, round by round."""
+"""The pairs of each round of an agreement, after which all its peers hold the mean of their models."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class Meeting:
     """One peer's part in one round of an agreement.
 
     Attributes:
-        partner: position of the one met.
-        takes: whether this peer takes the partner's model in.
-        gives: whether the partner takes this peer's.
-        whole: whether it takes that model in its own's place, rather than average.
+        partner: position of the other peer.
+        takes: whether this peer receives the partner's model.
+        gives: whether the partner receives this peer's model.
+        whole: whether the received model replaces this peer's model, rather than being averaged with it.
     """
 
     partner: int
@@ -23,22 +23,22 @@ class Meeting:
 
 
 def agreement_rounds(size: int) -> int:
-    """Rounds of an agreement among ``size`` peers: log2 of it, and two more unless it is a power of two."""
+    """Return the rounds of an agreement among ``size`` peers: ⌊log2 size⌋, and two more unless size is a power of 2."""
     core = size.bit_length() - 1
     return core if size == 1 << core else core + 2
 
 
 def agreement_meeting(position: int, round: int, size: int) -> Meeting | None:
-    """Whom the peer at ``position`` meets in ``round``, or None if it rests.
+    """Return the part of the peer at ``position`` in ``round``, or None if it is idle.
 
-    Recursive doubling: among a power of two of peers, each round k pairs those whose positions differ in bit k alone,
-    and averaging each pair leaves all equal to the mean of all, exactly. Peers beyond the largest power of two first
-    give their models to one of these (averages are weighted by how many models they hold), and take the result at the
-    end.
+    Recursive doubling: among 2^k peers, round i pairs those whose positions differ in bit i only. Averaging each pair
+    leaves every peer with the exact mean of all models. Peers beyond the largest power of two first send their models
+    to one of these (averages are weighted by the number of models they contain), and get the result in the last round.
 
     Args:
-        position: from 0 to ``size`` − 1, among those that take part.
+        position: from 0 to ``size`` − 1, among the participants.
         round: from 0 to ``agreement_rounds(size)`` − 1.
+        size: number of participants.
     """
     core = 1 << (size.bit_length() - 1)
     extra = size - core

@@ -1,7 +1,7 @@
-"""Schedules: which neighbour's turn it is.
+"""Schedules: the order in which a peer pulls from its neighbours.
 
-A schedule is an immutable value that decides purely. A peer's *round* is the number of pulls that it has wanted so far;
-peers count for themselves, and those that pull at the same pace are in the same round.
+A schedule is an immutable value and a pure function of its inputs. A peer's *round* is the number of pulls that it has
+started so far. Each peer counts its own rounds, so peers that pull at the same rate are in the same round.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from gossipx import specs
 from gossipx.topology.graphs import Topology
 
 DEFAULT = "random"
-"""Gossip as in the paper: Algorithm 2, line 4."""
+"""Gossip as in the paper (Algorithm 2, line 4)."""
 
 
 @dataclass(frozen=True)
 class Schedule(abc.ABC):
-    """Says whom a peer turns to.
+    """A rule that chooses the neighbour for each pull (or push, in runs that push).
 
     Attributes:
-        topology: of the run.
+        topology: the graph of the run.
     """
 
     topology: Topology
@@ -35,27 +35,28 @@ class Schedule(abc.ABC):
     def partner(
         self, rank: int, round: int, candidates: Sequence[int], rng: random.Random, rates: Mapping[int, float]
     ) -> int | None:
-        """Whom ``rank`` pulls from.
+        """Choose the peer that ``rank`` pulls from.
 
         Args:
-            round: from 0.
-            candidates: those of its neighbours that may be asked now, ascending.
+            rank: the peer that pulls.
+            round: the peer's round, from 0.
+            candidates: its neighbours that are available now, ascending.
             rng: the peer's own generator.
-            rates: models a second that came from each rank, or (pushes) went to it; may lack any, or all.
+            rates: measured models per second received from (pushes: sent to) each rank; ranks may be missing.
 
         Returns:
-            One of ``candidates``, or None: nobody can be asked, or it rests in this round.
+            One of ``candidates``, or None if they are empty or the peer is idle in this round.
         """
 
     @abc.abstractmethod
     def frequency(self, rank: int) -> dict[int, float]:
-        """In what part of its rounds ``rank`` turns to each neighbour, in the long run, if all may be asked always."""
+        """Return the long-run fraction of rounds in which ``rank`` pulls from each neighbour, if all are available."""
 
 
 @final
 @dataclass(frozen=True)
 class Random(Schedule):
-    """A random neighbour, all alike (Algorithm 2, line 4)."""
+    """A random neighbour, all with equal probability (Algorithm 2, line 4)."""
 
     def partner(
         self, rank: int, round: int, candidates: Sequence[int], rng: random.Random, rates: Mapping[int, float]
@@ -63,16 +64,16 @@ class Random(Schedule):
         return rng.choice(candidates) if candidates else None
 
     def frequency(self, rank: int) -> dict[int, float]:
-        return _alike(self.topology.neighbours[rank], 1.0)
+        return _uniform(self.topology.neighbours[rank], 1.0)
 
 
 @final
 @dataclass(frozen=True)
 class InTurn(Schedule):
-    """One after the other, round and round; one that may not be asked is passed over for the next.
+    """A fixed periodic order; a neighbour that is not available is skipped.
 
     Attributes:
-        turns: for each rank, whom it turns to in rounds 0, 1, …, and then from 0 again; None: it rests.
+        turns: for each rank, its partners in rounds 0, 1, … of a period; None: it is idle in that round.
     """
 
     turns: tuple[tuple[int | None, ...], ...]
@@ -94,10 +95,10 @@ class InTurn(Schedule):
 @final
 @dataclass(frozen=True)
 class InnerOuter(Schedule):
-    """A random neighbour of one's own site, and now and then one of another; without sites all are one.
+    """A random neighbour in the same site or, less often, in another; without sites all peers are in one.
 
     Attributes:
-        outer: probability of another site's, where both kinds may be asked.
+        outer: probability of another site, if neighbours of both kinds are available.
     """
 
     outer: float
@@ -114,8 +115,8 @@ class InnerOuter(Schedule):
         neighbours = self.topology.neighbours[rank]
         inside, outside = self._by_site(rank, neighbours)
         if not (inside and outside):
-            return _alike(neighbours, 1.0)
-        return {**_alike(inside, 1 - self.outer), **_alike(outside, self.outer)}
+            return _uniform(neighbours, 1.0)
+        return {**_uniform(inside, 1 - self.outer), **_uniform(outside, self.outer)}
 
     def _by_site(self, rank: int, others: Sequence[int]) -> tuple[list[int], list[int]]:
         sites = self.topology.sites or (0,) * self.topology.size
@@ -126,9 +127,9 @@ class InnerOuter(Schedule):
 @final
 @dataclass(frozen=True)
 class BandwidthAware(Schedule):
-    """A random neighbour, each as likely as it is fast; all alike as long as no rate is known.
+    """A random neighbour, with a probability proportional to its measured rate; uniform while no rate is known.
 
-    One whose rate is not known yet counts as fast as the others are on average, so that it gets to be known.
+    A neighbour of unknown rate counts with the mean of the known rates, so that its rate gets measured.
     """
 
     def partner(
@@ -143,14 +144,14 @@ class BandwidthAware(Schedule):
         return rng.choices(candidates, [known.get(other, mean) for other in candidates])[0]
 
     def frequency(self, rank: int) -> dict[int, float]:
-        return _alike(self.topology.neighbours[rank], 1.0)
+        return _uniform(self.topology.neighbours[rank], 1.0)
 
 
-def _alike(others: Sequence[int], mass: float) -> dict[int, float]:
+def _uniform(others: Sequence[int], mass: float) -> dict[int, float]:
     return {other: mass / len(others) for other in others}
 
 
-# --- by name: each one's first line is what `gossipx topology list` says of it -------------------------------------
+# --- by name: `gossipx topology list` shows the first line of each docstring ---------------------------------------
 
 Maker = Callable[[Topology], Schedule]
 
@@ -166,19 +167,19 @@ def static() -> Maker:
 
 
 def one_peer() -> Maker:
-    """In each round pairs that pull from each other; over directed edges each is pulled from once at most."""
+    """Disjoint pairs in each round; over directed edges each peer is pulled from at most once."""
     return lambda topology: InTurn(topology, _matchings(topology))
 
 
 def inner_outer(outer: float = 0.1) -> Maker:
-    """A random neighbour of one's own machine or site, and with probability outer one of another."""
+    """A random neighbour on the same machine or site, or with probability outer on another one."""
     if not 0 <= outer <= 1:
         raise ValueError("outer is a probability, from 0 to 1")
     return lambda topology: InnerOuter(topology, outer)
 
 
 def bandwidth_aware() -> Maker:
-    """A random neighbour, each as likely as models came from it, or (pushes) went to it, fast."""
+    """A random neighbour, with a probability proportional to the measured rate of models from (pushes: to) it."""
     return BandwidthAware
 
 
@@ -192,7 +193,7 @@ SCHEDULES: dict[str, Callable[..., Maker]] = {
 
 
 def check(spec: str) -> None:
-    """See that ``spec`` is a schedule's, before there is a graph.
+    """Check the spec of a schedule, before there is a graph.
 
     Raises:
         UsageError: an unknown schedule or key, or a bad value.
@@ -201,7 +202,7 @@ def check(spec: str) -> None:
 
 
 def parse(spec: str | None, topology: Topology) -> Schedule:
-    """The schedule that ``spec`` means; None: the one that the topology's file asks for, or :data:`DEFAULT`.
+    """Return the schedule that ``spec`` names; None: the one that the topology's file sets, or :data:`DEFAULT`.
 
     Raises:
         UsageError: as :func:`check`.
@@ -210,27 +211,27 @@ def parse(spec: str | None, topology: Topology) -> Schedule:
 
 
 def told(spec: str | None, made: Schedule) -> str:
-    """What ``spec``, of which ``made`` was parsed, says: the same however it is spelt."""
+    """Return a canonical description of the schedule ``made`` from ``spec``, the same for all spellings of the spec."""
     name = (spec or made.topology.schedule or DEFAULT).partition(":")[0].strip()
-    values = {one.name: getattr(made, one.name) for one in fields(made)}
+    values = {field.name: getattr(made, field.name) for field in fields(made)}
     return " ".join([name, *(f"{key}={value}" for key, value in values.items() if isinstance(value, float))])
 
 
 def _matchings(topology: Topology) -> tuple[tuple[int | None, ...], ...]:
-    """The graph's edges dealt out into rounds in which every peer turns to one other at most, by rank and round.
+    """Divide the edges into rounds with at most one pull per peer; return the partners by rank and round.
 
-    Each round is a maximal matching of the edges that are left: of pairs, or over directed edges of who pulls with who
-    is pulled from. At most 2d − 1 rounds for degree d, and as few as there are dimensions or hops for 2^k peers of a
-    hypercube, and any number of an exponential graph, because nearer ranks come first: these are the rounds of the
-    one-peer exponential graph (Ying et al. 2021, Eq. 7).
+    Each round is a maximal matching of the remaining edges; a directed edge matches a puller with a source. There are
+    at most 2d − 1 rounds for degree d. Because nearer ranks are first, a hypercube of 2^k peers has one round per
+    dimension, and an exponential graph of any size one per hop distance: the one-peer exponential graph (Ying et al.
+    2021, Eq. 7).
     """
     size, directed = topology.size, topology.directed
     import networkx as nx  # only for this schedule
 
-    left = nx.empty_graph(size)  # so that each matching looks at who pulls in the order of ranks
+    left = nx.empty_graph(size)  # adds the nodes in order, so that each matching visits pullers by rank
     for rank in range(size):
         for other in topology.in_turn(rank):
-            left.add_edge(rank, other + size if directed else other)  # size + j stands for j as it is pulled from
+            left.add_edge(rank, other + size if directed else other)  # size + j is j in its role as a source
     turns: list[list[int | None]] = [[] for _ in range(size)]
     while left.number_of_edges():
         pairs = nx.maximal_matching(left)

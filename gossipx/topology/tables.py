@@ -1,10 +1,10 @@
-"""Topologies in TOML: a generator and its parameters, or edges with their weights; and a schedule.
+"""The TOML format of topologies: a generator with parameters, or edges with optional weights; and a schedule.
 
 ::
 
-    generator = "hierarchical"            directed = false             # the default
-    parameters = { sites = 2 }            edges = [[0, 1], [1, 2, 0.5]]  # the weight is 1 if it is left out
-    schedule = "inner-outer"              sites = [[0, 1], [2]]        # if wanted: ranks by machine
+    generator = "hierarchical"            directed = false               # the default
+    parameters = { sites = 2 }            edges = [[0, 1], [1, 2, 0.5]]  # the default weight is 1
+    schedule = "inner-outer"              sites = [[0, 1], [2]]          # optional: ranks by machine
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _KEYS = dict.fromkeys(("generator", "parameters", "edges", "directed", "sites", 
 
 @dataclass(frozen=True)
 class Drawing:
-    """What a TOML file says.
+    """The content of a TOML topology.
 
     Attributes:
         graph: a networkx graph, or a generator's spec.
-        schedule: a spec; None: it does not say.
+        schedule: a spec; None: the file sets none.
     """
 
     graph: Any
@@ -40,10 +40,10 @@ class Drawing:
 
 
 def drawn_in_toml(text: str, path: Path) -> Drawing:
-    """Read a file's text.
+    """Parse the text of a TOML topology.
 
     Raises:
-        UsageError: the file and line of what is wrong in it, and what would have been right.
+        UsageError: it is malformed; the message names the file, the line and a correct form.
     """
     data = toml.loads(text, path)
     key = next(iter(data), "generator")
@@ -51,10 +51,10 @@ def drawn_in_toml(text: str, path: Path) -> Drawing:
         for key in data:
             specs.known_word("key", key, _KEYS)
         if ("generator" in data) == ("edges" in data):
-            raise UsageError('needed is either generator = "ring" or edges = [[0, 1], [1, 2]], not both')
-        apart = ("directed", "sites") if "generator" in data else ("parameters",)
-        for key in (key for key in apart if key in data):
-            raise UsageError(f"'{key}' does not go with {'a generator' if 'generator' in data else 'edges'}")
+            raise UsageError('give either generator = "ring" or edges = [[0, 1], [1, 2]], not both')
+        excluded = ("directed", "sites") if "generator" in data else ("parameters",)
+        for key in (key for key in excluded if key in data):
+            raise UsageError(f"'{key}' cannot be used with {'a generator' if 'generator' in data else 'edges'}")
         parts: dict[str, Any] = {}
         for key, check in _CHECKS.items():
             parts[key] = check(data[key]) if key in data else None
@@ -81,47 +81,47 @@ def _graph(edges: list[Any], directed: bool | None, sites: list[Any] | None) -> 
     for number, ranks in enumerate(sites or ()):
         for rank in ranks:
             if rank not in graph:
-                raise UsageError(f"site {number}: {rank} is no rank with an edge")
+                raise UsageError(f"site {number}: {rank} is not a rank with an edge")
             if "site" in graph.nodes[rank]:
-                raise UsageError(f"rank {rank} stands in two sites")
+                raise UsageError(f"rank {rank} is in two sites")
             graph.nodes[rank]["site"] = number
     return graph
 
 
-# --- what a key may hold --------------------------------------------------------------------------
+# --- checks of the values, by key -----------------------------------------------------------------
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise UsageError(f"{value!r} is no text")
+        raise UsageError(f"{value!r} is not a string")
     return value
 
 
 def _table(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise UsageError("parameters is a table, such as { sites = 2 }")
+        raise UsageError("parameters must be a table, such as { sites = 2 }")
     return value
 
 
 def _truth(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise UsageError("directed is true or false")
+        raise UsageError("directed must be true or false")
     return value
 
 
 def _ranks(value: Any) -> list[Any]:
     if not _is_lists(value) or not all(type(rank) is int for ranks in value for rank in ranks):
-        raise UsageError("sites is a list of lists of ranks, such as [[0, 1], [2, 3]]")
+        raise UsageError("sites must be a list of lists of ranks, such as [[0, 1], [2, 3]]")
     return list(value)
 
 
 def _edges(value: Any) -> list[Any]:
     if not _is_lists(value):
-        raise UsageError("edges is a list of pairs of ranks, such as [[0, 1], [1, 2]]")
+        raise UsageError("edges must be a list of pairs of ranks, such as [[0, 1], [1, 2]]")
     for number, edge in enumerate(value, 1):
         ranks, weight = edge[:2], edge[2:]
         if [type(rank) for rank in ranks] != [int, int] or len(weight) > 1:
-            raise UsageError(f"edge {number} is {edge}: two ranks, and a weight if need be, such as [0, 1, 0.5]")
+            raise UsageError(f"edge {number} is {edge}: give two ranks and an optional weight, such as [0, 1, 0.5]")
     return list(value)
 
 
@@ -145,6 +145,6 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
 
 
 def _line(text: str, key: str) -> int:
-    """The line that a key stands on; 1 where that cannot be told."""
+    """Return the line number of a key; 1 if it is not found."""
     start = re.compile(rf"\s*\[*\s*[\"']?{re.escape(key)}[\"']?\s*[\].=]")
     return next((number for number, line in enumerate(text.splitlines(), 1) if start.match(line)), 1)

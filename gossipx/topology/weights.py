@@ -1,7 +1,8 @@
-"""Weights: what part of the mixing's share is taken over each edge, and the matrices that this amounts to.
+"""Weights: factors on the mixing share of each edge, and the mixing matrices that result.
 
-Row i of a mixing matrix says what peer i's model is made of after a round. If a row sums to 1 it is an average; if all
-columns do, too, the mean of all models is kept. Push-sum's columns sum to 1: each says where a peer's mass goes.
+Row i of a mixing matrix holds the weights of all models in peer i's model after a round; rows sum to 1. If all columns
+also sum to 1, the mean of all models is kept. In push-sum, column i says how peer i's mass is distributed, and columns
+sum to 1.
 """
 
 from __future__ import annotations
@@ -20,30 +21,30 @@ Matrix = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def check(weights: Weights, topology: Topology) -> None:
-    """See that ``weights`` fit the graph.
+    """Check that ``weights`` fit the graph.
 
     Raises:
-        UsageError: metropolis where an edge goes one way only; push-sum where edges have weights of their own.
+        UsageError: metropolis on a directed graph, or push-sum on a graph with edge weights.
     """
     if weights not in get_args(Weights):
         raise UsageError(f"unknown weights '{weights}': one of {', '.join(get_args(Weights))}")
     if weights == "metropolis" and topology.directed:
-        raise UsageError(f"--weights metropolis needs edges that go both ways, and '{topology.name}' is directed")
+        raise UsageError(f"--weights metropolis needs an undirected graph, and '{topology.name}' is directed")
     if weights == "push-sum" and topology.edge_shares:
-        raise UsageError(f"--weights push-sum gives half of a peer's own, and '{topology.name}' gives edges weights")
+        raise UsageError(f"--weights push-sum cannot use edge weights, and '{topology.name}' has some")
 
 
 def shares(weights: Weights, schedule: Schedule, rank: int, pushed: bool = False) -> dict[int, float]:
-    """What the mixing's share β is multiplied by when ``rank`` takes another peer's model, by that peer; from 0 to 1.
+    """Return, by source rank, the factor from 0 to 1 on the mixing share β when ``rank`` mixes that peer's model.
 
-    ``uniform``: the edge's own weight, 1 where it has none, as it is with push-sum. ``metropolis``: that times
-    min(1, q_ji / q_ij), where q_ij is how often i turns to j: Hastings' rule (Biometrika 57, 1970) of what part of the
-    proposals to take so that all states are alike in the long run. For a random neighbour, q_ij = 1 / d_i, it is
-    Metropolis' min(1, d_i / d_j): the expected share over an edge is β / max(d_i, d_j) from both its ends, and the mean
-    of all models is kept. A schedule that draws by measured rates is taken as if all were equal.
+    ``uniform`` and push-sum: the weight of the edge, by default 1. ``metropolis``: that times min(1, q_ji / q_ij),
+    where q_ij is the frequency of pulls of i from j. This is Hastings' acceptance rule (Biometrika 57, 1970), under
+    which the stationary distribution is uniform. For random neighbours, q_ij = 1 / d_i, it is Metropolis'
+    min(1, d_i / d_j): the expected share over an edge is β / max(d_i, d_j) in both directions, and the mean of all
+    models is kept. Schedules that use measured rates are treated as if all rates were equal.
 
     Args:
-        pushed: models come from those whose neighbour ``rank`` is, who push them; else from ``rank``'s own neighbours.
+        pushed: models are pushed to ``rank`` over its incoming edges; otherwise it pulls over its outgoing edges.
 
     Raises:
         UsageError: as :func:`check`.
@@ -53,7 +54,7 @@ def shares(weights: Weights, schedule: Schedule, rank: int, pushed: bool = False
 
 
 def all_shares(weights: Weights, schedule: Schedule) -> list[dict[int, float]]:
-    """The :func:`shares` of every rank, at no more than the cost of one look at each edge.
+    """Return the :func:`shares` of every rank, in time linear in the number of edges.
 
     Raises:
         UsageError: as :func:`check`.
@@ -84,13 +85,13 @@ def _shares(
 
 
 def mixing_matrix(weights: Weights, schedule: Schedule, beta: float = 0.5) -> Matrix:
-    """The expected matrix of one round in which every peer pulls once. [size, size], rows sum to 1.
+    """Return the expected matrix [size, size] of a round in which every peer pulls once; rows sum to 1.
 
-    W_ij = β · q_ij · share_ij for j ≠ i, with q and shares as in :func:`shares`; W_ii is what is left of 1. With
-    push-sum that of :func:`push_sum_matrix`.
+    W_ij = β · q_ij · share_ij for j ≠ i, with q and shares as in :func:`shares`, and W_ii = 1 − Σ_j W_ij. For push-sum,
+    return :func:`push_sum_matrix`.
 
     Args:
-        beta: the mixing's share.
+        beta: the mixing share β.
 
     Raises:
         UsageError: as :func:`check`.
@@ -107,10 +108,10 @@ def mixing_matrix(weights: Weights, schedule: Schedule, beta: float = 0.5) -> Ma
 
 
 def push_sum_matrix(schedule: Schedule) -> Matrix:
-    """Column i says where the mass of peer i goes in a round in which every peer pushes half of it, in expectation.
+    """Return the expected matrix [size, size] of a round in which every peer pushes half of its mass.
 
-    [size, size], columns sum to 1: the sum over all peers is kept (Kempe, Dobra, Gehrke, "Gossip-Based Computation of
-    Aggregate Information", 2003, Protocol Push-Sum).
+    Column i is the distribution of peer i's mass. Columns sum to 1, so the total mass is kept (Kempe, Dobra, Gehrke,
+    "Gossip-Based Computation of Aggregate Information", 2003, Protocol Push-Sum).
     """
     size = schedule.topology.size
     matrix = np.zeros((size, size))

@@ -1,4 +1,4 @@
-"""What every codec keeps to, whatever it makes of values."""
+"""Properties of every codec."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_float64_beyond_float32_is_not_finite(spec: str) -> None:
 @pytest.mark.slow  # a minute, and 10 GiB
 @pytest.mark.timeout(600)
 def test_a_huge_tensor() -> None:
-    """More bytes than 32 bits count, as one tensor: 4 GiB and a little. One codec at a time."""
+    """One tensor of a little more than 4 GiB, whose size exceeds 32 bits. One codec at a time."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     if memory < 14 * 2**30:
         pytest.skip(f"it takes 14 GiB, of which {memory / 2**30:.0f} are free")
@@ -87,7 +87,7 @@ def test_a_huge_tensor() -> None:
     for spec in ("int8", "3lc", "topk:sample=0.01", "threshold:value=0.5"):
         codec = codecs.parse(spec)
         frame, _ = codec.encode(tensor, codec.init(tensor))
-        with pytest.raises(ProtocolError, match="at most 1073741824 are expected"):
+        with pytest.raises(ProtocolError, match="at most 1073741824 are allowed"):
             decode(frame)
         back = decode(frame, limit=2**33)
         kept = [float(back[place]) for place in (0, 2**29, -1)]
@@ -124,7 +124,7 @@ def test_what_is_not_finite_comes_back_as_nan_and_leaves_the_error_as_it_was(spe
     else:
         assert bool(back[:50].isnan().all())
         assert torch.equal(state.kept["error"][:50], before[:50])
-    assert bool(back[50:].isfinite().all())  # the other tensor is what it would have been
+    assert bool(back[50:].isfinite().all())  # the other tensor is unaffected
 
 
 @every
@@ -138,13 +138,13 @@ def test_zeros_come_back_as_zeros(spec: str) -> None:
 
 
 BEYOND = ("qsgd:levels=4,block=0", "powersgd", "moniqua", "stochastic3", "threshold", "signsgd:magnitude")
-"""Codecs that make something else of values a power of ten larger: NaN, draws of other chances, or what is fixed."""
+"""Codecs whose result does not scale with the values: NaN, other random draws, or a fixed threshold."""
 
 
 @every
 @pytest.mark.parametrize("factor", [2.0**-146, 2.0**-126, 2.0**-100, 2.0**100, 2.0**122])
 def test_the_ends_of_the_range_of_numbers(spec: str, factor: float) -> None:
-    """As others of this size would be, power by power of two; zero at least where float32 has few digits left."""
+    """Values of any magnitude decode like those of another power of two, or to zero where float32 has few bits left."""
     tensor = normal(40, 30)
     back = round_trip(spec, tensor * factor)
     if factor < 2.0**-110:
@@ -159,7 +159,7 @@ def test_the_ends_of_the_range_of_numbers(spec: str, factor: float) -> None:
 
 @every
 def test_the_largest_and_the_smallest_numbers_leave_no_mark(spec: str) -> None:
-    """Defined for all, NaN where sums are beyond float32; and afterwards all is as it was."""
+    """The result is defined for all values, NaN where sums exceed float32; the next frame is unaffected."""
     feedback = ErrorFeedback(codecs.parse(spec))
     state = feedback.init(torch.zeros(2, 3))
     largest = torch.finfo(torch.float32).max
@@ -202,7 +202,7 @@ def test_decoding_into_adds_or_overwrites(spec: str) -> None:
 
 @every
 def test_tensors_of_a_vector_are_encoded_as_each_alone(spec: str) -> None:
-    """Each has its scale; what lies between them is neither read nor written. Draws differ, so these are left out."""
+    """Each tensor has its own scale; gaps are ignored. Random codecs draw differently and are excluded."""
     one, two = normal(16, 27), normal(33) * 100
     tensors = Tensors(((16, 27), (33,), (0,)), torch.float32, (16, 512, 600))
     vector = torch.full((640,), 1e9)
@@ -219,7 +219,7 @@ def test_tensors_of_a_vector_are_encoded_as_each_alone(spec: str) -> None:
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS + NEAR if not codecs.parse(spec).gradients_only])
 def test_error_feedback_loses_nothing(spec: str) -> None:
-    """What went in is what has come out and what is still kept (3LC, section 3.1, steps 1, a, b)."""
+    """The sum of all inputs equals all outputs plus the accumulated error (3LC, section 3.1, steps 1, a, b)."""
     feedback = ErrorFeedback(codecs.parse(spec))
     state = feedback.init(normal(20, 30))
     total, out = torch.zeros(20, 30), torch.zeros(20, 30)
@@ -236,7 +236,7 @@ TRACKING = [spec for spec in SPECS if not codecs.parse(spec).gradients_only and 
 
 @pytest.mark.parametrize("spec", TRACKING)
 def test_in_error_feedback_what_is_left_out_never_grows_and_is_made_good(spec: str) -> None:
-    """‖x − Q(x)‖ ≤ ‖x‖, which error feedback and differences to a reference need (CHOCO-SGD, Assumption 1)."""
+    """‖x − Q(x)‖ ≤ ‖x‖, which error feedback and references require (CHOCO-SGD, Assumption 1)."""
     codec = dataclasses.replace(codecs.parse(spec), feedback=True)
     left = whole = normal(24, 40)
     state = codec.init(left)
@@ -249,7 +249,7 @@ def test_in_error_feedback_what_is_left_out_never_grows_and_is_made_good(spec: s
 
 
 def test_dgc_keeps_what_it_leaves_out_itself() -> None:
-    """Without momentum its sums are those of error feedback (Deep Gradient Compression, Algorithm 1)."""
+    """Without momentum its accumulated values are those of error feedback (Deep Gradient Compression, Algorithm 1)."""
     codec = codecs.parse("dgc:ratio=0.05,momentum=0,sample=0")
     state = codec.init(normal(20, 30))
     total, out = torch.zeros(20, 30), torch.zeros(20, 30)
@@ -284,28 +284,28 @@ def test_what_does_not_squeeze_is_within_the_longest_that_another_may_send(spec:
 
 
 def test_a_state_is_of_the_codec_that_began_it() -> None:
-    """Else a frame would be made in the room, and with the head, of another codec's."""
+    """Otherwise a frame would be written with the header and the buffer size of another codec."""
     tensor = normal(1000)
     state = codecs.parse("int8").init(tensor)
     for spec in ("int8:block=64", "3lc", "int8+zlib"):
-        with pytest.raises(UsageError, match=r"a state that Int8.* has begun was given to"):
+        with pytest.raises(UsageError, match=r"the state was made by Int8.*, it cannot be used with"):
             codecs.parse(spec).encode(tensor, state)
     codecs.parse("int8").encode(tensor, state)
 
 
 @every
 def test_nothing_is_written_beyond_what_was_given(spec: str) -> None:
-    """Compiled loops look at no end."""
+    """Buffers are checked, since compiled loops do not check bounds."""
     codec, tensor = codecs.parse(spec), normal(1000)
     state = codec.init(tensor)
     for out in (np.zeros(codec.most(state) - 1, np.uint8), np.zeros(codec.most(state), np.float32)):
-        with pytest.raises(UsageError, match="a frame is made in at least"):
+        with pytest.raises(UsageError, match="out must have at least"):
             codec.encode(tensor, state, out)
     for left in (torch.zeros(999), torch.zeros(1000, dtype=torch.float64), torch.zeros(10, 100)):
-        with pytest.raises(UsageError, match="an error is a float32 vector of 1000"):
+        with pytest.raises(UsageError, match=r"left must be float32 \[1000\]"):
             codec.encode(tensor, state, left=left)
     frame, state = codec.encode(tensor, state)
-    with pytest.raises(UsageError, match="do not lie in a tensor of"):
+    with pytest.raises(UsageError, match="do not fit into a tensor of"):
         decode_into(frame, torch.zeros(300), tensors=Tensors.of(tensor))
 
 
@@ -330,7 +330,7 @@ def test_the_default_dtype_is_of_no_account(spec: str, dtype: torch.dtype) -> No
 
 
 def test_frames_decode_to_the_same_bits_on_another_processor(tmp_path: Path) -> None:
-    """References are named by checksums of what was decoded on either side."""
+    """Both ends identify references by checksums of decoded values, so decoding must be exact on every processor."""
     tensor = normal(130, 70)
     here = []
     for number, spec in enumerate(SPECS):
@@ -345,7 +345,7 @@ from gossipx.codecs.changes import checksum
 for number in range(int(sys.argv[2])):
     print(checksum(decode((pathlib.Path(sys.argv[1]) / str(number)).read_bytes()).view(-1)))
 """
-    plain = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}  # no instructions that only some have
+    plain = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}  # only instructions that all processors have
     command = [sys.executable, "-c", program, str(tmp_path), str(len(SPECS))]
     there = subprocess.run(command, env=os.environ | plain, capture_output=True, text=True, timeout=120, check=True)
     told = there.stdout.split()
@@ -374,10 +374,10 @@ def test_a_frame_of_another_shape_is_refused_and_nothing_changed(spec: str) -> N
     state = codec.init(tensor)
     frame, state = codec.encode(tensor, state)
     out = torch.ones(30, 41)
-    with pytest.raises(ProtocolError, match="is expected"):
+    with pytest.raises(ProtocolError, match=", expected "):
         decode_into(frame, out)
     assert bool((out == 1).all())
-    with pytest.raises(ProtocolError, match="at most 100 are expected"):
+    with pytest.raises(ProtocolError, match="at most 100 are allowed"):
         decode(frame, limit=100)
     with pytest.raises(UsageError, match="the state is for float32"):
         codec.encode(normal(30, 41), state)
@@ -388,7 +388,7 @@ def test_a_frame_of_another_shape_is_refused_and_nothing_changed(spec: str) -> N
 @pytest.mark.cuda
 @every
 def test_tensors_on_a_device_are_encoded_and_decoded_there(spec: str) -> None:
-    """As in host memory, but for what is drawn, and what sums in another order may round otherwise."""
+    """Devices give the results of host memory, except for random draws and the rounding of sums in another order."""
     tensor = normal(60, 100)
     feedback = ErrorFeedback(codecs.parse(spec))
     there, here = tensor.cuda(), tensor.clone()

@@ -1,4 +1,4 @@
-"""Codecs that decode against values near the encoded ones, and specs that are read back."""
+"""Codecs that need nearby reference values to decode, and specs that survive a round trip."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def test_without_values_near_nothing_is_decoded_and_nothing_changed(spec: str) -
     frame, _ = codec.encode(tensor, codec.init(tensor))
     out = torch.ones(30, 40)
     for attempt in (lambda: decode(frame), lambda: decode_into(frame, out)):
-        with pytest.raises(ProtocolError, match="none are known that they are near"):
+        with pytest.raises(ProtocolError, match="no reference model to decode them"):
             attempt()
-    with pytest.raises(UsageError, match=r"values near \(30, 40\) have its shape, not \(1200,\)"):
+    with pytest.raises(UsageError, match=r"near must have the shape \(30, 40\), not \(1200,\)"):
         decode_into(frame, out, near=tensor.view(-1))
     assert bool((out == 1).all())
 
 
 @pytest.mark.parametrize("spec", NEAR)
 def test_a_tensor_that_is_too_far_keeps_all_of_a_frame_out(spec: str) -> None:
-    """Also those before it, which are near."""
+    """Not even the tensors before it are decoded."""
     codec = codecs.parse(spec)
     tensors = Tensors.of(normal(50), normal(60))
     vector = normal(110)

@@ -95,7 +95,7 @@ def test_a_hub_that_is_killed_blocks_nobody(tmp_path: Path, lost: str, code: int
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--hub", "3"), "--hub '3' is no peer: a number from 0 to 2, or a name"),
+        (("--hub", "3"), "--hub '3' is not a peer: give a rank from 0 to 2, or a name"),
         (("--hub-only",), "--hub-only needs a hub: name it with --hub, or leave --hub-only out"),
         (("--alpha", "0.2"), "--alpha needs a hub: name it with --hub, or leave --alpha out"),
         (("--hub", "0", "--alpha", "1.5"), "--alpha is 1.5: at most 1"),

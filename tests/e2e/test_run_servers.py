@@ -170,7 +170,7 @@ def test_a_worker_that_is_killed_is_not_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--servers", "0,3"), "--servers '3' is no peer: a number from 0 to 2, or a name"),
+        (("--servers", "0,3"), "--servers '3' is not a peer: give a rank from 0 to 2, or a name"),
         (("--servers", "0,0"), "--servers 0,0 names a peer twice"),
         (("--servers", "0,1,2", "--servers-only"), "--servers-only leaves no peer that trains"),
         (("--servers", "0", "--hub", "1"), "--hub and --servers exclude each other: leave one out"),

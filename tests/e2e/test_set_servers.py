@@ -128,7 +128,7 @@ def test_peers_that_were_started_by_hand_take_commands(tmp_path: Path) -> None:
         ended = here.start(*command, "set-sync", *given, "asp").end()
         assert (ended.code, ended.output) == (0, "all shards now use asp\n"), ended.shown
         wrong = here.start(*command, "set-servers", *given, "frist").end()
-        assert "server 'frist' is no peer: a number from 0 to 2, or a name (did you mean 'first'?)" in one_line(
+        assert "server 'frist' is not a peer: give a rank from 0 to 2, or a name (did you mean 'first'?)" in one_line(
             wrong, 2
         )
         (tmp_path / "changed").touch()
@@ -136,7 +136,7 @@ def test_peers_that_were_started_by_hand_take_commands(tmp_path: Path) -> None:
             ended = process.end()
             assert ended.code == 0, ended.shown
         told = [here.told(rank) for rank in range(3)]
-        assert told[0]["refused"] == "server 'nobody' is no peer: a number from 0 to 2, or a name"
+        assert told[0]["refused"] == "server 'nobody' is not a peer: give a rank from 0 to 2, or a name"
         assert told[0]["values"] == told[1]["values"] == told[2]["values"]
         none = here.start(*command, "set-sync", tmp_path, "asp").end()
         assert "no run found: give its directory" in one_line(none, 2)
@@ -161,10 +161,10 @@ def test_wrong_servers_are_refused_in_a_line(tmp_path: Path) -> None:
         process = here.start_run("--servers", "0", "--iterations", "100000", "--eval-interval", "0")
         trains(here, process)
         for servers, told in (
-            ("0,2", "server '2' is no peer: a number from 0 to 1, or a name"),
+            ("0,2", "server '2' is not a peer: give a rank from 0 to 1, or a name"),
             ("1,1", "the servers 1,1 name a peer twice"),
             ("0", "the servers are 0 already"),
-            ("0,x", "server 'x' is no peer: a number from 0 to 1, or a name"),
+            ("0,x", "server 'x' is not a peer: give a rank from 0 to 1, or a name"),
             ("0,", "SERVERS '0,': give numbers or names of peers separated by commas, as in 0,1,2"),
             ("", "SERVERS '': give numbers or names of peers separated by commas, as in 0,1,2"),
         ):

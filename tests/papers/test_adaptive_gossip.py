@@ -1,4 +1,4 @@
-"""Adaptive Communication for Distributed Deep Learning: each test names the equation or section that it holds to."""
+"""Adaptive Communication for Distributed Deep Learning: each test names the equation or section that it checks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def net(seed: int = 0) -> nn.Module:
 
 
 def pulls(manager: SyncManager, deltas: list[float], first: int = 1) -> list[int]:
-    """The iterations at which it pulls, each pull done at once."""
+    """Return the iterations at which it pulls, if every pull completes at once."""
     found = []
     for step, delta in enumerate(deltas, first):
         if manager.step(step, delta):
@@ -56,7 +56,7 @@ def test_delta_is_rate_times_gradient_norm(rate: float):
 
 
 def test_delta_is_the_distance_between_two_iterates():
-    """Eq. 6, whatever the optimizer."""
+    """Eq. 6, for any optimizer."""
     module = net()
     arena = ParameterArena(module)
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
@@ -70,7 +70,7 @@ def test_delta_is_the_distance_between_two_iterates():
 
 
 def test_mixing_is_no_part_of_the_delta():
-    """Eq. 7: Δ_t is of the optimizer's step alone; x_{t−1} is taken after any mixing."""
+    """Eq. 7: Δ_t measures the optimizer's step only; x_{t−1} is the model after any mixing."""
     module, other = Point(0), Point(1)
     arena, theirs = ParameterArena(module), ParameterArena(other)
     mix(arena, bytes(theirs.snapshot().buffer.view), 0.5)
@@ -93,10 +93,10 @@ def test_a_pull_averages_the_two_models():
 
 
 def test_blocking_run_is_algorithm_2():
-    """Algorithm 2, line by line in numpy, with the targets j of line 4 as they were drawn.
+    """Return the result of Algorithm 2, line by line in numpy, with the targets j that the run drew in line 4.
 
-    All peers reach an iteration at one moment and ask then, so that all give the model they had at that moment. At
-    t = 0 nobody mixes: there is no iteration behind it to decide after.
+    All peers reach an iteration and send their requests at the same time, so each replies with its model of that time.
+    At t = 0 no peer mixes, since decisions follow an iteration.
     """
     size, period, last, rate = 4, 3, 20, 0.05
     made = world(size, policy=f"tau:{period}", iterations=last, blocking=True, init="own", finish="none")
@@ -116,11 +116,11 @@ def test_blocking_run_is_algorithm_2():
 
 
 def test_overlapped_pull_keeps_the_progress_made_meanwhile():
-    """x += ½ (x_j − x_at_request): own steps between request and reply are kept whole."""
+    """x += ½ (x_j − x_at_request): steps between request and reply are fully kept."""
     made = until(world(2, network=Network(bandwidth=4 * SIZE / 2.5), policy="tau:4", init="own"), 0, "pulls 1")
     peer = made.peers[0]
     base, step = peer.weights(), peer.arena.step
-    made.run(made.now + 0.5)  # the request has arrived, and 1 has not stepped since
+    made.run(made.now + 0.5)  # the request has arrived, and peer 1 has not stepped since
     theirs = made.peers[1].weights()
     until(made, 0, "mixes 1")
     steps = peer.arena.step - step
@@ -141,7 +141,7 @@ def test_tau_divides_t():
 
 
 def test_pulls_when_the_difference_of_delta_exceeds_the_threshold():
-    """Section V-B: |Δ_t − Δ_r| > threshold, either way; Δ_r is 0 before the first retrieval."""
+    """Section V-B: |Δ_t − Δ_r| > threshold, in both directions; Δ_r is 0 before the first retrieval."""
     manager = SyncManager(policies.parse("adaptive:threshold=0.25"))
     #         |Δ−0|  exceeds  equals  within  below   within  above
     deltas = [0.125, 0.5, 0.75, 0.625, 0.125, 0.25, 0.75]
@@ -155,7 +155,7 @@ def test_relative_threshold_is_a_share_of_the_delta_at_the_retrieval():
 
 
 def test_delta_at_retrieval_is_that_of_the_request():
-    """Δ_r is set when the request goes out, not when the model comes; decisions meanwhile reset nothing."""
+    """Δ_r is set when the request is sent, not when the model arrives; decisions in between reset nothing."""
     manager = SyncManager(policies.parse("adaptive:threshold=0.25"))
     assert manager.step(1, 1.0)
     manager.requested()
@@ -194,7 +194,7 @@ def test_retrievals_become_rare_as_the_model_settles():
     made = World(0)
     for rank in range(4):
         module = Point(rank)
-        module.target = Point(0).target  # one optimum for all, so that models do settle
+        module.target = Point(0).target  # one optimum for all, so that models settle
         made.start(
             rank,
             lambda _, rank=rank, module=module: make(
@@ -209,7 +209,7 @@ def test_retrievals_become_rare_as_the_model_settles():
 
 @dataclass(frozen=True)
 class Watch(Policy):
-    """Pulls when 4 divides t, and keeps what it was shown."""
+    """A policy that pulls when 4 divides t, and records its observations."""
 
     uses_drift: ClassVar[bool] = True
     seen: list[Observation] = field(default_factory=list)
@@ -220,7 +220,7 @@ class Watch(Policy):
 
 
 def keeping_ways() -> tuple[list[torch.Tensor], Callable[[SimPeer], None]]:
-    """SGD, and the way of each of its steps."""
+    """SGD that records the displacement of each step."""
     ways: list[torch.Tensor] = []
 
     def step(peer: SimPeer) -> None:
@@ -233,7 +233,7 @@ def keeping_ways() -> tuple[list[torch.Tensor], Callable[[SimPeer], None]]:
 
 @pytest.mark.parametrize("blocking", [False, True])
 def test_drift_is_the_way_that_own_steps_have_led(blocking: bool):
-    """‖x_t − x_r‖ with x_r the model at the request plus the change once mixed: own steps alone, Σ (x_t − x_{t−1})."""
+    """‖x_t − x_r‖, with x_r the model at the request plus the mixed change, is the sum of own steps only."""
     policy = Watch()
     ways, step = keeping_ways()
     made = World(0, Network(bandwidth=4 * SIZE / 1.5))
@@ -242,7 +242,7 @@ def test_drift_is_the_way_that_own_steps_have_led(blocking: bool):
     made.start(0, lambda _: watched)
     ended(made, 200.0)
     assert len(watched.retrievals) == (5 if blocking else 4)
-    for seen in policy.seen:  # requests go out after steps 4, 8, ...; overlapped, models come in two steps later
+    for seen in policy.seen:  # requests are sent after steps 4, 8, ...; if overlapped, models arrive two steps later
         began = (seen.step - 1) // 4 * 4
         assert seen.drift == pytest.approx(float(sum(ways[began : seen.step]).norm()), rel=1e-4)
 
@@ -250,7 +250,7 @@ def test_drift_is_the_way_that_own_steps_have_led(blocking: bool):
 @pytest.mark.parametrize("mode", ["push", "pushpull"])
 @pytest.mark.parametrize("blocking", [False, True])
 def test_drift_is_that_of_own_steps_where_others_give_their_models_too(blocking: bool, mode: str):
-    """x_r is the model as it was pushed, or entered a pair; what others push meanwhile moves x and x_r alike."""
+    """x_r is the model at the push or at the begin of the pair; models that others push then move x and x_r alike."""
     policy = Watch()
     ways, step = keeping_ways()
     made = World(0, Network(bandwidth=4 * SIZE / 1.5))
@@ -285,7 +285,7 @@ def test_drift_goes_on_from_the_earlier_retrieval_when_the_request_fails():
 
 @pytest.mark.parametrize("peers", [2, 3, 4, 9, 100])
 def test_consensus_distance_is_exact_over_all_pairs(peers: int):
-    """Eq. 8: over all j and i ≠ j the estimate of D² is the mean of D_j², exactly; so it is unbiased in the square."""
+    """Eq. 8: over all j and i ≠ j the estimate of D² is exactly the mean of D_j², so its square is unbiased."""
     models = np.random.default_rng(peers).normal(size=(peers, 7)) * np.linspace(0.1, 3, peers)[:, None]
     true = np.mean(np.sum((models - models.mean(0)) ** 2, axis=1))
     pairs = [float(np.sum((models[i] - models[j]) ** 2)) for i, j in itertools.permutations(range(peers), 2)]
@@ -295,10 +295,10 @@ def test_consensus_distance_is_exact_over_all_pairs(peers: int):
 
 
 def test_consensus_distance_of_what_retrievals_saw():
-    """Eq. 8: measured from retrievals alone it is near what a look at all models says."""
+    """Eq. 8: the estimate from retrievals is close to the value computed from all models."""
 
     def lockstep() -> World:
-        """Steps of all peers fall together; models come 0.6 s later."""
+        """All peers step at the same time; models arrive 0.6 s later."""
         network = Network(bandwidth=1e15, delay=0.3)
         return world(4, network=network, policy="tau:1", blocking=True, init="own", iterations=30)
 

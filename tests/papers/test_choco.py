@@ -19,7 +19,7 @@ SIZE = 400
 
 
 class Peer:
-    """One of two that pull from each other."""
+    """One of two peers that pull from each other."""
 
     def __init__(self, rank: int, spec: str, references: int = 8):
         self.module = nn.Linear(SIZE, 1, bias=False)
@@ -38,7 +38,7 @@ class Peer:
         self.arena.step_done()
 
     def pull(self, other: Peer) -> Tensor:
-        """What is mixed a share of."""
+        """Return the difference that is mixed, before it is multiplied by the share."""
         model = other.arena.snapshot()
         reply, source = other.codec.give(
             self.rank, self.codec.bases(other.rank), model.buffer.vectors, ModelReply(self.arena.step)
@@ -72,7 +72,7 @@ def test_what_is_mixed_is_the_difference_of_both_public_copies(spec: str) -> Non
 
 
 def test_a_model_that_comes_as_it_is_is_compared_with_ones_own_as_it_is() -> None:
-    """Of an evicted reference: x̂_j = x_j, so that x̂_i = x_i."""
+    """After an eviction the model is sent in full: x̂_j = x_j, so x̂_i = x_i."""
     first, second = Peer(0, "3lc", references=1), Peer(1, "3lc", references=1)
     for seed, peer in enumerate((first, second)):
         peer.train(normal(1, SIZE, seed=seed))
@@ -84,7 +84,7 @@ def test_a_model_that_comes_as_it_is_is_compared_with_ones_own_as_it_is() -> Non
 
 
 def test_nothing_is_lost_between_as_many_as_references_are_kept_of() -> None:
-    """Public copies of equal models stay equal, whoever else is pulled from in between."""
+    """Public copies of equal models stay equal, even with pulls from other peers in between."""
     first = Peer(0, "topk:ratio=0.1", references=7)
     others = [Peer(rank, "topk:ratio=0.1", references=7) for rank in range(1, 8)]
     for step in range(4):
@@ -95,7 +95,7 @@ def test_nothing_is_lost_between_as_many_as_references_are_kept_of() -> None:
 
 
 def test_a_lagging_model_pulls_back_and_public_copies_do_not() -> None:
-    """All go the same way, far: mixing is to leave that as it is, which one pass of a codec spoils without CHOCO."""
+    """All peers make the same long steps, which mixing must not change; without CHOCO one pass of a codec does."""
     way = torch.randn(toy.SIZE, generator=torch.Generator().manual_seed(7))
 
     def reached(**options: str) -> float:
@@ -114,7 +114,7 @@ def test_a_lagging_model_pulls_back_and_public_copies_do_not() -> None:
 
 
 def test_peers_come_to_the_mean_by_a_tenth_of_the_values() -> None:
-    """Theorem 2 (CHOCO-Gossip): with γ small enough for the codec models come to their mean, linearly."""
+    """Theorem 2 (CHOCO-Gossip): with γ small enough for the codec, models converge linearly to their mean."""
 
     def nothing(peer: toy.SimPeer) -> None:
         pass

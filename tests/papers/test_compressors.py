@@ -1,4 +1,4 @@
-"""What the papers of other codecs than 3LC define, by hand beside ours.
+"""Codecs other than 3LC, compared with direct implementations of their papers.
 
 QSGD (Alistarh et al., 2017), natural compression (Horváth et al., 2019), PowerSGD (Vogels et al., 2019), Deep Gradient
 Compression (Lin et al., 2018), 1-bit SGD (Seide et al., 2014), signSGD (Bernstein et al., 2018), EF-signSGD
@@ -19,7 +19,7 @@ DRAWS = 4000
 
 
 def decoded(spec: str, x: Tensor, many: int = 1) -> list[Tensor]:
-    """What so many frames of the same values decode to."""
+    """Return the decoded values of ``frames`` frames of the same values."""
     codec = codecs.parse(spec)
     state, made = codec.init(x, seed=1), []
     for _ in range(many):
@@ -30,7 +30,7 @@ def decoded(spec: str, x: Tensor, many: int = 1) -> list[Tensor]:
 
 @pytest.mark.parametrize(("levels", "block"), [(1, 0), (4, 0), (7, 64)])
 def test_qsgd_rounds_to_a_level_by_chance(levels: int, block: int) -> None:
-    """QSGD, Eq. 1 and Lemma 3.1: values are ‖v‖₂ · sgn(v_i) · ξ_i, unbiased, of the variance that follows."""
+    """QSGD, Eq. 1 and Lemma 3.1: values are ‖v‖₂ · sgn(v_i) · ξ_i, unbiased, with the stated variance."""
     x = normal(128)
     made = torch.stack(decoded(f"qsgd:levels={levels},block={block}", x, DRAWS)).double()
     parts = x.double().view(-1, block or 128)
@@ -50,13 +50,13 @@ def test_qsgd_rounds_to_a_level_by_chance(levels: int, block: int) -> None:
 
 
 def test_natural_rounds_to_a_power_of_two_by_chance() -> None:
-    """Natural compression, Definition 1 and Theorem 4: of two powers the nearer is likelier; ω = 1/8."""
+    """Natural compression, Definition 1 and Theorem 4: the nearer of two powers is more likely; ω = 1/8."""
     x = normal(200)
     made = torch.stack(decoded("natural", x, DRAWS)).double()
     low = 2.0 ** x.double().abs().log2().floor()
     assert bool(((made.abs() == low) | (made.abs() == 2 * low)).all())
     assert bool((made.sign() == x.sign()).all())
-    chance = x.double().abs() / low - 1  # of the larger
+    chance = x.double().abs() / low - 1  # probability of the larger power
     spread = (chance * (1 - chance)).sqrt() * low / DRAWS**0.5
     assert bool(((made.mean(0) - x).abs() <= 5 * spread + 1e-9).all())
     assert float((made - x.double()).square().sum(1).mean()) <= float(x.double().square().sum()) / 8
@@ -80,11 +80,13 @@ def test_powersgd_goes_on_from_its_last_q() -> None:
         frame, state = codec.encode(same, state)
     u, s, v = torch.linalg.svd(same.view(12, 10), full_matrices=False)
     best = (u[:, :2] * s[:2]) @ v[:2]
-    assert torch.allclose(decode(frame).view(12, 10), best, atol=0.05)  # power iteration comes to the best of rank 2
+    assert torch.allclose(
+        decode(frame).view(12, 10), best, atol=0.05
+    )  # power iteration converges to the best rank-2 matrix
 
 
 def test_dgc_corrects_and_masks_momentum_clips_and_warms_up() -> None:
-    """Deep Gradient Compression, Algorithm 4: u ← m u + g, v ← v + u; what is sent of v is cleared in both."""
+    """Deep Gradient Compression, Algorithm 4: u ← m u + g, v ← v + u; sent elements are cleared in both."""
     count, clip, momentum, warmup = 1000, 5.0, 0.9, 4
     codec = codecs.parse(f"dgc:ratio=0.001,momentum={momentum},clip={clip},warmup={warmup},sample=0")
     state = codec.init(normal(count))
@@ -104,7 +106,7 @@ def test_dgc_corrects_and_masks_momentum_clips_and_warms_up() -> None:
         assert torch.allclose(state.kept["velocity"], u, atol=1e-5)
         assert torch.allclose(state.kept["gathered"], v, atol=1e-5)
         sent.append(many)
-    assert sent == [250, 62, 16, 4, 1, 1, 1, 1]  # section 3.3: 75, 93.75, 98.4375, 99.6 and 99.9 % are kept back
+    assert sent == [250, 62, 16, 4, 1, 1, 1, 1]  # section 3.3: a sparsity of 75, 93.75, 98.4375, 99.6 and 99.9 %
 
 
 def test_dgc_clips_large_gradients_to_the_norm_and_not_to_nothing() -> None:
@@ -128,7 +130,7 @@ def test_dgc_leaves_out_what_would_come_to_infinity() -> None:
 
 
 def test_one_bit_has_the_means_of_both_sides() -> None:
-    """1-bit SGD, section 2.2: those from zero on become their mean, those below it theirs."""
+    """1-bit SGD, section 2.2: values of at least zero become their mean, and those below zero theirs."""
     x = normal(300) + 0.3
     (out,) = decoded("onebit", x)
     assert torch.allclose(out[x >= 0], x[x >= 0].mean()) and torch.allclose(out[x < 0], x[x < 0].mean())
@@ -138,7 +140,7 @@ def test_one_bit_has_the_means_of_both_sides() -> None:
     ("spec", "scale"), [("signsgd:magnitude=1", 1.0), ("signsgd:magnitude=0.25", 0.25), ("signsgd", None)]
 )
 def test_signs_are_of_one_magnitude(spec: str, scale: float | None) -> None:
-    """signSGD, Algorithm 1; 0, the default: ‖x‖₁ / n."""
+    """signSGD, Algorithm 1; the default magnitude 0 means ‖x‖₁ / n."""
     x = normal(300)
     (out,) = decoded(spec, x)
     assert torch.allclose(out, x.sign() * (scale or float(x.abs().mean())))

@@ -1,4 +1,4 @@
-"""Graphs and schedules against the formulas of their papers.
+"""Graphs and schedules, compared with the formulas of their papers.
 
 B. Ying et al., Exponential Graph is Provably Efficient for Decentralized Deep Training (2021); S. Boyd, A. Ghosh,
 B. Prabhakar, D. Shah, Randomized Gossip Algorithms (2006).
@@ -43,7 +43,7 @@ def test_one_peer_exponential_graphs_average_exactly_for_powers_of_two_alone(siz
 
 @pytest.mark.parametrize("name", ["ring", "star", "torus", "hypercube", "regular", "hierarchical"])
 def test_rounds_to_consensus_follow_the_second_eigenvalue(name: str) -> None:
-    """Boyd, section III: the expected matrix's λ₂ says how the mean model of each peer nears that of all, λ₂^t."""
+    """Boyd, section III: the expected model of each peer approaches the mean of all as λ₂^t of the expected matrix."""
     schedule = parse("random", load(name, 12))
     matrix = mixing_matrix("metropolis", schedule)
     slowest = np.linalg.eigh(matrix)[1][:, -2]

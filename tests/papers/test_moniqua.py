@@ -1,4 +1,4 @@
-"""Moniqua (Lu and De Sa, 2020): values modulo a range, recovered near one's own."""
+"""Moniqua (Lu and De Sa, 2020): values modulo a range, recovered near the receiver's own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gossipx.codecs.modulo import Moniqua
 from gossipx.errors import ProtocolError, TooFarError
 
 FIXED = 13
-"""Bytes of a tensor before its values: of the bits, the level and the hash."""
+"""Bytes of a tensor before its values: the bits, the level width and the hash."""
 bits = st.integers(1, 16)
 thetas = st.floats(1e-6, 1e3)
 singles = st.floats(-1e4, 1e4, width=32)
@@ -39,14 +39,14 @@ def recovered(codec: Moniqua, values: Tensor, near: Tensor) -> Tensor:
 
 
 def level_of(codec: Moniqua, values: Tensor) -> float:
-    """B / 2^bits as a frame has it."""
+    """Return B / 2^bits as stored in a frame."""
     frame = bytes(framed(codec, values))
     body = frame[len(frame) - encoded_bytes(frame)[1] :]
     return float(np.frombuffer(body[1:5], "<f4")[0])
 
 
 def check_bound(codec: Moniqua, x: float, y: float) -> None:
-    """|x̂ − x| ≤ δB, and no more than float32 rounds by beyond that (Lemma 2)."""
+    """Check |x̂ − x| ≤ δB, up to float32 rounding (Lemma 2)."""
     values, near = torch.tensor([x]), torch.tensor([y])
     back = recovered(codec, values, near)
     level = level_of(codec, values)
@@ -66,7 +66,7 @@ def check_bound(codec: Moniqua, x: float, y: float) -> None:
 def test_what_is_less_than_theta_away_is_recovered_to_half_a_level(
     wide: int, theta: float, y: float, way: float
 ) -> None:
-    """Lemma 2, up to the last float32 before theta."""
+    """Lemma 2 for distances up to the largest float32 below theta."""
     codec = Moniqua(wide, theta)
     near = np.float32(y)
     x = np.float32(y + way * theta)
@@ -79,7 +79,7 @@ def test_what_is_less_than_theta_away_is_recovered_to_half_a_level(
 def test_multiples_of_the_range_and_ties_of_levels(
     wide: int, theta: float, turns: int, part: float, way: float
 ) -> None:
-    """x at a multiple of B, or half or a quarter of a level beyond it: where (x / B) mod 1 begins again."""
+    """x at a multiple of B, or half or a quarter of a level above it, where (x / B) mod 1 wraps around."""
     codec = Moniqua(wide, theta)
     level = level_of(codec, torch.zeros(1))
     x = float(np.float32((turns * 2**wide + part) * level))
@@ -90,7 +90,7 @@ def test_multiples_of_the_range_and_ties_of_levels(
 
 
 def test_a_level_is_that_of_the_paper() -> None:
-    """B = 2 theta / (1 − 2 δ) and δ = 2^−(bits + 1), but for a millionth that rounding may take."""
+    """B = 2 theta / (1 − 2 δ) and δ = 2^−(bits + 1), plus a millionth for rounding."""
     for wide in range(1, 17):
         delta = 2.0 ** -(wide + 1)
         of_the_paper = 2 * 0.1 / (1 - 2 * delta) / 2**wide
@@ -99,7 +99,7 @@ def test_a_level_is_that_of_the_paper() -> None:
 
 
 def test_the_bound_is_reached() -> None:
-    """Of many values some are recovered with nearly half a level less or more: it is no smaller bound that holds."""
+    """Some of many values have an error of nearly half a level, so the bound is tight."""
     codec = Moniqua(4, 0.1)
     values = normal(5000)
     off = recovered(codec, values, values) - values
@@ -110,7 +110,7 @@ def test_the_bound_is_reached() -> None:
 
 @given(st.integers(2, 16), st.floats(0.01, 10), st.integers(0, 1000))
 def test_levels_are_those_of_the_paper_by_hand(wide: int, theta: float, seed: int) -> None:
-    """x̂ = ((q B − y) mod B) + y in fractions, with mod into [−B/2, B/2), is what comes out (Algorithm 1)."""
+    """The result equals x̂ = ((q B − y) mod B) + y in exact fractions, with mod into [−B/2, B/2) (Algorithm 1)."""
     codec = Moniqua(wide, theta)
     values = normal(20, seed=seed)
     near = values + 0.99 * theta * (2 * torch.rand(20, generator=torch.Generator().manual_seed(seed)) - 1)
@@ -130,7 +130,7 @@ def test_levels_are_those_of_the_paper_by_hand(wide: int, theta: float, seed: in
 def test_one_value_beyond_half_the_range_is_caught(
     wide: int, theta: float, y: float, times: float, up: bool, place: int
 ) -> None:
-    """And half a level, by which x is rounded: then no value within B/2 of y is the one that was meant."""
+    """Beyond theta plus half a level, the rounding of x, no value within B/2 of y is the right one."""
     codec = Moniqua(wide, theta)
     near = torch.full((30,), y)
     values = near.clone()
@@ -146,7 +146,7 @@ def test_one_value_beyond_half_the_range_is_caught(
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e38])
 def test_nothing_is_near_what_has_no_whole_number_of_levels(value: float) -> None:
-    """Whatever the hash says, and whatever a processor makes of it as a whole number."""
+    """Values too large for exact integers are refused regardless of the hash."""
     here = torch.tensor([value])
     levels = modulo._nearest(torch.tensor([0]), here.double(), 8)
     body = struct.pack("<BfQ8s", 8, 1.0, xxhash.xxh3_64_intdigest(levels.numpy().tobytes()), bytes(8))
@@ -160,7 +160,7 @@ def test_the_theta_that_is_told_is_the_one_that_was_given() -> None:
 
 
 def test_whole_ranges_away_all_bits_are_the_same_and_the_hash_is_not() -> None:
-    """What only the hash tells."""
+    """Only the hash detects these errors."""
     codec = Moniqua(8, 0.1)
     values = normal(40)
     level = level_of(codec, values)
@@ -186,7 +186,7 @@ def test_a_value_takes_its_bits_and_no_more(wide: int, count: int) -> None:
 
 
 def test_what_a_frame_has() -> None:
-    """Of values by hand: theta of 1.5 and 2 bits are levels of 1, and a range of 4."""
+    """Values computed by hand: theta 1.5 and 2 bits give levels of width 1 and a range of 4."""
     codec = Moniqua(2, 1.5)
     frame = bytes(framed(codec, torch.tensor([0.0, 1.2, -1.2, 5.9, -7.0])))
     body = frame[-FIXED - 2 :]
@@ -234,7 +234,7 @@ def test_nothing_is_drawn_kept_or_fed_back() -> None:
 
 @pytest.mark.parametrize("wide", [1, 5, 8, 11, 16])
 def test_torch_packs_as_numpy_does(wide: int) -> None:
-    """What is packed on a device is unpacked in host memory, and the other way."""
+    """Values packed on a device are unpacked in host memory, and vice versa."""
     for count in (1, 8, 13, 1000):
         numbers = (normal(count, seed=wide) * 1e6).long() & (2**wide - 1)
         packed = packing.pack_bits(numbers, wide)
@@ -259,7 +259,7 @@ def test_zeros_and_few_values(wide: int, values: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes(dtype: torch.dtype) -> None:
-    """To half a level, and what the dtype rounds by."""
+    """Errors are at most half a level plus the rounding of the dtype."""
     codec = Moniqua(8, 0.1)
     values = normal(500).to(dtype)
     near = (values.double() + 0.08 * normal(500, seed=1).clamp(-1, 1)).to(dtype)
@@ -278,9 +278,9 @@ def test_near_values_that_are_not_contiguous() -> None:
 
 
 def test_more_values_than_are_worked_on_at_a_time() -> None:
-    """The hash goes over all, and a wrap in the last piece is found."""
+    """The hash covers all chunks, so a wrap in the last one is detected."""
     codec = Moniqua(8, 0.1)
-    values = normal(2 * modulo._TOGETHER + 5)
+    values = normal(2 * modulo._CHUNK + 5)
     near = values + 0.05
     assert float((recovered(codec, values, near) - values).abs().max()) < 0.0004
     near[-1] += 1
@@ -299,7 +299,7 @@ def test_what_has_no_whole_number_of_levels_is_nan_in_its_tensor_alone(value: fl
     decode_into(frame, out, tensors=tensors, near=vector)
     assert bool(out[:30].isnan().all())
     assert float((out[30:] - vector[30:]).abs().max()) < 0.0005
-    if math.isnan(value):  # a frame of nothing else needs no values near it
+    if math.isnan(value):  # a frame without any encoded tensor needs no reference values
         frame, _ = codec.encode(vector[:30].clone(), codec.init(vector[:30]))
         assert bool(decode(frame).isnan().all())
 
@@ -327,9 +327,9 @@ def test_error_feedback_keeps_what_a_frame_leaves_out() -> None:
 
 @pytest.mark.parametrize(("wide", "theta"), [(8, 0.5), (4, 0.5), (2, 0.5)])
 def test_workers_that_average_come_to_the_mean(wide: int, theta: float) -> None:
-    """Algorithm 1 without gradients, on a ring: x_i += gamma sum (x̂_j − x̂_i), one's own x̂_i by the same codec.
+    """Algorithm 1 without gradients, on a ring: x_i += gamma sum (x̂_j − x̂_i), with x̂_i from the same codec.
 
-    That a worker takes its own model as biased as others take it keeps the mean where it was.
+    A worker's own x̂_i is as biased as the copies of its neighbours, so the mean stays unchanged.
     """
     codec, count, gamma = Moniqua(wide, theta), 5, 0.25
     models = 3 + (theta / 2) * (2 * torch.rand(count, 200, generator=torch.Generator().manual_seed(3)) - 1)

@@ -1,6 +1,6 @@
 """Push-sum: Kempe, Dobra, Gehrke (2003), Protocol Push-Sum; Assran et al. (2019), Stochastic Gradient Push.
 
-Own steps are switched off, so that what is kept and what it converges to can be told. x = w z; z is the module.
+Peers make no training steps, so that conservation and the limit can be checked. x = w z; z is the module.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from gossipx.topology import Topology
 
 
 def still(peer: SimPeer) -> None:
-    """No own step."""
+    """Make no training step."""
 
 
 def start(size: int, graph: Topology, network: Network | None = None, seed: int = 0, **options) -> World:
-    """A run of peers that begin apart, push and do not train."""
+    """Return a run of peers with different initial models that push and do not train."""
     made = World(seed, network)
     given = {"policy": "tau:1", "init": "own", "gradient_step": still, "mode": "push", "push_sum": True}
     paces = options.pop("paces", [1.0 + 0.01 * rank for rank in range(size)])
@@ -49,7 +49,7 @@ def exponential(size: int) -> Topology:
 
 
 UNBALANCED = Topology("unbalanced", ((1, 2, 3), (0, 2), (0,), (0, 1)))
-"""Strongly connected; peers are pushed to unequally often."""
+"""A strongly connected graph where some peers receive more pushes than others."""
 
 
 def starts(size: int) -> Tensor:
@@ -57,8 +57,8 @@ def starts(size: int) -> Tensor:
 
 
 def under_way(made: World) -> list[tuple[float, Tensor]]:
-    """Of each model that its sender has given away and its receiver has not mixed: its weight and itself."""
-    found = []  # of pushes by peers that live
+    """Return the weight and the model of each push that has left its sender and that its receiver has not mixed."""
+    found = []  # pushes of live peers
     for rank, peer in made.peers.items():
         for inbound in peer.role.exchange._inbound if peer.down_since is None else []:
             if inbound.phase is Phase.FETCHING or inbound.sender not in made.peers:
@@ -71,7 +71,7 @@ def under_way(made: World) -> list[tuple[float, Tensor]]:
 
 
 def mass(made: World) -> tuple[float, Tensor]:
-    """Σ w and Σ w z, with what is under way."""
+    """Return Σ w and Σ w z, including pushes in flight."""
     own = [(peer.role.weight, peer.weights()) for peer in made.peers.values()]
     parts = own + under_way(made)
     return math.fsum(weight for weight, _ in parts), sum(weight * model for weight, model in parts)  # type: ignore
@@ -100,9 +100,9 @@ def conserved(made: World, size: int) -> None:
     cut=st.none() | st.floats(2.0, 60.0),
 )
 def test_mass_is_conserved_at_every_moment(size, seed, paces, blocking, room, loss, repeat, jitter, bandwidth, cut):
-    """Σ w = N and Σ w z as at the start, also while messages are lost, repeated and overtake each other.
+    """Σ w = N and Σ w z stay constant, even if messages are lost, repeated and reordered.
 
-    Σ w through the end of training and the finish, too, to the last peer's end; in the finish models become averages.
+    Σ w also stays constant through the finish until the last peer ends; in the finish models become averages.
     """
     network = Network(bandwidth=bandwidth, delay=0.05, loss=loss, repeat=repeat, jitter=jitter)
     everyone = Topology("all", tuple(tuple(set(range(size)) - {rank}) for rank in range(size)))
@@ -123,7 +123,7 @@ def test_mass_is_conserved_at_every_moment(size, seed, paces, blocking, room, lo
 
 
 def one_pushes(policy: str, iterations: int, **options: Any) -> World:
-    """Of two that stand still, 0 alone pushes; the first push has just been asked for by 1."""
+    """Return a run of two peers where only 0 pushes, at the time when 1 has requested the first push."""
     made = World(0, Network(delay=0.1))
     options = {"graph": Topology("one way", ((1,), (0,))), "init": "own", "gradient_step": still, **options}
     options |= {"mode": "push", "push_sum": True, "iterations": iterations}
@@ -134,9 +134,11 @@ def one_pushes(policy: str, iterations: int, **options: Any) -> World:
 
 @pytest.mark.parametrize("blocking", [False, True])
 def test_an_answer_lost_leaves_doubt_that_asking_again_ends(blocking: bool):
-    """[26] The half has left its sender, the receiver does not know: it asks until it does, and mixes once."""
+    """[26] The half has left its sender, and the receiver is unsure: it asks until it knows, and mixes once."""
     made = one_pushes("tau:5", 30, blocking=blocking)
-    made.network.cut([0], [1], made.now + 0.35, made.now + 12.0, one_way=True)  # the model has passed, nothing after it
+    made.network.cut(
+        [0], [1], made.now + 0.35, made.now + 12.0, one_way=True
+    )  # only the model arrives, nothing after it
     made.run(made.now + 5.0)
     assert made.fired["cut"] > 0
     assert [peer.role.weight for peer in made.peers.values()] == [0.5, 1.0]
@@ -151,15 +153,15 @@ def test_an_answer_lost_leaves_doubt_that_asking_again_ends(blocking: bool):
 @pytest.mark.parametrize("width", [0.3, 1.0, 5.0, 0.9 * TIMEOUT])
 @pytest.mark.parametrize("lost", ["request", "answer"])
 def test_what_is_lost_as_training_ends_is_asked_for_again(lost: str, width: float, finish: str):
-    """[26] Both do their last iteration while the receiver asks whether the push stands, and has no answer.
+    """[26] Both finish their last iteration while the receiver asks in vain whether the push is valid.
 
-    The one who began has given half away, or refuses to from then on, and says so for as long as it waits for others.
+    The sender has either given half away or refuses to from then on, and answers so while it waits for other peers.
     """
     made = one_pushes("tau:5", 6, finish=finish)
     if lost == "request":
         made.network.cut([1], [0], made.now + 0.15, made.now + 0.15 + width, one_way=True)
     else:
-        made.network.cut([0], [1], made.now + 0.25, made.now + 0.25 + width, one_way=True)  # the model has passed
+        made.network.cut([0], [1], made.now + 0.25, made.now + 0.25 + width, one_way=True)  # the model has arrived
     ended(made, bound(2, 6))
     assert made.fired["cut"] > 0
     weights = [peer.role.weight for peer in made.peers.values()]
@@ -171,14 +173,14 @@ def test_what_is_lost_as_training_ends_is_asked_for_again(lost: str, width: floa
 
 @pytest.mark.parametrize("given", [False, True])
 def test_a_model_in_doubt_is_kept_aside_while_its_sender_cannot_be_reached(given: bool):
-    """[5] Longer than peer_timeout: meanwhile another pushes there. Then it is known, and mixed if it stands."""
+    """[5] Without an answer for peer_timeout, and another push meanwhile; once answered, a valid push is mixed."""
     made = World(0, Network(delay=0.1))
     graph = Topology("two into one", ((2,), (2,), (0, 1)))
     options = {"graph": graph, "init": "own", "gradient_step": still, "mode": "push", "push_sum": True}
     for rank, policy in enumerate(("tau:5", "tau:7", "never")):
         made.start(rank, maker(rank, 3, policy=policy, iterations=100, finish="none", **options))
     until(made, 2, "takes from 0")
-    # The model has passed; with one_way the question whether it stands, too, and no answer comes.
+    # The model has arrived; with one_way the question whether it is valid arrives too, but not the answer.
     made.network.cut([0], [2], made.now + 0.35, made.now + 4 * TIMEOUT, one_way=given)
     made.run(made.now + 4 * TIMEOUT - 1)
     assert made.peers[2].role.members.others[0].lost
@@ -204,7 +206,7 @@ def test_a_sender_that_dies_in_doubt_loses_no_weight_that_it_gave():
 
 
 def test_what_was_given_up_is_not_taken():
-    """The receiver comes to settle when the sender has long given up: refused, and nothing has moved."""
+    """The receiver settles long after the sender has given up: the push is refused, and no mass has moved."""
     made = one_pushes("tau:25", 40)
     made.network.cut([1], [0], made.now + 0.15, made.now + TIMEOUT + 2, one_way=True)  # it cannot ask to settle
     made.run(39.5)
@@ -216,14 +218,14 @@ def test_what_was_given_up_is_not_taken():
 
 @pytest.mark.parametrize("number", range(6))
 def test_a_crash_takes_what_the_peer_had_and_no_more(number: int):
-    """Its own weight and what it was given and had not mixed yet; what it had only offered or asked for is not gone.
+    """A lost peer takes its own weight and unmixed received halves with it, but no offered or requested ones.
 
-    A half that has come to another, who asks in vain whether it was given, is kept there.
+    A half that has arrived at another peer is kept there, even if that peer asks in vain whether it is valid.
     """
     made = start(4, exponential(4), Network(bandwidth=4 * SIZE * 3, delay=0.02), iterations=40)
     made.run(11.0 + 0.13 * number)
     made.crash(2, made.now)
-    made.run(made.now + 0.03)  # what has left it arrives
+    made.run(made.now + 0.03)  # messages in flight from it arrive
     crashed = made.peers[2].role
     taken = crashed.exchange._inbound
     had = crashed.weight + sum(inbound.reply.weight for inbound in taken if inbound.phase is Phase.SETTLED)
@@ -246,7 +248,7 @@ def test_a_restarted_peer_weighs_one_again():
 
 
 def test_a_checkpoint_brings_the_weight_back():
-    """What a checkpoint holds is enough: weight and model of then, from any moment, and nothing of later."""
+    """A checkpoint at any time restores the weight and model of that time, and nothing later."""
     from gossipx.protocol.events import Restored
 
     made = start(3, directed_ring(3), iterations=40)
@@ -286,7 +288,7 @@ def test_all_come_to_the_average_on_directed_graphs(graph: Topology):
 
 
 def test_without_weights_a_directed_graph_does_not_keep_the_average():
-    """What the weights are for."""
+    """Without weights, models do not converge to the mean."""
     mean = starts(4).mean(0)
     away = {}
     for push_sum in (False, True):
@@ -298,7 +300,7 @@ def test_without_weights_a_directed_graph_does_not_keep_the_average():
 
 @pytest.mark.parametrize("size", [2, 3, 5, 6])
 def test_the_finish_weighs_by_weight(size: int):
-    """Σ w z / Σ w: the mean of where all began, however unequal the weights are by then."""
+    """Σ w z / Σ w is the mean of all initial models, however unequal the weights have become."""
     made = start(size, directed_ring(size), Network(bandwidth=4 * SIZE * 2), iterations=7, policy="random:p=0.6")
     ended(made, bound(size, 7, 1.1, waits=2))
     weights = [peer.role.weight for peer in made.peers.values()]
@@ -307,7 +309,7 @@ def test_the_finish_weighs_by_weight(size: int):
 
 
 def test_who_is_never_pushed_to_stops_giving_in_time():
-    """Nobody pushes to 0: its weight would vanish, and with it what it learns."""
+    """No peer pushes to 0, so its weight would vanish, and its training with it."""
     graph = Topology("a source", ((1,), (2,), (3,), (2,)))
     made = start(4, graph, iterations=60, finish="none")
     ended(made, bound(4, 60, 1.1))

@@ -1,4 +1,4 @@
-"""3LC (anonymous, 2018), section by section; and the vectors, which anybody's 3LC is to give."""
+"""3LC (anonymous, 2018), section by section, and test vectors for any implementation of 3LC."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def values_of(case: dict[str, object], key: str) -> np.ndarray:
 
 
 def by_hand(values: np.ndarray, sparsity: float) -> tuple[np.float32, list[int], bytes, bytes]:
-    """The scale, the trits, and their bytes before and after zero-run encoding, as the paper's steps read: slowly."""
+    """Return the scale, the trits, and their bytes before and after zero-run encoding: direct and slow."""
     scale = np.float32(np.abs(values).max(initial=0)) * np.float32(sparsity)
     trits = [int(np.rint(value / scale)) if scale else 0 for value in values]
     packed = bytearray()
@@ -91,7 +91,7 @@ def test_long_tensors_and_odd_lengths(count: int, sparsity: float) -> None:
 @pytest.mark.parametrize("count", LENGTHS[1:])
 @pytest.mark.parametrize("sparsity", [1.0, 1.75])
 def test_a_device_makes_the_same_bytes(count: int, sparsity: float) -> None:
-    """By torch alone, as on a GPU, here on the CPU."""
+    """Encode by the torch code for GPUs, here on the CPU."""
     values = normal(count)
     left = values.clone()
     scale, codes = pass_on_device(left, sparsity)
@@ -114,7 +114,7 @@ def test_a_device_makes_the_same_levels(block: int) -> None:
 @given(st.integers(1, 400), st.integers(0, 2**32 - 1))
 @settings(deadline=None)
 def test_any_cut_of_runs_decodes(count: int, seed: int) -> None:
-    """Section 3.3: an encoder that works on parts cuts runs at their ends, and may join them or not."""
+    """Section 3.3: an encoder that works on parts may split runs at their ends."""
     draws = np.random.default_rng(seed)
     values = np.where(draws.random(count) < 0.02, draws.standard_normal(count), 0).astype(np.float32)
     scale, trits, packed, _ = by_hand(values, 1.0)
@@ -139,9 +139,9 @@ def test_any_cut_of_runs_decodes(count: int, seed: int) -> None:
         (b"", 1),
         (b"\xca", 6),  # too few
         (b"\xca\x79", 5),  # too many
-        (b"\xff", 66),  # 14 bytes where 14 are, and one
+        (b"\xff", 66),  # 70 trits, where 66 take 14 bytes with padding
         (b"\xff", 71),
-        (b"\xf3", 5),  # a run beyond the end
+        (b"\xf3", 5),  # a run past the end
         (b"\xcb", 1),  # padding that is not zero
         (b"\x00", 3),
         (b"\xff", -1),
@@ -177,7 +177,7 @@ def test_what_has_no_scale_cannot_be_quantized(value: float) -> None:
 )
 @settings(deadline=None)
 def test_error_feedback_is_exact(values: list[float], errors: list[float], sparsity: float) -> None:
-    """Section 3.1: the largest error is at most m/2; input and error before are output and error after, exactly."""
+    """Section 3.1: errors are at most m/2; input + error before = output + error after, exactly."""
     feedback = ErrorFeedback(codecs.parse(f"3lc:sparsity={sparsity}"))
     x = torch.tensor(values, dtype=torch.float32)
     state = feedback.init(x)
@@ -192,7 +192,7 @@ def test_error_feedback_is_exact(values: list[float], errors: list[float], spars
 
 
 def test_smallest_numbers_of_all() -> None:
-    """Their scale has no half: round(x / m) is still what the trits are."""
+    """The scale of the smallest subnormals has no exact half; the trits are still round(x / m)."""
     step = 2.0**-149
     for most, value in itertools.product(range(1, 8), range(8)):
         if value <= most:
@@ -202,7 +202,7 @@ def test_smallest_numbers_of_all() -> None:
 
 
 def test_a_byte_holds_five_trits_and_a_run_up_to_fourteen_bytes() -> None:
-    """Sections 3.2 and 3.3: 1.6 bits a value without zero-run encoding; 280 times less than float32 for zeros."""
+    """Sections 3.2 and 3.3: 1.6 bits per value without zero-run encoding; 280 times less than float32 for zeros."""
     dense = torch.ones(5120)
     assert len(compress(dense, 1.0)[1]) * 8 / len(dense) == 1.6
     zeros = torch.zeros(5 * 14 * 100)
@@ -230,13 +230,13 @@ def test_stochastic_is_unbiased_and_of_16_bits_a_ten() -> None:
         frame, state = codec.encode(x, state)
         total += decode(frame)
     peak = float(x.abs().max())
-    spread = (x.abs() * (peak - x.abs())).sqrt() / 4000**0.5  # of a value that is ±peak by chance
+    spread = (x.abs() * (peak - x.abs())).sqrt() / 4000**0.5  # standard error of a value that is ±peak at random
     assert bool(((total / 4000 - x).abs() <= 5 * spread + 1e-6).all())
     assert encoded_bytes(frame) == (500, 4 + 100)
 
 
 def test_stochastic_in_error_feedback_has_the_magnitude_of_least_squared_error() -> None:
-    """The mean magnitude of those that are sent: with any other the error would be larger."""
+    """With feedback the magnitude is the mean of the sent values, which minimizes the squared error."""
     x = normal(500)
     codec = codecs.parse("stochastic3:feedback=true")
     out = decode(codec.encode(x, codec.init(x))[0])
@@ -287,7 +287,7 @@ def test_sparsification_sends_the_largest_and_a_bit_for_each_value_or_fewer() ->
 
 
 def test_local_steps_send_every_kth_sum() -> None:
-    """Section 4.2: unsent changes gather, and are sent with the next."""
+    """Section 4.2: unsent changes accumulate, and are sent with the next frame."""
     feedback = ErrorFeedback(codecs.parse("localsteps:k=3"))
     state = feedback.init(normal(10))
     for round_ in range(2):

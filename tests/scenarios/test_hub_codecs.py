@@ -117,7 +117,7 @@ class Two:
         return request, bytearray(source.view)
 
     def arrive(self, request: ElasticRequest, content: bytearray) -> tuple[Incoming, ModelReply, bytearray]:
-        room = self.hub.room(1, request, Incoming(self.arenas[0], None))
+        room = self.hub.upload_sink(1, request, Incoming(self.arenas[0], None))
         room.take(0, memoryview(content))
         room.decode()
         reply, source = room.answered(self.arenas[0].snapshot().buffer.vectors, ModelReply(1))
@@ -185,7 +185,7 @@ def test_a_change_of_an_unknown_base_is_refused_and_changes_nothing() -> None:
     ):
         with pytest.raises(ProtocolError, match="does not fit"):
             two.arrive(wrong, content)
-    assert not two.hub._brought
+    assert not two.hub._copies
 
 
 def test_a_model_that_was_not_finite_does_no_lasting_harm() -> None:

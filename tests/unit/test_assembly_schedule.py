@@ -33,5 +33,5 @@ def test_the_topologys_schedule_unless_one_is_given() -> None:
 
 
 def test_weights_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(UsageError, match="metropolis needs edges that go both ways"):
+    with pytest.raises(UsageError, match="metropolis needs an undirected graph"):
         build_schedule(files.resolve({"topology": "exponential", "weights": "metropolis"}), 8)

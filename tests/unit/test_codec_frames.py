@@ -1,4 +1,4 @@
-"""Frames of codecs: what is in them, and that none can do harm."""
+"""Frames of codecs: their contents, and that malformed ones do no harm."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ LIMIT = 2**20
 LOOPS = (loops_levels, loops_sparse, loops_ternary)
 GUARDED = torch.ones(2 * 4096 + 200)
 OUT = GUARDED[4096:-4096]
-"""What frames are decoded into; what lies around it must not change."""
+"""The memory that frames are decoded into; the values around it must not change."""
 BESIDE = normal(200, seed=1)
-"""Values that are said to be near."""
+"""Reference values for codecs that need them."""
 EXPECTED = (None, Tensors(((30,), (40,)), torch.float32, (10, 50)))
-"""Of a vector of that length: what fills it, and two tensors that lie in it; both are among those that are encoded."""
+"""Layouts of a vector of that length: one that fills it, and two tensors with gaps; both kinds are encoded below."""
 
 
 def a_frame(spec: str, *counts: int, seed: int = 0) -> bytes:
@@ -42,7 +42,7 @@ def a_frame(spec: str, *counts: int, seed: int = 0) -> bytes:
 
 
 def sealed(frame: bytes | bytearray) -> bytes:
-    """With the checksum that belongs to it, so that what is behind it is looked at."""
+    """Return the frame with a valid checksum, so that the checks behind the checksum are reached."""
     body = bytearray(frame)
     if len(body) >= frames.HEAD:
         digest = xxhash.xxh3_64(bytes(body[:6]) + bytes(body[10:])).intdigest()
@@ -51,7 +51,7 @@ def sealed(frame: bytes | bytearray) -> bytes:
 
 
 def survives(frame: bytes) -> bool:
-    """Whether it decodes; if it does, within the limit. Into a vector it is added, or leaves that as it was."""
+    """Return whether a frame decodes, within the limit. Decoding into a vector adds to it, or leaves it unchanged."""
     for expected, near in product(EXPECTED, (None, BESIDE)):
         try:
             decode_into(frame, OUT, add=True, tensors=expected, near=near)
@@ -63,13 +63,13 @@ def survives(frame: bytes) -> bool:
     try:
         values = decode(frame, LIMIT)
     except ProtocolError as error:
-        return "none are known that they are near" in str(error) and survives_near(frame)
+        return "no reference model to decode them" in str(error) and survives_near(frame)
     assert values.nbytes <= LIMIT
     return True
 
 
 def survives_near(frame: bytes) -> bool:
-    """The same, of a frame that is to be decoded near values; where it does not, it leaves these as they were."""
+    """Return whether a frame decodes near reference values; if it does not, these stay unchanged."""
     tensors = frames.open_frame(frame, LIMIT).contents.tensors
     near = torch.cat([normal(count, seed=place) for place, count in enumerate(tensors.counts)])
     near = near.view(tensors.shapes[0] if tensors.single else -1)
@@ -103,7 +103,7 @@ def mutated(frame: bytes, draws: np.random.Generator) -> bytes:
 
 
 def test_a_bitmap_with_bits_behind_the_last_value_is_refused() -> None:
-    """Fault 43: seven bits of padding, which stood for values behind the vector, with and without near values."""
+    """Fault 43: seven padding bits were set, which marked values past the vector's end."""
     frame = bytearray(a_frame("topk:ratio=0.5", 5121))
     guarded = torch.ones(4096 + 5121 + 4096)
     out, near = guarded[4096:-4096], normal(5121, seed=1)
@@ -111,19 +111,19 @@ def test_a_bitmap_with_bits_behind_the_last_value_is_refused() -> None:
     last = len(frame) - len(opened.body) + int(opened.offsets[0]) + 8 + (5121 + 7) // 8 - 1
     frame[last] |= 0xFE
     for given in (None, near):
-        with pytest.raises(ProtocolError, match="is no few values of its size"):
+        with pytest.raises(ProtocolError, match="is not a sparse tensor of its size"):
             decode_into(sealed(frame), out, near=given)
         assert bool((guarded == 1).all())
 
 
 def test_loops_refuse_tensors_outside_their_arrays() -> None:
-    """Fault 43: had the check before them missed one."""
+    """Fault 43: the loops refuse a tensor that the check before them missed."""
     body, out = np.zeros(64, np.uint8), np.zeros(8, np.float32)
     for loop in (loops_levels.levels_into, loops_sparse.sparse_into, loops_ternary.three_lc_into):
         for offsets, start in (([0, 65], 0), ([0, 9], 1), ([0, 9], -1), ([9, 0], 0)):
             with pytest.raises(IndexError, match="lie outside"):
                 loop(body, np.array(offsets), np.array([8]), out, np.array([start]), False)
-    body[0], body[8:10] = 4, (0b111, 0b10000000)  # of 10 values 4, the last of them at place 15
+    body[0], body[8:10] = 4, (0b111, 0b10000000)  # 4 of 10 values, the last at index 15
     ends, counts, starts = np.array([0, 26]), np.array([10]), np.array([0])
     with pytest.raises(IndexError, match="lie outside"):
         loops_sparse.sparse_into(body, ends, counts, np.zeros(10, np.float32), starts, False)
@@ -131,11 +131,11 @@ def test_loops_refuse_tensors_outside_their_arrays() -> None:
 
 SMALL = ((1,), (9,), (70,), (200,), (30, 40), (12, 0, 5))
 LONG = ((5121,), (20_000,), (6000, 9, 4100))
-"""Over the ends of what loops work on at a time."""
+"""Sizes around the ends of the loops' chunks."""
 
 
 def fuzz(many: int, seed: int, of: Sequence[tuple[int, ...]] = SMALL) -> int:
-    """How many of so many mutated frames of all codecs still decode.
+    """Return how many of ``count`` mutated frames of all codecs still decode.
 
     Args:
         of: the tensors that a frame holds.
@@ -147,14 +147,14 @@ def fuzz(many: int, seed: int, of: Sequence[tuple[int, ...]] = SMALL) -> int:
 
 def test_frames_survive_being_damaged_on_purpose() -> None:
     decoded = fuzz(20_000, seed=0)
-    assert 0 < decoded < 10_000  # some mutations are other frames, and most are none
+    assert 0 < decoded < 10_000  # some mutations are valid frames, most are not
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(1, 9))
 def test_a_million_damaged_and_random_frames(seed: int) -> None:
-    """An eighth of them each: 100,000 mutated, and 25,000 of random bytes, a half of which pretend to be frames."""
+    """One eighth of 100,000 mutated frames, and of 25,000 of random bytes, half of them with a valid magic number."""
     assert fuzz(100_000, seed) > 0
     draws = np.random.default_rng(seed)
     for number in range(25_000):
@@ -168,7 +168,7 @@ def test_a_million_damaged_and_random_frames(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_loops_stay_within_their_arrays(tmp_path: Path) -> None:
-    """Compiled to look at the end of each, which they do not otherwise."""
+    """Loops compiled with bounds checks, which they do not have otherwise."""
     looked = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
     run = [
         sys.executable,
@@ -196,9 +196,9 @@ def test_every_bit_is_covered_by_the_checksum() -> None:
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        (0, 0x50, "what should be a codec's frame is none"),
+        (0, 0x50, "not a codec's frame"),
         (2, 2, "has version 2, this peer reads version 1"),
-        (3, 250, "is of codec 250, which this peer does not know"),
+        (3, 250, "has codec number 250, which this peer does not know"),
         (4, 99, "a dtype or flags that this version does not know"),
         (5, 0x80, "a dtype or flags that this version does not know"),
         (10, 255, "ends before its shapes"),
@@ -218,13 +218,13 @@ def test_a_pickle_is_no_frame() -> None:
 
 @pytest.mark.parametrize("by", ["zlib", "zstd"])
 def test_a_bomb_is_not_unpacked(by: str) -> None:
-    """Fault 24: what a small body would become is capped before it becomes that."""
+    """Fault 24: the size of a small compressed body is limited before it is decompressed."""
     bomb = bytes(2**28)
     whole = bytearray(a_frame(f"3lc+{by}", 40))
     (size,) = struct.unpack_from("<I", whole, 10)
     shapes = whole[14 : 14 + size]
     packed = zlib.compress(bomb) if by == "zlib" else frames.zstandard().ZstdCompressor().compress(bomb)
-    with pytest.raises(ProtocolError, match=r"another size than it tells|squeezed from"):
+    with pytest.raises(ProtocolError, match=r"another size than declared|decompresses to"):
         decode(sealed(whole[:14] + shapes + packed))
     honest = shapes[:-1] + b"\x80\x80\x80\x80\x01"
     struct.pack_into("<I", whole, 10, len(honest))
@@ -233,10 +233,10 @@ def test_a_bomb_is_not_unpacked(by: str) -> None:
 
 
 def shapes(numbers: list[int]) -> bytes:
-    """As varints."""
+    """Return numbers as varints."""
     made = bytearray()
     for number in numbers:
-        frames._put(number, made)
+        frames._put_varint(number, made)
     return bytes(made)
 
 
@@ -264,7 +264,7 @@ DAMAGING = {
 
 @pytest.mark.parametrize("name", DAMAGING)
 def test_what_a_refused_frame_takes_is_bounded_by_what_was_expected(name: str) -> None:
-    """Fault 24: less than nine times as many bytes as expected, or as came, and a few MB for its description."""
+    """Fault 24: allocations are below nine times the limit or the frame's size, plus a few MB for its shapes."""
     limit = 2**24
     for made in DAMAGING[name]():
         tracemalloc.start()
@@ -281,22 +281,22 @@ def test_what_a_refused_frame_takes_is_bounded_by_what_was_expected(name: str) -
 
 
 def test_a_frame_that_a_package_is_missing_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By whoever takes it in, as any other that it cannot read."""
+    """A peer without zstandard refuses the frame like any other that it cannot read."""
     frame = a_frame("3lc+zstd", 5000)
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(ProtocolError, match=r"cannot be unsqueezed: \+zstd needs the package zstandard"):
+    with pytest.raises(ProtocolError, match=r"cannot be decompressed: \+zstd needs the package zstandard"):
         decode(frame)
 
 
 def compiled() -> int:
-    """How often loops have been, each for arguments of some kind."""
+    """Return the number of compiled variants of all loops."""
     loops = [loop for module in LOOPS for loop in vars(module).values()]
     return sum(len(loop.signatures) for loop in loops if hasattr(loop, "signatures"))
 
 
 @pytest.mark.parametrize("spec", ["3lc", "int8", "topk"])
 def test_loops_are_compiled_once_whatever_a_frame_lies_in(spec: str) -> None:
-    """What warms up decodes what it has encoded; what comes from others lies in memory of another kind."""
+    """The warm-up decodes its own frames; frames from other peers lie in another kind of memory."""
     frame = a_frame(spec, 100)
     decode(frame)
     before = compiled()
@@ -307,7 +307,7 @@ def test_loops_are_compiled_once_whatever_a_frame_lies_in(spec: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
 def test_values_of_a_dtype_that_cannot_be_added_are_refused_before_any_is(dtype: torch.dtype) -> None:
-    """With an encoded tensor before the plain one, or with plain ones alone."""
+    """Frames with an encoded tensor before the plain one, and with plain ones only."""
     mixed = bytearray(a_frame("3lc:small=5", 8, 1))
     mixed[4] = frames.DTYPES.index(dtype)
     plain = codecs.parse("none").encode(
@@ -323,12 +323,12 @@ def test_values_of_a_dtype_that_cannot_be_added_are_refused_before_any_is(dtype:
 def test_a_tensor_of_2_to_the_63_is_refused_before_anything_is_allocated() -> None:
     start = struct.pack("<2sBBBBII", b"gx", 1, 3, 0, 1, 0, 10)
     frame = sealed(start + b"\x01" + b"\xff" * 8 + b"\x7f" + bytes(20))
-    with pytest.raises(ProtocolError, match="at most 1073741824 are expected"):
+    with pytest.raises(ProtocolError, match="at most 1073741824 are allowed"):
         decode(frame)
 
 
 def test_frames_say_what_they_are() -> None:
-    """The figures of a frame's header, and what the rest of it takes."""
+    """The size of a frame's header, and of the rest."""
     frame = a_frame("3lc:sparsity=1", 36_864)
     assert frame[:6] == bytes((*b"gx", 1, 3, 0, 1))
     values, size = codecs.encoded_bytes(frame)
@@ -351,10 +351,10 @@ def test_small_tensors_and_normalisation_are_left_as_they_are() -> None:
 
 
 def test_a_tensor_larger_than_what_is_left_for_it() -> None:
-    with pytest.raises(ProtocolError, match="is expected"):
+    with pytest.raises(ProtocolError, match=", expected "):
         decode_into(a_frame("3lc", 40), torch.zeros(41))
     tensors = Tensors.of(normal(20), normal(20))
-    with pytest.raises(ProtocolError, match="is expected"):
+    with pytest.raises(ProtocolError, match=", expected "):
         decode_into(a_frame("3lc", 40), torch.zeros(40), tensors=tensors)
 
 

@@ -1,4 +1,4 @@
-"""What compiled loops make of real gradients, and that they choose and lay out values as operations of torch do."""
+"""Compiled loops on real gradients: they select and lay out values exactly as torch does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COUNTS = [1, 2, 7, 8, 9, 0, 64, 1025, 4096, 4097, 20_000]
 
 
 def bits(spec: str, model: str) -> float:
-    """Of payload a value, over all steps, with error feedback, which is checked to lose nothing."""
+    """Return the payload per value over all steps, with error feedback, and check that nothing is lost."""
     tensors, steps = recorded(model)
     feedback = ErrorFeedback(codecs.parse(spec))
     state, out, size = feedback.init(tensors), torch.zeros(tensors.length), 0
@@ -31,7 +31,7 @@ def bits(spec: str, model: str) -> float:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_real_gradients_take_fewer_bits_the_higher_the_sparsity(model: str) -> None:
-    """3LC, Table 2: below 1.6 bits, and ever fewer. Scales are not counted out."""
+    """3LC, Table 2: below 1.6 bits, and fewer with every sparsity. Scales are included."""
     each = [bits(f"3lc:sparsity={sparsity}", model) for sparsity in (1.0, 1.5, 1.75, 1.9)]
     assert 1.6 > each[0] > each[1] > each[2] > each[3] > 1.6 / 70
     assert 8 < bits("int8", model) < 8.1
@@ -52,7 +52,7 @@ def test_a_sampled_threshold_sends_about_as_many_of_real_gradients(model: str) -
 @pytest.mark.parametrize("codec", [Threshold(0.5), Threshold(2.5), Threshold(9.0), TopK(0.3), TopK(0.001), TopK(1.0)])
 @pytest.mark.parametrize("fed", [False, True])
 def test_frames_are_those_of_torch(codec: Threshold | TopK, fed: bool) -> None:
-    """Bitmaps and packed numbers, tensors of all odd lengths, with and without an error."""
+    """Bit masks and packed indices, tensors of odd lengths, with and without an error."""
     x, left = normal(sum(COUNTS)), normal(sum(COUNTS), seed=1)
     wanted = x + left if fed else x
     tensors = Tensors.of(*x.split(COUNTS))
@@ -99,10 +99,10 @@ def test_another_seed_samples_other_values() -> None:
 
 
 def test_adding_touches_what_was_sent_alone() -> None:
-    """Also of frames that codecs without a compiled encoder make."""
+    """Frames of codecs without a compiled encoder are decoded alike."""
     x = normal(30_000)
     for codec in (TopK(0.01), TopK(0.2), DGC(0.01)):
         frame, _ = codec.encode(x, codec.init(x))
-        out = torch.full_like(x, -0.0)  # to which adding zero shows
+        out = torch.full_like(x, -0.0)  # adding zero would change the sign
         decode_into(frame, out, add=True)
         assert bool(out[~decode(frame).bool()].signbit().all())

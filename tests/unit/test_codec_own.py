@@ -1,4 +1,4 @@
-"""Codecs of one's own, and what specs of codecs may be."""
+"""Custom codecs, and the specs of codecs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gossipx.specs import plugins
 @final
 @dataclass(frozen=True)
 class Rounded(PerTensor):
-    """Whole numbers, a byte each."""
+    """A custom codec: integers of one byte."""
 
     step: float = 1.0
     number: ClassVar[int] = 200
@@ -55,7 +55,7 @@ def test_a_codec_of_ones_own_is_like_any_other(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_two_codecs_of_one_number_are_refused() -> None:
-    with pytest.raises(ValueError, match="codec number 3 is ThreeLC's already"):
+    with pytest.raises(ValueError, match="codec number 3 is already taken by ThreeLC"):
 
         class Other(PerTensor):
             number: ClassVar[int] = 3
@@ -67,25 +67,25 @@ def test_two_codecs_of_one_number_are_refused() -> None:
         ("3lb", r"unknown codec '3lb' \(did you mean '3lc'\?\)"),
         ("3lc:sparsty=1", r"unknown key 'sparsty' \(did you mean 'sparsity'\?\)"),
         ("3lc:sparsity=2", "sparsity is at least 1 and below 2, not 2.0"),
-        ("3lc:residual=0", "residual is a part of a norm"),
+        ("3lc:residual=0", "residual is a fraction of a norm"),
         ("3lc:small=-1", "small counts elements"),
         ("int8:block=-1", "block counts values"),
-        ("topk:ratio=0", "ratio is a part of the values"),
-        ("topk:sample=2", "sample is a part of the values"),
+        ("topk:ratio=0", "ratio is a fraction of the values"),
+        ("topk:sample=2", "sample is a fraction of the values"),
         ("threshold", "a value is missing"),
         ("threshold:-1", "value is a magnitude"),
         ("qsgd:levels=0", "levels are from 1 to 65535"),
         ("signsgd:magnitude=-1", "magnitude is a finite number"),
-        ("powersgd:rank=0", "rank is from 1 to 65535"),
+        ("powersgd:rank=0", "rank must be from 1 to 65535"),
         ("dgc:momentum=1", "momentum is at least 0 and below 1"),
         ("dgc:clip=-1", "clip is a norm"),
         ("localsteps:k=0", "k counts frames"),
-        ("moniqua:bits=0", "bits are from 1 to 16"),
-        ("moniqua:bits=17", "bits are from 1 to 16"),
-        ("moniqua:theta=0", "theta is a distance above zero"),
-        ("moniqua:theta=nan", "theta is a distance above zero"),
-        ("moniqua:theta=inf", "theta is a distance above zero"),
-        ("moniqua:theta=1e-38", "theta is a distance above zero"),
+        ("moniqua:bits=0", "bits must be from 1 to 16"),
+        ("moniqua:bits=17", "bits must be from 1 to 16"),
+        ("moniqua:theta=0", "theta must be above 0"),
+        ("moniqua:theta=nan", "theta must be above 0"),
+        ("moniqua:theta=inf", "theta must be above 0"),
+        ("moniqua:theta=1e-38", "theta must be above 0"),
         ("int8:squeezed=zlib", "unknown key 'squeezed'"),
         ("int8+gzip", r"one of \+zlib, \+zstd may follow, once"),
         ("int8+zlib+zlib", r"one of \+zlib, \+zstd may follow, once"),

@@ -1,4 +1,4 @@
-"""Policies: what a spec means, and when each pulls. The paper's own rules are in tests/papers."""
+"""Policies: their specs, and when each pulls. The rules of the papers are tested in tests/papers."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_what_a_spec_means(spec: str, expected: Policy):
         ("tau:5,warmup=-1", "not negative"),
         ("random:p=1.5", "from 0 to 1"),
         ("random:p=nan", "from 0 to 1"),
-        ("adaptive:threshold=-1", "a finite number from 0"),
-        ("travel:distance=inf", "a finite number from 0"),
+        ("adaptive:threshold=-1", "a finite number of at least 0"),
+        ("travel:distance=inf", "a finite number of at least 0"),
         ("nothing-like-it", "one of adaptive, drift, never, random, tau, travel"),
     ],
 )
@@ -81,10 +81,10 @@ def test_when_each_pulls():
     assert wants(Travel(2.0), travelled=2.1) and not wants(Travel(2.0), travelled=2.0)
     assert wants(Drift(2.0), drift=2.1) and not wants(Drift(2.0), drift=2.0)
     assert wants(Tau(10), step=20, silence=4) and not wants(Tau(10), step=24, silence=10)
-    assert wants(Tau(10), step=24, silence=10, shared=True), "after a wave it counts from there"
+    assert wants(Tau(10), step=24, silence=10, shared=True), "after a wave it counts from that wave"
     assert not wants(Tau(10), step=20, silence=6, shared=True)
     assert wants(Adaptive(0.5), delta=1.0, delta_at_retrieval=1.75)
-    assert not wants(Adaptive(0.5), delta=math.nan), "a model that has diverged has nothing to compare"
+    assert not wants(Adaptive(0.5), delta=math.nan), "a diverged model compares as false"
 
 
 def pulls(manager: SyncManager, steps: int, fail: bool = False) -> list[int]:
@@ -105,11 +105,13 @@ def test_warmup_holds_pulls_back():
 def test_max_silence_pulls_at_the_latest_then():
     assert pulls(SyncManager(Never(max_silence=4)), 13) == [4, 8, 12]
     assert pulls(SyncManager(Tau(10, max_silence=4)), 20) == [4, 8, 10, 14, 18, 20]
-    assert pulls(SyncManager(Never(max_silence=4)), 6, fail=True) == [4, 5, 6], "a failure is no retrieval"
+    assert pulls(SyncManager(Never(max_silence=4)), 6, fail=True) == [4, 5, 6], (
+        "a failure does not count as a retrieval"
+    )
 
 
 class EntryPoint:
-    """As importlib.metadata gives them; loads only what is asked for."""
+    """A stand-in for the entry points of importlib.metadata; it records which ones are loaded."""
 
     def __init__(self, name: str, value: object, loaded: list[str]):
         self.name, self._value, self._loaded = name, value, loaded
@@ -169,7 +171,7 @@ def test_installed_policies_do_not_replace_built_in_ones(installed: list[str]):
 def test_installed_policies_are_named_when_a_spec_is_wrong(installed: list[str]):
     with pytest.raises(UsageError, match="did you mean 'every'"):
         policies.parse("evry")
-    with pytest.raises(UsageError, match="makes a int, not a policy or a function"):
+    with pytest.raises(UsageError, match="returns a int, not a policy or a function"):
         policies.parse("wrong")
     with pytest.raises(UsageError, match=r"'gone'.*no module named gone") as raised:
         policies.parse("gone:1")

@@ -1,4 +1,4 @@
-"""Spec strings: what they mean, and what a wrong one is told."""
+"""Spec strings: parsing, and the messages for wrong ones."""
 
 from __future__ import annotations
 
@@ -132,5 +132,5 @@ def test_peers_are_given_by_name_or_number(given: str, rank: int):
 @pytest.mark.parametrize("given", ["2", "-1", "1.0", "", "nodea"])
 def test_what_is_no_peer_is_refused(given: str):
     meant = r" \(did you mean 'node-a'\?\)" if given == "nodea" else ""
-    with pytest.raises(UsageError, match=f"^--hub '{given}' is no peer: a number from 0 to 1, or a name{meant}$"):
+    with pytest.raises(UsageError, match=f"^--hub '{given}' is not a peer: give a rank from 0 to 1, or a name{meant}$"):
         specs.rank_of(given, "--hub", ["node-a", "node-b"])

@@ -1,4 +1,4 @@
-"""The SyncManager's own state. When it pulls is in tests/papers and test_policies."""
+"""The SyncManager's own state. The decisions of policies are tested in tests/papers and test_policies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gossipx.sync import SyncManager
 
 @dataclass(frozen=True)
 class Growing(Policy):
-    """Pulls at 1, 3, 6, 10, ...: its state is a list that it updates in place."""
+    """A policy that pulls at 1, 3, 6, 10, ...; its state is a list that it updates in place."""
 
     def init(self) -> list[int]:
         return [1, 2]
@@ -33,7 +33,7 @@ SPECS = ["tau:3", "random:p=0.3", "adaptive:threshold=0.3", "travel:distance=2,m
 
 
 def play(manager: SyncManager, deltas: list[float], first: int) -> list[bool]:
-    """Decisions, where each pull takes two iterations and every third one fails; every other is a wave."""
+    """Return the decisions if each pull takes two iterations, every third fails and every other is a wave."""
     decisions = []
     for step, delta in enumerate(deltas, first):
         if manager.in_flight and step % 2:
@@ -50,7 +50,7 @@ def play(manager: SyncManager, deltas: list[float], first: int) -> list[bool]:
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @given(deltas=st.lists(st.floats(0, 2), min_size=2, max_size=40), data=st.data())
 def test_from_its_state_it_decides_the_same(spec, deltas: list[float], data: st.DataObject):
-    """Through JSON, as a checkpoint might; a pull under way when the state is taken counts as not begun."""
+    """A state survives JSON, as in a checkpoint; a pull in flight at that time counts as not begun."""
     cut = data.draw(st.integers(0, len(deltas)))
     manager = SyncManager(policies.parse(spec), seed=4)
     play(manager, deltas[:cut], 1)
@@ -97,7 +97,7 @@ def test_counts():
 
 
 def test_a_decision_that_is_not_followed_resets_nothing():
-    """The caller found nobody to ask: it does not call requested(), and it is as if nothing had been decided."""
+    """Without an available peer the caller does not call requested(), and the counters continue."""
     manager = SyncManager(policies.parse("travel:distance=2.5"))
     assert [manager.step(step, 1.0) for step in (1, 2, 3, 4)] == [False, False, True, True]
 
@@ -116,7 +116,7 @@ def test_a_wave_counts_once_and_each_of_its_models_as_one():
     assert [manager.step(step, 1.0) for step in (1, 2)] == [False, True]
     manager.requested(shared=True)
     assert not manager.step(3, 1.0)
-    assert not manager.step(4, 1.0) and manager.skipped == 1, "two iterations after it began it is still under way"
+    assert not manager.step(4, 1.0) and manager.skipped == 1, "it is still in flight after two iterations"
     manager.completed(models=3)
     assert (manager.retrievals, manager.in_flight) == (3, False)
     assert [manager.step(step, 1.0) for step in (5, 6)] == [False, True]
@@ -126,7 +126,7 @@ def test_a_wave_counts_once_and_each_of_its_models_as_one():
 
 
 def test_what_others_push_is_a_retrieval_and_no_exchange_of_ours():
-    """Policies look back to the last exchange of our own: a push, which brings nothing."""
+    """Policies count from the last exchange that this peer began, also from a push, which brings no model."""
     manager = SyncManager(policies.parse("never"))
     for step in (1, 2, 3):
         manager.step(step, 0.5)

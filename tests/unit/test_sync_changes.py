@@ -1,4 +1,4 @@
-"""A clock when things change: workers that come and go, switches of the sync model, checkpoints."""
+"""The clock of a shard under changes: workers that join and leave, switches of the sync model, checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gossipx.server.sync_models.clock import ApplyBuffer, Clock, Pulls, Release,
 from gossipx.server.sync_models.conditions import Apply, Conditions, Pull, SyncModel, View
 from gossipx.server.sync_models.models import ASP, BSP, DSPS, SSP, parse
 
-# --- who is there -------------------------------------------------------------------------------------
+# --- membership ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", ["bsp", "asp", "ssp:0", "dsps", "drop:2", "pssp:0,p=1", "hybrid:step=2"])
@@ -36,7 +36,7 @@ def test_nobody_there_is_no_reason_to_tick(spec: str):
     assert run.clock.clock == 0 and run.clock.holding_up == [] and run.clock.waiting == []
     assert run.clock.view() == View(0, 0, 0, -1, -1, 0, 1)
     run.switch("asp")
-    assert len(run.applied) == 1 and run.clock.clock == 0, "the push of who is gone is not lost"
+    assert len(run.applied) == 1 and run.clock.clock == 0, "the push of a lost worker still counts"
     run.join(5)
     run.iterate(5)
     assert run.clock.clock == 1
@@ -110,7 +110,7 @@ def test_a_push_of_who_is_lost_stands_for_nobody():
     run.iterate(3)
     run.lose(3)
     run.join(3)
-    assert run.clock.pull(3, 0, "first") == [Release("first")], "nor for the one who comes back with its rank"
+    assert run.clock.pull(3, 0, "first") == [Release("first")], "nor for a worker that rejoins with its rank"
 
 
 def test_strangers_are_refused():
@@ -251,7 +251,7 @@ def test_a_models_state_is_the_checkpoints_own():
 
 
 def test_draws_are_the_generators_and_one_a_pull():
-    """Whatever the model, so that a switch or another model meets the same numbers."""
+    """The state has the same fields for every sync model, so that a switch or another model can use it."""
     drawn = {}
     for spec in ("asp", "bsp", "pssp"):
         rng = random.Random(9)
@@ -265,7 +265,7 @@ def test_draws_are_the_generators_and_one_a_pull():
 
 
 def test_a_users_model_with_a_state_and_a_threshold():
-    """A subclass is asked with its state; its own threshold is its way to apply."""
+    """A subclass is called with its state, and its own threshold decides when gradients are applied."""
 
     @dataclass(frozen=True)
     class TwoByTwo(SyncModel):

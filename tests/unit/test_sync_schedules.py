@@ -1,6 +1,6 @@
-"""What holds of sync models whatever workers do: random schedules of messages, arrivals, losses and switches.
+"""Invariants of sync models under random schedules of messages, joins, losses and switches.
 
-Workers behave as workers do: they push, then pull, then wait (``tests/shards.py``).
+Workers follow the protocol: they push, then pull, then wait (``tests/shards.py``).
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ MODELS = [
     "hybrid:step=4",
     "hybrid:double=5",
 ]
-WAYS = [None, "push", "each", "tick"]
+APPLY = [None, "push", "each", "tick"]
 
 
 def events(*extra: str) -> st.SearchStrategy[list[Event]]:
-    """A worker sends a message, or rushes ahead; and ``extra``. The number says who, or which model.
+    """Return a strategy of schedules: events "send" and "rush" (several messages at once), and ``extra``.
 
-    Short ones, as failures are to read, and long ones, in which the clock comes far.
+    The number of an event selects a worker or a model. Short schedules give readable failures; in long ones the clock
+    advances far.
     """
     event = st.tuples(st.sampled_from(["send"] * 8 + ["rush"] * 2 + list(extra)), st.integers(0, 10**6))
     return st.lists(event, max_size=12) | st.lists(event, min_size=30, max_size=60)
@@ -53,7 +54,7 @@ def events(*extra: str) -> st.SearchStrategy[list[Event]]:
 CHANGES = ("join", "lose", "switch")
 setups = st.tuples(
     st.sampled_from(MODELS),
-    st.sampled_from(WAYS),
+    st.sampled_from(APPLY),
     st.sampled_from(["lazy", "soft"]),
     st.integers(1, 4),
     st.integers(1, 2),
@@ -62,8 +63,8 @@ setups = st.tuples(
 
 
 def start(setup: tuple[str, str | None, str, int, int, int]) -> Run:
-    model, way, pulls, workers, tables, seed = setup
-    return Run(model, range(workers), None if "hybrid" in model else way, pulls, tables, seed)
+    model, apply, pulls, workers, tables, seed = setup
+    return Run(model, range(workers), None if "hybrid" in model else apply, pulls, tables, seed)
 
 
 def play(run: Run, event: Event) -> None:
@@ -83,12 +84,12 @@ def play(run: Run, event: Event) -> None:
         run.lose(sorted(run.workers)[number % len(run.workers)])
     elif kind == "switch":
         model = MODELS[number % len(MODELS)]
-        way = None if "hybrid" in model else WAYS[number // 100 % len(WAYS)]
+        apply = None if "hybrid" in model else APPLY[number // 100 % len(APPLY)]
         run.model = model
-        run.switch(model, way, ["lazy", "soft", None][number // 1000 % 3])
+        run.switch(model, apply, ["lazy", "soft", None][number // 1000 % 3])
 
 
-# --- models that are the same -------------------------------------------------------------------------
+# --- equivalent models --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -109,10 +110,10 @@ def play(run: Run, event: Event) -> None:
 )
 @given(st.data())
 def test_these_are_the_same_model(one: tuple[str, str], other: tuple[str, str], data: st.DataObject):
-    """Equal clocks, equal answers and an equal sequence of applied gradients, so equal weights to the last bit."""
+    """Equal clocks, replies and sequences of applied gradients, so bit-identical weights."""
     tables = 1 if "fixed=1" in one[0] else data.draw(st.integers(1, 2))
     workers, pulls = data.draw(st.integers(1, 4)), data.draw(st.sampled_from(["lazy", "soft"]))
-    runs = [Run(model, range(workers), way, pulls, tables) for model, way in (one, other)]
+    runs = [Run(model, range(workers), apply, pulls, tables) for model, apply in (one, other)]
     for event in data.draw(events("join", "lose")):
         for run in runs:
             play(run, event)
@@ -121,7 +122,7 @@ def test_these_are_the_same_model(one: tuple[str, str], other: tuple[str, str], 
 
 @given(events(*CHANGES), setups)
 def test_how_pulls_are_answered_when_nobody_waits_is_no_matter(played: list[Event], setup: tuple):
-    """asp never delays, so that lazy and soft are one."""
+    """asp never delays pulls, so lazy and soft are the same."""
     runs = [start(("asp", *setup[1:2], pulls, *setup[3:])) for pulls in ("lazy", "soft")]
     for event in played:
         if event[0] != "switch":
@@ -134,7 +135,7 @@ def test_how_pulls_are_answered_when_nobody_waits_is_no_matter(played: list[Even
 
 
 def condition(run: Run, progress: int, draw: float, applied: bool) -> bool:
-    """Table III, written once more: what is compared with is no code of the models."""
+    """Table III, implemented independently of the models."""
     name, _, rest = run.model.partition(":")
     lead = progress - run.clock.clock
     if name in ("bsp", "drop"):
@@ -153,7 +154,7 @@ def condition(run: Run, progress: int, draw: float, applied: bool) -> bool:
 
 
 def check_nothing_waits_in_vain(run: Run, switched: bool) -> None:
-    """After every event: the clock may not tick, and no delayed pull may be answered, by the test's own books."""
+    """Check after every event, by the test's own counts, that no tick and no answer to a delayed pull is overdue."""
     clock = run.clock.clock
     needed = len(run.workers)
     if run.model.startswith("drop"):
@@ -174,7 +175,7 @@ def check_nothing_waits_in_vain(run: Run, switched: bool) -> None:
 
 
 def check_ticks_are_earned(run: Run, before: int) -> None:
-    """A tick from i to i + 1 has all living workers (N_t with drop) behind it."""
+    """A tick from i to i + 1 follows the pushes of all live workers (with drop: of N_t)."""
     if run.clock.clock > before:
         reached = sum(worker.progress >= run.clock.clock - 1 for worker in run.workers.values())
         drops = run.model.startswith("drop")
@@ -206,13 +207,15 @@ def test_nothing_waits_in_vain_and_every_push_counts_once(played: list[Event], s
 
 @given(events(*CHANGES), setups)
 def test_only_late_pushes_are_dropped_and_all_of_these(played: list[Event], setup: tuple):
-    """With drop:late=drop a push whose first message comes after the tick of its iteration; nothing else."""
+    """drop:late=drop discards exactly the pushes whose first message arrives after the tick of their iteration."""
     run = start(setup)
     late: set[tuple[int, int]] = set()
     for event in played:
         sent = len(run.sent)
         clock, rule = run.clock.clock, run.clock.model.drops_late
-        play(run, ("send" if event[0] == "rush" else event[0], event[1]))  # so that what each message met is known
+        play(
+            run, ("send" if event[0] == "rush" else event[0], event[1])
+        )  # one message at a time, to know the state that it meets
         late |= {
             (one.life, one.iteration) for one in run.sent[sent:] if not one.table and rule and one.iteration < clock
         }
@@ -246,7 +249,7 @@ def test_who_keeps_pushing_is_answered_in_the_end(played: list[Event], setup: tu
     before = {rank: worker.progress for rank, worker in run.workers.items()}
     apart = max(before.values(), default=0) - min(before.values(), default=0)
     for _ in range(apart + 8):
-        assert run.able or not run.workers, "somebody can always go on"
+        assert run.able or not run.workers, "some worker can always continue"
         for rank in run.able:
             if not run.workers[rank].waiting:
                 run.iterate(rank)
@@ -254,11 +257,11 @@ def test_who_keeps_pushing_is_answered_in_the_end(played: list[Event], setup: tu
         assert worker.progress >= before[rank] + 3, "what waited was answered, and what came after it"
 
 
-# --- how old what is answered may be ------------------------------------------------------------------
+# --- staleness of replies -----------------------------------------------------------------------------
 
 
 def staleness_of(model: str, answer: Answer) -> float:
-    """s, as it was when this was answered: dsps adapts it."""
+    """Return s at the time of the reply, since dsps adapts it."""
     made = parse(model)
     if isinstance(made, DSPS):
         assert isinstance(answer.state, dict) and made.low <= answer.state["staleness"] <= made.high
@@ -267,7 +270,7 @@ def staleness_of(model: str, answer: Answer) -> float:
     return made.staleness
 
 
-@pytest.mark.parametrize("way", ["push", "tick"])
+@pytest.mark.parametrize("apply", ["push", "tick"])
 @pytest.mark.parametrize("pulls", ["lazy", "soft"])
 @pytest.mark.parametrize(
     "model",
@@ -280,14 +283,14 @@ def staleness_of(model: str, answer: Answer) -> float:
 )
 @given(events("join", "lose"), st.integers(1, 4), st.integers(1, 3))
 def test_no_answer_is_older_than_the_staleness_allows(
-    model: str, pulls: str, way: str, played: list[Event], workers: int, tables: int
+    model: str, pulls: str, apply: str, played: list[Event], workers: int, tables: int
 ):
-    """progress < V_train + s: all living workers' pushes of iterations up to V_train − 1 ≥ progress − s are in it.
+    """progress < V_train + s: a reply includes all live workers' pushes up to iteration V_train − 1 ≥ progress − s.
 
     That is the bound of SSP [26]: in iteration c = progress + 1 all updates up to c − s − 1 are seen, in every table. A
-    lazy pull that was delayed waits for V_train > progress: all pushes up to its own iteration are in it, as with BSP.
+    delayed lazy pull waits for V_train > progress, so it includes all pushes up to its own iteration, as with BSP.
     """
-    run = Run(model, range(workers), way, pulls, tables)
+    run = Run(model, range(workers), apply, pulls, tables)
     for event in played:
         seen = len(run.answers)
         play(run, event)
@@ -299,17 +302,17 @@ def test_no_answer_is_older_than_the_staleness_allows(
                 assert all(push in answer.applied for push in pushes)
 
 
-@pytest.mark.parametrize("way", ["push", "tick"])
+@pytest.mark.parametrize("apply", ["push", "tick"])
 @pytest.mark.parametrize("pulls", ["lazy", "soft"])
 @pytest.mark.parametrize("late", ["drop", "add"])
 @given(events("join", "lose"), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))
 def test_no_answer_lacks_the_pushes_that_drop_waits_for(
-    late: str, pulls: str, way: str, played: list[Event], n: int, workers: int, tables: int
+    late: str, pulls: str, apply: str, played: list[Event], n: int, workers: int, tables: int
 ):
-    """progress < V_train, and Count[i] == N_t for the tick from i on: of each iteration up to the worker's own the
-    pushes of N_t workers, or of all who were living then, are in what it is given, in every table.
+    """progress < V_train, and Count[i] == N_t for each tick: a reply includes, for each iteration up to the worker's
+    own, the pushes of N_t workers, or of all that were live then, in every table.
     """
-    run = Run(f"drop:{n},late={late}", range(workers), way, pulls, tables)
+    run = Run(f"drop:{n},late={late}", range(workers), apply, pulls, tables)
     for event in played:
         seen = len(run.answers)
         play(run, event)
@@ -320,7 +323,7 @@ def test_no_answer_lacks_the_pushes_that_drop_waits_for(
                 assert all(held[iteration, table] >= least for table in range(tables))
 
 
-# --- a clock that is restored -------------------------------------------------------------------------
+# --- restored clocks ----------------------------------------------------------------------------------
 
 
 @given(events(*CHANGES), setups, st.integers(0, 40))

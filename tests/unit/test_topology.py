@@ -1,4 +1,4 @@
-"""Graphs by name."""
+"""Graph generators."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_all_generators_are_tested() -> None:
 @pytest.mark.parametrize("spec", SPECS)
 @given(size=sizes, seed=seeds)
 def test_every_generator_fits_every_number_of_peers(spec: str, size: int, seed: int) -> None:
-    """Simple, on the ranks, strongly connected, and the same for whoever has the seed."""
+    """Every graph is simple, strongly connected, has the ranks as nodes, and depends on the seed only."""
     made = load(spec, size, seed)
     assert len(made.neighbours) == made.size == size and made.name == spec
     for rank, others in enumerate(made.neighbours):
@@ -132,7 +132,7 @@ def test_the_expander_is_margulis_graph_for_squares(side: int) -> None:
 
 @given(size=sizes)
 def test_the_expander_has_few_neighbours_and_short_ways(size: int) -> None:
-    """Degree 8 for squares; where a surplus node is merged in, two of these. Ways are logarithmic: it expands."""
+    """Degree 8 for squares, and 16 for merged nodes. Paths are logarithmic in the size: it is an expander."""
     made = load("expander", size)
     assert max(map(len, made.neighbours)) <= 16
     assert nx.diameter(graph(made)) <= 2 + math.log2(size)
@@ -146,7 +146,7 @@ def test_sites_are_nearly_equal_and_each_peer_has_a_twin(size: int, sites: int) 
     assert max(map(len, members)) - min(map(len, members)) <= 1
     for rank, others in enumerate(made.neighbours):
         outside = [made.sites[other] for other in others if made.sites[other] != made.sites[rank]]
-        assert len(outside) == len(set(outside)), "one twin a site at most"
+        assert len(outside) == len(set(outside)), "at most one twin per site"
         assert len(others) - len(outside) == len(members[made.sites[rank]]) - 1
 
 
@@ -183,6 +183,6 @@ def test_an_unknown_name_is_told_the_known_ones() -> None:
 
 
 def test_a_regular_graph_that_falls_in_two_is_drawn_again() -> None:
-    """Three neighbours each of eight peers: of this seed, the first draw is two full graphs of four."""
+    """Eight peers with three neighbours each: for this seed, the first draw is two full graphs of four."""
     assert not nx.is_connected(nx.random_regular_graph(3, 8, seed=15))
     assert len(load("regular:degree=3", 8, 15).islands()) == 1

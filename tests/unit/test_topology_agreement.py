@@ -1,4 +1,4 @@
-"""Who meets whom in an agreement."""
+"""The pairs of peers in each round of an agreement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SIZES = range(1, 131)
 
 
 def meetings(size: int) -> list[dict[int, Meeting]]:
-    """By round and position."""
+    """Return the meetings by round and position."""
     found = []
     for number in range(agreement_rounds(size)):
         row = {position: agreement_meeting(position, number, size) for position in range(size)}
@@ -37,7 +37,7 @@ def test_partners_mean_each_other():
 
 
 def test_all_end_with_the_exact_mean():
-    """By the rule of the last wave: averages are weighted by how many models they hold."""
+    """Simulate the last wave: averages are weighted by the number of models that they contain."""
     rng = np.random.default_rng(1)
     for size in SIZES:
         begin = rng.normal(size=(size, 3))

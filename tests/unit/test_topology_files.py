@@ -1,4 +1,4 @@
-"""Topologies from files."""
+"""Topology files: parsing, and the messages for malformed ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read(place: Path, name: str, text: str, size: int | None = 4) -> Topology:
 
 
 def refused(place: Path, name: str, text: str, size: int | None = 4) -> str:
-    """What a file's reader is told, without its directory."""
+    """Return the error message for a file, without its directory."""
     with pytest.raises(UsageError) as raised:
         read(place, name, text, size)
     told = str(raised.value)
@@ -31,7 +31,7 @@ def refused(place: Path, name: str, text: str, size: int | None = 4) -> str:
     return told.removeprefix(f"{place}/")
 
 
-# --- what is read ---------------------------------------------------------------------------------
+# --- well-formed files ----------------------------------------------------------------------------
 
 
 def test_an_edge_list(tmp_path: Path) -> None:
@@ -92,24 +92,24 @@ def test_node_link_data_of_older_networkx(tmp_path: Path) -> None:
     assert read(tmp_path, "graph.json", text).neighbours == LINE
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- malformed files ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("0 1\n\n0 one\n", "graph.edges:3: not an edge list: two ranks a line"),
+        ("0 1\n\n0 one\n", "graph.edges:3: not an edge list: give two ranks per line"),
         ("0\n", "graph.edges:1: not an edge list"),
         ("0 1 {'weight': \n", "graph.edges:1: not an edge list"),
         ("0 1 2 3\n", "graph.edges:1: not an edge list"),
-        ("0 1\n1 4\n", "graph.edges: node 4 is no rank of a run of 4 peers (0 to 3)"),
+        ("0 1\n1 4\n", "graph.edges: node 4 is not a rank in a run of 4 peers (0 to 3)"),
         ("0 1\n1 2\n2 3\n3 4\n", "graph.edges: its graph has 5 nodes and the run 4 peers: give a hosts file of"),
-        ("0 1\n1 -2\n", "node -2 is no rank"),
-        ("0 1\n2 3\n", "peers [0, 1] reach no others"),
-        ("0 1\n1 2\n", "peers [3] reach no others"),
-        ("0 1 0\n1 2\n2 3\n", "edge 0 1: weight 0.0 is no share above 0 and up to 1"),
-        ("0 1 nan\n1 2\n2 3\n", "weight nan is no share"),
-        ("", "no edges in it"),
+        ("0 1\n1 -2\n", "node -2 is not a rank"),
+        ("0 1\n2 3\n", "peers [0, 1] have no path to the other peers"),
+        ("0 1\n1 2\n", "peers [3] have no path to the other peers"),
+        ("0 1 0\n1 2\n2 3\n", "edge 0 1: weight 0.0 must be above 0 and at most 1"),
+        ("0 1 nan\n1 2\n2 3\n", "weight nan must be above 0"),
+        ("", "the graph has no edges"),
     ],
 )
 def test_what_a_wrong_edge_list_is_told(tmp_path: Path, text: str, told: str) -> None:
@@ -121,27 +121,27 @@ def test_what_a_wrong_edge_list_is_told(tmp_path: Path, text: str, told: str) ->
     [
         ("edges = [[0, 1]\n", "x.toml:1: not TOML"),
         ("\nedges = [[0, 1]]\n\nedge = 1\n", "x.toml:4: unknown key 'edge' (did you mean 'edges'?)"),
-        ("", 'x.toml:1: needed is either generator = "ring" or edges = [[0, 1], [1, 2]], not both'),
-        ("generator = 'ring'\nedges = [[0, 1]]\n", "x.toml:2: needed is either generator"),
+        ("", 'x.toml:1: give either generator = "ring" or edges = [[0, 1], [1, 2]], not both'),
+        ("generator = 'ring'\nedges = [[0, 1]]\n", "x.toml:2: give either generator"),
         ("generator = 'rong'\n", "x.toml:1: unknown generator 'rong' (did you mean 'ring'?)"),
-        ("generator = 3\n", "x.toml:1: 3 is no text"),
+        ("generator = 3\n", "x.toml:1: 3 is not a string"),
         ("# a\ngenerator = 'torus'\nparameters = { p = 1 }", "x.toml:2: generator 'torus:p=1': unknown key 'p'"),
-        ("generator = 'ring'\nparameters = 3", "x.toml:2: parameters is a table"),
-        ("generator = 'ring'\ndirected = true", "x.toml:2: 'directed' does not go with a generator"),
-        ("edges = [[0, 1]]\n[parameters]\n", "x.toml:2: 'parameters' does not go with edges"),
-        ("edges = 3", "x.toml:1: edges is a list of pairs"),
-        ("edges = [[0, 1], [1, '2']]", "x.toml:1: edge 2 is [1, '2']: two ranks, and a weight if need be"),
+        ("generator = 'ring'\nparameters = 3", "x.toml:2: parameters must be a table"),
+        ("generator = 'ring'\ndirected = true", "x.toml:2: 'directed' cannot be used with a generator"),
+        ("edges = [[0, 1]]\n[parameters]\n", "x.toml:2: 'parameters' cannot be used with edges"),
+        ("edges = 3", "x.toml:1: edges must be a list of pairs"),
+        ("edges = [[0, 1], [1, '2']]", "x.toml:1: edge 2 is [1, '2']: give two ranks and an optional weight"),
         ("edges = [[0, 1, 1, 1]]", "x.toml:1: edge 1 is"),
         ("edges = [[0, true]]", "x.toml:1: edge 1 is"),
         ("edges = [[0]]", "x.toml:1: edge 1 is"),
-        ("edges = [[0, 1]]\ndirected = 1", "x.toml:2: directed is true or false"),
-        ("edges = [[0, 1]]\nsites = [0, 1]", "x.toml:2: sites is a list of lists of ranks"),
-        ("edges = [[0, 1]]\nsites = [[0], [5]]", "x.toml:2: site 1: 5 is no rank with an edge"),
-        ("edges = [[0, 1]]\nsites = [[0], [1, 0]]", "x.toml:2: rank 0 stands in two sites"),
+        ("edges = [[0, 1]]\ndirected = 1", "x.toml:2: directed must be true or false"),
+        ("edges = [[0, 1]]\nsites = [0, 1]", "x.toml:2: sites must be a list of lists of ranks"),
+        ("edges = [[0, 1]]\nsites = [[0], [5]]", "x.toml:2: site 1: 5 is not a rank with an edge"),
+        ("edges = [[0, 1]]\nsites = [[0], [1, 0]]", "x.toml:2: rank 0 is in two sites"),
         ("edges = [[0, 1]]\nsites = [[0]]", "x.toml: some nodes have a site, and node 1 has none"),
         ("edges = [[0, 1]]\nschedule = 'onepeer'", "x.toml:2: unknown schedule 'onepeer' (did you mean 'one-peer'?)"),
-        ("edges = [[0, 1, 2]]", "x.toml: edge 0 1: weight 2 is no share above 0 and up to 1"),
-        ("directed = true\nedges = [[0, 1]]", "x.toml: peers [0] do not both reach the others and are reached"),
+        ("edges = [[0, 1, 2]]", "x.toml: edge 0 1: weight 2 must be above 0 and at most 1"),
+        ("directed = true\nedges = [[0, 1]]", "x.toml: peers [0] lack a path to or from the other peers"),
     ],
 )
 def test_what_wrong_toml_is_told(tmp_path: Path, text: str, told: str) -> None:
@@ -153,19 +153,19 @@ def test_what_wrong_toml_is_told(tmp_path: Path, text: str, told: str) -> None:
     [
         ("x.graphml", "<graphml>\n<graph", "x.graphml:2: not XML"),
         ("x.graphml", "not at all", "x.graphml:1: not XML"),
-        ("x.graphml", "<a/>", "x.graphml: not GraphML whose nodes are ranks"),
+        ("x.graphml", "<a/>", "x.graphml: not GraphML with ranks as nodes"),
         ("x.json", '{"nodes": [],\n"edges": }', "x.json:2: not JSON"),
         ("x.json", "[" * 100_000, "x.json"),
         ("x.json", "{}", "x.json: not a graph (no 'nodes'): node-link JSON is"),
         ("x.json", "[1]", "x.json: not a graph"),
         ("x.json", "3", "x.json: not a graph"),
-        ("x.json", '{"nodes": [{"id": "a"}], "edges": []}', "x.json: node a is no rank of a run of 4 peers"),
-        ("x.json", '{"nodes": [{"id": true}], "edges": []}', "x.json: node True is no rank"),
+        ("x.json", '{"nodes": [{"id": "a"}], "edges": []}', "x.json: node a is not a rank in a run of 4 peers"),
+        ("x.json", '{"nodes": [{"id": true}], "edges": []}', "x.json: node True is not a rank"),
         ("x.json", '{"nodes": [{"id": 0}], "edges": [{"source": 0}]}', "x.json: not a graph (no 'target')"),
         (
             "x.json",
             '{"nodes": [], "edges": [{"source": 0, "target": 1, "weight": "1"}]}',
-            "x.json: edge 0 1: weight '1' is no share",
+            "x.json: edge 0 1: weight '1' must be above 0",
         ),
         ("x.json", f'{{"nodes": [{{"id": {"9" * 5000}}}], "edges": []}}', "x.json: not a graph: node-link JSON is"),
     ],
@@ -176,7 +176,7 @@ def test_what_other_wrong_files_are_told(tmp_path: Path, name: str, text: str, t
 
 def test_graphml_whose_nodes_have_names_is_refused(tmp_path: Path) -> None:
     text = "\n".join(nx.generate_graphml(nx.Graph([("n0", "n1")])))
-    assert "x.graphml: not GraphML whose nodes are ranks: " in refused(tmp_path, "x.graphml", text)
+    assert "x.graphml: not GraphML with ranks as nodes: " in refused(tmp_path, "x.graphml", text)
 
 
 @pytest.mark.parametrize("name", ["x.edges", "x.toml", "x.graphml", "x.json"])
@@ -204,7 +204,7 @@ def test_a_graph_in_parts_may_be_looked_at(tmp_path: Path) -> None:
     assert load(str(tmp_path / "x.edges"), 4, connected=False).islands() == [[0, 1], [2, 3]]
 
 
-# --- what comes with gossipx ------------------------------------------------------------------------
+# --- files that come with gossipx ------------------------------------------------------------------
 
 
 def test_shipped_files_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +223,7 @@ def test_files_of_ones_own_come_first(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_every_shipped_file_makes_peers_agree(name: str) -> None:
-    """At the size that it is for, or at several, under its own schedule; the README tells of it."""
+    """Each file loads at its size, or at several, with its own schedule, and is listed in the README."""
     assert f"`{shipped()[name].name}`" in (HOUSE / "README.md").read_text(encoding="utf-8")
     sizes = [int(name.rpartition("-")[2])] if name[-1].isdigit() else [1, 2, 7, 8]
     for size in sizes:

@@ -1,4 +1,4 @@
-"""Whose turn it is."""
+"""Schedules: which neighbour each peer pulls from."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def test_a_schedule_is_told_alike_however_it_is_spelt() -> None:
 
 
 def row(schedule: Schedule, number: int) -> list[int | None]:
-    """Everybody's partner in a round, if all may be asked."""
+    """Return every peer's partner in a round, if all are available."""
     neighbours, rng = schedule.topology.neighbours, random.Random(number)
     return [schedule.partner(rank, number, others, rng, {}) for rank, others in enumerate(neighbours)]
 
 
 def counted(schedule: Schedule, rank: int, rounds: int, rates: dict[int, float] | None = None) -> dict[int, float]:
-    """How often ``rank`` turned to each in that many rounds."""
+    """Return how often ``rank`` chose each neighbour in that many rounds."""
     rng, others = random.Random(1), schedule.topology.neighbours[rank]
     drawn = Counter(schedule.partner(rank, number, others, rng, rates or {}) for number in range(rounds))
     return {other: count / rounds for other, count in drawn.items() if other is not None}
@@ -50,9 +50,11 @@ def test_a_partner_is_one_that_may_be_asked(graph: Topology, spec: str, seed: in
     for number in range(5):
         first = schedule.partner(rank, number, candidates, random.Random(seed), rates)
         assert first in candidates or first is None
-        assert first == schedule.partner(rank, number, candidates, random.Random(seed), rates), "a pure decision"
+        assert first == schedule.partner(rank, number, candidates, random.Random(seed), rates), (
+            "the decision must be pure"
+        )
         if spec != "one-peer":
-            assert (first is None) == (not candidates), "nobody rests where somebody may be asked"
+            assert (first is None) == (not candidates), "a peer is idle only without candidates"
 
 
 @given(graph=graphs, spec=schedules)
@@ -60,7 +62,7 @@ def test_frequencies_are_of_neighbours_and_add_up(graph: Topology, spec: str) ->
     schedule = parse(spec, graph)
     for rank, others in enumerate(graph.neighbours):
         often = schedule.frequency(rank)
-        assert set(often) == set(others), "nobody is left out"
+        assert set(often) == set(others), "every neighbour is chosen"
         assert sum(often.values()) == pytest.approx(float(len(others) > 0)) or spec == "one-peer"
         assert sum(often.values()) <= 1 + 1e-9
 
@@ -93,7 +95,7 @@ def test_static_passes_over_who_may_not_be_asked() -> None:
 
 @given(graph=graphs)
 def test_one_peer_rounds_are_matchings_that_use_every_edge(graph: Topology) -> None:
-    """Over undirected edges, pairs that pull from each other; over directed ones, nobody is pulled from twice."""
+    """Undirected edges give pairs that pull from each other; over directed ones no peer is pulled from twice."""
     schedule = parse("one-peer", graph)
     rounds = len(schedule.turns[0])
     degree = max(map(len, graph.neighbours))
@@ -119,7 +121,7 @@ def test_one_peer_of_a_hypercube_is_one_dimension_a_round(bits: int) -> None:
 
 @given(size=st.integers(4, 60), base=st.integers(2, 4))
 def test_one_peer_of_an_exponential_graph_is_one_hop_a_round(size: int, base: int) -> None:
-    """Ying et al. 2021, section 4: in round k all turn to the peer base^k further on."""
+    """Ying et al. 2021, section 4: in round k every peer pulls from the peer base^k ranks ahead."""
     graph = load(f"exponential:base={base}", size)
     if graph.directed:
         schedule = parse("one-peer", graph)
@@ -167,7 +169,7 @@ def test_bandwidth_aware_draws_by_rate() -> None:
 
 
 def test_bandwidth_aware_counts_the_unknown_as_average() -> None:
-    """Also what can be no rate, and all of them as long as none is known."""
+    """Invalid rates count as unknown; without any known rate the choice is uniform."""
     schedule = parse("bandwidth-aware", load("full", 4))
     rates = {1: 1.0, 2: 3.0, 3: 0.0}
     assert counted(schedule, 0, 8000, rates) == pytest.approx({1: 1 / 6, 2: 3 / 6, 3: 2 / 6}, abs=0.03)

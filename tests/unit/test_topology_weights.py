@@ -1,4 +1,4 @@
-"""Shares and matrices: what kind of stochastic they are, and where repeated rounds lead."""
+"""Weights and mixing matrices: which are doubly stochastic, and the limit of repeated rounds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DIGRAPH = Topology("own", ((1, 2), (2,), (0, 3), (0,)), edge_shares={(0, 1): 0.5
 
 
 def with_shares(graph: Topology, seed: int) -> Topology:
-    """The same with a weight on every edge, alike both ways."""
+    """Return the topology with a weight on every edge, equal in both directions."""
     rng = np.random.default_rng(seed)
     pairs = [(one, other) for one, others in enumerate(graph.neighbours) for other in others if one < other]
     given_ = {pair: float(rng.uniform(0.1, 1)) for pair in pairs}
@@ -59,7 +59,7 @@ def test_a_mixing_matrix_averages(graph: Topology, spec: str, beta: float) -> No
 
 @given(graph=undirected, spec=specs, weighted=st.booleans(), beta=st.floats(0, 1))
 def test_metropolis_keeps_the_mean(graph: Topology, spec: str, weighted: bool, beta: float) -> None:
-    """Doubly stochastic, and symmetric: detailed balance with the uniform distribution (Hastings 1970, section 2.1)."""
+    """Metropolis matrices are doubly stochastic and symmetric: detailed balance (Hastings 1970, section 2.1)."""
     matrix = mixing_matrix("metropolis", parse(spec, with_shares(graph, 1) if weighted else graph), beta)
     np.testing.assert_allclose(matrix.sum(0), 1)
     np.testing.assert_allclose(matrix.sum(1), 1)
@@ -80,7 +80,7 @@ def test_metropolis_of_random_neighbours_goes_by_degrees(graph: Topology) -> Non
 
 
 def test_uniform_weights_lose_the_mean_of_a_star() -> None:
-    """Peers of more neighbours count more, as the stationary distribution of a random walk says: d_i / Σ d."""
+    """Peers with more neighbours count more, by the stationary distribution of a random walk, d_i / Σ d."""
     matrix = mixing_matrix("uniform", parse("random", load("star", 5)))
     after = np.linalg.matrix_power(matrix, 200)
     np.testing.assert_allclose(after[3], [4 / 8, 1 / 8, 1 / 8, 1 / 8, 1 / 8], atol=1e-9)
@@ -94,7 +94,7 @@ def test_uniform_shares_are_the_edges_own() -> None:
 
 
 def test_metropolis_needs_edges_both_ways() -> None:
-    with pytest.raises(UsageError, match="--weights metropolis needs edges that go both ways, and 'own' is directed"):
+    with pytest.raises(UsageError, match="--weights metropolis needs an undirected graph, and 'own' is directed"):
         shares("metropolis", parse("random", DIGRAPH), 0)
 
 
@@ -127,18 +127,18 @@ def test_push_sum_ratios_come_to_the_mean_over_a_digraph() -> None:
     for _ in range(200):
         values, mass = matrix @ values, matrix @ mass
     np.testing.assert_allclose(values / mass, start)
-    assert not np.allclose(mass, 1), "this graph is not balanced: the weights have something to mend"
+    assert not np.allclose(mass, 1), "the graph must be unbalanced for this test"
     pulled = np.linalg.matrix_power(mixing_matrix("uniform", parse("random", DIGRAPH)), 500) @ [3.0, -1.0, 4.0, 8.0]
     assert abs(pulled[0] - start) > 0.1
 
 
 def test_push_sum_has_no_use_for_the_edges_weights() -> None:
-    with pytest.raises(UsageError, match=r"--weights push-sum gives half of .*, and 'own' gives edges weights"):
+    with pytest.raises(UsageError, match=r"--weights push-sum cannot use edge weights, and 'own' has some"):
         check("push-sum", DIGRAPH)
 
 
 def test_push_sum_brings_a_directed_graph_to_the_mean_in_finite_rounds() -> None:
-    """Uniform pulls over it come to something else; with push-sum the mean is kept."""
+    """Uniform pulls on this graph converge to another value; push-sum keeps the mean."""
     plain = dataclasses.replace(DIGRAPH, edge_shares={})
     pulled, pushed = analyse(plain), analyse(plain, weights="push-sum")
     assert not pulled.keeps_mean
@@ -169,7 +169,7 @@ def test_the_gap_of_two_parts_is_none() -> None:
 
 @given(graph=undirected, spec=specs, seed=st.integers(0, 3))
 def test_after_so_many_rounds_models_are_equal(graph: Topology, spec: str, seed: int) -> None:
-    """A looser tolerance is reached no later, a stricter one no earlier."""
+    """A looser tolerance never takes more rounds than a stricter one."""
     found = analyse(graph, spec, "metropolis", seed=seed)
     assume(found.rounds_to_consensus is not None)
     rounds = found.rounds_to_consensus
@@ -191,7 +191,7 @@ def test_rounds_of_a_schedule_without_draws_are_those_of_its_matrices() -> None:
 
 
 def test_so_many_rounds_are_carried_out_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a number of peers on, the memory that each round goes through says how many; the line says it, too."""
+    """For large graphs the work limit bounds the rounds, and the printed line states that bound."""
     ring = parse("static", load("ring", 40))
     needed = rounds_to_consensus(ring)
     assert most_rounds(655) == ROUNDS > most_rounds(656) > most_rounds(LARGEST) == 4096
@@ -211,7 +211,7 @@ def test_a_graph_too_large_is_refused() -> None:
 
 
 def test_all_figures_of_a_full_graph_of_many_come_at_once() -> None:
-    """Each edge is looked at a few times: a look at all edges for every edge would take minutes."""
+    """The time is linear in the number of edges; quadratic time would take minutes."""
     full = load("full", 200)
     for schedule, weights in itertools.product(SCHEDULES, ["uniform", "metropolis", "push-sum"]):
         found = analyse(full, schedule, weights)
@@ -219,7 +219,7 @@ def test_all_figures_of_a_full_graph_of_many_come_at_once() -> None:
 
 
 def test_traffic_of_machines() -> None:
-    """Two machines of two peers in a ring: of each peer's two neighbours one is outside."""
+    """Two machines of two peers in a ring: one of each peer's two neighbours is on the other machine."""
     found = analyse(load("ring", 4), slots=2)
     assert (found.messages_per_round, found.nics, found.messages_per_nic) == (4.0, 2, (2.0, 2.0))
     star = analyse(load("star", 5), slots=2)
@@ -230,15 +230,15 @@ def test_traffic_of_machines() -> None:
 def test_slots_are_sites_where_there_are_none() -> None:
     inside = analyse(load("full", 8), "inner-outer:outer=0.05", slots=4)
     assert inside.messages_per_nic == pytest.approx((8 * 0.05, 8 * 0.05)) and inside.warnings == ()
-    assert "one site only" in analyse(load("full", 8), "inner-outer").warnings[0]
+    assert "only one site" in analyse(load("full", 8), "inner-outer").warnings[0]
 
 
 @pytest.mark.parametrize(
     ("graph", "schedule", "weights", "told"),
     [
-        ("exponential", "one-peer", "uniform", "averages exactly only with base 2 and a power of two"),
+        ("exponential", "one-peer", "uniform", "averages exactly only with base 2 and 2^k peers"),
         ("star", "random", "uniform", "this graph with uniform weights does not keep the mean"),
-        ("ring", "bandwidth-aware", "uniform", "as if all rates were equal"),
+        ("ring", "bandwidth-aware", "uniform", "assumes equal rates"),
     ],
 )
 def test_what_is_warned_of(graph: str, schedule: str, weights: str, told: str) -> None:
@@ -267,4 +267,4 @@ def test_a_digraph_that_loses_the_mean_is_told_of() -> None:
 def test_a_graph_in_parts_is_told_of() -> None:
     found = analyse(Topology("own", ((1,), (0,), (3,), (2,))))
     assert not found.strongly_connected and found.spectral_gap == 0 and found.rounds_to_consensus is None
-    assert found.warnings == ("not strongly connected, in 2 parts that never become equal: a run refuses it",)
+    assert found.warnings == ("not strongly connected: 2 parts never become equal, and a run refuses the graph",)
