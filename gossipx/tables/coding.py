@@ -169,7 +169,7 @@ class PushEncoder:
 def warn_error_lost(state: dict[str, Any], name: str) -> None:
     """Warn that the codec ``name`` cannot use a saved error feedback, if there is one."""
     if _error_of(state["kept"]) is not None:
-        log.warning("the error feedback of %s is lost: %s keeps none", state["codec"], name)
+        log.warning("the error feedback of %s is lost: the codec %s has none", state["codec"], name)
 
 
 def _is_finite(values: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""``gossipx placement``."""
+"""The command ``gossipx placement``."""
 
 from __future__ import annotations
 

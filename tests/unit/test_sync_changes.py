@@ -1,4 +1,4 @@
-"""A clock when things change: workers that come and go, switches of the sync model, checkpoints."""
+"""A clock under change: workers that join and leave, switches of the sync model, checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gossipx.server.sync_models.clock import ApplyBuffer, Clock, Pulls, Release,
 from gossipx.server.sync_models.conditions import Apply, Conditions, Pull, SyncModel, View
 from gossipx.server.sync_models.models import ASP, BSP, DSPS, SSP, parse
 
-# --- who is there -------------------------------------------------------------------------------------
+# --- membership --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", ["bsp", "asp", "ssp:0", "dsps", "drop:2", "pssp:0,p=1", "hybrid:step=2"])
@@ -36,7 +36,7 @@ def test_nobody_there_is_no_reason_to_tick(spec: str):
     assert run.clock.clock == 0 and run.clock.holding_up == [] and run.clock.waiting == []
     assert run.clock.view() == View(0, 0, 0, -1, -1, 0, 1)
     run.switch("asp")
-    assert len(run.applied) == 1 and run.clock.clock == 0, "the push of who is gone is not lost"
+    assert len(run.applied) == 1 and run.clock.clock == 0, "a lost worker's push is not lost"
     run.join(5)
     run.iterate(5)
     assert run.clock.clock == 1
@@ -58,7 +58,7 @@ def test_who_joins_starts_at_the_clock():
     assert run.clock.progress == {0: 3, 1: 2, 9: 2}
     assert run.clock.pull(9, 2, "its first") == [Release("its first")]
     run.iterate(1)
-    assert run.clock.clock == 3 and run.clock.holding_up == [9], "it is waited for from now on"
+    assert run.clock.clock == 3 and run.clock.holding_up == [9], "the clock waits for it from now on"
     run.iterate(9)
     assert run.clock.clock == 4
 
@@ -110,7 +110,7 @@ def test_a_push_of_who_is_lost_stands_for_nobody():
     run.iterate(3)
     run.lose(3)
     run.join(3)
-    assert run.clock.pull(3, 0, "first") == [Release("first")], "nor for the one who comes back with its rank"
+    assert run.clock.pull(3, 0, "first") == [Release("first")], "nor for a new worker with its rank"
 
 
 def test_strangers_are_refused():
@@ -124,7 +124,7 @@ def test_strangers_are_refused():
             call()
     with pytest.raises(ValueError, match="worker 0 has joined already"):
         clock.joined(0)
-    assert clock.lost(1) == [], "to be told twice that one is gone is nothing"
+    assert clock.lost(1) == [], "reporting a loss twice has no effect"
 
 
 def test_who_holds_the_clock_up_slowest_first():
@@ -147,11 +147,11 @@ def test_a_switch_answers_by_the_new_condition_though_pulls_are_lazy():
     assert run.clock.waiting == [(0, 1), (1, 1)]
     run.switch("ssp:1")
     assert run.clock.waiting == [] and run.clock.pulls is Pulls.LAZY
-    assert [len(messages) for _, messages in run.steps] == [3, 2], "the buffer that nothing fills any more is applied"
+    assert [len(messages) for _, messages in run.steps] == [3, 2], "a buffer that is no longer used is applied"
     run.iterate(0)
     assert run.clock.waiting == [(0, 2)]
     run.switch("ssp:0", "push")
-    assert run.clock.waiting == [(0, 2)] and run.clock.epoch == 2, "what does not pass stays"
+    assert run.clock.waiting == [(0, 2)] and run.clock.epoch == 2, "pulls that do not pass stay delayed"
     run.iterate(1)
     run.iterate(2)
     run.switch("bsp", pulls="soft")
@@ -187,7 +187,7 @@ def test_dsps_counts_from_the_switch():
     run.iterate(0)
     run.switch("dsps:staleness=2,low=0,high=4,window=1")
     run.iterate(1)
-    assert run.clock.state_dict()["model"]["staleness"] == 2, "the one delayed pull came before"
+    assert run.clock.state_dict()["model"]["staleness"] == 2, "the one delayed pull arrived before"
 
 
 # --- checkpoints --------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def test_what_is_in_the_buffer_is_known_after_a_restore():
 def test_a_clock_is_restored_into_one_made_the_same():
     state = Clock(SSP(1), "tick", "soft").state_dict()
     for other in (Clock(SSP(2), "tick", "soft"), Clock(SSP(1), "push", "soft"), Clock(SSP(1), "tick", "lazy")):
-        with pytest.raises(UsageError, match=r"saved as 'ssp:staleness=1 tick soft'.*make it as saved, then switch"):
+        with pytest.raises(UsageError, match=r"saved with 'ssp:staleness=1 tick soft'.*make it as saved, then switch"):
             other.load_state_dict(state)
 
 
@@ -251,7 +251,7 @@ def test_a_models_state_is_the_checkpoints_own():
 
 
 def test_draws_are_the_generators_and_one_a_pull():
-    """Whatever the model, so that a switch or another model meets the same numbers."""
+    """Every model draws once per pull, so that a switch or another model meets the same numbers."""
     drawn = {}
     for spec in ("asp", "bsp", "pssp"):
         rng = random.Random(9)
@@ -265,7 +265,7 @@ def test_draws_are_the_generators_and_one_a_pull():
 
 
 def test_a_users_model_with_a_state_and_a_threshold():
-    """A subclass is asked with its state; its own threshold is its way to apply."""
+    """A subclass is called with its state; its own threshold is its apply mode."""
 
     @dataclass(frozen=True)
     class TwoByTwo(SyncModel):

@@ -1,6 +1,6 @@
-"""What holds of sync models whatever workers do: random schedules of messages, arrivals, losses and switches.
+"""Properties of sync models under random schedules of messages, arrivals, losses and switches.
 
-Workers behave as workers do: they push, then pull, then wait (``tests/shards.py``).
+Workers push, then pull, then wait for the answer (``tests/shards.py``).
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ WAYS = [None, "push", "each", "tick"]
 
 
 def events(*extra: str) -> st.SearchStrategy[list[Event]]:
-    """A worker sends a message, or rushes ahead; and ``extra``. The number says who, or which model.
+    """Generate events: a worker sends a message or rushes ahead, or one of ``extra``. The number selects a worker or a
+    model.
 
-    Short ones, as failures are to read, and long ones, in which the clock comes far.
+    Short schedules keep failures readable; in long ones the clock advances far.
     """
     event = st.tuples(st.sampled_from(["send"] * 8 + ["rush"] * 2 + list(extra)), st.integers(0, 10**6))
     return st.lists(event, max_size=12) | st.lists(event, min_size=30, max_size=60)
@@ -88,7 +89,7 @@ def play(run: Run, event: Event) -> None:
         run.switch(model, way, ["lazy", "soft", None][number // 1000 % 3])
 
 
-# --- models that are the same -------------------------------------------------------------------------
+# --- equal models -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_these_are_the_same_model(one: tuple[str, str], other: tuple[str, str], 
 
 @given(events(*CHANGES), setups)
 def test_how_pulls_are_answered_when_nobody_waits_is_no_matter(played: list[Event], setup: tuple):
-    """asp never delays, so that lazy and soft are one."""
+    """asp never delays a pull, so lazy and soft are the same."""
     runs = [start(("asp", *setup[1:2], pulls, *setup[3:])) for pulls in ("lazy", "soft")]
     for event in played:
         if event[0] != "switch":
@@ -134,7 +135,7 @@ def test_how_pulls_are_answered_when_nobody_waits_is_no_matter(played: list[Even
 
 
 def condition(run: Run, progress: int, draw: float, applied: bool) -> bool:
-    """Table III, written once more: what is compared with is no code of the models."""
+    """Table III, written independently of the models' code."""
     name, _, rest = run.model.partition(":")
     lead = progress - run.clock.clock
     if name in ("bsp", "drop"):
@@ -153,7 +154,9 @@ def condition(run: Run, progress: int, draw: float, applied: bool) -> bool:
 
 
 def check_nothing_waits_in_vain(run: Run, switched: bool) -> None:
-    """After every event: the clock may not tick, and no delayed pull may be answered, by the test's own books."""
+    """Check after every event, by the test's own bookkeeping, that the clock may not tick and no delayed pull may be
+    answered.
+    """
     clock = run.clock.clock
     needed = len(run.workers)
     if run.model.startswith("drop"):
@@ -170,11 +173,11 @@ def check_nothing_waits_in_vain(run: Run, switched: bool) -> None:
             else:
                 assert not passes
     keys = [(worker.life, worker.iteration) for worker in run.workers.values() if worker.waiting]
-    assert sorted(run.clock.waiting) == sorted(keys), "every worker that waits is known to wait"
+    assert sorted(run.clock.waiting) == sorted(keys), "the clock knows every waiting worker"
 
 
 def check_ticks_are_earned(run: Run, before: int) -> None:
-    """A tick from i to i + 1 has all living workers (N_t with drop) behind it."""
+    """Check that all living workers (N_t with drop) have pushed iteration i at the tick from i to i + 1."""
     if run.clock.clock > before:
         reached = sum(worker.progress >= run.clock.clock - 1 for worker in run.workers.values())
         drops = run.model.startswith("drop")
@@ -187,7 +190,9 @@ def check_every_message_once(run: Run) -> None:
     assert sorted(everywhere) == sorted(run.sent)
     assert len(set(run.sent)) == len(run.sent), "the workers of the test send nothing twice"
     dropped = {message[:2] for message in run.dropped}
-    assert not dropped & {message[:2] for message in (*run.applied, *run.buffer)}, "a push is dropped whole or not"
+    assert not dropped & {message[:2] for message in (*run.applied, *run.buffer)}, (
+        "a push is dropped as a whole or not at all"
+    )
 
 
 @given(events(*CHANGES), setups)
@@ -206,13 +211,13 @@ def test_nothing_waits_in_vain_and_every_push_counts_once(played: list[Event], s
 
 @given(events(*CHANGES), setups)
 def test_only_late_pushes_are_dropped_and_all_of_these(played: list[Event], setup: tuple):
-    """With drop:late=drop a push whose first message comes after the tick of its iteration; nothing else."""
+    """With drop:late=drop, exactly the pushes whose first message arrives after the tick of their iteration."""
     run = start(setup)
     late: set[tuple[int, int]] = set()
     for event in played:
         sent = len(run.sent)
         clock, rule = run.clock.clock, run.clock.model.drops_late
-        play(run, ("send" if event[0] == "rush" else event[0], event[1]))  # so that what each message met is known
+        play(run, ("send" if event[0] == "rush" else event[0], event[1]))  # records the decision for each message
         late |= {
             (one.life, one.iteration) for one in run.sent[sent:] if not one.table and rule and one.iteration < clock
         }
@@ -246,19 +251,19 @@ def test_who_keeps_pushing_is_answered_in_the_end(played: list[Event], setup: tu
     before = {rank: worker.progress for rank, worker in run.workers.items()}
     apart = max(before.values(), default=0) - min(before.values(), default=0)
     for _ in range(apart + 8):
-        assert run.able or not run.workers, "somebody can always go on"
+        assert run.able or not run.workers, "some worker can always continue"
         for rank in run.able:
             if not run.workers[rank].waiting:
                 run.iterate(rank)
     for rank, worker in run.workers.items():
-        assert worker.progress >= before[rank] + 3, "what waited was answered, and what came after it"
+        assert worker.progress >= before[rank] + 3, "waiting pulls were answered, and later ones"
 
 
-# --- how old what is answered may be ------------------------------------------------------------------
+# --- staleness of answers -----------------------------------------------------------------------------
 
 
 def staleness_of(model: str, answer: Answer) -> float:
-    """s, as it was when this was answered: dsps adapts it."""
+    """Return s at the time of this answer, since dsps adapts it."""
     made = parse(model)
     if isinstance(made, DSPS):
         assert isinstance(answer.state, dict) and made.low <= answer.state["staleness"] <= made.high
@@ -282,10 +287,10 @@ def staleness_of(model: str, answer: Answer) -> float:
 def test_no_answer_is_older_than_the_staleness_allows(
     model: str, pulls: str, way: str, played: list[Event], workers: int, tables: int
 ):
-    """progress < V_train + s: all living workers' pushes of iterations up to V_train − 1 ≥ progress − s are in it.
+    """progress < V_train + s: an answer contains all living workers' pushes up to V_train − 1 ≥ progress − s.
 
     That is the bound of SSP [26]: in iteration c = progress + 1 all updates up to c − s − 1 are seen, in every table. A
-    lazy pull that was delayed waits for V_train > progress: all pushes up to its own iteration are in it, as with BSP.
+    delayed lazy pull waits for V_train > progress: it contains all pushes up to its own iteration, as with BSP.
     """
     run = Run(model, range(workers), way, pulls, tables)
     for event in played:
@@ -306,8 +311,8 @@ def test_no_answer_is_older_than_the_staleness_allows(
 def test_no_answer_lacks_the_pushes_that_drop_waits_for(
     late: str, pulls: str, way: str, played: list[Event], n: int, workers: int, tables: int
 ):
-    """progress < V_train, and Count[i] == N_t for the tick from i on: of each iteration up to the worker's own the
-    pushes of N_t workers, or of all who were living then, are in what it is given, in every table.
+    """progress < V_train, and Count[i] == N_t for the tick from i: an answer contains, for each iteration up to the
+    worker's own, the pushes of N_t workers, or of all workers living then, in every table.
     """
     run = Run(f"drop:{n},late={late}", range(workers), way, pulls, tables)
     for event in played:
@@ -320,7 +325,7 @@ def test_no_answer_lacks_the_pushes_that_drop_waits_for(
                 assert all(held[iteration, table] >= least for table in range(tables))
 
 
-# --- a clock that is restored -------------------------------------------------------------------------
+# --- restored clocks ----------------------------------------------------------------------------------
 
 
 @given(events(*CHANGES), setups, st.integers(0, 40))

@@ -1,4 +1,4 @@
-"""Memory of a shard: what is given does not change while it is held, and is used again."""
+"""A shard's buffers: an encoded bucket stays unchanged while it is referenced, and its buffer is reused afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_what_is_given_stays_as_it_was_while_it_is_held_and_its_memory_is_used_a
     here = side([torch.zeros(4)], servers=1, storages=storages)
     store = here.stores[0]
     first = store.encode(0)
-    assert store.encode(0) is first  # one version is made once
+    assert store.encode(0) is first  # each version is encoded once
     store.release(first)
     given = []
     for _ in range(5):
@@ -22,7 +22,7 @@ def test_what_is_given_stays_as_it_was_while_it_is_held_and_its_memory_is_used_a
         here.push()
         given.append(store.encode(0))
         store.release(given[-1])
-    assert bytes(first.source.view) == bytes(16), "somebody still sends it"
+    assert bytes(first.source.view) == bytes(16), "a sender still holds a reference"
     assert torch.frombuffer(bytearray(given[-1].source.view), dtype=torch.float32).tolist() == [-2.5] * 4
     if storages.raw_pulls:
         assert len({id(one.memory) for one in given}) == 1 and given[0].memory is not first.memory

@@ -236,7 +236,7 @@ class Coordinator:
         return effects
 
     def _answered(self, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
-        """Handle a member's reply. A request without a reply is repeated by :meth:`watch`, unless the member is lost."""
+        """Handle a member's reply. An unanswered request is repeated by :meth:`watch`, unless the member is lost."""
         run = self._run
         assert run is not None
         del run.open[ticket]

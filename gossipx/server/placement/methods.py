@@ -162,10 +162,10 @@ class Sliced(Placement):
     goes through are spread over two servers or more.
 
     When one of N servers joins or leaves, the others stay in order and the ranges are made even again. The share of all
-    elements that moves is 1/2 − p(N − 1 − p) / (N(N − 1)), to within N elements, where p is the position of the joining or leaving server,
-    from 0, and N includes it. That is half of them at either end. In the middle, where :func:`seated` inserts it, it is
-    1/4 + 1/(4N), or 1/4 + 1/(4(N − 1)) for even N. Any method must move 1/N to or from that server; the rest is the
-    price of contiguous ranges.
+    elements that moves is 1/2 − p(N − 1 − p) / (N(N − 1)), to within N elements, where p is the position of the joining
+    or leaving server, from 0, and N includes it. That is half of them at either end. In the middle, where
+    :func:`seated` inserts it, it is 1/4 + 1/(4N), or 1/4 + 1/(4(N − 1)) for even N. Any method must move 1/N to or from
+    that server; the rest is the price of contiguous ranges.
     """
 
     def decide(self, tables: Sequence[Table], servers: int) -> list[list[Partition]]:
