@@ -23,14 +23,14 @@ class HostedShards:
     Attributes:
         shards: by index; the dictionary object never changes.
         epoch: the epoch of their layout.
-        unsure: the peer joined while others were training, so its shards may have moved elsewhere, and have not
+        unconfirmed: the peer joined while others were training, so its shards may have moved elsewhere, and have not
             started.
     """
 
     def __init__(self, context: PeerContext, settings: ServerSettings):
         self.shards: dict[int, Shard] = {}
         self.epoch = 0
-        self.unsure = False
+        self.unconfirmed = False
         self._context = context
         self._settings = settings
         self._counted_before = (0, 0)  # gradients and DPRs counted before the last change of servers
@@ -65,9 +65,9 @@ class HostedShards:
         return self._settings.journals and self._context.members.had_begun
 
     @property
-    def made(self) -> set[str]:
+    def sync_settings(self) -> set[str]:
         """The sync models of the hosted shards, each with its apply and pull modes."""
-        return {" ".join(shard.clock.made.values()) for shard in self.shards.values()}
+        return {" ".join(shard.clock.settings.values()) for shard in self.shards.values()}
 
     @property
     def taken_in(self) -> int:
@@ -86,12 +86,12 @@ class HostedShards:
         first.
         """
         again = self._context.members.had_begun and not any(shard.restored for shard in self.shards.values())
-        self.unsure = bool(self.shards) and again and not self._settings.fixed
-        return [] if self.unsure else self.begin(now)
+        self.unconfirmed = bool(self.shards) and again and not self._settings.fixed
+        return [] if self.unconfirmed else self.begin(now)
 
     def begin(self, now: float) -> list[Effect]:
         """Start the shards, or restore them from disk first."""
-        self.unsure = False
+        self.unconfirmed = False
         return [
             effect
             for shard in self.shards.values()
@@ -122,7 +122,7 @@ class HostedShards:
 
     # --- checkpoints and handover ------------------------------------------------------------------
 
-    def keep(self, now: float, last: bool = False, leaves: bool = False) -> list[Effect]:
+    def checkpoint(self, now: float, last: bool = False, leaves: bool = False) -> list[Effect]:
         """Take the checkpoints that are due.
 
         Args:
@@ -130,12 +130,12 @@ class HostedShards:
             leaves: this peer is about to leave: checkpoint all shards now, and any that it still receives.
         """
         self._leaves = self._leaves or leaves
-        return [effect for shard in self.shards.values() for effect in shard.keep(now, last, leaves=leaves)]
+        return [effect for shard in self.shards.values() for effect in shard.checkpoint(now, last, leaves=leaves)]
 
     def hand_over(self) -> tuple[str, str]:
         """Return what shards of another layout continue with: the state of shard 0, and its sync model."""
         first = self.shards[0]
-        return json.dumps(first.hand_over()), " ".join(first.clock.made.values())
+        return json.dumps(first.hand_over()), " ".join(first.clock.settings.values())
 
     def switch_layout(self, layout: Layout, epoch: int, state: str, reply: Reply, now: float) -> list[Effect]:
         """Replace the shards with those that lie here in ``layout``. Waiting pulls are answered with ``reply``.
@@ -145,7 +145,7 @@ class HostedShards:
         """
         closed = [effect for shard in self.shards.values() for effect in shard.close(reply, now)]
         done = self.taken_in, self.delayed_pulls
-        self.epoch, self.unsure = epoch, False
+        self.epoch, self.unconfirmed = epoch, False
         here = [index for index, rank in enumerate(layout.servers) if rank == self._context.rank]
         self.shards.clear()
         self.shards.update({index: self.make(index, self._settings.clock_of(index), layout) for index in here})
@@ -157,4 +157,4 @@ class HostedShards:
         self._counted_before = (0, 0)
         self._counted_before = done[0] - self.taken_in, done[1] - self.delayed_pulls
         # A leaving peer also checkpoints shards that another leaving peer hands to it.
-        return [*begun, *closed, *(self.keep(now, leaves=True) if self._leaves else [])]
+        return [*begun, *closed, *(self.checkpoint(now, leaves=True) if self._leaves else [])]

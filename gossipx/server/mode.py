@@ -156,13 +156,13 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
 
     def begun(self, now: float) -> list[Effect]:
         begun = self.hosted.begun(now)
-        begun += self.migration.ask_layout(now) if self.hosted.unsure else []
+        begun += self.migration.ask_layout(now) if self.hosted.unconfirmed else []
         begun += self._replication.begin(now)
         return self._follow_up([*begun, *(self.worker.begin(now) if self._trains else [])], now)
 
     def _begin_confirmed(self, now: float) -> list[Effect]:
         """Start the shards of a peer that joined late, once all others have confirmed that the layout is unchanged."""
-        return self.hosted.begin(now) if self.hosted.unsure and self.migration.is_confirmed else []
+        return self.hosted.begin(now) if self.hosted.unconfirmed and self.migration.is_confirmed else []
 
     def tables_restored(self, event: TablesRestored, now: float) -> list[Effect]:
         return self._follow_up(self.hosted.tables_restored(event, self._training(), now), now)
@@ -336,7 +336,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         ]
         self._deadlock_detector.repeat_failed()
         put_off = [effect for shard in self.shards.values() for effect in shard.put_off(now)]
-        again = self.migration.ask_layout(now) if self.hosted.unsure else []
+        again = self.migration.ask_layout(now) if self.hosted.unconfirmed else []
         return self._follow_up(
             [*put_off, *signs, *again, *self.migration.watch(now), *self.coordinator.watch(now)], now
         )
@@ -347,10 +347,10 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
 
     def _follow_up(self, effects: list[Effect], now: float) -> list[Effect]:
         """Add what follows any event: due checkpoints, deadlock checks, records to send, and the periodic check."""
-        effects = effects + self.hosted.keep(now)  # last, so that checkpoints include this event
+        effects = effects + self.hosted.checkpoint(now)  # last, so that checkpoints include this event
         effects += self._deadlock_detector.check(len(self._servers), now)
         effects += self._replication.send(now)
-        changes = self.migration.busy or self.coordinator.busy or self.hosted.unsure
+        changes = self.migration.busy or self.coordinator.busy or self.hosted.unconfirmed
         waits = changes or any(shard.waiting for shard in self.shards.values())
         if self._watching or not waits:
             return effects
@@ -374,7 +374,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         self.worker.stop()
         self.migration.release()
         training = [rank for rank in self._training() if rank != self._context.rank]
-        kept = self.hosted.keep(now, leaves=True)
+        kept = self.hosted.checkpoint(now, leaves=True)
         if not (self.shards and training and self.hosted.ready) or self._agreeing or self._settings.fixed:
             return kept
         return self._follow_up(
@@ -418,4 +418,4 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     def agree(self, now: float) -> list[Effect] | None:
         """Pull the servers' final tables, which become every worker's final model."""
         self._agreeing = True
-        return [*self.hosted.keep(now, last=True), *self._answered_all(self.worker.begin(now), now)]
+        return [*self.hosted.checkpoint(now, last=True), *self._answered_all(self.worker.begin(now), now)]

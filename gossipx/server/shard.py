@@ -114,7 +114,7 @@ class Shard:
     def begin(self, now: float) -> list[Effect]:
         """Start once all peers have reached START: fill the tables with this peer's own model, unless restored."""
         fill: list[Effect] = [] if self.restored else [FillTables(self.index)]
-        first = [] if self.restored else self.keep(now, first=self.records.from_checkpoint)
+        first = [] if self.restored else self.checkpoint(now, first=self.records.from_checkpoint)
         return [*fill, *first, *self.serve(now)]
 
     def serve(self, now: float) -> list[Effect]:
@@ -148,7 +148,7 @@ class Shard:
 
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def keep(self, now: float, last: bool = False, first: bool = False, leaves: bool = False) -> list[Effect]:
+    def checkpoint(self, now: float, last: bool = False, first: bool = False, leaves: bool = False) -> list[Effect]:
         """Take a checkpoint if one is due.
 
         Args:
@@ -233,7 +233,7 @@ class Shard:
         self._plan = deque(plan)
         self._schedule.take_over(state["kept"], now)
         self._begun = True
-        return self.keep(now, first=True) if self.records.from_checkpoint else []
+        return self.checkpoint(now, first=True) if self.records.from_checkpoint else []
 
     def close(self, reply: Reply, now: float) -> list[Effect]:
         """Stop serving, since the shard moves elsewhere, and answer all waiting pulls with ``reply``."""

@@ -359,7 +359,7 @@ class Client:
             ),
         ]
 
-    # --- figures ----------------------------------------------------------------------------------
+    # --- measures ---------------------------------------------------------------------------------
 
     def significance(self, shard: int) -> float:
         """Return |g| / |w| of the shard's part of the last push (FluentPS, section III-E.2); 0 if all weights are 0."""

@@ -42,7 +42,7 @@ def killed_after(here: Folder, process: Process, iteration: int, shards: int = 1
     [(), pytest.param(("--servers-only",), marks=pytest.mark.slow), ("--push-codec", "3lc:1.75")],
     ids=str,
 )
-def test_bsp_goes_on_bit_for_bit(tmp_path: Path, options: tuple[str, ...]) -> None:  # [29] [39]
+def test_bsp_resumes_bit_for_bit(tmp_path: Path, options: tuple[str, ...]) -> None:  # [29] [39]
     """Workers and shards resume from one iteration, and from there on every sum is the same.
 
     So is a worker's error feedback.
@@ -75,7 +75,7 @@ tell(peer, values=[float(one) for parameter in model.parameters() for one in par
 """
 
 
-def test_a_run_goes_on_with_the_servers_of_then(tmp_path: Path) -> None:
+def test_a_run_resumes_with_its_last_servers(tmp_path: Path) -> None:
     """The servers were changed during the run: its three shards resume as three shards, bit for bit."""
     with folder(tmp_path, 3) as here:
         script = here.script(CHANGES)
@@ -126,7 +126,7 @@ tell(peer, began=began)
 """
 
 
-def test_what_a_transmit_buffer_has_not_sent_yet_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_transmit_buffers_residual_resumes_bit_for_bit(tmp_path: Path) -> None:
     """Code 4.2 sends a hundredth of each gradient: after 60 iterations most of the rest is still in the buffers."""
     servers = ("--servers", "0,1")
     with folder(tmp_path, 2) as here:
@@ -160,7 +160,7 @@ def test_a_damaged_shard_is_named_and_the_iteration_before_is_used(tmp_path: Pat
     assert max(differences(whole.model(0), cut.model(0)).values()) == 0
 
 
-def test_bsp_goes_on_bit_for_bit_from_checkpoints_by_the_clock_on_the_wall(tmp_path: Path) -> None:
+def test_bsp_resumes_bit_for_bit_from_checkpoints_by_seconds(tmp_path: Path) -> None:
     """One shard announces the checkpoint two ticks ahead: all shards and workers take theirs at one iteration."""
     options = ("--eval-interval", "0", "--log-interval", "1", "--peer-timeout", "10", "--servers", "0,1")
     with folder(tmp_path, 3) as here:
@@ -201,7 +201,7 @@ def test_sigterm_keeps_shards_without_checkpoint_every(tmp_path: Path, servers: 
         assert Run(here.path / "cut", again).summary["iterations"] == int(until)
 
 
-def test_an_asynchronous_run_goes_on(tmp_path: Path) -> None:
+def test_an_asynchronous_run_resumes(tmp_path: Path) -> None:
     with folder(tmp_path, 3) as here:
         options = ("--servers", "0,2", "--sync", "asp", "--sync-plan", "30=ssp:staleness=2", "--iterations", "150")
         process = here.start_run(*BRIEF, *options, name="cut")
@@ -213,7 +213,7 @@ def test_an_asynchronous_run_goes_on(tmp_path: Path) -> None:
     assert all(accuracy > 0.6 for accuracy in cut.summary["test_accuracy"])
 
 
-def test_nothing_to_go_on_from(tmp_path: Path) -> None:
+def test_nothing_to_resume_from(tmp_path: Path) -> None:
     with folder(tmp_path, 2) as here:
         here.run("--servers", "0", "--iterations", "5", "--eval-interval", "0", name="cut")
         again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
@@ -227,7 +227,7 @@ def hub_of(store: Store) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("only", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_hub_goes_on_with_its_centre(tmp_path: Path, only: bool) -> None:  # [38]
+def test_a_hub_resumes_with_its_centre(tmp_path: Path, only: bool) -> None:  # [38]
     with folder(tmp_path, 3) as here:
         options = ("--hub", "0", "--policy", "tau:5", "--iterations", "400", *(["--hub-only"] if only else []))
         process = here.start_run(*BRIEF, *options, name="cut")

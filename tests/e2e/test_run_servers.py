@@ -36,7 +36,7 @@ def test_codecs_both_ways_move_a_fortieth_of_the_bytes(tmp_path: Path) -> None:
     assert summaries["3lc"]["test_accuracy"][1] > summaries["none"]["test_accuracy"][1] - 0.1
 
 
-def test_a_wrong_codec_is_told(tmp_path: Path) -> None:
+def test_a_wrong_codec_is_refused(tmp_path: Path) -> None:
     with folder(tmp_path, 2) as here:
         ended = here.start_run("--servers", "0", "--push-codec", "3lc:3").end()
     assert "codec '3lc:3': sparsity is at least 1 and below 2, not 3.0" in one_line(ended, 2)
@@ -128,7 +128,7 @@ with gossipx.join(model, optimizer) as peer:
 """
 
 
-def test_how_gradients_are_applied_and_pulls_answered_is_set_with_the_sync_model(tmp_path: Path) -> None:
+def test_apply_and_pull_modes_are_set_with_the_sync_model(tmp_path: Path) -> None:
     """From the command line for all shards, then by ``peer.set_sync`` for another peer's shard."""
     with folder(tmp_path, 2) as here:
         script = here.script(SWITCHES)

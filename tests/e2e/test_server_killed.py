@@ -51,7 +51,7 @@ def test_a_replica_takes_its_place(tmp_path: Path, servers: str, workers: list[i
         same(whole, Run(here.path / "x", ended), workers)
 
 
-def test_it_comes_back_from_its_checkpoint_and_its_journal(tmp_path: Path) -> None:
+def test_it_is_restored_from_its_checkpoint_and_its_journal(tmp_path: Path) -> None:
     options = (*BRIEF, "--servers", "0", "--checkpoint-every", "150", "--iterations", "1000")
     with folder(tmp_path, 3) as here:
         whole = here.run(*options, name="whole")
@@ -123,7 +123,7 @@ class Gate:
     ],
     ids=["a-new-one", "one-that-stays", "the-first-of-three", "one-that-is-none-any-more"],
 )
-def test_it_comes_back_after_the_servers_were_changed(tmp_path: Path, servers: str, then: str, held: str) -> None:
+def test_it_is_restored_after_a_change_of_servers(tmp_path: Path, servers: str, then: str, held: str) -> None:
     """It uses the layout in force, though its settings name the first servers.
 
     Pushes since the change are in the journal only, including those of an iteration that not all have pushed.
@@ -156,7 +156,7 @@ def test_it_comes_back_after_the_servers_were_changed(tmp_path: Path, servers: s
         assert [here.told(rank)["values"] for rank in range(3)] == whole
 
 
-def test_workers_stop_without_it_if_they_are_to(tmp_path: Path) -> None:
+def test_workers_stop_without_it_if_configured(tmp_path: Path) -> None:
     """With no peer to take the only server's place, all end soon after ``--peer-timeout``, with one line why."""
     with folder(tmp_path, 3) as here:
         process = here.start_run(*BRIEF, "--servers", "0", "--server-lost", "stop", "--iterations", "100000")
@@ -166,6 +166,6 @@ def test_workers_stop_without_it_if_they_are_to(tmp_path: Path) -> None:
     assert f"peer {here.names[0]} is lost: killed by SIGKILL" in ended.output
 
 
-def test_one_peer_alone_can_have_no_replica(tmp_path: Path) -> None:
+def test_a_single_peer_cannot_have_a_replica(tmp_path: Path) -> None:
     with folder(tmp_path, 1) as here:
         assert "--server-replicas 1 needs a second peer" in here.refused("--servers", "0", "--server-replicas", "1")

@@ -63,7 +63,7 @@ def trains(here: Folder, process: Process, pulls: str = r"[1-9]\d*") -> None:
 
 
 @pytest.mark.parametrize("options", [("--placement", "sliced"), ("--no-wait-free", "--bucket", "0")])
-def test_bsp_ends_as_the_run_whose_servers_stay(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_bsp_ends_as_a_run_with_fixed_servers(tmp_path: Path, options: tuple[str, ...]) -> None:
     """FluentPS, section III-A: workloads are rebalanced among the present servers, and nothing else changes."""
     told = []
     with folder(tmp_path, 3) as here:

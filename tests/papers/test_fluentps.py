@@ -96,7 +96,7 @@ def test_pssp_is_asp_without_and_ssp_with_certainty(dynamic: bool):
     assert answers(f"pssp:staleness=3,{always}", clock=4, draw=1 - 2**-53) == answers("ssp:3", clock=4)
 
 
-def test_own_conditions_make_any_row():
+def test_custom_conditions_make_any_row():
     """Section III-B: SetcondPull and SetcondPush; here SSP with s = 1, and N − 1 workers are enough."""
     model = Conditions(pull=lambda seen, pull: pull.progress < seen.clock + 1, push=lambda seen: seen.pushed >= 2)
     own, shipped = Run(model, range(3)), Run("drop:2,late=add", range(3), apply="push")
@@ -212,7 +212,7 @@ def test_fewer_pulls_are_delayed_with_lazy_execution(staleness: int):
     assert 0 < delayed(f"ssp:{staleness}", "lazy") < delayed(f"ssp:{staleness}", "soft") / 2
 
 
-def test_lazily_answered_pulls_hold_what_the_soft_barrier_lacks():
+def test_lazy_answers_include_what_the_soft_barrier_lacks():
     """Section III-C: the soft barrier's w_4 lacks W2's g_2 and g_3, which lazy execution includes."""
     held = {}
     for pulls in ("soft", "lazy"):

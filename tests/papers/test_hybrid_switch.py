@@ -127,7 +127,7 @@ def test_a_pull_is_answered_when_the_workers_own_gradient_is_applied():
     assert run.events[2:] == ["answer 0 1", "answer 1 1"] and run.clock.clock == 0
 
 
-def test_nobody_waits_for_ever_whatever_the_speeds():
+def test_no_worker_waits_for_ever_at_any_speeds():
     """Step 2 repeats until convergence: with K up to N, some worker can always continue."""
     choose = random.Random(3)
     run = Run("hybrid:step=10", range(WORKERS))
@@ -137,7 +137,7 @@ def test_nobody_waits_for_ever_whatever_the_speeds():
     assert min(run.clock.progress.values()) > 80 and len(run.steps[-1][1]) == WORKERS
 
 
-def test_growth_begins_where_the_model_is_switched_to():
+def test_growth_begins_at_the_switch():
     """Step 1 is the start of the algorithm: K is 1 then, even if there were gradients before."""
     run = Run("asp", range(3))
     taken_in_turns(run, 10)

@@ -39,7 +39,7 @@ def test_bsp_is_one_process_on_the_joined_batch(name: str) -> None:
 
 @pytest.mark.parametrize("placed", ["range", "greedy", "uniform", "round-robin", "heuristic", "sliced"])
 @pytest.mark.parametrize("bucket", [0, 100, 10**6])
-def test_where_tables_lie_and_how_they_travel_changes_nothing(placed: str, bucket: int) -> None:
+def test_placement_and_buckets_change_no_result(placed: str, bucket: int) -> None:
     options: dict[str, Any] = {"servers": "0,1,2", "placement": placed, "bucket": bucket}
     made = served.ended(served.world(3, **options))
     torch.testing.assert_close(models(made), served.joined(range(3)).expand(3, -1), rtol=1e-9, atol=1e-9)
@@ -87,7 +87,7 @@ PLAIN: served.Optimizer = OPTIMIZERS["sgd"]
 )
 @pytest.mark.parametrize("pulls", ["lazy", "soft"])
 @pytest.mark.parametrize("seed", range(3))
-def test_models_that_are_the_same(one: dict[str, str], other: dict[str, str], pulls: str, seed: int) -> None:
+def test_equal_models(one: dict[str, str], other: dict[str, str], pulls: str, seed: int) -> None:
     """Equal clocks, equal pulls answered at equal times, and equal parameters, for plain SGD.
 
     A push is one message here. If a push of several messages is applied at once, its first parts are applied before the
@@ -134,7 +134,7 @@ def test_hybrid_grows_from_asynchronous_to_synchronous() -> None:
     torch.testing.assert_close(models(made), models(made)[:1].expand(4, -1), rtol=0, atol=0)
 
 
-def test_ssp_lets_nobody_go_further_ahead_than_its_staleness() -> None:
+def test_ssp_limits_the_lead_to_its_staleness() -> None:
     made = served.ended(served.world(3, sync="ssp:staleness=2", pulls="soft", slow={2: 5.0}))
     done = dict.fromkeys(range(3), 0)
     for entry in made.log:
@@ -145,7 +145,7 @@ def test_ssp_lets_nobody_go_further_ahead_than_its_staleness() -> None:
     assert max(peer.blocked_seconds for peer in made.peers.values()) > 10
 
 
-def test_drop_goes_on_without_the_slowest() -> None:
+def test_drop_continues_without_the_slowest() -> None:
     """N_t = 2 of 3: the straggler's late gradients are dropped, and it continues at the clock."""
     made = served.ended(served.world(3, sync="drop:n=2", slow={2: 2.6}))
     exchange = made.peers[0].role.exchange
@@ -158,7 +158,7 @@ def test_drop_goes_on_without_the_slowest() -> None:
 @pytest.mark.parametrize(
     "sync", ["bsp", "ssp:staleness=2", "drop:n=2", "hybrid:step=5", "dsps", "pssp:staleness=1,p=0.5"]
 )
-def test_shards_may_have_models_of_their_own(sync: str) -> None:
+def test_shards_may_have_different_models(sync: str) -> None:
     made = served.ended(served.world(3, servers="0,1", sync=f"{sync}|asp", slow={2: 2.2}))
     assert torch.isfinite(models(made)).all()
 

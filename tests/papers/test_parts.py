@@ -101,7 +101,7 @@ class TriplingTable(ServerTable):
         ({"server_table": TriplingTable}, 3),
     ],
 )
-def test_parts_on_the_way_of_gradients(replaced: dict[str, Any], factor: float) -> None:
+def test_parts_for_gradients(replaced: dict[str, Any], factor: float) -> None:
     """Table 4.1 and Figure 4.1: one class that scales, for every partition of every table."""
     made = run(Parts(storages=Storages(**replaced)))
     torch.testing.assert_close(models(made), joined(factor), rtol=1e-9, atol=1e-9)
@@ -143,7 +143,7 @@ class ClientTakesOneOff(ClientTable):
 @pytest.mark.parametrize(
     "takes", [{"apply": TakesOneOff}, {"worker": WorkerTakesOneOff}, {"client_table": ClientTakesOneOff}]
 )
-def test_parts_on_the_way_of_values(gives: dict[str, Any], takes: dict[str, Any]) -> None:
+def test_parts_for_values(gives: dict[str, Any], takes: dict[str, Any]) -> None:
     """A part on the worker's side can undo what a part on the server's side does."""
     made = run(Parts(storages=Storages(**gives, **takes)))
     torch.testing.assert_close(models(made), joined(), rtol=1e-9, atol=1e-9)
@@ -162,7 +162,7 @@ class Reversed(Placement):
 
 
 @pytest.mark.parametrize("placement", [Reversed(), RoundRobinPlacement()])
-def test_a_placement_of_ones_own(placement: Placement) -> None:
+def test_a_custom_placement(placement: Placement) -> None:
     """Code 4.1: the decision function."""
     made = run(Parts(placement=placement))
     torch.testing.assert_close(models(made), joined(), rtol=1e-9, atol=1e-9)
@@ -181,7 +181,7 @@ def test_round_robin_takes_turns() -> None:
         [SSPConsistency(0), SSPConsistency(0)],
     ],
 )
-def test_a_consistency_controller_of_ones_own(sync: SyncModel | list[SyncModel]) -> None:
+def test_a_custom_consistency_controller(sync: SyncModel | list[SyncModel]) -> None:
     """Conditions of two functions, or a class; one for all shards, or one for each. Here they are equal to bsp."""
     made = run(Parts(sync=sync), apply="tick")
     torch.testing.assert_close(models(made), joined(), rtol=1e-9, atol=1e-9)
@@ -192,7 +192,7 @@ def test_a_consistency_controller_of_ones_own(sync: SyncModel | list[SyncModel])
 
 @pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 1000])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_what_is_not_sent_stays_in_the_buffer(size: int, dtype: torch.dtype) -> None:
+def test_unsent_values_stay_in_the_buffer(size: int, dtype: torch.dtype) -> None:
     """``val = 0`` in Code 4.2 only concerns what is sent. At all times, the sum of gradients = sent + the buffer."""
     generator = torch.Generator().manual_seed(size)
     buffer = TopTransmitBuffer(torch.zeros(size, dtype=dtype))
@@ -257,7 +257,7 @@ def test_top_one_percent_is_error_feedback_over_the_largest() -> None:
 
 @pytest.mark.parametrize("pulls", ["lazy", "soft"])
 @pytest.mark.parametrize("staleness", [0, 1, 3, 5])
-def test_ssp_of_ones_own_pulls_only_what_is_too_old_and_nobody_is_further_ahead(staleness: int, pulls: str) -> None:
+def test_custom_ssp_pulls_only_stale_tables_and_limits_the_lead(staleness: int, pulls: str) -> None:
     made = run(
         Parts(sync=SSPConsistency(staleness)),
         network=Network(delay=0.01),
@@ -351,7 +351,7 @@ def test_code_4_1_to_4_4_together() -> None:
     assert torch.isfinite(expected).all() and torch.equal(models(made), expected)
 
 
-def test_a_growth_function_of_ones_own() -> None:
+def test_a_custom_growth_function() -> None:
     """Hybrid Approach, section 9: "different monotonically increasing functions can also be used"."""
     made = run(squares.parts)
     assert torch.isfinite(models(made)).all()

@@ -65,7 +65,7 @@ def test_bsp_stays_one_process_on_the_joined_batch(name: str, placed: str) -> No
 
 @pytest.mark.parametrize("placed", BUILT_IN)
 @pytest.mark.parametrize("bucket", [0, 100, 10**6])
-def test_every_placement_is_placed_anew(placed: str, bucket: int) -> None:
+def test_every_placement_is_rebalanced(placed: str, bucket: int) -> None:
     made = changed(served.world(3, servers="0,1", placement=placed, bucket=bucket))
     torch.testing.assert_close(models(made), served.joined(range(3)).expand(3, -1), rtol=1e-9, atol=1e-9)
 
@@ -81,7 +81,7 @@ def test_servers_that_train_or_do_not_and_a_barrier_of_all_shards(overlap: bool,
     torch.testing.assert_close(models(made), served.joined(workers).expand(4, -1), rtol=1e-9, atol=1e-9)
 
 
-def test_the_sync_model_goes_along_as_it_was_switched() -> None:
+def test_the_switched_sync_model_is_kept() -> None:
     made = served.world(3, servers="0")
     made.switch_sync(1, 2.5, "ssp:staleness=2")
     made.change_servers(2, 4.5, [1, 2])
@@ -90,11 +90,11 @@ def test_the_sync_model_goes_along_as_it_was_switched() -> None:
         exchange = made.peers[rank].role.exchange
         assert isinstance(exchange, ServerMode)
         (shard,) = exchange.shards.values()
-        assert shard.clock.made["model"] == "ssp:staleness=2"
+        assert shard.clock.settings["model"] == "ssp:staleness=2"
         assert shard.clock.clock == served.ITERATIONS
 
 
-def test_what_peers_have_taken_in_is_counted_on() -> None:
+def test_the_count_of_gradients_continues() -> None:
     """Pushes before and after the change count once each, on any peer."""
     made = changed(served.world(3, servers="0,1"))
     counted = [peer.role.server.taken_in for peer in made.peers.values()]
@@ -120,7 +120,7 @@ def moved(before: Layout, after: Layout) -> int:
 
 
 @pytest.mark.parametrize("wanted", [{0, 1, 2}, {1, 2, 3}, {0}, {3}, {0, 1, 2, 3, 4}])
-def test_nothing_moves_but_what_another_peer_is_to_hold(wanted: set[int]) -> None:
+def test_only_elements_that_change_holders_move(wanted: set[int]) -> None:
     before = layouts().make([0, 1])
     after = layouts().make(order(before.servers, wanted))
     stays = sum(elements(common(before.held_by(rank), after.held_by(rank))) for rank in wanted)
@@ -137,12 +137,12 @@ def test_a_server_that_joins_is_seated_in_the_middle_where_least_moves() -> None
     assert abs(moved(before, layouts().make([0, 1, 2, 3])) - size / 2) <= 4
 
 
-def test_who_stays_keeps_its_place() -> None:
+def test_remaining_servers_keep_their_order() -> None:
     assert order((3, 1, 2), {1, 3}) == [3, 1]
     assert order((0,), {1, 2}) == [2, 1]
 
 
-def test_a_batch_is_of_one_way_and_no_larger_than_it_has_to_be() -> None:
+def test_a_batch_has_one_source_and_target_and_a_limited_size() -> None:
     before, after = layouts().make([0, 1]), layouts().make([1, 2, 0])
     for batch in layouts(100).batches(before, after):
         assert batch.source != batch.target and batch.pieces

@@ -79,7 +79,7 @@ def test_the_holder_is_killed(seed: int, optimizer: served.Optimizer) -> None:
 
 @pytest.mark.parametrize("sync", ["asp", "ssp:staleness=1", "pssp:staleness=1,p=0.5", "hybrid:step=5/lr"])
 @pytest.mark.parametrize("seed", range(6))
-def test_each_push_counts_once_whoever_holds_the_shard(sync: str, seed: int) -> None:
+def test_each_push_counts_once_under_any_holder(sync: str, seed: int) -> None:
     rng = random.Random(f"{sync} {seed}")
     made = world(sync=sync, slow={2: rng.uniform(1.0, 3.0)}, network=Network(delay=0.05))
     made.crash(0, rng.uniform(0.5, 20.0))
@@ -88,7 +88,7 @@ def test_each_push_counts_once_whoever_holds_the_shard(sync: str, seed: int) -> 
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_shards_whose_buffers_wait_for_each_others_workers_have_the_same_replicas(seed: int) -> None:
+def test_replicas_follow_resolved_deadlocks(seed: int) -> None:
     rng = random.Random(seed)
     slow = {rank: rng.uniform(0.5, 1.5) for rank in range(4)}
     made = served.world(
@@ -102,7 +102,7 @@ def test_shards_whose_buffers_wait_for_each_others_workers_have_the_same_replica
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_killed_one_comes_back_and_follows_then_the_other_is_killed(seed: int) -> None:
+def test_the_restarted_peer_follows_and_survives_the_next_kill(seed: int) -> None:
     """Peer 3 has the replica and trains, so it is not killed: the restarted peer takes its place."""
     rng = random.Random(seed)
     first = rng.uniform(0.5, 6.0)
@@ -172,7 +172,7 @@ def test_a_server_that_leaves_hands_its_shard_over() -> None:
     exact(made)
 
 
-def test_with_all_of_a_shards_holders_gone_the_run_stops_if_told_so() -> None:
+def test_the_run_can_stop_when_all_holders_of_a_shard_are_gone() -> None:
     made = served.world(4, servers="0,3", servers_only=True, server_replicas=1, server_lost="stop")
     made.crash(0, 3.5)
     made.crash(3, 8.5)

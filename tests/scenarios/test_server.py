@@ -47,7 +47,7 @@ def done(made: World, ranks: range | list[int], iterations: int = served.ITERATI
 # --- switches ---------------------------------------------------------------------------------------
 
 
-def test_a_switch_while_the_run_goes_on() -> None:
+def test_a_switch_during_the_run() -> None:
     """After a switch from bsp, in which all wait for the slowest, to asp, waiting pulls are answered at once."""
     made = served.world(3, slow={2: 8.0}, servers="0,1")
     made.switch_sync(2, 12.0, "asp")
@@ -72,7 +72,7 @@ def test_one_shard_may_be_switched_alone() -> None:
 
 
 @pytest.mark.parametrize("sync", ["ssp:staleness=-1", "nonsense", "hybrid:step=5/ls"])
-def test_what_is_no_sync_model_is_told_and_changes_nothing(sync: str) -> None:
+def test_an_invalid_sync_model_is_refused_and_changes_nothing(sync: str) -> None:
     made = served.world(2)
     made.switch_sync(1, 3.5, sync)
     served.ended(made)
@@ -97,7 +97,7 @@ SYNCS = ["bsp", "asp", "ssp:staleness=1", "drop:n=2", "pssp:staleness=1,p=0.5", 
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_no_push_is_lost_and_no_pull_stranded_whatever_is_switched(seed: int) -> None:
+def test_switches_lose_no_push_and_strand_no_pull(seed: int) -> None:
     rng = random.Random(seed)
     slow = {rank: rng.uniform(0.5, 4.0) for rank in range(4)}
     pulls = rng.choice(["lazy", "soft"])
@@ -113,7 +113,7 @@ def test_no_push_is_lost_and_no_pull_stranded_whatever_is_switched(seed: int) ->
 
 @pytest.mark.parametrize("servers", ["0,3", "1,2,3", "0,1,2,3"])
 @pytest.mark.parametrize("seed", range(12))
-def test_shards_whose_buffers_wait_for_each_others_workers_go_on(servers: str, seed: int) -> None:
+def test_deadlocks_among_shards_are_resolved(servers: str, seed: int) -> None:
     """Hybrid Approach, Algorithm 1, with several shards: their buffers hold different gradients when all wait."""
     rng = random.Random(f"{servers} {seed}")
     slow = {rank: rng.uniform(0.5, 1.5) for rank in range(4)}
@@ -129,7 +129,7 @@ def test_shards_whose_buffers_wait_for_each_others_workers_go_on(servers: str, s
 
 @pytest.mark.parametrize("sync", SYNCS)
 @pytest.mark.parametrize("seed", range(4))
-def test_all_end_with_what_the_servers_hold_once_the_slowest_has_trained(sync: str, seed: int) -> None:
+def test_all_end_with_the_servers_values_after_the_slowest_worker(sync: str, seed: int) -> None:
     """The others wait for the slowest worker as long as it answers."""
     slow = {0: 1.0, 1: 0.2, 2: 0.3, 3: 4.0}
     assert served.ITERATIONS * 4.0 > served.ITERATIONS * 1.0 + toy.TIMEOUT
@@ -142,7 +142,7 @@ def test_all_end_with_what_the_servers_hold_once_the_slowest_has_trained(sync: s
 
 
 @pytest.mark.parametrize("begins", ["pssp:staleness=0,alpha=significance", "asp"])
-def test_the_significance_of_gradients_is_told_from_the_beginning_and_after_a_switch(begins: str) -> None:
+def test_workers_send_significance_from_the_start_and_after_a_switch(begins: str) -> None:
     """FluentPS, section III-E.2: alpha = |g| / |w|; a model that is switched to needs it as well."""
     slow = {1: 3.0}
     plan = None if begins != "asp" else "1=pssp:staleness=0,alpha=significance"
@@ -151,7 +151,7 @@ def test_the_significance_of_gradients_is_told_from_the_beginning_and_after_a_sw
     assert shard(made).clock.counts.delayed > 0
 
 
-def test_own_conditions_see_significance_if_they_ask_for_it() -> None:
+def test_custom_conditions_receive_significance_on_request() -> None:
     seen: dict[bool, list[float]] = {True: [], False: []}
     for asks, told in seen.items():
 
@@ -169,7 +169,7 @@ def test_own_conditions_see_significance_if_they_ask_for_it() -> None:
 
 @pytest.mark.parametrize("servers", ["0", "0,1", "2,0,1"])
 @pytest.mark.parametrize("seed", range(4))
-def test_by_the_clock_on_the_wall_all_take_their_checkpoints_at_one_iteration(
+def test_checkpoints_by_seconds_are_taken_at_one_iteration(
     servers: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With bsp, workers begin iteration k with a shard's values after k ticks, so the run can resume."""
@@ -200,7 +200,7 @@ def test_by_the_clock_on_the_wall_all_take_their_checkpoints_at_one_iteration(
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_shard_that_has_gone_over_to_other_servers_comes_back_to_nothing(index: int) -> None:
+def test_a_restore_after_the_shard_has_moved_is_ignored(index: int) -> None:
     """The checkpoint and journal are read only after the change: shard 1 lies elsewhere by then, and shard 0 is new."""
     made = served.world(3, servers="0,1", checkpoint_every="100")
     made.change_servers(1, 4.5, [0, 2])
@@ -216,7 +216,7 @@ def test_a_shard_that_has_gone_over_to_other_servers_comes_back_to_nothing(index
 
 
 @pytest.mark.parametrize("sync", SYNCS)
-def test_a_gradient_that_is_not_finite_is_left_out(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:  # [22]
+def test_a_gradient_that_is_not_finite_is_skipped(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:  # [22]
     """It counts as a push, so that no worker waits, and its worker continues with the next tables."""
     whole = served.batch
 
@@ -243,7 +243,7 @@ def test_a_gradient_that_is_not_finite_is_left_out(sync: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("sync", ["bsp", "asp", "hybrid:fixed=2"])
-def test_training_that_diverges_comes_to_its_end(sync: str) -> None:
+def test_diverging_training_ends(sync: str) -> None:
     def steep(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=1e300)
 
@@ -339,7 +339,7 @@ def test_a_worker_killed_is_not_waited_for_beyond_peer_timeout(sync: str) -> Non
         torch.testing.assert_close(served.values(made.peers[0].module), served.values(module), rtol=1e-9, atol=1e-9)
 
 
-def test_a_worker_that_is_silent_for_a_while_is_taken_back() -> None:  # [3]
+def test_a_worker_that_is_silent_for_a_while_rejoins() -> None:  # [3]
     made = served.world(3, sync="bsp", iterations=30)
     made.pause(2, 5.2, 40.0)
     served.ended(made)
@@ -349,7 +349,7 @@ def test_a_worker_that_is_silent_for_a_while_is_taken_back() -> None:  # [3]
     assert made.peers[2].role.stage is Stage.DONE and made.peers[2].arena.step > 10
 
 
-def test_a_slow_worker_is_no_dead_one() -> None:
+def test_a_slow_worker_is_not_considered_lost() -> None:
     """Its steps take longer than peer_timeout and than a pull waits: no peer is lost, and no pull fails."""
     made = served.ended(served.world(2, slow={1: 3.5 * toy.TIMEOUT}, iterations=4))
     assert not [entry for entry in made.log if "lost" in entry.what or "TIMEOUT" in entry.what]

@@ -58,7 +58,7 @@ def test_every_codec_both_ways_under_bsp(spec: str) -> None:
         assert loss(made) < 1.1 * loss(run())
 
 
-def test_what_is_left_to_chance_makes_as_little_of_the_loss() -> None:
+def test_random_codecs_train_as_well() -> None:
     """A single run may differ by a fifth."""
     losses = [
         [loss(run(seed=seed, push_codec=spec, pull_codec=spec)) for seed in range(8)] for spec in ("natural", "none")
@@ -88,13 +88,13 @@ def test_a_network_that_loses_messages_changes_nothing(codec: str) -> None:
     assert torch.equal(held(made), held(run(**options)))
 
 
-def test_normalisation_and_small_tensors_may_stay_as_they_are() -> None:
+def test_normalisation_and_small_tensors_may_stay_unencoded() -> None:
     """If ``small`` is larger than all tensors, nothing is encoded and nothing is lost."""
     made = run(push_codec="3lc:small=1000", pull_codec="3lc:small=1000")
     torch.testing.assert_close(models(made), served.joined(range(3)).expand(3, -1), rtol=1e-6, atol=1e-6)
 
 
-def test_a_servers_replica_takes_over_and_workers_are_given_whole_values() -> None:
+def test_after_a_failover_workers_receive_full_values() -> None:
     options = {"push_codec": "3lc:1.0", "pull_codec": "3lc:1.0", "server_replicas": 1}
     made = served.world(3, servers="0", servers_only=True, **options)
     made.crash(0, 4.3)
@@ -107,7 +107,7 @@ def test_a_servers_replica_takes_over_and_workers_are_given_whole_values() -> No
 
 @pytest.mark.parametrize("pull", ["3lc:1.0", "localsteps:k=3"])
 @pytest.mark.parametrize("what", ["crash", "pause", "late"])
-def test_who_comes_or_returns_is_given_whole_values_first(
+def test_new_and_returning_workers_first_receive_full_values(
     what: str, pull: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new worker starts without error feedback, a returning one with its own."""
@@ -161,6 +161,6 @@ def errors(made: World, rank: int) -> list[Tensor]:
         ({"push_codec": "dgc:feedback=true"}, "would keep it twice"),
     ],
 )
-def test_what_cannot_be_is_told(options: dict[str, Any], told: str) -> None:
+def test_unsupported_settings_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         served.make(0, 2, **options)

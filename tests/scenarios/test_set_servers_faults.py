@@ -125,7 +125,7 @@ class Own(TransmitBuffer):
         ({"placement": "uniform", "servers": "0", "optimizer": Whole}, "needs whole tensors, which this placement"),
     ],
 )
-def test_what_cannot_be_moved_stays(options: dict[str, Any], told: str) -> None:
+def test_tables_that_cannot_be_moved_stay(options: dict[str, Any], told: str) -> None:
     """One line names the reason; the run continues, and ends as it would have without the request."""
     made = served.world(3, **{"servers": "0,1", **options})
     made.change_servers(2, 4.5, [1, 2])
@@ -154,7 +154,7 @@ def test_a_worker_that_dies_is_not_waited_for(after: float, sync: str) -> None:
 
 
 @pytest.mark.parametrize("after", [0.0, 0.05, 0.15, 0.25, 0.35, 0.45, 0.55])
-def test_a_server_to_be_that_dies_before_it_holds_anything_costs_nothing(after: float) -> None:
+def test_a_new_server_that_dies_before_it_holds_tables_costs_nothing(after: float) -> None:
     made = served.world(4, network=Network(delay=0.1), servers="0", iterations=20)
     made.change_servers(1, 5.5, [0, 3])
     made.crash(3, 5.5 + after)
@@ -179,7 +179,7 @@ def test_a_server_that_dies_leaves_no_mixed_state(victim: int, seed: int) -> Non
     stand(made, [rank for rank in range(4) if rank != victim])
 
 
-def test_a_worker_that_was_thought_lost_follows() -> None:
+def test_a_worker_that_was_considered_lost_follows_the_change() -> None:
     """It was paused during the change, and its old servers refuse its requests."""
     made = served.world(3, servers="0", iterations=40)
     made.pause(2, 5.2, 5.2 + 3 * toy.TIMEOUT)
@@ -191,7 +191,7 @@ def test_a_worker_that_was_thought_lost_follows() -> None:
     assert made.peers[2].role.stage is Stage.DONE
 
 
-def test_a_worker_that_joins_late_finds_the_servers_of_then() -> None:
+def test_a_worker_that_joins_late_finds_the_current_servers() -> None:
     made = served.world(3, absent=[2], servers="0", iterations=40)
     made.change_servers(1, 12.5, [0, 1])
     made.start(2, served.maker(2, 3, servers="0", iterations=40), at=25.0)
@@ -202,7 +202,7 @@ def test_a_worker_that_joins_late_finds_the_servers_of_then() -> None:
 
 @pytest.mark.parametrize("goes", ["leaves", "dies"])
 @pytest.mark.parametrize("lost", ["wait", "stop"])
-def test_a_worker_that_joins_late_finds_them_though_those_that_it_knows_are_gone(goes: str, lost: str) -> None:
+def test_a_late_worker_finds_the_servers_when_its_configured_ones_are_gone(goes: str, lost: str) -> None:
     options: dict[str, Any] = {"servers": "0", "iterations": 60, "server_lost": lost}
     made = served.world(4, absent=[3], **options)
     made.change_servers(1, 12.5, [1, 2])
@@ -222,7 +222,7 @@ def test_a_worker_that_joins_late_finds_them_though_those_that_it_knows_are_gone
 
 @pytest.mark.parametrize("every", ["0", "100"])
 @pytest.mark.parametrize("seed", range(4))
-def test_who_is_no_server_any_more_comes_back_as_a_worker(every: str, seed: int) -> None:
+def test_a_former_server_restarts_as_a_worker(every: str, seed: int) -> None:
     """It was the only server when the run began, as its settings still say."""
     network = Network(delay=0.02, jitter=0.1)
     made = served.world(3, seed, network, servers="0", iterations=60, checkpoint_every=every)
@@ -236,7 +236,7 @@ def test_who_is_no_server_any_more_comes_back_as_a_worker(every: str, seed: int)
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_server_that_has_no_checkpoint_of_what_it_is_to_hold_says_so(victim: int) -> None:
+def test_a_server_without_a_checkpoint_of_its_tables_says_so(victim: int) -> None:
     """There are no files in virtual time. It serves nothing, and takes no part in another change."""
     made = served.world(3, servers="0", iterations=60, checkpoint_every="100")
     made.change_servers(1, 5.5, [0, 2])
@@ -250,7 +250,7 @@ def test_a_server_that_has_no_checkpoint_of_what_it_is_to_hold_says_so(victim: i
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_who_comes_again_asks_all_that_are_there(answers: bool) -> None:
+def test_a_restarted_server_asks_all_present_peers(answers: bool) -> None:
     """The layout is unchanged: its shard starts when all others have confirmed this, or are known to be gone."""
     made = served.world(3, servers="0", iterations=40)
     made.crash(0, 5.2)
@@ -302,7 +302,7 @@ def test_all_leave_at_once() -> None:
 @pytest.mark.parametrize("servers", ["0,1", "0,1,2", "1,2,3"])
 @pytest.mark.parametrize("apart", [0.0, 0.02, 0.3, 1.0])
 @pytest.mark.parametrize("last", [0, 3])
-def test_all_that_leave_keep_shards_that_go_together(
+def test_leaving_peers_save_consistent_shards(
     monkeypatch: pytest.MonkeyPatch, servers: str, apart: float, last: int
 ) -> None:
     """The last holder of a shard has saved it in the latest layout, replacing earlier checkpoints of others."""

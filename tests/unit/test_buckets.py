@@ -13,7 +13,7 @@ SIZES = strategies.lists(strategies.tuples(strategies.integers(0, 50), strategie
 
 
 @given(SIZES, strategies.integers(0, 120))
-def test_buckets_hold_all_in_order_alike_and_no_more_than_they_should(sizes: list[tuple[int, str]], least: int) -> None:
+def test_buckets_are_ordered_uniform_and_limited(sizes: list[tuple[int, str]], least: int) -> None:
     partitions = [Partition(number, 0, size) for number, (size, _) in enumerate(sizes)]
     made = buckets(partitions, lambda table: (sizes[table][1], 4), least)
     ends = [0, *(one.stop for one in made)]

@@ -202,7 +202,7 @@ class Halves(Placement):
         return placed
 
 
-def test_one_of_a_few_lines() -> None:
+def test_a_custom_placement() -> None:
     placed = checked(parse(Halves()), tables_of([4, 0, 1]), 3)
     assert placed == [[Partition(0, 0, 2), Partition(1, 0, 0)], [], [Partition(0, 2, 4), Partition(2, 0, 1)]], (
         "in order, with one empty partition per empty table"
@@ -234,14 +234,14 @@ def test_one_of_a_few_lines() -> None:
         ([[], [Partition(0, 0, 10), Partition(0, 3, 5)]], "elements [3, 5) lie twice, on server 1 and on server 1"),
     ],
 )
-def test_what_is_wrong_is_told_in_one_line(decided: Any, told: str) -> None:
+def test_faults_are_reported_in_one_line(decided: Any, told: str) -> None:
     with pytest.raises(UsageError) as raised:
         checked(Fixed(decided), tables_of([10, 0]), 2)
     assert str(raised.value).startswith("placement Fixed: ") and told in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
-def test_no_servers_and_no_such_table() -> None:
+def test_no_servers_and_unknown_tables() -> None:
     with pytest.raises(UsageError, match="at least 1 server, not 0"):
         checked(Sliced(), tables_of([1]), 0)
     with pytest.raises(ValueError, match="table 'x' has -1 elements"):
@@ -249,7 +249,7 @@ def test_no_servers_and_no_such_table() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_spec_means(name: str) -> None:
+def test_specs(name: str) -> None:
     assert parse(name) == BUILT_IN[name]()
     assert parse(parse(name)) is not None
 
@@ -262,7 +262,7 @@ def test_what_a_spec_means(name: str) -> None:
         ("uniform:4", "'uniform' takes no keys"),
     ],
 )
-def test_what_a_wrong_spec_is_told(spec: str, told: str) -> None:
+def test_wrong_specs(spec: str, told: str) -> None:
     with pytest.raises(UsageError) as raised:
         parse(spec)
     assert told in str(raised.value)
@@ -291,7 +291,7 @@ def holders(placed: dict[str, list[Partition]]) -> dict[tuple[int, int], str]:
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=50)
 @given(sizes=st.lists(st.integers(0, 40), max_size=12), data=st.data())
-def test_moves_lead_from_the_one_to_the_other_and_take_nothing_else(name: str, sizes: list[int], data: Any) -> None:
+def test_moves_are_exactly_the_difference(name: str, sizes: list[int], data: Any) -> None:
     servers = st.lists(st.sampled_from("abcdefg"), min_size=1, unique=True)
     old, new = (by_server(parse(name), tables_of(sizes), data.draw(servers)) for _ in range(2))
     found = moves(old, new)
@@ -382,7 +382,7 @@ def test_in_the_middle_about_a_quarter_moves(servers: int) -> None:
     assert share_that_moves(middle, servers) == pytest.approx(1 / 4 + 1 / (4 * odd_or_even))
 
 
-def test_a_new_server_sits_in_the_middle() -> None:
+def test_a_new_server_is_inserted_in_the_middle() -> None:
     assert [seated(list(names), "x") for names in ("", "a", "ab", "abc")] == [
         ["x"],
         ["x", "a"],
@@ -394,7 +394,7 @@ def test_a_new_server_sits_in_the_middle() -> None:
 # --- measures -------------------------------------------------------------------------------------
 
 
-def test_figures() -> None:
+def test_measures() -> None:
     placed = [[Partition(0, 0, 3), Partition(1, 0, 0)], [Partition(0, 3, 4)]]
     assert bytes_by_server(placed) == [12, 4] and bytes_by_server(placed, 2) == [6, 2]
     assert variation([12, 4]) == 4 / 8, "the standard deviation of the whole population"
@@ -422,7 +422,7 @@ def test_survey() -> None:
         survey("net", tables_of([4]), 2, {"wrong": Fixed([[], []])})
 
 
-def test_the_room_needs_no_torch() -> None:
+def test_the_package_needs_no_torch() -> None:
     code = "import sys, gossipx.server.placement.survey; print(sorted({'torch', 'numpy', 'socket'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "[]\n"

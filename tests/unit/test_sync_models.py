@@ -67,7 +67,7 @@ class Squares(Growth):
         ("hybrid:fixed=4", Hybrid(Fixed(4))),
     ],
 )
-def test_what_a_spec_means(spec: str, expected: SyncModel):
+def test_specs(spec: str, expected: SyncModel):
     assert parse(spec) == expected
     assert parse(describe(expected)) == expected
     assert parse(expected) is expected
@@ -109,7 +109,7 @@ def test_a_description_is_short():
         ("hybrid:step=5,fixed=2", "give one of them"),
     ],
 )
-def test_what_a_wrong_spec_is_told(spec: str, told: str):
+def test_wrong_specs(spec: str, told: str):
     with pytest.raises(UsageError) as raised:
         parse(spec)
     assert told in str(raised.value) and raised.value.exit_code == 2
@@ -130,7 +130,7 @@ def test_a_step_in_terms_of_the_learning_rate_is_resolved_before_use():
         Step("5/lr").threshold(3)
 
 
-def test_a_users_growth_function():
+def test_a_custom_growth_function():
     run = Run(Hybrid(Squares()), range(3))
     run.iterate(0)
     assert run.steps == [], "K is 2 for the first"
@@ -156,13 +156,13 @@ def test_defaults():
 
 
 @pytest.mark.parametrize("spec", ["bsp", "asp", "ssp", "dsps", "drop:2", "pssp", "pssp:alpha=1"])
-def test_all_but_hybrid_take_any_way_without_a_threshold(spec: str):
+def test_all_but_hybrid_take_any_apply_mode_without_a_threshold(spec: str):
     assert [application(parse(spec), way).value for way in ("push", "each", "tick")] == ["push", "each", "tick"]
     with pytest.raises(UsageError, match="has no threshold: apply is one of push, each, tick"):
         application(parse(spec), "threshold")
 
 
-def test_what_a_wrong_way_is_told():
+def test_wrong_apply_modes():
     with pytest.raises(UsageError, match="'hybrid:fixed=2' applies gradients by its threshold, not 'tick'"):
         application(parse("hybrid:fixed=2"), Apply.TICK)
     with pytest.raises(UsageError, match=r"unknown way to apply gradients 'tik' \(did you mean 'tick'\?\)"):
@@ -187,7 +187,7 @@ def test_what_fast_workers_push_ahead_is_in_the_mean_of_the_next_tick():
 # --- pushes of several messages -----------------------------------------------------------------------
 
 
-def test_a_push_counts_when_all_its_messages_have_come():
+def test_a_push_counts_when_all_its_messages_have_arrived():
     run = Run("bsp", range(2), tables=3)
     run.iterate(0)
     run.send(1)
@@ -251,7 +251,7 @@ def test_a_repeated_or_an_older_push_changes_nothing():
 # --- drop ---------------------------------------------------------------------------------------------
 
 
-def test_who_is_late_goes_on_at_the_clock():
+def test_a_late_worker_continues_at_the_clock():
     run = Run("drop:2", range(3))
     for rank in (0, 1, 0, 1):
         run.iterate(rank)
@@ -300,7 +300,7 @@ def test_staleness_follows_how_many_wait():
     assert staleness_after(model, [(19, 2)]) == [3]
 
 
-def test_a_window_is_counted_whole():
+def test_a_window_counts_all_its_ticks():
     model = DSPS(staleness=2, low=0, high=4, window=4)
     state = model.init()
     for _ in range(4):
@@ -327,7 +327,7 @@ def test_one_slow_worker_lets_staleness_grow_and_equal_ones_let_it_shrink():
     assert run.clock.state_dict()["model"]["staleness"] == 1
 
 
-def test_pulls_are_told_once_to_the_tick_that_follows_them():
+def test_pulls_count_once_at_the_next_tick():
     @dataclass(frozen=True)
     class Telling(SyncModel):
         def init(self) -> list[list[int]]:

@@ -109,7 +109,7 @@ def play(run: Run, event: Event) -> None:
     ],
 )
 @given(st.data())
-def test_these_are_the_same_model(one: tuple[str, str], other: tuple[str, str], data: st.DataObject):
+def test_equal_models(one: tuple[str, str], other: tuple[str, str], data: st.DataObject):
     """Equal clocks, equal answers and an equal sequence of applied gradients, so equal weights to the last bit."""
     tables = 1 if "fixed=1" in one[0] else data.draw(st.integers(1, 2))
     workers, pulls = data.draw(st.integers(1, 4)), data.draw(st.sampled_from(["lazy", "soft"]))
@@ -121,7 +121,7 @@ def test_these_are_the_same_model(one: tuple[str, str], other: tuple[str, str], 
 
 
 @given(events(*CHANGES), setups)
-def test_how_pulls_are_answered_when_nobody_waits_is_no_matter(played: list[Event], setup: tuple):
+def test_lazy_and_soft_are_equal_when_nothing_waits(played: list[Event], setup: tuple):
     """asp never delays a pull, so lazy and soft are the same."""
     runs = [start(("asp", *setup[1:2], pulls, *setup[3:])) for pulls in ("lazy", "soft")]
     for event in played:
@@ -210,7 +210,7 @@ def test_nothing_waits_in_vain_and_every_push_counts_once(played: list[Event], s
 
 
 @given(events(*CHANGES), setups)
-def test_only_late_pushes_are_dropped_and_all_of_these(played: list[Event], setup: tuple):
+def test_exactly_the_late_pushes_are_dropped(played: list[Event], setup: tuple):
     """With drop:late=drop, exactly the pushes whose first message arrives after the tick of their iteration."""
     run = start(setup)
     late: set[tuple[int, int]] = set()
@@ -244,7 +244,7 @@ def test_counts(played: list[Event], setup: tuple):
 
 
 @given(events(*CHANGES), setups)
-def test_who_keeps_pushing_is_answered_in_the_end(played: list[Event], setup: tuple):
+def test_a_worker_that_keeps_pushing_is_answered(played: list[Event], setup: tuple):
     run = start(setup)
     for event in played:
         play(run, event)

@@ -66,7 +66,7 @@ def test_a_second_gradient_in_an_iteration_is_refused() -> None:
         here.client.update(0, torch.ones(3, 4))
 
 
-def test_what_is_sent_again_is_encoded_once() -> None:
+def test_a_retry_is_not_encoded_again() -> None:
     """A retry does not call the encoder again, since it may keep a residual."""
     asked: list[int] = []
 
@@ -108,7 +108,7 @@ def test_a_push_of_a_wrong_size_is_refused_before_there_is_room(storages: Storag
 
 
 @given(strategies.lists(strategies.tuples(strategies.integers(0, 3), strategies.integers(0, 2**62)), max_size=4))
-def test_no_parts_make_a_peer_allocate_more_than_its_tables_may_be_encoded_to(parts: list[tuple[int, int]]) -> None:
+def test_allocations_for_received_parts_are_limited(parts: list[tuple[int, int]]) -> None:
     for storages in (Storages(), CODED):
         here = side([torch.zeros(8), torch.zeros(2)], servers=1, storages=storages)
         request = GradientRequest(0, 0, 1, 0, tuple(parts), (), 5.0)

@@ -84,7 +84,7 @@ def test_what_has_to_be_sent_again_is_the_same_frame() -> None:
 
 
 @pytest.mark.parametrize("spec", ["3lc", "localsteps:k=2"])
-def test_not_finite_gradients_are_left_out_and_the_error_stays(spec: str) -> None:
+def test_gradients_that_are_not_finite_leave_the_error_unchanged(spec: str) -> None:
     here = coded(push=spec, least=10**6)
     here.update(normal(1))
     here.push()
@@ -105,7 +105,7 @@ def test_not_finite_gradients_are_left_out_and_the_error_stays(spec: str) -> Non
     assert torch.equal(room.push_encoder.state.kept["error"], before)
 
 
-def test_a_push_that_is_no_frame_of_its_bucket_is_refused() -> None:
+def test_an_invalid_frame_is_refused() -> None:
     here = coded(push="3lc")
     here.update(normal(1))
     request, content = here.request(here.whole[0])
@@ -127,7 +127,7 @@ def test_a_push_that_is_no_frame_of_its_bucket_is_refused() -> None:
         assert torch.equal(table(here), was)
 
 
-def test_what_a_worker_keeps_goes_on_from_its_checkpoint() -> None:
+def test_a_workers_error_feedback_is_restored() -> None:
     here, again = coded(push="3lc:1.75"), coded(push="3lc:1.75")
     for seed in range(3):
         here.update(normal(seed))
@@ -141,7 +141,7 @@ def test_what_a_worker_keeps_goes_on_from_its_checkpoint() -> None:
     assert bytes(here.client.encode(place)[1].view) == bytes(again.client.encode(place)[1].view)
 
 
-def test_a_run_that_goes_on_with_another_codec_keeps_the_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resumed_run_with_another_codec_keeps_the_error(caplog: pytest.LogCaptureFixture) -> None:
     here, other, without = coded(push="3lc:1.75"), coded(push="topk:ratio=0.1"), coded()
     here.update(normal(1))
     here.push()
@@ -164,7 +164,7 @@ def test_a_run_that_goes_on_with_another_codec_keeps_the_error(caplog: pytest.Lo
     ("before", "after"),
     [("powersgd:rank=2", "powersgd:rank=4"), ("dgc:ratio=0.01", "3lc"), ("3lc", "dgc:ratio=0.01"), ("3lc", "3lc:1.5")],
 )
-def test_of_another_codec_what_was_left_out_is_taken_and_nothing_else(before: str, after: str) -> None:
+def test_from_another_codec_only_the_error_is_restored(before: str, after: str) -> None:
     here, other = coded(push=before), coded(push=after)
     for seed in range(2):
         here.update(normal(seed))
@@ -182,7 +182,7 @@ def test_of_another_codec_what_was_left_out_is_taken_and_nothing_else(before: st
         assert "velocity" not in kept[1] or not bool(kept[1]["velocity"].any())
 
 
-def test_an_error_that_the_next_codec_keeps_none_of_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_that_the_next_codec_cannot_use_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     here, other = coded(push="3lc"), coded(push="qsgd")
     here.update(normal(1))
     here.push()
@@ -193,7 +193,7 @@ def test_an_error_that_the_next_codec_keeps_none_of_is_told_of(caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("spec", ["3lc", "3lc:1.75", "localsteps:k=9"])
-def test_a_checkpoint_after_servers_changed_takes_in_no_gradient_again(spec: str) -> None:
+def test_a_checkpoint_after_a_change_of_servers_encodes_no_gradient_twice(spec: str) -> None:
     """A delivered gradient is not encoded into the error feedback again; a waiting one is encoded once."""
     here = coded(push=spec, servers=2, least=0)
     shards = [[Partition(3, 0, 150), Partition(0, 0, 600)], [Partition(1, 0, 7), Partition(2, 0, 0)]]
@@ -213,7 +213,7 @@ def test_a_checkpoint_after_servers_changed_takes_in_no_gradient_again(spec: str
     assert all(torch.equal(once[number], one) for number, one in errors(here).items())
 
 
-def test_errors_go_where_their_values_go() -> None:
+def test_errors_move_with_their_values() -> None:
     """Another layout: other cuts, and other servers."""
     here = coded(push="3lc", servers=2, least=0)
     here.update(normal(1))
@@ -227,7 +227,7 @@ def test_errors_go_where_their_values_go() -> None:
     assert all(torch.equal(before[number], after[number]) for number in before)
 
 
-def test_what_codecs_do_by_turns_goes_on_after_servers_changed() -> None:
+def test_frame_counts_survive_a_change_of_servers() -> None:
     """So draws do not repeat, and ``dgc`` does not warm up again."""
     here = coded(push="dgc:warmup=9", servers=2, least=0)
     for seed in range(3):
@@ -247,7 +247,7 @@ def errors(here: Side) -> dict[int, Tensor]:
     return made
 
 
-def test_an_error_follows_the_learning_rate_if_that_is_wanted() -> None:
+def test_an_error_can_follow_the_learning_rate() -> None:
     """An error made at one learning rate moves the model as far at another."""
     for rescale, factor in ((True, 4.0), (False, 1.0)):
         here = coded(push="localsteps:k=2", rescale=rescale)
@@ -261,7 +261,7 @@ def test_an_error_follows_the_learning_rate_if_that_is_wanted() -> None:
         assert torch.allclose(moved, 0.125 * (factor * normal(1)[0] + normal(2)[0]), atol=1e-5)
 
 
-def test_a_learning_rate_that_errors_are_of_goes_where_they_go() -> None:
+def test_learning_rates_move_with_their_errors() -> None:
     """Servers change between two iterations, and so does the learning rate."""
     lefts = []
     for moves in (False, True):
@@ -291,7 +291,7 @@ def changes(here: Side, place: tuple[int, int] = (0, 0)) -> Changes:
 
 
 @pytest.mark.parametrize("spec", [one for one in SPECS if one != "none" and not codecs.parse(one).gradients_only])
-def test_changes_bring_a_worker_near_and_it_and_its_server_agree_where_it_is(spec: str) -> None:
+def test_changes_bring_a_worker_close_and_both_sides_agree_on_its_values(spec: str) -> None:
     here = coded(pull=spec)
     here.pull()
     start = table(here).clone()
@@ -323,7 +323,7 @@ def test_workers_with_the_same_values_are_given_the_same_frame() -> None:
     assert len(changes(here)._bases) == 2  # the values that all have, and those that all were sent
 
 
-def test_each_worker_may_have_values_of_its_own() -> None:
+def test_workers_may_have_different_values() -> None:
     here = coded(pull="3lc")
     encode = here.stores[0].encode
     bases = {}
@@ -342,7 +342,7 @@ def test_each_worker_may_have_values_of_its_own() -> None:
     assert len(changes(here)._bases) == 6
 
 
-def test_who_takes_by_turns_with_another_is_sent_as_often() -> None:
+def test_turns_count_per_worker() -> None:
     """With ``localsteps``, every second frame that a worker receives has values, not every second of all workers'
     frames.
 
@@ -361,7 +361,7 @@ def test_who_takes_by_turns_with_another_is_sent_as_often() -> None:
     assert all(sum(pair) == 1 for worker in sent for pair in itertools.pairwise(worker[2:]))
 
 
-def test_chance_is_another_for_each_base() -> None:
+def test_draws_differ_per_base() -> None:
     drawn = []
     for values in (torch.zeros(500), torch.ones(500)):
         made = Changes(codecs.parse("randomk:ratio=0.1"), Tensors.of(values), seed=0)
@@ -372,7 +372,7 @@ def test_chance_is_another_for_each_base() -> None:
     assert not torch.equal(*drawn)
 
 
-def test_values_that_a_server_does_not_know_are_given_as_they_are() -> None:
+def test_an_unknown_base_gets_full_values() -> None:
     here = coded(pull="3lc")
     here.pull()
     given = here.table_store.encode(RequestedBucket(0, 0, 0, base=12345))
@@ -393,7 +393,7 @@ def test_a_change_of_other_values_is_refused_and_so_is_one_that_is_too_long() ->
         sink.fit(TablesReply(0, ((0, 20),)))
 
 
-def test_what_came_in_part_or_twice_changes_nothing() -> None:
+def test_partial_and_duplicate_replies_change_nothing() -> None:
     here = coded(pull="3lc")
     here.pull()
     room, base = here.client._bucket_memories[0, 0], here.client.base((0, 0))

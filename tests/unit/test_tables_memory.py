@@ -10,7 +10,7 @@ from gossipx.tables.parts import Storages
 
 
 @pytest.mark.parametrize("storages", [Storages(), CODED])
-def test_what_is_given_stays_as_it_was_while_it_is_held_and_its_memory_is_used_again(storages: Storages) -> None:
+def test_an_encoded_bucket_is_unchanged_while_referenced_and_then_reused(storages: Storages) -> None:
     here = side([torch.zeros(4)], servers=1, storages=storages)
     store = here.stores[0]
     first = store.encode(0)
@@ -32,7 +32,7 @@ def test_what_is_given_stays_as_it_was_while_it_is_held_and_its_memory_is_used_a
         assert store.encode(0).memory is first.memory or len(store._free[16]) == 1
 
 
-def test_memory_of_pushes_is_used_again() -> None:
+def test_buffers_of_pushes_are_reused() -> None:
     here = side([torch.zeros(4)], servers=1)
     for _ in range(20):
         here.update([torch.ones(4)])

@@ -70,7 +70,7 @@ def copied(state: object) -> object:
     return state.clone() if isinstance(state, Tensor) else state
 
 
-def test_who_goes_on_has_what_parts_have_kept() -> None:
+def test_the_state_of_parts_is_restored() -> None:
     whole, cut = made(), made()
     for one in (whole, cut):
         iteration(one)
@@ -103,14 +103,14 @@ def test_gradients_that_wait_to_be_sent_count_as_sent() -> None:
     assert here.parameters[0].tolist() == [-0.25] * 8, "half of the gradient, at a rate of a half: encoded once"
 
 
-def test_nothing_is_written_where_nothing_is_kept() -> None:
+def test_parts_without_state_write_nothing() -> None:
     for storages in (Storages(), CODED):
         here = made(storages)
         iteration(here)
         assert here.client.state_dict() is None
 
 
-def test_what_other_parts_have_kept_is_refused() -> None:
+def test_the_state_of_other_parts_is_refused() -> None:
     worker, _ = states(made())
     assert worker is not None
     with pytest.raises(UsageError, match="saved with the parts: transmit Half, server Counting, and this run has: "):

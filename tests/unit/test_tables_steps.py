@@ -69,7 +69,7 @@ class Norm(torch.optim.Optimizer):
                     one.data -= group["lr"] * one.grad / one.grad.norm()
 
 
-def test_an_optimizer_that_looks_at_whole_tensors() -> None:
+def test_an_optimizer_that_needs_whole_tensors() -> None:
     """It is refused if the placement cuts a tensor; otherwise it receives each tensor alone, in its shape."""
     with pytest.raises(UsageError, match="Norm needs whole tensors, which this placement cuts: use heuristic"):
         side([torch.ones(3, 4), torch.ones(4)], "uniform", 2, Norm)
@@ -81,7 +81,7 @@ def test_an_optimizer_that_looks_at_whole_tensors() -> None:
     torch.testing.assert_close(here.parameters[1].detach(), torch.full((4,), -0.25))
 
 
-def test_an_optimizer_that_cannot_be_made_anew_is_refused() -> None:
+def test_an_optimizer_that_cannot_be_constructed_is_refused() -> None:
     class Needs(Norm):
         def __init__(self, parameters: Any, what: str):
             super().__init__(parameters)

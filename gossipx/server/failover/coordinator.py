@@ -112,7 +112,7 @@ class Coordinator:
         """Whether it leads a change, or waits for a requested one."""
         return self._run is not None or bool(self._submitted)
 
-    # --- to ask for one -----------------------------------------------------------------------------
+    # --- requesting ------------------------------------------------------------------------------
 
     def submit(self, event: ChangeServers, now: float) -> list[Effect]:
         """Request a change on behalf of this peer's user."""
@@ -175,7 +175,7 @@ class Coordinator:
         del self._submitted[number]
         return [Forget(ticket), *self._outcome(number, problem)]
 
-    # --- to lead one --------------------------------------------------------------------------------
+    # --- leading ---------------------------------------------------------------------------------
 
     def asked(self, event: Received, request: ServersRequest, now: float) -> list[Effect]:
         """Handle a request for a change: start it, or answer with the outcome if it is over."""
@@ -297,7 +297,7 @@ class Coordinator:
         self._replies.forget(run.open)
         return [] if run.requester is None else [run.requester.answer(_reply(problem))]
 
-    # --- now and then -------------------------------------------------------------------------------
+    # --- timers -----------------------------------------------------------------------------------
 
     def watch(self, now: float) -> list[Effect]:
         """Repeat unanswered requests, and abort a phase that has timed out."""

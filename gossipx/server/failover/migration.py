@@ -283,12 +283,10 @@ class Migration:
 
     def _differs(self, sync: str) -> str:
         """Return why the hosted shards cannot be merged with others of the sync model ``sync``; empty: they can."""
-        other = sorted(self.host.hosted.made - {sync})
+        other = sorted(self.host.hosted.sync_settings - {sync})
         if not other:
             return ""
-        return (
-            f"shards have the sync models '{sync}' and '{other[0]}': make them equal by gossipx server set-sync first"
-        )
+        return f"shards have different sync models, '{sync}' and '{other[0]}': use gossipx server set-sync first"
 
     # --- replies -----------------------------------------------------------------------------------
 
@@ -391,7 +389,7 @@ class Migration:
         blocked, self._blocked = self._blocked, False
         return [*self.host.worker.gradients_ready([], now), Resume()] if blocked else []
 
-    # --- now and then -------------------------------------------------------------------------------
+    # --- timers -----------------------------------------------------------------------------------
 
     def watch(self, now: float) -> list[Effect]:
         """Have old deferred requests sent again, repeat failed requests, and ask which layout is in force."""
@@ -421,10 +419,8 @@ class Migration:
             change.leader_lost_at = now if change.leader_lost_at is None else change.leader_lost_at
             ranks = self._context.members.awaited()
         if change.leader_lost_at is not None and now - change.leader_lost_at >= self._context.timeout:
-            note = Note(
-                "servers", f"peer {change.leader}, which led the change of the servers, is lost: they stay as they were"
-            )
-            return [note, *self.abort(now)]
+            text = f"peer {change.leader}, which led the change of the servers, is lost: they stay as they were"
+            return [Note("servers", text), *self.abort(now)]
         return self._ask_layout_of(ranks, now)
 
     @property

@@ -92,7 +92,7 @@ class Clock:
         self._before = self.counts.gradients  # in earlier epochs
         self._since_tick = (0, 0)  # pulls, and how many of them were delayed
 
-    # --- figures ----------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     @property
     def model(self) -> SyncModel:
@@ -270,7 +270,7 @@ class Clock:
             made.append(self._empty_buffer())
         return made + self._settle(by_condition=True)
 
-    # --- what follows from a change ---------------------------------------------------------------
+    # --- decisions -------------------------------------------------------------------------------
 
     def _known(self, worker: int) -> _Worker:
         if worker not in self._workers:
@@ -343,7 +343,7 @@ class Clock:
         """
         version, words, gauss = self._rng.getstate()
         return {
-            "made": self.made,
+            "made": self.settings,
             "model": copy.deepcopy(self._state),  # a custom model may update its state in place
             "workers": [[worker, *dataclasses.astuple(one)] for worker, one in self._workers.items()],
             "clock": [self.clock, self.epoch, self._before, *self._since_tick],
@@ -359,8 +359,8 @@ class Clock:
             UsageError: the saved clock has another sync model, apply or pull mode. Make the clock as ``state["made"]``
                 says; it can be switched afterwards.
         """
-        if state["made"] != self.made:
-            saved, here = (" ".join(made.values()) for made in (state["made"], self.made))
+        if state["made"] != self.settings:
+            saved, here = (" ".join(made.values()) for made in (state["made"], self.settings))
             raise UsageError(
                 f"the clock was saved with '{saved}' and this one has '{here}': make it as saved, then switch"
             )
@@ -375,7 +375,7 @@ class Clock:
         self._delayed = []
 
     @property
-    def made(self) -> dict[str, str]:
+    def settings(self) -> dict[str, str]:
         """The sync model, the apply mode and the pull mode, as words."""
         return {"model": describe(self._model), "apply": self._apply.value, "pulls": self._pulls.value}
 
