@@ -85,8 +85,8 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
             shard = self.hosted.make(index, clock, settings.layout)
             others = [rank for rank in settings.holders[index] if rank != context.rank]
             if others:
-                begins = settings.holders[index][0] == context.rank
-                self._replication.follow(shard, others[0], begins)
+                initial_holder = settings.holders[index][0] == context.rank
+                self._replication.follow(shard, others[0], initial_holder)
             else:
                 self.shards[index] = shard
         common = context, self._replies
@@ -207,7 +207,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
 
     def _server_lost(self, now: float) -> list[Effect]:
         """Handle a lost server: if no holder of its shard is left, ask the other peers for a newer layout first."""
-        if not any(map(self._are_gone, self._holders)) or self.migration.asks:
+        if not any(map(self._are_gone, self._holders)) or self.migration.is_asking:
             return []
         seeks = not self._settings.fixed and not (self._asked_for_layout and self._settings.lost == "stop")
         questions = self.migration.ask_layout(now) if seeks else []
@@ -217,7 +217,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     def _stop_lost(self) -> list[Effect]:
         """Stop training if a server is lost for good and --server-lost is stop."""
         gone = [holders[0] for holders in self._holders if self._are_gone(holders)]
-        if not gone or not self._asked_for_layout or self.migration.asks or self._settings.lost != "stop":
+        if not gone or not self._asked_for_layout or self.migration.is_asking or self._settings.lost != "stop":
             return []
         return [Stop(f"peer {gone[0]}, a server, is lost, and --server-lost is stop"), Resume()]
 
@@ -400,7 +400,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
 
     def beginning(self) -> list[Shard]:
         """Return the shards that this peer holds at the start of the run; they may be restored before it joins."""
-        return [*self.shards.values(), *(one.shard for one in self.replicas.values() if one.begins)]
+        return [*self.shards.values(), *(one.shard for one in self.replicas.values() if one.initial_holder)]
 
     # --- the end ----------------------------------------------------------------------------------
 

@@ -56,16 +56,16 @@ class _Worker:
     """A worker as this shard knows it.
 
     Attributes:
-        coming: the iteration of the push being received; -1: none yet.
-        have: the buckets of that push that have arrived.
+        receiving: the iteration of the push being received; -1: none yet.
+        received: the buckets of that push that have arrived.
         pulls: its waiting pulls, by iteration.
         significance: from the last of these pulls.
         released: pulls up to this iteration are answered.
     """
 
     incarnation: int
-    coming: int = -1
-    have: set[int] = field(default_factory=set)
+    receiving: int = -1
+    received: set[int] = field(default_factory=set)
     pulls: dict[int, list[_Waiting]] = field(default_factory=dict)
     significance: float = 0.0
     released: int = -1
@@ -164,7 +164,7 @@ class Shard:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next decision depends on, as JSON data, without waiting pulls: workers repeat those."""
-        workers = [[rank, one.incarnation, one.coming, sorted(one.have)] for rank, one in self._workers.items()]
+        workers = [[rank, one.incarnation, one.receiving, sorted(one.received)] for rank, one in self._workers.items()]
         return {"clock": self.clock.state_dict(), "workers": workers, NEXT_RECORD: self.records.number}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -178,7 +178,8 @@ class Shard:
         self.clock.load_state_dict(clock)
         self._plan = deque(step for step in self._plan if step[0] > clock["clock"][0])
         self._workers = {
-            rank: _Worker(incarnation, coming, set(have)) for rank, incarnation, coming, have in state["workers"]
+            rank: _Worker(incarnation, receiving, set(received))
+            for rank, incarnation, receiving, received in state["workers"]
         }
         self.records.number = state[NEXT_RECORD]
         self._schedule.last_clock, self.restored = self.clock.clock, True
@@ -266,7 +267,7 @@ class Shard:
             effects += self._pushed(event, request, now)
         else:
             effects += self._pulled(event, request, now)
-        return self.records.delay_answers([*effects, *self.records.flush(least=MOST)])
+        return self.records.delay_answers([*effects, *self.records.flush(at_least=MOST)])
 
     def _met(self, worker: int, incarnation: int) -> list[Effect]:
         """Register a new worker, or a new incarnation of a known one."""
@@ -295,14 +296,14 @@ class Shard:
         worker = self._workers.get(sender)
         if worker is None or not 0 <= bucket < self._buckets or progress <= self.clock.progress[sender]:
             return False
-        return worker.coming != progress or bucket not in worker.have
+        return worker.receiving != progress or bucket not in worker.received
 
     def _take(self, sender: int, progress: int, bucket: int, ticket: int) -> list[Effect]:
         """Take in one bucket of a push, whose gradient is kept under ``ticket``."""
         worker = self._workers[sender]
-        if worker.coming != progress:
-            worker.coming, worker.have = progress, set()
-        worker.have.add(bucket)
+        if worker.receiving != progress:
+            worker.receiving, worker.received = progress, set()
+        worker.received.add(bucket)
         part = self.clock.push_part(sender, progress)
         effects: list[Effect] = []
         match part.fate:
@@ -312,7 +313,7 @@ class Shard:
                 effects.append(BufferGradient(ticket))
             case Fate.DROP:
                 effects.append(Forget(ticket))
-        if len(worker.have) == self._buckets:
+        if len(worker.received) == self._buckets:
             effects += self._carry_out(self.clock.pushed(sender, progress))
         return effects
 
@@ -356,7 +357,7 @@ class Shard:
     def lost(self, worker: int) -> list[Effect]:
         """Remove a worker that is gone or has finished, so that nothing waits for it."""
         self.records.log("lost", worker)
-        return self.records.delay_answers([*self._drop(worker), *self.records.flush(least=MOST)])
+        return self.records.delay_answers([*self._drop(worker), *self.records.flush(at_least=MOST)])
 
     def step_down(self) -> list[Effect]:
         """Stop serving, since another peer holds the shard now, and refuse all waiting pulls."""

@@ -52,14 +52,14 @@ class _Link:
     Attributes:
         holders: the ranks that may hold the shard.
         buckets: the number of its buckets.
-        at: the index of the holder that requests are sent to.
+        holder_index: the index of the holder that requests are sent to.
         ready: buckets whose gradients wait to be pushed.
         pushing: open pushes by ticket, each with its bucket and iteration.
-        asks: buckets to pull; -1 asks whether the shard would answer.
+        to_pull: buckets to pull; -1 asks whether the shard would answer.
         pulling: open pulls by ticket, each with its bucket and progress.
         pulled: the progress to pull with.
         pull: the state of this iteration's pull.
-        rests: requests wait for the retry timer, since the shard did not answer; possible in any state.
+        backing_off: requests wait for the retry timer, since the shard did not answer; possible in any state.
         fetched: the lowest clock of the tables received in this pull.
         sync: the shard's sync model, which decides after which iterations to pull; None: after each.
         sync_spec: that model as the shard's last reply named it.
@@ -67,30 +67,30 @@ class _Link:
 
     holders: tuple[int, ...]
     buckets: int
-    at: int = 0
+    holder_index: int = 0
     ready: deque[int] = field(default_factory=deque)
     pushing: dict[int, tuple[int, int]] = field(default_factory=dict)
-    asks: deque[int] = field(default_factory=deque)
+    to_pull: deque[int] = field(default_factory=deque)
     pulling: dict[int, tuple[int, int]] = field(default_factory=dict)
     pulled: int = -1
     pull: _Pull = _Pull.IDLE
-    rests: bool = False
+    backing_off: bool = False
     fetched: int = NONE_YET
     sync: SyncModel | None = None
     sync_spec: str = ""
 
     @property
     def server(self) -> int:
-        return self.holders[self.at]
+        return self.holders[self.holder_index]
 
     @property
     def idle(self) -> bool:
-        return not (self.ready or self.pushing or self.asks or self.pulling)
+        return not (self.ready or self.pushing or self.to_pull or self.pulling)
 
     def start(self, asks_first: bool) -> None:
         """Start pulling all buckets; ``asks_first``: only after the shard has replied that it would answer."""
         self.pull = _Pull.ASKED if asks_first and self.buckets else _Pull.FETCHING
-        self.asks = deque([-1] if self.pull is _Pull.ASKED else range(self.buckets))
+        self.to_pull = deque([-1] if self.pull is _Pull.ASKED else range(self.buckets))
         self.fetched = NONE_YET
 
     def advance(self) -> None:
@@ -101,7 +101,7 @@ class _Link:
         """Forget everything that is open or waits to be sent."""
         self.ready.clear()
         self.pushing.clear()
-        self.asks.clear()
+        self.to_pull.clear()
         self.pulling.clear()
 
 
@@ -186,7 +186,7 @@ class Worker:
         self._forget_requests()
         holders = [(rank,) for rank in servers]
         pulled, fetched = self._links[0].pulled, min(link.fetched for link in self._links)
-        pulls = any(link.asks or link.pulling for link in self._links)
+        pulls = any(link.to_pull or link.pulling for link in self._links)
         self._epoch = epoch
         # A layout only changes if all shards have the same sync model, so the first one's applies to all.
         spec, sync = self._links[0].sync_spec, self._links[0].sync
@@ -248,7 +248,7 @@ class Worker:
             for link in self._links:
                 if link.pull is _Pull.READY and not link.pulling:
                     link.advance()
-                    link.asks = deque(range(link.buckets))
+                    link.to_pull = deque(range(link.buckets))
         effects: list[Effect] = []
         for shard, link in enumerate(self._links):
             if link.buckets:
@@ -257,7 +257,7 @@ class Worker:
 
     def _ask(self, shard: int, link: _Link, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        if link.rests:
+        if link.backing_off:
             return effects
         patience = self._context.members.longest
         incarnation = self._context.incarnation
@@ -271,10 +271,10 @@ class Worker:
             effects.append(send)
         # Without overlap, every push must be acknowledged before the first pull.
         pushed = not link.ready and (self._overlap or not link.pushing)
-        while link.asks and pushed and len(link.pulling) < AT_A_TIME:
-            bucket = link.asks.popleft()
-            asks = link.sync is not None and link.sync.asks_significance and link.pulled >= 0
-            significance = MEASURED if asks else 0.0
+        while link.to_pull and pushed and len(link.pulling) < AT_A_TIME:
+            bucket = link.to_pull.popleft()
+            measures = link.sync is not None and link.sync.asks_significance and link.pulled >= 0
+            significance = MEASURED if measures else 0.0
             pull = TablesRequest(shard, bucket, incarnation, link.pulled, significance, patience, self._epoch)
             send = self._send(shard, pull, now)
             link.pulling[send.ticket] = bucket, link.pulled
@@ -324,7 +324,7 @@ class Worker:
         if pulled != link.pulled:  # of an earlier iteration: the bucket is pulled again
             return [Forget(ticket), *self._send_ready(now)]
         if not isinstance(reply, TablesReply):
-            link.asks.appendleft(bucket)
+            link.to_pull.appendleft(bucket)
             if isinstance(reply, BusyReply):
                 return [Forget(ticket), *self._send_ready(now)]
             return [Forget(ticket), self._not_ready(shard, asked, now)]
@@ -338,7 +338,7 @@ class Worker:
             return [Forget(ticket), *self._send_ready(now)]
         link.fetched = min(link.fetched, reply.clock)
         effects = [Fetched(ticket), *self._send_ready(now)]
-        if link.pulled >= 0 and not any(one.asks or one.pulling for one in self._links):
+        if link.pulled >= 0 and not any(one.to_pull or one.pulling for one in self._links):
             self._context.sync.retrieved()
         return effects
 
@@ -350,11 +350,11 @@ class Worker:
         elif ticket in link.pulling:
             bucket, pulled = link.pulling.pop(ticket)
             if pulled == link.pulled:
-                link.asks.appendleft(bucket)
+                link.to_pull.appendleft(bucket)
         if self._context.members.is_gone(asked):
             self._try_next_holder(link, asked)
         other = self._context.members.others.get(link.server)
-        return self._rest(shard, now if other is None else other.backoff_until)
+        return self._back_off(shard, now if other is None else other.backoff_until)
 
     def lost(self, rank: int, now: float) -> list[Effect]:
         """Send requests for a lost peer's shards to another peer that may hold them now."""
@@ -366,9 +366,9 @@ class Worker:
         if link.server != asked:
             return False
         for step in range(1, len(link.holders)):
-            at = (link.at + step) % len(link.holders)
-            if not self._context.members.is_gone(link.holders[at]):
-                link.at = at
+            index = (link.holder_index + step) % len(link.holders)
+            if not self._context.members.is_gone(link.holders[index]):
+                link.holder_index = index
                 return True
         return False
 
@@ -384,14 +384,14 @@ class Worker:
         self._try_next_holder(self._links[shard], asked)
         server, members = self._links[shard].server, self._context.members
         self_rest = now + REST_FIRST * self._context.timeout
-        return self._rest(shard, members.rest(server, now) if server in members.others else self_rest)
+        return self._back_off(shard, members.rest(server, now) if server in members.others else self_rest)
 
-    def _rest(self, shard: int, until: float) -> Effect:
-        self._links[shard].rests = True
+    def _back_off(self, shard: int, until: float) -> Effect:
+        self._links[shard].backing_off = True
         return SetTimer(f"{AGAIN} {shard}", until)
 
     def again(self, shard: int, now: float) -> list[Effect]:
         """Resume requests to a shard after its retry delay."""
         if shard < len(self._links):
-            self._links[shard].rests = False
+            self._links[shard].backing_off = False
         return self._send_ready(now)

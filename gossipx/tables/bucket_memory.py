@@ -35,7 +35,7 @@ class BucketMemory:
         missing: tables that have not yet produced this iteration's gradient.
         push_encoder: encodes pushes; None without a push codec.
         tensors: the shapes that the pull codec sees; None without a pull codec.
-        most: the largest size of an encoded change, in bytes.
+        max_bytes: the largest size of an encoded change, in bytes.
         base: the checksum of the values in ``apply``; FULL: no server has sent any.
         is_new: the latest complete gradients have not been encoded yet.
         encoded: the latest gradients as they are sent; None: not encoded yet.
@@ -50,7 +50,7 @@ class BucketMemory:
     missing: set[int]
     push_encoder: PushEncoder | None = None
     tensors: Tensors | None = None
-    most: int = 0
+    max_bytes: int = 0
     base: int = FULL
     is_new: bool = False
     encoded: tuple[Parts, Source] | None = None
@@ -132,7 +132,7 @@ class ChangeSink:
         if not isinstance(reply, TablesReply) or [number for number, _ in reply.parts] != [0]:
             raise ProtocolError("the reply holds tables that were not requested")
         size, nbytes = reply.parts[0][1], self._bucket_memory.apply.view.nbytes
-        if size > self._bucket_memory.most if reply.base else size != nbytes:
+        if size > self._bucket_memory.max_bytes if reply.base else size != nbytes:
             raise ProtocolError(f"{size} bytes for a bucket of {nbytes}")
         if reply.base not in (FULL, self._bucket_memory.base):
             raise ProtocolError("the reply is a change of values that this peer does not have")
@@ -174,7 +174,7 @@ class Whole:
     """Receives a reply's payload into one newly allocated buffer; a :class:`gossipx.wire.SinkFactory`.
 
     Args:
-        most: the largest accepted size in bytes.
+        max_bytes: the largest accepted size in bytes.
 
     Attributes:
         content: the received bytes.
@@ -184,8 +184,8 @@ class Whole:
     nbytes = 0
     misfit = "the reply is of another type than requested"
 
-    def __init__(self, most: int):
-        self._most = most
+    def __init__(self, max_bytes: int):
+        self._max_bytes = max_bytes
         self.content = memoryview(bytearray())
 
     def size(self, reply: CarryingReply) -> int | None:
@@ -199,7 +199,7 @@ class Whole:
             ProtocolError: the reply is of another type, or too large.
         """
         size = self.size(reply)
-        if size is None or size > self._most:
+        if size is None or size > self._max_bytes:
             raise ProtocolError(self.misfit)
         self.content = memoryview(bytearray(size))
         return Bytes(self.content)

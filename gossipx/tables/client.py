@@ -117,7 +117,7 @@ class Client:
             made.push_encoder = PushEncoder(self._coding, partitions, buffers[0], self._seed(place))
         if self._coding.pull is not None:
             made.tensors = self._coding.tensors(partitions, dtype)
-            made.most = self._coding.pull.longest(made.tensors)
+            made.max_bytes = self._coding.pull.longest(made.tensors)
         return made
 
     def _seed(self, place: Where) -> int:

@@ -235,7 +235,7 @@ class TableMigrator:
         return Prepared(stores), common(self._layout.held_by(self._rank), layout.held_by(self._rank))
 
     @property
-    def most(self) -> int:
+    def max_bytes(self) -> int:
         """The largest size in bytes of any moved piece; it limits what another peer can make this one allocate."""
         partitions = [one for placed in self._layout.placed for one in placed]
         return HEADER + RECORD * (1 + 2 * len(partitions)) + LARGEST * _size(partitions)

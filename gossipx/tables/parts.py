@@ -97,7 +97,7 @@ class ServerStorage(Replaceable):
         Raises:
             ProtocolError: it does not fit this partition.
         """
-        return whole(encoded, self.data)
+        return values_of(encoded, self.data)
 
     def encode(self) -> Encoded:
         """Return the current values as they are sent; the result must not change afterwards."""
@@ -116,7 +116,7 @@ class ApplyBuffer(Replaceable):
 
     def decode(self, encoded: memoryview) -> None:
         """Store the values that a server sent; raises as :meth:`ServerStorage.decode`."""
-        self.data.copy_(whole(encoded, self.data))
+        self.data.copy_(values_of(encoded, self.data))
 
 
 class WorkerStorage(Replaceable):
@@ -240,7 +240,7 @@ def raw(values: Tensor) -> memoryview:
     return memoryview(values.view(torch.uint8).numpy().data) if values.numel() else memoryview(bytearray())
 
 
-def whole(encoded: memoryview, like: Tensor) -> Tensor:
+def values_of(encoded: memoryview, like: Tensor) -> Tensor:
     """Return ``encoded`` as a flat, writable tensor like ``like``; ProtocolError if its size differs."""
     if encoded.nbytes != like.numel() * like.element_size():
         raise ProtocolError(f"{encoded.nbytes} bytes for a partition of {like.numel() * like.element_size()}")

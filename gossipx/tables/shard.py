@@ -74,7 +74,7 @@ class BucketTables:
         buffer: the sum of the buffered gradients; None: never used.
         count: the number of buffered gradients.
         latest: the last version that was encoded.
-        most: the largest size of a push, in bytes; 0 without a push codec.
+        max_bytes: the largest size of a push, in bytes; 0 without a push codec.
     """
 
     def __init__(self, partitions: Sequence[Partition], dtype: torch.dtype, storages: Storages, coding: Coding):
@@ -96,7 +96,7 @@ class BucketTables:
         self.version = 0
         self.latest: EncodedBucket | None = None
         self.tensors = coding.tensors(partitions, dtype)
-        self.most = 0 if coding.push is None else coding.push.longest(self.tensors)
+        self.max_bytes = 0 if coding.push is None else coding.push.longest(self.tensors)
         self.changes = None if coding.pull is None else Changes(coding.pull, self.tensors, coding.seed)
 
     def gradient_buffer(self) -> Tensor:
@@ -210,7 +210,7 @@ class ShardStore:
             raise ProtocolError(f"bucket {request.bucket} of a shard of {len(self.buckets)}")
         bucket = self.buckets[request.bucket]
         if self._coding.push is not None:
-            if [number for number, _ in request.parts] != [0] or request.parts[0][1] > bucket.most:
+            if [number for number, _ in request.parts] != [0] or request.parts[0][1] > bucket.max_bytes:
                 raise ProtocolError("the push is not a valid frame of its bucket")
             return request.parts[0][1]
         if [number for number, _ in request.parts] != [*range(len(bucket.sizes))]:
@@ -291,7 +291,7 @@ class ShardStore:
         reused.
         """
         bucket = self.buckets[request.bucket]
-        return bucket.most or self.size(request)
+        return bucket.max_bytes or self.size(request)
 
     def encode(self, number: int, worker: int = 0, base: int = FULL) -> EncodedBucket:
         """Return the bucket's current version as it is sent: unchanged until :meth:`release`, encoded once per version.

@@ -339,7 +339,7 @@ class TableStore:
     def ranges(self) -> RangesSink:
         """Return a sink for pieces from another peer."""
         assert self.migrator is not None
-        return RangesSink(self.migrator.most)
+        return RangesSink(self.migrator.max_bytes)
 
     def take(self, ranges: RangesSink, pieces: Pieces) -> None:
         """Fill in pieces from another peer."""

@@ -33,7 +33,7 @@ def servers(made: World, rank: int = 0) -> tuple[int, ...]:
     """Return the servers of a peer's current layout."""
     exchange = made.peers[rank].role.exchange
     assert isinstance(exchange, ServerMode)
-    return exchange.moving.layout.servers
+    return exchange.migration.layout.servers
 
 
 def changed(made: World, times: Sequence[float] = (3.5, 7.5)) -> World:

@@ -307,9 +307,9 @@ def test_leaving_peers_save_consistent_shards(
 ) -> None:
     """The last holder of a shard has saved it in the latest layout, replacing earlier checkpoints of others."""
     disk: dict[int, tuple[int, tuple[int, ...]]] = {}
-    kept = HostedShards.keep
+    kept = HostedShards.checkpoint
 
-    def keep(self: HostedShards, now: float, last: bool = False, leaves: bool = False) -> list[Effect]:
+    def checkpoint(self: HostedShards, now: float, last: bool = False, leaves: bool = False) -> list[Effect]:
         effects = kept(self, now, last, leaves)
         for one in effects:
             if isinstance(one, KeepShard) and one.clock >= disk.get(one.shard, (0, ()))[0]:
@@ -317,7 +317,7 @@ def test_leaving_peers_save_consistent_shards(
                 disk[one.shard] = one.clock, mode(made, holder).migration.layout.servers
         return effects
 
-    monkeypatch.setattr(HostedShards, "keep", keep)
+    monkeypatch.setattr(HostedShards, "checkpoint", checkpoint)
     made = served.world(4, servers=servers, iterations=40)
     for number, rank in enumerate(sorted(range(4), key=lambda rank: (rank == last, rank))):
         made.leave(rank, 5.5 + apart * number)

@@ -40,12 +40,10 @@ class Replication:
         self._training = training
         self.replicas: dict[int, Replica] = {}
 
-    def follow(self, shard: Shard, holder: int, begins: bool = False) -> Replica:
-        """Follow a shard that ``holder`` serves. With ``begins``, this peer will hold it unless ``holder`` already
-        does.
-        """
+    def follow(self, shard: Shard, holder: int, initial_holder: bool = False) -> Replica:
+        """Follow a shard that ``holder`` serves; an ``initial_holder`` will hold it unless ``holder`` already does."""
         answered = partial(self._copy_answered, shard.index)
-        self.replicas[shard.index] = Replica(shard, holder, self._context, self._replies, answered, begins)
+        self.replicas[shard.index] = Replica(shard, holder, self._context, self._replies, answered, initial_holder)
         return self.replicas[shard.index]
 
     def begin(self, now: float) -> list[Effect]:
@@ -80,7 +78,7 @@ class Replication:
         answered = partial(self._record_answered, index)
         shard.records = Standby(index, replica.holder, self._context, self._replies, answered, alone)
         text = f"this peer now holds shard {index}, from clock {shard.clock.clock}: peer {replica.holder} is gone"
-        note = [] if replica.begins else [Note("", text)]
+        note = [] if replica.initial_holder else [Note("", text)]
         if not replica.has_copy:  # no known peer has held it
             return [*note, *shard.begin(now)]
         return [*replica.end(), *note, *shard.serve(now), *shard.update_members(self._training())]
@@ -118,7 +116,7 @@ class Replication:
         """Handle the holder's reply to a request for a copy. It may make this peer the holder."""
         replica = self.replicas[index]
         effects = replica.answered(ticket, reply, now)
-        return [*effects, *(self._take_over(index, now) if replica.begins else [])]
+        return [*effects, *(self._take_over(index, now) if replica.initial_holder else [])]
 
     def _step_down(self, index: int, standby: Standby, now: float) -> list[Effect]:
         """Follow a shard from now on, since its replica has become the holder."""
@@ -136,7 +134,7 @@ class Replication:
             standby = self._standby(index)
             if standby is not None and standby.rank == rank and standby.enabled:
                 text = f"shard {index} no longer has a replica: peer {rank} is gone"
-                effects += [*standby.gone(), Note("", text)]
+                effects += [*standby.continue_alone(), Note("", text)]
         return effects
 
     def due(self, what: str, index: int, now: float) -> list[Effect]:

@@ -30,13 +30,13 @@ class _Round:
         version: the :attr:`gossipx.server.sync_models.clock.Clock.wait_version` at which it began.
         elsewhere: for each worker that waits at another shard, the last iteration that it pushed.
         open: tickets of unanswered questions.
-        whole: no question has failed.
+        complete: no question has failed.
     """
 
     version: object
     elsewhere: dict[int, int]
     open: set[int] = field(default_factory=set)
-    whole: bool = True
+    complete: bool = True
 
 
 class DeadlockDetector:
@@ -96,7 +96,7 @@ class DeadlockDetector:
         if isinstance(reply, WaitingReply):
             round_.elsewhere.update(reply.workers)
         else:
-            round_.whole = False
+            round_.complete = False
         return [Forget(ticket), *(self._ended(index, round_) if reply is not None else [])]
 
     def _ended(self, index: int, round_: _Round) -> list[Effect]:
@@ -107,4 +107,4 @@ class DeadlockDetector:
 
     def repeat_failed(self) -> None:
         """Discard rounds with a failed question, so that the next :meth:`check` repeats them."""
-        self._rounds = {index: one for index, one in self._rounds.items() if one.whole or one.open}
+        self._rounds = {index: one for index, one in self._rounds.items() if one.complete or one.open}

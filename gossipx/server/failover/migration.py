@@ -84,7 +84,7 @@ class _Change:
         preparing: the PrepareRequest to acknowledge once all pieces have arrived.
         state: of the clock, for the new shards; empty: nothing is being prepared.
         sync: the sync model of all shards.
-        asks: batches to request.
+        pending: batches to request.
         fetching: the batches of open requests, by ticket.
         ready: all pieces have arrived.
         frozen: ranges are being given or copied, so pushes are refused.
@@ -99,7 +99,7 @@ class _Change:
     preparing: Deferred | None = None
     state: str = ""
     sync: str = ""
-    asks: deque[int] = field(default_factory=deque)
+    pending: deque[int] = field(default_factory=deque)
     fetching: dict[int, int] = field(default_factory=dict)
     ready: bool = False
     frozen: bool = False
@@ -254,15 +254,15 @@ class Migration:
         if problem:
             return [*again, *self._refuse(change, problem)]
         change.state, change.sync, change.frozen = request.state, request.sync, True
-        change.asks = deque(n for n, batch in enumerate(change.batches) if batch.target == self._context.rank)
+        change.pending = deque(n for n, batch in enumerate(change.batches) if batch.target == self._context.rank)
         return [*again, PrepareTables(change.epoch, change.layout.servers), *self._fetch(change, now)]
 
     def _fetch(self, change: _Change, now: float) -> list[Effect]:
         """Request the pieces that will lie here."""
         effects: list[Effect] = []
         patience = self._context.members.longest
-        while change.asks and len(change.fetching) < AT_A_TIME:
-            number = change.asks.popleft()
+        while change.pending and len(change.fetching) < AT_A_TIME:
+            number = change.pending.popleft()
             request = RangesRequest(change.epoch, number, change.sync, patience)
             send = self._context.requests.send(change.batches[number].source, request, now, now + patience)
             change.fetching[send.ticket] = number
@@ -307,7 +307,7 @@ class Migration:
     def failed(self, ticket: int) -> list[Effect]:
         """Handle a request without a reply; :meth:`watch` sends it again."""
         if self._change is not None and ticket in self._change.fetching:
-            self._change.asks.append(self._change.fetching.pop(ticket))
+            self._change.pending.append(self._change.fetching.pop(ticket))
         return [Forget(ticket)]
 
     def prepared(self, event: Prepared) -> list[Effect]:
@@ -405,7 +405,7 @@ class Migration:
         late = [asked for _, asked in self._held if asked.put_off_at <= now]
         self._held = [one for one in self._held if one[1] not in late]
         effects += [effect for asked in late for effect in put_off(asked)]
-        if change.asks:
+        if change.pending:
             effects += self._fetch(change, now)
         return [*effects, *self._ask_layout_in_force(change, now)]
 
@@ -424,7 +424,7 @@ class Migration:
         return self._ask_layout_of(ranks, now)
 
     @property
-    def asks(self) -> bool:
+    def is_asking(self) -> bool:
         """Whether a question about the layout in force is open."""
         return bool(self._context.requests.asked(PlaceRequest))
 

@@ -51,9 +51,9 @@ class Records:
         """Make a record of all inputs up to a push, whose gradient is kept under ``ticket``."""
         return self._made(push, ticket)
 
-    def flush(self, least: int = 1) -> list[Effect]:
-        """Make a record of the inputs without a gradient, if there are at least ``least``."""
-        return self._made(None, None) if self.enabled and len(self._happened) >= least else []
+    def flush(self, at_least: int = 1) -> list[Effect]:
+        """Make a record of the inputs without a gradient, if there are at least ``at_least``."""
+        return self._made(None, None) if self.enabled and len(self._happened) >= at_least else []
 
     def _made(self, push: GradientRequest | None, ticket: int | None) -> list[Effect]:
         if not self.enabled:

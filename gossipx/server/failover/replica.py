@@ -53,7 +53,7 @@ class Standby(Records):
         self._follows = False
         self._unsafe: dict[int, tuple[RecordRequest, int | None]] = {}  # by number, with its gradient's ticket
         self._open: dict[int, int] = {}  # by ticket, the number of the record that was sent
-        self._rests = False
+        self._backing_off = False
         self._delayed: deque[tuple[int, Answer]] = deque()  # delayed answers, each with the record that it waits for
 
     # --- records ----------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class Standby(Records):
     def send(self, now: float) -> list[Effect]:
         """Send the records that may be sent."""
         effects: list[Effect] = []
-        if self._rests or not self._follows:
+        if self._backing_off or not self._follows:
             return effects
         patience = self._context.members.longest
         under_way = set(self._open.values())
@@ -93,18 +93,18 @@ class Standby(Records):
         """Handle the replica's reply to a record."""
         number = self._open.pop(ticket)
         if not isinstance(reply, AcceptReply):
-            return [Forget(ticket), *self._rest(now)]
+            return [Forget(ticket), *self._back_off(now)]
         _, kept = self._unsafe.pop(number)
         done = [Forget(ticket)] if kept is None else [Forget(ticket), Forget(kept)]
         return [*done, *self._release()]
 
-    def _rest(self, now: float) -> list[Effect]:
-        self._rests = True
+    def _back_off(self, now: float) -> list[Effect]:
+        self._backing_off = True
         return [SetTimer(f"{RECORDS} {self.shard}", now + REST_FIRST * self._context.timeout)]
 
     def again(self) -> None:
         """Resume sending after the retry delay."""
-        self._rests = False
+        self._backing_off = False
 
     def _release(self) -> list[Effect]:
         """Return the delayed answers whose records the replica has acknowledged."""
@@ -124,7 +124,7 @@ class Standby(Records):
             return [Answer(event.key, AcceptReply(), now + request.patience)]
         dropped = self._forget()
         self.enabled = self._follows = True
-        self._rests = False
+        self._backing_off = False
         self._happened.clear()  # the copy includes it
         self.copy, self.number = self.copy + 1, 0
         reply = CopyReply(self._context.incarnation, self.copy, json.dumps(shard.state_dict()), 0)
@@ -133,7 +133,7 @@ class Standby(Records):
         self._delayed = deque((0, answer) for _, answer in self._delayed)
         return [*dropped, given, *self._made(None, None)]
 
-    def gone(self) -> list[Effect]:
+    def continue_alone(self) -> list[Effect]:
         """Continue without a replica."""
         self.enabled = self._follows = False
         self._happened.clear()
@@ -164,7 +164,7 @@ class Replica:
         holder: its rank.
         replies: the table of reply handlers.
         answered: the handler of the holder's replies.
-        begins: this peer will hold the shard unless ``holder`` already does.
+        initial_holder: this peer will hold the shard unless ``holder`` already does.
 
     Attributes:
         incarnation: of the holder that the copy came from; -1: no copy yet.
@@ -172,11 +172,17 @@ class Replica:
     """
 
     def __init__(
-        self, shard: Shard, holder: int, context: PeerContext, replies: Replies, answered: Handler, begins: bool = False
+        self,
+        shard: Shard,
+        holder: int,
+        context: PeerContext,
+        replies: Replies,
+        answered: Handler,
+        initial_holder: bool = False,
     ):
         self.shard = shard
         self.holder = holder
-        self.begins = begins
+        self.initial_holder = initial_holder
         self.incarnation = -1
         self._context = context
         self._replies, self._answered = replies, answered
@@ -205,7 +211,7 @@ class Replica:
         effects: list[Effect] = []
         if isinstance(reply, CopyReply):
             self.shard.load_state_dict(json.loads(reply.state))
-            self.shard.records.copy, self.incarnation, self.begins = reply.copy, reply.incarnation, False
+            self.shard.records.copy, self.incarnation, self.initial_holder = reply.copy, reply.incarnation, False
             effects += [*self.end(), TakeCopy(ticket, self.shard.index)]
         else:
             effects.append(Forget(ticket))

@@ -29,14 +29,14 @@ class _Worker:
     Attributes:
         progress: the last iteration whose push is complete.
         waiting: the number of its complete pushes in the gradient buffer.
-        coming: the iteration of the push being received; None: none yet.
+        receiving: the iteration of the push being received; None: none yet.
         dropped: whether that push is dropped. The first message decides it for the whole push.
         partly: whether a part of that push is in the gradient buffer.
     """
 
     progress: int
     waiting: int = 0
-    coming: int | None = None
+    receiving: int | None = None
     dropped: bool = False
     partly: bool = False
 
@@ -279,8 +279,8 @@ class Clock:
 
     def _note_push(self, one: _Worker, progress: int) -> None:
         """Record the first message of a push."""
-        if one.coming != progress:
-            one.coming, one.partly = progress, False
+        if one.receiving != progress:
+            one.receiving, one.partly = progress, False
             one.dropped = self._model.drops_late and progress < self.clock
 
     def _settle(self, by_condition: bool = False) -> list[Decision]:
