@@ -1,6 +1,6 @@
-"""A shard of a few numbers with plain SGD, and workers: what carries a clock's decisions out in tests.
+"""Workers and a shard of a few numbers with plain SGD, which carry out a clock's decisions in tests.
 
-Each table is one number and is pushed by a message of its own. Worker r's gradient is the weights that it has seen,
+Each table is one number and is pushed in a message of its own. Worker r's gradient is the weights that it has seen,
 less r.
 """
 
@@ -19,21 +19,21 @@ RATE = 0.125
 
 
 class Message(NamedTuple):
-    """One table's gradient of one push."""
+    """One table's gradient in one push."""
 
-    life: int  # of the worker: a rank that comes back is another one
+    life: int  # the worker's incarnation: a rank that returns has another one
     iteration: int
     table: int
 
 
 class Answer(NamedTuple):
-    """A pull that was answered."""
+    """An answered pull."""
 
     life: int
     iteration: int
     at_once: bool
-    applied: frozenset[Message]  # what the tables held then
-    state: object  # of the sync model then
+    applied: frozenset[Message]  # the tables' values at that time
+    state: object  # the sync model's at that time
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Worker:
     rank: int
     life: int
     start: int  # its first iteration
-    iteration: int  # that it computes, or whose pull waits
+    iteration: int  # the one that it computes, or whose pull waits
     progress: int  # the last iteration whose push is complete
     seen: list[float]
     draw: float = 0.0  # of its last pull
@@ -54,9 +54,9 @@ class Run:
     """Workers and a shard.
 
     Attributes:
-        steps: what was applied, one entry an application: the factor and the messages.
-        events: what the clock said, in order: "tick 3", "answer 0 2" (life, iteration).
-        crews: of each tick the number of workers then.
+        steps: the applied gradients, one entry per application: the factor and the messages.
+        events: the clock's decisions, in order: "tick 3", "answer 0 2" (life, iteration).
+        crews: for each tick, the number of workers at that time.
     """
 
     model: str | SyncModel
@@ -87,12 +87,12 @@ class Run:
 
     @property
     def able(self) -> list[int]:
-        """Ranks of those who do not wait."""
+        """Return the ranks of workers that do not wait."""
         return [rank for rank, worker in self.workers.items() if not worker.waiting]
 
     @property
     def state(self) -> tuple[object, ...]:
-        """All that two runs of equal models have in common after every event."""
+        """Return the state that two runs of equal models must share after every event."""
         waiting = {rank: (worker.iteration, worker.waiting) for rank, worker in self.workers.items()}
         return self.clock.clock, waiting, self.steps, self.events, self.weights, self.dropped
 
@@ -113,14 +113,14 @@ class Run:
         self._do(self.clock.switch(parse(model), apply, pulls))
 
     def iterate(self, rank: int) -> None:
-        """The rest of its push, and its pull."""
+        """Send the rest of a worker's push, and its pull."""
         worker = self.workers[rank]
         iteration = worker.iteration
         while worker.iteration == iteration and not worker.waiting:
             self.send(rank)
 
     def send(self, rank: int) -> None:
-        """The next message of its push; after the last its pull."""
+        """Send a worker's next message of its push; after the last one its pull."""
         worker = self.workers[rank]
         assert not worker.waiting
         self._message(worker, Message(worker.life, worker.iteration, worker.sent))
@@ -129,7 +129,7 @@ class Run:
             return
         worker.sent, worker.waiting, worker.progress = 0, True, worker.iteration
         self._do(self.clock.pushed(rank, worker.iteration))
-        assert worker.waiting, "nobody is answered before they ask"
+        assert worker.waiting, "no worker is answered before it asks"
         worker.draw = self.draws.random()
         self._do(self.clock.pull(rank, worker.iteration, (worker.life, worker.iteration)), at_once=True)
 
@@ -174,4 +174,4 @@ class Run:
         applied, state = frozenset(self.applied), copy.deepcopy(self.clock._state)
         self.answers.append(Answer(worker.life, worker.iteration, at_once, applied, state))
         worker.waiting, worker.seen = False, list(self.weights)
-        worker.iteration = max(worker.iteration + 1, self.clock.clock)  # who was late goes on at the clock
+        worker.iteration = max(worker.iteration + 1, self.clock.clock)  # a late worker continues at the clock

@@ -1,4 +1,4 @@
-"""One peer's tables on both sides of the wire, without roles and a network: what tests of gossipx.tables work with."""
+"""One peer's tables on both sides of the wire, without roles and a network, for tests of gossipx.tables."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 @dataclass
 class Side:
-    """One peer that is worker and all shards, without roles and a network."""
+    """One peer that is worker and all shards."""
 
     parameters: list[nn.Parameter]
     optimizer: torch.optim.Optimizer
@@ -48,7 +48,7 @@ class Side:
         return self.table_store.client
 
     def update(self, gradients: Sequence[Tensor | None]) -> None:
-        """One iteration's gradients; the buckets that are whole are noted, in order."""
+        """Compute one iteration's gradients, and record the buckets that they complete, in order."""
         self.whole = []
         for table, gradient in reversed(list(enumerate(gradients))):
             if gradient is not None:
@@ -56,13 +56,13 @@ class Side:
         self.whole += self.client.flush()
 
     def request(self, place: tuple[int, int], **changed: Any) -> tuple[GradientRequest, bytearray]:
-        """A push as it travels."""
+        """Return a push as it is sent."""
         parts, source = self.client.encode(place)
         made = GradientRequest(*place, 1, self.progress, parts, self.client.settings(place), 5.0)
         return dataclasses.replace(made, **changed), bytearray(source.view)
 
     def push(self, buffered: bool = False, scale: float = 1.0) -> None:
-        """All that is whole to the shards."""
+        """Push all complete buckets to the shards."""
         for place in self.whole:
             request, content = self.request(place)
             gradient = self.table_store.room_for(request)
@@ -75,7 +75,7 @@ class Side:
         self.progress += 1
 
     def pull(self) -> None:
-        """All buckets into the model."""
+        """Pull all buckets into the model."""
         places = [(shard, number) for shard, cut in enumerate(self.cut) for number in range(len(cut))]
         self.client.expect(places)
         for place in places:
@@ -118,7 +118,7 @@ def values(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
 
 
 class Backwards(TransmitBuffer):
-    """Sends the values from the last to the first."""
+    """Sends the values in reverse order."""
 
     def encode(self) -> bytes:
         return bytes(raw(self.data.flip(0)))
@@ -142,7 +142,7 @@ CODED = Storages(transmit=Backwards, server=FromBehind, apply=TakenFromBehind)
 
 
 class LaterPieceFirst(Placement):
-    """Halves each table and gives the second half to the first server."""
+    """Halves each table and places the second half on the first server."""
 
     def decide(self, tables: Sequence[Table], servers: int) -> list[list[Partition]]:
         halves = [(number, table.size // 2, table.size) for number, table in enumerate(tables)]

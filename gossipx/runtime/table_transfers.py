@@ -84,7 +84,8 @@ class TableTransfers:
                 return self._push(request)
             case TablesRequest():
                 fetching = self._fetching.get(ticket)
-                return self._table_store.client.told(request), EmptySink() if fetching is None else fetching.sink, None
+                sink = EmptySink() if fetching is None else fetching.sink
+                return self._table_store.client.complete_request(request), sink, None
             case RecordRequest():
                 gradient = self._gradients.get(ticket)
                 return request, None, Source(memoryview(b"")) if gradient is None else gradient.source

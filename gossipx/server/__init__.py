@@ -1,1 +1,1 @@
-"""The parameter server: what decides in it, as pure state machines and values."""
+"""The parameter server's decisions, as pure state machines and values."""

@@ -1,7 +1,7 @@
 """Requests that are answered later.
 
-A sender cannot tell a peer that is slow to answer from one that is gone. So a request that has waited for half of its
-sender's patience is put off: the sender is told to ask again.
+A sender cannot tell a slow peer from a dead one. So when a request has waited for half of its sender's timeout, it is
+answered with a BusyReply, which asks the sender to send it again.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from gossipx.protocol.messages import BusyReply, Reply
 
 @dataclass(frozen=True)
 class Deferred:
-    """A request that is not answered yet.
+    """A request that has not been answered yet.
 
     Attributes:
-        key: of the request.
-        deadline: its sender waits until then.
-        until: it is to be put off then.
+        key: identifies the request.
+        deadline: when its sender gives up.
+        put_off_at: when to answer with a BusyReply; infinite: never.
     """
 
     key: Hashable
     deadline: float
-    until: float = math.inf
+    put_off_at: float = math.inf
 
     def answer(self, reply: Reply) -> Answer:
-        """Return the effect that answers it."""
+        """Return the effect that answers the request."""
         return Answer(self.key, reply, self.deadline)
 
 
 def defer(key: Hashable, patience: float, now: float) -> Deferred:
-    """Answer a request later, whose sender waits for ``patience`` seconds."""
+    """Return a deferred request whose sender waits for ``patience`` seconds."""
     return Deferred(key, now + patience, now + patience / 2)
 
 
 def put_off(deferred: Deferred | None) -> list[Effect]:
-    """Have a request sent again, if there is one."""
+    """Answer a request, if there is one, with a BusyReply, so that its sender sends it again."""
     return [] if deferred is None else [deferred.answer(BusyReply())]

@@ -1,4 +1,9 @@
-"""Server mode of one peer: what happens reaches the part that it concerns, of those of a server and of a worker."""
+"""Server mode of one peer: dispatches events to the parts of its server and its worker.
+
+A peer may host shards, replicate shards, train as a worker, or several of these. Separate classes handle the worker's
+requests, replication, changes of servers, switches of sync models and deadlocks; this class connects them to the peer
+role.
+"""
 
 from __future__ import annotations
 
@@ -42,22 +47,22 @@ from gossipx.server.sync_models.switching import SyncModelSwitch
 from gossipx.server.worker import AGAIN, Worker
 
 WATCH = "watch"
-"""The timer of the next look at those that pulls wait for."""
-LOOK = 1 / 4
-"""Share of peer_timeout between two looks: one that is silent is lost soon after peer_timeout has passed."""
+"""The timer of the periodic check while pulls wait or servers change."""
+WATCH_PERIOD = 1 / 4
+"""The period of that check, as a share of peer_timeout: a silent peer is found lost soon after peer_timeout."""
 
 
 class ServerMode(Exchange, ServerRole, MigrationHost):
     """One peer of a run with a parameter server.
 
     Args:
-        clocks: of the shards that this peer holds or has replicas of, by shard.
+        clocks: of the shards that this peer hosts or replicates, by shard.
 
     Attributes:
-        holding: the shards that lie here.
-        shards: these, by index.
-        moving: its part in changes of servers.
-        leading: those that it leads, or asks for.
+        hosted: the shards hosted here.
+        shards: the same, by index.
+        migration: this peer's part in changes of servers.
+        coordinator: the changes of servers that this peer requests or leads.
     """
 
     takes = (
@@ -80,34 +85,34 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
             shard = self.hosted.make(index, clock, settings.layout)
             others = [rank for rank in settings.holders[index] if rank != context.rank]
             if others:
-                begins = settings.holders[index][0] == context.rank
-                self._replication.follow(shard, others[0], begins)
+                initial_holder = settings.holders[index][0] == context.rank
+                self._replication.follow(shard, others[0], initial_holder)
             else:
                 self.shards[index] = shard
-        asking = context, self._replies
+        common = context, self._replies
         shape = settings.holders, settings.layout.buckets
-        self.worker = Worker(*asking, self._worker_answered, *shape, settings.overlap, settings.syncs)
+        self.worker = Worker(*common, self._worker_answered, *shape, settings.overlap, settings.syncs)
         self._sync_model_switch = SyncModelSwitch(
-            *asking, self.shards, self.worker.holder, settings.rate, self._obstacle
+            *common, self.shards, self.worker.holder, settings.rate, self._obstacle
         )
-        self._deadlock_detector = DeadlockDetector(*asking, self.shards, self.worker.holder)
+        self._deadlock_detector = DeadlockDetector(*common, self.shards, self.worker.holder)
         self._agreeing = False
         self._watching = False
-        self._sought = False  # a server is gone, and the others were asked whether there are others by now
+        self._asked_for_layout = False  # a server is lost, and the other peers were asked for a newer layout
 
     @property
     def replicas(self) -> dict[int, Replica]:
-        """Shards that this peer follows, or of which it is not known yet who holds them."""
+        """The shards that this peer replicates, or whose holder is not known yet."""
         return self._replication.replicas
 
     @property
     def _servers(self) -> tuple[int, ...]:
-        """By shard, the rank that holds it, or did so as the run began."""
+        """For each shard, the rank that holds it in the current layout."""
         return self.migration.layout.servers
 
     @property
     def _holders(self) -> Sequence[tuple[int, ...]]:
-        """By shard, the ranks that may hold it."""
+        """For each shard, the ranks that may hold it."""
         return [(rank,) for rank in self._servers] if self.migration.epoch else self._settings.holders
 
     @property
@@ -132,7 +137,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
 
     @property
     def keep_at(self) -> int:
-        """The iteration after which a checkpoint is to be taken, where servers say so; 0: none yet."""
+        """The iteration after which to take a checkpoint, as announced by servers; 0: none yet."""
         return self.worker.keep_at
 
     @property
@@ -151,85 +156,89 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
 
     def begun(self, now: float) -> list[Effect]:
         begun = self.hosted.begun(now)
-        begun += self.migration.seek(now) if self.hosted.unsure else []
+        begun += self.migration.ask_layout(now) if self.hosted.unconfirmed else []
         begun += self._replication.begin(now)
-        return self._watched([*begun, *(self.worker.begin(now) if self._trains else [])], now)
+        return self._follow_up([*begun, *(self.worker.begin(now) if self._trains else [])], now)
 
-    def _made_sure(self, now: float) -> list[Effect]:
-        """Once all others have told what stands, and it is what stood at the beginning, our shards begin."""
-        return self.hosted.begin(now) if self.hosted.unsure and self.migration.sure else []
+    def _begin_confirmed(self, now: float) -> list[Effect]:
+        """Start the shards of a peer that joined late, once all others have confirmed that the layout is unchanged."""
+        return self.hosted.begin(now) if self.hosted.unconfirmed and self.migration.is_confirmed else []
 
     def tables_restored(self, event: TablesRestored, now: float) -> list[Effect]:
-        return self._watched(self.hosted.tables_restored(event, self._training(), now), now)
+        return self._follow_up(self.hosted.tables_restored(event, self._training(), now), now)
 
     def begin(self, now: float) -> list[Effect]:
         return []
 
     def boundary(self, now: float) -> list[Effect]:
         over = self.migration.catch_up(now)
-        return over if over is not None else self._gone_on(self.worker.iteration_done(now), now)
+        return over if over is not None else self._worker_advanced(self.worker.iteration_done(now), now)
 
     def gradients_ready(self, buckets: Sequence[tuple[int, int]], now: float) -> list[Effect]:
-        if not buckets and (waits := self.migration.begins()):
+        if not buckets and (waits := self.migration.before_iteration()):
             return waits
-        return self._gone_on(self.worker.gradients_ready(buckets, now), now)
+        return self._worker_advanced(self.worker.gradients_ready(buckets, now), now)
 
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
         handled = self._replies.handle(ticket, reply, now)
-        if handled is None:  # it is of a change, or of no interest any more
-            handled = [*self.migration.replied(ticket, to, reply, now), *self._made_sure(now), *self._stopped()]
-        return self._watched(handled, now)
+        if handled is None:  # it belongs to a change of servers, or no longer matters
+            handled = [
+                *self.migration.replied(ticket, to, reply, now),
+                *self._begin_confirmed(now),
+                *self._stop_lost(),
+            ]
+        return self._follow_up(handled, now)
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
         handled = self._replies.handle(ticket, None, now)
         if handled is None:
-            handled = [*self.migration.failed(ticket), *self._stopped()]
-        return self._watched(handled, now)
+            handled = [*self.migration.failed(ticket), *self._stop_lost()]
+        return self._follow_up(handled, now)
 
     def _worker_answered(self, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
-        """Handle the answer to a push or a pull."""
-        heard: list[Effect] = []
-        if isinstance(reply, PlacedReply):  # before the worker, which goes on by what stands
-            heard = self.migration.heard(to, reply.epoch, reply.servers, reply.decided, now)
-        went = self._gone_on(self.worker.answered(ticket, reply, now), now)
+        """Handle the outcome of a push or a pull."""
+        learned: list[Effect] = []
+        if isinstance(reply, PlacedReply):  # before the worker, which continues with the new layout
+            learned = self.migration.learn_layout(to, reply.epoch, reply.servers, reply.decided, now)
+        went = self._worker_advanced(self.worker.answered(ticket, reply, now), now)
         if reply is None:
-            return [*went, *self._unagreed(), *self._server_lost(now)]
-        return [*heard, *self._answered_all(went, now)]
+            return [*went, *self._give_up_lost(), *self._server_lost(now)]
+        return [*learned, *self._answered_all(went, now)]
 
     def _server_lost(self, now: float) -> list[Effect]:
-        """A server has not answered. If nobody is left that holds its shard, others may hold all by now."""
-        if not any(map(self._are_gone, self._holders)) or self.migration.asks:
+        """Handle a lost server: if no holder of its shard is left, ask the other peers for a newer layout first."""
+        if not any(map(self._are_gone, self._holders)) or self.migration.is_asking:
             return []
-        seeks = not self._settings.fixed and not (self._sought and self._settings.lost == "stop")
-        asked = self.migration.seek(now) if seeks else []
-        self._sought = True
-        return asked or self._stopped()
+        seeks = not self._settings.fixed and not (self._asked_for_layout and self._settings.lost == "stop")
+        questions = self.migration.ask_layout(now) if seeks else []
+        self._asked_for_layout = True
+        return questions or self._stop_lost()
 
-    def _stopped(self) -> list[Effect]:
-        """A server is gone for good, as far as the others know, and that is to end training."""
+    def _stop_lost(self) -> list[Effect]:
+        """Stop training if a server is lost for good and --server-lost is stop."""
         gone = [holders[0] for holders in self._holders if self._are_gone(holders)]
-        if not gone or not self._sought or self.migration.asks or self._settings.lost != "stop":
+        if not gone or not self._asked_for_layout or self.migration.is_asking or self._settings.lost != "stop":
             return []
-        return [Stop(f"the server, peer {gone[0]}, is gone, and --server-lost is stop"), Resume()]
+        return [Stop(f"peer {gone[0]}, a server, is lost, and --server-lost is stop"), Resume()]
 
-    def _gone_on(self, effects: list[Effect], now: float) -> list[Effect]:
-        """The worker has gone on."""
-        return [*effects, *self.migration.look(now)]
+    def _worker_advanced(self, effects: list[Effect], now: float) -> list[Effect]:
+        """Tell the migration that the worker has advanced: it may wait for that."""
+        return [*effects, *self.migration.worker_advanced(now)]
 
-    def _unagreed(self) -> list[Effect]:
-        """At the end, a server that is gone is not waited for: it holds nothing any more."""
+    def _give_up_lost(self) -> list[Effect]:
+        """Stop waiting for a lost server's last tables at the end of the run."""
         gone = any(map(self._are_gone, self._holders))
         if not (self._agreeing and gone):
             return []
         self._agreeing = False
         return [
             *self.worker.give_up(),
-            Note("tables", "a server is gone before it gave its last tables: this peer keeps those that it has"),
+            Note("tables", "a server was lost before it sent its last tables: this peer keeps its own"),
             Resume(),
         ]
 
     def _are_gone(self, ranks: Sequence[int]) -> bool:
-        """Whether nobody is left of those that hold a shard or its replica."""
+        """Return whether all of these ranks are gone."""
         return all(map(self._context.members.is_gone, ranks))
 
     def _answered_all(self, effects: list[Effect], now: float) -> list[Effect]:
@@ -251,41 +260,41 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     def requested(self, event: Received, now: float) -> list[Effect]:
         request = event.request
         if isinstance(request, ServersRequest):
-            return self._watched(self.coordinator.asked(event, request, now), now)
+            return self._follow_up(self.coordinator.asked(event, request, now), now)
         if isinstance(request, MoveRequest):
-            return self._watched(self.migration.requested(event, now), now)
+            return self._follow_up(self.migration.requested(event, now), now)
         assert isinstance(request, ServerRequest)
         if isinstance(request, GradientRequest | TablesRequest):
             misplaced = self.migration.misplaced(event, request, now)
             if misplaced is not None:
-                return self._watched(misplaced, now)
+                return self._follow_up(misplaced, now)
         if isinstance(request, RecordRequest):
             return self._replication.recorded(event, now)
         effects = self._replication.step_in(event.sender, request, now)
         shard = self.shards.get(request.shard)
         if shard is None:
             follows = request.shard in self._replication.replicas
-            told = "it holds a replica only" if follows else "it holds no such shard: give all peers the same"
-            return [self._answer(event.key, NotReadyReply(told), now)]
-        return [*effects, *self._asked(event, shard, now)]
+            reason = "it has only a replica" if follows else "it does not hold this shard: start all peers alike"
+            return [self._answer(event.key, NotReadyReply(reason), now)]
+        return [*effects, *self._shard_requested(event, shard, now)]
 
-    def _asked(self, event: Received, shard: Shard, now: float) -> list[Effect]:
-        """Somebody asks for something of a shard that is held here."""
+    def _shard_requested(self, event: Received, shard: Shard, now: float) -> list[Effect]:
+        """Handle a request for a shard that is hosted here."""
         request = event.request
         if isinstance(request, CopyRequest):
-            return self._watched(self._replication.asked_for(event, shard, now), now)
+            return self._follow_up(self._replication.asked_for(event, shard, now), now)
         if isinstance(request, SwitchRequest):
-            return self._watched(self._sync_model_switch.asked(event, shard, now), now)
+            return self._follow_up(self._sync_model_switch.asked(event, shard, now), now)
         if isinstance(request, WaitingRequest):
             return [self._answer(event.key, WaitingReply(tuple(shard.clock.stuck.items())), now)]
         if shard.begun and event.sender not in self._training() and isinstance(request, TablesRequest):
             return shard.give(event, now)
-        return self._watched(shard.requested(event, now), now)
+        return self._follow_up(shard.requested(event, now), now)
 
     # --- members ------------------------------------------------------------------------------------
 
     def _training(self) -> list[int]:
-        """Ranks whose pushes may be waited for."""
+        """Return the ranks whose pushes may be waited for."""
         members = self._context.members
         ranks = [
             rank
@@ -300,13 +309,13 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
 
     def look(self, now: float) -> list[Effect]:
         training = self._training()
-        looked = [effect for shard in self.shards.values() for effect in shard.look(training)]
-        return self._watched([*looked, *self._made_sure(now), *self.coordinator.look(now)], now)
+        removed = [effect for shard in self.shards.values() for effect in shard.update_members(training)]
+        return self._follow_up([*removed, *self._begin_confirmed(now), *self.coordinator.check_members(now)], now)
 
     def lost(self, rank: int, now: float) -> list[Effect]:
         gone = any(rank in holders and self._are_gone(holders) for holders in self._holders)
         effects = [*(self._server_lost(now) if gone else []), *self._replication.lost(rank)]
-        return [*effects, *self.worker.lost(rank, now), *self.look(now), *self._unagreed()]
+        return [*effects, *self.worker.lost(rank, now), *self.look(now), *self._give_up_lost()]
 
     def left(self, rank: int, now: float) -> list[Effect]:
         return self.lost(rank, now)
@@ -316,7 +325,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         if what == AGAIN:
             return self.worker.again(int(shard), now)
         if what in (RECORDS, FOLLOW):
-            return self._watched(self._replication.due(what, int(shard), now), now)
+            return self._follow_up(self._replication.due(what, int(shard), now), now)
         self._watching = False
         asked = self._context.requests.asked(ArriveRequest)
         here = ArriveRequest(Stage.TRAIN if not self._ending else Stage.FINISH, self._context.incarnation)
@@ -325,31 +334,33 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
             for rank in self._held_up_by()
             if rank not in asked
         ]
-        self._deadlock_detector.again()
+        self._deadlock_detector.repeat_failed()
         put_off = [effect for shard in self.shards.values() for effect in shard.put_off(now)]
-        again = self.migration.seek(now) if self.hosted.unsure else []
-        return self._watched([*put_off, *signs, *again, *self.migration.watch(now), *self.coordinator.watch(now)], now)
+        again = self.migration.ask_layout(now) if self.hosted.unconfirmed else []
+        return self._follow_up(
+            [*put_off, *signs, *again, *self.migration.watch(now), *self.coordinator.watch(now)], now
+        )
 
     def _held_up_by(self) -> set[int]:
-        """Others that pulls wait for."""
+        """Return the other ranks that pulls wait for."""
         return {rank for shard in self.shards.values() for rank in shard.holding_up if rank != self._context.rank}
 
-    def _watched(self, effects: list[Effect], now: float) -> list[Effect]:
-        """Where pulls wait for somebody, see now and then that it is still there; and what the clock is due for."""
-        effects = effects + self.hosted.keep(now)  # after all else
-        effects += self._deadlock_detector.look(len(self._servers), now)
+    def _follow_up(self, effects: list[Effect], now: float) -> list[Effect]:
+        """Add what follows any event: due checkpoints, deadlock checks, records to send, and the periodic check."""
+        effects = effects + self.hosted.checkpoint(now)  # last, so that checkpoints include this event
+        effects += self._deadlock_detector.check(len(self._servers), now)
         effects += self._replication.send(now)
-        changes = self.migration.busy or self.coordinator.busy or self.hosted.unsure
+        changes = self.migration.busy or self.coordinator.busy or self.hosted.unconfirmed
         waits = changes or any(shard.waiting for shard in self.shards.values())
         if self._watching or not waits:
             return effects
         self._watching = True
-        return [*effects, SetTimer(WATCH, now + LOOK * self._context.timeout)]
+        return [*effects, SetTimer(WATCH, now + WATCH_PERIOD * self._context.timeout)]
 
     # --- other sync models --------------------------------------------------------------------------
 
     def switch(self, event: SwitchSync, now: float) -> list[Effect]:
-        return self._watched(self._sync_model_switch.switch(event, len(self._servers), now), now)
+        return self._follow_up(self._sync_model_switch.switch(event, len(self._servers), now), now)
 
     def _obstacle(self) -> str:
         return UNDER_WAY if self.migration.busy else ""
@@ -357,16 +368,18 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     # --- other servers ------------------------------------------------------------------------------
 
     def change(self, event: ChangeServers, now: float) -> list[Effect]:
-        return self._watched(self.coordinator.submit(event, now), now)
+        return self._follow_up(self.coordinator.submit(event, now), now)
 
     def hand_over_all(self, now: float) -> list[Effect]:
         self.worker.stop()
         self.migration.release()
         training = [rank for rank in self._training() if rank != self._context.rank]
-        kept = self.hosted.keep(now, leaves=True)
+        kept = self.hosted.checkpoint(now, leaves=True)
         if not (self.shards and training and self.hosted.ready) or self._agreeing or self._settings.fixed:
             return kept
-        return self._watched([*kept, *self.migration.look(now), *self.coordinator.leave(training, now)], now)
+        return self._follow_up(
+            [*kept, *self.migration.worker_advanced(now), *self.coordinator.leave(training, now)], now
+        )
 
     @property
     def stays(self) -> bool:
@@ -379,30 +392,30 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     def agreeing(self) -> bool:
         return self._agreeing
 
-    def go_over(self, layout: Layout, epoch: int, state: str, reply: Reply, now: float) -> list[Effect]:
-        self._sought = False
-        held = self.hosted.go_over(layout, epoch, state, reply, now)
-        went = self._gone_on(self.worker.go_over(layout.servers, layout.buckets, epoch, now), now)
+    def switch_layout(self, layout: Layout, epoch: int, state: str, reply: Reply, now: float) -> list[Effect]:
+        self._asked_for_layout = False
+        held = self.hosted.switch_layout(layout, epoch, state, reply, now)
+        went = self._worker_advanced(self.worker.switch_layout(layout.servers, layout.buckets, epoch, now), now)
         return [*held, *went, *self.look(now)]
 
     def beginning(self) -> list[Shard]:
-        """Shards that are this peer's to begin with: they may be brought back before it joins."""
-        return [*self.shards.values(), *(one.shard for one in self.replicas.values() if one.begins)]
+        """Return the shards that this peer holds at the start of the run; they may be restored before it joins."""
+        return [*self.shards.values(), *(one.shard for one in self.replicas.values() if one.initial_holder)]
 
     # --- the end ----------------------------------------------------------------------------------
 
     def end(self, now: float) -> list[Effect]:
         self._ending = True
         self.worker.stop()
-        return [*self.look(now), *self.migration.look(now)]
+        return [*self.look(now), *self.migration.worker_advanced(now)]
 
     def drop(self, now: float) -> list[Effect]:
         return []
 
     def unsound(self, now: float) -> list[Effect]:
-        return self.boundary(now)  # the others count on its pushes, and its next tables may be sound again
+        return self.boundary(now)  # others wait for its pushes, and the next tables may be finite again
 
     def agree(self, now: float) -> list[Effect] | None:
-        """The end is what the servers hold: each takes it as its own model."""
+        """Pull the servers' final tables, which become every worker's final model."""
         self._agreeing = True
-        return [*self.hosted.keep(now, last=True), *self._answered_all(self.worker.begin(now), now)]
+        return [*self.hosted.checkpoint(now, last=True), *self._answered_all(self.worker.begin(now), now)]

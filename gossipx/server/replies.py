@@ -1,7 +1,7 @@
-"""The table that leads each reply to the part of server mode that sent the request.
+"""A table that dispatches each reply to the part of server mode that sent the request.
 
-A server and a worker have many requests open at a time, for several purposes. Each part names a handler as it sends, so
-that nobody has to be asked afterwards which part a reply belongs to.
+A peer in server mode has many open requests, for several purposes. Each part registers a handler when it sends a
+request, so that its reply goes straight to that part.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from gossipx.protocol.effects import Effect, Send
 from gossipx.protocol.messages import Reply, Request
 
 Handler = Callable[[int, int, Reply | None, float], list[Effect]]
-"""Handles the outcome of a request: its ticket, the rank it went to, the reply (None: it failed), and the time."""
+"""A function that handles the outcome of a request: its ticket, the rank it was sent to, the reply (None: it failed),
+and the time.
+"""
 
 
 class Replies:
-    """Handlers of open requests, by ticket.
+    """The handlers of open requests, by ticket.
 
     Args:
-        requests: of the role; numbers what is sent.
+        requests: the role's open requests; numbers what is sent.
     """
 
     def __init__(self, requests: Requests):
@@ -28,18 +30,18 @@ class Replies:
         self._handlers: dict[int, tuple[int, Handler]] = {}
 
     def send(self, to: int, request: Request, now: float, deadline: float, handler: Handler) -> Send:
-        """Return the effect that sends a request; ``handler`` gets its outcome."""
+        """Return the effect that sends a request, and register ``handler`` for its outcome."""
         send = self._requests.send(to, request, now, deadline)
         self._handlers[send.ticket] = to, handler
         return send
 
     def forget(self, tickets: Iterable[int]) -> None:
-        """Drop the handlers of requests whose outcome matters no more."""
+        """Drop the handlers of requests whose outcome no longer matters."""
         for ticket in tickets:
             self._handlers.pop(ticket, None)
 
     def handle(self, ticket: int, reply: Reply | None, now: float) -> list[Effect] | None:
-        """Call the handler of a request that was answered or has failed. Return None if it has none."""
+        """Call the handler of a request that was answered or failed. Return None if it has none."""
         if ticket not in self._handlers:
             return None
         to, handler = self._handlers.pop(ticket)

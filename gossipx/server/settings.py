@@ -1,4 +1,4 @@
-"""How a run with a parameter server is put together, as its roles see it."""
+"""The settings of a run with a parameter server, as its roles need them."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from gossipx.server.sync_models.conditions import SyncModel
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How workers and servers go together; the same for all peers of a run.
+    """The arrangement of workers and servers; the same for all peers of a run.
 
     Attributes:
-        layouts: what lies where, by servers.
-        layout: the first.
-        clock_of: makes a shard's clock, as at the beginning of the run.
-        holders: by shard, the rank that holds it, and that of its replica, if it is to have one.
+        layouts: makes the layout of any list of servers.
+        layout: the first layout.
+        clock_of: makes a shard's initial clock.
+        holders: for each shard, the rank that holds it, followed by the rank of its replica if it has one.
         fixed: why the servers cannot be changed, in one line; empty: they can.
         trains: whether servers train, too.
-        overlap: whether a worker pulls from each shard as soon as that has what it pushed (FluentPS, Figure 5b).
-        lost: what a worker does while a server does not answer: wait for it, or stop.
-        plans: by shard, the sync models that it goes over to, each with the clock from which on.
-        rate: the learning rate, for sync models that go by it; None: it is not known.
-        every: ticks, or seconds, between two checkpoints of a shard; 0, 0: none.
-        syncs: by shard, the sync model; none: workers pull after each iteration.
-        journals: what happens to a shard is written down before it is answered.
+        overlap: whether a worker pulls from each shard as soon as that has its push (FluentPS, Figure 5b).
+        lost: whether workers wait for a lost server or stop.
+        plans: for each shard, the sync models that it switches to, each with the clock to switch at.
+        rate: the learning rate, for sync models that depend on it; None: unknown.
+        every: ticks, or seconds, between two checkpoints of a shard; 0, 0: no checkpoints.
+        syncs: each shard's sync model; empty: workers pull after each iteration.
+        journals: whether changes of a shard are written to a journal before they are acknowledged.
     """
 
     layouts: Layouts
@@ -47,9 +47,9 @@ class ServerSettings:
 
     @property
     def servers(self) -> tuple[int, ...]:
-        """By shard, the rank that holds it as the run begins."""
+        """For each shard, the rank that holds it at the start of the run."""
         return tuple(holders[0] for holders in self.holders)
 
     def workers(self, size: int) -> list[int]:
-        """Ranks that train, whichever peers come to be servers later."""
+        """Return the ranks that train; they do not change when the servers change."""
         return [rank for rank in range(size) if self.trains or rank not in self.layout.servers]

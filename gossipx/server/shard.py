@@ -1,8 +1,9 @@
-"""The server of one shard, decided purely (FluentPS, Algorithm 1, lines 1 to 25 of the server).
+"""The server of one shard, as a pure state machine (FluentPS, Algorithm 1, lines 1 to 25 of the server).
 
-Its clock says what follows from pushes and pulls; here messages become these, and decisions become effects. A push
-comes as one message a bucket and is complete with the last of them. Pulls of the same iteration are answered together,
-and never before the push of that iteration is complete here: in which order they come does not matter.
+The shard's clock decides which gradients to apply and which pulls to answer. This module translates messages into calls
+of the clock, and its decisions into effects. A push takes one message per bucket. A pull is answered only after its
+worker's own push of that iteration is complete here, so messages may arrive in any order. All pulls of one worker and
+iteration are answered together.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from gossipx.protocol.table_effects import (
     KeepShard,
     RequestedBucket,
 )
+from gossipx.server.checkpoint_schedule import CheckpointSchedule
 from gossipx.server.deferred import Deferred, defer, put_off
-from gossipx.server.due import Due
 from gossipx.server.failover.records import MOST, Records
 from gossipx.server.sync_models import decisions
 from gossipx.server.sync_models.clock import Clock
@@ -37,15 +38,14 @@ from gossipx.server.sync_models.decisions import Decision, Fate
 from gossipx.server.sync_models.models import describe, parse
 
 NEXT_RECORD = "next_record"
-"""In a shard's state: the number of the first record after it."""
+"""The key in a shard's state for the number of the next record."""
 FURTHEST = 100_000
-"""Iterations that a worker may go ahead by at once, where another shard's clock has gone on without it; each may be a
-tick."""
+"""The most iterations that a push may be ahead of its worker's progress and the shard's clock."""
 
 
 @dataclass
 class _Waiting:
-    """A pull of one bucket that is not answered yet."""
+    """A pull of one bucket that has not been answered yet."""
 
     deferred: Deferred
     asked: RequestedBucket
@@ -53,40 +53,39 @@ class _Waiting:
 
 @dataclass
 class _Worker:
-    """What is known of a worker.
+    """A worker as this shard knows it.
 
     Attributes:
-        incarnation: of its process.
-        coming: the iteration of the push that is coming.
-        have: its buckets that are here.
-        pulls: by iteration, its pulls that wait.
-        significance: what the last of these told.
-        released: up to this iteration they are answered.
+        receiving: the iteration of the push being received; -1: none yet.
+        received: the buckets of that push that have arrived.
+        pulls: its waiting pulls, by iteration.
+        significance: from the last of these pulls.
+        released: pulls up to this iteration are answered.
     """
 
     incarnation: int
-    coming: int = -1
-    have: set[int] = field(default_factory=set)
+    receiving: int = -1
+    received: set[int] = field(default_factory=set)
     pulls: dict[int, list[_Waiting]] = field(default_factory=dict)
     significance: float = 0.0
     released: int = -1
 
 
 class Shard:
-    """One shard's server. Each method says what is to be done.
+    """One shard's server. Methods return the effects to carry out.
 
     Args:
-        index: of the shard.
-        buckets: how many it has.
-        clock: with the workers that the run begins with.
-        requests: the role's, for tickets.
-        plan: sync models that it goes over to, each with the clock from which on.
-        every: a checkpoint is due after so many ticks, or after so many seconds; 0, 0: never.
-        leads: it says when these seconds have passed, for all shards and workers.
+        index: the shard's.
+        buckets: the number of buckets.
+        clock: knows the workers that the run begins with.
+        requests: the role's open requests; numbers tickets.
+        plan: the sync models to switch to, each with the clock to switch at.
+        every: ticks, or seconds, between two checkpoints; 0, 0: no checkpoints.
+        leads: whether this shard announces checkpoints by seconds to all others.
 
     Attributes:
-        records: of what happens to it, for the next that holds it.
-        restored: it continues from a state.
+        records: logs what happens to the shard, for its journal or replica.
+        restored: the shard continues from a saved state.
     """
 
     def __init__(
@@ -104,23 +103,23 @@ class Shard:
         self.records = Records(index)
         self._begins_by = clock.model
         self._plan = deque(plan)
-        self._due = Due(every, leads)
+        self._schedule = CheckpointSchedule(every, leads)
         self.restored = False
         self._buckets = buckets
         self._requests = requests
         self._workers: dict[int, _Worker] = {}
         self._begun = False
-        self._early: list[Received] = []  # they came before the tables were filled
+        self._early: list[Received] = []  # pulls that arrived before the tables were filled
 
     def begin(self, now: float) -> list[Effect]:
-        """All have come to START: the tables begin with our own model's values."""
+        """Start once all peers have reached START: fill the tables with this peer's own model, unless restored."""
         fill: list[Effect] = [] if self.restored else [FillTables(self.index)]
-        first = [] if self.restored else self.keep(now, first=self.records.from_checkpoint)
-        return [*fill, *first, *self.hold(now)]
+        first = [] if self.restored else self.checkpoint(now, first=self.records.from_checkpoint)
+        return [*fill, *first, *self.serve(now)]
 
-    def hold(self, now: float) -> list[Effect]:
+    def serve(self, now: float) -> list[Effect]:
         """Answer workers from now on."""
-        self._begun, self._due.since = True, now
+        self._begun, self._schedule.last_time = True, now
         early, self._early = self._early, []
         return [effect for event in early for effect in self.requested(event, now)]
 
@@ -131,17 +130,17 @@ class Shard:
 
     @property
     def waiting(self) -> bool:
-        """Whether pulls wait."""
+        """Whether any pull waits."""
         return any(pulls for worker in self._workers.values() for pulls in worker.pulls.values())
 
     @property
     def holding_up(self) -> list[int]:
-        """Workers that pulls wait for."""
+        """The workers that pulls wait for."""
         return self.clock.holding_up if self.clock.waiting else []
 
     @property
     def counted(self) -> dict[str, tuple[int, float]]:
-        """Its clock, delayed pulls (DPRs), gradients taken in; see ``ServerRole.counted``."""
+        """The clock, the number of delayed pulls (DPRs) and of gradients, by tag; see ``ServerRole.counted``."""
         clock = self.clock
         furthest = max([clock.clock, *(progress + 1 for progress in clock.progress.values())])
         figures = {"clock": clock.clock, "delayed_pulls": clock.counts.delayed, "gradients": clock.counts.gradients}
@@ -149,54 +148,56 @@ class Shard:
 
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def keep(self, now: float, last: bool = False, first: bool = False, leaves: bool = False) -> list[Effect]:
+    def checkpoint(self, now: float, last: bool = False, first: bool = False, leaves: bool = False) -> list[Effect]:
         """Take a checkpoint if one is due.
 
         Args:
-            last, first: of the end of training, of its beginning, if there are to be any.
-            leaves: its holder is about to leave: one in any case.
+            last: training is over.
+            first: the shard begins.
+            leaves: the shard's holder is about to leave, so one is due in any case.
         """
-        if not self._due.take(self.clock.clock, now, last, first, leaves):
+        if not self._schedule.take(self.clock.clock, now, last, first, leaves):
             return []
-        # What the checkpoint has must not be in a record after it.
-        made = self.records.made()
-        return [*made, KeepShard(self.index, self.clock.clock, self.state_dict())]
+        # Flush the log first: what the checkpoint contains must not appear in a later record.
+        flushed = self.records.flush()
+        return [*flushed, KeepShard(self.index, self.clock.clock, self.state_dict())]
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next decision depends on, as plain data that JSON can hold; pulls that wait are asked again."""
-        workers = [[rank, one.incarnation, one.coming, sorted(one.have)] for rank, one in self._workers.items()]
+        """Return what the next decision depends on, as JSON data, without waiting pulls: workers repeat those."""
+        workers = [[rank, one.incarnation, one.receiving, sorted(one.received)] for rank, one in self._workers.items()]
         return {"clock": self.clock.state_dict(), "workers": workers, NEXT_RECORD: self.records.number}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave; the tables are those of that time."""
+        """Restore what :meth:`state_dict` returned; the tables must be from the same moment."""
         clock = state["clock"]
         made = clock["made"]
         now = self.clock
         if made != {"model": describe(now.model), "apply": now.apply.value, "pulls": now.pulls.value}:
-            self.clock.switch(parse(made["model"]), made["apply"], made["pulls"])  # it was switched since the run began
+            # The sync model was switched after the run began.
+            self.clock.switch(parse(made["model"]), made["apply"], made["pulls"])
         self.clock.load_state_dict(clock)
         self._plan = deque(step for step in self._plan if step[0] > clock["clock"][0])
         self._workers = {
-            rank: _Worker(incarnation, coming, set(have)) for rank, incarnation, coming, have in state["workers"]
+            rank: _Worker(incarnation, receiving, set(received))
+            for rank, incarnation, receiving, received in state["workers"]
         }
         self.records.number = state[NEXT_RECORD]
-        self._due.kept, self.restored = self.clock.clock, True
+        self._schedule.last_clock, self.restored = self.clock.clock, True
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint, together with all workers: they begin at its clock, wherever they were."""
+        """Restore a checkpoint in a resumed run, in which all workers begin at the shard's clock."""
         clock = state["clock"]["clock"][0]
         workers = [[rank, clock - 1, 0, None, False, False] for rank, *_ in state["clock"]["workers"]]
         self.load_state_dict({**state, "clock": {**state["clock"], "workers": workers}, "workers": []})
 
     def follow(self, record: RecordRequest, ticket: int) -> list[Effect]:
-        """Have happen what has happened to the shard that this is a copy of; what follows for its tables.
+        """Apply a record of what happened to the original of this shard. Return the effects on the tables.
 
-        So a replica follows its holder, and a shard that comes back its journal. What has no sense (the record is
-        another peer's) is left out.
+        A replica follows the shard's holder this way, and a restored shard its journal. Invalid entries are skipped.
 
         Args:
             record: the next one, by number.
-            ticket: the record's gradient was kept under it; it is used or forgotten.
+            ticket: the record's gradient is kept under it; it is used or forgotten.
         """
         self.records.number = record.number + 1
         effects: list[Effect] = []
@@ -213,7 +214,7 @@ class Shard:
                 case ("apply",):
                     effects += self._carry_out(self.clock.apply_now())
                 case ("switch", str(sync), str(apply), str(pulls)):
-                    with contextlib.suppress(UsageError):  # the holder could, unless its settings are others
+                    with contextlib.suppress(UsageError):  # the holder could switch, if its settings are the same
                         effects += self._switched(parse(sync), apply, pulls)
         made: list[Effect] = [one for one in effects if not isinstance(one, Answer | Note)]
         uses = any(isinstance(one, ApplyGradient | BufferGradient | Forget) and one.ticket == ticket for one in made)
@@ -222,24 +223,21 @@ class Shard:
     # --- other servers ------------------------------------------------------------------------------
 
     def hand_over(self) -> dict[str, Any]:
-        """What the shards of another layout go on with, as plain data, once no push is on its way."""
-        return {**self.state_dict(), NEXT_RECORD: 0, "plan": len(self._plan), "kept": self._due.kept}
+        """Return the state that shards of another layout continue with, as plain data. No push may be in flight."""
+        return {**self.state_dict(), NEXT_RECORD: 0, "plan": len(self._plan), "kept": self._schedule.last_clock}
 
     def take_over(self, state: dict[str, Any], now: float) -> list[Effect]:
-        """Go on with what :meth:`hand_over` gave: workers push and pull on as they did.
-
-        Its journal begins with a checkpoint: there is none of this layout yet.
-        """
+        """Continue from what :meth:`hand_over` returned. A journal of this layout starts with a checkpoint."""
         plan = list(self._plan)[len(self._plan) - state["plan"] :]
         workers = [[rank, incarnation, -1, []] for rank, incarnation, *_ in state["workers"]]
         self.load_state_dict({**state, "workers": workers})
         self._plan = deque(plan)
-        self._due.take_over(state["kept"], now)
+        self._schedule.take_over(state["kept"], now)
         self._begun = True
-        return self.keep(now, first=True) if self.records.from_checkpoint else []
+        return self.checkpoint(now, first=True) if self.records.from_checkpoint else []
 
     def close(self, reply: Reply, now: float) -> list[Effect]:
-        """It lies here no more: pulls that wait are answered so."""
+        """Stop serving, since the shard moves elsewhere, and answer all waiting pulls with ``reply``."""
         waiting = [one for worker in self._workers.values() for pulls in worker.pulls.values() for one in pulls]
         early, self._early = self._early, []
         return [
@@ -250,29 +248,29 @@ class Shard:
     # --- requests ---------------------------------------------------------------------------------
 
     def requested(self, event: Received, now: float) -> list[Effect]:
-        """A worker pushes, or pulls."""
+        """Handle a worker's push or pull."""
         request = event.request
         assert isinstance(request, GradientRequest | TablesRequest)
         if not self._begun and isinstance(request, TablesRequest):
             self._early.append(event)
             return []
         if not self._begun or request.bucket >= self._buckets:
-            return [Answer(event.key, NotReadyReply("it has no such tables yet"), now + request.patience)]
+            return [Answer(event.key, NotReadyReply("it does not have these tables yet"), now + request.patience)]
         if isinstance(request, GradientRequest):
-            self._due.at = max(self._due.at, request.keep)
+            self._schedule.due_clock = max(self._schedule.due_clock, request.keep)
         effects: list[Effect] = []
         known = self._workers.get(event.sender)
         if known is None or known.incarnation != request.incarnation:
-            self.records.happened("met", event.sender, request.incarnation)
+            self.records.log("met", event.sender, request.incarnation)
             effects += self._met(event.sender, request.incarnation)
         if isinstance(request, GradientRequest):
             effects += self._pushed(event, request, now)
         else:
             effects += self._pulled(event, request, now)
-        return self.records.safe([*effects, *self.records.made(least=MOST)])
+        return self.records.delay_answers([*effects, *self.records.flush(at_least=MOST)])
 
     def _met(self, worker: int, incarnation: int) -> list[Effect]:
-        """A worker is here that the clock does not know, or a new life of one that it does."""
+        """Register a new worker, or a new incarnation of a known one."""
         effects = self._drop(worker) if worker in self._workers else []
         self._workers[worker] = _Worker(incarnation)
         if worker not in self.clock.progress:
@@ -282,30 +280,30 @@ class Shard:
     def _pushed(self, event: Received, request: GradientRequest, now: float) -> list[Effect]:
         done = Answer(event.key, AcceptReply(), now + request.patience)
         if request.progress > max(self.clock.progress[event.sender], self.clock.clock) + FURTHEST:
-            return [Answer(event.key, NotReadyReply("it is not that far"), now + request.patience)]
+            return [Answer(event.key, NotReadyReply("the push is too far ahead"), now + request.patience)]
         ticket = self._requests.ticket()
         if not self._may_push(event.sender, request.progress, request.bucket):
-            # It is taken in or counted, or was given up when the worker was lost. Its answer may have to wait.
+            # A duplicate, or discarded when its worker was lost. Its acknowledgement may still have to wait.
             return [Keep(event.key, ticket), Forget(ticket), done]
-        self.records.happened("push", event.sender, request.progress, request.bucket)
+        self.records.log("push", event.sender, request.progress, request.bucket)
         taken = self._take(event.sender, request.progress, request.bucket, ticket)
-        is_dropped = isinstance(taken[0], Forget)  # then nobody needs the gradient
-        recorded = self.records.made() if is_dropped else self.records.pushed(request, ticket)
+        is_dropped = isinstance(taken[0], Forget)  # then records do not need the gradient
+        recorded = self.records.flush() if is_dropped else self.records.log_push(request, ticket)
         return [Keep(event.key, ticket), *recorded, done, *taken, *self._ask_clock(event.sender)]
 
     def _may_push(self, sender: int, progress: int, bucket: int) -> bool:
-        """Whether this bucket of a push is one that was not taken in yet, and could be."""
+        """Return whether this bucket of a push is valid and new."""
         worker = self._workers.get(sender)
         if worker is None or not 0 <= bucket < self._buckets or progress <= self.clock.progress[sender]:
             return False
-        return worker.coming != progress or bucket not in worker.have
+        return worker.receiving != progress or bucket not in worker.received
 
     def _take(self, sender: int, progress: int, bucket: int, ticket: int) -> list[Effect]:
-        """Take in a bucket of a push, whose gradient is kept under ``ticket``."""
+        """Take in one bucket of a push, whose gradient is kept under ``ticket``."""
         worker = self._workers[sender]
-        if worker.coming != progress:
-            worker.coming, worker.have = progress, set()
-        worker.have.add(bucket)
+        if worker.receiving != progress:
+            worker.receiving, worker.received = progress, set()
+        worker.received.add(bucket)
         part = self.clock.push_part(sender, progress)
         effects: list[Effect] = []
         match part.fate:
@@ -315,7 +313,7 @@ class Shard:
                 effects.append(BufferGradient(ticket))
             case Fate.DROP:
                 effects.append(Forget(ticket))
-        if len(worker.have) == self._buckets:
+        if len(worker.received) == self._buckets:
             effects += self._carry_out(self.clock.pushed(sender, progress))
         return effects
 
@@ -329,70 +327,70 @@ class Shard:
         return self._ask_clock(event.sender)
 
     def _ask_clock(self, rank: int) -> list[Effect]:
-        """Put the pulls to the clock whose own push is complete."""
+        """Pass those pulls to the clock whose own push is complete."""
         worker = self._workers[rank]
         progress = self.clock.progress[rank]
         effects: list[Effect] = []
         for wanted in sorted(worker.pulls):
             if wanted <= progress and (rank, wanted) not in self.clock.waiting:
-                self.records.happened("pull", rank, wanted, worker.significance)
+                self.records.log("pull", rank, wanted, worker.significance)
                 effects += self._carry_out(self.clock.pull(rank, wanted, (rank, wanted), worker.significance))
         return effects
 
     def give(self, event: Received, now: float) -> list[Effect]:
-        """Answer a pull by what there is, to a peer that trains no more."""
+        """Answer a pull at once with the current values, for a peer that no longer trains."""
         request = event.request
         assert isinstance(request, TablesRequest)
         return [self._give(_Waiting(Deferred(event.key, now + request.patience), _asked(event)))]
 
     def put_off(self, now: float) -> list[Effect]:
-        """Pulls that have waited for long are to be asked for again: their senders see that we are still here."""
+        """Answer pulls that have waited for long with a BusyReply, so that their senders see that this peer lives."""
         effects: list[Effect] = []
         for worker in self._workers.values():
             for progress, pulls in worker.pulls.items():
-                worker.pulls[progress] = [one for one in pulls if one.deferred.until > now]
-                effects += [off for one in pulls if one.deferred.until <= now for off in put_off(one.deferred)]
+                worker.pulls[progress] = [one for one in pulls if one.deferred.put_off_at > now]
+                effects += [off for one in pulls if one.deferred.put_off_at <= now for off in put_off(one.deferred)]
         return effects
 
     # --- members ----------------------------------------------------------------------------------
 
     def lost(self, worker: int) -> list[Effect]:
-        """A worker is gone, or has come to its end: nobody waits for it."""
-        self.records.happened("lost", worker)
-        return self.records.safe([*self._drop(worker), *self.records.made(least=MOST)])
+        """Remove a worker that is gone or has finished, so that nothing waits for it."""
+        self.records.log("lost", worker)
+        return self.records.delay_answers([*self._drop(worker), *self.records.flush(at_least=MOST)])
 
-    def let_go(self) -> list[Effect]:
-        """Another peer holds it: who waits is to ask there."""
+    def step_down(self) -> list[Effect]:
+        """Stop serving, since another peer holds the shard now, and refuse all waiting pulls."""
         self._begun = False
-        return [effect for worker in list(self._workers) for effect in self._refused(self._workers[worker])]
+        return [effect for worker in list(self._workers) for effect in self._refuse_pulls(self._workers[worker])]
 
-    def _refused(self, worker: _Worker) -> list[Effect]:
-        """A worker's pulls are not waited for any more."""
+    def _refuse_pulls(self, worker: _Worker) -> list[Effect]:
+        """Refuse all waiting pulls of a worker."""
         gone = [one for waiting in worker.pulls.values() for one in waiting]
         worker.pulls = {}
-        return [one.deferred.answer(NotReadyReply("it is not waited for any more")) for one in gone]
+        return [one.deferred.answer(NotReadyReply("this worker is no longer a member")) for one in gone]
 
     def _drop(self, worker: int) -> list[Effect]:
         known = self._workers.pop(worker, None)
-        refused = self._refused(known) if known else []
+        refused = self._refuse_pulls(known) if known else []
         return [*refused, *self._carry_out(self.clock.lost(worker))]
 
-    def look(self, training: Iterable[int]) -> list[Effect]:
-        """Members may have changed: those that are not in ``training`` any more are not waited for."""
+    def update_members(self, training: Iterable[int]) -> list[Effect]:
+        """Remove the workers that are not in ``training`` any more."""
         here = set(training)
         return [effect for rank in list(self.clock.progress) if rank not in here for effect in self.lost(rank)]
 
-    def waited_for(self, elsewhere: Mapping[int, int]) -> list[Effect]:
-        """These workers wait at other shards: if the gradient buffer waits for nobody else, it is applied as it is.
+    def resolve_deadlock(self, elsewhere: Mapping[int, int]) -> list[Effect]:
+        """Apply the gradient buffer as it is if every worker that could fill it waits, here or at other shards.
 
         Args:
-            elsewhere: by worker the iteration whose gradient is to be applied there.
+            elsewhere: for each worker that waits at another shard, the iteration whose gradient is not applied there.
         """
         if not self.clock.is_deadlocked(elsewhere):
             return []
-        self.records.happened("apply")
+        self.records.log("apply")
         effects = self._carry_out(self.clock.apply_now())
-        return self.records.safe([*effects, *self.records.made()])
+        return self.records.delay_answers([*effects, *self.records.flush()])
 
     # --- decisions --------------------------------------------------------------------------------
 
@@ -412,20 +410,20 @@ class Shard:
         return effects
 
     def switch(self, model: SyncModel, apply: str = "", pulls: str = "") -> list[Effect]:
-        """Go over to another sync model, with no push lost and every pull looked at again.
+        """Switch to another sync model. No push is lost, and every waiting pull is checked again.
 
         Raises:
-            UsageError: it cannot be; nothing is changed then.
+            UsageError: the switch is not possible; nothing has changed.
         """
         effects = self._switched(model, apply, pulls)
-        self.records.happened("switch", describe(model), apply, pulls)
-        return self.records.safe([*effects, *self.records.made()])
+        self.records.log("switch", describe(model), apply, pulls)
+        return self.records.delay_answers([*effects, *self.records.flush()])
 
     def _switched(self, model: SyncModel, apply: str = "", pulls: str = "") -> list[Effect]:
         before = self.clock.model
         made = self.clock.switch(model, apply or None, pulls or None)
-        told = f"shard {self.index} goes from {describe(before)} to {describe(model)} at clock {self.clock.clock}"
-        return [Note("", told), *self._carry_out(made)]
+        text = f"shard {self.index} switches from {describe(before)} to {describe(model)} at clock {self.clock.clock}"
+        return [Note("", text), *self._carry_out(made)]
 
     def _release(self, rank: int, progress: int) -> list[Effect]:
         worker = self._workers[rank]
@@ -434,7 +432,7 @@ class Shard:
 
     def _give(self, waiting: _Waiting) -> Answer:
         sync = "" if self.clock.model is self._begins_by else describe(self.clock.model)
-        reply = TablesReply(self.clock.clock, (), sync, self._due.at)
+        reply = TablesReply(self.clock.clock, (), sync, self._schedule.due_clock)
         tables = None if waiting.asked.bucket < 0 else waiting.asked
         return replace(waiting.deferred.answer(reply), tables=tables)
 

@@ -1,9 +1,9 @@
-"""A worker of a parameter server, decided purely (FluentPS, Algorithm 1, lines 1 to 6 of the worker).
+"""A worker of the parameter server, as a pure state machine (FluentPS, Algorithm 1, lines 1 to 6 of the worker).
 
-Each bucket's gradient leaves as soon as it is made (wait-free backpropagation). With the end of the iteration each
-shard is asked for its buckets, in the order in which the model uses them, a few at a time; what is computed with a
-bucket's tables waits for that bucket alone. Shards do not wait for each other (Figure 5b); without ``overlap`` all
-pulls wait until every shard has said that it would answer (Figure 5a).
+The worker pushes each bucket's gradient as soon as it is computed (wait-free backpropagation). At the end of an
+iteration it pulls each shard's buckets in the order in which the model uses them, a few at a time; computation waits
+only for the buckets that it needs next. Shards do not wait for each other (FluentPS, Figure 5b). Without ``overlap``,
+all pulls wait until every shard has replied that it would answer (Figure 5a).
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from gossipx.server.sync_models.conditions import SyncModel
 from gossipx.server.sync_models.models import parse
 
 AGAIN = "again"
-"""The timers after which a shard is asked again: this, a space and its index."""
+"""The prefix of the timers that end a shard's retry delay, followed by a space and the shard's index."""
 NONE_YET = 2**63
-"""A clock that none reaches: of tables that are being fetched."""
+"""A clock above all others: no table of this pull has arrived yet."""
 AT_A_TIME = 2
-"""Requests of a kind that are open with one shard: while one is answered the next is on its way."""
+"""The most open pushes, and the most open pulls, per shard: while one is answered, the next is already on its way."""
 
 
 class _Pull(enum.Enum):
-    """How far the pull of an iteration has come at one shard; each iteration starts anew from any of these."""
+    """The state of an iteration's pull at one shard; the next iteration starts again from any state."""
 
-    IDLE = "nothing is pulled"
-    SKIPPED = "the shard is not pulled from after this iteration, whose pushes are on their way"
-    ASKED = "the shard is asked whether it would answer (without overlap)"
-    READY = "it would; the other shards have not all said so"
-    FETCHING = "its buckets are asked for, until all are here"
+    IDLE = "no pull"
+    SKIPPED = "no pull after this iteration, whose pushes are in flight"
+    ASKED = "the shard was asked whether it would answer (without overlap)"
+    READY = "it would answer; other shards have not replied yet"
+    FETCHING = "its buckets are being pulled"
 
 
 NEXT = {_Pull.SKIPPED: _Pull.IDLE, _Pull.ASKED: _Pull.READY, _Pull.READY: _Pull.FETCHING}
-"""What follows: once all pushes have come; once the shard has said so; once all have."""
+"""The next states: once all pushes are acknowledged, once the shard has replied, once all shards have replied."""
 
 
 @dataclass
@@ -50,72 +50,75 @@ class _Link:
     """A worker's link to one shard.
 
     Attributes:
-        holders: ranks that may hold the shard; ``at``: which of them is asked.
-        ready: buckets whose gradients wait to leave.
-        pushing: those on their way, by ticket, each with the iteration that its gradients are of.
-        asks: buckets to be asked for.
-        pulling: those asked for, by ticket, each with the progress that it was asked with.
-        pulled: the progress that they are asked with.
-        pull: how far the pull of this iteration has come.
-        rests: it did not answer, and is not asked before its timer; that may be in any state of the pull.
-        fetched: the clock that it gave its tables by, the least of its buckets.
-        sync: its sync model, by its last answer: says after which iterations it is pulled from; None: after each.
-        told: what that answer said of it.
+        holders: the ranks that may hold the shard.
+        buckets: the number of its buckets.
+        holder_index: the index of the holder that requests are sent to.
+        ready: buckets whose gradients wait to be pushed.
+        pushing: open pushes by ticket, each with its bucket and iteration.
+        to_pull: buckets to pull; -1 asks whether the shard would answer.
+        pulling: open pulls by ticket, each with its bucket and progress.
+        pulled: the progress to pull with.
+        pull: the state of this iteration's pull.
+        backing_off: requests wait for the retry timer, since the shard did not answer; possible in any state.
+        fetched: the lowest clock of the tables received in this pull.
+        sync: the shard's sync model, which decides after which iterations to pull; None: after each.
+        sync_spec: that model as the shard's last reply named it.
     """
 
     holders: tuple[int, ...]
     buckets: int
-    at: int = 0
+    holder_index: int = 0
     ready: deque[int] = field(default_factory=deque)
     pushing: dict[int, tuple[int, int]] = field(default_factory=dict)
-    asks: deque[int] = field(default_factory=deque)
+    to_pull: deque[int] = field(default_factory=deque)
     pulling: dict[int, tuple[int, int]] = field(default_factory=dict)
     pulled: int = -1
     pull: _Pull = _Pull.IDLE
-    rests: bool = False
+    backing_off: bool = False
     fetched: int = NONE_YET
     sync: SyncModel | None = None
-    told: str = ""
+    sync_spec: str = ""
 
     @property
     def server(self) -> int:
-        return self.holders[self.at]
+        return self.holders[self.holder_index]
 
     @property
     def idle(self) -> bool:
-        return not (self.ready or self.pushing or self.asks or self.pulling)
+        return not (self.ready or self.pushing or self.to_pull or self.pulling)
 
     def start(self, asks_first: bool) -> None:
-        """Pull all buckets; ``asks_first``: after the shard has said that it would answer."""
+        """Start pulling all buckets; ``asks_first``: only after the shard has replied that it would answer."""
         self.pull = _Pull.ASKED if asks_first and self.buckets else _Pull.FETCHING
-        self.asks = deque([-1] if self.pull is _Pull.ASKED else range(self.buckets))
+        self.to_pull = deque([-1] if self.pull is _Pull.ASKED else range(self.buckets))
         self.fetched = NONE_YET
 
     def advance(self) -> None:
-        """Go to the next state."""
+        """Enter the next state."""
         self.pull = NEXT[self.pull]
 
     def clear(self) -> None:
-        """Forget what is on its way, and what was to be sent."""
+        """Forget everything that is open or waits to be sent."""
         self.ready.clear()
         self.pushing.clear()
-        self.asks.clear()
+        self.to_pull.clear()
         self.pulling.clear()
 
 
 class Worker:
-    """One worker's pushes and pulls. Each method says what is to be done.
+    """One worker's pushes and pulls. Methods return the effects to carry out.
 
     Args:
-        context: of its role.
-        replies, answered: the table of handlers, and that of the worker's requests.
-        holders: by shard, the ranks that may hold it, the first of them as the run begins.
-        buckets: by shard, how many it has.
-        overlap: whether each shard is pulled from as soon as it has what was pushed.
-        syncs: by shard, the sync model that the run begins with; none: it is pulled from after each iteration.
+        context: the role's.
+        replies: the table of reply handlers.
+        answered: the handler of this worker's requests.
+        holders: for each shard, the ranks that may hold it; the first one holds it when the run begins.
+        buckets: the number of buckets of each shard.
+        overlap: whether each shard is pulled from as soon as it has this worker's push.
+        syncs: each shard's first sync model; empty: pull after each iteration.
 
     Attributes:
-        keep_at: the iteration after which a checkpoint is to be taken, where servers say so; 0: none yet.
+        keep_at: the iteration after which to take a checkpoint, as announced by servers; 0: none yet.
     """
 
     def __init__(
@@ -136,68 +139,68 @@ class Worker:
         self._begins_by: list[SyncModel | None] = [*syncs] if syncs else [None] * len(self._links)
         for link, sync in zip(self._links, self._begins_by, strict=True):
             link.sync = sync
-        # One number for all shards, though their clocks may differ: were it another on each, two workers could each be
-        # ahead on one shard and behind on another, and wait for each other for good.
-        self._progress = 0  # the iteration whose gradients are pushed now, or were last
-        self._next = 0  # the one after it: further on where a clock has passed us
-        self._begun = False  # some gradients of an iteration have come
-        # Of open requests the shard, and who was asked; None: they are of an earlier layout.
+        # One number for all shards, though their clocks may differ. With a number per shard, two workers could each be
+        # ahead on one shard and behind on another, and deadlock.
+        self._progress = 0  # the iteration whose gradients are being pushed, or were last
+        self._next = 0  # the next iteration; it jumps ahead to a clock that has passed us
+        self._begun = False  # some gradients of an iteration have been computed
+        # The shard and the receiver of each open request; None: it is of an earlier layout.
         self._by_ticket: dict[int, tuple[int, int] | None] = {}
-        self._epoch = 0  # of the layout
-        self._left_out = False  # the gradients of this iteration are of an earlier layout, and are not sent
+        self._epoch = 0  # the layout's
+        self._left_out = False  # this iteration's gradients are of an earlier layout, so they are not sent
 
     @property
     def quiet(self) -> bool:
-        """Whether no iteration is being pushed, nor anything of one on its way."""
+        """Whether no iteration has begun and no push is waiting or open."""
         return not self._begun and not any(link.ready or link.pushing for link in self._links)
 
     @property
     def begun(self) -> bool:
-        """Whether gradients of an iteration have been taken that are not all made."""
+        """Whether an iteration has computed some of its gradients, but not all."""
         return self._begun
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is on its way, nor to be sent."""
+        """Whether nothing is open or waits to be sent."""
         return all(link.idle for link in self._links)
 
     def holder(self, shard: int) -> int:
-        """The rank that a shard is asked of."""
+        """Return the rank that requests for a shard are sent to."""
         return self._links[shard].server
 
     def begin(self, now: float) -> list[Effect]:
-        """Take what there is now, and begin at the clocks of the shards."""
+        """Pull all current values, and continue at the shards' clocks."""
         for link in self._links:
             link.ready.clear()
             link.pulled = -1
             link.start(asks_first=False)
-        return [Fetch(self._all()), *self._go_on(now)]
+        return [Fetch(self._all()), *self._send_ready(now)]
 
     def _all(self) -> tuple[tuple[int, int], ...]:
         return tuple((shard, bucket) for shard, link in enumerate(self._links) for bucket in range(link.buckets))
 
     # --- another layout ---------------------------------------------------------------------------
 
-    def go_over(self, servers: Sequence[int], buckets: Sequence[int], epoch: int, now: float) -> list[Effect]:
-        """Go over to another layout, being :attr:`quiet`: what was being pulled is asked for anew."""
+    def switch_layout(self, servers: Sequence[int], buckets: Sequence[int], epoch: int, now: float) -> list[Effect]:
+        """Switch to another layout while :attr:`quiet`, and repeat open pulls there."""
         self._forget_requests()
         holders = [(rank,) for rank in servers]
         pulled, fetched = self._links[0].pulled, min(link.fetched for link in self._links)
-        pulls = any(link.asks or link.pulling for link in self._links)
+        pulls = any(link.to_pull or link.pulling for link in self._links)
         self._epoch = epoch
-        # Shards that differ in their sync models have no other layout: one serves for all.
-        told, sync = self._links[0].told, self._links[0].sync
+        # A layout only changes if all shards have the same sync model, so the first one's applies to all.
+        spec, sync = self._links[0].sync_spec, self._links[0].sync
         self._begins_by = self._begins_by[:1] * len(servers)
         self._links = [
-            _Link(*one, pulled=pulled, fetched=fetched, told=told, sync=sync)
+            _Link(*one, pulled=pulled, fetched=fetched, sync_spec=spec, sync=sync)
             for one in zip(holders, buckets, strict=True)
         ]
         for link in self._links if pulls else ():
             link.start(asks_first=not self._overlap and link.pulled >= 0)
-        return self._go_on(now)
+        return self._send_ready(now)
 
-    def leave_out(self) -> None:
-        """The gradients of this iteration are of a layout that is over: they are not sent."""
+    def drop_iteration(self) -> None:
+        """Drop this iteration's gradients, since their layout is no longer in force."""
         self._forget_requests()
         self._left_out = self._begun
         for link in self._links:
@@ -209,17 +212,17 @@ class Worker:
     # --- an iteration -----------------------------------------------------------------------------
 
     def gradients_ready(self, buckets: Sequence[tuple[int, int]], now: float) -> list[Effect]:
-        """These buckets' gradients are made; with none of any, the first is about to be taken."""
+        """Push the gradients of these buckets; an empty list announces that an iteration begins."""
         if self._left_out:
             return []
         if not self._begun:
             self._begun, self._progress = True, self._next
         for shard, bucket in buckets:
             self._links[shard].ready.append(bucket)
-        return self._go_on(now)
+        return self._send_ready(now)
 
     def iteration_done(self, now: float) -> list[Effect]:
-        """All gradients of the iteration are made, and all tables are wanted again."""
+        """End the iteration, whose gradients are all computed, and pull all tables."""
         self._begun = self._left_out = False
         for link in self._links:
             link.pulled = self._progress
@@ -227,11 +230,11 @@ class Worker:
                 link.start(asks_first=not self._overlap)
             else:
                 link.pull = _Pull.SKIPPED
-        kept = [effect for shard in range(len(self._links)) for effect in self._passed(shard)]
-        return [Fetch(self._all()), *kept, *self._go_on(now)]
+        kept = [effect for shard in range(len(self._links)) for effect in self._advance_skipped(shard)]
+        return [Fetch(self._all()), *kept, *self._send_ready(now)]
 
-    def _passed(self, shard: int) -> list[Effect]:
-        """A shard that is not asked after this iteration: the next begins once it has all of this one's gradients."""
+    def _advance_skipped(self, shard: int) -> list[Effect]:
+        """If the shard is not pulled from, start the next iteration once its pushes are acknowledged."""
         link = self._links[shard]
         if link.pull is not _Pull.SKIPPED or link.ready or link.pushing:
             return []
@@ -239,13 +242,13 @@ class Worker:
         self._next = max(self._next, link.pulled + 1)
         return [Unchanged(tuple((shard, bucket) for bucket in range(link.buckets)))]
 
-    def _go_on(self, now: float) -> list[Effect]:
+    def _send_ready(self, now: float) -> list[Effect]:
         """Send what may be sent."""
         if not any(link.pull is _Pull.ASKED for link in self._links):
             for link in self._links:
                 if link.pull is _Pull.READY and not link.pulling:
                     link.advance()
-                    link.asks = deque(range(link.buckets))
+                    link.to_pull = deque(range(link.buckets))
         effects: list[Effect] = []
         for shard, link in enumerate(self._links):
             if link.buckets:
@@ -254,7 +257,7 @@ class Worker:
 
     def _ask(self, shard: int, link: _Link, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        if link.rests:
+        if link.backing_off:
             return effects
         patience = self._context.members.longest
         incarnation = self._context.incarnation
@@ -266,12 +269,12 @@ class Worker:
             send = self._send(shard, push, now)
             link.pushing[send.ticket] = bucket, self._progress
             effects.append(send)
-        # Without overlap every push has to be there before anything is asked for.
+        # Without overlap, every push must be acknowledged before the first pull.
         pushed = not link.ready and (self._overlap or not link.pushing)
-        while link.asks and pushed and len(link.pulling) < AT_A_TIME:
-            bucket = link.asks.popleft()
-            asks = link.sync is not None and link.sync.asks_significance and link.pulled >= 0
-            significance = MEASURED if asks else 0.0
+        while link.to_pull and pushed and len(link.pulling) < AT_A_TIME:
+            bucket = link.to_pull.popleft()
+            measures = link.sync is not None and link.sync.asks_significance and link.pulled >= 0
+            significance = MEASURED if measures else 0.0
             pull = TablesRequest(shard, bucket, incarnation, link.pulled, significance, patience, self._epoch)
             send = self._send(shard, pull, now)
             link.pulling[send.ticket] = bucket, link.pulled
@@ -284,19 +287,19 @@ class Worker:
         return send
 
     def stop(self) -> None:
-        """No further gradient of the iteration comes."""
+        """Expect no further gradients of this iteration."""
         self._begun = self._left_out = False
 
     def give_up(self) -> list[Effect]:
-        """Nothing is asked for any more, nor waited for."""
+        """Drop all requests, and stop waiting for tables."""
         for link in self._links:
             link.clear()
         return [Unchanged(self._all())]
 
-    # --- what comes of it -------------------------------------------------------------------------
+    # --- replies ----------------------------------------------------------------------------------
 
     def answered(self, ticket: int, reply: Reply | None, now: float) -> list[Effect]:
-        """Handle a shard's answer, or that none has come."""
+        """Handle a shard's reply; None: the request failed."""
         place = self._by_ticket.pop(ticket)
         if place is None:
             return [Forget(ticket)]
@@ -304,89 +307,91 @@ class Worker:
         if reply is None:
             return [Forget(ticket), self._failed(ticket, shard, asked, now)]
         link = self._links[shard]
-        if ticket not in link.pushing and ticket not in link.pulling:  # it was given up
+        if ticket not in link.pushing and ticket not in link.pulling:  # it was dropped
             return [Forget(ticket)]
         if ticket in link.pushing:
             push = link.pushing.pop(ticket)
             if isinstance(reply, AcceptReply):
-                return [Forget(ticket), *self._passed(shard), *self._go_on(now)]
-            self._push_again(link, *push)
+                return [Forget(ticket), *self._advance_skipped(shard), *self._send_ready(now)]
+            self._requeue_push(link, *push)
             return [Forget(ticket), self._not_ready(shard, asked, now)]
         return self._pulled(ticket, shard, asked, reply, now)
 
     def _pulled(self, ticket: int, shard: int, asked: int, reply: Reply, now: float) -> list[Effect]:
-        """Handle a shard's answer to a pull."""
+        """Handle a shard's reply to a pull."""
         link = self._links[shard]
         bucket, pulled = link.pulling.pop(ticket)
-        if pulled != link.pulled:  # of an iteration before, whose tables nobody has used: it is asked for anew
-            return [Forget(ticket), *self._go_on(now)]
+        if pulled != link.pulled:  # of an earlier iteration: the bucket is pulled again
+            return [Forget(ticket), *self._send_ready(now)]
         if not isinstance(reply, TablesReply):
-            link.asks.appendleft(bucket)
+            link.to_pull.appendleft(bucket)
             if isinstance(reply, BusyReply):
-                return [Forget(ticket), *self._go_on(now)]
+                return [Forget(ticket), *self._send_ready(now)]
             return [Forget(ticket), self._not_ready(shard, asked, now)]
         self._next = max(self._next, link.pulled + 1, reply.clock)
         self.keep_at = max(self.keep_at, reply.keep)
-        if reply.sync != link.told:  # it was switched: what the new model says holds from here on
-            link.told, link.sync = reply.sync, parse(reply.sync) if reply.sync else self._begins_by[shard]
+        if reply.sync != link.sync_spec:  # the sync model was switched
+            link.sync_spec, link.sync = reply.sync, parse(reply.sync) if reply.sync else self._begins_by[shard]
         if bucket < 0:
             if link.pull is _Pull.ASKED:
                 link.advance()
-            return [Forget(ticket), *self._go_on(now)]
+            return [Forget(ticket), *self._send_ready(now)]
         link.fetched = min(link.fetched, reply.clock)
-        effects = [Fetched(ticket), *self._go_on(now)]
-        if link.pulled >= 0 and not any(one.asks or one.pulling for one in self._links):
+        effects = [Fetched(ticket), *self._send_ready(now)]
+        if link.pulled >= 0 and not any(one.to_pull or one.pulling for one in self._links):
             self._context.sync.retrieved()
         return effects
 
     def _failed(self, ticket: int, shard: int, asked: int, now: float) -> Effect:
-        """A shard has not answered: what was asked is asked again after a while."""
+        """Handle a request without a reply: send it again after a delay."""
         link = self._links[shard]
         if ticket in link.pushing:
-            self._push_again(link, *link.pushing.pop(ticket))
+            self._requeue_push(link, *link.pushing.pop(ticket))
         elif ticket in link.pulling:
             bucket, pulled = link.pulling.pop(ticket)
             if pulled == link.pulled:
-                link.asks.appendleft(bucket)
+                link.to_pull.appendleft(bucket)
         if self._context.members.is_gone(asked):
-            self._turn(link, asked)
+            self._try_next_holder(link, asked)
         other = self._context.members.others.get(link.server)
-        return self._rest(shard, now if other is None else other.backoff_until)
+        return self._back_off(shard, now if other is None else other.backoff_until)
 
     def lost(self, rank: int, now: float) -> list[Effect]:
-        """A peer is gone: what is still asked of it is asked of who may hold its shards now."""
-        turned = {(shard, rank) for shard, link in enumerate(self._links) if self._turn(link, rank)}
+        """Send requests for a lost peer's shards to another peer that may hold them now."""
+        turned = {(shard, rank) for shard, link in enumerate(self._links) if self._try_next_holder(link, rank)}
         return [Cancel(ticket) for ticket, place in self._by_ticket.items() if place in turned]
 
-    def _turn(self, link: _Link, asked: int) -> bool:
-        """Ask another that may hold the shard, if ``asked`` is who is asked now; whether there is one."""
+    def _try_next_holder(self, link: _Link, asked: int) -> bool:
+        """Choose another holder of the shard, if ``asked`` is the current one. Return whether there is another."""
         if link.server != asked:
             return False
         for step in range(1, len(link.holders)):
-            at = (link.at + step) % len(link.holders)
-            if not self._context.members.is_gone(link.holders[at]):
-                link.at = at
+            index = (link.holder_index + step) % len(link.holders)
+            if not self._context.members.is_gone(link.holders[index]):
+                link.holder_index = index
                 return True
         return False
 
-    def _push_again(self, link: _Link, bucket: int, progress: int) -> None:
-        """A push may not have come; it has, where the next iteration has begun, since what was pulled waited for it."""
+    def _requeue_push(self, link: _Link, bucket: int, progress: int) -> None:
+        """Push a bucket again, unless the next iteration has begun. Then the shard has the push, since it answered the
+        pull that waited for it.
+        """
         if progress == self._progress:
             link.ready.appendleft(bucket)
 
     def _not_ready(self, shard: int, asked: int, now: float) -> Effect:
-        """It has answered that it cannot answer yet, or does not hold the shard."""
-        self._turn(self._links[shard], asked)
+        """Handle a shard's reply that it cannot answer yet or is not held there."""
+        self._try_next_holder(self._links[shard], asked)
         server, members = self._links[shard].server, self._context.members
-        oneself = now + REST_FIRST * self._context.timeout
-        return self._rest(shard, members.rest(server, now) if server in members.others else oneself)
+        self_rest = now + REST_FIRST * self._context.timeout
+        return self._back_off(shard, members.rest(server, now) if server in members.others else self_rest)
 
-    def _rest(self, shard: int, until: float) -> Effect:
-        self._links[shard].rests = True
+    def _back_off(self, shard: int, until: float) -> Effect:
+        self._links[shard].backing_off = True
         return SetTimer(f"{AGAIN} {shard}", until)
 
     def again(self, shard: int, now: float) -> list[Effect]:
-        """The rest of a shard is over."""
+        """Resume requests to a shard after its retry delay."""
         if shard < len(self._links):
-            self._links[shard].rests = False
-        return self._go_on(now)
+            self._links[shard].backing_off = False
+        return self._send_ready(now)

@@ -61,7 +61,7 @@ class SimTables:
         if isinstance(request, TablesRequest) and request.bucket >= 0:
             place = request.shard, request.bucket
             self._fetching[send.ticket] = place, self.table_store.client.sink(place)
-            return dataclasses.replace(send, request=self.table_store.client.told(request)), bytearray()
+            return dataclasses.replace(send, request=self.table_store.client.complete_request(request)), bytearray()
         return send, bytearray()
 
     def arrived(self, ticket: int, reply: TablesReply | CopyReply, payload: bytearray) -> None:

@@ -1,1 +1,3 @@
-"""What a parameter server's tables lie in: on the worker's side, on the server's, and on the way between them."""
+"""The parameter server's tensors: tables on the worker, their partitions on servers, and both on their way between
+hosts.
+"""

@@ -1,4 +1,8 @@
-"""The memory of one bucket at a worker, and what takes its values in."""
+"""The worker's memory of one bucket, and the sinks that receive replies into it.
+
+A bucket is a group of table partitions that travels in one message. A sink checks the header of a reply, provides the
+buffer that the payload is received into, and decodes it afterwards.
+"""
 
 from __future__ import annotations
 
@@ -20,34 +24,45 @@ from gossipx.tables.parts import ApplyBuffer, TransmitBuffer
 from gossipx.wire import Bytes, Sink
 
 Settings = tuple[dict[str, float], ...]
-"""The numbers in an optimizer's parameter groups."""
+"""The numeric hyperparameters of an optimizer's parameter groups, one dict per group."""
 
 
 @dataclass
 class BucketMemory:
-    """The memory of one bucket: of what is sent, and of what is fetched."""
+    """One bucket's send and receive memory, with the buffers that lie in it.
+
+    Attributes:
+        missing: tables that have not yet produced this iteration's gradient.
+        push_encoder: encodes pushes; None without a push codec.
+        tensors: the shapes that the pull codec sees; None without a pull codec.
+        max_bytes: the largest size of an encoded change, in bytes.
+        base: the checksum of the values in ``apply``; FULL: no server has sent any.
+        is_new: the latest complete gradients have not been encoded yet.
+        encoded: the latest gradients as they are sent; None: not encoded yet.
+        settings: the optimizer's hyperparameters when these gradients were computed.
+    """
 
     partitions: list[Partition]
     transmit: Memory
     apply: Memory
     senders: list[TransmitBuffer]
     takers: list[ApplyBuffer]
-    missing: set[int]  # tables whose gradient of this iteration is not there yet
-    push_encoder: PushEncoder | None = None  # where pushes have a codec
-    tensors: Tensors | None = None  # where pulls have one
-    most: int = 0  # ... bytes of a change at most
-    base: int = FULL  # ... checksum of what is in ``apply``
-    is_new: bool = False  # the gradients that were whole last were not asked for yet
-    encoded: tuple[Parts, Source] | None = None  # ... once they were
-    settings: Settings = ()  # that go with them
+    missing: set[int]
+    push_encoder: PushEncoder | None = None
+    tensors: Tensors | None = None
+    max_bytes: int = 0
+    base: int = FULL
+    is_new: bool = False
+    encoded: tuple[Parts, Source] | None = None
+    settings: Settings = ()
 
 
 class TablesSink:
-    """Takes in one bucket; a :class:`gossipx.wire.SinkFactory`.
+    """Receives one bucket without a pull codec; a :class:`gossipx.wire.SinkFactory`.
 
     Args:
-        bucket_memory: of the bucket.
-        is_raw: whether it comes as it lies in memory.
+        bucket_memory: the bucket's memory.
+        is_raw: whether the payload is the values' memory layout, so that nothing has to be decoded.
     """
 
     nbytes = 0
@@ -59,25 +74,29 @@ class TablesSink:
         self._content = memoryview(bytearray())
 
     def fit(self, reply: CarryingReply) -> Sink:
-        """What takes in what ``reply`` brings.
+        """Check the header and return the sink for its payload.
 
         Raises:
-            ProtocolError: it is not this bucket's.
+            ProtocolError: the reply is not for this bucket, or a size does not fit.
         """
-        taken = self._bucket_memory
-        if not isinstance(reply, TablesReply) or [number for number, _ in reply.parts] != [*range(len(taken.takers))]:
-            raise ProtocolError("it answered by tables that were not asked for")
+        bucket_memory = self._bucket_memory
+        if not isinstance(reply, TablesReply) or [number for number, _ in reply.parts] != [
+            *range(len(bucket_memory.takers))
+        ]:
+            raise ProtocolError("the reply holds tables that were not requested")
         self._parts = reply.parts
-        sizes = [taker.data.numel() * taker.data.element_size() for taker in taken.takers]
+        sizes = [taker.data.numel() * taker.data.element_size() for taker in bucket_memory.takers]
         check_sizes(reply.parts, sizes, self._raw)
-        self._content = taken.apply.view if self._raw else memoryview(bytearray(sum(size for _, size in reply.parts)))
+        self._content = (
+            bucket_memory.apply.view if self._raw else memoryview(bytearray(sum(size for _, size in reply.parts)))
+        )
         return Bytes(self._content)
 
     def read(self) -> None:
-        """It is whole; nothing is known of it until it is decoded."""
+        """Accept the received payload; it is checked when it is decoded."""
 
     def decode(self) -> None:
-        """Make values of it."""
+        """Decode the payload into the apply buffers."""
         start = 0
         for taker, (_, size) in zip(self._bucket_memory.takers, self._parts, strict=True):
             if not self._raw:
@@ -86,11 +105,11 @@ class TablesSink:
 
 
 class ChangeSink:
-    """Takes in one bucket where pulls have a codec: its values, or their change; a :class:`gossipx.wire.SinkFactory`.
+    """Receives one bucket with a pull codec, as values or as a change of them; a :class:`gossipx.wire.SinkFactory`.
 
     Args:
-        bucket_memory: of the bucket.
-        tensors: in it.
+        bucket_memory: the bucket's memory.
+        tensors: the shapes of the tensors in it.
     """
 
     nbytes = 0
@@ -104,27 +123,28 @@ class ChangeSink:
         self._add: Callable[[bool], None] | None = None
 
     def fit(self, reply: CarryingReply) -> Sink:
-        """What takes in what ``reply`` brings.
+        """Check the header and return the sink for its payload.
 
         Raises:
-            ProtocolError: it is not this bucket's, or changes other values than those that are here.
+            ProtocolError: the reply is not for this bucket, a size does not fit, or its base is not the values held
+                here.
         """
         if not isinstance(reply, TablesReply) or [number for number, _ in reply.parts] != [0]:
-            raise ProtocolError("it answered by tables that were not asked for")
+            raise ProtocolError("the reply holds tables that were not requested")
         size, nbytes = reply.parts[0][1], self._bucket_memory.apply.view.nbytes
-        if size > self._bucket_memory.most if reply.base else size != nbytes:
-            raise ProtocolError(f"{size} bytes for a bucket that has {nbytes}")
+        if size > self._bucket_memory.max_bytes if reply.base else size != nbytes:
+            raise ProtocolError(f"{size} bytes for a bucket of {nbytes}")
         if reply.base not in (FULL, self._bucket_memory.base):
-            raise ProtocolError("it answered by a change of other values than those that are here")
+            raise ProtocolError("the reply is a change of values that this peer does not have")
         self._base = reply.base
         self._content = memoryview(bytearray(size))
         return Bytes(self._content)
 
     def read(self) -> None:
-        """It is whole: see what it is, before anything counts on it.
+        """Parse a received change before anything relies on it.
 
         Raises:
-            ProtocolError: it is malformed. The bucket is to be given as it is next.
+            ProtocolError: it is malformed. The next pull then requests the full values.
         """
         if self._base == FULL:
             return
@@ -135,7 +155,9 @@ class ChangeSink:
             raise
 
     def decode(self) -> None:
-        """Make values of it, unless what it changes was changed meanwhile, by the same that came twice."""
+        """Apply the payload to the values, unless they have changed since the request, as a duplicate reply would find
+        them.
+        """
         if self._base not in (FULL, self._bucket_memory.base):
             return
         if self._base == FULL:
@@ -149,60 +171,62 @@ class ChangeSink:
 
 
 class Whole:
-    """Takes in a reply in one piece, in memory of its own; a :class:`gossipx.wire.SinkFactory`.
+    """Receives a reply's payload into one newly allocated buffer; a :class:`gossipx.wire.SinkFactory`.
 
     Args:
-        most: bytes that it may have.
+        max_bytes: the largest accepted size in bytes.
 
     Attributes:
-        content: its bytes, once they are here.
+        content: the received bytes.
+        misfit: the error message for a reply of another type or size.
     """
 
     nbytes = 0
-    misfit = "it answered by what was not asked for"
+    misfit = "the reply is of another type than requested"
 
-    def __init__(self, most: int):
-        self._most = most
+    def __init__(self, max_bytes: int):
+        self._max_bytes = max_bytes
         self.content = memoryview(bytearray())
 
     def size(self, reply: CarryingReply) -> int | None:
-        """Bytes that ``reply`` brings; None: it is of another kind."""
+        """Return the payload's size in bytes, or None if the reply is of another type."""
         raise NotImplementedError
 
     def fit(self, reply: CarryingReply) -> Sink:
-        """What takes in what ``reply`` brings.
+        """Check the header and return the sink for its payload.
 
         Raises:
-            ProtocolError: it is of another kind, or larger than it can be.
+            ProtocolError: the reply is of another type, or too large.
         """
         size = self.size(reply)
-        if size is None or size > self._most:
+        if size is None or size > self._max_bytes:
             raise ProtocolError(self.misfit)
         self.content = memoryview(bytearray(size))
         return Bytes(self.content)
 
 
 class EmptySink:
-    """Takes in an answer without tables; a :class:`gossipx.wire.SinkFactory`."""
+    """Receives a reply without payload; a :class:`gossipx.wire.SinkFactory`."""
 
     nbytes = 0
 
     def fit(self, reply: CarryingReply) -> Sink:
-        """Room for nothing."""
+        """Return an empty sink."""
         return Bytes(memoryview(bytearray()))
 
 
 LARGEST = 4
-"""Times as many bytes as a partition has that one of its may be encoded to: what an encoder of a user's can need at
-worst (an index and a value for each), and what another peer can make this one allocate."""
+"""The largest size of an encoded partition, as a multiple of its raw size. It covers a custom encoder's worst case (an
+index and a value per element) and limits what a peer can make this one allocate.
+"""
 
 
 def check_sizes(parts: Parts, sizes: Sequence[int], is_raw: bool) -> None:
-    """Refuse what is no bucket of partitions of so many bytes.
+    """Check the sizes of received partitions against the expected ``sizes`` in bytes.
 
     Raises:
         ProtocolError: naming the first that does not fit.
     """
-    for (number, size), own in zip(parts, sizes, strict=True):
-        if size != own if is_raw else size > LARGEST * own + 64:
-            raise ProtocolError(f"{size} bytes for partition {number}, which has {own}")
+    for (number, size), expected in zip(parts, sizes, strict=True):
+        if size != expected if is_raw else size > LARGEST * expected + 64:
+            raise ProtocolError(f"{size} bytes for partition {number} of {expected} bytes")

@@ -1,4 +1,9 @@
-"""The worker's side of all tables: gradients until they are sent, values until they are applied."""
+"""A worker's side of all tables: gradients until they are sent, and received values until they are applied.
+
+A table's elements may be spread over several shards, and each shard groups its partitions into buckets, which travel
+one per message. This module maps tables to buckets, collects gradients until a bucket is complete, and lets the
+training thread wait for the buckets of the tables that it uses next.
+"""
 
 from __future__ import annotations
 
@@ -20,39 +25,45 @@ from gossipx.protocol.server_messages import MEASURED, TablesRequest
 from gossipx.server.placement import Partition
 from gossipx.server.placement.buckets import Bucket
 from gossipx.tables.bucket_memory import BucketMemory, ChangeSink, Settings, TablesSink
-from gossipx.tables.coding import Coding, PushEncoder, Redistribution, tell_lost
+from gossipx.tables.coding import Coding, PushEncoder, Redistribution, warn_error_lost
 from gossipx.tables.parts import ApplyBuffer, ClientTable, Replaceable, Storages, TransmitBuffer, load_states, states_of
 
 Where = tuple[int, int]
-"""A shard and a bucket of it."""
+"""A bucket's address: shard and bucket number."""
 
 
 @dataclass
 class _Table:
-    """One table, and the buckets that its partitions lie in."""
+    """One table, and the buckets that its partitions lie in.
+
+    Attributes:
+        pieces: the first element and the two buffers of each partition.
+        fresh: all received values have been applied to the model.
+        updated: the table has produced a gradient in this iteration.
+    """
 
     table: ClientTable
-    pieces: list[tuple[int, TransmitBuffer, ApplyBuffer]] = field(default_factory=list)  # by their first elements
+    pieces: list[tuple[int, TransmitBuffer, ApplyBuffer]] = field(default_factory=list)
     places: list[Where] = field(default_factory=list)
-    fresh: bool = True  # what was fetched has been applied
-    updated: bool = False  # it has given a gradient in this iteration
+    fresh: bool = True
+    updated: bool = False
 
 
 class Client:
     """All tables of one worker.
 
-    Gradients are taken and values applied by the training thread; other threads send and fetch.
+    The training thread stores gradients and applies values; other threads send and receive.
 
     Args:
-        parameters: by table; their memory may not move.
-        shards: for each shard its partitions.
-        buckets: for each shard its buckets.
-        storages: the classes that tables are made with.
+        parameters: the parameter of each table; their memory must not move.
+        shards: each shard's partitions.
+        buckets: each shard's buckets.
+        storages: the classes that tables are built from.
         coding: the codecs of pushes and pulls.
 
     Attributes:
-        settings_now: gives the settings that go with gradients made now; the desk's to set.
-        epoch: of the layout that it goes by.
+        settings_now: returns the optimizer's current hyperparameters; set by the table store.
+        epoch: the epoch of the current layout.
     """
 
     def __init__(
@@ -72,8 +83,8 @@ class Client:
         self._encoding = threading.Lock()
         self._arrived = threading.Condition()
         self._placing = threading.Lock()
-        self._waiting: set[Where] = set()  # buckets that are to be fetched before their tables are used
-        self._wanted: set[int] | None = None  # tables whose values are used when they come; None: all
+        self._waiting: set[Where] = set()  # buckets that must arrive before their tables are used
+        self._wanted: set[int] | None = None  # tables whose received values are used; None: all
         self._lay_out_all(shards, buckets)
 
     def _lay_out_all(self, shards: Sequence[Sequence[Partition]], buckets: Sequence[Sequence[Bucket]]) -> None:
@@ -82,7 +93,7 @@ class Client:
                 self._bucket_memories[shard, number] = self._lay_out(
                     (shard, number), partitions[bucket.first : bucket.stop]
                 )
-        for one in self._tables:  # shards may hold its partitions in any order
+        for one in self._tables:  # shards may hold a table's partitions in any order
             pieces = sorted(one.pieces, key=lambda piece: piece[0])
             one.table.senders[:] = [sender for _, sender, _ in pieces]
             one.table.takers[:] = [taker for _, _, taker in pieces]
@@ -106,18 +117,18 @@ class Client:
             made.push_encoder = PushEncoder(self._coding, partitions, buffers[0], self._seed(place))
         if self._coding.pull is not None:
             made.tensors = self._coding.tensors(partitions, dtype)
-            made.most = self._coding.pull.longest(made.tensors)
+            made.max_bytes = self._coding.pull.longest(made.tensors)
         return made
 
     def _seed(self, place: Where) -> int:
-        """Of what is drawn for a bucket."""
+        """Return the seed of the bucket's random draws."""
         return (self._coding.seed << 64) + (place[0] << 32) + place[1]
 
     def place(self, shards: Sequence[Sequence[Partition]], buckets: Sequence[Sequence[Bucket]], epoch: int) -> None:
-        """Go over to another layout, while no gradient is taken or sent. What is not sent as it lies in memory is lost.
+        """Switch to another layout, while no gradient is stored or sent. Encoded gradients that were not sent are lost.
 
-        Tables that were to be fetched are still to be fetched, in the buckets that they lie in now; others that lie in
-        these are not used anew. What was kept of pushes goes to the buckets that its values lie in.
+        Tables that are still expected stay expected, in their new buckets; values of other tables in these buckets are
+        ignored when they arrive. The state of push codecs moves with the values that it belongs to.
         """
         with self._placing, self._arrived:
             self._wanted = {one.table for place in self._waiting for one in self._bucket_memories[place].partitions}
@@ -154,20 +165,20 @@ class Client:
     # --- gradients --------------------------------------------------------------------------------
 
     def update(self, table: int, gradient: Tensor) -> list[Where]:
-        """Take a table's gradient of this iteration; the buckets that are whole by it.
+        """Store a table's gradient of this iteration and return the buckets that it completes.
 
         Raises:
-            ValueError: it has given one in this iteration already.
+            ValueError: the table has a gradient in this iteration already.
         """
         one = self._tables[table]
         if one.updated:
-            raise ValueError(f"table {table} has given a gradient in this iteration already")
+            raise ValueError(f"table {table} already has a gradient in this iteration")
         one.updated = True
         one.table.update(gradient)
         return self._whole(table)
 
     def flush(self) -> list[Where]:
-        """The iteration is over: tables without a gradient have one of zeros; the buckets that are whole by that."""
+        """End the iteration: store zeros for tables without a gradient, and return the buckets that these complete."""
         whole: list[Where] = []
         for number, table in enumerate(self._tables):
             if not table.updated:
@@ -190,9 +201,9 @@ class Client:
         return whole
 
     def encode(self, place: Where) -> tuple[Parts, Source]:
-        """A bucket's gradients as they are sent; good until the next iteration's come.
+        """Return a bucket's gradients as they are sent; valid until the next iteration's gradients.
 
-        What is asked for again, as it did not arrive, is the same: an encoder may keep what it has not sent.
+        A retry sends the same bytes, since encoding again would change the encoder's error feedback.
         """
         bucket_memory = self._bucket_memories[place]
         with self._encoding:
@@ -210,33 +221,33 @@ class Client:
             return bucket_memory.encoded
 
     def settings(self, place: Where) -> Settings:
-        """The optimizer's settings as they were when a bucket's gradients were made.
+        """Return the optimizer's hyperparameters from when the bucket's gradients were computed.
 
-        A schedule may have changed them when these are sent.
+        A learning rate schedule may have changed them by the time the gradients are sent.
         """
         return self._bucket_memories[place].settings
 
     # --- values -----------------------------------------------------------------------------------
 
     def expect(self, places: Sequence[Where]) -> None:
-        """These buckets are to be fetched before their tables are used again."""
+        """Mark buckets as required before their tables are used again."""
         with self._arrived:
             self._waiting.update(places)
             self._wanted = None
 
     def unchanged(self, places: Sequence[Where]) -> None:
-        """These buckets are not to be fetched after all."""
+        """Stop waiting for buckets that will not be pulled after all."""
         with self._arrived:
             self._waiting.difference_update(places)
             self._arrived.notify_all()
 
     @property
     def raw_pulls(self) -> bool:
-        """Whether values come as they lie in memory: nothing is to be done when they have come."""
+        """Whether values are received in their memory layout, so that nothing has to be decoded."""
         return self._storages.raw_pulls and self._coding.pull is None
 
     def sink(self, place: Where) -> TablesSink | ChangeSink:
-        """Takes in what a server sends of a bucket."""
+        """Return the sink that receives a bucket from a server."""
         bucket_memory = self._bucket_memories[place]
         return (
             TablesSink(bucket_memory, self._storages.raw_pulls)
@@ -244,10 +255,11 @@ class Client:
             else ChangeSink(bucket_memory, bucket_memory.tensors)
         )
 
-    def told(self, request: TablesRequest) -> TablesRequest:
-        """A request as it leaves: with what is to be measured, and what is here of the bucket.
+    def complete_request(self, request: TablesRequest) -> TablesRequest:
+        """Return a pull request completed with measured values: the significance, and the checksum of the bucket's
+        base.
 
-        Who takes what there is now, to begin by or to end with, is given values as they are.
+        The first and the last pull of a run ask for full values, without a base.
         """
         if request.significance == MEASURED:
             request = dataclasses.replace(request, significance=self.significance(request.shard))
@@ -256,11 +268,11 @@ class Client:
         return dataclasses.replace(request, base=self.base((request.shard, request.bucket)))
 
     def base(self, place: Where) -> int:
-        """Where pulls have a codec: the checksum of what is here of a bucket; FULL: nothing that a server has given."""
+        """Return the checksum of the bucket's values; FULL without a pull codec, or if no server has sent any."""
         return self._bucket_memories[place].base
 
     def fetched(self, place: Where, sink: TablesSink | ChangeSink) -> None:
-        """A bucket has come whole: its tables take it in when they are used next."""
+        """Decode a received bucket and mark its tables for the next :meth:`apply`."""
         sink.decode()
         with self._arrived:
             for partition in self._bucket_memories[place].partitions:
@@ -270,12 +282,12 @@ class Client:
             self._arrived.notify_all()
 
     def wake(self) -> None:
-        """Have whoever waits look again."""
+        """Wake all threads that wait, so that they check their condition again."""
         with self._arrived:
             self._arrived.notify_all()
 
     def ready(self, tables: Sequence[int] | None = None) -> bool:
-        """Whether nothing is still to be fetched of these tables; None: of all."""
+        """Return whether no bucket of these tables is still expected; None: of all tables."""
         if not self._waiting:
             return True
         if tables is None:
@@ -283,12 +295,12 @@ class Client:
         return not any(place in self._waiting for table in tables for place in self._tables[table].places)
 
     def wait(self, tables: Sequence[int] | None, seconds: float) -> bool:
-        """Wait until they are ready, at most so long; whether they are."""
+        """Wait up to ``seconds`` until the tables are ready. Return whether they are."""
         with self._arrived:
             return self._arrived.wait_for(lambda: self.ready(tables), seconds)
 
     def apply(self, tables: Sequence[int] | None = None) -> None:
-        """Put what has come into the model; for the training thread, once they are :meth:`ready`."""
+        """Copy received values into the model. Called by the training thread once the tables are :meth:`ready`."""
         with self._placing:
             for table in self._tables if tables is None else (self._tables[number] for number in tables):
                 if not table.fresh:
@@ -298,10 +310,10 @@ class Client:
     # --- checkpoints ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What the parts keep from one iteration to the next, as plain data; tensors are no copies. None: nothing.
+        """Return the state that parts and push encoders keep between iterations, or None if they keep nothing.
 
-        For the training thread, between an iteration's last gradient and the next one's first. What still waits to be
-        sent is encoded now: the checkpoints of shards that go with this one have it.
+        It is plain data, whose tensors are not copies. Called by the training thread between two iterations. Complete
+        gradients that were not sent yet are encoded first, since the matching checkpoints of shards include them.
         """
         for place, bucket_memory in self._bucket_memories.items():
             if bucket_memory.is_new:
@@ -317,21 +329,24 @@ class Client:
         return {"storages": self._storages.describe(), "states": states, "pushing": push_encoder}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave.
+        """Restore what :meth:`state_dict` returned.
 
         Raises:
-            UsageError: it is of other parts.
+            UsageError: the state was saved with other parts.
         """
         own = self._storages.describe()
         if state["storages"] != own:
-            raise UsageError(f"it is of a run with the parts {state['storages']}, not {own or 'of gossipx alone'}")
+            raise UsageError(
+                f"the checkpoint was saved with the parts: {state['storages'] or 'built in'}, and this run has: "
+                f"{own or 'built in'}"
+            )
         load_states(self._parts(), state["states"])
-        if state["pushing"]:  # else the run has had no codec until now
+        if state["pushing"]:  # empty: the saved run had no push codec
             for bucket_memory, kept in zip(self._bucket_memories.values(), state["pushing"], strict=True):
                 if bucket_memory.push_encoder is not None:
                     bucket_memory.push_encoder.load_state_dict(kept)
                 else:
-                    tell_lost(kept, "none")
+                    warn_error_lost(kept, "none")
 
     def _parts(self) -> list[Replaceable]:
         tables = [part for one in self._tables for part in (one.table, one.table.gradient, one.table.worker)]
@@ -344,10 +359,10 @@ class Client:
             ),
         ]
 
-    # --- figures ----------------------------------------------------------------------------------
+    # --- measures ---------------------------------------------------------------------------------
 
     def significance(self, shard: int) -> float:
-        """|g| / |w| of a shard's part of the last push (FluentPS, section III-E.2); 0 of no values."""
+        """Return |g| / |w| of the shard's part of the last push (FluentPS, section III-E.2); 0 if all weights are 0."""
         gradient = weight = 0.0
         for (number, _), bucket_memory in self._bucket_memories.items():
             if number == shard:

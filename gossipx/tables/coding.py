@@ -1,13 +1,13 @@
-"""How gradients and tables are encoded between workers and servers, a bucket as one frame.
+"""Codecs between workers and servers; each bucket is encoded as one frame.
 
-*Pushes.* A worker keeps, for each bucket, the error of what it has sent (3LC, section 3.1), and encodes a gradient once
-an iteration: what has to be sent again, as it did not arrive, is the same frame. A push that a server takes in late
-or leaves out, as ``drop`` does, is gone as it would be without a codec; the error stays what it is.
+*Pushes.* A worker keeps the error feedback of each bucket (3LC, section 3.1) and encodes a gradient once per iteration;
+a retry sends the same frame. If a server drops a late push, as the sync model ``drop`` does, that gradient is lost as
+it would be without a codec, and the error feedback stays as it is.
 
-*Pulls.* A worker is sent the change of a bucket since the values that it has (:mod:`gossipx.codecs.changes`; 3LC,
-section 3, "model deltas"). Under bsp all have the same: one frame is made a clock, and a server keeps two copies of its
-tables; where each worker has values of its own it keeps up to two a worker. Who has no base that the server knows, as
-at first, or after another server has taken over, is given the values as they are.
+*Pulls.* A server sends the change of a bucket since the values that the worker has (:mod:`gossipx.codecs.changes`; 3LC,
+section 3, "model deltas"). Under bsp all workers have the same values: the server encodes one frame per clock and keeps
+two copies of its tables. Under other sync models it keeps up to two copies per worker. A worker whose base the server
+does not know, as at the start or after a failover, receives the full values.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ class Coding:
     """The codecs of a run with servers.
 
     Attributes:
-        push, pull: of gradients, and of tables; None: as they are.
-        shapes: of all tables; empty: each is taken to be flat.
-        norms: tables of normalisation layers, which codecs with ``small`` leave as they are.
-        groups: for each table its parameter group in the optimizer.
-        rescale: whether an error follows the learning rate.
-        seed: of what is drawn.
+        push: the codec of gradients; None: sent as they are.
+        pull: the codec of tables; None: sent as they are.
+        shapes: of all tables; empty: every table counts as flat.
+        norms: tables of normalisation layers, which codecs with ``small`` do not compress.
+        groups: each table's parameter group in the optimizer.
+        rescale: whether error feedback is rescaled when the learning rate changes.
+        seed: of the codecs' random draws.
     """
 
     push: Codec | None = None
@@ -52,7 +53,7 @@ class Coding:
     seed: int = 0
 
     def tensors(self, partitions: Sequence[Partition], dtype: torch.dtype) -> Tensors:
-        """Those of a bucket, side by side: tables as they are shaped, parts of tables flat."""
+        """Return the tensors of a bucket, one after the other: whole tables in their shape, parts of tables flat."""
         shapes, starts, end = [], [], 0
         for one in partitions:
             count = one.stop - one.start
@@ -65,16 +66,16 @@ class Coding:
 
 
 class PushEncoder:
-    """A worker's side of one bucket's gradients.
+    """A worker's encoder of one bucket's gradients, with its error feedback.
 
     Args:
-        coding: with a codec of pushes.
-        partitions: of the bucket.
-        values: its gradients, flat.
-        seed: of what is drawn.
+        coding: has a push codec.
+        partitions: the bucket's.
+        values: the bucket's gradients, flat.
+        seed: of the codec's random draws.
 
     Attributes:
-        rates: by table, the learning rate that its error is of; where errors follow it.
+        rates: the learning rate that each table's error was made at; empty unless errors are rescaled.
     """
 
     def __init__(self, coding: Coding, partitions: Sequence[Partition], values: Tensor, seed: int):
@@ -87,21 +88,21 @@ class PushEncoder:
         self.rates: dict[int, float] = {}
 
     def encode(self, settings: Sequence[Mapping[str, float]]) -> memoryview:
-        """The frame of the gradients as they are now; good until the next.
+        """Return the frame of the current gradients; valid until the next call.
 
         Args:
-            settings: of the optimizer's parameter groups, that go with these gradients.
+            settings: the optimizer's hyperparameters that go with these gradients.
         """
         if self._coding.rescale:
-            self._follow(settings)
+            self._rescale_error(settings)
         if _is_finite(self._values):
             frame, self.state = self._encoder.encode(self._values, self.state, self._frame)
-        else:  # servers leave out the whole bucket, and nothing of the error is to go with it
+        else:  # servers drop the whole bucket, so it must not consume the error feedback
             frame, _ = self._encoder.encode(self._values, self._encoder.init(self.state.tensors), self._frame)
         return frame
 
-    def _follow(self, settings: Sequence[Mapping[str, float]]) -> None:
-        """An error was made at a learning rate, and is to move the model by as much at another one."""
+    def _rescale_error(self, settings: Sequence[Mapping[str, float]]) -> None:
+        """Rescale the error feedback so that it moves the model as far at the new learning rate as at the old one."""
         error = self.state.kept.get(ERROR)
         start = 0
         for one in self.partitions:
@@ -116,7 +117,7 @@ class PushEncoder:
             start = stop
 
     def kept(self) -> dict[str, list[tuple[Partition, Tensor]]]:
-        """What is kept for each value, by partition."""
+        """Return the vectors that the codec keeps per element, cut by partition."""
         return {
             name: list(zip(self.partitions, torch.split(vector, self._sizes), strict=True))
             for name, vector in self.state.kept.items()
@@ -128,7 +129,7 @@ class PushEncoder:
         return [one.stop - one.start for one in self.partitions]
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint; tensors are no copies."""
+        """Return the encoder's state for a checkpoint; tensors are not copies."""
         return {
             "codec": self._name,
             "frames": self.state.frames,
@@ -137,22 +138,24 @@ class PushEncoder:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave. Of another codec's, what it has left out is taken alone.
+        """Restore what :meth:`state_dict` returned. From another codec's state, only the error feedback is restored.
 
         Raises:
-            UsageError: it is of another bucket.
+            UsageError: the state is of a bucket of another size.
         """
         kept, own = state["kept"], self.state.kept
         if state["codec"] == self._name:
             pairs = [(kept[name], vector) for name, vector in own.items()]
             self.state.frames = state["frames"]
         else:
-            left, here = _left_out(kept), _left_out(own)
+            left, here = _error_of(kept), _error_of(own)
             pairs = [] if left is None or here is None else [(left, here)]
             if here is None:
-                tell_lost(state, self._name)
+                warn_error_lost(state, self._name)
         if any(theirs.shape != ours.shape for theirs, ours in pairs):
-            raise UsageError("an error is of another bucket: leave --placement and --bucket as they were")
+            raise UsageError(
+                "the saved error feedback does not fit its bucket: keep --placement and --bucket as in the saved run"
+            )
         for theirs, ours in pairs:
             ours.copy_(theirs)
         self.rates = dict(state["rates"])
@@ -163,18 +166,18 @@ class PushEncoder:
         return describe(self._coding.push)
 
 
-def tell_lost(state: dict[str, Any], name: str) -> None:
-    """Pushes go on without what :meth:`PushEncoder.state_dict` gave, as the codec ``name`` has no use for it."""
-    if _left_out(state["kept"]) is not None:
-        log.warning("what %s has left out of gradients is lost: %s keeps nothing", state["codec"], name)
+def warn_error_lost(state: dict[str, Any], name: str) -> None:
+    """Warn that the codec ``name`` cannot use a saved error feedback, if there is one."""
+    if _error_of(state["kept"]) is not None:
+        log.warning("the error feedback of %s is lost: the codec %s has none", state["codec"], name)
 
 
 def _is_finite(values: Tensor) -> bool:
     return not len(values) or all(math.isfinite(end) for end in values.aminmax())
 
 
-def _left_out(kept: Mapping[str, Tensor]) -> Tensor | None:
-    """Of what a state keeps, what has been left out of frames until now."""
+def _error_of(kept: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the error feedback among the vectors that a codec keeps, or None."""
     return kept.get(ERROR, kept.get(GATHERED))
 
 
@@ -184,14 +187,14 @@ def _size(shape: tuple[int, ...]) -> int:
 
 @dataclass
 class Redistribution:
-    """What workers keep for each value of each table, on its way from one layout of buckets to another."""
+    """The push encoders' state of each element, on its way from one layout of buckets to another."""
 
     vectors: dict[str, dict[int, list[tuple[Partition, Tensor]]]] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)
-    frames: int = 0  # that were made of a bucket
+    frames: int = 0  # the most that any bucket has encoded
 
     def take(self, pushing: PushEncoder) -> None:
-        """What one bucket has kept."""
+        """Collect one old bucket's state."""
         self.frames = max(self.frames, pushing.state.frames)
         self.rates |= pushing.rates
         for name, pieces in pushing.kept().items():
@@ -199,7 +202,7 @@ class Redistribution:
                 self.vectors.setdefault(name, {}).setdefault(partition.table, []).append((partition, vector))
 
     def give(self, pushing: PushEncoder) -> None:
-        """What another bucket is to keep."""
+        """Fill one new bucket's state from what was collected."""
         pushing.state.frames = self.frames
         pushing.rates = {one.table: self.rates[one.table] for one in pushing.partitions if one.table in self.rates}
         for name, pieces in pushing.kept().items():

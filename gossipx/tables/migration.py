@@ -1,7 +1,8 @@
-"""Parts of tables on their way to another server: values, the optimizer's state, gradients that wait.
+"""The byte format of table pieces that move between servers, and the code that fills new tables from them.
 
-As bytes: the length of a header, the header as JSON, and the columns that it names one after the other. Nothing in it
-is evaluated, and it is held against what was asked for.
+When servers are added or removed, parts of tables move to another peer with their values, optimizer state and buffered
+gradients. The format is the length of a header, the header as JSON, and the columns that it names, one after the other.
+Nothing in it is evaluated, and the receiver checks it against what it requested.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from gossipx.tables.parts import raw
 from gossipx.tables.shard import BucketTables, ShardStore
 
 VALUES, BUFFER = "values", "buffer"
-"""Columns that every piece has, and that one has for which gradients wait; the others are the optimizer's."""
+"""The columns that do not belong to the optimizer: values, and the gradient buffer if gradients are buffered."""
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 }
 LENGTH = struct.Struct("<Q")
 HEADER, RECORD = 2**20, 2**12
-"""Bytes of a header at most: for the settings, and for each piece."""
+"""The largest size of a header in bytes: for the hyperparameters, and per piece."""
 LARGEST = 256
-"""Bytes an element at most: 16 numbers of 16, twice as many as any optimizer of PyTorch's keeps."""
+"""The most bytes per element: 16 columns of 16 bytes, twice as many as any optimizer of PyTorch keeps."""
 
 
 def _size(pieces: Sequence[Partition]) -> int:
@@ -45,13 +46,14 @@ def _size(pieces: Sequence[Partition]) -> int:
 
 
 def pack(store: ShardStore, pieces: Sequence[Partition], settings: Settings, progress: int) -> bytearray:
-    """All that belongs to these pieces, of those that lie in ``store``.
+    """Return all state of these pieces that lies in ``store``, as bytes.
 
     Args:
-        settings, progress: of the optimizer, and whose they are.
+        settings: the optimizer's hyperparameters.
+        progress: the iteration that they are from.
 
     Raises:
-        UsageError: the optimizer keeps something that belongs to no element.
+        UsageError: the optimizer keeps state that does not belong to single elements.
     """
     records: list[dict[str, Any]] = []
     columns: list[memoryview] = []
@@ -67,7 +69,7 @@ def pack(store: ShardStore, pieces: Sequence[Partition], settings: Settings, pro
 
 
 def _found(store: ShardStore, pieces: Sequence[Partition]) -> Iterator[tuple[Partition, BucketTables, slice]]:
-    """The parts of ``pieces`` that lie in ``store``, each in one bucket, and where it lies in that bucket's values."""
+    """Yield the parts of ``pieces`` held by ``store``, each with its bucket and its range of the bucket's values."""
     wanted: dict[int, list[Partition]] = {}
     for piece in pieces:
         wanted.setdefault(piece.table, []).append(piece)
@@ -79,7 +81,7 @@ def _found(store: ShardStore, pieces: Sequence[Partition]) -> Iterator[tuple[Par
 
 
 def _record(store: ShardStore, bucket: BucketTables, place: slice) -> tuple[dict[str, Any], list[Tensor]]:
-    """What is to be said of a piece, and its columns."""
+    """Return a piece's entry in the header, and its columns."""
     names, tensors, numbers = [VALUES], [bucket.values[place]], {}
     if bucket.count:
         assert bucket.buffer is not None
@@ -95,7 +97,9 @@ def _record(store: ShardStore, bucket: BucketTables, place: slice) -> tuple[dict
             elif isinstance(value, int | float | None):
                 numbers[name] = ["", value]
             else:
-                raise UsageError(f"'{name}' of the optimizer belongs to no element, and cannot be moved")
+                raise UsageError(
+                    f"the optimizer's state '{name}' is not per element, so it cannot be moved to another server"
+                )
     columns = [[name, _name(tensor.dtype)] for name, tensor in zip(names, tensors, strict=True)]
     return {"columns": columns, "numbers": numbers, "count": bucket.count}, tensors
 
@@ -103,26 +107,27 @@ def _record(store: ShardStore, bucket: BucketTables, place: slice) -> tuple[dict
 def _name(dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise UsageError(f"what is of dtype {name} cannot be moved")
+        raise UsageError(f"tensors of dtype {name} cannot be moved to another server")
     return name
 
 
 def _state(store: ShardStore, bucket: BucketTables, place: slice) -> Iterator[tuple[slice, Tensor, dict[str, Any]]]:
-    """Where a piece lies in what the optimizer works on, and the optimizer's state of that; nothing if not trained."""
+    """Yield a piece's range in an optimizer tensor, that tensor, and its optimizer state; nothing if not trained."""
     for span, slab in bucket.slabs:
         if store.optimizer is not None and span.start <= place.start < place.stop <= span.stop:
             yield slice(place.start - span.start, place.stop - span.start), slab, store.optimizer.state[slab]
 
 
 class Prepared:
-    """Tables that are to be served, while they are being filled.
+    """Tables of the next layout, while they are being filled.
 
     Args:
         stores: by shard.
 
     Attributes:
-        settings, progress: of the optimizer, as the worker has them that is ahead, and how far that is.
-        problem: why they cannot be served, in one line; empty: nothing is known against it.
+        settings: the optimizer's hyperparameters, from the piece with the highest progress.
+        progress: that progress; -1: no piece has been filled in.
+        problem: why they cannot be served, in one line; empty: no problem so far.
     """
 
     def __init__(self, stores: Mapping[int, ShardStore]):
@@ -131,39 +136,39 @@ class Prepared:
         self.progress = -1
         self.problem = ""
         self._missing = sum(len(bucket.values) for store in stores.values() for bucket in store.buckets)
-        self._waiting: list[tuple[BucketTables, slice, int]] = []  # pieces for which gradients wait, and how many
+        self._waiting: list[tuple[BucketTables, slice, int]] = []  # pieces with buffered gradients, and how many
 
     def take(self, content: memoryview, pieces: Sequence[Partition]) -> None:
-        """Fill in what :func:`pack` has made of these pieces.
+        """Fill in the bytes that :func:`pack` made of these pieces.
 
         Raises:
-            ProtocolError: it is not that.
+            ProtocolError: the bytes are malformed, or hold other pieces.
         """
         try:
             (length,) = LENGTH.unpack_from(content)
             start = LENGTH.size + length
             header = json.loads(bytes(content[LENGTH.size : start]))
-            told = [Partition(*map(int, record["at"])) for record in header["pieces"]]
-            if not _size(told) == _size(pieces) == _size(common(told, pieces)):
-                raise ProtocolError("it gave other ranges than were asked for")
-            for at, record in zip(told, header["pieces"], strict=True):
+            received = [Partition(*map(int, record["at"])) for record in header["pieces"]]
+            if not _size(received) == _size(pieces) == _size(common(received, pieces)):
+                raise ProtocolError("the reply holds other ranges than were requested")
+            for at, record in zip(received, header["pieces"], strict=True):
                 start = self._take(content, start, at, record)
             if start != len(content):
-                raise ProtocolError(f"{len(content)} bytes of ranges, which have {start}")
+                raise ProtocolError(f"{len(content)} bytes of ranges instead of {start}")
             if header["progress"] > self.progress:
                 self.settings, self.progress = tuple(header["settings"]), header["progress"]
         except (ValueError, KeyError, TypeError, IndexError, struct.error, RuntimeError) as error:
-            raise ProtocolError(f"what it gave of its ranges does not fit: {error}") from error
+            raise ProtocolError(f"the ranges in the reply are malformed: {error}") from error
 
     def _take(self, content: memoryview, start: int, at: Partition, record: dict[str, Any]) -> int:
-        """Fill in one piece, from ``start`` of what came on; returns where it ends."""
+        """Fill in the piece whose columns begin at ``start`` of the content. Return where they end."""
         columns: dict[str, Tensor] = {}
         size = at.stop - at.start
         for name, dtype in record["columns"]:
             stop = start + size * DTYPES[dtype].itemsize
-            held = bytearray(stop - start)
-            copy(content[start:stop], memoryview(held))
-            columns[name] = typed(memoryview(held), DTYPES[dtype])
+            owned = bytearray(stop - start)
+            copy(content[start:stop], memoryview(owned))
+            columns[name] = typed(memoryview(owned), DTYPES[dtype])
             start = stop
         values, buffer = columns.pop(VALUES), columns.pop(BUFFER, None)
         for store in self.stores.values():
@@ -173,41 +178,41 @@ class Prepared:
                 bucket.version += 1
                 self._missing -= part.stop - part.start
                 if buffer is not None:
-                    bucket.wide()[place] = buffer[within]
+                    bucket.gradient_buffer()[place] = buffer[within]
                     self._waiting.append((bucket, place, record["count"]))
                 for inside, slab, state in _state(store, bucket, place):
                     for name, column in columns.items():
                         like = state.setdefault(name, torch.zeros(slab.shape, dtype=column.dtype))
                         like.view(-1)[inside] = column[within]
                     for name, (kind, number) in record["numbers"].items():
-                        # Those of all pieces are equal, but where a push came in part, as its worker died.
+                        # They are the same in all pieces, unless a worker died in the middle of a push.
                         state.setdefault(name, torch.tensor(number, dtype=DTYPES[kind]) if kind else number)
         return start
 
     def finish(self) -> None:
-        """All should be here: see that it is, and that a bucket has one count of the gradients that wait for it.
+        """Check that all pieces have arrived, and make the buffered gradient counts of each bucket equal.
 
-        A push that came in part, as its worker died, has left some pieces with one more than others: their sums are
-        scaled, so that the mean of each stays what it is.
+        If a worker died in the middle of a push, some pieces hold one gradient more than others. Their sums are scaled
+        so that the mean of each piece stays the same.
         """
         if self._missing and not self.problem:
-            self.problem = f"{self._missing} values have not come"
+            self.problem = f"{self._missing} values have not arrived"
         for bucket, _, count in self._waiting:
             bucket.count = max(bucket.count, count)
         for bucket, place, count in self._waiting:
             if count != bucket.count:
-                bucket.wide()[place].mul_(bucket.count / count)
+                bucket.gradient_buffer()[place].mul_(bucket.count / count)
         self._waiting.clear()
 
 
 class TableMigrator:
-    """Makes one peer's tables of other layouts.
+    """Builds one peer's tables for other layouts.
 
     Args:
-        rank: of the peer.
-        layouts: of the run.
-        layout: that it begins by.
-        store_of: makes a shard's tables of its partitions and its buckets.
+        rank: the peer's.
+        layouts: makes the run's layouts.
+        layout: the first.
+        store_of: makes a shard's tables from its partitions and buckets.
     """
 
     def __init__(
@@ -223,28 +228,28 @@ class TableMigrator:
         self._store_of = store_of
 
     def prepare(self, servers: Sequence[int]) -> tuple[Prepared, list[Partition]]:
-        """Tables to be filled, which are to lie here, and what of them lies here already."""
+        """Return empty tables for the shards that this peer will hold, and the pieces of them that it holds already."""
         layout = self._layouts.make(servers)
         here = [shard for shard, rank in enumerate(servers) if rank == self._rank]
         stores = {shard: self._store_of(layout.placed[shard], layout.cut[shard]) for shard in here}
         return Prepared(stores), common(self._layout.held_by(self._rank), layout.held_by(self._rank))
 
     @property
-    def most(self) -> int:
-        """Bytes that any part of these tables can have on its way: what another peer can make this one allocate."""
-        held = [one for partitions in self._layout.placed for one in partitions]
-        return HEADER + RECORD * (1 + 2 * len(held)) + LARGEST * _size(held)
+    def max_bytes(self) -> int:
+        """The largest size in bytes of any moved piece; it limits what another peer can make this one allocate."""
+        partitions = [one for placed in self._layout.placed for one in placed]
+        return HEADER + RECORD * (1 + 2 * len(partitions)) + LARGEST * _size(partitions)
 
-    def go_over(self, client: Client, servers: Sequence[int], epoch: int) -> None:
-        """Have the worker's side follow."""
+    def switch_layout(self, client: Client, servers: Sequence[int], epoch: int) -> None:
+        """Switch the worker's tables to the layout of ``servers``."""
         self._layout = self._layouts.make(servers)
         client.place(self._layout.placed, self._layout.cut, epoch)
 
 
 class RangesSink(Whole):
-    """Takes in what moves here."""
+    """Receives pieces that move to this peer."""
 
-    misfit = "it answered by ranges that were not asked for"
+    misfit = "the reply holds no ranges"
 
     def size(self, reply: CarryingReply) -> int | None:
         return reply.parts[0][1] if isinstance(reply, TablesReply) and len(reply.parts) == 1 else None

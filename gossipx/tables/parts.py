@@ -1,12 +1,12 @@
-"""The two sides of a table and its five storages, each replaceable alone.
+"""The two sides of a table and its five storages, each of which you can replace alone.
 
 Modularized Parameter Server, section 4.1 and Figure 4.1: a gradient goes from the gradient storage to a transmit
-buffer, over the network to a server storage, and the table's values come back to an apply buffer and from there into
-the worker storage. Where a table lies on several servers each partition has a transmit buffer, a server storage, an
-apply buffer and a server's table of its own.
+buffer, and over the network to a server storage. The table's values return to an apply buffer, and from there to the
+worker storage. If a table is spread over several servers, each partition has its own transmit buffer, server storage,
+apply buffer and server table.
 
-To replace one, inherit from it and override what differs; whoever encodes in another way overrides ``decode`` on the
-other side, too. A partition may be of no elements, and all peers of a run need the same parts.
+To replace a part, inherit from it and override what differs. If you override ``encode`` on one side, override
+``decode`` on the other. A partition may be empty, and all peers of a run need the same parts.
 """
 
 from __future__ import annotations
@@ -24,51 +24,53 @@ from gossipx.model.buffers import typed
 from gossipx.server.placement import Partition
 
 Encoded = bytes | bytearray | memoryview
-"""What goes over the network, of one partition."""
+"""One partition as it is sent over the network."""
 
 
 class Replaceable:
-    """What all parts have in common: a checkpoint holds what they keep beyond an iteration, a residual say."""
+    """The base of all parts. A checkpoint holds the state that they keep between iterations, such as a residual."""
 
     def state_dict(self) -> object:
-        """Tensors, numbers, text, and lists, tuples and dicts of them; None: nothing."""
+        """Return the state as tensors, numbers, text, and lists, tuples and dicts of them; None: no state."""
         return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from what :meth:`state_dict` gave; not called with None."""
+        """Restore what :meth:`state_dict` returned; not called with None."""
 
 
 class TransmitBuffer(Replaceable):
-    """On a worker: the gradient of one partition until it is sent.
+    """A worker's buffer for the gradient of one partition until it is sent.
 
     Args:
-        data: its values, flat; zeros at first.
+        data: its values, flat; initially zeros.
     """
 
     def __init__(self, data: Tensor):
         self.data = data
 
     def add(self, gradient: Tensor) -> None:
-        """Take the gradient of an iteration, flat, in place of the last one's."""
+        """Replace the buffer with an iteration's gradient, flat."""
         self.data.copy_(gradient)
 
     def encode(self) -> Encoded:
-        """What is sent; good until the next :meth:`add`. Called once an iteration, however often it has to be sent."""
+        """Return the bytes to send, valid until the next :meth:`add`. Called once per iteration, even if sent
+        repeatedly.
+        """
         return raw(self.data)
 
 
 class GradientStorage(Replaceable):
-    """On a worker: takes a table's gradients from autograd and hands them to its transmit buffers.
+    """A worker's storage that receives a table's gradients from autograd and splits them among its transmit buffers.
 
     Args:
-        buffers: of the table's partitions, in order.
+        buffers: the transmit buffers of the table's partitions, in order.
     """
 
     def __init__(self, buffers: Sequence[TransmitBuffer]):
         self.buffers = buffers
 
     def put(self, gradient: Tensor) -> None:
-        """Take the gradient of an iteration, in the table's shape, on the table's device."""
+        """Store an iteration's gradient, in the table's shape and on its device."""
         start = 0
         flat = gradient.detach().reshape(-1)
         for buffer in self.buffers:
@@ -78,31 +80,32 @@ class GradientStorage(Replaceable):
 
 
 class ServerStorage(Replaceable):
-    """On a server: the values of one partition, and how gradients and values are written on the wire.
+    """A server's values of one partition, and their encoding on the wire.
 
     Args:
-        data: its values, flat, as workers are given them; the optimizer changes them in place. Of a table in 16 bits
-            they are rounded from those that it changes, before :meth:`encode` is called.
+        data: the values that workers receive, flat. The optimizer changes them in place. If the table is in 16 bits,
+            the optimizer works on a float32 copy instead, which is rounded into ``data`` before :meth:`encode` is
+            called.
     """
 
     def __init__(self, data: Tensor):
         self.data = data
 
     def decode(self, encoded: memoryview) -> Tensor:
-        """The gradient that a worker has sent, flat; it may lie in ``encoded``.
+        """Return the gradient that a worker sent, flat; it may share memory with ``encoded``.
 
         Raises:
-            ProtocolError: it is none of this partition.
+            ProtocolError: it does not fit this partition.
         """
-        return whole(encoded, self.data)
+        return values_of(encoded, self.data)
 
     def encode(self) -> Encoded:
-        """What workers are given of the values as they are now; not changed afterwards."""
+        """Return the current values as they are sent; the result must not change afterwards."""
         return bytes(raw(self.data))
 
 
 class ApplyBuffer(Replaceable):
-    """On a worker: what a server has sent of one partition, until it is applied.
+    """A worker's buffer for the values that a server sent of one partition, until they are applied.
 
     Args:
         data: its values, flat.
@@ -112,12 +115,12 @@ class ApplyBuffer(Replaceable):
         self.data = data
 
     def decode(self, encoded: memoryview) -> None:
-        """Take in what a server has sent; errors as those of :meth:`ServerStorage.decode`."""
-        self.data.copy_(whole(encoded, self.data))
+        """Store the values that a server sent; raises as :meth:`ServerStorage.decode`."""
+        self.data.copy_(values_of(encoded, self.data))
 
 
 class WorkerStorage(Replaceable):
-    """On a worker: a table as the model computes with it.
+    """A worker's storage of a table as the model uses it.
 
     Args:
         parameter: in its own shape, on its own device.
@@ -128,7 +131,7 @@ class WorkerStorage(Replaceable):
 
     @torch.no_grad()
     def apply(self, buffers: Sequence[ApplyBuffer]) -> None:
-        """Take in what has come, from the buffers of its partitions in order."""
+        """Copy received values into the parameter, from the buffers of its partitions in order."""
         if not self.parameter.is_contiguous():
             self.parameter.copy_(torch.cat([buffer.data for buffer in buffers]).view(self.parameter.shape))
             return
@@ -140,35 +143,39 @@ class WorkerStorage(Replaceable):
 
 
 class ClientTable(Replaceable):
-    """On a worker: one table, with its memory and its buffers.
+    """A worker's side of one table: its storages and buffers.
 
     Args:
-        parameter: in its own shape, on its own device; its memory does not move.
+        parameter: in its own shape, on its own device; its memory must not move.
         storages: the classes to make them with.
+
+    Attributes:
+        senders: the transmit buffers of its partitions, in order.
+        takers: the apply buffers of its partitions, in order.
     """
 
     def __init__(self, parameter: Tensor, storages: Storages):
         self.parameter = parameter
-        self.senders: list[TransmitBuffer] = []  # of its partitions, in order
+        self.senders: list[TransmitBuffer] = []
         self.takers: list[ApplyBuffer] = []
         self.gradient: GradientStorage = storages.gradient(self.senders)
         self.worker: WorkerStorage = storages.worker(parameter)
 
     def update(self, gradient: Tensor) -> None:
-        """Take the gradient of an iteration, in the table's shape, on its device; zeros where the loop made none."""
+        """Store an iteration's gradient, in the table's shape and on its device; zeros if there was none."""
         self.gradient.put(gradient)
 
     def apply(self) -> None:
-        """What servers have sent is here, and the table is about to be used."""
+        """Apply received values; called when all have arrived and the table is about to be used."""
         self.worker.apply(self.takers)
 
 
 class ServerTable(Replaceable):
-    """On a server: one partition of a table.
+    """A server's side of one partition of a table.
 
     Args:
         partition: which elements of which table.
-        data: its values, flat, as workers are given them.
+        data: the values that workers receive, flat.
         storages: the classes to make its storage with.
     """
 
@@ -177,17 +184,17 @@ class ServerTable(Replaceable):
         self.storage: ServerStorage = storages.server(data)
 
     def update(self, encoded: memoryview) -> Tensor:
-        """The gradient that a worker has sent, flat; errors as those of :meth:`ServerStorage.decode`."""
+        """Return the gradient that a worker sent, flat; raises as :meth:`ServerStorage.decode`."""
         return self.storage.decode(encoded)
 
     def get(self) -> Encoded:
-        """What workers are given; see :meth:`ServerStorage.encode`."""
+        """Return the values as they are sent; see :meth:`ServerStorage.encode`."""
         return self.storage.encode()
 
 
 @dataclass(frozen=True)
 class Storages:
-    """The classes that tables are made with."""
+    """The classes that tables are built from."""
 
     client_table: type[ClientTable] = field(default=ClientTable)
     server_table: type[ServerTable] = field(default=ServerTable)
@@ -199,42 +206,42 @@ class Storages:
 
     @property
     def raw_pushes(self) -> bool:
-        """Whether gradients are sent as they lie in memory."""
+        """Whether gradients are sent in their memory layout."""
         sends = self.transmit.encode is TransmitBuffer.encode
         takes = self.server.decode is ServerStorage.decode and self.server_table.update is ServerTable.update
         return sends and takes
 
     @property
     def raw_pulls(self) -> bool:
-        """Whether values are."""
+        """Whether values are sent in their memory layout."""
         gives = self.server.encode is ServerStorage.encode and self.server_table.get is ServerTable.get
         return gives and self.apply.decode is ApplyBuffer.decode
 
     def describe(self) -> str:
-        """Those that are not gossipx's own, for people and to compare; empty if all are."""
+        """Return the custom classes in one line, for messages and comparison; empty if all are built in."""
         own = [(one.name, getattr(self, one.name)) for one in fields(self)]
         return ", ".join(f"{name} {kind.__qualname__}" for name, kind in own if kind.__module__ != __name__)
 
 
 def states_of(parts: Sequence[Replaceable]) -> list[object]:
-    """What each keeps, in order."""
+    """Return the state of each part, in order."""
     return [part.state_dict() for part in parts]
 
 
 def load_states(parts: Sequence[Replaceable], states: Sequence[object]) -> None:
-    """Have each go on from what it kept; ValueError if these are other parts."""
+    """Restore the state of each part; ValueError if the number of parts differs."""
     for part, state in zip(parts, states, strict=True):
         if state is not None:
             part.load_state_dict(state)
 
 
 def raw(values: Tensor) -> memoryview:
-    """The bytes of a flat tensor in host memory, writable."""
+    """Return the bytes of a flat tensor in host memory, writable."""
     return memoryview(values.view(torch.uint8).numpy().data) if values.numel() else memoryview(bytearray())
 
 
-def whole(encoded: memoryview, like: Tensor) -> Tensor:
-    """``encoded`` as a flat tensor of as many values of the same dtype as ``like``; ProtocolError if it is not that."""
+def values_of(encoded: memoryview, like: Tensor) -> Tensor:
+    """Return ``encoded`` as a flat, writable tensor like ``like``; ProtocolError if its size differs."""
     if encoded.nbytes != like.numel() * like.element_size():
         raise ProtocolError(f"{encoded.nbytes} bytes for a partition of {like.numel() * like.element_size()}")
     if encoded.readonly:

@@ -1,6 +1,7 @@
-"""The server's side of the tables of one shard: values, the optimizer, the gradient buffer.
+"""The tensors of one shard on its server: values, optimizer and gradient buffer.
 
-For one thread at a time: what a role decides is carried out here in the order of its decisions.
+The role decides when gradients are applied; this module carries it out. Only :meth:`ShardStore.release` is thread-safe;
+everything else is called by one thread at a time, in the order of the decisions.
 """
 
 from __future__ import annotations
@@ -40,59 +41,69 @@ ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.ASGD,
 )
-"""Optimizers that treat every value by itself, so that parts of tensors, or several, may be given to them as one."""
+"""Optimizers that treat every element independently, so parts of a tensor, or several tensors, can be passed as one."""
 
 
 class EncodedBucket:
-    """A bucket as it was at one version, shared by all who are given it.
+    """One version of a bucket as it is sent; reference-counted, since several replies share it.
 
     Attributes:
-        version: of the bucket.
-        parts, source: as it is sent.
-        memory: that it lies in, used again after its last holder's release; None: it lies elsewhere.
-        base: checksum of the values that it changes; FULL: it has the values as they are.
-        holders: those who send it, and the bucket as long as it is the last version.
+        version: the bucket's version.
+        parts: the sizes of its partitions.
+        source: its bytes.
+        memory: the buffer to reuse after the last release; None: ``source`` owns its memory.
+        base: the checksum of the values that it is a change of; FULL: it holds full values.
+        references: the reference count; the bucket itself holds a reference to its latest version.
     """
 
     def __init__(self, version: int, parts: Parts, source: Source, memory: Memory | None, base: int = FULL):
         self.version, self.parts, self.source, self.memory, self.base = version, parts, source, memory, base
-        self.holders = 1
+        self.references = 1
 
 
 class BucketTables:
-    """The tables of one bucket, flat one after the other.
+    """The tables of one bucket, flat, one after the other.
 
-    What is trained in 16 bits is kept in float32, and rounded to be given: steps that are smaller than what rounding
-    leaves out would be lost one by one.
+    Values trained in 16 bits are kept in float32 and rounded when they are sent. Otherwise steps smaller than the
+    rounding error would be lost.
+
+    Attributes:
+        served: the values as workers receive them.
+        values: the values that the optimizer changes: ``served`` itself, or a float32 copy.
+        slabs: the tensors that the optimizer works on, each with its range of the values.
+        buffer: the sum of the buffered gradients; None: never used.
+        count: the number of buffered gradients.
+        latest: the last version that was encoded.
+        max_bytes: the largest size of a push, in bytes; 0 without a push codec.
     """
 
     def __init__(self, partitions: Sequence[Partition], dtype: torch.dtype, storages: Storages, coding: Coding):
         sizes = [partition.stop - partition.start for partition in partitions]
         self.partitions = partitions
         self.memory = Memory(sum(sizes) * dtype.itemsize)
-        self.told = typed(self.memory.view, dtype)  # as workers have them
-        self.values = self.told.float() if dtype in (torch.float16, torch.bfloat16) else self.told
+        self.served = typed(self.memory.view, dtype)
+        self.values = self.served.float() if dtype in (torch.float16, torch.bfloat16) else self.served
         ends = list(itertools.accumulate(sizes))
         self.ranges = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         self.tables = [
-            storages.server_table(partition, self.told[place], storages)
+            storages.server_table(partition, self.served[place], storages)
             for partition, place in zip(partitions, self.ranges, strict=True)
         ]
         self.sizes = [size * dtype.itemsize for size in sizes]
-        self.slabs: list[tuple[slice, Tensor]] = []  # what the optimizer works on
-        self.buffer: Tensor | None = None  # the sum of gradients that wait
-        self.count = 0  # how many
+        self.slabs: list[tuple[slice, Tensor]] = []
+        self.buffer: Tensor | None = None
+        self.count = 0
         self.version = 0
-        self.given: EncodedBucket | None = None  # of the last version that was asked for
+        self.latest: EncodedBucket | None = None
         self.tensors = coding.tensors(partitions, dtype)
-        self.most = 0 if coding.push is None else coding.push.longest(self.tensors)  # bytes of a push
+        self.max_bytes = 0 if coding.push is None else coding.push.longest(self.tensors)
         self.changes = None if coding.pull is None else Changes(coding.pull, self.tensors, coding.seed)
 
-    def wide(self) -> Tensor:
-        """The gradient buffer, made when it is first needed; where nothing waits what is in it means nothing.
+    def gradient_buffer(self) -> Tensor:
+        """Return the gradient buffer, allocated on first use; its content is undefined while ``count`` is 0.
 
-        It is twice as wide as values, so that the sum is the same in whichever order workers' gradients come: of 32
-        bits it is exact unless they differ by more than 2²⁸ times.
+        It is twice as wide as the values, so that the sum does not depend on the order in which gradients arrive: sums
+        of 32-bit values are exact unless the values differ by a factor above 2²⁸.
         """
         if self.buffer is None:
             dtype = torch.complex128 if self.values.is_complex() else torch.float64
@@ -100,29 +111,29 @@ class BucketTables:
         return self.buffer
 
     def round(self) -> None:
-        """Have what workers are given follow the values."""
-        if self.told is not self.values:
-            self.told.copy_(self.values)
+        """Round the optimizer's values into those that workers receive."""
+        if self.served is not self.values:
+            self.served.copy_(self.values)
 
 
 class ShardStore:
     """One shard's tables.
 
     Args:
-        partitions: of the shard.
-        buckets: of these.
-        parameters: the model's, by table; the values at the beginning are taken from them.
-        groups: for each table its parameter group in the worker's optimizer; -1: it is not trained.
-        optimizer: the worker's, of which the shard has one of its own, over its tables.
-        storages: the classes that tables are made with.
+        partitions: the shard's.
+        buckets: the shard's.
+        parameters: the parameter of each table; the initial values are copied from them.
+        groups: each table's parameter group in the worker's optimizer; -1: not trained.
+        optimizer: the worker's; the shard makes its own of the same class and hyperparameters.
+        storages: the classes that tables are built from.
         coding: the codecs of pushes and pulls.
 
     Attributes:
-        buckets: their tables.
-        optimizer: over these; None: none of them is trained.
+        buckets: the tables of each bucket.
+        optimizer: the shard's; None: no table is trained.
 
     Raises:
-        UsageError: an optimizer that cannot be made anew, or that looks at whole tensors where a tensor is cut.
+        UsageError: the optimizer cannot be constructed again, or needs whole tensors and a tensor is cut.
     """
 
     def __init__(
@@ -147,7 +158,7 @@ class ShardStore:
         self.optimizer = self._make_optimizer(parameters, groups, optimizer)
 
     def fill(self, parameters: Sequence[Tensor]) -> None:
-        """Begin with these values, by table."""
+        """Set the values from ``parameters``, one per table."""
         with torch.no_grad():
             for bucket in self.buckets:
                 for partition, place in zip(bucket.partitions, bucket.ranges, strict=True):
@@ -170,7 +181,7 @@ class ShardStore:
                     whole = parameters[partition.table]
                     if len(slab) != whole.numel():
                         raise UsageError(
-                            f"{type(like).__name__} looks at whole tensors, which this placement cuts: use heuristic"
+                            f"{type(like).__name__} needs whole tensors, which this placement cuts: use heuristic"
                         )
                     slab = slab.view(whole.shape)
                 if numbered[run[0]] >= 0 and slab.numel():
@@ -185,33 +196,34 @@ class ShardStore:
         try:
             return type(like)(made) if made else None  # type: ignore[call-arg]
         except (TypeError, ValueError) as error:
-            raise UsageError(f"{type(like).__name__} cannot be made anew for a server's tables: {error}") from error
+            raise UsageError(f"{type(like).__name__} cannot be constructed for a server's tables: {error}") from error
 
     # --- gradients --------------------------------------------------------------------------------
 
     def size(self, request: GradientRequest | RecordRequest) -> int:
-        """Bytes that a push brings.
+        """Return the number of bytes that a push brings.
 
         Raises:
-            ProtocolError: it is none of this shard.
+            ProtocolError: the push does not fit the shard.
         """
         if request.bucket >= len(self.buckets):
             raise ProtocolError(f"bucket {request.bucket} of a shard of {len(self.buckets)}")
         bucket = self.buckets[request.bucket]
         if self._coding.push is not None:
-            if [number for number, _ in request.parts] != [0] or request.parts[0][1] > bucket.most:
-                raise ProtocolError("a push that is no frame of its bucket")
+            if [number for number, _ in request.parts] != [0] or request.parts[0][1] > bucket.max_bytes:
+                raise ProtocolError("the push is not a valid frame of its bucket")
             return request.parts[0][1]
         if [number for number, _ in request.parts] != [*range(len(bucket.sizes))]:
-            raise ProtocolError("a push of tables that are not in its bucket")
+            raise ProtocolError("the push holds tables that are not in its bucket")
         check_sizes(request.parts, bucket.sizes, self._storages.raw_pushes)
         return sum(size for _, size in request.parts)
 
     def decode(self, request: GradientRequest | RecordRequest, content: memoryview) -> Tensor:
-        """The gradient of a bucket, flat, in the dtype of its values, from what came; it may lie in that.
+        """Decode a push into a bucket's gradient, flat, in the dtype of the values; it may share memory with
+        ``content``.
 
         Raises:
-            ProtocolError: a part that is none of its partition's.
+            ProtocolError: a part does not fit its partition.
         """
         bucket = self.buckets[request.bucket]
         if self._coding.push is not None:
@@ -219,7 +231,7 @@ class ShardStore:
             decode_into(content, decoded, tensors=bucket.tensors)
             return decoded
         if self._storages.raw_pushes:
-            return typed(content, bucket.told.dtype).to(bucket.values.dtype)
+            return typed(content, bucket.served.dtype).to(bucket.values.dtype)
         gradient, start = torch.empty_like(bucket.values), 0
         for table, place, (_, size) in zip(bucket.tables, bucket.ranges, request.parts, strict=True):
             gradient[place] = table.update(content[start : start + size])
@@ -227,7 +239,7 @@ class ShardStore:
         return gradient
 
     def apply(self, number: int, gradient: Tensor, scale: float, settings: Sequence[dict[str, float]]) -> None:
-        """One optimizer step on one bucket."""
+        """Do one optimizer step on one bucket."""
         bucket = self.buckets[number]
         if scale != 1.0:
             gradient = gradient * scale
@@ -237,13 +249,13 @@ class ShardStore:
         """Add a gradient to the gradient buffer."""
         bucket = self.buckets[number]
         if bucket.count:
-            kernels.accumulate(bucket.wide(), gradient)
+            kernels.accumulate(bucket.gradient_buffer(), gradient)
         else:
-            bucket.wide().copy_(gradient)
+            bucket.gradient_buffer().copy_(gradient)
         bucket.count += 1
 
     def apply_buffer(self, settings: Sequence[dict[str, float]]) -> None:
-        """One optimizer step on the mean of what the gradient buffer holds of each bucket; then it is empty."""
+        """Do one optimizer step with the mean of each bucket's gradient buffer, and empty the buffers."""
         steps = []
         for bucket in self.buckets:
             if bucket.count:
@@ -271,35 +283,38 @@ class ShardStore:
 
     @property
     def nbytes(self) -> int:
-        """Of all values, as workers have them."""
+        """The size in bytes of all values as workers receive them."""
         return sum(bucket.memory.view.nbytes for bucket in self.buckets)
 
     def room(self, request: GradientRequest | RecordRequest) -> int:
-        """Bytes to take a push in, which is of a :meth:`size`: as many for all of a bucket's, to be used again."""
+        """Return the size in bytes of a buffer for a push, the same for every push of a bucket so that buffers are
+        reused.
+        """
         bucket = self.buckets[request.bucket]
-        return bucket.most or self.size(request)
+        return bucket.max_bytes or self.size(request)
 
     def encode(self, number: int, worker: int = 0, base: int = FULL) -> EncodedBucket:
-        """A bucket as workers are given it, by now; not changed until :meth:`release`, and made once a version.
+        """Return the bucket's current version as it is sent: unchanged until :meth:`release`, encoded once per version.
 
         Args:
-            worker, base: where pulls have a codec, whom it is for, and the checksum of what that has.
+            worker: with a pull codec, the rank that receives it.
+            base: with a pull codec, the checksum of the values that the worker has.
         """
         bucket = self.buckets[number]
         if bucket.changes is not None:
             bucket.round()
-            change = bucket.changes.frame(worker, base, bucket.version, bucket.told)
+            change = bucket.changes.frame(worker, base, bucket.version, bucket.served)
             if change is not None:
                 size = change.source.view.nbytes
                 return EncodedBucket(bucket.version, ((0, size),), change.source, None, base)
-        given = bucket.given
-        if given is None or given.version != bucket.version:
-            if given is not None:
-                self.release(given)
-            given = bucket.given = self._encoded(bucket)
+        latest = bucket.latest
+        if latest is None or latest.version != bucket.version:
+            if latest is not None:
+                self.release(latest)
+            latest = bucket.latest = self._encoded(bucket)
         with self._lock:
-            given.holders += 1
-        return given
+            latest.references += 1
+        return latest
 
     def _encoded(self, bucket: BucketTables) -> EncodedBucket:
         bucket.round()
@@ -316,17 +331,17 @@ class ShardStore:
         parts = tuple(enumerate(bucket.sizes)) if bucket.changes is None else ((0, size),)
         return EncodedBucket(bucket.version, parts, source, memory)
 
-    def release(self, given: EncodedBucket) -> None:
-        """It is sent, or of no interest any more; from any thread."""
+    def release(self, encoded: EncodedBucket) -> None:
+        """Drop a reference to an encoded bucket. May be called from any thread."""
         with self._lock:
-            given.holders -= 1
-            if not given.holders and given.memory is not None:
-                self._free.setdefault(given.memory.view.nbytes, []).append(given.memory)
+            encoded.references -= 1
+            if not encoded.references and encoded.memory is not None:
+                self._free.setdefault(encoded.memory.view.nbytes, []).append(encoded.memory)
 
     # --- checkpoints ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Values, the optimizer's state and the gradient buffer; tensors are not copies."""
+        """Return the values, the optimizer's state and the gradient buffer; tensors are not copies."""
         return {
             "sizes": [bucket.sizes for bucket in self.buckets],
             "values": [bucket.values for bucket in self.buckets],
@@ -337,15 +352,15 @@ class ShardStore:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave.
+        """Restore what :meth:`state_dict` returned.
 
         Raises:
-            UsageError: it is of other buckets.
+            UsageError: the saved buckets differ.
         """
         sizes = [bucket.sizes for bucket in self.buckets]
         if state["sizes"] != sizes:
             raise UsageError(
-                "they are placed, or put together, in another way: leave --placement and --bucket as they were"
+                "the saved tables are placed or bucketed differently: keep --placement and --bucket as they were"
             )
         if self.optimizer is not None:
             self.optimizer.load_state_dict(state["optimizer"])

@@ -1,4 +1,7 @@
-"""All of one peer's tables: those that it computes with, and the shards that it holds for others."""
+"""All tables of one peer: its worker's, and those of the shards that it hosts.
+
+The drivers carry out the role's decisions about tables through this class.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,13 @@ from gossipx.tables.shard import EncodedBucket, ShardStore
 
 
 class Gradient:
-    """A bucket's gradient as it came; a :class:`gossipx.wire.UploadSink` while it comes.
+    """A received gradient of one bucket, reference-counted; a :class:`gossipx.wire.UploadSink` while it is being
+    received.
 
     Attributes:
-        request: that brought it.
+        request: the push, or the record of one, that brought it.
         view: its bytes.
-        sender: the rank that pushed it; None: it is of a record.
+        sender: the rank that pushed it; None: it came with a record.
     """
 
     sender: int | None = None
@@ -50,36 +54,36 @@ class Gradient:
         self.nbytes = view.nbytes
         self._descriptor = descriptor
         self._leave = leave
-        self._holders = 1
+        self._references = 1
         self._lock = threading.Lock()
 
     @property
     def source(self) -> Source:
-        """Its bytes, to be sent on."""
+        """Its bytes, to be forwarded."""
         return Source(self.view, self._descriptor)
 
     def hold(self) -> Gradient:
-        """Itself, to be released once more."""
+        """Acquire another reference, to be released as well. Return self."""
         with self._lock:
-            self._holders += 1
+            self._references += 1
         return self
 
     def room(self, start: int) -> memoryview:
-        """All that is left."""
+        """Return the buffer for the bytes from ``start`` on."""
         return self.view[start:]
 
     def filled(self, start: int) -> None:
-        """Nothing is to be done with it yet."""
+        """Do nothing yet: the gradient is decoded once it is complete."""
 
     def take(self, start: int, view: memoryview) -> None:
-        """Copy them."""
+        """Copy received bytes into the buffer."""
         self.view[start : start + len(view)] = view
 
     def release(self) -> None:
-        """Its memory may be used again."""
+        """Drop a reference. After the last one the memory is reused."""
         with self._lock:
-            self._holders -= 1
-            if self._holders:
+            self._references -= 1
+            if self._references:
                 return
         self._leave()
 
@@ -87,25 +91,25 @@ class Gradient:
 
 
 COPY = 32
-"""Times as many bytes as a shard has that a copy of it may have at most, and a megabyte: of 16 bits, in float32 with
-three values of an optimizer's for each, and a gradient buffer in float64."""
+"""The largest size of a shard's copy, as a multiple of the shard's size plus a megabyte. It covers 16-bit values kept
+in float32 with three optimizer values each, and a float64 gradient buffer.
+"""
 
 
 class CopySink(Whole):
-    """Takes in a copy of a shard's tables."""
+    """Receives a copy of a shard's tables."""
 
-    misfit = "it answered by what is no copy of the shard that was asked for"
+    misfit = "the reply is not a copy of the requested shard"
 
     def size(self, reply: CarryingReply) -> int | None:
         return reply.size if isinstance(reply, CopyReply) else None
 
 
 class DiscardSink:
-    """What is pushed by a layout that is over, or not known here yet; a :class:`gossipx.wire.UploadSink` that keeps
-    nothing.
+    """A sink for pushes of an old or unknown layout; a :class:`gossipx.wire.UploadSink` that keeps nothing.
 
     Args:
-        request: that brings it.
+        request: the push.
     """
 
     def __init__(self, request: GradientRequest | RecordRequest):
@@ -113,30 +117,35 @@ class DiscardSink:
         self._view = memoryview(bytearray(min(self.nbytes, PIECE)))
 
     def room(self, start: int) -> memoryview:
-        """Where the next of it may lie for a moment."""
+        """Return a scratch buffer for the bytes from ``start`` on."""
         return self._view[: self.nbytes - start]
 
     def filled(self, start: int) -> None:
-        """Nothing is to be done with it."""
+        """Do nothing."""
 
     def take(self, start: int, view: memoryview) -> None:
-        """It is not kept."""
+        """Discard received bytes."""
 
     def release(self) -> None:
-        """Nothing is to be given back."""
+        """Do nothing: there is no memory to free."""
 
 
 @dataclass
 class _Hosted:
-    """A shard that lies here."""
+    """A shard hosted here.
+
+    Attributes:
+        settings: the optimizer's hyperparameters, from the worker with the highest progress.
+        progress: that worker's.
+    """
 
     store: ShardStore
-    settings: Settings = ()  # of the optimizer, as the worker has them that is ahead
-    progress: int = -1  # ... of that worker
+    settings: Settings = ()
+    progress: int = -1
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
-    """The numbers in an optimizer's parameter groups, as they are now (a schedule's learning rate)."""
+    """Return the optimizer's current numeric hyperparameters, such as a schedule's learning rate."""
     return tuple(
         {
             name: float(value)
@@ -149,17 +158,17 @@ def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
 
 
 class TableStore:
-    """One peer's tables, and what is done with them.
+    """One peer's tables.
 
     Args:
-        client: its own side.
-        stores: by shard, those that lie here.
+        client: the worker's side.
+        stores: the hosted shards, by index.
         parameters: the model's, by table.
-        optimizer: the worker's, whose settings go with each push.
-        places: gradients of others that come in at a time; who brings more waits.
+        optimizer: the worker's, whose hyperparameters go with each push.
+        places: the number of gradients received at a time; further senders wait.
 
     Attributes:
-        migrator: makes tables of other layouts; set by the caller where servers may change.
+        migrator: makes tables of other layouts; set by the caller if servers may change.
     """
 
     def __init__(
@@ -173,33 +182,33 @@ class TableStore:
         self.client = client
         self.migrator: TableMigrator | None = None
         self._hosted = {index: _Hosted(store) for index, store in stores.items()}
-        self._epoch = 0  # of the layout that these are of
-        self._coming: tuple[int, Prepared] | None = None  # those of another, being filled, and its epoch
+        self._epoch = 0  # of the hosted shards' layout
+        self._next: tuple[int, Prepared] | None = None  # the next epoch and its tables
         self._parameters = parameters
         client.settings_now = functools.partial(settings_of, optimizer)
         self._places = threading.BoundedSemaphore(places)
-        # Of records, which wait for nobody: did they share places with pushes, two servers that follow each other's
-        # shards could wait for each other.
+        # Records have their own, since applying them never waits. If they shared places with pushes, two servers that
+        # replicate each other's shards could deadlock.
         self._places_of_records = threading.BoundedSemaphore(places)
         self._lock = threading.Lock()
         self._free: dict[int, list[Memory]] = {}
 
-    # --- of the shards ----------------------------------------------------------------------------
+    # --- hosted shards -----------------------------------------------------------------------------
 
     def room_for(self, request: GradientRequest | RecordRequest) -> Gradient | DiscardSink | None:
-        """Where a push, or a record of one, is taken in.
+        """Return the sink for a push or for a record of one.
 
         Returns:
-            None: there was no place for as long as its sender waits.
+            None: no place became free for as long as its sender waits.
 
         Raises:
-            ProtocolError: it is of no shard that lies here, or does not fit it.
+            ProtocolError: its shard is not hosted here, or it does not fit the shard.
         """
         stores = self._stores(request.epoch if isinstance(request, GradientRequest) else self._epoch)
         if stores is None:
             return DiscardSink(request)
         if request.shard not in stores:
-            raise ProtocolError(f"a push for shard {request.shard}, which is not here")
+            raise ProtocolError(f"a push for shard {request.shard}, which this peer does not hold")
         store = stores[request.shard]
         size = store.size(request) if request.bucket >= 0 else 0
         room = store.room(request) if size else 0
@@ -215,27 +224,27 @@ class TableStore:
                 self._free[room].append(memory)
             places.release()
 
-        # Another process that maps the file would see all of it.
+        # Another process could map the whole buffer, so it is shared only if the push fills it.
         descriptor = memory.descriptor if room == size else None
         return Gradient(request, memory.view[:size], descriptor, leave)
 
     def _stores(self, epoch: int) -> Mapping[int, ShardStore] | None:
-        """The shards that lie here by a layout; None: neither it is in force here, nor prepared."""
-        coming = self._coming
+        """Return the shards of a layout; None if it is neither in force here nor prepared."""
+        coming = self._next
         if coming is not None and coming[0] == epoch:
             return coming[1].stores
         return {index: one.store for index, one in self._hosted.items()} if epoch == self._epoch else None
 
     def fill(self, shard: int) -> None:
-        """A shard begins with the values of our own model."""
+        """Set a shard's values from this peer's own model."""
         self._hosted[shard].store.fill(self._parameters)
 
     def apply(self, gradient: Gradient, scale: float) -> int | None:
-        """One optimizer step with it.
+        """Do one optimizer step with a gradient.
 
         Returns:
-            The rank of the worker whose gradient is left out, as it holds NaN or Inf; None: it was taken in, or is of a
-            record.
+            The rank of the worker whose gradient was skipped because it contains NaN or Inf; None: it was applied, or
+            came with a record.
 
         Raises:
             ProtocolError: as :meth:`ShardStore.decode`.
@@ -245,11 +254,13 @@ class TableStore:
         )
 
     def buffer(self, gradient: Gradient) -> int | None:
-        """Add it to the gradient buffer; returns and raises as :meth:`apply`."""
+        """Add a gradient to the gradient buffer; returns and raises as :meth:`apply`."""
         return self._take_in(gradient, lambda hosted, number, decoded: hosted.store.add(number, decoded))
 
     def _take_in(self, gradient: Gradient, do: Callable[[_Hosted, int, Tensor], None]) -> int | None:
-        """Decode a gradient and ``do`` with it what is wanted, unless it holds NaN or Inf: all models would have it."""
+        """Decode a gradient and call ``do`` with it; skip it if it contains NaN or Inf, which would spread to all
+        models.
+        """
         with contextlib.closing(gradient):
             request = gradient.request
             hosted = self._hosted[request.shard]
@@ -262,40 +273,40 @@ class TableStore:
         return None
 
     def apply_buffer(self, shard: int) -> None:
-        """One optimizer step with the mean of the gradient buffer."""
+        """Do one optimizer step with the mean of the gradient buffer."""
         hosted = self._hosted[shard]
         hosted.store.apply_buffer(hosted.settings)
 
     def encode(self, asked: RequestedBucket) -> EncodedBucket:
-        """A bucket as the worker who has asked for it is given it; to be given back by :meth:`release`."""
+        """Return a bucket as the requesting worker receives it; to be returned by :meth:`release`."""
         return self._hosted[asked.shard].store.encode(asked.bucket, asked.worker, asked.base)
 
     def release(self, shard: int, given: EncodedBucket) -> None:
-        """It is sent, or of no interest any more; from any thread."""
-        if shard in self._hosted:  # else it has moved, and what was lent goes with its last holder
+        """Drop a reference to an encoded bucket. May be called from any thread."""
+        if shard in self._hosted:  # else it has moved, and the garbage collector frees the bucket
             self._hosted[shard].store.release(given)
 
     def state_dict(self, shard: int) -> dict[str, Any]:
-        """All of a shard's tables; tensors are not copies."""
+        """Return all of a shard's tables; tensors are not copies."""
         hosted = self._hosted[shard]
         return {"store": hosted.store.state_dict(), "settings": list(hosted.settings), "progress": hosted.progress}
 
     def load_state_dict(self, shard: int, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave; UsageError if it is of other tables."""
+        """Restore what :meth:`state_dict` returned; UsageError if it is of other tables."""
         hosted = self._hosted[shard]
         hosted.store.load_state_dict(state["store"])
         hosted.settings, hosted.progress = tuple(state["settings"]), state["progress"]
 
     def copy(self, shard: int) -> Source:
-        """All of a shard's tables as bytes; what is done to them afterwards does not change these."""
+        """Return a snapshot of a shard's tables as bytes."""
         return Source(memoryview(to_bytes(self.state_dict(shard))))
 
     def room_for_copy(self, shard: int) -> CopySink:
-        """Where a copy of a shard is taken in."""
+        """Return a sink for a copy of a shard."""
         return CopySink(COPY * self._hosted[shard].store.nbytes + 2**20)
 
     def take_copy(self, shard: int, copy: CopySink) -> None:
-        """The shard's tables are those of ``copy``.
+        """Replace the shard's tables with a received copy.
 
         Raises:
             ProtocolError: it is of other tables.
@@ -303,12 +314,12 @@ class TableStore:
         try:
             self.load_state_dict(shard, from_bytes(copy.content))
         except (UsageError, ValueError, KeyError) as error:
-            raise ProtocolError(f"a copy of shard {shard} cannot be taken: {error}") from error
+            raise ProtocolError(f"the copy of shard {shard} is unusable: {error}") from error
 
-    # --- when servers come or go --------------------------------------------------------------------
+    # --- when the servers change --------------------------------------------------------------------
 
     def prepare(self, epoch: int, servers: Sequence[int]) -> None:
-        """Make the tables that are to lie here, and fill in what lies here already."""
+        """Make the tables of the next layout that this peer will hold, and fill in the pieces that it holds already."""
         assert self.migrator is not None
         coming = Prepared({})
         try:
@@ -317,49 +328,49 @@ class TableStore:
                 coming.take(memoryview(pack(one.store, stays, one.settings, one.progress)), stays)
         except GossipxError as error:
             coming.problem = str(error)
-        self._coming = epoch, coming
+        self._next = epoch, coming
 
     def pack(self, pieces: Pieces) -> Source:
-        """What another peer is given of tables that move to it; UsageError if they cannot."""
+        """Return pieces that move to another peer, as bytes; UsageError if they cannot be moved."""
         (one,) = self._hosted.values()
         wanted = [Partition(*piece) for piece in pieces]
         return Source(memoryview(pack(one.store, wanted, one.settings, one.progress)))
 
     def ranges(self) -> RangesSink:
-        """Takes in what another peer gives."""
+        """Return a sink for pieces from another peer."""
         assert self.migrator is not None
-        return RangesSink(self.migrator.most)
+        return RangesSink(self.migrator.max_bytes)
 
     def take(self, ranges: RangesSink, pieces: Pieces) -> None:
-        """Fill in what another peer has given."""
-        assert self._coming is not None
+        """Fill in pieces from another peer."""
+        assert self._next is not None
         try:
-            self._coming[1].take(ranges.content, [Partition(*piece) for piece in pieces])
+            self._next[1].take(ranges.content, [Partition(*piece) for piece in pieces])
         except GossipxError as error:
-            self._coming[1].problem = str(error)
+            self._next[1].problem = str(error)
 
     def prepared(self) -> str:
-        """All that was to come has come: why it cannot be served, or nothing."""
-        assert self._coming is not None
-        self._coming[1].finish()
-        return self._coming[1].problem
+        """Check the prepared tables after the last piece. Return why they cannot be served, or an empty string."""
+        assert self._next is not None
+        self._next[1].finish()
+        return self._next[1].problem
 
     def go_over(self, epoch: int, servers: Sequence[int]) -> None:
-        """Have the worker's side go over to a layout, at once."""
+        """Switch the worker's side to a layout at once."""
         assert self.migrator is not None
-        self.migrator.go_over(self.client, servers, epoch)
+        self.migrator.switch_layout(self.client, servers, epoch)
 
     def place(self, epoch: int, servers: Sequence[int]) -> None:
-        """Go over to the tables that were prepared for a layout, after all that was to be done with those of before.
+        """Switch to the tables that were prepared for a layout, once all operations on the old ones are done.
 
-        Where none were prepared, what is to lie here is still to be brought back.
+        If none were prepared, the new tables are empty, and are restored from disk afterwards.
         """
         assert self.migrator is not None
-        coming = self.migrator.prepare(servers)[0] if self._coming is None else self._coming[1]
+        coming = self.migrator.prepare(servers)[0] if self._next is None else self._next[1]
         settings, progress = coming.settings, coming.progress
         self._hosted = {index: _Hosted(store, settings, progress) for index, store in coming.stores.items()}
-        self._epoch, self._coming = epoch, None
+        self._epoch, self._next = epoch, None
 
     def drop(self) -> None:
-        """They are not needed: everything stays as it is."""
-        self._coming = None
+        """Discard the prepared tables; the old layout stays in force."""
+        self._next = None

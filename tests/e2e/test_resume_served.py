@@ -23,11 +23,11 @@ BRIEF = ("--eval-interval", "0", "--log-interval", "1", "--checkpoint-every", "2
 
 
 def killed_after(here: Folder, process: Process, iteration: int, shards: int = 1) -> None:
-    """Kill all of a run at once, when each shard and the last peer, a worker, have a checkpoint of ``iteration``."""
+    """Kill the whole run at once, when each shard and the last peer, a worker, have a checkpoint of ``iteration``."""
     owners = [*(f"shard-{shard:02d}" for shard in range(shards)), f"peer-{len(here.names) - 1:02d}"]
     kept = [here.path / "cut" / owner / "checkpoints" for owner in owners]
     by = time.monotonic() + LONG
-    ended = threading.Event()  # never set: bounds each look
+    ended = threading.Event()  # never set: limits each poll
     while not all(any(found >= iteration for found in Store(path).whole()) for path in kept):
         assert time.monotonic() < by and is_running(process.pid), process.end().shown
         ended.wait(0.01)
@@ -42,10 +42,10 @@ def killed_after(here: Folder, process: Process, iteration: int, shards: int = 1
     [(), pytest.param(("--servers-only",), marks=pytest.mark.slow), ("--push-codec", "3lc:1.75")],
     ids=str,
 )
-def test_bsp_goes_on_bit_for_bit(tmp_path: Path, options: tuple[str, ...]) -> None:  # [29] [39]
-    """Workers and shards go on from one iteration, and from there on every sum is the same.
+def test_bsp_resumes_bit_for_bit(tmp_path: Path, options: tuple[str, ...]) -> None:  # [29] [39]
+    """Workers and shards resume from one iteration, and from there on every sum is the same.
 
-    So is the error that a worker keeps of what a codec has left out.
+    So is a worker's error feedback.
     """
     servers = ("--servers", "0,1", "--nesterov", *options)
     with folder(tmp_path, 3) as here:
@@ -75,8 +75,8 @@ tell(peer, values=[float(one) for parameter in model.parameters() for one in par
 """
 
 
-def test_a_run_goes_on_with_the_servers_of_then(tmp_path: Path) -> None:
-    """They were changed while it went on: three shards go on where three lay, bit for bit."""
+def test_a_run_resumes_with_its_last_servers(tmp_path: Path) -> None:
+    """The servers were changed during the run: its three shards resume as three shards, bit for bit."""
     with folder(tmp_path, 3) as here:
         script = here.script(CHANGES)
         process = here.start_run(*BRIEF, "--servers", "0", "--placement", "sliced", script, tmp_path, name="cut")
@@ -100,7 +100,7 @@ from gossipx.parts import Parts, Storages
 
 
 def kept():
-    # Whether all peers and all shards have checkpoints to go on from.
+    # Whether all peers and all shards have checkpoints to resume from.
     folders = [FOLDER / "cut" / f"{what}-{rank:02d}" / "checkpoints" for what in ("peer", "shard") for rank in (0, 1)]
     return all(len(list(folder.glob("*/manifest.json"))) == 2 for folder in folders)
 
@@ -126,8 +126,8 @@ tell(peer, began=began)
 """
 
 
-def test_what_a_transmit_buffer_has_not_sent_yet_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    """Code 4.2 sends a hundredth of each gradient: after 60 iterations most of them wait in the buffers."""
+def test_a_transmit_buffers_residual_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """Code 4.2 sends a hundredth of each gradient: after 60 iterations most of the rest is still in the buffers."""
     servers = ("--servers", "0,1")
     with folder(tmp_path, 2) as here:
         script = here.script(KEEPS_BACK)
@@ -160,8 +160,8 @@ def test_a_damaged_shard_is_named_and_the_iteration_before_is_used(tmp_path: Pat
     assert max(differences(whole.model(0), cut.model(0)).values()) == 0
 
 
-def test_bsp_goes_on_bit_for_bit_from_checkpoints_by_the_clock_on_the_wall(tmp_path: Path) -> None:
-    """One shard says when, two ticks ahead: all shards and workers take theirs at one iteration."""
+def test_bsp_resumes_bit_for_bit_from_checkpoints_by_seconds(tmp_path: Path) -> None:
+    """One shard announces the checkpoint two ticks ahead: all shards and workers take theirs at one iteration."""
     options = ("--eval-interval", "0", "--log-interval", "1", "--peer-timeout", "10", "--servers", "0,1")
     with folder(tmp_path, 3) as here:
         process = here.start_run(*options, "--checkpoint-every", "0.3s", "--iterations", "100000", name="cut")
@@ -185,7 +185,7 @@ def test_bsp_goes_on_bit_for_bit_from_checkpoints_by_the_clock_on_the_wall(tmp_p
     ],
 )
 def test_sigterm_keeps_shards_without_checkpoint_every(tmp_path: Path, servers: tuple[str, ...]) -> None:
-    """Its tables and momenta go on, wherever each worker was by then."""
+    """Its tables and momenta are restored, wherever each worker was."""
     options = ("--eval-interval", "0", "--log-interval", "1", "--peer-timeout", "10", "--servers", *servers)
     with folder(tmp_path, 3) as here:
         process = here.start_run(*options, "--iterations", "100000", name="cut")
@@ -201,7 +201,7 @@ def test_sigterm_keeps_shards_without_checkpoint_every(tmp_path: Path, servers: 
         assert Run(here.path / "cut", again).summary["iterations"] == int(until)
 
 
-def test_an_asynchronous_run_goes_on(tmp_path: Path) -> None:
+def test_an_asynchronous_run_resumes(tmp_path: Path) -> None:
     with folder(tmp_path, 3) as here:
         options = ("--servers", "0,2", "--sync", "asp", "--sync-plan", "30=ssp:staleness=2", "--iterations", "150")
         process = here.start_run(*BRIEF, *options, name="cut")
@@ -213,7 +213,7 @@ def test_an_asynchronous_run_goes_on(tmp_path: Path) -> None:
     assert all(accuracy > 0.6 for accuracy in cut.summary["test_accuracy"])
 
 
-def test_nothing_to_go_on_from(tmp_path: Path) -> None:
+def test_nothing_to_resume_from(tmp_path: Path) -> None:
     with folder(tmp_path, 2) as here:
         here.run("--servers", "0", "--iterations", "5", "--eval-interval", "0", name="cut")
         again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
@@ -221,13 +221,13 @@ def test_nothing_to_go_on_from(tmp_path: Path) -> None:
 
 
 def hub_of(store: Store) -> dict[str, Any]:
-    """The hub's state in the newest checkpoint; empty: there is none."""
+    """Return the hub's state in the newest checkpoint; empty if it has no state."""
     found = store.load()
     return {} if found is None else unpack(found.parts["hub"])
 
 
 @pytest.mark.parametrize("only", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_hub_goes_on_with_its_centre(tmp_path: Path, only: bool) -> None:  # [38]
+def test_a_hub_resumes_with_its_centre(tmp_path: Path, only: bool) -> None:  # [38]
     with folder(tmp_path, 3) as here:
         options = ("--hub", "0", "--policy", "tau:5", "--iterations", "400", *(["--hub-only"] if only else []))
         process = here.start_run(*BRIEF, *options, name="cut")
@@ -243,6 +243,6 @@ def test_a_hub_goes_on_with_its_centre(tmp_path: Path, only: bool) -> None:  # [
         assert again.code == 0, again.shown
         cut = Run(here.path / "cut", again)
     assert kept["exchanges"] >= 8 and kept["step"] >= 35
-    assert cut.summary["taken_in"][0] > kept["exchanges"] + 20, "it counts on"
+    assert cut.summary["taken_in"][0] > kept["exchanges"] + 20, "its count continues"
     assert max(differences(cut.model(0), cut.model(1)).values()) == 0
     assert cut.summary["test_accuracy"][1] > 0.7

@@ -1,4 +1,4 @@
-"""``gossipx run --servers`` in real processes. What follows from which push and pull is in the scenarios and papers.
+"""``gossipx run --servers`` in real processes. The scenarios and papers test the effects of single pushes and pulls.
 
 Numbers in brackets are rows of the project's fault list.
 """
@@ -19,7 +19,7 @@ BRIEF = ("--iterations", "120", "--eval-interval", "0", "--log-interval", "1")
 
 
 def test_codecs_both_ways_move_a_fortieth_of_the_bytes(tmp_path: Path) -> None:
-    """Journals and checkpoints have frames as they came; a squeezed one is no larger."""
+    """Journals and checkpoints contain frames as received; a squeezed one is no larger."""
     steps = ("--servers", "0", "--iterations", "200", "--eval-interval", "0", "--log-interval", "1")
     runs = {}
     with folder(tmp_path, 3) as here:
@@ -36,7 +36,7 @@ def test_codecs_both_ways_move_a_fortieth_of_the_bytes(tmp_path: Path) -> None:
     assert summaries["3lc"]["test_accuracy"][1] > summaries["none"]["test_accuracy"][1] - 0.1
 
 
-def test_a_wrong_codec_is_told(tmp_path: Path) -> None:
+def test_a_wrong_codec_is_refused(tmp_path: Path) -> None:
     with folder(tmp_path, 2) as here:
         ended = here.start_run("--servers", "0", "--push-codec", "3lc:3").end()
     assert "codec '3lc:3': sparsity is at least 1 and below 2, not 3.0" in one_line(ended, 2)
@@ -88,14 +88,14 @@ def test_the_sync_model_is_set_from_the_command_line(tmp_path: Path) -> None:
         process.line(rf"{here.names[0]} train \d+/")
         told = here.start("-m", "gossipx", "server", "set-sync", here.path / "x", "ssp:staleness=2").end()
         assert (told.code, told.output) == (0, "all shards now use ssp:staleness=2\n"), told.shown
-        first = process.line(r"shard [01] goes from bsp to ssp:staleness=2 at clock \d+")
-        second = process.line(r"shard [01] goes from bsp to ssp:staleness=2 at clock \d+")
+        first = process.line(r"shard [01] switches from bsp to ssp:staleness=2 at clock \d+")
+        second = process.line(r"shard [01] switches from bsp to ssp:staleness=2 at clock \d+")
         assert first.partition(" goes")[0] != second.partition(" goes")[0]
         one = here.start("-m", "gossipx", "server", "set-sync", "x", "asp", "--shard", "1", "--logdir", here.path).end()
         assert one.code == 0, one.shown
-        process.line(r"shard 1 goes from ssp:staleness=2 to asp")
+        process.line(r"shard 1 switches from ssp:staleness=2 to asp")
         wrong = here.start("-m", "gossipx", "server", "set-sync", here.path / "x", "asp", "--shard", "2").end()
-        assert one_line(wrong, 2) == "there are 2 shards, from 0"
+        assert one_line(wrong, 2) == "unknown shard: shards are 0 to 1"
         wrong = here.start("-m", "gossipx", "server", "set-sync", here.path / "x", "sspp").end()
         assert "did you mean 'ssp'" in one_line(wrong, 2)
         process.signal(signal.SIGINT)
@@ -128,8 +128,8 @@ with gossipx.join(model, optimizer) as peer:
 """
 
 
-def test_how_gradients_are_applied_and_pulls_answered_is_set_with_the_sync_model(tmp_path: Path) -> None:
-    """From the command line for all shards, then by ``peer.set_sync`` for the shard of another peer."""
+def test_apply_and_pull_modes_are_set_with_the_sync_model(tmp_path: Path) -> None:
+    """From the command line for all shards, then by ``peer.set_sync`` for another peer's shard."""
     with folder(tmp_path, 2) as here:
         script = here.script(SWITCHES)
         process = here.start_run("--servers", "0,1", "--checkpoint-every", "1000", script, tmp_path)
@@ -182,7 +182,10 @@ def test_a_worker_that_is_killed_is_not_waited_for(tmp_path: Path) -> None:
         ),
         (("--servers", "0", "--sync", "hybrid", "--apply", "tick"), "applies gradients by its threshold, not 'tick'"),
         (("--servers", "0", "--placement", "best"), "unknown placement 'best'"),
-        (("--servers", "0", "--sync-plan", "9=asp;5=bsp"), "the clocks of the plan '9=asp;5=bsp' do not ascend"),
+        (
+            ("--servers", "0", "--sync-plan", "9=asp;5=bsp"),
+            "the clocks of the plan '9=asp;5=bsp' are not in ascending order",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together(tmp_path: Path, options: tuple[str, ...], told: str) -> None:

@@ -1,7 +1,7 @@
-"""A server's process is killed while workers train, in real processes: no push that was answered is lost.
+"""A server's process is killed while workers train, in real processes: no acknowledged push is lost.
 
-Fault 39 of the project's list. With bsp, and servers that do not train, a run whose server is killed has to end
-with the models of one in which nothing happens, to the last bit.
+Row 39 of the project's fault list. With bsp, and servers that do not train, a run whose server is killed must end with
+the same models as an undisturbed run, to the last bit.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def test_a_replica_takes_its_place(tmp_path: Path, servers: str, workers: list[i
         killed(process, here, 0)
         ended = process.end()
         assert ended.code == 0, ended.shown
-        assert f"[{here.names[1]}] shard 0 is held here from clock" in ended.output, ended.shown
+        assert f"[{here.names[1]}] this peer now holds shard 0, from clock" in ended.output, ended.shown
         same(whole, Run(here.path / "x", ended), workers)
 
 
-def test_it_comes_back_from_its_checkpoint_and_its_journal(tmp_path: Path) -> None:
+def test_it_is_restored_from_its_checkpoint_and_its_journal(tmp_path: Path) -> None:
     options = (*BRIEF, "--servers", "0", "--checkpoint-every", "150", "--iterations", "1000")
     with folder(tmp_path, 3) as here:
         whole = here.run(*options, name="whole")
@@ -95,12 +95,12 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 class Gate:
-    """A pipe at which a peer waits for a line, or by which it tells that it is there."""
+    """A pipe on which a peer waits for a line, or announces its presence."""
 
     def __init__(self, path: Path):
         os.mkfifo(path)
         self._path = path
-        self._pipe = os.open(path, os.O_RDWR)  # with both ends here neither side waits for the other to open it
+        self._pipe = os.open(path, os.O_RDWR)  # with both ends open here, no side blocks until the other opens it
 
     def open(self) -> None:
         os.write(self._pipe, b"\n")
@@ -123,17 +123,17 @@ class Gate:
     ],
     ids=["a-new-one", "one-that-stays", "the-first-of-three", "one-that-is-none-any-more"],
 )
-def test_it_comes_back_after_the_servers_were_changed(tmp_path: Path, servers: str, then: str, held: str) -> None:
-    """By the layout that stands, though its settings name the servers of the beginning.
+def test_it_is_restored_after_a_change_of_servers(tmp_path: Path, servers: str, then: str, held: str) -> None:
+    """It uses the layout in force, though its settings name the first servers.
 
-    What was pushed since the change is in the journal alone, that of an iteration which not all have pushed, too.
+    Pushes since the change are in the journal only, including those of an iteration that not all have pushed.
     """
     options = ("--servers", servers, "--checkpoint-every", "1000", "--placement", "sliced", "--peer-timeout", "5")
     with contextlib.ExitStack() as closing, folder(tmp_path, 3) as here:
         script = here.script(CHANGES)
         places = [tmp_path / name for name in ("changed", "killed", "waits", "again")]
         for place in places:
-            place.touch()  # a plain file keeps nobody
+            place.touch()  # a plain file blocks nobody
         here.run(*options, script, tmp_path, name="whole")
         whole = [here.told(rank)["values"] for rank in range(3)]
         for place in places:
@@ -156,16 +156,16 @@ def test_it_comes_back_after_the_servers_were_changed(tmp_path: Path, servers: s
         assert [here.told(rank)["values"] for rank in range(3)] == whole
 
 
-def test_workers_stop_without_it_if_they_are_to(tmp_path: Path) -> None:
-    """With nobody to take the only server's place all end soon after ``--peer-timeout``, and say why in one line."""
+def test_workers_stop_without_it_if_configured(tmp_path: Path) -> None:
+    """With no peer to take the only server's place, all end soon after ``--peer-timeout``, with one line why."""
     with folder(tmp_path, 3) as here:
         process = here.start_run(*BRIEF, "--servers", "0", "--server-lost", "stop", "--iterations", "100000")
         killed(process, here, 0)
         ended = process.end()
-    assert one_line(ended, 4) == "the server, peer 0, is gone, and --server-lost is stop"
+    assert one_line(ended, 4) == "peer 0, a server, is lost, and --server-lost is stop"
     assert f"peer {here.names[0]} is lost: killed by SIGKILL" in ended.output
 
 
-def test_one_peer_alone_can_have_no_replica(tmp_path: Path) -> None:
+def test_a_single_peer_cannot_have_a_replica(tmp_path: Path) -> None:
     with folder(tmp_path, 1) as here:
         assert "--server-replicas 1 needs a second peer" in here.refused("--servers", "0", "--server-replicas", "1")

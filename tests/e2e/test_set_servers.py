@@ -1,4 +1,4 @@
-"""``gossipx server set-servers`` while real processes train. What a change does in each case is in the scenarios."""
+"""``gossipx server set-servers`` while real processes train. The scenarios test what a change does in each case."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ with gossipx.join(model, optimizer) as peer:
 
 
 def set_servers(here: Folder, servers: str) -> str:
-    """Change them while a run goes on; what is printed."""
+    """Change the servers of a running run. Return the command's output."""
     ended = here.start("-m", "gossipx", "server", "set-servers", here.path / "x", servers).end()
     assert ended.code == 0, ended.shown
     return ended.output
@@ -63,8 +63,8 @@ def trains(here: Folder, process: Process, pulls: str = r"[1-9]\d*") -> None:
 
 
 @pytest.mark.parametrize("options", [("--placement", "sliced"), ("--no-wait-free", "--bucket", "0")])
-def test_bsp_ends_as_the_run_whose_servers_stay(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """FluentPS, section III-A: workloads are rebalanced among the servers that there are, and nothing else changes."""
+def test_bsp_ends_as_a_run_with_fixed_servers(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """FluentPS, section III-A: workloads are rebalanced among the present servers, and nothing else changes."""
     told = []
     with folder(tmp_path, 3) as here:
         script = here.script(SCRIPT)
@@ -73,7 +73,7 @@ def test_bsp_ends_as_the_run_whose_servers_stay(tmp_path: Path, options: tuple[s
             assert (run.summary["lost"], sum(run.summary["failed"])) == ([], 0)
             told.append([here.told(rank) for rank in range(3)])
     stayed, changed = told
-    assert [one["problems"] for one in changed] == [[], ["7 is no peer: ranks are 0 to 2"], []]
+    assert [one["problems"] for one in changed] == [[], ["there is no peer 7: ranks are 0 to 2"], []]
     assert all(one["values"] == stayed[0]["values"] for one in (*stayed, *changed))
     assert [one["taken"] > 0 for one in changed] == [True] * 3
 
@@ -83,7 +83,7 @@ def test_servers_are_set_from_the_command_line(tmp_path: Path) -> None:
         process = here.start_run("--servers", "0", here.script(COMMANDED), tmp_path)
         trains(here, process)
         assert set_servers(here, "0,1,2") == "the servers are now 0,1,2\n"
-        process.line(r"the servers are 0,1,2 now, at epoch 1")
+        process.line(r"the servers are now 0,1,2, at epoch 1")
         assert set_servers(here, "2,1") == "the servers are now 2,1\n"
         (tmp_path / "changed").touch()
         ended = process.end()
@@ -115,7 +115,7 @@ tell(peer, refused=refused if peer.rank == 0 else "", values=model.weight.flatte
 
 
 def test_peers_that_were_started_by_hand_take_commands(tmp_path: Path) -> None:
-    """A run of gossipx.join alone leaves no settings, and is found by its peers' directories."""
+    """A run that only uses gossipx.join leaves no settings, and is found by its peers' directories."""
     with folder(tmp_path, 3) as here:
         here.hosts.write_text("".join(f"{name} name={word}\n" for name, word in zip(here.names, NAMES, strict=True)))
         script = here.script(JOINED)
@@ -147,7 +147,7 @@ def test_a_server_that_is_asked_to_leave_hands_its_shard_over(tmp_path: Path) ->
         process = here.start_run("--servers", "0", here.script(COMMANDED), tmp_path)
         trains(here, process)
         os.kill(children(process.pid)[0], signal.SIGTERM)
-        process.line(r"the servers are 1 now, at epoch 1")
+        process.line(r"the servers are now 1, at epoch 1")
         (tmp_path / "changed").touch()
         ended = process.end()
         assert ended.code == 0, ended.shown
@@ -163,7 +163,7 @@ def test_wrong_servers_are_refused_in_a_line(tmp_path: Path) -> None:
         for servers, told in (
             ("0,2", "server '2' is not a peer: give a rank from 0 to 1, or a name"),
             ("1,1", "the servers 1,1 name a peer twice"),
-            ("0", "the servers are 0 already"),
+            ("0", "the servers are already 0"),
             ("0,x", "server 'x' is not a peer: give a rank from 0 to 1, or a name"),
             ("0,", "SERVERS '0,': give numbers or names of peers separated by commas, as in 0,1,2"),
             ("", "SERVERS '': give numbers or names of peers separated by commas, as in 0,1,2"),

@@ -1,4 +1,4 @@
-"""FluentPS: each test names the section, algorithm, table, figure or equation that it holds to."""
+"""FluentPS: each test names the section, algorithm, table, figure or equation that it checks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def view(clock: int, pushed: int = 0, workers: int = 4) -> View:
 
 
 def answers(spec: str, clock: int, draw: float = 0.5) -> list[int]:
-    """Of the progresses 0 to 9 those whose pull is answered at that clock."""
+    """Return which of the progresses 0 to 9 have their pull answered at that clock."""
     model = parse(spec)
     pulls = [Pull(0, progress, draw) for progress in range(10)]
     return [pull.progress for pull in pulls if model.may_pull(model.init(), view(clock), pull)]
 
 
 def ticks(spec: str, workers: int = 4) -> list[int]:
-    """Of the counts 1 to N those with which the clock ticks."""
+    """Return which of the counts 1 to N let the clock tick."""
     model = parse(spec)
     counts = range(1, workers + 1)
     return [pushed for pushed in counts if model.may_tick(model.init(), view(3, pushed, workers))]
@@ -61,7 +61,7 @@ def test_ssp_with_unbounded_staleness_is_asp():
 
 
 def test_dsps():
-    """progress < V_train + s with s as it is now; Count[V_train] == N."""
+    """progress < V_train + s with the current s; Count[V_train] == N."""
     model = parse("dsps:staleness=2,low=0,high=4,window=1")
     state = model.init()
     pulls = [Pull(0, progress, 0.5) for progress in range(10)]
@@ -75,7 +75,7 @@ def test_drop_stragglers():
     """progress < V_train; Count[V_train] == N_t."""
     assert answers("drop:3", clock=4) == [0, 1, 2, 3]
     assert ticks("drop:3") == [3, 4]
-    assert ticks("drop:3", workers=2) == [2], "no more than there are"
+    assert ticks("drop:3", workers=2) == [2], "at most the living workers"
 
 
 def test_pssp():
@@ -96,7 +96,7 @@ def test_pssp_is_asp_without_and_ssp_with_certainty(dynamic: bool):
     assert answers(f"pssp:staleness=3,{always}", clock=4, draw=1 - 2**-53) == answers("ssp:3", clock=4)
 
 
-def test_own_conditions_make_any_row():
+def test_custom_conditions_make_any_row():
     """Section III-B: SetcondPull and SetcondPush; here SSP with s = 1, and N − 1 workers are enough."""
     model = Conditions(pull=lambda seen, pull: pull.progress < seen.clock + 1, push=lambda seen: seen.pushed >= 2)
     own, shipped = Run(model, range(3)), Run("drop:2,late=add", range(3), apply="push")
@@ -123,12 +123,12 @@ def test_every_gradient_is_added_divided_by_the_number_of_workers():
     assert clock.push_part(0, 0) == Part(Fate.APPLY, 0.25)
     clock.lost(3)
     clock.lost(2)
-    assert clock.push_part(1, 0) == Part(Fate.APPLY, 0.5), "N is who is there"
+    assert clock.push_part(1, 0) == Part(Fate.APPLY, 0.5), "N is the number of living workers"
     assert Clock(parse("asp"), "each", workers=range(4)).push_part(0, 0) == Part(Fate.APPLY, 1.0)
 
 
 def test_a_round_of_bulk_synchronous_training():
-    """Lines 2 to 5, 12 to 14: pulls wait until all have pushed; what they get is one step with the mean."""
+    """Lines 2 to 5, 12 to 14: pulls wait until all have pushed; they receive one step with the mean."""
     run = Run("bsp", range(3))
     run.iterate(0)
     run.iterate(2)
@@ -136,11 +136,11 @@ def test_a_round_of_bulk_synchronous_training():
     run.iterate(1)
     assert run.events == ["tick 1", "answer 0 0", "answer 2 0", "answer 1 0"]
     assert run.weights == [1.0 - 0.125 * ((1 - 0) + (1 - 2) + (1 - 1)) / 3]
-    assert run.clock.counts.delayed == 2, "the last one's pull finds the clock where it needs it"
+    assert run.clock.counts.delayed == 2, "the last worker's pull finds the clock advanced already"
 
 
 def test_the_clock_is_ticked_when_the_counted_iteration_is_complete():
-    """Lines 16 and 17: Count[progress] of later iterations is there when the clock comes to them."""
+    """Lines 16 and 17: Count[progress] of later iterations is known when the clock reaches them."""
     clock = Clock(parse("asp"), workers=range(2))
     assert [pushes(clock, 0, i) for i in range(3)] == [[], [], []]
     assert [pushes(clock, 1, i) for i in range(4)] == [[Tick(1)], [Tick(2)], [Tick(3)], []]
@@ -150,7 +150,7 @@ def test_the_clock_is_ticked_when_the_counted_iteration_is_complete():
 
 
 def figure_3(staleness: int, pulls: str) -> Clock:
-    """W2 has pushed g_0 only, W1 is within the staleness, and W0 one further: its pull is the first that is delayed."""
+    """W2 has pushed only g_0, W1 is within the staleness, and W0 one further: its pull is the first that is delayed."""
     clock = Clock(parse(f"ssp:{staleness}"), pulls=pulls, workers=range(3))
     last = {0: staleness + 1, 1: staleness, 2: 0}
     for i in range(staleness + 2):
@@ -163,11 +163,11 @@ def figure_3(staleness: int, pulls: str) -> Clock:
 
 @pytest.mark.parametrize("staleness", [2, 3])
 def test_soft_barrier_answers_after_one_iteration(staleness: int):
-    """Figure 3 (a): W0's delayed pull is answered after one more iteration of W2, without g_2 and g_3 of it.
+    """Figure 3 (a): W0's delayed pull is answered after one more iteration of W2, without W2's g_2 and g_3.
 
-    The figure says s = 3 where W0 is stopped after g_3 and W2 after g_0. Table III stops it there with s = 2
-    (progress 3 < V_train + s is false with V_train = 1): the figure counts the lead between the last pushes of the two,
-    the table between W0's last push and the ticks done. The table is what we do; it is shown for both.
+    The figure says s = 3, and stops W0 after g_3 and W2 after g_0. Table III stops it there with s = 2 (progress 3 <
+    V_train + s is false with V_train = 1): the figure counts the lead between the last pushes of the two, the table
+    between W0's last push and the ticks done. We implement the table; the test shows both.
     """
     clock = figure_3(staleness, "soft")
     pull = f"W0 pulls w_{staleness + 2}"
@@ -188,12 +188,12 @@ def test_lazy_execution_answers_when_the_slowest_has_caught_up(staleness: int, i
     assert pushes(clock, 2, iterations) == [Tick(iterations + 1), Release(pull)]
     for i in range(staleness + 2, 2 * staleness + 2):
         pushes(clock, 0, i)
-        assert clock.pull(0, i, i) == [Release(i)], "it is up to date, so that it may lead again"
+        assert clock.pull(0, i, i) == [Release(i)], "it is up to date, so it may lead again"
     assert clock.counts.delayed == 1
 
 
 def delayed(model: str, pulls: str, seconds: tuple[float, ...] = (1.0, 1.25, 2.0), until: float = 200.0) -> int:
-    """DPRs of workers whose iterations take so long, in virtual time."""
+    """Return the DPRs of workers whose iterations take this long, in virtual time."""
     run = Run(model, range(len(seconds)), pulls=pulls)
     ends = [(duration, rank) for rank, duration in enumerate(seconds)]
     while ends and ends[0][0] < until:
@@ -212,8 +212,8 @@ def test_fewer_pulls_are_delayed_with_lazy_execution(staleness: int):
     assert 0 < delayed(f"ssp:{staleness}", "lazy") < delayed(f"ssp:{staleness}", "soft") / 2
 
 
-def test_lazily_answered_pulls_hold_what_the_soft_barrier_lacks():
-    """Section III-C: w_4 of the soft barrier lacks g_2 and g_3 of W2, that of lazy execution holds them."""
+def test_lazy_answers_include_what_the_soft_barrier_lacks():
+    """Section III-C: the soft barrier's w_4 lacks W2's g_2 and g_3, which lazy execution includes."""
     held = {}
     for pulls in ("soft", "lazy"):
         run = Run("ssp:2", range(3), pulls=pulls)
@@ -230,7 +230,7 @@ def test_lazily_answered_pulls_hold_what_the_soft_barrier_lacks():
 
 
 def lead_when_stopped(model: str, seed: int) -> int:
-    """How far ahead of a clock that stands still a worker comes: k = progress − V_train of its delayed pull."""
+    """Return how far a worker gets ahead of a clock that stands still: k = progress − V_train of its delayed pull."""
     clock = Clock(parse(model), workers=range(2), rng=random.Random(seed))
     for progress in range(1000):
         pushes(clock, 0, progress)
@@ -243,7 +243,7 @@ def lead_when_stopped(model: str, seed: int) -> int:
 def test_constant_pssp_is_ssp_with_a_drawn_staleness(staleness: int, probability: float):
     """Theorem 1: it behaves like SSP with s_i ≥ s at a probability of c (1 − c)^(s_i − s).
 
-    So s_i is s + 1/c − 1 on average, which is s', the staleness of the SSP whose regret has the same bound (Eq. 3).
+    So the mean of s_i is s + 1/c − 1, which is s', the staleness of the SSP whose regret has the same bound (Eq. 3).
     """
     trials = 4000
     leads = [lead_when_stopped(f"pssp:staleness={staleness},p={probability}", seed) for seed in range(trials)]
@@ -273,11 +273,11 @@ def test_dynamic_probability():
     assert model.probability(1000, 0.0) == pytest.approx(0.8)
     grows = [model.probability(lead, 0.0) for lead in range(3, 20)]
     assert grows == sorted(grows)
-    assert parse("pssp:staleness=3,alpha=5").probability(4, 0.0) == 1.0, "no more than certain"
+    assert parse("pssp:staleness=3,alpha=5").probability(4, 0.0) == 1.0, "at most 1"
 
 
 def test_dynamic_probability_by_significance():
-    """Section III-E.2: α = SF(g, w) = |g| / |w|: who has pushed more waits more often."""
+    """Section III-E.2: α = SF(g, w) = |g| / |w|: a worker with a larger push waits more often."""
     model = parse("pssp:staleness=1,alpha=significance")
     seen = view(0)
     for significance, waits in ((0.0, False), (0.5, False), (1.5, True), (math.nan, True), (math.inf, True)):
@@ -289,7 +289,7 @@ def test_dynamic_probability_by_significance():
 
 
 def test_a_draw_is_kept_while_a_pull_waits():
-    """Drawn anew at every event, a pull would pass sooner or later, and P would mean nothing."""
+    """With a new draw at every event, a pull would pass sooner or later, and P would mean nothing."""
     clock = Clock(parse("pssp:staleness=1,p=0.5"), pulls="soft", workers=range(3), rng=random.Random(1))
     assert random.Random(1).random() < 0.5
     pushes(clock, 0, 1)
@@ -310,6 +310,6 @@ def test_the_sync_model_is_adjusted_at_run_time():
     assert run.events == ["answer 0 0"] and run.weights == [1.0 - 0.125 * 1.0], "its pull and its push are not lost"
     run.iterate(0)
     run.iterate(1)
-    assert run.events == ["answer 0 0", "tick 1", "answer 1 0"], "lazily: the clock has to pass 1"
+    assert run.events == ["answer 0 0", "tick 1", "answer 1 0"], "lazily: the clock must pass 1"
     run.switch("asp")
     assert run.events[3:] == ["answer 0 1"] and run.clock.epoch == 2

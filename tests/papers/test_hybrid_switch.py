@@ -1,4 +1,4 @@
-"""Hybrid Approach to Parallel SGD: each test names the section or the step of Algorithm 1 that it holds to."""
+"""Hybrid Approach to Parallel SGD: each test names the section or the step of Algorithm 1 that it checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def seen(gradients: int, workers: int = WORKERS, buffered: int = 0) -> View:
 
 
 def taken_in_turns(run: Run, rounds: int) -> list[int]:
-    """How many gradients each application took, with workers that are equally fast."""
+    """Return the number of gradients in each application, with equally fast workers."""
     for _ in range(rounds):
         for rank in run.able:
             run.iterate(rank)
@@ -37,7 +37,7 @@ def test_steps_are_multiples_of_the_reciprocal_of_the_learning_rate(times: int, 
 
 
 def test_the_threshold_grows_by_one_every_step_of_gradients():
-    """Step 1: K is 1 at first. Step 2 (3): the step function, with the number of gradient updates (section 6)."""
+    """Step 1: K starts at 1. Step 2 (3): the step function of the number of gradient updates (section 6)."""
     model = Hybrid(Step(500))
     assert [model.threshold(seen(n)) for n in (0, 1, 500)] == [1, 1, 1], "the first 500 are asynchronous"
     assert [model.threshold(seen(n)) for n in (501, 1000, 1001, 1501)] == [2, 2, 3, 4]
@@ -53,7 +53,7 @@ def test_any_growth_is_monotonic_starts_at_one_and_ends_at_all_workers(growth: G
 
 
 def test_the_threshold_is_never_above_the_living():
-    """K workers have to be there to fill the buffer: with fewer, everybody would wait for ever."""
+    """The buffer needs K living workers: with fewer, all would wait for ever."""
     model = Hybrid(Step(1))
     assert [model.threshold(seen(1000, workers)) for workers in (5, 2, 1, 0)] == [5, 2, 1, 1]
     run = Run("hybrid:fixed=3", range(3))
@@ -68,7 +68,7 @@ def test_the_threshold_is_never_above_the_living():
 
 
 def test_updates_go_smoothly_from_asynchronous_to_synchronous():
-    """Step 2: a buffer of K gradients is applied; first each by itself, in the end one of every worker."""
+    """Step 2: a buffer of K gradients is applied; at first each alone, in the end one of every worker."""
     taken = taken_in_turns(Run("hybrid:step=8", range(WORKERS)), 20)
     assert taken[:8] == [1] * 8, "the first 8"
     assert taken[8:12] == [2] * 4, "the next 8, two by two"
@@ -77,19 +77,19 @@ def test_updates_go_smoothly_from_asynchronous_to_synchronous():
 
 
 def test_asynchronous_at_first():
-    """Section 3: an asynchronous update is applied whole as soon as it comes, and answered."""
+    """Section 3: an asynchronous update is applied unscaled as soon as it arrives, and answered."""
     run = Run("hybrid:step=100", range(2))
     run.iterate(0)
     assert run.weights == [1.0 - RATE * (1.0 - 0)] and run.events == ["answer 0 0"]
     run.iterate(0)
     run.iterate(0)
-    assert run.clock.counts.delayed == 0 and run.clock.clock == 0, "nobody waits for the clock"
+    assert run.clock.counts.delayed == 0 and run.clock.clock == 0, "no worker waits for the clock"
     run.iterate(1)
     assert run.clock.clock == 1
 
 
 def test_synchronous_in_the_end():
-    """Section 3: gradients of all workers, each worker waits for the update: as bsp from there on."""
+    """Section 3: with gradients of all workers, each worker waits for the update, as with bsp."""
     hybrid, bsp = Run("hybrid:step=1", range(3)), Run("bsp", range(3))
     taken_in_turns(hybrid, 6)
     while hybrid.clock.waiting:
@@ -108,7 +108,7 @@ def test_synchronous_in_the_end():
 
 
 def test_a_buffer_is_applied_by_its_mean():
-    """Section 6: the learning rate is one and the same, whatever K; so a buffer counts as one gradient."""
+    """Section 6: the learning rate does not depend on K, so a buffer counts as one gradient."""
     run = Run("hybrid:fixed=2", range(3))
     run.iterate(0)
     assert run.weights == [1.0], "one of two"
@@ -118,7 +118,7 @@ def test_a_buffer_is_applied_by_its_mean():
 
 
 def test_a_pull_is_answered_when_the_workers_own_gradient_is_applied():
-    """Not before, or it would push a second one into the buffer; not later, whoever else is slow."""
+    """Not earlier, or it would push a second one into the buffer; not later, however slow the others are."""
     run = Run("hybrid:fixed=2", range(3))
     for rank in (0, 1, 0):
         run.iterate(rank)
@@ -127,8 +127,8 @@ def test_a_pull_is_answered_when_the_workers_own_gradient_is_applied():
     assert run.events[2:] == ["answer 0 1", "answer 1 1"] and run.clock.clock == 0
 
 
-def test_nobody_waits_for_ever_whatever_the_speeds():
-    """Step 2 goes on until convergence: with K up to N, somebody can always go on."""
+def test_no_worker_waits_for_ever_at_any_speeds():
+    """Step 2 repeats until convergence: with K up to N, some worker can always continue."""
     choose = random.Random(3)
     run = Run("hybrid:step=10", range(WORKERS))
     for _ in itertools.repeat(None, 400):
@@ -137,11 +137,11 @@ def test_nobody_waits_for_ever_whatever_the_speeds():
     assert min(run.clock.progress.values()) > 80 and len(run.steps[-1][1]) == WORKERS
 
 
-def test_growth_begins_where_the_model_is_switched_to():
-    """Step 1 is the algorithm's start: K is 1 then, though gradients have come before."""
+def test_growth_begins_at_the_switch():
+    """Step 1 is the start of the algorithm: K is 1 then, even if there were gradients before."""
     run = Run("asp", range(3))
     taken_in_turns(run, 10)
     run.switch("hybrid:step=6")
     del run.steps[:]
     assert taken_in_turns(run, 4)[:7] == [1, 1, 1, 1, 1, 1, 2]
-    assert run.clock.counts.gradients > 40, "of all epochs"
+    assert run.clock.counts.gradients > 40, "in all epochs"

@@ -1,7 +1,7 @@
 """P.-Y. Wu, Versatile Communication Optimization for Deep Learning by Modularized Parameter Server (2018), chapter 5.
 
-Its figures are pictures without numbers: what is held here is what its text says of them. Four servers, since uniform
-split makes "four times" as many partitions as there are layers (chapter 5).
+Its figures are pictures without numbers, so these tests check the statements of its text. There are four servers, since
+uniform split makes "four times" as many partitions as there are layers (chapter 5).
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def test_variation_of_figure_5_3(model: str) -> None:
     uniform, heuristic, turns = (outcome(model, name) for name in ("uniform", "heuristic", "round-robin"))
     assert max(uniform.bytes) - min(uniform.bytes) <= 4, "one element of float32"
     assert heuristic.variation < turns.variation / 100
-    assert heuristic.variation < outcome(model, "greedy").variation, "which goes by the order of variables (2.3.1)"
+    assert heuristic.variation < outcome(model, "greedy").variation, "which depends on the order of variables (2.3.1)"
 
 
 def test_round_robin_is_sensitive_to_the_order_especially_in_googlenet() -> None:
-    """Its weights and biases alternate, and with an even number of servers so do those that get the weights."""
+    """Its weights and biases alternate, so with an even number of servers every other server gets all weights."""
     variations = {model: outcome(model, "round-robin").variation for model in MODELS}
     assert max(variations, key=lambda model: variations[model]) == "googlenet"
     kinds = [table.name.rpartition(".")[2] for table in tables("googlenet")]
@@ -67,7 +67,7 @@ def test_uniform_split_of_resnet_has_four_times_as_many_partitions_most_of_them_
     assert outcome("resnet110", "uniform").partitions == 4 * outcome("resnet110", "heuristic").partitions
     assert outcome("resnet110", "heuristic").partitions == found("resnet110").tables
     shares = [4 * table.size / SERVERS for table in tables("resnet110")]
-    assert sum(share <= 64 for share in shares) > len(shares) / 2, "bytes; a header alone has about as many"
+    assert sum(share <= 64 for share in shares) > len(shares) / 2, "bytes; a header alone has about this size"
 
 
 def test_inception_v4_has_many_large_layers_and_large_deviations() -> None:
@@ -80,7 +80,9 @@ def test_inception_v4_has_many_large_layers_and_large_deviations() -> None:
 
 
 def test_ps_lites_ranges_put_most_on_one_server() -> None:
-    """X. Yao et al., FluentPS (2019), section III-A, of its evaluation's residual nets; slicing makes them even."""
+    """X. Yao et al., FluentPS (2019), section III-A, about the residual nets of its evaluation; slicing makes them
+    even.
+    """
     for model in ("resnet56", "resnet110"):
         ranges = outcome(model, "range")
         assert max(ranges.bytes) > sum(ranges.bytes) / 2

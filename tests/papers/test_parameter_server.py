@@ -1,4 +1,4 @@
-"""A parameter server's runs against what their papers say, in virtual time and with real optimizers.
+"""Parameter server runs against the statements of their papers, in virtual time and with real optimizers.
 
 FluentPS, Algorithm 1 and Table III; Modularized Parameter Server, Algorithm 1; Hybrid Approach, Algorithm 1.
 """
@@ -30,7 +30,7 @@ OPTIMIZERS: dict[str, served.Optimizer] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_bsp_is_one_process_on_the_joined_batch(name: str) -> None:
-    """N workers on N batches, one optimizer step a tick on the mean: modular paper, Algorithm 1, with a mean."""
+    """N workers on N batches, one optimizer step per tick with the mean: modular paper, Algorithm 1, with a mean."""
     made = served.ended(served.world(4, servers="0,2", optimizer=OPTIMIZERS[name], slow={1: 1.7}))
     expected = served.joined(range(4), optimizer=OPTIMIZERS[name])
     torch.testing.assert_close(models(made), expected.expand(4, -1), rtol=1e-9, atol=1e-9)
@@ -39,7 +39,7 @@ def test_bsp_is_one_process_on_the_joined_batch(name: str) -> None:
 
 @pytest.mark.parametrize("placed", ["range", "greedy", "uniform", "round-robin", "heuristic", "sliced"])
 @pytest.mark.parametrize("bucket", [0, 100, 10**6])
-def test_where_tables_lie_and_how_they_travel_changes_nothing(placed: str, bucket: int) -> None:
+def test_placement_and_buckets_change_no_result(placed: str, bucket: int) -> None:
     options: dict[str, Any] = {"servers": "0,1,2", "placement": placed, "bucket": bucket}
     made = served.ended(served.world(3, **options))
     torch.testing.assert_close(models(made), served.joined(range(3)).expand(3, -1), rtol=1e-9, atol=1e-9)
@@ -87,11 +87,11 @@ PLAIN: served.Optimizer = OPTIMIZERS["sgd"]
 )
 @pytest.mark.parametrize("pulls", ["lazy", "soft"])
 @pytest.mark.parametrize("seed", range(3))
-def test_models_that_are_the_same(one: dict[str, str], other: dict[str, str], pulls: str, seed: int) -> None:
+def test_equal_models(one: dict[str, str], other: dict[str, str], pulls: str, seed: int) -> None:
     """Equal clocks, equal pulls answered at equal times, and equal parameters, for plain SGD.
 
-    A push is one message here: of several, those that are here are applied before the rest has come, where each is
-    applied at once.
+    A push is one message here. If a push of several messages is applied at once, its first parts are applied before the
+    rest arrives.
     """
     slow = {0: 1.0, 1: 1.3 + seed / 7, 2: 2.9, 3: 0.6}
     worlds = [
@@ -106,9 +106,9 @@ def test_models_that_are_the_same(one: dict[str, str], other: dict[str, str], pu
 
 
 def test_asp_applies_each_push_by_its_share_as_it_comes() -> None:
-    """FluentPS, line 15: w ← w + g/N. One worker computes on what there is, whatever the others do.
+    """FluentPS, line 15: w ← w + g/N. A worker computes with the current values, whatever the others do.
 
-    N counts those that train: when the first has come to its end, the other's gradients are whole.
+    N counts the training workers: after the first has finished, the other's gradients are unscaled.
     """
     made = served.ended(served.world(2, servers="0", optimizer=PLAIN, sync="asp", slow={1: 2.3}, bucket=10**6))
     module = served.Net()
@@ -134,19 +134,19 @@ def test_hybrid_grows_from_asynchronous_to_synchronous() -> None:
     torch.testing.assert_close(models(made), models(made)[:1].expand(4, -1), rtol=0, atol=0)
 
 
-def test_ssp_lets_nobody_go_further_ahead_than_its_staleness() -> None:
+def test_ssp_limits_the_lead_to_its_staleness() -> None:
     made = served.ended(served.world(3, sync="ssp:staleness=2", pulls="soft", slow={2: 5.0}))
     done = dict.fromkeys(range(3), 0)
     for entry in made.log:
         if entry.what.startswith("step "):
             done[entry.rank] += 1
-            # Whoever computes iteration i (from 0) had its pull of i − 1 answered: i − 1 < V_train + s.
+            # A worker that computes iteration i (from 0) had its pull of i − 1 answered: i − 1 < V_train + s.
             assert done[entry.rank] - 2 < done[2] + 2 or entry.rank == 2
     assert max(peer.blocked_seconds for peer in made.peers.values()) > 10
 
 
-def test_drop_goes_on_without_the_slowest() -> None:
-    """N_t = 2 of 3: the straggler's late gradients are thrown away, and it goes on at the clock."""
+def test_drop_continues_without_the_slowest() -> None:
+    """N_t = 2 of 3: the straggler's late gradients are dropped, and it continues at the clock."""
     made = served.ended(served.world(3, sync="drop:n=2", slow={2: 2.6}))
     exchange = made.peers[0].role.exchange
     shard = exchange.shards[0]  # type: ignore[union-attr]
@@ -158,13 +158,13 @@ def test_drop_goes_on_without_the_slowest() -> None:
 @pytest.mark.parametrize(
     "sync", ["bsp", "ssp:staleness=2", "drop:n=2", "hybrid:step=5", "dsps", "pssp:staleness=1,p=0.5"]
 )
-def test_shards_may_have_models_of_their_own(sync: str) -> None:
+def test_shards_may_have_different_models(sync: str) -> None:
     made = served.ended(served.world(3, servers="0,1", sync=f"{sync}|asp", slow={2: 2.2}))
     assert torch.isfinite(models(made)).all()
 
 
 def test_settings_of_the_optimizer_follow_the_loop() -> None:
-    """A schedule in the loop sets the learning rate that the servers' steps are made with."""
+    """A schedule in the training loop sets the learning rate of the servers' steps."""
 
     optimizers: dict[int, torch.optim.Optimizer] = {}
 

@@ -1,7 +1,7 @@
 """Each part of the parameter server replaced alone, and Code 4.1 to 4.4 as users write them.
 
-Modularized Parameter Server, chapter 4. In virtual time, on the same roles and tables as in real processes.
-The examples are in tests/examples.
+Modularized Parameter Server, chapter 4. In virtual time, with the same roles and tables as in real processes. The
+examples are in tests/examples.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def run(parts: Parts, size: int = 3, **options: Any) -> World:
 
 
 def joined(factor: float = 1.0) -> Tensor:
-    """One process on the joined batch, with so many times the gradient."""
+    """Train one process on the joined batch, with gradients scaled by ``times``."""
     return served.joined(range(3), optimizer=lambda p: torch.optim.SGD(p, lr=0.1 * factor)).expand(3, -1)
 
 
-# --- each alone -----------------------------------------------------------------------------------------
+# --- single parts --------------------------------------------------------------------------------------
 
 
 class Doubling(GradientStorage):
@@ -101,14 +101,14 @@ class TriplingTable(ServerTable):
         ({"server_table": TriplingTable}, 3),
     ],
 )
-def test_parts_on_the_way_of_gradients(replaced: dict[str, Any], factor: float) -> None:
-    """Table 4.1 and Figure 4.1: one class that scales, on every partition of every table."""
+def test_parts_for_gradients(replaced: dict[str, Any], factor: float) -> None:
+    """Table 4.1 and Figure 4.1: one class that scales, for every partition of every table."""
     made = run(Parts(storages=Storages(**replaced)))
     torch.testing.assert_close(models(made), joined(factor), rtol=1e-9, atol=1e-9)
 
 
 class AddsOne(ServerStorage):
-    """Tells values that are larger by one; what it keeps is not changed."""
+    """Sends values that are larger by one, without changing those that it stores."""
 
     def encode(self) -> bytes:
         return bytes(raw(self.data + 1))
@@ -143,14 +143,14 @@ class ClientTakesOneOff(ClientTable):
 @pytest.mark.parametrize(
     "takes", [{"apply": TakesOneOff}, {"worker": WorkerTakesOneOff}, {"client_table": ClientTakesOneOff}]
 )
-def test_parts_on_the_way_of_values(gives: dict[str, Any], takes: dict[str, Any]) -> None:
-    """Whatever a server's side makes of values, a part of a worker's side can undo."""
+def test_parts_for_values(gives: dict[str, Any], takes: dict[str, Any]) -> None:
+    """A part on the worker's side can undo what a part on the server's side does."""
     made = run(Parts(storages=Storages(**gives, **takes)))
     torch.testing.assert_close(models(made), joined(), rtol=1e-9, atol=1e-9)
 
 
 class Reversed(Placement):
-    """Tables from the last server to the first, each in two halves of which the second comes first."""
+    """Places tables from the last server to the first, each in two halves of which the second comes first."""
 
     def decide(self, tables: Sequence[Table], servers: int) -> list[list[Partition]]:
         placed: list[list[Partition]] = [[] for _ in range(servers)]
@@ -162,7 +162,7 @@ class Reversed(Placement):
 
 
 @pytest.mark.parametrize("placement", [Reversed(), RoundRobinPlacement()])
-def test_a_placement_of_ones_own(placement: Placement) -> None:
+def test_a_custom_placement(placement: Placement) -> None:
     """Code 4.1: the decision function."""
     made = run(Parts(placement=placement))
     torch.testing.assert_close(models(made), joined(), rtol=1e-9, atol=1e-9)
@@ -181,8 +181,8 @@ def test_round_robin_takes_turns() -> None:
         [SSPConsistency(0), SSPConsistency(0)],
     ],
 )
-def test_a_consistency_controller_of_ones_own(sync: SyncModel | list[SyncModel]) -> None:
-    """Conditions of two functions, or a class; one for all shards, or one each. Here they say what bsp does."""
+def test_a_custom_consistency_controller(sync: SyncModel | list[SyncModel]) -> None:
+    """Conditions of two functions, or a class; one for all shards, or one for each. Here they are equal to bsp."""
     made = run(Parts(sync=sync), apply="tick")
     torch.testing.assert_close(models(made), joined(), rtol=1e-9, atol=1e-9)
 
@@ -192,15 +192,15 @@ def test_a_consistency_controller_of_ones_own(sync: SyncModel | list[SyncModel])
 
 @pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 1000])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_what_is_not_sent_stays_in_the_buffer(size: int, dtype: torch.dtype) -> None:
-    """``val = 0`` in Code 4.2 is of what is sent alone. At each time all gradients = all that was sent + the buffer."""
+def test_unsent_values_stay_in_the_buffer(size: int, dtype: torch.dtype) -> None:
+    """``val = 0`` in Code 4.2 only concerns what is sent. At all times, the sum of gradients = sent + the buffer."""
     generator = torch.Generator().manual_seed(size)
     buffer = TopTransmitBuffer(torch.zeros(size, dtype=dtype))
     server = TopServerStorage(torch.zeros(size, dtype=dtype))
     made = torch.zeros(size, dtype=dtype)
     sent = torch.zeros(size, dtype=dtype)
     for _ in range(20):
-        gradient = torch.randint(-9, 10, (size,), generator=generator).to(dtype)  # sums of these are exact
+        gradient = torch.randint(-9, 10, (size,), generator=generator).to(dtype)  # their sums are exact
         made += gradient
         buffer.add(gradient)
         largest = buffer.data.abs().max() if size else 0
@@ -226,7 +226,7 @@ class Wide(nn.Module):
 
 
 def test_top_one_percent_is_error_feedback_over_the_largest() -> None:
-    """Against the same, written here for one worker; and a push has 15 values and indices of 1,500."""
+    """Compared with an implementation for one worker; a push has 15 values and indices of 1,500."""
     sent: list[int] = []
 
     class Noting(TopTransmitBuffer):
@@ -257,7 +257,7 @@ def test_top_one_percent_is_error_feedback_over_the_largest() -> None:
 
 @pytest.mark.parametrize("pulls", ["lazy", "soft"])
 @pytest.mark.parametrize("staleness", [0, 1, 3, 5])
-def test_ssp_of_ones_own_pulls_only_what_is_too_old_and_nobody_is_further_ahead(staleness: int, pulls: str) -> None:
+def test_custom_ssp_pulls_only_stale_tables_and_limits_the_lead(staleness: int, pulls: str) -> None:
     made = run(
         Parts(sync=SSPConsistency(staleness)),
         network=Network(delay=0.01),
@@ -270,20 +270,20 @@ def test_ssp_of_ones_own_pulls_only_what_is_too_old_and_nobody_is_further_ahead(
     for entry in made.log:
         if entry.what.startswith("step "):
             done[entry.rank] += 1
-            # Whoever computes iteration i (from 0) has tables of a clock above i − 1 − s.
+            # A worker that computes iteration i (from 0) has tables of a clock above i − 1 − s.
             assert done[entry.rank] - 2 < done[2] + staleness or entry.rank == 2
     for peer in made.peers.values():
         assert isinstance(peer.role.exchange, ServerMode)
         for shard in peer.role.exchange.shards.values():
             assert shard.clock.clock == 24 and shard.clock.counts.gradients == 3 * 24
-            # What was fetched at clock c is good up to iteration c + s.
+            # Tables fetched at clock c are valid up to iteration c + s.
             assert shard.clock.counts.pulls <= 3 * 24 and (staleness < 3 or shard.clock.counts.pulls <= 2 * 24)
     assert torch.isfinite(models(made)).all()
 
 
 @dataclasses.dataclass(frozen=True)
 class Seldom(SyncModel):
-    """Pulls after every third iteration, and nobody waits."""
+    """Pulls after every third iteration, and no worker waits."""
 
     def fetches(self, progress: int, fetched: int) -> bool:
         return progress % 3 == 2
@@ -295,7 +295,7 @@ class Seldom(SyncModel):
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_worker_that_does_not_pull_loses_no_gradient(overlap: bool, seed: int) -> None:
-    """... of which the next may not come before this one has arrived, over a network slower than its steps."""
+    """A push must arrive before the next one, over a network slower than the worker's steps."""
     made = run(
         Parts(sync=Seldom()),
         seed=seed,
@@ -327,7 +327,7 @@ def test_one_worker_that_seldom_pulls_computes_on_what_it_has() -> None:
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_after_a_switch_workers_pull_as_the_new_model_says(workers: int) -> None:
-    """They hear of it with the first tables that they are given after it: of iteration 5, or of 8 at the latest."""
+    """They learn of it with the next tables that they receive: of iteration 5, or of 8 at the latest."""
     parts, iterations = Parts(sync=Seldom()), 18
     made = run(parts, workers, servers="0", bucket=0, sync_plan="6=asp", iterations=iterations)
     assert isinstance(made.peers[0].role.exchange, ServerMode)
@@ -338,7 +338,7 @@ def test_after_a_switch_workers_pull_as_the_new_model_says(workers: int) -> None
     assert workers > 1 or clock.counts.pulls == soonest, "its own push of iteration 5 makes the sixth tick"
 
 
-# --- all together -----------------------------------------------------------------------------------------------
+# --- combinations ---------------------------------------------------------------------------------------------
 
 
 def test_code_4_1_to_4_4_together() -> None:
@@ -351,7 +351,7 @@ def test_code_4_1_to_4_4_together() -> None:
     assert torch.isfinite(expected).all() and torch.equal(models(made), expected)
 
 
-def test_a_growth_function_of_ones_own() -> None:
+def test_a_custom_growth_function() -> None:
     """Hybrid Approach, section 9: "different monotonically increasing functions can also be used"."""
     made = run(squares.parts)
     assert torch.isfinite(models(made)).all()

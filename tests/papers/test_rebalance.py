@@ -1,4 +1,4 @@
-"""Servers that come and go, against FluentPS, section III-A: elastic parameter slicing rebalances, and nothing else.
+"""Changes of servers against FluentPS, section III-A: elastic parameter slicing rebalances, and changes nothing else.
 
 "When the number of servers changes, EPS can also rebalance the workloads among the alive servers."
 """
@@ -30,14 +30,14 @@ def models(made: World) -> Tensor:
 
 
 def servers(made: World, rank: int = 0) -> tuple[int, ...]:
-    """As a peer has them."""
+    """Return the servers of a peer's current layout."""
     exchange = made.peers[rank].role.exchange
     assert isinstance(exchange, ServerMode)
     return exchange.migration.layout.servers
 
 
 def changed(made: World, times: Sequence[float] = (3.5, 7.5)) -> World:
-    """Two servers become three, and these one; seen to have done so on every peer."""
+    """Two servers become three, then one; checks that every peer follows."""
     for time, wanted in zip(times, ([0, 1, 2], [2]), strict=True):
         made.change_servers(1, time, wanted)
     served.ended(made)
@@ -46,26 +46,26 @@ def changed(made: World, times: Sequence[float] = (3.5, 7.5)) -> World:
     return made
 
 
-# --- bsp is one process, whoever serves --------------------------------------------------------------------
+# --- bsp is one process, under any layout -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("placed", ["sliced", "heuristic"])
 def test_bsp_stays_one_process_on_the_joined_batch(name: str, placed: str) -> None:
-    """Values, momenta and counts of steps go with their elements: the run ends as one whose servers stay."""
+    """Values, momenta and step counts move with their elements: the run ends as one without changes."""
     options = {"servers": "0,1", "placement": placed, "optimizer": OPTIMIZERS[name]}
     made = changed(served.world(4, slow={1: 1.7}, **options))
     stayed = served.ended(served.world(4, slow={1: 1.7}, **options))
     expected = served.joined(range(4), optimizer=OPTIMIZERS[name])
     torch.testing.assert_close(models(made), expected.expand(4, -1), rtol=1e-9, atol=1e-9)
-    # A push is summed in 64 bits in whichever order it comes, so that not a bit depends on who serves.
+    # Pushes are summed in 64 bits in any order, so not a bit depends on the servers.
     torch.testing.assert_close(models(made), models(stayed), rtol=1e-14, atol=1e-14)
     assert served.clocks(made) == {0: served.ITERATIONS}
 
 
 @pytest.mark.parametrize("placed", BUILT_IN)
 @pytest.mark.parametrize("bucket", [0, 100, 10**6])
-def test_every_placement_is_placed_anew(placed: str, bucket: int) -> None:
+def test_every_placement_is_rebalanced(placed: str, bucket: int) -> None:
     made = changed(served.world(3, servers="0,1", placement=placed, bucket=bucket))
     torch.testing.assert_close(models(made), served.joined(range(3)).expand(3, -1), rtol=1e-9, atol=1e-9)
 
@@ -73,13 +73,15 @@ def test_every_placement_is_placed_anew(placed: str, bucket: int) -> None:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("only", [True, False])
 def test_servers_that_train_or_do_not_and_a_barrier_of_all_shards(overlap: bool, only: bool) -> None:
-    """Who trains stays the same: a worker that comes to serve trains on, a server that is let go waits for the end."""
+    """The set of training peers is fixed: a worker that becomes a server keeps training; a former server waits for the
+    end.
+    """
     made = changed(served.world(4, servers="0,1", servers_only=only, overlap=overlap, slow={3: 2.0}), (5.5, 11.5))
     workers = [2, 3] if only else range(4)
     torch.testing.assert_close(models(made), served.joined(workers).expand(4, -1), rtol=1e-9, atol=1e-9)
 
 
-def test_the_sync_model_goes_along_as_it_was_switched() -> None:
+def test_the_switched_sync_model_is_kept() -> None:
     made = served.world(3, servers="0")
     made.switch_sync(1, 2.5, "ssp:staleness=2")
     made.change_servers(2, 4.5, [1, 2])
@@ -88,19 +90,19 @@ def test_the_sync_model_goes_along_as_it_was_switched() -> None:
         exchange = made.peers[rank].role.exchange
         assert isinstance(exchange, ServerMode)
         (shard,) = exchange.shards.values()
-        assert shard.clock.made["model"] == "ssp:staleness=2"
+        assert shard.clock.settings["model"] == "ssp:staleness=2"
         assert shard.clock.clock == served.ITERATIONS
 
 
-def test_what_peers_have_taken_in_is_counted_on() -> None:
-    """Pushes that shards took in before and after: each once, wherever it was."""
+def test_the_count_of_gradients_continues() -> None:
+    """Pushes before and after the change count once each, on any peer."""
     made = changed(served.world(3, servers="0,1"))
     counted = [peer.role.server.taken_in for peer in made.peers.values()]
     stayed = served.ended(served.world(3, servers="2"))
     assert counted[0] < counted[2] < stayed.peers[2].role.server.taken_in == 3 * served.ITERATIONS
 
 
-# --- what moves --------------------------------------------------------------------------------------------
+# --- moves -------------------------------------------------------------------------------------------------
 
 TABLES = [Table(str(number), size) for number, size in enumerate([500, 3, 0, 1200, 77, 40, 900, 1])]
 
@@ -118,7 +120,7 @@ def moved(before: Layout, after: Layout) -> int:
 
 
 @pytest.mark.parametrize("wanted", [{0, 1, 2}, {1, 2, 3}, {0}, {3}, {0, 1, 2, 3, 4}])
-def test_nothing_moves_but_what_another_peer_is_to_hold(wanted: set[int]) -> None:
+def test_only_elements_that_change_holders_move(wanted: set[int]) -> None:
     before = layouts().make([0, 1])
     after = layouts().make(order(before.servers, wanted))
     stays = sum(elements(common(before.held_by(rank), after.held_by(rank))) for rank in wanted)
@@ -126,7 +128,7 @@ def test_nothing_moves_but_what_another_peer_is_to_hold(wanted: set[int]) -> Non
 
 
 def test_a_server_that_joins_is_seated_in_the_middle_where_least_moves() -> None:
-    """1/4 + 1/(4 (N − 1)) of all elements for even N, here 4, and not the half of one that is appended (Sliced)."""
+    """1/4 + 1/(4 (N − 1)) of all elements for even N, here 4, instead of half for a server at the end (Sliced)."""
     before = layouts().make([0, 1, 2])
     after = layouts().make(order(before.servers, {0, 1, 2, 3}))
     assert after.servers == (0, 3, 1, 2)
@@ -135,12 +137,12 @@ def test_a_server_that_joins_is_seated_in_the_middle_where_least_moves() -> None
     assert abs(moved(before, layouts().make([0, 1, 2, 3])) - size / 2) <= 4
 
 
-def test_who_stays_keeps_its_place() -> None:
+def test_remaining_servers_keep_their_order() -> None:
     assert order((3, 1, 2), {1, 3}) == [3, 1]
     assert order((0,), {1, 2}) == [2, 1]
 
 
-def test_a_batch_is_of_one_way_and_no_larger_than_it_has_to_be() -> None:
+def test_a_batch_has_one_source_and_target_and_a_limited_size() -> None:
     before, after = layouts().make([0, 1]), layouts().make([1, 2, 0])
     for batch in layouts(100).batches(before, after):
         assert batch.source != batch.target and batch.pieces

@@ -1,7 +1,7 @@
-"""A shard with a replica, in virtual time: whoever is killed, paused or comes back, no push that was answered is lost.
+"""A shard with a replica, in virtual time: no acknowledged push is lost if a peer is killed, paused or restarted.
 
-Fault 39 of the project's faults. With bsp and servers that do not train, a run in which a server is killed comes to
-what one process comes to on the joined batches: a push that is lost or taken in twice would show.
+Row 39 of the project's fault list. With bsp and servers that do not train, a run in which a server is killed must equal
+one process on the joined batches: a lost or duplicated push would show.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def mode(made: World, rank: int) -> ServerMode:
 
 
 def tables(made: World, rank: int, shard: int = 0) -> list[Tensor]:
-    """The values of a shard as they lie with a peer."""
+    """Return a peer's values of a shard."""
     table_store = made.peers[rank].tables
     assert table_store is not None
     return [values.clone() for values in table_store.table_store.state_dict(shard)["store"]["values"]]
 
 
 def exact(made: World, workers: list[int] = WORKERS, optimizer: served.Optimizer = served.sgd) -> None:
-    """The workers have come to what one process comes to on all their batches."""
+    """Check that the workers equal one process on all their batches."""
     wanted = served.joined(workers, optimizer=optimizer)
     for rank in workers:
         assert made.peers[rank].arena.step == served.ITERATIONS
@@ -73,13 +73,13 @@ def test_the_holder_is_killed(seed: int, optimizer: served.Optimizer) -> None:
     made.crash(0, at)
     served.ended(made)
     assert mode(made, 1).shards[0].clock.clock == served.ITERATIONS
-    assert made.lines(1, "shard 0 is held here from clock")
+    assert made.lines(1, "this peer now holds shard 0, from clock")
     exact(made, optimizer=optimizer)
 
 
 @pytest.mark.parametrize("sync", ["asp", "ssp:staleness=1", "pssp:staleness=1,p=0.5", "hybrid:step=5/lr"])
 @pytest.mark.parametrize("seed", range(6))
-def test_each_push_counts_once_whoever_holds_the_shard(sync: str, seed: int) -> None:
+def test_each_push_counts_once_under_any_holder(sync: str, seed: int) -> None:
     rng = random.Random(f"{sync} {seed}")
     made = world(sync=sync, slow={2: rng.uniform(1.0, 3.0)}, network=Network(delay=0.05))
     made.crash(0, rng.uniform(0.5, 20.0))
@@ -88,7 +88,7 @@ def test_each_push_counts_once_whoever_holds_the_shard(sync: str, seed: int) -> 
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_shards_whose_buffers_wait_for_each_others_workers_have_the_same_replicas(seed: int) -> None:
+def test_replicas_follow_resolved_deadlocks(seed: int) -> None:
     rng = random.Random(seed)
     slow = {rank: rng.uniform(0.5, 1.5) for rank in range(4)}
     made = served.world(
@@ -102,8 +102,8 @@ def test_shards_whose_buffers_wait_for_each_others_workers_have_the_same_replica
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_killed_one_comes_back_and_follows_then_the_other_is_killed(seed: int) -> None:
-    """Peer 3 has the replica here, and trains, so it is not killed: its place is taken by the one that came back."""
+def test_the_restarted_peer_follows_and_survives_the_next_kill(seed: int) -> None:
+    """Peer 3 has the replica and trains, so it is not killed: the restarted peer takes its place."""
     rng = random.Random(seed)
     first = rng.uniform(0.5, 6.0)
     made = served.world(
@@ -126,14 +126,14 @@ def test_a_replica_that_is_killed_is_not_waited_for(seed: int) -> None:
     made.crash(3, at)
     served.ended(made)
     assert sorted(mode(made, 0).shards) == [0, 1]
-    assert made.lines(0, "shard 0 has no replica now")
+    assert made.lines(0, "shard 0 no longer has a replica")
     exact(made)
 
 
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_server_that_only_sleeps(rank: int, seed: int) -> None:
-    """For longer than peer_timeout: the other takes its shard over, and has the replica of it as it wakes up."""
+    """It sleeps longer than peer_timeout: another peer takes over its shard, and it has the replica when it wakes."""
     rng = random.Random(seed)
     start = rng.uniform(0.5, 8.0)
     made = served.world(4, servers="0,3", servers_only=True, server_replicas=1, iterations=40)
@@ -157,7 +157,7 @@ def test_a_network_that_loses_and_repeats_messages(seed: int) -> None:
 
 
 def test_a_worker_with_the_replica_may_be_the_only_one() -> None:
-    """Two peers: the one that trains is all who can say that the holder is gone."""
+    """With two peers, only the training one can notice that the holder is gone."""
     made = served.world(2, servers="0", servers_only=True, server_replicas=1)
     made.crash(0, 4.5)
     served.ended(made)
@@ -172,7 +172,7 @@ def test_a_server_that_leaves_hands_its_shard_over() -> None:
     exact(made)
 
 
-def test_with_all_of_a_shards_holders_gone_the_run_stops_if_told_so() -> None:
+def test_the_run_can_stop_when_all_holders_of_a_shard_are_gone() -> None:
     made = served.world(4, servers="0,3", servers_only=True, server_replicas=1, server_lost="stop")
     made.crash(0, 3.5)
     made.crash(3, 8.5)

@@ -1,4 +1,7 @@
-"""A parameter server in virtual time: switches, members that come and go. Numbers in brackets: the project's faults."""
+"""Parameter server runs in virtual time: switches, members that join and leave, faults.
+
+Numbers in brackets are rows of the project's fault list.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def shard(made: World, rank: int = 0, index: int = 0) -> Shard:
 
 
 def done(made: World, ranks: range | list[int], iterations: int = served.ITERATIONS) -> None:
-    """All have done their iterations, and end with what the servers hold."""
+    """Check that all workers have finished their iterations and have the servers' values."""
     for rank in ranks:
         assert made.peers[rank].arena.step == iterations, (rank, made.peers[rank].arena.step)
         assert made.peers[rank].role.stage is Stage.DONE
@@ -44,18 +47,19 @@ def done(made: World, ranks: range | list[int], iterations: int = served.ITERATI
 # --- switches ---------------------------------------------------------------------------------------
 
 
-def test_a_switch_while_the_run_goes_on() -> None:
-    """From bsp, in which all wait for the slowest, to asp: those that wait are answered at once."""
+def test_a_switch_during_the_run() -> None:
+    """After a switch from bsp, in which all wait for the slowest, to asp, waiting pulls are answered at once."""
     made = served.world(3, slow={2: 8.0}, servers="0,1")
     made.switch_sync(2, 12.0, "asp")
     made.run(12.5)
     before = made.peers[0].arena.step
     assert before <= 2
     served.ended(made)
-    assert made.lines(0, "shard 0 goes from bsp to asp at clock") and made.lines(1, "shard 1 goes from bsp to asp")
-    assert made.lines(2, "has switched the sync model")
+    assert made.lines(0, "shard 0 switches from bsp to asp at clock")
+    assert made.lines(1, "shard 1 switches from bsp to asp")
+    assert made.lines(2, "has had the sync model switched")
     reached = [entry.time for entry in made.log if entry.rank == 0 and entry.what == f"step {served.ITERATIONS}"]
-    assert reached[0] < 12.5 + served.ITERATIONS + 1, "it does not wait for the slowest any more"
+    assert reached[0] < 12.5 + served.ITERATIONS + 1, "it no longer waits for the slowest"
     done(made, range(3))
 
 
@@ -63,16 +67,16 @@ def test_one_shard_may_be_switched_alone() -> None:
     made = served.world(3, servers="0,1", slow={1: 2.0})
     made.switch_sync(0, 5.0, "ssp:staleness=2", shard=1)
     served.ended(made)
-    assert not made.lines(0, "shard 0 goes") and made.lines(1, "shard 1 goes from bsp to ssp:staleness=2")
+    assert not made.lines(0, "shard 0 switches") and made.lines(1, "shard 1 switches from bsp to ssp:staleness=2")
     done(made, range(3))
 
 
 @pytest.mark.parametrize("sync", ["ssp:staleness=-1", "nonsense", "hybrid:step=5/ls"])
-def test_what_is_no_sync_model_is_told_and_changes_nothing(sync: str) -> None:
+def test_an_invalid_sync_model_is_refused_and_changes_nothing(sync: str) -> None:
     made = served.world(2)
     made.switch_sync(1, 3.5, sync)
     served.ended(made)
-    assert not made.lines(0, "shard 0 goes") and not made.lines(1, "has had")
+    assert not made.lines(0, "shard 0 switches") and not made.lines(1, "has had")
     torch.testing.assert_close(served.values(made.peers[0].module), served.joined(range(2)), rtol=1e-9, atol=1e-9)
 
 
@@ -80,11 +84,11 @@ def test_a_plan_in_the_configuration() -> None:
     plan = "3=ssp:staleness=2;6=hybrid:step=5/lr;9=bsp"
     made = served.ended(served.world(3, servers="0,2", sync_plan=plan, slow={1: 1.6}))
     for rank, index in ((0, 0), (2, 1)):
-        told = made.lines(rank, f"shard {index} goes")
+        told = made.lines(rank, f"shard {index} switches")
         assert [line.split(" at clock ")[0] for line in told] == [
-            f"shard {index} goes from bsp to ssp:staleness=2",
-            f"shard {index} goes from ssp:staleness=2 to hybrid:step=50",
-            f"shard {index} goes from hybrid:step=50 to bsp",
+            f"shard {index} switches from bsp to ssp:staleness=2",
+            f"shard {index} switches from ssp:staleness=2 to hybrid:step=50",
+            f"shard {index} switches from hybrid:step=50 to bsp",
         ]
     done(made, range(3))
 
@@ -93,7 +97,7 @@ SYNCS = ["bsp", "asp", "ssp:staleness=1", "drop:n=2", "pssp:staleness=1,p=0.5", 
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_no_push_is_lost_and_no_pull_stranded_whatever_is_switched(seed: int) -> None:
+def test_switches_lose_no_push_and_strand_no_pull(seed: int) -> None:
     rng = random.Random(seed)
     slow = {rank: rng.uniform(0.5, 4.0) for rank in range(4)}
     pulls = rng.choice(["lazy", "soft"])
@@ -109,13 +113,15 @@ def test_no_push_is_lost_and_no_pull_stranded_whatever_is_switched(seed: int) ->
 
 @pytest.mark.parametrize("servers", ["0,3", "1,2,3", "0,1,2,3"])
 @pytest.mark.parametrize("seed", range(12))
-def test_shards_whose_buffers_wait_for_each_others_workers_go_on(servers: str, seed: int) -> None:
-    """Hybrid Approach, Algorithm 1, at several shards: each has other gradients in its buffer when all workers wait."""
+def test_deadlocks_among_shards_are_resolved(servers: str, seed: int) -> None:
+    """Hybrid Approach, Algorithm 1, with several shards: their buffers hold different gradients when all wait."""
     rng = random.Random(f"{servers} {seed}")
     slow = {rank: rng.uniform(0.5, 1.5) for rank in range(4)}
     sync = rng.choice(["hybrid:fixed=2", "hybrid:fixed=3", "hybrid:step=4"])
     made = served.world(4, seed, Network(delay=0.05, jitter=0.3), slow, servers=servers, sync=sync)
-    served.ended(made, served.ITERATIONS * (2 * max(slow.values()) + 2))  # they go on at once, not after a timeout
+    served.ended(
+        made, served.ITERATIONS * (2 * max(slow.values()) + 2)
+    )  # the deadlock is resolved at once, not after a timeout
     done(made, range(4))
     for index, rank in enumerate(map(int, servers.split(","))):
         assert shard(made, rank, index).clock.counts.gradients == 4 * served.ITERATIONS
@@ -123,8 +129,8 @@ def test_shards_whose_buffers_wait_for_each_others_workers_go_on(servers: str, s
 
 @pytest.mark.parametrize("sync", SYNCS)
 @pytest.mark.parametrize("seed", range(4))
-def test_all_end_with_what_the_servers_hold_once_the_slowest_has_trained(sync: str, seed: int) -> None:
-    """However long the others wait for it, as long as it answers."""
+def test_all_end_with_the_servers_values_after_the_slowest_worker(sync: str, seed: int) -> None:
+    """The others wait for the slowest worker as long as it answers."""
     slow = {0: 1.0, 1: 0.2, 2: 0.3, 3: 4.0}
     assert served.ITERATIONS * 4.0 > served.ITERATIONS * 1.0 + toy.TIMEOUT
     made = served.world(4, seed, Network(delay=0.05), slow, servers="0,1", sync=sync)
@@ -136,8 +142,8 @@ def test_all_end_with_what_the_servers_hold_once_the_slowest_has_trained(sync: s
 
 
 @pytest.mark.parametrize("begins", ["pssp:staleness=0,alpha=significance", "asp"])
-def test_the_significance_of_gradients_is_told_from_the_beginning_and_after_a_switch(begins: str) -> None:
-    """FluentPS, section III-E.2: alpha = |g| / |w|, of which a model that is gone over to must hear, too."""
+def test_workers_send_significance_from_the_start_and_after_a_switch(begins: str) -> None:
+    """FluentPS, section III-E.2: alpha = |g| / |w|; a model that is switched to needs it as well."""
     slow = {1: 3.0}
     plan = None if begins != "asp" else "1=pssp:staleness=0,alpha=significance"
     made = served.world(2, slow=slow, servers="0", pulls="soft", sync=begins, sync_plan=plan, iterations=30)
@@ -145,7 +151,7 @@ def test_the_significance_of_gradients_is_told_from_the_beginning_and_after_a_sw
     assert shard(made).clock.counts.delayed > 0
 
 
-def test_own_conditions_see_significance_if_they_ask_for_it() -> None:
+def test_custom_conditions_receive_significance_on_request() -> None:
     seen: dict[bool, list[float]] = {True: [], False: []}
     for asks, told in seen.items():
 
@@ -163,10 +169,10 @@ def test_own_conditions_see_significance_if_they_ask_for_it() -> None:
 
 @pytest.mark.parametrize("servers", ["0", "0,1", "2,0,1"])
 @pytest.mark.parametrize("seed", range(4))
-def test_by_the_clock_on_the_wall_all_take_their_checkpoints_at_one_iteration(
+def test_checkpoints_by_seconds_are_taken_at_one_iteration(
     servers: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With bsp: what a shard holds after k ticks is what workers begin iteration k with, so that a run can go on."""
+    """With bsp, workers begin iteration k with a shard's values after k ticks, so the run can resume."""
     kept: dict[int, list[int]] = {}
     told: dict[int, list[int]] = {}
     keep, boundary = Shard.keep, ServerMode.boundary
@@ -194,11 +200,11 @@ def test_by_the_clock_on_the_wall_all_take_their_checkpoints_at_one_iteration(
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_shard_that_has_gone_over_to_other_servers_comes_back_to_nothing(index: int) -> None:
-    """What was read from its checkpoint and journal is told only after the change: shard 1 lies elsewhere, 0 is new."""
+def test_a_restore_after_the_shard_has_moved_is_ignored(index: int) -> None:
+    """The checkpoint and journal are read only after the change: shard 1 lies elsewhere by then, and shard 0 is new."""
     made = served.world(3, servers="0,1", checkpoint_every="100")
     made.change_servers(1, 4.5, [0, 2])
-    made.run(until=lambda: made.lines(0, "the servers are 0,2 now"))
+    made.run(until=lambda: made.lines(0, "the servers are now 0,2"))
     exchange = made.peers[0].role.exchange
     assert isinstance(exchange, ServerMode)
     before = json.dumps({number: one.state_dict() for number, one in exchange.shards.items()})
@@ -210,8 +216,8 @@ def test_a_shard_that_has_gone_over_to_other_servers_comes_back_to_nothing(index
 
 
 @pytest.mark.parametrize("sync", SYNCS)
-def test_a_gradient_that_is_not_finite_is_left_out(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:  # [22]
-    """It counts as a push, so that nobody waits, and the worker goes on by the next tables."""
+def test_a_gradient_that_is_not_finite_is_skipped(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:  # [22]
+    """It counts as a push, so that no worker waits, and its worker continues with the next tables."""
     whole = served.batch
 
     def batch(rank: int, iteration: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -237,7 +243,7 @@ def test_a_gradient_that_is_not_finite_is_left_out(sync: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("sync", ["bsp", "asp", "hybrid:fixed=2"])
-def test_training_that_diverges_comes_to_its_end(sync: str) -> None:
+def test_diverging_training_ends(sync: str) -> None:
     def steep(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=1e300)
 
@@ -247,15 +253,15 @@ def test_training_that_diverges_comes_to_its_end(sync: str) -> None:
     assert all(made.lines(rank, "own model holds NaN or Inf") for rank in range(3))
 
 
-# --- in which order a worker pushes and pulls -----------------------------------------------------------
+# --- the order of pushes and pulls ----------------------------------------------------------------------
 
 
 class Orders:
-    """Listens at two shards, 0 and 1 with the peers 0 and 1, to the pulls of all workers while they train.
+    """Observes the pulls of all workers at shards 0 and 1, on peers 0 and 1.
 
     Attributes:
-        pulls: of tables, in order: worker, iteration, shard; whether each shard had said before that it would answer,
-            and whether each had the worker's whole push.
+        pulls: of tables, in order: worker, iteration, shard; whether each shard had replied before that it would
+            answer, and whether each had the worker's whole push.
     """
 
     def __init__(self, made: World):
@@ -292,10 +298,10 @@ class Orders:
 def test_pushes_and_pulls_of_different_shards_overlap_or_not(sync: str, overlap: bool) -> None:
     """FluentPS, Figure 5.
 
-    (a) No tables are pulled before all shards have all gradients of the iteration and would answer. (b) Each shard's
-    are pulled for themselves: also while gradients are still on their way to the other.
+    (a) No tables are pulled before all shards have all gradients of the iteration and would answer. (b) Each shard is
+    pulled from independently, even while gradients are still in flight to the other.
     """
-    # Of the worker's two ways the one to itself is short.
+    # The worker's link to itself is the fast one.
     made = served.world(3, network=Network(delay=0.2), slow={1: 1.3}, servers="0,1", sync=sync, overlap=overlap)
     made.run(0.0)
     orders = Orders(made)
@@ -305,12 +311,12 @@ def test_pushes_and_pulls_of_different_shards_overlap_or_not(sync: str, overlap:
     assert every <= {(worker, iteration, index) for worker, iteration, index, _, _ in orders.pulls}
     if overlap:
         assert any(not pushed for *_, pushed in orders.pulls)
-        assert not any(agreed for *_, agreed, _ in orders.pulls), "nobody is asked for a word before"
+        assert not any(agreed for *_, agreed, _ in orders.pulls), "no shard is asked first"
     else:
         assert all(agreed and pushed for *_, agreed, pushed in orders.pulls)
 
 
-# --- workers come and go ------------------------------------------------------------------------------
+# --- workers join and leave ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sync", ["bsp", "ssp:staleness=1", "hybrid:fixed=3"])
@@ -333,7 +339,7 @@ def test_a_worker_killed_is_not_waited_for_beyond_peer_timeout(sync: str) -> Non
         torch.testing.assert_close(served.values(made.peers[0].module), served.values(module), rtol=1e-9, atol=1e-9)
 
 
-def test_a_worker_that_is_silent_for_a_while_is_taken_back() -> None:  # [3]
+def test_a_worker_that_is_silent_for_a_while_rejoins() -> None:  # [3]
     made = served.world(3, sync="bsp", iterations=30)
     made.pause(2, 5.2, 40.0)
     served.ended(made)
@@ -343,8 +349,8 @@ def test_a_worker_that_is_silent_for_a_while_is_taken_back() -> None:  # [3]
     assert made.peers[2].role.stage is Stage.DONE and made.peers[2].arena.step > 10
 
 
-def test_a_slow_worker_is_no_dead_one() -> None:
-    """Its steps take longer than peer_timeout and than a pull waits: nobody is lost, no pull fails."""
+def test_a_slow_worker_is_not_considered_lost() -> None:
+    """Its steps take longer than peer_timeout and than a pull waits: no peer is lost, and no pull fails."""
     made = served.ended(served.world(2, slow={1: 3.5 * toy.TIMEOUT}, iterations=4))
     assert not [entry for entry in made.log if "lost" in entry.what or "TIMEOUT" in entry.what]
     done(made, range(2), 4)

@@ -1,4 +1,4 @@
-"""Runs with servers and codecs, in virtual time: every codec both ways, and what faults make of what is kept."""
+"""Runs with servers and codecs, in virtual time: every codec in both directions, and faults that affect its state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gossipx.sim import Network, World
 
 
 def loss(made: World) -> float:
-    """Over all batches of a run, of the first peer's model."""
+    """Return the first peer's loss over all batches of a run."""
     module = next(iter(made.peers.values())).module
     pairs = [served.batch(rank, iteration) for rank in range(3) for iteration in range(served.ITERATIONS)]
     with torch.no_grad():
@@ -29,7 +29,7 @@ def models(made: World) -> Tensor:
 
 
 def held(made: World) -> Tensor:
-    """What the servers hold, one after the other."""
+    """Return the servers' values, concatenated."""
     table_stores = [made.peers[shard].tables.table_store for shard in range(2)]
     return torch.cat(
         [
@@ -50,7 +50,7 @@ def pulled(spec: str) -> str:
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_codec_both_ways_under_bsp(spec: str) -> None:
-    """All workers have the same model, bit for bit, whatever their codec makes of it."""
+    """All workers have the same model, bit for bit, with any codec."""
     made = run(push_codec=spec, pull_codec=pulled(spec))
     assert served.clocks(made) == {0: served.ITERATIONS, 1: served.ITERATIONS}
     assert torch.equal(models(made), models(made)[0].expand(3, -1))
@@ -58,8 +58,8 @@ def test_every_codec_both_ways_under_bsp(spec: str) -> None:
         assert loss(made) < 1.1 * loss(run())
 
 
-def test_what_is_left_to_chance_makes_as_little_of_the_loss() -> None:
-    """One run comes out better or worse by a fifth."""
+def test_random_codecs_train_as_well() -> None:
+    """A single run may differ by a fifth."""
     losses = [
         [loss(run(seed=seed, push_codec=spec, pull_codec=spec)) for seed in range(8)] for spec in ("natural", "none")
     ]
@@ -68,7 +68,7 @@ def test_what_is_left_to_chance_makes_as_little_of_the_loss() -> None:
 
 @pytest.mark.parametrize("sync", ["asp", "ssp:staleness=2", "drop:n=1", "pssp:staleness=1,p=0.5", "hybrid:step=5"])
 def test_codecs_go_with_all_sync_models(sync: str) -> None:
-    """Where workers have values of their own, each is given the change of these."""
+    """If workers have different values, each receives the change of its own."""
     made = run(sync=sync, push_codec="int8", pull_codec="int8", slow={2: 2.5})
     assert loss(made) == pytest.approx(loss(run(sync=sync, slow={2: 2.5})), rel=0.05)
     ternary = run(sync=sync, push_codec="3lc:1.0", pull_codec="3lc:1.0", slow={2: 2.5})
@@ -77,24 +77,24 @@ def test_codecs_go_with_all_sync_models(sync: str) -> None:
 
 @pytest.mark.parametrize("codec", ["3lc:1.0", "topk:ratio=0.2", "onebit"])
 def test_a_network_that_loses_messages_changes_nothing(codec: str) -> None:
-    """What was sent and not heard of is sent again as it was, and taken in once.
+    """An unacknowledged push is sent again unchanged, and applied once.
 
-    Of what servers hold: a peer whose last answer is lost ends with the last change that it was given.
+    This compares the servers' values: a peer whose last reply is lost ends with the last change that it received.
     """
-    lossy = Network(delay=0.01, loss=0.03)  # of more, a peer is taken for gone at times
+    lossy = Network(delay=0.01, loss=0.03)  # with a higher rate, a peer is considered gone at times
     options = {"push_codec": codec, "pull_codec": codec}
     made = run(network=lossy, **options)
     assert made.fired["lost"] > 0
     assert torch.equal(held(made), held(run(**options)))
 
 
-def test_normalisation_and_small_tensors_may_stay_as_they_are() -> None:
-    """With ``small`` above all tensors nothing is encoded, and nothing lost."""
+def test_normalisation_and_small_tensors_may_stay_unencoded() -> None:
+    """If ``small`` is larger than all tensors, nothing is encoded and nothing is lost."""
     made = run(push_codec="3lc:small=1000", pull_codec="3lc:small=1000")
     torch.testing.assert_close(models(made), served.joined(range(3)).expand(3, -1), rtol=1e-6, atol=1e-6)
 
 
-def test_a_servers_replica_takes_over_and_workers_are_given_whole_values() -> None:
+def test_after_a_failover_workers_receive_full_values() -> None:
     options = {"push_codec": "3lc:1.0", "pull_codec": "3lc:1.0", "server_replicas": 1}
     made = served.world(3, servers="0", servers_only=True, **options)
     made.crash(0, 4.3)
@@ -107,10 +107,10 @@ def test_a_servers_replica_takes_over_and_workers_are_given_whole_values() -> No
 
 @pytest.mark.parametrize("pull", ["3lc:1.0", "localsteps:k=3"])
 @pytest.mark.parametrize("what", ["crash", "pause", "late"])
-def test_who_comes_or_returns_is_given_whole_values_first(
+def test_new_and_returning_workers_first_receive_full_values(
     what: str, pull: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And begins with no error, or goes on with its own."""
+    """A new worker starts without error feedback, a returning one with its own."""
     asked: list[tuple[int, int, bool]] = []
     frame = Changes.frame
 
@@ -134,7 +134,9 @@ def test_who_comes_or_returns_is_given_whole_values_first(
     assert torch.equal(models(made), models(made)[0].expand(3, -1))
     bases = [base for taker, base, _ in asked if taker == 2]
     assert 0 < bases.count(FULL) < len(bases) / 2
-    assert all(is_whole == (base == FULL) for _, base, is_whole in asked)  # a base that is named is known
+    assert all(
+        is_whole == (base == FULL) for _, base, is_whole in asked
+    )  # the server knows every base that a request names
     frames = [
         room.push_encoder.state.frames
         for room in made.peers[2].tables.table_store.client._bucket_memories.values()
@@ -145,7 +147,7 @@ def test_who_comes_or_returns_is_given_whole_values_first(
 
 
 def errors(made: World, rank: int) -> list[Tensor]:
-    """Of a worker, by bucket."""
+    """Return a worker's error feedback, by bucket."""
     rooms = made.peers[rank].tables.table_store.client._bucket_memories.values()
     return [room.push_encoder.state.kept["error"] for room in rooms if room.push_encoder is not None]
 
@@ -159,6 +161,6 @@ def errors(made: World, rank: int) -> list[Tensor]:
         ({"push_codec": "dgc:feedback=true"}, "would keep it twice"),
     ],
 )
-def test_what_cannot_be_is_told(options: dict[str, Any], told: str) -> None:
+def test_unsupported_settings_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         served.make(0, 2, **options)

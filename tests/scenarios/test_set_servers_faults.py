@@ -1,4 +1,4 @@
-"""Servers that are changed at any time, in bad networks, among slow workers and peers that die in the middle."""
+"""Changes of servers at any time, with bad networks, slow workers and peers that crash."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def mode(made: World, rank: int) -> ServerMode:
 
 
 def stand(made: World, ranks: list[int]) -> tuple[int, ...]:
-    """The servers that these peers all go by; each has the shards that are its, and no other."""
+    """Check that these peers use the same layout and host exactly its shards. Return its servers."""
     servers = {mode(made, rank).migration.layout.servers for rank in ranks}
     assert len(servers) == 1, servers
     (found,) = servers
@@ -39,14 +39,16 @@ def stand(made: World, ranks: list[int]) -> tuple[int, ...]:
 
 
 def done(made: World, ranks: list[int], iterations: int = served.ITERATIONS) -> None:
-    """All have done their iterations."""
+    """Check that all workers have finished their iterations."""
     for rank in ranks:
         assert made.peers[rank].arena.step == iterations, (rank, made.peers[rank].arena.step)
         assert made.peers[rank].role.stage is Stage.DONE
 
 
 def alike(made: World, ranks: list[int]) -> None:
-    """All end with what the servers hold; without bsp a gradient that waits may be applied as the last pulls go on."""
+    """Check that all end with the servers' values; except bsp, a buffered gradient may be applied during the last
+    pulls.
+    """
     rows = torch.stack([served.values(made.peers[rank].module) for rank in ranks])
     torch.testing.assert_close(rows, rows[:1].expand(len(rows), -1), rtol=0, atol=0)
 
@@ -68,7 +70,9 @@ def test_no_push_is_lost_and_no_pull_stranded(sync: str, seed: int) -> None:
         assert counts.gradients + counts.late == 4 * served.ITERATIONS, "each push is counted once"
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 6, 7, 8])  # with 5 a worker is late at the start, change or not
+@pytest.mark.parametrize(
+    "seed", [0, 1, 2, 3, 4, 6, 7, 8]
+)  # with 5, a worker is late at the start even without a change
 def test_a_bad_network_loses_no_push_and_counts_none_twice(seed: int) -> None:
     network = Network(delay=0.2, loss=0.05, repeat=0.1, jitter=0.5)
     made = served.world(3, seed, network, {1: 1.4}, servers="0", iterations=8)
@@ -94,7 +98,7 @@ def test_a_second_change_is_refused_while_one_is_under_way() -> None:
 
 
 class Whole(torch.optim.Optimizer):
-    """Steps of one length in each tensor, whatever its gradient's."""
+    """Takes steps of one length in each tensor, whatever its gradient's length."""
 
     def __init__(self, parameters: Any, lr: float = 0.1):
         super().__init__(parameters, {"lr": lr})
@@ -108,21 +112,21 @@ class Whole(torch.optim.Optimizer):
 
 
 class Own(TransmitBuffer):
-    """It might keep a residual."""
+    """A custom part, which could keep a residual."""
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"sync": "bsp|asp"}, "shards go by"),
+        ({"sync": "bsp|asp"}, "shards have different sync models"),
         ({"server_replicas": 1}, "with --server-replicas the servers cannot be changed"),
         ({"parts": Parts(storages=Storages(transmit=Own))}, "with custom parts the servers cannot be changed"),
         ({"servers_only": True, "checkpoint_every": "5"}, "with --servers-only and --checkpoint-every"),
-        ({"placement": "uniform", "servers": "0", "optimizer": Whole}, "looks at whole tensors, which this placement"),
+        ({"placement": "uniform", "servers": "0", "optimizer": Whole}, "needs whole tensors, which this placement"),
     ],
 )
-def test_what_cannot_be_moved_stays(options: dict[str, Any], told: str) -> None:
-    """One line says why; the run goes on, and ends as it would have."""
+def test_tables_that_cannot_be_moved_stay(options: dict[str, Any], told: str) -> None:
+    """One line names the reason; the run continues, and ends as it would have without the request."""
     made = served.world(3, **{"servers": "0,1", **options})
     made.change_servers(2, 4.5, [1, 2])
     served.ended(made)
@@ -131,13 +135,13 @@ def test_what_cannot_be_moved_stays(options: dict[str, Any], told: str) -> None:
     assert all(peer.role.stage is Stage.DONE for peer in made.peers.values())
 
 
-# --- peers that die in the middle -----------------------------------------------------------------------------
+# --- peers that crash ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("after", [0.0, 0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 1.5])
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
 def test_a_worker_that_dies_is_not_waited_for(after: float, sync: str) -> None:
-    """Whatever it was asked last: the others come to one layout, and to the end."""
+    """Whatever request it received last, the others reach one layout and the end."""
     made = served.world(4, network=Network(delay=0.1), servers="0", sync=sync, iterations=20)
     made.change_servers(1, 5.5, [0, 1])
     made.crash(3, 5.5 + after)
@@ -150,12 +154,14 @@ def test_a_worker_that_dies_is_not_waited_for(after: float, sync: str) -> None:
 
 
 @pytest.mark.parametrize("after", [0.0, 0.05, 0.15, 0.25, 0.35, 0.45, 0.55])
-def test_a_server_to_be_that_dies_before_it_holds_anything_costs_nothing(after: float) -> None:
+def test_a_new_server_that_dies_before_it_holds_tables_costs_nothing(after: float) -> None:
     made = served.world(4, network=Network(delay=0.1), servers="0", iterations=20)
     made.change_servers(1, 5.5, [0, 3])
     made.crash(3, 5.5 + after)
     served.ended(made, 1000)
-    assert made.lines(0, "the servers stay as they were: peer 3 is lost") or made.lines(1, "peer 3 is not there")
+    assert made.lines(0, "the servers stay as they were: peer 3 is lost") or made.lines(
+        1, "peer 3 is not a member of the"
+    )
     assert stand(made, [0, 1, 2]) == (0,)
     done(made, [0, 1, 2], 20)
     alike(made, [0, 1, 2])
@@ -164,7 +170,7 @@ def test_a_server_to_be_that_dies_before_it_holds_anything_costs_nothing(after: 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(12))
 def test_a_server_that_dies_leaves_no_mixed_state(victim: int, seed: int) -> None:
-    """Its shard is gone, and the run stops or waits as it does without a change; all others go by one layout."""
+    """Its shard is lost, and the run stops or waits as without a change; all other peers use one layout."""
     made = served.world(4, seed, Network(delay=0.1), servers="0,1", iterations=20, server_lost="stop", min_peers=1)
     made.change_servers(3, 5.5, [0, 2])
     made.crash(victim, 5.5 + random.Random(seed).uniform(0, 1.2))
@@ -173,19 +179,19 @@ def test_a_server_that_dies_leaves_no_mixed_state(victim: int, seed: int) -> Non
     stand(made, [rank for rank in range(4) if rank != victim])
 
 
-def test_a_worker_that_was_thought_lost_follows() -> None:
-    """It was paused while the servers were changed, and finds those that it knew to be none any more."""
+def test_a_worker_that_was_considered_lost_follows_the_change() -> None:
+    """It was paused during the change, and its old servers refuse its requests."""
     made = served.world(3, servers="0", iterations=40)
     made.pause(2, 5.2, 5.2 + 3 * toy.TIMEOUT)
     made.change_servers(1, 6.5 + 2 * toy.TIMEOUT, [1])
     served.ended(made)
-    assert made.lines(0, "peer 2 is lost") and made.lines(0, "the servers are 1 now")
+    assert made.lines(0, "peer 2 is lost") and made.lines(0, "the servers are now 1")
     assert stand(made, [0, 1, 2]) == (1,)
     assert [made.peers[rank].arena.step for rank in (0, 1)] == [40, 40]
     assert made.peers[2].role.stage is Stage.DONE
 
 
-def test_a_worker_that_joins_late_finds_the_servers_of_then() -> None:
+def test_a_worker_that_joins_late_finds_the_current_servers() -> None:
     made = served.world(3, absent=[2], servers="0", iterations=40)
     made.change_servers(1, 12.5, [0, 1])
     made.start(2, served.maker(2, 3, servers="0", iterations=40), at=25.0)
@@ -196,7 +202,7 @@ def test_a_worker_that_joins_late_finds_the_servers_of_then() -> None:
 
 @pytest.mark.parametrize("goes", ["leaves", "dies"])
 @pytest.mark.parametrize("lost", ["wait", "stop"])
-def test_a_worker_that_joins_late_finds_them_though_those_that_it_knows_are_gone(goes: str, lost: str) -> None:
+def test_a_late_worker_finds_the_servers_when_its_configured_ones_are_gone(goes: str, lost: str) -> None:
     options: dict[str, Any] = {"servers": "0", "iterations": 60, "server_lost": lost}
     made = served.world(4, absent=[3], **options)
     made.change_servers(1, 12.5, [1, 2])
@@ -216,8 +222,8 @@ def test_a_worker_that_joins_late_finds_them_though_those_that_it_knows_are_gone
 
 @pytest.mark.parametrize("every", ["0", "100"])
 @pytest.mark.parametrize("seed", range(4))
-def test_who_is_no_server_any_more_comes_back_as_a_worker(every: str, seed: int) -> None:
-    """It was the only one at the beginning, which is what its settings say."""
+def test_a_former_server_restarts_as_a_worker(every: str, seed: int) -> None:
+    """It was the only server when the run began, as its settings still say."""
     network = Network(delay=0.02, jitter=0.1)
     made = served.world(3, seed, network, servers="0", iterations=60, checkpoint_every=every)
     made.change_servers(1, 5.5, [1, 2])
@@ -230,22 +236,22 @@ def test_who_is_no_server_any_more_comes_back_as_a_worker(every: str, seed: int)
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_server_that_has_no_checkpoint_of_what_it_is_to_hold_says_so(victim: int) -> None:
+def test_a_server_without_a_checkpoint_of_its_tables_says_so(victim: int) -> None:
     """There are no files in virtual time. It serves nothing, and takes no part in another change."""
     made = served.world(3, servers="0", iterations=60, checkpoint_every="100")
     made.change_servers(1, 5.5, [0, 2])
     made.crash(victim, 12.2)
     made.restart(victim, 14.0)
     made.run(14.0 + 4 * toy.TIMEOUT)
-    reason = "the servers were changed, and no checkpoint here has the tables that this peer is to hold"
+    reason = "the servers were changed, and no checkpoint on this host has this peer's tables"
     assert made.lines(victim, "must stop") == [f"must stop: {reason}"]
     assert not [one for one in mode(made, victim).shards.values() if one.begun]
     assert not mode(made, victim).hosted.ready
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_who_comes_again_asks_all_that_are_there(answers: bool) -> None:
-    """Nothing has been changed: its shard begins when all others have said so, or are known to be gone."""
+def test_a_restarted_server_asks_all_present_peers(answers: bool) -> None:
+    """The layout is unchanged: its shard starts when all others have confirmed this, or are known to be gone."""
     made = served.world(3, servers="0", iterations=40)
     made.crash(0, 5.2)
     if not answers:
@@ -262,7 +268,7 @@ def test_who_comes_again_asks_all_that_are_there(answers: bool) -> None:
 @pytest.mark.parametrize("servers", ["0", "0,1", "1,0", "2,1,0"])
 @pytest.mark.parametrize("at", [5.2, 5.995, 6.005, 6.5])
 def test_a_server_that_leaves_hands_its_shard_over(servers: str, at: float) -> None:
-    """The others train on with all that was pushed, as if a worker that holds nothing had left."""
+    """The others continue with all pushes, as if a worker without shards had left."""
     made = served.world(3, servers=servers, iterations=20)
     made.leave(0, at)
     served.ended(made)
@@ -284,7 +290,7 @@ def test_a_server_that_leaves_hands_its_shard_over(servers: str, at: float) -> N
 
 
 def test_all_leave_at_once() -> None:
-    """Each hands over to those that are still there; nobody waits for somebody that has left."""
+    """Each hands over to the remaining peers; no peer waits for one that has left."""
     made = served.world(4, servers="0,1", iterations=40)
     for rank in range(4):
         made.leave(rank, 5.5)
@@ -296,14 +302,14 @@ def test_all_leave_at_once() -> None:
 @pytest.mark.parametrize("servers", ["0,1", "0,1,2", "1,2,3"])
 @pytest.mark.parametrize("apart", [0.0, 0.02, 0.3, 1.0])
 @pytest.mark.parametrize("last", [0, 3])
-def test_all_that_leave_keep_shards_that_go_together(
+def test_leaving_peers_save_consistent_shards(
     monkeypatch: pytest.MonkeyPatch, servers: str, apart: float, last: int
 ) -> None:
-    """Whoever holds a shard at the end has kept it by the layout of then, over what another had kept before."""
+    """The last holder of a shard has saved it in the latest layout, replacing earlier checkpoints of others."""
     disk: dict[int, tuple[int, tuple[int, ...]]] = {}
-    kept = HostedShards.keep
+    kept = HostedShards.checkpoint
 
-    def keep(self: HostedShards, now: float, last: bool = False, leaves: bool = False) -> list[Effect]:
+    def checkpoint(self: HostedShards, now: float, last: bool = False, leaves: bool = False) -> list[Effect]:
         effects = kept(self, now, last, leaves)
         for one in effects:
             if isinstance(one, KeepShard) and one.clock >= disk.get(one.shard, (0, ()))[0]:
@@ -311,7 +317,7 @@ def test_all_that_leave_keep_shards_that_go_together(
                 disk[one.shard] = one.clock, mode(made, holder).migration.layout.servers
         return effects
 
-    monkeypatch.setattr(HostedShards, "keep", keep)
+    monkeypatch.setattr(HostedShards, "checkpoint", checkpoint)
     made = served.world(4, servers=servers, iterations=40)
     for number, rank in enumerate(sorted(range(4), key=lambda rank: (rank == last, rank))):
         made.leave(rank, 5.5 + apart * number)

@@ -1,4 +1,4 @@
-"""Buckets: which tables of a shard travel together."""
+"""Buckets: which tables of a shard travel in one message."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZES = strategies.lists(strategies.tuples(strategies.integers(0, 50), strategie
 
 
 @given(SIZES, strategies.integers(0, 120))
-def test_buckets_hold_all_in_order_alike_and_no_more_than_they_should(sizes: list[tuple[int, str]], least: int) -> None:
+def test_buckets_are_ordered_uniform_and_limited(sizes: list[tuple[int, str]], least: int) -> None:
     partitions = [Partition(number, 0, size) for number, (size, _) in enumerate(sizes)]
     made = buckets(partitions, lambda table: (sizes[table][1], 4), least)
     ends = [0, *(one.stop for one in made)]
@@ -22,7 +22,7 @@ def test_buckets_hold_all_in_order_alike_and_no_more_than_they_should(sizes: lis
         held = sizes[one.first : one.stop]
         assert held and len({kind for _, kind in held}) == 1
         assert len(held) == 1 or 4 * sum(size for size, _ in held) <= least
-    for one, other in itertools.pairwise(made):  # none could have taken the next one in
+    for one, other in itertools.pairwise(made):  # no bucket had room for the next partition
         held, (size, kind) = sizes[one.first : one.stop], sizes[other.first]
         assert held[0][1] != kind or 4 * (sum(of for of, _ in held) + size) > least
 

@@ -1,4 +1,4 @@
-"""``gossipx placement``."""
+"""The command ``gossipx placement``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def gossipx(*arguments: str) -> Result:
     return CliRunner().invoke(main, list(arguments), prog_name="gossipx")
 
 
-def test_the_command_is_told_without_the_large_libraries() -> None:
+def test_the_command_needs_no_large_libraries() -> None:
     assert "placement" in gossipx("--help").stdout
     told = " ".join(gossipx("placement", "--help").stdout.split())
     assert all(model in told for model in ("googlenet (without auxiliary classifiers)", "inception-v4 for ImageNet"))
@@ -74,7 +74,7 @@ def test_one_strategy() -> None:
         ((), "Missing argument 'MODEL'"),
     ],
 )
-def test_wrong_usage_is_told_in_one_line(arguments: tuple[str, ...], told: str) -> None:
+def test_wrong_usage_is_reported_in_one_line(arguments: tuple[str, ...], told: str) -> None:
     result = gossipx("placement", *arguments)
     assert result.exit_code == 2 and result.stdout == "" and told in result.stderr
     assert result.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Placements, what moves between two of them, and figures of them.
+"""Placements, moves between two of them, and measures of them.
 
 P.-Y. Wu, Modularized Parameter Server (2018), section 2.3.1, Algorithm 2 and Code 4.1; X. Yao et al., FluentPS (2019),
 section III-A; R. L. Graham, Bounds on Multiprocessing Timing Anomalies (1969).
@@ -49,11 +49,11 @@ def loads(placed: Sequence[Sequence[Partition]]) -> list[int]:
 
 
 def wholes(by_server: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[list[Partition]]:
-    """Whole tables, by their numbers on each server."""
+    """Return the numbers of the tables on each server, all of which are whole."""
     return [[Partition(number, 0, sizes[number]) for number in held] for held in by_server]
 
 
-# --- what each decides ----------------------------------------------------------------------------
+# --- decisions ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -137,7 +137,7 @@ def test_heuristic_is_algorithm_2(sizes: list[int], servers: int) -> None:
 
 @given(sizes=SIZES, servers=SERVERS)
 def test_greedy_takes_tables_as_they_come(sizes: list[int], servers: int) -> None:
-    """The heuristic differs from it in the order alone; any such list has no more than mean + longest · (1 − 1/m)."""
+    """It differs from the heuristic only in the order; no such order exceeds mean + longest · (1 − 1/m)."""
     descending = sorted(sizes, reverse=True)
     assert parse("greedy").decide(tables_of(descending), servers) == parse("heuristic").decide(
         tables_of(descending), servers
@@ -149,7 +149,7 @@ def test_greedy_takes_tables_as_they_come(sizes: list[int], servers: int) -> Non
 
 @given(sizes=st.lists(st.integers(0, 60), min_size=1, max_size=7), servers=st.integers(1, 3))
 def test_heuristic_is_within_grahams_bound_of_the_best(sizes: list[int], servers: int) -> None:
-    """4/3 − 1/(3m) of the best way there is, found here by trying all."""
+    """4/3 − 1/(3m) of the best placement, found here by exhaustive search."""
     best = min(
         max(sum(size for size, of in zip(sizes, choice, strict=True) if of == server) for server in range(servers))
         for choice in itertools.product(range(servers), repeat=len(sizes))
@@ -174,16 +174,16 @@ def test_sliced_is_one_key_space_in_even_ranges(sizes: list[int], servers: int) 
     found = loads(placed)
     assert max(found) - min(found) <= 1
     keys = [(one.table, one.start) for held in placed for one in held]
-    assert keys == sorted(keys), "the next server goes on where the one before ends"
+    assert keys == sorted(keys), "the next server continues where the previous one ends"
     assert len(keys) <= len(sizes) + servers - 1 or not sizes
 
 
-# --- a user's own ---------------------------------------------------------------------------------
+# --- custom ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Fixed(Placement):
-    """Gives what it was told to."""
+    """Returns what it was constructed with."""
 
     given: Any = field(hash=False)
 
@@ -192,7 +192,7 @@ class Fixed(Placement):
 
 
 class Halves(Placement):
-    """A user's: the halves of each table to the first and the last server."""
+    """A custom placement: the halves of each table on the first and the last server."""
 
     def decide(self, tables: Sequence[Table], servers: int) -> list[list[Partition]]:
         placed: list[list[Partition]] = [[] for _ in range(servers)]
@@ -202,26 +202,26 @@ class Halves(Placement):
         return placed
 
 
-def test_one_of_a_few_lines() -> None:
+def test_a_custom_placement() -> None:
     placed = checked(parse(Halves()), tables_of([4, 0, 1]), 3)
     assert placed == [[Partition(0, 0, 2), Partition(1, 0, 0)], [], [Partition(0, 2, 4), Partition(2, 0, 1)]], (
-        "in order, and of what is empty no more than one of an empty table"
+        "in order, with one empty partition per empty table"
     )
 
 
 @pytest.mark.parametrize(
     ("decided", "told"),
     [
-        (None, "decide gives a list with a list of partitions for each server"),
-        ([Partition(0, 0, 10)], "decide gives a list with a list of partitions for each server"),
-        ([[]], "it places on 1 servers, and there are 2"),
-        ([[(0, 0, 10)], []], "a tuple is no Partition"),
-        ([[Partition(0, 0, 5.0)], []], "Partition(table=0, start=0, stop=5.0) has a number that is not whole"),
-        ([[Partition(2, 0, 1)], []], "there is no table 2: they are 0 to 1"),
+        (None, "decide must return a list with a list of partitions for each server"),
+        ([Partition(0, 0, 10)], "decide must return a list with a list of partitions for each server"),
+        ([[]], "it returned 1 servers instead of 2"),
+        ([[(0, 0, 10)], []], "a tuple is not a Partition"),
+        ([[Partition(0, 0, 5.0)], []], "Partition(table=0, start=0, stop=5.0) has a number that is not an integer"),
+        ([[Partition(2, 0, 1)], []], "there is no table 2: tables are 0 to 1"),
         ([[Partition(-1, 0, 0)], []], "there is no table -1"),
-        ([[Partition(0, 0, 11)], []], "table 'layer0' of 10 elements: [0, 11) does not lie in it"),
-        ([[Partition(0, -1, 10)], []], "table 'layer0' of 10 elements: [-1, 10) does not lie in it"),
-        ([[Partition(0, 7, 3)], []], "[7, 3) does not lie in it"),
+        ([[Partition(0, 0, 11)], []], "table 'layer0' of 10 elements: [0, 11) is out of range"),
+        ([[Partition(0, -1, 10)], []], "table 'layer0' of 10 elements: [-1, 10) is out of range"),
+        ([[Partition(0, 7, 3)], []], "[7, 3) is out of range"),
         ([[], []], "table 'layer0' of 10 elements: it lies on no server"),
         ([[Partition(0, 0, 10)], []], "table 'layer1' of 0 elements: it lies on no server"),
         (
@@ -234,22 +234,22 @@ def test_one_of_a_few_lines() -> None:
         ([[], [Partition(0, 0, 10), Partition(0, 3, 5)]], "elements [3, 5) lie twice, on server 1 and on server 1"),
     ],
 )
-def test_what_is_wrong_is_told_in_one_line(decided: Any, told: str) -> None:
+def test_faults_are_reported_in_one_line(decided: Any, told: str) -> None:
     with pytest.raises(UsageError) as raised:
         checked(Fixed(decided), tables_of([10, 0]), 2)
     assert str(raised.value).startswith("placement Fixed: ") and told in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
-def test_no_servers_and_no_such_table() -> None:
-    with pytest.raises(UsageError, match="at least 1 server, and there are 0"):
+def test_no_servers_and_unknown_tables() -> None:
+    with pytest.raises(UsageError, match="at least 1 server, not 0"):
         checked(Sliced(), tables_of([1]), 0)
     with pytest.raises(ValueError, match="table 'x' has -1 elements"):
         Table("x", -1)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_spec_means(name: str) -> None:
+def test_specs(name: str) -> None:
     assert parse(name) == BUILT_IN[name]()
     assert parse(parse(name)) is not None
 
@@ -262,13 +262,13 @@ def test_what_a_spec_means(name: str) -> None:
         ("uniform:4", "'uniform' takes no keys"),
     ],
 )
-def test_what_a_wrong_spec_is_told(spec: str, told: str) -> None:
+def test_wrong_specs(spec: str, told: str) -> None:
     with pytest.raises(UsageError) as raised:
         parse(spec)
     assert told in str(raised.value)
 
 
-# --- what moves -----------------------------------------------------------------------------------
+# --- moves ----------------------------------------------------------------------------------------
 
 
 def by_server(placement: Placement, tables: Sequence[Table], servers: Sequence[str]) -> dict[str, list[Partition]]:
@@ -280,7 +280,7 @@ def moved(found: Sequence[Move[str]]) -> int:
 
 
 def holders(placed: dict[str, list[Partition]]) -> dict[tuple[int, int], str]:
-    """Who has each element; of a table without elements, element −1."""
+    """Return the server of each element; a table without elements has element −1."""
     found = {}
     for server, held in placed.items():
         for one in held:
@@ -291,7 +291,7 @@ def holders(placed: dict[str, list[Partition]]) -> dict[tuple[int, int], str]:
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=50)
 @given(sizes=st.lists(st.integers(0, 40), max_size=12), data=st.data())
-def test_moves_lead_from_the_one_to_the_other_and_take_nothing_else(name: str, sizes: list[int], data: Any) -> None:
+def test_moves_are_exactly_the_difference(name: str, sizes: list[int], data: Any) -> None:
     servers = st.lists(st.sampled_from("abcdefg"), min_size=1, unique=True)
     old, new = (by_server(parse(name), tables_of(sizes), data.draw(servers)) for _ in range(2))
     found = moves(old, new)
@@ -302,11 +302,11 @@ def test_moves_lead_from_the_one_to_the_other_and_take_nothing_else(name: str, s
         for element in range(one.start, one.stop) or (-1,)
     }
     assert told == {key: (before[key], after[key]) for key in before if before[key] != after[key]}
-    assert moved(found) == sum(element >= 0 for _, element in told), "nothing moves twice"
+    assert moved(found) == sum(element >= 0 for _, element in told), "no element moves twice"
     assert [(one.table, one.start) for one in found] == sorted((one.table, one.start) for one in found)
     for one, other in itertools.pairwise(found):
         same = (one.table, one.stop, one.source, one.target) == (other.table, other.start, other.source, other.target)
-        assert not same, "two moves that could be one"
+        assert not same, "two moves that should be one"
 
 
 def test_moves_by_hand() -> None:
@@ -360,8 +360,8 @@ def test_sliced_moves_what_its_docstring_says(sizes: list[int], servers: int, po
 
 @pytest.mark.parametrize("servers", range(1, 6))
 def test_sliced_moves_as_little_as_an_even_cut_in_order_can(servers: int) -> None:
-    """Against all orders of the servers that there are then."""
-    tables = tables_of([7, 0, 53, 60, 300])  # 420 elements, even for each number of servers here
+    """Compared with all orders of the new servers."""
+    tables = tables_of([7, 0, 53, 60, 300])  # 420 elements divide evenly by each number of servers here
     names = list("abcdef")[:servers]
     old = by_server(Sliced(), tables, names)
 
@@ -382,7 +382,7 @@ def test_in_the_middle_about_a_quarter_moves(servers: int) -> None:
     assert share_that_moves(middle, servers) == pytest.approx(1 / 4 + 1 / (4 * odd_or_even))
 
 
-def test_a_new_server_sits_in_the_middle() -> None:
+def test_a_new_server_is_inserted_in_the_middle() -> None:
     assert [seated(list(names), "x") for names in ("", "a", "ab", "abc")] == [
         ["x"],
         ["x", "a"],
@@ -391,10 +391,10 @@ def test_a_new_server_sits_in_the_middle() -> None:
     ]
 
 
-# --- figures --------------------------------------------------------------------------------------
+# --- measures -------------------------------------------------------------------------------------
 
 
-def test_figures() -> None:
+def test_measures() -> None:
     placed = [[Partition(0, 0, 3), Partition(1, 0, 0)], [Partition(0, 3, 4)]]
     assert bytes_by_server(placed) == [12, 4] and bytes_by_server(placed, 2) == [6, 2]
     assert variation([12, 4]) == 4 / 8, "the standard deviation of the whole population"
@@ -422,7 +422,7 @@ def test_survey() -> None:
         survey("net", tables_of([4]), 2, {"wrong": Fixed([[], []])})
 
 
-def test_the_room_needs_no_torch() -> None:
+def test_the_package_needs_no_torch() -> None:
     code = "import sys, gossipx.server.placement.survey; print(sorted({'torch', 'numpy', 'socket'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "[]\n"

@@ -93,7 +93,7 @@ class Server:
             assert gradient is not None
             gradient.take(0, memoryview(content))
             effects = self.shard.requested(Received(0, place, request), 0.0)
-            self._do([*effects, *self.shard.keep(0.0)], gradient)
+            self._do([*effects, *self.shard.checkpoint(0.0)], gradient)
 
     def _do(self, effects: list[Effect], gradient: Gradient | None = None) -> None:
         for effect in effects:
@@ -194,7 +194,7 @@ def test_who_leaves_keeps_what_it_was_handed_at_that_clock(tmp_path: Path) -> No
     """SIGTERM has come to all: the one that held the shard had kept it, but by the layout of before."""
 
     def kept(shard: Shard) -> list[int]:
-        return [one.clock for one in shard.keep(0.0, leaves=True) if isinstance(one, KeepShard)]
+        return [one.clock for one in shard.checkpoint(0.0, leaves=True) if isinstance(one, KeepShard)]
 
     server = Server(tmp_path)
     server.push(0)
@@ -202,7 +202,7 @@ def test_who_leaves_keeps_what_it_was_handed_at_that_clock(tmp_path: Path) -> No
     after = server.fresh(0, (0,))
     after.records = Records(0)
     assert after.take_over(server.shard.hand_over(), 0.0) == [], "there are no journals"
-    assert after.keep(0.0) == [], "none is due"
+    assert after.checkpoint(0.0) == [], "none is due"
     assert kept(after) == [1]
     assert kept(after) == []
 

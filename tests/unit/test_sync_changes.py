@@ -1,4 +1,4 @@
-"""The clock of a shard under changes: workers that join and leave, switches of the sync model, checkpoints."""
+"""A clock under change: workers that join and leave, switches of the sync model, checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gossipx.server.sync_models.clock import ApplyBuffer, Clock, Pulls, Release,
 from gossipx.server.sync_models.conditions import Apply, Conditions, Pull, SyncModel, View
 from gossipx.server.sync_models.models import ASP, BSP, DSPS, SSP, parse
 
-# --- membership ---------------------------------------------------------------------------------------
+# --- membership --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", ["bsp", "asp", "ssp:0", "dsps", "drop:2", "pssp:0,p=1", "hybrid:step=2"])
@@ -28,7 +28,7 @@ def test_one_worker_never_waits(spec: str, pulls: str):
 
 
 @pytest.mark.parametrize("spec", ["bsp", "asp", "drop:2", "hybrid:step=2"])
-def test_nobody_there_is_no_reason_to_tick(spec: str):
+def test_without_workers_the_clock_does_not_tick(spec: str):
     run = Run(spec, range(2))
     run.iterate(0)
     run.lose(0)
@@ -36,19 +36,19 @@ def test_nobody_there_is_no_reason_to_tick(spec: str):
     assert run.clock.clock == 0 and run.clock.holding_up == [] and run.clock.waiting == []
     assert run.clock.view() == View(0, 0, 0, -1, -1, 0, 1)
     run.switch("asp")
-    assert len(run.applied) == 1 and run.clock.clock == 0, "the push of a lost worker still counts"
+    assert len(run.applied) == 1 and run.clock.clock == 0, "a lost worker's push is not lost"
     run.join(5)
     run.iterate(5)
     assert run.clock.clock == 1
 
 
-def test_a_condition_that_always_holds_ends_at_the_fastest():
+def test_a_condition_that_is_always_true_stops_at_the_fastest_worker():
     clock = Clock(Conditions(pull=lambda seen, pull: True, push=lambda seen: True), workers=range(3))
     assert clock.pushed(1, 4) == [Tick(tick) for tick in range(1, 6)]
     assert clock.pushed(0, 1) == [] and clock.lost(1) == [] and clock.clock == 5
 
 
-def test_who_joins_starts_at_the_clock():
+def test_a_new_worker_starts_at_the_clock():
     run = Run("bsp", range(2))
     for _ in range(3):
         run.iterate(0)
@@ -58,19 +58,19 @@ def test_who_joins_starts_at_the_clock():
     assert run.clock.progress == {0: 3, 1: 2, 9: 2}
     assert run.clock.pull(9, 2, "its first") == [Release("its first")]
     run.iterate(1)
-    assert run.clock.clock == 3 and run.clock.holding_up == [9], "it is waited for from now on"
+    assert run.clock.clock == 3 and run.clock.holding_up == [9], "the clock waits for it from now on"
     run.iterate(9)
     assert run.clock.clock == 4
 
 
-def test_conditions_are_looked_at_when_somebody_joins():
+def test_conditions_are_checked_when_a_worker_joins():
     at_least_two = Conditions(pull=lambda seen, pull: seen.workers >= 2, push=lambda seen: seen.workers >= 2)
     clock = Clock(at_least_two, pulls="soft", workers=[0])
     assert clock.pushed(0, 0) == [] and clock.pull(0, 0, "pull") == []
     assert clock.joined(1) == [Tick(1), Release("pull")]
 
 
-def test_who_is_lost_is_not_waited_for():
+def test_a_lost_worker_is_not_waited_for():
     run = Run("ssp:1", range(3))
     for rank in (0, 0, 1, 1):
         run.iterate(rank)
@@ -79,7 +79,7 @@ def test_who_is_lost_is_not_waited_for():
     assert run.events[-4:] == ["tick 1", "tick 2", "answer 0 1", "answer 1 1"]
 
 
-def test_pulls_of_who_is_lost_are_forgotten():
+def test_pulls_of_a_lost_worker_are_forgotten():
     run = Run("bsp", range(3))
     run.iterate(0)
     run.iterate(1)
@@ -90,7 +90,7 @@ def test_pulls_of_who_is_lost_are_forgotten():
     assert run.steps[0][0] == 1 / 3, "what it pushed is in the mean"
 
 
-def test_a_push_of_who_is_lost_stands_for_nobody():
+def test_a_lost_workers_push_counts_for_no_other():
     run = Run("drop:2", range(4))
     run.iterate(0)
     run.lose(0)
@@ -110,10 +110,10 @@ def test_a_push_of_who_is_lost_stands_for_nobody():
     run.iterate(3)
     run.lose(3)
     run.join(3)
-    assert run.clock.pull(3, 0, "first") == [Release("first")], "nor for a worker that rejoins with its rank"
+    assert run.clock.pull(3, 0, "first") == [Release("first")], "nor for a new worker with its rank"
 
 
-def test_strangers_are_refused():
+def test_unknown_workers_are_refused():
     clock = Clock(BSP(), workers=[0])
     for call in (
         lambda: clock.push_part(1, 0),
@@ -124,10 +124,10 @@ def test_strangers_are_refused():
             call()
     with pytest.raises(ValueError, match="worker 0 has joined already"):
         clock.joined(0)
-    assert clock.lost(1) == [], "to be told twice that one is gone is nothing"
+    assert clock.lost(1) == [], "reporting a loss twice has no effect"
 
 
-def test_who_holds_the_clock_up_slowest_first():
+def test_workers_that_hold_up_the_clock_slowest_first():
     clock = Clock(parse("drop:2"), workers=range(4))
     for worker, progress in ((0, 4), (1, 4), (2, 1)):
         clock.pushed(worker, progress)
@@ -139,7 +139,7 @@ def test_who_holds_the_clock_up_slowest_first():
 # --- switches -----------------------------------------------------------------------------------------
 
 
-def test_a_switch_answers_by_the_new_condition_though_pulls_are_lazy():
+def test_a_switch_answers_by_the_new_condition_under_lazy_execution():
     run = Run("bsp", range(3))
     for rank in (0, 1, 2, 0, 0, 1):
         if rank in run.able:
@@ -147,11 +147,11 @@ def test_a_switch_answers_by_the_new_condition_though_pulls_are_lazy():
     assert run.clock.waiting == [(0, 1), (1, 1)]
     run.switch("ssp:1")
     assert run.clock.waiting == [] and run.clock.pulls is Pulls.LAZY
-    assert [len(messages) for _, messages in run.steps] == [3, 2], "the buffer that nothing fills any more is applied"
+    assert [len(messages) for _, messages in run.steps] == [3, 2], "a buffer that is no longer used is applied"
     run.iterate(0)
     assert run.clock.waiting == [(0, 2)]
     run.switch("ssp:0", "push")
-    assert run.clock.waiting == [(0, 2)] and run.clock.epoch == 2, "what does not pass stays"
+    assert run.clock.waiting == [(0, 2)] and run.clock.epoch == 2, "pulls that do not pass stay delayed"
     run.iterate(1)
     run.iterate(2)
     run.switch("bsp", pulls="soft")
@@ -160,7 +160,7 @@ def test_a_switch_answers_by_the_new_condition_though_pulls_are_lazy():
     assert run.clock.clock == 3 and run.clock.waiting == []
 
 
-def test_a_buffer_goes_on_where_the_new_way_fills_it_too():
+def test_a_buffer_is_kept_if_the_new_mode_uses_it():
     run = Run("bsp", range(3))
     run.iterate(0)
     run.switch("ssp:0", "tick")
@@ -187,13 +187,13 @@ def test_dsps_counts_from_the_switch():
     run.iterate(0)
     run.switch("dsps:staleness=2,low=0,high=4,window=1")
     run.iterate(1)
-    assert run.clock.state_dict()["model"]["staleness"] == 2, "the one delayed pull came before"
+    assert run.clock.state_dict()["model"]["staleness"] == 2, "the one delayed pull arrived before"
 
 
 # --- checkpoints --------------------------------------------------------------------------------------
 
 
-def test_workers_ask_again_after_a_restore():
+def test_workers_repeat_pulls_after_a_restore():
     run = Run("ssp:1", range(2), pulls="soft")
     run.iterate(0)
     run.iterate(0)
@@ -219,10 +219,10 @@ def test_what_is_in_the_buffer_is_known_after_a_restore():
             run.send(0)
 
 
-def test_a_clock_is_restored_into_one_made_the_same():
+def test_a_clock_is_only_restored_into_an_equal_one():
     state = Clock(SSP(1), "tick", "soft").state_dict()
     for other in (Clock(SSP(2), "tick", "soft"), Clock(SSP(1), "push", "soft"), Clock(SSP(1), "tick", "lazy")):
-        with pytest.raises(UsageError, match=r"saved as 'ssp:staleness=1 tick soft'.*make it as saved, then switch"):
+        with pytest.raises(UsageError, match=r"saved with 'ssp:staleness=1 tick soft'.*make it as saved, then switch"):
             other.load_state_dict(state)
 
 
@@ -250,8 +250,8 @@ def test_a_models_state_is_the_checkpoints_own():
     assert clock.state_dict()["model"]["staleness"] == 3
 
 
-def test_draws_are_the_generators_and_one_a_pull():
-    """The state has the same fields for every sync model, so that a switch or another model can use it."""
+def test_each_pull_draws_once_from_the_generator():
+    """Every model draws once per pull, so that a switch or another model meets the same numbers."""
     drawn = {}
     for spec in ("asp", "bsp", "pssp"):
         rng = random.Random(9)
@@ -264,8 +264,8 @@ def test_draws_are_the_generators_and_one_a_pull():
     assert set(drawn.values()) == {next(itertools.islice(iter(expected.random, None), 5, None))}
 
 
-def test_a_users_model_with_a_state_and_a_threshold():
-    """A subclass is called with its state, and its own threshold decides when gradients are applied."""
+def test_a_custom_model_with_a_state_and_a_threshold():
+    """A subclass is called with its state; its own threshold is its apply mode."""
 
     @dataclass(frozen=True)
     class TwoByTwo(SyncModel):

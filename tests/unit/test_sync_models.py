@@ -1,4 +1,4 @@
-"""Sync models: what a spec means, and how gradients are applied.
+"""Sync models: the meaning of specs, and how gradients are applied.
 
 The papers' own rules are in tests/papers, random schedules in test_sync_schedules.
 """
@@ -32,7 +32,7 @@ from gossipx.server.sync_models.models import (
 
 @dataclass(frozen=True)
 class Squares(Growth):
-    """A growth function of a user's."""
+    """A custom growth function."""
 
     def threshold(self, gradients: int) -> int:
         return 1 + math.isqrt(gradients)
@@ -67,7 +67,7 @@ class Squares(Growth):
         ("hybrid:fixed=4", Hybrid(Fixed(4))),
     ],
 )
-def test_what_a_spec_means(spec: str, expected: SyncModel):
+def test_specs(spec: str, expected: SyncModel):
     assert parse(spec) == expected
     assert parse(describe(expected)) == expected
     assert parse(expected) is expected
@@ -101,7 +101,7 @@ def test_a_description_is_short():
         ("pssp:alpha=-1", "alpha is a finite number from 0, or significance"),
         ("pssp:alpha=significanse", "alpha='significanse' is neither a number nor significance"),
         ("hybrid:step=0", "step counts gradients and is at least 1"),
-        ("hybrid:step=lr/5", "neither a number of gradients, as 500, nor a multiple of 1/lr, as 5/lr"),
+        ("hybrid:step=lr/5", "neither a number of gradients (500) nor a multiple of 1/lr (5/lr)"),
         ("hybrid:step=-5/lr", "nor a multiple of 1/lr"),
         ("hybrid:double=x/lr", "double='x/lr' is neither"),
         ("hybrid:fixed=0", "at least 1"),
@@ -109,7 +109,7 @@ def test_a_description_is_short():
         ("hybrid:step=5,fixed=2", "give one of them"),
     ],
 )
-def test_what_a_wrong_spec_is_told(spec: str, told: str):
+def test_wrong_specs(spec: str, told: str):
     with pytest.raises(UsageError) as raised:
         parse(spec)
     assert told in str(raised.value) and raised.value.exit_code == 2
@@ -130,7 +130,7 @@ def test_a_step_in_terms_of_the_learning_rate_is_resolved_before_use():
         Step("5/lr").threshold(3)
 
 
-def test_a_users_growth_function():
+def test_a_custom_growth_function():
     run = Run(Hybrid(Squares()), range(3))
     run.iterate(0)
     assert run.steps == [], "K is 2 for the first"
@@ -156,13 +156,13 @@ def test_defaults():
 
 
 @pytest.mark.parametrize("spec", ["bsp", "asp", "ssp", "dsps", "drop:2", "pssp", "pssp:alpha=1"])
-def test_all_but_hybrid_take_any_way_without_a_threshold(spec: str):
+def test_all_but_hybrid_take_any_apply_mode_without_a_threshold(spec: str):
     assert [application(parse(spec), way).value for way in ("push", "each", "tick")] == ["push", "each", "tick"]
     with pytest.raises(UsageError, match="has no threshold: apply is one of push, each, tick"):
         application(parse(spec), "threshold")
 
 
-def test_what_a_wrong_way_is_told():
+def test_wrong_apply_modes():
     with pytest.raises(UsageError, match="'hybrid:fixed=2' applies gradients by its threshold, not 'tick'"):
         application(parse("hybrid:fixed=2"), Apply.TICK)
     with pytest.raises(UsageError, match=r"unknown way to apply gradients 'tik' \(did you mean 'tick'\?\)"):
@@ -184,10 +184,10 @@ def test_what_fast_workers_push_ahead_is_in_the_mean_of_the_next_tick():
     assert run.clock.buffered == 2 and run.clock.view().buffered == 2
 
 
-# --- several messages a push --------------------------------------------------------------------------
+# --- pushes of several messages -----------------------------------------------------------------------
 
 
-def test_a_push_counts_when_all_its_messages_have_come():
+def test_a_push_counts_when_all_its_messages_have_arrived():
     run = Run("bsp", range(2), tables=3)
     run.iterate(0)
     run.send(1)
@@ -220,7 +220,7 @@ def test_a_switch_in_the_middle_of_a_push():
     run = Run("bsp", range(2), tables=2)
     run.send(0)
     run.switch("asp")
-    assert len(run.steps) == 1 and run.buffer == [], "what was there is applied, though no push is complete"
+    assert len(run.steps) == 1 and run.buffer == [], "the partial push is applied"
     run.send(0)
     assert len(run.applied) == 2 and run.clock.buffered == 0
     run.send(1)
@@ -230,7 +230,7 @@ def test_a_switch_in_the_middle_of_a_push():
 
 
 def test_a_push_without_a_message_is_not_in_the_buffer():
-    """A worker whose gradient of this shard is empty, as of a frozen layer."""
+    """A worker may have no gradient for this shard, as with a frozen layer."""
     clock = Clock(SSP(5), "tick", workers=[0, 1])
     clock.push_part(0, 0)
     for progress in (0, 1):
@@ -251,7 +251,7 @@ def test_a_repeated_or_an_older_push_changes_nothing():
 # --- drop ---------------------------------------------------------------------------------------------
 
 
-def test_who_is_late_goes_on_at_the_clock():
+def test_a_late_worker_continues_at_the_clock():
     run = Run("drop:2", range(3))
     for rank in (0, 1, 0, 1):
         run.iterate(rank)
@@ -259,7 +259,7 @@ def test_who_is_late_goes_on_at_the_clock():
     run.iterate(2)
     assert [message[:2] for message in run.dropped] == [(2, 0)] and run.clock.counts.late == 1
     assert run.workers[2].iteration == 2 and run.events[-1] == "answer 2 0"
-    assert len(run.steps) == 2, "and the others' steps are theirs alone"
+    assert len(run.steps) == 2, "the other workers' steps use only their own gradients"
     run.iterate(2)
     run.iterate(0)
     assert run.clock.clock == 3 and len(run.dropped) == 1, "in time again"
@@ -282,7 +282,7 @@ def test_a_jump_ahead_is_several_ticks():
 
 
 def staleness_after(model: DSPS, windows: list[tuple[int, int]]) -> list[int]:
-    """s after each window of ``(pulls, delayed)``, both of its last tick."""
+    """Return s after each window of ``(pulls, delayed)``, both in its last tick."""
     state, found = model.init(), []
     for pulls, delayed in windows:
         for tick in range(model.window):
@@ -296,11 +296,11 @@ def test_staleness_follows_how_many_wait():
     model = DSPS(staleness=2, low=1, high=4, window=3)
     assert staleness_after(model, [(10, 2), (10, 10), (10, 10)]) == [3, 4, 4], "up to high"
     assert staleness_after(model, [(10, 0), (10, 0)]) == [1, 1], "down to low"
-    assert staleness_after(model, [(10, 1), (20, 2), (0, 0)]) == [2, 2, 2], "a tenth, or nobody asked: as it is"
+    assert staleness_after(model, [(10, 1), (20, 2), (0, 0)]) == [2, 2, 2], "a tenth, or no pulls: unchanged"
     assert staleness_after(model, [(19, 2)]) == [3]
 
 
-def test_a_window_is_counted_whole():
+def test_a_window_counts_all_its_ticks():
     model = DSPS(staleness=2, low=0, high=4, window=4)
     state = model.init()
     for _ in range(4):
@@ -309,7 +309,7 @@ def test_a_window_is_counted_whole():
     assert state["staleness"] == 3, "4 of 20 in all"
     for _ in range(4):
         state = model.ticked(state, View(0, 0, 2, 0, 0, 0, 0), 1, 0)
-    assert state["staleness"] == 2, "the count begins anew"
+    assert state["staleness"] == 2, "the count starts again"
 
 
 def test_one_slow_worker_lets_staleness_grow_and_equal_ones_let_it_shrink():
@@ -327,7 +327,7 @@ def test_one_slow_worker_lets_staleness_grow_and_equal_ones_let_it_shrink():
     assert run.clock.state_dict()["model"]["staleness"] == 1
 
 
-def test_pulls_are_told_once_to_the_tick_that_follows_them():
+def test_pulls_count_once_at_the_next_tick():
     @dataclass(frozen=True)
     class Telling(SyncModel):
         def init(self) -> list[list[int]]:

@@ -1,6 +1,6 @@
-"""Invariants of sync models under random schedules of messages, joins, losses and switches.
+"""Properties of sync models under random schedules of messages, arrivals, losses and switches.
 
-Workers follow the protocol: they push, then pull, then wait (``tests/shards.py``).
+Workers push, then pull, then wait for the answer (``tests/shards.py``).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ MODELS = [
     "hybrid:step=4",
     "hybrid:double=5",
 ]
-APPLY = [None, "push", "each", "tick"]
+WAYS = [None, "push", "each", "tick"]
 
 
 def events(*extra: str) -> st.SearchStrategy[list[Event]]:
-    """Return a strategy of schedules: events "send" and "rush" (several messages at once), and ``extra``.
+    """Generate events: a worker sends a message or rushes ahead, or one of ``extra``. The number selects a worker or a
+    model.
 
-    The number of an event selects a worker or a model. Short schedules give readable failures; in long ones the clock
-    advances far.
+    Short schedules keep failures readable; in long ones the clock advances far.
     """
     event = st.tuples(st.sampled_from(["send"] * 8 + ["rush"] * 2 + list(extra)), st.integers(0, 10**6))
     return st.lists(event, max_size=12) | st.lists(event, min_size=30, max_size=60)
@@ -54,7 +54,7 @@ def events(*extra: str) -> st.SearchStrategy[list[Event]]:
 CHANGES = ("join", "lose", "switch")
 setups = st.tuples(
     st.sampled_from(MODELS),
-    st.sampled_from(APPLY),
+    st.sampled_from(WAYS),
     st.sampled_from(["lazy", "soft"]),
     st.integers(1, 4),
     st.integers(1, 2),
@@ -63,8 +63,8 @@ setups = st.tuples(
 
 
 def start(setup: tuple[str, str | None, str, int, int, int]) -> Run:
-    model, apply, pulls, workers, tables, seed = setup
-    return Run(model, range(workers), None if "hybrid" in model else apply, pulls, tables, seed)
+    model, way, pulls, workers, tables, seed = setup
+    return Run(model, range(workers), None if "hybrid" in model else way, pulls, tables, seed)
 
 
 def play(run: Run, event: Event) -> None:
@@ -84,12 +84,12 @@ def play(run: Run, event: Event) -> None:
         run.lose(sorted(run.workers)[number % len(run.workers)])
     elif kind == "switch":
         model = MODELS[number % len(MODELS)]
-        apply = None if "hybrid" in model else APPLY[number // 100 % len(APPLY)]
+        way = None if "hybrid" in model else WAYS[number // 100 % len(WAYS)]
         run.model = model
-        run.switch(model, apply, ["lazy", "soft", None][number // 1000 % 3])
+        run.switch(model, way, ["lazy", "soft", None][number // 1000 % 3])
 
 
-# --- equivalent models --------------------------------------------------------------------------------
+# --- equal models -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -109,11 +109,11 @@ def play(run: Run, event: Event) -> None:
     ],
 )
 @given(st.data())
-def test_these_are_the_same_model(one: tuple[str, str], other: tuple[str, str], data: st.DataObject):
-    """Equal clocks, replies and sequences of applied gradients, so bit-identical weights."""
+def test_equal_models(one: tuple[str, str], other: tuple[str, str], data: st.DataObject):
+    """Equal clocks, equal answers and an equal sequence of applied gradients, so equal weights to the last bit."""
     tables = 1 if "fixed=1" in one[0] else data.draw(st.integers(1, 2))
     workers, pulls = data.draw(st.integers(1, 4)), data.draw(st.sampled_from(["lazy", "soft"]))
-    runs = [Run(model, range(workers), apply, pulls, tables) for model, apply in (one, other)]
+    runs = [Run(model, range(workers), way, pulls, tables) for model, way in (one, other)]
     for event in data.draw(events("join", "lose")):
         for run in runs:
             play(run, event)
@@ -121,8 +121,8 @@ def test_these_are_the_same_model(one: tuple[str, str], other: tuple[str, str], 
 
 
 @given(events(*CHANGES), setups)
-def test_how_pulls_are_answered_when_nobody_waits_is_no_matter(played: list[Event], setup: tuple):
-    """asp never delays pulls, so lazy and soft are the same."""
+def test_lazy_and_soft_are_equal_when_nothing_waits(played: list[Event], setup: tuple):
+    """asp never delays a pull, so lazy and soft are the same."""
     runs = [start(("asp", *setup[1:2], pulls, *setup[3:])) for pulls in ("lazy", "soft")]
     for event in played:
         if event[0] != "switch":
@@ -135,7 +135,7 @@ def test_how_pulls_are_answered_when_nobody_waits_is_no_matter(played: list[Even
 
 
 def condition(run: Run, progress: int, draw: float, applied: bool) -> bool:
-    """Table III, implemented independently of the models."""
+    """Table III, written independently of the models' code."""
     name, _, rest = run.model.partition(":")
     lead = progress - run.clock.clock
     if name in ("bsp", "drop"):
@@ -154,7 +154,9 @@ def condition(run: Run, progress: int, draw: float, applied: bool) -> bool:
 
 
 def check_nothing_waits_in_vain(run: Run, switched: bool) -> None:
-    """Check after every event, by the test's own counts, that no tick and no answer to a delayed pull is overdue."""
+    """Check after every event, by the test's own bookkeeping, that the clock may not tick and no delayed pull may be
+    answered.
+    """
     clock = run.clock.clock
     needed = len(run.workers)
     if run.model.startswith("drop"):
@@ -171,11 +173,11 @@ def check_nothing_waits_in_vain(run: Run, switched: bool) -> None:
             else:
                 assert not passes
     keys = [(worker.life, worker.iteration) for worker in run.workers.values() if worker.waiting]
-    assert sorted(run.clock.waiting) == sorted(keys), "every worker that waits is known to wait"
+    assert sorted(run.clock.waiting) == sorted(keys), "the clock knows every waiting worker"
 
 
 def check_ticks_are_earned(run: Run, before: int) -> None:
-    """A tick from i to i + 1 follows the pushes of all live workers (with drop: of N_t)."""
+    """Check that all living workers (N_t with drop) have pushed iteration i at the tick from i to i + 1."""
     if run.clock.clock > before:
         reached = sum(worker.progress >= run.clock.clock - 1 for worker in run.workers.values())
         drops = run.model.startswith("drop")
@@ -188,7 +190,9 @@ def check_every_message_once(run: Run) -> None:
     assert sorted(everywhere) == sorted(run.sent)
     assert len(set(run.sent)) == len(run.sent), "the workers of the test send nothing twice"
     dropped = {message[:2] for message in run.dropped}
-    assert not dropped & {message[:2] for message in (*run.applied, *run.buffer)}, "a push is dropped whole or not"
+    assert not dropped & {message[:2] for message in (*run.applied, *run.buffer)}, (
+        "a push is dropped as a whole or not at all"
+    )
 
 
 @given(events(*CHANGES), setups)
@@ -206,16 +210,14 @@ def test_nothing_waits_in_vain_and_every_push_counts_once(played: list[Event], s
 
 
 @given(events(*CHANGES), setups)
-def test_only_late_pushes_are_dropped_and_all_of_these(played: list[Event], setup: tuple):
-    """drop:late=drop discards exactly the pushes whose first message arrives after the tick of their iteration."""
+def test_exactly_the_late_pushes_are_dropped(played: list[Event], setup: tuple):
+    """With drop:late=drop, exactly the pushes whose first message arrives after the tick of their iteration."""
     run = start(setup)
     late: set[tuple[int, int]] = set()
     for event in played:
         sent = len(run.sent)
         clock, rule = run.clock.clock, run.clock.model.drops_late
-        play(
-            run, ("send" if event[0] == "rush" else event[0], event[1])
-        )  # one message at a time, to know the state that it meets
+        play(run, ("send" if event[0] == "rush" else event[0], event[1]))  # records the decision for each message
         late |= {
             (one.life, one.iteration) for one in run.sent[sent:] if not one.table and rule and one.iteration < clock
         }
@@ -242,7 +244,7 @@ def test_counts(played: list[Event], setup: tuple):
 
 
 @given(events(*CHANGES), setups)
-def test_who_keeps_pushing_is_answered_in_the_end(played: list[Event], setup: tuple):
+def test_a_worker_that_keeps_pushing_is_answered(played: list[Event], setup: tuple):
     run = start(setup)
     for event in played:
         play(run, event)
@@ -254,14 +256,14 @@ def test_who_keeps_pushing_is_answered_in_the_end(played: list[Event], setup: tu
             if not run.workers[rank].waiting:
                 run.iterate(rank)
     for rank, worker in run.workers.items():
-        assert worker.progress >= before[rank] + 3, "what waited was answered, and what came after it"
+        assert worker.progress >= before[rank] + 3, "waiting pulls were answered, and later ones"
 
 
-# --- staleness of replies -----------------------------------------------------------------------------
+# --- staleness of answers -----------------------------------------------------------------------------
 
 
 def staleness_of(model: str, answer: Answer) -> float:
-    """Return s at the time of the reply, since dsps adapts it."""
+    """Return s at the time of this answer, since dsps adapts it."""
     made = parse(model)
     if isinstance(made, DSPS):
         assert isinstance(answer.state, dict) and made.low <= answer.state["staleness"] <= made.high
@@ -270,7 +272,7 @@ def staleness_of(model: str, answer: Answer) -> float:
     return made.staleness
 
 
-@pytest.mark.parametrize("apply", ["push", "tick"])
+@pytest.mark.parametrize("way", ["push", "tick"])
 @pytest.mark.parametrize("pulls", ["lazy", "soft"])
 @pytest.mark.parametrize(
     "model",
@@ -283,14 +285,14 @@ def staleness_of(model: str, answer: Answer) -> float:
 )
 @given(events("join", "lose"), st.integers(1, 4), st.integers(1, 3))
 def test_no_answer_is_older_than_the_staleness_allows(
-    model: str, pulls: str, apply: str, played: list[Event], workers: int, tables: int
+    model: str, pulls: str, way: str, played: list[Event], workers: int, tables: int
 ):
-    """progress < V_train + s: a reply includes all live workers' pushes up to iteration V_train − 1 ≥ progress − s.
+    """progress < V_train + s: an answer contains all living workers' pushes up to V_train − 1 ≥ progress − s.
 
     That is the bound of SSP [26]: in iteration c = progress + 1 all updates up to c − s − 1 are seen, in every table. A
-    delayed lazy pull waits for V_train > progress, so it includes all pushes up to its own iteration, as with BSP.
+    delayed lazy pull waits for V_train > progress: it contains all pushes up to its own iteration, as with BSP.
     """
-    run = Run(model, range(workers), apply, pulls, tables)
+    run = Run(model, range(workers), way, pulls, tables)
     for event in played:
         seen = len(run.answers)
         play(run, event)
@@ -302,17 +304,17 @@ def test_no_answer_is_older_than_the_staleness_allows(
                 assert all(push in answer.applied for push in pushes)
 
 
-@pytest.mark.parametrize("apply", ["push", "tick"])
+@pytest.mark.parametrize("way", ["push", "tick"])
 @pytest.mark.parametrize("pulls", ["lazy", "soft"])
 @pytest.mark.parametrize("late", ["drop", "add"])
 @given(events("join", "lose"), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))
 def test_no_answer_lacks_the_pushes_that_drop_waits_for(
-    late: str, pulls: str, apply: str, played: list[Event], n: int, workers: int, tables: int
+    late: str, pulls: str, way: str, played: list[Event], n: int, workers: int, tables: int
 ):
-    """progress < V_train, and Count[i] == N_t for each tick: a reply includes, for each iteration up to the worker's
-    own, the pushes of N_t workers, or of all that were live then, in every table.
+    """progress < V_train, and Count[i] == N_t for the tick from i: an answer contains, for each iteration up to the
+    worker's own, the pushes of N_t workers, or of all workers living then, in every table.
     """
-    run = Run(f"drop:{n},late={late}", range(workers), apply, pulls, tables)
+    run = Run(f"drop:{n},late={late}", range(workers), way, pulls, tables)
     for event in played:
         seen = len(run.answers)
         play(run, event)

@@ -1,4 +1,4 @@
-"""Tables on both sides of the wire: what goes out comes in, and what does not fit is refused."""
+"""Tables on both sides of the wire: values arrive as they were sent, and malformed messages are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gossipx.server.placement import Placement
 from gossipx.tables.bucket_memory import LARGEST
 from gossipx.tables.parts import Storages, TransmitBuffer, raw
 
-# --- there and back -------------------------------------------------------------------------------------
+# --- round trips --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -62,12 +62,12 @@ def test_a_table_without_a_gradient_has_zeros() -> None:
 def test_a_second_gradient_in_an_iteration_is_refused() -> None:
     here = side(values())
     here.client.update(0, torch.ones(3, 4))
-    with pytest.raises(ValueError, match="in this iteration already"):
+    with pytest.raises(ValueError, match="already has a gradient in this iteration"):
         here.client.update(0, torch.ones(3, 4))
 
 
-def test_what_is_sent_again_is_encoded_once() -> None:
-    """A push that did not arrive is asked for again; an encoder that keeps what it has not sent is not asked."""
+def test_a_retry_is_not_encoded_again() -> None:
+    """A retry does not call the encoder again, since it may keep a residual."""
     asked: list[int] = []
 
     class Counts(TransmitBuffer):
@@ -82,7 +82,7 @@ def test_what_is_sent_again_is_encoded_once() -> None:
         assert len(asked) == iteration + 1
 
 
-# --- what does not fit ------------------------------------------------------------------------------------
+# --- malformed messages -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("storages", [Storages(), CODED])
@@ -102,11 +102,13 @@ def test_a_push_of_a_wrong_size_is_refused_before_there_is_room(storages: Storag
     for changed in wrong:
         with pytest.raises(ProtocolError):
             here.table_store.room_for(dataclasses.replace(right, **changed))
-    assert not here.table_store._free and here.table_store._places.acquire(blocking=False)  # no memory, no place
+    assert not here.table_store._free and here.table_store._places.acquire(
+        blocking=False
+    )  # it uses neither memory nor a place
 
 
 @given(strategies.lists(strategies.tuples(strategies.integers(0, 3), strategies.integers(0, 2**62)), max_size=4))
-def test_no_parts_make_a_peer_allocate_more_than_its_tables_may_be_encoded_to(parts: list[tuple[int, int]]) -> None:
+def test_allocations_for_received_parts_are_limited(parts: list[tuple[int, int]]) -> None:
     for storages in (Storages(), CODED):
         here = side([torch.zeros(8), torch.zeros(2)], servers=1, storages=storages)
         request = GradientRequest(0, 0, 1, 0, tuple(parts), (), 5.0)

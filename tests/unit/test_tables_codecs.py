@@ -1,4 +1,4 @@
-"""Codecs between workers and servers: what is kept on both sides, and what becomes of it."""
+"""Codecs between workers and servers, and the state that both sides keep for them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def coded(push: str = "none", pull: str = "none", rescale: bool = False, least: 
 
 
 def table(here: Side, number: int = 0) -> Tensor:
-    """A table as its server has it, where that is one and in one piece."""
+    """Return a server's table, if it is in one piece."""
     for store in here.stores.values():
         for bucket in store.buckets:
             for partition, place in zip(bucket.partitions, bucket.ranges, strict=True):
@@ -67,7 +67,7 @@ def test_a_gradient_that_is_pushed_moves_the_table_by_what_its_frame_says(spec: 
         room = next(iter(here.client._bucket_memories.values()))
         assert room.push_encoder is not None
         left = room.push_encoder.state.kept["error"][:600].view(20, 30)
-        # What the server is behind is what the worker still keeps; the step is 0.5 times the gradient.
+        # The server lags by what the worker's error feedback holds; the step is 0.5 times the gradient.
         assert torch.allclose(table(here) - table(plain), 0.5 * left, atol=1e-5)
     assert bool(table(here).isfinite().all())
     assert spec.startswith(("localsteps", "threshold")) or not torch.equal(table(here), before)
@@ -80,11 +80,11 @@ def test_what_has_to_be_sent_again_is_the_same_frame() -> None:
     once, again = (bytes(here.client.encode(first)[1].view) for _ in range(2))
     assert once == again
     here.update(normal(1))
-    assert bytes(here.client.encode(first)[1].view) != once  # the error is in it
+    assert bytes(here.client.encode(first)[1].view) != once  # it includes the error feedback
 
 
 @pytest.mark.parametrize("spec", ["3lc", "localsteps:k=2"])
-def test_not_finite_gradients_are_left_out_and_the_error_stays(spec: str) -> None:
+def test_gradients_that_are_not_finite_leave_the_error_unchanged(spec: str) -> None:
     here = coded(push=spec, least=10**6)
     here.update(normal(1))
     here.push()
@@ -92,7 +92,7 @@ def test_not_finite_gradients_are_left_out_and_the_error_stays(spec: str) -> Non
     assert room.push_encoder is not None
     before, was = room.push_encoder.state.kept["error"].clone(), table(here).clone()
     bad = normal(2)
-    bad[0][3, 3] = float("nan")  # the bucket has other tables, too, of which nothing is taken, either
+    bad[0][3, 3] = float("nan")  # the bucket's other tables are skipped as well
     here.update(bad)
     request, content = here.request((0, 0))
     gradient = here.table_store.room_for(request)
@@ -105,13 +105,13 @@ def test_not_finite_gradients_are_left_out_and_the_error_stays(spec: str) -> Non
     assert torch.equal(room.push_encoder.state.kept["error"], before)
 
 
-def test_a_push_that_is_no_frame_of_its_bucket_is_refused() -> None:
+def test_an_invalid_frame_is_refused() -> None:
     here = coded(push="3lc")
     here.update(normal(1))
     request, content = here.request(here.whole[0])
-    with pytest.raises(ProtocolError, match="no frame of its bucket"):
+    with pytest.raises(ProtocolError, match="not a valid frame of its bucket"):
         here.table_store.room_for(dataclasses.replace(request, parts=((0, 10**6),)))
-    with pytest.raises(ProtocolError, match="no frame of its bucket"):
+    with pytest.raises(ProtocolError, match="not a valid frame of its bucket"):
         here.table_store.room_for(dataclasses.replace(request, parts=((0, 5), (1, 5))))
     other = coded(push="3lc", least=0)
     other.update(normal(1))
@@ -127,7 +127,7 @@ def test_a_push_that_is_no_frame_of_its_bucket_is_refused() -> None:
         assert torch.equal(table(here), was)
 
 
-def test_what_a_worker_keeps_goes_on_from_its_checkpoint() -> None:
+def test_a_workers_error_feedback_is_restored() -> None:
     here, again = coded(push="3lc:1.75"), coded(push="3lc:1.75")
     for seed in range(3):
         here.update(normal(seed))
@@ -141,7 +141,7 @@ def test_what_a_worker_keeps_goes_on_from_its_checkpoint() -> None:
     assert bytes(here.client.encode(place)[1].view) == bytes(again.client.encode(place)[1].view)
 
 
-def test_a_run_that_goes_on_with_another_codec_keeps_the_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resumed_run_with_another_codec_keeps_the_error(caplog: pytest.LogCaptureFixture) -> None:
     here, other, without = coded(push="3lc:1.75"), coded(push="topk:ratio=0.1"), coded()
     here.update(normal(1))
     here.push()
@@ -153,8 +153,8 @@ def test_a_run_that_goes_on_with_another_codec_keeps_the_error(caplog: pytest.Lo
     assert torch.equal(*kept)
     assert bool(kept[0].any())
     without.client.load_state_dict(state)
-    assert "what 3lc:sparsity=1.75 has left out of gradients is lost: none keeps nothing" in caplog.text
-    with pytest.raises(UsageError, match="of another bucket"):
+    assert "the error feedback of 3lc:sparsity=1.75 is lost: the codec none has none" in caplog.text
+    with pytest.raises(UsageError, match="does not fit its bucket"):
         coded(push="3lc", least=10**6, servers=1).client.load_state_dict(
             {**state, "pushing": [{**state["pushing"][0], "kept": {"error": torch.zeros(3)}}]}
         )
@@ -164,7 +164,7 @@ def test_a_run_that_goes_on_with_another_codec_keeps_the_error(caplog: pytest.Lo
     ("before", "after"),
     [("powersgd:rank=2", "powersgd:rank=4"), ("dgc:ratio=0.01", "3lc"), ("3lc", "dgc:ratio=0.01"), ("3lc", "3lc:1.5")],
 )
-def test_of_another_codec_what_was_left_out_is_taken_and_nothing_else(before: str, after: str) -> None:
+def test_from_another_codec_only_the_error_is_restored(before: str, after: str) -> None:
     here, other = coded(push=before), coded(push=after)
     for seed in range(2):
         here.update(normal(seed))
@@ -182,19 +182,19 @@ def test_of_another_codec_what_was_left_out_is_taken_and_nothing_else(before: st
         assert "velocity" not in kept[1] or not bool(kept[1]["velocity"].any())
 
 
-def test_an_error_that_the_next_codec_keeps_none_of_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_that_the_next_codec_cannot_use_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     here, other = coded(push="3lc"), coded(push="qsgd")
     here.update(normal(1))
     here.push()
     state = here.client.state_dict()
     assert state is not None
     other.client.load_state_dict(state)
-    assert "what 3lc has left out of gradients is lost: qsgd keeps nothing" in caplog.text
+    assert "the error feedback of 3lc is lost: the codec qsgd has none" in caplog.text
 
 
 @pytest.mark.parametrize("spec", ["3lc", "3lc:1.75", "localsteps:k=9"])
-def test_a_checkpoint_after_servers_changed_takes_in_no_gradient_again(spec: str) -> None:
-    """One that was delivered is not encoded once more, into the error; one that waits is, once."""
+def test_a_checkpoint_after_a_change_of_servers_encodes_no_gradient_twice(spec: str) -> None:
+    """A delivered gradient is not encoded into the error feedback again; a waiting one is encoded once."""
     here = coded(push=spec, servers=2, least=0)
     shards = [[Partition(3, 0, 150), Partition(0, 0, 600)], [Partition(1, 0, 7), Partition(2, 0, 0)]]
     shards[1].append(Partition(3, 150, 400))
@@ -213,8 +213,8 @@ def test_a_checkpoint_after_servers_changed_takes_in_no_gradient_again(spec: str
     assert all(torch.equal(once[number], one) for number, one in errors(here).items())
 
 
-def test_errors_go_where_their_values_go() -> None:
-    """Another layout: cut otherwise, and at other servers."""
+def test_errors_move_with_their_values() -> None:
+    """Another layout: other cuts, and other servers."""
     here = coded(push="3lc", servers=2, least=0)
     here.update(normal(1))
     here.push()
@@ -227,8 +227,8 @@ def test_errors_go_where_their_values_go() -> None:
     assert all(torch.equal(before[number], after[number]) for number in before)
 
 
-def test_what_codecs_do_by_turns_goes_on_after_servers_changed() -> None:
-    """So draws are others than before, and ``dgc`` does not warm up again."""
+def test_frame_counts_survive_a_change_of_servers() -> None:
+    """So draws do not repeat, and ``dgc`` does not warm up again."""
     here = coded(push="dgc:warmup=9", servers=2, least=0)
     for seed in range(3):
         here.update(normal(seed))
@@ -247,8 +247,8 @@ def errors(here: Side) -> dict[int, Tensor]:
     return made
 
 
-def test_an_error_follows_the_learning_rate_if_that_is_wanted() -> None:
-    """What was left out at one rate is to move the model as far at another."""
+def test_an_error_can_follow_the_learning_rate() -> None:
+    """An error made at one learning rate moves the model as far at another."""
     for rescale, factor in ((True, 4.0), (False, 1.0)):
         here = coded(push="localsteps:k=2", rescale=rescale)
         here.update(normal(1))
@@ -261,8 +261,8 @@ def test_an_error_follows_the_learning_rate_if_that_is_wanted() -> None:
         assert torch.allclose(moved, 0.125 * (factor * normal(1)[0] + normal(2)[0]), atol=1e-5)
 
 
-def test_a_learning_rate_that_errors_are_of_goes_where_they_go() -> None:
-    """Servers change between two iterations, and so does the rate."""
+def test_learning_rates_move_with_their_errors() -> None:
+    """Servers change between two iterations, and so does the learning rate."""
     lefts = []
     for moves in (False, True):
         here = coded(push="localsteps:k=9", rescale=True, servers=2, least=0)
@@ -291,11 +291,11 @@ def changes(here: Side, place: tuple[int, int] = (0, 0)) -> Changes:
 
 
 @pytest.mark.parametrize("spec", [one for one in SPECS if one != "none" and not codecs.parse(one).gradients_only])
-def test_changes_bring_a_worker_near_and_it_and_its_server_agree_where_it_is(spec: str) -> None:
+def test_changes_bring_a_worker_close_and_both_sides_agree_on_its_values(spec: str) -> None:
     here = coded(pull=spec)
     here.pull()
     start = table(here).clone()
-    assert torch.equal(here.parameters[0], start)  # the first time it is given values as they are
+    assert torch.equal(here.parameters[0], start)  # the first time it receives full values
     for seed in range(8):
         here.update(normal(seed))
         here.push()
@@ -303,49 +303,50 @@ def test_changes_bring_a_worker_near_and_it_and_its_server_agree_where_it_is(spe
     for place, room in here.client._bucket_memories.items():
         if room.apply.view.nbytes:
             assert room.base == here.client.base(place) == checksum(torch.cat([one.data for one in room.takers]))
-            assert room.base in changes(here, place)._bases  # held there, bit for bit
+            assert room.base in changes(here, place)._bases  # the server's, bit for bit
     behind = float((here.parameters[0].detach() - table(here)).norm()) / float((start - table(here)).norm())
     assert behind < (1.2 if spec.startswith(("threshold", "randomk", "3lc:sparsity=1.75")) else 1.0)
 
 
 def test_workers_with_the_same_values_are_given_the_same_frame() -> None:
-    """Section 3 of the 3LC paper: compressed once, and kept for all."""
+    """3LC, section 3: the frame is compressed once and kept for all workers."""
     here = coded(pull="3lc")
     encode = here.stores[0].encode
     full = [encode(0, worker) for worker in range(4)]
     assert all(given.base == FULL for given in full)
-    base = checksum(here.stores[0].buckets[0].told)
+    base = checksum(here.stores[0].buckets[0].served)
     here.update(normal(1))
     here.push()
     given = [encode(0, worker, base) for worker in range(4)]
     assert {id(one.source.view.obj) for one in given} == {id(given[0].source.view.obj)}
     assert all(one.base == base for one in given)
-    assert len(changes(here)._bases) == 2  # what all have, and what all were sent
+    assert len(changes(here)._bases) == 2  # the values that all have, and those that all were sent
 
 
-def test_each_worker_may_have_values_of_its_own() -> None:
+def test_workers_may_have_different_values() -> None:
     here = coded(pull="3lc")
     encode = here.stores[0].encode
     bases = {}
     for worker in range(3):
         encode(0, worker)
-        bases[worker] = checksum(here.stores[0].buckets[0].told)
+        bases[worker] = checksum(here.stores[0].buckets[0].served)
         here.update(normal(worker))
         here.push()
     assert len(set(bases.values())) == 3
     given = [encode(0, worker, base) for worker, base in bases.items()]
     assert [one.base for one in given] == list(bases.values())
     assert len({bytes(one.source.view) for one in given}) == 3
-    assert len(changes(here)._bases) == 6  # two a worker, however many come
+    assert len(changes(here)._bases) == 6  # two per worker, however many requests arrive
     for _ in range(5):
         encode(0, 0, bases[0])
     assert len(changes(here)._bases) == 6
 
 
-def test_who_takes_by_turns_with_another_is_sent_as_often() -> None:
-    """Of ``localsteps`` every second frame has values: of those that each worker is sent, and not of all.
+def test_turns_count_per_worker() -> None:
+    """With ``localsteps``, every second frame that a worker receives has values, not every second of all workers'
+    frames.
 
-    As long as both have what all began with they take turns at it.
+    While both still have the initial values, they share frames, and therefore take turns.
     """
     made = Changes(codecs.parse("localsteps:k=2"), Tensors.of(torch.zeros(50)), seed=0)
     made.common(begun := torch.zeros(50))
@@ -360,7 +361,7 @@ def test_who_takes_by_turns_with_another_is_sent_as_often() -> None:
     assert all(sum(pair) == 1 for worker in sent for pair in itertools.pairwise(worker[2:]))
 
 
-def test_chance_is_another_for_each_base() -> None:
+def test_draws_differ_per_base() -> None:
     drawn = []
     for values in (torch.zeros(500), torch.ones(500)):
         made = Changes(codecs.parse("randomk:ratio=0.1"), Tensors.of(values), seed=0)
@@ -371,7 +372,7 @@ def test_chance_is_another_for_each_base() -> None:
     assert not torch.equal(*drawn)
 
 
-def test_values_that_a_server_does_not_know_are_given_as_they_are() -> None:
+def test_an_unknown_base_gets_full_values() -> None:
     here = coded(pull="3lc")
     here.pull()
     given = here.table_store.encode(RequestedBucket(0, 0, 0, base=12345))
@@ -384,15 +385,15 @@ def test_a_change_of_other_values_is_refused_and_so_is_one_that_is_too_long() ->
     here.pull()
     sink = here.client.sink((0, 0))
     nbytes = here.client._bucket_memories[0, 0].apply.view.nbytes
-    with pytest.raises(ProtocolError, match="change of other values"):
+    with pytest.raises(ProtocolError, match="change of values that this peer does not have"):
         sink.fit(TablesReply(0, ((0, 20),), base=here.client.base((0, 0)) + 1))
-    with pytest.raises(ProtocolError, match=f"bytes for a bucket that has {nbytes}"):
+    with pytest.raises(ProtocolError, match=f"bytes for a bucket of {nbytes}"):
         sink.fit(TablesReply(0, ((0, 2**30),), base=here.client.base((0, 0))))
-    with pytest.raises(ProtocolError, match=f"20 bytes for a bucket that has {nbytes}"):
+    with pytest.raises(ProtocolError, match=f"20 bytes for a bucket of {nbytes}"):
         sink.fit(TablesReply(0, ((0, 20),)))
 
 
-def test_what_came_in_part_or_twice_changes_nothing() -> None:
+def test_partial_and_duplicate_replies_change_nothing() -> None:
     here = coded(pull="3lc")
     here.pull()
     room, base = here.client._bucket_memories[0, 0], here.client.base((0, 0))
@@ -405,9 +406,9 @@ def test_what_came_in_part_or_twice_changes_nothing() -> None:
     )
     for given in (full, change):
         here.client.sink((0, 0)).fit(TablesReply(0, given.parts, base=given.base)).take(0, given.source.view[:10])
-    assert (bytes(room.apply.view), here.client.base((0, 0))) == (before, base)  # the connection has dropped
+    assert (bytes(room.apply.view), here.client.base((0, 0))) == (before, base)  # the connection was lost
 
-    sinks = [here.client.sink((0, 0)) for _ in range(2)]  # asked for again, before the first answer came
+    sinks = [here.client.sink((0, 0)) for _ in range(2)]  # requested again before the first reply arrived
     for sink in sinks:
         sink.fit(TablesReply(0, change.parts, base=change.base)).take(0, change.source.view)
         here.client.fetched((0, 0), sink)
@@ -415,7 +416,7 @@ def test_what_came_in_part_or_twice_changes_nothing() -> None:
 
 
 def test_pulls_lose_nothing_for_good() -> None:
-    """What a frame leaves out is in the next: with no further step a worker comes to the table's values."""
+    """The next frame contains what one leaves out: a worker reaches the table's values without further steps."""
     here = coded(pull="3lc:1.0")
     here.pull()
     here.update(normal(1))

@@ -1,4 +1,4 @@
-"""Memory of a shard: what is given does not change while it is held, and is used again."""
+"""A shard's buffers: an encoded bucket stays unchanged while it is referenced, and its buffer is reused afterwards."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from gossipx.tables.parts import Storages
 
 
 @pytest.mark.parametrize("storages", [Storages(), CODED])
-def test_what_is_given_stays_as_it_was_while_it_is_held_and_its_memory_is_used_again(storages: Storages) -> None:
+def test_an_encoded_bucket_is_unchanged_while_referenced_and_then_reused(storages: Storages) -> None:
     here = side([torch.zeros(4)], servers=1, storages=storages)
     store = here.stores[0]
     first = store.encode(0)
-    assert store.encode(0) is first  # one version is made once
+    assert store.encode(0) is first  # each version is encoded once
     store.release(first)
     given = []
     for _ in range(5):
@@ -22,7 +22,7 @@ def test_what_is_given_stays_as_it_was_while_it_is_held_and_its_memory_is_used_a
         here.push()
         given.append(store.encode(0))
         store.release(given[-1])
-    assert bytes(first.source.view) == bytes(16), "somebody still sends it"
+    assert bytes(first.source.view) == bytes(16), "a sender still holds a reference"
     assert torch.frombuffer(bytearray(given[-1].source.view), dtype=torch.float32).tolist() == [-2.5] * 4
     if storages.raw_pulls:
         assert len({id(one.memory) for one in given}) == 1 and given[0].memory is not first.memory
@@ -32,7 +32,7 @@ def test_what_is_given_stays_as_it_was_while_it_is_held_and_its_memory_is_used_a
         assert store.encode(0).memory is first.memory or len(store._free[16]) == 1
 
 
-def test_memory_of_pushes_is_used_again() -> None:
+def test_buffers_of_pushes_are_reused() -> None:
     here = side([torch.zeros(4)], servers=1)
     for _ in range(20):
         here.update([torch.ones(4)])

@@ -1,4 +1,4 @@
-"""What parts keep from one iteration to the next, in checkpoints."""
+"""The state that parts keep between iterations, in checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gossipx.tables.parts import ServerStorage, Storages, TransmitBuffer, raw
 
 
 class Half(TransmitBuffer):
-    """Sends half of what it has, and keeps the other half."""
+    """Sends half of its values, and keeps the other half."""
 
     def add(self, gradient: Tensor) -> None:
         self.data += gradient
@@ -32,7 +32,7 @@ class Half(TransmitBuffer):
 
 
 class Counting(ServerStorage):
-    """Counts the gradients that came."""
+    """Counts the gradients that it receives."""
 
     count = 0
 
@@ -60,7 +60,7 @@ def iteration(here: Side) -> None:
 
 
 def states(here: Side) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-    """Of the worker and of the shards, as they are written."""
+    """Return the states of the worker and of the shards, as written to checkpoints."""
     worker = here.client.state_dict()
     shards = [here.table_store.state_dict(shard) for shard in here.stores]
     return None if worker is None else {**worker, "states": [copied(one) for one in worker["states"]]}, shards
@@ -70,7 +70,7 @@ def copied(state: object) -> object:
     return state.clone() if isinstance(state, Tensor) else state
 
 
-def test_who_goes_on_has_what_parts_have_kept() -> None:
+def test_the_state_of_parts_is_restored() -> None:
     whole, cut = made(), made()
     for one in (whole, cut):
         iteration(one)
@@ -82,7 +82,7 @@ def test_who_goes_on_has_what_parts_have_kept() -> None:
     for shard, state in enumerate(shards):
         again.table_store.load_state_dict(shard, state)
         counts = [state for state in state["store"]["parts"] if state is not None]
-        assert counts == [2, 2], "a gradient of each of two tables, in two iterations"
+        assert counts == [2, 2], "one gradient per table and iteration"
     for one in (whole, again):
         iteration(one)
         one.pull()
@@ -91,7 +91,7 @@ def test_who_goes_on_has_what_parts_have_kept() -> None:
 
 
 def test_gradients_that_wait_to_be_sent_count_as_sent() -> None:
-    """A shard's checkpoint that goes with the worker's has all gradients of the iteration."""
+    """The matching checkpoint of a shard includes all gradients of the iteration."""
     here = made()
     here.update([torch.ones(8), torch.ones(5)])
     before = here.client.state_dict()
@@ -103,17 +103,17 @@ def test_gradients_that_wait_to_be_sent_count_as_sent() -> None:
     assert here.parameters[0].tolist() == [-0.25] * 8, "half of the gradient, at a rate of a half: encoded once"
 
 
-def test_nothing_is_written_where_nothing_is_kept() -> None:
+def test_parts_without_state_write_nothing() -> None:
     for storages in (Storages(), CODED):
         here = made(storages)
         iteration(here)
         assert here.client.state_dict() is None
 
 
-def test_what_other_parts_have_kept_is_refused() -> None:
+def test_the_state_of_other_parts_is_refused() -> None:
     worker, _ = states(made())
     assert worker is not None
-    with pytest.raises(UsageError, match="of a run with the parts transmit Half, server Counting, not"):
+    with pytest.raises(UsageError, match="saved with the parts: transmit Half, server Counting, and this run has: "):
         made(dataclasses.replace(KEEPING, transmit=TransmitBuffer)).client.load_state_dict(worker)
     with pytest.raises(ValueError, match="longer"):
         side([torch.zeros(8)], storages=KEEPING).client.load_state_dict(worker)

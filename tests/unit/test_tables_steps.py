@@ -1,4 +1,4 @@
-"""A shard's steps: the optimizers that it may have, the gradient buffer, and tables of 16 bits."""
+"""A shard's steps: supported optimizers, the gradient buffer, and 16-bit tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gossipx.protocol.table_effects import RequestedBucket
 
 
 def two_groups(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> OptimizerOf:
-    """Every other table with half the learning rate."""
+    """Every other table has half the learning rate."""
 
     def made(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         rows = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": options["lr"] / 2}]
@@ -44,7 +44,7 @@ def test_optimizers_with_two_groups_on_tables_that_are_cut(name: str, place: str
     optimizer = make(alone)
     for step in range(5):
         for group in (*optimizer.param_groups, *here.optimizer.param_groups):
-            group["lr"] *= 0.9  # a schedule's
+            group["lr"] *= 0.9  # set by a schedule
         gradients = values(torch.float64, seed=10 + step)
         for own, gradient in zip(alone, gradients, strict=True):
             own.grad = gradient
@@ -57,7 +57,7 @@ def test_optimizers_with_two_groups_on_tables_that_are_cut(name: str, place: str
 
 
 class Norm(torch.optim.Optimizer):
-    """Steps of length lr in each tensor: looks at it whole."""
+    """Takes steps of length lr in each tensor, so it needs the whole tensor."""
 
     def __init__(self, parameters: Any, lr: float = 0.5):
         super().__init__(parameters, {"lr": lr})
@@ -69,9 +69,9 @@ class Norm(torch.optim.Optimizer):
                     one.data -= group["lr"] * one.grad / one.grad.norm()
 
 
-def test_an_optimizer_that_looks_at_whole_tensors() -> None:
-    """It is refused where a placement cuts one, and has each by itself, in its shape, where not."""
-    with pytest.raises(UsageError, match="Norm looks at whole tensors, which this placement cuts: use heuristic"):
+def test_an_optimizer_that_needs_whole_tensors() -> None:
+    """It is refused if the placement cuts a tensor; otherwise it receives each tensor alone, in its shape."""
+    with pytest.raises(UsageError, match="Norm needs whole tensors, which this placement cuts: use heuristic"):
         side([torch.ones(3, 4), torch.ones(4)], "uniform", 2, Norm)
     here = side([torch.zeros(3, 4), torch.zeros(4)], "heuristic", 1, Norm, least=10**6)
     here.update([torch.full((3, 4), 2.0), torch.full((4,), 5.0)])
@@ -81,12 +81,12 @@ def test_an_optimizer_that_looks_at_whole_tensors() -> None:
     torch.testing.assert_close(here.parameters[1].detach(), torch.full((4,), -0.25))
 
 
-def test_an_optimizer_that_cannot_be_made_anew_is_refused() -> None:
+def test_an_optimizer_that_cannot_be_constructed_is_refused() -> None:
     class Needs(Norm):
         def __init__(self, parameters: Any, what: str):
             super().__init__(parameters)
 
-    with pytest.raises(UsageError, match="Needs cannot be made anew for a server's tables"):
+    with pytest.raises(UsageError, match="Needs cannot be constructed for a server's tables"):
         side([torch.ones(4)], "heuristic", 1, lambda parameters: Needs(parameters, "this"))
 
 
@@ -95,7 +95,7 @@ def test_an_optimizer_that_cannot_be_made_anew_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_buffer_is_applied_as_the_mean_of_each_bucket(dtype: torch.dtype) -> None:
-    """A bucket that has had two pushes is divided by two, one that has had three by three; then all are empty."""
+    """A bucket with two pushes is divided by two, one with three by three; then all are empty."""
     here = side([torch.zeros(4, dtype=dtype), torch.zeros(4, dtype=dtype)], "range", 1, least=0)
     for number, only_first in enumerate((False, False, True)):
         here.update([torch.full((4,), 2.0**number, dtype=dtype), torch.full((4,), -2.0, dtype=dtype)])
@@ -105,7 +105,7 @@ def test_the_buffer_is_applied_as_the_mean_of_each_bucket(dtype: torch.dtype) ->
     here.pull()
     expected = torch.tensor(-0.5 * (1 + 2 + 4) / 3, dtype=dtype)
     assert here.parameters[0].tolist() == [float(expected)] * 4 and here.parameters[1].tolist() == [1.0] * 4
-    here.table_store.apply_buffer(0)  # nothing is left in it
+    here.table_store.apply_buffer(0)  # the buffer is empty
     here.pull()
     assert here.parameters[0].tolist() == [float(expected)] * 4
 

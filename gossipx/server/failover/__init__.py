@@ -1,1 +1,1 @@
-"""Servers that come, go and fail: the coordinator, migration of tables, replicas."""
+"""Changes and failures of servers: the coordinator, migration of tables, replicas, and deadlock detection."""

@@ -1,9 +1,10 @@
-"""Leads a change of servers, and asks for one; what each peer does in it is in
-:mod:`gossipx.server.failover.migration`.
+"""The coordinator of a change of servers, and the requests for one.
 
-Whoever holds shard 0 leads, so that two changes are never led at once: of a second one it says that one is under way.
-Before the new layout stands it may give up at any time, as it does when a server is lost, when one cannot prepare its
-tables, or when it takes too long; then the old one stands. From then on it tells all until each has heard or is lost.
+The peer that holds shard 0 leads every change, so two changes never run at once; it refuses a second one. It pauses all
+peers, has the new servers fetch their tables, and then puts the new layout in force. Until then it aborts the change if
+a server is lost, if a server cannot prepare its tables, or after a timeout, and the old layout stays in force.
+Afterwards it informs all peers, until each has acknowledged or is lost. Each peer's part is in
+:mod:`gossipx.server.failover.migration`.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ from gossipx.server.placement.layout import Layout, order
 from gossipx.server.replies import Replies
 
 TABLES = 4
-"""Times as long as a model may take, that all tables may take to come to where they are to be: Adam keeps two numbers
-of each, and a gradient may wait, in twice as many bytes."""
+"""The timeout for moving all tables, as a multiple of the time for one model: Adam keeps two numbers per element, and a
+buffered gradient takes twice as many bytes.
+"""
 LONGEST = TABLES + 3
-"""... and a change in all: pushes that were begun have to come, and all have to hear what stands."""
+"""The timeout of a whole change, in the same unit: pushes in flight must arrive, and all peers must hear the outcome.
+"""
 
 LEAVING = -1
-"""The number of the change that a server asks for which is about to leave; others' count from 1."""
+"""The number of the change that a server requests before it leaves; other changes are numbered from 1."""
 
 Name = tuple[int, int]
-"""Who asks for a change, and its number there."""
+"""Identifies a change: the rank that requests it, and its number there."""
 
 
 @dataclass
@@ -41,13 +44,16 @@ class _CoordinatedMigration:
     """A change that this peer leads.
 
     Attributes:
-        name: of who asked for it.
-        members: ranks that take part.
-        phase: what they are asked for now.
-        todo: those that have not said yes.
-        open: of these, by ticket, those that are being asked.
-        until: it is given up if it takes longer.
-        requester: the request that is answered by what came of it; None: its sender is to ask again.
+        name: identifies the change.
+        epoch: of the new layout.
+        members: the ranks that take part.
+        phase: the type of the requests that are being sent.
+        todo: the ranks that have not acknowledged yet.
+        until: when the phase times out.
+        state: of shard 0's clock, for the new shards.
+        sync: the sync model of all shards.
+        open: of the open requests, the receiver by ticket.
+        requester: the request to answer with the outcome; None: its sender will repeat it.
     """
 
     name: Name
@@ -65,20 +71,25 @@ class _CoordinatedMigration:
 
 @dataclass
 class _LocalRequest:
-    """A change that somebody here has asked for."""
+    """A change requested on this peer.
+
+    Attributes:
+        number: identifies the request, together with this peer's rank.
+        until: when to stop asking.
+    """
 
     servers: tuple[int, ...]
-    number: int  # as it is asked for
+    number: int
     until: float
 
 
 class Coordinator:
-    """Changes that this peer leads, and those that it asks for.
+    """The changes that this peer leads, and those that it requests.
 
     Args:
-        replies: takes the handlers of its requests.
-        moving: its part in them.
-        obstacle: why tables of this run cannot be moved, in one line; empty: they can.
+        replies: the table of reply handlers.
+        migration: this peer's part in changes.
+        obstacle: why this run's tables cannot be moved, in one line; empty: they can.
     """
 
     def __init__(self, context: PeerContext, replies: Replies, migration: Migration, obstacle: str):
@@ -87,85 +98,87 @@ class Coordinator:
         self._migration = migration
         self._obstacle = obstacle
         self._run: _CoordinatedMigration | None = None
-        self._last: tuple[Name, str] | None = None  # the last change that was led, and what came of it
+        self._last: tuple[Name, str] | None = None  # the last change that this peer led, and why it failed
         self._submitted: dict[int, _LocalRequest] = {}
-        self._tickets: dict[int, int] = {}  # by ticket, the wish that it asks for
+        self._tickets: dict[int, int] = {}  # by ticket, the local request that was sent
 
     @property
     def leads(self) -> bool:
-        """Whether it leads a change that is not over."""
+        """Whether it leads a change."""
         return self._run is not None
 
     @property
     def busy(self) -> bool:
-        """Whether it leads a change, or waits for one."""
+        """Whether it leads a change, or waits for a requested one."""
         return self._run is not None or bool(self._submitted)
 
-    # --- to ask for one -----------------------------------------------------------------------------
+    # --- requesting ------------------------------------------------------------------------------
 
     def submit(self, event: ChangeServers, now: float) -> list[Effect]:
-        """Somebody here asks for a change."""
+        """Request a change on behalf of this peer's user."""
         size = len(self._context.members.others) + 1
         servers = tuple(sorted(event.servers))
-        if problem := self._wrong(servers, size):
-            return self._came_to(event.number, problem)
+        if problem := self._problem_with(servers, size):
+            return self._outcome(event.number, problem)
         until = now + LONGEST * self._context.members.longest
         self._submitted[event.number] = _LocalRequest(servers, self._context.requests.ticket(), until)
         return self._ask_leader(event.number, now)
 
     def leave(self, training: Sequence[int], now: float) -> list[Effect]:
-        """We are about to leave: others are to hold what lies here, the other servers or else one that trains."""
+        """Request that other peers take over this peer's shards before it leaves: the other servers, or else one that
+        trains.
+        """
         others = self._context.members.others
         rest = [rank for rank in self._migration.layout.servers if rank in others and not others[rank].silent]
         return self.submit(ChangeServers(LEAVING, tuple(rest or training[:1])), now)
 
     @property
     def leaving(self) -> bool:
-        """Whether what lies here is still being handed over, as we are about to leave."""
+        """Whether this peer's shards are still being handed over before it leaves."""
         return LEAVING in self._submitted or (self._run is not None and self._run.name[0] == self._context.rank)
 
-    def _came_to(self, number: int, problem: str) -> list[Effect]:
+    def _outcome(self, number: int, problem: str) -> list[Effect]:
         if number != LEAVING:
             return [Switched(number, problem)]
-        return [Note("", f"leaves with the shards that it holds: {problem}")] if problem else []
+        return [Note("", f"this peer leaves without handing over its shards: {problem}")] if problem else []
 
-    def _wrong(self, servers: tuple[int, ...], size: int) -> str:
+    def _problem_with(self, servers: tuple[int, ...], size: int) -> str:
         if not servers:
-            return "name one server at least"
+            return "name at least one server"
         if len(set(servers)) < len(servers):
-            return f"the servers {_told(servers)} name a peer twice"
+            return f"the servers {_ranks(servers)} name a peer twice"
         wrong = [rank for rank in servers if not 0 <= rank < size]
         if wrong:
-            return f"{wrong[0]} is no peer: ranks are 0 to {size - 1}"
+            return f"there is no peer {wrong[0]}: ranks are 0 to {size - 1}"
         if set(servers) == set(self._migration.layout.servers):
-            return f"the servers are {_told(servers)} already"
+            return f"the servers are already {_ranks(servers)}"
         return self._obstacle
 
     def _ask_leader(self, number: int, now: float) -> list[Effect]:
         local_request, patience = self._submitted[number], self._context.timeout
         request = ServersRequest(local_request.number, local_request.servers, patience)
-        handler = partial(self._wish_answered, number)
+        handler = partial(self._request_answered, number)
         send = self._replies.send(self._migration.layout.servers[0], request, now, now + patience, handler)
         self._tickets[send.ticket] = number
         return [send]
 
-    def _wish_answered(self, number: int, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
-        """Handle the leader's word of what came of a change, or that it is still under way."""
+    def _request_answered(self, number: int, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
+        """Handle the leader's reply: the outcome of a change, or that it is still running."""
         del self._tickets[ticket]
         if reply is None or number not in self._submitted:
-            return [Forget(ticket)]  # the leader is asked again at the next look
+            return [Forget(ticket)]  # :meth:`watch` sends it again
         if isinstance(reply, BusyReply):
             return [Forget(ticket), *self._ask_leader(number, now)]
         problem = reply.reason if isinstance(reply, NotReadyReply) else ""
         if number == LEAVING and problem == UNDER_WAY:
-            return [Forget(ticket)]  # it is asked for again at the next look
+            return [Forget(ticket)]  # :meth:`watch` sends it again
         del self._submitted[number]
-        return [Forget(ticket), *self._came_to(number, problem)]
+        return [Forget(ticket), *self._outcome(number, problem)]
 
-    # --- to lead one --------------------------------------------------------------------------------
+    # --- leading ---------------------------------------------------------------------------------
 
     def asked(self, event: Received, request: ServersRequest, now: float) -> list[Effect]:
-        """A change is asked for."""
+        """Handle a request for a change: start it, or answer with the outcome if it is over."""
         name, deadline = (event.sender, request.number), now + request.patience
         if self._run is not None and self._run.name == name:
             again = put_off(self._run.requester)
@@ -194,19 +207,19 @@ class Coordinator:
         if self._run is not None or self._migration.busy:
             return UNDER_WAY
         if self._migration.layout.servers[0] != self._context.rank:
-            return "the servers have just been changed: ask again"
+            return "the servers have just been changed: try again"
         if not self._migration.host.hosted.ready:
             return f"peer {self._context.rank}: {NOT_READY}"
         if set(servers) == set(self._migration.layout.servers):
-            return f"the servers are {_told(servers)} already"
+            return f"the servers are already {_ranks(servers)}"
         for rank in {*servers, *self._migration.layout.servers} - {self._context.rank}:
             other = self._context.members.others.get(rank)
             if other is None or other.lost or other.stage is None or other.stage > Stage.FINISH:
-                return f"peer {rank} is not there"
+                return f"peer {rank} is not a member of the run"
         return self._obstacle
 
     def _ask(self, run: _CoordinatedMigration, now: float) -> list[Effect]:
-        """Ask all that have not said yes and are not being asked."""
+        """Send the phase's request to all members that have not acknowledged it and have none open."""
         effects: list[Effect] = []
         patience = self._context.timeout
         for rank in sorted(run.todo - set(run.open.values())):
@@ -223,36 +236,36 @@ class Coordinator:
         return effects
 
     def _answered(self, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
-        """Handle a peer's answer. One that has not answered is asked again at the next look, unless it is lost."""
+        """Handle a member's reply. An unanswered request is repeated by :meth:`watch`, unless the member is lost."""
         run = self._run
         assert run is not None
         del run.open[ticket]
         if reply is None:
-            return [Forget(ticket), *self.look(now)]
+            return [Forget(ticket), *self.check_members(now)]
         if isinstance(reply, NotReadyReply) and run.phase is not PlaceRequest:
-            return [Forget(ticket), *self._give_up(run, f"peer {to}: {reply.reason}", now)]
+            return [Forget(ticket), *self._abort(run, f"peer {to}: {reply.reason}", now)]
         if isinstance(reply, BusyReply):
             return [Forget(ticket), *self._ask(run, now)]
         run.todo.discard(to)
-        return [Forget(ticket), *self._go_on(run, now)]
+        return [Forget(ticket), *self._next_phase(run, now)]
 
-    def look(self, now: float) -> list[Effect]:
-        """A peer may have been lost, or have left."""
+    def check_members(self, now: float) -> list[Effect]:
+        """Handle members that are lost or have left."""
         run, others = self._run, self._context.members.others
         if run is None:
             return []
         if run.phase is not PlaceRequest and not self._migration.busy:
-            return self._give_up(run, "it was given up by another peer, which thought this one lost", now)
+            return self._abort(run, "another peer aborted it, because it considered this peer lost", now)
         gone = {rank for rank in run.members if rank in others and (others[rank].lost or others[rank].gone)}
         served = gone & {*run.layout.servers, *self._migration.layout.servers}
         if served and run.phase is not PlaceRequest:
-            return self._give_up(run, f"peer {min(served)} is lost", now)
+            return self._abort(run, f"peer {min(served)} is lost", now)
         run.members -= gone
         run.todo -= gone
-        return self._go_on(run, now)
+        return self._next_phase(run, now)
 
-    def _go_on(self, run: _CoordinatedMigration, now: float) -> list[Effect]:
-        """Go to the next phase, if all have said yes."""
+    def _next_phase(self, run: _CoordinatedMigration, now: float) -> list[Effect]:
+        """Enter the next phase if all members have acknowledged."""
         if run.todo:
             return []
         longest = self._context.members.longest
@@ -262,49 +275,49 @@ class Coordinator:
             return self._ask(run, now)
         if run.phase is PrepareRequest:
             run.phase, run.todo, run.until = PlaceRequest, run.members - {self._context.rank}, now + longest
-            told = f"the servers are {_told(sorted(run.layout.servers))} now, at epoch {run.epoch}"
+            text = f"the servers are now {_ranks(sorted(run.layout.servers))}, at epoch {run.epoch}"
             return [
-                Note("", told),
-                *self._migration.stands(run.epoch, now),
+                Note("", text),
+                *self._migration.commit(run.epoch, now),
                 *self._ask(run, now),
-                *self._go_on(run, now),
+                *self._next_phase(run, now),
             ]
         return self._finish(run, "")
 
-    def _give_up(self, run: _CoordinatedMigration, problem: str, now: float) -> list[Effect]:
-        """What was stands; those that do not hear of it ask."""
+    def _abort(self, run: _CoordinatedMigration, problem: str, now: float) -> list[Effect]:
+        """Abort the change. The old layout stays in force; members that do not hear of it will ask."""
         self._replies.forget(run.open)
         run.phase, run.todo, run.open = PlaceRequest, run.members - {self._context.rank}, {}
-        given_up = self._migration.give_up(now) if self._migration.busy else []
-        told = self._ask(run, now)
-        return [Note("", f"the servers stay as they were: {problem}"), *given_up, *told, *self._finish(run, problem)]
+        aborted = self._migration.abort(now) if self._migration.busy else []
+        sent = self._ask(run, now)
+        return [Note("", f"the servers stay as they were: {problem}"), *aborted, *sent, *self._finish(run, problem)]
 
     def _finish(self, run: _CoordinatedMigration, problem: str) -> list[Effect]:
         self._run, self._last = None, (run.name, problem)
         self._replies.forget(run.open)
         return [] if run.requester is None else [run.requester.answer(_reply(problem))]
 
-    # --- now and then -------------------------------------------------------------------------------
+    # --- timers -----------------------------------------------------------------------------------
 
     def watch(self, now: float) -> list[Effect]:
-        """Ask again whoever has not answered, and give up what takes too long."""
+        """Repeat unanswered requests, and abort a phase that has timed out."""
         effects: list[Effect] = []
         for number, local_request in list(self._submitted.items()):
             if local_request.until <= now:
                 del self._submitted[number]
-                effects += self._came_to(number, "the peer that holds shard 0 does not answer")
+                effects += self._outcome(number, "the peer that holds shard 0 does not answer")
             elif number not in self._tickets.values():
                 effects += self._ask_leader(number, now)
         run = self._run
         if run is None:
             return effects
         if now >= run.until and run.phase is PlaceRequest:
-            return [*effects, *self._finish(run, "")]  # those that have not heard will hear it by their next request
+            return [*effects, *self._finish(run, "")]  # the others hear of it with their next push or pull
         if now >= run.until:
             late = ", ".join(map(str, sorted(run.todo)))
-            what = "paused" if run.phase is PauseRequest else "got its tables"
-            return [*effects, *self._give_up(run, f"peer {late} has not {what} in time (--peer-timeout)", now)]
-        if run.requester is not None and run.requester.until <= now:
+            what = "pause" if run.phase is PauseRequest else "receive its tables"
+            return [*effects, *self._abort(run, f"peer {late} did not {what} in time (--peer-timeout)", now)]
+        if run.requester is not None and run.requester.put_off_at <= now:
             effects += put_off(run.requester)
             run.requester = None
         return [*effects, *self._ask(run, now)]
@@ -314,5 +327,5 @@ def _reply(problem: str) -> Reply:
     return NotReadyReply(problem) if problem else AcceptReply()
 
 
-def _told(servers: Sequence[int]) -> str:
+def _ranks(servers: Sequence[int]) -> str:
     return ",".join(map(str, servers))

@@ -1,4 +1,7 @@
-"""Which shards a peer holds and which it follows, where shards have replicas; and how that changes."""
+"""The replication of shards: which shards a peer holds, which it replicates, and how these roles change.
+
+A shard with a replica has two peers: its holder serves it, and the other one follows the holder's records.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,16 @@ from gossipx.server.shard import Shard
 
 
 class Replication:
-    """One peer's part in all shards that have replicas. Each method says what is to be done.
+    """One peer's part in all replicated shards. Methods return the effects to carry out.
 
     Args:
-        context: of its role.
-        replies: takes the handlers of its requests.
-        shards: that it holds; changed here.
-        training: gives the ranks that train.
+        context: the role's.
+        replies: the table of reply handlers.
+        shards: the hosted shards; changed here.
+        training: returns the ranks that train.
 
     Attributes:
-        replicas: shards that it follows, or of which it is not known yet who holds them.
+        replicas: the shards that this peer follows, or whose holder is not known yet.
     """
 
     def __init__(
@@ -37,106 +40,106 @@ class Replication:
         self._training = training
         self.replicas: dict[int, Replica] = {}
 
-    def follow(self, shard: Shard, holder: int, begins: bool = False) -> Replica:
-        """Follow a shard that another peer holds, or holds unless it is ours to begin with."""
+    def follow(self, shard: Shard, holder: int, initial_holder: bool = False) -> Replica:
+        """Follow a shard that ``holder`` serves; an ``initial_holder`` will hold it unless ``holder`` already does."""
         answered = partial(self._copy_answered, shard.index)
-        self.replicas[shard.index] = Replica(shard, holder, self._context, self._replies, answered, begins)
+        self.replicas[shard.index] = Replica(shard, holder, self._context, self._replies, answered, initial_holder)
         return self.replicas[shard.index]
 
     def begin(self, now: float) -> list[Effect]:
-        """All have come to START: ask who holds what."""
+        """Request a copy of every replicated shard, once all peers have reached START."""
         return [effect for replica in self.replicas.values() for effect in replica.ask(now)]
 
     def _standby(self, index: int) -> Standby | None:
         shard = self._shards.get(index)
         return shard.records if shard is not None and isinstance(shard.records, Standby) else None
 
-    # --- what others ask --------------------------------------------------------------------------
+    # --- requests --------------------------------------------------------------------------------
 
     def step_in(self, sender: int, request: ServerRequest, now: float) -> list[Effect]:
-        """Hold the shard of a replica from now on, if its holder is gone and it is asked for."""
+        """Become the holder of a replicated shard if a peer requests it and its holder is gone."""
         replica = self.replicas.get(request.shard)
         if replica is None or isinstance(request, RecordRequest | WaitingRequest):
             return []
-        if isinstance(request, CopyRequest):  # the holder's process has ended: it is another that asks
+        if isinstance(request, CopyRequest):  # the holder has restarted and lost its state
             other = sender == replica.holder and request.incarnation != replica.incarnation
             steps_in = other and replica.has_copy
-        else:  # its own worker's word is not enough, if there are others: it may be we who are cut off
+        else:  # a request from our own worker proves nothing if others train: we may be the isolated peer
             own, alone = self._context.rank, set(self._training()) <= {self._context.rank}
             steps_in = self._context.members.is_gone(replica.holder) and (sender != own or alone)
-        return self._hold(request.shard, now, alone=True) if steps_in else []
+        return self._take_over(request.shard, now, alone=True) if steps_in else []
 
-    def _hold(self, index: int, now: float, alone: bool = False) -> list[Effect]:
-        """A shard that was followed is held here from now on."""
+    def _take_over(self, index: int, now: float, alone: bool = False) -> list[Effect]:
+        """Become the holder of a shard that was followed."""
         replica = self.replicas.pop(index)
         self._replies.forget(() if replica.ticket is None else (replica.ticket,))
         shard = self._shards[index] = replica.shard
         alone = alone or self._context.members.is_gone(replica.holder)
         answered = partial(self._record_answered, index)
         shard.records = Standby(index, replica.holder, self._context, self._replies, answered, alone)
-        told = f"shard {index} is held here from clock {shard.clock.clock} on: peer {replica.holder} is gone"
-        note = [] if replica.begins else [Note("", told)]
-        if not replica.has_copy:  # nobody has held it, as far as can be told
+        text = f"this peer now holds shard {index}, from clock {shard.clock.clock}: peer {replica.holder} is gone"
+        note = [] if replica.initial_holder else [Note("", text)]
+        if not replica.has_copy:  # no known peer has held it
             return [*note, *shard.begin(now)]
-        return [*replica.end(), *note, *shard.hold(now), *shard.look(self._training())]
+        return [*replica.end(), *note, *shard.serve(now), *shard.update_members(self._training())]
 
     def recorded(self, event: Received, now: float) -> list[Effect]:
-        """Another tells what has happened to a shard."""
+        """Handle a record of what happened to a shard."""
         request = event.request
         assert isinstance(request, RecordRequest)
         if request.shard in self.replicas:
             return self.replicas[request.shard].recorded(event, now)
         held = request.shard in self._shards
-        reply = BusyReply() if held else NotReadyReply("it holds no replica of this shard: give all peers the same")
+        reply = BusyReply() if held else NotReadyReply("it has no replica of this shard: start all peers alike")
         return [Answer(event.key, reply, now + request.patience)]
 
     def asked_for(self, event: Received, shard: Shard, now: float) -> list[Effect]:
-        """Another asks for a copy of a shard that is held here."""
+        """Handle a request for a copy of a shard that is held here."""
         request = event.request
         assert isinstance(request, CopyRequest)
         standby = self._standby(shard.index)
         if standby is None or event.sender != standby.rank or not shard.begun:
-            return [Answer(event.key, NotReadyReply("it has no copy to give"), now + request.patience)]
+            return [Answer(event.key, NotReadyReply("it has no copy of this shard"), now + request.patience)]
         return standby.copied(event, shard, now)
 
-    # --- what comes of its own requests -----------------------------------------------------------
+    # --- replies ---------------------------------------------------------------------------------
 
     def _record_answered(self, index: int, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
-        """Handle the answer to a record of a shard that is held here."""
+        """Handle the reply to a record of a shard that is held here."""
         standby = self._standby(index)
         assert standby is not None
         if isinstance(reply, BusyReply):
-            return [Forget(ticket), *self._let_go(index, standby, now)]
+            return [Forget(ticket), *self._step_down(index, standby, now)]
         return standby.answered(ticket, reply, now)
 
     def _copy_answered(self, index: int, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
-        """Handle the answer of the holder of a shard that is followed here; it may have to be held here."""
+        """Handle the holder's reply to a request for a copy. It may make this peer the holder."""
         replica = self.replicas[index]
         effects = replica.answered(ticket, reply, now)
-        return [*effects, *(self._hold(index, now) if replica.begins else [])]
+        return [*effects, *(self._take_over(index, now) if replica.initial_holder else [])]
 
-    def _let_go(self, index: int, standby: Standby, now: float) -> list[Effect]:
-        """The replica has taken the shard over: it is followed from now on."""
+    def _step_down(self, index: int, standby: Standby, now: float) -> list[Effect]:
+        """Follow a shard from now on, since its replica has become the holder."""
         shard = self._shards.pop(index)
         replica = self.follow(shard, standby.rank)
-        told = f"shard {index} is held by peer {standby.rank} now, which had found this one gone"
-        return [*standby.give_up(), *shard.let_go(), Note("", told), *replica.ask(now)]
+        text = f"peer {standby.rank} now holds shard {index}, because it considered this peer lost"
+        return [*standby.give_up(), *shard.step_down(), Note("", text), *replica.ask(now)]
 
-    # --- as time goes on --------------------------------------------------------------------------
+    # --- losses and timers ------------------------------------------------------------------------
 
     def lost(self, rank: int) -> list[Effect]:
-        """A peer is gone: its replicas are not waited for."""
+        """Stop waiting for a lost peer's replicas."""
         effects: list[Effect] = []
         for index in self._shards:
             standby = self._standby(index)
-            if standby is not None and standby.rank == rank and standby.wanted:
-                told = f"shard {index} has no replica now: peer {rank} is gone"
-                effects += [*standby.gone(), Note("", told)]
+            if standby is not None and standby.rank == rank and standby.enabled:
+                text = f"shard {index} no longer has a replica: peer {rank} is gone"
+                effects += [*standby.continue_alone(), Note("", text)]
         return effects
 
     def due(self, what: str, index: int, now: float) -> list[Effect]:
-        """A rest is over: who is followed is asked again, or records are sent again."""
-        if what == FOLLOW:  # once nobody trains there is nothing to come
+        """Handle a timer: request a copy again, or resume sending records."""
+        if what == FOLLOW:  # without training workers, nothing more happens to the shard
             return self.replicas[index].ask(now) if index in self.replicas and self._training() else []
         if standby := self._standby(index):
             standby.again()

@@ -1,10 +1,11 @@
-"""Deadlocks among shards: each of two gradient buffers waits for workers that wait for the other one.
+"""Detection of deadlocks among shards whose gradient buffers wait for each other's workers.
 
-Where a worker goes on when its gradient is applied, and a buffer is applied when it has K gradients (Hybrid Approach,
-Algorithm 1, which knows one server), two shards may have different gradients in their buffers: workers 0 and 1 wait
-for a third gradient at one, workers 2 and 3 at the other. As soon as a pull waits at a shard, that asks the others who
-waits there; if that is everybody else, its buffer is applied as it is. Of the events that lead there one is the last,
-and the shard at which that is finds all others as they stay.
+With the hybrid sync model, workers continue once their gradients are applied, and a buffer is applied once it has K
+gradients (Hybrid Approach, Algorithm 1, which has one server only). Two shards may have different gradients in their
+buffers: workers 0 and 1 wait for a third gradient at one shard, workers 2 and 3 at the other. So whenever a pull waits
+at a shard, the shard asks all others which workers wait there. If no worker is left that could fill its buffer, it
+applies the buffer as it is. The last event that leads to a deadlock starts such a round, and that round sees the final
+state of all other shards.
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ from gossipx.server.shard import Shard
 
 @dataclass
 class _Round:
-    """The others are asked once.
+    """One round of questions to all other shards.
 
     Attributes:
-        of: the shard's :attr:`gossipx.server.sync_models.clock.Clock.moment` by which it began.
-        elsewhere: by worker that waits at another shard, the iteration that it has pushed last.
-        open: tickets of questions that are not answered.
-        whole: whether all have answered so far.
+        version: the :attr:`gossipx.server.sync_models.clock.Clock.wait_version` at which it began.
+        elsewhere: for each worker that waits at another shard, the last iteration that it pushed.
+        open: tickets of unanswered questions.
+        complete: no question has failed.
     """
 
-    of: object
+    version: object
     elsewhere: dict[int, int]
     open: set[int] = field(default_factory=set)
-    whole: bool = True
+    complete: bool = True
 
 
 class DeadlockDetector:
-    """Finds them, and has them end.
+    """Finds deadlocks of the hosted shards and resolves them.
 
     Args:
-        context: of the role.
-        replies: takes the handlers of its questions.
-        shards: that lie here.
-        holder: gives the rank that a shard is asked of.
+        context: the role's.
+        replies: the table of reply handlers.
+        shards: the hosted shards.
+        holder: returns the rank that requests for a shard are sent to.
     """
 
     def __init__(
@@ -57,53 +58,53 @@ class DeadlockDetector:
         self._holder = holder
         self._rounds: dict[int, _Round] = {}
 
-    def look(self, size: int, now: float) -> list[Effect]:
-        """After any event: ask where it is not known yet whether workers wait elsewhere.
+    def check(self, size: int, now: float) -> list[Effect]:
+        """Ask the other shards, after any event, where that may have created a deadlock.
 
         Args:
-            size: how many shards there are.
+            size: the number of shards.
         """
         effects: list[Effect] = []
         for index, shard in list(self._shards.items()):
-            effects += self._look(index, shard, size, now)
+            effects += self._check(index, shard, size, now)
         return effects
 
-    def _look(self, index: int, shard: Shard, size: int, now: float) -> list[Effect]:
+    def _check(self, index: int, shard: Shard, size: int, now: float) -> list[Effect]:
         known = self._rounds.get(index)
-        if size < 2 or not shard.clock.stuck or (known is not None and known.of == shard.clock.moment):
+        if size < 2 or not shard.clock.stuck or (known is not None and known.version == shard.clock.wait_version):
             return []
         here = [other.clock.stuck for number, other in self._shards.items() if number != index]
-        begun = self._rounds[index] = _Round(shard.clock.moment, {})
+        started = self._rounds[index] = _Round(shard.clock.wait_version, {})
         for stuck in here:
-            begun.elsewhere.update(stuck)
+            started.elsewhere.update(stuck)
         asks: list[Effect] = []
         for other in set(range(size)) - set(self._shards):
             question = WaitingRequest(other)
-            handler = partial(self._answered, index, begun)
+            handler = partial(self._answered, index, started)
             send = self._replies.send(self._holder(other), question, now, now + self._context.timeout, handler)
-            begun.open.add(send.ticket)
+            started.open.add(send.ticket)
             asks.append(send)
-        return [*asks, *self._ended(index, begun)]
+        return [*asks, *self._ended(index, started)]
 
     def _answered(
-        self, index: int, asked: _Round, ticket: int, to: int, reply: Reply | None, now: float
+        self, index: int, round_: _Round, ticket: int, to: int, reply: Reply | None, now: float
     ) -> list[Effect]:
-        """Handle the answer of another shard's holder."""
-        asked.open.discard(ticket)
-        if self._rounds.get(index) is not asked:
-            return [Forget(ticket)]  # there is a later round
+        """Handle the reply of another shard's holder."""
+        round_.open.discard(ticket)
+        if self._rounds.get(index) is not round_:
+            return [Forget(ticket)]  # a later round has begun
         if isinstance(reply, WaitingReply):
-            asked.elsewhere.update(reply.workers)
+            round_.elsewhere.update(reply.workers)
         else:
-            asked.whole = False
-        return [Forget(ticket), *(self._ended(index, asked) if reply is not None else [])]
+            round_.complete = False
+        return [Forget(ticket), *(self._ended(index, round_) if reply is not None else [])]
 
-    def _ended(self, index: int, asked: _Round) -> list[Effect]:
+    def _ended(self, index: int, round_: _Round) -> list[Effect]:
         shard = self._shards.get(index)
-        if asked.open or shard is None or shard.clock.moment != asked.of:
+        if round_.open or shard is None or shard.clock.wait_version != round_.version:
             return []
-        return shard.waited_for(asked.elsewhere)
+        return shard.resolve_deadlock(round_.elsewhere)
 
-    def again(self) -> None:
-        """Ask anew where an answer has not come; :meth:`look` follows."""
-        self._rounds = {index: one for index, one in self._rounds.items() if one.whole or one.open}
+    def repeat_failed(self) -> None:
+        """Discard rounds with a failed question, so that the next :meth:`check` repeats them."""
+        self._rounds = {index: one for index, one in self._rounds.items() if one.complete or one.open}

@@ -1,21 +1,21 @@
-"""A peer's part in a change of servers: shards go to other peers while the run goes on, decided purely.
+"""A peer's part in a change of servers: shards move to other peers while the run continues, decided purely.
 
 FluentPS, section III-A: "when the number of servers changes, EPS can also rebalance the workloads among the alive
-servers". A layout has an epoch, and a change leads from one to the next between two iterations of every worker. Whoever
-leads it (:mod:`gossipx.server.failover.coordinator`) asks in this order::
+servers". Every layout has an epoch, and a change leads from one layout to the next between two iterations of every
+worker. The leader (:mod:`gossipx.server.failover.coordinator`) sends, in this order::
 
-    PauseRequest    all      finish the pushes of an iteration that has begun, begin none; answered once they have come
-    PrepareRequest  servers  fetch what is to lie here, by RangesRequest from those that hold it
-    PlaceRequest    all      the new layout stands; or the old one still does
+    PauseRequest    all      finish the pushes of the current iteration, begin no other; acknowledged once that is done
+    PrepareRequest  servers  fetch the tables of the new layout by RangesRequest from the peers that hold them
+    PlaceRequest    all      the new layout is in force, or the old one still is
 
-While it is paused no push is on its way anywhere, so that a shard's tables and its clock can be handed over as they
-are. A server that has been asked for its ranges takes no push any more; pulls are held. What is held or still waits
-when the new layout stands is asked for anew, with the same progress. Until then everything of the old one is kept, and
-whatever fails, the run goes on by that.
+While all peers are paused no push is in flight, so a shard's tables and clock can be handed over as they are. A server
+that gives or copies ranges refuses pushes and holds pulls. Pulls that still wait when the new layout comes into force
+are sent again, with the same progress. Until then everything of the old layout is kept: if anything fails, the run
+continues with it.
 
-Pushes and pulls name their epoch. To be asked by a later one than one's own, or answered by that, tells as much as a
-PlaceRequest: a message of these may be lost, and a peer that was thought lost comes back so. Whoever waits and hears
-nothing asks the leader what stands, and, if that is lost, all others.
+Pushes and pulls name their epoch. A request or reply of a later epoch informs its receiver as a PlaceRequest does, so a
+lost PlaceRequest does no harm, and a peer that was considered lost returns this way. A peer that waits without news
+asks the leader which layout is in force, or all other peers if the leader is lost.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from gossipx.server.placement.layout import Batch, Layout, Layouts
 from gossipx.server.worker import Worker
 
 AT_A_TIME = 2
-"""Batches that are asked for at a time: while one is on its way the next is being made."""
+"""The most open RangesRequests: while one batch is in flight, the next is being made."""
 UNDER_WAY = "another change of the servers is under way"
 NOT_READY = "its tables are not here yet"
 
 
 class MigrationHost(abc.ABC):
-    """What a change has to know of its peer, and to do there."""
+    """The peer that takes part in a change, as the migration sees it."""
 
     worker: Worker
     hosted: HostedShards
@@ -61,15 +61,15 @@ class MigrationHost(abc.ABC):
     @property
     @abc.abstractmethod
     def agreeing(self) -> bool:
-        """Whether training is over, and the last tables are being fetched."""
+        """Whether training is over, and the last tables are being pulled."""
 
     @abc.abstractmethod
-    def go_over(self, layout: Layout, epoch: int, state: str, reply: Reply, now: float) -> list[Effect]:
-        """Go over to ``layout``, worker and shards; see :meth:`~gossipx.server.hosted_shards.HostedShards.go_over`."""
+    def switch_layout(self, layout: Layout, epoch: int, state: str, reply: Reply, now: float) -> list[Effect]:
+        """Switch worker and shards to ``layout``; arguments as :meth:`.HostedShards.switch_layout`."""
 
     @abc.abstractmethod
     def requested(self, event: Received, now: float) -> list[Effect]:
-        """A request that was held is to be answered after all."""
+        """Handle a request that was held during the change."""
 
 
 @dataclass
@@ -77,15 +77,18 @@ class _Change:
     """A change that this peer takes part in.
 
     Attributes:
-        pausing: is answered once the worker is quiet.
-        preparing: is answered once all is here.
-        state: of the clock; empty: nothing is being prepared.
-        sync: what that goes by.
-        asks: batches to be asked for.
-        fetching: those that are on their way, by ticket.
-        ready: all is here.
-        frozen: ranges are being given, or copied: no push is taken.
-        alone: since when the leader is lost.
+        epoch, layout: the new ones.
+        leader: the rank that leads the change.
+        batches: all pieces that move between peers.
+        pausing: the PauseRequest to acknowledge once the worker is quiet.
+        preparing: the PrepareRequest to acknowledge once all pieces have arrived.
+        state: of the clock, for the new shards; empty: nothing is being prepared.
+        sync: the sync model of all shards.
+        pending: batches to request.
+        fetching: the batches of open requests, by ticket.
+        ready: all pieces have arrived.
+        frozen: ranges are being given or copied, so pushes are refused.
+        leader_lost_at: since when the leader is lost; None: it is not.
     """
 
     epoch: int
@@ -96,24 +99,24 @@ class _Change:
     preparing: Deferred | None = None
     state: str = ""
     sync: str = ""
-    asks: deque[int] = field(default_factory=deque)
+    pending: deque[int] = field(default_factory=deque)
     fetching: dict[int, int] = field(default_factory=dict)
     ready: bool = False
     frozen: bool = False
-    alone: float | None = None
+    leader_lost_at: float | None = None
 
 
 class Migration:
-    """Changes of servers, one at a time, as one peer takes part in them.
+    """One peer's part in changes of servers, of which one runs at a time.
 
     Args:
-        layouts: of the run.
-        layout: that it begins by.
+        layouts: makes the run's layouts.
+        layout: the first.
 
     Attributes:
-        layout, epoch: by which this peer goes.
+        layout, epoch: in force at this peer.
         host: the peer that takes part.
-        decided: up to this epoch all changes are over, carried out or given up.
+        decided: all changes up to this epoch are over, committed or aborted.
     """
 
     def __init__(self, context: PeerContext, host: MigrationHost, layouts: Layouts, layout: Layout):
@@ -123,41 +126,41 @@ class Migration:
         self._context = context
         self.host = host
         self._change: _Change | None = None
-        self._later: tuple[int, Layout] | None = None  # what stands; a worker goes over between two iterations
+        self._later: tuple[int, Layout] | None = None  # in force elsewhere; the worker switches between two iterations
         self._held: list[tuple[Received, Deferred]] = []
         self._blocked = False  # the training thread waits to begin an iteration's pushes
-        self._heard: set[int] = set()  # ranks that have told what stands
+        self._confirmed: set[int] = set()  # ranks that have named the layout in force
 
     @property
     def busy(self) -> bool:
-        """Whether a change is under way."""
+        """Whether a change is running."""
         return self._change is not None
 
     @property
     def frozen(self) -> bool:
-        """Whether what lies here is being handed over."""
+        """Whether this peer's tables are being handed over."""
         return self._change is not None and self._change.frozen
 
     @property
     def placed(self) -> PlacedReply:
-        """What stands."""
+        """The layout in force, as a reply."""
         return PlacedReply(self.epoch, self.layout.servers, self.decided)
 
     # --- the worker -------------------------------------------------------------------------------
 
-    def begins(self) -> list[Effect]:
-        """The training thread is about to take an iteration's first gradient; none: it may."""
+    def before_iteration(self) -> list[Effect]:
+        """Block the training thread before an iteration's first gradient while a change is running."""
         if self._change is None:
             return []
         self._blocked = True
         return [Wait()]
 
     def release(self) -> None:
-        """The training thread waits no more: it is about to leave."""
+        """Forget that the training thread is blocked: it is about to leave."""
         self._blocked = False
 
-    def look(self, now: float) -> list[Effect]:
-        """The worker has gone on: is it what a change waited for?"""
+    def worker_advanced(self, now: float) -> list[Effect]:
+        """Acknowledge the PauseRequest if the worker has become quiet."""
         change = self._change
         if change is None or change.pausing is None or not self.host.worker.quiet:
             return []
@@ -165,26 +168,26 @@ class Migration:
         return [asked.answer(AcceptReply())]
 
     def catch_up(self, now: float) -> list[Effect] | None:
-        """Between two iterations: go over to what stands; None: this peer goes by it already."""
+        """Switch to a layout that others put in force, between two iterations; None: this peer is up to date."""
         if self._later is None:
             return None
         (epoch, layout), self._later = self._later, None
         self.host.worker.stop()
-        return [*self._go_over(epoch, layout, "", now), *self.host.worker.begin(now)]
+        return [*self._switch_layout(epoch, layout, "", now), *self.host.worker.begin(now)]
 
     # --- pushes and pulls -------------------------------------------------------------------------
 
     def misplaced(self, event: Received, request: GradientRequest | TablesRequest, now: float) -> list[Effect] | None:
-        """What a push or a pull gets that cannot be dealt with now; None: it can."""
-        heard: list[Effect] = []
+        """Answer or hold a push or a pull that cannot be served now; None: it can."""
+        learned: list[Effect] = []
         if request.epoch > self.epoch and self._is_ready_for(request.epoch):
-            heard = self.stands(request.epoch, now)
+            learned = self.commit(request.epoch, now)
         if request.epoch != self.epoch:
             behind = request.epoch < self.epoch
-            reply = self.placed if behind else NotReadyReply("it has not heard of that layout yet")
-            return [*heard, Answer(event.key, reply, now + request.patience)]
+            reply = self.placed if behind else NotReadyReply("it does not know this layout yet")
+            return [*learned, Answer(event.key, reply, now + request.patience)]
         if not self.frozen:
-            return [*heard, *self.host.requested(event, now)] if heard else None
+            return [*learned, *self.host.requested(event, now)] if learned else None
         if isinstance(request, GradientRequest):
             return [Answer(event.key, NotReadyReply("its tables are being moved"), now + request.patience)]
         self._held.append((event, defer(event.key, request.patience, now)))
@@ -193,7 +196,7 @@ class Migration:
     # --- requests ---------------------------------------------------------------------------------
 
     def requested(self, event: Received, now: float) -> list[Effect]:
-        """Another asks something of a change."""
+        """Handle a request that belongs to a change."""
         match event.request:
             case PauseRequest():
                 return self._pause(event, event.request, now)
@@ -202,9 +205,9 @@ class Migration:
             case RangesRequest():
                 return self._give(event, event.request, now)
             case PlaceRequest(epoch, servers, decided):
-                heard = self.heard(event.sender, epoch, servers, decided, now)
+                learned = self.learn_layout(event.sender, epoch, servers, decided, now)
                 reply = BusyReply() if self._change else self.placed
-                return [*heard, Answer(event.key, reply, now + self._context.timeout)]
+                return [*learned, Answer(event.key, reply, now + self._context.timeout)]
         raise AssertionError(event.request)
 
     def begin(self, epoch: int, layout: Layout, leader: int) -> None:
@@ -219,16 +222,16 @@ class Migration:
         assert self._change is not None
         again = put_off(self._change.pausing)
         self._change.pausing = asked
-        return [*again, *self.look(now)]
+        return [*again, *self.worker_advanced(now)]
 
     def _takes_part(self, leader: int, request: PauseRequest) -> str:
-        """See that we take part in a change; why not, or nothing."""
+        """Join the change if possible. Return why it is not, or an empty string."""
         if self._change is not None:
             return "" if (self._change.epoch, self._change.leader) == (request.epoch, leader) else UNDER_WAY
         if request.epoch <= self.decided:
             return "that change is over"
         if self._later is not None or self.host.agreeing:
-            return "it trains no more" if self.host.agreeing else "it has not gone over to the last change yet"
+            return "it no longer trains" if self.host.agreeing else "it has not switched to the last layout yet"
         if not self.host.hosted.ready:
             return NOT_READY
         try:
@@ -240,7 +243,7 @@ class Migration:
     def _prepare(self, event: Received, request: PrepareRequest, now: float) -> list[Effect]:
         change, asked = self._change, defer(event.key, request.patience, now)
         if change is None or (change.epoch, change.leader) != (request.epoch, event.sender):
-            return [Answer(event.key, NotReadyReply("it takes part in no such change"), asked.deadline)]
+            return [Answer(event.key, NotReadyReply("it does not take part in this change"), asked.deadline)]
         if change.ready:
             return [Answer(event.key, AcceptReply(), asked.deadline)]
         again = put_off(change.preparing)
@@ -251,15 +254,15 @@ class Migration:
         if problem:
             return [*again, *self._refuse(change, problem)]
         change.state, change.sync, change.frozen = request.state, request.sync, True
-        change.asks = deque(n for n, batch in enumerate(change.batches) if batch.target == self._context.rank)
+        change.pending = deque(n for n, batch in enumerate(change.batches) if batch.target == self._context.rank)
         return [*again, PrepareTables(change.epoch, change.layout.servers), *self._fetch(change, now)]
 
     def _fetch(self, change: _Change, now: float) -> list[Effect]:
-        """Ask for what is to lie here."""
+        """Request the pieces that will lie here."""
         effects: list[Effect] = []
         patience = self._context.members.longest
-        while change.asks and len(change.fetching) < AT_A_TIME:
-            number = change.asks.popleft()
+        while change.pending and len(change.fetching) < AT_A_TIME:
+            number = change.pending.popleft()
             request = RangesRequest(change.epoch, number, change.sync, patience)
             send = self._context.requests.send(change.batches[number].source, request, now, now + patience)
             change.fetching[send.ticket] = number
@@ -269,31 +272,29 @@ class Migration:
     def _give(self, event: Received, request: RangesRequest, now: float) -> list[Effect]:
         change, deadline = self._change, now + request.patience
         if change is None or change.epoch != request.epoch or request.batch >= len(change.batches):
-            return [Answer(event.key, NotReadyReply("it takes part in no such change"), deadline)]
+            return [Answer(event.key, NotReadyReply("it does not take part in this change"), deadline)]
         batch = change.batches[request.batch]
         if (batch.source, batch.target) != (self._context.rank, event.sender):
-            return [Answer(event.key, NotReadyReply("these ranges do not move so"), deadline)]
+            return [Answer(event.key, NotReadyReply("these ranges do not move between these peers"), deadline)]
         if problem := self._differs(request.sync):
             return [Answer(event.key, NotReadyReply(problem), deadline)]
         change.frozen = True
         return [Answer(event.key, TablesReply(0, ()), deadline, pieces=batch.plain)]
 
     def _differs(self, sync: str) -> str:
-        """Why shards that lie here cannot become parts of others that go by ``sync``; empty: they can."""
-        other = sorted(self.host.hosted.made - {sync})
+        """Return why the hosted shards cannot be merged with others of the sync model ``sync``; empty: they can."""
+        other = sorted(self.host.hosted.sync_settings - {sync})
         if not other:
             return ""
-        return (
-            f"shards go by '{sync}' and by '{other[0]}': have all go by one, by gossipx server set-sync, and ask again"
-        )
+        return f"shards have different sync models, '{sync}' and '{other[0]}': use gossipx server set-sync first"
 
-    # --- what comes of our own ----------------------------------------------------------------------
+    # --- replies -----------------------------------------------------------------------------------
 
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
-        """A request of ours was answered: for ranges, or for what stands."""
+        """Handle the reply to a RangesRequest or a PlaceRequest."""
         if isinstance(reply, PlacedReply):
-            heard = self.heard(to, reply.epoch, reply.servers, reply.decided, now)
-            return [Forget(ticket), *heard]
+            learned = self.learn_layout(to, reply.epoch, reply.servers, reply.decided, now)
+            return [Forget(ticket), *learned]
         change = self._change
         if change is None or ticket not in change.fetching:
             return [Forget(ticket)]
@@ -304,13 +305,13 @@ class Migration:
         return [Forget(ticket), *self._refuse(change, reply.reason)]
 
     def failed(self, ticket: int) -> list[Effect]:
-        """It was not answered: ranges are asked for again at the next look."""
+        """Handle a request without a reply; :meth:`watch` sends it again."""
         if self._change is not None and ticket in self._change.fetching:
-            self._change.asks.append(self._change.fetching.pop(ticket))
+            self._change.pending.append(self._change.fetching.pop(ticket))
         return [Forget(ticket)]
 
     def prepared(self, event: Prepared) -> list[Effect]:
-        """All is here, or cannot be."""
+        """Handle the end of preparation: all tables are here, or they cannot be."""
         change = self._change
         if change is None or change.epoch != event.epoch:
             return []
@@ -324,120 +325,120 @@ class Migration:
         asked, change.preparing = change.preparing, None
         return [asked.answer(NotReadyReply(problem))] if asked else []
 
-    # --- what stands --------------------------------------------------------------------------------
+    # --- layout in force ------------------------------------------------------------------------------
 
-    def heard(self, sender: int, epoch: int, servers: tuple[int, ...], decided: int, now: float) -> list[Effect]:
-        """Another goes by this layout."""
-        self._heard.add(sender)
+    def learn_layout(self, sender: int, epoch: int, servers: tuple[int, ...], decided: int, now: float) -> list[Effect]:
+        """Handle the news that another peer uses this layout."""
+        self._confirmed.add(sender)
         known, self.decided = self._change, max(self.decided, decided)
         if epoch > self.epoch and (self._later is None or epoch > self._later[0]):
-            return self.stands(epoch, now) if self._is_ready_for(epoch) else self._follow(epoch, servers, now)
+            return self.commit(epoch, now) if self._is_ready_for(epoch) else self._follow(epoch, servers, now)
         if known is not None and known.epoch <= decided:
-            return self.give_up(now)
+            return self.abort(now)
         return []
 
     def _is_ready_for(self, epoch: int) -> bool:
-        """Whether we take part in the change to ``epoch``, and have what is to lie here."""
+        """Return whether this peer takes part in the change to ``epoch``, and has the tables that it will hold."""
         change = self._change
         serves = change is not None and self._context.rank in change.layout.servers
         return change is not None and change.epoch == epoch and (change.ready or not serves)
 
-    def stands(self, epoch: int, now: float) -> list[Effect]:
-        """The change that we take part in is carried out."""
+    def commit(self, epoch: int, now: float) -> list[Effect]:
+        """Put the new layout in force."""
         change, self._change = self._change, None
         assert change is not None
-        return [*self._go_over(epoch, change.layout, change.state, now), *self._go_on(now)]
+        return [*self._switch_layout(epoch, change.layout, change.state, now), *self._unblock(now)]
 
     def _follow(self, epoch: int, servers: tuple[int, ...], now: float) -> list[Effect]:
-        """The others have gone over without us, as they thought us lost, or before we came again."""
-        given_up = self.give_up(now) if self._change else []
+        """Adopt a layout that others put in force while this peer was considered lost, or before it joined."""
+        aborted = self.abort(now) if self._change else []
         if self._context.rank in servers and not self.host.hosted.is_being_restored:
-            reason = "the servers were changed, and this peer has not got the tables that it is to hold"
-            return [*given_up, Stop(reason), Resume()]
+            reason = "the servers were changed, and this peer does not have its new tables"
+            return [*aborted, Stop(reason), Resume()]
         self._later = epoch, self.layouts.make(servers)
-        self.host.worker.leave_out()
-        return given_up if self.host.worker.begun else [*given_up, *(self.catch_up(now) or [])]
+        self.host.worker.drop_iteration()
+        return aborted if self.host.worker.begun else [*aborted, *(self.catch_up(now) or [])]
 
-    def _go_over(self, epoch: int, layout: Layout, state: str, now: float) -> list[Effect]:
+    def _switch_layout(self, epoch: int, layout: Layout, state: str, now: float) -> list[Effect]:
         self.epoch, self.layout, self.decided = epoch, layout, max(self.decided, epoch)
         held, self._held = self._held, []
         answers = [asked.answer(self.placed) for _, asked in held]
         return [
             PlaceTables(epoch, layout.servers),
             *answers,
-            *self.host.go_over(layout, epoch, state, self.placed, now),
+            *self.host.switch_layout(layout, epoch, state, self.placed, now),
         ]
 
-    def give_up(self, now: float) -> list[Effect]:
-        """Nothing changes: everything goes on as before."""
+    def abort(self, now: float) -> list[Effect]:
+        """Abort the change and continue with the old layout."""
         change, self._change = self._change, None
         assert change is not None
         self.decided = max(self.decided, change.epoch)
         held, self._held = self._held, []
-        refusal = NotReadyReply("the change of the servers was given up")
+        refusal = NotReadyReply("the change of the servers was aborted")
         asked = [one for one in (change.pausing, change.preparing) if one is not None]
         return [
             *(one.answer(refusal) for one in asked),
             *([DropTables()] if change.state else []),
             *(effect for event, _ in held for effect in self.host.requested(event, now)),
-            *self._go_on(now),
+            *self._unblock(now),
         ]
 
-    def _go_on(self, now: float) -> list[Effect]:
-        """The training thread may begin what it waited to begin."""
+    def _unblock(self, now: float) -> list[Effect]:
+        """Unblock the training thread, if it waits to begin an iteration."""
         blocked, self._blocked = self._blocked, False
         return [*self.host.worker.gradients_ready([], now), Resume()] if blocked else []
 
-    # --- now and then -------------------------------------------------------------------------------
+    # --- timers -----------------------------------------------------------------------------------
 
     def watch(self, now: float) -> list[Effect]:
-        """Have those that wait for long ask again, ask again for what did not come, and ask what stands."""
+        """Have old deferred requests sent again, repeat failed requests, and ask which layout is in force."""
         change = self._change
         if change is None:
             return []
         effects: list[Effect] = []
         for name in ("pausing", "preparing"):
             asked: Deferred | None = getattr(change, name)
-            if asked is not None and asked.until <= now:
+            if asked is not None and asked.put_off_at <= now:
                 setattr(change, name, None)
                 effects += put_off(asked)
-        late = [asked for _, asked in self._held if asked.until <= now]
+        late = [asked for _, asked in self._held if asked.put_off_at <= now]
         self._held = [one for one in self._held if one[1] not in late]
         effects += [effect for asked in late for effect in put_off(asked)]
-        if change.asks:
+        if change.pending:
             effects += self._fetch(change, now)
-        return [*effects, *self._ask_what_stands(change, now)]
+        return [*effects, *self._ask_layout_in_force(change, now)]
 
-    def _ask_what_stands(self, change: _Change, now: float) -> list[Effect]:
+    def _ask_layout_in_force(self, change: _Change, now: float) -> list[Effect]:
         rank, others = self._context.rank, self._context.members.others
         if change.leader == rank:
             return []
         if not (others[change.leader].lost or others[change.leader].gone):
-            change.alone, ranks = None, [change.leader]
+            change.leader_lost_at, ranks = None, [change.leader]
         else:
-            change.alone = now if change.alone is None else change.alone
+            change.leader_lost_at = now if change.leader_lost_at is None else change.leader_lost_at
             ranks = self._context.members.awaited()
-        if change.alone is not None and now - change.alone >= self._context.timeout:
-            note = Note("servers", f"peer {change.leader}, which changed the servers, is lost: they stay as they were")
-            return [note, *self.give_up(now)]
-        return self._ask_of(ranks, now)
+        if change.leader_lost_at is not None and now - change.leader_lost_at >= self._context.timeout:
+            text = f"peer {change.leader}, which led the change of the servers, is lost: they stay as they were"
+            return [Note("servers", text), *self.abort(now)]
+        return self._ask_layout_of(ranks, now)
 
     @property
-    def asks(self) -> bool:
-        """Whether somebody is being asked what stands."""
+    def is_asking(self) -> bool:
+        """Whether a question about the layout in force is open."""
         return bool(self._context.requests.asked(PlaceRequest))
 
-    def seek(self, now: float) -> list[Effect]:
-        """Ask all others what stands, which may be a change that was before we came."""
-        return self._ask_of(self._context.members.awaited(), now)
+    def ask_layout(self, now: float) -> list[Effect]:
+        """Ask all other peers which layout is in force; it may have changed before this peer joined."""
+        return self._ask_layout_of(self._context.members.awaited(), now)
 
     @property
-    def sure(self) -> bool:
-        """Whether all others that are there have told what stands."""
+    def is_confirmed(self) -> bool:
+        """Whether all other members have named the layout in force."""
         members = self._context.members
-        return all(rank in self._heard or members.is_gone(rank) for rank in members.awaited())
+        return all(rank in self._confirmed or members.is_gone(rank) for rank in members.awaited())
 
-    def _ask_of(self, ranks: Sequence[int], now: float) -> list[Effect]:
+    def _ask_layout_of(self, ranks: Sequence[int], now: float) -> list[Effect]:
         asked = self._context.requests.asked(PlaceRequest)
         question = PlaceRequest(self.epoch, self.layout.servers, self.decided)
         deadline = now + self._context.timeout

@@ -1,8 +1,8 @@
-"""What is made of what happens to a shard, so that no push that was answered is lost with the shard's holder.
+"""Records of what happens to a shard, so that no acknowledged push is lost with the shard's holder.
 
-Its decisions follow from what happens to it, in order: so a record of that, and of the gradients, is enough to come to
-the same tables from an earlier copy. Such records go to a journal beside the shard's checkpoints, or to a peer that
-holds a replica; nothing is answered that tells of what is not yet safe.
+A shard's decisions follow from its inputs in order. So a log of these inputs, with the gradients, leads from an earlier
+copy to the same tables. Records go to a journal beside the shard's checkpoints, or to the peer with the replica.
+Acknowledgements wait until the records of their inputs are safe.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from gossipx.protocol.server_messages import GradientRequest, RecordRequest
 from gossipx.protocol.table_effects import Record
 
 MOST = 500
-"""Entries of one record."""
+"""The number of entries at which a record without a gradient is made."""
 
 
 class Records:
-    """Makes records of what happens to one shard; here nothing is done with them.
+    """The log of one shard's inputs; this base class discards it.
 
     Args:
         shard: its index.
-        copy: of the shard, that records count from: the epoch of a journal's layout, or the number of a replica's copy.
+        copy: identifies the copy of the shard that records are numbered from: the epoch of a journal's layout, or the
+            number of a replica's copy.
 
     Attributes:
-        number: of the next record after that copy, to be made or to be followed.
+        number: of the next record after that copy, to be made or followed.
     """
 
-    wanted = False
-    """Whether records are made at all."""
+    enabled = False
+    """Whether records are made."""
     from_checkpoint = False
-    """Whether they are of use only with a checkpoint that they count from."""
+    """Whether records are useful only with a checkpoint to start from."""
 
     def __init__(self, shard: int, copy: int = 0):
         self.shard = shard
@@ -41,45 +42,45 @@ class Records:
         self.number = 0
         self._happened: list[Happening] = []
 
-    def happened(self, *entry: str | int | float) -> None:
-        """Something has happened to the shard; it goes with the next record."""
-        if self.wanted:
+    def log(self, *entry: str | int | float) -> None:
+        """Append an input of the shard to the next record."""
+        if self.enabled:
             self._happened.append(entry)
 
-    def pushed(self, push: GradientRequest, ticket: int) -> list[Effect]:
-        """A gradient was taken in, which was kept under ``ticket``: make a record of it and all before it."""
+    def log_push(self, push: GradientRequest, ticket: int) -> list[Effect]:
+        """Make a record of all inputs up to a push, whose gradient is kept under ``ticket``."""
         return self._made(push, ticket)
 
-    def made(self, least: int = 1) -> list[Effect]:
-        """Make a record of what has happened without a gradient, if it is ``least`` entries."""
-        return self._made(None, None) if self.wanted and len(self._happened) >= least else []
+    def flush(self, at_least: int = 1) -> list[Effect]:
+        """Make a record of the inputs without a gradient, if there are at least ``at_least``."""
+        return self._made(None, None) if self.enabled and len(self._happened) >= at_least else []
 
     def _made(self, push: GradientRequest | None, ticket: int | None) -> list[Effect]:
-        if not self.wanted:
+        if not self.enabled:
             return []
-        happened, self._happened = tuple(self._happened), []
+        log, self._happened = tuple(self._happened), []
         gradient = (-1, -1, (), ()) if push is None else (push.bucket, push.progress, push.parts, push.settings)
-        # How long it is waited for is up to whoever sends it.
-        record = RecordRequest(self.shard, self.copy, self.number, happened, *gradient, patience=1.0)
+        # The sender sets its own patience.
+        record = RecordRequest(self.shard, self.copy, self.number, log, *gradient, patience=1.0)
         self.number += 1
-        return self.taken(record, ticket)
+        return self.write(record, ticket)
 
-    def taken(self, record: RecordRequest, ticket: int | None) -> list[Effect]:
-        """Do with a record what is to be done."""
+    def write(self, record: RecordRequest, ticket: int | None) -> list[Effect]:
+        """Store or send a record."""
         return []
 
-    def safe(self, effects: Sequence[Effect]) -> list[Effect]:
-        """Have answers wait until what they tell of is safe."""
+    def delay_answers(self, effects: Sequence[Effect]) -> list[Effect]:
+        """Delay the answers among ``effects`` until the records made so far are safe."""
         return list(effects)
 
 
 class Journal(Records):
-    """Has records written down before anything is answered; they are of use to no other layout."""
+    """A log that is written to disk before anything is acknowledged; valid for one layout only."""
 
-    wanted = from_checkpoint = True
+    enabled = from_checkpoint = True
 
-    def taken(self, record: RecordRequest, ticket: int | None) -> list[Effect]:
+    def write(self, record: RecordRequest, ticket: int | None) -> list[Effect]:
         return [Record(record, ticket)]
 
-    def safe(self, effects: Sequence[Effect]) -> list[Effect]:
+    def delay_answers(self, effects: Sequence[Effect]) -> list[Effect]:
         return [dataclasses.replace(one, in_order=True) if isinstance(one, Answer) else one for one in effects]

@@ -1,9 +1,9 @@
-"""A shard's replica: another peer does what happens to the shard, and holds it once its holder is gone.
+"""A shard's replica: another peer applies the same records, and takes over when the shard's holder is lost.
 
-Primary-backup replication of the shard's decisions. Whoever holds the shard has each record followed before it answers
-what the record is of, so a push that was answered outlives either of the two. The replica takes the holder's place when
-it finds it gone and a worker, which goes there as it finds the same, asks for it: one that was only asleep for a while
-is not asked. A holder that finds its replica gone goes on alone, until that asks for a copy again.
+This is primary-backup replication of the shard's decisions. The holder waits until the replica has each record before
+it acknowledges the input in it, so an acknowledged push survives the loss of either peer. The replica takes over when
+it finds the holder gone and a worker that found the same sends it a request; a holder that only paused for a while is
+not replaced. A holder whose replica is gone continues alone, until that peer requests a copy again.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ from gossipx.server.replies import Handler, Replies
 from gossipx.server.shard import Shard
 
 RECORDS, FOLLOW = "records", "follow"
-"""Timers: records are sent again, the holder is asked again; each with a space and the shard's index."""
+"""Timers for sending records again, and for requesting a copy again; each is followed by a space and the shard's index.
+"""
 AT_A_TIME = 4
-"""Records that are on their way at a time."""
+"""The most open records."""
 
 
 class Standby(Records):
-    """The holder's dealings with the peer that has the replica, or is to have it.
+    """The holder's log of a shard, which it sends to the peer with the replica.
 
     Args:
         shard: its index.
-        rank: of that peer.
-        replies, answered: the table of handlers, and that of its requests.
-        alone: it is gone: nothing is kept for it until it asks for a copy.
+        rank: the peer with the replica.
+        replies: the table of reply handlers.
+        answered: the handler of the replies to records.
+        alone: that peer is gone; nothing is recorded until it requests a copy.
     """
 
     def __init__(
@@ -45,34 +47,34 @@ class Standby(Records):
     ):
         super().__init__(shard)
         self.rank = rank
-        self.wanted = not alone
+        self.enabled = not alone
         self._context = context
         self._replies, self._answered = replies, answered
         self._follows = False
         self._unsafe: dict[int, tuple[RecordRequest, int | None]] = {}  # by number, with its gradient's ticket
-        self._open: dict[int, int] = {}  # by ticket, the number of the record that is on its way
-        self._rests = False
-        self._held: deque[tuple[int, Answer]] = deque()  # answers, each with the last record that they tell of
+        self._open: dict[int, int] = {}  # by ticket, the number of the record that was sent
+        self._backing_off = False
+        self._delayed: deque[tuple[int, Answer]] = deque()  # delayed answers, each with the record that it waits for
 
     # --- records ----------------------------------------------------------------------------------
 
-    def taken(self, record: RecordRequest, ticket: int | None) -> list[Effect]:
+    def write(self, record: RecordRequest, ticket: int | None) -> list[Effect]:
         if not self._follows:
-            return []  # the copy will have it
+            return []  # the copy will include it
         kept = None if ticket is None else self._context.requests.ticket()
         self._unsafe[record.number] = record, kept
         return [] if ticket is None or kept is None else [Share(ticket, kept)]
 
-    def safe(self, effects: Sequence[Effect]) -> list[Effect]:
-        if not self.wanted or (self._follows and not self._unsafe):
+    def delay_answers(self, effects: Sequence[Effect]) -> list[Effect]:
+        if not self.enabled or (self._follows and not self._unsafe):
             return list(effects)
-        self._held += [(self.number - 1, one) for one in effects if isinstance(one, Answer)]
+        self._delayed += [(self.number - 1, one) for one in effects if isinstance(one, Answer)]
         return [one for one in effects if not isinstance(one, Answer)]
 
     def send(self, now: float) -> list[Effect]:
-        """Send what may be sent."""
+        """Send the records that may be sent."""
         effects: list[Effect] = []
-        if self._rests or not self._follows:
+        if self._backing_off or not self._follows:
             return effects
         patience = self._context.members.longest
         under_way = set(self._open.values())
@@ -81,69 +83,69 @@ class Standby(Records):
                 break
             if number in under_way:
                 continue
-            told = dataclasses.replace(record, patience=patience)
-            send = self._replies.send(self.rank, told, now, now + patience, self._answered)
+            request = dataclasses.replace(record, patience=patience)
+            send = self._replies.send(self.rank, request, now, now + patience, self._answered)
             self._open[send.ticket] = number
             effects += [send] if kept is None else [Share(kept, send.ticket), send]
         return effects
 
     def answered(self, ticket: int, reply: Reply | None, now: float) -> list[Effect]:
-        """Handle the replica's answer to a record."""
+        """Handle the replica's reply to a record."""
         number = self._open.pop(ticket)
         if not isinstance(reply, AcceptReply):
-            return [Forget(ticket), *self._rest(now)]
+            return [Forget(ticket), *self._back_off(now)]
         _, kept = self._unsafe.pop(number)
         done = [Forget(ticket)] if kept is None else [Forget(ticket), Forget(kept)]
         return [*done, *self._release()]
 
-    def _rest(self, now: float) -> list[Effect]:
-        self._rests = True
+    def _back_off(self, now: float) -> list[Effect]:
+        self._backing_off = True
         return [SetTimer(f"{RECORDS} {self.shard}", now + REST_FIRST * self._context.timeout)]
 
     def again(self) -> None:
-        """The rest is over; :meth:`send` follows."""
-        self._rests = False
+        """Resume sending after the retry delay."""
+        self._backing_off = False
 
     def _release(self) -> list[Effect]:
-        """Give the answers that tell of nothing that the replica lacks."""
+        """Return the delayed answers whose records the replica has acknowledged."""
         first = next(iter(self._unsafe), self.number)
         effects: list[Effect] = []
-        while self._held and self._held[0][0] < first:
-            effects.append(self._held.popleft()[1])
+        while self._delayed and self._delayed[0][0] < first:
+            effects.append(self._delayed.popleft()[1])
         return effects
 
-    # --- who follows ------------------------------------------------------------------------------
+    # --- the replica ------------------------------------------------------------------------------
 
     def copied(self, event: Received, shard: Shard, now: float) -> list[Effect]:
-        """The other peer asks for a copy, or tells that it waits for a record."""
+        """Handle the other peer's request for a copy, or its sign that it waits for records."""
         request = event.request
         assert isinstance(request, CopyRequest)
         if self._follows and request.copy == self.copy:
             return [Answer(event.key, AcceptReply(), now + request.patience)]
         dropped = self._forget()
-        self.wanted = self._follows = True
-        self._rests = False
-        self._happened.clear()  # the copy has it
+        self.enabled = self._follows = True
+        self._backing_off = False
+        self._happened.clear()  # the copy includes it
         self.copy, self.number = self.copy + 1, 0
         reply = CopyReply(self._context.incarnation, self.copy, json.dumps(shard.state_dict()), 0)
         given = Answer(event.key, reply, now + request.patience, copies=self.shard)
-        # What the copy has is safe once the first record after it is followed: one of nothing.
-        self._held = deque((0, answer) for _, answer in self._held)
+        # An empty record follows the copy; its acknowledgement shows that the copy is safe.
+        self._delayed = deque((0, answer) for _, answer in self._delayed)
         return [*dropped, given, *self._made(None, None)]
 
-    def gone(self) -> list[Effect]:
-        """The other peer is gone: nothing waits for it."""
-        self.wanted = self._follows = False
+    def continue_alone(self) -> list[Effect]:
+        """Continue without a replica."""
+        self.enabled = self._follows = False
         self._happened.clear()
-        held = [answer for _, answer in self._held]
-        self._held.clear()
+        held = [answer for _, answer in self._delayed]
+        self._delayed.clear()
         return [*self._forget(), *held]
 
     def give_up(self) -> list[Effect]:
-        """The other peer holds the shard by now: what was not answered is to be asked of it."""
-        told = NotReadyReply("another peer holds this shard by now")
-        refused: list[Effect] = [dataclasses.replace(one, reply=told, tables=None) for _, one in self._held]
-        self._held.clear()
+        """Refuse all delayed answers, since the other peer has become the holder."""
+        refusal = NotReadyReply("another peer now holds this shard")
+        refused: list[Effect] = [dataclasses.replace(one, reply=refusal, tables=None) for _, one in self._delayed]
+        self._delayed.clear()
         return [*self._forget(), *refused]
 
     def _forget(self) -> list[Effect]:
@@ -155,39 +157,46 @@ class Standby(Records):
 
 
 class Replica:
-    """A shard that another peer holds, and which is followed here.
+    """A shard that is followed here and held by another peer.
 
     Args:
-        shard: as it was made; it becomes the holder's.
+        shard: newly made; its state is replaced with the holder's.
         holder: its rank.
-        replies, answered: the table of handlers, and that of its requests.
-        begins: nobody may hold the shard yet, and it is ours to begin with then.
+        replies: the table of reply handlers.
+        answered: the handler of the holder's replies.
+        initial_holder: this peer will hold the shard unless ``holder`` already does.
 
     Attributes:
-        incarnation: of the holder that the copy is of.
-        ticket: of the open request; None: none is.
+        incarnation: of the holder that the copy came from; -1: no copy yet.
+        ticket: of the open request; None: none is open.
     """
 
     def __init__(
-        self, shard: Shard, holder: int, context: PeerContext, replies: Replies, answered: Handler, begins: bool = False
+        self,
+        shard: Shard,
+        holder: int,
+        context: PeerContext,
+        replies: Replies,
+        answered: Handler,
+        initial_holder: bool = False,
     ):
         self.shard = shard
         self.holder = holder
-        self.begins = begins
+        self.initial_holder = initial_holder
         self.incarnation = -1
         self._context = context
         self._replies, self._answered = replies, answered
-        shard.records = Records(shard.index, copy=-1)  # there is none
-        self._ahead: dict[int, tuple[RecordRequest, int]] = {}  # by number, each with its gradient's ticket
+        shard.records = Records(shard.index, copy=-1)  # no copy yet
+        self._ahead: dict[int, tuple[RecordRequest, int]] = {}  # by number, with its gradient's ticket
         self.ticket: int | None = None
 
     @property
     def has_copy(self) -> bool:
-        """Whether it could hold the shard."""
+        """Whether this peer has a copy and could take over."""
         return self.shard.records.copy >= 0
 
     def ask(self, now: float) -> list[Effect]:
-        """Ask for a copy, or tell that it waits for records."""
+        """Request a copy, or signal that this peer waits for records."""
         if self.ticket is not None:
             return []
         patience = self._context.members.longest
@@ -197,12 +206,12 @@ class Replica:
         return [send]
 
     def answered(self, ticket: int, reply: Reply | None, now: float) -> list[Effect]:
-        """Handle the holder's answer."""
+        """Handle the holder's reply."""
         self.ticket = None
         effects: list[Effect] = []
         if isinstance(reply, CopyReply):
             self.shard.load_state_dict(json.loads(reply.state))
-            self.shard.records.copy, self.incarnation, self.begins = reply.copy, reply.incarnation, False
+            self.shard.records.copy, self.incarnation, self.initial_holder = reply.copy, reply.incarnation, False
             effects += [*self.end(), TakeCopy(ticket, self.shard.index)]
         else:
             effects.append(Forget(ticket))
@@ -213,12 +222,12 @@ class Replica:
         return SetTimer(f"{FOLLOW} {self.shard.index}", now + share * self._context.timeout)
 
     def recorded(self, event: Received, now: float) -> list[Effect]:
-        """The holder tells what has happened."""
+        """Apply a record from the holder, and early records that it makes applicable."""
         record = event.request
         assert isinstance(record, RecordRequest)
         until = now + record.patience
         if not self.has_copy or event.sender != self.holder or record.copy != self.shard.records.copy:
-            return [Answer(event.key, NotReadyReply("it has not the copy that this goes on from"), until)]
+            return [Answer(event.key, NotReadyReply("it does not have the copy that this record follows"), until)]
         done = Answer(event.key, AcceptReply(), until)
         if record.number < self.shard.records.number or record.number in self._ahead:
             return [done]
@@ -231,7 +240,9 @@ class Replica:
         return effects
 
     def end(self) -> list[Effect]:
-        """It is followed no more, or from another copy on; what came out of turn was never answered for to a worker."""
+        """Discard early records, when this peer takes over or receives a new copy. Their inputs were never
+        acknowledged.
+        """
         dropped: list[Effect] = [Forget(ticket) for _, ticket in self._ahead.values()]
         self._ahead.clear()
         return dropped

@@ -1,4 +1,4 @@
-"""Placement: which part of which table lies on which server."""
+"""Placement: which part of which table is stored on which server."""
 
 from gossipx.server.placement.methods import (
     BUILT_IN,

@@ -1,8 +1,8 @@
-"""Buckets: what travels between a worker and a shard in one message.
+"""Buckets: groups of table partitions that travel between a worker and a shard in one message.
 
-A message costs as much as a good part of a megabyte, so that partitions that follow one another are put together until
-they are worth one; a large one goes alone. Each bucket leaves as soon as autograd has made all of its gradients, and is
-waited for by what is computed with its tables alone.
+A message costs about as much as a good part of a megabyte. So consecutive small partitions are grouped until they are
+worth one message, and a large partition gets its own. A bucket is pushed as soon as autograd has computed all of its
+gradients, and only computation that uses its tables waits for its pull.
 """
 
 from __future__ import annotations
@@ -13,31 +13,33 @@ from dataclasses import dataclass
 from gossipx.server.placement import Partition
 
 SMALLEST, LARGEST = 2**20, 2**22
-"""Bytes of a bucket where nothing else is said: at 1 Gbit/s 8 to 34 ms, some ten times what a message costs."""
+"""The range of the default bucket size in bytes: 8 to 34 ms at 1 Gbit/s, some ten times the cost of a message."""
 AT_LEAST = 4
-"""Buckets of a shard, of which one travels while gradients of the next are computed, as far as these are so large."""
+"""The default number of buckets in a shard, as far as they are at least SMALLEST: one travels while the next one's
+gradients are computed.
+"""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Partitions of one shard, from ``first`` to ``stop`` − 1 of the shard's list."""
+    """The partitions ``first`` to ``stop`` − 1 of a shard's list."""
 
     first: int
     stop: int
 
 
 def usual(nbytes: int) -> int:
-    """Bytes from which on a bucket takes no further partition, in a shard of ``nbytes``, where nothing else is said."""
+    """Return the default size in bytes at which a bucket of a shard of ``nbytes`` is full."""
     return max(SMALLEST, min(LARGEST, nbytes // AT_LEAST))
 
 
 def buckets(partitions: Sequence[Partition], kind: Callable[[int], tuple[object, int]], least: int) -> list[Bucket]:
-    """Cut a shard's partitions into buckets, in their order.
+    """Cut a shard's partitions into buckets, in order.
 
     Args:
-        partitions: of the shard.
-        kind: of a table by its number: what all tables of a bucket have alike (their dtype), and bytes an element.
-        least: bytes from which on a bucket takes no further partition; 0: each partition is one.
+        partitions: the shard's.
+        kind: returns a table's kind, which all tables of a bucket share (their dtype), and its bytes per element.
+        least: the size in bytes at which a bucket is full; 0: one partition per bucket.
     """
     made: list[Bucket] = []
     first, size, alike = 0, 0, None

@@ -1,8 +1,8 @@
-"""Layouts: which peer holds which shard, what lies in it, and what has to move from one layout to another.
+"""Layouts: which peer holds which shard, which partitions lie in it, and what moves from one layout to another.
 
-A layout follows from its servers alone, so that all peers of a run come to the same one without a word of it. When
-servers come or go, those that stay keep their order and those that join are seated in the middle
-(:func:`~gossipx.server.placement.seated`); what a peer holds before and after stays where it is
+A layout follows from the list of servers alone, so all peers of a run compute the same one without communicating it.
+When servers are added or removed, the remaining ones keep their order and new ones are inserted in the middle
+(:func:`~gossipx.server.placement.seated`). Elements that a peer holds before and after do not move
 (:func:`~gossipx.server.placement.moves`).
 """
 
@@ -18,12 +18,12 @@ from gossipx.server.placement.buckets import Bucket, buckets, usual
 
 @dataclass(frozen=True)
 class Layout:
-    """Where all tables of a run lie.
+    """The location of all tables of a run.
 
     Attributes:
-        servers: by shard, the rank that holds it.
-        placed: by shard, its partitions.
-        cut: by shard, its buckets.
+        servers: for each shard, the rank that holds it.
+        placed: for each shard, its partitions.
+        cut: for each shard, its buckets.
     """
 
     servers: tuple[int, ...]
@@ -32,18 +32,18 @@ class Layout:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """By shard, how many it has."""
+        """The number of buckets of each shard."""
         return tuple(map(len, self.cut))
 
     def held_by(self, rank: int) -> list[Partition]:
-        """All partitions that lie with a peer."""
+        """Return all partitions that a peer holds."""
         held = zip(self.servers, self.placed, strict=True)
         return [one for holder, partitions in held if holder == rank for one in partitions]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What goes from one peer to another in one message.
+    """The pieces that move from one peer to another in one message.
 
     Attributes:
         source, target: ranks.
@@ -56,7 +56,7 @@ class Batch:
 
     @property
     def plain(self) -> tuple[tuple[int, int, int], ...]:
-        """The pieces as effects have them."""
+        """The pieces as effects carry them: (table, start, stop)."""
         return tuple((one.table, one.start, one.stop) for one in self.pieces)
 
 
@@ -66,9 +66,9 @@ class Layouts:
 
     Args:
         tables: in the model's order.
-        placement: says what lies where.
-        kind: of a table by its number: what all tables of a bucket have alike, and bytes an element.
-        least: bytes from which on a bucket, or a batch, takes no more; None: as usual.
+        placement: decides which partition lies on which server.
+        kind: returns a table's kind, which all tables of a bucket share, and its bytes per element.
+        least: the size in bytes at which a bucket or a batch is full; None: the default.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Layouts:
         self._tables, self._placement, self._kind, self._least = tables, placement, kind, least
 
     def make(self, servers: Sequence[int]) -> Layout:
-        """The layout of these servers, by shard.
+        """Return the layout with these servers, by shard.
 
         Raises:
             UsageError: as :func:`~gossipx.server.placement.checked`.
@@ -94,7 +94,7 @@ class Layouts:
         return buckets(held, self._kind, usual(nbytes) if self._least is None else self._least)
 
     def batches(self, before: Layout, after: Layout) -> list[Batch]:
-        """All that has to go from peer to peer, and nothing else."""
+        """Return the pieces that must move between peers, and no others."""
         ranks = {*before.servers, *after.servers}
         old, new = ({rank: layout.held_by(rank) for rank in ranks} for layout in (before, after))
         pieces: dict[tuple[int, int], list[Partition]] = {}
@@ -110,18 +110,18 @@ class Layouts:
 
 
 def order(servers: Sequence[int], wanted: Collection[int]) -> list[int]:
-    """The servers ``wanted``, by shard: those that there are already in their order, the others seated among them."""
+    """Return the servers ``wanted``, by shard: present ones in their order, new ones inserted."""
     ordered = [rank for rank in servers if rank in wanted]
     for rank in sorted(set(wanted) - set(servers)):
         ordered = seated(ordered, rank)
     return ordered
 
 
-def common(some: Sequence[Partition], others: Sequence[Partition]) -> list[Partition]:
-    """The parts that lie in both; none is empty."""
+def common(ours: Sequence[Partition], others: Sequence[Partition]) -> list[Partition]:
+    """Return the parts that lie in both; none is empty."""
     return [
         Partition(one.table, start, stop)
-        for one in some
+        for one in ours
         for other in others
         if one.table == other.table and (start := max(one.start, other.start)) < (stop := min(one.stop, other.stop))
     ]

@@ -1,9 +1,9 @@
-"""Placement: which part of which table lies on which server.
+"""Placement methods: which part of which table is stored on which server.
 
 A table is one tensor of the model. A placement is an immutable value with one method, ``decide(tables, servers)``,
-which says for each server what partitions of tables lie there. One of your own is a subclass of :class:`Placement`;
-:func:`checked` calls it and sees that every element lies somewhere, once. :func:`moves` tells what has to move when a
-server comes or goes.
+which returns the partitions of tables for each server. For a custom one, inherit from :class:`Placement`.
+:func:`checked` calls it and verifies that every element lies on exactly one server. :func:`moves` lists what must move
+when servers are added or removed.
 
 Sources: P.-Y. Wu, *Versatile Communication Optimization for Deep Learning by Modularized Parameter Server* (2018),
 sections 2.3.1 and 4.2; X. Yao, X. Wu, C.-L. Wang, *FluentPS* (2019), section III-A.
@@ -25,7 +25,7 @@ from gossipx import specs
 from gossipx.errors import UsageError
 
 S = TypeVar("S", bound=Hashable)
-"""What tells servers apart: a number, a name."""
+"""A server's identity: a number or a name."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Table:
     """One tensor of a model.
 
     Attributes:
-        name: for people.
-        size: elements, from 0.
+        name: for messages.
+        size: the number of elements, from 0.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Partition:
-    """Elements [``start``, ``stop``) of the flattened table of number ``table``, from 0."""
+    """Elements [``start``, ``stop``) of the flattened table number ``table``, from 0."""
 
     table: int
     start: int
@@ -56,27 +56,27 @@ class Partition:
 
 @dataclass(frozen=True)
 class Placement(abc.ABC):
-    """Says where tables lie."""
+    """Decides which server stores which part of each table."""
 
     @abc.abstractmethod
     def decide(self, tables: Sequence[Table], servers: int) -> list[list[Partition]]:
-        """By server, from 0, the partitions that lie there, in order of tables.
+        """Return for each server, from 0, the partitions that it stores, in order of tables.
 
-        Every element of every table is in exactly one partition. A table without elements is placed, too: one server
-        holds the partition [0, 0) of it.
+        Every element of every table must be in exactly one partition. A table without elements is placed, too: one
+        server stores its partition [0, 0).
 
         Args:
             tables: in the model's order.
-            servers: how many there are, at least 1.
+            servers: the number of servers, at least 1.
         """
 
 
 @final
 @dataclass(frozen=True)
 class Range(Placement):
-    """Whole tables in order, ps-lite's way: their numbers are the keys, cut into equal ranges.
+    """Whole tables in order, as in ps-lite: their numbers are the keys, cut into equal ranges.
 
-    Servers get equally many tables (to one), whatever the tables' sizes.
+    The numbers of tables per server differ by at most one, whatever the tables' sizes.
     """
 
     def decide(self, tables: Sequence[Table], servers: int) -> list[list[Partition]]:
@@ -90,9 +90,9 @@ class Range(Placement):
 @final
 @dataclass(frozen=True)
 class Greedy(Placement):
-    """Each table, as it comes, whole to the server with the fewest elements so far (TensorFlow's greedy strategy).
+    """Each table, in order, whole to the server with the fewest elements so far (TensorFlow's greedy strategy).
 
-    Of servers that have equally few the first takes it.
+    Ties go to the first server.
     """
 
     def decide(self, tables: Sequence[Table], servers: int) -> list[list[Partition]]:
@@ -102,10 +102,11 @@ class Greedy(Placement):
 @final
 @dataclass(frozen=True)
 class Uniform(Placement):
-    """Each table split over all servers, evenly to one element; all tables together, too, are even to one element.
+    """Each table split over all servers evenly; each server's share of a table, and of all tables, is even to one
+    element.
 
-    Elements are dealt like cards, on from where the table before ended, so that the servers take turns at the odd ones;
-    then what a server was dealt of a table lies together.
+    Elements are dealt like cards, continuing where the previous table ended, so that the servers take turns at the odd
+    ones. Each server's elements of a table are then stored as one range.
     """
 
     def decide(self, tables: Sequence[Table], servers: int) -> list[list[Partition]]:
@@ -143,8 +144,8 @@ class Heuristic(Placement):
 
     Modularized Parameter Server, Algorithm 2.
 
-    Of tables of one size the first goes first, and of servers that have equally few the first takes it. No server has
-    more than 4/3 of what the fullest has in the best way to place whole tables (R. L. Graham, 1969).
+    Ties go to the first table and the first server. No server stores more than 4/3 of the largest load in the best
+    placement of whole tables (R. L. Graham, 1969).
     """
 
     def decide(self, tables: Sequence[Table], servers: int) -> list[list[Partition]]:
@@ -155,15 +156,16 @@ class Heuristic(Placement):
 @final
 @dataclass(frozen=True)
 class Sliced(Placement):
-    """All tables one after the other, cut into even ranges: FluentPS's elastic parameter slicing (section III-A).
+    """All tables in sequence, cut into even ranges: FluentPS's elastic parameter slicing (section III-A).
 
     Servers are even to one element, and there are fewer than ``tables + servers`` partitions: only tables that a cut
-    goes through lie on two servers or more.
+    goes through are spread over two servers or more.
 
-    When one of N servers joins or goes, the others stay in order and the ranges are made even again. Of all elements
-    that moves the share 1/2 − p(N − 1 − p) / (N(N − 1)), to N elements, p being its position from 0: half of them at
-    either end, and in the middle, where :func:`seated` lets it join, 1/4 + 1/(4N), or for even N 1/4 + 1/(4(N − 1)).
-    1/N is what has to come to, or to leave, any one of N; the rest is the price of ranges that stay in one piece.
+    When one of N servers joins or leaves, the others stay in order and the ranges are made even again. The share of all
+    elements that moves is 1/2 − p(N − 1 − p) / (N(N − 1)), to within N elements, where p is the position of the joining
+    or leaving server, from 0, and N includes it. That is half of them at either end. In the middle, where
+    :func:`seated` inserts it, it is 1/4 + 1/(4N), or 1/4 + 1/(4(N − 1)) for even N. Any method must move 1/N to or from
+    that server; the rest is the price of contiguous ranges.
     """
 
     def decide(self, tables: Sequence[Table], servers: int) -> list[list[Partition]]:
@@ -189,46 +191,46 @@ BUILT_IN: dict[str, Callable[[], Placement]] = {
 
 
 def parse(spec: str | Placement) -> Placement:
-    """The placement that ``spec`` means.
+    """Return the placement for ``spec``.
 
     Args:
-        spec: a name of :data:`BUILT_IN`, or a placement, which is taken as it is.
+        spec: a name of :data:`BUILT_IN`, or a placement, which is returned as it is.
 
     Raises:
-        UsageError: naming what would have been right.
+        UsageError: naming a valid spec.
     """
     return spec if isinstance(spec, Placement) else specs.build(spec, BUILT_IN, "placement")
 
 
 def checked(placement: Placement, tables: Sequence[Table], servers: int) -> list[list[Partition]]:
-    """What ``placement`` decides, seen to be whole: every element of every table lies on one server.
+    """Call ``placement`` and verify that every element of every table lies on exactly one server.
 
-    Partitions are put in order of tables, and within a table of elements. Those without elements are left out, but for
-    one of each table that has none.
+    The result is sorted by table, and within a table by element. Empty partitions are removed, except for one of each
+    empty table.
 
     Args:
-        placement: a built-in one or a user's.
+        placement: built in or custom.
         tables: in the model's order.
-        servers: how many there are, at least 1.
+        servers: the number of servers, at least 1.
 
     Raises:
-        UsageError: one line with the class, the table and what is wrong.
+        UsageError: one line with the class, the table and the fault.
     """
     if servers < 1:
-        raise UsageError(f"a placement is for at least 1 server, and there are {servers}")
+        raise UsageError(f"a placement needs at least 1 server, not {servers}")
     name = type(placement).__name__
     decided: Any = placement.decide(tables, servers)
     if not isinstance(decided, list | tuple) or not all(isinstance(held, list | tuple) for held in decided):
-        raise UsageError(f"placement {name}: decide gives a list with a list of partitions for each server")
+        raise UsageError(f"placement {name}: decide must return a list with a list of partitions for each server")
     if len(decided) != servers:
-        raise UsageError(f"placement {name}: it places on {len(decided)} servers, and there are {servers}")
+        raise UsageError(f"placement {name}: it returned {len(decided)} servers instead of {servers}")
     held = {server: [_whole(one, tables, name) for one in parts] for server, parts in enumerate(decided)}
     spans = _spans(held)
     placed: list[list[Partition]] = [[] for _ in range(servers)]
     for number, table in enumerate(tables):
         fault = _fault(spans.get(number, []), table.size)
         if fault:
-            raise UsageError(f"placement {name}: {_told(table)}: {fault}")
+            raise UsageError(f"placement {name}: {_describe(table)}: {fault}")
         for start, stop, server in spans[number]:
             placed[server].append(Partition(number, start, stop))
     return placed
@@ -241,9 +243,9 @@ class Move(Generic[S]):
     Attributes:
         table: its number, from 0.
         start: the first element; equal to ``stop`` for a table without elements.
-        stop: the one behind the last.
-        source: the server that had them; it may be gone.
-        target: the server that has them now.
+        stop: the end, exclusive.
+        source: the server that stored them; it may have left.
+        target: the server that stores them now.
     """
 
     table: int
@@ -254,74 +256,75 @@ class Move(Generic[S]):
 
 
 def moves(before: Mapping[S, Sequence[Partition]], after: Mapping[S, Sequence[Partition]]) -> list[Move[S]]:
-    """What has to move from one placement to another, and nothing else: as few and as long pieces as there can be.
+    """Return what must move from one placement to another, and nothing else, in as few and as long pieces as possible.
 
     Args:
         before: server to its partitions, such as ``dict(zip(servers, checked(...), strict=True))``.
-        after: the same of the servers that there are now, of the same tables; who stays keeps its key.
+        after: the same for the new servers and the same tables; a server that stays keeps its key.
 
     Returns:
-        By table, and within a table by element.
+        The moves by table, and within a table by element.
 
     Raises:
-        UsageError: the two do not place the same elements once each; one line with the table.
+        UsageError: one of the two does not place every element once; one line with the table.
     """
     old, new = _spans(before), _spans(after)
-    found: list[Move[S]] = []
+    result: list[Move[S]] = []
     for table in sorted(old.keys() | new.keys()):
         sizes = {spans[table][-1][1] for spans in (old, new) if table in spans}
         for when, spans in (("before", old), ("after", new)):
             fault = _fault(spans.get(table, []), max(sizes))
             if fault:
                 raise UsageError(f"table {table} {when} the move: {fault}")
-        found += _changes(table, old[table], new[table])
-    return found
+        result += _changes(table, old[table], new[table])
+    return result
 
 
 def seated(servers: Sequence[S], joins: S) -> list[S]:
-    """The order of servers with one that joins: in the middle.
+    """Return the order of servers with a new one inserted in the middle.
 
     Placements that cut evenly in order then move little more than a quarter (``uniform`` and ``sliced`` of all
-    elements, ``range`` of all tables); with the new one at an end it is half (:class:`Sliced` has the formula).
+    elements, ``range`` of all tables). With the new server at an end it would be half (:class:`Sliced` has the
+    formula).
     """
     middle = len(servers) // 2
     return [*servers[:middle], joins, *servers[middle:]]
 
 
 def bytes_by_server(placed: Iterable[Iterable[Partition]], element: int = 4) -> list[int]:
-    """Bytes that lie on each server, in its order.
+    """Return the bytes stored on each server.
 
     Args:
-        placed: by server, its partitions.
-        element: bytes an element; 4 is float32's.
+        placed: for each server, its partitions.
+        element: bytes per element; 4 is float32's.
     """
     return [element * sum(partition.stop - partition.start for partition in held) for held in placed]
 
 
 def variation(loads: Sequence[int]) -> float:
-    """The coefficient of variation over servers: standard deviation (of the whole population) by mean.
+    """Return the coefficient of variation over servers: standard deviation (of the whole population) by mean.
 
-    The figure of Modularized Parameter Server's Figure 5.3: 0 is even. 0, too, where nothing lies anywhere.
+    This is the measure of Modularized Parameter Server's Figure 5.3: 0 is even. It is also 0 if all loads are 0.
     """
     mean = statistics.fmean(loads)
     return statistics.pstdev(loads) / mean if mean else 0.0
 
 
-# --- how it is decided ----------------------------------------------------------------------------
+# --- helpers of the methods -------------------------------------------------------------------------
 
 
 def _cuts(total: int, servers: int) -> list[int]:
-    """0 to ``total`` in equal ranges, to one: server k has [cuts[k], cuts[k + 1])."""
+    """Cut 0 to ``total`` into ranges that are equal to within one: server k has [cuts[k], cuts[k + 1])."""
     return [total * server // servers for server in range(servers + 1)]
 
 
 def _dealt(cards: int, server: int, servers: int) -> int:
-    """How many of so many cards a server has when they are dealt one by one, from server 0 on."""
+    """Return the number of cards of one server when ``cards`` are dealt one by one, starting at server 0."""
     return (cards + servers - 1 - server) // servers
 
 
 def _to_the_least_loaded(tables: Sequence[Table], order: Iterable[int], servers: int) -> list[list[Partition]]:
-    """Whole tables in ``order``, each to the server with the fewest elements, of several to the first."""
+    """Assign whole tables in ``order``, each to the server with the fewest elements; ties go to the first server."""
     loads = [(0, server) for server in range(servers)]  # a heap
     placed: list[list[Partition]] = [[] for _ in range(servers)]
     for number in order:
@@ -332,43 +335,45 @@ def _to_the_least_loaded(tables: Sequence[Table], order: Iterable[int], servers:
     return [sorted(held, key=lambda partition: partition.table) for held in placed]
 
 
-# --- how it is checked ----------------------------------------------------------------------------
+# --- checks --------------------------------------------------------------------------------------
 
 
 def _whole(given: Any, tables: Sequence[Table], name: str) -> Partition:
-    """A user's partition with plain numbers that lie in their table, or a UsageError."""
+    """Return a custom placement's partition with plain numbers that lie in their table, or raise a UsageError."""
     if not isinstance(given, Partition):
-        raise UsageError(f"placement {name}: a {type(given).__name__} is no Partition")
+        raise UsageError(f"placement {name}: a {type(given).__name__} is not a Partition")
     try:
         table, start, stop = (operator.index(number) for number in (given.table, given.start, given.stop))
     except TypeError:
         shown = " ".join(str(given).split())
-        raise UsageError(f"placement {name}: {shown:.100} has a number that is not whole") from None
+        raise UsageError(f"placement {name}: {shown:.100} has a number that is not an integer") from None
     if not 0 <= table < len(tables):
-        raise UsageError(f"placement {name}: there is no table {table}: they are 0 to {len(tables) - 1}")
+        raise UsageError(f"placement {name}: there is no table {table}: tables are 0 to {len(tables) - 1}")
     if not 0 <= start <= stop <= tables[table].size:
-        raise UsageError(f"placement {name}: {_told(tables[table])}: [{start}, {stop}) does not lie in it")
+        raise UsageError(f"placement {name}: {_describe(tables[table])}: [{start}, {stop}) is out of range")
     return Partition(table, start, stop)
 
 
-def _told(table: Table) -> str:
+def _describe(table: Table) -> str:
     return f"table '{table.name}' of {table.size} elements"
 
 
 def _spans(held: Mapping[S, Sequence[Partition]]) -> dict[int, list[tuple[int, int, S]]]:
-    """By table, (start, stop, server) in order; without empty ones, but for one of a table that has no others."""
-    found: dict[int, list[tuple[int, int, S]]] = {}
+    """Return (start, stop, server) of each table in order, without empty ones, except for one of a table that has no
+    others.
+    """
+    result: dict[int, list[tuple[int, int, S]]] = {}
     for server, partitions in held.items():
         for one in partitions:
-            found.setdefault(one.table, []).append((one.start, one.stop, server))
-    for table, spans in found.items():
+            result.setdefault(one.table, []).append((one.start, one.stop, server))
+    for table, spans in result.items():
         spans.sort(key=lambda span: span[:2])
-        found[table] = [span for span in spans if span[0] < span[1]] or spans[:1]
-    return found
+        result[table] = [span for span in spans if span[0] < span[1]] or spans[:1]
+    return result
 
 
 def _fault(spans: Sequence[tuple[int, int, S]], size: int) -> str:
-    """What is wrong with a table's spans, in words; nothing if they have each of ``size`` elements once."""
+    """Return what is wrong with a table's spans, or an empty string if each of ``size`` elements is in exactly one."""
     if not spans:
         return "it lies on no server"
     end, holder = 0, spans[0][2]
@@ -382,17 +387,17 @@ def _fault(spans: Sequence[tuple[int, int, S]], size: int) -> str:
 
 
 def _changes(table: int, old: Sequence[tuple[int, int, S]], new: Sequence[tuple[int, int, S]]) -> list[Move[S]]:
-    """The moves of one table, from spans that both cover it."""
-    found: list[Move[S]] = []
+    """Return the moves of one table, from spans that both cover it."""
+    result: list[Move[S]] = []
     mine, theirs = iter(old), iter(new)
     span, other = next(mine, None), next(theirs, None)
     while span and other:
         start, stop = max(span[0], other[0]), min(span[1], other[1])
         source, target = span[2], other[2]
         if source != target:
-            if found and (found[-1].stop, found[-1].source, found[-1].target) == (start, source, target):
-                start = found.pop().start  # one piece, though either side has it in several
-            found.append(Move(table, start, stop, source, target))
+            if result and (result[-1].stop, result[-1].source, result[-1].target) == (start, source, target):
+                start = result.pop().start  # merge with the previous move
+            result.append(Move(table, start, stop, source, target))
         span = next(mine, None) if span[1] == stop else span
         other = next(theirs, None) if other[1] == stop else other
-    return found
+    return result

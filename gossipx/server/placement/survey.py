@@ -1,6 +1,6 @@
-"""What each placement makes of a model: Modularized Parameter Server's Figures 5.2 and 5.3 for any tables.
+"""A comparison of placements on one model: Modularized Parameter Server's Figures 5.2 and 5.3 for any tables.
 
-Pure arithmetic over tables; whoever asks brings the tables' names and sizes.
+This is pure arithmetic over table names and sizes, which the caller provides.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from gossipx.server.placement import Placement, Table, bytes_by_server, checked, variation
 
 FLOAT32 = 4
-"""Bytes an element."""
+"""Bytes per element."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class SizeClass:
     """The tables of one decimal order of size (a bar of Figure 5.2).
 
     Attributes:
-        at_least: the fewest elements that count.
-        at_most: the most.
-        tables: how many there are.
+        at_least: the smallest number of elements in the class.
+        at_most: the largest.
+        tables: the number of tables.
         elements: of all of them together.
     """
 
@@ -34,13 +34,13 @@ class SizeClass:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one placement makes of a model (a bar of Figure 5.3).
+    """The result of one placement on a model (a bar of Figure 5.3).
 
     Attributes:
         placement: its name.
         bytes: on each server, in float32.
         variation: the coefficient of variation of ``bytes``; 0 is even.
-        partitions: on all servers together: messages, if each is sent by itself.
+        partitions: on all servers together; the number of messages without buckets.
     """
 
     placement: str
@@ -51,15 +51,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Survey:
-    """A model's tables, and what placements make of them.
+    """A model's tables, and the results of placements on them.
 
     Attributes:
         model: its name.
-        servers: how many share it.
-        tables: how many it has.
-        elements: of all of them together.
-        sizes: by decimal order, ascending, from the first to the last that occurs; empty ones between them are there.
-        placements: in the order in which they were given.
+        servers: the number of servers.
+        tables: the number of tables.
+        elements: of all tables together.
+        sizes: by decimal order, ascending, from the first to the last that occurs, including empty classes in between.
+        placements: in the given order.
     """
 
     model: str
@@ -71,16 +71,16 @@ class Survey:
 
 
 def survey(model: str, tables: Sequence[Table], servers: int, placements: Mapping[str, Placement]) -> Survey:
-    """Place ``tables`` by each of ``placements`` and see what comes of it.
+    """Place ``tables`` by each of ``placements`` and compare the results.
 
     Args:
         model: its name.
         tables: in the model's order.
-        servers: how many there are, at least 1.
+        servers: the number of servers, at least 1.
         placements: by name.
 
     Raises:
-        UsageError: a placement that does not place every element once.
+        UsageError: a placement does not place every element once.
     """
     outcomes = []
     for name, placement in placements.items():
@@ -92,7 +92,7 @@ def survey(model: str, tables: Sequence[Table], servers: int, placements: Mappin
 
 
 def size_classes(tables: Sequence[Table]) -> list[SizeClass]:
-    """How many tables have 1 to 9 elements, 10 to 99, and so on; those without any come first, as 0 to 0."""
+    """Count the tables with 1 to 9 elements, 10 to 99, and so on; empty tables come first, as class 0 to 0."""
     orders = [len(str(table.size)) if table.size else 0 for table in tables]
     counts = Counter(orders)
     classes = []

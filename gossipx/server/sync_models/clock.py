@@ -1,7 +1,7 @@
-"""One shard's clock: who has pushed what, which pulls wait, and what is to be done after each event.
+"""One shard's clock: which worker has pushed what, which pulls wait, and what follows from each event.
 
-It knows no tensor. What it is told of returns what the shard has to do, in order: apply the gradient buffer, note a
-tick, answer a pull. See :mod:`gossipx.server.sync_models.conditions` for what a sync model decides.
+The clock handles no tensors. Each event returns the decisions that the shard must carry out, in order: apply the
+gradient buffer, tick, answer a pull. Sync models are described in :mod:`gossipx.server.sync_models.conditions`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class _Worker:
 
     Attributes:
         progress: the last iteration whose push is complete.
-        waiting: its complete pushes in the gradient buffer.
-        coming: the iteration of the push whose messages came last.
-        dropped: whether that push is thrown away. Its first message decides, so that a push is dropped whole or not.
-        partly: whether some of that push is in the gradient buffer.
+        waiting: the number of its complete pushes in the gradient buffer.
+        receiving: the iteration of the push being received; None: none yet.
+        dropped: whether that push is dropped. The first message decides it for the whole push.
+        partly: whether a part of that push is in the gradient buffer.
     """
 
     progress: int
     waiting: int = 0
-    coming: int | None = None
+    receiving: int | None = None
     dropped: bool = False
     partly: bool = False
 
@@ -44,25 +44,24 @@ class _Worker:
 class Clock:
     """The bookkeeping of one shard (FluentPS, Algorithm 1).
 
-    After every change of clock, membership or sync model all delayed pulls are looked at again. A worker has to have
-    joined; anything else that is told of it is a ``ValueError``. A push of an iteration that is not above the worker's
-    progress changes nothing, and progress may jump ahead: a worker that was late goes on at the clock.
+    After every change of clock, membership or sync model all delayed pulls are checked again. Events of a worker that
+    has not joined raise ``ValueError``. A push of an iteration that is not above the worker's progress changes nothing.
+    Progress may jump ahead: a late worker continues at the clock.
 
     Args:
-        model: see :mod:`gossipx.server.sync_models.models`; one with a step in terms of the learning rate has to be
-            resolved.
+        model: see :mod:`gossipx.server.sync_models.models`; a model in terms of the learning rate must be resolved.
         apply: how gradients are applied; None: the model's default.
         pulls: when a delayed pull is answered, ``lazy`` or ``soft``. Lazy as in Algorithm 1: fewer pulls have to wait.
-        workers: ranks of those that are there at the start.
-        rng: draws a number for every pull, whatever the model, so that models can be compared and switched.
+        workers: the ranks present at the start.
+        rng: draws a number for every pull under any model, so that models can be compared and switched.
 
     Attributes:
         clock: V_train, ticks done.
-        epoch: how often the sync model was switched.
-        counts: what has happened so far.
+        epoch: the number of switches of the sync model.
+        counts: pulls, gradients and so on, so far.
 
     Raises:
-        UsageError: the model is not resolved, or ``apply`` does not go with it.
+        UsageError: the model is not resolved, or ``apply`` does not suit it.
     """
 
     def __init__(
@@ -78,9 +77,9 @@ class Clock:
         self.counts = Counts()
         self._rng = rng if rng is not None else random.Random(0)
         self._workers = {worker: _Worker(-1) for worker in workers}
-        self._delayed: list[tuple[Pull, Hashable]] = []  # in the order in which they came
-        self._holds_any = False  # whether anything is in the gradient buffer, if only a part of a push
-        self._complete = 0  # complete pushes in it, those of workers that are gone included
+        self._delayed: list[tuple[Pull, Hashable]] = []  # in order of arrival
+        self._holds_any = False  # whether the gradient buffer holds anything, even a part of a push
+        self._complete = 0  # complete pushes in it, including those of workers that are gone
         self._pulls = _mode(pulls)
         self._install(model, apply)
 
@@ -90,10 +89,10 @@ class Clock:
         self._apply = application(model, apply)
         self._model = model
         self._state = model.init()
-        self._before = self.counts.gradients  # of earlier epochs
-        self._since_tick = (0, 0)  # pulls, and how many of them waited
+        self._before = self.counts.gradients  # in earlier epochs
+        self._since_tick = (0, 0)  # pulls, and how many of them were delayed
 
-    # --- figures ----------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     @property
     def model(self) -> SyncModel:
@@ -112,43 +111,46 @@ class Clock:
 
     @property
     def buffered(self) -> int:
-        """Complete pushes in the gradient buffer; those of workers that are gone, too."""
+        """The number of complete pushes in the gradient buffer, including those of workers that are gone."""
         return self._complete
 
     @property
     def progress(self) -> dict[int, int]:
-        """By living worker the last iteration whose push is complete."""
+        """For each living worker, the last iteration whose push is complete."""
         return {worker: one.progress for worker, one in self._workers.items()}
 
     @property
     def waiting(self) -> list[Hashable]:
-        """Keys of the pulls that are delayed now, in the order in which they came."""
+        """The keys of the delayed pulls, in order of arrival."""
         return [key for _, key in self._delayed]
 
     @property
     def holding_up(self) -> list[int]:
-        """Living workers that have not pushed iteration ``clock``, the slowest first: who is to be probed."""
+        """The living workers that have not pushed iteration ``clock``, the slowest first."""
         behind = [worker for worker, one in self._workers.items() if one.progress < self.clock]
         return sorted(behind, key=lambda worker: (self._workers[worker].progress, worker))
 
     @property
     def stuck(self) -> dict[int, int]:
-        """By worker whose pull waits as the gradient buffer, with its gradient, lacks more: the iteration of that."""
+        """For each worker whose pull waits for its gradient in the buffer to be applied, the iteration of the pull.
+
+        Empty unless gradients are applied by a threshold.
+        """
         if self._apply is not Apply.THRESHOLD:
             return {}
         return {pull.worker: pull.progress for pull, _ in self._delayed if self._workers[pull.worker].waiting}
 
     @property
-    def moment(self) -> tuple[int, ...]:
-        """Another one after every event that may have ended or begun a wait."""
+    def wait_version(self) -> tuple[int, ...]:
+        """A value that changes with every event that may begin or end a wait."""
         counts = self.counts
         return self.epoch, counts.gradients, counts.late, counts.pulls, len(self._workers), len(self._delayed)
 
     def is_deadlocked(self, elsewhere: Mapping[int, int]) -> bool:
-        """Whether nobody is left who could fill the gradient buffer.
+        """Return whether no worker is left that could fill the gradient buffer.
 
         Args:
-            elsewhere: by worker that waits at another shard for its gradient to be applied, the iteration of that.
+            elsewhere: for each worker that waits at another shard for its gradient to be applied, that iteration.
         """
         stuck = self.stuck
         return bool(stuck) and all(
@@ -157,7 +159,7 @@ class Clock:
         )
 
     def view(self) -> View:
-        """What conditions see now."""
+        """Return the state that conditions are evaluated on."""
         progress = [one.progress for one in self._workers.values()]
         return View(
             clock=self.clock,
@@ -172,11 +174,11 @@ class Clock:
     # --- pushes and pulls -------------------------------------------------------------------------
 
     def push_part(self, worker: int, progress: int) -> Part:
-        """What to do with a message of the worker's push of iteration ``progress``; to be told as each comes."""
+        """Decide what to do with one message of the worker's push of iteration ``progress``; called as each arrives."""
         one = self._known(worker)
         if progress <= one.progress:
-            return Part(Fate.DROP)  # it is counted already
-        self._coming(one, progress)
+            return Part(Fate.DROP)  # already counted
+        self._note_push(one, progress)
         if one.dropped:
             return Part(Fate.DROP)
         if self._apply.buffers:
@@ -185,11 +187,11 @@ class Clock:
         return Part(Fate.APPLY, 1 / len(self._workers) if self._apply is Apply.PUSH else 1.0)
 
     def pushed(self, worker: int, progress: int) -> list[Decision]:
-        """All messages of the worker's push of iteration ``progress`` have come and are dealt with."""
+        """Complete the worker's push of iteration ``progress``, all of whose messages have been handled."""
         one = self._known(worker)
         if progress <= one.progress:
             return []
-        self._coming(one, progress)
+        self._note_push(one, progress)
         if one.dropped:
             self.counts.late += 1
         else:
@@ -200,13 +202,14 @@ class Clock:
         return self._settle()
 
     def pull(self, worker: int, progress: int, key: Hashable, significance: float = 0.0) -> list[Decision]:
-        """The worker asks for the shard, having pushed iteration ``progress``; −1 or its progress before it has.
+        """Handle the worker's pull after it has pushed iteration ``progress``; −1 or its progress if it has not pushed
+        yet.
 
         Args:
             worker: its rank.
             progress: i.
-            key: names the pull in the :class:`Release` that answers it, now or after a later event.
-            significance: |g| / |w| of its last push, where the sync model asks for it.
+            key: identifies the pull in the :class:`Release` that answers it, now or later.
+            significance: |g| / |w| of its last push, if the sync model asks for it.
         """
         self._known(worker)
         pull = Pull(worker, progress, self._rng.random(), significance)
@@ -227,16 +230,16 @@ class Clock:
     # --- members and models -----------------------------------------------------------------------
 
     def joined(self, worker: int) -> list[Decision]:
-        """A worker has come and starts at the clock: it may pull at once, with progress ``clock`` − 1."""
+        """Add a worker. It starts at the clock: it may pull at once, with progress ``clock`` − 1."""
         if worker in self._workers:
             raise ValueError(f"worker {worker} has joined already")
         self._workers[worker] = _Worker(self.clock - 1)
         return self._settle()
 
     def lost(self, worker: int) -> list[Decision]:
-        """A worker is gone: nothing waits for it, and its pulls are forgotten.
+        """Remove a worker, and forget its pulls.
 
-        What it has pushed stays in the gradient buffer, and stands for no push of a living worker.
+        Its pushes stay in the gradient buffer, but do not count towards a threshold.
         """
         if self._workers.pop(worker, None) is None:
             return []
@@ -246,17 +249,17 @@ class Clock:
     def switch(
         self, model: SyncModel, apply: Apply | str | None = None, pulls: Pulls | str | None = None
     ) -> list[Decision]:
-        """Go over to another sync model: a new epoch. No push is lost.
+        """Switch to another sync model, which begins a new epoch. No push is lost.
 
-        Delayed pulls are answered if the new model's pull condition holds, lazy ones too; the others stay.
+        Delayed pulls that satisfy the new pull condition are answered, under lazy execution too; the others stay.
 
         Args:
             model: as in the constructor.
-            apply: as in the constructor. A buffer that the new way does not fill is applied at once.
+            apply: as in the constructor. If the new mode does not use the buffer, it is applied at once.
             pulls: when a delayed pull is answered from now on; None: as before.
 
         Raises:
-            UsageError: as the constructor; then nothing is changed.
+            UsageError: as the constructor; nothing has changed.
         """
         mode = self._pulls if pulls is None else _mode(pulls)
         self._install(model, apply)
@@ -267,24 +270,24 @@ class Clock:
             made.append(self._empty_buffer())
         return made + self._settle(by_condition=True)
 
-    # --- what follows from a change ---------------------------------------------------------------
+    # --- decisions -------------------------------------------------------------------------------
 
     def _known(self, worker: int) -> _Worker:
         if worker not in self._workers:
             raise ValueError(f"worker {worker} has not joined")
         return self._workers[worker]
 
-    def _coming(self, one: _Worker, progress: int) -> None:
-        """Note that a push has begun, if it has only now."""
-        if one.coming != progress:
-            one.coming, one.partly = progress, False
+    def _note_push(self, one: _Worker, progress: int) -> None:
+        """Record the first message of a push."""
+        if one.receiving != progress:
+            one.receiving, one.partly = progress, False
             one.dropped = self._model.drops_late and progress < self.clock
 
     def _settle(self, by_condition: bool = False) -> list[Decision]:
-        """Apply, tick and answer whatever may be now.
+        """Apply, tick and answer whatever is possible now.
 
-        A tick needs one living worker at least that has pushed the iteration, so that the clock never passes the
-        fastest and this ends, whatever a user's push condition says.
+        A tick needs at least one living worker that has pushed the iteration. So the clock never passes the fastest
+        worker, and this loop ends under any custom push condition.
         """
         made: list[Decision] = []
         view = self.view()
@@ -305,7 +308,7 @@ class Clock:
         return made + self._answer(view, by_condition)
 
     def _answer(self, view: View, by_condition: bool) -> list[Decision]:
-        """Answer the delayed pulls whose time has come, in the order in which they came."""
+        """Answer the delayed pulls that may be answered, in order of arrival."""
         by_clock = self._pulls is Pulls.LAZY and not self._model.answers_by_condition
         made: list[Decision] = []
         kept = []
@@ -334,14 +337,14 @@ class Clock:
     # --- checkpoints ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything the next decision depends on, as plain data that JSON can hold.
+        """Return the state that the next decision depends on, as JSON data.
 
-        Delayed pulls are no part of it: workers ask again. The gradient buffer is the shard's to store beside it.
+        Delayed pulls are not included: workers repeat them. The shard stores the gradient buffer itself.
         """
         version, words, gauss = self._rng.getstate()
         return {
-            "made": self.made,
-            "model": copy.deepcopy(self._state),  # a user's model may update its own in place
+            "made": self.settings,
+            "model": copy.deepcopy(self._state),  # a custom model may update its state in place
             "workers": [[worker, *dataclasses.astuple(one)] for worker, one in self._workers.items()],
             "clock": [self.clock, self.epoch, self._before, *self._since_tick],
             "buffer": [self._complete, self._holds_any],
@@ -350,16 +353,16 @@ class Clock:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave.
+        """Restore what :meth:`state_dict` returned.
 
         Raises:
-            UsageError: it is of a clock with another sync model, or another way to apply or to pull. Make the clock
-                with those that ``state["made"]`` names; it can be switched then.
+            UsageError: the saved clock has another sync model, apply or pull mode. Make the clock as ``state["made"]``
+                says; it can be switched afterwards.
         """
-        if state["made"] != self.made:
-            saved, here = (" ".join(made.values()) for made in (state["made"], self.made))
+        if state["made"] != self.settings:
+            saved, here = (" ".join(made.values()) for made in (state["made"], self.settings))
             raise UsageError(
-                f"the clock was saved as '{saved}' and this one is '{here}': make it as saved, then switch"
+                f"the clock was saved with '{saved}' and this one has '{here}': make it as saved, then switch"
             )
         version, words, gauss = state["draws"]
         self._rng.setstate((version, tuple(words), gauss))
@@ -372,8 +375,8 @@ class Clock:
         self._delayed = []
 
     @property
-    def made(self) -> dict[str, str]:
-        """By what it goes: the sync model, the ways to apply and to pull."""
+    def settings(self) -> dict[str, str]:
+        """The sync model, the apply mode and the pull mode, as words."""
         return {"model": describe(self._model), "apply": self._apply.value, "pulls": self._pulls.value}
 
 

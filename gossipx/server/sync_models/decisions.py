@@ -1,4 +1,4 @@
-"""What a shard's clock says is to be done."""
+"""The decisions of a shard's clock: what to do with pushes and pulls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Pulls(enum.Enum):
 
 
 class Fate(enum.Enum):
-    """What becomes of one message of a push."""
+    """What to do with one message of a push."""
 
     APPLY = "apply"
     BUFFER = "buffer"
@@ -29,11 +29,11 @@ class Fate(enum.Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """What to do with one message of a push.
+    """The decision about one message of a push.
 
     Attributes:
-        fate: apply its gradients now, add them to the gradient buffer, or throw them away.
-        scale: what they are multiplied with before they are applied: 1 / N (Algorithm 1, line 15) or 1.
+        fate: apply its gradients now, add them to the gradient buffer, or drop them.
+        scale: the factor to apply them with: 1 / N (Algorithm 1, line 15) or 1.
     """
 
     fate: Fate
@@ -45,9 +45,9 @@ class ApplyBuffer:
     """Do one optimizer step with the mean of the gradient buffer, and empty it.
 
     Attributes:
-        count: complete pushes in it, by which the sum is divided; at least 1. Where a push comes in several messages it
-            can be cut in two by a step: a table then holds one push more or less than that, and a shard that counts
-            what it adds to each table has the exact mean.
+        count: the number of complete pushes in the buffer, at least 1: the divisor of the sum. If a step cuts a push of
+            several messages in two, some tables hold one push more or less than that; for the exact mean, a shard
+            counts the gradients that it adds to each table.
     """
 
     count: int
@@ -55,14 +55,14 @@ class ApplyBuffer:
 
 @dataclass(frozen=True)
 class Tick:
-    """The clock has come to ``clock``."""
+    """The clock has advanced to ``clock``."""
 
     clock: int
 
 
 @dataclass(frozen=True)
 class Release:
-    """Answer the pull that was given ``key``."""
+    """Answer the pull with this ``key``."""
 
     key: Hashable
 
@@ -72,13 +72,13 @@ Decision = ApplyBuffer | Tick | Release
 
 @dataclass
 class Counts:
-    """What has happened so far.
+    """Counts of events so far.
 
     Attributes:
-        pulls: pulls that came.
-        delayed: how many of these had to wait (DPRs).
-        late: pushes thrown away because they came late.
-        gradients: complete pushes that were not thrown away.
+        pulls: pulls received.
+        delayed: pulls that had to wait (DPRs).
+        late: pushes dropped because they were late.
+        gradients: complete pushes that were not dropped.
     """
 
     pulls: int = 0

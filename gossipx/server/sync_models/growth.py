@@ -1,7 +1,7 @@
-"""How the threshold K of the hybrid sync model grows with the gradients that have come (Hybrid Approach, section 4).
+"""Growth functions of the hybrid sync model: its threshold K by the number of gradients (Hybrid Approach, section 4).
 
-The paper leaves the function open ("different monotonically increasing functions can also be used", section 9) and
-uses the step function. One of your own is a subclass of :class:`Growth`.
+The paper leaves the function open ("different monotonically increasing functions can also be used", section 9) and uses
+the step function. For a custom one, inherit from :class:`Growth`.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ _MOST_DOUBLINGS = 62  # 2**62 is above any number of workers; K is never larger 
 
 @dataclass(frozen=True)
 class Growth(abc.ABC):
-    """K as a function of the gradients so far. The model never takes it as larger than the number of living workers."""
+    """K as a function of the gradients so far. The model limits it to the number of living workers."""
 
     @abc.abstractmethod
     def threshold(self, gradients: int) -> int:
-        """K, at least 1, for the ``gradients``-th gradient (from 1, of complete pushes; see :class:`View`)."""
+        """Return K, at least 1, for the ``gradients``-th gradient (from 1, of complete pushes; see :class:`View`)."""
 
     @property
     def needs_rate(self) -> bool:
-        """Whether it is written in terms of a learning rate that is not known yet."""
+        """Whether the function depends on a learning rate that is not known yet."""
         return False
 
     def resolved(self, learning_rate: float) -> Growth:
-        """The same with the learning rate put in."""
+        """Return the function with the learning rate inserted."""
         return self
 
     def describe(self) -> str:
-        """As the spec of the hybrid model names it; one's own, which has no spec, by its class."""
+        """Return the function as the hybrid model's spec names it; a custom one has no spec: its class name."""
         return type(self).__name__
 
 
 @final
 @dataclass(frozen=True)
 class Step(Growth):
-    """K starts at 1 and grows by one every so many gradients: the step function of section 6.
+    """K starts at 1 and grows by one after every ``every`` gradients: the step function of section 6.
 
-    A function that grows linearly and is rounded down to whole gradients is this one.
+    A linear function, rounded down to whole gradients, is the same.
 
     Attributes:
-        every: gradients, or a text as ``"5/lr"``: so many times the reciprocal of the learning rate, as the paper
-            gives its steps. Of those that it compares, 5/lr has the highest accuracy and lowest loss (Table 4).
+        every: a number of gradients, or a text such as ``"5/lr"``, a multiple of the learning rate's reciprocal as in
+            the paper. Of those that it compares, 5/lr has the highest accuracy and lowest loss (Table 4).
     """
 
     every: int | str = "5" + _OVER_RATE
@@ -71,7 +71,8 @@ class Step(Growth):
 @final
 @dataclass(frozen=True)
 class Double(Growth):
-    """K starts at 1 and doubles every so many gradients: most of the run is asynchronous, and the switch is short.
+    """K starts at 1 and doubles after every ``every`` gradients: most of the run is asynchronous, and the switch is
+    short.
 
     Attributes:
         every: as for :class:`Step`.
@@ -99,7 +100,7 @@ class Double(Growth):
 @final
 @dataclass(frozen=True)
 class Fixed(Growth):
-    """The same K always: 1 is asynchronous, the number of workers or more is synchronous."""
+    """A constant K: 1 is asynchronous, the number of workers or more is synchronous."""
 
     gradients: int
 
@@ -115,18 +116,18 @@ class Fixed(Growth):
 
 
 def fixed(text: str) -> Fixed:
-    """What ``text`` means, a whole number.
+    """Parse a whole number.
 
     Raises:
-        ValueError: naming what would have been right.
+        ValueError: naming a valid value.
     """
     if not text.isdecimal():
-        raise ValueError(f"fixed='{text}' is not a number of gradients, as 4")
+        raise ValueError(f"fixed='{text}' is not a number of gradients, such as 4")
     return Fixed(int(text))
 
 
 def _period(name: str, every: int | str) -> int | str:
-    """A number of gradients, or a multiple of the learning rate's reciprocal, in the one way it is spelt."""
+    """Return a number of gradients, or a multiple of the learning rate's reciprocal in canonical spelling."""
     if isinstance(every, str) and every.isdecimal():
         every = int(every)
     if isinstance(every, int):
@@ -138,7 +139,7 @@ def _period(name: str, every: int | str) -> int | str:
     except ValueError:
         times = math.nan
     if not 0 < times < math.inf:
-        raise ValueError(f"{name}='{every}' is neither a number of gradients, as 500, nor a multiple of 1/lr, as 5/lr")
+        raise ValueError(f"{name}='{every}' is neither a number of gradients (500) nor a multiple of 1/lr (5/lr)")
     return f"{int(times) if times.is_integer() else times}{_OVER_RATE}"
 
 
@@ -151,7 +152,7 @@ def _put_in(every: int | str, learning_rate: float) -> int:
 
 
 def _periods(every: int | str, gradients: int) -> int:
-    """Whole periods before the ``gradients``-th gradient: the first ``every`` gradients see none."""
+    """Return the whole periods before the ``gradients``-th gradient: 0 for the first ``every`` gradients."""
     if isinstance(every, str):
         raise ValueError(f"a step of {every} is not resolved: call resolved(learning_rate) first")
     return max(0, gradients - 1) // every

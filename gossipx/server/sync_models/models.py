@@ -1,4 +1,4 @@
-"""The sync models that come with gossipx, and their specs: ``ssp:staleness=3``, ``hybrid:step=5/lr``.
+"""The built-in sync models and their specs: ``ssp:staleness=3``, ``hybrid:step=5/lr``.
 
 All of them are push and pull conditions on one mechanism (FluentPS, Table III); see
 :mod:`gossipx.server.sync_models.conditions`.
@@ -42,7 +42,7 @@ __all__ = [
 @final
 @dataclass(frozen=True)
 class BSP(SyncModel):
-    """Bulk synchronous parallel: nobody goes on before all have pushed. progress < V_train."""
+    """Bulk synchronous parallel: no worker continues before all have pushed. progress < V_train."""
 
     @property
     def default_apply(self) -> Apply:
@@ -55,7 +55,7 @@ class BSP(SyncModel):
 @final
 @dataclass(frozen=True)
 class ASP(SyncModel):
-    """Asynchronous parallel: nobody waits. progress < V_train + ∞."""
+    """Asynchronous parallel: no worker waits. progress < V_train + ∞."""
 
     def may_pull(self, state: State, view: View, pull: Pull) -> bool:
         return True
@@ -66,7 +66,7 @@ class ASP(SyncModel):
 class SSP(SyncModel):
     """Stale synchronous parallel: progress < V_train + s.
 
-    What is answered holds every living worker's pushes up to iteration progress − s.
+    An answer contains every living worker's pushes up to iteration progress − s.
 
     Attributes:
         staleness: s, iterations; 0 is BSP, ``inf`` is ASP. The paper's AlexNet has 3 (section IV-B).
@@ -84,17 +84,17 @@ class SSP(SyncModel):
 @final
 @dataclass(frozen=True)
 class DSPS(SyncModel):
-    """Dynamic SSP: as SSP, with a staleness that is adapted while it runs (FluentPS, section V-B).
+    """Dynamic SSP: SSP with a staleness that is adapted during the run (FluentPS, section V-B).
 
-    The paper names the idea and gives no rule. Ours looks at what staleness is there for, that few wait: every
-    ``window`` ticks s grows by one if more than a tenth of the window's pulls had to wait, and shrinks by one if there
-    were pulls and none had to. In between it stays, so that s settles; by one, so that a slow spell costs little.
+    The paper names the idea and gives no rule. Ours follows the purpose of staleness, that few workers wait: every
+    ``window`` ticks, s grows by one if more than a tenth of the window's pulls had to wait, and shrinks by one if there
+    were pulls and none had to. In between it stays, so that s settles. Steps of one limit the cost of a slow spell.
 
     Attributes:
-        staleness: s at first, iterations; the same as SSP's.
+        staleness: the initial s, iterations; the same as SSP's.
         low: the least s; 0 is BSP.
         high: the most; 12 is the largest that the paper tries (Figure 9).
-        window: ticks; 10, so that with two workers or more a single pull that waited is not more than a tenth.
+        window: ticks; 10, so that with two workers or more a single delayed pull is not more than a tenth.
     """
 
     staleness: int = 3
@@ -131,11 +131,11 @@ class DSPS(SyncModel):
 class Drop(SyncModel):
     """Drop stragglers: the first N_t pushes of an iteration advance the clock (Table III). progress < V_train.
 
-    A worker that comes late is answered at once and goes on at the clock.
+    A late worker is answered at once and continues at the clock.
 
     Attributes:
         n: N_t, workers; all if fewer are living.
-        late: ``drop`` throws a late push away, as the paper does; ``add`` puts it into the next mean.
+        late: ``drop`` drops a late push, as the paper does; ``add`` includes it in the next mean.
     """
 
     n: int
@@ -165,10 +165,10 @@ class Drop(SyncModel):
 @final
 @dataclass(frozen=True)
 class ConstantPSSP(SyncModel):
-    """Probabilistic SSP with one probability: who is s or more ahead waits with probability p (section III-E.1).
+    """Probabilistic SSP: a worker that is s or more ahead waits with a constant probability p (section III-E.1).
 
-    A pull passes if its draw is not below p, so that p = 0 is ASP and p = 1 is SSP exactly (Table III's > would let a
-    draw of 0 wait in ASP).
+    A pull passes if its draw is not below p, so that p = 0 is ASP and p = 1 is SSP exactly (with Table III's >, a draw
+    of 0 would wait in ASP).
 
     Attributes:
         staleness: s, iterations, from which on the draw decides.
@@ -196,8 +196,8 @@ class DynamicPSSP(SyncModel):
 
     Attributes:
         staleness: s, iterations, from which on the draw decides.
-        alpha: α, a number from 0, or ``significance``: |g| / |w| of the worker's last push. One that is NaN, of a
-            gradient that has diverged, makes it wait.
+        alpha: α, a number from 0, or ``significance``: |g| / |w| of the worker's last push. With NaN, from a gradient
+            that has diverged, the worker waits.
     """
 
     staleness: float
@@ -213,7 +213,7 @@ class DynamicPSSP(SyncModel):
         return self.alpha == "significance"
 
     def probability(self, lead: int, significance: float) -> float:
-        """P(s, k): how likely a pull of a worker that is ``lead`` iterations ahead of the clock has to wait."""
+        """Return P(s, k), the probability that a pull of a worker ``lead`` iterations ahead of the clock waits."""
         if lead < self.staleness:
             return 0.0
         alpha = significance if self.alpha == "significance" else self.alpha
@@ -229,7 +229,7 @@ class Hybrid(SyncModel):
     """From asynchronous to synchronous by a growing threshold on a gradient buffer (Hybrid Approach, Algorithm 1).
 
     The buffer is applied when it holds K gradients; a pull is answered when the worker's own gradient is applied. The
-    clock is that of the slowest, and nothing waits for it.
+    clock is the slowest worker's, and nothing waits for it.
 
     Attributes:
         growth: K; see :class:`~gossipx.parts.Growth`.
@@ -253,7 +253,7 @@ class Hybrid(SyncModel):
         return Hybrid(self.growth.resolved(learning_rate))
 
     def threshold(self, view: View) -> int:
-        """K: what the growth function says, and no more than there are workers who could fill the buffer."""
+        """Return K: the growth function's value, limited to the number of workers, which fill the buffer."""
         return max(1, min(self.growth.threshold(view.gradients), view.workers))
 
     def may_pull(self, state: State, view: View, pull: Pull) -> bool:
@@ -264,9 +264,9 @@ class Hybrid(SyncModel):
 
 
 def _pssp(staleness: float = 3, p: str = "", alpha: str = "") -> SyncModel:
-    """As specs name both kinds of PSSP: p makes it constant, alpha dynamic."""
+    """Build either kind of PSSP from a spec's keys: p is for the constant one, alpha for the dynamic one."""
     if p and alpha:
-        raise ValueError("p makes the probability constant and alpha dynamic: give one of them")
+        raise ValueError("p makes the probability constant, and alpha makes it dynamic: give one of them")
     if alpha == "significance":
         return DynamicPSSP(staleness, "significance")
     if alpha:
@@ -275,7 +275,7 @@ def _pssp(staleness: float = 3, p: str = "", alpha: str = "") -> SyncModel:
 
 
 def _hybrid(step: str = "", double: str = "", fixed: str = "") -> Hybrid:
-    """As specs name a growth function; the paper's if none is named."""
+    """Build the hybrid model from a spec's growth function; by default, the paper's."""
     made: list[Growth] = []
     if step:
         made.append(growth.Step(step))
@@ -300,7 +300,7 @@ SYNC_MODELS: dict[str, Callable[..., SyncModel]] = {
 
 
 def parse(spec: str | SyncModel) -> SyncModel:
-    """The sync model that ``spec`` means.
+    """Return the sync model for ``spec``.
 
     Args:
         spec: ``bsp``, ``asp``, ``ssp:staleness=3``, ``dsps:staleness=3,low=0,high=12,window=10``,
@@ -308,13 +308,13 @@ def parse(spec: str | SyncModel) -> SyncModel:
             ``hybrid:step=5/lr`` (also ``double=`` and ``fixed=``); or a sync model.
 
     Raises:
-        UsageError: naming what would have been right.
+        UsageError: naming a valid spec.
     """
     return spec if isinstance(spec, SyncModel) else specs.build(spec, SYNC_MODELS, "sync model")
 
 
 def describe(model: SyncModel) -> str:
-    """A shipped sync model as a spec that :func:`parse` reads back; a user's own by its names, for people."""
+    """Return a built-in sync model as a spec that :func:`parse` reads; a custom one by its name, for messages."""
     if isinstance(model, Conditions):
         names = (getattr(one, "__qualname__", type(one).__name__) for one in (model.pull, model.push))
         return f"conditions {' '.join(names)}"
@@ -327,14 +327,14 @@ def describe(model: SyncModel) -> str:
 
 
 def application(model: SyncModel, apply: Apply | str | None = None) -> Apply:
-    """How gradients are applied under ``model``.
+    """Return how gradients are applied under ``model``.
 
     Args:
         model: a sync model.
         apply: ``push``, ``each``, ``tick`` or ``threshold``; None: the model's default.
 
     Raises:
-        UsageError: an unknown word, or one that does not go with the model.
+        UsageError: an unknown word, or one that does not suit the model.
     """
     if apply is None:
         return model.default_apply
@@ -358,7 +358,7 @@ def _number(text: str, wrong: str) -> float:
 
 
 def _staleness(value: float) -> float:
-    """Whole, and written without a fraction."""
+    """Return a valid staleness, as an integer if it is finite."""
     if math.isinf(value) and value > 0:
         return value
     if not (value >= 0 and float(value).is_integer()):

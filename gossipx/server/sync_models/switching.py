@@ -1,4 +1,4 @@
-"""Going over to other sync models, asked for at any peer, of shards here or elsewhere."""
+"""Switches of sync models during a run, requested at any peer for shards here or elsewhere."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from gossipx.server.sync_models.models import parse
 
 
 class SyncModelSwitch:
-    """One peer's part in switches of sync models. Each method says what is to be done.
+    """One peer's part in switches of sync models. Methods return the effects to carry out.
 
     Args:
-        context: of its role.
-        replies: takes the handlers of its requests.
-        shards: that it holds.
-        holder: gives the rank that a shard is asked of.
-        rate: the learning rate, for sync models that go by it; None: it is not known.
-        obstacle: why none may be switched now, or nothing.
+        context: the role's.
+        replies: the table of reply handlers.
+        shards: the hosted shards.
+        holder: returns the rank that requests for a shard are sent to.
+        rate: the learning rate, for sync models that depend on it; None: unknown.
+        obstacle: returns why no model can be switched now, or an empty string.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class SyncModelSwitch:
         self._replies = replies
         self._shards = shards
         self._holder, self._rate, self._obstacle = holder, rate, obstacle
-        self._open: dict[int, int] = {}  # by ticket, the number of the switch
-        self._problems: dict[int, str] = {}  # of switches that are under way
+        self._open: dict[int, int] = {}  # the number of the switch, by ticket
+        self._problems: dict[int, str] = {}  # of running switches, by number
 
     def switch(self, event: SwitchSync, count: int, now: float) -> list[Effect]:
-        """Somebody here asks for another sync model, of one or of all ``count`` shards."""
+        """Handle this peer's request to switch one shard, or all ``count`` of them."""
         wanted = range(count) if event.shard is None else [event.shard]
         if not all(shard < count for shard in wanted):
-            return [Switched(event.number, f"there are {count} shards, from 0")]
+            return [Switched(event.number, f"unknown shard: shards are 0 to {count - 1}")]
         effects: list[Effect] = []
         self._problems[event.number] = ""
         for index in wanted:
@@ -64,7 +64,7 @@ class SyncModelSwitch:
         return [*effects, *self._done(event.number)]
 
     def _switch(self, shard: Shard, sync: str, apply: str, pulls: str) -> tuple[list[Effect], str]:
-        """What follows, or why it cannot be."""
+        """Switch a hosted shard. Return the effects, and why it failed or an empty string."""
         if obstacle := self._obstacle():
             return [], obstacle
         try:
@@ -76,7 +76,7 @@ class SyncModelSwitch:
             return [], str(error)
 
     def asked(self, event: Received, shard: Shard, now: float) -> list[Effect]:
-        """Another peer asks for one of a shard that is held here."""
+        """Handle another peer's request to switch a hosted shard."""
         request = event.request
         assert isinstance(request, SwitchRequest)
         made, problem = self._switch(shard, request.sync, request.apply, request.pulls)
@@ -84,7 +84,7 @@ class SyncModelSwitch:
         return [*made, Answer(event.key, reply, now + self._context.timeout)]
 
     def _answered(self, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
-        """Handle a server's answer."""
+        """Handle a server's reply."""
         problem = reply.reason if isinstance(reply, NotReadyReply) else ""
         problem = "a server does not answer" if reply is None else problem
         number = self._open.pop(ticket)
