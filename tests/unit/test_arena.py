@@ -194,7 +194,7 @@ def test_a_snapshot_is_shared_until_the_next_boundary():
     assert one.buffer is two.buffer and one.step == 0
     content = bytes(one.buffer.view)
     train(module, optimizer)
-    assert bytes(arena.snapshot().buffer.view) == content, "a step that is not done yet is not seen"
+    assert bytes(arena.snapshot().buffer.view) == content, "an unfinished step is not visible"
     arena.step_done()
     three = arena.snapshot()
     assert three.buffer is not one.buffer and three.step == 1
@@ -259,4 +259,4 @@ def test_a_snapshot_is_never_torn_while_another_thread_steps():
             snapshot.release()
             taken += 1
     thread.join()
-    assert set(held.buffer.vectors[0].unique().tolist()) - {0.0} == {1.0}, "one that is held does not change"
+    assert set(held.buffer.vectors[0].unique().tolist()) - {0.0} == {1.0}, "a referenced snapshot does not change"

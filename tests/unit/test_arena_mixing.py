@@ -61,7 +61,7 @@ def test_batchnorm_statistics_are_mixed_or_stay_local(mixed: bool):
     assert torch.equal(modules[0].norm.running_mean, torch.full((5,), 2.0 if mixed else 0.0))
     assert torch.equal(modules[0].norm.running_var, before)
     adopt(arena, other, 7)
-    assert torch.equal(modules[0].norm.running_mean, torch.full((5,), 4.0)), "a joining peer takes them in any case"
+    assert torch.equal(modules[0].norm.running_mean, torch.full((5,), 4.0)), "a joining peer receives them in any case"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -301,7 +301,7 @@ def test_a_model_that_is_not_finite_is_not_merged(name: str, value: float):
     held = arena.snapshot()
     before = bytes(held.buffer.view)
     assert math.isnan(arena.merge(received(arena, their_arena), held.buffer, 1, 1))
-    assert bytes(held.buffer.view) == before, "what is held stays"
+    assert bytes(held.buffer.view) == before, "the captured model does not change"
 
 
 def test_without_a_step_since_the_capture_the_result_is_exactly_the_mean():

@@ -70,7 +70,7 @@ def test_models_of_other_dtypes_are_their_own_masters():
         assert all(section.values is section.storage for section in made(0, dtype).sections)
     frozen = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).bfloat16().requires_grad_(False))
     arena = ParameterArena(frozen)
-    assert all(section.values is section.storage for section in arena.sections), "nothing of it is mixed"
+    assert all(section.values is section.storage for section in arena.sections), "no 16-bit value is trained"
 
 
 @pytest.mark.parametrize("sampled", [None, 0])
@@ -170,7 +170,7 @@ def test_masters_follow_the_modules_values(dtype: torch.dtype, seed: int, scale:
     wide = new.float()
     carried = (master - wide - left).abs() <= 1e-6 * wide.abs()
     assert bool((carried | (master == wide)).all())
-    assert bool(carried[wide.abs() >= 2 * old.float().abs()].all()), "among larger values it is below a rounding"
+    assert bool(carried[wide.abs() >= 2 * old.float().abs()].all()), "larger values round it away"
 
 
 def test_values_that_are_not_finite_are_followed_too():

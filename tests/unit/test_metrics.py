@@ -320,7 +320,7 @@ def test_the_page_lays_curves_over_each_other(tmp_path: Path) -> None:
     page = page_of(recorded(tmp_path))
     charts = page["gossipx"]
     assert charts == {title: tags for title, (_, tags) in PAGE["gossipx"].items()}
-    assert list(page) == ["gossipx"], "a chart of what this run has not would stay empty"
+    assert list(page) == ["gossipx"], "no charts without curves"
     shown = {tag.rstrip("$") for tags in charts.values() for tag in tags}
     # Issue 2: accuracy, the paper's Figure 7, and its Figures 3 to 5.
     asked = ["test/accuracy", "sync/retrievals", "sync/delta", "sync/delta_difference", "sync/consensus_distance"]

@@ -86,6 +86,6 @@ def test_a_refused_reservation_is_not_charged() -> None:
     clock.now += 100
     assert pace.reserve(2) == 0.0
     late = 2.0 - BURST
-    assert [pace.reserve(5, within=1.0) for _ in range(3)] == pytest.approx([late] * 3), "all are told the same"
+    assert [pace.reserve(5, within=1.0) for _ in range(3)] == pytest.approx([late] * 3), "all have the same wait"
     assert pace.reserve(1, within=2.0) == pytest.approx(late)
     assert pace.reserve(1) == pytest.approx(late + 1)

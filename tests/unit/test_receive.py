@@ -84,7 +84,7 @@ def in_parts(size: int) -> Callable[[memoryview, Sink], None]:
                 yield room[: len(part)]
 
         gather(parts(), sink, seen.extend)
-        assert seen == view, "all of it was looked at, in order"
+        assert seen == view, "observed completely and in order"
 
     return way
 
