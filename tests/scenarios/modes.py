@@ -1,4 +1,4 @@
-"""Pushes and pairs in virtual time: the modes, and what has to hold after a run."""
+"""Simulated pushes and pairs: networks, and checks after a run."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ both_ways = pytest.mark.parametrize("blocking", [False, True])
 
 
 def slow() -> Network:
-    """A model takes a second."""
+    """Return a network on which a model takes a second."""
     return Network(bandwidth=4 * SIZE)
 
 
 def agree(made: World, ranks: list[int]) -> None:
-    """These peers hold the mean of their models before the finish, weighted by their push-sum weights."""
+    """Check that these peers have the mean of their models before the finish, weighted by their push-sum weights."""
     weights = torch.tensor([[made.peers[rank].role.weight] for rank in ranks], dtype=torch.float64)
     mean = (weights * before(made, ranks)).sum(0) / weights.sum()
     torch.testing.assert_close(models(made, ranks), mean.expand(len(ranks), -1), rtol=1e-5, atol=1e-6)
 
 
 def nothing_left(made: World) -> None:
-    """No peer that came to its end holds on to a model, its own or another's."""
+    """Check that no peer that ended still holds a reference to a model."""
     for peer in (peer for peer in made.peers.values() if made.lines(peer.rank)[-1] != "crashes"):
         kept = [exchange for exchange in peer._exchanges.values() if exchange.incoming]
         assert not kept and not peer.models.captures, (peer.rank, kept, peer.models.captures)

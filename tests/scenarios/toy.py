@@ -1,4 +1,4 @@
-"""A small real problem for runs in virtual time: each peer is drawn to a target of its own by SGD."""
+"""A small real problem for simulated runs: SGD draws each peer to its own target."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ITERATIONS = 20
 
 
 class Point(nn.Module):
-    """A point in space: its loss is ½‖x − target‖²."""
+    """A model that is a point x, with the loss ½‖x − target‖²."""
 
     def __init__(self, rank: int):
         super().__init__()
@@ -42,14 +42,14 @@ class Point(nn.Module):
 
 
 def sgd(module: nn.Module, lr: float = 0.05) -> None:
-    """One step of plain SGD."""
+    """Make one step of plain SGD."""
     module.zero_grad()
     module().backward()
     torch.optim.SGD(module.parameters(), lr=lr).step()
 
 
 def alone(rank: int, steps: int, begin: Tensor | None = None) -> Tensor:
-    """Where a peer comes to in ``steps`` without ever mixing, as float64."""
+    """Return the weights of a peer after ``steps`` without mixing, as float64."""
     module = Point(rank)
     if begin is not None:
         module.x.data.copy_(begin)
@@ -82,7 +82,7 @@ def make(
     references: int = 8,
     **settings: Any,
 ) -> SimPeer:
-    """One peer, not started; ``draws`` seeds its own generator."""
+    """Return a peer that is not started; ``draws`` is the seed of its generator."""
     graph = _graph(graph, size) if isinstance(graph, str) else graph
     plan = schedules.parse(schedule, graph)
     role = PeerRole(
@@ -116,7 +116,7 @@ def make(
 
 
 def maker(rank: int, size: int, **options: Any) -> Callable[[int], SimPeer]:
-    """Makes the peer ``rank``, given its incarnation."""
+    """Return a function that makes the peer ``rank``, given its incarnation."""
     return lambda incarnation: make(rank, size, incarnation, **options)
 
 
@@ -128,7 +128,7 @@ def world(
     absent: Iterable[int] = (),
     **options: Any,
 ) -> World:
-    """A world in which ``size`` peers start at 0; ``slow`` gives seconds a step, ``absent`` ranks never start."""
+    """Return a world in which ``size`` peers start at 0; ``slow``: seconds per step, ``absent``: ranks to omit."""
     made = World(seed, network)
     for rank in set(range(size)) - set(absent):
         pace = {"compute": (slow or {}).get(rank, options.get("compute", 1.0))}
@@ -137,35 +137,35 @@ def world(
 
 
 def bound(size: int, iterations: int = ITERATIONS, compute: float = 1.0, waits: float = 0.0) -> float:
-    """Virtual seconds within which any run ends, whatever fails: each wait for others is peer_timeout at most.
+    """Return the virtual seconds within which any run ends, since each wait for others takes at most peer_timeout.
 
-    Joining and START (three: a model is asked for, asked for again, and START), the finish, its rounds, the figures,
-    and ``waits`` more (blocked pulls, restarts).
+    The waits are joining and START (three: a request for a model, its retry, and START), the finish, its rounds, the
+    figures, and ``waits`` more (blocked pulls, restarts).
     """
     rounds = topology.agreement_rounds(size)
     return iterations * compute + TIMEOUT * (3 + 1 + rounds + 1 + waits)
 
 
 def models(made: World, ranks: Iterable[int] | None = None) -> Tensor:
-    """Weights of the peers, one row each."""
+    """Return the weights of the peers, one row each."""
     return torch.stack([made.peers[rank].weights() for rank in (ranks if ranks is not None else sorted(made.peers))])
 
 
 def before(made: World, ranks: Iterable[int] | None = None) -> Tensor:
-    """The same, as they entered the finish."""
+    """Return the weights of the peers when they entered the finish, one row each."""
     rows = [made.peers[rank].before_finish for rank in (ranks if ranks is not None else sorted(made.peers))]
     assert all(row is not None for row in rows)
     return torch.stack(rows)  # type: ignore[arg-type]
 
 
 def spread(rows: Tensor) -> float:
-    """How far the models are from their mean, relative to it: the root mean square of Eq. 8."""
+    """Return the root mean square distance of the models from their mean, relative to it (Eq. 8)."""
     mean = rows.mean(0)
     return float((rows - mean).square().sum(1).mean().sqrt() / mean.norm())
 
 
 def until(made: World, rank: int, what: str, limit: float = 1000.0) -> World:
-    """Run until the log says ``what`` of ``rank``."""
+    """Run until the log has a line ``what`` of ``rank``."""
     seen = 0
 
     def said() -> bool:
@@ -179,12 +179,12 @@ def until(made: World, rank: int, what: str, limit: float = 1000.0) -> World:
 
 
 def within(rows: Tensor, hull: Tensor) -> bool:
-    """Whether each value lies between the least and the greatest of ``hull``: as all averages of its rows do."""
+    """Return whether each value is between the minimum and the maximum of ``hull``, as all averages of its rows are."""
     return bool(((rows >= hull.amin(0) - 1e-5) & (rows <= hull.amax(0) + 1e-5)).all())
 
 
 def ended(made: World, limit: float) -> World:
-    """Run, and see that every peer came to an end in time."""
+    """Run, and check that every peer ended in time."""
     assert limit < math.inf
     done = made.run(limit)
     running = [rank for rank, peer in made.peers.items() if peer.down_since is None]

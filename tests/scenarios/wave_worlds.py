@@ -1,6 +1,6 @@
-"""Worlds whose peers exchange by waves.
+"""Simulated worlds whose peers exchange by waves.
 
-Their models are float64, so that sums and means can be told from nearly equal ones.
+Their models are float64, so that exact sums and means differ from approximate ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NO_FINISH = {"exchange": "waves", "finish": "none"}
 
 
 class Tracked:
-    """Makes peers whose model is float64, and keeps what each peer's own steps have added to it."""
+    """Makes peers with float64 models, and records the sum of each peer's own steps."""
 
     def __init__(self) -> None:
         self.own: dict[int, Tensor] = {}
@@ -48,19 +48,19 @@ class Tracked:
 
 
 def start() -> Tensor:
-    """What all begin with: peer 0's weights."""
+    """Return the initial weights of all peers: peer 0's."""
     return Point(0).double().x.detach()
 
 
 def conserved(made: World, tracked: Tracked) -> None:
-    """The sum of all models has changed by what their own steps added, and by nothing else."""
+    """Check that the sum of all models changed only by the peers' own steps."""
     size = len(made.peers)
     expected = size * start() + sum(tracked.own.values())
     torch.testing.assert_close(models(made).sum(0), expected, **EXACT)
 
 
 def waves(made: World, rank: int) -> list[int]:
-    """Numbers of the waves that ``rank`` asked others in, in their order."""
+    """Return the numbers of the waves in which ``rank`` sent requests, in order."""
     numbers = [int(line.rsplit(" ", 1)[1]) for line in made.lines(rank, "meets") if " of wave " in line]
     return [number for number, _ in itertools.groupby(numbers)]
 
