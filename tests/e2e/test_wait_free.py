@@ -248,7 +248,7 @@ def test_a_forward_waits_only_for_its_own_parameters(join: Join, monkeypatch: py
             with deciding:
                 gone_on.set()
             while held:
-                peer._driver.tell(held.pop())
+                peer._driver.handle(held.pop())
 
         monkeypatch.setattr(shard, "requested", holds_back)
         plain(model, optimizer, 0)

@@ -84,7 +84,7 @@ class Bench:
 
     def do(self, *effects: Effect) -> None:
         self.role.next = list(effects)
-        self.driver.tell(JoinRun())
+        self.driver.handle(JoinRun())
 
     def step(self) -> bytes:
         """Make one step, and return the bytes of the model after it."""
