@@ -314,7 +314,7 @@ def _backward(
     module: nn.Module, driver: Driver, served: Served, wait_free: bool
 ) -> Callable[[Callable[[], None]], Backward]:
     def ready(buckets: Sequence[tuple[int, int]]) -> None:
-        driver.tell(GradientsReady(tuple(buckets)))
+        driver.handle(GradientsReady(tuple(buckets)))
 
     return lambda poll: Backward(
         module, served.tables, served.table_store.client, ready, driver.wait_for_resume, poll, wait_free

@@ -119,9 +119,9 @@ class Driver:
         self.error: GossipxError | None = None
         self.committing = threading.Lock()
         self.captures = Captures(arena, role.sync.policy.uses_drift)
-        self.outbox = Outbox(role.rank, self.tell, self._note, self.fail)
+        self.outbox = Outbox(role.rank, self.handle, self._note, self.fail)
         self.transfers = Transfers(arena, self.outbox)
-        self.tables = TableWork(role.rank, self.outbox, self.tell, self._reply)
+        self.tables = TableWork(role.rank, self.outbox, self.handle, self._reply)
         self.uploads = Uploads(arena, self.transfers, self.tables.transfers, places)
         self._lock = threading.Lock()
         self._resumed = threading.Event()
@@ -129,7 +129,7 @@ class Driver:
         self._notes: dict[str, tuple[float, int]] = {}
         self._numbers = itertools.count(1)
         self._switches: dict[int, Future[str]] = {}
-        self._timers = Timers(lambda name: self.tell(TimerFired(name)), str(role.rank))
+        self._timers = Timers(lambda name: self.handle(TimerFired(name)), str(role.rank))
         self._closed = False
 
     @property
@@ -143,7 +143,7 @@ class Driver:
 
     # --- events -------------------------------------------------------------------------------------
 
-    def tell(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         """Pass ``event`` to the role and carry out the resulting effects in the calling thread."""
         with self._lock:
             if self._closed:
@@ -167,7 +167,7 @@ class Driver:
                 upload.release()
                 self._reply(Answer(key, BusyReply(), time.monotonic() + request.patience), BusyReply(), None)
                 return
-        self.tell(Received(sender, key, request))
+        self.handle(Received(sender, key, request))
 
     def switch_sync(self, sync: str, shard: int | None, apply: str, pulls: str) -> str:
         """Switch one shard, or all of them, to another sync model. Return why that failed; empty on success."""
@@ -181,7 +181,7 @@ class Driver:
     def _ask(self, event: Callable[[int], Event], patience: float | None = None) -> str:
         number = next(self._numbers)
         result = self._switches[number] = Future()
-        self.tell(event(number))
+        self.handle(event(number))
         try:
             return result.result(patience)
         except TimeoutError:
@@ -289,7 +289,7 @@ class Driver:
                 transfer.incoming.release()
                 if taken:
                     self.begin_codec()
-                self.tell(Mixed(ticket) if taken else Poisoned(ticket))
+                self.handle(Mixed(ticket) if taken else Poisoned(ticket))
             case Forget(ticket):
                 self._forget(ticket)
             case Delivered(ticket):
@@ -342,7 +342,7 @@ class Driver:
 
         def done(whole: bool) -> None:
             sent()
-            self.tell(Answered(answer.key, whole))
+            self.handle(Answered(answer.key, whole))
 
         self.comm.answer(answer.key, reply, payload=source, deadline=answer.deadline, done=done)
 
@@ -352,7 +352,7 @@ class Driver:
 
         def done(whole: bool) -> None:
             snapshot.release()
-            self.tell(Answered(answer.key, whole))
+            self.handle(Answered(answer.key, whole))
 
         def send() -> None:
             try:
@@ -393,19 +393,19 @@ class Driver:
             self.captures.moved(transfer, share, ticket if own else None)
         transfer.incoming.release()
         self._forget(ticket)
-        self.tell(Poisoned(ticket) if poisoned else Mixed(ticket))
+        self.handle(Poisoned(ticket) if poisoned else Mixed(ticket))
 
     def _merge(self, merge: Merge) -> None:
         sound = self.captures.merge(self.transfers.pop(merge.ticket), merge.into, merge.own, merge.theirs)
         if sound is not None:  # None: the model to merge into was forgotten
-            self.tell(Merged(merge.ticket, merge.into, sound))
+            self.handle(Merged(merge.ticket, merge.into, sound))
 
     def _take_in(self, ticket: int) -> None:
         with self.committing:
             taken = self.captures.take_in(ticket, self.role.stage is Stage.TRAIN)
         for retrieval in taken:
             self.on_retrieval(retrieval)
-        self.tell(Mixed(ticket))
+        self.handle(Mixed(ticket))
 
     def _forget(self, ticket: int) -> None:
         self.captures.forget(ticket)
@@ -434,6 +434,6 @@ class Driver:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned. The weights must have been restored before."""
         self.arena.set_boundary(state["iteration"])
-        self.tell(Restored(state["iteration"], state["sync"], state["weight"], state["draws"]))
+        self.handle(Restored(state["iteration"], state["sync"], state["weight"], state["draws"]))
         if self.role.sync.policy.uses_drift:
             self.captures.reference.set()

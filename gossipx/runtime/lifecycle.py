@@ -87,8 +87,8 @@ class Lifecycle:
                 exit_hooks.on_sigterm(self._terminated)
             self._reporter.progress.watch_parent()
             self._comm.start()
-            self._reporter.tell("joining")
-            self._driver.tell(JoinRun(self._checkpoints.resumed))
+            self._reporter.report_state("joining")
+            self._driver.handle(JoinRun(self._checkpoints.resumed))
             self.wait()
             if self._driver.rejection is not None:  # do not train alone because all other peers refused this one
                 raise self._driver.rejection
@@ -101,7 +101,7 @@ class Lifecycle:
         if self.backward is not None and self._options.directory is not None:
             self._control = Control(self._options.directory, command)
         self._reporter.training_begins()
-        self._reporter.tell("train")
+        self._reporter.report_state("train")
         self._arena.go_on()
 
     # --- ending -------------------------------------------------------------------------------------
@@ -116,11 +116,11 @@ class Lifecycle:
         reporter.training_ended()
         agrees = self._takes_part()
         self._arena.set_boundary(self._arena.step)  # include changes since the last step, such as averaged weights
-        reporter.tell("finish" if self._role.trains else "serve")
+        reporter.report_state("finish" if self._role.trains else "serve")
         if agrees:
             self._checkpoints.training_ended(reporter.state_dict)
         before = reporter.accuracy() if self._role.trains else None
-        self._driver.tell(TrainingEnded(agrees))
+        self._driver.handle(TrainingEnded(agrees))
         self.wait()
         self.wait_for_tables()
         if not self._role.trains:  # serving counts as its training time
@@ -131,9 +131,9 @@ class Lifecycle:
         if after is not None:
             reporter.scalar("test/accuracy", after)
         unsaved = self._save() or self._checkpoints.flush()
-        self._driver.tell(FiguresReady(reporter.report(before, after)))
+        self._driver.handle(FiguresReady(reporter.report(before, after)))
         self.wait()
-        reporter.tell_result(agreed)
+        reporter.report_result(agreed)
         self.close()
         if unsaved is not None:
             raise unsaved
@@ -204,7 +204,7 @@ class Lifecycle:
         self._tell_leaving()
         with self._driver.committing:
             unsaved = self._save() or self._checkpoints.flush()
-        self._reporter.tell("left")
+        self._reporter.report_state("left")
         self.close()
         if unsaved is not None:
             raise unsaved
@@ -239,7 +239,7 @@ class Lifecycle:
         """Report progress, and take due checkpoints of a serving peer. Return whether to leave."""
         reporter = self._reporter
         if reporter.progress.due:
-            reporter.tell(reporter.state)
+            reporter.report_state(reporter.state)
         if reporter.state == "serve":  # it has no steps of its own at which this would happen
             self._checkpoints.step_done(reporter.state_dict)
             reporter.record_counted(self._options.log_interval)
@@ -247,5 +247,5 @@ class Lifecycle:
 
     def _tell_leaving(self) -> None:
         if self._driver.error is None:
-            self._driver.tell(LeaveRun())
+            self._driver.handle(LeaveRun())
             self._driver.wait()

@@ -112,7 +112,7 @@ class Peer:
         drift = self._driver.captures.drift(self._role.pulling) if self._role.sync.policy.uses_drift else None
         measured = time.perf_counter()
         try:
-            self._driver.tell(StepDone(self._arena.step, delta, drift))
+            self._driver.handle(StepDone(self._arena.step, delta, drift))
             if self._driver.waiting or self._driver.error or self._lifecycle.asked_to_leave:
                 self._lifecycle.wait()
             resumed = time.perf_counter()
@@ -314,7 +314,7 @@ class Peer:
         else:
             self.leave()
             if isinstance(error, SystemExit) and not error.code:
-                self._reporter.tell("left")
+                self._reporter.report_state("left")
 
 
 def overflowed(optimizer: torch.optim.Optimizer) -> bool:

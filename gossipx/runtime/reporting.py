@@ -93,7 +93,7 @@ class Reporter:
             figures.squared_distances.clear()
             self._recorder.scalar("sync/consensus_distance", figures.distance, step)
         if self.progress.due:
-            self.tell("train")
+            self.report_state("train")
 
     def _record_retrievals(self) -> None:
         for retrieval in self.figures.retrievals:
@@ -141,7 +141,7 @@ class Reporter:
 
     # --- to the parent process ------------------------------------------------------------------------
 
-    def tell(self, state: str) -> None:
+    def report_state(self, state: str) -> None:
         """Report the peer's state and its progress to the parent process.
 
         Args:
@@ -157,7 +157,7 @@ class Reporter:
             bytes=self._comm.bytes_received,
         )
 
-    def tell_result(self, agreed: bool) -> None:
+    def report_result(self, agreed: bool) -> None:
         """Report the final figures of this peer and of the others to the parent process.
 
         Args:

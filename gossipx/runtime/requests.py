@@ -39,7 +39,7 @@ class Outbox:
 
     Args:
         rank: this peer's rank, for the thread's name.
-        tell: called once per request with a Replied or Failed event.
+        handle: called once per request with a Replied or Failed event.
         note: called with a topic and a text for each fault that is worth logging.
         fail: called with an error that ends training.
 
@@ -50,12 +50,12 @@ class Outbox:
     def __init__(
         self,
         rank: int,
-        tell: Callable[[Event], None],
+        handle: Callable[[Event], None],
         note: Callable[[str, str], None],
         fail: Callable[[GossipxError], None],
     ):
         self.comm: CommManager | None = None
-        self._tell, self.note, self.fail = tell, note, fail
+        self._handle, self.note, self.fail = handle, note, fail
         self._cancelled: set[int] = set()  # tickets, until they are forgotten
         self._cancels: dict[int, Callable[[], None]] = {}
         # Passing a request to the CommManager wakes its threads; in the training thread that would delay the step.
@@ -112,25 +112,25 @@ class Outbox:
                 result = error
         match result:
             case _ if fault is not None:
-                self._tell(Failed(ticket, fault))
+                self._handle(Failed(ticket, fault))
             case UsageError():
                 self.fail(result)
             case NotAuthorisedError() | RefusedError() if self.comm is not None and self.comm.trust.is_outcast:
                 self.fail(result)
             case PeerUnreachableError():
-                self._tell(Failed(ticket, Fault.UNREACHABLE))
+                self._handle(Failed(ticket, Fault.UNREACHABLE))
             case PeerTimeoutError():
-                self._tell(Failed(ticket, Fault.TIMEOUT))
+                self._handle(Failed(ticket, Fault.TIMEOUT))
             case LocalFaultError():
                 self.note("local", str(result))
-                self._tell(Failed(ticket, Fault.LOCAL))
+                self._handle(Failed(ticket, Fault.LOCAL))
             case CancelledError():
-                self._tell(Failed(ticket, Fault.CANCELLED))
+                self._handle(Failed(ticket, Fault.CANCELLED))
             case GossipxError():
                 self.note("protocol", str(result))
-                self._tell(Failed(ticket, Fault.PROTOCOL))
+                self._handle(Failed(ticket, Fault.PROTOCOL))
             case _:
-                self._tell(Replied(ticket, result))
+                self._handle(Replied(ticket, result))
 
     def give_up(self, ticket: int) -> None:
         """Mark a request as cancelled, so that it is not sent if it is still queued; :meth:`cancel` follows."""
@@ -151,4 +151,4 @@ class Outbox:
     def close(self) -> None:
         """Stop sending, and make no more callbacks."""
         self._serial_worker.close()
-        self._tell = self.note = self.fail = nothing  # break the reference cycle with the driver
+        self._handle = self.note = self.fail = nothing  # break the reference cycle with the driver

@@ -52,7 +52,7 @@ class TableWork:
     Args:
         rank: this peer's rank, for the thread's name.
         outbox: sends this peer's requests.
-        tell: called with the events that result.
+        handle: called with the events that result.
         reply: sends a reply.
 
     Attributes:
@@ -60,11 +60,11 @@ class TableWork:
         keeper: writes the shards' checkpoints and journals; None: nothing is written. Set by the caller.
     """
 
-    def __init__(self, rank: int, outbox: Outbox, tell: Callable[[Event], None], reply: SendReply):
+    def __init__(self, rank: int, outbox: Outbox, handle: Callable[[Event], None], reply: SendReply):
         self.keeper: ShardKeeper | None = None
         self.transfers = TableTransfers(outbox)
         self._serial_worker = SerialWorker(f"gossipx-tables-{rank}", self.transfers.rejected)
-        self._tell = tell
+        self._handle = handle
         self._reply = reply
 
     @property
@@ -82,7 +82,7 @@ class TableWork:
         self._serial_worker.close(wait=self.keeper is not None)
         if self.keeper is not None:
             self.keeper.close()
-        self._tell = self._reply = nothing  # break the reference cycle with the driver
+        self._handle = self._reply = nothing  # break the reference cycle with the driver
 
     # --- effects ------------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class TableWork:
 
     def _report_poisoned(self, sender: int | None) -> None:
         if sender is not None:
-            self._tell(GradientPoisoned(sender))
+            self._handle(GradientPoisoned(sender))
 
     def _keep(self, keeper: ShardKeeper, effect: Record | KeepShard | RestoreTables) -> None:
         match effect:
@@ -130,7 +130,9 @@ class TableWork:
             case KeepShard(shard, clock, state):
                 self._serial_worker.put(lambda: keeper.keep(shard, clock, state))
             case RestoreTables(shard, epoch):
-                self._serial_worker.put(lambda: self._tell(TablesRestored(shard, epoch, keeper.restore_tables(shard))))
+                self._serial_worker.put(
+                    lambda: self._handle(TablesRestored(shard, epoch, keeper.restore_tables(shard)))
+                )
 
     def _move(self, effect: PrepareTables | TakeRanges | ReportPrepared | PlaceTables | DropTables) -> None:
         """Carry out an effect of a change of servers."""
@@ -142,7 +144,7 @@ class TableWork:
                 ranges = self.transfers.ranges(ticket)
                 put(lambda: table_store.take(ranges, pieces))
             case ReportPrepared(epoch):
-                put(lambda: self._tell(Prepared(epoch, self._unwritten() or table_store.prepared())))
+                put(lambda: self._handle(Prepared(epoch, self._unwritten() or table_store.prepared())))
             case PlaceTables(epoch, servers):
                 table_store.go_over(epoch, servers)
                 put(lambda: self._place(epoch, servers))

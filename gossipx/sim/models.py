@@ -73,7 +73,7 @@ class SimModels:
         role: the peer's role.
         arena: the peer's weights.
         note: adds a line to the log.
-        tell: called with the events that result from an effect.
+        handle: called with the events that result from an effect.
 
     Attributes:
         captures: captured models by ticket.
@@ -86,7 +86,7 @@ class SimModels:
         role: PeerRole,
         arena: ParameterArena,
         note: Callable[[str], None],
-        tell: Callable[[events.Event], None],
+        handle: Callable[[events.Event], None],
     ):
         self.captures: dict[int, CapturedModel[Retrieval]] = {}
         self.reference = DriftReference(arena)
@@ -94,7 +94,7 @@ class SimModels:
         self._role = role
         self._arena = arena
         self._note = note
-        self._tell = tell
+        self._handle = handle
 
     # --- captured models --------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ class SimModels:
         distance = exchange.incoming.norm()
         if math.isnan(distance):
             self._note(f"refuses the model of {exchange.send.to}")
-            self._tell(events.Poisoned(ticket))
+            self._handle(events.Poisoned(ticket))
         else:
             if not exchange.incoming.compares:
                 distance = self._arena.subtract(exchange.incoming.buffer)
@@ -139,7 +139,7 @@ class SimModels:
             self._note(f"mixes {exchange.send.to}")
             if isinstance(exchange.send.request, PullRequest | TakeRequest | ElasticRequest):
                 self._retrieved(exchange, distance, share, now)
-            self._tell(events.Mixed(ticket))
+            self._handle(events.Mixed(ticket))
 
     def _retrieved(self, exchange: Exchange, distance: float, share: float, now: float) -> None:
         step = self._arena.step
@@ -170,7 +170,7 @@ class SimModels:
             step = captured.base.step if in_wave else max(captured.now.step, exchange.their_step)
             captured.now.release()
             captured.now = self._arena.held(exchange.incoming.give_away(), step)
-        self._tell(events.Merged(merge.ticket, merge.into, sound))
+        self._handle(events.Merged(merge.ticket, merge.into, sound))
 
     def take_in(self, ticket: int) -> None:
         """Write a merged model into the weights."""
@@ -181,14 +181,14 @@ class SimModels:
             self.retrievals += captured.retrievals
             if self._role.sync.policy.uses_drift:
                 self.reference.set(captured.now.buffer)
-        self._tell(events.Mixed(ticket))
+        self._handle(events.Mixed(ticket))
 
     def adopt(self, ticket: int, exchange: Exchange, step: int) -> None:
         """Replace the weights with a received model, or refuse it if it has a NaN."""
         assert exchange.incoming is not None
         taken = self._arena.adopt(exchange.incoming.buffer, step)
         self._note(f"{'adopts' if taken else 'refuses'} the model of {exchange.send.to}")
-        self._tell(events.Mixed(ticket) if taken else events.Poisoned(ticket))
+        self._handle(events.Mixed(ticket) if taken else events.Poisoned(ticket))
 
     # --- drift ------------------------------------------------------------------------------------
 

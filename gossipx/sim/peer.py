@@ -99,11 +99,7 @@ class SimPeer(SimRequests):
     def begin(self, world: Surroundings) -> None:
         """Join the run; called by the world."""
         self._world = world
-        self._tell(events.JoinRun(self.resumed))
-
-    def tell(self, event: events.Event) -> None:
-        """Pass an event from outside to the role."""
-        self._tell(event)
+        self.handle(events.JoinRun(self.resumed))
 
     def ask_to_leave(self) -> None:
         """Leave the run after the current step, as after SIGTERM."""
@@ -118,7 +114,7 @@ class SimPeer(SimRequests):
             self._world.end(self, "stops")
         elif self._leaving and self._phase != "leave":
             self._phase = "leave"
-            self._tell(events.LeaveRun())
+            self.handle(events.LeaveRun())
         elif self._waits_since is None and (self._phase == "leave" or self._has_tables()):
             self._next_phase()
 
@@ -153,11 +149,11 @@ class SimPeer(SimRequests):
                 self._later(self._world.now + self.compute_seconds, self._step)
             case "train":
                 self._phase = "finish"
-                self._tell(events.TrainingEnded())
+                self.handle(events.TrainingEnded())
             case "finish":
                 self._phase = "figures"
                 report: dict[str, object] = {"iterations": self.arena.step, "retrievals": self.role.sync.retrievals}
-                self._tell(events.FiguresReady(report))
+                self.handle(events.FiguresReady(report))
             case "figures":
                 self._world.end(self, "ends")
             case "leave":
@@ -170,12 +166,12 @@ class SimPeer(SimRequests):
             self._step_done()
         else:  # the role may block training before the first gradient is pushed
             self._computed = True
-            self._tell(events.GradientsReady(()))
+            self.handle(events.GradientsReady(()))
 
     def _step_done(self) -> None:
         delta = self.arena.step_done()
         self._note(f"step {self.arena.step}")
-        self._tell(events.StepDone(self.arena.step, delta, self.models.drift()))
+        self.handle(events.StepDone(self.arena.step, delta, self.models.drift()))
 
     def _push(self, client: Client) -> None:
         """Push gradients in the order in which backpropagation computes them: the last tables first."""
@@ -184,14 +180,14 @@ class SimPeer(SimRequests):
         for number in reversed(range(len(trained))):
             gradient = trained[number].grad
             if gradient is not None and (whole := client.update(number, gradient)):
-                self._tell(events.GradientsReady(tuple(whole)))
+                self.handle(events.GradientsReady(tuple(whole)))
         if whole := client.flush():
-            self._tell(events.GradientsReady(tuple(whole)))
+            self.handle(events.GradientsReady(tuple(whole)))
         self._stepping = False
 
     # --- events and effects ---------------------------------------------------------------------------
 
-    def _tell(self, event: events.Event) -> None:
+    def handle(self, event: events.Event) -> None:
         """Pass an event to the role, carry out its effects, and let training proceed if it may."""
         self._events.append(event)
         if self._handling:
@@ -268,4 +264,4 @@ class SimPeer(SimRequests):
     def _fire(self, name: str, at: float) -> None:
         if self._timers.get(name) == at:
             del self._timers[name]
-            self._tell(events.TimerFired(name))
+            self.handle(events.TimerFired(name))

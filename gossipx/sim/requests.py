@@ -96,7 +96,7 @@ class SimRequests(abc.ABC):
         self._uploads: dict[Hashable, Exchange] = {}  # by the request's key, until kept or dropped
 
     @abc.abstractmethod
-    def _tell(self, event: events.Event) -> None:
+    def handle(self, event: events.Event) -> None:
         """Pass an event to the role."""
 
     def _later(self, time: float, action: Callable[[], None]) -> None:
@@ -164,7 +164,7 @@ class SimRequests(abc.ABC):
             if exchange is not None and exchange.open:
                 exchange.open = False
                 self._note(f"has no answer of {exchange.send.to}: {fault.name}")
-                self._tell(events.Failed(ticket, fault))
+                self.handle(events.Failed(ticket, fault))
                 self._close(exchange)
 
         self._later(self._world.now, failed)
@@ -201,15 +201,15 @@ class SimRequests(abc.ABC):
         def handle() -> None:
             if decode_error:
                 self._note(f"cannot decode the model of {exchange.send.to}: {decode_error}")
-                self._tell(events.Failed(ticket, Fault.PROTOCOL))
+                self.handle(events.Failed(ticket, Fault.PROTOCOL))
                 return
             if isinstance(reply, ModelReply) and isinstance(exchange.send.request, TakeRequest | ElasticRequest):
                 assert exchange.incoming is not None
                 if math.isnan(exchange.incoming.norm()):  # refuse it before the other side relies on it
                     self._note(f"refuses the model of {exchange.send.to}")
-                    self._tell(events.Failed(ticket, Fault.POISONED))
+                    self.handle(events.Failed(ticket, Fault.POISONED))
                     return
-            self._tell(events.Replied(ticket, reply))
+            self.handle(events.Replied(ticket, reply))
             self._close(exchange)
 
         self._later(self._world.now, handle)
@@ -255,7 +255,7 @@ class SimRequests(abc.ABC):
                     self._answer(effects.Answer(key, BusyReply(), now + send.request.patience))
                     return
                 self._uploads[key] = exchange
-            self._tell(events.Received(sender.rank, key, send.request))
+            self.handle(events.Received(sender.rank, key, send.request))
 
         self._later(self._world.now, handle)
 
@@ -293,7 +293,7 @@ class SimRequests(abc.ABC):
             nonlocal done
             if not done:
                 done = True
-                self._later(self._world.now, lambda: self._tell(events.Answered(answer.key, whole)))
+                self._later(self._world.now, lambda: self.handle(events.Answered(answer.key, whole)))
 
         self._world.carry(
             self, requester.rank, len(payload), lambda: answered(requester.replied(ticket, reply, payload))
@@ -323,7 +323,7 @@ def _described(request: Request, to: int) -> str:
     """Return the log line of a request for a model or an exchange; empty for other requests."""
     match request:
         case InitialRequest():
-            return f"asks {to} for a model to begin with"
+            return f"asks {to} for the initial model"
         case PullRequest():
             return f"pulls {to}"
         case PushRequest():

@@ -30,12 +30,12 @@ class SimTables:
 
     Args:
         table_store: the peer's tables.
-        tell: called with the events that result from an effect.
+        handle: called with the events that result from an effect.
     """
 
-    def __init__(self, table_store: TableStore, tell: Callable[[events.Event], None]):
+    def __init__(self, table_store: TableStore, handle: Callable[[events.Event], None]):
         self.table_store = table_store
-        self._tell = tell
+        self._handle = handle
         self._uploads: dict[Hashable, Gradient] = {}  # by the request's key, until kept or dropped
         self._gradients: dict[int, Gradient] = {}
         self._fetching: dict[int, tuple[Where, TablesSink | ChangeSink]] = {}
@@ -106,7 +106,7 @@ class SimTables:
             case table_effects.ApplyBuffer(shard):
                 table_store.apply_buffer(shard)
             case table_effects.RestoreTables(shard, epoch):
-                self._tell(events.TablesRestored(shard, epoch, None))  # the simulator has no files
+                self._handle(events.TablesRestored(shard, epoch, None))  # the simulator has no files
             case table_effects.FillTables(shard):
                 table_store.fill(shard)
             case table_effects.Fetch(buckets):
@@ -120,7 +120,7 @@ class SimTables:
             case table_effects.TakeRanges(ticket, pieces):
                 table_store.take(self._ranges.pop(ticket), pieces)
             case table_effects.ReportPrepared(epoch):
-                self._tell(events.Prepared(epoch, table_store.prepared()))
+                self._handle(events.Prepared(epoch, table_store.prepared()))
             case table_effects.PlaceTables(epoch, servers):
                 table_store.go_over(epoch, servers)
                 table_store.place(epoch, servers)
@@ -132,7 +132,7 @@ class SimTables:
 
     def _report_poisoned(self, sender: int | None) -> None:
         if sender is not None:
-            self._tell(events.GradientPoisoned(sender))
+            self._handle(events.GradientPoisoned(sender))
 
     def forget(self, ticket: int) -> None:
         """Release everything stored under ``ticket``."""

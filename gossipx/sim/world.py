@@ -138,11 +138,11 @@ class World:
 
     def switch_sync(self, rank: int, at: float, sync: str, shard: int | None = None, apply: str = "") -> None:
         """At ``at``, request on peer ``rank`` that a shard, or all (None), switch to another sync model."""
-        self.at(at, lambda: self.peers[rank].tell(SwitchSync(0, shard, sync, apply)))
+        self.at(at, lambda: self.peers[rank].handle(SwitchSync(0, shard, sync, apply)))
 
     def change_servers(self, rank: int, at: float, servers: Sequence[int]) -> None:
         """At ``at``, request on peer ``rank`` that the shards move to other servers."""
-        self.at(at, lambda: self.peers[rank].tell(ChangeServers(0, tuple(servers))))
+        self.at(at, lambda: self.peers[rank].handle(ChangeServers(0, tuple(servers))))
 
     def leave(self, rank: int, at: float) -> None:
         """Ask the peer to leave at ``at``, as by SIGTERM: it completes its step and leaves."""

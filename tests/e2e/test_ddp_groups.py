@@ -1,4 +1,4 @@
-"""DDP inside a host, gossip between hosts: a peer is a group of processes, whose ranks always hold the same bits."""
+"""DDP inside a host and gossip between hosts: all ranks of a group always have bitwise equal models."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def two(tmp_path: Path) -> Iterator[Folder]:
 
 
 def start(two: Folder, how: str) -> dict[tuple[int, int], Process]:
-    """Processes, by peer and rank in the group."""
+    """Start the processes, and return them by peer and rank in the group."""
     script, ports = two.script(SCRIPT), free_ports(2)
     places = [(peer, rank) for peer in range(2) for rank in range(2)]
     return {
@@ -100,14 +100,14 @@ def told(two: Folder, how: str) -> dict[tuple[int, int], Any]:
     return {place: json.loads((two.path / f"{place[0]}-{place[1]}.json").read_text()) for place in places}
 
 
-def test_all_ranks_of_a_group_hold_the_same_bits(two: Folder) -> None:
+def test_all_ranks_of_a_group_have_the_same_bits(two: Folder) -> None:
     here = told(two, "given")
-    assert len({one["began"] for one in here.values()}) == 1  # one peer's weights, in all four
+    assert len({one["began"] for one in here.values()}) == 1  # all four start with one peer's weights
     for peer in range(2):
         one, other = here[peer, 0], here[peer, 1]
         assert one["seen"] == other["seen"] and len(set(one["seen"])) >= 11
         assert one["retrievals"] == 3 and one["kept"] == 11 and other["kept"] is None
-        # Accumulated over two backward passes, and one of twelve steps left out by GradScaler, on both.
+        # Both accumulate over two backward passes, and GradScaler skips one of twelve steps.
         assert one["iteration"] == other["iteration"] == 11
         assert one["place"] == other["place"] == [peer, 2] and one["shared"] == other["shared"]
         assert one["ended"] == other["ended"] and one["own"] == other["own"] == 6
@@ -115,15 +115,15 @@ def test_all_ranks_of_a_group_hold_the_same_bits(two: Folder) -> None:
     assert sorted(here[0, 0]["shared"] + here[1, 0]["shared"]) == list(range(10))
 
 
-def test_what_is_mixed_and_not_told_is_seen(two: Folder) -> None:
-    """That the test above would see it: the same without the broadcast of what a mix has changed."""
+def test_a_missing_broadcast_is_detected(two: Folder) -> None:
+    """Check the test above: without the broadcast after a mixing the ranks must differ."""
     here = told(two, "kept")
     one, other = here[0, 0], here[0, 1]
     assert one["retrievals"] > 0 and one["seen"] != other["seen"]
 
 
 def test_no_rank_outlives_its_group(two: Folder) -> None:
-    """Rank 0 of one group is killed: its other rank ends. The other peer is left alone, which ends both its ranks."""
+    """If rank 0 of a group is killed, its other rank ends; the other peer is then alone, and both its ranks end."""
     running = start(two, "killed")
     for process in running.values():
         process.line("trains")

@@ -1,6 +1,6 @@
-"""Loops of others: Lightning, the Hugging Face Trainer and Accelerate, the real packages, two peers in real processes.
+"""Integrations with the real Lightning, Hugging Face Trainer and Accelerate: two peers in real processes.
 
-Each script trains, keeps a checkpoint of its framework's, and goes on from it; what it tells is of rank 0 of each peer.
+Each script trains, writes a checkpoint with its framework, and resumes from it; rank 0 of each peer reports figures.
 """
 
 from __future__ import annotations
@@ -229,15 +229,15 @@ def two(tmp_path: Path) -> Iterator[Folder]:
 
 
 def check(here: list[Any], iterations: int) -> None:
-    """What two peers told of two trainings of ``iterations`` and half as many more."""
+    """Check the reports of two peers that train for ``iterations``, resume, and train half as many more."""
     one, other = here
-    assert one["first"]["began"] == other["first"]["began"]  # one peer's weights
+    assert one["first"]["began"] == other["first"]["began"]  # both start with one peer's weights
     for peer, told in enumerate(here):
         assert told["place"] == [peer, 2]
-        # Two batches are accumulated into an iteration: the framework counts as many.
+        # Two batches are accumulated per iteration, as the framework counts.
         assert told["first"]["iteration"] == told["kept"][1] == iterations
         assert told["first"]["retrievals"] == iterations // 3
-        # The second goes on from one's own checkpoint, weights and count, and not from another peer's.
+        # The second training resumes from the peer's own checkpoint, weights and count.
         assert told["at"] == iterations and told["began"] == told["kept"][0]
         assert told["second"]["iteration"] == iterations * 3 // 2
         assert {"Module", "Sequential"} >= set(told["looked"]) != set()
@@ -248,7 +248,7 @@ def check(here: list[Any], iterations: int) -> None:
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_of_others_gossips_and_goes_on_from_its_own_checkpoint(two: Folder, name: str) -> None:
+def test_a_framework_gossips_and_resumes_from_its_own_checkpoint(two: Folder, name: str) -> None:
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
     script = two.script(BEGIN + LOOPS[name] + END)
@@ -261,15 +261,15 @@ def test_a_loop_of_others_gossips_and_goes_on_from_its_own_checkpoint(two: Folde
 
 
 @pytest.mark.parametrize("name", ["lightning", "transformers"])
-def test_a_training_that_fails_is_none_that_ends_well(two: Folder, name: str) -> None:
-    """Also where the script has caught its failure and goes on to its own end."""
+def test_a_failed_training_does_not_finish(two: Folder, name: str) -> None:
+    """This holds even if the script catches the failure and ends normally."""
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
     whole, call = LOOPS[name], {"lightning": "fit(2)", "transformers": "train(2)"}[name]
     fails = f"""
 def broken(*given, **named):
     if PEER == 1 and gossip.peer.iteration == 3:
-        raise ArithmeticError("of one's own")
+        raise ArithmeticError("of the script")
 
 
 Began.on_train_batch_start = Began.on_step_begin = broken
@@ -290,11 +290,11 @@ except ArithmeticError:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
-def test_so_it_does_with_two_processes_a_peer(two: Folder, name: str) -> None:
+def test_the_same_with_two_processes_per_peer(two: Folder, name: str) -> None:
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
     script = two.script(BEGIN + LOOPS[name] + END)
-    launched = name != "lightning"  # which starts its processes by itself
+    launched = name != "lightning"  # Lightning starts its processes itself
     by = [
         ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)) for port in free_ports(2)
     ]

@@ -62,7 +62,7 @@ tell(peer, arguments=sys.argv[2:], first=first, iteration=peer.iteration,
     run = two.run(*BRIEF, "--blocking", script, two.path, "--epochs", "3", "-x")
     one, other = two.told(0), two.told(1)
     assert one["arguments"] == other["arguments"] == ["--epochs", "3", "-x"]
-    assert one["first"] == other["first"] != one["last"]  # all begin with one peer's weights
+    assert one["first"] == other["first"] != one["last"]  # all start with one peer's weights
     assert one["last"] == pytest.approx(other["last"], abs=1e-5)
     assert one["iteration"] == other["iteration"] == 40 and one["size"] == 2
     assert agree(run, 2)
@@ -70,7 +70,7 @@ tell(peer, arguments=sys.argv[2:], first=first, iteration=peer.iteration,
     assert sum(run.summary["retrievals"]) > 0
 
 
-def test_a_script_that_never_says_finish_agrees_when_it_exits(two: Folder) -> None:
+def test_a_script_without_finish_agrees_when_it_exits(two: Folder) -> None:
     run = two.run(*BRIEF, two.script(TEN_LINES + "train(peer, model, optimizer, 40)\n"), two.path)
     assert agree(run, 2) and run.summary["lost"] == []
 
@@ -115,8 +115,8 @@ tell(peer, parts=parts)
 
 
 @pytest.mark.parametrize("policy", ["random:p=0", "drift:distance=1000"])
-def test_a_checkpoint_goes_on_as_if_nothing_had_been(two: Folder, policy: str) -> None:
-    """Iterations, the policy's state (through JSON) and the deltas to come: the way back is no step."""
+def test_a_restored_state_continues_as_if_uninterrupted(two: Folder, policy: str) -> None:
+    """Iterations, the policy's state (through JSON) and later deltas are equal: restoring is not a step."""
     script = two.script(
         TEN_LINES
         + """
@@ -144,8 +144,8 @@ tell(peer, straight=straight, again=again, resumed=resumed)
     assert agree(run, 2)
 
 
-def test_a_pull_under_way_is_dropped_by_going_back(two: Folder) -> None:
-    """Its difference is to a model that is no more; the next ones are mixed as ever."""
+def test_restoring_a_state_drops_a_pull_under_way(two: Folder) -> None:
+    """Its difference refers to a replaced model; later pulls are mixed as usual."""
     script = two.script(
         TEN_LINES
         + """
@@ -236,7 +236,7 @@ def test_any_module_trains_and_agrees(two: Folder, buffers: str) -> None:
     assert left["conv.weight"].flatten().tolist() == pytest.approx(one["last"]["conv.weight"])
 
 
-def test_models_that_differ_are_refused_by_the_first_tensor_that_does(two: Folder) -> None:
+def test_different_models_are_refused_and_the_first_different_tensor_is_named(two: Folder) -> None:
     """[21]"""
     script = two.script(
         """
@@ -284,7 +284,7 @@ tell(peer, moved=before != after, looked=looked)
     assert agree(run, 2) and sum(run.summary["retrievals"]) > 0
     assert two.told(0)["moved"] and two.told(1)["moved"]
     assert run.summary["test_accuracy"] == [0.5, 0.5] and run.summary["consensus_accuracy"] == 0.5
-    before, after, averaged = two.told(0)["looked"]  # the figure of the averaged model is measured on that model
+    before, after, averaged = two.told(0)["looked"]  # the accuracy of the averaged model is measured on that model
     assert averaged == pytest.approx(after, abs=1e-5) and after != before
 
 
@@ -328,7 +328,7 @@ tell(peer, **counts, finite=all(bool(parameter.isfinite().all()) for parameter i
 # --- peers that are started by hand -------------------------------------------------------------------
 
 
-def test_without_peers_join_says_what_to_do(two: Folder) -> None:
+def test_without_peers_join_names_the_options(two: Folder) -> None:
     script = two.script(
         """
 from gossipx.errors import UsageError
@@ -343,7 +343,7 @@ except UsageError as error:
     assert "gossipx run --peers hosts.txt" in line and "peers='hosts.txt'" in line
 
 
-def test_peers_started_by_hand_with_a_policy_of_their_own(two: Folder) -> None:
+def test_peers_started_by_hand_with_a_custom_policy(two: Folder) -> None:
     script = two.script(
         """
 asked = []
@@ -382,7 +382,7 @@ def test_several_lines_of_this_machine_need_a_rank(two: Folder) -> None:
     assert ended.code == 1 and "give rank= or set GOSSIPX_RANK" in ended.errors, ended.shown
 
 
-def test_a_restarted_peer_takes_a_model_before_it_trains(three: Folder) -> None:
+def test_a_restarted_peer_gets_a_model_before_it_trains(three: Folder) -> None:
     """[36, 37]"""
     script = three.script(
         """
@@ -426,7 +426,7 @@ tell(peer, began=began, weight=model.weight.flatten().tolist(), iteration=peer.i
 
 @pytest.mark.parametrize("block", [True, False])
 def test_a_script_that_raises_in_one_peer(three: Folder, block: bool) -> None:
-    """The traceback is the user's own, and is shown once; the others train on."""
+    """The user's traceback is shown once, and the other peers continue."""
     loop = """
     train(peer, model, optimizer, 10)
     if peer.rank == 1:
@@ -440,8 +440,8 @@ def test_a_script_that_raises_in_one_peer(three: Folder, block: bool) -> None:
     assert max(differences(run.model(0), run.model(2)).values()) <= 1e-6
 
 
-def test_a_peer_that_kills_itself_in_mid_run_leaves_no_part_of_its_model(three: Folder) -> None:
-    """[1, 32] Its last words are a model of other numbers; those of the others stay finite and agree."""
+def test_a_peer_killed_during_the_run_leaves_no_part_of_its_model(three: Folder) -> None:
+    """[1, 32] It sends a model with extreme values when it dies; the others stay finite and agree."""
     script = three.script(
         TEN_LINES
         + """
@@ -475,7 +475,7 @@ with peer:
 
 
 def test_a_poisoned_model_is_refused_and_counted(three: Folder) -> None:
-    """[22] A NaN that its sender does not notice, in a buffer beside the weights."""
+    """[22] The NaN is in a buffer, not in the weights, so its sender does not notice."""
     script = three.script(
         TEN_LINES.replace("nn.ReLU()", "nn.BatchNorm1d(16)")
         + """
@@ -495,7 +495,7 @@ with peer:
     assert max(differences(run.model(0), run.model(2)).values()) <= 1e-6
 
 
-def test_a_peer_whose_own_model_diverges_says_so_and_spoils_no_other(three: Folder) -> None:
+def test_a_diverged_peer_logs_it_and_spoils_no_other(three: Folder) -> None:
     """[22]"""
     script = three.script(
         TEN_LINES.replace(
@@ -515,11 +515,11 @@ with peer:
     assert len(said) == 1 and "own model holds NaN or Inf since iteration 11" in said[0], run.ended.shown
     assert run.summary["poisoned"] == [0, 0, 0]
     assert run.summary["test_accuracy"] == [1.0, 0.0, 1.0]
-    assert run.summary["consensus_accuracy"] == 1.0  # of those that are finite
+    assert run.summary["consensus_accuracy"] == 1.0  # of the finite models
     assert max(differences(run.model(0), run.model(2)).values()) <= 1e-6
 
 
-# --- what scripts get wrong ---------------------------------------------------------------------------
+# --- mistakes in scripts ------------------------------------------------------------------------------
 
 
 def test_figures_may_be_tensors(two: Folder) -> None:
@@ -537,7 +537,7 @@ with peer:
 
 
 @pytest.mark.parametrize("given", ["float('nan')", "'high'", "torch.zeros(2)"])
-def test_an_accuracy_that_is_none_costs_no_training(two: Folder, given: str) -> None:
+def test_an_invalid_accuracy_does_not_end_the_training(two: Folder, given: str) -> None:
     script = two.script(
         TEN_LINES.replace("(model, optimizer)", f"(model, optimizer, evaluate=lambda m: {given})")
         + "with peer:\n    train(peer, model, optimizer, 20)\n"
@@ -546,8 +546,8 @@ def test_an_accuracy_that_is_none_costs_no_training(two: Folder, given: str) -> 
     assert run.summary["test_accuracy"] == [None, None] and agree(run, 2)
 
 
-def test_what_the_loop_does_after_its_last_step_is_agreed_on(two: Folder) -> None:
-    """Averaged weights that are put in at the end, say."""
+def test_changes_after_the_last_step_take_part_in_the_finish(two: Folder) -> None:
+    """An example is a loop that loads averaged weights at the end."""
     script = two.script(
         TEN_LINES
         + """
@@ -595,8 +595,8 @@ with peer:
     assert "'0.weight' lies in other memory" in told and "before gossipx.join" in told
 
 
-def test_a_model_moved_after_the_last_step_is_kept_and_left_out(three: Folder) -> None:
-    """The training is not lost for it, neither this peer's nor the others'."""
+def test_a_model_moved_after_the_last_step_is_saved_without_the_finish(three: Folder) -> None:
+    """The training is not lost, neither this peer's nor that of the others."""
     script = three.script(
         TEN_LINES
         + """
@@ -612,7 +612,7 @@ with peer:
     assert max(differences(run.model(0), run.model(2)).values()) <= 1e-6
 
 
-def test_an_exit_that_was_caught_is_none(two: Folder) -> None:
+def test_a_caught_exit_does_not_count(two: Folder) -> None:
     script = two.script(
         TEN_LINES
         + """
@@ -628,7 +628,7 @@ train(peer, model, optimizer, 10)
     assert run.summary["lost"] == [] and agree(run, 2)
 
 
-def test_a_training_in_a_thread_goes_on_after_the_main_thread(two: Folder) -> None:
+def test_training_in_a_thread_continues_after_the_main_thread(two: Folder) -> None:
     script = two.script(
         TEN_LINES + "import threading\nthreading.Thread(target=train, args=(peer, model, optimizer, 300)).start()\n"
     )
@@ -657,8 +657,8 @@ def test_a_wrong_call_of_join(two: Folder, body: str, told: str) -> None:
     assert ended.code == 2 and ended.errors.count("\n") == 1 and told in ended.errors, ended.shown
 
 
-def test_under_a_run_its_rank_and_settings_hold_but_a_function_is_taken(two: Folder) -> None:
-    """... and the summary names it."""
+def test_under_a_run_its_rank_and_settings_apply_but_a_policy_function_is_used(two: Folder) -> None:
+    """The summary names the function."""
     script = two.script(
         TEN_LINES.replace(
             "(model, optimizer)", "(model, optimizer, rank=0, seed=3, policy=lambda seen: seen.step % 5 == 0)"
@@ -677,7 +677,7 @@ def test_a_loop_that_counts_no_iteration_is_warned(two: Folder) -> None:
 
 
 def test_a_forked_process_is_not_the_peer(two: Folder) -> None:
-    """[4] SIGTERM ends it at once, and its own end finishes nothing, as if it had never seen gossipx."""
+    """[4] In a forked process SIGTERM has its default action, and its exit does not finish the peer."""
     script = two.script(
         TEN_LINES
         + """
@@ -703,7 +703,7 @@ tell(peer, codes=[other.exitcode, quick.exitcode], seen=seen)
     assert agree(run, 2) and run.summary["iterations"] == 10
 
 
-def test_a_model_that_cannot_be_written_costs_no_figures(two: Folder) -> None:
+def test_the_figures_are_reported_if_the_model_cannot_be_written(two: Folder) -> None:
     """[28]"""
     script = two.script(
         TEN_LINES
@@ -720,7 +720,7 @@ with peer:
     assert "finished, but its process ended: exit code 1" in run.ended.output
 
 
-def test_labels_are_needed_to_deal_by_them(two: Folder) -> None:
+def test_a_partition_by_label_needs_labels(two: Folder) -> None:
     script = two.script("with gossipx.join(nn.Linear(4, 1)) as peer:\n    peer.shard(list(range(100)))\n")
     told = two.refused("--partition", "dirichlet:alpha=0.3", script, two.path)
     assert "has no targets or labels" in told

@@ -1,4 +1,4 @@
-"""A process that joins and closes again and again keeps nothing of the runs before."""
+"""A process that joins and closes repeatedly keeps no memory or file of earlier runs."""
 
 from __future__ import annotations
 
@@ -59,5 +59,5 @@ def test_nothing_stays_open_and_no_arena_stays(tmp_path: Path, settings: str) ->
         for rank in range(2):
             told = here.told(rank)
             assert told["arenas"] == 0
-            # What is opened once, by whatever is used first, stays.
+            # Resources that are opened once per process stay open.
             assert told["descriptors"][1:] == [told["descriptors"][0]] * 4

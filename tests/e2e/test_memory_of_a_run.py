@@ -1,4 +1,4 @@
-"""What a peer keeps in memory: at most its model, two snapshots, one model that comes in, and 64 MB."""
+"""Memory of a peer: at most its model, two snapshots, one incoming model, and 64 MB."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SCRIPT = resident_memory.__file__
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("peers", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_at_most_two_snapshots_and_one_model_that_comes_in(tmp_path: Path, transport: str, peers: int) -> None:
-    """Whatever the number of neighbours; 40 MB a model, pulled whenever the last pull is mixed."""
+def test_at_most_two_snapshots_and_one_incoming_model(tmp_path: Path, transport: str, peers: int) -> None:
+    """This holds for any number of neighbours; models have 40 MB, and each pull follows the previous one."""
     with folder(tmp_path, peers) as here:
         options = ("--policy", "tau:1", "--transport", transport)
         run = here.run(*options, SCRIPT, here.path, "10000", "60", "30")

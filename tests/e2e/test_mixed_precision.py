@@ -1,4 +1,4 @@
-"""Models trained in 16 bits, and sampled deltas, over real processes."""
+"""Models trained in 16 bits, and sampled deltas, in real processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ tell(peer, dtype=str(model[0].weight.dtype))
     ids=["pulls", "waves", "pairs"],
 )
 def test_peers_in_bfloat16_agree(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """Also where peers are asked in the midst of a step, and none has a boundary to give."""
+    """This includes requests that arrive within a step, at a peer that keeps no copy of the last boundary."""
     with folder(tmp_path, 3) as here:
         run = here.run(*options, "--peer-timeout", "20", here.script(HALF), here.path)
         assert [here.told(rank)["dtype"] for rank in range(3)] == ["torch.bfloat16"] * 3

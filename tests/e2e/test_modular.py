@@ -1,4 +1,4 @@
-"""The parameter server by the paper's names, and parts of one's own, in real processes and on real sockets."""
+"""The parameter server's API with the paper's names, and custom parts, in real processes with real sockets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def two(tmp_path: Path) -> Iterator[Folder]:
 
 @pytest.fixture
 def initialize(tmp_path: Path) -> Iterator[Callable[..., ParameterServer]]:
-    """``gossipx.initialize`` in this process, for a run of one peer."""
+    """Call ``gossipx.initialize`` in this process, for a run of one peer."""
     hosts = tmp_path / "hosts.txt"
     hosts.write_text(f"127.0.0.1:{free_ports(1)[0]}\n")
     made: list[ParameterServer] = []
@@ -54,8 +54,8 @@ def test_the_papers_program_with_all_of_its_parts(two: Folder) -> None:
     summary = run.summary
     assert summary["iterations"] == 600 and summary["lost"] == []
     assert summary["policy"] == "SSPConsistency:staleness=3"
-    assert summary["taken_in"] == [1200, 1200]  # every gradient, at each of the two shards
-    assert sum(summary["retrievals"]) < 1000, "the slower of two has what is new enough three times out of four"
+    assert summary["taken_in"] == [1200, 1200]  # each of the two shards got every gradient
+    assert sum(summary["retrievals"]) < 1000, "the slower worker's tables are recent enough in three of four iterations"
     assert max(differences(run.model(0), run.model(1)).values()) == 0
     truth = torch.ones(20, 20).triu()[:, ::2]
     assert float((run.model(0)["weight"] - truth).abs().max()) < 0.5
@@ -92,8 +92,8 @@ with gossipx.initialize(optimizer=functools.partial(torch.optim.Adam, lr=0.05)) 
 }
 
 
-def test_a_torch_loop_and_a_program_wait_free_or_not_come_to_the_same_bits(two: Folder) -> None:
-    """bsp of two workers, so that a sum has one order; and a schedule of the learning rate."""
+def test_a_torch_loop_and_a_program_have_the_same_result_with_and_without_wait_free(two: Folder) -> None:
+    """Two workers use bsp, which fixes the order of sums, and a learning rate schedule."""
     models = []
     for name, loop in LOOPS.items():
         script = two.script(loop, f"train_{name}.py")
@@ -141,14 +141,14 @@ tell(peer, off=max(float((a - b).abs().max()) for a, b in zip(alone.parameters()
 """
 
 
-def test_a_server_whose_tables_an_iteration_does_not_use_counts_it_all_the_same(two: Folder) -> None:
-    """Both workers have the same batches, so that their mean is the gradient of one; server 1 has the branch alone."""
+def test_a_server_counts_an_iteration_that_uses_none_of_its_tables(two: Folder) -> None:
+    """Both workers have the same batches, so the mean gradient is that of one; server 1 has only the branch."""
     run = two.run(*BRIEF, "--placement", "range", two.script(BRANCH), two.path)
     assert two.told(0)["off"] < 1e-5 and two.told(1)["off"] < 1e-5
     assert run.summary["taken_in"] == [48, 48]
 
 
-# --- what is wrong is told in one line ------------------------------------------------------------------------
+# --- each mistake is reported in one line ---------------------------------------------------------------------
 
 
 def started(initialize: Callable[..., ParameterServer], **settings: Any) -> tuple[ParameterServer, int]:
@@ -159,7 +159,7 @@ def started(initialize: Callable[..., ParameterServer], **settings: Any) -> tupl
 
 
 def test_values_clock_and_the_end(initialize: Callable[..., ParameterServer]) -> None:
-    """The paper's SGD with learning rate 0.1 where nothing is said; a table without an update keeps its values."""
+    """The default is the paper's SGD with learning rate 0.1; a table without an update keeps its values."""
     server = initialize()
     with server:
         one, two = server.create_table(torch.ones(2, 3)), server.create_table([])
@@ -179,7 +179,7 @@ def test_values_clock_and_the_end(initialize: Callable[..., ParameterServer]) ->
         server.sync(one)
 
 
-def test_what_is_synced_stays_until_it_is_synced_again(initialize: Callable[..., ParameterServer]) -> None:
+def test_synced_values_are_constant_until_the_next_sync(initialize: Callable[..., ParameterServer]) -> None:
     server, table = started(initialize)
     with server:
         values = server.sync(table)
@@ -242,7 +242,7 @@ def test_misuse_of_initialize(initialize: Callable[..., ParameterServer]) -> Non
         initialize(server="0")
 
 
-def test_a_run_without_servers_is_told_so(two: Folder) -> None:
+def test_a_run_without_servers_is_refused(two: Folder) -> None:
     told = two.refused("--policy", "never", EXAMPLES / "program.py")
     assert told.endswith("this run has no parameter server: name its servers by --servers")
 
@@ -266,7 +266,7 @@ class CannotTell(ServerStorage):
 
 
 @pytest.mark.parametrize("storages", [{"transmit": CannotEncode}, {"server": CannotDecode}, {"server": CannotTell}])
-def test_a_part_that_fails_ends_training_in_a_line(
+def test_a_failing_part_ends_training_with_one_line(
     initialize: Callable[..., ParameterServer], storages: dict[str, Any]
 ) -> None:
     with pytest.raises(UsageError, match=r"a part of the parameter server failed: IndexError: the \w+'s own fault"):  # noqa: SIM117
@@ -279,7 +279,7 @@ def test_a_part_that_fails_ends_training_in_a_line(
 
 
 class _Closing:
-    """Closes a server's peer, whatever state it is in."""
+    """Closes a server's peer in any state."""
 
     def __init__(self, server: ParameterServer):
         self.server = server

@@ -1,6 +1,6 @@
-"""What a torch loop may do in server mode, against the same loop without gossipx: one peer that is its own server.
+"""Torch training loops in server mode, compared with the same loops without gossipx: one peer is its own server.
 
-With one worker under bsp the server's steps are those that the loop's own optimizer would have made.
+With one worker under bsp the server makes the same steps as the loop's own optimizer.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from gossipx.server.sync_models.decisions import Part
 from runs import free_ports
 
 STEPS = 6
-LONG = 20.0  # seconds: ends a wait for what does not come
-EACH_ALONE = {"placement": "range", "bucket": 0}  # a bucket a table: both have the same numbers
+LONG = 20.0  # seconds: timeout of waits
+EACH_ALONE = {"placement": "range", "bucket": 0}  # one bucket per table, with the same numbers
 WAIT_FREE = [True, False]
 
 
 class Join(Protocol):
-    """Joins a run of one peer."""
+    """Joins a run with a single peer."""
 
     def __call__(self, model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -> Peer: ...
 
@@ -91,13 +91,13 @@ def same(model: nn.Module, other: nn.Module, **tolerance: float) -> None:
 
 
 def served(join: Join, model: nn.Module, step: Step, steps: int = STEPS, **settings: Any) -> nn.Module:
-    """``model`` after so many steps with a server."""
+    """Train ``model`` for a number of steps with a server, and return it."""
     with join(model, optimizer := sgd(model), **settings):
         return loop(model, optimizer, step, steps)
 
 
 def two_sided(step: Step) -> Step:
-    """The same, and what is not changed: gradients are the loop's after the step, as without gossipx."""
+    """Return the step with a check that gradients after it are the loop's, as without gossipx."""
 
     def made(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
         step(model, optimizer, number)
@@ -107,7 +107,7 @@ def two_sided(step: Step) -> Step:
 
 
 def evaluating(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Looks at the model between two steps."""
+    """Make a step, and evaluate the model before the next one."""
     plain(model, optimizer, step)
     with torch.no_grad():
         model.eval()
@@ -122,7 +122,7 @@ def keeping(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> No
 
 
 def closing(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """The optimizer calls the loss by itself."""
+    """Make a step with an optimizer that calls the loss function."""
 
     def closure() -> float:
         optimizer.zero_grad()
@@ -136,7 +136,7 @@ def closing(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> No
 
 @pytest.mark.parametrize("wait_free", WAIT_FREE)
 @pytest.mark.parametrize("step", [plain, evaluating, keeping, two_sided(plain), closing])
-def test_loops_that_give_what_they_give_alone(join: Join, step: Step, wait_free: bool) -> None:
+def test_loops_with_the_same_result_as_without_gossipx(join: Join, step: Step, wait_free: bool) -> None:
     alone = loop(model := net(), sgd(model), step)
     same(served(join, net(), step, wait_free=wait_free), alone)
 
@@ -172,7 +172,7 @@ def test_two_backward_passes_without_no_sync_are_refused(join: Join) -> None:
         peer.close()
 
 
-# --- when gradients leave, and tables are waited for (Modularized Parameter Server, Figure 2.4) ---------
+# --- when gradients are sent, and tables awaited (Modularized Parameter Server, Figure 2.4) -------------
 
 
 def shard_of(peer: Peer) -> Shard:
@@ -182,7 +182,7 @@ def shard_of(peer: Peer) -> Shard:
 
 
 class TakenIn:
-    """Counts what the server takes in of pushes, a table each."""
+    """Counts the pushes that the server accepts, one table each."""
 
     def __init__(self, shard: Shard, monkeypatch: pytest.MonkeyPatch):
         self._count = threading.Semaphore(0)
@@ -195,15 +195,15 @@ class TakenIn:
         return part
 
     def come(self, tables: int, within: float = LONG) -> bool:
-        """Whether so many more of them have come, or do in time."""
+        """Wait until a number of further tables were pushed. Return False at the timeout."""
         return all(self._count.acquire(timeout=within) for _ in range(tables))
 
 
 @pytest.mark.parametrize("wait_free", WAIT_FREE)
-def test_gradients_leave_while_backward_goes_on(join: Join, monkeypatch: pytest.MonkeyPatch, wait_free: bool) -> None:
-    """Section 2.3.2: the last layer's are with the server before the first layer's are made, and all before the step.
+def test_gradients_are_sent_during_backward(join: Join, monkeypatch: pytest.MonkeyPatch, wait_free: bool) -> None:
+    """Section 2.3.2: the server has the last layer's gradients before the first layer's are computed.
 
-    Without wait-free backpropagation none has left then.
+    All are sent before the step. Without wait-free backpropagation none is sent before it.
     """
     model = net()
     with join(model, optimizer := sgd(model), wait_free=wait_free, **EACH_ALONE) as peer:
@@ -214,7 +214,7 @@ def test_gradients_leave_while_backward_goes_on(join: Join, monkeypatch: pytest.
             seen = []
 
             def between(gradient: Tensor, seen: list[bool] = seen) -> None:
-                """The last layer's backward pass is over, and the first layer's has not begun."""
+                """Called between the last layer's backward pass and the first layer's."""
                 assert model[2].weight.grad is not None and model[0].weight.grad is None
                 seen.append(taken.come(2, within))
 
@@ -227,15 +227,15 @@ def test_gradients_leave_while_backward_goes_on(join: Join, monkeypatch: pytest.
             assert wait_free or taken.come(4)
 
 
-def test_a_forward_waits_for_its_own_parameters_alone(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Section 2.3.2: the first layer computes while the last one's tables are still to be fetched."""
+def test_a_forward_waits_only_for_its_own_parameters(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Section 2.3.2: the first layer computes while the last one's tables are still being fetched."""
     model = net()
     with join(model, optimizer := sgd(model), **EACH_ALONE) as peer:
         shard, held, told = shard_of(peer), list[Received](), list[str]()
         requested, gone_on, deciding = shard.requested, threading.Event(), threading.Lock()
 
         def holds_back(event: Received, now: float) -> list[Effect]:
-            """The server answers none for the last layer's tables of the first iteration."""
+            """Delay the server's answers to pulls of the last layer's tables in the first iteration."""
             pull = event.request
             with deciding:
                 if isinstance(pull, TablesRequest) and pull.progress >= 0 and pull.bucket >= 2 and not gone_on.is_set():
@@ -243,18 +243,18 @@ def test_a_forward_waits_for_its_own_parameters_alone(join: Join, monkeypatch: p
                     return []
             return requested(event, now)
 
-        def goes_on(why: str) -> None:
+        def proceeds(why: str) -> None:
             told.append(why)
             with deciding:
                 gone_on.set()
             while held:
-                peer._driver.tell(held.pop())
+                peer._driver.handle(held.pop())
 
         monkeypatch.setattr(shard, "requested", holds_back)
         plain(model, optimizer, 0)
-        late = threading.Timer(LONG, goes_on, ["it waits for all tables"])
+        late = threading.Timer(LONG, proceeds, ["it waits for all tables"])
         late.start()
-        hook = model[0].register_forward_hook(lambda *_: goes_on("the first layer has computed"))
+        hook = model[0].register_forward_hook(lambda *_: proceeds("the first layer has computed"))
         with torch.no_grad():
             model(batch(1))
         late.cancel()
@@ -264,7 +264,7 @@ def test_a_forward_waits_for_its_own_parameters_alone(join: Join, monkeypatch: p
 
 
 class Tied(nn.Module):
-    """Two layers of one weight; one more that only a part of the steps use; one that is frozen."""
+    """Two layers with a shared weight, a layer that only some steps use, and a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ class Tied(nn.Module):
 
 
 def with_zeros(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """As servers see it: what has no gradient has zeros."""
+    """Make a step as servers do: a missing gradient counts as zeros."""
     optimizer.zero_grad()
     loss_of(model, batch(step)).backward()
     for parameter in model.parameters():
@@ -339,10 +339,10 @@ def test_parameter_groups_and_a_rate_that_is_a_tensor(join: Join) -> None:
     same(model, alone, rtol=1e-5, atol=1e-6)
 
 
-# --- what is refused ----------------------------------------------------------------------------------
+# --- refused loops ------------------------------------------------------------------------------------
 
 
-def test_clipping_after_gradients_have_left_is_refused_with_its_knob(join: Join) -> None:
+def test_clipping_after_gradients_were_sent_is_refused_and_names_the_option(join: Join) -> None:
     model = net()
     with join(model, optimizer := sgd(model)) as peer:
         loss_of(model, batch(0)).backward()
@@ -360,7 +360,7 @@ def clipping(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> N
 
 
 def directly(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Uses a layer's parameters without the layer."""
+    """Use a layer's parameters outside the layer."""
     optimizer.zero_grad()
     assert isinstance(model, nn.Sequential)
     hidden = torch.tanh(model[0](batch(step)))
@@ -377,11 +377,11 @@ def scaled(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Non
 
 
 @pytest.mark.parametrize("step", [clipping, directly, scaled])
-def test_without_wait_free_they_may(join: Join, step: Step) -> None:
+def test_the_same_loops_work_without_wait_free(join: Join, step: Step) -> None:
     same(served(join, net(), step, wait_free=False), loop(alone := net(), sgd(alone), step), rtol=1e-5, atol=1e-6)
 
 
-def test_a_parameter_without_its_module_is_refused_with_its_knob(join: Join) -> None:
+def test_a_parameter_outside_its_module_is_refused_and_names_the_option(join: Join) -> None:
     model = net()
     with join(model, optimizer := sgd(model)) as peer:
         with pytest.raises(UsageError, match=r"'2\.\w+' was used outside its module's forward: give --no-wait-free"):
@@ -390,7 +390,7 @@ def test_a_parameter_without_its_module_is_refused_with_its_knob(join: Join) -> 
 
 
 @pytest.mark.parametrize("wait_free", WAIT_FREE)
-def test_a_fused_optimizer_that_would_unscale_by_itself_is_refused(join: Join, wait_free: bool) -> None:
+def test_a_fused_optimizer_with_scaled_gradients_is_refused(join: Join, wait_free: bool) -> None:
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
     with join(model, optimizer, wait_free=wait_free) as peer:
@@ -404,7 +404,7 @@ def test_a_fused_optimizer_that_would_unscale_by_itself_is_refused(join: Join, w
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_steps_too_small_for_16_bits_add_up(join: Join, dtype: torch.dtype) -> None:
-    """Each step is a hundredth of what rounding leaves out; the server keeps float32."""
+    """Each step is a hundredth of the rounding error; the server keeps float32."""
     model = nn.Linear(1, 1, bias=False).to(dtype)
     with torch.no_grad():
         model.weight.fill_(1.0)

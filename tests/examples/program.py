@@ -1,5 +1,5 @@
 # program.py
-"""Code 4.5: a user program, with the parts of Code 4.1 to 4.4."""
+"""Code 4.5: a user program with the parts of Code 4.1 to 4.4."""
 
 import torch
 from round_robin import RoundRobinPlacement

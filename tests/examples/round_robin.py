@@ -1,5 +1,5 @@
 # round_robin.py
-"""Code 4.1: tables to servers in turn."""
+"""Code 4.1: a placement that assigns tables to servers in turn."""
 
 from gossipx.parts import Partition, Placement
 

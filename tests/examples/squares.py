@@ -1,5 +1,5 @@
 # squares.py
-"""A growth function of one's own: K is the root of the number of gradients."""
+"""A custom growth function: K is the square root of the number of gradients."""
 
 import math
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
 # stale.py
-"""Code 4.4: stale synchronous parallelism whose workers pull only when what they have is too old."""
+"""Code 4.4: stale synchronous parallelism; workers pull only when their tables are too old."""
 
 from dataclasses import dataclass
 

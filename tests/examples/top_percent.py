@@ -1,5 +1,5 @@
 # top_percent.py
-"""Code 4.2 and 4.3: the largest hundredth of a gradient is sent; the rest stays for later."""
+"""Code 4.2 and 4.3: storages that send the largest hundredth of a gradient and keep the rest for later."""
 
 import torch
 

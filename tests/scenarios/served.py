@@ -1,4 +1,4 @@
-"""Runs with a parameter server in virtual time, of a small real model; put together as real ones are."""
+"""Simulated runs of a small real model with a parameter server, built like real ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ITERATIONS = 12
 
 
 class Net(nn.Module):
-    """Tensors of many sizes, one of them empty and one without a gradient; float64, so that sums are exact enough."""
+    """A model with tensors of many sizes, one empty and one without a gradient; float64 keeps sums exact enough."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,14 +42,14 @@ class Net(nn.Module):
 
 
 def batch(rank: int, iteration: int) -> tuple[Tensor, Tensor]:
-    """What a worker computes with."""
+    """Return the batch of a worker in an iteration."""
     generator = torch.Generator().manual_seed(1000 * rank + iteration)
     x = torch.randn(BATCH, FEATURES, generator=generator, dtype=torch.float64)
     return x, torch.sin(x.sum(1))
 
 
 def gradients(module: nn.Module, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Leave the gradient of the mean loss over all samples in the parameters."""
+    """Compute the gradient of the mean loss over all samples."""
     x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
     module.zero_grad()
     (module(x) - y).square().mean().backward()
@@ -75,7 +75,7 @@ def make(
     min_peers: int = 1,
     **given: Any,
 ) -> SimPeer:
-    """One peer of a run with servers, not started; ``given`` are settings as ``gossipx run`` has them."""
+    """Return a peer of a run with servers that is not started; ``given`` are settings of ``gossipx run``."""
     made = module()
     resolved = files.resolve({"servers": "0", "bucket": 100, **given})
     served = serve(
@@ -99,7 +99,7 @@ def make(
 
 
 def step(peer: SimPeer) -> None:
-    """The gradient of the worker's own batch."""
+    """Compute the gradient of the worker's batch."""
     gradients(peer.module, [batch(peer.rank, peer.arena.step)])
 
 
@@ -111,7 +111,7 @@ def world(
     absent: Sequence[int] = (),
     **options: Any,
 ) -> World:
-    """A world in which ``size`` peers start at 0; ``slow`` gives seconds a step."""
+    """Return a world in which ``size`` peers start at 0; ``slow`` has seconds per step."""
     made = World(seed, network or Network(delay=0.01))
     for rank in set(range(size)) - set(absent):
         made.start(rank, maker(rank, size, **{**options, "seed": seed, "compute": (slow or {}).get(rank, 1.0)}))
@@ -119,34 +119,34 @@ def world(
 
 
 def maker(rank: int, size: int, **options: Any) -> Callable[[int], SimPeer]:
-    """Makes the peer ``rank``, given its incarnation."""
+    """Return a function that makes the peer ``rank``, given its incarnation."""
     return lambda incarnation: make(rank, size, incarnation, **options)
 
 
 def values(module: nn.Module) -> Tensor:
-    """All parameters, one after the other."""
+    """Return all parameters, concatenated."""
     return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
 
 
 def joined(workers: Sequence[int], iterations: int = ITERATIONS, optimizer: Optimizer = sgd) -> Tensor:
-    """Where one process comes to on all workers' batches together."""
+    """Return the result of one process that trains on all workers' batches."""
     module = Net()
     made = optimizer(module.parameters())
     for iteration in range(iterations):
         gradients(module, [batch(rank, iteration) for rank in workers])
-        for parameter in module.parameters():  # a server is told zeros of what has no gradient
+        for parameter in module.parameters():  # servers get zeros for a missing gradient
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         made.step()
     return values(module)
 
 
 def ended(made: World, limit: float = 1000.0) -> World:
-    """Run, and see that every peer came to an end in time."""
+    """Run, and check that every peer ended in time."""
     return toy.ended(made, limit)
 
 
 def clocks(made: World) -> dict[int, int]:
-    """V_train of each shard."""
+    """Return V_train of each shard."""
     found = {}
     for peer in made.peers.values():
         assert isinstance(peer.role.exchange, ServerMode)

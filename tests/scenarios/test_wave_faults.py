@@ -87,7 +87,7 @@ def test_a_checkpoint_restored_in_a_wave_takes_no_part():
     state = peer.role.sync.state_dict()
     kept = peer.weights()
     peer.arena.set_boundary(3)
-    peer._tell(Restored(3, state))
+    peer.handle(Restored(3, state))
     assert peer.role.waves.current is None and not peer.models.captures
     made.run(made.now + 0.5)
     assert torch.equal(peer.weights(), kept)

@@ -1,4 +1,4 @@
-"""What limits of an exchange that a run is given do in the peers that are put together of it."""
+"""The effect of a run's limits of exchanges on the peers that are built from its settings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NOW = 100.0
 
 
 class Make(Protocol):
-    """Puts a peer together that trains; nothing of it is started."""
+    """Builds a training peer without starting it."""
 
     def __call__(self, rank: int = 0, **settings: Any) -> Peer: ...
 
@@ -61,7 +61,7 @@ def make() -> Iterator[Make]:
 
 
 def answers(peer: Peer, *requests: Request) -> list[Answer]:
-    """How a peer answers to requests in one moment, one of each of the others."""
+    """Return a peer's answers to simultaneous requests, one from each other peer."""
     role = peer._role
     effects = [role.handle(Received(rank, rank, request), NOW) for rank, request in enumerate(requests, 1)]
     return [effect for some in effects for effect in some if isinstance(effect, Answer)]
@@ -72,13 +72,13 @@ def kinds(found: list[Answer]) -> list[type[Reply]]:
 
 
 @pytest.mark.parametrize(("settings", "most"), [({}, 4), ({"max_served": 2}, 2), ({"max_served": 6}, 6)])
-def test_so_many_pulls_are_served_at_once(make: Make, settings: dict[str, Any], most: int) -> None:
+def test_the_number_of_pulls_served_at_once(make: Make, settings: dict[str, Any], most: int) -> None:
     pulls = [PullRequest(1, 30.0)] * 7
     assert kinds(answers(make(**settings), *pulls)) == [ModelReply] * most + [BusyReply] * (7 - most)
 
 
 @pytest.mark.parametrize(("settings", "most"), [({}, 1), ({"max_pushes": 3}, 3)])
-def test_so_many_pushes_are_taken_in_at_once(make: Make, settings: dict[str, Any], most: int) -> None:
+def test_the_number_of_pushes_accepted_at_once(make: Make, settings: dict[str, Any], most: int) -> None:
     pushes = [PushRequest(7, 1)] * 5
     found = kinds(answers(make(mode="push", **settings), *pushes))
     assert found == [AcceptReply] * most + [BusyReply] * (5 - most)
@@ -88,16 +88,16 @@ def test_so_many_pushes_are_taken_in_at_once(make: Make, settings: dict[str, Any
     ("settings", "apart"),
     [({}, SECONDS_PER_MODEL / 0.03), ({"serve_share": 0.001}, SECONDS_PER_MODEL / 0.001), ({"serve_share": 1.0}, 0.0)],
 )
-def test_models_are_given_so_far_apart(make: Make, settings: dict[str, Any], apart: float) -> None:
-    """The share of a while before was saved up; from then on each waits for its turn."""
+def test_the_time_between_answers_to_pulls(make: Make, settings: dict[str, Any], apart: float) -> None:
+    """The unused share of an earlier period is available at once; after that each answer waits."""
     found = answers(make(max_served=7, **settings), *[PullRequest(1, 30.0)] * 7)
     turns = [NOW - SAVED + number * apart for number in range(7)]
     assert [answer.begins for answer in found] == pytest.approx([max(turn, NOW) for turn in turns])
 
 
 @pytest.mark.parametrize(("settings", "patience"), [({}, LONG), ({"max_rate": "8kbit"}, 1.0)])
-def test_a_model_leaves_at_so_much_a_second(make: Make, settings: dict[str, Any], patience: float) -> None:
-    """100 kB at 1 kB a second are not there in one second; without a limit they are."""
+def test_a_model_is_sent_at_the_maximum_rate(make: Make, settings: dict[str, Any], patience: float) -> None:
+    """100 kB at 1 kB/s do not arrive within a second; without a limit they do."""
     giver, taker = make(0, **settings), make(1)
     for rank, peer in enumerate((giver, taker)):
         peer._comm.start()
@@ -113,7 +113,5 @@ def test_a_model_leaves_at_so_much_a_second(make: Make, settings: dict[str, Any]
 
 
 @pytest.mark.parametrize(("settings", "seconds"), [({}, 20.0), ({"max_rate": "8kbit"}, 2 * 4 * VALUES / 1000)])
-def test_a_model_is_waited_for_as_long_as_the_rate_makes_it_take(
-    make: Make, settings: dict[str, Any], seconds: float
-) -> None:
+def test_the_timeout_of_a_model_follows_the_maximum_rate(make: Make, settings: dict[str, Any], seconds: float) -> None:
     assert make(**settings)._role.members.patience(1) == pytest.approx(seconds, rel=1e-3)

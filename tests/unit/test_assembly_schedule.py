@@ -1,4 +1,4 @@
-"""What a run's settings make of topology and schedule."""
+"""The topology and the schedule that are built from a run's settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_sites_are_the_hosts_unless_the_topology_has_its_own() -> None:
     assert build_schedule(own, 4, HOSTS).topology.sites == (0, 0, 1, 1)
 
 
-def test_a_random_graph_goes_by_the_runs_seed() -> None:
+def test_a_random_graph_uses_the_runs_seed() -> None:
     made = [build_schedule(files.resolve({"topology": "regular", "seed": seed}), 20).topology for seed in (3, 4)]
     assert made[0].neighbours == load("regular", 20, 3).neighbours != made[1].neighbours
 
@@ -28,7 +28,7 @@ def test_a_random_graph_goes_by_the_runs_seed() -> None:
 def test_the_topologys_schedule_unless_one_is_given() -> None:
     of_file = build_schedule(files.resolve({"topology": "one-peer-exponential"}), 8)
     given = build_schedule(files.resolve({"topology": "one-peer-exponential", "schedule": "random"}), 8)
-    assert of_file.partner(0, 1, of_file.topology.neighbours[0], None, {}) == 2  # type: ignore[arg-type]  # it draws nothing
+    assert of_file.partner(0, 1, of_file.topology.neighbours[0], None, {}) == 2  # type: ignore[arg-type]  # the generator is not used
     assert type(given) is not type(of_file)
 
 

@@ -1,4 +1,4 @@
-"""What peers of a run with servers compare as they meet: the handshake turns away who differs, and names the option."""
+"""Server settings that the handshake compares: it refuses a peer that differs, and names the option."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = ("a", "b", "c")
 
 
 def alike(parts: Parts | None = None, **given: Any) -> dict[str, str]:
-    """By option, what the others must have, too."""
+    """Return the settings that must be equal on all peers, by option."""
     module = nn.Linear(3, 4)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     served = serve(files.resolve({"servers": "0,1", **given}), NAMES, 0, module, optimizer, parts or Parts())
@@ -44,7 +44,7 @@ def differ(one: dict[str, str], other: dict[str, str]) -> list[str]:
         ("bucket", 0),
     ],
 )
-def test_what_decides_how_shards_and_workers_go_together_is_compared(option: str, value: Any) -> None:
+def test_settings_shared_by_shards_and_workers_are_compared(option: str, value: Any) -> None:
     assert differ(alike(), alike(**{option: value})) == [f"--{option.replace('_', '-')}"]
 
 
@@ -58,15 +58,15 @@ def test_what_decides_how_shards_and_workers_go_together_is_compared(option: str
         ("checkpoint_every", "100"),
     ],
 )
-def test_what_each_peer_may_have_its_own_way_is_not(option: str, value: Any) -> None:
+def test_settings_of_a_single_peer_are_not_compared(option: str, value: Any) -> None:
     assert differ(alike(), alike(**{option: value})) == []
 
 
 class Sparse(TransmitBuffer):
-    """Another one."""
+    """A custom storage."""
 
 
-def test_parts_of_ones_own_are_compared() -> None:
+def test_custom_parts_are_compared() -> None:
     assert differ(alike(), alike(Parts(storages=Storages(transmit=Sparse)))) == ["parts"]
     own = Conditions(pull=lambda view, pull: True, push=lambda view: True)
     assert differ(alike(), alike(Parts(sync=own))) == ["--sync"]

@@ -1,4 +1,4 @@
-"""Which settings of a run go together: what has no effect is refused, what is only the default never."""
+"""Settings of a run that exclude each other: a setting without effect is refused, but never a default value."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OF_PEERS = [
     {"mixing": "aged"},
     {"mixing": "average:beta=0.3"},
 ]
-"""What is of peers that exchange with each other."""
+"""Settings for peers that exchange with each other."""
 
 
 def effective(has_script: bool = False, **given: Any) -> RunConfig:
@@ -40,7 +40,7 @@ def refused(**given: Any) -> str:
 
 
 @pytest.mark.parametrize("given", [*OF_PEERS, {"policy": "tau:5"}, {"policy": "tau"}, {"policy": "adaptive:0.5"}])
-def test_servers_refuse_what_is_of_peers_among_themselves(given: dict[str, str]) -> None:
+def test_servers_refuse_settings_of_peer_to_peer_exchanges(given: dict[str, str]) -> None:
     ((name, value),) = given.items()
     told = refused(servers="0,1", **given)
     shown = PRESETS["lenet"].policies.get(value, value) if name == "policy" else value
@@ -53,7 +53,7 @@ def test_servers_refuse_what_is_of_peers_among_themselves(given: dict[str, str])
 @pytest.mark.parametrize("has_script", [False, True])
 @pytest.mark.parametrize("model", sorted(PRESETS))
 def test_servers_refuse_no_default(model: str, has_script: bool) -> None:
-    """Also not that of the model's preset, nor what a run that goes on finds in its configuration."""
+    """This includes the defaults of the model's preset and those in the configuration of a resumed run."""
     same = {"policy": "adaptive", "mode": "pull", "exchange": "pulls", "topology": "full", "weights": "uniform"}
     for given in ({}, {**same, "mixing": "average:beta=0.5"}, {"mode": "server"}, {"policy": "never"}):
         made = effective(has_script, servers="0", model=model, **given)
@@ -62,8 +62,8 @@ def test_servers_refuse_no_default(model: str, has_script: bool) -> None:
 
 @pytest.mark.parametrize("given", OF_PEERS)
 @pytest.mark.parametrize("lost", ["gossip", "wait", "stop"])
-def test_a_hub_refuses_what_has_a_say_at_no_time(given: dict[str, str], lost: str) -> None:
-    """With --hub-lost gossip workers that have lost it pull from each other: from whom is told, and how it enters."""
+def test_a_hub_refuses_settings_that_never_have_an_effect(given: dict[str, str], lost: str) -> None:
+    """With --hub-lost gossip, workers without the hub pull from each other, so topology and mixing have an effect."""
     ((name, value),) = given.items()
     if lost == "gossip" and name not in ("mode", "exchange") and value != "push-sum":
         effective(hub="0", hub_lost=lost, **given)
@@ -74,12 +74,12 @@ def test_a_hub_refuses_what_has_a_say_at_no_time(given: dict[str, str], lost: st
 
 
 @pytest.mark.parametrize("lost", ["gossip", "wait", "stop"])
-def test_a_hub_goes_by_any_policy(lost: str) -> None:
+def test_a_hub_accepts_any_policy(lost: str) -> None:
     for policy in ("adaptive", "tau:5", "never"):
         effective(hub="0", hub_lost=lost, policy=policy)
 
 
-def test_join_refuses_a_policy_of_ones_own_with_servers() -> None:
+def test_join_refuses_a_custom_policy_with_servers() -> None:
     model = nn.Linear(2, 1)
     with pytest.raises(UsageError, match=r"^a parameter server uses sync= instead of policy="):
         gossipx.join(model, None, peers="none", mode="server", policy=lambda seen: True)
@@ -110,7 +110,7 @@ def test_join_refuses_a_policy_of_ones_own_with_servers() -> None:
         ({"mixing": "choco", "codec": "3lc", "mode": "push"}, "--mixing choco mixes pulled models"),
     ],
 )
-def test_codecs_of_models_that_do_not_go_with_a_run(given: dict[str, Any], told: str) -> None:
+def test_codecs_that_a_run_refuses(given: dict[str, Any], told: str) -> None:
     assert refused(**given).startswith(told)
 
 
@@ -122,14 +122,14 @@ def test_codecs_that_need_no_references(codec: str) -> None:
 
 
 @pytest.mark.parametrize("given", [{"mode": "push"}, {"hub": "0"}])
-def test_what_is_named_instead_goes_with_the_run(given: dict[str, Any]) -> None:
+def test_the_suggested_alternative_is_accepted(given: dict[str, Any]) -> None:
     named = refused(codec="topk", references=0, **given).partition("one of ")[2].split(", ")
     assert named == ["fp16", "bf16", "int8", "uint8-minmax", "natural"]
     for codec in named:
         effective(codec=codec, references=0, **given)
 
 
-def test_a_script_has_a_solver_of_its_own() -> None:
+def test_a_solver_file_is_refused_with_a_script() -> None:
     assert refused(has_script=True, solver="convnet") == (
         "--solver convnet is for the built-in task, and a script calls gossipx.get_solver instead: leave one out"
     )

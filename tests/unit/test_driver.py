@@ -1,4 +1,4 @@
-"""What a driver does with models that are captured for an exchange. The rest of it is tested end to end."""
+"""The driver's handling of captured models. The rest of the driver is tested end to end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from gossipx.runtime.driver import Driver
 
 
 class Script:
-    """In a role's place: says what the test tells it to, and keeps what it was told."""
+    """A role stub: returns the effects that the test sets, and stores the events that it gets."""
 
     def __init__(self) -> None:
         self.rank = 0
@@ -51,7 +51,7 @@ class Script:
 
 
 class Comm:
-    """In a CommManager's place: keeps what it was given."""
+    """A CommManager stub that stores requests and answers."""
 
     def __init__(self) -> None:
         self.requests: dict[object, Any] = {}
@@ -73,7 +73,7 @@ class Comm:
 
 
 class Bench:
-    """A driver between a script and a comm."""
+    """A driver between the two stubs."""
 
     def __init__(self, sampled: int | None = None) -> None:
         self.module = nn.Linear(16, 1, bias=False)
@@ -84,16 +84,16 @@ class Bench:
 
     def do(self, *effects: Effect) -> None:
         self.role.next = list(effects)
-        self.driver.tell(JoinRun())
+        self.driver.handle(JoinRun())
 
     def step(self) -> bytes:
-        """One step; the bytes of the model as it is then."""
+        """Make one step, and return the bytes of the model after it."""
         self.module.weight.data.add_(1.0)
         self.arena.step_done()
         return bytes(self.arena.snapshot().buffer.view)
 
     def reply(self, request: Any, reply: Any, model: bytes | None = None) -> None:
-        """The request was answered."""
+        """Answer the request."""
         assert self.comm.posted.acquire(timeout=10)
         payload, done = self.comm.requests[request]
         if model is not None:
@@ -111,7 +111,7 @@ def bench():
 OFFER, TAKE, PULL = PushRequest(1, 1), TakeRequest(1, 1), PullRequest(1, 30.0)
 
 
-def test_the_model_that_was_captured_is_given_whatever_came_after(bench: Bench):
+def test_an_answer_sends_the_captured_model_whatever_follows(bench: Bench):
     then = bench.step()
     bench.do(Capture(5), Send(5, 1, OFFER, math.inf))
     now = bench.step()
@@ -122,8 +122,8 @@ def test_the_model_that_was_captured_is_given_whatever_came_after(bench: Bench):
 
 
 @pytest.mark.parametrize("over", [Forget(5), Delivered(5)])
-def test_what_was_to_be_given_is_given_whatever_is_decided_meanwhile(bench: Bench, over: Effect):
-    """The answer has hold of it from the decision on; afterwards nobody has."""
+def test_an_answer_is_sent_whatever_is_decided_meanwhile(bench: Bench, over: Effect):
+    """The answer holds a reference to the model from the decision until it is sent."""
     then = bench.step()
     bench.do(Capture(5), Send(5, 1, OFFER, math.inf))
     bench.step()
@@ -133,21 +133,21 @@ def test_what_was_to_be_given_is_given_whatever_is_decided_meanwhile(bench: Benc
 
 
 def test_an_answer_finds_the_model_that_was_captured_in_the_same_decision(bench: Bench):
-    """Another thread may carry it out before this one has sent the request."""
+    """Another thread may carry out the answer before this one has sent the request."""
     bench.do(Capture(7), Answer("a", ModelReply(0), math.inf, captured=7), Send(7, 1, TAKE, math.inf))
     assert [type(reply) for reply, _ in bench.comm.answers] == [ModelReply]
 
 
-def test_a_model_with_nan_is_told_before_it_is_settled(bench: Bench):
-    """[22] A request that a pull makes is told of it when it is to be mixed; here the other side counts on it."""
+def test_a_model_with_nan_fails_its_request(bench: Bench):
+    """[22] A pulled model is checked when it is mixed; here the other side relies on the mixing."""
     bench.do(Capture(5), Send(5, 1, TAKE, math.inf))
     bench.reply(TAKE, ModelReply(3), torch.tensor([1.0, math.nan] * 8).numpy().tobytes())
     assert bench.role.told[-1] == Failed(5, Fault.POISONED)
 
 
 @pytest.fixture
-def in_midst():
-    """A driver whose arena keeps no boundary, in the midst of a step."""
+def mid_step():
+    """A driver within a step, whose arena keeps no copy of the last boundary."""
     made = Bench(sampled=0)
     made.arena.go_on()
     yield made
@@ -155,53 +155,53 @@ def in_midst():
 
 
 def answered(bench: Bench) -> None:
-    """The outbox has done all that it was given so far."""
+    """Wait until the outbox has processed its queue."""
     done = threading.Event()
     bench.driver.outbox.post(done.set)
     assert done.wait(10)
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_who_asks_in_the_midst_of_a_step_is_given_the_model_after_it(in_midst: Bench, captured: bool):
+def test_a_request_within_a_step_is_answered_with_the_model_after_it(mid_step: Bench, captured: bool):
     held = [Capture(5)] if captured else []
-    in_midst.do(*held, Answer("a", ModelReply(0), math.inf, captured=5 if captured else None))
-    answered(in_midst)
-    assert in_midst.comm.answers == [], "weights may be changing"
-    model = in_midst.step()
-    answered(in_midst)
-    assert in_midst.comm.answers == [(ModelReply(1), model)]
+    mid_step.do(*held, Answer("a", ModelReply(0), math.inf, captured=5 if captured else None))
+    answered(mid_step)
+    assert mid_step.comm.answers == [], "the weights may be changing"
+    model = mid_step.step()
+    answered(mid_step)
+    assert mid_step.comm.answers == [(ModelReply(1), model)]
 
 
-def test_a_request_goes_out_when_there_is_something_to_compare_with(in_midst: Bench):
-    in_midst.do(Send(5, 1, PULL, math.inf))
-    answered(in_midst)
-    assert not in_midst.comm.requests
-    before = in_midst.step()
-    in_midst.reply(PULL, ModelReply(3), before)
-    assert in_midst.role.told[-1] == Replied(5, ModelReply(3))
-    assert in_midst.driver.transfers._transfers[5].distance == 0
+def test_a_request_is_sent_once_its_base_is_complete(mid_step: Bench):
+    mid_step.do(Send(5, 1, PULL, math.inf))
+    answered(mid_step)
+    assert not mid_step.comm.requests
+    before = mid_step.step()
+    mid_step.reply(PULL, ModelReply(3), before)
+    assert mid_step.role.told[-1] == Replied(5, ModelReply(3))
+    assert mid_step.driver.transfers._transfers[5].distance == 0
 
 
 @pytest.mark.parametrize("sent", [False, True])
-def test_a_request_is_cancelled_on_its_way_or_before_it_is_sent(in_midst: Bench, sent: bool):
-    in_midst.do(Send(5, 1, PULL, math.inf))
+def test_a_request_is_cancelled_after_or_before_it_is_sent(mid_step: Bench, sent: bool):
+    mid_step.do(Send(5, 1, PULL, math.inf))
     if sent:
-        in_midst.step()
-        answered(in_midst)
-    in_midst.do(Cancel(5))
-    answered(in_midst)
-    in_midst.step()
-    answered(in_midst)
-    assert len(in_midst.comm.requests) == sent
-    assert in_midst.role.told.count(Failed(5, Fault.CANCELLED)) == 1
-    in_midst.do(Forget(5))
-    in_midst.do(Cancel(5))
-    answered(in_midst)
-    assert in_midst.role.told.count(Failed(5, Fault.CANCELLED)) == 1 and not in_midst.driver.transfers._transfers
+        mid_step.step()
+        answered(mid_step)
+    mid_step.do(Cancel(5))
+    answered(mid_step)
+    mid_step.step()
+    answered(mid_step)
+    assert len(mid_step.comm.requests) == sent
+    assert mid_step.role.told.count(Failed(5, Fault.CANCELLED)) == 1
+    mid_step.do(Forget(5))
+    mid_step.do(Cancel(5))
+    answered(mid_step)
+    assert mid_step.role.told.count(Failed(5, Fault.CANCELLED)) == 1 and not mid_step.driver.transfers._transfers
 
 
 def test_a_request_may_be_cancelled_while_another_thread_is_about_to_send_it(bench: Bench):
-    """What is decided first may be carried out last."""
+    """The effect that is decided first may be carried out last."""
     bench.do(Cancel(5))
     answered(bench)
     bench.do(Send(5, 1, PULL, math.inf))
@@ -211,18 +211,18 @@ def test_a_request_may_be_cancelled_while_another_thread_is_about_to_send_it(ben
     assert not bench.driver.outbox._cancelled
 
 
-def test_who_waits_for_a_boundary_that_does_not_come_is_told(in_midst: Bench):
-    in_midst.do(Answer("a", ModelReply(0), math.inf))
-    in_midst.arena.give_up()
-    answered(in_midst)
-    in_midst.do(Answer("b", ModelReply(0), math.inf))
-    assert in_midst.role.told.count(Answered("a", False)) == in_midst.role.told.count(Answered("b", False)) == 1
+def test_a_request_for_a_boundary_that_never_comes_fails(mid_step: Bench):
+    mid_step.do(Answer("a", ModelReply(0), math.inf))
+    mid_step.arena.give_up()
+    answered(mid_step)
+    mid_step.do(Answer("b", ModelReply(0), math.inf))
+    assert mid_step.role.told.count(Answered("a", False)) == mid_step.role.told.count(Answered("b", False)) == 1
     refusal = "a model is sent at a step boundary, and training has ended before the next one"
-    assert in_midst.comm.answers == [(NotReadyReply(refusal), None)] * 2
+    assert mid_step.comm.answers == [(NotReadyReply(refusal), None)] * 2
 
 
 @pytest.mark.parametrize("request_", [TAKE, PULL], ids=["take", "pull"])
-def test_what_is_mixed_while_training_is_a_retrieval(bench: Bench, request_: Any):
+def test_a_model_mixed_while_training_is_a_retrieval(bench: Bench, request_: Any):
     found: list[Retrieval] = []
     bench.driver.on_retrieval = found.append
     bench.module.weight.data.zero_()
@@ -236,7 +236,7 @@ def test_what_is_mixed_while_training_is_a_retrieval(bench: Bench, request_: Any
     assert bench.module.weight.flatten().tolist() == [0.5] * 16
 
 
-# --- a hub by codecs ------------------------------------------------------------------------------------------------
+# --- a hub with codecs ----------------------------------------------------------------------------------------------
 
 
 class Around:
@@ -257,7 +257,7 @@ class Around:
         self.arena.step_done()
 
     def bring(self, key: int = 1) -> ElasticRequest:
-        """As the CommManager would of a request ``key`` of peer 1."""
+        """Upload a model of peer 1 with the request ``key``, as the CommManager would."""
         request, source = self.worker.bring(ElasticRequest(1, key, 1, 5.0), self.arena.snapshot().buffer.vectors)
         room = self.bench.driver.uploads.room_for(1, request)
         room.take(0, source.view)
@@ -265,7 +265,7 @@ class Around:
         return request
 
 
-def test_a_hub_answers_by_the_difference_that_it_moves_by(bench: Bench):
+def test_a_hub_answers_with_the_difference_that_it_moves_by(bench: Bench):
     around = Around(bench)
     before = bench.module.weight.detach().clone()
     bench.do(Capture(100))
@@ -286,8 +286,8 @@ def test_a_hub_answers_by_the_difference_that_it_moves_by(bench: Bench):
     assert FULL not in request.bases and Received(1, 1, request) in bench.role.told
 
 
-def test_what_changes_a_model_that_a_hub_has_not_is_told_busy_and_takes_no_room(bench: Bench):
-    """For as often as it comes: the role hears nothing of it, and the next model comes whole."""
+def test_a_difference_to_an_unknown_model_is_refused_as_busy_and_takes_no_place(bench: Bench):
+    """The role does not see such requests, however many arrive, and the next model is sent in full."""
     around = Around(bench)
     around.hub._begun = None
     told = len(bench.role.told)

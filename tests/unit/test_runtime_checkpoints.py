@@ -1,4 +1,4 @@
-"""A peer's checkpoints between the training thread and the one that writes: no sockets.
+"""Checkpoints of one peer, between the training thread and the writing thread, without a network.
 
 Numbers in brackets are rows of the project's fault list.
 """
@@ -35,7 +35,7 @@ ABOUT = {"--policy": "never", "peers": 2}
 
 
 class Net(nn.Module):
-    """A parameter that is trained, a frozen one, tied ones, and buffers of both kinds."""
+    """A model with trained, frozen and tied parameters, and integer and floating-point buffers."""
 
     def __init__(self, dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -54,7 +54,7 @@ class Net(nn.Module):
 
 
 class Bench:
-    """One peer's training, without anybody to talk to."""
+    """The training of one peer that has no connection to others."""
 
     def __init__(
         self,
@@ -103,12 +103,12 @@ class Bench:
                 assert self.checkpoints.flush() is None
 
     def all(self) -> list[torch.Tensor]:
-        """Everything that training goes on from."""
+        """Return all values that the next training step depends on."""
         masters = [section.values.clone() for section in self.arena.sections]
         return [*masters, *(t.detach().clone() for t in [*self.module.parameters(), *self.module.buffers()])]
 
     def centre(self) -> list[torch.Tensor]:
-        """What it holds as a hub; the first time the run begins."""
+        """Return the hub's centre; start the hub if it has none yet."""
         exchange = self.driver.role.exchange
         assert isinstance(exchange, Elastic) and exchange.centre is not None
         for effect in exchange.begun(0.0):
@@ -138,7 +138,7 @@ def bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
 
 
 class Slow(Store):
-    """Writes once it is let."""
+    """A store that writes each checkpoint only after ``may`` is released."""
 
     def __init__(self, directory: Path):
         super().__init__(directory)
@@ -163,10 +163,10 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("policy", ["never", "drift:distance=0.05", "adaptive:threshold=0.1", "random:p=0.5"])
 @pytest.mark.parametrize("sampled", [None, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_training_goes_on_bit_for_bit(
+def test_training_resumes_bit_for_bit(
     bench: Callable[..., Bench], dtype: torch.dtype, sampled: int | None, policy: str
 ) -> None:
-    """Weights, masters of 16-bit models, buffers, momenta, random numbers, deltas and what the policy counts."""
+    """Weights, masters of 16-bit models, buffers, momenta, random numbers, deltas and the policy's state."""
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
@@ -191,8 +191,8 @@ def test_training_goes_on_bit_for_bit(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_hub_goes_on_with_the_centre_as_it_was(bench: Callable[..., Bench], dtype: torch.dtype) -> None:  # [38]
-    """Which is no worker's model, nor the hub's own: here that with which the run began, as no worker has come yet."""
+def test_a_hub_resumes_with_its_centre(bench: Callable[..., Bench], dtype: torch.dtype) -> None:  # [38]
+    """The centre is neither a worker's model nor the hub's own; here no worker has changed it since the start."""
     torch.manual_seed(0)
     hub = ElasticSettings(0, 0.3, 0.3)
     straight = bench(dtype=dtype, hub=hub)
@@ -208,7 +208,7 @@ def test_a_hub_goes_on_with_the_centre_as_it_was(bench: Callable[..., Bench], dt
     own.release()
 
 
-def test_what_is_written_is_the_boundary_whatever_training_does_meanwhile(
+def test_a_checkpoint_is_the_step_boundary_whatever_training_does_meanwhile(
     bench: Callable[..., Bench], slow: None
 ) -> None:
     torch.manual_seed(0)
@@ -224,16 +224,16 @@ def test_what_is_written_is_the_boundary_whatever_training_does_meanwhile(
     found = one.store.load()
     assert found is not None and found.iteration == 10
     model = found.parts["model"].tensors
-    assert model.keys() == kept.keys() - {"two.weight"}, "what is tied is there once"
+    assert model.keys() == kept.keys() - {"two.weight"}, "tied tensors are saved once"
     assert all(torch.equal(model[name], kept[name]) for name in model)
     assert all(torch.equal(found.parts["optimizer"].tensors[f"state.0.{key}"], value) for key, value in state.items())
-    assert one.arena.pool.now is not None and one.arena.pool.now.holders == 1, "the snapshot is given back"
+    assert one.arena.pool.now is not None and one.arena.pool.now.holders == 1, "the snapshot is released"
 
 
 # --- when ---------------------------------------------------------------------------------------------
 
 
-def test_one_that_is_due_while_another_is_written_is_left_out_and_counted(
+def test_a_checkpoint_due_while_another_is_written_is_skipped_and_counted(
     bench: Callable[..., Bench], slow: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = bench()
@@ -251,7 +251,9 @@ def test_one_that_is_due_while_another_is_written_is_left_out_and_counted(
     assert one.store.saved == [10, 40] and one.checkpoints.skipped == 2
 
 
-def test_by_seconds_of_the_monotonic_clock(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interval_in_seconds_uses_the_monotonic_clock(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """[31]"""
     now = [1000.0]
     monkeypatch.setattr(checkpoints.time, "monotonic", lambda: now[0])
@@ -266,7 +268,7 @@ def test_by_seconds_of_the_monotonic_clock(bench: Callable[..., Bench], monkeypa
     assert taken == [None, None, 3, 3, 3, 6, 6, 6, 9, 9]
 
 
-def test_without_an_interval_only_the_last_one_is_written(bench: Callable[..., Bench]) -> None:
+def test_without_an_interval_only_the_last_checkpoint_is_written(bench: Callable[..., Bench]) -> None:
     """[4]"""
     one = bench(every="0")
     one.begin()
@@ -290,8 +292,8 @@ def test_the_end_of_training_is_written_once(bench: Callable[..., Bench], slow: 
     assert one.store.saved == ([20] if at == 20 else [20, 25])
 
 
-def test_a_model_that_is_not_finite_is_no_checkpoint(bench: Callable[..., Bench]) -> None:
-    """[22] One that can be gone on from stays the newest."""
+def test_a_model_with_nan_is_not_saved(bench: Callable[..., Bench]) -> None:
+    """[22] The newest checkpoint stays one that can be resumed from."""
     one = bench()
     one.begin()
     one.step(10)
@@ -301,7 +303,7 @@ def test_a_model_that_is_not_finite_is_no_checkpoint(bench: Callable[..., Bench]
     assert one.checkpoints.flush() is None and one.store.find() == 10
 
 
-def test_where_nothing_is_written_nothing_is_captured(bench: Callable[..., Bench]) -> None:
+def test_without_a_directory_nothing_is_captured(bench: Callable[..., Bench]) -> None:
     one = bench(None)
     one.begin()
     one.step(20)
@@ -309,10 +311,10 @@ def test_where_nothing_is_written_nothing_is_captured(bench: Callable[..., Bench
     assert one.checkpoints.flush() is None and one.checkpoints._writer is None
 
 
-# --- what is wrong ------------------------------------------------------------------------------------
+# --- faults -------------------------------------------------------------------------------------------
 
 
-def test_a_disk_that_is_full_is_told_at_a_limited_rate_and_the_last_one_counts(
+def test_a_full_disk_is_logged_at_a_limited_rate_and_the_last_checkpoint_decides(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """[28]"""
@@ -330,14 +332,14 @@ def test_a_disk_that_is_full_is_told_at_a_limited_rate_and_the_last_one_counts(
         one.checkpoints._idle.wait(LONG)
     assert one.checkpoints.failed == 3 and caplog.messages == ["no room"]
     one.checkpoints.leaving(dict)
-    assert isinstance(one.checkpoints.flush(), CheckpointError), "what failed at this iteration is tried again"
+    assert isinstance(one.checkpoints.flush(), CheckpointError), "a failed checkpoint of this iteration is retried"
     assert one.checkpoints.failed == 4 and one.store.find() == 10
     monkeypatch.setattr(one.store, "save", save)
     one.checkpoints.leaving(dict)
     assert one.checkpoints.flush() is None and one.store.find() == 40
 
 
-def test_state_that_cannot_be_kept_is_told_and_training_goes_on(
+def test_state_that_cannot_be_saved_is_logged_and_training_continues(
     bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
 ) -> None:
     one = bench()
@@ -358,7 +360,9 @@ def test_state_that_cannot_be_kept_is_told_and_training_goes_on(
         ({"dtype": torch.float64}, "of another model: it has 'image float32"),
     ],
 )
-def test_one_of_another_run_is_refused(bench: Callable[..., Bench], options: dict[str, Any], told: str) -> None:
+def test_a_checkpoint_of_another_run_is_refused(
+    bench: Callable[..., Bench], options: dict[str, Any], told: str
+) -> None:
     one = bench()
     one.begin()
     one.step(10)
@@ -367,17 +371,17 @@ def test_one_of_another_run_is_refused(bench: Callable[..., Bench], options: dic
     with pytest.raises(UsageError) as caught:
         other.begin()
     assert told in str(caught.value) and "00000010" in str(caught.value)
-    assert all(map(torch.equal, other.all(), before)), "nothing of it is applied"
+    assert all(map(torch.equal, other.all(), before)), "a refused checkpoint changes nothing"
 
 
-# --- a script's own parts -----------------------------------------------------------------------------
+# --- parts of the script ------------------------------------------------------------------------------
 
 
-def test_parts_of_a_scripts_own(bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:
+def test_parts_of_the_script(bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:
     one, order = bench(), {"epoch": 3, "place": torch.arange(5)}
     one.begin()
     one.checkpoints.register("order", lambda: order, order.update)
-    one.checkpoints.register("model", dict, lambda state: None)  # meets none of gossipx's own
+    one.checkpoints.register("model", dict, lambda state: None)  # does not collide with gossipx's own "model"
     one.step(10)
     order["epoch"] = 4
     again = bench(resumes=True)
@@ -397,6 +401,6 @@ def test_names_of_parts(bench: Callable[..., Bench], name: str) -> None:
         one.checkpoints.register(name, dict, lambda state: None)
 
 
-def test_what_cannot_be_kept_is_told_when_it_is_registered(bench: Callable[..., Bench]) -> None:
+def test_state_that_cannot_be_saved_is_refused_at_registration(bench: Callable[..., Bench]) -> None:
     with pytest.raises(UsageError, match=r"sampler\.generator is of type"):
         bench().checkpoints.register("sampler", lambda: {"generator": torch.Generator()}, lambda state: None)

@@ -1,4 +1,4 @@
-"""A shard that comes back from its checkpoints and journals, without roles and a network."""
+"""A shard that is restored from its checkpoints and journals, without a peer role and a network."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ EVERY = 2
 
 
 class Server:
-    """One process that holds one shard, kept every two ticks, for one worker under asp.
+    """One process with one shard and one worker under asp; a checkpoint is taken every two ticks.
 
     Args:
-        epoch: of the layout that stands as it is started again.
+        epoch: the epoch of the layout when the process is restarted.
 
     Attributes:
-        back: whether it has come back.
+        back: whether the shard was restored.
     """
 
     def __init__(self, directory: Path, epoch: int = 0):
@@ -71,7 +71,7 @@ class Server:
         self.keeper.place(epoch, (epoch,))
 
     def change(self, epoch: int, before: Server | None = None) -> None:
-        """Servers are changed: this one has the shard now, as ``before`` had it; None: as itself had it."""
+        """Change the servers: this one gets the shard of ``before``; None: it keeps its own."""
         before = before or self
         state = before.shard.hand_over()
         self.side.table_store.load_state_dict(0, before.side.table_store.state_dict(0))
@@ -113,7 +113,7 @@ class Server:
                     assert written.wait(10)
 
 
-def test_a_first_checkpoint_that_takes_too_long_is_told(
+def test_a_first_checkpoint_that_takes_too_long_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = Server(tmp_path)
@@ -127,7 +127,7 @@ def test_a_first_checkpoint_that_takes_too_long_is_told(
 
 
 def damage(store: Store) -> int:
-    """The newest checkpoint cannot be used any more; its clock."""
+    """Damage the newest checkpoint, and return its clock."""
     newest = store.find()
     assert newest is not None
     (tables,) = store.directory.glob(f"*{newest}/tables*.safetensors")
@@ -136,11 +136,11 @@ def damage(store: Store) -> int:
 
 
 @pytest.mark.parametrize("pushes", [0, 1, 2, 5])
-def test_it_comes_back_with_all_that_was_pushed(tmp_path: Path, pushes: int) -> None:
+def test_a_shard_is_restored_with_all_pushes(tmp_path: Path, pushes: int) -> None:
     before = Server(tmp_path)
     for iteration in range(pushes):
         before.push(iteration)
-    after = Server(tmp_path)  # the one before was killed: nothing of it was closed
+    after = Server(tmp_path)  # the first process was killed, so it closed nothing
     assert all(map(torch.equal, before.values, after.values))
     assert after.shard.clock.clock == pushes
     after.push(pushes)
@@ -148,7 +148,7 @@ def test_it_comes_back_with_all_that_was_pushed(tmp_path: Path, pushes: int) -> 
     assert all(map(torch.equal, before.values, after.values))
 
 
-def test_it_comes_back_twice(tmp_path: Path) -> None:
+def test_a_shard_is_restored_twice(tmp_path: Path) -> None:
     before = Server(tmp_path)
     for iteration in range(3):
         before.push(iteration)
@@ -167,8 +167,8 @@ def test_a_damaged_checkpoint_costs_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 3])
-def test_as_many_are_kept_as_of_peers(tmp_path: Path, keep: int) -> None:
-    """``--keep-checkpoints``, in a peer that is put together as in a run."""
+def test_as_many_checkpoints_are_kept_as_for_peers(tmp_path: Path, keep: int) -> None:
+    """``--keep-checkpoints`` applies to shards, in a peer that is built as in a run."""
     place = Place(0, ("a",), (HERE,), HERE, "the same list", tmp_path, Progress(None), False)
     given = files.resolve({"servers": "0", "policy": "never", "keep_checkpoints": keep, "checkpoint_every": "1"})
     module = nn.Linear(4, 3)
@@ -190,8 +190,8 @@ def test_as_many_are_kept_as_of_peers(tmp_path: Path, keep: int) -> None:
     assert Store(tmp_path / "shard-00" / "checkpoints").whole() == set(range(5 - keep, 5))
 
 
-def test_who_leaves_keeps_what_it_was_handed_at_that_clock(tmp_path: Path) -> None:
-    """SIGTERM has come to all: the one that held the shard had kept it, but by the layout of before."""
+def test_a_leaving_server_saves_the_shard_it_was_handed_at_that_clock(tmp_path: Path) -> None:
+    """All peers got SIGTERM; the shard's earlier server has a checkpoint of this clock, but of the old layout."""
 
     def kept(shard: Shard) -> list[int]:
         return [one.clock for one in shard.checkpoint(0.0, leaves=True) if isinstance(one, KeepShard)]
@@ -207,15 +207,13 @@ def test_who_leaves_keeps_what_it_was_handed_at_that_clock(tmp_path: Path) -> No
     assert kept(after) == []
 
 
-def test_nothing_is_taken_from_beyond_what_was_not_written_down(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_record_is_replayed_after_a_gap_in_the_journal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The disk was full between two checkpoints, and the second of them is damaged."""
     before = Server(tmp_path)
     for iteration in range(EVERY + 1):
         before.push(iteration)
     known = before.values
-    before.keeper._journals.pop(0).close()  # as if it could not be written
+    before.keeper._journals.pop(0).close()  # as if the journal could not be written
     for iteration in range(EVERY + 1, 2 * EVERY + 1):
         before.push(iteration)
     damage(before.store)
@@ -223,7 +221,7 @@ def test_nothing_is_taken_from_beyond_what_was_not_written_down(
     after = Server(tmp_path)
     assert f"the journal has a gap between clocks {EVERY} and {2 * EVERY}" in caplog.text
     assert all(map(torch.equal, known, after.values))
-    after.push(EVERY + 1)  # and it goes on from there
+    after.push(EVERY + 1)  # and it continues from there
     assert all(map(torch.equal, after.values, Server(tmp_path).values))
 
 
@@ -243,8 +241,8 @@ def alike(one: Server, other: Server) -> bool:
 @pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("before", [0, 1, 2, 3])
 @pytest.mark.parametrize("since", [0, 1, 4])
-def test_it_comes_back_by_the_layout_of_then(tmp_path: Path, elsewhere: bool, before: int, since: int) -> None:
-    """The shard stays where it is, or goes to another process of this machine, which writes where the first did."""
+def test_a_shard_is_restored_in_the_new_layout(tmp_path: Path, elsewhere: bool, before: int, since: int) -> None:
+    """The shard stays, or moves to another process of this machine that writes to the same directory."""
     first = pushed(Server(tmp_path), range(before))
     holder = Server(tmp_path / "new") if elsewhere else first
     holder.store.directory = first.store.directory
@@ -254,12 +252,12 @@ def test_it_comes_back_by_the_layout_of_then(tmp_path: Path, elsewhere: bool, be
     assert after.back and alike(holder, after)
     assert after.shard.clock.clock == before + since
     assert alike(pushed(holder, range(9, 12)), pushed(after, range(9, 12)))
-    assert alike(after, Server(tmp_path, epoch=1)), "and it comes back again"
+    assert alike(after, Server(tmp_path, epoch=1)), "and it is restored again"
 
 
 @pytest.mark.parametrize("epoch", [0, 2])
-def test_what_is_of_another_layout_is_of_no_use(tmp_path: Path, epoch: int) -> None:
-    """It was killed, and the servers were changed since, be it to the same ones; or it was not told of the change."""
+def test_a_checkpoint_of_another_layout_is_not_used(tmp_path: Path, epoch: int) -> None:
+    """The servers were changed after the kill, even if to the same ones; or the server missed the change."""
     server = pushed(Server(tmp_path), range(3))
     server.change(1)
     pushed(server, range(3, 4))
@@ -282,8 +280,8 @@ def test_no_record_is_replayed_onto_another_layout(tmp_path: Path, monkeypatch: 
     assert all(map(torch.equal, known, Server(tmp_path).values))
 
 
-def test_the_first_of_a_layout_is_on_the_disk_before_anything_else_is_done(tmp_path: Path) -> None:
-    """However long the one before it takes."""
+def test_the_first_checkpoint_of_a_layout_is_written_before_anything_else_is_done(tmp_path: Path) -> None:
+    """This holds however long the checkpoint before it takes."""
     server = pushed(Server(tmp_path), range(EVERY))
     slow = threading.Event()
     server.keeper._serial_worker.put(lambda: assert_waited(slow))
@@ -300,7 +298,7 @@ def assert_waited(event: threading.Event) -> None:
 
 
 def test_a_damaged_checkpoint_of_a_later_layout(tmp_path: Path) -> None:
-    """That of the change is there, and a journal from it on; without that there is nothing to come back to."""
+    """The checkpoint of the change is complete and has a journal; without it nothing can be restored."""
     server = pushed(Server(tmp_path), range(EVERY - 1))
     server.change(1)
     pushed(server, range(EVERY - 1, 2 * EVERY - 1))
@@ -312,8 +310,8 @@ def test_a_damaged_checkpoint_of_a_later_layout(tmp_path: Path) -> None:
     assert not Server(tmp_path, epoch=1).back
 
 
-def test_a_run_that_goes_on_counts_epochs_anew(tmp_path: Path) -> None:
-    """By --resume, with the servers of then, which config.toml names: who is killed comes back at epoch 0."""
+def test_a_resumed_run_counts_epochs_from_zero(tmp_path: Path) -> None:
+    """--resume uses the last servers, which config.toml names; a server killed then is restored at epoch 0."""
     server = pushed(Server(tmp_path), range(3))
     server.keeper.place(1, (0,))
     server.keeper.keep(0, 3, {**server.shard.state_dict(), "next_record": 0})

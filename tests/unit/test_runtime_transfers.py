@@ -1,4 +1,4 @@
-"""Answers that bring what cannot be decoded: training goes on, and what was asked for is asked for again."""
+"""Replies that cannot be decoded: training continues, and the request is retried."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from gossipx.tables.coding import Coding
 
 
 class Comm:
-    """Keeps what is sent, for the test to answer."""
+    """A CommManager stub that stores requests, for the test to answer."""
 
     def __init__(self) -> None:
         self.sent: queue.Queue[tuple[Any, Any, Any]] = queue.Queue()
 
-    def request(self, to: int, told: Any, deadline: float, payload: Any, done: Any, brought: Any) -> Any:
-        self.sent.put((told, payload, done))
+    def request(self, to: int, request: Any, deadline: float, payload: Any, done: Any, brought: Any) -> Any:
+        self.sent.put((request, payload, done))
         return lambda: None
 
 
@@ -37,7 +37,7 @@ def damaged(content: bytearray) -> bytearray:
 
 
 @pytest.mark.parametrize("damage", [False, True])
-def test_tables_that_cannot_be_decoded_are_as_an_answer_that_did_not_come(damage: bool) -> None:
+def test_tables_that_cannot_be_decoded_count_as_a_failed_request(damage: bool) -> None:
     tables = [torch.randn(20, 30, generator=torch.Generator().manual_seed(1))]
     here: Side = side(tables, servers=1, coding=Coding(pull=codecs.parse("3lc"), shapes=((20, 30),)))
     here.pull()
@@ -65,13 +65,11 @@ def test_tables_that_cannot_be_decoded_are_as_an_answer_that_did_not_come(damage
     finally:
         outbox.close()
     assert not failures
-    assert (
-        here.client._bucket_memories[0, 0].apply.view.tobytes() == before
-    )  # until the role has said what becomes of it
+    assert here.client._bucket_memories[0, 0].apply.view.tobytes() == before  # until the role decides what happens next
     if damage:
         assert events == [Failed(7, Fault.PROTOCOL)]
         assert "pulled tables cannot be decoded, the pull is retried: a codec's frame does not match" in notes[0]
-        assert here.client.base((0, 0)) == FULL  # next as they are
+        assert here.client.base((0, 0)) == FULL  # the next ones are sent in full
     else:
         assert events == [Replied(7, reply)] and not notes
         transfers.fetched(7)
