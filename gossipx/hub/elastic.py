@@ -65,7 +65,7 @@ class Elastic(Exchange, ServerRole):
         self._is_hub = context.rank == settings.rank
         self.centre = Centre(context.requests, settings.share) if self._is_hub else None
         self._numbers = itertools.count(1)
-        self._ends_at_once = self._is_hub and not settings.trains
+        self._serves_only = self._is_hub and not settings.trains
         self._initial: list[Received] = []  # requests that wait until our model is the centre
         self._current: _Elastic | None = None
         self._asking: int | None = None  # ticket of our CentreRequest, until its model is adopted
@@ -112,7 +112,7 @@ class Elastic(Exchange, ServerRole):
         if ticket == self._asking:
             if not isinstance(reply, ModelReply):
                 return self._centre_failed(ticket, now)
-            return [Adopt(ticket, reply.step if self._ends_at_once else None)]
+            return [Adopt(ticket, reply.step if self._serves_only else None)]
         current = self._current
         if current is None or current.ticket != ticket:
             return [Forget(ticket)]
@@ -166,7 +166,7 @@ class Elastic(Exchange, ServerRole):
 
     @property
     def gives(self) -> bool:
-        return not self._ends_at_once
+        return not self._serves_only
 
     def requested(self, event: Received, now: float) -> list[Effect]:
         if self.centre is None:
@@ -185,7 +185,7 @@ class Elastic(Exchange, ServerRole):
 
     def before_giving(self, event: Received, now: float) -> list[Effect] | None:
         """Make a hub that does not train answer with its centre, instead of its own initial model."""
-        if not self._ends_at_once or self.centre is None or not self.centre.ticket:
+        if not self._serves_only or self.centre is None or not self.centre.ticket:
             return None
         self._initial.append(event)
         return self._ask_for_centre(now) if self._asking is None else []

@@ -83,9 +83,9 @@ class Joining:
         here = [rank for rank in self._members.awaited() if others[rank].stage is Stage.JOINING]
         if self.must_adopt and self._ticket is None:
             self._barrier.end()
-            waited = f"no peer sent the model of a checkpoint within peer_timeout = {self._timeout:g} s"
+            cause = f"no peer sent the model of a checkpoint within peer_timeout = {self._timeout:g} s"
             return [
-                Stop(f"{waited}, and this one has no checkpoint: start a peer that has one, or raise --peer-timeout"),
+                Stop(f"{cause}, and this one has no checkpoint: start a peer that has one, or raise --peer-timeout"),
                 Resume(),
             ]
         if self._ticket is not None or (here and min(here) < self._rank and not self._own):
@@ -93,9 +93,9 @@ class Joining:
             return self._barrier.extend((rank for rank in here if rank < self._rank), now)
         if not here and self._rank and not self._own:
             self._barrier.end()
-            waited = f"no peer sent an initial model within peer_timeout = {self._timeout:g} s"
+            cause = f"no peer sent an initial model within peer_timeout = {self._timeout:g} s"
             return [
-                Stop(f"{waited}: check that another peer is running, raise --peer-timeout, or use --init own"),
+                Stop(f"{cause}: check that another peer is running, raise --peer-timeout, or use --init own"),
                 Resume(),
             ]
         return []

@@ -32,15 +32,13 @@ from gossipx.protocol.messages import Request, Stage
 from gossipx.topology.schedules import Schedule
 
 REST_FIRST = 1 / 100
-"""First back-off after a failed request, as a share of ``peer_timeout`` (0.3 s of 30 s); each further failure doubles
-it."""
+"""First back-off after a failed request, as a share of ``peer_timeout`` (0.3 s of 30 s); it doubles each time."""
 REST_LONGEST = 1 / 4
 """Longest back-off, as a share of ``peer_timeout``; short enough to notice the end of a network partition soon."""
 REFUSALS = 3
 """A known peer whose address refuses this many connections in a row is lost: its process has ended."""
 MEASURED = 15
-"""Number of transfer times that a deadline follows: enough for a median, few enough to follow changes of the network.
-"""
+"""Number of transfer times behind a deadline: enough for a median, few enough to follow changes of the network."""
 PATIENCE = 2.0, 4.0
 """A model may take 2 · (m + 4 s) seconds, with m the median and s the deviation of recent transfers: twice what is
 hardly ever exceeded, so that the deadline grows ahead of a network that slows down steadily."""

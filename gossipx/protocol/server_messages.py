@@ -99,7 +99,7 @@ class TablesRequest:
         bucket: in the shard; −1: none.
         incarnation: of the requester.
         progress: the iteration of its last push; −1: it requests the current values, and starts at the shard's clock.
-        significance: |g| / |w| of that push, for sync models that use it; :data:`MEASURED` until the request is sent.
+        significance: ``|g| / |w|`` of that push, if the sync model uses it; :data:`MEASURED` until the request is sent.
         patience: seconds that the requester waits.
         epoch: of its layout.
         base: if pulls have a codec: the checksum of the bucket as the requester has it; 0: it has none.
