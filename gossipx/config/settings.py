@@ -54,9 +54,7 @@ class RunSettings:
         common="Run",
         metavar="NAME",
     )
-    logdir: str = setting(
-        "runs", "Directory that contains the directories of runs, for TensorBoard too.", common="Run", metavar="DIR"
-    )
+    logdir: str = setting("runs", "Directory of runs; point TensorBoard at it.", common="Run", metavar="DIR")
     overwrite: bool = setting(False, "Replace an existing run of the same name.")
     seed: int = setting(
         0, "Seed of all random numbers: data split, batches, initial weights, draws.", 0, 2**32 - 1, common="Run"
@@ -65,7 +63,7 @@ class RunSettings:
         3000, "Iterations per peer. Default with --solver: its max_iter.", 1, MOST_ITERATIONS, common="Training"
     )
     threads: int = setting(
-        1, "Compute threads per peer. With one per core, peers on the same machine do not compete.", 1, 1024
+        1, "Compute threads per peer; all peers of a machine together should not exceed its cores.", 1, 1024
     )
     device: str = setting(
         "cpu", "Device to train on, unless the line of the hosts file has device=.", common="Training", metavar="DEVICE"
@@ -161,7 +159,7 @@ class SyncSettings:
     )
     mixing: str = setting(
         "average",
-        "How a model is mixed in: average:beta=0.5, aged:beta=0.5,half_life=100, choco:gamma=0.2.",
+        "How a model is mixed in: average:beta=0.5, aged:beta=0.5,half_life=100; with --codec choco:gamma=0.2.",
         check=checks.mixing,
     )
     codec: str = setting(
@@ -252,7 +250,9 @@ class ServerSettings:
     push_codec: str = setting(
         "none", "Codec of the gradients that workers push: none, 3lc:1.75, ...; see Codecs.", check=checks.codec
     )
-    pull_codec: str = setting("none", "Codec of the table changes that workers pull.", check=checks.codec)
+    pull_codec: str = setting(
+        "none", "Codec of the table changes that workers pull: none, 3lc:1.75, ...; see Codecs.", check=checks.codec
+    )
     rescale_error: bool = setting(
         False, "Scale the error feedback of --push-codec by old over new learning rate when the rate changes."
     )
@@ -313,7 +313,7 @@ class ExchangeSettings:
         1, "Pushes received at a time, each with memory for a model; others are sent to another peer.", 1, 64
     )
     serve_share: float = setting(
-        0.03, "Fraction of training time spent on answering pulls; further requests wait. 1: no limit.", 0.001, 1
+        0.03, "Upper limit of the fraction of training time spent on answering pulls; 1: no limit.", 0.001, 1
     )
     peer_timeout: float = setting(30.0, "Seconds after which to stop waiting for another peer.", 0.1, 86_400)
     rendezvous_timeout: float = setting(

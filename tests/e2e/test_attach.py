@@ -230,7 +230,7 @@ def test_invalid_uses_of_attach_are_refused(two: Folder) -> None:
             "optimizer= is for a run with a parameter server: leave it out",
         ),
         ("solver.net.params['score'][0]._data = [1.0]; gossipx.attach(solver)", "blob score[0]: its data is list"),
-        ("solver.net.params['score'][1]._data.flags.writeable = False; gossipx.attach(solver)", "cannot be written"),
+        ("solver.net.params['score'][1]._data.flags.writeable = False; gossipx.attach(solver)", "is read-only"),
         ("solver.net.params = {}; gossipx.attach(solver)", "holds no blobs"),
     ):
         ended = two.start_run(*RUN, two.script(NUMPY + line), two.path, name=f"x{abs(hash(line))}").end()

@@ -102,7 +102,7 @@ def check_run(folder: Path, ended: subprocess.CompletedProcess[str]) -> None:
     assert sum(pulls or 0 for pulls in found.retrievals) > 0
     models = [load_file(directory / f"peer-{rank:02d}" / "model.safetensors") for rank in range(2)]
     assert max(differences(*models).values()) <= 1e-6, "the finish averages"
-    assert ended.stdout.count("summary.json is written") == 1, ended.stdout
+    assert ended.stdout.count("wrote runs/x/summary.json") == 1, ended.stdout
 
 
 def gossipx_run(folder: Path) -> list[str | Path]:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from resuming import BRIEF, manifests, resume, resumed, store, wait_for
 
 from gossipx.cli import main
-from runs import Ended, Folder, one_line
+from runs import Ended, Folder, folder, one_line
 
 
 @pytest.fixture(scope="module")
@@ -87,16 +86,16 @@ def test_a_script_with_another_model_is_refused(stopped: Folder) -> None:
     assert "the checkpoint is of another model: it has '" in line and "weight float32 1x4" in line
 
 
-def test_without_a_whole_checkpoint_it_is_refused(place: Any) -> None:
+def test_without_a_complete_checkpoint_it_is_refused(tmp_path: Path) -> None:
     """[30] Also for a run that never wrote one."""
-    here = place(1)
-    here.run("--policy", "never", "--iterations", "5", *BRIEF)
-    told = "no peer has a complete checkpoint to resume from: a run writes them with --checkpoint-every"
-    assert told in refused_at_once(here)
-    store(here, 0).save(5, {})
-    (manifests(here, 0)[0]).write_text("{}")
-    assert told in refused_at_once(here)
-    assert (here.path / "x" / "summary.json").exists(), "nothing of the run is lost by that"
+    with folder(tmp_path, 1) as here:
+        here.run("--policy", "never", "--iterations", "5", *BRIEF)
+        told = "no peer has a complete checkpoint to resume from: a run writes checkpoints with --checkpoint-every"
+        assert told in refused_at_once(here)
+        store(here, 0).save(5, {})
+        (manifests(here, 0)[0]).write_text("{}")
+        assert told in refused_at_once(here)
+        assert (here.path / "x" / "summary.json").exists(), "the refusal removes nothing of the run"
 
 
 def test_allowed_changes_apply_when_a_run_resumes_by_its_directory(stopped: Folder) -> None:
