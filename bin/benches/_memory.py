@@ -30,9 +30,9 @@ def held() -> tuple[str, tuple[str, ...], list[Any], list[Any]]:
             fixed = grown - MODELS * megabytes
             shown = (f"{pulls:.0f}", f"{grown:.0f}", f"{fixed:.0f}", f"{goal}")
             rows.append((f"{megabytes} MB", transport, str(peers), *shown))
-            name = f"{megabytes} MB over {transport}, {peers} peers: held beside the model"
+            name = f"{megabytes} MB over {transport}, {peers} peers: memory beside the model"
             figures.append(figure(name, grown, "MB", goal=goal, met=grown <= goal))
-    headings = ("model", "way", "peers", "pulls per peer", "MB beside it", f"without {MODELS} models", "at most")
+    headings = ("model", "way", "peers", "pulls per peer", "MB in addition", f"without {MODELS} models", "at most")
     title = "Peak memory of a peer beside its model, mean of peers, under tau:1"
     return title, headings, rows, figures
 

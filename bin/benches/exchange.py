@@ -61,7 +61,7 @@ def _pulls(arguments: argparse.Namespace) -> Table:
             rows += [tuple(row) for row in more[0]]
             figures += more[1]
     row, one = apart("questions")
-    headings = ("model", "way", "GB/s", "of what it is held against", "goal")
+    headings = ("model", "way", "GB/s", "of its reference", "goal")
     title = (
         f"One pull from another process of this machine, {os.cpu_count()} cores, medians of rounds in turn;"
         " of one version again and again, where it does not say new"
@@ -76,7 +76,7 @@ def _secured(arguments: argparse.Namespace) -> Table:
             more = apart("secured", size, 25 if arguments.full else 9, Path(scratch))
         rows += [tuple(row) for row in more[0]]
         figures += more[1]
-    headings = ("model", "way", "GB/s", "of what it is held against", "goal")
+    headings = ("model", "way", "GB/s", "of its reference", "goal")
     return "Cost of checksums, MACs and encryption of a model, medians of rounds in turn", headings, rows, figures
 
 
