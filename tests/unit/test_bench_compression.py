@@ -50,7 +50,7 @@ def test_a_truncated_line_is_skipped(bench: Any, tmp_path: Path, capsys: pytest.
     bench.cached_runs.CachedRuns(file).complete([{"n": 1}, {"n": 2}], work, 1)
     file.write_text(file.read_text()[:-9])
     again = bench.cached_runs.CachedRuns(file)
-    assert f"{file}, line 2 is no run" in capsys.readouterr().err
+    assert f"{file}, line 2 is invalid" in capsys.readouterr().err
     assert {"n": 1} in again and {"n": 2} not in again
     again.complete([{"n": 2}], work, 1)
     last = bench.cached_runs.CachedRuns(file)
