@@ -1,4 +1,4 @@
-"""A solver in numpy alone, in the shape of pycaffe's: softmax regression by SGD with momentum."""
+"""A pure numpy solver with pycaffe's interface: softmax regression by SGD with momentum."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Net:
 
 
 class NumpySolver:
-    """As pycaffe's: ``net``, ``iter``, ``step``, ``add_callback``, ``apply_update``."""
+    """A solver with pycaffe's ``net``, ``iter``, ``step``, ``add_callback`` and ``apply_update``."""
 
     def __init__(self, batches, inputs, classes, rate=0.5, momentum=0.9):
         self.net, self.iter = Net(inputs, classes), 0

@@ -32,7 +32,7 @@ def right(output: Tensor, y: Tensor) -> Tensor:
 
 
 class Made:
-    """A solver, with its file in ``folder``, and what it has told."""
+    """A solver with its file in ``folder``, and its log."""
 
     def __init__(self, folder: Path, text: str = "", **options: Any):
         (folder / "solver.prototxt").write_text(BASICS + text)
@@ -42,7 +42,7 @@ class Made:
 
     @property
     def lines(self) -> list[str]:
-        """What it has told, without time and place."""
+        """The log's lines without time and source."""
         return [line.split("] ", 1)[1] for line in self.stream.getvalue().splitlines()]
 
 

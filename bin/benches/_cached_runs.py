@@ -1,4 +1,4 @@
-"""Runs of a benchmark that do not depend on each other: several at a time, and kept in a file as they end."""
+"""Independent runs of a benchmark: several at a time, with results saved to a file as each run ends."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 Job = dict[str, Any]
-"""What a run is of, as JSON has it: two of equal jobs are the same."""
+"""The parameters of a run, as JSON. Runs with equal jobs are the same run."""
 
 
 class CachedRuns:
-    """What runs have made, by their jobs.
+    """The results of runs by their jobs.
 
     Args:
-        file: a line a run, read at first and added to; None: nothing outlasts this process.
+        file: a file with one line per run, which is read first and appended to; None: results are kept in memory only.
     """
 
     def __init__(self, file: Path | None):
@@ -29,7 +29,7 @@ class CachedRuns:
                 kept = json.loads(line)
                 self._made[_key(kept["job"])] = kept["made"]
             except (ValueError, KeyError, TypeError):
-                print(f"{file}, line {number} is no run, and left out: it may have been cut off", file=sys.stderr)
+                print(f"{file}, line {number} is invalid and skipped: it may be truncated", file=sys.stderr)
 
     def __getitem__(self, job: Job) -> Any:
         return self._made[_key(job)]
@@ -38,7 +38,7 @@ class CachedRuns:
         return _key(job) in self._made
 
     def add(self, job: Job, made: Any) -> None:
-        """A run has ended."""
+        """Save the result of a run."""
         self._made[_key(job)] = made
         if self._file is not None:
             with self._file.open("a") as file:
@@ -47,11 +47,12 @@ class CachedRuns:
                 file.write(json.dumps({"job": job, "made": made}) + "\n")
 
     def complete(self, jobs: Sequence[Job], work: Callable[[Job], Any], processes: int) -> None:
-        """Have all ``jobs`` done that are not here yet, in their order.
+        """Run all ``jobs`` that have no result yet, in their order.
 
         Args:
-            work: a function of a module, which makes plain data.
-            processes: that do so at a time.
+            jobs: the jobs.
+            work: a module-level function that runs a job and returns plain data.
+            processes: number of parallel processes.
         """
         missing = [job for job in jobs if job not in self]
         for done, (job, made) in enumerate(_results(missing, work, processes), 1):

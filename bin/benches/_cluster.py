@@ -1,8 +1,8 @@
-"""Four workers and a server under bsp in one process, which train by codecs.
+"""Training of four workers and a server under bsp in one process, with codecs.
 
-Gradients and changes of the model go through the codecs' frames as between processes (:mod:`gossipx.tables.coding`),
-and nothing else about them differs. Learning rates fall as a cosine (3LC, section 4.3); what is judged is the server's
-model, on all test images.
+Gradients and model changes pass through the codecs' frames as between processes (:mod:`gossipx.tables.coding`), so that
+training is the same. Learning rates follow a cosine (3LC, section 4.3). The server's model is evaluated on all test
+images.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from gossipx.tasks.partition import parse as split_by
 
 WORKERS = 4
 RATES = {"lenet": 0.02, "resnet20": 0.1}
-"""First learning rate: the usual one of batches of 128 (LeNet: 0.01 for 64; ResNet: 0.1, section 4.3), as those of all
-workers make together."""
+"""Initial learning rate: the usual one for batches of 128 (LeNet: 0.01 for 64; ResNet: 0.1, section 4.3), the size of
+all workers' batches together."""
 LAST = 0.01
-"""The last, of the first (section 4.3)."""
+"""Final learning rate, as a fraction of the initial one (section 4.3)."""
 MOMENTUM, DECAY, BATCH = 0.9, 1e-4, 32
 TASK = "fashion-mnist"
 POINTS = 100
-"""A curve is told by so many means."""
+"""Number of points of a curve, each a mean."""
 
 
 @dataclass
 class Traffic:
-    """Of one direction.
+    """The traffic in one direction.
 
     Attributes:
-        bits: a step's payload of encoded tensors, a value, step by step.
-        wire: bytes of all frames, with headers and tensors that are not encoded.
-        whole: that they would have had as float32.
+        bits: payload of encoded tensors in bits per value, by step.
+        wire: bytes of all frames, including headers and tensors that are not encoded.
+        whole: bytes of the same values as float32.
     """
 
     bits: list[float] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Traffic:
     whole: int = 0
 
     def add(self, frames: Sequence[memoryview], values: int) -> None:
-        """One step's frames, each of so many values."""
+        """Add one step's frames of ``values`` values each."""
         sizes = [encoded_bytes(frame) for frame in frames]
         count = sum(many for many, _ in sizes)
         self.bits.append(8 * sum(size for _, size in sizes) / count if count else 32.0)
@@ -69,10 +69,10 @@ class Cluster:
     """A server and its workers.
 
     Args:
-        model: a name of gossipx's models.
-        push, pull: codecs' specs. By ``dgc``, which has momentum of its own, the server's optimizer has none.
-        seed: of weights, batches and draws.
-        data: images to learn from, and to be judged by.
+        model: name of a built-in model.
+        push, pull: codecs' specs. With ``dgc``, which has its own momentum, the server's optimizer has none.
+        seed: seed of weights, batches and random codecs.
+        data: training and test set.
     """
 
     def __init__(self, model: str, push: str, pull: str, seed: int, data: tuple[Dataset, Dataset]):
@@ -109,7 +109,7 @@ class Cluster:
         self.pulling.frame(0, 0, 0, self.table.detach())
 
     def step(self, version: int, rate: float, push: Traffic, pull: Traffic) -> float:
-        """One iteration of all; the mean loss of the batches."""
+        """Run one iteration of all workers, and return the mean loss of the batches."""
         losses, mean = [], torch.zeros(self.values)
         self._place(self.shown)
         frames = []
@@ -135,7 +135,7 @@ class Cluster:
         return statistics.fmean(losses)
 
     def judge(self) -> float:
-        """Accuracy of the server's model on all test images."""
+        """Return the accuracy of the server's model on all test images."""
         self._place(self.table.detach())
         return accuracy(self.module, self.test, torch.device("cpu"))
 
@@ -149,21 +149,21 @@ class Cluster:
 
 @functools.cache
 def images() -> tuple[Dataset, Dataset]:
-    """To learn from, and to be judged by."""
+    """Return the training and test set."""
     return load(TASK)
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
-    """One run.
+    """Run one job.
 
     Args:
-        job: ``model``, ``spec`` for both directions (for pushes alone where it is for gradients only), ``seed``,
-            ``steps``, first learning ``rate``, and how often the model is ``judged``.
+        job: ``model``, ``spec`` for both directions (only for pushes if the codec is for gradients only), ``seed``,
+            ``steps``, initial learning ``rate``, and the number of evaluations ``judged``.
 
     Returns:
-        ``accuracy`` at the end and ``judged``, [step, accuracy] each; curves of at most :data:`POINTS` means:
-        ``losses`` of the batches, ``push`` and ``pull`` bits a value; and ``bits`` of both ways in all, ``wire``
-        bytes, and ``whole``, what these would have been as float32.
+        ``accuracy`` at the end; ``judged``, [step, accuracy] each; curves of at most :data:`POINTS` means: ``losses``
+        of the batches, ``push`` and ``pull`` in bits per value; and for both directions together ``bits`` per value,
+        ``wire`` bytes, and ``whole``, the bytes as float32.
     """
     torch.set_num_threads(1)
     pull = "none" if codecs.parse(job["spec"]).gradients_only else job["spec"]
@@ -189,7 +189,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def thinned(values: Sequence[float]) -> list[float]:
-    """At most :data:`POINTS` means of runs of values, with as many digits as a plot has."""
+    """Return at most :data:`POINTS` means of consecutive values, rounded to a plot's resolution."""
     size = -(-len(values) // POINTS)
     means = [statistics.fmean(values[start : start + size]) for start in range(0, len(values), size)]
     return [float(f"{mean:.4g}") for mean in means]

@@ -1,4 +1,4 @@
-"""How fast codecs encode and decode, beside a memcpy of what is encoded that is timed right before."""
+"""Speed of codecs, relative to a memcpy of the same values that is timed immediately before."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from gossipx.codecs import Codec, ErrorFeedback, Tensors, decode_into
 FED, ENCODE, DECODE, ADD = "encode, error feedback", "encode", "decode", "decode, adding"
 WORKS = (FED, ENCODE, DECODE, ADD)
 LATE = 4
-"""Steps that are timed in turn; those before put into the error what would be in it in a run."""
+"""Steps that are timed in turn; the earlier steps fill the error feedback as in a run."""
 THEIR_ROUNDS = 3
 GIGA = 1e9
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is encoded: the tensors of a model, again and again, so that no cache holds them.
+    """The values to encode: the tensors of a model, repeated in tiles so that they exceed all caches.
 
     Attributes:
-        recorded: of one model.
-        tensors: of all tiles.
-        times: how many tiles there are.
-        x, out, copy: vectors of all tiles: what is encoded, decoded to, and copied to.
+        recorded: the model's gradients.
+        tensors: the tensors of all tiles.
+        times: number of tiles.
+        x, out, copy: vectors of all tiles: the input, the decoded output, and the target of the memcpy.
     """
 
     recorded: Recorded
@@ -48,21 +48,21 @@ class Case:
 
     @classmethod
     def of(cls, recorded: Recorded, values: int) -> Case:
-        """About so many values."""
+        """Return a case of about ``values`` values."""
         tensors, times = tiled(recorded.tensors, values)
         return cls(recorded, tensors, times, *(torch.zeros(tensors.length) for _ in range(3)))
 
     def turn(self, number: int) -> None:
-        """Take up one of the late steps, in turn."""
+        """Load one of the last steps, in turn."""
         self.x.view(self.times, -1)[:] = self.recorded.steps[number % LATE - LATE]
 
     def memcpy(self) -> float:
-        """Seconds."""
+        """Return the seconds of a memcpy of the input."""
         return _timed(lambda: np.copyto(self.copy.numpy(), self.x.numpy()))
 
 
 class Ours:
-    """A codec of gossipx."""
+    """The operations of one of gossipx's codecs."""
 
     def __init__(self, spec: str, case: Case):
         self._case, self._codec = case, codecs.parse(spec)
@@ -76,7 +76,7 @@ class Ours:
         self.frame: Any = b""
 
     def works(self) -> dict[str, Callable[[], None]]:
-        """What is timed; frames of the first are decoded, if there are any."""
+        """Return the operations to time, in order; decoding uses the frame of the first."""
         fed = {FED: self._encode_fed} if self._codec.feedback else {}
         return {ENCODE: self.encode, **fed, DECODE: self._decode, ADD: self._add}
 
@@ -94,9 +94,10 @@ class Ours:
 
 
 class Theirs:
-    """The same by operations of torch, with an error to begin with.
+    """The same codec as torch operations, starting with the same error.
 
-    Tensor by tensor is the same work; each tile as one tensor is less, as its tensors share a scale and one call.
+    Encoding each tensor separately is the same work. Encoding each tile as one tensor (``whole``) is less work, because
+    its tensors share one scale and one call.
     """
 
     def __init__(self, reference: Reference, case: Case, left: Tensor, whole: bool):
@@ -124,13 +125,13 @@ class Theirs:
 
 
 Rates = dict[str, list[float]]
-"""By what was done: its speed as a part of the memcpy's right before it, a round each."""
+"""Speeds by operation, one per round, as a fraction of the preceding memcpy's speed."""
 
 
 def measured(case: Case, sides: dict[str, Ours | Theirs], rounds: int) -> tuple[dict[str, Rates], float]:
-    """Of each side; and GB/s of the memcpy, the median. A round before, which is not counted, warms up.
+    """Return the rates of each side, and the median GB/s of the memcpy, after one round of warm-up.
 
-    Theirs are not in all rounds, as they take most of the time.
+    The torch codecs run in the first rounds only, because they take most of the time.
     """
     rates: dict[str, Rates] = {name: {work: [] for work in side.works()} for name, side in sides.items()}
     copies = []
@@ -149,7 +150,7 @@ def measured(case: Case, sides: dict[str, Ours | Theirs], rounds: int) -> tuple[
 
 
 class Allocated(TorchDispatchMode):
-    """Adds up the bytes of what operations of torch give back, but for views of what they were given."""
+    """A counter of the bytes that torch operations allocate for their results; views of arguments do not count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +166,7 @@ class Allocated(TorchDispatchMode):
 
 
 def allocated(case: Case, side: Ours) -> int:
-    """Bytes that one more encoding with room given allocates: at one time by Python and NumPy, and all by torch."""
+    """Return the bytes that encoding into a given buffer allocates: the peak of Python and NumPy, and torch's total."""
     tracemalloc.start()
     side.encode()
     tracemalloc.reset_peak()
@@ -179,9 +180,9 @@ def allocated(case: Case, side: Ours) -> int:
 
 
 def bits(recorded: Recorded, codec: Codec) -> tuple[float, float]:
-    """Bits a value of the encoded tensors' bytes, and how many times smaller whole frames are than the float32 values.
+    """Return the bits per value of encoded tensors, and the ratio of float32 bytes to whole frames.
 
-    With error feedback; the first quarter of the steps fills it, and is not counted.
+    Error feedback is on. The first quarter of the steps fills it and is not counted.
     """
     feedback = ErrorFeedback(codec)
     state = feedback.init(recorded.tensors)

@@ -1,4 +1,4 @@
-"""Gradients of consecutive steps of training, recorded for the benchmark of codecs, and a sample of them for tests."""
+"""Gradients of consecutive training steps, recorded for the codecs benchmark, and a sample of them for tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gossipx.tasks.presets import PRESETS
 
 TASK = "fashion-mnist"
 BEFORE, KEPT = 20, 40
-"""Steps that are trained before, as the first gradients are unlike all others; and steps that are kept."""
+"""Steps to skip, because the first gradients are not typical, and steps to record."""
 SAMPLED = {
     "resnet20": (
         "maps.0.weight",
@@ -27,7 +27,7 @@ SAMPLED = {
     ),
     "convnet": ("maps.0.weight", "maps.4.bias", "head.weight"),
 }
-"""Tensors of the sample: of each kind one that is small."""
+"""Tensors of the sample: a small one of each kind."""
 SAMPLED_STEPS = 7
 
 
@@ -36,8 +36,8 @@ class Recorded:
     """A model's gradients.
 
     Attributes:
-        names: of its parameters.
-        tensors: where these lie; those of normalisation are to stay as they are.
+        names: names of the parameters.
+        tensors: positions of the parameters in a step; those of normalisation layers are not encoded.
         steps: (step, value), float32.
     """
 
@@ -47,7 +47,7 @@ class Recorded:
 
 
 def record(model: str) -> Recorded:
-    """Train a built-in model as its preset says, on the embedded data."""
+    """Train a built-in model by its preset on the embedded data, and record its gradients."""
     task, preset = TASKS[TASK], PRESETS[model]
     torch.manual_seed(0)
     module = build_model(model, classes=task.classes, channels=task.channels, pixels=task.pixels)
@@ -70,9 +70,9 @@ def record(model: str) -> Recorded:
 
 
 def save_sample(file: Path) -> None:
-    """Some tensors' gradients of both models, as float16, each times a power of two that puts its largest below 1.
+    """Write the sampled gradients of both models as float16, scaled by a power of two to values below 1.
 
-    An array has a step's gradient a row; its name is ``model/parameter``.
+    Each array has one row per step, and the name ``model/parameter``.
     """
     arrays = {}
     for model, names in SAMPLED.items():
@@ -87,14 +87,14 @@ def save_sample(file: Path) -> None:
 
 
 def tiled(tensors: Tensors, values: int) -> tuple[Tensors, int]:
-    """The same tensors again and again, until there are about so many values; and how often."""
+    """Repeat tensors up to about ``values`` values, and return them with the number of repetitions."""
     times = max(1, values // tensors.length)
     starts = tuple(tile * tensors.length + start for tile in range(times) for start in tensors.starts)
     return Tensors(tensors.shapes * times, tensors.dtype, starts), times
 
 
 def drawn(values: int, part: float) -> Recorded:
-    """Tensors of a million values, of which ``part`` are ±1 at sparsity 1, and the others below a half of that."""
+    """Return random tensors of ``values`` values. 3LC at sparsity 1 encodes a fraction ``part`` as ±1, others as 0."""
     draws = torch.Generator().manual_seed(0)
     shape = (4, values)
     large = torch.rand(shape, generator=draws) < part

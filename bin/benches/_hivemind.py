@@ -1,7 +1,7 @@
-"""hivemind's averaging for the exchange benchmark, where hivemind is installed (1.1.12 was tried).
+"""hivemind's averaging for the exchange benchmark, if hivemind is installed (tested with 1.1.12).
 
-Two averagers in processes of their own, as hivemind makes more. They meet through its DHT, which is not timed; what is,
-is the all-reduce of two, after which each has the average.
+Two averagers run in separate processes, because hivemind itself starts more. They find each other through its DHT,
+which is not timed. The all-reduce of the two is timed; after it each has the average.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _averager(size: int, peers: list[str]) -> tuple[Any, Any]:
 
 
 def _matched(averager: Any) -> Any:
-    """An all-reduce whose group is found, and that waits to be begun."""
+    """Return an all-reduce whose group is complete and that waits for its trigger."""
     from hivemind.averaging.control import AveragingStage
 
     control = averager.step(wait=False, require_trigger=True, timeout=SECONDS)
@@ -47,17 +47,17 @@ def _matched(averager: Any) -> Any:
     return control
 
 
-def _asked() -> Iterator[str]:
-    """Lines until END: processes that hivemind has forked keep the pipe open."""
+def _requests() -> Iterator[str]:
+    """Yield lines until END. The pipe itself does not end, because hivemind's forked processes keep it open."""
     return iter(sys.stdin.readline, END)
 
 
 def far(size: int) -> None:
-    """Take part in an all-reduce for each line that comes."""
+    """Take part in one all-reduce per line of standard input."""
     pin(1)
     dht, averager = _averager(size, [])
     print(*dht.get_visible_maddrs(), flush=True)
-    for _ in _asked():
+    for _ in _requests():
         control = _matched(averager)
         control.allow_allreduce()
         print("ready", flush=True)
@@ -67,7 +67,7 @@ def far(size: int) -> None:
 
 
 def near(size: int) -> None:
-    """The other side, which tells the seconds of each."""
+    """Run the timed side, which prints the seconds of each all-reduce."""
     pin(0)
     process = subprocess.Popen(
         [sys.executable, __file__, "far", str(size)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -76,7 +76,7 @@ def near(size: int) -> None:
     assert process.stdout is not None
     dht, averager = _averager(size, process.stdout.readline().split())
     print("", flush=True)
-    for _ in _asked():
+    for _ in _requests():
         print("again", file=process.stdin, flush=True)
         control = _matched(averager)
         process.stdout.readline()
@@ -91,7 +91,7 @@ def near(size: int) -> None:
 
 
 class Hivemind:
-    """An all-reduce of two; tells its own seconds."""
+    """A client for all-reduces of two, whose duration is measured by the process ``near``."""
 
     def __init__(self, size: int):
         self._process, _ = start(__file__, "near", size, stdin=subprocess.PIPE)

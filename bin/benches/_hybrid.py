@@ -1,7 +1,7 @@
-"""The hybrid sync model against asp and bsp in rounds of equal time (Hybrid Approach, section 6).
+"""Comparison of the hybrid sync model with asp and bsp in rounds of equal time (Hybrid Approach, section 6).
 
-The servers' model is what a worker without delays has just pulled: it keeps copies of that, which are judged when the
-round is over, so that judging costs the workers no time.
+A worker without delays keeps copies of the servers' model as it pulls it. They are evaluated after the round, so that
+evaluation takes no time from training.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from gossipx.tasks.models import build_model
 
 RATE, BATCH = 0.01, 32
 SPREAD = 0.25
-"""Seconds: standard deviation of the normal distribution whose draws, without their sign, are the delays."""
+"""Standard deviation, in seconds, of the normal distribution whose absolute values are the delays."""
 MOMENTS = 12
-"""In a round, at which the servers' model is judged."""
+"""Number of moments in a round at which the servers' model is evaluated."""
 JUDGED = 2000
-"""Samples of the test set, and of the training set, that it is judged on, at most."""
+"""Maximum number of test samples, and of training samples, for an evaluation."""
 HYBRIDS = {"hybrid 5/lr": "hybrid:step=5/lr", "hybrid 1/lr": "hybrid:step=1/lr"}
 OTHERS = {"asp": "asp", "bsp": "bsp"}
 TASKS = ("fashion-mnist, lenet", "random, 20 dimensions, MLP")
@@ -37,13 +37,13 @@ Curves = dict[str, list[float]]
 
 
 def measure(crew: ProcessPool, rounds: int, seconds: float, tasks: tuple[str, ...] = TASKS) -> Any:
-    """Title, headings, rows and figures.
+    """Return title, headings, rows and figures.
 
     Args:
-        crew: on loopback.
-        rounds: each with initial weights of its own, from which every sync model begins.
-        seconds: of a round.
-        tasks: that are trained.
+        crew: processes on loopback.
+        rounds: number of rounds; all sync models start from the same weights in a round.
+        seconds: duration of a round.
+        tasks: the tasks to train.
     """
     rows, figures = [], []
     for task in tasks:
@@ -51,7 +51,7 @@ def measure(crew: ProcessPool, rounds: int, seconds: float, tasks: tuple[str, ..
         gradients: dict[str, list[int]] = {}
         models = list((HYBRIDS | OTHERS).items())
         for number in range(rounds):
-            for name, model in models[number % len(models) :] + models[: number % len(models)]:  # none always first
+            for name, model in models[number % len(models) :] + models[: number % len(models)]:  # rotate the order
                 settings = {"servers": "0,1", "servers_only": True, "sync": model, "seed": number, "finish": "none"}
                 if name == "asp":
                     settings["apply"] = "each"  # the paper's asynchronous baseline
@@ -91,7 +91,7 @@ def _told(task: str, curves: dict[str, list[Curves]], gradients: dict[str, list[
 
 
 def _means(rounds: list[Curves], metric: str) -> list[float]:
-    """Of each round over its moments."""
+    """Return the mean over moments for each round."""
     return [statistics.fmean(one[metric]) for one in rounds]
 
 
@@ -99,8 +99,8 @@ def _means(rounds: list[Curves], metric: str) -> list[float]:
 
 
 def train(job: Job) -> Done:
-    """A worker's round; the first one without delays judges the servers' model."""
-    torch.manual_seed(job["seed"])  # initial weights are those of the round
+    """Train one worker for a round; the first worker without delays evaluates the servers' model."""
+    torch.manual_seed(job["seed"])  # all sync models of a round have the same initial weights
     model, data, test = _task(job["task"], job["seed"])
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     peer = join(job, model, optimizer)
@@ -128,7 +128,7 @@ def train(job: Job) -> Done:
 
 
 def _keep(peer: Peer, model: nn.Module, kept: list[tuple[float, list[Tensor]]], began: float, seconds: float) -> None:
-    """A copy of what is pulled, a few a moment."""
+    """Keep a copy of the pulled model, a few per moment."""
     now = time.perf_counter() - began
     if not kept or now - kept[-1][0] >= seconds / MOMENTS / 4:
         peer.sync()
@@ -143,7 +143,7 @@ Samples = tuple[Tensor, Tensor]
 def _judged(
     model: nn.Module, kept: list[tuple[float, list[Tensor]]], data: Samples, test: Samples, seconds: float
 ) -> Curves:
-    """What each moment's model is worth."""
+    """Evaluate the model of each moment."""
     moments = [(number + 1) * seconds / MOMENTS for number in range(MOMENTS)]
     places = held_at([at for at, _ in kept], moments)
     curves: Curves = {metric: [] for metric in METRICS}
@@ -158,7 +158,7 @@ def _judged(
 
 
 def _task(name: str, seed: int) -> tuple[nn.Module, Samples, Samples]:
-    """The model, the training set and the test set."""
+    """Return the model, the training set and the test set."""
     if name == TASKS[0]:
         data, test = load("fashion-mnist")
         model = build_model("lenet", classes=10, channels=1, pixels=28)
@@ -170,13 +170,13 @@ def _task(name: str, seed: int) -> tuple[nn.Module, Samples, Samples]:
 
 
 def random_task(seed: int, samples: int = 10_000, dimensions: int = 20, classes: int = 10) -> Samples:
-    """A new sample of a classification task (section 6): each class is two clouds of unit variance.
+    """Return a random classification task (section 6), in which each class is two clouds of unit variance.
 
     Args:
-        seed: of the round.
-        samples: in random order.
-        dimensions: of each.
-        classes: of labels.
+        seed: the round's seed.
+        samples: number of samples, in random order.
+        dimensions: dimensions of a sample.
+        classes: number of classes.
     """
     generator = torch.Generator().manual_seed(seed)
     centres = torch.randn(classes * 2, dimensions, generator=generator)

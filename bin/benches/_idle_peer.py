@@ -1,4 +1,4 @@
-"""Another peer, in a process of its own, that joins and does not train: it gives its model to whoever pulls it."""
+"""A second peer in a separate process, which joins and does not train: it only serves pulls of its model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from _trained import Trained
 
 
 class IdlePeer:
-    """The other peer of two, while the block lasts; it joins in its own time.
+    """The second of two peers, for the duration of a ``with`` block; it joins asynchronously.
 
     Args:
-        model: one of MODELS.
-        settings: of the run.
+        model: a key of MODELS.
+        hosts: the hosts file.
+        settings: the run's settings.
     """
 
     def __init__(self, model: str, hosts: Path, settings: dict[str, Any]):

@@ -1,4 +1,4 @@
-"""A peer of the overlap scenario: a large model, and in place of computing a step that sleeps and changes few weights.
+"""A peer of the overlap scenario: a large model whose steps sleep and change few weights instead of computing.
 
 Started by ``gossipx run ... _large_model.py PARAMETERS STEPS SECONDS``.
 """
@@ -15,11 +15,11 @@ import gossipx
 
 TENSORS = 16
 CHANGED = 1000
-"""Weights that a step changes: few, so that a step costs what it sleeps, and the rest is gossipx's."""
+"""Number of weights that a step changes: few, so that a step costs its sleep plus gossipx's work."""
 
 
 class LargeModel(nn.Module):
-    """``parameters`` float32 values in equal tensors."""
+    """A module of ``parameters`` float32 values in equal tensors."""
 
     def __init__(self, parameters: int):
         super().__init__()
@@ -27,7 +27,7 @@ class LargeModel(nn.Module):
 
 
 class StandIn(torch.optim.Optimizer):
-    """A step of ``seconds``, as long as a device would be busy with one, that leaves this machine's cores alone."""
+    """An optimizer whose step sleeps ``seconds``, like a step on a device that uses no CPU."""
 
     def __init__(self, model: nn.Module, seconds: float):
         super().__init__(model.parameters(), {})

@@ -1,4 +1,4 @@
-"""A script for ``gossipx run``: trains on real images, and tells the mean time of a step.
+"""A script for ``gossipx run`` that trains on real images and reports the mean time of a step.
 
 Usage: _linked.py MODEL STEPS FOLDER
 """
@@ -18,7 +18,7 @@ from gossipx.tasks.data import Batches, load
 from gossipx.tasks.models import build_model
 
 SKIPPED = 4
-"""The first pull brings the whole model, and much is done for the first time."""
+"""Steps to skip: the first pull transfers the whole model, and much is initialised."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Seconds a step by codecs over emulated links: a server and workers of ``gossipx run``, each a host of its own."""
+"""Seconds per step by codec over emulated links, for a server and workers of ``gossipx run`` on separate hosts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from emulated import EmulatedNetwork
 from emulated.runs import train
 
 RATES = {"10mbit": 12, "100mbit": 40, "1000mbit": 100}
-"""Links, and steps of a run: an even number, as a codec that sends every second has short and long ones."""
+"""Links, and steps of a run: an even number, because a codec that sends every second step alternates in length."""
 MODEL = "resnet20"
 TITLE = f"{MODEL}, {WORKERS} workers and a server, bsp, links shaped by tc"
 
 
 def jobs(specs: Sequence[str], rounds: int) -> list[Job]:
-    """A round goes through all codecs on all links in turn."""
+    """Return the jobs: each round runs all codecs on all links in turn."""
     return [
         {"link": rate, "model": MODEL, "spec": spec, "round": number}
         for number in range(rounds)
@@ -31,7 +31,7 @@ def jobs(specs: Sequence[str], rounds: int) -> list[Job]:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """One run: ``seconds`` a step, the mean of the slowest worker."""
+    """Run a job, and return ``seconds`` per step, the mean of the slowest worker."""
     codec = ("--push-codec", job["spec"], "--pull-codec", job["spec"])
     options = ("--servers", "0", "--servers-only", "--sync", "bsp", *codec, "--seed", str(job["round"]))
     with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(WORKERS + 1, job["link"]) as net:
@@ -41,6 +41,6 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def medians(rate: str, specs: Sequence[str], rounds: int, kept: CachedRuns) -> dict[str, float]:
-    """Seconds a step by codec."""
+    """Return the median seconds per step by codec."""
     made = [job for job in jobs(specs, rounds) if job["link"] == rate]
     return {spec: statistics.median(kept[job]["seconds"] for job in made if job["spec"] == spec) for spec in specs}

@@ -1,4 +1,4 @@
-"""What a peer holds in memory beside its model, when it pulls whenever its last pull is mixed."""
+"""Memory of a peer beside its model, when it starts a pull as soon as the last one is mixed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from _runs import train
 
 MB = 1e6
 CASES = ((2, 40), (4, 40), (2, 240))
-"""Peers, and MB a model; whole processes on this machine, all of which pull from each other."""
+"""Number of peers and MB per model; the peers are processes on this machine that pull from each other."""
 TRANSPORTS = ("tcp", "shm")
 ITERATIONS, SAMPLES = 60, 30
 MODELS, FIXED = 3, 64
-"""Beside the model: two snapshots, one receive buffer, and MB."""
+"""Limit beside the model: two snapshots, one receive buffer, and a number of MB."""
 
 
 def held() -> tuple[str, tuple[str, ...], list[Any], list[Any]]:
-    """Title, headings, rows and figures."""
+    """Return title, headings, rows and figures."""
     rows, figures = [], []
     for peers, megabytes in CASES:
         for transport in TRANSPORTS:
@@ -30,15 +30,15 @@ def held() -> tuple[str, tuple[str, ...], list[Any], list[Any]]:
             fixed = grown - MODELS * megabytes
             shown = (f"{pulls:.0f}", f"{grown:.0f}", f"{fixed:.0f}", f"{goal}")
             rows.append((f"{megabytes} MB", transport, str(peers), *shown))
-            name = f"{megabytes} MB over {transport}, {peers} peers: held beside the model"
+            name = f"{megabytes} MB over {transport}, {peers} peers: memory beside the model"
             figures.append(figure(name, grown, "MB", goal=goal, met=grown <= goal))
-    headings = ("model", "way", "peers", "pulls a peer", "MB beside it", f"without {MODELS} models", "at most")
-    title = "What a peer holds in memory beside its model: the most at one time, mean of peers, under tau:1"
+    headings = ("model", "way", "peers", "pulls per peer", "MB in addition", f"without {MODELS} models", "at most")
+    title = "Peak memory of a peer beside its model, mean of peers, under tau:1"
     return title, headings, rows, figures
 
 
 def _run(peers: int, megabytes: int, transport: str) -> tuple[float, float]:
-    """Pulls a peer, and MB that the run has added to a process that trained before."""
+    """Return pulls per peer, and the MB that the run adds to a process that has trained before."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         wide = str(int(megabytes * MB) // 4000)

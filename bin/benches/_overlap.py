@@ -1,4 +1,4 @@
-"""What overlapped pulls of a large model cost a training on a slow link, and how full they keep the link."""
+"""Cost of overlapped pulls of a large model over a slow link, and their use of the link."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from gossipx.metrics.summary import Summary
 
 PARAMETERS = 60_000_000
-"""Of float32: 240 MB, the paper's AlexNet."""
+"""Number of float32 parameters: 240 MB, the paper's AlexNet."""
 STEP_SECONDS = 0.05
 RATE = "1gbit"
 POLICIES = ("never", "tau:10", "tau:50")
 MOST_TIME = 0.02
-"""What pulls may add to the time of training."""
+"""Limit for the training time that pulls add, as a fraction."""
 LEAST_USE = 0.95
-"""Share of the link's rate that goes by while a pull is under way, at tau:10."""
+"""Goal for the use of the link during a pull, as a fraction of its rate, at tau:10."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Overlapped:
     """One run of both peers.
 
     Attributes:
-        seconds: of training, the slower peer's.
-        step_seconds: of one step, the same.
-        overhead: share of it in which gossipx measures the model in the training thread.
-        pulls: completed, mean of both.
-        skipped: decisions while a pull was under way, mean of both.
-        payload_use: model bytes a second of a pull, as a share of the link's rate; median over pulls.
-        use: the same in Ethernet frames, which is what the link's rate is of.
+        seconds: training time of the slower peer.
+        step_seconds: time of one step of the slower peer.
+        overhead: share of the training time in which gossipx measures the model in the training thread.
+        pulls: completed pulls, mean of both peers.
+        skipped: decisions to pull during a pull, mean of both peers.
+        payload_use: model bytes per second of a pull, as a share of the link's rate; median over pulls.
+        use: the same for Ethernet frames, to which the link's rate applies.
     """
 
     seconds: float
@@ -51,11 +51,11 @@ class Overlapped:
 
 
 def measure(rounds: int, iterations: int) -> tuple[str, list[str], list[list[str]], list[Any]]:
-    """Title, headings, rows and figures; two peers on one machine.
+    """Return title, headings, rows and figures for two peers on one machine.
 
     Args:
-        rounds: through all policies in turn; ratios are to never in the same round, medians over rounds.
-        iterations: of each run.
+        rounds: each runs all policies in turn. Ratios are to never in the same round; medians are over rounds.
+        iterations: length of each run.
     """
     with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(2, RATE) as net:
         network = net.describe()
@@ -83,7 +83,7 @@ def measure(rounds: int, iterations: int) -> tuple[str, list[str], list[list[str
         figures.append(figure(f"overlap {policy}: measuring", medians["overhead"], "of a step"))
         if pulled:
             figures += _figures(policy, added, medians)
-    headings = ["policy", "pulls", "skipped", "ms a step", "measuring", "time added", "link, payload", "link, frames"]
+    headings = ["policy", "pulls", "skipped", "ms per step", "measuring", "time added", "link, payload", "link, frames"]
     megabytes = PARAMETERS * 4 / 1e6
     title = f"{megabytes:.0f} MB, steps of {STEP_SECONDS * 1e3:.0f} ms asleep, {iterations} steps, rounds: {rounds}"
     return f"{title}; links shaped by tc\n{network}", headings, rows, figures
@@ -104,7 +104,7 @@ def _run(net: EmulatedNetwork, scratch: Path, policy: str, iterations: int) -> O
     options = ("--policy", policy, "--delta", "sampled", "--overwrite", "--no-save-model", "--finish", "none")
     before = _received(net)
     one = train(net, scratch, "run", *options, script, str(PARAMETERS), str(iterations), str(STEP_SECONDS))[0]
-    # A joining peer takes the model, too: what frames add to the payload is the same for all.
+    # A joining peer also pulls the model; the frames' overhead is the same for all transfers.
     frames = (_received(net) - before) / (_numbers(one, "bytes_received") + 4 * PARAMETERS)
     seconds = [value or 0.0 for value in one.train_seconds]
     overhead = [value or 0.0 for value in one.overhead_seconds]
@@ -130,7 +130,7 @@ def _received(net: EmulatedNetwork) -> int:
 
 
 def _pull_seconds(scratch: Path, peers: int) -> list[float]:
-    """Of every pull, from the request to the last byte."""
+    """Return the seconds of each pull, from the request to the last byte."""
     found: list[float] = []
     for rank in range(peers):
         events = EventAccumulator(

@@ -1,4 +1,4 @@
-"""Figures 3 to 6 of 3LC, of what bin/bench compression has run."""
+"""Figures 3 to 6 of 3LC from the runs of bin/bench compression."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ mpl.use("Agg")
 from matplotlib import pyplot, ticker
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999", "#F0E442", "#7F3C8D")
-"""Told apart by those who see fewer colours (Okabe, Ito, 2008)."""
+"""A palette for colour-blind readers (Okabe, Ito, 2008)."""
 MARKS = "osv^D<>PX*"
 RUNNING = ("none", "stochastic3", "topk:ratio=0.05,sample=0.01", "localsteps:k=2", "3lc:sparsity=1")
 """Designs of Figure 4."""
 SHOWN = 6
-"""Points of accuracy below the best; designs that do not learn would press all others to one line."""
+"""Range of the accuracy axis below the best, in points: designs that do not learn would compress the others."""
 SEEN = ("3lc:sparsity=1,small=1", "3lc:sparsity=1.75,small=1")
 
 
 def draw(plan: Any, kept: CachedRuns, folder: Path) -> None:
-    """Write the figures that there are runs for."""
+    """Write each figure whose runs are complete."""
     folder.mkdir(parents=True, exist_ok=True)
     for file, drawn in {
         "figure-3.png": lambda: _over_time(plan, kept, plan.designs, list(_links.RATES)),
@@ -36,14 +36,14 @@ def draw(plan: Any, kept: CachedRuns, folder: Path) -> None:
         try:
             figure = drawn()
         except KeyError as missing:
-            print(f"{file} is not drawn: there is no run {missing}")
+            print(f"{file} is not drawn: run {missing} is missing")
             continue
         figure.savefig(folder / file, dpi=120)
         pyplot.close(figure)
 
 
 def _over_time(plan: Any, kept: CachedRuns, designs: dict[str, str], rates: Sequence[str]) -> Any:
-    """Accuracy by training time, of a quarter of the steps up to all."""
+    """Plot accuracy over training time, for a quarter of the steps up to all."""
     figure, panels = pyplot.subplots(1, len(rates), figsize=(1 + 4.5 * len(rates), 4.2), squeeze=False, sharey=True)
     for panel, rate in zip(panels[0], rates, strict=True):
         seconds = _links.medians(rate, plan.specs, plan.rounds, kept)
@@ -67,7 +67,7 @@ def _over_time(plan: Any, kept: CachedRuns, designs: dict[str, str], rates: Sequ
 
 
 def _running(plan: Any, kept: CachedRuns) -> Any:
-    """Loss and accuracy while training."""
+    """Plot loss and accuracy during training."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     names = {spec: name for name, spec in plan.designs.items()}
     for place, spec in enumerate(spec for spec in RUNNING if spec in names):
@@ -87,7 +87,7 @@ def _running(plan: Any, kept: CachedRuns) -> Any:
 
 
 def _bits(plan: Any, kept: CachedRuns) -> Any:
-    """Bits a value while training, by direction."""
+    """Plot bits per value during training, by direction."""
     figure, panels = pyplot.subplots(1, len(SEEN), figsize=(10, 4.2), layout="constrained")
     jobs = {job["spec"]: job for job in plan.jobs("ratios")}
     for panel, spec in zip(panels, SEEN, strict=True):
@@ -98,7 +98,7 @@ def _bits(plan: Any, kept: CachedRuns) -> Any:
         panel.axhline(1.6, color="#999999", linestyle="--", linewidth=1, label="without zero-run encoding")
         panel.set_title(spec.removesuffix(",small=1"), fontsize=10)
         panel.set_xlabel(f"steps of {plan.model}")
-        panel.set_ylabel("bits a value")
+        panel.set_ylabel("bits per value")
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
     panels[0].legend(fontsize=8)

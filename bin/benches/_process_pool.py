@@ -1,6 +1,6 @@
-"""Processes that do one piece of work after another together, each as the same peer of every run.
+"""A pool of processes that run one job after another together, each as the same peer of every run.
 
-Starting a process and loading torch takes longer than most of what bin/bench server measures; here that is done once.
+Starting a process and importing torch takes longer than most measurements of bin/bench server, so it happens once.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ import gossipx
 from gossipx.runtime.peer import Peer
 
 SERVERS, WORKERS = 2, 4
-"""Of all figures of bin/bench server: the first two processes hold a shard each, and the others train."""
+"""Roles in all figures of bin/bench server: the first two processes serve one shard each, the others train."""
 LONGEST = 300.0
-"""Seconds that a piece of work may take."""
+"""Timeout of a job, in seconds."""
 Job = dict[str, Any]
 Done = dict[str, Any]
 
 
 class ProcessPool:
-    """So many processes, on loopback or each on its host of an emulated network.
+    """A pool of processes on loopback, or each on its own host of an emulated network.
 
     Args:
-        size: how many.
-        hosts: of the network, one a process; None: loopback.
+        size: number of processes.
+        hosts: hosts of the network, one per process; None: loopback.
     """
 
     def __init__(self, size: int = SERVERS + WORKERS, hosts: Sequence[Host] | None = None):
@@ -66,15 +66,15 @@ class ProcessPool:
         return inside
 
     def run(self, work: str, ranks: Sequence[int] | None = None, **job: Any) -> list[Done]:
-        """Have the processes do a piece of work at the same time.
+        """Run a job in the processes at the same time, and return their results.
 
         Args:
-            work: ``module:function``, which is given the job, and gives what is to be told of it as plain data.
-            ranks: the processes, in the order in which they are the peers of the run; None: all.
-            job: what the work is told, beside ``rank``, ``hosts`` (the hosts file), ``ports`` and ``settings``.
+            work: ``module:function``, which receives the job and returns plain data.
+            ranks: the processes, in the order of the run's peers; None: all.
+            job: the job's parameters, in addition to ``rank``, ``hosts`` (the hosts file), ``ports`` and ``settings``.
 
         Raises:
-            SystemExit: one has failed; why, it has told on standard error.
+            SystemExit: a process failed and reported the error on standard error.
         """
         taking = [self._processes[rank] for rank in (range(self._size) if ranks is None else ranks)]
         places = self._places(ranks or range(self._size))
@@ -91,20 +91,20 @@ class ProcessPool:
         return self._answers(taking)
 
     def _places(self, ranks: Sequence[int]) -> list[tuple[str, int]]:
-        """An address and a port for each, which no earlier run had."""
+        """Return an address and a port for each process, which no earlier run used."""
         self._jobs += 1
         if self._hosts is not None:
             return [(self._hosts[rank].address, 29400 + self._jobs) for rank in ranks]
         return [(HERE, port) for port in _free_ports(len(ranks))]
 
     def _answers(self, taking: Sequence[subprocess.Popen[str]]) -> list[Done]:
-        """What each has to tell, as it comes: where one has failed the others may wait for it for long."""
+        """Collect the results as they arrive, so that one failure ends the job although others still wait for it."""
         done: dict[int, Done] = {}
         while len(done) < len(taking):
             waiting = {process.stdout: number for number, process in enumerate(taking) if number not in done}
             there, _, _ = select.select(list(waiting), [], [], LONGEST)
             if not there:
-                raise SystemExit("bin/bench server: what its processes do does not come to an end")
+                raise SystemExit("bin/bench server: its processes did not finish in time")
             for pipe in there:
                 line = pipe.readline()
                 if not line:
@@ -122,7 +122,7 @@ class ProcessPool:
             assert process.stdin is not None and process.stdout is not None
             if error is not None:
                 process.kill()
-            process.stdin.close()  # its end
+            process.stdin.close()  # the process exits
         for process in self._processes:
             process.wait(LONGEST)
             assert process.stdout is not None
@@ -131,8 +131,7 @@ class ProcessPool:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that can be listened at, none of them one that the system gives to outgoing connections: after hundreds of
-    these, some that nobody listens at are still in use."""
+    """Return free ports outside the ephemeral range, of which some remain in use after hundreds of connections."""
     found: list[int] = []
     while len(found) < count:
         port = random.randrange(10_000, 32_000)
@@ -147,32 +146,32 @@ def _free_ports(count: int) -> list[int]:
 
 
 def join(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> Peer | None:
-    """Take part in the job's run; None: as a server, and it is over."""
+    """Join the job's run. Return None for a server, after the run has ended."""
     with contextlib.suppress(SystemExit):
         return gossipx.join(model, optimizer, peers=job["hosts"], rank=job["rank"], **job["settings"])
     return None
 
 
 def delayed_pulls(peer: Peer) -> int:
-    """DPRs of all shards, once the peer has finished: what ``gossipx run`` reads from the same reports."""
+    """Return the DPRs of all shards after the peer has finished, from the reports that ``gossipx run`` also reads."""
     role = peer._role
     reports = [role.report, *(other.report for other in role.members.others.values())]
     return sum(int((report or {}).get("delayed_pulls", 0)) for report in reports)
 
 
 def main() -> None:
-    """Do what standard input asks for, a line a job, until it ends."""
+    """Run jobs from standard input, one per line, until it ends."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed is no answer
+    os.dup2(2, 1)  # all other output goes to standard error
     for line in sys.stdin:
         job = json.loads(line)
         module, _, name = job["work"].partition(":")
         done = getattr(importlib.import_module(module), name)(job)
         answers.write(json.dumps(done) + "\n")
         answers.flush()
-        gc.collect()  # a peer that is done is in reference cycles, and holds its tables as long as these last
+        gc.collect()  # a finished peer is in reference cycles, which keep its tables alive
 
 
 if __name__ == "__main__":

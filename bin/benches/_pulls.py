@@ -1,6 +1,6 @@
-"""How fast a model comes from another process: gossipx beside sockets without any check, gloo, torch rpc and memcpy.
+"""Rate of pulls from another process: gossipx compared with unchecked sockets, gloo, torch rpc and memcpy.
 
-And beside hivemind and iperf3, where they are installed.
+hivemind and iperf3 are included if they are installed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SIZES = (8_000_000, 44_000_000, 240_000_000)
 QUESTIONS = 400
 SECONDS = 300.0
 NEW = "gossipx, TCP, each a new version"
-"""As nearly each pull of a run is. The giver reads a version once for its checksum, however many ask for it; in all
-other rows one version is pulled again and again."""
+"""Pulls of a new version each, like nearly all pulls of a run. The sender reads a version once for its checksum; in all
+other rows the same version is pulled repeatedly."""
 
 
 def _median(work: Callable[[], None]) -> Callable[[], float]:
@@ -56,25 +56,25 @@ class Averaging:
         self.arena = ParameterArena(module)
 
     def sink(self) -> Incoming:
-        """A pull at the last boundary, in overlap with one step."""
+        """Return the sink of a pull that starts at the last boundary and overlaps with one step."""
         incoming = Incoming(self.arena, self.arena.snapshot())
         self.arena.set_boundary(self.arena.step + 1)
         return incoming
 
     def compare(self, incoming: Incoming) -> None:
-        """It is whole; what the training thread does with it comes later."""
+        """Check the complete pull, before the training thread uses it."""
         incoming.norm()
         incoming.release()
 
     def commit(self, incoming: Incoming) -> None:
-        """It is whole and sound, and in the weights."""
+        """Check the complete pull, and mix it into the weights."""
         incoming.norm()
         self.arena.commit(incoming.buffer, 0.5)
         incoming.release()
 
 
 def pulls(size: int, rounds: int, scratch: Path) -> tuple[list[tuple[str, ...]], list[dict[str, Any]]]:
-    """Rows of the table and figures for one size, every way in turn in each round."""
+    """Return the table's rows and the figures for one size; each round runs all ways in turn."""
     near, far = Memory(size), Memory(size)
     room, averaging = Memory(size).view, Averaging(size)
     source, target = (np.frombuffer(memory.view, dtype=np.uint8) for memory in (near, far))
@@ -93,7 +93,7 @@ def pulls(size: int, rounds: int, scratch: Path) -> tuple[list[tuple[str, ...]],
     if shutil.which("iperf3"):
         ways |= {"iperf3": Iperf(size)}
     rate = _rates(size, {"memcpy": lambda: np.copyto(target, source)}, ways, rounds)
-    # By itself, when all others have ended: on one machine its threads never sleep, and take every core.
+    # torch rpc runs after all others, because its threads never sleep on one machine and use every core.
     rate |= _rates(size, {}, {"torch rpc": Rpc(size, str(scratch / f"rpc-{size}"))}, rounds)
     if importlib.util.find_spec("hivemind"):
         rate |= _rates(size, {}, {"hivemind, all-reduce of two": Hivemind(size)}, rounds)
@@ -116,7 +116,7 @@ def pulls(size: int, rounds: int, scratch: Path) -> tuple[list[tuple[str, ...]],
 
 
 def secured(size: int, rounds: int, scratch: Path) -> tuple[list[tuple[str, ...]], list[dict[str, Any]]]:
-    """What checking, signing and encrypting cost, each beside sockets with nothing but that."""
+    """Return the cost of checksums, MACs and encryption, each compared with sockets that do only that."""
     room = Memory(size).view
     hosts = scratch / "hosts.txt"
     hosts.write_text(f"{HERE}:40000\n")
@@ -144,7 +144,7 @@ def secured(size: int, rounds: int, scratch: Path) -> tuple[list[tuple[str, ...]
 
 
 def _rates(size: int, more: dict[str, Callable[[], None]], ways: dict[str, Any], rounds: int) -> dict[str, float]:
-    """GB/s of each, medians of rounds in turn."""
+    """Return the GB/s of each way, medians over rounds."""
     kinds = {name: _median(work) for name, work in more.items()}
     kinds |= {name: _median(way.pull) for name, way in ways.items()}
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
@@ -153,8 +153,8 @@ def _rates(size: int, more: dict[str, Callable[[], None]], ways: dict[str, Any],
             if name in ways and isinstance(ways[name], Gossipx):
                 ways[name].prepare()
             took = once()
-            took = getattr(ways.get(name), "seconds", took)  # iperf3 tells its own
-            if number >= 2:  # all memory has been touched
+            took = getattr(ways.get(name), "seconds", took)  # iperf3 measures its own time
+            if number >= 2:  # by then all memory has been touched
                 seconds[name].append(took)
     for way in ways.values():
         way.close()
@@ -164,7 +164,7 @@ def _rates(size: int, more: dict[str, Callable[[], None]], ways: dict[str, Any],
 def _told(
     size: int, rate: dict[str, float], references: dict[str, tuple[float, float | None]], other: float
 ) -> tuple[list[tuple[str, ...]], list[dict[str, Any]]]:
-    """Rows and figures; ``other``: what is held against all that have no reference of their own."""
+    """Return rows and figures; ``other`` is the reference of all ways without their own."""
     rows, figures = [], []
     megabytes = f"{size // 1_000_000} MB"
     for name, value in rate.items():
@@ -178,9 +178,9 @@ def _told(
 
 
 def apart(what: str, *arguments: object) -> list[Any]:
-    """:func:`pulls`, :func:`secured` or :func:`questions` in a process of its own, kept on one core.
+    """Run :func:`pulls`, :func:`secured` or :func:`questions` in a separate process, pinned to one core.
 
-    Gloo and rpc are joined once in the life of one.
+    A process can join gloo and rpc only once.
     """
     command = [sys.executable, __file__, what, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
@@ -191,7 +191,7 @@ def apart(what: str, *arguments: object) -> list[Any]:
 
 
 def questions() -> tuple[tuple[str, ...], dict[str, Any]]:
-    """A request of 1 KB and its answer: gossipx beside blocking sockets that send as many bytes each way."""
+    """Time a request of 1 KB and its reply: gossipx compared with blocking sockets that send as many bytes each way."""
     ways = {"sockets": Raw(1, "sendall"), "gossipx": Gossipx(1, "tcp", lambda: Bytes(memoryview(bytearray(1))))}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(QUESTIONS + 20):

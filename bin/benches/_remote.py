@@ -1,6 +1,6 @@
-"""The other side of the exchange benchmark: one process a way of asking for a model, which gives it as often as asked.
+"""Clients and servers of the exchange benchmark, one pair per way to fetch a model from another process.
 
-Each way is a pair: ``serve`` in a process of its own, which prints a line once it can be asked, and a client.
+The server runs in a separate process, which prints a line when it is ready, and sends the model at each request.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from gossipx.wire import Message, Sink, auth, frames
 
 HERE = "127.0.0.1"
 MANIFEST = ("model uint8 1 strides 1 trainable",)
-SECONDS = 120.0  # no transfer takes as long; bounds every wait
+SECONDS = 120.0  # timeout of every wait, longer than any transfer
 
 
 class Way(Protocol):
-    """One way to fetch the model of another process."""
+    """A client of one way to fetch the model of another process."""
 
     def pull(self) -> None:
-        """Fetch it once, into memory that is there already."""
+        """Fetch the model once, into allocated memory."""
 
     def close(self) -> None:
-        """End it."""
+        """Close the connection and end the server."""
 
 
 def start(script: str, kind: str, size: int, *more: str, stdin: int | None = None) -> tuple[subprocess.Popen[str], str]:
-    """The process in which ``script`` serves a way, and the line that it prints."""
+    """Start the process in which ``script`` serves a way, and return it with the line that it prints."""
     command = [sys.executable, script, kind, str(size), *more]
     process = subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -56,7 +56,7 @@ def start(script: str, kind: str, size: int, *more: str, stdin: int | None = Non
 
 
 def serve(ways: dict[str, Callable[..., None]]) -> None:
-    """What a process that :func:`start` starts does: serve the way that its arguments name."""
+    """Serve the way that the arguments name; the main function of a process started by :func:`start`."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     pin(1)
@@ -64,7 +64,7 @@ def serve(ways: dict[str, Callable[..., None]]) -> None:
 
 
 def end_with_parent() -> None:
-    """Whatever happens to the benchmark, nothing of it stays."""
+    """End this process when the benchmark ends, however it ends."""
     parent = os.getppid()
     while os.getppid() == parent:
         time.sleep(1.0)
@@ -72,14 +72,14 @@ def end_with_parent() -> None:
 
 
 def pin(place: int) -> None:
-    """Keep this process on one core: else the system puts both sides on the same one now and then, at half the rate."""
+    """Pin this process to a core: otherwise both sides sometimes share a core, which halves the rate."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(range(os.cpu_count() or 1))
         os.sched_setaffinity(0, {cores[place % len(cores)]})
 
 
 def filled(size: int) -> Memory:
-    """A model of ``size`` bytes, of values as weights have them: arithmetic on denormal ones takes far longer."""
+    """Return a model of ``size`` bytes with typical values, because arithmetic on denormals is far slower."""
     memory = Memory(size)
     piece = torch.randn(PIECE // 4).numpy().tobytes()
     memory.view[:] = piece * (size // PIECE) + piece[: size % PIECE]
@@ -90,9 +90,9 @@ def filled(size: int) -> Memory:
 
 
 def loss_based(connecting: socket.socket) -> None:
-    """The faster congestion control on loopback, as far as the system allows it.
+    """Select a loss-based congestion control, which is faster on loopback, if the system allows it.
 
-    Before the connection is there: one that began with bbr stays paced, and goes at half the rate now and then.
+    Call it before connecting: a connection that starts with bbr remains paced and sometimes has half the rate.
     """
     for name in (b"cubic", b"reno"):
         try:
@@ -104,16 +104,16 @@ def loss_based(connecting: socket.socket) -> None:
 
 QUESTION = ArriveRequest(Stage.TRAIN, 1, {"text": "x" * 900})
 ANSWER = HereReply(Stage.TRAIN)
-"""A request of about 1 KB, and what is said to it."""
+"""A request of about 1 KB, and its reply."""
 
 
 def on_the_wire(message: Message) -> int:
-    """Bytes of its frame."""
+    """Return the bytes of a message's frame."""
     return sum(len(buffer) for buffers, _ in frames.encode(message, 0) for buffer in buffers)
 
 
 def serve_raw(size: int, sending: str) -> None:
-    """Send the model for each byte that comes, and as much as gossipx's answer for as much as its request.
+    """Send the model for each received byte, and a reply of gossipx's size for a request of gossipx's size.
 
     ``sending`` is sendall or sendfile.
     """
@@ -139,7 +139,7 @@ def serve_raw(size: int, sending: str) -> None:
 
 
 class Raw:
-    """Blocking sockets; MSG_WAITALL into one buffer."""
+    """A client over blocking sockets, with MSG_WAITALL into one buffer."""
 
     def __init__(self, size: int, sending: str):
         self._process, port = start(__file__, "raw", size, sending)
@@ -157,7 +157,7 @@ class Raw:
             done += self._socket.recv_into(self._room[done : done + PIECE], 0, socket.MSG_WAITALL)
 
     def ask(self) -> None:
-        """As many bytes there and back as gossipx's request and answer."""
+        """Exchange as many bytes as gossipx's request and reply."""
         self._socket.sendall(self._question)
         left = self._answer
         while left:
@@ -169,7 +169,7 @@ class Raw:
 
 
 class Iperf:
-    """iperf3, for as many bytes; its own time, from its first byte to its last."""
+    """iperf3 for the same number of bytes; it measures its own time, from the first byte to the last."""
 
     def __init__(self, size: int):
         with socket.create_server((HERE, 0)) as free:
@@ -181,7 +181,7 @@ class Iperf:
 
     def pull(self) -> None:
         command = ["iperf3", "-c", HERE, "-p", self._port, "-n", self._size, "-C", "cubic", "-J"]
-        for _ in range(50):  # it listens soon
+        for _ in range(50):  # retry until it listens
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
             if done.returncode == 0:
                 self.seconds = float(json.loads(done.stdout)["end"]["sum_received"]["seconds"])
@@ -202,7 +202,7 @@ SECRET = auth.Secret(KEY)
 
 
 def tls_of(folder: Path) -> Tls:
-    """gossipx's own transport with these certificates."""
+    """Return gossipx's TLS transport with the certificates in a folder."""
     return Tls(folder / folder_of(HERE) / "cert.pem", folder / folder_of(HERE) / "key.pem", folder / "ca.pem")
 
 
@@ -212,7 +212,7 @@ def manager(
     on_request: OnRequest,
     way: str,
 ) -> CommManager:
-    """One of two managers; ``way`` is tcp, shm, gloo, mac, unchecked, or tls with the folder of its certificates."""
+    """Return one of two managers; ``way`` is tcp, shm, gloo, mac, unchecked, or tls with its folder of certificates."""
     kind, _, folder = way.partition(":")
     comm = CommManager(
         rank=rank,
@@ -234,10 +234,10 @@ def manager(
 
 
 def serve_gossipx(size: int, way: str, versions: str) -> None:
-    """Answer pulls by the model, all else by a few bytes.
+    """Answer pulls with the model, and other requests with a few bytes.
 
-    ``versions`` is one, whose checksum is known from its first pull on, or many: each pull is of a version of its own,
-    which has to be read for it.
+    ``versions`` is "one", whose checksum is computed at the first pull, or "many": each pull is of a new version, whose
+    checksum must be computed.
     """
     memory = filled(size)
     model = Source(memory.view, memory.descriptor)
@@ -258,13 +258,14 @@ def serve_gossipx(size: int, way: str, versions: str) -> None:
 
 
 class Gossipx:
-    """A CommManager's pull, with all its checks.
+    """A client of a CommManager's pull, with all its checks.
 
     Args:
-        way: how models travel: tcp, shm or gloo.
-        sink: where the model goes, made anew for each pull.
-        after: called with the sink once the model is there.
-        versions: whether pulls are of "one" version of the model, or of "many", each of its own.
+        size: bytes of the model.
+        way: the transport: tcp, shm or gloo.
+        sink: returns the destination of the model, a new one for each pull.
+        after: called with the sink when the model has arrived.
+        versions: whether pulls are of "one" version of the model, or of "many", a new one each.
     """
 
     def __init__(
@@ -282,7 +283,7 @@ class Gossipx:
         self._comm = manager(0, [Address(HERE, 1), Address(HERE, port)], lambda *given: None, way)
         self._sink, self._after = sink, after
         self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        if way == "unchecked":  # connections keep the check that they began with
+        if way == "unchecked":  # connections keep their initial check
             usual, frames.CHECKSUMS = frames.CHECKSUMS, frames.Unchecked
             self.prepare()
             self.pull()
@@ -295,7 +296,7 @@ class Gossipx:
             raise reply
 
     def prepare(self) -> None:
-        """Before each pull, not part of it: where the model is to go."""
+        """Create the destination of the next pull; not timed."""
         self._room = self._sink()
 
     def pull(self) -> None:
@@ -303,7 +304,7 @@ class Gossipx:
         self._after(self._room)
 
     def ask(self) -> None:
-        """1 KB there, a few bytes back."""
+        """Send a request of 1 KB, and receive a reply of a few bytes."""
         self._request(QUESTION, None)
 
     def close(self) -> None:
@@ -321,7 +322,7 @@ def _join(rank: int, place: str) -> None:
 
 
 def serve_gloo(size: int, place: str) -> None:
-    """Send the model for each number that comes but 0."""
+    """Send the model for each received number until 0."""
     print("", flush=True)
     _join(1, place)
     model, asked = torch.ones(size // 4), torch.ones(1)
@@ -333,7 +334,7 @@ def serve_gloo(size: int, place: str) -> None:
 
 
 class Gloo:
-    """torch.distributed's send and recv."""
+    """A client of torch.distributed's send and recv."""
 
     def __init__(self, size: int, place: str):
         self._process, _ = start(__file__, "gloo", size, place)
@@ -354,7 +355,7 @@ _given: dict[int, torch.Tensor] = {}
 
 
 def give(size: int) -> torch.Tensor:
-    """The model, on the side that serves."""
+    """Return the model, in the serving process."""
     if size not in _given:
         _given[size] = torch.ones(size // 4)
     return _given[size]
@@ -373,7 +374,7 @@ def serve_rpc(size: int, place: str) -> None:
 
 
 class Rpc:
-    """A remote call that returns the model."""
+    """A client of a remote call that returns the model."""
 
     def __init__(self, size: int, place: str):
         self._process, _ = start(__file__, "rpc", size, place)
@@ -389,7 +390,7 @@ class Rpc:
 
 
 if __name__ == "__main__":
-    import _remote  # under its own name, as the other side of a remote call knows it
+    import _remote  # imported by name, which remote calls refer to
 
     ways = {
         "raw": _remote.serve_raw,

@@ -1,4 +1,4 @@
-"""Tables and figures of the benchmarks: one schema for all."""
+"""The common schema of all benchmarks' tables and figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def figure(
     goal: float | None = None,
     met: bool | None = None,
 ) -> dict[str, Any]:
-    """One measured figure; ``ratio`` is of the value to what was measured beside it."""
+    """Return one measured figure; ``ratio`` is the value divided by the reference measured in the same run."""
     ratio = value / reference if reference else None
     return {
         "name": name,
@@ -32,7 +32,7 @@ def figure(
 
 
 def report(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], figures: list[Any]) -> None:
-    """Print the table, and which goals are met."""
+    """Print the table, and whether each goal is met."""
     table = Table(*headings, title=title, title_justify="left")
     for row in rows:
         table.add_row(*row)

@@ -12,7 +12,7 @@ from gossipx.metrics.summary import Summary
 
 
 def free_port(count: int) -> int:
-    """The first of ``count`` consecutive free ports of loopback."""
+    """Return the first of ``count`` consecutive free ports on loopback."""
     for _ in range(100):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -28,7 +28,7 @@ def _is_free(port: int) -> bool:
 
 
 def train(logdir: Path, name: str, peers: int, *options: str) -> Summary:
-    """The summary of one run of the built-in task on this machine."""
+    """Run the built-in task on this machine, and return the run's summary."""
     logdir.mkdir(parents=True, exist_ok=True)
     hosts = logdir / f"{name}-hosts.txt"
     hosts.write_text(f"127.0.0.1:{free_port(peers)} slots={peers}\n")

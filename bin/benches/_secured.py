@@ -1,7 +1,7 @@
-"""A model over blocking sockets with what secures it, part by part: under a MAC, with a checksum, or by TLS.
+"""Pulls over blocking sockets with one security primitive: a MAC, a checksum or TLS.
 
-What can be had of each primitive alone, in Python: gossipx is held against it. The serving side is a process of its
-own, as those of :mod:`_remote` are.
+They show the cost of each primitive alone in Python, as the reference for gossipx. The server is a separate process, as
+in :mod:`_remote`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHECKS: dict[str, Callable[[], Any]] = {
 
 
 def context(folder: Path, purpose: ssl._SSLMethod) -> ssl.SSLContext:
-    """TLS 1.3 with certificates of both sides, as gossipx has it."""
+    """Return a context for TLS 1.3 with certificates on both sides, as in gossipx."""
     made = ssl.SSLContext(purpose)
     made.minimum_version = ssl.TLSVersion.TLSv1_3
     made.check_hostname = False
@@ -39,7 +39,7 @@ def context(folder: Path, purpose: ssl._SSLMethod) -> ssl.SSLContext:
 
 
 def serve_secured(size: int, way: str) -> None:
-    """Send the model for each byte that comes: under a MAC, with XXH3, or by TLS."""
+    """Send the model for each received byte: under a MAC, with an XXH3 checksum, or by TLS."""
     model = filled(size)
     kind, _, folder = way.partition(":")
     with socket.create_server((HERE, 0)) as listening:
@@ -54,12 +54,12 @@ def serve_secured(size: int, way: str) -> None:
             for start in range(0, size, PIECE):
                 piece = model.view[start : start + PIECE]
                 connected.sendall(piece)
-                check.update(piece)  # now that it is in the processor's cache
+                check.update(piece)  # while it is in the processor's cache
             connected.sendall(check.digest())
 
 
 class Secured:
-    """Blocking sockets with one primitive on both sides: what can be had of it."""
+    """A client over blocking sockets with one primitive on both sides."""
 
     def __init__(self, size: int, way: str):
         self._process, port = start(__file__, "secured", size, way)

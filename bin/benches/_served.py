@@ -1,4 +1,4 @@
-"""What it costs a training step when another process pulls the model that is being trained."""
+"""Slowdown of training steps while another process pulls the model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from gossipx.wire import Bytes
 RATES = {"none": 0.0, "10 a second": 10.0, "back to back": float("inf")}
 GOALS = {"10 a second": 0.01, "back to back": 0.05}
 SEGMENT = 1.5
-"""Seconds of training under one rate, before the next has its turn."""
+"""Seconds of training at one rate of pulls before the next rate."""
 
 
 def _cnn() -> tuple[nn.Module, torch.Tensor]:
@@ -48,7 +48,7 @@ def _mlp() -> tuple[nn.Module, torch.Tensor]:
 
 
 class Training:
-    """A model that trains, and gives itself to whoever pulls, as a peer's role and driver do."""
+    """A model in training that answers pulls, like a peer's role and driver."""
 
     def __init__(self, made: tuple[nn.Module, torch.Tensor]):
         self._module, self._batch = made
@@ -86,14 +86,14 @@ class Training:
                     self.comm.answer(key, reply, payload=held, deadline=deadline, done=done, begins=effect.begins)
 
     def step(self) -> None:
-        """One step and its boundary."""
+        """Run one step and its boundary."""
         self._optimizer.zero_grad()
         self._loss(self._module(self._batch), self._targets).backward()
         self._optimizer.step()
         self.arena.step_done()
 
     def mean_step(self) -> float:
-        """Seconds a step, of those of one segment."""
+        """Return the mean seconds per step of one segment."""
         steps, began = 0, time.perf_counter()
         while time.perf_counter() - began < SEGMENT:
             self.step()
@@ -102,7 +102,7 @@ class Training:
 
 
 def pull(nbytes: int, port: int, share: str) -> None:
-    """The other process: pull at the rate that the last line named, and tell of each line how many came under it."""
+    """Pull at the rate in the last line of input, in another process; at each line print the pulls since the last."""
     comm = manager(1, [Address(HERE, port), Address(HERE, 1)], lambda *given: None, "shm" if share else "tcp")
     room = Bytes(Memory(nbytes).view)
     rate, count = [0.0], [0]
@@ -135,7 +135,7 @@ def pull(nbytes: int, port: int, share: str) -> None:
 
 
 def disturbance(name: str, make: Callable[[], Any], share: bool, rounds: int) -> tuple[list[Any], list[Any]]:
-    """Rows and figures of one model; every rate in turn in each round, ratios to none in the same round."""
+    """Return rows and figures of one model; each round runs all rates, and ratios are to no pulls in the same round."""
     training = Training(make())
     comm = training.comm = manager(0, [Address(HERE, 1)] * 2, training.give, "shm" if share else "tcp")
     nbytes = training.arena.nbytes()
@@ -157,7 +157,7 @@ def disturbance(name: str, make: Callable[[], Any], share: bool, rounds: int) ->
             turn_to(rate)
             took = training.mean_step()
             came = turn_to(0.0)
-            if number:  # the first warms up
+            if number:  # the first round is warm-up
                 seconds[kind].append(took)
                 pulls[kind].append(came / SEGMENT)
     puller.stdin.close()
@@ -184,7 +184,7 @@ def disturbance(name: str, make: Callable[[], Any], share: bool, rounds: int) ->
 
 
 def served(full: bool) -> tuple[str, tuple[str, ...], list[Any], list[Any]]:
-    """Title, headings, rows and figures."""
+    """Return title, headings, rows and figures."""
     torch.set_num_threads(1)
     rows, figures = [], []
     for name, make in (("lenet, batch 32", _cnn), ("MLP 784-96-10, batch 32", _mlp)):
@@ -192,7 +192,7 @@ def served(full: bool) -> tuple[str, tuple[str, ...], list[Any], list[Any]]:
             more = disturbance(name, make, share, 15 if full else 7)
             rows += more[0]
             figures += more[1]
-    headings = ("model", "way", "pulled", "pulls a second", "ms a step", "longer", "goal")
+    headings = ("model", "way", "pulled", "pulls per second", "ms per step", "longer", "goal")
     return "A training step while another process pulls the model, medians of rounds in turn", headings, rows, figures
 
 

@@ -1,7 +1,7 @@
-"""How often a straggler makes others wait: soft barrier or lazy pulls, and PSSP beside SSP with the same regret bound.
+"""Delayed pulls caused by a straggler: soft barrier against lazy pulls, and PSSP against SSP with equal regret bounds.
 
-FluentPS, Figure 9 and Table IV. One of four workers takes three times as long for an iteration: always the same one, by
-whom all that wait are bound in the end; or each in its turn, as where machines are shared.
+FluentPS, Figure 9 and Table IV. One of four workers takes three times as long for an iteration. It is always the same
+worker, which in the end bounds all that wait for it, or each in turn, as on shared machines.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import nn
 from torch.nn import functional
 
 STEP = 0.01
-"""Seconds of an iteration, asleep, so that cores are no part of what is measured."""
+"""Seconds that an iteration sleeps, so that the number of cores has no effect."""
 SLOWED = 3
-"""Times as long that the slow worker takes."""
+"""Factor of the slow worker's time per iteration."""
 STALENESS = 3
-"""s of Figure 9."""
+"""The staleness s of Figure 9."""
 GROUPS = (2, 3, 5, 10)
-"""1/c of its models A, C, E and G."""
+"""The values 1/c of models A, C, E and G in Figure 9."""
 PULLS = ("soft", "lazy")
 TURN = 10
-"""Iterations of its own for which a worker is slow, where each is in its turn."""
+"""Number of iterations for which each worker is slow, if they take turns."""
 STRAGGLERS = {"the same": 0, "each in its turn": TURN}
 
 
 def kinds(groups: tuple[int, ...]) -> dict[str, str]:
-    """Sync models by the name of their row: ASP, SSP, dynamic PSSP, each PSSP and the SSP with its regret bound."""
+    """Return sync models by row: ASP, SSP, dynamic PSSP, each PSSP, and the SSP with the same regret bound."""
     made = {
         "ASP": "asp",
         f"SSP s={STALENESS}": f"ssp:staleness={STALENESS}",
@@ -46,12 +46,12 @@ def kinds(groups: tuple[int, ...]) -> dict[str, str]:
 
 
 def measure(crew: ProcessPool, rounds: int, iterations: int, groups: tuple[int, ...] = GROUPS) -> Any:
-    """Title, headings, rows and figures.
+    """Return title, headings, rows and figures.
 
     Args:
-        crew: on loopback.
-        rounds: medians are over.
-        iterations: of each run.
+        crew: processes on loopback.
+        rounds: number of rounds, over which medians are taken.
+        iterations: length of each run.
         groups: 1/c of the PSSP models.
     """
     rows: list[tuple[str, ...]] = []
@@ -86,7 +86,7 @@ def measure(crew: ProcessPool, rounds: int, iterations: int, groups: tuple[int, 
 def _medians(
     crew: ProcessPool, rounds: int, iterations: int, groups: tuple[int, ...], turn: int
 ) -> dict[tuple[str, str], dict[str, float]]:
-    """Of the runs of each sync model with each way to answer; ASP, where nothing waits, has one way alone."""
+    """Return the medians by sync model and kind of pull; ASP, which delays no pull, has only one kind."""
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     for number in range(rounds):
         for name, model in kinds(groups).items():
@@ -112,7 +112,7 @@ def _summed_up(done: list[Done], iterations: int) -> dict[str, float]:
 
 
 def _directions(straggler: str, medians: dict[tuple[str, str], dict[str, float]], groups: tuple[int, ...]) -> list[Any]:
-    """Whether what the paper finds holds: lazy pulls and PSSP save DPRs."""
+    """Return figures for the paper's findings: lazy pulls and PSSP save DPRs."""
     plain = f"SSP s={STALENESS}"
     soft, lazy = medians[plain, "soft"]["dprs"], medians[plain, "lazy"]["dprs"]
     saved = 1 - lazy / soft
@@ -131,7 +131,7 @@ def _directions(straggler: str, medians: dict[tuple[str, str], dict[str, float]]
 
 
 def train(job: Job) -> Done:
-    """A worker's iterations, slower where it is the straggler; how long they took, and DPRs of all shards."""
+    """Run a worker's iterations, slowly if it is the straggler; return their time, and the DPRs of all shards."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -148,7 +148,7 @@ def train(job: Job) -> Done:
         time.sleep(STEP * SLOWED if worker == slow else STEP)
         loss.backward()
         optimizer.step()
-    peer.sync()  # the last pull is a part of the last iteration
+    peer.sync()  # the last pull belongs to the last iteration
     seconds = time.perf_counter() - began
     peer.finish()
     return {"seconds": seconds, "delayed": delayed_pulls(peer)}

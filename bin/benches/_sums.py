@@ -1,4 +1,4 @@
-"""Arithmetic of bin/bench server's figures."""
+"""Arithmetic for the figures of bin/bench server."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
 
 
 def interval(values: Sequence[float]) -> float:
-    """Half the 95 % interval of the mean; of one value, or more than there is a t for, NaN."""
+    """Return half the 95 % interval of the mean; NaN for one value, or more than the table of t covers."""
     if len(values) not in T_95:
         return float("nan")
     return T_95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
 
 
 def held_at(times: Sequence[float], moments: Sequence[float]) -> list[int]:
-    """What held at each moment: the place of the last time that is not after it; before all of them the first.
+    """Return, for each moment, the index of the last time not after it, or 0 before all times.
 
     Args:
-        times: ascending, one at least.
+        times: ascending, at least one.
         moments: ascending.
     """
     found, place = [], 0
@@ -32,7 +32,7 @@ def held_at(times: Sequence[float], moments: Sequence[float]) -> list[int]:
 
 
 def equal_staleness(staleness: int, inverse: int) -> int:
-    """s' = s + 1/c − 1: SSP with it has the regret bound of PSSP with s and c (FluentPS, section III-E.1).
+    """Return s' = s + 1/c − 1: SSP with s' has the regret bound of PSSP with s and c (FluentPS, section III-E.1).
 
     Args:
         staleness: s.

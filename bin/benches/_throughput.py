@@ -1,7 +1,7 @@
-"""How fast gradients and values go between workers and servers, beside plain sockets that move the same bytes.
+"""Throughput of pushes and pulls between workers and servers, compared with plain sockets that move the same bytes.
 
-Over loopback, where there is as much network as there is processor; over links, where it is the network that is
-short; and with what has no push lost when a server is killed.
+It is measured over loopback, where the processor is the limit; over links, where the network is the limit; and with the
+replica or journal that preserve pushes when a server is killed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torch import nn
 from gossipx.memory import Memory
 
 SIZES = (2**16, 2**20, 2**22, 2**24)
-"""Bytes of a tensor."""
+"""Sizes of a tensor, in bytes."""
 MODEL = 2**25
-"""Bytes of all tensors together, half of them on each server."""
+"""Total bytes of all tensors, half of them on each server."""
 CONNECTIONS = 2
-"""Between a worker and a server: as many requests of a kind as gossipx has open at a time."""
+"""Connections between a worker and a server: gossipx's number of concurrent requests of one kind."""
 GOAL = 0.7
 WARM_UP = 3
 Ways = dict[str, dict[str, Any]]
-"""Settings of gossipx, by what the way is called."""
+"""Settings of gossipx by the name of the configuration."""
 TCP: Ways = {"gossipx, TCP": {"transport": "tcp"}}
 WAYS: Ways = {**TCP, "gossipx, shared memory": {"transport": "auto"}}
 SAFE: Ways = {
@@ -41,7 +41,7 @@ SAFE: Ways = {
 }
 SAFE_SIZE = 2**22
 RATE = "1gbit"
-"""Of each link."""
+"""Rate of each link."""
 HEADINGS = ("tensor", "way", "GB/s, both ways, all workers", "of sockets", "goal")
 
 
@@ -54,16 +54,16 @@ def measure(
     ways: Ways = WAYS,
     network: str = "loopback",
 ) -> Any:
-    """Title, headings, rows and figures.
+    """Return title, headings, rows and figures.
 
     Args:
-        crew: on loopback, or on an emulated network.
-        rounds: in each of which every way has its turn, for every size.
-        iterations: that are measured, of each.
-        sizes: bytes of a tensor.
-        model: bytes of all tensors together.
-        ways: beside sockets.
-        network: what the figures call the network.
+        crew: processes on loopback or on an emulated network.
+        rounds: number of rounds; each runs all configurations for all sizes.
+        iterations: measured iterations of each run.
+        sizes: sizes of a tensor, in bytes.
+        model: total bytes of all tensors.
+        ways: configurations to compare with sockets.
+        network: name of the network in the figures.
     """
     rows, figures = [], []
     for size in sizes:
@@ -85,7 +85,7 @@ def measure(
 
 
 def measure_links(rounds: int, iterations: int) -> Any:
-    """:func:`measure` over emulated links of ``RATE``; no rows where the system has none."""
+    """Run :func:`measure` over emulated links of ``RATE``; return no rows if the system cannot emulate links."""
     try:
         with EmulatedNetwork(SERVERS + WORKERS, RATE) as net, ProcessPool(hosts=net.hosts) as crew:
             title, *table = measure(crew, rounds, iterations, SIZES[1:], ways=TCP, network=RATE)
@@ -95,12 +95,12 @@ def measure_links(rounds: int, iterations: int) -> Any:
 
 
 def measure_safe(crew: ProcessPool, rounds: int, iterations: int) -> Any:
-    """:func:`measure` with what keeps pushes when a server is killed, and without."""
+    """Run :func:`measure` with and without the replica and journal that preserve pushes when a server is killed."""
     return measure(crew, rounds, iterations, (SAFE_SIZE,), ways=SAFE)
 
 
 def _times(done: list[Done]) -> list[float]:
-    """Seconds of each iteration, of the worker that took longest."""
+    """Return the seconds of each iteration for the slowest worker."""
     return [max(one) for one in zip(*(one["seconds"] for one in done if one["seconds"]), strict=True)]
 
 
@@ -125,7 +125,7 @@ def _told(network: str, size: int, model: int, seconds: dict[str, float]) -> tup
 
 
 def served(job: Job) -> Done:
-    """Iterations of a worker that computes nothing: all gradients out, all values in."""
+    """Run iterations of a worker that computes nothing: push all gradients, and pull all values."""
     model = nn.Module()
     model.tensors = nn.ParameterList(torch.zeros(job["size"] // 4) for _ in range(job["model"] // job["size"]))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -134,8 +134,8 @@ def served(job: Job) -> Done:
         return {"seconds": []}
     with peer:
         for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)  # arithmetic on zeros' neighbours would take longer
-        peer.sync()  # what comes first is not part of an iteration
+            parameter.grad = torch.randn_like(parameter)  # arithmetic on denormals would be slower
+        peer.sync()  # exclude the first pull from the iterations
         seconds = _timed(optimizer.step, job["iterations"])
     return {"seconds": seconds}
 
@@ -153,9 +153,9 @@ def _timed(once: Callable[[], Any], iterations: int) -> list[float]:
 
 
 def plain(job: Job) -> Done:
-    """The same bytes by the same number of processes and connections, with no check and no arithmetic.
+    """Move the same bytes between the same number of processes and connections, without checks or arithmetic.
 
-    As under bsp a server gives nothing before it has what all have pushed.
+    As under bsp, a server sends nothing before it has received all pushes.
     """
     size = min(job["size"], job["model"] // SERVERS // CONNECTIONS)
     count = job["model"] // SERVERS // CONNECTIONS // size
@@ -166,7 +166,7 @@ def plain(job: Job) -> Done:
     connected = [_connect(tuple(place)) for place in job["places"][:SERVERS] for _ in range(CONNECTIONS)]
     rooms = [Memory(size * count).view for _ in connected]
     for room in rooms:
-        room[:] = bytes(len(room))  # touched
+        room[:] = bytes(len(room))  # touches the memory
 
     def once() -> None:
         _at_once(lambda one: _exchange(connected[one], rooms[one], size), len(connected))
@@ -185,14 +185,14 @@ def _connect(place: tuple[str, int]) -> socket.socket:
         try:
             connecting.connect(place)
             return connecting
-        except ConnectionRefusedError:  # it listens soon
+        except ConnectionRefusedError:  # retry until it listens
             connecting.close()
             time.sleep(0.05)
-    raise SystemExit(f"nobody listens at {place}")
+    raise SystemExit(f"no process listens at {place}")
 
 
 def _exchange(connected: socket.socket, room: memoryview, size: int) -> None:
-    """Out and back, a tensor at a time."""
+    """Send and receive all tensors, one at a time."""
     for start in range(0, len(room), size):
         connected.sendall(room[start : start + size])
     for start in range(0, len(room), size):
@@ -226,7 +226,7 @@ def _serve(place: tuple[str, int], size: int, count: int, rounds: int) -> None:
 
 
 def _at_once(what: Callable[[int], None], count: int) -> None:
-    """Do it for each number, each in a thread of its own."""
+    """Call a function for each number in a separate thread."""
     threads = [threading.Thread(target=what, args=(one,)) for one in range(count)]
     for thread in threads:
         thread.start()

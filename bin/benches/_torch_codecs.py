@@ -1,6 +1,7 @@
-"""Codecs as operations of torch on whole tensors, each of which goes through memory: what ours are to be faster than.
+"""Codecs as torch operations on whole tensors, as the reference that gossipx's codecs must beat.
 
-The way of GRACE (Xu et al. 2021), whose library has a compressor as a few lines of tensor operations.
+They follow GRACE (Xu et al. 2021), whose library implements compressors in a few tensor operations. Each operation is a
+pass through memory.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ _DIGITS = torch.tensor([[code // 3**place % 3 - 1.0 for code in range(243)] for 
 
 
 class Reference(Protocol):
-    """``left``, if there is one, is added first, and what the code leaves out is in it afterwards."""
+    """A codec. If given, the error ``left`` is added to the input, and then replaced by the new error."""
 
     def encode(self, x: Tensor, left: Tensor | None) -> Any:
-        """A flat tensor's code."""
+        """Encode a flat tensor."""
 
     def decode(self, code: Any, out: Tensor, add: bool) -> None:
-        """Into a flat tensor."""
+        """Decode into a flat tensor, or add to it."""
 
 
 class ThreeLC:
-    """3LC in planes that are as long as the tensor allows, so that a byte's trits lie far apart."""
+    """3LC in planes, so that the five trits of a byte are from distant positions of the tensor."""
 
     def __init__(self, sparsity: float):
         self._sparsity = sparsity
@@ -51,7 +52,7 @@ class ThreeLC:
 
 
 def _shortened(packed: Tensor) -> Tensor:
-    """Runs of zeros are cut to 14 bytes, and those become one: found from where the other bytes stand."""
+    """Encode runs of up to 14 zero bytes as one byte; the runs are found from the positions of the other bytes."""
     places = (packed != 121).nonzero().view(-1)
     bounds = torch.cat((torch.tensor([-1]), places, torch.tensor([len(packed)])))
     gaps = bounds.diff() - 1
@@ -65,7 +66,7 @@ def _shortened(packed: Tensor) -> Tensor:
 
 
 class Int8:
-    """255 levels."""
+    """Quantization to 255 levels."""
 
     def encode(self, x: Tensor, left: Tensor | None) -> tuple[Tensor, Tensor]:
         values = x if left is None else x + left
@@ -82,7 +83,7 @@ class Int8:
 
 
 class TopK:
-    """The largest values by a sampled threshold; where they stand, as 64-bit numbers."""
+    """The largest values by a sampled threshold, with 64-bit positions."""
 
     def encode(self, x: Tensor, left: Tensor | None) -> tuple[Tensor, Tensor]:
         values = x if left is None else x + left

@@ -1,4 +1,4 @@
-"""A built-in model in training, and how long each step has spent in its peer."""
+"""A built-in model in training, with the time that each step spends in its peer."""
 
 from __future__ import annotations
 
@@ -16,39 +16,40 @@ from gossipx.tasks.models import MODELS, build_model
 
 
 class Span(NamedTuple):
-    """Seconds by the clock, and of these those that this thread had a core: what others' work does not make longer."""
+    """A duration in seconds of wall time and of this thread's CPU time, which other processes do not lengthen."""
 
     wall: float
     core: float
 
 
 def now() -> Span:
-    """To count from."""
+    """Return the current times."""
     return Span(time.perf_counter(), time.thread_time())
 
 
 def since(began: Span) -> Span:
-    """What has passed."""
+    """Return the time since ``began``."""
     wall, core = now()
     return Span(wall - began.wall, core - began.core)
 
 
 def timed(work: Callable[[], object]) -> Span:
-    """What it takes."""
+    """Return the time that a call takes."""
     began = now()
     work()
     return since(began)
 
 
 class Trained:
-    """A model that trains on one batch of random images, of the size that it was published for.
+    """A model that trains on one batch of random images of its published size.
 
     Args:
-        name: one of MODELS.
-        batch: images a step.
+        name: a key of MODELS.
+        batch: images per step.
+        rate: the learning rate.
 
     Attributes:
-        in_peer: what each step since :meth:`join` has spent in its peer's :meth:`~gossipx.Peer.step`.
+        in_peer: time in the peer's :meth:`~gossipx.Peer.step` of each step since :meth:`join`.
     """
 
     def __init__(self, name: str, batch: int, rate: float = 1e-4):
@@ -61,13 +62,13 @@ class Trained:
         self._labels = torch.randint(0, facts.classes, (batch,))
 
     def step(self) -> None:
-        """Forward, backward, the optimizer's step and what hangs on it."""
+        """Run forward, backward, and the optimizer's step with its hooks."""
         self.optimizer.zero_grad()
         nn.functional.cross_entropy(self.module(self._images), self._labels).backward()
         self.optimizer.step()
 
     def join(self, hosts: Path, **settings: Any) -> Peer:
-        """Become a peer, as a user's script does."""
+        """Join a run, as a user's script does."""
         began = now()
 
         def begin(*given: Any) -> None:
@@ -77,7 +78,7 @@ class Trained:
         def end(*given: Any) -> None:
             self.in_peer.append(since(began))
 
-        self.optimizer.register_step_post_hook(begin)  # hooks come in turn: one before the peer's, one after
+        self.optimizer.register_step_post_hook(begin)  # hooks run in order: this one before the peer's, the other after
         peer = gossipx.join(self.module, self.optimizer, peers=hosts, **settings)
         self.optimizer.register_step_post_hook(end)
         return peer

@@ -1,7 +1,7 @@
-"""What wait-free backpropagation makes of an iteration where moving the model takes as long as computing it.
+"""Effect of wait-free backpropagation on iterations whose communication takes as long as their computation.
 
-Beside it what FluentPS's overlap of shards makes of it: Figure 5b, or 5a where no tables are asked for before every
-shard has all that was pushed.
+The overlap of shards in FluentPS is measured, too: Figure 5b, or Figure 5a, where no tables are pulled before every
+shard has received all pushes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 RATE = "1gbit"
 WIDTH, LAYERS, BATCH = 512, 10, 384
-"""Ten matrices of 1 MiB: 10 MB, a bucket each. Four workers' backward takes about 0.1 s on two cores."""
+"""Ten matrices of 1 MiB, one bucket each: 10 MB. The backward pass of four workers takes about 0.1 s on two cores."""
 ASLEEP = 0.02
-"""Seconds of a layer's forward, and half of its backward, where a device computes: 0.4 s of backward, in which half of
-four models reach each server in 0.17 s."""
+"""Seconds of a layer's forward pass, and half of its backward pass, on an emulated device. The backward pass of all
+layers takes 0.4 s, and half of four models reach each server in 0.17 s."""
 WARM_UP = 3
 TRAINERS = list(range(SERVERS, SERVERS + WORKERS))
 SERVED = {"servers": "0,1", "servers_only": True, "transport": "tcp"}
@@ -32,16 +32,16 @@ KINDS: dict[str, tuple[list[int] | None, dict[str, Any]]] = {
     "wait-free, shards not overlapped": (None, {**SERVED, "overlap": False}),
     "all at the end": (None, {**SERVED, "wait_free": False}),
 }
-"""Processes that take part, and their settings."""
+"""Processes of the run, and their settings."""
 COMPUTED = {"on these cores": 0.0, "asleep, as a device would": ASLEEP}
 
 
 def measure(rounds: int, iterations: int) -> Any:
-    """Title, headings, rows and figures; over an emulated network, or paced where the system has none.
+    """Return title, headings, rows and figures, over an emulated network, or paced if the system has none.
 
     Args:
-        rounds: in each of which every kind has its turn.
-        iterations: that are measured, of each.
+        rounds: number of rounds; each runs all kinds.
+        iterations: measured iterations of each run.
     """
     try:
         with EmulatedNetwork(SERVERS + WORKERS, RATE) as net, ProcessPool(hosts=net.hosts) as crew:
@@ -56,7 +56,12 @@ def measure(rounds: int, iterations: int) -> Any:
         f"{LAYERS} linear layers, {megabytes:.1f} MB, {WORKERS} workers, {SERVERS} servers, bsp, medians of"
         f" {rounds} x {iterations} iterations\n{network}"
     )
-    return title, ("computed", "gradients leave", "ms an iteration", "of all at the end", "beyond never"), rows, figures
+    return (
+        title,
+        ("computed", "gradients leave", "ms per iteration", "of all at the end", "beyond never"),
+        rows,
+        figures,
+    )
 
 
 def _measure(crew: ProcessPool, rounds: int, iterations: int, paced: dict[str, Any]) -> tuple[list[Any], list[Any]]:
@@ -80,7 +85,7 @@ def _measure(crew: ProcessPool, rounds: int, iterations: int, paced: dict[str, A
 
 
 def _times(done: list[Done]) -> list[float]:
-    """Of every iteration of every worker: under bsp they go in step."""
+    """Return the times of all iterations of all workers, which run in lockstep under bsp."""
     return [seconds for one in done for seconds in one["seconds"]]
 
 
@@ -88,7 +93,7 @@ def _times(done: list[Done]) -> list[float]:
 
 
 class _Asleep(torch.autograd.Function):
-    """Takes as long as a device would be busy with a layer, and leaves this machine's cores alone."""
+    """A function that sleeps like a layer on a device, without use of the CPU."""
 
     @staticmethod
     def forward(context: Any, values: Tensor, seconds: float) -> Tensor:  # type: ignore[override]
@@ -103,7 +108,7 @@ class _Asleep(torch.autograd.Function):
 
 
 class Layers(nn.Module):
-    """Linear layers; ``asleep`` seconds each forward pass of one, twice that a backward pass."""
+    """Linear layers, each of which sleeps ``asleep`` seconds in the forward and twice that in the backward pass."""
 
     def __init__(self, asleep: float):
         super().__init__()
@@ -119,7 +124,7 @@ class Layers(nn.Module):
 
 
 def train(job: Job) -> Done:
-    """A worker's iterations; asleep, its batch is so small that its cores have next to nothing to do."""
+    """Run a worker's iterations; on the emulated device, the batch is so small that the CPU is nearly idle."""
     torch.manual_seed(0)
     model = Layers(job["asleep"])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -129,7 +134,7 @@ def train(job: Job) -> Done:
     batch = torch.randn(4 if job["asleep"] else BATCH, WIDTH)
     seconds = []
     with peer:
-        peer.sync()  # what comes first is not part of an iteration
+        peer.sync()  # exclude the first pull from the iterations
         for _ in range(WARM_UP + job["iterations"]):
             began = time.perf_counter()
             optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""What a checkpoint costs the training thread, and how long the other thread writes.
+"""Cost of a checkpoint for the training thread, and the time that the background thread writes.
 
 bin/bench checkpoint [--json]       resnet110 (7 MB) and a model of 44 MB, with SGD's momenta and with Adam's
 """
@@ -30,7 +30,7 @@ from gossipx.sync import SyncManager
 from gossipx.tasks.models import build_model
 
 WIDTH, LAYERS = 1172, 8
-"""Square layers of 11 M parameters together: 44 MB."""
+"""Square layers with 11 M parameters in total: 44 MB."""
 ROUNDS = 9
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet110": lambda: build_model("resnet110", classes=10, channels=3, pixels=32),
@@ -43,7 +43,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Training:
-    """One peer's training, by random gradients, with a checkpoint each second step."""
+    """One peer's training with random gradients, and a checkpoint every second step."""
 
     def __init__(self, module: nn.Module, make: Callable[[Any], torch.optim.Optimizer], directory: Path):
         self.module, self.optimizer = module, make(module.parameters())
@@ -56,7 +56,7 @@ class Training:
         self.checkpoints = Checkpoints(self.store, CheckpointInterval(iterations=2), state, resumes=False)
 
     def step(self) -> tuple[float, float]:
-        """Seconds of the training thread: the step's boundary, and what a checkpoint takes, if one is due."""
+        """Return the training thread's seconds for the step's boundary, and for a checkpoint if one is due."""
         for parameter in self.module.parameters():
             parameter.grad = torch.full_like(parameter, 1e-3)
         self.optimizer.step()
@@ -73,7 +73,7 @@ class Training:
 
 
 def measure(module: nn.Module, make: Callable[[Any], torch.optim.Optimizer]) -> dict[str, float]:
-    """Medians over the rounds, in seconds and bytes."""
+    """Return medians over the rounds, in seconds and bytes."""
     with tempfile.TemporaryDirectory() as directory:
         training = Training(module, make, Path(directory))
         rows: dict[str, list[float]] = {name: [] for name in ("capture", "boundary", "held", "write", "copy")}
@@ -82,7 +82,7 @@ def measure(module: nn.Module, make: Callable[[Any], torch.optim.Optimizer]) -> 
             boundary, _ = training.step()
             _, capture = training.step()
             begin = time.perf_counter()
-            held, _ = training.step()  # while the snapshot is held: its boundary goes to other memory
+            held, _ = training.step()  # the snapshot is in use, so that the boundary needs another buffer
             training.checkpoints.flush()
             write = time.perf_counter() - begin
             training.step()
@@ -91,7 +91,7 @@ def measure(module: nn.Module, make: Callable[[Any], torch.optim.Optimizer]) -> 
             begin = time.perf_counter()
             kept = [tensor.clone() for tensor in copied]
             copy = time.perf_counter() - begin
-            if number >= 2:  # the first ones find no memory to use again
+            if number >= 2:  # the first rounds have no memory to reuse
                 for name, value in zip(rows, (capture, boundary, held, write, copy), strict=True):
                     rows[name].append(value)
             size = sum(tensor.nbytes for tensor in kept)
@@ -105,8 +105,8 @@ def measure(module: nn.Module, make: Callable[[Any], torch.optim.Optimizer]) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print the figures alone")
-    parser.add_argument("--full", action="store_true", help="the same")
+    parser.add_argument("--json", action="store_true", help="print only the figures")
+    parser.add_argument("--full", action="store_true", help="no effect")
     given = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

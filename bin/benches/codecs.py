@@ -1,11 +1,11 @@
-"""How fast codecs are on one thread, beside a memcpy of what is encoded and beside operations of torch; and how small.
+"""Speed of codecs on one thread, compared with a memcpy of the input and with torch operations; and encoded sizes.
 
-Gradients are those of ResNet-20 and the small convnet, recorded when the benchmark begins; synthetic ones have the part
-of values that 3LC does not make zero in their name. A GB/s is of the float32 values that go in, or come out.
+Gradients are those of ResNet-20 and the small convnet, recorded when the benchmark starts. The names of synthetic ones
+include the fraction of values that 3LC does not encode as zero. GB/s count the float32 values, not the frames.
 
 bin/bench codecs                  (about 3 minutes)
 bin/bench codecs --full           three times as many rounds, and 60 million values for codecs without a goal, too
-bin/bench codecs --record FILE    write the sample of gradients that tests use, tests/gradients.npz, and nothing else
+bin/bench codecs --record FILE    only write the sample of gradients for the tests, tests/gradients.npz
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gossipx.codecs.packing import trit_bytes
 
 MILLION = 1_000_000
 VALUES, FEWER = 60 * MILLION, 6 * MILLION
-"""That are encoded: of codecs with a goal, and of the others where it should not take long."""
+"""Number of values to encode: for codecs with a goal, and for the others in a short run."""
 ROUNDS, FEW_ROUNDS = 9, 3
 MODELS = ("resnet20", "convnet")
 LC, LC_DENSE, INT8, TOPK = "3lc:sparsity=1.75", "3lc:sparsity=1", "int8", f"topk:ratio={RATIO:g},sample={SAMPLE:g}"
@@ -45,10 +45,10 @@ GOALS: dict[tuple[str, str], dict[str, float]] = {
     **{(model, TOPK): {ENCODE: 0.6} for model in MODELS},
     ("11 %", LC_DENSE): {FED: 0.33, ADD: 0.33},
 }
-"""Parts of a memcpy's speed."""
+"""Goals as fractions of a memcpy's speed."""
 TIMES_TORCH = 3.0
 ALLOCATED = 0.01
-"""Of the bytes that are encoded, for tables and numbers: none of it grows with the values of a tensor."""
+"""Limit of allocations as a fraction of the input's bytes, for tables and numbers of constant size."""
 OTHERS = (
     *("none", "fp16", "bf16", "int8:block=256", "uint8-minmax", "3lc:sparsity=1,residual=0.3", "stochastic3"),
     *("onebit", "topk:ratio=0.01", "randomk:ratio=0.01", "threshold:value=0.01", "qsgd:levels=7", "natural", "signsgd"),
@@ -94,7 +94,7 @@ Table = tuple[str, Sequence[str], list[tuple[str, ...]], list[Any]]
 
 
 def _with_goals(name: str, recorded: Recorded, specs: Sequence[str], rounds: int) -> Table:
-    """Codecs with goals, each beside operations of torch."""
+    """Return the table of codecs with goals, each compared with torch operations."""
     case = Case.of(recorded, VALUES)
     rows, figures, copies = [], [], []
     for spec in specs:
@@ -115,7 +115,7 @@ def _with_goals(name: str, recorded: Recorded, specs: Sequence[str], rounds: int
 
 
 def _figures(name: str, rates: dict[str, Rates], memcpy: float, goals: dict[str, float]) -> list[Any]:
-    """Of a codec, which is the first side, and of what it is compared with."""
+    """Return the figures of a codec, the first side, and of the sides it is compared with."""
     figures = []
     (_, ours), *theirs = (
         (side.strip(), {work: statistics.median(of_work) for work, of_work in of_side.items()})
@@ -146,20 +146,20 @@ def _others(recorded: Recorded, values: int, rounds: int) -> Table:
 
 
 def _sizes(model: str, recorded: Recorded) -> Table:
-    """Of 3LC with error feedback; tensors of normalisation stay as they are."""
+    """Return the table of sizes of 3LC with error feedback; normalisation tensors are not encoded."""
     kept = recorded.tensors.are_plain(1)
     counts = [count for count, plain in zip(recorded.tensors.counts, kept, strict=True) if not plain]
     dense = 8 * sum(map(trit_bytes, counts)) / sum(counts)
     rows = [("without zero-run encoding", f"{dense:.3f}", f"{32 / dense:.1f}", "")]
-    figures = [figure(f"{model} 3lc without zero-run encoding: payload", dense, "bits a value")]
+    figures = [figure(f"{model} 3lc without zero-run encoding: payload", dense, "bits per value")]
     for sparsity in SPARSITIES:
         spec = f"3lc:sparsity={sparsity:g},small=1"
         payload, whole = bits(recorded, parse(spec))
         rows.append((spec, f"{payload:.3f}", f"{32 / payload:.1f}", f"{whole:.1f}"))
-        figures.append(figure(f"{model} {spec}: payload", payload, "bits a value"))
+        figures.append(figure(f"{model} {spec}: payload", payload, "bits per value"))
         figures.append(figure(f"{model} {spec}: frame", whole, "times smaller"))
     title = f"{model}: size of frames over {len(recorded.steps)} steps, with error feedback"
-    return title, ("codec", "bits a value, payload", "times smaller", "whole frames, times smaller"), rows, figures
+    return title, ("codec", "bits per value, payload", "times smaller", "whole frames, times smaller"), rows, figures
 
 
 def _row(name: str, rates: Rates, memcpy: float) -> tuple[str, ...]:

@@ -1,16 +1,16 @@
-"""What codecs make of training and of its traffic (3LC, Tables 1 and 2, Figures 3 to 6).
+"""Effect of codecs on accuracy and traffic of training (3LC, Tables 1 and 2, Figures 3 to 6).
 
 bin/bench compression                 short runs of LeNet, some codecs, two seeds (about 5 minutes on 2 cores)
-bin/bench compression --full          all codecs and their paper's designs, five seeds, ResNet-20 for Table 2 (3 hours)
+bin/bench compression --full          all codecs and the paper's designs, five seeds, ResNet-20 for Table 2 (3 hours)
 
     --only accuracy    Table 1, last column: accuracy after all steps, and bytes; workers and server in one process
-    --only half-rate   the same of 3LC, by half the learning rate
+    --only half-rate   the same for 3LC, with half the learning rate
     --only steps       Figures 3 and 5: the same after 25, 50 and 75 % of the steps
-    --only ratios      Table 2: bits a value
-    --only links       Table 1: seconds a step over links of 10, 100 and 1000 Mbit/s, by processes of their own
-    --jobs N           runs at a time, of those that no time is taken of
-    --keep FILE        a line a run; what is there is not run again, whatever has been changed since
-    --plots FOLDER     Figures 3 to 6, of what has been run
+    --only ratios      Table 2: bits per value
+    --only links       Table 1: seconds per step over links of 10, 100 and 1000 Mbit/s, in separate processes
+    --jobs N           number of parallel runs, for runs that are not timed
+    --keep FILE        results, one line per run; a run in the file is not repeated, even if the code has changed
+    --plots FOLDER     Figures 3 to 6, from completed runs
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PAPER = {
     "3LC (s=1.75)": "3lc:sparsity=1.75",
     "3LC (s=1.90)": "3lc:sparsity=1.9",
 }
-"""Designs of Table 1 by the names that they have there."""
+"""Designs of Table 1 by their names there."""
 OTHERS = (
     "fp16",
     "bf16",
@@ -62,22 +62,27 @@ OTHERS = (
     "dgc:ratio=0.01",
 )
 ASKED = ("3LC (s=1.00)", "3LC (s=1.50)", "3LC (s=1.75)")
-"""Those that are to come within 0.3 points of float, or of which the interval is to have it in it."""
+"""Designs whose accuracy must be within 0.3 points of float, or whose interval must include it."""
 WIDE = 1.0
-"""Points: an interval of more on either side says nothing."""
+"""Maximum half width of a meaningful interval, in points."""
 TERNARY = {"1": 39.4, "1.5": 70.9, "1.75": 107.0, "1.9": 160.0}
 """Table 2: compression ratios by sparsity multiplier."""
 SOME = (FLOAT, "8-bit int", "3LC (s=1.75)")
-"""Without --full."""
+"""Designs without --full."""
 SHARES = (25, 50, 75)
-"""Of the steps, in %."""
+"""Fractions of the steps, in %."""
 
 
 def runs(name: str, specs: Sequence[str], seeds: int, steps: int, judged: int = 1, slower: int = 1) -> list[Job]:
-    """Jobs of :func:`_cluster.train`: the first seed of all, then the second, and so on.
+    """Return jobs for :func:`_cluster.train`, ordered by seed.
 
     Args:
-        slower: the usual learning rate is divided by it.
+        name: the model.
+        specs: the codecs.
+        seeds: number of seeds.
+        steps: length of a run.
+        judged: number of evaluations.
+        slower: divisor of the usual learning rate.
     """
     rate = RATES[name] / slower
     return [
@@ -88,7 +93,7 @@ def runs(name: str, specs: Sequence[str], seeds: int, steps: int, judged: int = 
 
 
 class Plan:
-    """What is run, short or in full."""
+    """The plan of a short or full benchmark."""
 
     def __init__(self, full: bool):
         self.designs = dict(PAPER) if full else {name: PAPER[name] for name in SOME}
@@ -99,7 +104,7 @@ class Plan:
         self.rounds = 3 if full else 1
 
     def jobs(self, part: str) -> list[Job]:
-        """Runs of a part whose time is not taken."""
+        """Return the runs of a part of the benchmark that is not timed."""
         if part == "accuracy":
             return self.whole(list(self.all.values()))
         if part == "half-rate":
@@ -112,16 +117,16 @@ class Plan:
 
     @property
     def ternary(self) -> dict[str, str]:
-        """The designs that are 3LC, and the one without."""
+        """Return the 3LC designs, and the one without a codec."""
         return {name: spec for name, spec in self.designs.items() if spec.startswith("3lc") or name == FLOAT}
 
     @property
     def specs(self) -> list[str]:
-        """The designs'."""
+        """Return the designs' codecs."""
         return list(self.designs.values())
 
     def accuracies(self, spec: str, kept: CachedRuns) -> dict[int, float]:
-        """In %, the medians of seeds, by the part of the steps, in %."""
+        """Return the median accuracy over seeds in %, by the fraction of the steps in %."""
         found = {
             share: statistics.median(kept[job]["accuracy"] for job in self.shorter(spec, share)) for share in SHARES
         }
@@ -129,25 +134,25 @@ class Plan:
         return {share: 100 * accuracy for share, accuracy in found.items()}
 
     def shorter(self, spec: str, share: int) -> list[Job]:
-        """Runs of a part of the steps."""
+        """Return runs of a fraction of the steps."""
         return runs("lenet", [spec], self.early, self.steps * share // 100)
 
     def whole(self, specs: Sequence[str], slower: int = 1) -> list[Job]:
-        """Runs of all steps."""
+        """Return runs of all steps."""
         return runs("lenet", specs, self.seeds, self.steps, self.judged, slower)
 
     def of(self, spec: str, kept: CachedRuns, slower: int = 1) -> list[Any]:
-        """What runs of all steps have made, a seed each."""
+        """Return the results of runs of all steps, one per seed."""
         return [kept[job] for job in self.whole([spec], slower)]
 
 
 def accuracy_table(plan: Plan, kept: CachedRuns) -> Any:
-    """Table 1's last column: what each codec makes of the accuracy, in both directions."""
+    """Return the last column of Table 1: the accuracy with each codec in both directions."""
     return _accuracies(plan, kept, plan.all, 1)
 
 
 def half_rate_table(plan: Plan, kept: CachedRuns) -> Any:
-    """The same of 3LC where learning is slower."""
+    """Return the accuracy table of 3LC with half the learning rate."""
     return _accuracies(plan, kept, plan.ternary, 2)
 
 
@@ -171,17 +176,17 @@ def _accuracies(plan: Plan, kept: CachedRuns, designs: dict[str, str], slower: i
         f"LeNet, learning rate {rate:g}, {WORKERS} workers, bsp, {plan.steps} steps, {plan.seeds} seeds, means with the"
         " 95 % interval of the difference"
     )
-    heads = ("design", "codec", "accuracy %", "less float", "push, bits a value", "pull", "times fewer bytes")
+    heads = ("design", "codec", "accuracy %", "less float", "push, bits per value", "pull", "times fewer bytes")
     return title, heads, rows, figures
 
 
 def is_as_good(mean: float, half: float) -> bool:
-    """Whether a difference is within 0.3 points, or none within its interval, of one that tells something."""
+    """Return whether a difference is within 0.3 points, or has a meaningful interval that includes 0."""
     return mean >= -0.3 or (mean + half >= 0 and half <= WIDE)
 
 
 def steps_table(plan: Plan, kept: CachedRuns) -> Any:
-    """Figures 3 and 5: accuracy by how many steps are made."""
+    """Return the data of Figures 3 and 5: accuracy by number of steps."""
     rows, figures = [], []
     for name, spec in plan.designs.items():
         made = {
@@ -197,12 +202,12 @@ def steps_table(plan: Plan, kept: CachedRuns) -> Any:
 
 
 def ratio_spec(sparsity: str) -> str:
-    """3LC; normalisation layers stay as they are."""
+    """Return the spec of 3LC for Table 2, which does not encode normalisation layers."""
     return f"3lc:sparsity={sparsity},small=1"
 
 
 def ratios_table(plan: Plan, kept: CachedRuns) -> Any:
-    """Table 2: how many times fewer bytes 3LC sends."""
+    """Return Table 2: the compression ratios of 3LC."""
     rows, figures = [], []
     for sparsity, paper in TERNARY.items():
         (job,) = runs(plan.model, [ratio_spec(sparsity)], 1, plan.ratio_steps)
@@ -215,11 +220,11 @@ def ratios_table(plan: Plan, kept: CachedRuns) -> Any:
         figures.append({**one, "met": None if goal is None else payload >= goal})
         figures.append(figure(f"{plan.model}: ratio of 3LC, s={sparsity}, all frames", wire, "x"))
     title = f"{plan.model}, {WORKERS} workers, bsp, {plan.ratio_steps} steps: how many times fewer bytes than float32"
-    return title, ("3LC", "payload", "push, bits a value", "pull", "all frames", "the paper's"), rows, figures
+    return title, ("3LC", "payload", "push, bits per value", "pull", "all frames", "the paper's"), rows, figures
 
 
 def links_table(plan: Plan, kept: CachedRuns) -> Any:
-    """Table 1: how many times faster a step is."""
+    """Return the speedups of Table 1."""
     rows, figures = [], []
     seconds = {rate: _links.medians(rate, plan.specs, plan.rounds, kept) for rate in _links.RATES}
     for name, spec in plan.designs.items():
@@ -227,7 +232,7 @@ def links_table(plan: Plan, kept: CachedRuns) -> Any:
         for rate, medians in seconds.items():
             faster = medians["none"] / medians[spec]
             cells += [f"{medians[spec]:.3f}", f"{faster:.2f}"]
-            figures.append(figure(f"{rate}: seconds a step, {spec}", medians[spec], "s", reference=medians["none"]))
+            figures.append(figure(f"{rate}: seconds per step, {spec}", medians[spec], "s", reference=medians["none"]))
             if (name, rate) == ("3LC (s=1.75)", "10mbit"):
                 figures.append(figure(f"{rate}: faster by {spec}", faster, "times", goal=15, met=faster >= 15))
         rows.append((name, *cells))
@@ -263,7 +268,7 @@ def main() -> None:
             kept.complete(_links.jobs(plan.specs, plan.rounds), _links.run, 1)
         tables.append(TABLES[part](plan, kept))
     if given.plots:
-        import _plots  # loads matplotlib, which nothing else does
+        import _plots  # imports matplotlib only when needed
 
         _plots.draw(plan, kept, given.plots)
     if given.json:

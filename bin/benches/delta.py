@@ -1,6 +1,6 @@
-"""What measuring the delta of a step costs, on one thread: beside a memcpy of the model, and as a share of a step.
+"""Cost of measuring the delta of a step on one thread, compared with a memcpy of the model and with a training step.
 
-Of the passes alone, and of all that a peer does after a step whose policy says no.
+It is measured for the passes alone, and for all that a peer does after a step at which its policy does not fire.
 
 bin/bench delta            models of 0.1, 1.7 and 61 million parameters (about 4 minutes)
 bin/bench delta --full     three times as many rounds and steps
@@ -30,24 +30,24 @@ from gossipx.tasks.models import MODELS, build_model
 Pass = Callable[[], float]
 MEMCPY, READ, EXACT, SAMPLED = "memcpy", "one read of both vectors", "kernels.advance", "kernels.Sampled"
 IN_TRAINING = {EXACT: False, SAMPLED: True}
-"""What is timed after a step: whether the delta is sampled."""
+"""Passes timed after a step; the value is whether the delta is sampled."""
 WHOLE = {"Peer.step, exact": "exact", "Peer.step, sampled": "sampled"}
-"""The same with all that a peer does after a step: what ``--delta`` says."""
+"""The same for all that a peer does after a step; the value is that of ``--delta``."""
 SAYS_NO = "adaptive:threshold=1e30"
 RECORDED, IN_A_RUN = 2, 10
-"""Every second step records its figures here, so that there are enough of both; in a run every tenth does."""
+"""Steps between two records of figures: fewer than the ten of a run, for enough samples with and without records."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model as it is trained here: at its published input, one thread.
+    """A model that trains on one thread with its published input size.
 
     Attributes:
-        model: a name of MODELS.
-        batch: images a step.
-        rounds: of the passes, outside of training.
-        steps: of training, for each way to measure.
-        goals: shares of a step that all a peer does after it is to stay under, by an exact and by a sampled delta.
+        model: a key of MODELS.
+        batch: images per step.
+        rounds: rounds of the passes outside of training.
+        steps: training steps for each kind of measurement.
+        goals: limits of a peer's work after a step as shares of the step, with an exact and with a sampled delta.
     """
 
     model: str
@@ -57,7 +57,7 @@ class Case:
     goals: tuple[float, float] | None
 
 
-# The batches of the built-in presets, but for alexnet, an eighth of its: its share is larger than in a run of its own.
+# The batches are those of the presets, except that alexnet has an eighth of its batch, which makes its share larger.
 CASES = (
     Case("lenet", 32, 200, 200, None),
     Case("resnet110", 128, 60, 6, (0.001, 0.001)),
@@ -66,7 +66,7 @@ CASES = (
 
 
 class Laid:
-    """A model whose trained parameters are one vector, and the vector as it was before a step."""
+    """A model whose trained parameters are one vector, and a copy of the vector from before a step."""
 
     def __init__(self, case: Case):
         facts = MODELS[case.model].facts
@@ -113,7 +113,7 @@ class Laid:
 
 
 def _fused() -> Callable[[Any, Any], float] | None:
-    """The same pass as a compiler makes it, where numba is installed: what is left to gain."""
+    """Return the pass compiled by numba if it is installed, which shows the possible gain."""
     try:
         import numba
         import numpy as np
@@ -138,7 +138,7 @@ def _fused() -> Callable[[Any, Any], float] | None:
 
 @torch.no_grad()
 def _side_by_side(laid: Laid, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each pass in each round; what a pass needs is as warm as its last call, just before, left it."""
+    """Return the seconds of each pass in each round, with caches as left by an untimed call just before."""
     passes = laid.passes()
     seconds: dict[str, list[float]] = {name: [] for name in passes}
     for _ in range(rounds):
@@ -149,7 +149,7 @@ def _side_by_side(laid: Laid, rounds: int) -> dict[str, list[float]]:
 
 
 def _in_training(case: Case, steps: int) -> tuple[float, dict[str, float]]:
-    """Medians: seconds of a step, and of what comes right after one, with the caches as it left them."""
+    """Return the median seconds of a step, and of each kind of work right after it, with the caches as it left them."""
     ours: dict[str, float] = {}
     whole: list[float] = []
     for name, sampled in IN_TRAINING.items():
@@ -160,7 +160,7 @@ def _in_training(case: Case, steps: int) -> tuple[float, dict[str, float]]:
 
 
 def _pass_alone(case: Case, sampled: bool, steps: int, whole: list[float]) -> float:
-    """Seconds of what the arena does after a step, nobody asking it for a model; those of each step go to ``whole``."""
+    """Return the seconds of the arena's work after a step without requests, and append each step's to ``whole``."""
     trained = Trained(case.model, case.batch)
     arena = ParameterArena(trained.module, sampled=0 if sampled else None)
 
@@ -178,9 +178,9 @@ def _pass_alone(case: Case, sampled: bool, steps: int, whole: list[float]) -> fl
 
 
 def _whole_step(case: Case, delta: str, steps: int, whole: list[float]) -> float:
-    """Seconds of all that the optimizer's hook does, in a run of one peer; those of each step go to ``whole``.
+    """Return the seconds of the optimizer's hook in a run of one peer, and append each step's to ``whole``.
 
-    Without what comes every 50th step: a look at where the parameters lie.
+    The check of the parameters' addresses at every 50th step is excluded.
     """
     trained = Trained(case.model, case.batch)
     with tempfile.TemporaryDirectory() as scratch:
@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # as a peer's is
+    torch.set_num_threads(1)  # like a peer
     times = 3 if arguments.full else 1
     figures: list[Any] = []
     for case in CASES:
@@ -219,7 +219,7 @@ def main() -> None:
 
 
 def _ratio(values: list[float], reference: list[float]) -> float:
-    """Of rounds, not of medians: other work on the machine slows both sides of a round alike."""
+    """Return the median of the rounds' ratios: other load on the machine slows both sides of a round equally."""
     return statistics.median(mine / other for mine, other in zip(values, reference, strict=True))
 
 

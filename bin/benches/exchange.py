@@ -1,9 +1,9 @@
-"""What exchanging costs: how fast a model comes, secured or not, what a training step feels of it, and memory.
+"""Cost of exchanging models: the rate of pulls, secured or not, the slowdown of training steps, and memory.
 
-bin/bench exchange            pulls of 8, 44 and 240 MB beside other ways to move them; the same checked, signed and
-                              encrypted; training steps while another process pulls; then training with tau:10,
-                              overlapped and blocking, and never, one peer a core; and on Linux what a peer holds in
-                              memory (about 8 minutes)
+bin/bench exchange            pulls of 8, 44 and 240 MB compared with other ways to move them; the same with checksums,
+                              MACs and encryption; training steps while another process pulls; training with tau:10,
+                              overlapped and blocking, and never, one peer per core; and on Linux the memory of a peer
+                              (about 8 minutes)
 bin/bench exchange --full     more rounds, and three runs of each
 bin/bench exchange --only pulls|secured|served|training|memory
 """
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", choices=tuple(PARTS))
     parser.add_argument("--iterations", type=int, default=2000)
-    parser.add_argument("--peers", type=int, default=max(2, os.cpu_count() or 2), help="default: one a core")
+    parser.add_argument("--peers", type=int, default=max(2, os.cpu_count() or 2), help="default: one per core")
     arguments = parser.parse_args()
     tables = []
     for name, measure in PARTS.items():
@@ -61,7 +61,7 @@ def _pulls(arguments: argparse.Namespace) -> Table:
             rows += [tuple(row) for row in more[0]]
             figures += more[1]
     row, one = apart("questions")
-    headings = ("model", "way", "GB/s", "of what it is held against", "goal")
+    headings = ("model", "way", "GB/s", "of its reference", "goal")
     title = (
         f"One pull from another process of this machine, {os.cpu_count()} cores, medians of rounds in turn;"
         " of one version again and again, where it does not say new"
@@ -76,8 +76,8 @@ def _secured(arguments: argparse.Namespace) -> Table:
             more = apart("secured", size, 25 if arguments.full else 9, Path(scratch))
         rows += [tuple(row) for row in more[0]]
         figures += more[1]
-    headings = ("model", "way", "GB/s", "of what it is held against", "goal")
-    return "What checking, signing and encrypting a model costs, medians of rounds in turn", headings, rows, figures
+    headings = ("model", "way", "GB/s", "of its reference", "goal")
+    return "Cost of checksums, MACs and encryption of a model, medians of rounds in turn", headings, rows, figures
 
 
 def _served(arguments: argparse.Namespace) -> Table:
@@ -96,7 +96,7 @@ def _training(arguments: argparse.Namespace) -> Table:
         met = blocked < GOAL if goal else None
         figures.append(figure(f"{name}: blocked", blocked, "of wall time", goal=goal, met=met))
         figures.append(figure(f"{name}: training", seconds, "s", reference=undisturbed))
-    headings = ("policy", "pulls a peer", "blocked", "measuring, recording", "ms an iteration")
+    headings = ("policy", "pulls per peer", "blocked", "measuring, recording", "ms per iteration")
     title = f"lenet, {arguments.peers} peers on {os.cpu_count()} cores, {arguments.iterations} iterations, medians"
     return title, headings, rows, figures
 
@@ -108,7 +108,7 @@ def _memory(arguments: argparse.Namespace) -> Table:
 def _measure(
     scratch: Path, options: tuple[str, ...], arguments: argparse.Namespace
 ) -> tuple[float, float, float, float]:
-    """Medians over runs and peers: blocked share, seconds of training, share of measuring, pulls."""
+    """Return medians over runs and peers: blocked share, seconds of training, share of measuring, pulls."""
     blocked, seconds, measuring, pulls = [], [], [], []
     for run in range(3 if arguments.full else 1):
         common = ("--iterations", str(arguments.iterations), "--eval-interval", "0", "--seed", str(run))
@@ -123,7 +123,7 @@ def _measure(
 
 
 PARTS = {"pulls": _pulls, "secured": _secured, "served": _served, "training": _training}
-if sys.platform == "linux":  # which alone tells what a process holds of memory that others share
+if sys.platform == "linux":  # only Linux reports a process's share of shared memory
     PARTS["memory"] = _memory
 
 

@@ -1,7 +1,7 @@
-"""What a peer costs a training loop on a device, and what it moves: run by bin/gpu-check, after the tests.
+"""Cost of a peer for a training loop on a device, and the rates at which models move; run by bin/gpu-check.
 
 bin/bench gpu [--json]              models of 2 and 60 million parameters, on the first CUDA device
-bin/bench gpu --device cpu          the same passes on the processor, to see that the program works
+bin/bench gpu --device cpu          the same passes on the CPU, to check the program
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gossipx.model.buffers import HostBuffer
 from gossipx.model.receive import Incoming
 
 WIDTHS = {"2 M": 512, "60 M": 2752}
-"""Of eight square layers."""
+"""Widths of eight square layers."""
 LAYERS, BATCH, ROUNDS, STEPS = 8, 512, 9, 30
 
 
@@ -48,7 +48,7 @@ class Loop:
             self.arena.go_on()
 
     def seconds(self, steps: int = STEPS) -> float:
-        """Of a step, with all that it started."""
+        """Return the seconds of a step, including all work that it starts on the device."""
         self.finish()
         begin = time.perf_counter()
         for _ in range(steps):
@@ -68,7 +68,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def _steps(width: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of a step in each round, without a peer and with one."""
+    """Return the seconds of a step in each round, without and with a peer."""
     kinds = {"alone": (False, False), "exact delta": (False, True), "sampled delta": (True, True)}
     loops = {name: Loop(width, device, *kind) for name, kind in kinds.items()}
     found: dict[str, list[float]] = {name: [] for name in loops}
@@ -81,7 +81,7 @@ def _steps(width: int, device: torch.device) -> dict[str, list[float]]:
 
 
 def _moves(width: int, device: torch.device) -> tuple[int, dict[str, float]]:
-    """Bytes of a model, and median seconds of what is done with one."""
+    """Return the bytes of a model, and the median seconds of each operation on it."""
     loop = Loop(width, device, sampled=False)
     assert loop.arena is not None
     arena, found = loop.arena, {"snapshot": [], "brought to the device": [], "mixed": []}
@@ -105,7 +105,7 @@ def _moves(width: int, device: torch.device) -> tuple[int, dict[str, float]]:
 
 
 def _overlap(width: int, device: torch.device) -> tuple[float, float, float]:
-    """Seconds of a step undisturbed, and while models are read and brought in all the time; how many a second."""
+    """Return the seconds of a step alone, and while models are read and mixed continuously, and models per second."""
     loop = Loop(width, device, sampled=False)
     assert loop.arena is not None
     arena, stop, moved = loop.arena, threading.Event(), [0]
@@ -132,7 +132,7 @@ def _overlap(width: int, device: torch.device) -> tuple[float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bin/bench gpu", description=__doc__)
-    parser.add_argument("--full", action="store_true", help="the same: it takes a minute")
+    parser.add_argument("--full", action="store_true", help="no effect: the benchmark takes a minute")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--device", default="cuda", type=torch.device)
     arguments = parser.parse_args()
@@ -155,7 +155,7 @@ def _measure(name: str, width: int, device: torch.device, quiet: bool) -> list[A
 
     steps = _steps(width, device)
     for kind, values in steps.items():
-        # Of rounds, not of medians: other work on the machine slows both sides of a round alike.
+        # The median of ratios, because other load on the machine slows both sides of a round equally.
         ratio = statistics.median(mine / alone for mine, alone in zip(values, steps["alone"], strict=True))
         milliseconds = statistics.median(values) * 1e3
         tell(f"step, {kind}", milliseconds, "ms", milliseconds / ratio)

@@ -1,9 +1,9 @@
-"""What codecs make of peers that pull each other's models: own and averaged accuracy, and bytes a model.
+"""Effect of codecs on peers that pull each other's models: own and averaged accuracy, and bytes per model.
 
 bin/bench models            one seed of tau:10, some codecs (about 3 minutes on 2 cores)
 bin/bench models --full     adaptive, travel and tau:10, all codecs, three seeds (about an hour and a half)
 
-    --keep FILE             a line a run; what is there is not run again, whatever has been changed since
+    --keep FILE             results, one line per run; a run in the file is not repeated, even if the code has changed
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ CODECS: dict[str, tuple[str, ...]] = {
     "moniqua:bits=8,theta=0.1": ("--codec", "moniqua:bits=8,theta=0.1", "--references", "0"),
     "moniqua:bits=4,theta=0.05": ("--codec", "moniqua:bits=4,theta=0.05", "--references", "0"),
 }
-"""Options by the name of a row; where there are none, the name is the codec's."""
+"""Options by the name of a row; by default, the name is the codec's spec."""
 SOME = (NONE, "3lc:sparsity=1,residual=0.3", "3lc:sparsity=1", "3lc:sparsity=1, choco 0.2", "efsignsgd, choco 0.2")
 POLICIES = ("tau:10", "travel", "adaptive")
 PEERS = 4
 GOALS = {"3lc:sparsity=1,residual=0.3": 0.005}
-"""How much accuracy may be lost, of those that are to lose nothing: less than two seeds of one codec differ."""
+"""Accuracy that a codec without loss may lose: less than the difference between two seeds of one codec."""
 
 
 def main() -> None:
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=3000)
     parser.add_argument("--seeds", type=int, choices=range(1, 6), help="default: 1, with --full 3")
     parser.add_argument("--policy", action="append", help="default: tau:10, with --full travel and adaptive, too")
-    parser.add_argument("--only", action="append", choices=list(CODECS), help="rows beside none; default: all")
+    parser.add_argument("--only", action="append", choices=list(CODECS), help="rows in addition to none; default: all")
     parser.add_argument("--keep", type=Path)
     given = parser.parse_args()
     names = [name for name in CODECS if name in (NONE, *(given.only or (CODECS if given.full else SOME)))]
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def jobs(policy: str, names: Sequence[str], iterations: int, seeds: int) -> list[Job]:
-    """The first seed of all rows, then the second, and so on."""
+    """Return the jobs, ordered by seed."""
     return [
         {"policy": policy, "row": name, "iterations": iterations, "seed": seed}
         for seed in range(seeds)
@@ -95,8 +95,8 @@ def jobs(policy: str, names: Sequence[str], iterations: int, seeds: int) -> list
 
 
 def run(job: Job) -> dict[str, float]:
-    """One run: ``models`` that a peer has mixed, ``bytes`` of each on the wire, accuracy of the peers' ``own`` models
-    before the finish, and of the ``averaged`` one."""
+    """Run a job. Return the number of ``models`` mixed per peer, the ``bytes`` of each on the wire, and the accuracy of
+    the peers' ``own`` models before the finish and of the ``averaged`` model."""
     codec = CODECS[job["row"]] or ("--codec", job["row"])
     options = ("--policy", job["policy"], *codec, "--iterations", str(job["iterations"]), "--eval-interval", "0")
     with tempfile.TemporaryDirectory() as scratch:
@@ -110,14 +110,15 @@ def run(job: Job) -> dict[str, float]:
     }
 
 
-HEADINGS = ("codec", "models a peer", "kB a model", "times fewer", "own, before finish", "less none", "averaged")
+HEADINGS = ("codec", "models per peer", "kB per model", "times fewer", "own, before finish", "less none", "averaged")
 
 
 def table(policy: str, runs: dict[str, list[dict[str, float]]]) -> tuple[list[tuple[str, ...]], list[Any]]:
-    """Rows and figures of one policy.
+    """Return the rows and figures of one policy.
 
     Args:
-        runs: by the codec's row, a run a seed; :data:`NONE` is there.
+        policy: the policy.
+        runs: results by the codec's row, one per seed; must include :data:`NONE`.
     """
     rows, figures = [], []
     plain = runs[NONE]
@@ -137,7 +138,7 @@ def table(policy: str, runs: dict[str, list[dict[str, float]]]) -> tuple[list[tu
                 f"{_mean(made, 'averaged'):.4f}",
             )
         )
-        figures.append(figure(f"{policy}, {name}: bytes a model", size, "bytes", reference=whole))
+        figures.append(figure(f"{policy}, {name}: bytes per model", size, "bytes", reference=whole))
         goal = GOALS.get(name)
         met = None if goal is None else lost <= goal
         figures.append(figure(f"{policy}, {name}: accuracy lost", lost, "of 1", goal=goal, met=met))

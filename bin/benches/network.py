@@ -1,11 +1,11 @@
-"""Time and bytes of the policies on emulated networks: real peers and sockets, a namespace each, links shaped by tc.
+"""Time and bytes of the policies on emulated networks: real peers, each in its own namespace, and links shaped by tc.
 
 bin/bench network                       four peers, lenet; 10 Mbit/s, 100 Mbit/s, 1 Gbit/s (about 7 minutes on 2 cores)
 bin/bench network --full                three rounds of longer runs (about half an hour)
 bin/bench network --scenario overlap    two peers, a model of 240 MB, 1 Gbit/s, a stand-in for a step (about 6 minutes)
 
-Root on Linux with ip and tc (Debian's iproute2). A round goes through all policies in turn. Ratios are to never in the
-same round, and what is shown are medians over rounds, so that other work on the machine weighs on all alike.
+It needs root on Linux with ip and tc (Debian's iproute2). A round runs all policies in turn. Ratios are to never in the
+same round, and the table shows medians over rounds, so that other load on the machine affects all equally.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ KINDS = {
     "adaptive": ("--policy", "adaptive"),
     "tau:10, blocking": ("--policy", "tau:10", "--blocking"),
 }
-"""Overlapped pulls, and for comparison Algorithm 2 as it is printed, which waits for each."""
+"""Overlapped pulls, and for comparison the paper's Algorithm 2, which waits for each pull."""
 LENGTHS = {
     ("policies", False): (2, 500),
     ("policies", True): (3, 3000),
     ("overlap", False): (2, 160),
     ("overlap", True): (3, 400),
 }
-"""Rounds and iterations of a scenario, as it is and in full."""
+"""Rounds and iterations of a scenario, short and with --full."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Measured:
     """One run.
 
     Attributes:
-        seconds: of training, the slowest peer's.
-        pulls: completed, mean over peers.
-        skipped: decisions to pull while a pull was under way, mean over peers.
-        blocked: share of training that peers waited for gossipx, mean.
-        link_bytes: Ethernet frames to a peer, mean, from the first connection to the finish.
+        seconds: training time of the slowest peer.
+        pulls: completed pulls, mean over peers.
+        skipped: decisions to pull during a pull, mean over peers.
+        blocked: share of the training time that peers waited for gossipx, mean.
+        link_bytes: bytes of Ethernet frames to a peer, mean, from the first connection to the finish.
     """
 
     seconds: float
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def policies(rounds: int, iterations: int) -> tuple[str, list[str], list[list[str]], list[Any]]:
-    """Title, headings, rows and figures."""
+    """Return title, headings, rows and figures."""
     rows, figures, networks = [], [], []
     with tempfile.TemporaryDirectory() as scratch:
         for rate in RATES:
@@ -96,13 +96,13 @@ def policies(rounds: int, iterations: int) -> tuple[str, list[str], list[list[st
             for kind in KINDS:
                 rows.append(_row(rate, kind, runs))
                 figures += _figures(rate, kind, runs)
-    headings = ["link", "policy", "pulls", "skipped", "s", "of never's", "blocked", "MB a link", "of never's"]
+    headings = ["link", "policy", "pulls", "skipped", "s", "of never's", "blocked", "MB per link", "of never's"]
     title = f"lenet, {iterations} iterations, rounds: {rounds}; links shaped by tc"
     return "\n".join([title, *networks]), headings, rows, figures
 
 
 def _round(net: EmulatedNetwork, scratch: Path, iterations: int, seed: int) -> dict[str, Measured]:
-    """A run of each kind, one after the other."""
+    """Run each kind, one after the other."""
     common = ("--iterations", str(iterations), "--eval-interval", "0", "--seed", str(seed), "--overwrite")
     return {kind: _measure(net, scratch, *common, *options) for kind, options in KINDS.items()}
 
@@ -130,7 +130,7 @@ def _median(runs: list[dict[str, Measured]], kind: str, name: str) -> float:
 
 
 def _ratio(runs: list[dict[str, Measured]], kind: str, name: str) -> float:
-    """To never in the same round."""
+    """Return the median ratio to never in the same round."""
     return float(statistics.median(getattr(one[kind], name) / getattr(one["never"], name) for one in runs))
 
 
@@ -158,7 +158,7 @@ def _figures(rate: str, kind: str, runs: list[dict[str, Measured]]) -> list[Any]
         "bytes",
         reference=_median(runs, "never", "link_bytes"),
     )
-    pulls = figure(f"{rate} {kind}: pulls a peer", _median(runs, kind, "pulls"), "")
+    pulls = figure(f"{rate} {kind}: pulls per peer", _median(runs, kind, "pulls"), "")
     return [seconds, received, pulls]
 
 

@@ -1,17 +1,17 @@
-"""What a peer takes of a training step: peer.step() beside forward, backward and the optimizer's step, on one thread.
+"""A peer's share of a training step: peer.step() compared with forward, backward and optimizer step, on one thread.
 
 bin/bench overhead            LeNet, ConvNet and ResNet-20 at batches of 64, two peers on loopback (about 2 minutes)
 bin/bench overhead --full     three times as many steps, and every policy on every model (about 8 minutes)
 
-The other peer is joined and idle. Every second step is one of the same model without a peer. On a machine that has more
-to do, steps are interrupted far more often than what is short, so that shares of medians come out too small: shares are
-told of the time that the thread had a core, too. A policy that says no costs one pass over the model and its snapshot,
-and some Python; drift a second pass. Every 10th step records figures, every 50th looks at where the parameters lie:
-medians leave that out, means have it. Beside these are policies that pull at times; peer.step() mixes a model then.
+The other peer has joined and is idle. Every second step is one of the same model without a peer. On a busy machine,
+long steps are interrupted far more often than short calls, which makes shares of medians too small; so shares of CPU
+time are given, too. If a policy does not fire, a step costs one pass over the model and its snapshot, and some Python;
+drift needs a second pass. Every 10th step records figures, and every 50th checks the parameters' addresses: means
+include both, medians do not. Some policies pull at times; peer.step() then mixes a model.
 
-What was expected of ResNet-20, before it was measured: 0.27 million parameters are 1.1 MB. The pass reads them and
-their snapshot, and writes that: 3.2 MB, which are not in the caches after a step, at some 8 GB/s: 0.4 ms. Python adds
-0.1 ms, the figures of every 10th step 0.03 ms. A step of 64 images is 16 GFLOP, some 300 ms. So 0.2 %.
+The estimate for ResNet-20, made before the measurement: its 0.27 million parameters are 1.1 MB. The pass reads them and
+their snapshot, and writes the snapshot: 3.2 MB, not in the caches after a step, at about 8 GB/s: 0.4 ms. Python adds
+0.1 ms, and the figures of every 10th step 0.03 ms. A step of 64 images is 16 GFLOP, about 300 ms. The share is 0.2 %.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from _trained import Span, Trained, timed
 
 BATCH = 64
 GOAL = 0.01
-"""Of a step of ResNet-20: what peer.step() stays under while the policy says no."""
+"""Limit of peer.step() as a share of a step of ResNet-20, while the policy does not fire."""
 GOAL_MODEL = "resnet20"
 NO = "adaptive:threshold=1e30"
 PULLING = ("adaptive:threshold=0.02", "travel:distance=2")
 POLICIES = (NO, "drift:distance=1e30", *PULLING)
 FULL = (NO, "travel:distance=1e30", "drift:distance=1e30", *PULLING)
 RATE = 0.01
-"""Learning rate: the weights move, so that the policies that pull do so at times."""
+"""Learning rate, large enough that the adaptive policies pull at times."""
 WARM = 3
 PATIENCE = 120.0
-"""Seconds that the other peer may take to join: on a machine with more to do, longer than a run would wait."""
+"""Seconds for the other peer to join: more than in a run, because the machine may be busy."""
 STEPS = {"lenet": 200, "convnet": 50, "resnet20": 50}
-"""With a peer, of each policy: whole numbers of what comes every 50th step."""
+"""Steps with a peer for each policy: a multiple of 50, so that work at every 50th step has its true share."""
 HEADINGS = ("model", "policy", "pulls", "a step, ms", "peer.step(), ms", "mean", "share", "of means", "... on a core")
 
 
@@ -53,10 +53,10 @@ class Measured:
     """Steps of one model under one policy.
 
     Attributes:
-        plain: whole steps without a peer.
-        joined: whole steps with one, each right after the plain one of the same place.
-        inside: what of each of these was ``peer.step()``.
-        pulls: models that came meanwhile.
+        plain: times of steps without a peer.
+        joined: times of steps with a peer, each right after the plain step of the same index.
+        inside: time of ``peer.step()`` in each joined step.
+        pulls: number of models pulled meanwhile.
     """
 
     plain: list[Span] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Measured:
 
 
 def measure(model: str, policy: str, steps: int) -> Measured:
-    """Time so many steps with a peer, and as many without one."""
+    """Time ``steps`` steps with a peer, and as many without one."""
     measured = Measured()
     alone, trained = Trained(model, BATCH, RATE), Trained(model, BATCH, RATE)
     with tempfile.TemporaryDirectory() as scratch:
@@ -87,7 +87,7 @@ def measure(model: str, policy: str, steps: int) -> Measured:
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """The median's 95 % interval, by order statistics: no assumption of how they are distributed."""
+    """Return the median's 95 % interval by order statistics, which assume no distribution."""
     ordered = sorted(values)
     half = round(0.98 * len(ordered) ** 0.5)
     middle = len(ordered) // 2
@@ -139,7 +139,7 @@ def _told(model: str, policy: str, measured: Measured) -> tuple[tuple[str, ...],
 
 
 def _longer(model: str, measured: Measured) -> str:
-    """How much longer whole steps are; what the machine's other work makes of it is in the interval."""
+    """Describe how much longer whole steps are with a peer; the interval includes the machine's noise."""
     ratios = [one.wall / other.wall - 1 for one, other in zip(measured.joined, measured.plain, strict=True)]
     low, high = interval(ratios)
     return (

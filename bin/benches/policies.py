@@ -1,4 +1,4 @@
-"""Retrievals and accuracy of the policies, as the tables of docs/figures.md have them.
+"""Retrievals and accuracy of the policies, for the tables of docs/figures.md.
 
 bin/bench policies            one seed of each policy, iid (about 3 minutes on 2 cores)
 bin/bench policies --full     five seeds, iid and Dirichlet 0.3 (about half an hour)
@@ -34,8 +34,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--iterations", type=int, default=3000)
     parser.add_argument("--seeds", type=int, choices=range(1, 6), help="default: 1, with --full 5")
-    parser.add_argument("--partition", help="one alone, in place of iid, or with --full of both")
-    parser.add_argument("--only", action="append", choices=list(KINDS), help="rows beside tau:10; default: all")
+    parser.add_argument("--partition", help="only this one, instead of iid, or of both with --full")
+    parser.add_argument("--only", action="append", choices=list(KINDS), help="rows in addition to tau:10; default: all")
     arguments = parser.parse_args()
     seeds = range(arguments.seeds or (5 if arguments.full else 1))
     partitions = ("iid", "dirichlet:alpha=0.3") if arguments.full else ("iid",)
@@ -79,7 +79,7 @@ def _report(partition: str, runs: dict[str, list[Summary]], arguments: argparse.
             )
         )
         goals = {"adaptive": (0.90, 0.010), "travel": (0.85, 0.005)}.get(policy) if partition == "iid" else None
-        figures.append(figure(f"{partition} {policy} retrievals a peer", pulls, "", reference=reference))
+        figures.append(figure(f"{partition} {policy} retrievals per peer", pulls, "", reference=reference))
         figures.append(
             figure(
                 f"{partition} {policy} retrievals saved",
@@ -98,7 +98,7 @@ def _report(partition: str, runs: dict[str, list[Summary]], arguments: argparse.
                 met=accuracy - own <= goals[1] if goals else None,
             )
         )
-    headings = ("policy", "models a peer", "saved", "MB a peer", "own, before finish", "own, after", "averaged")
+    headings = ("policy", "models per peer", "saved", "MB per peer", "own, before finish", "own, after", "averaged")
     count = len(runs["tau:10"])
     title = f"{partition}: {PEERS} peers, {arguments.iterations} iterations, {count} seeds, 10,000 test images"
     if not arguments.json:
@@ -107,12 +107,12 @@ def _report(partition: str, runs: dict[str, list[Summary]], arguments: argparse.
 
 
 def _mean(summaries: list[Summary], key: str) -> float:
-    """Of a figure a peer, over peers and seeds."""
+    """Return the mean of a per-peer figure over peers and seeds."""
     return statistics.fmean(statistics.fmean(getattr(one, key)) for one in summaries)
 
 
 def _interval(summaries: list[Summary]) -> str:
-    """Half the 95 % interval of the mean accuracy over seeds."""
+    """Return half the 95 % interval of the mean accuracy over seeds."""
     if len(summaries) < 2:
         return ""
     means = [statistics.fmean(float(value or 0.0) for value in one.test_accuracy) for one in summaries]

@@ -1,12 +1,12 @@
-"""What the parameter server does, four workers and two servers as real processes: speed, overlap, staleness, hybrid.
+"""Benchmarks of the parameter server with real processes, four workers and two servers.
 
-bin/bench server              all of it, short (about 10 minutes)
+bin/bench server              all parts, short (about 10 minutes)
 bin/bench server --full       the tables of docs/figures-server.md (about 31 minutes)
 bin/bench server --only throughput|links|safe|wait-free|staleness|hybrid
-    throughput    pushes and pulls of tensors of 64 KiB to 16 MiB, beside plain sockets
+    throughput    pushes and pulls of tensors of 64 KiB to 16 MiB, compared with plain sockets
     links         the same from 1 MiB on, over emulated links of 1 Gbit/s
-    safe          the same of 4 MiB with a replica, and with a journal, that keep each push when a server is killed
-    wait-free     an iteration over 1 Gbit/s links, where gradients leave as they are made, and all at the end
+    safe          the same for 4 MiB, with a replica and with a journal, which preserve pushes when a server is killed
+    wait-free     an iteration over 1 Gbit/s links, with gradients sent during backward, and all sent at its end
     staleness     delayed pulls (DPRs) of SSP and PSSP, soft barrier and lazy pulls (FluentPS, Figure 9 and Table IV)
     hybrid        hybrid less asp, and less bsp, in rounds of equal time (Hybrid Approach, section 6)
 """

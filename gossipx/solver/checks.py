@@ -116,6 +116,6 @@ def _tests(param: SolverParameter, tests: int, of: str) -> Iterator[tuple[str, s
     if len(param.test_iter) != tests:
         yield "test_iter", f"it is given {len(param.test_iter)} times, once per test net, and {of} has {tests} of them"
     if tests and not param.test_interval:
-        yield "test_interval", "it is missing, and a net is to be tested"
+        yield "test_interval", "it is missing, and the test nets need it"
     if any(count < 1 for count in param.test_iter):
         yield "test_iter", f"{min(param.test_iter)} is less than 1"

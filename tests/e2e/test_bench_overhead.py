@@ -1,4 +1,4 @@
-"""bin/bench overhead at its smallest: that two peers are joined, and every step is counted; times are not looked at."""
+"""bin/bench overhead at its smallest size: two peers join, and every step is counted. Times are not checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ print(json.dumps(overhead.interval([float(value) for value in range(100)])))
 """
 
 
-def test_every_step_is_timed_and_a_peer_is_there_to_pull_from() -> None:
+def test_every_step_is_timed_and_pulls_succeed() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SMALLEST], cwd=BENCHES, capture_output=True, text=True, timeout=120, check=False
     )

@@ -1,4 +1,4 @@
-"""bin/bench server's parts at their smallest: that they run, and count; what they measure is not looked at."""
+"""The parts of bin/bench server at their smallest size: they run and count. Measured values are not checked."""
 
 from __future__ import annotations
 

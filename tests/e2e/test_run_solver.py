@@ -1,4 +1,4 @@
-"""``gossipx run --solver``: the built-in task by Caffe's solver, in real processes.
+"""``gossipx run --solver``: the built-in task with Caffe's solver, in real processes.
 
 The number in brackets is a row of the project's fault list.
 """
@@ -23,7 +23,7 @@ solver_mode: CPU
 
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[Folder]:
-    """A folder for two peers."""
+    """Provide a folder for two peers."""
     with folder(tmp_path, 2) as made:
         (tmp_path / "solver.prototxt").write_text(SOLVER)
         yield made
@@ -49,7 +49,7 @@ def test_the_built_in_task_by_a_solver_file(two: Folder) -> None:
         }
 
 
-def test_a_mistake_in_the_file_is_one_line_with_its_place(two: Folder) -> None:
+def test_an_error_in_the_file_is_one_line_with_its_position(two: Folder) -> None:
     """[41] A typo in solver.prototxt: exit code 2, line and column; nothing is started."""
     (two.path / "typo.prototxt").write_text('net: "lenet"\n  base_lrr: 0.1\n')
     (two.path / "value.prototxt").write_text('base_lr: 0.1 max_iter: 9 lr_policy: "steps"\n')
@@ -70,7 +70,7 @@ net: "lenet" base_lr: 0.01 lr_policy: "poly" power: 1 display: 2 snapshot_prefix
 
 
 def test_iterations_are_the_length_of_a_file_without_one(two: Folder) -> None:
-    """Also that of lr_policy poly: base_lr (1 - i / max_iter)."""
+    """It is also the length in lr_policy poly: base_lr (1 - i / max_iter)."""
     (two.path / "long.prototxt").write_text(LENGTHLESS)
     assert two.run("--solver", "long.prototxt", "--iterations", "8").summary["iterations"] == 8
     log = (two.path / "x" / "peer-01" / "caffe.log").read_text()
@@ -91,14 +91,14 @@ def test_iterations_are_the_length_of_a_file_without_one(two: Folder) -> None:
     ],
     ids=["two test nets", "no weights", "weights without a name"],
 )
-def test_what_a_file_asks_for_in_vain_is_told_before_the_start(two: Folder, text: str, told: str) -> None:
+def test_unsupported_fields_are_refused_before_the_start(two: Folder, text: str, told: str) -> None:
     (two.path / "asks.prototxt").write_text(LENGTHLESS + text)
     assert f"asks.prototxt:{told}" in two.refused("--solver", "asks.prototxt")
     assert not (two.path / "x").exists()
 
 
-def test_sighup_has_each_peer_take_a_snapshot_and_the_run_goes_on(two: Folder) -> None:
-    """Sent to the command, which is whose number a user knows."""
+def test_on_sighup_each_peer_writes_a_snapshot_and_the_run_continues(two: Folder) -> None:
+    """The signal is sent to the command, whose process id a user knows."""
     (two.path / "s.prototxt").write_text(SOLVER.replace("snapshot: 30", ""))
     process = two.start_run("--solver", "s.prototxt", "--iterations", "100000", "--policy", "never")
     process.line(r"train [1-9].*train [1-9]")
@@ -113,7 +113,7 @@ def test_sighup_has_each_peer_take_a_snapshot_and_the_run_goes_on(two: Folder) -
     assert process.end().code == 130
 
 
-def test_ctrl_c_leaves_a_snapshot_of_each_peer(two: Folder) -> None:
+def test_ctrl_c_writes_a_snapshot_of_each_peer(two: Folder) -> None:
     process = two.start_run("--solver", "solver.prototxt", "--iterations", "100000", "--policy", "never")
     process.line(r"train [1-9]")
     process.signal(signal.SIGINT)
@@ -126,7 +126,7 @@ def test_ctrl_c_leaves_a_snapshot_of_each_peer(two: Folder) -> None:
         assert (two.path / "x" / f"peer-{rank:02d}" / f"lenet_iter_{last}.solverstate").exists()
 
 
-def test_a_run_goes_on_with_its_solver(two: Folder) -> None:
+def test_a_run_resumes_with_its_solver(two: Folder) -> None:
     two.run("--solver", "solver.prototxt", "--iterations", "30", "--checkpoint-every", "30", "--policy", "tau:5")
     ended = two.start("-m", "gossipx", "run", "--resume", two.path / "x", "--iterations", "60").end()
     assert ended.code == 0, ended.shown

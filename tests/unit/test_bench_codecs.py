@@ -1,4 +1,4 @@
-"""What bin/bench codecs compares with: it must do the same work."""
+"""The torch codecs that bin/bench codecs compares with: they must do the same work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gossipx.codecs import packing
 
 @pytest.fixture(scope="module")
 def theirs() -> ModuleType:
-    """The module; benchmarks are no package."""
+    """Import the module; the benchmarks are no package."""
     file = Path(__file__).parents[2] / "bin" / "benches" / "_torch_codecs.py"
     spec = importlib.util.spec_from_file_location("_torch_codecs", file)
     assert spec is not None and spec.loader is not None
@@ -29,7 +29,7 @@ def theirs() -> ModuleType:
 @pytest.mark.parametrize("count", [5, 17, 5120, 30_003])
 @pytest.mark.parametrize("fed", [False, True])
 @pytest.mark.parametrize("name", ["ThreeLC", "Int8", "TopK"])
-def test_what_goes_in_is_what_comes_out_and_what_is_left(theirs: ModuleType, name: str, fed: bool, count: int) -> None:
+def test_the_output_and_the_error_add_up_to_the_input(theirs: ModuleType, name: str, fed: bool, count: int) -> None:
     codec = theirs.ThreeLC(1.0) if name == "ThreeLC" else getattr(theirs, name)()
     x, left = normal(count) ** 3, normal(count, seed=1) * 0.1
     wanted = x + left if fed else x
@@ -47,7 +47,7 @@ def test_what_goes_in_is_what_comes_out_and_what_is_left(theirs: ModuleType, nam
 
 
 @pytest.mark.parametrize("part", [0.0, 0.01, 0.3, 1.0])
-def test_their_zero_runs_are_ours(theirs: ModuleType, part: float) -> None:
+def test_zero_run_encoding_is_the_same(theirs: ModuleType, part: float) -> None:
     draws = torch.Generator().manual_seed(0)
     others: Tensor = torch.randint(0, packing.ZEROS, (9000,), generator=draws)
     packed = torch.where(torch.rand(9000, generator=draws) < part, others, packing.ZEROS).to(torch.uint8)

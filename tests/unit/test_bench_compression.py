@@ -1,4 +1,4 @@
-"""bin/bench compression: what is kept of runs, and what its tables make of them."""
+"""bin/bench compression: its file of completed runs, and its tables."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ BENCHES = Path(__file__).parents[2] / "bin" / "benches"
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Any]:
-    """Its modules; benchmarks are no package, and one is called as a module of the standard library is."""
+    """Import its modules; the benchmarks are no package, and one has the name of a standard module."""
     before = list(sys.path)
     sys.path.append(str(BENCHES))
     names = ("_cached_runs", "compression", "_links")
-    yield SimpleNamespace(**{name.strip("_").removeprefix("cached_"): importlib.import_module(name) for name in names})
+    yield SimpleNamespace(**{name.strip("_"): importlib.import_module(name) for name in names})
     sys.path[:] = before
 
 
@@ -29,7 +29,7 @@ def work(job: dict[str, Any]) -> int:
     return 10 * int(job["n"])
 
 
-def test_what_is_kept_is_not_run_again(bench: Any, tmp_path: Path) -> None:
+def test_a_completed_run_is_not_repeated(bench: Any, tmp_path: Path) -> None:
     file, done = tmp_path / "kept", []
 
     def counted(job: dict[str, Any]) -> int:
@@ -37,30 +37,28 @@ def test_what_is_kept_is_not_run_again(bench: Any, tmp_path: Path) -> None:
         return work(job)
 
     jobs = [{"n": n} for n in range(4)]
-    bench.runs.CachedRuns(file).complete(jobs[:2], counted, 1)
-    again = bench.runs.CachedRuns(file)
+    bench.cached_runs.CachedRuns(file).complete(jobs[:2], counted, 1)
+    again = bench.cached_runs.CachedRuns(file)
     again.complete(jobs, counted, 1)
     assert done == [0, 1, 2, 3]
     assert [again[job] for job in jobs] == [0, 10, 20, 30]
     assert {"n": 4} not in again
 
 
-def test_a_line_that_was_cut_off_is_left_out_and_harms_no_other(
-    bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_truncated_line_is_skipped(bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "kept"
-    bench.runs.CachedRuns(file).complete([{"n": 1}, {"n": 2}], work, 1)
+    bench.cached_runs.CachedRuns(file).complete([{"n": 1}, {"n": 2}], work, 1)
     file.write_text(file.read_text()[:-9])
-    again = bench.runs.CachedRuns(file)
-    assert f"{file}, line 2 is no run" in capsys.readouterr().err
+    again = bench.cached_runs.CachedRuns(file)
+    assert f"{file}, line 2 is invalid" in capsys.readouterr().err
     assert {"n": 1} in again and {"n": 2} not in again
     again.complete([{"n": 2}], work, 1)
-    last = bench.runs.CachedRuns(file)
+    last = bench.cached_runs.CachedRuns(file)
     assert last[{"n": 1}] == 10 and last[{"n": 2}] == 20
 
 
-def test_several_processes_make_the_same(bench: Any, tmp_path: Path) -> None:
-    kept = bench.runs.CachedRuns(tmp_path / "kept")
+def test_parallel_runs_give_the_same_results(bench: Any, tmp_path: Path) -> None:
+    kept = bench.cached_runs.CachedRuns(tmp_path / "kept")
     jobs = [{"object": n} for n in range(3)]
     kept.complete(jobs, json.dumps, 2)
     assert [kept[job] for job in jobs] == [json.dumps(job) for job in jobs]
@@ -72,7 +70,7 @@ def trained(accuracy: float) -> dict[str, Any]:
 
 def test_accuracy_is_compared_seed_by_seed(bench: Any) -> None:
     plan = bench.compression.Plan(full=False)
-    kept = bench.runs.CachedRuns(None)
+    kept = bench.cached_runs.CachedRuns(None)
     for job in plan.jobs("accuracy"):
         kept.add(job, trained(0.8 + 0.05 * job["seed"] - (0.001 if "3lc" in job["spec"] else 0)))
     _, heads, rows, figures = bench.compression.accuracy_table(plan, kept)
@@ -91,9 +89,9 @@ def test_within_a_third_of_a_point_or_within_the_interval(bench: Any, mean: floa
     assert bench.compression.is_as_good(mean, half) is met
 
 
-def test_ratios_are_of_both_ways(bench: Any) -> None:
+def test_ratios_include_both_directions(bench: Any) -> None:
     plan = bench.compression.Plan(full=True)
-    kept = bench.runs.CachedRuns(None)
+    kept = bench.cached_runs.CachedRuns(None)
     for job in plan.jobs("ratios"):
         kept.add(job, trained(0.9))
     _, heads, rows, figures = bench.compression.ratios_table(plan, kept)
@@ -104,7 +102,7 @@ def test_ratios_are_of_both_ways(bench: Any) -> None:
 
 def test_a_step_is_compared_on_its_own_link(bench: Any) -> None:
     plan = bench.compression.Plan(full=True)
-    kept = bench.runs.CachedRuns(None)
+    kept = bench.cached_runs.CachedRuns(None)
     for job in bench.links.jobs(plan.specs, plan.rounds):
         slow = 10.0 if job["link"] == "10mbit" else 1.0
         kept.add(job, {"seconds": slow * (1.0 if job["spec"] == "none" else 0.05) + 0.001 * job["round"]})
@@ -114,6 +112,6 @@ def test_a_step_is_compared_on_its_own_link(bench: Any) -> None:
     assert [one["met"] for one in figures if one["goal"]] == [True]
 
 
-def test_the_first_seed_of_all_comes_first(bench: Any) -> None:
+def test_jobs_are_ordered_by_seed(bench: Any) -> None:
     seeds = [job["seed"] for job in bench.compression.Plan(full=True).jobs("accuracy")]
     assert seeds == sorted(seeds) and set(seeds) == set(range(5))

@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def sums() -> ModuleType:
-    """The module; benchmarks are no package."""
+    """Import the module; the benchmarks are no package."""
     file = Path(__file__).parents[2] / "bin" / "benches" / "_sums.py"
     spec = importlib.util.spec_from_file_location("_sums", file)
     assert spec is not None and spec.loader is not None
@@ -22,7 +22,7 @@ def sums() -> ModuleType:
 
 
 def test_the_interval_of_five_seeds(sums: ModuleType) -> None:
-    """By hand: mean 3, standard deviation √2.5, t = 2.78."""
+    """Computed by hand: mean 3, standard deviation √2.5, t = 2.78."""
     assert sums.interval([1, 2, 3, 4, 5]) == pytest.approx(2.78 * math.sqrt(2.5 / 5))
     assert sums.interval([4.0, 4.0, 4.0]) == 0
     assert math.isnan(sums.interval([1.0]))

@@ -253,7 +253,7 @@ def test_facts_that_are_not_whole_are_refused() -> None:
 
 
 def test_a_probe_counts_for_every_host_name_of_a_machine() -> None:
-    """Hosts b and c are one machine. Its load to host a must count as a probe by both, or a waits for c in vain."""
+    """Hosts b and c are one machine, whose load to host a counts as a probe by both."""
     peers = [PeerLine(rank, name, 0, None, f"{name}-0", rank + 1) for rank, name in enumerate("abc")]
     access = security.grant(ExchangeSettings(), "127.0.0.1")
 
@@ -265,14 +265,13 @@ def test_a_probe_counts_for_every_host_name_of_a_machine() -> None:
     listener = Listener(peers[:1], {0: "127.0.0.1"}, answering)
     try:
         with probing(asking, peers[0], tcp.connect(listener._listening[0].address, time_limit())) as probe:
-            assert probe.read("peers") == b"one\nother"
-            assert (probe.measure().rate or 0) > 0
+            assert probe.read("peers") == b"one\nother" and (probe.measure().rate or 0) > 0
         with listener.news:
             assert listener.news.wait_for(lambda: listener.probed == {"b-0", "c-0"}, 10)
     finally:
         listener.close()
-        for links in (answering.links, asking.links):
-            links.abort()
+        answering.links.abort()
+        asking.links.abort()
 
 
 # --- this machine -----------------------------------------------------------------------------------

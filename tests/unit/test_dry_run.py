@@ -276,7 +276,7 @@ def test_an_estimate_uses_earlier_runs_of_the_same_kind(place: Path) -> None:
         (["--resume", "taken"], "--dry-run shows a new run"),
         (["--model", "googlnet"], "unknown model 'googlnet' (did you mean 'googlenet'?)"),
         (["missing.py"], "missing.py: script not found"),
-        (["--task", "cifar10", "--data-dir", "nowhere"], "nowhere: no cifar-10-binary.tar.gz"),
+        (["--task", "cifar10", "--data-dir", "nowhere"], "nowhere: neither cifar-10-binary.tar.gz"),
         (["--logdir", "hosts.txt/runs"], "cannot write the run"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Caffe's solver over a torch module: the order of a step, pycaffe's surface, the log."""
+"""Caffe's solver for a torch module: the order of a step, pycaffe's interface, the log."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_order_of_a_step(tmp_path: Path):
 
 
 def test_gradients_are_clipped_as_a_sum_then_divided_and_only_then_decayed(tmp_path: Path):
-    """W ← W − α (clip(Σ∇) / iter_size + λW): Caffe's order, which another one would not give."""
+    """W ← W − α (clip(Σ∇) / iter_size + λW): another order than Caffe's would give another result."""
     clip, decay, size = 0.05, 0.3, 3
     made = Made(tmp_path, f"iter_size: {size}\nclip_gradients: {clip}\nweight_decay: {decay}")
     twin = module()
@@ -72,7 +72,7 @@ def test_gradients_are_clipped_as_a_sum_then_divided_and_only_then_decayed(tmp_p
     assert re.match(r"Gradient clipping: .* \(L2 norm [\d.]+ > 0.05\) by scale factor 0\.", made.lines[0])
 
 
-def test_batches_are_begun_again_and_every_one_is_used(tmp_path: Path):
+def test_batches_restart_and_each_is_used(tmp_path: Path):
     seen: list[float] = []
     pairs = [(torch.full((2, 3), float(number)), torch.tensor([0, 1])) for number in range(3)]
 
@@ -142,8 +142,8 @@ def test_blobs_are_the_weights_themselves(tmp_path: Path):
     assert solver.test_nets == []
 
 
-def test_a_gradient_that_is_held_stays_the_nets(tmp_path: Path):
-    """pycaffe's memory stays where it is; so do sums of several passes, and what a clear leaves."""
+def test_a_gradient_array_stays_valid(tmp_path: Path):
+    """As in pycaffe, gradients are summed and cleared in place."""
     solver = Made(tmp_path).solver
     held = solver.net.params["0"][0].diff
     solver.net.forward()
@@ -171,7 +171,7 @@ def test_a_compiled_net_has_the_names_of_the_plain_one(tmp_path: Path, net: nn.M
     assert (list(solver.net.params), solver.net.name) == (names, called)
 
 
-def test_apply_update_by_gradients_of_ones_own(tmp_path: Path):
+def test_apply_update_uses_gradients_set_by_the_user(tmp_path: Path):
     solver = Made(tmp_path, "momentum: 0.5").solver
     before = solver.net.params["2"][1].data.copy()
     for _ in range(2):
@@ -181,8 +181,8 @@ def test_apply_update_by_gradients_of_ones_own(tmp_path: Path):
     np.testing.assert_allclose(solver.net.params["2"][1].data, before - 0.1 - 0.15, rtol=1e-6)
 
 
-def test_blobs_in_other_memory_move_when_the_other_side_is_newer(tmp_path: Path):
-    """Blob's idea: bfloat16 is nothing that numpy has, and stands for any memory that it cannot look at."""
+def test_copied_blobs_are_synchronised_in_both_directions(tmp_path: Path):
+    """numpy has no bfloat16, which stands for any memory that it cannot access."""
     net = nn.Linear(3, 2).bfloat16()
     solver = Made(tmp_path, net=net, train=[(x.bfloat16(), y) for x, y in batches()]).solver
     blob = solver.net.params["Linear"][0]

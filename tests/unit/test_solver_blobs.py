@@ -1,4 +1,4 @@
-"""``gossipx.attach`` of solvers of others: their blobs as a module's parameters, and what they are looked at for."""
+"""``gossipx.attach`` with foreign solvers: their blobs as a module's parameters, and the checks of blobs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def net(**layers: SimpleNamespace) -> Any:
     return SimpleNamespace(params={layer: [one] for layer, one in layers.items()})
 
 
-def test_each_blob_has_a_name_and_a_place_of_its_own() -> None:
-    """Names of parameters hold no dots, and names of layers may."""
+def test_each_blob_has_a_unique_name_and_position() -> None:
+    """Parameter names have no dots, but layer names may."""
     names = ["a.b", "a_b", "a%2Eb", "a.b[0]", "inception_3a/1x1"]
     given = net(**{name: blob(float(number)) for number, name in enumerate(names)})
     blobs = Blobs(given)
@@ -47,8 +47,8 @@ def test_each_blob_has_a_name_and_a_place_of_its_own() -> None:
     ],
 )
 @pytest.mark.parametrize("head", [Head.AT_SOLVER, Head.AT_ARENA])
-def test_a_blob_that_was_put_anew_in_another_shape_is_told(part: str, value: object, told: str, head: Head) -> None:
-    """numpy would stretch one value over all."""
+def test_a_blob_replaced_with_another_shape_is_refused(part: str, value: object, told: str, head: Head) -> None:
+    """numpy would broadcast a single value."""
     given = net(fit=blob(1, 2))
     blobs = Blobs(given)
     setattr(given.params["fit"][0], part, value)
@@ -59,7 +59,7 @@ def test_a_blob_that_was_put_anew_in_another_shape_is_told(part: str, value: obj
         blobs.to_arena()
 
 
-def test_a_blob_that_was_put_anew_in_its_shape_is_taken() -> None:
+def test_a_blob_replaced_with_the_same_shape_is_accepted() -> None:
     given = net(fit=blob(1, 2))
     blobs = Blobs(given)
     given.params["fit"][0].data = np.array([3.0, 4.0])
@@ -73,7 +73,7 @@ def test_a_blob_that_was_put_anew_in_its_shape_is_taken() -> None:
     [lambda: None, lambda one: None, lambda one, two, three: None, 5],
     ids=["none", "one", "three", "no function"],
 )
-def test_an_add_callback_that_is_not_pycaffes_is_told_before_anybody_is_waited_for(add_callback: object) -> None:
+def test_a_foreign_add_callback_is_refused_before_the_run_waits_for_peers(add_callback: object) -> None:
     solver = SimpleNamespace(net=net(fit=blob(1, 2)), add_callback=add_callback)
     with pytest.raises(UsageError, match=r"SimpleNamespace.add_callback is not pycaffe's add_callback\(on_start, on_"):
         gossipx.attach(solver, peers="nowhere.txt")

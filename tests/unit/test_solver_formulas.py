@@ -1,6 +1,6 @@
-"""Caffe's update rules and learning-rate policies, against their formulas written out, and against Caffe itself.
+"""Caffe's update rules and learning-rate policies, compared with their formulas and with Caffe itself.
 
-``caffe_steps.json`` holds what BVLC Caffe 1.0.0 made of gradients: weights and rates of 12 updates in each of 18 cases.
+``caffe_steps.json`` has results of BVLC Caffe 1.0.0: the weights and rates of 12 updates in each of 18 cases.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def test_updates_are_caffes(type_: str):
     np.testing.assert_allclose(weights.detach().numpy(), FORMULAS[type_](start, grads), rtol=1e-12, atol=1e-14)
 
 
-def test_a_changed_rate_leaves_earlier_steps_in_the_momentum_as_they_were():
-    # Torch's SGD keeps gradients in its buffer and multiplies all of it by the new rate: there lies the difference.
+def test_a_changed_rate_does_not_scale_earlier_steps_in_the_momentum():
+    # Torch's SGD differs: its buffer has plain gradients, all of which are multiplied by the new rate.
     ours, theirs = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     caffes, torchs = TYPES["SGD"]([ours], momentum=0.5), torch.optim.SGD([theirs], lr=1.0, momentum=0.5)
     for rate in (1.0, 0.1):
@@ -173,7 +173,7 @@ CAFFE: dict[str, Any] = json.loads((Path(__file__).parent.parent / "caffe_steps.
 
 @pytest.mark.parametrize("case", CAFFE["cases"], ids=lambda case: case["name"])
 def test_steps_are_those_of_caffe_itself(case: dict[str, Any]) -> None:
-    """Clipping, scaling, decay, multipliers, rates and updates in a row, as pycaffe's apply_update made them."""
+    """Sequences of clipping, scaling, decay, multipliers, rates and updates, recorded from pycaffe's apply_update."""
     net = nn.Linear(2, 3)
     solver = Solver(
         parse(case["solver"] + " solver_mode: CPU"),

@@ -1,4 +1,4 @@
-"""solver.prototxt: what Caffe's files say, and where and how a wrong one is told so."""
+"""The parser of solver.prototxt: values of Caffe's files, and messages and positions of errors."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def refusal(text: str) -> str:
 
 
 def test_defaults_are_those_of_caffe() -> None:
-    """And protobuf's, 0 or nothing, where caffe.proto has none."""
+    """Fields without a default in caffe.proto have protobuf's, 0 or empty."""
     told = {
         "test_initialization": True,
         "average_loss": 1,
@@ -280,7 +280,7 @@ def test_the_old_solver_type_becomes_a_type(old: str, new: str) -> None:
         ("type: 'SGD'\nsolver_type: ADAM", "2:1", "solver_type: 'type' is given as well"),
     ],
 )
-def test_a_mistake_is_told_with_line_and_column(text: str, place: str, said: str) -> None:
+def test_an_error_has_line_and_column(text: str, place: str, said: str) -> None:
     message = refusal(text)
     assert message.startswith(f"{PATH}:{place}: ")
     assert said in message
@@ -288,7 +288,7 @@ def test_a_mistake_is_told_with_line_and_column(text: str, place: str, said: str
 
 
 def test_places_are_those_of_fields_alone() -> None:
-    """Not of what looks like one in a comment, a string or an inline net."""
+    """Text that looks like a field in a comment, a string or an inline net is ignored."""
     text = (
         "# base_lr: 1 {\n"
         "net_param { name: 'momentum: 1 }' state { level: 1 } debug_info: true } gamma: 2\n"
@@ -306,13 +306,13 @@ def test_places_are_those_of_fields_alone() -> None:
     }
 
 
-def test_an_error_of_whoever_uses_a_value_names_its_place() -> None:
+def test_an_error_about_a_value_has_its_position() -> None:
     parameter = parse("base_lr: 1\n max_iter: -5", PATH)
     assert str(parameter.error("max_iter", "is below 0")) == f"{PATH}:2:2: max_iter: is below 0"
     assert str(parameter.error("stepsize", "is missing")) == f"{PATH}: stepsize: is missing"
 
 
-def test_fields_without_meaning_are_warned_about_in_their_order() -> None:
+def test_fields_without_effect_give_warnings_in_order() -> None:
     parameter = parse("base_lr: 1\nsnapshot_diff: false solver_mode: GPU\nnet: 'a'\n", PATH)
     assert parameter.warnings() == [
         f"{PATH}:2:1: snapshot_diff: has no effect: {WITHOUT_MEANING['snapshot_diff']}",
@@ -360,7 +360,7 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def messages(draw: st.DrawFn, name: str = "SolverParameter", deepest: int = 4) -> Any:
-    """A message with some of its fields set."""
+    """Draw a message with some of its fields set."""
     fields = schema.MESSAGES[name]
     usable = [one for one, what in fields.items() if deepest or what.kind not in schema.MESSAGES]
     chosen = set(draw(st.lists(st.sampled_from(usable), max_size=5))) if usable else set()

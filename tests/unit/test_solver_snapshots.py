@@ -1,4 +1,4 @@
-"""Caffe's solver over a torch module: snapshots, signals, and what it refuses."""
+"""Caffe's solver for a torch module: snapshots, signals, and errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gossipx.solver.solver import Solver
 
 
 @pytest.mark.parametrize("type_", ["SGD", "Nesterov", "AdaGrad", "RMSProp", "AdaDelta", "Adam"])
-def test_a_restored_solver_goes_on_as_if_it_had_never_stopped(tmp_path: Path, type_: str):
+def test_a_restored_solver_continues_as_if_it_had_never_stopped(tmp_path: Path, type_: str):
     momentum = "" if type_ in ("AdaGrad", "RMSProp") else "momentum: 0.9"
     text = f'type: "{type_}"\n{momentum}\nweight_decay: 0.01\nsnapshot: 3\nsnapshot_prefix: "{tmp_path}/s"'
     whole = Made(tmp_path, text).solver
@@ -38,7 +38,7 @@ def test_a_restored_solver_goes_on_as_if_it_had_never_stopped(tmp_path: Path, ty
     assert torch.equal(weights(rest), weights(whole))
 
 
-def test_what_cannot_be_restored_changes_nothing(tmp_path: Path):
+def test_a_failed_restore_changes_nothing(tmp_path: Path):
     made = Made(tmp_path, f'snapshot_prefix: "{tmp_path}/s"')
     state = made.solver.snapshot()
     other = Made(tmp_path, 'type: "Adam"').solver
@@ -76,14 +76,14 @@ def test_finetuning_takes_weights_by_name(tmp_path: Path):
 @pytest.mark.parametrize(
     ("given", "stem"), [("", "solver"), ("{}/", "solver"), ("{}", "solver"), ("{}/named", "named")]
 )
-def test_where_snapshots_lie(tmp_path: Path, given: str, stem: str):
+def test_the_path_of_snapshots(tmp_path: Path, given: str, stem: str):
     prefix = given.format(tmp_path)
     made = Made(tmp_path, f'snapshot_prefix: "{prefix}"' if given else "")
     assert made.solver.snapshot() == tmp_path / f"{stem}_iter_0.solverstate"
 
 
 @pytest.mark.parametrize("text", ["snapshot: 1 snapshot_after_train: false", ""], ids=["now and then", "at the end"])
-def test_snapshots_that_cannot_be_written_are_told_before_training(tmp_path: Path, text: str):
+def test_unwritable_snapshots_are_reported_before_training(tmp_path: Path, text: str):
     with pytest.raises(UsageError, match=r"solver\.prototxt:6:1: snapshot_prefix: snapshots cannot be written") as told:
         Made(tmp_path, f'{text}\nsnapshot_prefix: "{tmp_path}/none/s"').solver.solve()
     assert told.value.__suppress_context__  # what the system said is in the line
@@ -91,8 +91,8 @@ def test_snapshots_that_cannot_be_written_are_told_before_training(tmp_path: Pat
     Made(tmp_path, f'snapshot_prefix: "{tmp_path}/none/s"').solver.step(1)  # which writes none
 
 
-def test_peers_that_try_one_prefix_have_each_a_file_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Two that try at the same moment; and nothing of it is left."""
+def test_peers_that_probe_one_prefix_use_separate_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two peers probe at the same time, and leave no file."""
     tried: list[str] = []
     make = tempfile.NamedTemporaryFile
 
@@ -138,8 +138,8 @@ def test_sigint_stops_after_the_iteration_and_a_snapshot(tmp_path: Path):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_after_a_stop_the_solver_tests_as_ever(tmp_path: Path):
-    """What SIGINT asked for is done: nothing of it is left for a test after it."""
+def test_a_test_after_a_stop_is_not_interrupted(tmp_path: Path):
+    """The request by SIGINT is cleared when it has been handled."""
     text = f'test_iter: 1\ntest_interval: 100\nsnapshot_prefix: "{tmp_path}/s"'
     made = Made(tmp_path, text, test=batches())
     send(signal.SIGINT)(made.solver)
@@ -153,8 +153,8 @@ def test_after_a_stop_the_solver_tests_as_ever(tmp_path: Path):
     assert not [line for line in made.lines[told:] if "Snapshotting" in line]
 
 
-def test_a_sigint_that_nobody_looks_for_any_more_is_not_lost(tmp_path: Path):
-    """It comes while the last snapshot is written: that is finished, and what comes after the solver is not begun."""
+def test_a_sigint_after_the_last_check_is_not_lost(tmp_path: Path):
+    """It arrives during the last snapshot, which is completed; code after the solver does not run."""
     solver = Made(tmp_path, f'snapshot_prefix: "{tmp_path}/s"').solver
     solver.settle = lambda: os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
@@ -172,7 +172,7 @@ def test_a_second_sigint_stops_at_once(tmp_path: Path):
     assert not list(tmp_path.glob("s_iter*"))
 
 
-def test_sighup_has_a_snapshot_taken_and_training_goes_on(tmp_path: Path):
+def test_sighup_requests_a_snapshot_and_training_continues(tmp_path: Path):
     made = Made(tmp_path, f'snapshot_prefix: "{tmp_path}/s"\nsnapshot_after_train: false')
     send(signal.SIGHUP)(made.solver)
     made.solver.solve()
@@ -198,7 +198,7 @@ def test_sighup_has_a_snapshot_taken_and_training_goes_on(tmp_path: Path):
         ('weights: ""', "5:1: weights: there is no file ''"),
     ],
 )
-def test_parameters_that_cannot_be_are_told_by_place(tmp_path: Path, text: str, told: str):
+def test_invalid_parameters_are_reported_with_their_position(tmp_path: Path, text: str, told: str):
     with pytest.raises(UsageError, match=re.escape(f"{tmp_path}/solver.prototxt:{told}")):
         Made(tmp_path, text)
 
@@ -216,13 +216,13 @@ def test_parameters_that_cannot_be_are_told_by_place(tmp_path: Path, text: str, 
         ('base_lr: 1 lr_policy: "poly" power: -2 max_iter: 5', ":1:30: power: -2 is less than 0"),
     ],
 )
-def test_rates_that_cannot_be_are_told(tmp_path: Path, text: str, told: str):
+def test_invalid_rates_are_reported(tmp_path: Path, text: str, told: str):
     (tmp_path / "s.prototxt").write_text(text)
     with pytest.raises(UsageError, match=re.escape(told)):
         gossipx.get_solver(tmp_path / "s.prototxt", net=module(), loss=nn.functional.cross_entropy, train=batches())
 
 
-def test_arguments_that_cannot_be_are_told(tmp_path: Path):
+def test_invalid_arguments_are_reported(tmp_path: Path):
     with pytest.raises(UsageError, match="test= has no batch, or cannot be iterated again"):
         Made(tmp_path, "test_iter: 1\ntest_interval: 1", test=iter(())).solver.test()
     with pytest.raises(UsageError, match="train= has no batch, or cannot be iterated again"):
@@ -250,7 +250,7 @@ def test_arguments_that_cannot_be_are_told(tmp_path: Path):
     [({"x": 1, "y": 2}, "dict"), (torch.zeros(2, 3), "Tensor"), (np.zeros((2, 3)), "ndarray"), ("xy", "str")],
     ids=["a dict", "a tensor", "an array", "a text"],
 )
-def test_what_has_two_parts_and_is_no_pair_is_told(tmp_path: Path, batch: object, called: str):
+def test_a_batch_of_two_parts_that_is_no_pair_is_refused(tmp_path: Path, batch: object, called: str):
     with pytest.raises(UsageError, match=rf"train= gives {called}, and a batch is a pair \(x, y\)"):
         Made(tmp_path, train=[batch]).solver.step(1)
 
@@ -263,14 +263,14 @@ def test_what_has_two_parts_and_is_no_pair_is_told(tmp_path: Path, batch: object
         (lambda output, y: output.numpy(), "ndarray"),
     ],
 )
-def test_a_score_that_is_not_one_number_is_told(tmp_path: Path, score: Callable[..., object], given: str):
+def test_a_score_that_is_not_one_number_is_refused(tmp_path: Path, score: Callable[..., object], given: str):
     made = Made(tmp_path, "test_iter: 1\ntest_interval: 1", test=batches(), scores={"mine": score})
     with pytest.raises(UsageError, match=rf"scores\['mine'\] gives {given}, and must give one number"):
         made.solver.test()
 
 
-def test_batches_that_can_be_had_only_once_are_warned_about(tmp_path: Path):
-    """Once, by name; a generator may well be without end."""
+def test_batches_that_can_be_iterated_only_once_give_a_warning(tmp_path: Path):
+    """One warning per source, with its name; it is no error, because a generator may be endless."""
     both = {"easy": batches(), "hard": iter(batches())}
     made = Made(tmp_path, "test_iter: [1, 1]\ntest_interval: 3", train=(one for one in batches() * 9), test=both)
     made.solver.solve()
@@ -294,7 +294,7 @@ def test_several_test_nets(tmp_path: Path):
     assert [line for line in made.lines if "Testing" in line] == [f"Iteration 0, Testing net (#{n})" for n in (0, 1)]
 
 
-def test_without_a_gpu_the_solver_says_that_it_trains_without(tmp_path: Path):
+def test_without_a_gpu_the_solver_warns_and_trains_on_the_cpu(tmp_path: Path):
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     (tmp_path / "s.prototxt").write_text(BASICS.replace("solver_mode: CPU\n", ""))  # GPU is Caffe's default

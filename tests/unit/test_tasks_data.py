@@ -1,4 +1,4 @@
-"""Data sets: what is embedded, what the readers refuse, how batches come."""
+"""Data sets: the embedded subset, the readers' errors, and batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def idx(array: np.ndarray) -> bytes:
 
 
 def numbered(count: int) -> Dataset:
-    """Images whose one pixel is their number, so that a batch tells which samples it has."""
+    """Return images whose single pixel is their number, which identifies the samples of a batch."""
     numbers = torch.arange(count)
     return Dataset(numbers.float().view(-1, 1, 1, 1), numbers % 10, 10)
 
@@ -105,7 +105,7 @@ def test_debians_files_are_accepted_as_the_full_set() -> None:
 # Files that are not what they should be
 
 
-def test_unknown_task_is_told_with_the_near_one() -> None:
+def test_an_unknown_task_gives_a_suggestion() -> None:
     with pytest.raises(UsageError, match=r"unknown task 'fashion_mnist' .did you mean 'fashion-mnist'"):
         load("fashion_mnist")
 
@@ -271,7 +271,7 @@ def test_an_idx_path_that_is_a_folder_or_missing_is_one_line(tmp_path: Path) -> 
 
 @pytest.fixture
 def cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Six small files in the binary version's format, four images each, in its folder."""
+    """Write six small files in the binary version's format, four images each, into its folder."""
     monkeypatch.setattr(data, "CIFAR10_RECORDS", 4)
     folder = tmp_path / data.CIFAR10_FOLDER
     folder.mkdir()
@@ -284,7 +284,7 @@ def cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def pack_cifar10(folder: Path, names: list[str]) -> str:
-    """Make the archive of the folder, its members in the order of ``names``; returns its md5."""
+    """Create the archive of the folder with its members in the order of ``names``, and return its md5."""
     archive = folder / data.CIFAR10_ARCHIVE
     with tarfile.open(archive, "w:gz") as tar:
         for name in names:
@@ -368,7 +368,7 @@ def test_batches_do_not_draw_from_the_global_generators() -> None:
 
 @settings(deadline=None)
 @given(count=st.integers(1, 20), size=st.integers(1, 25), batch=st.integers(0, 30))
-def test_seek_goes_on_where_an_unbroken_run_would_be(count: int, size: int, batch: int) -> None:
+def test_seek_continues_as_an_uninterrupted_run(count: int, size: int, batch: int) -> None:
     unbroken, resumed = Batches(numbered(count), size, 5), Batches(numbered(count), size, 5)
     for _ in range(batch):
         next(unbroken)

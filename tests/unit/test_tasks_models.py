@@ -26,7 +26,7 @@ def linear(before: int, units: int) -> int:
 
 
 def resnet(depth: int) -> int:
-    """16 maps from the image; n blocks each of 16, 32, 64 maps; two numbers a map for each normalisation."""
+    """16 maps from the image; n blocks each of 16, 32, 64 maps; two numbers per map for each normalisation."""
     blocks = (depth - 2) // 6
     total, before = conv(3, 16, 3, bias=False) + 2 * 16, 16
     for maps in (16, 32, 64):
@@ -111,7 +111,7 @@ def test_parameter_count_is_that_of_the_layer_shapes_and_the_stated_one(name: st
         assert abs(count(model) - stated) <= exactness
 
 
-def test_the_papers_figures_stand_beside_ours() -> None:
+def test_the_papers_figures_are_given() -> None:
     figures = {name: model.facts.paper for name, model in MODELS.items() if model.facts.paper is not None}
     assert figures == {"alexnet": 60_000_000, "googlenet": 11_000_000, "convnet": 2_000_000}
 
@@ -174,7 +174,7 @@ def test_images_that_are_too_small_are_scaled_to_the_smallest_that_do(name: str,
     assert model.state_dict().keys() == larger.state_dict().keys()
 
 
-def test_an_unknown_model_is_told_with_the_near_one() -> None:
+def test_an_unknown_model_gives_a_suggestion() -> None:
     with pytest.raises(UsageError, match=r"unknown model 'resnet21' .did you mean 'resnet20'.*googlenet"):
         build_model("resnet21", classes=10, channels=1, pixels=28)
 
@@ -189,7 +189,7 @@ def test_inception_v4_has_the_parameters_of_either_convention() -> None:
 
 
 def test_inception_v4s_maps_are_those_of_figure_9() -> None:
-    """Szegedy et al. 2016: 35×35×384 behind the stem, 17×17×1024 and 8×8×1536 behind the reductions."""
+    """Szegedy et al. 2016: 35×35×384 after the stem, 17×17×1024 and 8×8×1536 after the reductions."""
     with torch.device("meta"):
         model = InceptionV4(1000, 3, 299)
         maps, seen = torch.empty(2, 3, 299, 299), []

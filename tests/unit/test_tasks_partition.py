@@ -1,4 +1,4 @@
-"""Partitions: disjoint, whole, the same for all peers, as skewed as alpha says."""
+"""Partitions: disjoint, complete, the same for all peers, and as skewed as alpha requires."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def class_counts(parts: list[np.ndarray], labels: np.ndarray) -> np.ndarray:
 
 @settings(deadline=None)
 @given(partition=partitions, labels=labellings, parts=st.integers(1, 40), seed=seeds)
-def test_parts_are_disjoint_and_whole_and_none_is_empty_that_need_not_be(
+def test_parts_are_disjoint_and_complete_and_not_empty_if_possible(
     partition: Partition, labels: np.ndarray, parts: int, seed: int
 ) -> None:
     split = partition.split(labels, parts, seed)
@@ -53,7 +53,7 @@ def test_another_seed_is_another_split(partition: Partition) -> None:
 
 
 def test_a_split_is_fixed_for_good() -> None:
-    """Peers with different versions of numpy have to agree, so that these figures must not ever change."""
+    """Peers with different versions of numpy must agree, so that these numbers must never change."""
     labels = np.arange(12) % 3
     iid, skewed = (partition.split(labels, 3, 1) for partition in (IID(), Dirichlet(0.5)))
     assert [part.tolist() for part in iid] == [[2, 6, 9, 11], [1, 3, 7, 8], [0, 4, 5, 10]]
