@@ -1,0 +1,77 @@
+"""Sources and documentation are in plain English.
+
+gossipx once had a language of its own: relative clauses without a noun ("whose answers tell how long a model takes"),
+old-fashioned phrases ("what it was to end with cannot be had"), "a peer" for "per peer". Newcomers had to translate it
+before they could read the code. This check keeps its most frequent phrases from returning. It cannot tell good English
+from bad: a sentence that passes may still need another word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COUNTED = (
+    "pulls?|retrievals?|models?|MB|GB|bytes|bits|seconds|images|processes|figures|lines?|steps?|iterations?|requests?"
+)
+EACH = "peer|worker|host|shard|value|tensor|table|machine|server|link|step|second|pull|pair|batch"
+PHRASES = {
+    r"whoever": "name the subject: 'any peer that'",
+    r"whom(?! the Software)": "'which peer', or name the receiver",
+    r"who (asks|wants|gives|takes|reads|sends)": "name the subject: 'the requester', 'the caller'",
+    r"what (of|becomes of|comes of|came of|there is of)": "name the thing",
+    r"(is|are|was|were) to be": "'must be', 'will be'",
+    r"(can|cannot|can not) be had|to be had": "'is available', 'is not available'",
+    r"it is none|(is|are|was)\s+none\s+of": "'is not one of', 'return None'",
+    r"one's own": "'its own', 'your own', 'custom'",
+    r"(go|goes|going|went|gone) on": "'continue', 'resume'",
+    rf"({COUNTED}) a ({EACH})": "'per'",
+    r"so many": "'N', 'at most N', 'a number of'",
+    r"there (is|are) (none|no such)": "'not found', 'missing'",
+}
+"""What not to write, as regular expressions between word boundaries, and what to write."""
+PATTERN = re.compile(
+    "|".join(rf"(?P<p{number}>\b({phrase})\b)".replace(" ", r"\s+") for number, phrase in enumerate(PHRASES)),
+    re.IGNORECASE,
+)
+
+
+def files() -> Iterator[Path]:
+    """All that people read here, but for what is generated."""
+    yield from (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "setup.cfg", ".ci/run"))
+    for folder in ("gossipx", "tests", "bin", "docs", "topologies"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if (
+                path.is_file()
+                and path.suffix in ("", ".py", ".md", ".toml")
+                and not {"_build", "__pycache__"} & {*path.parts}
+            ):
+                yield path
+
+
+def found(path: Path) -> Iterator[str]:
+    text = path.read_text(encoding="utf-8")
+    for match in PATTERN.finditer(text):
+        number = next(number for number in range(len(PHRASES)) if match[f"p{number}"])
+        line = text.count("\n", 0, match.start()) + 1
+        phrase = " ".join(match[0].split())
+        yield f"{path.relative_to(ROOT)}:{line}: '{phrase}': write {[*PHRASES.values()][number]}"
+
+
+def test_sources_and_docs_are_in_plain_english() -> None:
+    told = [line for path in files() if path != Path(__file__) for line in found(path)]
+    assert not told, "\n".join(["", *told])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["tell whoever asks", "it is none\nof these", "pulls a peer", "it Goes on", "what of a server can be one's own"],
+)
+def test_the_check_sees_what_it_looks_for(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    (tmp_path / "x.md").write_text(text)
+    assert list(found(tmp_path / "x.md"))
