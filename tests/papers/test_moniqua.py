@@ -139,7 +139,7 @@ def test_one_value_beyond_half_the_range_is_caught(
     values[place] += far if up else -far
     assume(abs(float(values[place].double() - near[place].double())) > level * (2**wide + 1.001) / 2)
     out = torch.ones(30)
-    with pytest.raises(TooFarError, match=r"moniqua's theta of .* give a larger theta, with more than \d+ bits"):
+    with pytest.raises(TooFarError, match=r"moniqua's theta of .* give a larger theta, and more than \d+ bits"):
         decode_into(framed(codec, values), out, near=near)
     assert bool((out == 1).all())
 
