@@ -47,7 +47,7 @@ class State:
         frames: number of frames encoded so far.
         kept: the codec's own vectors by name, such as the accumulated error; with ``frames``, all that a checkpoint
             needs.
-        plan: derived from the above with the first frame.
+        plan: derived from the above, computed on demand.
     """
 
     tensors: Tensors

@@ -139,7 +139,7 @@ def test_one_value_beyond_half_the_range_is_caught(
     values[place] += far if up else -far
     assume(abs(float(values[place].double() - near[place].double())) > level * (2**wide + 1.001) / 2)
     out = torch.ones(30)
-    with pytest.raises(TooFarError, match=r"moniqua's theta of .* give a larger theta, with more than \d+ bits"):
+    with pytest.raises(TooFarError, match=r"moniqua's theta of .* give a larger theta, and more than \d+ bits"):
         decode_into(framed(codec, values), out, near=near)
     assert bool((out == 1).all())
 
@@ -204,10 +204,10 @@ def test_what_a_frame_has() -> None:
         (0, b"\0", "0 bits"),
         (0, b"\x11", "17 bits"),
         (0, b"\7", "do not take"),
-        (1, b"\0\0\0\0", "levels of 0.0"),
-        (1, b"\0\0\x80\xbf", "levels of -1.0"),
-        (1, b"\0\0\xc0\x7f", "levels of nan"),
-        (1, b"\0\0\x80\x7f", "levels of inf"),
+        (1, b"\0\0\0\0", "level width of 0.0"),
+        (1, b"\0\0\x80\xbf", "level width of -1.0"),
+        (1, b"\0\0\xc0\x7f", "level width of nan"),
+        (1, b"\0\0\x80\x7f", "level width of inf"),
         (13, b"", "do not take"),
         (4, b"", "ends before its values"),
     ],

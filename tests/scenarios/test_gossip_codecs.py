@@ -289,7 +289,7 @@ def test_a_reply_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     ):
         with pytest.raises(ProtocolError, match="does not fit"):
             two.take(wrong, content)
-    with pytest.raises(ProtocolError, match="a change of another than the one that is here"):
+    with pytest.raises(ProtocolError, match="a change from another base than this peer"):
         two.take(dataclasses.replace(reply, bases=(77,)), content)
     damaged = bytearray(content)
     damaged[20] ^= 1

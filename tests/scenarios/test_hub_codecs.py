@@ -175,7 +175,7 @@ def test_a_change_of_an_unknown_base_is_refused_and_changes_nothing() -> None:
     two.train(1)
     request, content = two.bring()
     two.hub._begun = None
-    with pytest.raises(ProtocolError, match="a change of another than the one that is here"):
+    with pytest.raises(ProtocolError, match="a change from another base than this peer"):
         two.arrive(request, content)
     for wrong in (
         dataclasses.replace(request, sizes=(2**40,)),

@@ -75,7 +75,7 @@ def test_two_codecs_of_one_number_are_refused() -> None:
         ("threshold", "a value is missing"),
         ("threshold:-1", "value is a magnitude"),
         ("qsgd:levels=0", "levels are from 1 to 65535"),
-        ("signsgd:magnitude=-1", "magnitude is a finite number"),
+        ("signsgd:magnitude=-1", "magnitude must be a finite number"),
         ("powersgd:rank=0", "rank must be from 1 to 65535"),
         ("dgc:momentum=1", "momentum is at least 0 and below 1"),
         ("dgc:clip=-1", "clip is a norm"),
