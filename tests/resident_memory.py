@@ -26,7 +26,7 @@ def told(folder: Path, peers: int) -> list[dict[str, Any]]:
 
 
 def growth(figures: list[dict[str, Any]]) -> float:
-    """The most bytes a peer that all of them held at one time beyond what they had before they joined."""
+    """Return the peak of the memory that all peers held beyond that before they joined, in bytes per peer."""
     most = max(max(one["seen"]) for one in figures) - sum(one["before"] for one in figures)
     return float(most / len(figures))
 

@@ -1,4 +1,4 @@
-"""A peer in a process of its own that gives one model to whoever asks, until its standard input ends.
+"""A peer in a separate process that answers every request with one model, until its standard input ends.
 
 python responder.py WAY FOLDER SIZE PORT
 """

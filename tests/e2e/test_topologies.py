@@ -26,7 +26,7 @@ QUICK = {"slow-link-6", "two-machines"}  # a graph by hand, and a generator's
 
 
 def agreed(here: Folder, size: int, *options: str | Path) -> Run:
-    """A run of so many peers, all of which pull, whose finish leaves all equal."""
+    """Every peer of the run pulls, and the finish leaves all models equal."""
     run = here.run(*options, "--policy", "tau:3", "--blocking", here.script(SCRIPT), here.path)
     summary = run.summary
     assert summary["lost"] == [] and min(summary["retrievals"]) >= 5, summary

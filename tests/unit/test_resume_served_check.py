@@ -1,4 +1,4 @@
-"""From where ``gossipx run --resume`` has workers and shards go on, by what lies in the run's directory."""
+"""The checkpoints from which ``gossipx run --resume`` restores workers and shards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check(
     servers: str = "0,1",
     here: Sequence[int] = (0, 1, 2),
 ) -> tuple[int | None, str | None]:
-    """The iteration that all go on from, and the servers; of shards clocks are given with the servers of then."""
+    """Return the iteration that all resume from, and the servers. ``shards`` has clocks by the servers at that time."""
     (path / "x").mkdir()
     (path / "x" / "hosts.txt").write_text("".join(f"{name}\n" for name in NAMES))
     for rank, iterations in workers.items():
