@@ -67,6 +67,16 @@ def all_have(peer, what, done, ranks, most=200_000):
 """The start of the tests' training scripts; their first argument is the folder into which ``tell`` writes."""
 
 
+TEN_LINES = """
+torch.manual_seed(int.from_bytes(os.urandom(4), "big"))
+model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+peer = gossipx.join(model, optimizer)
+first = [float(parameter.detach().sum()) for parameter in model.parameters()]
+"""
+"""A training script up to its loop."""
+
+
 @dataclass(frozen=True)
 class Ended:
     """A process that has ended."""
@@ -331,3 +341,8 @@ def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     """Return the largest difference in each tensor of two models with the same names, except counters."""
     assert one.keys() == other.keys()
     return {name: float((one[name] - other[name]).abs().max()) for name in one if one[name].is_floating_point()}
+
+
+def agree(run: Run, peers: int) -> bool:
+    """Return whether all peers left the same model."""
+    return all(max(differences(run.model(0), run.model(rank)).values()) <= 1e-6 for rank in range(1, peers))

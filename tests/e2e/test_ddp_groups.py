@@ -54,7 +54,7 @@ with ddp.join(model, optimizer, peers="hosts.txt", rank=PEER, policy="tau:3", **
     began = bits()
     shared = [int(index) for index in ddp.shard(list(range(10)), peers="hosts.txt", rank=PEER).indices]
     if HOW == "kept":
-        Group.give = lambda self, vectors: None  # mixed, and not told
+        Group.broadcast = lambda self, vectors: None  # weights change on rank 0 only
     for number in range(10**9 if HOW == "killed" else 12):
         optimizer.zero_grad()
         with model.no_sync():

@@ -126,7 +126,7 @@ def share_of_rate(told: Any, bucket: TokenBucket) -> float:
 
 
 def gets_the_rate(bucket: TokenBucket, transferred: Callable[[], Any], tries: int = 3) -> bool:
-    """Return whether one of ``tries`` transfers gets 90 % of the rate, since the machine may be busy. None may get more."""
+    """Return whether one of ``tries`` transfers gets 90 % of the rate, and check that none gets more."""
     for _ in range(tries):
         share = share_of_rate(transferred(), bucket)
         assert share <= 1.01

@@ -1,4 +1,4 @@
-"""Frames, without sockets: encoding, decoding and every input that must be rejected.
+"""Frames, without sockets: encoding and decoding, declarations, and what two peers must have alike.
 
 Numbers in brackets are rows of the project's fault list.
 """
@@ -7,173 +7,53 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
-import json
 import math
 import os
-import pickle
 import re
 import struct
-import tracemalloc
-from typing import Annotated, get_args, get_type_hints
+from typing import Annotated, get_args
 
 import pytest
 import xxhash
-from hypothesis import given, settings
+from drawn_frames import feed, messages, whole
+from hypothesis import given
 from hypothesis import strategies as st
 from joined_frames import joined
 
 from gossipx.errors import ProtocolError, UsageError
 from gossipx.memory import Source
-from gossipx.protocol import fields
-from gossipx.protocol.fields import MAX_METADATA, SMALL_METADATA, kind_of
 from gossipx.protocol.fields import kind as declare
+from gossipx.protocol.fields import kind_of
 from gossipx.protocol.messages import (
     LAST_WAVE,
-    MAX_WAVE,
-    AnyStage,
-    AnyWave,
     ArriveRequest,
     HereReply,
     LeaveRequest,
     ModelReply,
     NotReadyReply,
-    PastWave,
     PullRequest,
-    PushRequest,
     RoundRequest,
     Stage,
 )
-from gossipx.protocol.server_messages import CopyReply
 from gossipx.wire import (
     ANSWERS,
-    MAX_NOTE,
     Bytes,
-    Carried,
-    CheckupReply,
-    CheckupRequest,
-    Description,
     Hello,
     Message,
-    Noted,
     Refused,
     answer_to,
     no_payload,
 )
 from gossipx.wire.agreement import difference, manifest_bytes, objection
 from gossipx.wire.frames import (
-    CHECKSUMS,
     HEADER_BYTES,
     PIECE,
-    VERSION,
     Decoder,
     Frame,
     Unchecked,
-    VersionError,
     encode,
 )
 from gossipx.wire.kinds import KINDS, metadata_of
-
-ranks = st.integers(0, 65_535)
-counts = st.integers(0, 2**63 - 1)
-groups = st.lists(
-    st.dictionaries(st.sampled_from(["lr", "momentum"]), st.floats(allow_nan=False, allow_infinity=False)), max_size=3
-).map(tuple)
-lines = st.text(max_size=40).filter(str.isprintable)
-figures = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(2**63) + 1, 2**63 - 1),
-    st.floats(allow_nan=False, allow_infinity=False),
-    lines,
-)
-happenings = st.lists(
-    lines | st.integers(-(2**63) + 1, 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False),
-    min_size=1,
-    max_size=4,
-).map(tuple)
-words = st.text('{}[]":,0123456789', max_size=50)
-FITS: dict[object, st.SearchStrategy[object]] = {
-    fields.Rank: ranks,
-    fields.Ranks: st.sets(ranks, max_size=20).map(lambda found: tuple(sorted(found))),
-    fields.Servers: st.lists(ranks, min_size=1, max_size=20, unique=True).map(tuple),
-    fields.Count: counts,
-    fields.CountOrNone: st.integers(-1, 2**63 - 1),
-    fields.Seconds: st.floats(0, 604_800, exclude_min=True),
-    fields.FromZero: st.floats(0, 1e300),
-    fields.Weight: st.floats(0, 65_536, exclude_min=True) | st.integers(1, 65_536),
-    fields.Flag: st.booleans(),
-    fields.Text: lines,
-    fields.Ascii: words,
-    fields.Key: st.binary(min_size=32, max_size=32).map(bytes.hex),
-    fields.Texts: st.dictionaries(lines, lines, max_size=16),
-    fields.Report: st.dictionaries(lines, figures | st.lists(figures, max_size=5), max_size=8),
-    fields.Sections: st.lists(counts, max_size=8).map(tuple),
-    fields.Groups: groups,
-    fields.Parts: st.lists(st.tuples(st.integers(0, 65_536), st.integers(0, 2**40)), max_size=5).map(tuple),
-    fields.Happenings: st.lists(happenings, max_size=5).map(tuple),
-    fields.Workers: st.lists(st.tuples(ranks, counts), max_size=5).map(tuple),
-    AnyStage: st.sampled_from(Stage),
-    AnyWave: st.integers(1, MAX_WAVE) | st.just(LAST_WAVE),
-    PastWave: st.integers(0, MAX_WAVE),
-}
-"""Strategies for the values of each field type."""
-OWN: dict[tuple[type, str], st.SearchStrategy[object]] = {
-    (Hello, "size"): st.integers(1, 65_536),
-    (Description, "size"): st.integers(0, 2**24),
-    (CopyReply, "size"): st.integers(0, 2**40),
-    (Noted, "value"): st.binary(max_size=MAX_NOTE).map(bytes.hex),
-    (Carried, "digest"): st.binary(max_size=32).map(bytes.hex),
-    (CheckupRequest, "part"): st.sampled_from(["facts", "peers", "model", "load"]),
-    (CheckupRequest, "back"): st.integers(0, 2**24),
-    (CheckupReply, "size"): st.integers(0, 2**24),
-}
-"""Strategies for fields with their own bounds."""
-
-
-def any_of(message: type[Message]) -> st.SearchStrategy[Message]:
-    hints = get_type_hints(message, include_extras=True)
-    given = {name: OWN[message, name] if (message, name) in OWN else FITS[hint] for name, hint in hints.items()}
-    return st.builds(message, **given)
-
-
-messages = st.one_of([any_of(message) for message in get_args(Message)])
-
-
-def whole(message: Message, request: int = 0, payload: memoryview | None = None) -> bytes:
-    source = None if payload is None else Source(payload)
-    return joined(encode(message, request, source))
-
-
-def feed(decoder: Decoder, data: bytes, step: int = 2**30) -> list[Frame]:
-    """Decode ``data`` in chunks of at most ``step`` bytes and return all frames."""
-    frames: list[Frame] = []
-    source = io.BytesIO(data)
-    while True:
-        buffer = decoder.next_buffer()
-        assert len(buffer) > 0
-        count = source.readinto(buffer[:step])
-        if not count:
-            return frames
-        frame = decoder.received(count)
-        if frame is not None:
-            frames.append(frame)
-
-
-def forged(
-    kind: int,
-    metadata: bytes,
-    *,
-    payload: int = 0,
-    magic: bytes = b"GSPX",
-    version: int = VERSION,
-    announced: int | None = None,
-) -> bytes:
-    """Return a frame with a valid checksum around arbitrary metadata and payload."""
-    length = len(metadata) if announced is None else announced
-    header = struct.pack("!4sHHQIQ", magic, version, kind, 7, length, payload)
-    return header + struct.pack("!Q", xxhash.xxh3_64_intdigest(header + metadata)) + metadata
-
 
 # --- valid frames -------------------------------------------------------------------------------
 
@@ -346,248 +226,6 @@ def test_a_field_whose_type_carries_no_check_cannot_be_declared(unchecked: objec
     message = dataclasses.make_dataclass("Unchecked", [("field", unchecked)])
     with pytest.raises(TypeError, match="Unchecked: the type of field carries no check"):
         declare(99)(message)
-
-
-# --- rejected input -----------------------------------------------------------------------------
-
-# No float holds an integer of 401 digits.
-SIGNIFICANCE = b'{"shard":0,"bucket":0,"incarnation":1,"progress":0,"significance":%s,"patience":1,"epoch":0,"base":0}'
-GROUP = (
-    b'{"shard":0,"bucket":0,"incarnation":1,"progress":0,"parts":[],"settings":[{"lr":%s}],"patience":1,"epoch":0,'
-    b'"keep":0}'
-)
-
-
-@pytest.mark.parametrize(
-    ("kind", "metadata"),
-    [
-        (21, b'{"incarnation":1}'),
-        (22, b'{"incarnation":1,"number":-1}'),
-        (23, b'{"incarnation":1.5,"number":1}'),
-        (24, b'{"incarnation":1,"number":1,"taken":1}'),
-        (24, b'{"incarnation":1,"number":1,"taken":null}'),
-        (32, b'{"step":1,"weight":0}'),
-        (32, b'{"step":1,"weight":-0.5}'),
-        (32, b'{"step":1,"weight":65536.5}'),
-        (32, b'{"step":1,"weight":1e400}'),
-        (32, b'{"step":1,"weight":NaN}'),
-        (32, b'{"step":1,"weight":true}'),
-        (32, b'{"step":1,"weight":"1"}'),
-        (17, b'{"step":-1}'),
-        (17, b'{"step":9223372036854775808}'),
-        (17, b'{"step":1.0}'),
-        (17, b'{"step":true}'),
-        (17, b'{"step":"1"}'),
-        (17, b'{"step":null}'),
-        (17, b'{"step":' + b"9" * 5000 + b"}"),
-        (17, b"{}"),
-        (17, b'{"step":1,"more":1}'),
-        (17, b'{"step":1,"step":2}'),
-        (17, b'{"step":1'),
-        (17, b"[1]"),
-        (17, b"12"),
-        (17, b'\xff{"step":1}'),
-        (17, b'{"step":1}\x00'),
-        (18, b'{"round":0,"members":[1,1]}'),
-        (18, b'{"round":0,"members":[2,1]}'),
-        (18, b'{"round":0,"members":[65536]}'),
-        (18, b'{"round":0,"members":[true]}'),
-        (18, b'{"round":0,"members":{"1":1}}'),
-        (18, b'{"round":0,"members":[' + b"0," * 65_536 + b"0]}"),
-        (19, b'{"stage":7,"report":{}}'),
-        (19, b'{"stage":4.0,"report":{}}'),
-        (19, b'{"stage":5,"report":[]}'),
-        (19, b'{"stage":5,"report":{"loss":NaN}}'),
-        (19, b'{"stage":5,"report":{"loss":-Infinity}}'),
-        (19, b'{"stage":5,"report":{"loss":1e999}}'),
-        (19, b'{"stage":5,"report":{"loss":{"a":1}}}'),
-        (19, b'{"stage":5,"report":{"loss":[[1]]}}'),
-        (19, b'{"stage":5,"report":{"a":1,"a":2}}'),
-        (19, b'{"stage":5,"report":' + b'{"a":' * 90_000 + b"1" + b"}" * 90_000 + b"}"),
-        (19, b'{"stage":5,"report":{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}}"),
-        (28, SIGNIFICANCE % (b"1" + b"0" * 400)),
-        (27, GROUP % (b"1" + b"0" * 400)),
-        (34, b'{"reason":"' + b"a" * 1001 + b'"}'),
-        (34, b'{"reason":"two\\nlines"}'),
-        (34, b'{"reason":"\\u001b[31m"}'),
-        (34, b'{"reason":"\\udcff"}'),
-        (32, b'{"step":1,"weight":0}'),
-        (5, b'{"size":16777217}'),
-        (1, b'{"rank":0,"name":"a","size":0,"peers":"","model":""}'),
-        (0, b"{}"),
-        (99, b"{}"),
-    ],
-)
-def test_metadata_of_any_other_form_is_refused_in_one_line(kind: int, metadata: bytes) -> None:
-    decoder = Decoder(no_payload)
-    with pytest.raises(ProtocolError) as caught:
-        feed(decoder, forged(kind, metadata))
-    assert str(caught.value).isprintable()
-    assert len(str(caught.value)) < 300
-    with pytest.raises(ProtocolError):
-        decoder.next_buffer()
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        PullRequest(-1, 30.0),
-        PullRequest(2**63, 30.0),
-        PullRequest(1, 0.0),
-        PullRequest(1, math.inf),
-        PullRequest(1, 604_801.0),
-        RoundRequest(1, 0, (2, 1)),
-        RoundRequest(0, 0, (1, 2)),
-        RoundRequest(MAX_WAVE + 1, 0, (1, 2)),
-        RoundRequest(LAST_WAVE - 1, 0, (1, 2)),
-        ArriveRequest(Stage.TRAIN, 1, wave=LAST_WAVE),
-        HereReply(Stage.TRAIN, wave=MAX_WAVE + 1),
-        NotReadyReply("two\nlines"),
-        HereReply(Stage.DONE, {"a": {"b": 1}}),
-        HereReply(Stage.DONE, {"a": object()}),
-        HereReply(Stage.DONE, {f"{name}": "a" * 1000 for name in range(900)}),
-        HereReply(Stage.DONE, {f"{name}": 0 for name in range(1001)}),
-        ModelReply(1, weight=0),
-        ModelReply(1, weight=math.nan),
-        ModelReply(1, weight=math.inf),
-        PushRequest(-1, 1),
-    ],
-)
-def test_messages_that_a_peer_would_refuse_are_not_sent(message: Message) -> None:
-    with pytest.raises(ValueError):
-        encode(message, 0)
-
-
-def test_only_a_model_may_carry_a_payload() -> None:
-    with pytest.raises(ValueError, match="PullRequest"):
-        encode(PullRequest(1, 30.0), 0, Source(memoryview(b"model")))
-    with pytest.raises(ProtocolError, match="payload"):
-        feed(Decoder(no_payload), forged(17, b'{"step":1}', payload=5))
-
-
-@pytest.mark.parametrize("payload", [2**63, 2**64 - 1, 2**40 + 1])
-def test_a_monstrous_payload_is_refused_before_anything_is_allocated(payload: int) -> None:  # [14]
-    asked: list[object] = []
-    decoder = Decoder(lambda *given: asked.append(given))
-    with pytest.raises(ProtocolError, match=str(payload)):
-        feed(decoder, forged(32, b'{"step":1,"weight":1}', payload=payload)[: HEADER_BYTES + CHECKSUMS().digest_size])
-    assert asked == []
-
-
-@pytest.mark.parametrize("kind", [1, 17, 18])
-def test_monstrous_metadata_are_refused_before_anything_is_allocated(kind: int) -> None:  # [14]
-    bound = MAX_METADATA if kind == 18 else SMALL_METADATA
-    header = forged(kind, b"", announced=bound + 1)
-    tracemalloc.start()
-    with pytest.raises(ProtocolError, match=str(bound)):
-        feed(Decoder(no_payload), header)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 100_000
-
-
-@pytest.mark.parametrize("size", [0, 7, 9])
-def test_a_payload_of_another_size_than_expected_is_refused(size: int) -> None:  # [23, 24]
-    """No message has an offset that could overlap or point elsewhere: parts follow one another by their lengths."""
-    room = memoryview(bytearray(8))
-    data = whole(ModelReply(1), 1, memoryview(bytes(size)))
-    with pytest.raises(ProtocolError, match=f"{size} bytes where 8"):
-        feed(Decoder(lambda *_: Bytes(room)), data)
-    assert bytes(room) == bytes(8)
-
-
-@pytest.mark.parametrize("bit", range(0, 64, 5))
-def test_a_flipped_bit_of_the_payload_is_refused(bit: int) -> None:  # [12]
-    data = bytearray(whole(ModelReply(1), 1, memoryview(b"8 bytes.")))
-    data[-16 + bit // 8] ^= 1 << bit % 8
-    with pytest.raises(ProtocolError, match="payload that does not match its checksum"):
-        feed(Decoder(lambda *_: Bytes(memoryview(bytearray(8)))), bytes(data))
-
-
-def test_a_truncated_frame_is_no_frame() -> None:  # [13]
-    data = whole(ModelReply(1), 1, memoryview(b"8 bytes."))
-    for end in range(len(data)):
-        assert feed(Decoder(lambda *_: Bytes(memoryview(bytearray(8)))), data[:end]) == []
-
-
-@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n", b"\x16\x03\x01", b"SSH-2.0", b"GS\n"])
-def test_strangers_are_refused_by_their_first_bytes(data: bytes) -> None:  # [15]
-    with pytest.raises(ProtocolError, match="not a gossipx peer"):
-        feed(Decoder(no_payload), data, 1)
-
-
-def test_another_version_is_refused_by_six_bytes_and_both_are_named() -> None:  # [16]
-    with pytest.raises(VersionError, match=f"version 515 .* version {VERSION}:"):
-        feed(Decoder(no_payload), b"GSPX\x02\x03")
-
-
-class Bomb:
-    went_off = False
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return setattr, (Bomb, "went_off", True)
-
-
-def test_a_pickle_is_never_unpickled() -> None:  # [17]
-    bomb = pickle.dumps(Bomb())
-    for data in (bomb, forged(17, bomb), forged(17, b'{"step":1}', payload=len(bomb)) + bomb):
-        with pytest.raises(ProtocolError):
-            feed(Decoder(no_payload), data)
-    room = memoryview(bytearray(len(bomb)))
-    feed(Decoder(lambda *_: Bytes(room)), whole(ModelReply(1), 1, memoryview(bomb)))
-    assert bytes(room) == bomb  # a model's bytes are bytes, whatever they look like
-    assert not Bomb.went_off
-    pickle.loads(bomb)
-    assert Bomb.went_off  # the bomb was live
-
-
-# --- fuzz: nothing but ProtocolError, never a larger buffer than allowed --------------------------
-
-
-def digest(data: bytes) -> None:
-    room = memoryview(bytearray(8))
-    decoder = Decoder(lambda message, _: Bytes(room) if isinstance(message, ModelReply) else None)
-    source = io.BytesIO(data)
-    try:
-        while True:
-            buffer = decoder.next_buffer()
-            assert 0 < len(buffer) <= MAX_METADATA
-            count = source.readinto(buffer)
-            if not count:
-                return
-            decoder.received(count)
-    except ProtocolError as error:
-        assert str(error).isprintable()
-
-
-@given(data=st.binary(max_size=200))
-def test_random_bytes(data: bytes) -> None:
-    digest(data)
-
-
-@given(kind=st.integers(0, 40), metadata=st.binary(max_size=80), payload=st.integers(0, 2**64 - 1))
-def test_random_metadata(kind: int, metadata: bytes, payload: int) -> None:
-    digest(forged(kind, metadata, payload=payload))
-
-
-nested = st.recursive(figures, lambda inner: st.lists(inner) | st.dictionaries(lines, inner), max_leaves=10)
-
-
-@given(kind=st.sampled_from([1, 2, 5, 17, 18, 19, 32, 33, 34]), fields=st.data())
-def test_random_json(kind: int, fields: st.DataObject) -> None:
-    names = ["rank", "name", "size", "step", "weight", "round", "members", "stage", "report"]
-    plain = fields.draw(st.dictionaries(st.sampled_from(names), nested, max_size=4))
-    digest(forged(kind, json.dumps(plain).encode()))
-
-
-@settings(max_examples=300)
-@given(message=messages, changes=st.lists(st.tuples(st.integers(0), st.integers(1, 255)), min_size=1))
-def test_mutated_frames_are_refused(message: Message, changes: list[tuple[int, int]]) -> None:
-    payload = memoryview(b"8 bytes.") if isinstance(message, ModelReply) else None
-    data = bytearray(whole(message, 3, payload))
-    for place, change in changes:
-        data[place % len(data)] ^= change
-    digest(bytes(data))
 
 
 # --- agreement before a connection is used --------------------------------------------------------

@@ -1,0 +1,320 @@
+"""Scripts that fail, are killed or misuse ``gossipx.join``: real processes, real sockets.
+
+Numbers in brackets are rows of the project's fault list.
+"""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import torch
+
+from runs import TEN_LINES, Folder, agree, differences, one_line
+
+BRIEF = ("--policy", "tau:5", "--iterations", "40", "--peer-timeout", "20")
+
+
+# --- faults -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_a_script_that_raises_in_one_peer(three: Folder, block: bool) -> None:
+    """The user's traceback is shown once, and the other peers continue."""
+    loop = """
+    train(peer, model, optimizer, 10)
+    if peer.rank == 1:
+        raise RuntimeError("a bug of the user's")
+    train(peer, model, optimizer, 40)
+"""
+    script = three.script(TEN_LINES + ("with peer:" if block else "if peer:") + loop)
+    run = three.run(*BRIEF, script, three.path, tracebacks=1)
+    assert f"[{three.names[1]}] RuntimeError: a bug of the user's" in run.ended.output
+    assert run.summary["lost"] == [three.names[1]]
+    assert max(differences(run.model(0), run.model(2)).values()) <= 1e-6
+
+
+def test_a_peer_killed_during_the_run_leaves_no_part_of_its_model(three: Folder) -> None:
+    """[1, 32] It sends a model with extreme values when it dies; the others stay finite and agree."""
+    script = three.script(
+        TEN_LINES
+        + """
+with peer:
+    train(peer, model, optimizer, 20)
+    if peer.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    train(peer, model, optimizer, 60)
+"""
+    )
+    run = three.run("--policy", "tau:1", "--iterations", "60", "--peer-timeout", "5", script, three.path)
+    assert run.summary["lost"] == [three.names[2]]
+    assert all(bool(tensor.isfinite().all()) for tensor in run.model(0).values())
+    assert max(differences(run.model(0), run.model(1)).values()) <= 1e-6
+
+
+def test_too_few_peers_left(three: Folder) -> None:
+    """[11]"""
+    script = three.script(
+        TEN_LINES
+        + """
+with peer:
+    train(peer, model, optimizer, 10)
+    if peer.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    train(peer, model, optimizer, 10**9)
+"""
+    )
+    started = three.start_run("--policy", "tau:5", "--peer-timeout", "5", "--min-peers", "3", script, three.path)
+    assert "fewer than" in one_line(started.end(), 4)
+
+
+def test_a_poisoned_model_is_refused_and_counted(three: Folder) -> None:
+    """[22] The NaN is in a buffer, not in the weights, so its sender does not notice."""
+    script = three.script(
+        TEN_LINES.replace("nn.ReLU()", "nn.BatchNorm1d(16)")
+        + """
+with peer:
+    train(peer, model, optimizer, 10)
+    if peer.rank == 1:
+        model[1].running_mean.fill_(float("nan"))
+    while not all_have(peer, "refused", peer._role.poisoned > 0, (0, 2)):
+        train(peer, model, optimizer, peer.iteration + 5)
+"""
+    )
+    run = three.run("--policy", "tau:1", "--blocking", "--peer-timeout", "20", script, three.path)
+    for rank in (0, 2):
+        assert all(bool(tensor.isfinite().all()) for tensor in run.model(rank).values())
+        assert run.summary["poisoned"][rank] >= 1
+    assert "holds NaN or Inf: not mixed" in run.ended.output, run.ended.shown
+    assert max(differences(run.model(0), run.model(2)).values()) <= 1e-6
+
+
+def test_a_diverged_peer_logs_it_and_spoils_no_other(three: Folder) -> None:
+    """[22]"""
+    script = three.script(
+        TEN_LINES.replace(
+            "(model, optimizer)", "(model, optimizer, evaluate=lambda m: float(m[0].bias.isfinite().all()))"
+        )
+        + """
+with peer:
+    train(peer, model, optimizer, 10)
+    if peer.rank == 1:
+        with torch.no_grad():
+            model[0].bias.fill_(float("nan"))
+    train(peer, model, optimizer, 40)
+"""
+    )
+    run = three.run("--policy", "tau:3", "--peer-timeout", "20", script, three.path)
+    said = [line for line in run.ended.output.splitlines() if "NaN" in line]
+    assert len(said) == 1 and "own model holds NaN or Inf since iteration 11" in said[0], run.ended.shown
+    assert run.summary["poisoned"] == [0, 0, 0]
+    assert run.summary["test_accuracy"] == [1.0, 0.0, 1.0]
+    assert run.summary["consensus_accuracy"] == 1.0  # of the finite models
+    assert max(differences(run.model(0), run.model(2)).values()) <= 1e-6
+
+
+# --- mistakes in scripts ------------------------------------------------------------------------------
+
+
+def test_figures_may_be_tensors(two: Folder) -> None:
+    script = two.script(
+        TEN_LINES.replace("(model, optimizer)", "(model, optimizer, evaluate=lambda m: torch.tensor(0.75))")
+        + """
+with peer:
+    for until in range(5, 45, 5):
+        train(peer, model, optimizer, until)
+        peer.log("train/loss", torch.tensor(1.5))
+"""
+    )
+    run = two.run(*BRIEF, script, two.path)
+    assert run.summary["test_accuracy"] == [0.75, 0.75] and run.summary["lost"] == []
+
+
+@pytest.mark.parametrize("given", ["float('nan')", "'high'", "torch.zeros(2)"])
+def test_an_invalid_accuracy_does_not_end_the_training(two: Folder, given: str) -> None:
+    script = two.script(
+        TEN_LINES.replace("(model, optimizer)", f"(model, optimizer, evaluate=lambda m: {given})")
+        + "with peer:\n    train(peer, model, optimizer, 20)\n"
+    )
+    run = two.run(*BRIEF, script, two.path)
+    assert run.summary["test_accuracy"] == [None, None] and agree(run, 2)
+
+
+def test_changes_after_the_last_step_take_part_in_the_finish(two: Folder) -> None:
+    """An example is a loop that loads averaged weights at the end."""
+    script = two.script(
+        TEN_LINES
+        + """
+with peer:
+    train(peer, model, optimizer, 10)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(peer.rank)
+tell(peer, ends=[float(parameter.mean()) for parameter in model.parameters()])
+"""
+    )
+    two.run("--policy", "never", script, two.path)
+    assert two.told(0)["ends"] == two.told(1)["ends"] == [0.5] * 4
+
+
+@pytest.mark.parametrize("end", ["sys.exit(3)", "raise ValueError('no')"])
+def test_a_script_that_fails_without_a_block_is_not_averaged_in(two: Folder, end: str) -> None:
+    script = two.script(
+        TEN_LINES
+        + f"""
+train(peer, model, optimizer, 10)
+if peer.rank == 0:
+    with torch.no_grad():
+        model[0].weight.fill_(100.0)
+    {end}
+train(peer, model, optimizer, 30)
+"""
+    )
+    run = two.run("--policy", "never", script, two.path, tracebacks=end.startswith("raise"))
+    assert run.summary["lost"] == [two.names[0]]
+    assert float(run.model(1)["0.weight"].abs().max()) < 50
+
+
+def test_a_model_moved_after_joining_is_refused_by_name(two: Folder) -> None:
+    script = two.script(
+        TEN_LINES
+        + """
+with peer:
+    train(peer, model, optimizer, 5)
+    model.double().float()
+    train(peer, model, optimizer, 200)
+"""
+    )
+    told = two.refused("--policy", "never", script, two.path)
+    assert "'0.weight' lies in other memory" in told and "before gossipx.join" in told
+
+
+def test_a_model_moved_after_the_last_step_is_saved_without_the_finish(three: Folder) -> None:
+    """The training is not lost, neither this peer's nor that of the others."""
+    script = three.script(
+        TEN_LINES
+        + """
+with peer:
+    train(peer, model, optimizer, 30)
+    if peer.rank == 1:
+        model.half()
+"""
+    )
+    run = three.run("--policy", "never", script, three.path)
+    assert run.summary["lost"] == [] and run.model(1)["0.weight"].dtype == torch.float16
+    assert "'0.weight' lies in other memory" in run.ended.output
+    assert max(differences(run.model(0), run.model(2)).values()) <= 1e-6
+
+
+def test_a_caught_exit_does_not_count(two: Folder) -> None:
+    script = two.script(
+        TEN_LINES
+        + """
+train(peer, model, optimizer, 5)
+try:
+    sys.exit(2)
+except SystemExit:
+    pass
+train(peer, model, optimizer, 10)
+"""
+    )
+    run = two.run(*BRIEF, script, two.path)
+    assert run.summary["lost"] == [] and agree(run, 2)
+
+
+def test_training_in_a_thread_continues_after_the_main_thread(two: Folder) -> None:
+    script = two.script(
+        TEN_LINES + "import threading\nthreading.Thread(target=train, args=(peer, model, optimizer, 300)).start()\n"
+    )
+    run = two.run("--policy", "tau:5", "--peer-timeout", "20", script, two.path)
+    assert run.summary["iterations"] == 300 and run.summary["lost"] == [] and agree(run, 2)
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("gossipx.join(model, optimizer)\ngossipx.join(model, optimizer)", "has joined already"),
+        (
+            "with gossipx.join(model, optimizer): pass\nwith gossipx.join(model, optimizer): pass",
+            "under gossipx run a script joins once",
+        ),
+        ("gossipx.join(optimizer, model)", "join takes the model first, then the optimizer"),
+        ("gossipx.join(model, 0.1)", "float is not a torch optimizer"),
+        ("gossipx.join(nn.Linear(2, 2), optimizer)", "the optimizer trains none of the model's parameters"),
+        ("gossipx.join(model, optimizer, iteration=7)", "unknown setting 'iteration' (did you mean 'iterations'?)"),
+    ],
+)
+def test_a_wrong_call_of_join(two: Folder, body: str, told: str) -> None:
+    start = "model = nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+    started = two.start_run("--peer-timeout", "5", two.script(start + body), two.path)
+    ended = started.end()
+    assert ended.code == 2 and ended.errors.count("\n") == 1 and told in ended.errors, ended.shown
+
+
+def test_under_a_run_its_rank_and_settings_apply_but_a_policy_function_is_used(two: Folder) -> None:
+    """The summary names the function."""
+    script = two.script(
+        TEN_LINES.replace(
+            "(model, optimizer)", "(model, optimizer, rank=0, seed=3, policy=lambda seen: seen.step % 5 == 0)"
+        )
+        + "with peer:\n    train(peer, model, optimizer, 21)\ntell(peer, rank=peer.rank)\n"
+    )
+    run = two.run("--policy", "tau:10", "--blocking", script, two.path)
+    assert [two.told(rank)["rank"] for rank in range(2)] == [0, 1]
+    assert run.summary["policy"] == "function <lambda>" and run.summary["retrievals"] == [4, 4]
+
+
+def test_a_loop_that_counts_no_iteration_is_warned(two: Folder) -> None:
+    script = two.script("with gossipx.join(nn.Linear(4, 1)):\n    pass\n")
+    run = two.run(*BRIEF, script, two.path)
+    assert run.ended.output.count("no iteration was counted: pass the optimizer to gossipx.join") == 2
+
+
+def test_a_forked_process_is_not_the_peer(two: Folder) -> None:
+    """[4] In a forked process SIGTERM has its default action, and its exit does not finish the peer."""
+    script = two.script(
+        TEN_LINES
+        + """
+import multiprocessing
+with peer:
+    train(peer, model, optimizer, 5)
+    other = multiprocessing.get_context("fork").Process(target=signal.pause)
+    other.start()
+    other.terminate()
+    other.join(60)
+    quick = multiprocessing.get_context("fork").Process(target=int)
+    quick.start()
+    quick.join(60)
+    loader = torch.utils.data.DataLoader(range(8), num_workers=2)
+    seen = sum(int(one) for one in loader)
+    train(peer, model, optimizer, 10)
+tell(peer, codes=[other.exitcode, quick.exitcode], seen=seen)
+"""
+    )
+    run = two.run(*BRIEF, script, two.path)
+    assert [two.told(rank)["codes"] for rank in range(2)] == [[-signal.SIGTERM, 0]] * 2
+    assert [two.told(rank)["seen"] for rank in range(2)] == [28, 28]
+    assert agree(run, 2) and run.summary["iterations"] == 10
+
+
+def test_the_figures_are_reported_if_the_model_cannot_be_written(two: Folder) -> None:
+    """[28]"""
+    script = two.script(
+        TEN_LINES
+        + """
+with peer:
+    train(peer, model, optimizer, 10)
+    if peer.rank == 1:
+        (FOLDER / "x" / "peer-01" / ".model.safetensors.tmp").mkdir()
+"""
+    )
+    run = two.run(*BRIEF, script, two.path)
+    assert run.summary["lost"] == [] and run.summary["iterations"] == 10
+    assert "model.safetensors: it cannot be written" in run.ended.output and "--no-save-model" in run.ended.output
+    assert "finished, but its process ended: exit code 1" in run.ended.output
+
+
+def test_a_partition_by_label_needs_labels(two: Folder) -> None:
+    script = two.script("with gossipx.join(nn.Linear(4, 1)) as peer:\n    peer.shard(list(range(100)))\n")
+    told = two.refused("--partition", "dirichlet:alpha=0.3", script, two.path)
+    assert "has no targets or labels" in told
