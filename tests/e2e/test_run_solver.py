@@ -34,12 +34,12 @@ def test_the_built_in_task_by_a_solver_file(two: Folder) -> None:
     summary = run.summary
     assert summary["model"] == "lenet" and summary["iterations"] == 60  # the file's
     assert summary["consensus_accuracy"] > 0.5 and min(summary["retrievals"]) > 5
-    (warning,) = [line for line in run.ended.errors.splitlines() if "no meaning" in line]
+    (warning,) = [line for line in run.ended.errors.splitlines() if "no effect:" in line]
     assert "solver_mode: has no effect: --device" in warning  # net has one: the built-in model
     for rank in (0, 1):
         own = run.directory / f"peer-{rank:02d}"
         log = (own / "caffe.log").read_text()
-        assert "no meaning" not in log
+        assert "no effect:" not in log
         assert re.search(r"\] Iteration 30, Testing net \(#0\)\n.* Test net output #0: accuracy = 0\.[3-9]", log)
         assert re.findall(r"Iteration (\d+), lr = ([\d.]+)", log) == [
             (str(i), f"{0.01 * (1 + 0.0001 * i) ** -0.75:g}") for i in (0, 20, 40)

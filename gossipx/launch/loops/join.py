@@ -81,9 +81,8 @@ def join(
     channel = progress()
     _check(model, optimizer)
     under_run = ENV_CONFIG in os.environ
-    exit_hooks.check_unregistered(
-        under_run
-    )  # first: building a peer changes the model, which may belong to another peer
+    # Before the peer is built, which changes a model that may belong to another peer.
+    exit_hooks.check_unregistered(under_run)
     own = None if policy is None or isinstance(policy, str) else policies.parse(policy)
     if isinstance(policy, str):
         settings["policy"] = policy
