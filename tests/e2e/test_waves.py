@@ -52,7 +52,7 @@ with gossipx.join(model, optimizer) as peer:
         if peer.iteration == ITERATIONS // 2:
             warm = len(made)
     trained = len(made)
-tell(peer, waves=waves, warm=warm, made=trained, held=len(peer._driver.held))
+tell(peer, waves=waves, warm=warm, made=trained, held=len(peer._driver.captures))
 """
 
 

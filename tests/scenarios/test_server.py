@@ -57,7 +57,7 @@ def test_a_switch_during_the_run() -> None:
     served.ended(made)
     assert made.lines(0, "shard 0 switches from bsp to asp at clock")
     assert made.lines(1, "shard 1 switches from bsp to asp")
-    assert made.lines(2, "has had the sync model switched")
+    assert made.lines(2, "has switched the sync model")
     reached = [entry.time for entry in made.log if entry.rank == 0 and entry.what == f"step {served.ITERATIONS}"]
     assert reached[0] < 12.5 + served.ITERATIONS + 1, "it no longer waits for the slowest"
     done(made, range(3))
@@ -76,7 +76,7 @@ def test_an_invalid_sync_model_is_refused_and_changes_nothing(sync: str) -> None
     made = served.world(2)
     made.switch_sync(1, 3.5, sync)
     served.ended(made)
-    assert not made.lines(0, "shard 0 switches") and not made.lines(1, "has had")
+    assert not made.lines(0, "shard 0 switches") and not made.lines(1, "has switched")
     torch.testing.assert_close(served.values(made.peers[0].module), served.joined(range(2)), rtol=1e-9, atol=1e-9)
 
 
@@ -175,7 +175,7 @@ def test_checkpoints_by_seconds_are_taken_at_one_iteration(
     """With bsp, workers begin iteration k with a shard's values after k ticks, so the run can resume."""
     kept: dict[int, list[int]] = {}
     told: dict[int, list[int]] = {}
-    keep, boundary = Shard.keep, ServerMode.boundary
+    keep, boundary = Shard.checkpoint, ServerMode.boundary
 
     def keeps(self: Shard, *given: Any, **named: Any) -> list[Effect]:
         made = keep(self, *given, **named)
@@ -186,7 +186,7 @@ def test_checkpoints_by_seconds_are_taken_at_one_iteration(
         told.setdefault(self._context.rank, []).append(self.keep_at)
         return boundary(self, now)
 
-    monkeypatch.setattr(Shard, "keep", keeps)
+    monkeypatch.setattr(Shard, "checkpoint", keeps)
     monkeypatch.setattr(ServerMode, "boundary", passes)
     slow = {rank: random.Random(seed).uniform(0.5, 2.0) for rank in range(3)}
     network = Network(delay=0.1, jitter=0.5)

@@ -301,7 +301,7 @@ def test_another_version_of_the_protocol_is_reported_once(tmp_path: Path) -> Non
         file = tmp_path / "hosts.txt"
         file.write_text(f"127.0.0.1:{port}\n127.0.0.2:{port}\n")
         found = examine(RunConfig(exchange=ExchangeSettings(advertise="127.0.0.1")), file, None, 0.0, print)
-    seen = "the other side speaks version 3 of the protocol, this side version 4: install the same gossipx on both"
+    seen = "the other side uses version 3 of the protocol, this side version 4: install the same gossipx on both"
     the_one(found, "fail", "reach", f"127.0.0.1 → 127.0.0.2:{port}: {seen}")
     the_one(found, "fail", "ports", f"port {port} of 127.0.0.1 is not free: {seen}")
     assert codes(found) == {1}
