@@ -47,14 +47,13 @@ class State:
         frames: number of frames encoded so far.
         kept: the codec's own vectors by name, such as the accumulated error; with ``frames``, all that a checkpoint
             needs.
-        plan: derived from the above, computed on demand.
     """
 
     tensors: Tensors
     seed: int = 0
     frames: int = 0
     kept: dict[str, Tensor] = field(default_factory=dict)
-    plan: Plan | None = field(default=None, repr=False, compare=False)
+    plan: Plan | None = field(default=None, repr=False, compare=False)  # derived from the above, on demand
 
     def draws(self, device: torch.device, number: int = 0) -> torch.Generator:
         """Return a random generator for one tensor of the current frame."""

@@ -124,7 +124,7 @@ class CommManager:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes sent on the wire: models, messages and handshakes."""
+        """Bytes sent on the wire, including messages and handshakes."""
         return self._member.links.sent
 
     @property

@@ -227,7 +227,7 @@ class ServerSettings:
     sync: str = setting(
         "bsp",
         "Sync model: bsp, asp, ssp:staleness, dsps, drop:n, pssp:staleness,p or staleness,alpha, hybrid:step; one"
-        " for all shards, or one per shard separated by |.",
+        " for all shards, or one per shard separated by '|'.",
         check=checks.sync_model,
     )
     sync_plan: str | None = setting(

@@ -212,7 +212,7 @@ def test_what_a_header_has_wrong_is_told(place: int, value: int, message: str) -
 
 
 def test_a_pickle_is_no_frame() -> None:
-    with pytest.raises(ProtocolError, match="not a codec.s frame"):
+    with pytest.raises(ProtocolError, match=r"not a codec.s frame"):
         decode(b"\x80\x04\x95" + bytes(100))
 
 
