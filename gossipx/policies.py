@@ -1,9 +1,17 @@
-"""Policies: rules that decide when to pull another peer's model.
+"""Policies: rules that decide after each iteration whether a peer begins an exchange of models, usually a pull.
 
 A policy is an immutable value with explicit, plain state: ``init() -> state`` and
-``decide(state, observation) -> (pull, state)``. The :class:`~gossipx.sync.SyncManager` measures all that a policy may
-use and passes it in an :class:`Observation`, so the built-in policies are stateless one-liners. A custom policy is a
-subclass of :class:`Policy` or a function ``observation -> bool``.
+``decide(state, observation) -> (pull, state)``. The :class:`~gossipx.sync.SyncManager` collects all measurements that a
+policy may use in an :class:`Observation`, so the built-in policies are one-line rules without state. A custom policy is
+a subclass of :class:`Policy` or a function ``observation -> bool``.
+
+A *retrieval* is an exchange in which this peer mixes another peer's model into its own. A *wave* is an exchange in
+which all peers average their models; any peer may begin it, and the others join. In this module, the *last retrieval*
+is the last exchange that this peer began or agreed to, or the last wave that it joined. Counters restart when it begins
+for this peer; if it fails, they continue as before. Models that other peers push do not restart them.
+
+Sections, figures, equations and algorithms are those of the paper *Adaptive Communication*; x is the vector of trained
+weights and t the iteration.
 """
 
 from __future__ import annotations
@@ -24,18 +32,20 @@ State = Any
 
 @dataclass(frozen=True)
 class Observation:
-    """The measurements that a policy sees after iteration ``step``. Before the first retrieval, counts start at step 0.
+    """The measurements on which a policy decides after iteration ``step``.
+
+    Before the first retrieval, the quantities since the last retrieval count from step 0.
 
     Attributes:
-        step: t, iterations finished, from 1.
-        delta: Δ_t = ‖x_t − x_{t−1}‖₂ of the optimizer's step (Adaptive Communication, Eq. 6).
+        step: t, the number of finished iterations, at least 1.
+        delta: Δ_t = ‖x_t − x_{t−1}‖₂, the length of the last optimizer step (Eq. 6).
         delta_at_retrieval: Δ_r, the delta when the request of the last retrieval was sent; 0 before the first.
-        travelled: the sum of all deltas since the last retrieval, this one included.
+        travelled: the sum of all deltas since the last retrieval, up to and including Δ_t.
         drift: ‖x_t − x_r‖₂, the distance covered by the peer's own steps since the last retrieval; None unless the
             policy has ``uses_drift``.
-        silence: iterations since the last retrieval, this one included.
-        shared: whether the last retrieval was a wave, which any peer may have begun.
-        uniform: a new random number in [0, 1) from the peer's seeded generator.
+        silence: number of iterations since the last retrieval, up to and including t.
+        shared: whether the last retrieval was a wave.
+        uniform: a random number in [0, 1), drawn for this iteration from the peer's seeded generator.
     """
 
     step: int
@@ -49,19 +59,19 @@ class Observation:
 
     @property
     def difference(self) -> float:
-        """The difference of delta, ``|Δ_t − Δ_r|`` (Adaptive Communication, section V-B)."""
+        """The difference of delta, ``|Δ_t − Δ_r|`` (section V-B)."""
         return abs(self.delta - self.delta_at_retrieval)
 
 
 @dataclass(frozen=True)
 class Policy(abc.ABC):
-    """A rule that decides when to pull.
+    """A rule that decides after each iteration whether to pull.
 
     Attributes:
-        warmup: number of first iterations without a pull.
-        max_silence: pull at the latest after this many iterations without a retrieval; 0: no limit.
-        uses_drift: whether ``Observation.drift`` must be measured, which costs one pass over the model per step and one
-            more copy of it.
+        warmup: number of iterations at the start in which the peer does not pull, whatever the policy decides.
+        max_silence: number of iterations without a retrieval after which the peer pulls in any case; 0: no limit.
+        uses_drift: whether the policy needs ``Observation.drift``. Measuring it costs one pass over the model per step,
+            and memory for one more copy of the model.
     """
 
     warmup: int = field(default=0, kw_only=True)
@@ -73,7 +83,7 @@ class Policy(abc.ABC):
             raise ValueError("warmup and max_silence count iterations and are not negative")
 
     def init(self) -> State:
-        """Return the state before the first iteration."""
+        """Return the policy's state before the first iteration."""
         return None
 
     @abc.abstractmethod
@@ -84,7 +94,7 @@ class Policy(abc.ABC):
 @final
 @dataclass(frozen=True)
 class Never(Policy):
-    """Never pull: gossiping SGD with τ = ∞ (Figure 6)."""
+    """Never pull: each peer trains alone. This is gossiping SGD with τ = ∞ (Figure 6)."""
 
     def decide(self, state: State, observation: Observation) -> tuple[bool, State]:
         return False, state
@@ -93,10 +103,13 @@ class Never(Policy):
 @final
 @dataclass(frozen=True)
 class Tau(Policy):
-    """Pull when τ divides t (Algorithm 2, line 3).
+    """Pull every τ iterations: when τ divides t (Algorithm 2, line 3).
 
-    After a wave, the next one follows τ iterations later. Otherwise peers at different steps would each start a wave at
-    their own multiples of τ.
+    After a wave, count τ iterations from the wave instead. Peers are at different iterations, so with the first rule
+    each would begin waves at its own multiples of τ.
+
+    Attributes:
+        period: τ.
     """
 
     period: int
@@ -114,7 +127,7 @@ class Tau(Policy):
 @final
 @dataclass(frozen=True)
 class Random(Policy):
-    """Pull with probability p after each iteration (section IV: "a probability distribution")."""
+    """Pull with probability ``p`` after each iteration (section IV: "a probability distribution")."""
 
     p: float
 
@@ -133,8 +146,8 @@ class Adaptive(Policy):
     """Pull when the difference of delta exceeds a threshold: ``|Δ_t − Δ_r| > threshold`` (section V-B).
 
     Attributes:
-        threshold: in the units of the weights; the paper uses 0.025, 0.02 and 0.01 (section VI).
-        relative: whether ``threshold`` is a fraction of Δ_r.
+        threshold: a length in the space of weights; the paper uses 0.025, 0.02 and 0.01 (section VI).
+        relative: whether ``threshold`` is a fraction of Δ_r instead.
     """
 
     threshold: float = 0.02
@@ -152,7 +165,7 @@ class Adaptive(Policy):
 @final
 @dataclass(frozen=True)
 class Travel(Policy):
-    """Pull when the length of the path since the last retrieval, Σ Δ, exceeds ``distance``."""
+    """Pull when the deltas since the last retrieval add up to more than ``distance``: the length of the path of x."""
 
     distance: float
 
@@ -167,7 +180,11 @@ class Travel(Policy):
 @final
 @dataclass(frozen=True)
 class Drift(Policy):
-    """Pull when the peer's own steps since the last retrieval have moved it by ‖x_t − x_r‖₂ > ``distance``."""
+    """Pull when ‖x_t − x_r‖₂ exceeds ``distance``.
+
+    This is how far the peer's own steps have moved it in total since the last retrieval. Unlike the path of
+    :class:`Travel`, it does not grow when steps cancel each other.
+    """
 
     distance: float
     uses_drift: ClassVar[bool] = True
@@ -184,7 +201,7 @@ class Drift(Policy):
 @final
 @dataclass(frozen=True)
 class FunctionPolicy(Policy):
-    """Pull when ``function(observation)`` is true."""
+    """A custom policy without state: pull when ``function(observation)`` is true."""
 
     function: Callable[[Observation], bool]
 
@@ -207,11 +224,12 @@ def parse(spec: str | Policy | Callable[[Observation], bool]) -> Policy:
     """Return the policy that ``spec`` names.
 
     Args:
-        spec: ``tau:10``, ``adaptive:threshold=0.02``, ``travel:distance=2,max_silence=500``; a policy; or a function.
-            Installed packages add names by entry points of the group ``gossipx.policies``.
+        spec: a name with arguments, such as ``tau:10``, ``adaptive:threshold=0.02`` or
+            ``travel:distance=2,max_silence=500``; a policy; or a function. Installed packages add names by entry points
+            of the group ``gossipx.policies``.
 
     Raises:
-        UsageError: the spec is wrong; the message lists valid names or keys.
+        UsageError: the name, a key or a value is not valid; the message lists the valid ones.
     """
     if isinstance(spec, Policy):
         return spec
@@ -226,12 +244,12 @@ def parse(spec: str | Policy | Callable[[Observation], bool]) -> Policy:
 
 
 def names() -> dict[str, Callable[..., Any]]:
-    """Return all known policy names, built-in and from installed packages; the latter are not imported yet."""
+    """Return all policies by name: the built-in ones and those of installed packages, which are not imported yet."""
     return plugins.names(BUILT_IN, ENTRY_POINT_GROUP)
 
 
 def describe(policy: Policy) -> str:
-    """Return the spec of a policy for display; a custom one appears under the name of its function or class."""
+    """Return the spec of a policy, for display; for a custom policy, the name of its function or class."""
     if isinstance(policy, FunctionPolicy):
         return f"function {getattr(policy.function, '__qualname__', type(policy.function).__name__)}"
     names: dict[object, str] = {kind: name for name, kind in BUILT_IN.items()}

@@ -1,7 +1,8 @@
-"""Values that a shell completes. They are computed on each key press, so importing torch here would be too slow.
+"""Shell completion of option values and arguments of the ``gossipx`` command.
 
-Names from modules that import torch, numpy or networkx are repeated here; a test compares them with their tables. Other
-tables are imported on request.
+The shell starts a process for each press of the Tab key, so this module must import quickly. Names that are defined in
+modules that import torch, numpy or networkx are therefore repeated here; a test checks that both lists agree. All other
+names are imported from their modules when they are completed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from click.shell_completion import CompletionItem
 from gossipx.config.settings import Key
 
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+"""A completion function, click's ``shell_complete``: from (context, parameter, typed text) to the offered items."""
 
 CODECS = (
     *("none", "fp16", "bf16", "int8", "uint8-minmax", "3lc", "stochastic3", "onebit", "topk", "randomk", "threshold"),
@@ -30,11 +32,12 @@ SCHEDULES = ("random", "static", "one-peer", "inner-outer", "bandwidth-aware")
 PARTITIONS = ("iid", "dirichlet")
 TASKS = ("fashion-mnist", "mnist", "cifar10")
 UNTRAINED = ("inception-v4",)
+"""Models that cannot be trained: commands use only the sizes of their tensors."""
 DEVICES = ("cpu", "cuda", "cuda:0")
 
 
 def of(words: Callable[[], Iterable[str]]) -> Complete:
-    """Return a completion with those of ``words`` that start with the typed text."""
+    """Return a completion function that offers each of ``words`` that starts with the typed text."""
 
     def complete(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
         return [CompletionItem(word) for word in words() if word.startswith(typed)]
@@ -43,12 +46,12 @@ def of(words: Callable[[], Iterable[str]]) -> Complete:
 
 
 def path(kind: str) -> Complete:
-    """Return a completion by the shell itself, which knows files (``file``) and directories (``dir``)."""
+    """Return a completion function that lets the shell complete paths; ``kind`` is ``file`` or ``dir``."""
     return lambda ctx, parameter, typed: [CompletionItem(typed, type=kind)]
 
 
 def or_file(words: Callable[[], Iterable[str]]) -> Complete:
-    """Return a completion with those of ``words`` that start with the typed text, or else with files."""
+    """Return a completion function as :func:`of` does; if no word matches, the shell completes files."""
 
     def complete(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
         found = [CompletionItem(word) for word in words() if word.startswith(typed)]
@@ -58,10 +61,10 @@ def or_file(words: Callable[[], Iterable[str]]) -> Complete:
 
 
 def runs(marked: str = "config.toml") -> Complete:
-    """Return a completion with the names of runs in ``--logdir``, or else with directories.
+    """Return a completion function that offers names of runs in ``--logdir``; if none matches, directories.
 
     Args:
-        marked: name of the file that a directory must contain to count as a run.
+        marked: name of a file; only directories that contain it are offered as runs.
     """
 
     def complete(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
@@ -118,6 +121,7 @@ def _trained() -> Iterable[str]:
 
 
 ended_runs = runs("summary.json")
+"""Offers runs that have ended; a run writes its summary at the end."""
 topologies = of(lambda: TOPOLOGIES)
 schedules = of(lambda: SCHEDULES)
 models = of(lambda: (*_trained(), *UNTRAINED))
@@ -144,5 +148,5 @@ _BY_SETTING: dict[str, Complete] = {
 
 
 def of_setting(key: Key) -> Complete | None:
-    """Return the completion of a setting's value; None: click completes its choices, or nothing does."""
+    """Return the completion function for a setting's value; None: leave it to click, which completes choices only."""
     return _BY_SETTING.get(key.name)

@@ -1,14 +1,25 @@
-"""Shared parts of the compiled loops of codecs: numba functions over float32 vectors in host memory.
+"""Helpers that the codecs' compiled loops share: numba functions over float32 vectors in host memory.
 
-Compiling takes some seconds, once per machine. Numba caches the result next to the source file of the loop, or in its
-cache folder if that is not writable, until that file changes. After a change of this file, touch the files that import
-it, since their caches do not depend on it. :mod:`gossipx.codecs.packing` does the same work by torch, for tensors on a
-device.
+Compiling takes some seconds, once per machine. Numba caches the compiled code next to the source file, or in its cache
+folder if that directory is not writable, until the file changes. After a change of this file, touch the files that
+import it, because numba does not notice that their compiled code is outdated. For tensors on a GPU,
+:mod:`gossipx.codecs.packing` does the same work with torch.
 
-Loops access three slices at most: with more, LLVM cannot prove that they do not overlap, and does not vectorise. A
-vector may consist of several tensors (``starts``, ``counts``), each with its own scale; gaps between them are ignored.
-``left`` is the accumulated error of the vector or None: the loop encodes ``x + left`` and overwrites ``left`` with the
-new error. ``x`` is None if ``left`` already holds the sum.
+A loop accesses at most three slices: with more, LLVM cannot prove that they do not overlap, and does not vectorise.
+
+The loops in :mod:`gossipx.codecs.loops_ternary` and its siblings have these arguments in common:
+
+- ``x``: the vector to encode. It may hold several tensors, each with its own scale.
+- ``starts``, ``counts``: first index and number of elements of each tensor in the vector. Elements between two tensors
+  are padding, which the loops skip.
+- ``left``: the accumulated error for error feedback, a vector like ``x``. The loop encodes ``x + left``, then
+  overwrites ``left`` with the new quantization error. None: no error feedback. If ``x`` is None, ``left`` already holds
+  the sum.
+- ``out``, ``end``: the output buffer, and the index of its first unused byte. An encoder returns the new ``end``.
+- ``body``, ``offsets``: the bytes of a received frame; tensor i is encoded in ``body[offsets[i] : offsets[i + 1]]``.
+- ``add``: whether decoded values are added to ``out``, or overwrite it.
+
+Indices are cast to ``np.uintp`` so that numba generates no code for negative indices.
 """
 
 from __future__ import annotations
@@ -29,12 +40,17 @@ ZERO, ONE = np.float32(0), np.float32(1)
 REGISTER = 64
 """Bytes of the widest vector register."""
 _MAGNITUDE = np.int32(0x7FFFFFFF)
+"""Mask of all bits of a float32 but the sign."""
 
 loop = numba.njit(cache=True, nogil=True, error_model="numpy")
+"""Decorator of all compiled loops: they release the GIL, and division by zero does not raise."""
 
 
 def value_of(x: Array | None, left: Array | None, at: int) -> Any:
-    """Return the value to encode: ``x + left`` at an index. Either may be None, which is resolved at compile time."""
+    """Return ``x[at] + left[at]``, the value to encode. An argument that is None is left out.
+
+    Only compiled code may call this: the body is the overload below, which numba chooses by the types of the arguments.
+    """
 
 
 @overload(value_of, strict=False)
@@ -47,7 +63,7 @@ def _(x: Any, left: Any, at: Any) -> Any:
 
 
 def part_of(vector: Array | None, begin: int, end: int) -> Any:
-    """Return a slice of a vector, or None for None."""
+    """Return ``vector[begin:end]``, or None if the vector is None. For compiled code only, as :func:`value_of`."""
 
 
 @overload(part_of, strict=False)
@@ -61,7 +77,7 @@ def _(vector: Any, begin: Any, end: Any) -> Any:
 def peak(x: Array | None, left: Array | None, start: int, count: int) -> Any:
     """Return max |x + left| over one tensor; Inf or NaN if any value is not finite.
 
-    Bits are compared as integers: these order magnitudes as floats do, with NaN above Inf.
+    The bits of the magnitudes are compared as integers, which has the same order and puts NaN above Inf.
     """
     highest = np.int32(0)
     for at in range(start, start + count):
@@ -72,16 +88,16 @@ def peak(x: Array | None, left: Array | None, start: int, count: int) -> Any:
 
 @loop
 def magnitude_of(value: Any) -> Any:
-    """Return the bits of |value| as int32; numba would widen to int64, of which half as many fit a register."""
+    """Return the bits of |value| as int32. Without the cast numba would widen them to int64, at half the speed."""
     return np.int32(np.float32(value).view(np.int32) & _MAGNITUDE)
 
 
 @loop
 def check_ends(body: Array, offsets: Array, out: Array, starts: Array, counts: Array) -> None:
-    """Check that all tensors lie within the arrays, since the loops do not check bounds.
+    """Check that every tensor lies within ``body`` and ``out``, because the decoding loops do not check bounds.
 
     Raises:
-        IndexError: a tensor does not.
+        IndexError: a tensor lies outside.
     """
     for number in range(len(counts)):
         if not 0 <= offsets[number] <= offsets[number + 1] <= len(body):
@@ -92,6 +108,7 @@ def check_ends(body: Array, offsets: Array, out: Array, starts: Array, counts: A
 
 @loop
 def word_at(body: Array, at: int) -> Any:
+    """Return the little-endian 32-bit integer that begins at byte ``at``, as uint32."""
     bits = np.uint32(0)
     for byte in range(4):
         bits |= np.uint32(body[at + byte]) << np.uint32(8 * byte)
@@ -99,23 +116,27 @@ def word_at(body: Array, at: int) -> Any:
 
 
 def _prefetch(context: Any, vector: Any, at: Any) -> Any:
+    """Generate LLVM code for :data:`prefetch`, which numba has no function for."""
+
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         data = context.make_array(vector)(context, builder, given[0]).data
         place = builder.bitcast(builder.gep(data, [given[1]]), cgutils.voidptr_t)
         number = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
         told = builder.module.declare_intrinsic("llvm.prefetch", [place.type], kind)
-        builder.call(told, [place, number(1), number(3), number(1)])  # a write, into the nearest cache, of data
+        builder.call(told, [place, number(1), number(3), number(1)])  # for a write, into the L1 cache, of data
         return context.get_dummy_value()
 
     return types.void(vector, at), generate
 
 
 prefetch: Any = intrinsic(_prefetch)
-"""``prefetch(vector, at)`` starts to fetch the cache line of an element for writing, and does not wait."""
+"""``prefetch(vector, at)`` starts to load the cache line of ``vector[at]`` for a later write, without waiting."""
 
 
 def _unlike(context: Any, vector: Any, at: Any, byte: Any) -> Any:
+    """Generate LLVM code for :data:`unlike`: one vector comparison instead of a loop over bytes."""
+
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         data = context.make_array(vector)(context, builder, given[0]).data
         kind, place = ir.VectorType(ir.IntType(8), REGISTER), ir.IntType(32)
@@ -129,12 +150,14 @@ def _unlike(context: Any, vector: Any, at: Any, byte: Any) -> Any:
 
 
 unlike: Any = intrinsic(_unlike)
-"""``unlike(vector, at, byte)`` returns a mask of those of the 64 bytes from ``at`` on that differ from ``byte``. The
-first byte is the lowest bit. The vector must have 64 bytes there.
+"""``unlike(vector, at, byte)`` compares ``vector[at : at + 64]`` with ``byte`` and returns a 64-bit mask: bit i is set
+if ``vector[at + i] != byte``. The vector must have at least ``at + 64`` bytes.
 """
 
 
 def _lowest(context: Any, bits: Any) -> Any:
+    """Generate LLVM code for :data:`lowest`."""
+
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         return builder.cttz(given[0], ir.IntType(1)(1))
 
@@ -142,4 +165,4 @@ def _lowest(context: Any, bits: Any) -> Any:
 
 
 lowest: Any = intrinsic(_lowest)
-"""``lowest(bits)`` returns the index of the lowest set bit of 64, which must not all be 0."""
+"""``lowest(bits)`` returns the index of the lowest set bit of a 64-bit integer, which must not be 0."""

@@ -1,6 +1,16 @@
-"""Compiled loops of 3LC; :mod:`gossipx.codecs.loops` explains their arguments.
+"""Compiled loops of the 3LC codec; :mod:`gossipx.codecs.loops` explains their arguments.
 
-Trits are the values −1, 0 and 1. A *block* of trits is packed as five *planes*: each byte holds one trit of each plane.
+3LC divides the values of a tensor by a scale, rounds them to *trits* (−1, 0 or 1), and encodes the trits in two steps:
+
+1. Packing. Trits are taken in *blocks* of up to ``BLOCK``. A block is cut into five *planes* of equal length, padded
+   with zeros. Byte i packs the i-th trit of each plane as a base-3 number of five digits, from 0 to 242. Five zero
+   trits are the byte ``ZEROS``.
+2. Zero-run encoding. The *codes* 0 to 242 are packed bytes. A code c from 243 to 255 stands for c − 241 (2 to
+   ``LONGEST``) consecutive bytes ``ZEROS``. A run may continue from one block into the next.
+
+An encoded tensor consists of one or more *passes*; each further pass encodes the error that the passes before have
+left. Its layout is: number of passes P (1 byte), sizes in bytes of the codes of all passes but the last (4 bytes each),
+scales (P float32), codes of all passes.
 """
 
 from __future__ import annotations
@@ -27,22 +37,30 @@ from gossipx.codecs.loops import (
 from gossipx.codecs.packing import BLOCK, LONGEST, PLANE, ZEROS
 
 _DENSE = 0.4
-"""Codes per packed byte above which decoding writes all values plane by plane, not only the non-zero ones."""
+"""Codes per packed byte above which decoding writes every value, plane by plane; below, only the non-zero ones."""
 _HALF, _THIRD = np.float32(0.5), np.float32(1 / 3)
 _RUN_CODES = np.array([0, ZEROS, *range(243, 256)], np.uint8)
+"""By length of a run of zero bytes, up to ``LONGEST``: its code. The entry for length 0 is a placeholder."""
 _TRITS = np.array([[code // 3**place % 3 - 1 if code < 243 else 0 for place in (4, 3, 2, 1, 0)] for code in range(256)])
 _TRITS = _TRITS.astype(np.float32)
+"""By code: its five trits, one per plane; zeros for the code of a run."""
 _FILLED = np.count_nonzero(_TRITS, axis=1)
-"""Number of non-zero trits per code; below, their positions and their signs."""
+"""By code: number of its non-zero trits. The next two tables list the planes of these trits, and their signs."""
 _PLACES = np.argsort(_TRITS == 0, axis=1, kind="stable")
 _SIGNS = np.take_along_axis(_TRITS, _PLACES, axis=1)
 _SHOWN = np.array([code if code < 243 else ZEROS for code in range(256)], np.float32)
+"""By code: the packed byte that it stands for, or the byte that its run repeats."""
 _STRETCH = np.array([1 if code < 243 else code - 241 for code in range(256)], np.int64)
+"""By code: number of packed bytes that it stands for."""
 
 
 @loop
 def _quantize(x: Array | None, left: Array | None, scale: Any, half: Any, trits: Array) -> None:
-    """Quantize a slice to trits, round(x / scale): 1 above half of the scale, −1 below minus that."""
+    """Quantize a slice to trits: 1 above ``half``, −1 below −``half``, else 0; store the errors in ``left``, if any.
+
+    Args:
+        half: half of ``scale``.
+    """
     for at in range(len(trits)):
         value = value_of(x, left, at)
         trit = np.copysign(ONE if abs(value) > half else ZERO, value)
@@ -53,7 +71,11 @@ def _quantize(x: Array | None, left: Array | None, scale: Any, half: Any, trits:
 
 @loop
 def _pack(trits: Array, plane: int, packed: Array) -> None:
-    """Pack five trits per byte, one of each plane, in whole registers, which may write past the plane's end."""
+    """Pack the five planes of a block into ``packed``, one trit of each plane per byte.
+
+    Args:
+        plane: length of a plane. Whole registers are written, so ``packed`` must be longer by up to ``REGISTER`` − 1.
+    """
     for first in range(0, plane, REGISTER):
         for at in range(first, first + REGISTER):
             five = np.int64(trits[np.uintp(at)])
@@ -64,9 +86,15 @@ def _pack(trits: Array, plane: int, packed: Array) -> None:
 
 @loop
 def _append(packed: Array, size: int, out: Array, end: int, zeros: int) -> tuple[int, int]:
-    """Zero-run encode ``size`` bytes; return the new end of ``out`` and the number of trailing, still unwritten zeros.
+    """Zero-run encode the ``size`` packed bytes of a block.
 
-    Non-zero bytes are found a register at a time, since a branch per byte would often be mispredicted.
+    Bytes other than ``ZEROS`` are found one register at a time, because a branch per byte is often mispredicted.
+
+    Args:
+        zeros: length of the run of zero bytes with which the previous block ended, not yet written.
+
+    Returns:
+        The new end of ``out``, and the length of the run with which this block ends, not yet written.
     """
     done = -zeros
     for first in range(0, size, REGISTER):
@@ -85,6 +113,7 @@ def _append(packed: Array, size: int, out: Array, end: int, zeros: int) -> tuple
 
 @loop
 def _run(zeros: int, out: Array, end: int) -> int:
+    """Write the codes of a run of ``zeros`` zero bytes, which may be empty; return the new end."""
     while zeros > LONGEST:
         out[np.uintp(end)] = 255
         end += 1
@@ -95,17 +124,20 @@ def _run(zeros: int, out: Array, end: int) -> int:
 
 @loop
 def ternary(x: Array | None, left: Array | None, start: int, count: int, scale: Any, out: Array, end: int) -> int:
-    """Encode one tensor by 3-value quantization, base-3⁵ and zero-run encoding (3LC, section 3); return the new end.
+    """Quantize one tensor and write the codes of one pass (3LC, section 3); return the new end of ``out``.
 
     Args:
-        out: has a byte per five values, and one more, from ``end`` on.
+        out: must have one byte per five values, and one more, after ``end``.
     """
     return _ternary(x, left, start, count, scale, out, end, _room())
 
 
 @loop
 def _room() -> tuple[Array, Array]:
-    """Allocate work space for the trits and bytes of a block; once per vector, as it is slow next to a small tensor."""
+    """Allocate work space for the trits and packed bytes of a block.
+
+    Done once per vector: compared with encoding a small tensor, an allocation is slow.
+    """
     return np.empty(BLOCK + REGISTER, np.int8), np.empty(PLANE, np.uint8)
 
 
@@ -113,8 +145,10 @@ def _room() -> tuple[Array, Array]:
 def _ternary(
     x: Array | None, left: Array | None, start: int, count: int, scale: Any, out: Array, end: int, room: Any
 ) -> int:
+    """Encode one tensor as :func:`ternary` does, in the work space ``room``."""
     half = scale * _HALF
-    if half + half != scale:  # the smallest subnormals have no exact half: round it down, so that x > m/2 still holds
+    # An odd subnormal has no exact half. Round down: a float32 is above the true half if and only if it is above this.
+    if half + half != scale:
         half = np.int32(np.float32(scale).view(np.int32) >> 1).view(np.float32)
     trits, packed = room
     zeros = 0
@@ -131,7 +165,7 @@ def _ternary(
 
 @loop
 def ternary_fits(codes: Array, begin: int, stop: int, count: int) -> bool:
-    """Return whether ``codes[begin:stop]`` encode exactly ``count`` trits, with zero padding."""
+    """Return whether ``codes[begin:stop]`` encode exactly ``count`` trits, and the padding after them is zero."""
     stretched = 0
     for at in range(begin, stop):
         code = np.int64(codes[np.uintp(at)])
@@ -165,10 +199,10 @@ def ternary_into(
 def _sparse_into(
     codes: Array, begin: int, stop: int, scale: Any, out: Array, start: int, count: int, add: bool
 ) -> None:
-    """Decode by writing only the non-zero values.
+    """Decode a tensor with few non-zero values by writing only these.
 
-    Those of a block are listed first, and their cache lines prefetched if values are added: they are so far apart that
-    each access would wait for memory.
+    The non-zero values of each block are listed first. If they are added, their cache lines are prefetched at that
+    time: they are so far apart that otherwise each access would wait for memory.
     """
     places, signs = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.float32)
     at, place = begin, 0
@@ -197,7 +231,11 @@ def _sparse_into(
 
 @loop
 def _dense_into(codes: Array, begin: int, stop: int, scale: Any, out: Array, start: int, count: int, add: bool) -> None:
-    """Decode by expanding the codes of a block to bytes, held as floats, and unpacking these plane by plane."""
+    """Decode a tensor with many non-zero values, block by block.
+
+    Expand the codes of a block to packed bytes, then unpack these plane by plane. Packed bytes are stored as float32,
+    in which :func:`_unpack` divides them.
+    """
     packed = np.empty(PLANE + LONGEST, np.float32)
     at, place = begin, 0
     for first in range(start, start + count, BLOCK):
@@ -213,13 +251,16 @@ def _dense_into(codes: Array, begin: int, stop: int, scale: Any, out: Array, sta
         for number in range(4, -1, -1):
             from_, to = min(size, number * plane), min(size, (number + 1) * plane)
             _unpack(packed[: to - from_], scale, out[first + from_ : first + to], add)
-            for byte in range(to - from_, plane):  # padding
+            for byte in range(to - from_, plane):  # bytes whose trit of this plane is padding: only remove it
                 packed[byte] = np.float32(np.int32(packed[byte] * _THIRD))
 
 
 @loop
 def _unpack(packed: Array, scale: Any, out: Array, add: bool) -> None:
-    """Remove the lowest trit of each byte; float32 divides integers up to 242 by 3 exactly enough to truncate."""
+    """Decode one plane: remove the lowest trit from each packed byte and write it, times the scale, to ``out``.
+
+    The quotient by 3 is truncated from a float32 product, which is exact enough for all bytes up to 242.
+    """
     if add:
         for at in range(len(packed)):
             rest = np.float32(np.int32(packed[at] * _THIRD))
@@ -236,7 +277,12 @@ def _unpack(packed: Array, scale: Any, out: Array, add: bool) -> None:
 def three_lc(
     x: Array, left: Array | None, starts: Array, counts: Array, sparsity: Any, out: Array, end: int, sizes: Array
 ) -> int:
-    """Encode all tensors of a vector, one pass each, in the layout of :class:`gossipx.codecs.ternary.ThreeLC`."""
+    """Encode all tensors of a vector, each in a single pass; return the new end of ``out``.
+
+    Args:
+        sparsity: factor of the scale, at least 1; a larger one turns more values to zero.
+        sizes: output: the encoded size of each tensor; 0 for a tensor that is empty or has no finite scale.
+    """
     room = _room()
     for number in range(len(starts)):
         scale = peak(x, left, starts[number], counts[number]) * sparsity
@@ -254,7 +300,7 @@ def three_lc(
 
 @loop
 def _passes(body: Array, begin: int) -> tuple[int, int, int, int]:
-    """Return a tensor's number of passes, and the offsets of their sizes, scales and codes."""
+    """Return the number of passes of the tensor at ``begin``, and the offsets of their sizes, scales and codes."""
     passes = int(body[begin])
     scales = begin + 1 + 4 * (passes - 1)
     return passes, begin + 1, scales, scales + 4 * passes
@@ -262,7 +308,7 @@ def _passes(body: Array, begin: int) -> tuple[int, int, int, int]:
 
 @loop
 def three_lc_fits(body: Array, offsets: Array, counts: Array) -> int:
-    """Return the index of the first malformed tensor, or −1 if all are well-formed or take no bytes."""
+    """Return the index of the first malformed tensor, or −1. A tensor of 0 bytes is valid: it had no encoding."""
     for number in range(len(counts)):
         begin, stop = offsets[number], offsets[number + 1]
         if begin == stop:
@@ -282,13 +328,13 @@ def three_lc_fits(body: Array, offsets: Array, counts: Array) -> int:
 
 @loop
 def _until(body: Array, sizes: int, each: int, passes: int, at: int, stop: int) -> int:
-    """Return the end of a pass's codes that begin at ``at``; the last pass has no size field and ends at ``stop``."""
+    """Return the end of the codes of pass ``each``, which begin at ``at``; the last pass ends at ``stop``."""
     return stop if each == passes - 1 else at + int(np.uint32(word_at(body, sizes + 4 * each)))
 
 
 @loop
 def three_lc_into(body: Array, offsets: Array, counts: Array, out: Array, starts: Array, add: bool) -> None:
-    """Decode tensors that :func:`three_lc_fits` has checked, each to its entry of ``starts``."""
+    """Decode tensors that :func:`three_lc_fits` has checked into ``out``, each from its index in ``starts`` on."""
     check_ends(body, offsets, out, starts, counts)
     for number in range(len(counts)):
         begin, stop = offsets[number], offsets[number + 1]

@@ -1,4 +1,9 @@
-"""PowerSGD, a codec that approximates a matrix by the product of two thin ones."""
+"""The PowerSGD codec, which approximates each matrix by a product of two thin matrices.
+
+Section and algorithm references are to Vogels, Karimireddy and Jaggi, PowerSGD: Practical Low-Rank Gradient Compression
+for Distributed Optimization (2019). :class:`gossipx.codecs.base.Codec` and
+:class:`gossipx.codecs.per_tensor.PerTensor` document the methods that this codec overrides.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +24,16 @@ from gossipx.errors import ProtocolError
 @final
 @dataclass(frozen=True)
 class PowerSGD(PerTensor):
-    """``powersgd``: M ≈ P Qᵀ by one step of power iteration, starting from the last frame's Q (PowerSGD, Algorithm 1).
+    """``powersgd``: M ≈ P Qᵀ by one step of power iteration (PowerSGD, Algorithm 1).
 
-    A tensor is reshaped to a matrix, its first dimension by all others. Frame layout per tensor: rank (2 bytes), the
-    number of rows (8), P, and Q. Tensors that would not shrink, such as vectors, have rank 0 and their float32 values.
+    The step starts from the Q of the previous frame, which the encoder keeps in its state; the decoder needs no state.
+    A tensor is reshaped to a matrix: its first dimension becomes the rows, all others together the columns.
+
+    Frame layout per tensor: rank (2 bytes), number of rows (8 bytes), P, Q. Tensors that P and Q would not make
+    smaller, such as vectors, are sent as their float32 values, with rank 0 and 0 rows.
 
     Attributes:
-        rank: columns of P and Q.
+        rank: number of columns of P and Q.
     """
 
     rank: int = 2
@@ -49,6 +57,7 @@ class PowerSGD(PerTensor):
                 state.kept[f"q{number}"] = torch.randn(size, generator=draws, device=device, dtype=torch.float32)
 
     def _rank_for(self, shape: tuple[int, ...]) -> int:
+        """Return the rank for a tensor; 0 if P and Q would have as many elements as the tensor, or more."""
         rows, columns = _matrix(shape)
         return self.rank if self.rank * (rows + columns) < rows * columns else 0
 
@@ -60,8 +69,8 @@ class PowerSGD(PerTensor):
         p = torch.linalg.qr(matrix @ state.kept[f"q{number}"]).Q
         q = matrix.T @ p
         if not bool(p.isfinite().all() & q.isfinite().all()):
-            return ()
-        # A zero matrix leads to a zero Q, from which the iteration could not recover.
+            return ()  # the tensor has no encoding: an intermediate result overflowed
+        # A zero matrix has a zero Q. All later products with it would be zero, so keep the previous Q.
         state.kept[f"q{number}"] = q if bool(q.any()) else state.kept[f"q{number}"]
         return struct.pack("<HQ", rank, len(p)), p, q
 
@@ -76,14 +85,15 @@ class PowerSGD(PerTensor):
             return values
         p, q = values[: rank * rows].view(rows, rank), values[rank * rows :].view(columns, rank)
         product = torch.zeros(rows, columns, dtype=torch.float32, device=device)
-        # The order of sums, and so the rounding, of a matrix product would depend on the processor.
+        # Not p @ q.T: its order of summation, and so its rounding, depends on the processor; all peers must decode a
+        # frame to the same bits.
         for number in range(rank):
             product += p[:, number, None] * q[:, number]
         return product.view(-1)
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return rows and columns of the matrix that a tensor is reshaped to; a vector has one row."""
+    """Return the numbers of rows and columns of the matrix that a tensor is reshaped to; a vector has one row."""
     rows = shape[0] if len(shape) > 1 else 1
     count = 1
     for size in shape:

@@ -1,4 +1,7 @@
-"""The base class of codecs that encode one tensor at a time by torch, and helpers for them."""
+"""The base class of codecs that encode one tensor at a time with torch, and helpers for such codecs.
+
+Other codecs, such as ``3lc``, encode all tensors of a vector in one compiled loop, which is faster on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +24,32 @@ from gossipx.errors import ProtocolError
 
 
 class PerTensor(Codec):
-    """A codec that encodes one tensor at a time, on any device; most custom codecs derive from it."""
+    """A codec that encodes one tensor at a time, on any device; most custom codecs derive from it.
+
+    A subclass defines :meth:`_bytes`, which encodes a tensor, :meth:`_values`, which decodes it, and :meth:`_most`,
+    which bounds the size of the encoding. A codec whose decoder needs reference values (``near``) overrides
+    :meth:`_values_near`, too. This class does the rest: error feedback, frames and checks; see
+    :class:`gossipx.codecs.base.Codec`.
+    """
 
     @abc.abstractmethod
     def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
         """Encode one tensor.
 
         Args:
-            values: flat, at least one, all finite.
-            number: index of the tensor among the encoded ones.
+            values: the tensor as a vector of at least one value, all finite, with the accumulated error added.
+            shape: the tensor's shape.
+            state: the codec's state, with what it has kept from earlier frames.
+            number: index of the tensor among those that are encoded.
 
         Returns:
-            The parts of its encoding, in order; empty if it has no finite encoding.
+            The parts of the encoding, in order; none if an intermediate result is not finite.
         """
 
     @classmethod
     @abc.abstractmethod
     def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
-        """Decode one tensor to flat float32 values on ``device``.
+        """Decode one tensor of ``count`` elements to a float32 vector on ``device``.
 
         Raises:
             ProtocolError: the data is malformed.
@@ -46,7 +57,10 @@ class PerTensor(Codec):
 
     @classmethod
     def _values_near(cls, data: Array, shape: tuple[int, ...], near: Tensor) -> Tensor:
-        """Decode one tensor with the help of reference values, to flat float32 values on their device.
+        """Decode one tensor with the help of reference values, to a float32 vector on their device.
+
+        Args:
+            near: values that the receiver knows to be close to the encoded ones; most codecs ignore them.
 
         Raises:
             ProtocolError: the data is malformed.
@@ -99,7 +113,7 @@ class PerTensor(Codec):
 @final
 @dataclass(frozen=True)
 class NoCodec(PerTensor):
-    """``none``: all values unencoded, of any dtype."""
+    """``none``: sends every tensor unencoded (plain), in its own dtype; so the methods that encode are never used."""
 
     feedback: bool = field(default=False, kw_only=True)
     number: ClassVar[int] = 0
@@ -120,30 +134,35 @@ class NoCodec(PerTensor):
 
 
 def fitted(values: Tensor, integers: Tensor) -> Tensor:
-    """Return for each row the scale s that minimizes ‖values − s · integers‖₂; 0 for a row of zeros.
+    """Return the scale s that minimizes ‖values − s · integers‖₂ along the last dimension; 0 where all integers are 0.
 
-    The error is then at most ‖values‖₂, as error feedback requires.
+    With the best s the norm of the error is at most ‖values‖₂. Error feedback needs this bound, or errors would grow.
     """
     wide = integers.double()
     return ((values.double() * wide).sum(-1) / wide.square().sum(-1).clamp(min=1)).float()
 
 
 def uniform(values: Tensor, state: State, number: int) -> Tensor:
-    """Draw a number from [0, 1) for each value of a tensor, on its device."""
+    """Draw a random number from [0, 1) for each value of a tensor, on its device.
+
+    Args:
+        state: seeds the draws, together with the frame number, so that they are reproducible.
+        number: index of the tensor, which gets its own sequence.
+    """
     draws = state.draws(values.device, number)
     return torch.rand(len(values), generator=draws, device=values.device, dtype=torch.float32)
 
 
 def norm(values: Tensor) -> float:
-    """Return ‖x‖₂, computed in float64, so that it is finite for finite values."""
+    """Return ‖values‖₂. It is computed in float64, where the squares of finite float32 values do not overflow."""
     return float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
 def scale_of(data: Array, place: int = 0) -> float:
-    """Read a float32 scale from a frame.
+    """Read the float32 scale at byte ``place`` of a tensor's encoding.
 
     Raises:
-        ProtocolError: it is missing or not finite.
+        ProtocolError: the scale is missing or not finite.
     """
     scale: float
     (scale,) = numbers("<f", data, place)
@@ -153,7 +172,7 @@ def scale_of(data: Array, place: int = 0) -> float:
 
 
 def floats(data: Array, device: torch.device) -> Tensor:
-    """Read float32 values from a frame.
+    """Read a tensor's encoding, or a part of it, as float32 values.
 
     Raises:
         ProtocolError: a value is not finite.

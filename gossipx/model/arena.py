@@ -2,12 +2,15 @@
 
 Every parameter becomes a view of one flat buffer per dtype, so that measuring, copying and mixing a model are single
 passes over a few vectors. Parameters stay the same objects with the same shape and strides, so optimizers, parameter
-groups and compiled modules keep working.
+groups and compiled modules keep working. A *section* is the buffer of one dtype: first its *trained* values, then
+floating-point module buffers that are exchanged, then all tensors that only a joining peer needs.
 
-A step boundary is the model as an optimizer step left it. Copies for other peers are always of a boundary, never torn.
+A *step boundary* is the model as an optimizer step left it. A copy for another peer is always of one boundary, never of
+a half-finished step. The *delta* is the distance between two boundaries, the length of a step. In the formulas, x is
+this model and x_j a received one.
 
-Related modules: :mod:`gossipx.model.layout` places the tensors, :mod:`gossipx.model.pool` reuses memory for models, and
-:mod:`gossipx.model.passes` has the passes themselves.
+:mod:`gossipx.model.layout` places the tensors, :mod:`gossipx.model.pool` reuses memory for models, and
+:mod:`gossipx.model.passes` has the passes over a section.
 """
 
 from __future__ import annotations
@@ -38,16 +41,16 @@ class ParameterArena:
     Args:
         module: the model; all of it on one device.
         mix_buffers: whether floating-point buffers (BatchNorm's statistics) are exchanged, or stay local.
-        sampled: seed of the cache lines that the delta is estimated from; boundaries are then copied only on request.
-            None: the delta is measured exactly, which needs a copy of each boundary.
+        sampled: seed of a sample of cache lines from which the delta is estimated; boundaries are then copied only on
+            request. None: the delta is measured exactly, which needs a copy of each boundary.
         streams: work queues of the module's device; None: those of :func:`gossipx.model.streams.streams_of`.
 
     Attributes:
         manifest: one line per tensor; two peers can exchange models if their manifests are equal.
         digest: SHA-256 of the manifest, hexadecimal.
-        step: iterations done.
-        mixes: number of times that another model was mixed in, so that the weights are not those of the last step.
-        slots: place of each tensor.
+        step: number of iterations done.
+        mixes: number of times that another model changed the weights.
+        slots: the tensors and their places in the layout.
         pool: memory for models of this module.
         lock: the pool's lock, which guards reference counts; held while a boundary is written, and while a whole model
             is copied for a joining peer.
@@ -82,9 +85,9 @@ class ParameterArena:
             rows = zip(self.sections, kinds.values(), strict=True)
             self._samples = [passes.sampler(section, kind, sampled) for section, kind in rows]
         # Other peers get the model of the last step boundary, because the training thread changes weights and buffers
-        # at any other time. An exact delta needs a copy of each boundary anyway; the copy goes to memory without
-        # references, so sharing it costs nothing more. Without such copies, one is made on request: at once while
-        # training is at a boundary, else at the end of the current step.
+        # at any other time. For an exact delta each boundary is copied anyway, and that copy is shared. With a sampled
+        # delta, a copy is made on request: at once while training is at a boundary, else at the end of the current
+        # step.
         self._at_boundary = True
         self._training = True  # whether further boundaries follow
         self._whole: Snapshot | None = None
@@ -109,8 +112,9 @@ class ParameterArena:
         """Record a step boundary; the training thread calls this after each optimizer step.
 
         Returns:
-            Δ_t = ‖x_t − x_{t−1}‖₂ over the trained values (Adaptive Communication, Eq. 6), with x_{t−1} taken after any
-            mixing. On an asynchronous device this is the delta of the step before (in the first call, of this step).
+            Δ_t = ‖x_t − x_{t−1}‖₂ over the trained values (Adaptive Communication, Eq. 6). Models that were mixed in
+            before this step are part of x_{t−1}, so they do not count. On a GPU the result is the delta of the previous
+            step, to avoid a wait for the device; only the first call waits for its own.
         """
         self._streams.begin()
         with self._next_boundary() as (before, after):
@@ -140,12 +144,12 @@ class ParameterArena:
         self._keep_sample()
 
     def go_on(self) -> None:
-        """Leave the boundary: weights and buffers may change from now on, until the next boundary."""
+        """Leave the boundary: the training thread calls this before it changes weights and buffers again."""
         with self.lock:
             self._at_boundary = False
 
     def give_up(self) -> None:
-        """End training: snapshots that wait for a boundary fail, and later ones are not waited for."""
+        """Record that training has ended. No boundary follows, so snapshots that are or would be pending fail."""
         with self.lock:
             self._training = False
             failed, self._pending = list(self._pending.values()), {}
@@ -156,10 +160,10 @@ class ParameterArena:
             snapshot.release()
 
     def check(self, module: nn.Module) -> None:
-        """Check that the trained parameters still lie in the flat buffers; those that do not are not exchanged.
+        """Check that all trained parameters still lie in the flat buffers; others would silently not be exchanged.
 
         Raises:
-            UsageError: a parameter does not; the message names it and the reason.
+            UsageError: a parameter lies elsewhere; the message names it and the reason.
         """
         for name, parameter in module.named_parameters():
             slot = self._slots_at.get(parameter.data_ptr())
@@ -176,10 +180,11 @@ class ParameterArena:
 
     @contextlib.contextmanager
     def _next_boundary(self) -> Iterator[tuple[list[Tensor] | None, list[Tensor] | None]]:
-        """Yield the last boundary and the memory for the next, which is the same unless the last one is referenced.
+        """Return a context that yields the last boundary and the memory into which the next must be copied.
 
-        Yields (None, None) if boundaries are not kept. At the end, pending snapshots are filled. The lock is held, so
-        no snapshot can be requested meanwhile.
+        Both are the same memory, unless a reader still holds the last boundary. With a sampled delta both are None.
+        When the context ends, the new boundary replaces the last, and pending snapshots are filled. The lock is held
+        throughout, so no snapshot can be requested meanwhile.
         """
         with self.lock:
             self._at_boundary = True
@@ -191,7 +196,8 @@ class ParameterArena:
                 assert before is not None
                 after = before
                 if before.holders > 1:
-                    # A snapshot that an incoming model copies is released soon, sooner than memory could be allocated.
+                    # If the reader is an incoming model that copies the boundary, it releases it very soon: waiting is
+                    # faster than allocating.
                     self.pool.wait_for_bases()
                 if before.holders > 1:
                     after = Snapshot(self.pool)
@@ -199,7 +205,7 @@ class ParameterArena:
                 yield before.vectors, after.vectors
                 after.refill(self.step, self._streams.mark())
                 self.pool.now = after
-            # Under the lock, so that a sole remaining holder of the old boundary can take over its memory.
+            # Released under the lock: a reader that is now its only holder may take over its memory.
             for past in (before, self._whole):
                 if past is not None and past is not self.pool.now:
                     past.release()
@@ -209,9 +215,10 @@ class ParameterArena:
             snapshot.notify()
 
     def stand_still(self) -> None:
-        """Fill pending snapshots with the model as it is now, because training blocks within an iteration.
+        """Fill pending snapshots with the model as it is now.
 
-        What training waits for may itself wait for a snapshot: for example, a server that was restarted.
+        Called when the training thread blocks within an iteration. Otherwise there could be a deadlock: training may
+        wait for a peer, such as a restarted server, that waits for a snapshot.
         """
         with self.lock:
             pending = self._fill_pending()
@@ -230,17 +237,20 @@ class ParameterArena:
             self._streams.train(functools.partial(passes.copy, section, vector))
 
     def _keep_sample(self) -> None:
-        """Restart sampled deltas from the current weights, which something other than a step has changed."""
+        """Let the next sampled delta start from the current weights, after something other than a step changed them."""
         for sample, section in zip(self._samples or (), self.sections, strict=False):
             self._streams.train(functools.partial(sample.keep, section.storage[: section.trainable]))
 
     # --- copies -----------------------------------------------------------------------------------------------------
 
     def snapshot(self, whole: bool = False) -> Snapshot:
-        """Return the model of a step boundary, copied at most once per boundary and shared; the caller releases it.
+        """Return the model of a step boundary; the caller must release it.
 
-        It is the last boundary if that was copied or training is at it; else it is pending until the next boundary. The
-        frozen parameters and local buffers of a whole model are read as they are now.
+        If the last boundary was copied, or training is still at it, the result is that boundary. Otherwise the snapshot
+        is pending: it is filled at the next boundary. Each boundary is copied at most once and shared by all callers.
+
+        Args:
+            whole: include the frozen parameters and local buffers, which are read as they are at the time of the copy.
         """
         whole = whole and self.pool.has_more
         with self.lock:
@@ -260,7 +270,7 @@ class ParameterArena:
             return found
 
     def _fill(self, snapshot: Snapshot, whole: bool) -> None:
-        """Copy the boundary that training is at."""
+        """Fill a snapshot with the boundary that training is at."""
         if whole:
             self._whole = snapshot
             buffer = self._copy_whole()
@@ -296,24 +306,26 @@ class ParameterArena:
         return there
 
     def _update_masters(self) -> None:
-        """Update the float32 masters from the module's tensors; kept boundaries include this update."""
+        """Update the float32 master weights, unless each boundary is copied: then the copy has done so."""
         for section in self.sections if self._samples is not None else ():
             self._streams.train(functools.partial(master_weights.update, section))
 
     # --- mixing ---------------------------------------------------------------------------------------------------
 
     def buffers_of(self, received: HostBuffer) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield, for each section with exchanged buffers, those of ``received`` and those of this model."""
+        """Yield for each section with exchanged module buffers: those of ``received``, and those of this model."""
         for section, theirs in zip(self.sections, received.vectors, strict=True):
             cut, end = section.trainable, section.mixed
             if end > cut:
                 yield theirs[cut:], self._to_host(section.values[cut:end])
 
     def subtract(self, received: HostBuffer, on_host: bool = False) -> float:
-        """x_j ← x_j − x for trained values, in place in ``received``; on the training thread, or while it waits.
+        """Subtract this model from a received one: x_j ← x_j − x for trained values, in place in ``received``.
+
+        Must run on the training thread, or while that waits.
 
         Args:
-            on_host: update the copy in host memory, too, if the model is on a device.
+            on_host: if the model is on a GPU, also update the copy of ``received`` in host memory.
 
         Returns:
             ‖x_j − x‖₂ over the trained values; blocks until the device has computed it.
@@ -328,13 +340,14 @@ class ParameterArena:
         return math.sqrt(sum(squares))
 
     def commit(self, compared: HostBuffer, share: float) -> None:
-        """x ← x + share · (x_j − base) for trained values: a step boundary; on the training thread, or while it waits.
+        """Mix a received model in: x ← x + share · (x_j − base) for trained values. The result is a step boundary.
 
-        ``compared`` holds x_j − base for trained values and x_j for buffers. All values are finite or equal to this
-        model's. The base is x as of the request, or (:meth:`subtract`) as of now.
+        Must run on the training thread, or while that waits. The base is x as of the request or, after
+        :meth:`subtract`, as of now. A module buffer b becomes b + share · (b_j − b), with b as of now: a difference to
+        an earlier b could make a running variance negative. An infinite buffer value stays.
 
-        A buffer b becomes b + share · (b_j − b), with b as of now: adding a difference from the time of the request
-        could make a running variance negative. An infinite buffer value stays.
+        Args:
+            compared: x_j − base for trained values, and x_j for module buffers; all finite or equal to this model's.
         """
         changes = self.pool.upload(compared)
         self._update_masters()
@@ -345,13 +358,14 @@ class ParameterArena:
         self._keep_sample()
 
     def merge(self, received: HostBuffer, held: HostBuffer, own: float, theirs: float) -> float:
-        """x_j ← (own · h + theirs · x_j) / (own + theirs), in place in ``received``; changes no weights.
+        """Average two models: x_j ← (own · h + theirs · x_j) / (own + theirs), in place in ``received``.
 
-        Two peers that merge each other's models get identical bits, because each product is rounded separately.
+        The weights of the module do not change. Two peers that merge each other's models get identical bits, because
+        each product is rounded separately.
 
         Args:
-            received: x_j, a mean of weight ``theirs``.
-            held: h, a mean of weight ``own``; 0: x_j is taken as it is.
+            received: x_j, the mean of ``theirs`` models.
+            held: h, the mean of ``own`` models; if ``own`` is 0, the result is x_j.
 
         Returns:
             ‖x_j − h‖₂ over the trained values; NaN if a value is not finite, and then ``received`` is unusable.
@@ -373,9 +387,10 @@ class ParameterArena:
         return math.sqrt(trained) if math.isfinite(trained + others) else math.nan
 
     def take_in(self, merged: Snapshot, captured: Snapshot) -> None:
-        """x ← merged + (x − captured) for trained values, buffers as merged: a step boundary, as :meth:`commit`.
+        """Write a merged model into the weights, and keep the steps that were made since the capture.
 
-        The result is exactly ``merged`` if no step was made since the capture.
+        Trained values: x ← merged + (x − captured), exactly ``merged`` if no step was made. Module buffers: as in
+        ``merged``. The result is a step boundary; the thread is as for :meth:`commit`.
         """
         means = self.pool.upload(merged.buffer)
         self._update_masters()
@@ -387,14 +402,14 @@ class ParameterArena:
         self._keep_sample()
 
     def held(self, model: HostBuffer, step: int) -> Snapshot:
-        """Wrap ``model``, a buffer of the pool, as a snapshot; its last release frees the buffer."""
+        """Return a snapshot of ``model``, a buffer of the pool, which is freed when the snapshot is last released."""
         self.pool.upload(model)
         snapshot = Snapshot(self.pool)
         snapshot.fill(model.vectors, model, step)
         return snapshot
 
     def adopt(self, received: HostBuffer, step: int) -> bool:
-        """Replace this model by a peer's whole model, which has done ``step`` iterations.
+        """Replace this model by a whole model of another peer or a checkpoint, which has done ``step`` iterations.
 
         Returns:
             False if its trained values contain NaN or Inf; nothing was changed then.

@@ -1,9 +1,15 @@
 """Reused memory for the models of one module: buffers in host memory, vectors on the device, and copies between them.
 
 A model is large and allocation is slow. So buffers are reference-counted (:class:`gossipx.model.snapshots.Snapshot`),
-and a buffer that is no longer needed is reused for the next model, or taken over by a model that is being received.
+and a buffer that is no longer needed is reused for the next model.
 
-A boundary is the model as a step left it. The base of an incoming model is the snapshot subtracted from its values.
+A *boundary* is the model as an optimizer step left it. An *incoming model* is one that is being received
+(:class:`gossipx.model.receive.Incoming`). Its *base* is the snapshot of this peer's model that is subtracted from it,
+piece by piece, while it arrives. If nobody else reads the base, the differences overwrite it, and the incoming model
+takes over its memory. If others read it, the incoming model starts in a second buffer and moves later.
+
+A snapshot's memory is in use as long as it has holders. If the last boundary has readers, the next one needs other
+memory. The waits in this module keep that from being newly allocated memory.
 """
 
 from __future__ import annotations
@@ -21,11 +27,11 @@ from gossipx.model.snapshots import Snapshot
 from gossipx.model.streams import DeviceStreams, Mark
 
 COPY_SECONDS = 1.0
-"""Limit on how long a boundary waits for a copy, in seconds: several times what the largest models take."""
+"""Most seconds that a wait for memory may take, several times as long as a copy of the largest models."""
 
 
 class Pool:
-    """Allocates and reuses memory for models; the :class:`gossipx.model.snapshots.BufferOwner` of their snapshots.
+    """Allocates and reuses memory for models; owns that of snapshots (:class:`gossipx.model.snapshots.BufferOwner`).
 
     Args:
         sections: sections of the module.
@@ -34,8 +40,8 @@ class Pool:
     Attributes:
         lock: guards reference counts.
         copying: guards copies from the device to host memory.
-        has_more: whether a whole model is larger than the part that a retrieval exchanges.
-        now: the last boundary, if it was copied; a snapshot of it may be requested at any time.
+        has_more: whether a whole model, for a joining peer, is larger than the part that exchanges transfer.
+        now: the last boundary, if it was copied; a further reference to it may be requested at any time.
     """
 
     def __init__(self, sections: Sequence[Section], streams: DeviceStreams):
@@ -47,8 +53,8 @@ class Pool:
         self._streams = streams
         self._free: list[HostBuffer] = []
         self._made = 0  # number of buffers, including free ones
-        self._copied = 0  # number of bases that are being copied
-        self._doubled: list[Snapshot] = []  # bases whose incoming model has a second buffer
+        self._copied = 0  # number of bases that an incoming model is copying, to release them
+        self._doubled: list[Snapshot] = []  # bases of incoming models that are in a second buffer
         self._given_back = threading.Condition(self.lock)
         self._free_vectors: list[tuple[list[Tensor], Mark]] = []
         self._free_staging: list[memoryview] = []
@@ -56,7 +62,7 @@ class Pool:
     # --- allocation ---------------------------------------------------------------------------------
 
     def buffer(self, whole: bool = False) -> HostBuffer:
-        """Return a buffer for a model, reusing a free one; return it with :meth:`free`."""
+        """Return a free or new buffer for a model; the caller gives it back with :meth:`free`."""
         if whole and self.has_more:
             return HostBuffer(lengths(self._sections, whole=True), whole=True)  # needed once per run: not reused
         with self.lock:
@@ -77,14 +83,14 @@ class Pool:
                 self._free.append(buffer)
 
     def close(self) -> None:
-        """Drop the last boundary, which refers back to this pool, and all free memory."""
+        """Drop all free memory, and the last boundary: it refers to this pool, and so would keep both alive."""
         with self.lock:
             self.now = None
             for free in (self._free, self._free_vectors, self._free_staging):
                 free.clear()
 
     def staging(self) -> memoryview:
-        """Return memory for one piece, reusing a free one; return it with :meth:`free_staging`."""
+        """Return memory for one piece of an incoming model; the caller gives it back with :meth:`free_staging`."""
         with self.lock:
             return self._free_staging.pop() if self._free_staging else memoryview(bytearray(STAGED))
 
@@ -94,14 +100,14 @@ class Pool:
             self._free_staging.append(staging)
 
     def room(self) -> tuple[list[Tensor], HostBuffer | None]:
-        """Return unreferenced vectors for one boundary on the device, and their buffer if the device is the host."""
+        """Return unused vectors on the device for one boundary; on a CPU also the host buffer that they lie in."""
         if self._streams.on_host:
             buffer = self.buffer()
             return buffer.vectors, buffer
         return self._room_on_device()[0], None
 
     def _room_on_device(self) -> tuple[list[Tensor], Mark]:
-        """Return such vectors, and a mark after the training stream's last use of them; that stream need not wait."""
+        """Return unused vectors, and a mark of their last use on the training stream, for other streams to await."""
         with self.lock:
             if self._free_vectors:
                 return self._free_vectors.pop()
@@ -111,7 +117,7 @@ class Pool:
     # --- snapshots ----------------------------------------------------------------------------------
 
     def reuse(self, vectors: list[Tensor], buffer: HostBuffer | None) -> None:
-        """Take back the memory of a snapshot without references."""
+        """Take back the memory of a snapshot that has no holders any more."""
         if buffer is not None:
             self.free(buffer)
         if buffer is None or buffer.vectors is not vectors:
@@ -119,7 +125,7 @@ class Pool:
                 self._free_vectors.append((vectors, self._streams.mark()))
 
     def take_over(self, snapshot: Snapshot) -> HostBuffer | None:
-        """Return the memory of a snapshot that only the caller references and that is not the boundary, or None."""
+        """Take the memory of a snapshot and return it. None: others hold the snapshot, or it is the last boundary."""
         buffer = snapshot.buffer
         with self.lock:
             if snapshot is self.now or snapshot.holders > 1:
@@ -130,13 +136,19 @@ class Pool:
             return buffer
 
     def would_crowd(self, base: Snapshot) -> bool:
-        """Return whether the next boundary would allocate, as ``base`` is the last one and another model is in use."""
+        """Return whether the next boundary would have to allocate memory if an incoming model kept ``base``.
+
+        That is so if ``base`` is the last boundary, and at least two buffers are in use.
+        """
         with self.lock:
             return base is self.now and self._made - len(self._free) >= 2
 
     @contextlib.contextmanager
     def copying_base(self) -> Iterator[None]:
-        """Mark the copying and release of a base; a boundary that would need more memory waits for its end."""
+        """Return a context in which an incoming model copies its base and then releases it.
+
+        A boundary that would need more memory waits until the context ends: see :meth:`wait_for_bases`.
+        """
         with self.lock:
             self._copied += 1
         try:
@@ -147,33 +159,37 @@ class Pool:
                 self._given_back.notify_all()
 
     def begin_second_buffer(self, base: Snapshot) -> None:
-        """Record that a model is received into a buffer of its own because others read its ``base``."""
+        """Record that an incoming model starts in a second buffer, because others read its ``base``."""
         with self.lock:
             self._doubled.append(base)
 
     def end_second_buffer(self, base: Snapshot) -> None:
-        """Record that the model has moved to the base's memory, or that receiving it has ended."""
+        """Record that the incoming model has moved to the memory of ``base``, or that receiving it has ended."""
         with self.lock:
             self._doubled = [other for other in self._doubled if other is not base]
             self._given_back.notify_all()
 
     def wait_for_buffers(self) -> None:
-        """Wait until no buffer is about to become free; called before another snapshot is handed out.
+        """Wait while an incoming model is about to free its second buffer; called before a snapshot is handed out.
 
-        A buffer is about to become free if nobody else reads a base any more: its incoming model moves to the base's
-        memory with the next piece. Handing out a snapshot earlier would make the next boundary allocate.
+        This is so once nobody else reads its base: with the next piece, it moves to the base's memory. If a snapshot
+        were handed out before, the next boundary would have to allocate memory.
         """
         with self.lock:
             self._given_back.wait_for(lambda: all(base.holders > 1 for base in self._doubled), COPY_SECONDS)
 
     def wait_for_bases(self) -> None:
-        """Wait until no base is being copied; the caller holds :attr:`lock`."""
+        """Wait until no incoming model is copying its base (:meth:`copying_base`); the caller holds :attr:`lock`."""
         self._given_back.wait_for(lambda: not self._copied, COPY_SECONDS)
 
     # --- between the device and host memory -----------------------------------------------------------
 
     def on_host(self, vectors: list[Tensor], written: Mark) -> HostBuffer:
-        """Return a complete copy in host memory of vectors on the device; the caller waits, training does not."""
+        """Copy vectors from the device to host memory; blocks the calling thread, but not the training stream.
+
+        Args:
+            written: mark of the last write to ``vectors``.
+        """
         buffer = self.buffer()
         rows = list(zip(buffer.vectors, vectors, strict=True))
         self._streams.on_side_stream(
@@ -183,9 +199,9 @@ class Pool:
         return buffer
 
     def upload_piece(self, buffer: HostBuffer, section: int, piece: slice) -> None:
-        """Start to copy some elements of an incoming model to the module's device, while the rest is received.
+        """Start to copy a piece of an incoming model to the module's device, while the rest is still being received.
 
-        The elements must not change until :meth:`finish_uploads`.
+        The piece in host memory must not change until :meth:`finish_uploads` returns.
         """
         if self._streams.on_host:
             return
@@ -200,7 +216,7 @@ class Pool:
         self._streams.wait(self._streams.mark_side_stream())
 
     def upload(self, buffer: HostBuffer) -> list[Tensor]:
-        """Return the vectors of a received model on the module's device, copying them if that was not done before."""
+        """Return a received model's vectors on the module's device; copy them there first, unless that was done."""
         if self._streams.on_host:
             return buffer.vectors
         if buffer.on_device is None:

@@ -3,7 +3,20 @@
 A message is small and consists of plain fields; a model travels with it as one contiguous payload (see
 :mod:`gossipx.wire.frames`). Messages of the parameter server are in :mod:`gossipx.protocol.server_messages`;
 ``gossipx.wire.ANSWERS`` lists the replies that may answer each request. The driver transports all messages, and
-:class:`gossipx.peer.PeerRole` dispatches each received one to the part named here.
+:class:`gossipx.peer.PeerRole` dispatches each received message to the part of the peer that the table names.
+
+Terms:
+
+- *pull*: a peer requests another peer's model and mixes it into its own.
+- *push*: a peer offers its model to another peer, which fetches and mixes it. *Pair* (push-pull): both peers fetch each
+  other's model. Both take several requests, identified by the initiator's incarnation and a number.
+- *wave*: in several rounds of pairwise averaging, all peers get the mean of their models.
+- *hub*: a peer that holds the *centre* of elastic averaging, a model that moves towards the workers' models.
+- *incarnation*: a number of a peer's process; a restarted peer has another one.
+- *section*: the part of a model with one dtype.
+- *base*: with a codec, the version of a section to which an encoded difference must be added. Both sides keep it.
+
+The number in ``kind`` identifies a class on the wire. Field types such as ``Count`` check each received value.
 
 =================  ==========================================  =====================================================
 message            sent by                                     handled by
@@ -75,9 +88,12 @@ class Stage(enum.IntEnum):
 
 
 LAST_WAVE = 2**63 - 1
-"""The number of the wave that ends a run, above all numbers of waves while training."""
+"""The number of the wave at the end of a run, the finish; above the numbers of all waves during training."""
 MAX_WAVE = 2**32
-"""The highest number of a wave while training, whatever others announce: one wave per millisecond for 50 days."""
+"""The highest number of a wave during training, enough for one wave per millisecond for 50 days.
+
+Messages with a higher number are malformed, so a faulty peer cannot exhaust the numbers.
+"""
 _training_wave = integer(1, MAX_WAVE)
 
 
@@ -96,19 +112,19 @@ PastWave = Annotated[int, integer(0, MAX_WAVE)]
 @kind(16)
 @dataclass(frozen=True)
 class InitialRequest:
-    """Requests a whole model, including frozen parameters and all buffers, to start with."""
+    """Requests a whole model, with frozen parameters and all buffers, from which the sender starts to train."""
 
 
 @kind(17)
 @dataclass(frozen=True)
 class PullRequest:
-    """Requests the current model.
+    """Requests the receiver's current model: a pull.
 
     Attributes:
-        step: iterations that the requester has done.
-        patience: seconds that it waits for the whole model.
-        bases: if models have a codec: for each section, the checksum of the version that the requester has; 0: none.
-            Empty: the model must not be encoded against a base.
+        step: number of iterations that the sender has done.
+        patience: seconds that the sender waits for the whole model.
+        bases: if models have a codec: for each section, the checksum of the version that the sender keeps as a base; 0:
+            none. Empty: the model must not be encoded as a difference.
     """
 
     step: Count
@@ -123,8 +139,8 @@ class RoundRequest:
 
     Attributes:
         wave: number of the wave, from 1 to :data:`MAX_WAVE`; :data:`LAST_WAVE` is the finish.
-        round: from 0.
-        members: ranks that take part, ascending; must be the same for both partners.
+        round: number of the round, from 0.
+        members: ranks of the peers that take part, ascending; both partners must have the same.
     """
 
     wave: AnyWave
@@ -138,11 +154,12 @@ class ModelReply:
     """A model; its bytes are the payload.
 
     Attributes:
-        step: iterations that this model has seen.
-        weight: above 0. In a wave: the number of models averaged in it. In a push: its push-sum weight. Else 1.
-        bases: if models have a codec: for each section, the checksum of the base that its part of the payload changes;
-            0: plain values; 1: values encoded without a base.
-        sizes: if models have a codec: for each section, its bytes in the payload, without those of buffers.
+        step: number of iterations that this model has been trained for.
+        weight: above 0. In a wave: the number of models of which this one is the mean. In a push: the push-sum weight
+            that goes to the receiver. Else 1.
+        bases: if models have a codec: for each section, the checksum of the base to which the encoded difference must
+            be added; 0: the values are not encoded; 1: they are encoded without a base.
+        sizes: if models have a codec: for each section, its size in the payload in bytes, without the module's buffers.
     """
 
     step: Count
@@ -160,8 +177,8 @@ class PushRequest:
     """Offers the sender's model, which the receiver fetches by :class:`TakeRequest`.
 
     Attributes:
-        incarnation: of the sender; with ``number`` it identifies the exchange.
-        number: of the sender's offers, from 1.
+        incarnation: the sender's incarnation; with ``number`` it identifies the exchange.
+        number: number of this offer among the sender's, from 1.
     """
 
     incarnation: Count
@@ -184,10 +201,10 @@ class PairRequest:
 @kind(23)
 @dataclass(frozen=True)
 class TakeRequest:
-    """Requests the model with which the partner entered an exchange.
+    """Requests the model that the partner captured when it entered the exchange.
 
     Attributes:
-        incarnation, number: of the offer, whichever side sends this request.
+        incarnation, number: those of the offer, also if the side that accepted it sends this request.
         bases: as in :class:`PullRequest`.
     """
 
@@ -202,8 +219,8 @@ class SettleRequest:
     """Tells the initiator whether its model has arrived, and asks whether the exchange takes effect.
 
     Attributes:
-        incarnation, number: of the offer.
-        taken: whether the model has arrived, whole and finite; if not, the exchange is abandoned.
+        incarnation, number: those of the offer.
+        taken: whether the model has arrived, complete and finite; if not, the exchange has no effect on either side.
     """
 
     incarnation: Count
@@ -217,15 +234,15 @@ class SettleRequest:
 @kind(25, payload=MAX_MODEL)
 @dataclass(frozen=True)
 class ElasticRequest:
-    """Carries the sender's model to the hub, and requests the centre as it was before that model was merged.
+    """Uploads the sender's model to the hub, and requests the centre as it was before the hub merged that model.
 
     The model's bytes are the payload. The hub merges each model once, even if the request is repeated.
 
     Attributes:
-        incarnation: of the sender; with ``number`` it identifies the exchange.
-        number: of the sender's exchanges with the hub, from 1.
-        step: iterations that the model has seen.
-        patience: seconds that the sender waits, for both transfers together.
+        incarnation: the sender's incarnation; with ``number`` it identifies the exchange.
+        number: number of this exchange among the sender's with the hub, from 1.
+        step: number of iterations that the model has been trained for.
+        patience: seconds that the sender waits for both transfers together.
         bases, sizes: if models have a codec, as in :class:`ModelReply`.
     """
 
@@ -243,7 +260,7 @@ class CentreRequest:
     """Requests the current centre from the hub.
 
     Attributes:
-        patience: seconds that the requester waits for all of it.
+        patience: seconds that the sender waits for the whole centre.
     """
 
     patience: Seconds
@@ -258,11 +275,10 @@ class ArriveRequest:
     """Announces that the sender has reached ``stage``.
 
     Attributes:
-        incarnation: of the sender; a restarted peer has another one. Messages of one incarnation may overtake each
-            other, so its furthest stage counts.
-        report: final figures by name; empty before DONE.
-        wave: highest number of a wave while training that the sender knows to be over, 0 if none; a peer that restarts
-            or joins late continues the count from it.
+        incarnation: the sender's incarnation. Its messages may overtake each other, so receivers keep its latest stage.
+        report: the sender's final metrics by name; empty before DONE.
+        wave: the highest number of a training wave that the sender knows to be over, 0 if none. A peer that restarts or
+            joins late continues counting from it.
     """
 
     stage: AnyStage
@@ -280,10 +296,9 @@ class LeaveRequest:
 @kind(33, MAX_METADATA)
 @dataclass(frozen=True)
 class HereReply:
-    """The reply to :class:`ArriveRequest` and :class:`LeaveRequest`: the stage, final figures and last wave of its
-    sender.
+    """Answers :class:`ArriveRequest` and :class:`LeaveRequest` with the same fields of the replying peer.
 
-    It also answers a :class:`RoundRequest` that only announced a wave.
+    It also answers a :class:`RoundRequest` in a round in which the receiver gets a model but gives none.
     """
 
     stage: AnyStage
@@ -297,7 +312,7 @@ class HereReply:
 @kind(34)
 @dataclass(frozen=True)
 class NotReadyReply:
-    """A refusal; ``reason`` is one line for the log."""
+    """Refuses a request; ``reason`` is one line for the log."""
 
     reason: Text
 
@@ -305,21 +320,21 @@ class NotReadyReply:
 @kind(35)
 @dataclass(frozen=True)
 class AcceptReply:
-    """Consent: the offer is accepted, the exchange is settled, or the request was carried out."""
+    """Says yes: the offer is accepted, the exchange takes effect, or the request was carried out."""
 
 
 @kind(36)
 @dataclass(frozen=True)
 class BusyReply:
-    """A temporary refusal: another exchange is under way, and the requester tries another peer.
+    """Refuses a request for now: another exchange is under way, so the requester tries another peer.
 
-    From a server to a pull: the pull is still delayed, and the worker repeats it. From the receiver of a shard's
-    records: it hosts that shard itself.
+    A parameter server answers a worker's pull with it while the pull is delayed; the worker then repeats the pull. A
+    standby server that receives records of a shard answers with it if it hosts that shard itself by now.
     """
 
 
 ExchangeRequest = PushRequest | PairRequest | TakeRequest | SettleRequest
-"""Requests of exchanges that consist of several requests."""
+"""Requests that belong to a push or a pair, an exchange of several requests."""
 CarryingRequest = ElasticRequest | GradientRequest | RecordRequest
 """Requests whose payload is a model or a part of one."""
 ModelRequest = InitialRequest | PullRequest | TakeRequest | RoundRequest | ElasticRequest | CentreRequest

@@ -1,8 +1,12 @@
 """The hooks between a torch module and a parameter server: they push gradients and wait for parameters.
 
-Wait-free backpropagation (Modularized Parameter Server, section 2.3.2, Figure 2.4): each parameter's hook pushes its
-gradient as soon as autograd has accumulated it, and each module's pre-forward hook waits only for its own parameters.
-A table is one trained parameter; a bucket is a group of tables, or a part of one, that is sent as one message.
+With wait-free backpropagation (Modularized Parameter Server, section 2.3.2, Figure 2.4), communication overlaps with
+computation: a hook on each parameter pushes its gradient as soon as autograd has accumulated it, and a pre-forward hook
+on each module waits only for that module's own parameters. Without it, the optimizer's step pushes all gradients and
+waits for all parameters. In both cases the servers update the parameters, and the optimizer's own step does nothing.
+
+A *table* is one trained parameter. A *shard* is a part of all tables that is hosted by one server. A *bucket* is a
+group of tables of a shard, or a part of one table, that is sent as one message.
 """
 
 from __future__ import annotations
@@ -36,9 +40,9 @@ class Backward:
         module: the model; its parameters are the tables.
         tables: the trained parameters with their names, by table.
         client: the worker's side of the tables.
-        ready: called with the (shard, bucket) pairs whose gradients are complete; with none before the first gradient
-            of an iteration.
-        wait_for_resume: waits at most a number of seconds until training may continue; returns whether it may.
+        ready: called with the (shard, bucket) pairs whose gradients are complete and can be pushed. Before the first
+            gradient of an iteration it is called with no pair, to announce the iteration.
+        wait_for_resume: waits until training may continue, at most the given number of seconds; returns whether it may.
         poll: called every :data:`POLL_INTERVAL` seconds while tables are awaited; raises to end the wait.
         wait_free: whether gradients are sent as they are computed. Otherwise all are sent at the optimizer's step,
             which then waits for the new tables.
@@ -64,8 +68,8 @@ class Backward:
         self._wait_free = wait_free
         self._syncing = True
         self._begun = False  # whether this iteration's first gradient was taken
-        self._used: set[int] = set()  # tables whose values of this iteration are in the model
-        self._versions: dict[int, int] = {}  # by table: version counter of the gradient when it was taken
+        self._used: set[int] = set()  # tables that were written into the model for this iteration
+        self._versions: dict[int, int] = {}  # by table: torch's version counter of its gradient when it was taken
         self._deferred: list[tuple[int, int]] = []  # buckets that are sent at the optimizer's step
         self._handles: list[RemovableHandle] = []
         if wait_free:
@@ -107,7 +111,7 @@ class Backward:
         return hook
 
     def start(self) -> None:
-        """Begin the training loop; without wait-free, after all tables are in the model."""
+        """Begin the training loop. Without wait-free backpropagation, first wait until all tables are in the model."""
         self.after_step()
         self.waited = 0.0
 
@@ -121,10 +125,10 @@ class Backward:
             self._syncing = True
 
     def update(self, table: int, gradient: Tensor) -> None:
-        """Take a gradient that no hook has seen. It is copied.
+        """Take a copy of a gradient that the caller computed itself, without autograd and so without a hook.
 
         Raises:
-            ValueError: the table has a gradient in this iteration already.
+            ValueError: the table already has a gradient in this iteration.
         """
         self._begin()
         complete = self._client.update(table, gradient)
@@ -136,10 +140,10 @@ class Backward:
     # --- the optimizer's step ---------------------------------------------------------------------
 
     def iteration_done(self) -> None:
-        """Send all gradients that were not sent yet; called just before the optimizer's step.
+        """Send all gradients that were not sent yet, and end the iteration; called just before the optimizer's step.
 
         Raises:
-            UsageError: a gradient was changed after it was sent.
+            UsageError: a gradient was changed after it was sent, so the servers would not see the change.
         """
         self._begin()
         for number, (name, parameter) in enumerate(self._tables):
@@ -162,18 +166,21 @@ class Backward:
             self._ready(buckets)
 
     def after_step(self) -> None:
-        """Without wait-free, wait for all tables; with it, the forward hooks do."""
+        """Wait for all tables, unless the forward hooks do that (wait-free backpropagation)."""
         if not self._wait_free:
             self.wait(None)
 
     def wait(self, tables: Sequence[int] | None) -> None:
-        """Wait for these tables and write them into the model; None: all tables."""
+        """Wait for the new values of these tables (None: of all), and write them into the model."""
         self._wait_for_tables(tables)
         self._client.apply(tables)
         self._used.update(range(len(self._tables)) if tables is None else tables)
 
     def _begin(self) -> None:
-        """Begin an iteration before its first gradient: wait for all tables, also those that the model did not use."""
+        """Begin an iteration before its first gradient.
+
+        Wait for all tables, even for those that the forward pass did not use, and until training may continue.
+        """
         self._wait_for_tables(None)
         if self._begun:
             return
@@ -200,7 +207,7 @@ class Backward:
 
 
 class Bypass:
-    """A hook that turns an optimizer's step into a no-op by hiding the gradients, since the servers make the step.
+    """A hook that makes an optimizer's step do nothing, because the servers make it; it hides the gradients meanwhile.
 
     Args:
         optimizer: the training loop's optimizer.

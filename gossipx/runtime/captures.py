@@ -1,7 +1,11 @@
-"""Captured models of this peer: copies that an exchange works on while training continues.
+"""Captured models of this peer: snapshots that an exchange works on while training continues.
 
-An exchange captures the model, merges received models into the copy, and then writes the result into the weights.
-Drift, ‖x_t − x_r‖₂, is the distance from the model at the last exchange; its reference is stored here, too.
+An exchange that averages, such as a wave, captures this peer's model, merges received models into the captured one, and
+at last writes the result into the weights. A hub's centre is such a captured model, too. Captured models are stored by
+*ticket*, a number that the role (:mod:`gossipx.peer`) allocates for each request and each model.
+
+*Drift*, ‖x_t − x_r‖₂, is the distance that this peer's own steps have moved its model since the last exchange; some
+policies use it. This module also keeps its reference x_r.
 """
 
 from __future__ import annotations
@@ -21,14 +25,14 @@ from gossipx.runtime.model_transfers import Transfer
 
 @dataclass(frozen=True)
 class Retrieval:
-    """A received model that was mixed while training.
+    """The measurements of one received model x_j that was mixed in during training.
 
     Attributes:
-        seconds: from the request to the last byte of the reply.
-        staleness: this peer's iterations minus the received model's.
-        distance: ‖x_j − base‖₂ over the trained values. The base is this peer's model at the time of the request, or of
-            the mixing for a pushed model. None if either model is a mean of several peers' models.
-        of_centre: whether the model was a hub's centre, before this exchange changed it.
+        seconds: time from the request to the last byte of the reply.
+        staleness: number of iterations of this peer minus that of the received model.
+        distance: ‖x_j − base‖₂ over the trained values. The base is this peer's model at the time of the request; for a
+            pushed model, at the time of mixing. None: one of the two models is a mean of several peers' models.
+        of_centre: whether the model was a hub's centre, as it was before this exchange changed it.
     """
 
     seconds: float
@@ -38,15 +42,16 @@ class Retrieval:
 
 
 class Captures:
-    """Captured models by ticket; each is kept until its ticket is forgotten.
+    """Stores captured models by ticket, until they are written into the weights or forgotten.
 
     Args:
         arena: holds the weights that are captured.
-        uses_drift: whether the policy uses drift; if not, no model is kept for it.
+        uses_drift: whether the policy uses drift; if not, no model is kept to measure it.
 
     Attributes:
-        reference: the model from which drift is measured. For the training thread, or others while it waits.
-        saved: a captured model from a checkpoint, and its iterations; None without one.
+        reference: x_r, from which drift is measured. Only the training thread may use it, or others while that waits.
+        saved: the captured model in the checkpoint that the peer resumed from (a hub's centre), as vectors and number
+            of iterations; None: the checkpoint has none.
     """
 
     def __init__(self, arena: ParameterArena, uses_drift: bool):
@@ -56,13 +61,17 @@ class Captures:
         self._uses_drift = uses_drift
         # Both are guarded by the arena's lock, like the reference counts of its snapshots.
         self._captured: dict[int, CapturedModel[Retrieval]] = {}
-        self._delivered: deque[CapturedModel[Retrieval]] = deque()  # the last one becomes the reference of drift
+        self._delivered: deque[CapturedModel[Retrieval]] = deque()  # pushed models; the last one becomes x_r
 
     def __len__(self) -> int:
         return len(self._captured)
 
     def capture(self, ticket: int, saved: bool = False) -> None:
-        """Capture the model as of the last step boundary; with ``saved``, the model from the checkpoint if any."""
+        """Capture the model of the last step boundary under ``ticket``.
+
+        Args:
+            saved: capture the model in :attr:`saved` instead, if there is one.
+        """
         if saved and self.saved is not None:
             vectors, step = self.saved
             buffer = self._arena.pool.buffer()
@@ -73,7 +82,11 @@ class Captures:
             self._captured[ticket] = CapturedModel(self._arena.snapshot())
 
     def base(self, ticket: int) -> Snapshot:
-        """Return a reference to the model as of the last step boundary; with drift also capture it as ``ticket``."""
+        """Return a snapshot of the last step boundary, from which the received model will be subtracted.
+
+        If drift is used, also capture the snapshot under ``ticket``, as the next x_r. The caller must release the
+        result.
+        """
         base = self._arena.snapshot()
         if self._uses_drift:
             with self._arena.lock:
@@ -81,19 +94,25 @@ class Captures:
         return base
 
     def hold(self, ticket: int) -> Snapshot | None:
-        """Return a reference to the current state of a captured model; None if it was forgotten."""
+        """Return a captured model, with all merges so far; the caller must release it. None: it was forgotten."""
         with self._arena.lock:
             captured = self._captured.get(ticket)
             return None if captured is None else captured.now.hold()
 
     def merge(self, transfer: Transfer, into: int, own: float, theirs: float) -> bool | None:
-        """Merge a received model into the one captured under ``into``; see :class:`gossipx.protocol.effects.Merge`.
+        """Merge a received model x_j into a captured model h: h ← (own · h + theirs · x_j) / (own + theirs).
 
-        Runs outside the training thread. The computation needs no lock: it does not touch the weights, and the role
-        allows one merge per captured model at a time.
+        This implements :class:`gossipx.protocol.effects.Merge`, outside the training thread. The computation needs no
+        lock: it does not touch the weights, and the role allows one merge per captured model at a time.
+
+        Args:
+            transfer: holds x_j; its memory is taken or released.
+            into: ticket of h.
+            own: weight of h.
+            theirs: weight of x_j.
 
         Returns:
-            Whether the received model was finite; None if the captured model was forgotten.
+            Whether x_j was finite; if not, h is unchanged. None: h was forgotten.
         """
         before = self.hold(into)
         if before is None:
@@ -119,13 +138,15 @@ class Captures:
         return True
 
     def take_in(self, ticket: int, training: bool) -> list[Retrieval]:
-        """Write the merged model into the weights; see :class:`gossipx.protocol.effects.TakeIn`.
+        """Write the result of all merges into the weights; see :class:`gossipx.protocol.effects.TakeIn`.
+
+        Steps that were made since the capture are kept. The ticket is released.
 
         Args:
-            training: whether the peer is training, not in the finish.
+            training: whether the peer still trains; False: this is the average at the finish.
 
         Returns:
-            The models that were merged while training.
+            The measurements of the merged models; none at the finish.
         """
         with self._arena.lock:
             captured = self._captured.pop(ticket)
@@ -145,20 +166,21 @@ class Captures:
     # --- drift ------------------------------------------------------------------------------------
 
     def delivered(self, ticket: int) -> None:
-        """Measure drift from the model captured under ``ticket``, which another peer has received."""
+        """Record that another peer has received the model captured under ``ticket``, which becomes x_r."""
         if self._uses_drift:
             with self._arena.lock:
-                self._delivered.append(self._captured.pop(ticket))  # the training thread may be using the reference
+                self._delivered.append(self._captured.pop(ticket))  # not x_r yet: the training thread may be reading it
         else:
             self.forget(ticket)
 
     def moved(self, transfer: Transfer, share: float, ticket: int | None) -> None:
-        """Move the reference of drift after a share of a received model was mixed.
+        """Move x_r after a received model was mixed in, because mixing is not drift.
 
         Args:
-            share: the share of the difference that was added to the weights.
-            ticket: the ticket under which the base is captured; None: another peer pushed the model, and the current
-                reference is moved.
+            transfer: holds the difference of the received model to its base.
+            share: the share of this difference that was added to the weights.
+            ticket: ticket under which the base is captured; x_r becomes the base plus the share. None: another peer
+                pushed the model, so the share is added to the current x_r.
         """
         if not self._uses_drift:
             return
@@ -168,12 +190,11 @@ class Captures:
             base.release()
 
     def drift(self, pulling: int | None) -> float:
-        """Return ‖x_t − x_r‖₂: how far this peer's own steps have moved the model since the last exchange.
-
-        For the training thread only, which owns the reference.
+        """Return the drift ‖x_t − x_r‖₂. Only the training thread may call this.
 
         Args:
-            pulling: the ticket of an exchange under way, from whose start drift is measured; None: the last exchange.
+            pulling: ticket of an exchange under way; drift is then measured from its start instead of x_r. None: there
+                is no such exchange.
         """
         while self._delivered:
             delivered = self._delivered.popleft()

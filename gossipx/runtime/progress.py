@@ -1,6 +1,7 @@
 """Progress reports from a peer to its parent process, ``gossipx run``: JSON lines on a pipe.
 
-The pipe also detects that the parent has died; the peer then ends itself, so that no peer outlives its run.
+The pipe also shows when the parent has died, because its other end is then closed. The peer ends itself in that case,
+so that no peer outlives its run.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from typing import Any
 from gossipx.errors import GossipxError
 
 INTERVAL = 0.25
-"""Minimum seconds between two progress lines: as often as a person can read them."""
+"""Minimum seconds between two progress lines; nobody can read them faster."""
 ORPHAN_GRACE = 5.0
-"""Seconds between SIGINT and a forced exit once the parent has died, for the script's own cleanup."""
+"""Seconds for the script's own cleanup once the parent has died: between SIGINT and a forced exit."""
 ORPHANED = 130
 """Exit code of that forced exit, the same as after Ctrl-C."""
 
@@ -29,7 +30,7 @@ class Progress:
     """The pipe to the parent process.
 
     Args:
-        fd: its write end; None: there is no parent, and nothing is written.
+        fd: file descriptor of the pipe's write end; None: there is no parent, so nothing is written.
     """
 
     def __init__(self, fd: int | None):
@@ -39,11 +40,11 @@ class Progress:
 
     @property
     def due(self) -> bool:
-        """Whether :data:`INTERVAL` has passed since the last line."""
+        """Whether the next line may be written: :data:`INTERVAL` has passed since the last one."""
         return self._fd is not None and time.monotonic() - self._last >= INTERVAL
 
     def tell(self, **line: Any) -> None:
-        """Write one line. If the parent has died, end this process."""
+        """Write one line: the arguments as a JSON object. If the parent has died, end this process."""
         if self._fd is None:
             return
         self._last = time.monotonic()
@@ -69,7 +70,7 @@ class Progress:
         threading.Thread(target=watch, name="gossipx-parent", daemon=True).start()
 
     def _end(self) -> None:
-        """Interrupt the main thread as Ctrl-C would, also in a blocking call; force an exit after ORPHAN_GRACE."""
+        """Interrupt the main thread as Ctrl-C would, even in a blocking call; exit after :data:`ORPHAN_GRACE`."""
         if not self._ending.acquire(blocking=False):
             return
         main = threading.main_thread().ident
@@ -79,10 +80,12 @@ class Progress:
         os._exit(ORPHANED)
 
     def take_errors(self, with_traceback: bool = False) -> None:
-        """Report GossipxErrors that end this process to the parent, not on stderr, and do not report interruptions.
+        """Install an exception hook that reports a GossipxError to the parent instead of printing its traceback.
+
+        A KeyboardInterrupt is not reported at all. Tracebacks of other exceptions are printed as usual.
 
         Args:
-            with_traceback: print the traceback of every error, too.
+            with_traceback: also print the tracebacks of GossipxErrors and of KeyboardInterrupt.
         """
         print_others = sys.excepthook
 

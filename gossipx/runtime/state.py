@@ -1,7 +1,8 @@
-"""The state in a peer's checkpoint: how it is captured, and how a peer resumes from it.
+"""The training state in a peer's checkpoint: how it is captured, and how a peer resumes from it.
 
-The training thread captures everything at a step boundary: the model as a snapshot of the arena, the rest as copies.
-The snapshot costs that thread no copy if the arena copies the model at each boundary anyway.
+The training thread captures everything at a step boundary, the model as an optimizer step left it. The model is a
+snapshot of the arena, the flat buffers that hold it, and all else is copied. If the arena copies the model at each
+boundary anyway, the snapshot costs no further copy. Other threads write the captured state to disk.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from gossipx.runtime.driver import Driver
 
 MODEL, OPTIMIZER, RANDOM, PEER, DRIFT, HUB = "model", "optimizer", "random", "peer", "drift", "hub"
 TABLES = "tables"
-"""Names of the parts of a checkpoint."""
+"""Names of the parts of a checkpoint; ``tables`` is a worker's state towards a parameter server."""
 SCRIPT = "script."
 """Prefix of the names of parts that the training script adds, so that they cannot collide with the names above."""
 
@@ -37,8 +38,9 @@ class CapturedState:
 
     Attributes:
         iteration: the iteration of the boundary.
-        parts: all parts but the model, by name.
-        model: makes the model's part from the snapshot; not for the training thread, since it may copy from a device.
+        parts: all parts but the model's, by name.
+        model: makes the model's part from the snapshot. It may have to copy from a GPU, so do not call it on the
+            training thread.
         release: releases the snapshot; must be called once everything is written.
     """
 
@@ -50,7 +52,7 @@ class CapturedState:
 
 @dataclass(frozen=True)
 class ScriptPart:
-    """A part that the training script adds to checkpoints, by the functions that get and set its state."""
+    """A part that the training script adds to checkpoints: the functions that get and set its state."""
 
     state_dict: Callable[[], object]
     load_state_dict: Callable[[Any], object]
@@ -61,8 +63,10 @@ class TrainingState:
 
     Args:
         module: the model; its parameters are in the driver's arena.
-        optimizer: None: the script saves its optimizer itself.
-        about: settings that must be the same in the run that writes a checkpoint and the run that resumes, by option.
+        optimizer: the optimizer; None: the script saves it itself.
+        driver: carries out the exchanges of this peer; holds the arena and the peer's role.
+        about: values of the settings that must be the same in the run that writes a checkpoint and in the run that
+            resumes from it, by option.
 
     Attributes:
         script_parts: the parts that the script adds, by name.
@@ -79,23 +83,24 @@ class TrainingState:
 
     @property
     def sound(self) -> bool:
-        """Whether the model is finite; otherwise no checkpoint is taken."""
+        """Whether the model is finite; if not, no checkpoint must be written."""
         return self._driver.role.training.sound
 
     @property
     def iteration(self) -> int:
-        """Iterations done; for a hub that does not train, the most of any model that entered its centre."""
+        """The number of iterations done; for a hub that does not train, the highest among models in its centre."""
         centre = self._centre
         return self._driver.arena.step if centre is None or self._driver.role.trains else centre.step
 
     def capture(self, figures: Mapping[str, Any]) -> CapturedState:
-        """Capture the state. For the training thread, at a step boundary.
+        """Capture the state. Only the training thread may call this, at a step boundary.
 
         Args:
-            figures: plain data that :meth:`restore` returns.
+            figures: metrics of the run so far, as plain data; :meth:`restore` returns them.
 
         Raises:
-            UsageError: some state cannot be saved in a checkpoint, or the module's parameters left the arena.
+            UsageError: some state cannot be saved in a checkpoint, or a parameter of the module no longer lies in the
+                arena.
         """
         driver, arena = self._driver, self._driver.arena
         arena.check(self._module)
@@ -131,13 +136,14 @@ class TrainingState:
         return CapturedState(self.iteration, parts, model, snapshot.release)
 
     def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Restore everything but the random number generators and the script's parts.
+        """Restore everything but the random number generators (:meth:`restore_random`) and the script's parts.
 
         Returns:
-            The ``figures`` that :meth:`capture` got.
+            The ``figures`` that :meth:`capture` was called with.
 
         Raises:
-            UsageError: the checkpoint is of another run or another model; the message says what differs.
+            UsageError: the checkpoint is of a run with other settings, or of another model, optimizer or tables; the
+                message says what differs.
         """
         driver = self._driver
         peer = unpack(checkpoint.parts[PEER])
@@ -167,7 +173,7 @@ class TrainingState:
 
     @property
     def _centre(self) -> Centre | None:
-        """The elastic centre that this peer holds if it is a hub; None otherwise."""
+        """The centre of elastic averaging, if this peer is the hub; else None."""
         exchange = self._driver.role.exchange
         return exchange.centre if isinstance(exchange, Elastic) else None
 
@@ -203,6 +209,7 @@ class TrainingState:
 
 
 def _compare(theirs: list[str], arena: ParameterArena, checkpoint: Checkpoint) -> None:
+    """Raise a UsageError unless the manifest in the checkpoint, one line per tensor, is that of the arena."""
     ours = list(arena.manifest)
     if theirs == ours:
         return
@@ -214,7 +221,7 @@ def _compare(theirs: list[str], arena: ParameterArena, checkpoint: Checkpoint) -
 
 
 def _random(device: torch.device) -> Part:
-    """Return the states of the random number generators."""
+    """Return the states of all random number generators that :meth:`TrainingState.restore_random` restores."""
     kind, words, *rest = np.random.get_state()
     state: dict[str, Tensor | tuple[Any, ...]] = {
         "torch": torch.get_rng_state(),

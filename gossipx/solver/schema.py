@@ -1,8 +1,9 @@
 """The schema of solver.prototxt: Caffe's protobuf messages, built at run time without generated files or protoc.
 
-The tables list the names, numbers and kinds of fields in ``caffe.proto`` of BVLC Caffe 1.0 and its later master.
-Defaults are omitted: those of a solver are in :class:`gossipx.solver.prototxt.SolverParameter`, and inline nets are
-checked but not built.
+The tables list the names, numbers and types of all fields in ``caffe.proto``, as of BVLC Caffe 1.0 and of its master
+branch since then. They omit default values. Those of a solver are in
+:class:`gossipx.solver.prototxt.SolverParameter`; those of a net are not needed, because a net that is written in the
+solver file is only parsed, to report errors, and never built.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ V0LayerParameter: name 1 string, type 2 string, num_output 3 uint32, biasterm 4 
     concat_dim 65 uint32, hdf5_output_param 1001 HDF5OutputParameter
 PReLUParameter: filler 1 FillerParameter, channel_shared 2 bool
 """
-"""``Message: field number kind, ...``; a kind with ``*`` is repeated, with ``!`` required."""
+"""Rows ``Message: field number kind, ...``. A ``*`` after the kind marks a repeated field, a ``!`` a required one."""
 _ENUMS = """
 VarianceNorm: FAN_IN 0, FAN_OUT 1, AVERAGE 2
 SnapshotFormat: HDF5 0, BINARYPROTO 1
@@ -166,7 +167,7 @@ LayerType: NONE 0, ABSVAL 35, ACCURACY 1, ARGMAX 30, BNLL 2, CONCAT 3, CONTRASTI
     SIGMOID_CROSS_ENTROPY_LOSS 27, SILENCE 36, SOFTMAX 20, SOFTMAX_LOSS 21, SPLIT 22, SLICE 33, TANH 23,
     WINDOW_DATA 24, THRESHOLD 31
 """
-"""``Enum: NAME number, ...``; enums that Caffe declares several times appear once."""
+"""Rows ``Enum: NAME number, ...``. An enum that Caffe declares in several messages appears once."""
 
 
 class Field(NamedTuple):
@@ -184,11 +185,13 @@ class Field(NamedTuple):
 
 
 def _rows(table: str) -> dict[str, list[list[str]]]:
+    """Parse a table: return the entries of each row, split into words, by the row's name."""
     lines = (line.partition(": ") for line in re.sub(r"\n +", " ", table.strip()).splitlines())
     return {name: [entry.split() for entry in rest.split(", ")] for name, _, rest in lines}
 
 
 def _field(number: str, kind: str) -> Field:
+    """Return a field from two words of the table; ``kind`` may end in a label."""
     bare = kind.rstrip("*!")
     return Field(int(number), bare, kind[len(bare) :])
 
@@ -196,17 +199,17 @@ def _field(number: str, kind: str) -> Field:
 MESSAGES: Mapping[str, Mapping[str, Field]] = {
     message: {name: _field(number, kind) for name, number, kind in rows} for message, rows in _rows(_MESSAGES).items()
 }
-"""Fields by message and name."""
+"""The fields of each message, by name."""
 ENUMS: Mapping[str, Mapping[str, int]] = {
     enum: {name: int(number) for name, number in rows} for enum, rows in _rows(_ENUMS).items()
 }
-"""Numbers by enum and name."""
+"""The number of each value of each enum, by name."""
 
 _PROTO = descriptor_pb2.FieldDescriptorProto
 _SCALARS = {
     "bool": _PROTO.TYPE_BOOL,
     "double": _PROTO.TYPE_DOUBLE,
-    # As a 32-bit float, 0.1 would become 0.10000000149.
+    # Caffe uses 32 bits, but then the text 0.1 would be read as 0.10000000149.
     "float": _PROTO.TYPE_DOUBLE,
     "int32": _PROTO.TYPE_INT32,
     "int64": _PROTO.TYPE_INT64,
@@ -218,13 +221,16 @@ _LABELS = {"": _PROTO.LABEL_OPTIONAL, "*": _PROTO.LABEL_REPEATED, "!": _PROTO.LA
 
 @cache
 def message_class(name: str) -> Any:
-    """Return protobuf's class for a message of :data:`MESSAGES`."""
+    """Return protobuf's class for the message ``name`` of :data:`MESSAGES`."""
     return message_factory.GetMessageClass(_pool().FindMessageTypeByName(name))
 
 
 @cache
 def _pool() -> Any:
-    """Return a separate pool with all messages, as Caffe may have registered its classes in the shared pool."""
+    """Return a descriptor pool with all messages.
+
+    It is not protobuf's default pool: if pycaffe is imported, too, that already has messages of the same names.
+    """
     file = descriptor_pb2.FileDescriptorProto(name="gossipx/solver.proto")
     for enum, values in ENUMS.items():
         # protobuf requires unique value names within the scope of an enum, and several enums have SUM and MAX.

@@ -1,4 +1,7 @@
-"""All connections of a peer, the idle ones among them, and the threads that use them."""
+"""The collection of all links of a peer, so that connections can be reused and end together.
+
+A *link* (:class:`gossipx.transports.link.Link`) is one connection, which carries frames over a stream.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,24 @@ from gossipx.transports import Stream
 from gossipx.transports.link import Link
 from gossipx.transports.pace import Pace
 
-# Idle links kept per peer: one for a pull, and one for a message meanwhile.
+# Idle links kept per remote peer: one for a pull, and one for messages while the pull is under way.
 _KEPT = 2
 
 
 class Links:
-    """All links of a peer, their byte counters, and the threads that use them; all end together.
+    """All links of a peer, those that it opened and those that it accepted, and the threads that use them.
+
+    Links that this peer opened are kept for reuse while they are idle, by rank of the remote peer.
 
     Args:
-        name: name of this peer, for thread names.
-        peers: number of peers; idle links that this peer opened are kept by rank.
-        timeout: seconds allowed to receive a frame once it has begun, where the call sets no
-            deadline.
+        name: name of this peer, for thread names and messages.
+        peers: number of peers in the run.
+        timeout: seconds in which the rest of a frame must arrive once it has begun, if the caller sets no deadline.
         pace: rate limit shared by all models sent over a network; None: unlimited.
 
     Attributes:
         closed: set once no new links are accepted.
-        sent, received: bytes on the wire.
+        sent, received: numbers of bytes on the wire, over all links.
     """
 
     def __init__(self, name: str, peers: int, timeout: float, pace: Pace | None = None):
@@ -50,7 +54,11 @@ class Links:
             self.received += received
 
     def add(self, stream: Stream) -> Link:
-        """Return a link over ``stream``; once closed, abort the stream and raise PeerUnreachableError."""
+        """Return a new link over ``stream``.
+
+        Raises:
+            PeerUnreachableError: no new links are accepted any more; the stream was aborted.
+        """
         link = Link(stream, self)
         with self._lock:
             if not self.closed.is_set():
@@ -60,21 +68,21 @@ class Links:
         raise self.gone()
 
     def drop(self, link: Link) -> None:
-        """Close a link."""
+        """Close a link and remove it from the collection."""
         link.abort()
         with self._lock:
             self._links.discard(link)
 
     @contextlib.contextmanager
     def dropped_on_failure(self, link: Link) -> Iterator[None]:
-        """Close ``link`` if the block raises."""
+        """Return a context that drops ``link`` if its block raises."""
         with contextlib.ExitStack() as undo:
             undo.callback(self.drop, link)
             yield
             undo.pop_all()
 
     def keep(self, to: int, link: Link) -> None:
-        """Keep an idle link to peer ``to`` for reuse, or close it if enough are idle."""
+        """Keep an idle link to peer ``to`` for reuse; drop it if enough links to that peer are idle."""
         with self._lock:
             if len(self._idle[to]) < _KEPT:
                 self._idle[to].append(link)
@@ -82,7 +90,10 @@ class Links:
         self.drop(link)
 
     def take(self, to: int) -> Link | None:
-        """Return an idle link to peer ``to`` which the peer has not closed, or None."""
+        """Return an idle link to peer ``to``, which is then no longer idle; None: no link is idle.
+
+        Links that the peer has closed, or on which it has sent something unexpectedly, are dropped.
+        """
         while True:
             with self._lock:
                 if not self._idle[to]:
@@ -93,7 +104,14 @@ class Links:
             self.drop(link)
 
     def spawn(self, what: str, target: Callable[..., None], *given: object) -> None:
-        """Start a daemon thread; RuntimeError if the system cannot start another one."""
+        """Start a daemon thread that runs ``target(*given)``; :meth:`join` waits for it.
+
+        Args:
+            what: purpose of the thread, for its name.
+
+        Raises:
+            RuntimeError: the system cannot start another thread.
+        """
 
         def run() -> None:
             try:
@@ -108,7 +126,7 @@ class Links:
             self._threads.add(thread)
 
     def abort(self) -> None:
-        """Abort all links, and accept no new ones."""
+        """Close all links at once, and accept no new ones. Threads that use them get errors and end."""
         with self._lock:
             self.closed.set()
             links = list(self._links)
@@ -116,7 +134,10 @@ class Links:
             link.abort()
 
     def join(self, seconds: float) -> None:
-        """Wait at most ``seconds`` in total for all threads but the caller's, then drop all links."""
+        """Wait at most ``seconds`` in total for all threads but the caller's, then forget all links.
+
+        Call this after :meth:`abort`, which makes the threads end.
+        """
         until = time.monotonic() + seconds
         with self._lock:
             threads = self._threads - {threading.current_thread()}
@@ -128,5 +149,5 @@ class Links:
                 idle.clear()
 
     def gone(self) -> PeerUnreachableError:
-        """Return the error to raise after all connections have ended."""
+        """Return the error for a caller that wants a connection after :meth:`abort`."""
         return PeerUnreachableError(f"{self._name} has ended its connections")

@@ -1,16 +1,18 @@
 """The TLS transport: streams of another transport, encrypted by mutual TLS 1.3 with a certificate on both sides.
 
-OpenSSL works on memory buffers, whose bytes are sent and received by the stream below; so deadlines and aborts are
-those of that stream. OpenSSL's state of a connection is not thread-safe: a lock is held while it computes, but never
-while waiting for bytes, so one thread may send while another receives.
+OpenSSL reads and writes memory buffers; the stream below sends and receives their bytes. So deadlines and aborts work
+as in that stream. OpenSSL's state of a connection is not thread-safe. A lock is held while OpenSSL computes, but never
+while a thread waits for bytes, so one thread may send while another receives.
 
 The connecting side checks the whole certificate in the handshake: it must be for the requested host (a DNS name or IP
-address among its subject alternative names), signed by the given CA, and in force. The accepting side checks all but
-the host, since it does not know yet which peer connects; :meth:`TlsStream.speaks_for` checks the host later. It shakes
-hands on its first receive or send, so the thread that accepts connections never waits for a stranger.
+address among its subject alternative names), signed by the given CA, and valid at this time. The accepting side does
+not know yet which peer connects, so it checks all but the host; :meth:`TlsStream.speaks_for` checks the host later. It
+makes its handshake on its first receive or send, so the thread that accepts connections never waits for a remote side
+that is not authenticated yet.
 
-The server sends no session tickets. A client that writes and closes would never read them, and closing with unread
-bytes makes TCP discard what was written, unnoticed by TLS. Callers that need certainty ask for an acknowledgement.
+The server sends no session tickets. A client that writes and closes would leave them unread, and closing a TCP
+connection with unread bytes may discard what was written, without an error from TLS. Callers that must know that their
+bytes have arrived ask for an acknowledgement.
 """
 
 from __future__ import annotations
@@ -39,14 +41,14 @@ from gossipx.transports import Address, Listener, Stream, Transport, tcp
 
 # Bytes of plain text encrypted per send: enough to make the system call cheap in comparison.
 _PIECE = 256 * 1024
-# Bytes per receive: one TLS record; or, in a long transfer, a large buffer. That one is borrowed from a pool, so that
-# neither strangers nor idle connections hold it.
+# Bytes per receive: one TLS record or, in a long transfer, a large buffer. A large buffer is borrowed from a pool, so
+# that neither idle connections nor those without authentication occupy one.
 _RECORD = 16 * 1024
 _MANY = 256 * 1024
-# Seconds that a refused client is given to read the reason.
+# Most seconds to wait until the remote side has read the alert and closed, after this side refused its certificate.
 _REFUSAL = 5.0
 
-# OpenSSL's X509_V_ERR_*: what is wrong with the other side's certificate.
+# Faults of the other side's certificate, by OpenSSL's numbers X509_V_ERR_*.
 _UNKNOWN_CA = {2, 7, 18, 19, 20, 21}
 _CERTIFICATE_FAULTS = {
     9: "is not valid yet: check the clocks of both machines",
@@ -55,7 +57,7 @@ _CERTIFICATE_FAULTS = {
     62: "is not for '{host}', the host in the hosts file",
     64: "is not for '{host}', the host in the hosts file",
 }
-# Alerts of the other side about our certificate, by OpenSSL's names.
+# Alerts that the other side sends about our certificate, by OpenSSL's names; the subject is the other side.
 _ALERTS = {
     "SSLV3_ALERT_CERTIFICATE_EXPIRED": "says that the certificate of this peer has expired (or is not valid yet)",
     "TLSV1_ALERT_UNKNOWN_CA": "does not know the CA that signed the certificate of this peer",
@@ -76,8 +78,8 @@ class TlsStream:
     Args:
         below: carries the encrypted bytes.
         tls: a connection before its handshake; reads from ``incoming``, writes to ``outgoing``.
-        host: host that the other side's certificate must be for, for messages; None: not known yet.
-        spare: large buffers not in use, shared by all streams of a transport.
+        host: the host for which the other side's certificate must be, for error messages; None: not known yet.
+        spare: pool of large buffers that are not in use, shared by all streams of a transport.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class TlsStream:
         return self._below.here
 
     def speaks_for(self, host: str) -> bool:
-        """Return whether the other side's certificate is for ``host``: one of its names or addresses exactly."""
+        """Return whether the other side's certificate is for ``host``: lists exactly this name or address."""
         certificate: dict[str, Any] = self._tls.getpeercert() or {}
         return any(_same_host(name, host) for _, name in certificate.get("subjectAltName", ()))
 
@@ -143,11 +145,11 @@ class TlsStream:
             self._fill(deadline)
 
     def tune(self) -> None:
-        """Tune the stream below."""
+        """Adapt the stream below to a long transfer; see :class:`gossipx.transports.Stream`."""
         self._below.tune()
 
     def quiet(self) -> bool:
-        """Return whether nothing is unread."""
+        """Return whether the remote side has neither closed nor sent unread bytes; never blocks."""
         with self._state:
             waiting = self._tls.pending() or self._incoming.pending
         return not waiting and self._below.quiet()
@@ -161,7 +163,7 @@ class TlsStream:
         self._below.abort()
 
     def shake_hands(self, deadline: float) -> None:
-        """Authenticate both sides, once; sending and receiving do this first if necessary.
+        """Make the TLS handshake, unless that is done; :meth:`send` and :meth:`receive_into` do this first.
 
         Raises:
             StrangerError: the other side's certificate is missing, has expired, or is for another host or use.
@@ -189,7 +191,7 @@ class TlsStream:
             self._shaking.release()
 
     def _step(self) -> bool:
-        """Advance the handshake; return whether it is complete."""
+        """Advance the handshake with the bytes that have arrived; return whether it is complete."""
         with self._state:
             try:
                 self._tls.do_handshake()
@@ -200,6 +202,7 @@ class TlsStream:
             return True
 
     def _encrypt(self, view: memoryview) -> int:
+        """Encrypt bytes into the outgoing memory buffer; return the number of bytes taken from ``view``."""
         with self._state:
             try:
                 return self._tls.write(view)
@@ -207,7 +210,11 @@ class TlsStream:
                 raise self._fault(error) from error
 
     def _decrypt(self, view: memoryview) -> int:
-        """Decrypt as many bytes as are complete; return how many, 0 if more must arrive first."""
+        """Decrypt received bytes into ``view`` as far as TLS records are complete.
+
+        Returns:
+            The number of decrypted bytes; 0 if more must arrive first.
+        """
         count = 0
         with self._state:
             if self._failed is not None:
@@ -225,6 +232,7 @@ class TlsStream:
         return count
 
     def _fill(self, deadline: float) -> None:
+        """Receive encrypted bytes and hand them to OpenSSL. After a full record, the next call uses a large buffer."""
         with self._buffer() as buffer:
             count = self._below.receive_into(buffer, deadline)
             with self._state:
@@ -233,6 +241,7 @@ class TlsStream:
 
     @contextlib.contextmanager
     def _buffer(self) -> Iterator[memoryview]:
+        """Return a context that yields the buffer for one receive: in a long transfer, a large one from the pool."""
         if not self._many_come:
             yield self._record
             return
@@ -246,7 +255,7 @@ class TlsStream:
             self._spare.append(large)
 
     def _flush(self, deadline: float) -> bool:
-        """Send pending encrypted bytes; return whether there were any."""
+        """Send the encrypted bytes that OpenSSL has produced; return whether there were any."""
         with self._state:
             data = self._outgoing.read()
         if data:
@@ -254,9 +263,9 @@ class TlsStream:
         return bool(data)
 
     def _send_alert(self, deadline: float) -> None:
-        """Send OpenSSL's alert, if it is this side that refuses.
+        """Send OpenSSL's alert, if this side refuses the other.
 
-        Closing with unread bytes may make TCP discard the alert, so read them first.
+        Then read until the other side closes: closing with unread bytes may make TCP discard the alert.
         """
         until = min(deadline, time.monotonic() + _REFUSAL)
         with contextlib.suppress(PeerFaultError):
@@ -265,7 +274,7 @@ class TlsStream:
                     pass
 
     def _fault(self, error: ssl.SSLError) -> GossipxError:
-        """Convert an OpenSSL error; the message names the refused certificate and the reason in one line."""
+        """Return the gossipx error for an OpenSSL error; its message is one line that says whose fault it is."""
         if isinstance(error, ssl.SSLZeroReturnError):
             return PeerUnreachableError(f"{self.remote} closed the connection")
         if isinstance(error, ssl.SSLCertVerificationError):
@@ -283,7 +292,7 @@ class TlsStream:
 
 
 class TlsListener:
-    """A listener of another transport, whose streams are encrypted."""
+    """A listener that wraps each stream of another transport's listener in a :class:`TlsStream`."""
 
     def __init__(self, below: Listener, wrap: Callable[[Stream], TlsStream]):
         self._below = below
@@ -334,7 +343,7 @@ class Tls:
         """Connect and shake hands; see :class:`gossipx.transports.Transport`.
 
         Raises:
-            StrangerError: the other side has no certificate for ``address.host`` that is in force.
+            StrangerError: the other side has no certificate for ``address.host`` that is valid now.
             NotAuthorisedError: the CAs differ.
         """
         stream = self._wrap(self._below.connect(address, deadline), address.host.partition("%")[0])
@@ -369,7 +378,7 @@ class Tls:
 
 @contextlib.contextmanager
 def _reading(file: Path, option: str, what: str) -> Iterator[None]:
-    """Convert errors of the system and of OpenSSL to a UsageError that names the file."""
+    """Return a context that converts errors of the system and of OpenSSL to a UsageError that names the file."""
     try:
         yield
     except ssl.SSLError as error:
@@ -380,10 +389,12 @@ def _reading(file: Path, option: str, what: str) -> Iterator[None]:
 
 
 def _no_passphrase() -> str:
+    """Refuse a key with a passphrase; without this callback OpenSSL would prompt for it on the terminal."""
     raise UsageError("--tls-key has a passphrase, and nobody is there to type it: use a key without one")
 
 
 def _same_host(certified: str, host: str) -> bool:
+    """Return whether two hosts are the same name, or the same address in any notation."""
     try:
         return ipaddress.ip_address(certified.strip()) == ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

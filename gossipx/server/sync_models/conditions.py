@@ -1,8 +1,14 @@
-"""Push and pull conditions: the building blocks of every sync model.
+"""Push and pull conditions: the building blocks of every sync model of a parameter server.
 
-A worker does iterations i = 0, 1, 2, ...: it pushes its gradient of iteration i, pulls with progress i, and waits for
-the answer before iteration i + 1. The clock, V_train, is the number of ticks done: it ticks from i to i + 1 when enough
-living workers have pushed iteration i. :class:`~gossipx.server.sync_models.clock.Clock` keeps it.
+A sync model decides for one shard (a part of the parameters, on one server) how far workers may run ahead of each
+other. A worker does iterations i = 0, 1, 2, ...: it pushes its gradient of iteration i, pulls the new parameters with
+progress i, and waits for the answer before iteration i + 1. The shard's *clock*, V_train, is the number of ticks done:
+it ticks from i to i + 1 when the push condition finds that enough living workers have pushed iteration i. A pull is
+answered at once if the pull condition allows it, otherwise it is *delayed*.
+:class:`~gossipx.server.sync_models.clock.Clock` keeps the clock. A *switch* replaces a shard's sync model during the
+run. A *table* is one trained parameter.
+
+References are to the papers FluentPS, Modularized Parameter Server and Hybrid Approach, listed in docs/architecture.md.
 
 A sync model is an immutable value with explicit, plain state. Built-in models are in
 :mod:`gossipx.server.sync_models.models`. For a custom one, inherit from :class:`SyncModel`, or pass two functions to
@@ -25,11 +31,12 @@ class Apply(enum.Enum):
     """How gradients are applied to a shard; N is the number of living workers.
 
     Attributes:
-        PUSH: each push at once, g / N (FluentPS, Algorithm 1, line 15).
-        EACH: each push at once, unscaled (Downpour; the asynchronous baseline of Hybrid Approach).
-        TICK: pushes are summed in a buffer; at each tick one optimizer step uses the mean of the buffer. Pushes of fast
-            workers that are ahead count in the next tick's mean.
-        THRESHOLD: as TICK, but the step is done when the sync model's :meth:`SyncModel.may_apply` returns True.
+        PUSH: each gradient g makes an optimizer step with g / N at once (FluentPS, Algorithm 1, line 15).
+        EACH: each gradient makes an optimizer step at once, unscaled (Downpour SGD; the asynchronous baseline of Hybrid
+            Approach).
+        TICK: gradients are summed in a buffer; at each tick one optimizer step uses their mean. The buffer also holds
+            gradients of fast workers for iterations ahead of the clock, which count in the next mean.
+        THRESHOLD: as TICK, but the step is made when the sync model's :meth:`SyncModel.may_apply` returns True.
     """
 
     PUSH = "push"
@@ -45,17 +52,18 @@ class Apply(enum.Enum):
 
 @dataclass(frozen=True)
 class View:
-    """The state of a shard that conditions are evaluated on (FluentPS, section III-B).
+    """The state of a shard on which the conditions are evaluated (FluentPS, section III-B).
 
     Attributes:
-        clock: V_train, ticks done, from 0.
-        pushed: Count[V_train], the number of living workers whose push of iteration ``clock`` is complete.
+        clock: V_train, the number of ticks done.
+        pushed: Count[V_train], the number of living workers whose push of iteration ``clock`` is complete. A push may
+            consist of several messages.
         workers: N, the number of living workers.
         fastest: the highest progress of a living worker: the last iteration whose push is complete. A worker that has
             not pushed since it joined counts with ``clock`` − 1 at that time.
-        slowest: the lowest.
+        slowest: the lowest progress of a living worker.
         buffered: the number of complete pushes of living workers in the gradient buffer.
-        gradients: the number of complete pushes that were not dropped, since the start or the last switch.
+        gradients: the number of complete pushes since the start or the last switch, without dropped ones.
     """
 
     clock: int
@@ -74,7 +82,7 @@ class Pull:
     Attributes:
         worker: its rank.
         progress: i, the iteration that it pushed last.
-        draw: a number in [0, 1), drawn once when the pull arrived.
+        draw: a random number in [0, 1), drawn once when the pull arrived, for probabilistic conditions.
         significance: ``|g| / |w|`` of the worker's last push (FluentPS, section III-E.2); 0 unless the sync model asks
             for it (:attr:`SyncModel.asks_significance`).
         applied: whether all of the worker's pushes have left the gradient buffer.
@@ -89,23 +97,28 @@ class Pull:
 
 @dataclass(frozen=True)
 class SyncModel(abc.ABC):
-    """A sync model of one shard. The default push condition is Count[V_train] == N, as for all but one model of Table
-    III.
+    """A sync model of one shard.
+
+    The default push condition is Count[V_train] = N: the clock ticks when all living workers have pushed. All models of
+    FluentPS, Table III, but one have this condition.
     """
 
     @property
     def default_apply(self) -> Apply:
-        """How gradients are applied unless the user chooses."""
+        """How gradients are applied if the user does not choose (``--apply``)."""
         return Apply.PUSH
 
     @property
     def answers_by_condition(self) -> bool:
-        """Whether a delayed pull waits for :meth:`may_pull` even under lazy execution, instead of for the clock."""
+        """Whether a delayed pull is answered when :meth:`may_pull` allows it, even under lazy execution.
+
+        Lazy execution (``--pulls lazy``) otherwise answers a delayed pull when the clock has passed its progress.
+        """
         return False
 
     @property
     def drops_late(self) -> bool:
-        """Whether a push of an iteration that the clock has passed is dropped."""
+        """Whether a late push, of an iteration that the clock has passed, is dropped."""
         return False
 
     @property
@@ -118,11 +131,11 @@ class SyncModel(abc.ABC):
 
     @property
     def needs_rate(self) -> bool:
-        """Whether :meth:`resolved` must be called before use."""
+        """Whether :meth:`resolved` must be called before use, because a parameter depends on the learning rate."""
         return False
 
     def resolved(self, learning_rate: float) -> SyncModel:
-        """Return the model with terms of the learning rate replaced by numbers."""
+        """Return this sync model with numbers in place of parameters that depend on the learning rate."""
         return self
 
     def init(self) -> State:
@@ -131,13 +144,13 @@ class SyncModel(abc.ABC):
 
     @abc.abstractmethod
     def may_pull(self, state: State, view: View, pull: Pull) -> bool:
-        """The pull condition: return whether the pull may be answered now."""
+        """Return whether the pull may be answered now: the pull condition."""
 
     def fetches(self, progress: int, fetched: int) -> bool:
-        """Return whether a worker pulls after iteration ``progress``, or computes on with the tables that it has.
+        """Return whether a worker pulls after iteration ``progress``; if not, it computes with the tables that it has.
 
-        Modularized Parameter Server, Code 4.4 (AfterClientUpdate). The worker pushes every gradient in any case. After
-        a switch, it learns of the new model with the next tables that it receives.
+        Called on the worker (Modularized Parameter Server, Code 4.4, AfterClientUpdate), which pushes every gradient in
+        any case. After a switch, it learns of the new sync model with the next tables that it receives.
 
         Args:
             progress: i, the iteration that it pushed last.
@@ -146,23 +159,27 @@ class SyncModel(abc.ABC):
         return True
 
     def may_tick(self, state: State, view: View) -> bool:
-        """The push condition: return whether enough workers have pushed iteration ``view.clock``. Called if at least
-        one has.
+        """Return whether the clock ticks now: the push condition.
+
+        Called only if at least one worker has pushed iteration ``view.clock``.
         """
         return view.pushed >= view.workers
 
     def may_apply(self, state: State, view: View) -> bool:
-        """Return whether to apply the gradient buffer now. Called with ``Apply.THRESHOLD`` if it is not empty."""
+        """Return whether to make an optimizer step with the gradient buffer now.
+
+        Called only with ``Apply.THRESHOLD``, if the buffer is not empty.
+        """
         return False
 
     def ticked(self, state: State, view: View, pulls: int, delayed: int) -> State:
         """Return the state after a tick.
 
         Args:
-            state: before it.
-            view: after it.
-            pulls: the number of pulls since the last tick or switch.
-            delayed: how many of these could not be answered at once.
+            state: the state before the tick.
+            view: the shard after the tick.
+            pulls: the number of pulls since the previous tick or the last switch.
+            delayed: the number of these pulls that were delayed.
         """
         return state
 
@@ -170,7 +187,7 @@ class SyncModel(abc.ABC):
 @final
 @dataclass(frozen=True)
 class Conditions(SyncModel):
-    """Custom pull and push conditions: SetcondPull and SetcondPush (FluentPS, section III-B).
+    """A sync model of two functions: SetcondPull and SetcondPush (FluentPS, section III-B).
 
     Attributes:
         pull: returns whether a pull may be answered now.

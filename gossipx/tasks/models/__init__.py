@@ -28,11 +28,11 @@ class Facts:
     """Properties of a built-in model.
 
     Attributes:
-        parameters: number of parameters at the published input, which the next three attributes describe.
-        classes: number of classes.
-        channels: number of channels.
-        pixels: height and width.
-        smallest: minimum height and width of an input.
+        parameters: number of parameters with the published input and output sizes: the next three attributes.
+        classes: number of classes in the publication.
+        channels: number of channels of its input images.
+        pixels: height and width of its input images.
+        smallest: minimum height and width of an input image.
         paper: approximate number of parameters according to Adaptive Communication (section VI); None: not mentioned.
         source: the publication that defines the model.
     """
@@ -54,6 +54,7 @@ class Model:
     facts: Facts
 
 
+# "Option A" is the shortcut without parameters, see gossipx.tasks.models.resnet.
 _HE = "He et al. 2015, arXiv:1512.03385, section 4.2, option A"
 
 MODELS: dict[str, Model] = {
@@ -68,12 +69,12 @@ MODELS: dict[str, Model] = {
         Facts(6_998_552, 1000, 3, 224, 31, 11_000_000, "Szegedy et al. 2014, without auxiliary heads; bvlc_googlenet"),
     ),
 }
-"""Models that ``gossipx run`` can train; each has a preset."""
+"""Models that ``gossipx run`` can train; each has a preset of training settings."""
 
 UNTRAINED: dict[str, Model] = {
     "inception-v4": Model(InceptionV4, Facts(42_648_232, 1000, 3, 299, 75, None, "Szegedy et al. 2016; TF-slim")),
 }
-"""Models without a preset, of which only the sizes of the tensors are used."""
+"""Models that cannot be trained here, without a preset: only the sizes of their tensors are used."""
 
 
 def build_model(name: str, *, classes: int, channels: int, pixels: int) -> nn.Module:
@@ -95,11 +96,14 @@ def build_model(name: str, *, classes: int, channels: int, pixels: int) -> nn.Mo
 
 
 def _scale(pixels: int, module: nn.Module, given: tuple[Tensor]) -> Tensor:
+    """Scale a module's input images to ``pixels`` × ``pixels``, as a forward pre-hook."""
     return functional.interpolate(given[0], size=(pixels, pixels), mode="bilinear")
 
 
 def published_sizes(name: str) -> list[tuple[str, int]]:
-    """Return names and numbers of elements of a model's parameters at the published input, without allocating them.
+    """Return the name and the number of elements of each parameter of a model, without allocating them.
+
+    The sizes are those with the published input size and number of classes.
 
     Args:
         name: a key of ``MODELS`` or ``UNTRAINED``.

@@ -7,10 +7,15 @@ from torch.nn import functional
 
 
 class Block(nn.Module):
-    """Two 3×3 convolutions with batch normalisation, added to the input.
+    """A residual block: two 3×3 convolutions with batch normalisation, whose result is added to the block's input.
 
-    Where the number of maps changes, the shortcut takes every second pixel and pads the new maps with zeros (option A,
-    which has no parameters).
+    If the block has more feature maps than its input, its first convolution halves height and width. The shortcut then
+    takes every second pixel of the input and adds maps of zeros. This is option A of the paper, which has no
+    parameters.
+
+    Args:
+        before: number of feature maps of the input.
+        maps: number of feature maps of the output.
     """
 
     def __init__(self, before: int, maps: int):
@@ -30,10 +35,16 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A net of 6n + 2 layers: three stages of n blocks of 16, 32 and 64 maps, global average pooling, a linear layer.
+    """A net of 6n + 2 layers: a convolution; three stages of n blocks with 16, 32 and 64 feature maps; a linear layer.
 
-    Input (N, C, H, W), H = W of at least 8: the last stage then has 2×2 pixels, so that batch normalisation sees more
-    than one value per map even in a batch of one. Output (N, classes).
+    Input (N, C, H, W), output (N, classes). H = W must be at least 8. The last stage then has at least 2×2 pixels, so
+    batch normalisation sees more than one value per map even if the batch has one image.
+
+    Args:
+        depth: the number of layers, 6n + 2.
+        classes: number of classes.
+        channels: C.
+        pixels: H = W; unused, since the net works at any size.
     """
 
     def __init__(self, depth: int, classes: int, channels: int, pixels: int):

@@ -1,7 +1,8 @@
-"""Built-in solver files: the settings of Table I (Adaptive Communication, section VI) for Caffe's solver.
+"""Built-in solver files: the training settings of Table I (Adaptive Communication, section VI) in Caffe's format.
 
-The table omits the step sizes, which are those of Caffe's examples as fractions of their length; see
-:mod:`gossipx.tasks.presets`. ``net`` names the built-in model.
+The table does not say at which iterations the learning rate drops (``stepsize``, ``stepvalue``). The files follow
+Caffe's examples: the rate drops after the same fractions of the run; see :mod:`gossipx.tasks.presets`. The field
+``net`` names a built-in model instead of a file.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ def names() -> list[str]:
 
 
 def find(given: str) -> Path:
-    """Return the path of a solver file, given as a path or as the name of a built-in one.
+    """Return the path of a solver file.
+
+    Args:
+        given: a path, or the name of a built-in file, which takes precedence.
 
     Raises:
-        UsageError: no such file.
+        UsageError: the file does not exist.
     """
     if given in names():
         return HERE / f"{given}.prototxt"
@@ -34,5 +38,5 @@ def find(given: str) -> Path:
 
 
 def told(given: str) -> str:
-    """Return the name of a built-in file, or the absolute path, for processes in other directories."""
+    """Return ``given`` in a form that is valid in any working directory: a built-in name or an absolute path."""
     return given if given in names() else str(Path(given).absolute())
