@@ -26,9 +26,9 @@ from gossipx.errors import ProtocolError
 class PerTensor(Codec):
     """A codec that encodes one tensor at a time, on any device; most custom codecs derive from it.
 
-    A subclass defines :meth:`_bytes`, which encodes a tensor, :meth:`_values`, which decodes it, and :meth:`_most`,
+    A subclass defines ``_bytes``, which encodes a tensor, ``_values``, which decodes it, and ``_most``,
     which bounds the size of the encoding. A codec whose decoder needs reference values (``near``) overrides
-    :meth:`_values_near`, too. This class does the rest: error feedback, frames and checks; see
+    ``_values_near``, too. This class does the rest: error feedback, frames and checks; see
     :class:`gossipx.codecs.base.Codec`.
     """
 

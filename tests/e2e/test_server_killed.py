@@ -57,7 +57,7 @@ def test_it_is_restored_from_its_checkpoint_and_its_journal(tmp_path: Path) -> N
         whole = here.run(*options, name="whole")
         process = here.start_run(*options)
         killed(process, here, 0)
-        again = here.start("-c", AGAIN, here.path / "x", "0")
+        again = here.start("-c", AGAIN, here.path / "x", "0", fresh=True)
         ended = process.end()
         assert ended.code == 0, ended.shown
         came = again.end()
@@ -146,7 +146,7 @@ def test_it_is_restored_after_a_change_of_servers(tmp_path: Path, servers: str, 
         changed.open()
         waits.reached()
         os.kill(children(process.pid)[2], signal.SIGKILL)
-        started = here.start("-c", SCRIPT_AGAIN, here.path / "x", "2", script, tmp_path)
+        started = here.start("-c", SCRIPT_AGAIN, here.path / "x", "2", script, tmp_path, fresh=True)
         again.reached()
         killed.open()
         ended, came = process.end(), started.end()
