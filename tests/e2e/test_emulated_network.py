@@ -197,11 +197,13 @@ def test_a_share_of_the_frames_is_lost_and_counted(tools: str, monkeypatch: pyte
         assert ask(receiver)
         result(python(net.hosts[1], UDP_SENDER, net.hosts[0].address, sent, ends))
         received, lost = result(receiver), net.lost()
+        # A switch that was not scheduled for a while sends its queue at once, and the link's bucket drops a part of it.
+        dropped = net.switch_counts()["overflowed"] if net.ways.has_switch else 0
         # Some of the last datagrams and of the ARP requests are lost too.
-        assert sent <= received + lost <= sent + ends + 5
+        assert sent <= received + lost + dropped <= sent + ends + 5
         assert received < sent
         deviation = (sent * loss * (1 - loss)) ** 0.5
-        assert abs(sent - received - sent * loss) < 5 * deviation
+        assert abs(sent - received - dropped - sent * loss) < 5 * deviation
 
 
 @needs_network
