@@ -193,8 +193,8 @@ class Captures:
         """Return the drift ‖x_t − x_r‖₂. Only the training thread may call this.
 
         Args:
-            pulling: ticket of an exchange under way; drift is then measured from its start instead of x_r. None: there
-                is no such exchange.
+            pulling: ticket of an exchange under way; drift is then measured from its start instead of x_r. None: no
+                exchange is under way.
         """
         while self._delivered:
             delivered = self._delivered.popleft()
