@@ -6,6 +6,7 @@ buffer that the payload is received into, and decodes it afterwards.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -170,7 +171,7 @@ class ChangeSink:
         self._bucket_memory.base = checksum(self._values)
 
 
-class Whole:
+class Whole(abc.ABC):
     """Receives a reply's payload into one newly allocated buffer; a :class:`gossipx.wire.SinkFactory`.
 
     Args:
@@ -188,9 +189,9 @@ class Whole:
         self._max_bytes = max_bytes
         self.content = memoryview(bytearray())
 
+    @abc.abstractmethod
     def size(self, reply: CarryingReply) -> int | None:
         """Return the payload's size in bytes, or None if the reply is of another type."""
-        raise NotImplementedError
 
     def fit(self, reply: CarryingReply) -> Sink:
         """Check the header and return the sink for its payload.

@@ -26,11 +26,6 @@ _KEPT: list[Any] = []
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGALRM)
 
 
-def is_python(command: Sequence[str]) -> bool:
-    """Return whether a command can be forked: this interpreter, and a module, code or a script to run."""
-    return len(command) > 1 and command[0] == sys.executable and (command[1] in ("-m", "-c") or command[1][0] != "-")
-
-
 class Forked(subprocess.Popen[Any]):
     """``python -m MODULE``, ``python -c CODE`` or ``python SCRIPT`` as a fork of this process, which must have no
     threads."""
@@ -73,12 +68,8 @@ def _become(call: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
     logging.root.handlers.clear()
     _name_it()
     command = [os.fspath(argument) for argument in call["args"]]
-    sys.exit = _exit
     _set_threads()
     os._exit(_run(command[1:]))
-
-
-_exit = sys.exit
 
 
 def _close_all_but(kept: Iterable[int]) -> None:

@@ -26,7 +26,6 @@ from pathlib import Path
 from forks.process import Forked
 
 LOADED = (
-    "gossipx.__main__",
     "networkx",
     "numba",
     "rich.live",
@@ -50,8 +49,7 @@ def load() -> None:
     from gossipx.config.settings import TaskSettings
 
     for name in LOADED:
-        if name != "gossipx.__main__":
-            importlib.import_module(name)
+        importlib.import_module(name)
     for module in pkgutil.walk_packages(gossipx.__path__, "gossipx.", onerror=lambda name: None):
         if not module.name.startswith(NOT_LOADED):
             importlib.import_module(module.name)
