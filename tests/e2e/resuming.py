@@ -12,7 +12,7 @@ from gossipx.checkpoint import Store
 from gossipx.checkpoint.store import MANIFEST
 from runs import LONG, Folder, Process, Run
 
-BRIEF = ("--eval-interval", "0", "--peer-timeout", "20")
+BRIEF = ("--batch-size", "8", "--eval-interval", "0", "--peer-timeout", "20")
 
 
 def store(here: Folder, rank: int, name: str = "x") -> Store:

@@ -22,7 +22,7 @@ def test_adaptive_and_travel_save_retrievals_and_keep_the_accuracy(tmp_path: Pat
     with folder(tmp_path, 4) as place:
         for policy in ("tau:10", "adaptive", "travel"):
             options = ("--policy", policy, "--eval-interval", "0", "--overwrite")
-            runs = [place.run(*options, "--seed", str(seed)).summary for seed in SEEDS]
+            runs = [place.run(*options, "--seed", str(seed), fresh=True).summary for seed in SEEDS]
             pulls[policy] = statistics.fmean(statistics.fmean(one["retrievals"]) for one in runs)
             accuracy[policy] = statistics.fmean(statistics.fmean(one["test_accuracy"]) for one in runs)
     assert pulls["adaptive"] <= 0.10 * pulls["tau:10"]

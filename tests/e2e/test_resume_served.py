@@ -19,7 +19,10 @@ from gossipx.runtime.checkpoints import store_of
 from runs import LONG, Folder, Process, Run, children, differences, folder, is_running, one_line
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-BRIEF = ("--eval-interval", "0", "--log-interval", "1", "--checkpoint-every", "20", "--peer-timeout", "10")
+BRIEF = (
+    *("--batch-size", "8", "--eval-interval", "0", "--log-interval", "1"),
+    *("--checkpoint-every", "20", "--peer-timeout", "10"),
+)
 
 
 def killed_after(here: Folder, process: Process, iteration: int, shards: int = 1) -> None:

@@ -16,7 +16,7 @@ from certificates import Authority, Identity
 
 from runs import Ended, Folder, Process, Run, differences, folder, free_ports, one_line
 
-BRIEF = ("--iterations", "30", "--eval-interval", "0", "--peer-timeout", "20", "--policy", "tau:5")
+BRIEF = ("--iterations", "30", "--batch-size", "8", "--eval-interval", "0", "--peer-timeout", "10", "--policy", "tau:5")
 SECRET, WRONG = "the secret of this run, which is long", "another secret, of somebody else"
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is loopback on Linux alone")

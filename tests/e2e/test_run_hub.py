@@ -13,7 +13,7 @@ import pytest
 
 from runs import Run, children, differences, folder
 
-BRIEF = ("--policy", "tau:10", "--eval-interval", "0", "--log-interval", "1")
+BRIEF = ("--policy", "tau:10", "--batch-size", "8", "--eval-interval", "0", "--log-interval", "1")
 ITERATIONS = ("--iterations", "150")
 
 

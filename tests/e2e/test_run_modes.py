@@ -14,7 +14,7 @@ MODES = {
     "push-sum": ("--mode", "push", "--weights", "push-sum"),
     "pushpull": ("--mode", "pushpull"),
 }
-BRIEF = ("--policy", f"tau:{EVERY}", "--iterations", str(ITERATIONS), "--eval-interval", "0")
+BRIEF = ("--policy", f"tau:{EVERY}", "--iterations", str(ITERATIONS), "--batch-size", "8", "--eval-interval", "0")
 
 
 @pytest.mark.parametrize(("mode", "blocking"), [("push", False), ("push-sum", True), ("pushpull", True)])

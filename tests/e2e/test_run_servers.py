@@ -15,7 +15,7 @@ from gossipx.checkpoint import unpack
 from gossipx.runtime.shards import store_of_shard
 from runs import Run, children, differences, folder, one_line
 
-BRIEF = ("--iterations", "120", "--eval-interval", "0", "--log-interval", "1")
+BRIEF = ("--iterations", "120", "--batch-size", "8", "--eval-interval", "0", "--log-interval", "1")
 
 
 def test_codecs_both_ways_move_a_fortieth_of_the_bytes(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_bsp_is_the_same_whenever_gradients_leave(tmp_path: Path) -> None:
 
 def test_the_sync_model_is_set_from_the_command_line(tmp_path: Path) -> None:
     with folder(tmp_path, 2) as here:
-        process = here.start_run("--servers", "0,1", "--iterations", "100000", "--eval-interval", "0")
+        process = here.start_run(*BRIEF, "--servers", "0,1", "--iterations", "100000")
         process.line(rf"{here.names[0]} train \d+/")
         told = here.start("-m", "gossipx", "server", "set-sync", here.path / "x", "ssp:staleness=2").end()
         assert (told.code, told.output) == (0, "all shards now use ssp:staleness=2\n"), told.shown

@@ -40,11 +40,15 @@ LOADED = (
 )
 """Modules that peers import, at once or later."""
 NOT_LOADED = ("gossipx.integrations", "gossipx.__main__")
+TEST_IMAGES = 500
+"""Images on which forked peers evaluate the built-in task: a peer evaluates three models at its end."""
 LONGEST = 1 << 20
 
 
 def load() -> None:
     """Import all of gossipx and the modules that it uses."""
+    import torch
+
     import gossipx
     from gossipx.config.settings import TaskSettings
 
@@ -55,10 +59,17 @@ def load() -> None:
             importlib.import_module(module.name)
 
     from gossipx.launch import local
-    from gossipx.launch.loops import train
+    from gossipx.tasks import data
 
-    train.load = functools.cache(train.load)
-    train.load(TaskSettings().task, None)  # unpacking the built-in data takes a quarter of a second
+    whole = data.load
+
+    @functools.cache
+    def load_short(task: str, folder: Path | None) -> tuple[data.Dataset, data.Dataset]:
+        own, test = whole(task, folder)
+        return own, test.take(torch.arange(TEST_IMAGES))
+
+    data.load = load_short
+    load_short(TaskSettings().task, None)  # unpacking the built-in data takes a quarter of a second
     local.launch = functools.partial(local.launch, spawn=Forked)  # type: ignore[assignment]
 
 
