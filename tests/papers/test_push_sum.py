@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from torch import Tensor
 from toy import SIZE, TIMEOUT, Point, bound, ended, maker, models, until
 
@@ -86,7 +87,7 @@ def conserved(made: World, size: int) -> None:
 # --- mass conservation: Kempe et al., Proposition 2.2 -------------------------------------------------
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     size=st.integers(2, 6),
     seed=st.integers(0, 10_000),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from toy import SIZE, TIMEOUT, bound, world
 
 from gossipx.sim import Network
@@ -25,7 +26,7 @@ FAULTS = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(
     size=st.integers(2, 5),
     seed=st.integers(0, 100),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from toy import ITERATIONS, TIMEOUT, before, bound, ended, models, spread, world
 
 from gossipx.sim import Network
@@ -69,7 +70,7 @@ def test_all_begin_with_one_peers_weights():
     assert spread(models(own)) > 0.1
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     size=st.integers(1, 12),
     seed=st.integers(0, 1000),
@@ -86,7 +87,7 @@ def test_the_finish_is_the_exact_mean(size: int, seed: int, pace: list[float], d
     torch.testing.assert_close(models(made), mean.expand(size, -1), rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(size=st.integers(1, 6), seed=st.integers(0, 1000), loss=st.sampled_from([0.0, 0.1]))
 def test_two_runs_of_one_seed_are_equal(size: int, seed: int, loss: float):
     logs = []

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from modes import PAIRS, PUSH, PUSH_SUM, agree, both_ways, every_mode, nothing_left, slow
+from property_tests import examples
 from toy import SIZE, TIMEOUT, alone, before, bound, ended, maker, models, sgd, until, within, world
 
 from gossipx.protocol.events import Fault
@@ -112,7 +113,7 @@ def test_rings_of_choices(size: int, ahead: int, blocking: bool):
     agree(made, list(range(size)))
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     size=st.integers(2, 7),
     seed=st.integers(0, 10_000),

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from modes import MODES, PAIRS, PUSH, agree, both_ways, every_mode, nothing_left, slow
+from property_tests import examples
 from toy import ITERATIONS, SIZE, alone, before, bound, ended, maker, models, spread, until, world
 
 from gossipx.peer.offers import Phase
@@ -58,7 +59,7 @@ def test_any_number_of_peers(size: int, mode: dict[str, Any]):
     assert all((peer.role.sync.retrievals > 0) == (size > 1) for peer in made.peers.values())
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     size=st.integers(1, 8),
     seed=st.integers(0, 1000),

@@ -10,8 +10,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from toy import SIZE, Point, before, bound, ended, models, sgd, spread, until, world
 from wave_worlds import EXACT, Tracked, conserved, counts, rounds_lost, start, waves
 
@@ -51,7 +52,7 @@ def test_the_finish_leaves_the_same_bits_with_all(size: int):
     torch.testing.assert_close(models(made), before(made).mean(0).expand(size, -1), rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     size=st.integers(2, 9),
     paces=st.lists(st.floats(0.4, 3.0), min_size=9, max_size=9),

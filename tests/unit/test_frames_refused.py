@@ -13,8 +13,9 @@ import tracemalloc
 
 import pytest
 from drawn_frames import feed, figures, forged, lines, messages, whole
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from gossipx.errors import ProtocolError
 from gossipx.memory import Source
@@ -277,7 +278,7 @@ def test_random_json(kind: int, fields: st.DataObject) -> None:
     digest(forged(kind, json.dumps(plain).encode()))
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(message=messages, changes=st.lists(st.tuples(st.integers(0), st.integers(1, 255)), min_size=1))
 def test_mutated_frames_are_refused(message: Message, changes: list[tuple[int, int]]) -> None:
     payload = memoryview(b"8 bytes.") if isinstance(message, ModelReply) else None

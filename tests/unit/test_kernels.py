@@ -13,8 +13,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from torch import Tensor
 
 from gossipx.model import kernels
@@ -80,7 +81,7 @@ DIFFERENCES = [
 
 
 @pytest.mark.parametrize("advance", ADVANCES)
-@settings(max_examples=60)
+@examples(60)
 @given(length=lengths, dtype=dtypes, seed=seeds, scale=scales, in_place=st.booleans())
 def test_advance_is_the_delta_of_equation_6_and_the_copy(
     advance: Callable[..., float], length: int, dtype: torch.dtype, seed: int, scale: float, in_place: bool
@@ -140,7 +141,7 @@ def test_values_that_are_not_finite_are_detected(
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES)
-@settings(max_examples=60)
+@examples(60)
 @given(length=lengths, dtype=dtypes, seed=seeds, into=st.sampled_from(["received", "base", "other"]))
 def test_difference_is_written_and_measured(
     difference: Callable[..., float], length: int, dtype: torch.dtype, seed: int, into: str
@@ -202,7 +203,7 @@ def test_differences_in_four_threads_at_once():
     assert measured == pytest.approx(expected, rel=1e-6)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(length=lengths, dtype=dtypes, seed=seeds)
 def test_squared_norm(length: int, dtype: torch.dtype, seed: int):
     vector = normal(length, dtype, seed)
@@ -214,7 +215,7 @@ def test_squared_norm(length: int, dtype: torch.dtype, seed: int):
 # --- commit -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(length=lengths, dtype=dtypes, seed=seeds, share=st.sampled_from([0.0, 0.25, 0.5, 1.0, 0.3]))
 def test_commit_moves_weights_and_boundary_alike(length: int, dtype: torch.dtype, seed: int, share: float):
     x, change = normal(length, dtype, seed), normal(length, dtype, seed + 1)
@@ -229,7 +230,7 @@ def test_commit_moves_weights_and_boundary_alike(length: int, dtype: torch.dtype
 # --- mismatched vectors -------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(length=lengths | st.just(300_001), dtype=dtypes, seed=seeds)
 def test_accumulate_adds_as_torch_does_in_the_wider_dtype(length: int, dtype: torch.dtype, seed: int):
     values = normal(length, dtype, seed)

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 from arenas import mix
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from torch import Tensor, nn
 
 from gossipx.model import kernels
@@ -158,7 +159,7 @@ def test_rounding_remainders_are_kept_without_a_step():
     assert arena.step_done() == 0 and torch.equal(master, fine)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(dtype=dtypes, seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([1e-6, 1e-3, 1.0, 100.0]))
 def test_masters_follow_the_modules_values(dtype: torch.dtype, seed: int, scale: float):
     generator = torch.Generator().manual_seed(seed)

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from gossipx.errors import UsageError
 from gossipx.server.placement import (
@@ -289,7 +290,7 @@ def holders(placed: dict[str, list[Partition]]) -> dict[tuple[int, int], str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=50)
+@examples(50)
 @given(sizes=st.lists(st.integers(0, 40), max_size=12), data=st.data())
 def test_moves_are_exactly_the_difference(name: str, sizes: list[int], data: Any) -> None:
     servers = st.lists(st.sampled_from("abcdefg"), min_size=1, unique=True)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from google.protobuf import text_format
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from gossipx.errors import UsageError
 from gossipx.solver import schema
@@ -382,7 +383,7 @@ def solvers() -> st.SearchStrategy[Any]:
     return messages().filter(lambda message: not (message.HasField("type") and message.HasField("solver_type")))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(150)
 @given(solvers(), st.booleans())
 def test_what_protobuf_writes_is_read_back(message: Any, one_line: bool) -> None:
     text = text_format.MessageToString(message, as_one_line=one_line)
@@ -405,7 +406,7 @@ def test_what_protobuf_writes_is_read_back(message: Any, one_line: bool) -> None
         assert lines[place.line - 1][place.column - 1 :].startswith(place.name)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@examples(100)
 @given(solvers().filter(lambda message: message.ListFields()), st.data())
 def test_a_typo_anywhere_is_found_where_it_is(message: Any, data: st.DataObject) -> None:
     lines = text_format.MessageToString(message).split("\n")
@@ -421,7 +422,7 @@ _WORDS = (*_NAMES, "clip_param", "min", "stage", "x", "true", "GPU", "nan", "-",
 _PIECES = (*_WORDS, *"{}<>[]:,;#\n\x85é", '"a"', "'b'", '"\\xff"', '"\\q', "'c")
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(
     st.lists(st.sampled_from(_PIECES)).map(" ".join) | st.text() | st.binary().map(lambda raw: raw.decode("latin-1"))
 )
