@@ -346,7 +346,7 @@ def _alike(config: RunConfig, turns: Schedule, hub: ElasticSettings | None, serv
         "--references": str(sync.references),
         "--exchange": sync.exchange,
         "--weights": sync.weights,
-        "--schedule": schedules.told(sync.schedule, turns),
+        "--schedule": schedules.describe(sync.schedule, turns),
         "--topology": turns.topology.fingerprint(),
     }
 
