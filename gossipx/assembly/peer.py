@@ -313,11 +313,11 @@ def _servers_due(driver: Driver) -> Callable[[], int] | None:
 def _backward(
     module: nn.Module, driver: Driver, served: Served, wait_free: bool
 ) -> Callable[[Callable[[], None]], Backward]:
-    def ready(buckets: Sequence[tuple[int, int]]) -> None:
+    def on_gradients_ready(buckets: Sequence[tuple[int, int]]) -> None:
         driver.handle(GradientsReady(tuple(buckets)))
 
     return lambda poll: Backward(
-        module, served.tables, served.table_store.client, ready, driver.wait_for_resume, poll, wait_free
+        module, served.tables, served.table_store.client, on_gradients_ready, driver.wait_for_resume, poll, wait_free
     )
 
 

@@ -24,7 +24,8 @@ def test_a_schedule_is_told_alike_however_it_is_spelt() -> None:
     spelt = ["inner-outer", "inner-outer:0.1", " inner-outer: outer=.1\n", "inner-outer:outer=0.10"]
     assert {describe(spec, parse(spec, graph)) for spec in spelt} == {"inner-outer outer=0.1"}
     assert describe("inner-outer:0.2", parse("inner-outer:0.2", graph)) == "inner-outer outer=0.2"
-    assert [describe(spec, parse(spec, graph)) for spec in (None, "static", "one-peer")] == ["random", "static", "one-peer"]
+    plain = {None: "random", "static": "static", "one-peer": "one-peer"}
+    assert {spec: describe(spec, parse(spec, graph)) for spec in plain} == plain
 
 
 def row(schedule: Schedule, number: int) -> list[int | None]:
