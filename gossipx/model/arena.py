@@ -278,9 +278,9 @@ class ParameterArena:
             snapshot.fill(buffer.vectors, buffer, self.step)
         else:
             self.pool.now = snapshot
-            vectors, buffer = self.pool.boundary_memory()
+            vectors, host_buffer = self.pool.boundary_memory()
             self._copy(vectors)
-            snapshot.fill(vectors, buffer, self.step, self._streams.mark())
+            snapshot.fill(vectors, host_buffer, self.step, self._streams.mark())
 
     def _copy_whole(self) -> HostBuffer:
         buffer = self.pool.buffer(whole=True)
