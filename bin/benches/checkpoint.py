@@ -64,7 +64,7 @@ class Training:
         self.arena.step_done()
         middle = time.perf_counter()
         self.checkpoints.step_done(dict)
-        self.arena.go_on()
+        self.arena.leave_boundary()
         return middle - begin, time.perf_counter() - middle
 
     def close(self) -> None:

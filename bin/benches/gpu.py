@@ -45,7 +45,7 @@ class Loop:
         self.optimizer.step()
         if self.arena is not None:
             self.arena.step_done()
-            self.arena.go_on()
+            self.arena.leave_boundary()
 
     def seconds(self, steps: int = STEPS) -> float:
         """Return the seconds of a step, including all work that it starts on the device."""
@@ -99,7 +99,7 @@ def _moves(width: int, device: torch.device) -> tuple[int, dict[str, float]]:
         loop.finish()
         found["brought to the device"].append(_timed(lambda one=there: arena.pool.upload(one)))
         found["mixed"].append(_timed(lambda one=there: (arena.commit(one, 0.5), loop.finish())))
-        arena.go_on()
+        arena.leave_boundary()
         incoming.release()
     return len(model), {name: statistics.median(values) for name, values in found.items()}
 

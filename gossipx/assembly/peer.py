@@ -313,11 +313,11 @@ def _servers_due(driver: Driver) -> Callable[[], int] | None:
 def _backward(
     module: nn.Module, driver: Driver, served: Served, wait_free: bool
 ) -> Callable[[Callable[[], None]], Backward]:
-    def ready(buckets: Sequence[tuple[int, int]]) -> None:
+    def on_gradients_ready(buckets: Sequence[tuple[int, int]]) -> None:
         driver.handle(GradientsReady(tuple(buckets)))
 
     return lambda poll: Backward(
-        module, served.tables, served.table_store.client, ready, driver.wait_for_resume, poll, wait_free
+        module, served.tables, served.table_store.client, on_gradients_ready, driver.wait_for_resume, poll, wait_free
     )
 
 
@@ -346,7 +346,7 @@ def _alike(config: RunConfig, turns: Schedule, hub: ElasticSettings | None, serv
         "--references": str(sync.references),
         "--exchange": sync.exchange,
         "--weights": sync.weights,
-        "--schedule": schedules.told(sync.schedule, turns),
+        "--schedule": schedules.describe(sync.schedule, turns),
         "--topology": turns.topology.fingerprint(),
     }
 

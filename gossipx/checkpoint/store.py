@@ -112,8 +112,8 @@ class Store:
 
     def _drop_all_but(self, iteration: int) -> None:
         """Keep only the newest checkpoints up to ``iteration``."""
-        whole = [path for path in self._newest_first() if (path / MANIFEST).exists() and int(path.name) <= iteration]
-        kept = whole[: self._keep]
+        complete = [path for path in self._newest_first() if (path / MANIFEST).exists() and int(path.name) <= iteration]
+        kept = complete[: self._keep]
         try:
             for path in self._newest_first():
                 if path not in kept:
@@ -155,11 +155,11 @@ class Store:
                 return int(path.name)
         return None
 
-    def whole(self, told: bool = False) -> set[int]:
+    def find_complete(self, log_damaged: bool = False) -> set[int]:
         """Return the iterations of all complete checkpoints.
 
         Args:
-            told: whether to log one line about each damaged one.
+            log_damaged: whether to log one line about each damaged one.
         """
         found = set()
         for path in self._newest_first():
@@ -167,7 +167,7 @@ class Store:
                 _verify(path)
                 found.add(int(path.name))
             except DamagedError as damage:
-                if told:
+                if log_damaged:
                     log.warning("%s; this checkpoint is not used", damage)
         return found
 

@@ -19,7 +19,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from gossipx.cli import words
+from gossipx.cli import completers
 from gossipx.cli.options import Option, RunCommand, help_all, help_for, option
 from gossipx.config import files
 from gossipx.config.settings import KEYS
@@ -125,7 +125,7 @@ def _all_settings(command: Callable[..., None]) -> Callable[..., None]:
     common="Run",
     metavar="RUN",
     help="Resume a run, given by name or directory, from its checkpoints.",
-    shell_complete=words.runs(),
+    shell_complete=completers.runs(),
 )
 @click.option("--dry-run", is_flag=True, help="Show the peers and the expected traffic; start nothing.")
 @click.option(
@@ -146,7 +146,7 @@ def _all_settings(command: Callable[..., None]) -> Callable[..., None]:
     nargs=-1,
     type=click.UNPROCESSED,
     metavar="[SCRIPT [ARGS]...]",
-    shell_complete=words.path("file"),
+    shell_complete=completers.paths("file"),
 )
 def run(
     config_file: Path | None,
@@ -217,7 +217,7 @@ def run(
     required=True,
     type=click.Path(path_type=Path),
     metavar="RUN...",
-    shell_complete=words.ended_runs,
+    shell_complete=completers.ended_runs,
 )
 @click.option(
     "--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Directory that contains the runs."

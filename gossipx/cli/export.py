@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
-from gossipx.cli import words
+from gossipx.cli import completers
 from gossipx.cli.commands import debug
 
 
 @click.command("export")
-@click.argument("run", metavar="RUN", shell_complete=words.runs())
+@click.argument("run", metavar="RUN", shell_complete=completers.runs())
 @click.option(
     "--to", "target", type=click.Path(path_type=Path), required=True, help="Output file, such as model.safetensors."
 )

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import click
 
-from gossipx.cli import words
+from gossipx.cli import completers
 from gossipx.config.settings import KEYS, Group, Key
 
 _ALL = "gossipx.help-all"
@@ -46,7 +46,7 @@ def option(key: Key) -> Callable[[Any], Any]:
         type=kind,
         metavar=key.metavar,
         help=key.help + default,
-        shell_complete=words.of_setting(key),
+        shell_complete=completers.for_setting(key),
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.table import Table
 
-from gossipx.cli import words
+from gossipx.cli import completers
 from gossipx.cli.commands import debug
 from gossipx.cli.tables import show
 
@@ -25,14 +25,14 @@ _BAR = 20
 
 @click.command("placement")
 @debug
-@click.argument("model", metavar="MODEL", shell_complete=words.models)
+@click.argument("model", metavar="MODEL", shell_complete=completers.models)
 @click.option("--servers", type=click.IntRange(1, _MOST), default=4, show_default=True, help="Number of servers.")
 @click.option(
     "--placement",
     "strategy",
     metavar="NAME",
     help="Show only this placement. Default: all.",
-    shell_complete=words.placements,
+    shell_complete=completers.placements,
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def placement(model: str, servers: int, strategy: str | None, as_json: bool) -> None:

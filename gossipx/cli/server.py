@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from gossipx.cli import words
+from gossipx.cli import completers
 from gossipx.cli.commands import debug
 from gossipx.launch.directory import run_directory
 
@@ -23,8 +23,8 @@ def server() -> None:
 
 @server.command("set-sync")
 @debug
-@click.argument("run", type=click.Path(path_type=Path), metavar="RUN", shell_complete=words.runs())
-@click.argument("sync", metavar="SYNC", shell_complete=words.sync_models)
+@click.argument("run", type=click.Path(path_type=Path), metavar="RUN", shell_complete=completers.runs())
+@click.argument("sync", metavar="SYNC", shell_complete=completers.sync_models)
 @click.option("--shard", type=click.IntRange(0), help="Change only this shard, counted from 0. Default: all.")
 @click.option("--apply", default="", help="How gradients are applied: push, each, tick. Default: the sync model's.")
 @click.option("--pulls", default="", help="When delayed pulls are answered: lazy or soft. Default: unchanged.")
@@ -52,7 +52,7 @@ def set_sync(run: Path, sync: str, shard: int | None, apply: str, pulls: str, lo
 
 @server.command("set-servers")
 @debug
-@click.argument("run", type=click.Path(path_type=Path), metavar="RUN", shell_complete=words.runs())
+@click.argument("run", type=click.Path(path_type=Path), metavar="RUN", shell_complete=completers.runs())
 @click.argument("servers", metavar="SERVERS")
 @click.option(
     "--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Directory that contains the runs."

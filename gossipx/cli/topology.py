@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from gossipx.cli import words
+from gossipx.cli import completers
 from gossipx.cli.commands import FloatRange, debug
 from gossipx.cli.tables import show as show_table
 from gossipx.launch.cluster.world import MOST
@@ -29,7 +29,7 @@ def topology() -> None:
 
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-_name = click.argument("name", metavar="NAME|FILE", shell_complete=words.topologies)
+_name = click.argument("name", metavar="NAME|FILE", shell_complete=completers.topologies)
 
 
 def _selects_graph(command: Callable[..., None]) -> Callable[..., None]:
@@ -100,7 +100,7 @@ def show(name: str, size: int | None, seed: int, as_json: bool) -> None:
 @click.option(
     "--schedule",
     help="How partners are chosen, as for run. Default: the topology's, or random.",
-    shell_complete=words.schedules,
+    shell_complete=completers.schedules,
 )
 @click.option(
     "--weights", type=click.Choice(["uniform", "metropolis", "push-sum"]), default="uniform", help="As for run."

@@ -2,7 +2,8 @@
 
 The interface is ``init(tensor) -> state``, ``encode(tensor, state) -> (frame, state)``, ``decode(frame) -> tensor`` and
 ``decode_into(frame, out)``, which overwrites or adds. Frames are self-describing, so decoding needs no state. Some
-codecs send values modulo a range; their decoder needs nearby reference values, which ``decode_into`` takes as ``near``.
+codecs send values modulo a range. Their decoder needs reference values near the encoded ones, such as the receiver's
+own model; ``decode_into`` takes these as ``near``.
 Codecs work on float32 values; other floating-point types are converted to float32 and back.
 
 A tensor with a non-finite value, or whose scale overflows, has no encoding. It decodes to NaN everywhere, so the
@@ -98,15 +99,15 @@ class Codec(abc.ABC):
 
     def most(self, state: State) -> int:
         """Return the size of the longest possible frame in bytes, the least size of ``out`` in :meth:`encode`."""
-        return self._planned(state).most
+        return self._planned(state).max_bytes
 
     def longest(self, tensors: Tensors) -> int:
         """Return an upper bound in bytes for a frame of such tensors from another peer.
 
         That peer may list shapes differently, and a compressor may lengthen its input a little.
         """
-        most = self._planned(State(tensors)).most
-        return most + most // 64 + 1024
+        max_bytes = self._planned(State(tensors)).max_bytes
+        return max_bytes + max_bytes // 64 + 1024
 
     def in_feedback(self) -> Codec:
         """Return a copy of this codec for use with error feedback."""
@@ -121,8 +122,8 @@ class Codec(abc.ABC):
             tensor: has the shape and dtype that the state was made for, or is a vector that holds all its tensors.
             out: uint8 buffer of at least :meth:`most` bytes for the frame; None: allocate. A compressed frame is always
                 allocated.
-            left: the accumulated error: added to the tensor first, and overwritten by the error of this frame. A
-                float32 vector as long as that of the tensors, on their device.
+            left: the accumulated error, what earlier frames left out: added to the tensor first, and overwritten by
+                the error of this frame. A float32 vector as long as that of the tensors, on their device.
 
         Raises:
             UsageError: the tensor does not match the state, another codec made the state, or ``out`` or ``left`` has a
@@ -130,17 +131,17 @@ class Codec(abc.ABC):
         """
         plan = self._planned(state)
         vector = _vector(tensor, state.tensors)
-        _check_buffers(out, plan.most, left, state.tensors)
-        frame = np.empty(plan.most, np.uint8) if out is None else out
+        _check_buffers(out, plan.max_bytes, left, state.tensors)
+        frame = np.empty(plan.max_bytes, np.uint8) if out is None else out
         begin = len(plan.head)
         frame[:begin] = np.frombuffer(plan.head, np.uint8)
         sizes = np.zeros(len(plan.counts), np.int64)
-        end = table = begin + len(sizes) * plan.wide
+        end = table = begin + len(sizes) * plan.size_width
         if len(sizes):
             end = self._encode(vector.float(), left, state, plan, frame, end, sizes)
-            frame[begin:table] = sizes.astype(f"<u{plan.wide}").view(np.uint8)
-        for number in plan.contents.as_they_are:
-            end = _put_plain(vector, left, state.tensors, number, frame, end)
+            frame[begin:table] = sizes.astype(f"<u{plan.size_width}").view(np.uint8)
+        for index in plan.contents.plain_indices:
+            end = _put_plain(vector, left, state.tensors, index, frame, end)
         frame = frame[:end]
         if self.squeezed:
             frame = squeeze(self.squeezed, frame, begin)
@@ -171,13 +172,13 @@ class Codec(abc.ABC):
         if state.plan is None:
             tensors = state.tensors
             contents = Contents(tensors, self._plain(tensors))
-            shapes = [tensors.shapes[number] for number in contents.encoded]
-            longest = [self._most(count, shape) for count, shape in zip(contents.counts.tolist(), shapes, strict=True)]
-            most = max(longest, default=0)
-            begin = head(self.number, tensors, contents.plain, most, self.squeezed)
-            total = len(begin) + len(longest) * width(most) + sum(longest) + contents.of_plain
+            shapes = [tensors.shapes[index] for index in contents.encoded]
+            bounds = [self._most(count, shape) for count, shape in zip(contents.counts.tolist(), shapes, strict=True)]
+            largest = max(bounds, default=0)
+            size_width, begin = width(largest), head(self.number, tensors, contents.plain, largest, self.squeezed)
+            max_bytes = len(begin) + len(bounds) * size_width + sum(bounds) + contents.plain_bytes
             starts = np.array(tensors.starts, np.int64)[contents.encoded]
-            state.plan = Plan(self, contents, bytes(begin), total, width(most), starts, contents.counts, shapes)
+            state.plan = Plan(self, contents, bytes(begin), max_bytes, size_width, starts, contents.counts, shapes)
         elif state.plan.codec is not self and state.plan.codec != self:
             raise UsageError(f"the state was made by {state.plan.codec}, it cannot be used with {self}")
         return state.plan
@@ -190,27 +191,28 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
-        """Return the most bytes that an encoded tensor takes, scratch space of the encoder included."""
+        """Return an upper bound for the bytes of an encoded tensor, scratch space of the encoder included."""
 
     @abc.abstractmethod
     def _encode(
-        self, x: Tensor, left: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
+        self, x: Tensor, error: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
     ) -> int:
         """Encode the plan's tensors into ``frame[end:]`` and return the new end.
 
         Args:
+            error: the accumulated error, as ``left`` of :meth:`encode`.
             sizes: output: the bytes that each tensor takes; 0: it is empty or not finite.
         """
 
     @classmethod
     @abc.abstractmethod
-    def _read(cls, opened: OpenedFrame, near: Sequence[Tensor] | None) -> Any:
+    def _read(cls, opened: OpenedFrame, references: Sequence[Tensor] | None) -> Any:
         """Check all encoded tensors of a frame and return what :meth:`_write` needs to decode them.
 
         This is the only check between bytes from a peer and compiled loops without bounds checks.
 
         Args:
-            near: for each encoded tensor, flat float32 reference values; None: not available.
+            references: for each encoded tensor, flat float32 reference values; None: not available.
 
         Raises:
             ProtocolError: a tensor is malformed, or needs reference values and has none.
@@ -252,7 +254,7 @@ def decode_into(
         out: a tensor of the shape in the frame, or a vector.
         add: add to the values in ``out`` rather than overwrite them.
         tensors: the tensors that the frame must hold, and their places in ``out``; None: they fill it, side by side.
-        near: reference values for codecs that need them, in the shape of ``out``; may be ``out``.
+        near: reference values near the encoded ones, in the shape of ``out``; may be ``out``. Few codecs need them.
 
     Raises:
         ProtocolError: the frame is malformed or damaged, holds other tensors, or needs ``near``.
@@ -286,12 +288,12 @@ def read_into(
 
     opened = open_frame(frame, max(out.numel(), 1) * 16, check)
     kind, starts = _kind(opened), np.array((want or opened.contents.tensors).starts, np.int64)
-    values = None
+    references = None
     if near is not None:
         flat, encoded = near.detach().reshape(-1).float(), opened.contents.encoded
         places = zip(starts[encoded].tolist(), opened.contents.counts.tolist(), strict=True)
-        values = [flat[start : start + count] for start, count in places]
-    read = kind._read(opened, values)
+        references = [flat[start : start + count] for start, count in places]
+    read = kind._read(opened, references)
 
     def write(add: bool) -> None:
         to = out.detach()
@@ -316,10 +318,10 @@ def _vector(tensor: Tensor, tensors: Tensors) -> Tensor:
     return tensor.detach().reshape(-1).contiguous()
 
 
-def _check_buffers(out: Array | None, most: int, left: Tensor | None, tensors: Tensors) -> None:
+def _check_buffers(out: Array | None, max_bytes: int, left: Tensor | None, tensors: Tensors) -> None:
     """Check sizes and dtypes, since compiled loops do not check bounds."""
-    if out is not None and not (out.dtype == np.uint8 and out.ndim == 1 and len(out) >= most):
-        raise UsageError(f"out must have at least {most} bytes of uint8, not {len(out)} elements of {out.dtype}")
+    if out is not None and not (out.dtype == np.uint8 and out.ndim == 1 and len(out) >= max_bytes):
+        raise UsageError(f"out must have at least {max_bytes} bytes of uint8, not {len(out)} elements of {out.dtype}")
     if left is not None and not (left.dtype == torch.float32 and left.dim() == 1 and len(left) >= tensors.length):
         raise UsageError(f"left must be float32 [{tensors.length}], not {left.dtype} {tuple(left.shape)}")
 
@@ -331,15 +333,15 @@ def _described(tensors: Tensors) -> str:
     return f"{len(tensors.shapes)} tensors of {sum(tensors.counts)} {dtype}"
 
 
-def _put_plain(vector: Tensor, left: Tensor | None, tensors: Tensors, number: int, frame: Array, end: int) -> int:
-    place = slice(tensors.starts[number], tensors.starts[number] + tensors.counts[number])
+def _put_plain(vector: Tensor, error: Tensor | None, tensors: Tensors, index: int, frame: Array, end: int) -> int:
+    place = slice(tensors.starts[index], tensors.starts[index] + tensors.counts[index])
     values = vector[place]
-    if left is not None and left[place].any():  # left by an earlier codec that encoded this tensor
-        wanted = values.double() + left[place]
+    if error is not None and error[place].any():  # left by an earlier codec that encoded this tensor
+        wanted = values.double() + error[place]
         sent = wanted.to(values.dtype)
         is_finite = sent.isfinite()
         values = torch.where(is_finite, sent, values)
-        left[place] = torch.where(is_finite, (wanted - sent.double()).float(), left[place])
+        error[place] = torch.where(is_finite, (wanted - sent.double()).float(), error[place])
     data = as_bytes(values)
     frame[end : end + len(data)] = data
     return end + len(data)
@@ -359,15 +361,15 @@ def _decode(opened: OpenedFrame, read: Any, out: Tensor, starts: Array, add: boo
     if len(contents.encoded):
         kind = _kind(opened)
         kind._write(opened, read, vector, starts[contents.encoded], add and vector is out)
-        for number in np.flatnonzero(np.diff(opened.offsets) == 0).tolist():
-            start, count = int(starts[contents.encoded[number]]), int(contents.counts[number])
+        for index in np.flatnonzero(np.diff(opened.offsets) == 0).tolist():
+            start, count = int(starts[contents.encoded[index]]), int(contents.counts[index])
             vector[start : start + count] = float("nan")
         if vector is not out:
             for start, count in zip(starts[contents.encoded].tolist(), contents.counts.tolist(), strict=True):
                 _put(vector[start : start + count], out[start : start + count], add)
     place = int(opened.offsets[-1])
-    for number in contents.as_they_are:
-        start, count = int(starts[number]), contents.tensors.counts[number]
+    for index in contents.plain_indices:
+        start, count = int(starts[index]), contents.tensors.counts[index]
         data = opened.body[place : place + count * contents.tensors.dtype.itemsize]
         place += len(data)
         if count:

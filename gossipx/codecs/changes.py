@@ -64,35 +64,35 @@ class Changes:
         codec: encodes the changes.
         tensors: the tensors in the vector.
         seed: seeds the codec's random draws.
-        most: most receivers to keep bases for; the least recently served one then gets full values. 0: no limit.
+        max_receivers: receivers to keep bases for; the least recently served one then gets full values. 0: no limit.
 
     Attributes:
-        begun: checksum of the initial values that every receiver has; :data:`FULL`: no common initial values.
+        initial: checksum of the initial values that every receiver has; :data:`FULL`: no common initial values.
     """
 
-    def __init__(self, codec: Codec, tensors: Tensors, seed: int, most: int = 0):
+    def __init__(self, codec: Codec, tensors: Tensors, seed: int, max_receivers: int = 0):
         self._codec = codec.in_feedback()
-        self._most = most
-        self.begun: int = FULL
+        self._max_receivers = max_receivers
+        self.initial: int = FULL
         self._seed = seed
         self._state = self._codec.init(tensors, seed)
         self._buffer = np.empty(self._codec.most(self._state), np.uint8)
         self._bases: dict[int, Base] = {}  # by checksum
         self._checks: dict[int, set[int]] = {}  # checksums of the bases of each receiver, least recent first
 
-    def common(self, values: Tensor | None) -> None:
+    def set_initial(self, values: Tensor | None) -> None:
         """Set the initial values, which every receiver has and nobody may modify; None: not available."""
-        self._bases.pop(self.begun, None)
-        self.begun = FULL
+        self._bases.pop(self.initial, None)
+        self.initial = FULL
         if values is not None:
-            self.begun = checksum(values)
-            self._bases[self.begun] = Base(values)
+            self.initial = checksum(values)
+            self._bases[self.initial] = Base(values)
 
-    def frame(self, taker: int, base: int, version: int, values: Tensor) -> Frame | None:
+    def frame(self, receiver: int, base: int, version: int, values: Tensor) -> Frame | None:
         """Return the change from a receiver's base to ``values``, encoded.
 
         Args:
-            taker: rank of the receiver.
+            receiver: rank of the receiver.
             base: checksum of the values that it has.
             version: identifies ``values``.
             values: flat, in host memory.
@@ -105,7 +105,7 @@ class Changes:
             check = checksum(values)
             if check not in self._bases:
                 self._bases[check] = Base(values.clone())
-            self._retain(taker, {check})
+            self._retain(receiver, {check})
             return None
         change = known.change
         if change is None or change.version != version:
@@ -113,27 +113,27 @@ class Changes:
             frame, self._state = self._codec.encode(values - known.values, self._state, self._buffer)
             known.frames = self._state.frames
             payload = memoryview(bytes(frame))  # a copy, as the buffer is reused and most frames are far shorter
-            moved = self._moved(known, payload)
-            change = known.change = Frame(version, Source(payload), checksum(moved))
+            values_after = self._apply(known, payload)
+            change = known.change = Frame(version, Source(payload), checksum(values_after))
             if change.check not in self._bases:  # an empty change leads back to its own base
-                self._bases[change.check] = Base(moved, known.frames)
+                self._bases[change.check] = Base(values_after, known.frames)
         elif change.check not in self._bases:  # dropped since, as no receiver had it
-            self._bases[change.check] = Base(self._moved(known, change.source.view), known.frames)
-        self._retain(taker, {base, change.check})
+            self._bases[change.check] = Base(self._apply(known, change.source.view), known.frames)
+        self._retain(receiver, {base, change.check})
         return change
 
-    def _moved(self, base: Base, frame: memoryview) -> Tensor:
-        moved = base.values.clone()
-        decode_into(frame, moved, add=True, tensors=self._state.tensors)
-        return moved
+    def _apply(self, base: Base, frame: memoryview) -> Tensor:
+        values_after = base.values.clone()
+        decode_into(frame, values_after, add=True, tensors=self._state.tensors)
+        return values_after
 
-    def _retain(self, taker: int, checks: set[int]) -> None:
+    def _retain(self, receiver: int, checks: set[int]) -> None:
         """Record the bases that a receiver may report next, and drop those that no receiver has."""
-        self._checks.pop(taker, None)
-        self._checks[taker] = checks
-        while self._most and len(self._checks) > self._most:
+        self._checks.pop(receiver, None)
+        self._checks[receiver] = checks
+        while self._max_receivers and len(self._checks) > self._max_receivers:
             del self._checks[next(iter(self._checks))]
-        wanted = {self.begun}.union(*self._checks.values())
+        wanted = {self.initial}.union(*self._checks.values())
         self._bases = {check: base for check, base in self._bases.items() if check in wanted}
 
 

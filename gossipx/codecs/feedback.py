@@ -107,7 +107,7 @@ class LocalSteps(PerTensor):
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
         return 1 + 4 * count
 
-    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
         return (b"\1", values) if state.frames % self.k == self.k - 1 else (b"\0",)
 
     @classmethod

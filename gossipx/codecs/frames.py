@@ -142,7 +142,7 @@ class Contents:
         return np.flatnonzero(~np.array(self.plain, bool))
 
     @cached_property
-    def as_they_are(self) -> tuple[int, ...]:
+    def plain_indices(self) -> tuple[int, ...]:
         """Indices of the plain tensors."""
         return tuple(np.flatnonzero(np.array(self.plain, bool)).tolist())
 
@@ -152,9 +152,9 @@ class Contents:
         return np.array(self.tensors.counts, np.int64)[self.encoded]
 
     @cached_property
-    def of_plain(self) -> int:
+    def plain_bytes(self) -> int:
         """Size of all plain tensors in bytes."""
-        return sum(self.tensors.counts[number] for number in self.as_they_are) * self.tensors.dtype.itemsize
+        return sum(self.tensors.counts[index] for index in self.plain_indices) * self.tensors.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -174,11 +174,11 @@ class OpenedFrame:
     body: Array
 
 
-def head(codec: int, tensors: Tensors, plain: tuple[bool, ...], most: int, squeezed: str) -> bytearray:
+def head(codec: int, tensors: Tensors, plain: tuple[bool, ...], max_bytes: int, squeezed: str) -> bytearray:
     """Return the header and shapes of a frame, with a checksum of 0.
 
     Args:
-        most: upper bound for the size of one encoded tensor in bytes.
+        max_bytes: upper bound for the size of one encoded tensor.
         squeezed: compressor of the body, one of :data:`SQUEEZERS`.
     """
     if tensors.dtype not in DTYPES:
@@ -186,7 +186,7 @@ def head(codec: int, tensors: Tensors, plain: tuple[bool, ...], most: int, squee
     if len(tensors.shapes) > MAX_TENSORS:
         raise UsageError(f"a frame holds at most {MAX_TENSORS} tensors, not {len(tensors.shapes)}")
     shapes = bytearray()
-    flags = 8 * _width(most) + 32 * SQUEEZERS.index(squeezed)
+    flags = 8 * _width(max_bytes) + 32 * SQUEEZERS.index(squeezed)
     if tensors.single:
         flags |= _ONE
         for number in (len(tensors.shapes[0]), *tensors.shapes[0]):
@@ -203,9 +203,9 @@ def head(codec: int, tensors: Tensors, plain: tuple[bool, ...], most: int, squee
     return bytearray(_FIXED.pack(MAGIC, VERSION, codec, dtype, flags, 0, len(shapes))) + shapes
 
 
-def width(most: int) -> int:
-    """Return the bytes per number in the table of sizes, if no encoded tensor takes more than ``most`` bytes."""
-    return _WIDTHS[_width(most)]
+def width(max_bytes: int) -> int:
+    """Return the bytes per number in the table of sizes, if no encoded tensor takes more than ``max_bytes``."""
+    return _WIDTHS[_width(max_bytes)]
 
 
 def seal(frame: Array) -> None:
@@ -236,7 +236,7 @@ def zstandard() -> Any:
     return package
 
 
-def numbers(layout: str, data: Array, place: int = 0) -> tuple[Any, ...]:
+def unpack_numbers(layout: str, data: Array, place: int = 0) -> tuple[Any, ...]:
     """Unpack numbers from a tensor's bytes at ``place``, in a layout of :mod:`struct`.
 
     Raises:
@@ -284,8 +284,8 @@ def open_frame(
     return OpenedFrame(codec, contents, _table(body, contents, _WIDTHS[flags >> 3 & 3]), body)
 
 
-def _width(most: int) -> int:
-    return next(number for number, wide in enumerate(_WIDTHS) if most < 2 ** (8 * wide))
+def _width(max_bytes: int) -> int:
+    return next(index for index, width in enumerate(_WIDTHS) if max_bytes < 2 ** (8 * width))
 
 
 def _checksum(frame: Array) -> int:
@@ -300,23 +300,23 @@ def _described(shapes: bytes, dtype: int, flags: int) -> tuple[Contents, int | N
     squeezer = flags >> 5 & 3
     if dtype >= len(DTYPES) or flags >> 3 & 3 >= len(_WIDTHS) or squeezer >= len(SQUEEZERS) or flags & 128:
         raise ProtocolError("a codec's frame has a dtype or flags that this version does not know")
-    (many,), place = _varints(shapes, 0, 1)
-    most = MAX_DIMENSIONS if flags & _ONE else MAX_TENSORS
-    if many > most:
-        raise ProtocolError(f"a codec's frame has {many} shapes, at most {most} are allowed")
-    sizes, place = _varints(shapes, place, many)
+    (count,), place = _varints(shapes, 0, 1)
+    limit = MAX_DIMENSIONS if flags & _ONE else MAX_TENSORS
+    if count > limit:
+        raise ProtocolError(f"a codec's frame has {count} shapes, at most {limit} are allowed")
+    sizes, place = _varints(shapes, place, count)
     if flags & _ONE:
         tensors = Tensors((tuple(sizes),), DTYPES[dtype], (0,), single=True)
     else:
         starts = (0, *accumulate(sizes[:-1])) if sizes else ()
         tensors = Tensors(tuple((size,) for size in sizes), DTYPES[dtype], starts)
-    count = len(tensors.shapes)
-    plain = (bool(flags & _PLAIN),) * count
+    tensor_count = len(tensors.shapes)
+    plain = (bool(flags & _PLAIN),) * tensor_count
     if flags & _MIXED:
-        bits = np.frombuffer(shapes, np.uint8)[place : place + -(-count // 8)]
-        if flags & _PLAIN or len(bits) * 8 < count:
+        bits = np.frombuffer(shapes, np.uint8)[place : place + -(-tensor_count // 8)]
+        if flags & _PLAIN or len(bits) * 8 < tensor_count:
             raise ProtocolError("a codec's frame lacks the bit mask of its plain tensors")
-        plain = tuple(bool(bit) for bit in np.unpackbits(bits, bitorder="little")[:count])
+        plain = tuple(bool(bit) for bit in np.unpackbits(bits, bitorder="little")[:tensor_count])
         place += len(bits)
     if not all(plain) and not tensors.dtype.is_floating_point:
         raise ProtocolError(f"a codec's frame has encoded values of {tensors.dtype}, which no codec encodes")
@@ -330,9 +330,9 @@ def _described(shapes: bytes, dtype: int, flags: int) -> tuple[Contents, int | N
 
 def _unsqueezed(body: Array, by: str, size: int, tensors: Tensors) -> Array:
     """Decompress the body, and bound its size by what its tensors can need."""
-    most = 8 * sum(tensors.counts) + 64 * len(tensors.shapes) + 1024  # far more than any codec takes
-    if size > most:
-        raise ProtocolError(f"a codec's frame decompresses to {size} bytes, its tensors take less than {most}")
+    limit = 8 * sum(tensors.counts) + 64 * len(tensors.shapes) + 1024  # far more than any codec takes
+    if size > limit:
+        raise ProtocolError(f"a codec's frame decompresses to {size} bytes, its tensors take less than {limit}")
     try:
         if by == "zlib":
             decompressor = zlib.decompressobj()
@@ -356,21 +356,21 @@ def _unsqueezed(body: Array, by: str, size: int, tensors: Tensors) -> Array:
     return np.frombuffer(plain, np.uint8)
 
 
-def _table(body: Array, contents: Contents, wide: int) -> Array:
+def _table(body: Array, contents: Contents, width: int) -> Array:
     """Return the offset of each encoded tensor in the body, and the end of the last one."""
-    first = len(contents.encoded) * wide
+    first = len(contents.encoded) * width
     if len(body) < first:
         raise ProtocolError("a codec's frame ends before the table of its tensors")
-    sizes = body[:first].copy().view(f"<u{wide}")
+    sizes = body[:first].copy().view(f"<u{width}")
     if len(sizes) and sizes.max() > len(body):
         raise ProtocolError("a codec's frame ends before its tensors")
     if np.any(sizes[contents.counts == 0]):
         raise ProtocolError("a codec's frame has bytes for a tensor without elements")
     offsets = np.full(len(sizes) + 1, first, np.int64)
     offsets[1:] += np.cumsum(sizes, dtype=np.int64)
-    if offsets[-1] + contents.of_plain != len(body):
+    if offsets[-1] + contents.plain_bytes != len(body):
         raise ProtocolError(
-            f"a codec's frame has a body of {len(body)} bytes, its tensors take {offsets[-1] + contents.of_plain}"
+            f"a codec's frame has a body of {len(body)} bytes, its tensors take {offsets[-1] + contents.plain_bytes}"
         )
     return offsets
 

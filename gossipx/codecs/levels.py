@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gossipx.codecs import packing
 from gossipx.codecs.base import Codec
-from gossipx.codecs.frames import Array, OpenedFrame, numbers
+from gossipx.codecs.frames import Array, OpenedFrame, unpack_numbers
 from gossipx.codecs.packing import as_bytes
 from gossipx.codecs.per_tensor import PerTensor, fitted, floats, scale_of, uniform
 from gossipx.codecs.state import Plan, State
@@ -29,7 +29,7 @@ class _Halves(PerTensor):
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
         return 2 * count
 
-    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
         largest = torch.finfo(self.dtype).max
         return (values.clamp(-largest, largest).to(self.dtype),)
 
@@ -87,21 +87,21 @@ class Int8(Codec):
         return 4 + 4 * blocks_of(count, self.block) + count
 
     def _encode(
-        self, x: Tensor, left: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
+        self, x: Tensor, error: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
     ) -> int:
         if x.is_cpu:
-            error = None if left is None else left.numpy()
-            return int(compiled().levels(x.numpy(), error, plan.starts, plan.counts, self.block, frame, end, sizes))
-        for number, (start, count) in enumerate(zip(plan.starts.tolist(), plan.counts.tolist(), strict=True)):
-            data = self.on_device(x[start : start + count], None if left is None else left[start : start + count])
+            host = x.numpy(), None if error is None else error.numpy()
+            return int(compiled().levels(*host, plan.starts, plan.counts, self.block, frame, end, sizes))
+        for index, (start, count) in enumerate(zip(plan.starts.tolist(), plan.counts.tolist(), strict=True)):
+            data = self.on_device(x[start : start + count], None if error is None else error[start : start + count])
             frame[end : end + len(data)] = data
-            sizes[number] = len(data)
+            sizes[index] = len(data)
             end += len(data)
         return end
 
-    def on_device(self, x: Tensor, left: Tensor | None) -> Array:
+    def on_device(self, x: Tensor, error: Tensor | None) -> Array:
         """Encode one tensor by torch, on any device; return no bytes if it is not finite."""
-        values = x if left is None else x + left
+        values = x if error is None else x + error
         if not len(values) or not bool(torch.isfinite(values).all()):
             return np.empty(0, np.uint8)
         blocks = in_blocks(values, self.block)
@@ -109,13 +109,13 @@ class Int8(Codec):
         inverse = 1 / scales
         inverse[torch.isinf(inverse)] = 0
         rounded = (blocks * inverse[:, None]).round()
-        if left is not None:
-            left.copy_((blocks - scales[:, None] * rounded).view(-1)[: len(x)])
+        if error is not None:
+            error.copy_((blocks - scales[:, None] * rounded).view(-1)[: len(x)])
         data = as_bytes(rounded.view(-1)[: len(x)].to(torch.int8))
         return np.concatenate((np.frombuffer(struct.pack("<I", self.block), np.uint8), as_bytes(scales), data))
 
     @classmethod
-    def _read(cls, opened: OpenedFrame, near: Sequence[Tensor] | None) -> None:
+    def _read(cls, opened: OpenedFrame, references: Sequence[Tensor] | None) -> None:
         bad = compiled().levels_fit(opened.body, opened.offsets, opened.contents.counts)
         if bad >= 0:
             raise ProtocolError(f"tensor {opened.contents.encoded[bad]} of a codec's frame is not int8 of its size")
@@ -125,10 +125,10 @@ class Int8(Codec):
         if out.is_cpu:
             compiled().levels_into(opened.body, opened.offsets, opened.contents.counts, out.numpy(), starts, add)
             return
-        for number, (begin, end) in enumerate(pairwise(opened.offsets.tolist())):
+        for index, (begin, end) in enumerate(pairwise(opened.offsets.tolist())):
             if begin == end:
                 continue
-            start, count = int(starts[number]), int(opened.contents.counts[number])
+            start, count = int(starts[index]), int(opened.contents.counts[index])
             scales = floats(opened.body[begin + 4 : end - count], out.device)
             rounded = torch.from_numpy(opened.body[end - count : end].copy()).view(torch.int8).to(out.device)
             values = (in_blocks(rounded, _block(opened.body[begin:end])) * scales[:, None]).view(-1)[:count]
@@ -150,7 +150,7 @@ class UInt8MinMax(PerTensor):
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
         return 8 + count
 
-    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
         low, high = values.aminmax()
         step = (high.double() - low.double()) / 255  # the largest possible range overflows float32
         levels = torch.zeros_like(values, dtype=torch.uint8)
@@ -198,11 +198,11 @@ class QSGD(PerTensor):
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
         return 6 + 4 * blocks_of(count, self.block) + packing.bits_bytes(count, 1 + self.levels.bit_length())
 
-    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
         blocks = in_blocks(values, self.block)
         norms = torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float64).float()
         part = (blocks.abs() / norms.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).view(-1)[: len(values)]
-        drawn = uniform(values, state, number)
+        drawn = uniform(values, state, index)
         level = (part * self.levels + drawn).floor().clamp(max=self.levels).to(torch.int64)
         scales = self.levels * fitted(blocks.abs(), in_blocks(level, self.block)) if self.feedback else norms
         if not bool((norms.isfinite() & scales.isfinite()).all()):
@@ -212,7 +212,7 @@ class QSGD(PerTensor):
 
     @classmethod
     def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
-        levels, block = numbers("<HI", data)
+        levels, block = unpack_numbers("<HI", data)
         end = 6 + 4 * blocks_of(count, block)
         _check_size(data, end + packing.bits_bytes(count, 1 + levels.bit_length()), count)
         norms = floats(data[6:end], device)
@@ -241,8 +241,8 @@ class Natural(PerTensor):
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
         return packing.bits_bytes(count, 1) + count
 
-    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
-        generator = state.draws(values.device, number)
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
+        generator = state.draws(values.device, index)
         drawn = torch.randint(2**23, (len(values),), generator=generator, device=values.device)
         # The mantissa is the fraction of the way to the next power: adding a uniform number carries with that chance.
         carried = (values.contiguous().view(torch.int32).to(torch.int64) & 0x7FFFFFFF) + drawn
@@ -276,7 +276,7 @@ def in_blocks(values: Tensor, block: int) -> Tensor:
 
 def _block(data: Array) -> int:
     block: int
-    (block,) = numbers("<I", data)
+    (block,) = unpack_numbers("<I", data)
     return block
 
 

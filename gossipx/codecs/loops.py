@@ -12,9 +12,9 @@ The loops in :mod:`gossipx.codecs.loops_ternary` and its siblings have these arg
 - ``x``: the vector to encode. It may hold several tensors, each with its own scale.
 - ``starts``, ``counts``: first index and number of elements of each tensor in the vector. Elements between two tensors
   are padding, which the loops skip.
-- ``left``: the accumulated error for error feedback, a vector like ``x``. The loop encodes ``x + left``, then
-  overwrites ``left`` with the new quantization error. None: no error feedback. If ``x`` is None, ``left`` already holds
-  the sum.
+- ``error``: the accumulated error for error feedback, a vector like ``x``. The loop encodes ``x + error``, then
+  overwrites ``error`` with the new quantization error. None: no error feedback. If ``x`` is None, ``error`` already
+  holds the sum.
 - ``out``, ``end``: the output buffer, and the index of its first unused byte. An encoder returns the new ``end``.
 - ``body``, ``offsets``: the bytes of a received frame; tensor i is encoded in ``body[offsets[i] : offsets[i + 1]]``.
 - ``add``: whether decoded values are added to ``out``, or overwrite it.
@@ -46,20 +46,20 @@ loop = numba.njit(cache=True, nogil=True, error_model="numpy")
 """Decorator of all compiled loops: they release the GIL, and division by zero does not raise."""
 
 
-def value_of(x: Array | None, left: Array | None, at: int) -> Any:
-    """Return ``x[at] + left[at]``, the value to encode. An argument that is None is left out.
+def value_of(x: Array | None, error: Array | None, at: int) -> Any:
+    """Return ``x[at] + error[at]``, the value to encode. An argument that is None is left out.
 
     Only compiled code may call this: the body is the overload below, which numba chooses by the types of the arguments.
     """
 
 
 @overload(value_of, strict=False)
-def _(x: Any, left: Any, at: Any) -> Any:
+def _(x: Any, error: Any, at: Any) -> Any:
     if isinstance(x, types.NoneType):
-        return lambda x, left, at: left[np.uintp(at)]
-    if isinstance(left, types.NoneType):
-        return lambda x, left, at: x[np.uintp(at)]
-    return lambda x, left, at: x[np.uintp(at)] + left[np.uintp(at)]
+        return lambda x, error, at: error[np.uintp(at)]
+    if isinstance(error, types.NoneType):
+        return lambda x, error, at: x[np.uintp(at)]
+    return lambda x, error, at: x[np.uintp(at)] + error[np.uintp(at)]
 
 
 def part_of(vector: Array | None, begin: int, end: int) -> Any:
@@ -74,14 +74,14 @@ def _(vector: Any, begin: Any, end: Any) -> Any:
 
 
 @loop
-def peak(x: Array | None, left: Array | None, start: int, count: int) -> Any:
-    """Return max |x + left| over one tensor; Inf or NaN if any value is not finite.
+def peak(x: Array | None, error: Array | None, start: int, count: int) -> Any:
+    """Return max |x + error| over one tensor; Inf or NaN if any value is not finite.
 
     The bits of the magnitudes are compared as integers, which has the same order and puts NaN above Inf.
     """
     highest = np.int32(0)
     for at in range(start, start + count):
-        bits = magnitude_of(value_of(x, left, at))
+        bits = magnitude_of(value_of(x, error, at))
         highest = bits if bits > highest else highest
     return np.int32(highest).view(np.float32)
 
@@ -99,10 +99,10 @@ def check_ends(body: Array, offsets: Array, out: Array, starts: Array, counts: A
     Raises:
         IndexError: a tensor lies outside.
     """
-    for number in range(len(counts)):
-        if not 0 <= offsets[number] <= offsets[number + 1] <= len(body):
+    for index in range(len(counts)):
+        if not 0 <= offsets[index] <= offsets[index + 1] <= len(body):
             raise IndexError("a tensor's bytes lie outside its frame")
-        if not (counts[number] >= 0 and 0 <= starts[number] <= len(out) - counts[number]):
+        if not (counts[index] >= 0 and 0 <= starts[index] <= len(out) - counts[index]):
             raise IndexError("a tensor's values lie outside the vector they are decoded into")
 
 
@@ -115,54 +115,55 @@ def word_at(body: Array, at: int) -> Any:
     return bits
 
 
-def _prefetch(context: Any, vector: Any, at: Any) -> Any:
+def _emit_prefetch(context: Any, vector: Any, at: Any) -> Any:
     """Generate LLVM code for :data:`prefetch`, which numba has no function for."""
 
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        data = context.make_array(vector)(context, builder, given[0]).data
-        place = builder.bitcast(builder.gep(data, [given[1]]), cgutils.voidptr_t)
-        number = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
-        told = builder.module.declare_intrinsic("llvm.prefetch", [place.type], kind)
-        builder.call(told, [place, number(1), number(3), number(1)])  # for a write, into the L1 cache, of data
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(vector)(context, builder, arguments[0]).data
+        place = builder.bitcast(builder.gep(data, [arguments[1]]), cgutils.voidptr_t)
+        integer = ir.IntType(32)
+        function_type = ir.FunctionType(ir.VoidType(), [place.type, integer, integer, integer])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [place.type], function_type)
+        builder.call(function, [place, integer(1), integer(3), integer(1)])  # for a write, into the L1 cache, of data
         return context.get_dummy_value()
 
     return types.void(vector, at), generate
 
 
-prefetch: Any = intrinsic(_prefetch)
+prefetch: Any = intrinsic(_emit_prefetch)
 """``prefetch(vector, at)`` starts to load the cache line of ``vector[at]`` for a later write, without waiting."""
 
 
-def _unlike(context: Any, vector: Any, at: Any, byte: Any) -> Any:
-    """Generate LLVM code for :data:`unlike`: one vector comparison instead of a loop over bytes."""
+def _emit_mismatches(context: Any, vector: Any, at: Any, byte: Any) -> Any:
+    """Generate LLVM code for :data:`mismatches`: one vector comparison instead of a loop over bytes."""
 
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        data = context.make_array(vector)(context, builder, given[0]).data
-        kind, place = ir.VectorType(ir.IntType(8), REGISTER), ir.IntType(32)
-        read = builder.load(builder.bitcast(builder.gep(data, [given[1]]), kind.as_pointer()), align=1)
-        one = builder.insert_element(ir.Constant(kind, ir.Undefined), given[2], place(0))
-        same = ir.Constant(ir.VectorType(place, REGISTER), [0] * REGISTER)
-        everywhere = builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), same)
-        return builder.bitcast(builder.icmp_unsigned("!=", read, everywhere), ir.IntType(REGISTER))
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(vector)(context, builder, arguments[0]).data
+        register, integer = ir.VectorType(ir.IntType(8), REGISTER), ir.IntType(32)
+        read = builder.load(builder.bitcast(builder.gep(data, [arguments[1]]), register.as_pointer()), align=1)
+        undefined = ir.Constant(register, ir.Undefined)
+        first = builder.insert_element(undefined, arguments[2], integer(0))
+        zeros = ir.Constant(ir.VectorType(integer, REGISTER), [0] * REGISTER)
+        repeated = builder.shuffle_vector(first, undefined, zeros)
+        return builder.bitcast(builder.icmp_unsigned("!=", read, repeated), ir.IntType(REGISTER))
 
     return types.uint64(vector, at, types.uint8), generate
 
 
-unlike: Any = intrinsic(_unlike)
-"""``unlike(vector, at, byte)`` compares ``vector[at : at + 64]`` with ``byte`` and returns a 64-bit mask: bit i is set
-if ``vector[at + i] != byte``. The vector must have at least ``at + 64`` bytes.
+mismatches: Any = intrinsic(_emit_mismatches)
+"""``mismatches(vector, at, byte)`` compares ``vector[at : at + 64]`` with ``byte`` and returns a 64-bit mask: bit i is
+set if ``vector[at + i] != byte``. The vector must have at least ``at + 64`` bytes.
 """
 
 
-def _lowest(context: Any, bits: Any) -> Any:
-    """Generate LLVM code for :data:`lowest`."""
+def _emit_lowest_bit(context: Any, bits: Any) -> Any:
+    """Generate LLVM code for :data:`lowest_bit`."""
 
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        return builder.cttz(given[0], ir.IntType(1)(1))
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.IntType(1)(1))
 
     return types.int64(types.uint64), generate
 
 
-lowest: Any = intrinsic(_lowest)
-"""``lowest(bits)`` returns the index of the lowest set bit of a 64-bit integer, which must not be 0."""
+lowest_bit: Any = intrinsic(_emit_lowest_bit)
+"""``lowest_bit(bits)`` returns the index of the lowest set bit of a 64-bit integer, which must not be 0."""

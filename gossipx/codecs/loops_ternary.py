@@ -26,11 +26,11 @@ from gossipx.codecs.loops import (
     Array,
     check_ends,
     loop,
-    lowest,
+    lowest_bit,
+    mismatches,
     part_of,
     peak,
     prefetch,
-    unlike,
     value_of,
     word_at,
 )
@@ -44,43 +44,43 @@ _RUN_CODES = np.array([0, ZEROS, *range(243, 256)], np.uint8)
 _TRITS = np.array([[code // 3**place % 3 - 1 if code < 243 else 0 for place in (4, 3, 2, 1, 0)] for code in range(256)])
 _TRITS = _TRITS.astype(np.float32)
 """By code: its five trits, one per plane; zeros for the code of a run."""
-_FILLED = np.count_nonzero(_TRITS, axis=1)
+_NONZERO_COUNTS = np.count_nonzero(_TRITS, axis=1)
 """By code: number of its non-zero trits. The next two tables list the planes of these trits, and their signs."""
-_PLACES = np.argsort(_TRITS == 0, axis=1, kind="stable")
-_SIGNS = np.take_along_axis(_TRITS, _PLACES, axis=1)
-_SHOWN = np.array([code if code < 243 else ZEROS for code in range(256)], np.float32)
+_NONZERO_PLANES = np.argsort(_TRITS == 0, axis=1, kind="stable")
+_NONZERO_SIGNS = np.take_along_axis(_TRITS, _NONZERO_PLANES, axis=1)
+_BYTES = np.array([code if code < 243 else ZEROS for code in range(256)], np.float32)
 """By code: the packed byte that it stands for, or the byte that its run repeats."""
-_STRETCH = np.array([1 if code < 243 else code - 241 for code in range(256)], np.int64)
-"""By code: number of packed bytes that it stands for."""
+_LENGTHS = np.array([1 if code < 243 else code - 241 for code in range(256)], np.int64)
+"""By code: the number of packed bytes that it stands for."""
 
 
 @loop
-def _quantize(x: Array | None, left: Array | None, scale: Any, half: Any, trits: Array) -> None:
-    """Quantize a slice to trits: 1 above ``half``, −1 below −``half``, else 0; store the errors in ``left``, if any.
+def _quantize(x: Array | None, error: Array | None, scale: Any, half: Any, trits: Array) -> None:
+    """Quantize a slice to trits: 1 above ``half``, −1 below −``half``, else 0; store the errors in ``error``.
 
     Args:
         half: half of ``scale``.
     """
     for at in range(len(trits)):
-        value = value_of(x, left, at)
+        value = value_of(x, error, at)
         trit = np.copysign(ONE if abs(value) > half else ZERO, value)
-        if left is not None:
-            left[at] = value - scale * trit
+        if error is not None:
+            error[at] = value - scale * trit
         trits[at] = np.int8(trit)
 
 
 @loop
-def _pack(trits: Array, plane: int, packed: Array) -> None:
+def _pack(trits: Array, size: int, packed: Array) -> None:
     """Pack the five planes of a block into ``packed``, one trit of each plane per byte.
 
     Args:
-        plane: length of a plane. Whole registers are written, so ``packed`` must be longer by up to ``REGISTER`` − 1.
+        size: length of a plane. Whole registers are written, so ``packed`` must be longer by up to ``REGISTER`` − 1.
     """
-    for first in range(0, plane, REGISTER):
+    for first in range(0, size, REGISTER):
         for at in range(first, first + REGISTER):
             five = np.int64(trits[np.uintp(at)])
-            for number in range(1, 5):
-                five = five * 3 + trits[np.uintp(at + number * plane)]
+            for plane in range(1, 5):
+                five = five * 3 + trits[np.uintp(at + plane * size)]
             packed[np.uintp(at)] = np.uint8(five + ZEROS)
 
 
@@ -98,16 +98,16 @@ def _append(packed: Array, size: int, out: Array, end: int, zeros: int) -> tuple
     """
     done = -zeros
     for first in range(0, size, REGISTER):
-        filled = unlike(packed, np.uintp(first), np.uint8(ZEROS))
+        nonzero = mismatches(packed, np.uintp(first), np.uint8(ZEROS))
         if size - first < REGISTER:
-            filled &= (np.uint64(1) << np.uint64(size - first)) - np.uint64(1)
-        while filled:
-            place = first + lowest(filled)
+            nonzero &= (np.uint64(1) << np.uint64(size - first)) - np.uint64(1)
+        while nonzero:
+            place = first + lowest_bit(nonzero)
             end = _run(place - done, out, end)
             out[np.uintp(end)] = packed[np.uintp(place)]
             end += 1
             done = place + 1
-            filled &= filled - np.uint64(1)
+            nonzero &= nonzero - np.uint64(1)
     return end, size - done
 
 
@@ -123,17 +123,17 @@ def _run(zeros: int, out: Array, end: int) -> int:
 
 
 @loop
-def ternary(x: Array | None, left: Array | None, start: int, count: int, scale: Any, out: Array, end: int) -> int:
+def ternary(x: Array | None, error: Array | None, start: int, count: int, scale: Any, out: Array, end: int) -> int:
     """Quantize one tensor and write the codes of one pass (3LC, section 3); return the new end of ``out``.
 
     Args:
         out: must have one byte per five values, and one more, after ``end``.
     """
-    return _ternary(x, left, start, count, scale, out, end, _room())
+    return _ternary(x, error, start, count, scale, out, end, _allocate_workspace())
 
 
 @loop
-def _room() -> tuple[Array, Array]:
+def _allocate_workspace() -> tuple[Array, Array]:
     """Allocate work space for the trits and packed bytes of a block.
 
     Done once per vector: compared with encoding a small tensor, an allocation is slow.
@@ -143,43 +143,43 @@ def _room() -> tuple[Array, Array]:
 
 @loop
 def _ternary(
-    x: Array | None, left: Array | None, start: int, count: int, scale: Any, out: Array, end: int, room: Any
+    x: Array | None, error: Array | None, start: int, count: int, scale: Any, out: Array, end: int, workspace: Any
 ) -> int:
-    """Encode one tensor as :func:`ternary` does, in the work space ``room``."""
+    """Encode one tensor as :func:`ternary` does, in a ``workspace`` of :func:`_allocate_workspace`."""
     half = scale * _HALF
     # An odd subnormal has no exact half. Round down: a float32 is above the true half if and only if it is above this.
     if half + half != scale:
         half = np.int32(np.float32(scale).view(np.int32) >> 1).view(np.float32)
-    trits, packed = room
+    trits, packed = workspace
     zeros = 0
     for begin in range(start, start + count, BLOCK):
         stop = min(begin + BLOCK, start + count)
         size = stop - begin
-        plane = (size + 4) // 5
-        _quantize(part_of(x, begin, stop), part_of(left, begin, stop), scale, half, trits[:size])
-        trits[size : 5 * plane] = 0
-        _pack(trits, plane, packed)
-        end, zeros = _append(packed, plane, out, end, zeros)
+        plane_size = (size + 4) // 5
+        _quantize(part_of(x, begin, stop), part_of(error, begin, stop), scale, half, trits[:size])
+        trits[size : 5 * plane_size] = 0
+        _pack(trits, plane_size, packed)
+        end, zeros = _append(packed, plane_size, out, end, zeros)
     return _run(zeros, out, end)
 
 
 @loop
 def ternary_fits(codes: Array, begin: int, stop: int, count: int) -> bool:
     """Return whether ``codes[begin:stop]`` encode exactly ``count`` trits, and the padding after them is zero."""
-    stretched = 0
+    length = 0
     for at in range(begin, stop):
         code = np.int64(codes[np.uintp(at)])
-        stretched += 1 if code < 243 else int(code) - 241
+        length += 1 if code < 243 else int(code) - 241
     last = count - 1 - (count - 1) % BLOCK if count else 0  # where the last block begins
-    plane = (count - last + 4) // 5
-    if stretched != last // 5 + plane:
+    plane_size = (count - last + 4) // 5
+    if length != last // 5 + plane_size:
         return False
-    place, at = plane, stop
-    while place > max(0, plane - 4):  # at most four trits of padding
+    place, at = plane_size, stop
+    while place > max(0, plane_size - 4):  # at most four trits of padding
         at -= 1
-        place -= _STRETCH[codes[at]]
-        for number in range(5):
-            if codes[at] < 243 and number * plane + place >= count - last and _TRITS[codes[at], number]:
+        place -= _LENGTHS[codes[at]]
+        for plane in range(5):
+            if codes[at] < 243 and plane * plane_size + place >= count - last and _TRITS[codes[at], plane]:
                 return False
     return True
 
@@ -208,25 +208,25 @@ def _sparse_into(
     at, place = begin, 0
     for first in range(start, start + count, BLOCK):
         size = min(BLOCK, start + count - first)
-        plane = (size + 4) // 5
+        plane_size = (size + 4) // 5
         listed = 0
-        while place < plane and at < stop:
+        while place < plane_size and at < stop:
             code = codes[np.uintp(at)]
             if code < 243 and code != ZEROS:
-                for number in range(_FILLED[code]):
-                    where = first + place + _PLACES[code, number] * plane
+                for nth in range(_NONZERO_COUNTS[code]):
+                    where = first + place + _NONZERO_PLANES[code, nth] * plane_size
                     places[np.uintp(listed)] = where
-                    signs[np.uintp(listed)] = _SIGNS[code, number]
+                    signs[np.uintp(listed)] = _NONZERO_SIGNS[code, nth]
                     if add:
                         prefetch(out, np.uintp(where))
                     listed += 1
-            place += _STRETCH[code]
+            place += _LENGTHS[code]
             at += 1
-        place -= plane
+        place -= plane_size
         if not add:
             out[first : first + size] = ZERO
-        for number in range(listed):
-            out[np.uintp(places[np.uintp(number)])] += scale * signs[np.uintp(number)]
+        for index in range(listed):
+            out[np.uintp(places[np.uintp(index)])] += scale * signs[np.uintp(index)]
 
 
 @loop
@@ -240,18 +240,18 @@ def _dense_into(codes: Array, begin: int, stop: int, scale: Any, out: Array, sta
     at, place = begin, 0
     for first in range(start, start + count, BLOCK):
         size = min(BLOCK, start + count - first)
-        plane = (size + 4) // 5
+        plane_size = (size + 4) // 5
         packed[:] = np.float32(ZEROS)
-        while place < plane and at < stop:
+        while place < plane_size and at < stop:
             code = codes[np.uintp(at)]
-            packed[np.uintp(place)] = _SHOWN[code]
-            place += _STRETCH[code]
+            packed[np.uintp(place)] = _BYTES[code]
+            place += _LENGTHS[code]
             at += 1
-        place -= plane
-        for number in range(4, -1, -1):
-            from_, to = min(size, number * plane), min(size, (number + 1) * plane)
+        place -= plane_size
+        for plane in range(4, -1, -1):
+            from_, to = min(size, plane * plane_size), min(size, (plane + 1) * plane_size)
             _unpack(packed[: to - from_], scale, out[first + from_ : first + to], add)
-            for byte in range(to - from_, plane):  # bytes whose trit of this plane is padding: only remove it
+            for byte in range(to - from_, plane_size):  # bytes whose trit of this plane is padding: only remove it
                 packed[byte] = np.float32(np.int32(packed[byte] * _THIRD))
 
 
@@ -275,7 +275,7 @@ def _unpack(packed: Array, scale: Any, out: Array, add: bool) -> None:
 
 @loop
 def three_lc(
-    x: Array, left: Array | None, starts: Array, counts: Array, sparsity: Any, out: Array, end: int, sizes: Array
+    x: Array, error: Array | None, starts: Array, counts: Array, sparsity: Any, out: Array, end: int, sizes: Array
 ) -> int:
     """Encode all tensors of a vector, each in a single pass; return the new end of ``out``.
 
@@ -283,18 +283,18 @@ def three_lc(
         sparsity: factor of the scale, at least 1; a larger one turns more values to zero.
         sizes: output: the encoded size of each tensor; 0 for a tensor that is empty or has no finite scale.
     """
-    room = _room()
-    for number in range(len(starts)):
-        scale = peak(x, left, starts[number], counts[number]) * sparsity
-        if not counts[number] or not np.isfinite(scale):
+    workspace = _allocate_workspace()
+    for index in range(len(starts)):
+        scale = peak(x, error, starts[index], counts[index]) * sparsity
+        if not counts[index] or not np.isfinite(scale):
             continue
         begin = end
         out[end] = 1
         bits = np.float32(scale).view(np.int32)
         for byte in range(4):
             out[end + 1 + byte] = (bits >> 8 * byte) & 255
-        end = _ternary(x, left, starts[number], counts[number], scale, out, end + 5, room)
-        sizes[number] = end - begin
+        end = _ternary(x, error, starts[index], counts[index], scale, out, end + 5, workspace)
+        sizes[index] = end - begin
     return end
 
 
@@ -309,40 +309,40 @@ def _passes(body: Array, begin: int) -> tuple[int, int, int, int]:
 @loop
 def three_lc_fits(body: Array, offsets: Array, counts: Array) -> int:
     """Return the index of the first malformed tensor, or −1. A tensor of 0 bytes is valid: it had no encoding."""
-    for number in range(len(counts)):
-        begin, stop = offsets[number], offsets[number + 1]
+    for index in range(len(counts)):
+        begin, stop = offsets[index], offsets[index + 1]
         if begin == stop:
             continue
         passes, sizes, scales, at = _passes(body, begin)
         if not passes or at > stop:
-            return number
-        for each in range(passes):
-            until = _until(body, sizes, each, passes, at, stop)
-            if until > stop or not np.isfinite(np.int32(word_at(body, scales + 4 * each)).view(np.float32)):
-                return number
-            if not ternary_fits(body, at, until, counts[number]):
-                return number
+            return index
+        for nth in range(passes):
+            until = _end_of_pass(body, sizes, nth, passes, at, stop)
+            if until > stop or not np.isfinite(np.int32(word_at(body, scales + 4 * nth)).view(np.float32)):
+                return index
+            if not ternary_fits(body, at, until, counts[index]):
+                return index
             at = until
     return -1
 
 
 @loop
-def _until(body: Array, sizes: int, each: int, passes: int, at: int, stop: int) -> int:
-    """Return the end of the codes of pass ``each``, which begin at ``at``; the last pass ends at ``stop``."""
-    return stop if each == passes - 1 else at + int(np.uint32(word_at(body, sizes + 4 * each)))
+def _end_of_pass(body: Array, sizes: int, nth: int, passes: int, at: int, stop: int) -> int:
+    """Return the end of the codes of pass ``nth``, from 0, which begin at ``at``; the last pass ends at ``stop``."""
+    return stop if nth == passes - 1 else at + int(np.uint32(word_at(body, sizes + 4 * nth)))
 
 
 @loop
 def three_lc_into(body: Array, offsets: Array, counts: Array, out: Array, starts: Array, add: bool) -> None:
     """Decode tensors that :func:`three_lc_fits` has checked into ``out``, each from its index in ``starts`` on."""
     check_ends(body, offsets, out, starts, counts)
-    for number in range(len(counts)):
-        begin, stop = offsets[number], offsets[number + 1]
+    for index in range(len(counts)):
+        begin, stop = offsets[index], offsets[index + 1]
         if begin == stop:
             continue
         passes, sizes, scales, at = _passes(body, begin)
-        for each in range(passes):
-            until = _until(body, sizes, each, passes, at, stop)
-            scale = np.int32(word_at(body, scales + 4 * each)).view(np.float32)
-            ternary_into(body, at, until, scale, out, starts[number], counts[number], add or each > 0)
+        for nth in range(passes):
+            until = _end_of_pass(body, sizes, nth, passes, at, stop)
+            scale = np.int32(word_at(body, scales + 4 * nth)).view(np.float32)
+            ternary_into(body, at, until, scale, out, starts[index], counts[index], add or nth > 0)
             at = until

@@ -15,7 +15,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from gossipx.codecs.frames import Array, numbers
+from gossipx.codecs.frames import Array, unpack_numbers
 from gossipx.codecs.per_tensor import PerTensor, floats
 from gossipx.codecs.state import State
 from gossipx.errors import ProtocolError
@@ -50,33 +50,33 @@ class PowerSGD(PerTensor):
     def _begin(self, state: State, device: torch.device) -> None:
         """Draw the first Q of each matrix (PowerSGD, section 3)."""
         assert state.plan is not None
-        for number, shape in enumerate(state.plan.shapes):
+        for index, shape in enumerate(state.plan.shapes):
             rank = self._rank_for(shape)
             if rank:
-                size, draws = (_matrix(shape)[1], rank), state.draws(device, number)
-                state.kept[f"q{number}"] = torch.randn(size, generator=draws, device=device, dtype=torch.float32)
+                size, draws = (_matrix(shape)[1], rank), state.draws(device, index)
+                state.kept[f"q{index}"] = torch.randn(size, generator=draws, device=device, dtype=torch.float32)
 
     def _rank_for(self, shape: tuple[int, ...]) -> int:
         """Return the rank for a tensor; 0 if P and Q would have as many elements as the tensor, or more."""
         rows, columns = _matrix(shape)
         return self.rank if self.rank * (rows + columns) < rows * columns else 0
 
-    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
         rank = self._rank_for(shape)
         if not rank:
             return struct.pack("<HQ", 0, 0), values
         matrix = values.view(_matrix(shape))
-        p = torch.linalg.qr(matrix @ state.kept[f"q{number}"]).Q
+        p = torch.linalg.qr(matrix @ state.kept[f"q{index}"]).Q
         q = matrix.T @ p
         if not bool(p.isfinite().all() & q.isfinite().all()):
             return ()  # the tensor has no encoding: an intermediate result overflowed
         # A zero matrix has a zero Q. All later products with it would be zero, so keep the previous Q.
-        state.kept[f"q{number}"] = q if bool(q.any()) else state.kept[f"q{number}"]
+        state.kept[f"q{index}"] = q if bool(q.any()) else state.kept[f"q{index}"]
         return struct.pack("<HQ", rank, len(p)), p, q
 
     @classmethod
     def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
-        rank, rows = numbers("<HQ", data)
+        rank, rows = unpack_numbers("<HQ", data)
         columns = count // rows if rows else 0
         if len(data) != 10 + 4 * (rank * (rows + columns) if rank else count) or (rank and rows * columns != count):
             raise ProtocolError(f"{count} values in a codec's frame do not fit {rows} rows and rank {rank}")
@@ -87,8 +87,8 @@ class PowerSGD(PerTensor):
         product = torch.zeros(rows, columns, dtype=torch.float32, device=device)
         # Not p @ q.T: its order of summation, and so its rounding, depends on the processor; all peers must decode a
         # frame to the same bits.
-        for number in range(rank):
-            product += p[:, number, None] * q[:, number]
+        for column in range(rank):
+            product += p[:, column, None] * q[:, column]
         return product.view(-1)
 
 

@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor
 
 from gossipx.codecs import packing
-from gossipx.codecs.frames import Array, numbers
+from gossipx.codecs.frames import Array, unpack_numbers
 from gossipx.codecs.packing import as_bytes
 from gossipx.codecs.per_tensor import PerTensor
 from gossipx.codecs.state import State
@@ -68,7 +68,7 @@ class Moniqua(PerTensor):
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
         return _FIXED.size + packing.bits_bytes(count, self.bits)
 
-    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
         level = float(np.float32(self._level))
         rest = torch.empty(len(values), dtype=torch.int32, device=values.device)
         digest = xxhash.xxh3_64()
@@ -87,17 +87,17 @@ class Moniqua(PerTensor):
         raise ProtocolError("a codec's frame has values modulo a range, and no reference model to decode them")
 
     @classmethod
-    def _values_near(cls, data: Array, shape: tuple[int, ...], near: Tensor) -> Tensor:
-        bits, level, expected = numbers(_FIXED.format, data)
+    def _values_near(cls, data: Array, shape: tuple[int, ...], reference: Tensor) -> Tensor:
+        bits, level, expected = unpack_numbers(_FIXED.format, data)
         if not (1 <= bits <= 16 and 0 < level <= _SINGLE.max):
             raise ProtocolError(f"a tensor of a codec's frame has {bits} bits per value and a level width of {level}")
-        packed = torch.from_numpy(data[_FIXED.size :].copy()).to(near.device)
-        rest = packing.unpack_bits(packed, len(near), bits)
-        values = torch.empty(len(near), dtype=torch.float32, device=near.device)
+        packed = torch.from_numpy(data[_FIXED.size :].copy()).to(reference.device)
+        rest = packing.unpack_bits(packed, len(reference), bits)
+        values = torch.empty(len(reference), dtype=torch.float32, device=reference.device)
         digest = xxhash.xxh3_64()
-        for start in range(0, len(near), _CHUNK):
+        for start in range(0, len(reference), _CHUNK):
             chunk = slice(start, start + _CHUNK)
-            own = near[chunk].double() / level
+            own = reference[chunk].double() / level
             if not _is_exact(own):
                 raise _too_far(bits, level)
             levels = _nearest(rest[chunk], own, bits)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gossipx.codecs.base import Codec
-from gossipx.codecs.frames import Array, OpenedFrame, Tensors, numbers
+from gossipx.codecs.frames import Array, OpenedFrame, Tensors, unpack_numbers
 from gossipx.codecs.packing import as_bytes
 from gossipx.codecs.state import Plan, State
 from gossipx.errors import ProtocolError
@@ -26,21 +26,21 @@ from gossipx.errors import ProtocolError
 class PerTensor(Codec):
     """A codec that encodes one tensor at a time, on any device; most custom codecs derive from it.
 
-    A subclass defines ``_bytes``, which encodes a tensor, ``_values``, which decodes it, and ``_most``,
-    which bounds the size of the encoding. A codec whose decoder needs reference values (``near``) overrides
+    A subclass defines ``_bytes``, which encodes a tensor, ``_values``, which decodes it, and ``_most``, which bounds
+    the size of the encoding. A codec whose decoder needs reference values, such as the receiver's own model, overrides
     ``_values_near``, too. This class does the rest: error feedback, frames and checks; see
     :class:`gossipx.codecs.base.Codec`.
     """
 
     @abc.abstractmethod
-    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
         """Encode one tensor.
 
         Args:
             values: the tensor as a vector of at least one value, all finite, with the accumulated error added.
             shape: the tensor's shape.
             state: the codec's state, with what it has kept from earlier frames.
-            number: index of the tensor among those that are encoded.
+            index: index of the tensor among those that are encoded.
 
         Returns:
             The parts of the encoding, in order; none if an intermediate result is not finite.
@@ -56,50 +56,50 @@ class PerTensor(Codec):
         """
 
     @classmethod
-    def _values_near(cls, data: Array, shape: tuple[int, ...], near: Tensor) -> Tensor:
+    def _values_near(cls, data: Array, shape: tuple[int, ...], reference: Tensor) -> Tensor:
         """Decode one tensor with the help of reference values, to a float32 vector on their device.
 
         Args:
-            near: values that the receiver knows to be close to the encoded ones; most codecs ignore them.
+            reference: values that the receiver knows to be close to the encoded ones; most codecs ignore them.
 
         Raises:
             ProtocolError: the data is malformed.
             TooFarError: the reference values are too far away.
         """
-        return cls._values(data, shape, len(near), near.device)
+        return cls._values(data, shape, len(reference), reference.device)
 
     def _encode(
-        self, x: Tensor, left: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
+        self, x: Tensor, error: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
     ) -> int:
-        for number, (start, count) in enumerate(zip(plan.starts.tolist(), plan.counts.tolist(), strict=True)):
+        for index, (start, count) in enumerate(zip(plan.starts.tolist(), plan.counts.tolist(), strict=True)):
             values = x[start : start + count]
-            if left is not None:
-                values = values + left[start : start + count]
+            if error is not None:
+                values = values + error[start : start + count]
             if not count or not bool(torch.isfinite(values).all()):
                 continue
             begin = end
-            for part in self._bytes(values, plan.shapes[number], state, number):
+            for part in self._bytes(values, plan.shapes[index], state, index):
                 data = np.frombuffer(part, np.uint8) if isinstance(part, bytes) else as_bytes(part)
                 frame[end : end + len(data)] = data
                 end += len(data)
-            sizes[number] = end - begin
-            if left is not None and end > begin:
-                decoded = self._values_near(frame[begin:end], plan.shapes[number], values)
-                torch.sub(values, decoded, out=left[start : start + count])
+            sizes[index] = end - begin
+            if error is not None and end > begin:
+                decoded = self._values_near(frame[begin:end], plan.shapes[index], values)
+                torch.sub(values, decoded, out=error[start : start + count])
         return end
 
     @classmethod
-    def _read(cls, opened: OpenedFrame, near: Sequence[Tensor] | None) -> list[Tensor | None]:
+    def _read(cls, opened: OpenedFrame, references: Sequence[Tensor] | None) -> list[Tensor | None]:
         contents = opened.contents
         read: list[Tensor | None] = []
-        for number, (begin, end) in enumerate(pairwise(opened.offsets.tolist())):
-            data, shape = opened.body[begin:end], contents.tensors.shapes[contents.encoded[number]]
+        for index, (begin, end) in enumerate(pairwise(opened.offsets.tolist())):
+            data, shape = opened.body[begin:end], contents.tensors.shapes[contents.encoded[index]]
             if begin == end:
                 read.append(None)
-            elif near is None:
-                read.append(cls._values(data, shape, int(contents.counts[number]), torch.device("cpu")))
+            elif references is None:
+                read.append(cls._values(data, shape, int(contents.counts[index]), torch.device("cpu")))
             else:
-                read.append(cls._values_near(data, shape, near[number]))
+                read.append(cls._values_near(data, shape, references[index]))
         return read
 
     @classmethod
@@ -125,7 +125,7 @@ class NoCodec(PerTensor):
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
         return 0
 
-    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
         return ()  # never called: all tensors are plain
 
     @classmethod
@@ -142,14 +142,14 @@ def fitted(values: Tensor, integers: Tensor) -> Tensor:
     return ((values.double() * wide).sum(-1) / wide.square().sum(-1).clamp(min=1)).float()
 
 
-def uniform(values: Tensor, state: State, number: int) -> Tensor:
+def uniform(values: Tensor, state: State, index: int) -> Tensor:
     """Draw a random number from [0, 1) for each value of a tensor, on its device.
 
     Args:
         state: seeds the draws, together with the frame number, so that they are reproducible.
-        number: index of the tensor, which gets its own sequence.
+        index: index of the tensor, which gets its own sequence.
     """
-    draws = state.draws(values.device, number)
+    draws = state.draws(values.device, index)
     return torch.rand(len(values), generator=draws, device=values.device, dtype=torch.float32)
 
 
@@ -165,7 +165,7 @@ def scale_of(data: Array, place: int = 0) -> float:
         ProtocolError: the scale is missing or not finite.
     """
     scale: float
-    (scale,) = numbers("<f", data, place)
+    (scale,) = unpack_numbers("<f", data, place)
     if not math.isfinite(scale):
         raise ProtocolError(f"a tensor of a codec's frame has the scale {scale}")
     return scale

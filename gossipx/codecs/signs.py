@@ -23,7 +23,7 @@ class _Signs(PerTensor):
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
         return 8 + packing.bits_bytes(count, 1)
 
-    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
         upper = values >= 0
         pair = torch.tensor(self._pair(values, upper), dtype=torch.float32)
         if not bool(pair.isfinite().all()):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gossipx.codecs import packing
 from gossipx.codecs.feedback import GATHERED
-from gossipx.codecs.frames import Array, OpenedFrame, numbers
+from gossipx.codecs.frames import Array, OpenedFrame, unpack_numbers
 from gossipx.codecs.per_tensor import PerTensor, floats, norm
 from gossipx.codecs.state import Plan, State
 from gossipx.errors import ProtocolError
@@ -27,7 +27,7 @@ _SAMPLE = 1024
 """Least number of sampled values: the number of values above a threshold for 1 % then errs by about a third."""
 _CHUNK = 2**16
 """Indices drawn at a time, so that they fit the processor's cache."""
-_WORTH = 5
+_SAMPLING_GAIN = 5
 """Sampling is faster than reading all values only if there are more than this many times as many."""
 
 
@@ -42,32 +42,32 @@ class _Sparse(PerTensor):
         return 8 + packing.bits_bytes(count, 1) + 4 * count
 
     @staticmethod
-    def _sent(values: Tensor, places: Tensor) -> Sequence[Tensor | bytes]:
+    def _encode_at(values: Tensor, places: Tensor) -> Sequence[Tensor | bytes]:
         """Encode the values at ``places``, which ascend."""
-        many, count = len(places), len(values)
-        if _as_numbers(many, count):
-            where = packing.pack_bits(places, _bits(count))
+        sent, count = len(places), len(values)
+        if _has_packed_indices(sent, count):
+            where = packing.pack_bits(places, _index_bits(count))
         else:
             marks = torch.zeros(count, dtype=torch.int64, device=values.device)
             marks[places] = 1
             where = packing.pack_bits(marks, 1)
-        return struct.pack("<Q", many), where, values[places]
+        return struct.pack("<Q", sent), where, values[places]
 
     @classmethod
     def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
         """Decode one tensor that :meth:`_read` has checked or that this peer encoded."""
-        (many,) = numbers("<Q", data)
-        end = len(data) - 4 * many
+        (sent,) = unpack_numbers("<Q", data)
+        end = len(data) - 4 * sent
         where = torch.from_numpy(data[8:end].copy()).to(device)
-        if _as_numbers(many, count):
-            places = packing.unpack_bits(where, many, _bits(count))
+        if _has_packed_indices(sent, count):
+            places = packing.unpack_bits(where, sent, _index_bits(count))
         else:
             places = packing.unpack_bits(where, count, 1).nonzero().view(-1)
-        sent = floats(data[end:], device)
-        return torch.zeros(count, dtype=torch.float32, device=device).index_copy_(0, places, sent)
+        values = floats(data[end:], device)
+        return torch.zeros(count, dtype=torch.float32, device=device).index_copy_(0, places, values)
 
     @classmethod
-    def _read(cls, opened: OpenedFrame, near: Sequence[Tensor] | None) -> list[Tensor | None]:
+    def _read(cls, opened: OpenedFrame, references: Sequence[Tensor] | None) -> list[Tensor | None]:
         bad = compiled().sparse_fits(opened.body, opened.offsets, opened.contents.counts)
         if bad >= 0:
             raise ProtocolError(
@@ -80,9 +80,9 @@ class _Sparse(PerTensor):
         if out.is_cpu:
             compiled().sparse_into(opened.body, opened.offsets, opened.contents.counts, out.numpy(), starts, add)
             return
-        for number, (begin, end) in enumerate(pairwise(opened.offsets.tolist())):
+        for index, (begin, end) in enumerate(pairwise(opened.offsets.tolist())):
             if begin < end:
-                count, start = int(opened.contents.counts[number]), int(starts[number])
+                count, start = int(opened.contents.counts[index]), int(starts[index])
                 values = cls._values(opened.body[begin:end], (count,), count, out.device)
                 to = out[start : start + count]
                 to.add_(values) if add else to.copy_(values)
@@ -96,14 +96,14 @@ class _Selected(_Sparse):
             compiled()
 
     def _encode(
-        self, x: Tensor, left: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
+        self, x: Tensor, error: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
     ) -> int:
         if not x.is_cpu:
-            return super()._encode(x, left, state, plan, frame, end, sizes)
-        return self._compiled(x.numpy(), None if left is None else left.numpy(), state, plan, frame, end, sizes)
+            return super()._encode(x, error, state, plan, frame, end, sizes)
+        return self._encode_on_host(x.numpy(), None if error is None else error.numpy(), state, plan, frame, end, sizes)
 
     @abc.abstractmethod
-    def _compiled(self, x: Array, left: Array | None, state: State, plan: Plan, *to: Any) -> int:
+    def _encode_on_host(self, x: Array, error: Array | None, state: State, plan: Plan, *to: Any) -> int:
         """Encode tensors in host memory, see :meth:`_encode`; ``to`` are its last three arguments."""
 
 
@@ -129,21 +129,22 @@ class TopK(_Selected):
         if not 0 <= self.sample <= 1:
             raise ValueError("sample is a fraction of the values, from 0 to 1")
 
-    def _compiled(self, x: Array, left: Array | None, state: State, plan: Plan, *to: Any) -> int:
+    def _encode_on_host(self, x: Array, error: Array | None, state: State, plan: Plan, *to: Any) -> int:
         counts, sampled = plan.counts, plan.counts
         if self.sample:
             drawn = np.maximum(_SAMPLE, np.rint(self.sample * counts)).astype(np.int64)
-            sampled = np.where(counts > _WORTH * drawn, drawn, counts)
-        many = np.clip(np.rint(self.ratio * sampled), 1, np.maximum(sampled, 1)).astype(np.int64)
+            sampled = np.where(counts > _SAMPLING_GAIN * drawn, drawn, counts)
+        wanted = np.clip(np.rint(self.ratio * sampled), 1, np.maximum(sampled, 1)).astype(np.int64)
         key = np.uint64(state.draws(torch.device("cpu")).initial_seed())
-        return int(compiled().largest(x, left, plan.starts, counts, many, sampled, key, _room(plan, sampled), *to))
+        workspace = _workspace(plan, sampled)
+        return int(compiled().largest(x, error, plan.starts, counts, wanted, sampled, key, workspace, *to))
 
-    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
-        many = _share(self.ratio, len(values))
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
         if not self.sample:
-            return self._sent(values, values.abs().topk(many, sorted=False).indices.sort().values)
-        threshold = sampled_threshold(values, self.ratio, self.sample, state.draws(values.device, number))
-        return self._sent(values, (values.abs() >= threshold).nonzero().view(-1))
+            wanted = _count_of(self.ratio, len(values))
+            return self._encode_at(values, values.abs().topk(wanted, sorted=False).indices.sort().values)
+        threshold = sampled_threshold(values, self.ratio, self.sample, state.draws(values.device, index))
+        return self._encode_at(values, (values.abs() >= threshold).nonzero().view(-1))
 
 
 @final
@@ -163,14 +164,14 @@ class Threshold(_Selected):
         if not (self.value >= 0 and math.isfinite(self.value)):
             raise ValueError("value is a magnitude, a finite number of at least 0")
 
-    def _compiled(self, x: Array, left: Array | None, state: State, plan: Plan, *to: Any) -> int:
+    def _encode_on_host(self, x: Array, error: Array | None, state: State, plan: Plan, *to: Any) -> int:
         with np.errstate(over="ignore"):
-            least = np.nextafter(np.float32(self.value), np.float32(math.inf)).view(np.int32)
-        room = _room(plan, plan.counts)
-        return int(compiled().reaching(x, left, plan.starts, plan.counts, least, room, *to))
+            threshold = np.nextafter(np.float32(self.value), np.float32(math.inf)).view(np.int32)
+        workspace = _workspace(plan, plan.counts)
+        return int(compiled().reaching(x, error, plan.starts, plan.counts, threshold, workspace, *to))
 
-    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
-        return self._sent(values, (values.abs() > self.value).nonzero().view(-1))
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
+        return self._encode_at(values, (values.abs() > self.value).nonzero().view(-1))
 
 
 @final
@@ -194,16 +195,16 @@ class RandomK(PerTensor):
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
         return 12 + 4 * count
 
-    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
-        seed = state.draws(torch.device("cpu"), number).initial_seed()
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
+        seed = state.draws(torch.device("cpu"), index).initial_seed()
         below = min(2**32 - 1, round(self.ratio * 2**32))
-        places = _drawn(seed, below, len(values), len(values)).to(values.device)
+        places = _draw_indices(seed, below, len(values), len(values)).to(values.device)
         return struct.pack("<QI", seed, below), values[places]
 
     @classmethod
     def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
-        seed, below = numbers("<QI", data)
-        places = _drawn(seed, below, count, (len(data) - 12) // 4).to(device)
+        seed, below = unpack_numbers("<QI", data)
+        places = _draw_indices(seed, below, count, (len(data) - 12) // 4).to(device)
         if len(data) != 12 + 4 * len(places):
             raise ProtocolError(f"a tensor of {len(data)} bytes in a codec's frame does not match its random indices")
         sent = floats(data[12:], device)
@@ -252,9 +253,9 @@ class DGC(_Sparse):
         for name in (VELOCITY, GATHERED):
             state.kept[name] = torch.zeros(state.tensors.length, dtype=torch.float32, device=device)
 
-    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
         assert state.plan is not None
-        start = int(state.plan.starts[number])
+        start = int(state.plan.starts[index])
         velocity, gathered = (state.kept[name][start : start + len(values)] for name in (VELOCITY, GATHERED))
         if self.clip:
             values = values * min(1.0, self.clip / max(norm(values), 1e-30))
@@ -267,10 +268,10 @@ class DGC(_Sparse):
         ratio = self.ratio
         if state.frames < self.warmup:
             ratio = max(ratio, 0.25 ** (1 + 4 * state.frames // self.warmup))
-        draws = state.draws(values.device, number)
+        draws = state.draws(values.device, index)
         threshold = sampled_threshold(gathered, ratio, self.sample, draws)
         places = (gathered.abs() >= threshold).nonzero().view(-1)
-        sent = self._sent(gathered, places)
+        sent = self._encode_at(gathered, places)
         velocity[places] = 0
         gathered[places] = 0
         return sent
@@ -283,11 +284,11 @@ def compiled() -> Any:
     return loops_sparse
 
 
-def _room(plan: Plan, sampled: Array) -> Any:
+def _workspace(plan: Plan, sampled: Array) -> Any:
     """Return the work space of the loops, allocated with the first frame."""
-    if plan.room is None:
-        plan.room = compiled().room_for(plan.counts, sampled)
-    return plan.room
+    if plan.workspace is None:
+        plan.workspace = compiled().allocate_workspace(plan.counts, sampled)
+    return plan.workspace
 
 
 def sampled_threshold(values: Tensor, ratio: float, sample: float, draws: torch.Generator) -> float:
@@ -296,34 +297,34 @@ def sampled_threshold(values: Tensor, ratio: float, sample: float, draws: torch.
     Args:
         sample: fraction of the values to sample; 0: read all.
     """
-    many = min(len(values), max(_SAMPLE, round(sample * len(values)))) if sample else len(values)
+    sampled = min(len(values), max(_SAMPLE, round(sample * len(values)))) if sample else len(values)
     magnitudes = values.abs()
-    if many < len(values):
-        magnitudes = magnitudes[torch.randint(len(values), (many,), generator=draws, device=values.device)]
-    threshold = float(magnitudes.topk(_share(ratio, many), sorted=False).values.min())
+    if sampled < len(values):
+        magnitudes = magnitudes[torch.randint(len(values), (sampled,), generator=draws, device=values.device)]
+    threshold = float(magnitudes.topk(_count_of(ratio, sampled), sorted=False).values.min())
     return max(threshold, 2.0**-149)
 
 
-def _share(ratio: float, count: int) -> int:
+def _count_of(ratio: float, count: int) -> int:
     return max(1, min(count, round(ratio * count)))
 
 
-def _bits(count: int) -> int:
+def _index_bits(count: int) -> int:
     return max(1, (count - 1).bit_length())
 
 
-def _as_numbers(many: int, count: int) -> bool:
-    """Return whether ``many`` packed indices take fewer bytes than a bit mask of all values."""
-    return packing.bits_bytes(many, _bits(count)) < packing.bits_bytes(count, 1)
+def _has_packed_indices(sent: int, count: int) -> bool:
+    """Return whether ``sent`` packed indices take fewer bytes than a bit mask of all values."""
+    return packing.bits_bytes(sent, _index_bits(count)) < packing.bits_bytes(count, 1)
 
 
-def _drawn(seed: int, below: int, count: int, most: int) -> Tensor:
+def _draw_indices(seed: int, below: int, count: int, enough: int) -> Tensor:
     """Draw each index with probability ``below`` / 2^32, the same ones on all machines (SplitMix64).
 
     Args:
-        most: stop once there are more indices than this.
+        enough: stop once there are more indices than this.
     """
-    found, many = [], 0
+    found, drawn = [], 0
     for first in range(0, count, _CHUNK):
         last = min(first + _CHUNK, count)
         with np.errstate(over="ignore"):
@@ -331,8 +332,8 @@ def _drawn(seed: int, below: int, count: int, most: int) -> Tensor:
             for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
                 mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
         found.append(first + np.flatnonzero(((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(32)) < below))
-        many += len(found[-1])
-        if many > most:
+        drawn += len(found[-1])
+        if drawn > enough:
             break
     return torch.from_numpy(np.concatenate(found or [np.empty(0, np.int64)]))
 

@@ -20,21 +20,21 @@ class Plan:
         codec: the codec that encodes them.
         contents: the tensors in a frame.
         head: header and shapes of a frame.
-        most: size of the longest possible frame in bytes.
-        wide: bytes per number in the table of sizes.
+        max_bytes: size of the longest possible frame.
+        size_width: bytes per number in the table of sizes.
         starts, counts, shapes: first index in the vector, number of elements and shape of each encoded tensor.
-        room: work space of the compiled loops, for codecs that need it.
+        workspace: memory of the compiled loops, for codecs that need it.
     """
 
     codec: Any
     contents: Contents
     head: bytes
-    most: int
-    wide: int
+    max_bytes: int
+    size_width: int
     starts: Array
     counts: Array
     shapes: list[tuple[int, ...]]
-    room: Any = None
+    workspace: Any = None
 
 
 @dataclass
@@ -55,7 +55,7 @@ class State:
     kept: dict[str, Tensor] = field(default_factory=dict)
     plan: Plan | None = field(default=None, repr=False, compare=False)  # derived from the above, on demand
 
-    def draws(self, device: torch.device, number: int = 0) -> torch.Generator:
-        """Return a random generator for one tensor of the current frame."""
-        seeds = np.random.SeedSequence((self.seed, self.frames, number)).generate_state(1, np.uint64)
+    def draws(self, device: torch.device, index: int = 0) -> torch.Generator:
+        """Return a random generator for one tensor of the current frame, by its index."""
+        seeds = np.random.SeedSequence((self.seed, self.frames, index)).generate_state(1, np.uint64)
         return torch.Generator(device).manual_seed(int(seeds[0] >> np.uint64(1)))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gossipx.codecs import packing
 from gossipx.codecs.base import Codec
-from gossipx.codecs.frames import Array, OpenedFrame, numbers
+from gossipx.codecs.frames import Array, OpenedFrame, unpack_numbers
 from gossipx.codecs.packing import as_bytes
 from gossipx.codecs.per_tensor import PerTensor, fitted, norm, scale_of, uniform
 from gossipx.codecs.state import Plan, State
@@ -103,24 +103,24 @@ class ThreeLC(Codec):
             compiled()  # import and compile now, not during the first encode
 
     def _encode(
-        self, x: Tensor, left: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
+        self, x: Tensor, error: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
     ) -> int:
         if x.is_cpu and self.residual == 1:
-            error = None if left is None else left.numpy()
+            host = x.numpy(), None if error is None else error.numpy()
             sparsity = np.float32(self.sparsity)
-            end = compiled().three_lc(x.numpy(), error, plan.starts, plan.counts, sparsity, frame, end, sizes)
+            end = compiled().three_lc(*host, plan.starts, plan.counts, sparsity, frame, end, sizes)
             return int(end)
-        for number, (start, count) in enumerate(zip(plan.starts.tolist(), plan.counts.tolist(), strict=True)):
+        for index, (start, count) in enumerate(zip(plan.starts.tolist(), plan.counts.tolist(), strict=True)):
             place = slice(start, start + count)
-            data = self._passes_of(x[place], None if left is None else left[place])
+            data = self._passes_of(x[place], None if error is None else error[place])
             frame[end : end + len(data)] = data
-            sizes[number] = len(data)
+            sizes[index] = len(data)
             end += len(data)
         return end
 
-    def _passes_of(self, x: Tensor, left: Tensor | None) -> Array:
+    def _passes_of(self, x: Tensor, error: Tensor | None) -> Array:
         """Encode one tensor in as many passes as ``residual`` requires; return no bytes if it is not finite."""
-        values = x + left if left is not None else x.clone()
+        values = x + error if error is not None else x.clone()
         peak = values.abs().max() if len(values) else values.new_zeros(())
         if not len(values) or not math.isfinite(float(peak * self.sparsity)):
             return np.empty(0, np.uint8)
@@ -133,14 +133,14 @@ class ThreeLC(Codec):
             codes.append(packed)
             if scale == 0 or norm(values) <= enough:
                 break
-        if left is not None:
-            left.copy_(values)
+        if error is not None:
+            error.copy_(values)
         sizes = [len(packed) for packed in codes[:-1]]
         begin = struct.pack(f"<B{len(sizes)}I{len(scales)}f", len(scales), *sizes, *scales)
         return np.concatenate((np.frombuffer(begin, np.uint8), *codes))
 
     @classmethod
-    def _read(cls, opened: OpenedFrame, near: Sequence[Tensor] | None) -> Any:
+    def _read(cls, opened: OpenedFrame, references: Sequence[Tensor] | None) -> Any:
         bad = compiled().three_lc_fits(opened.body, opened.offsets, opened.contents.counts)
         if bad >= 0:
             raise ProtocolError(f"tensor {opened.contents.encoded[bad]} of a codec's frame is not 3LC of its size")
@@ -151,9 +151,9 @@ class ThreeLC(Codec):
         if out.is_cpu:
             compiled().three_lc_into(opened.body, opened.offsets, opened.contents.counts, out.numpy(), starts, add)
             return
-        for number, (begin, end) in enumerate(pairwise(opened.offsets.tolist())):
+        for index, (begin, end) in enumerate(pairwise(opened.offsets.tolist())):
             if begin < end:
-                count, start = int(opened.contents.counts[number]), int(starts[number])
+                count, start = int(opened.contents.counts[index]), int(starts[index])
                 _write_on_device(opened.body[begin:end], out[start : start + count], add)
 
 
@@ -178,16 +178,16 @@ def pass_on_device(values: Tensor, sparsity: float) -> tuple[float, Array]:
 def _write_on_device(data: Array, out: Tensor, add: bool) -> None:
     """Decode one tensor that has been checked, by torch on any device."""
     passes = int(data[0])
-    sizes = numbers(f"<{passes - 1}I", data, 1)
-    scales = numbers(f"<{passes}f", data, 1 + _SCALE * (passes - 1))
+    sizes = unpack_numbers(f"<{passes - 1}I", data, 1)
+    scales = unpack_numbers(f"<{passes}f", data, 1 + _SCALE * (passes - 1))
     ends = [*accumulate(sizes, initial=1 + _SCALE * (2 * passes - 1)), len(data)]
-    for number, (first, last) in enumerate(pairwise(ends)):
+    for nth, (first, last) in enumerate(pairwise(ends)):
         codes = torch.from_numpy(data[first:last].copy()).to(out.device)
         packed = packing.lengthen_runs(codes, packing.trit_bytes(len(out)))
         values = packing.unpack_trits(packed, len(out)) * torch.tensor(
-            scales[number], dtype=torch.float32, device=out.device
+            scales[nth], dtype=torch.float32, device=out.device
         )
-        out.add_(values) if add or number else out.copy_(values)
+        out.add_(values) if add or nth else out.copy_(values)
 
 
 @final
@@ -207,9 +207,9 @@ class Stochastic3(PerTensor):
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
         return _SCALE + packing.trit_bytes(count)
 
-    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
         scale = values.abs().max()
-        drawn = uniform(values, state, number)
+        drawn = uniform(values, state, index)
         trits = torch.sign(values) * (drawn * scale < values.abs())
         if self.feedback:
             scale = fitted(values, trits)

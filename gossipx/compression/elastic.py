@@ -75,8 +75,8 @@ class ElasticCodec:
         with self._lock:
             self._begun = None if model is None else [values.clone() for values in self._sections.trained(model)]
             for number, changes in enumerate(self._changes):
-                changes.common(None if self._begun is None else self._begun[number])
-            self._known = [changes.begun for changes in self._changes]
+                changes.set_initial(None if self._begun is None else self._begun[number])
+            self._known = [changes.initial for changes in self._changes]
 
     # --- a worker ---------------------------------------------------------------------------------
 

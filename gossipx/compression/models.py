@@ -90,7 +90,7 @@ class ModelCodec:
         with self._lock:
             self._begun = None if model is None else [values.clone() for values in self._sections.trained(model)]
             for number, changes in enumerate(self._changes):
-                changes.common(None if self._begun is None else self._begun[number])
+                changes.set_initial(None if self._begun is None else self._begun[number])
 
     # --- sending ----------------------------------------------------------------------------------
 
@@ -153,14 +153,14 @@ class ModelCodec:
         with self._lock:
             reference = self._reference(sender)
             before: Sequence[Tensor | None] = [None] * len(parts) if reference is None else reference.taken
-            near = [self._near(number, incoming) for number in range(len(parts))]
-            rows = enumerate(zip(parts, reply.bases, before, near, strict=True))
+            current = [self._current(number, incoming) for number in range(len(parts))]
+            rows = enumerate(zip(parts, reply.bases, before, current, strict=True))
             self._apart.add(sender)  # stays if decoding raises
             taken = [self._sections.decoded(number, *row) for number, row in rows]
             self._apart.discard(sender)
             decoded = taken
             if self._references:
-                own = [values for values in near if values is not None] if self._public else []
+                own = [values for values in current if values is not None] if self._public else []
                 public = self._published(reply.bases, reference, own) if self._public else []
                 self._keep(sender, _Reference(taken, public))
                 if self._public:  # as if x_j were x_i + x̂_j − x̂_i
@@ -168,7 +168,7 @@ class ModelCodec:
                     decoded = [values + (theirs - ours) for values, theirs, ours in changed]
         return self._sections.laid_out(decoded, buffers)
 
-    def _near(self, number: int, incoming: Incoming) -> Tensor | None:
+    def _current(self, number: int, incoming: Incoming) -> Tensor | None:
         """Return the peer's own trained values of a section, if they are available."""
         own = incoming.compared_with(number)
         return None if own is None else own[: self._sections.tensors[number].length]

@@ -16,7 +16,7 @@ from gossipx.codecs.changes import ALONE, FULL, Changes, checksum
 from gossipx.errors import ProtocolError
 from gossipx.model.arena import ParameterArena
 from gossipx.model.buffers import typed
-from gossipx.model.layout import Section, Slot
+from gossipx.model.layout import Kind, Section, Slot
 
 
 class Sections:
@@ -36,15 +36,15 @@ class Sections:
         self.tensors = [_tensors(section, arena.slots, norms) for section in arena.sections]
         self.codec = codec.in_feedback()
         self._arena = arena
-        self._most = [self.codec.longest(tensors) for tensors in self.tensors]
+        self._max_bytes = [self.codec.longest(tensors) for tensors in self.tensors]
 
     def states(self, seed: int) -> list[State]:
         """Return an initial codec state for each section."""
         return [self.codec.init(tensors, seed + number) for number, tensors in enumerate(self.tensors)]
 
-    def changes(self, seed: int, most: int = 0) -> list[Changes]:
+    def changes(self, seed: int, max_receivers: int = 0) -> list[Changes]:
         """Return the sender's delta encoder for each section."""
-        return [Changes(self.codec, tensors, seed + number, most) for number, tensors in enumerate(self.tensors)]
+        return [Changes(self.codec, tensors, seed + index, max_receivers) for index, tensors in enumerate(self.tensors)]
 
     def trained(self, model: Sequence[Tensor]) -> list[Tensor]:
         """Return views of the encoded part of each section's vector."""
@@ -59,8 +59,8 @@ class Sections:
         if not len(sizes) == len(bases) == len(self.tensors):
             return False
         plain = [tensors.length * tensors.dtype.itemsize for tensors in self.tensors]
-        rows = zip(sizes, bases, self._most, plain, strict=True)
-        return all(size == own if base == FULL else size <= most for size, base, most, own in rows)
+        rows = zip(sizes, bases, self._max_bytes, plain, strict=True)
+        return all(size == full if base == FULL else size <= bound for size, base, bound, full in rows)
 
     def joined(self, parts: Sequence[memoryview], model: Sequence[Tensor]) -> memoryview:
         """Return the payload: the encoded values of each section, followed by its buffers."""
@@ -88,7 +88,12 @@ class Sections:
         return views
 
     def decoded(
-        self, number: int, part: memoryview, base: int, held: Tensor | None = None, near: Tensor | None = None
+        self,
+        number: int,
+        part: memoryview,
+        base: int,
+        base_values: Tensor | None = None,
+        reference: Tensor | None = None,
     ) -> Tensor:
         """Decode the trained values of a section.
 
@@ -96,23 +101,23 @@ class Sections:
             number: index of the section.
             part: the encoded values.
             base: checksum of the base that ``part`` changes, :data:`FULL` or :data:`ALONE`.
-            held: this side's base; None: not available.
-            near: reference values for codecs that need them.
+            base_values: this side's base; None: not available.
+            reference: values near the encoded ones, for codecs that need them; None: not available.
 
         Raises:
             ProtocolError: it is malformed, or changes another base.
-            TooFarError: ``near`` is too far away.
+            TooFarError: ``reference`` is too far away.
         """
         tensors = self.tensors[number]
         if base == FULL:
             return typed(memoryview(bytearray(part)), tensors.dtype)
         if base == ALONE:
             values = torch.zeros(tensors.length, dtype=tensors.dtype)
-            decode_into(part, values, tensors=tensors, near=near)
+            decode_into(part, values, tensors=tensors, near=reference)
             return values
-        if held is None or checksum(held) != base:
+        if base_values is None or checksum(base_values) != base:
             raise ProtocolError("a model arrived as a change from another base than this peer's")
-        values = held.clone()
+        values = base_values.clone()
         decode_into(part, values, add=True, tensors=tensors)
         return values
 
@@ -131,7 +136,7 @@ def _tensors(section: Section, slots: Sequence[Slot], norms: Collection[str]) ->
     """Return the layout of the trained tensors in a section; tied ones are listed once."""
     found: dict[int, Slot] = {}
     for slot in slots:
-        if slot.kind == 0 and slot.tensor.dtype == section.storage.dtype and slot.tensor.numel():
+        if slot.kind is Kind.TRAINABLE and slot.tensor.dtype == section.storage.dtype and slot.tensor.numel():
             found.setdefault(int(slot.tensor.storage_offset()), slot)
     starts = tuple(sorted(found))
     shapes = tuple(

@@ -93,7 +93,7 @@ def _with_solver(given: dict[str, Any]) -> dict[str, Any]:
         from_file["model"] = param.net
     if param.max_iter > 0:
         from_file["iterations"] = param.max_iter
-    return {**from_file, **given, "solver": solvers.told(str(given["solver"]))}
+    return {**from_file, **given, "solver": solvers.resolve(str(given["solver"]))}
 
 
 def dump(config: RunConfig) -> str:

@@ -145,7 +145,7 @@ def _served(
         The iterations of the checkpoints, the common iteration (None: each its own), and the servers at that time.
     """
     workers = [rank for rank in here if not (settings.server.servers_only and rank in servers)]
-    trained = {rank: found for rank in workers if (found := store_of(path, rank).whole(told=True))}
+    trained = {rank: found for rank in workers if (found := store_of(path, rank).find_complete(log_damaged=True))}
     shards = _shards(path, servers)
     best: tuple[int, int, tuple[int, ...]] | None = None  # iteration, minus the number of shards without, servers
     for then, kept in shards.items():
@@ -212,7 +212,7 @@ def _shards(path: Path, servers: tuple[int, ...]) -> dict[tuple[int, ...], Check
     shards: dict[tuple[int, ...], Checkpoints] = {servers: {}}
     for index in range(len(read_hosts(path / HOSTS_FILE))):
         store = store_of_shard(path, index)
-        trained_at = store.whole(told=True) - {0}  # the checkpoint of clock 0 only anchors the journal
+        trained_at = store.find_complete(log_damaged=True) - {0}  # the checkpoint of clock 0 only anchors the journal
         for iteration in trained_at:
             then = servers_of(store, iteration) or servers
             shards.setdefault(then, {}).setdefault(index, set()).add(iteration)

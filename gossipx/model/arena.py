@@ -29,7 +29,7 @@ from gossipx.errors import UsageError
 from gossipx.memory import PIECE
 from gossipx.model import kernels, layout, master_weights, passes
 from gossipx.model.buffers import HostBuffer
-from gossipx.model.layout import Section, has_masters, lay_out, lengths, plain_name, slots_of
+from gossipx.model.layout import Kind, Section, has_masters, lay_out, lengths, plain_name, slots_of
 from gossipx.model.pool import Pool
 from gossipx.model.snapshots import Snapshot
 from gossipx.model.streams import DeviceStreams, streams_of
@@ -67,7 +67,7 @@ class ParameterArena:
         streams: DeviceStreams | None = None,
     ):
         slots = list(slots_of(module, mix_buffers))
-        if not any(slot.kind == 0 for slot in slots):
+        if not any(slot.kind is Kind.TRAINABLE for slot in slots):
             raise UsageError("the model has no trainable parameter: there is nothing to exchange")
         kinds = layout.by_dtype(slots)
         self.manifest = tuple(slot.line(has_masters(kinds[slot.tensor.dtype])) for slot in slots)
@@ -94,7 +94,7 @@ class ParameterArena:
         self._pending: dict[bool, Snapshot] = {}
         if self._samples is None:
             self.pool.now = Snapshot(self.pool)
-            self.pool.now.fill(*self.pool.room(), 0)
+            self.pool.now.fill(*self.pool.boundary_memory(), 0)
         self.set_boundary(0)
 
     @property
@@ -143,13 +143,13 @@ class ParameterArena:
                 self._copy(after)
         self._keep_sample()
 
-    def go_on(self) -> None:
-        """Leave the boundary: the training thread calls this before it changes weights and buffers again."""
+    def leave_boundary(self) -> None:
+        """Record that the model leaves the boundary: training is about to change weights and buffers again."""
         with self.lock:
             self._at_boundary = False
 
-    def give_up(self) -> None:
-        """Record that training has ended. No boundary follows, so snapshots that are or would be pending fail."""
+    def end_training(self) -> None:
+        """Record that training has ended: no boundary follows, so snapshots that would have to wait for one fail."""
         with self.lock:
             self._training = False
             failed, self._pending = list(self._pending.values()), {}
@@ -167,16 +167,17 @@ class ParameterArena:
         """
         for name, parameter in module.named_parameters():
             slot = self._slots_at.get(parameter.data_ptr())
-            if not (parameter.requires_grad and parameter.numel()) or (slot is not None and slot.kind == 0):
+            if not (parameter.requires_grad and parameter.numel()):
+                continue
+            if slot is not None and slot.kind is Kind.TRAINABLE:
                 continue
             if slot is not None:
-                reason = "was frozen and is now trained"
+                reason = "was unfrozen"
             elif any(plain_name(name) == known.name for known in self.slots):
-                reason = "lies in other memory (load_state_dict(assign=True), a change of dtype or device)"
+                reason = "moved to other memory (load_state_dict(assign=True), a change of dtype or device)"
             else:
                 reason = "was added to the model"
-            problem = f"'{plain_name(name)}' {reason} since the model was joined"
-            raise UsageError(f"{problem}: change the model before gossipx.join")
+            raise UsageError(f"'{plain_name(name)}' {reason} after gossipx.join: make such changes before gossipx.join")
 
     @contextlib.contextmanager
     def _next_boundary(self) -> Iterator[tuple[list[Tensor] | None, list[Tensor] | None]]:
@@ -201,7 +202,7 @@ class ParameterArena:
                     self.pool.wait_for_bases()
                 if before.holders > 1:
                     after = Snapshot(self.pool)
-                    after.fill(*self.pool.room(), self.step)
+                    after.fill(*self.pool.boundary_memory(), self.step)
                 yield before.vectors, after.vectors
                 after.refill(self.step, self._streams.mark())
                 self.pool.now = after
@@ -210,22 +211,22 @@ class ParameterArena:
                 if past is not None and past is not self.pool.now:
                     past.release()
             self._whole = None
-            pending = self._fill_pending()
+            pending = self._fill_pending_locked()
         for snapshot in pending:
             snapshot.notify()
 
-    def stand_still(self) -> None:
+    def fill_pending(self) -> None:
         """Fill pending snapshots with the model as it is now.
 
-        Called when the training thread blocks within an iteration. Otherwise there could be a deadlock: training may
-        wait for a peer, such as a restarted server, that waits for a snapshot.
+        This is called when the training thread blocks within an iteration. Otherwise there could be a deadlock:
+        training may wait for a peer, such as a restarted server, that waits for a snapshot.
         """
         with self.lock:
-            pending = self._fill_pending()
+            pending = self._fill_pending_locked()
         for snapshot in pending:
             snapshot.notify()
 
-    def _fill_pending(self) -> list[Snapshot]:
+    def _fill_pending_locked(self) -> list[Snapshot]:
         pending, self._pending = self._pending, {}
         for is_whole, snapshot in pending.items():
             self._fill(snapshot, is_whole)
@@ -277,9 +278,9 @@ class ParameterArena:
             snapshot.fill(buffer.vectors, buffer, self.step)
         else:
             self.pool.now = snapshot
-            vectors, room = self.pool.room()
+            vectors, host_buffer = self.pool.boundary_memory()
             self._copy(vectors)
-            snapshot.fill(vectors, room, self.step, self._streams.mark())
+            snapshot.fill(vectors, host_buffer, self.step, self._streams.mark())
 
     def _copy_whole(self) -> HostBuffer:
         buffer = self.pool.buffer(whole=True)
@@ -331,10 +332,10 @@ class ParameterArena:
             ‖x_j − x‖₂ over the trained values; blocks until the device has computed it.
         """
         theirs = self.pool.upload(received)
-        kept = received.vectors if on_host and not self._streams.on_host else None
+        host_copy = received.vectors if on_host and not self._streams.on_host else None
         self._update_masters()
         squares: list[float] = []
-        rows = zip(self.sections, theirs, _or_none(kept, theirs), strict=True)
+        rows = zip(self.sections, theirs, _or_none(host_copy, theirs), strict=True)
         self._streams.train(lambda: squares.extend(passes.subtract(*row) for row in rows))
         self._streams.wait(self._streams.mark())
         return math.sqrt(sum(squares))
@@ -357,7 +358,7 @@ class ParameterArena:
                 self._streams.train(functools.partial(passes.commit, section, change, share, new))
         self._keep_sample()
 
-    def merge(self, received: HostBuffer, held: HostBuffer, own: float, theirs: float) -> float:
+    def merge(self, received: HostBuffer, captured: HostBuffer, own: float, theirs: float) -> float:
         """Average two models: x_j ← (own · h + theirs · x_j) / (own + theirs), in place in ``received``.
 
         The weights of the module do not change. Two peers that merge each other's models get identical bits, because
@@ -365,14 +366,14 @@ class ParameterArena:
 
         Args:
             received: x_j, the mean of ``theirs`` models.
-            held: h, the mean of ``own`` models; if ``own`` is 0, the result is x_j.
+            captured: h, the mean of ``own`` models; if ``own`` is 0, the result is x_j.
 
         Returns:
             ‖x_j − h‖₂ over the trained values; NaN if a value is not finite, and then ``received`` is unusable.
         """
         a, b = own / (own + theirs), theirs / (own + theirs)
         trained = others = 0.0
-        for section, their, ours in zip(self.sections, received.vectors, held.vectors, strict=True):
+        for section, their, ours in zip(self.sections, received.vectors, captured.vectors, strict=True):
             cut = section.trainable
             per_piece = PIECE // their.itemsize
             for start in range(0, cut, per_piece):
@@ -386,7 +387,7 @@ class ParameterArena:
             x.copy_(torch.where(as_is, h, b * x + a * h))
         return math.sqrt(trained) if math.isfinite(trained + others) else math.nan
 
-    def take_in(self, merged: Snapshot, captured: Snapshot) -> None:
+    def apply_merged(self, merged: Snapshot, captured: Snapshot) -> None:
         """Write a merged model into the weights, and keep the steps that were made since the capture.
 
         Trained values: x ← merged + (x − captured), exactly ``merged`` if no step was made. Module buffers: as in
@@ -398,11 +399,11 @@ class ParameterArena:
         with self._next_boundary() as (_, after):
             rows = zip(self.sections, means, captured.vectors, _or_none(after, means), strict=True)
             for row in rows:
-                self._streams.train(functools.partial(passes.take_in, *row))
+                self._streams.train(functools.partial(passes.apply_merged, *row))
         self._keep_sample()
 
-    def held(self, model: HostBuffer, step: int) -> Snapshot:
-        """Return a snapshot of ``model``, a buffer of the pool, which is freed when the snapshot is last released."""
+    def snapshot_of(self, model: HostBuffer, step: int) -> Snapshot:
+        """Return a snapshot that owns ``model``, a buffer of the pool; the last release of the snapshot frees it."""
         self.pool.upload(model)
         snapshot = Snapshot(self.pool)
         snapshot.fill(model.vectors, model, step)

@@ -1,11 +1,12 @@
 """The layout of a module's tensors in flat buffers, and the checks of which tensors can be laid out.
 
-All tensors of one dtype form a section, laid out as ``[trainable | mixed buffers | frozen | other buffers]``. A
+All tensors of one dtype form a section, laid out as ``[trainable | mixed buffers | frozen | local buffers]``. A
 retrieval exchanges the head of it, up to the mixed buffers; a joining peer receives all of it.
 """
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,21 +20,30 @@ ALIGNMENT = 64
 """Bytes: every tensor starts on a cache line."""
 
 
+class Kind(enum.IntEnum):
+    """The kinds of tensors, in the order of the layout; their names in lower case stand in the manifest."""
+
+    TRAINABLE = 0
+    MIXED = 1
+    FROZEN = 2
+    LOCAL = 3
+
+
 @dataclass(frozen=True)
 class Slot:
     """The place of one tensor in the layout."""
 
     name: str
     tensor: Tensor
-    kind: int  # 0 trainable, 1 mixed buffer, 2 frozen, 3 other buffer
+    kind: Kind
 
     def line(self, masters: bool) -> str:
         """Return its line of the manifest; ``masters``: it is exchanged in float32."""
-        kind = ("trainable", "mixed", "frozen", "local")[self.kind]
         dtype = str(self.tensor.dtype).removeprefix("torch.")
         shape = "x".join(map(str, self.tensor.shape)) or "scalar"
+        strides = "x".join(map(str, self.tensor.stride())) or "-"
         exchanged = f"{dtype} as float32" if masters else dtype
-        return f"{self.name} {exchanged} {shape} strides {'x'.join(map(str, self.tensor.stride())) or '-'} {kind}"
+        return f"{self.name} {exchanged} {shape} strides {strides} {self.kind.name.lower()}"
 
 
 @dataclass
@@ -62,10 +72,11 @@ def slots_of(module: nn.Module, mix_buffers: bool) -> Iterator[Slot]:
         reason = _refusal(parameter)
         if reason:
             raise UsageError(f"parameter '{name}' cannot be joined: {reason}")
-        found.append(Slot(name, parameter, 0 if parameter.requires_grad else 2))
+        found.append(Slot(name, parameter, Kind.TRAINABLE if parameter.requires_grad else Kind.FROZEN))
     for name, buffer in module.named_buffers():
         if _refusal(buffer) is None and (buffer.is_floating_point() or buffer.is_complex()):
-            found.append(Slot(plain_name(name), buffer, 1 if mix_buffers and _can_be_mixed(buffer) else 3))
+            kind = Kind.MIXED if mix_buffers and _can_be_mixed(buffer) else Kind.LOCAL
+            found.append(Slot(plain_name(name), buffer, kind))
     devices = {slot.tensor.device for slot in found}
     if len(devices) > 1:
         other = next(slot for slot in found if slot.tensor.device != found[0].tensor.device)
@@ -157,14 +168,15 @@ def _places(slots: list[Slot]) -> tuple[list[int], int, int, int]:
     """Return the offsets of tensors ordered by kind, and the ends of the trained, the mixed and all elements."""
     step = ALIGNMENT // slots[0].tensor.dtype.itemsize
     offsets: dict[int, int] = {}  # by address: tied tensors share one offset
-    ends = [0, 0, 0, 0]
+    ends = dict.fromkeys(Kind, 0)
     end = 0
     for slot in slots:
         if slot.tensor.data_ptr() not in offsets or slot.tensor.numel() == 0:
             offsets[slot.tensor.data_ptr()] = end
             end += -(-slot.tensor.numel() // step) * step
         ends[slot.kind] = end
-    return [offsets[slot.tensor.data_ptr()] for slot in slots], ends[0], max(ends[0], ends[1]), end
+    trainable = ends[Kind.TRAINABLE]
+    return [offsets[slot.tensor.data_ptr()] for slot in slots], trainable, max(trainable, ends[Kind.MIXED]), end
 
 
 def nbytes(module: nn.Module, mix_buffers: bool) -> tuple[int, int]:
@@ -241,4 +253,4 @@ def lengths(sections: Iterable[Section], whole: bool) -> list[tuple[torch.dtype,
 
 def has_masters(slots: Iterable[Slot]) -> bool:
     """Return whether tensors of one dtype are exchanged as float32 masters, as some are trained in 16 bits."""
-    return any(slot.kind == 0 and slot.tensor.dtype in (torch.float16, torch.bfloat16) for slot in slots)
+    return any(slot.kind is Kind.TRAINABLE and slot.tensor.dtype in (torch.float16, torch.bfloat16) for slot in slots)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gossipx.model import kernels, master_weights
-from gossipx.model.layout import Section, Slot
+from gossipx.model.layout import Kind, Section, Slot
 
 
 def copy(section: Section, to: Tensor) -> None:
@@ -36,12 +36,12 @@ def sampled(sample: kernels.Sampled, section: Section, on_device: bool) -> float
     return sample.advance_on_device(x) if on_device else sample.advance(x)
 
 
-def subtract(section: Section, received: Tensor, kept: Tensor | None) -> float:
-    """x_j ← x_j − x for trained values; return ‖x_j − x‖₂². ``kept`` receives a copy of the result."""
+def subtract(section: Section, received: Tensor, host_copy: Tensor | None) -> float:
+    """x_j ← x_j − x for trained values; return ‖x_j − x‖₂². ``host_copy`` receives a copy of the result."""
     cut = section.trainable
     squared = kernels.difference(received[:cut], section.values[:cut], received[:cut])
-    if kept is not None:
-        kept[:cut].copy_(received[:cut])
+    if host_copy is not None:
+        host_copy[:cut].copy_(received[:cut])
     return squared
 
 
@@ -64,7 +64,7 @@ def commit(section: Section, change: Tensor, share: float, boundary: Tensor | No
     master_weights.write_back(section)
 
 
-def take_in(section: Section, mean: Tensor, captured: Tensor, boundary: Tensor | None) -> None:
+def apply_merged(section: Section, mean: Tensor, captured: Tensor, boundary: Tensor | None) -> None:
     """x ← mean + (x − captured) for trained values; finite buffers become the mean's; ``boundary`` gets a copy."""
     cut, end = section.trainable, section.mixed
     section.values[:cut].sub_(captured[:cut]).add_(mean[:cut])
@@ -84,7 +84,7 @@ def adopt(section: Section, model: Tensor) -> None:
 def sampler(section: Section, slots: list[Slot], seed: int) -> kernels.Sampled:
     """Return the sampler for :func:`sampled` of a section that was laid out from ``slots``."""
     begin, size = section.storage.data_ptr(), section.storage.itemsize
-    small = [slot.tensor for slot in slots if slot.kind == 0 and slot.tensor.numel() < kernels.SMALL]
+    small = [slot.tensor for slot in slots if slot.kind is Kind.TRAINABLE and slot.tensor.numel() < kernels.SMALL]
     starts = [(tensor.data_ptr() - begin) // size for tensor in small if tensor.numel()]
     lengths = [tensor.numel() for tensor in small if tensor.numel()]
     ranges = [(start, start + length) for start, length in zip(starts, lengths, strict=True)]

@@ -52,9 +52,9 @@ class Pool:
         self._sections = sections
         self._streams = streams
         self._free: list[HostBuffer] = []
-        self._made = 0  # number of buffers, including free ones
-        self._copied = 0  # number of bases that an incoming model is copying, to release them
-        self._doubled: list[Snapshot] = []  # bases of incoming models that are in a second buffer
+        self._allocated = 0  # number of buffers, including free ones
+        self._copying = 0  # number of incoming models that are copying their base, to release it
+        self._shared_bases: list[Snapshot] = []  # bases that others read: their incoming models are in a second buffer
         self._given_back = threading.Condition(self.lock)
         self._free_vectors: list[tuple[list[Tensor], Mark]] = []
         self._free_staging: list[memoryview] = []
@@ -68,7 +68,7 @@ class Pool:
         with self.lock:
             if self._free:
                 return self._free.pop()
-            self._made += 1
+            self._allocated += 1
             made = HostBuffer(lengths(self._sections, whole=False), whole=False)
             self._streams.pin(made)
             return made
@@ -99,19 +99,19 @@ class Pool:
         with self.lock:
             self._free_staging.append(staging)
 
-    def room(self) -> tuple[list[Tensor], HostBuffer | None]:
+    def boundary_memory(self) -> tuple[list[Tensor], HostBuffer | None]:
         """Return unused vectors on the device for one boundary; on a CPU also the host buffer that they lie in."""
         if self._streams.on_host:
             buffer = self.buffer()
             return buffer.vectors, buffer
-        return self._room_on_device()[0], None
+        return self._vectors_on_device()[0], None
 
-    def _room_on_device(self) -> tuple[list[Tensor], Mark]:
+    def _vectors_on_device(self) -> tuple[list[Tensor], Mark]:
         """Return unused vectors, and a mark of their last use on the training stream, for other streams to await."""
         with self.lock:
             if self._free_vectors:
                 return self._free_vectors.pop()
-        made = [self._streams.room(section.values[: section.mixed]) for section in self._sections]
+        made = [self._streams.empty_like(section.values[: section.mixed]) for section in self._sections]
         return made, self._streams.mark()
 
     # --- snapshots ----------------------------------------------------------------------------------
@@ -135,13 +135,14 @@ class Pool:
                 self._free_vectors.append((snapshot.vectors, self._streams.mark()))
             return buffer
 
-    def would_crowd(self, base: Snapshot) -> bool:
-        """Return whether the next boundary would have to allocate memory if an incoming model kept ``base``.
+    def is_needed_for_boundary(self, base: Snapshot) -> bool:
+        """Return whether the next boundary would have to allocate memory if an incoming model kept its ``base``.
 
-        That is so if ``base`` is the last boundary, and at least two buffers are in use.
+        The next boundary overwrites the last one, unless that has readers. So it lacks memory if ``base`` is the last
+        boundary, and at least two buffers are in use.
         """
         with self.lock:
-            return base is self.now and self._made - len(self._free) >= 2
+            return base is self.now and self._allocated - len(self._free) >= 2
 
     @contextlib.contextmanager
     def copying_base(self) -> Iterator[None]:
@@ -150,23 +151,23 @@ class Pool:
         A boundary that would need more memory waits until the context ends: see :meth:`wait_for_bases`.
         """
         with self.lock:
-            self._copied += 1
+            self._copying += 1
         try:
             yield
         finally:
             with self.lock:
-                self._copied -= 1
+                self._copying -= 1
                 self._given_back.notify_all()
 
     def begin_second_buffer(self, base: Snapshot) -> None:
         """Record that an incoming model starts in a second buffer, because others read its ``base``."""
         with self.lock:
-            self._doubled.append(base)
+            self._shared_bases.append(base)
 
     def end_second_buffer(self, base: Snapshot) -> None:
         """Record that the incoming model has moved to the memory of ``base``, or that receiving it has ended."""
         with self.lock:
-            self._doubled = [other for other in self._doubled if other is not base]
+            self._shared_bases = [other for other in self._shared_bases if other is not base]
             self._given_back.notify_all()
 
     def wait_for_buffers(self) -> None:
@@ -176,11 +177,11 @@ class Pool:
         were handed out before, the next boundary would have to allocate memory.
         """
         with self.lock:
-            self._given_back.wait_for(lambda: all(base.holders > 1 for base in self._doubled), COPY_SECONDS)
+            self._given_back.wait_for(lambda: all(base.holders > 1 for base in self._shared_bases), COPY_SECONDS)
 
     def wait_for_bases(self) -> None:
         """Wait until no incoming model is copying its base (:meth:`copying_base`); the caller holds :attr:`lock`."""
-        self._given_back.wait_for(lambda: not self._copied, COPY_SECONDS)
+        self._given_back.wait_for(lambda: not self._copying, COPY_SECONDS)
 
     # --- between the device and host memory -----------------------------------------------------------
 
@@ -207,7 +208,7 @@ class Pool:
             return
         after = self._streams.mark_side_stream()
         if buffer.on_device is None:
-            buffer.on_device, after = self._room_on_device()
+            buffer.on_device, after = self._vectors_on_device()
         there, here = buffer.on_device[section][piece], buffer.vectors[section][piece]
         self._streams.on_side_stream(lambda: there.copy_(here, non_blocking=self._streams.later), after)
 

@@ -174,7 +174,7 @@ class Incoming:
             return
         taken = self._pool.take_over(self._base)
         if taken is None:
-            if self._buffer is None and self._pool.would_crowd(self._base):
+            if self._buffer is None and self._pool.is_needed_for_boundary(self._base):
                 with self._pool.copying_base():
                     self._buffer = self._pool.buffer()
                     self._buffer.view[:] = self._base.buffer.view

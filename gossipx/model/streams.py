@@ -38,7 +38,7 @@ class DeviceStreams(abc.ABC):
     def begin(self) -> None:
         """Make the calling thread's current stream the training stream; called by the training thread."""
 
-    def room(self, like: Tensor) -> Tensor:
+    def empty_like(self, like: Tensor) -> Tensor:
         """Return a new vector whose memory the training stream no longer uses otherwise."""
         return torch.empty_like(like)
 
@@ -151,7 +151,7 @@ class Cuda(Asynchronous):
             self._side.wait_event(after)
             work()
 
-    def room(self, like: Tensor) -> Tensor:
+    def empty_like(self, like: Tensor) -> Tensor:
         with torch.cuda.stream(self._training):  # the allocator then returns the memory to this stream
             return torch.empty_like(like)
 

@@ -40,8 +40,8 @@ class Backward:
         module: the model; its parameters are the tables.
         tables: the trained parameters with their names, by table.
         client: the worker's side of the tables.
-        ready: called with the (shard, bucket) pairs whose gradients are complete and can be pushed. Before the first
-            gradient of an iteration it is called with no pair, to announce the iteration.
+        on_gradients_ready: called with the (shard, bucket) pairs whose gradients are complete and can be pushed.
+            Before the first gradient of an iteration it is called with no pair, to announce the iteration.
         wait_for_resume: waits until training may continue, at most the given number of seconds; returns whether it may.
         poll: called every :data:`POLL_INTERVAL` seconds while tables are awaited; raises to end the wait.
         wait_free: whether gradients are sent as they are computed. Otherwise all are sent at the optimizer's step,
@@ -56,7 +56,7 @@ class Backward:
         module: nn.Module,
         tables: Sequence[tuple[str, nn.Parameter]],
         client: Client,
-        ready: Callable[[Sequence[tuple[int, int]]], None],
+        on_gradients_ready: Callable[[Sequence[tuple[int, int]]], None],
         wait_for_resume: Callable[[float], bool],
         poll: Callable[[], None],
         wait_free: bool,
@@ -64,7 +64,7 @@ class Backward:
         self.waited = 0.0
         self._client = client
         self._tables = tables
-        self._ready, self._wait_for_resume, self._poll = ready, wait_for_resume, poll
+        self._on_gradients_ready, self._wait_for_resume, self._poll = on_gradients_ready, wait_for_resume, poll
         self._wait_free = wait_free
         self._syncing = True
         self._begun = False  # whether this iteration's first gradient was taken
@@ -106,7 +106,7 @@ class Backward:
             self._begin()
             self._versions[number] = parameter.grad._version
             if complete := self._client.update(number, parameter.grad):
-                self._ready(complete)
+                self._on_gradients_ready(complete)
 
         return hook
 
@@ -163,7 +163,7 @@ class Backward:
 
     def _send(self, buckets: Sequence[tuple[int, int]]) -> None:
         if buckets:
-            self._ready(buckets)
+            self._on_gradients_ready(buckets)
 
     def after_step(self) -> None:
         """Wait for all tables, unless the forward hooks do that (wait-free backpropagation)."""
@@ -185,7 +185,7 @@ class Backward:
         if self._begun:
             return
         self._begun = True
-        self._ready(())
+        self._on_gradients_ready(())
         if not self._wait_for_resume(0.0):
             began = time.perf_counter()
             while not self._wait_for_resume(POLL_INTERVAL):
@@ -206,8 +206,10 @@ class Backward:
         self._poll = lambda: None  # break the reference cycle with the peer
 
 
-class Bypass:
-    """A hook that makes an optimizer's step do nothing, because the servers make it; it hides the gradients meanwhile.
+class OptimizerBypass:
+    """A hook that makes an optimizer's step do nothing, because the servers make it.
+
+    It hides the gradients during the step, so that the optimizer skips all parameters.
 
     Args:
         optimizer: the training loop's optimizer.
@@ -229,7 +231,7 @@ class Bypass:
                     self._hidden.append((parameter, parameter.grad))
                     parameter.grad = None
 
-    def put_back(self) -> None:
+    def restore_gradients(self) -> None:
         """Restore the gradients after the step."""
         for parameter, gradient in self._hidden:
             parameter.grad = gradient

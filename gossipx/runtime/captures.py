@@ -77,12 +77,12 @@ class Captures:
             buffer = self._arena.pool.buffer()
             for target, source in zip(buffer.vectors, vectors, strict=True):
                 target.copy_(source)
-            self._captured[ticket] = CapturedModel(self._arena.held(buffer, step))
+            self._captured[ticket] = CapturedModel(self._arena.snapshot_of(buffer, step))
         else:
             self._captured[ticket] = CapturedModel(self._arena.snapshot())
 
-    def base(self, ticket: int) -> Snapshot:
-        """Return a snapshot of the last step boundary, from which the received model will be subtracted.
+    def snapshot_base(self, ticket: int) -> Snapshot:
+        """Return a snapshot of the last step boundary, which will be subtracted from the received model.
 
         If drift is used, also capture the snapshot under ``ticket``, as the next x_r. The caller must release the
         result.
@@ -125,7 +125,7 @@ class Captures:
             return False
         in_wave = isinstance(transfer.request, RoundRequest)  # otherwise a hub merges a worker's model into its centre
         step = before.step if in_wave else max(before.step, transfer.their_step)
-        merged = self._arena.held(transfer.incoming.give_away(), step)
+        merged = self._arena.snapshot_of(transfer.incoming.give_away(), step)
         staleness = self._arena.step - transfer.their_step
         with self._arena.lock:
             captured = self._captured.get(into)
@@ -137,7 +137,7 @@ class Captures:
         merged.release()
         return True
 
-    def take_in(self, ticket: int, training: bool) -> list[Retrieval]:
+    def apply_merged(self, ticket: int, training: bool) -> list[Retrieval]:
         """Write the result of all merges into the weights; see :class:`gossipx.protocol.effects.TakeIn`.
 
         Steps that were made since the capture are kept. The ticket is released.
@@ -150,7 +150,7 @@ class Captures:
         """
         with self._arena.lock:
             captured = self._captured.pop(ticket)
-        self._arena.take_in(captured.now, captured.base)
+        self._arena.apply_merged(captured.now, captured.base)
         if training and self._uses_drift:
             self.reference.set(captured.now.buffer)
         captured.release()
@@ -165,7 +165,7 @@ class Captures:
 
     # --- drift ------------------------------------------------------------------------------------
 
-    def delivered(self, ticket: int) -> None:
+    def record_delivery(self, ticket: int) -> None:
         """Record that another peer has received the model captured under ``ticket``, which becomes x_r."""
         if self._uses_drift:
             with self._arena.lock:
@@ -173,8 +173,8 @@ class Captures:
         else:
             self.forget(ticket)
 
-    def moved(self, transfer: Transfer, share: float, ticket: int | None) -> None:
-        """Move x_r after a received model was mixed in, because mixing is not drift.
+    def move_reference(self, transfer: Transfer, share: float, ticket: int | None) -> None:
+        """Move the reference x_r after a received model was mixed in, because mixing is not drift.
 
         Args:
             transfer: holds the difference of the received model to its base.

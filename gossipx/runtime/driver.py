@@ -279,7 +279,7 @@ class Driver:
             case Merge():
                 self._merge(effect)
             case TakeIn(ticket):
-                self._take_in(ticket)
+                self._apply_merged(ticket)
             case Mix(ticket, share):
                 self._mix(ticket, share)
             case Adopt(ticket, step):
@@ -293,7 +293,7 @@ class Driver:
             case Forget(ticket):
                 self._forget(ticket)
             case Delivered(ticket):
-                self.captures.delivered(ticket)
+                self.captures.record_delivery(ticket)
             case Fetched(ticket) if not self.tables.raw_pulls:
                 self.tables.transfers.fetched(ticket)
             case Switched(number, problem):
@@ -314,7 +314,7 @@ class Driver:
             case TakeRequest():
                 return self.captures.hold(send.ticket)
             case PullRequest() | ElasticRequest():
-                return self.captures.base(send.ticket)
+                return self.captures.snapshot_base(send.ticket)
             case _:
                 return None
 
@@ -390,7 +390,7 @@ class Driver:
                 self.arena.commit(transfer.incoming.buffer, share)
             staleness, of_centre = self.arena.step - transfer.their_step, isinstance(transfer.request, ElasticRequest)
             self.on_retrieval(Retrieval(transfer.seconds, staleness, transfer.distance, of_centre))
-            self.captures.moved(transfer, share, ticket if own else None)
+            self.captures.move_reference(transfer, share, ticket if own else None)
         transfer.incoming.release()
         self._forget(ticket)
         self.handle(Poisoned(ticket) if poisoned else Mixed(ticket))
@@ -400,9 +400,9 @@ class Driver:
         if sound is not None:  # None: the model to merge into was forgotten
             self.handle(Merged(merge.ticket, merge.into, sound))
 
-    def _take_in(self, ticket: int) -> None:
+    def _apply_merged(self, ticket: int) -> None:
         with self.committing:
-            taken = self.captures.take_in(ticket, self.role.stage is Stage.TRAIN)
+            taken = self.captures.apply_merged(ticket, self.role.stage is Stage.TRAIN)
         for retrieval in taken:
             self.on_retrieval(retrieval)
         self.handle(Mixed(ticket))

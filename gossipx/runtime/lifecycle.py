@@ -102,7 +102,7 @@ class Lifecycle:
             self._control = Control(self._options.directory, command)
         self._reporter.training_begins()
         self._reporter.report_state("train")
-        self._arena.go_on()
+        self._arena.leave_boundary()
 
     # --- ending -------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class Lifecycle:
     def leave(self) -> None:
         """Leave the run without a finish, and notify the other peers."""
         if self.open:
-            self._arena.give_up()
+            self._arena.end_training()
             self._tell_leaving()
         self.close()
 
@@ -168,7 +168,7 @@ class Lifecycle:
         if self._control is not None:
             self._control.close()
             self._control = None  # break the reference cycle with the peer
-        self._arena.give_up()
+        self._arena.end_training()
         exit_hooks.unregister(self)
         for unhook in self.unhook:
             unhook()
@@ -231,7 +231,7 @@ class Lifecycle:
         """Raise the driver's error, or leave after SIGTERM; called periodically while tables are awaited."""
         if self._driver.error is not None:
             raise self._driver.error
-        self._arena.stand_still()
+        self._arena.fill_pending()
         if self._poll():
             self.wait()
 

@@ -17,7 +17,7 @@ from gossipx.errors import UsageError
 from gossipx.model.arena import ParameterArena
 from gossipx.protocol.events import StepDone
 from gossipx.runtime import exit_hooks
-from gossipx.runtime.backward import Backward, Bypass
+from gossipx.runtime.backward import Backward, OptimizerBypass
 from gossipx.runtime.checkpoints import Checkpoints
 from gossipx.runtime.driver import Driver
 from gossipx.runtime.lifecycle import Lifecycle
@@ -61,11 +61,11 @@ class Peer:
         self._checkpoints = checkpoints
         self._options = options
         self._backward = self._lifecycle.backward
-        self._bypass: Bypass | None = None
+        self._bypass: OptimizerBypass | None = None
         if optimizer is not None:
             self._lifecycle.unhook.append(optimizer.register_step_post_hook(self._optimizer_stepped).remove)
             if self._backward is not None:
-                self._bypass = Bypass(optimizer, self._backward.iteration_done)
+                self._bypass = OptimizerBypass(optimizer, self._backward.iteration_done)
                 self._lifecycle.unhook.append(self._bypass.close)
 
     # --- the training loop --------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class Peer:
             self._reporter.step_done(delta)
             self._checkpoints.step_done(self._reporter.state_dict)
         finally:
-            self._arena.go_on()
+            self._arena.leave_boundary()
         if self._backward is not None:
             self._backward.after_step()
             self._lifecycle.count_waited(self._backward)
@@ -218,7 +218,7 @@ class Peer:
             state: what :meth:`state_dict` returned, under the same policy.
         """
         self._driver.load_state_dict(state)
-        self._arena.go_on()
+        self._arena.leave_boundary()
 
     def checkpoint_part(
         self, name: str, *, state_dict: Callable[[], object], load_state_dict: Callable[[Any], object]
@@ -253,7 +253,7 @@ class Peer:
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._bypass is not None:
-            self._bypass.put_back()
+            self._bypass.restore_gradients()
         if not overflowed(optimizer):
             self.step()
 

@@ -102,8 +102,8 @@ class SimModels:
         """Capture the model as of the last step boundary under ``ticket``."""
         self.captures[ticket] = CapturedModel(self._arena.snapshot())
 
-    def base(self, send: effects.Send) -> Snapshot | None:
-        """Return a reference to the model that the requested one is subtracted from.
+    def snapshot_base(self, send: effects.Send) -> Snapshot | None:
+        """Return a snapshot of the model that the requested one is subtracted from; the caller must release it.
 
         None: the requested model is stored as received.
         """
@@ -169,13 +169,13 @@ class SimModels:
                 captured.retrievals.append(retrieval)
             step = captured.base.step if in_wave else max(captured.now.step, exchange.their_step)
             captured.now.release()
-            captured.now = self._arena.held(exchange.incoming.give_away(), step)
+            captured.now = self._arena.snapshot_of(exchange.incoming.give_away(), step)
         self._handle(events.Merged(merge.ticket, merge.into, sound))
 
-    def take_in(self, ticket: int) -> None:
+    def apply_merged(self, ticket: int) -> None:
         """Write a merged model into the weights."""
         captured = self.captures[ticket]
-        self._arena.take_in(captured.now, captured.base)
+        self._arena.apply_merged(captured.now, captured.base)
         self._note("takes the mean in")
         if self._role.stage is Stage.TRAIN:
             self.retrievals += captured.retrievals
@@ -192,7 +192,7 @@ class SimModels:
 
     # --- drift ------------------------------------------------------------------------------------
 
-    def delivered(self, ticket: int) -> None:
+    def record_delivery(self, ticket: int) -> None:
         """Measure drift from the model captured under ``ticket``, which another peer has received."""
         if self._role.sync.policy.uses_drift:
             self.reference.set(self.captures[ticket].base.buffer)

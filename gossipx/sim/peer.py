@@ -225,7 +225,7 @@ class SimPeer(SimRequests):
                 self.models.merge(self._exchanges[effect.ticket], effect, now)
                 self._forget(effect.ticket)
             case effects.TakeIn(ticket):
-                self.models.take_in(ticket)
+                self.models.apply_merged(ticket)
                 self._forget(ticket)
             case effects.Mix(ticket, share):
                 self.models.mix(ticket, self._exchanges[ticket], share, now)
@@ -237,7 +237,7 @@ class SimPeer(SimRequests):
             case effects.Forget(ticket):
                 self._forget(ticket)
             case effects.Delivered(ticket):
-                self.models.delivered(ticket)
+                self.models.record_delivery(ticket)
                 self._forget(ticket)
             case effects.SetTimer(name, at):
                 self._timers[name] = at

@@ -121,7 +121,7 @@ class SimRequests(abc.ABC):
         incoming = model_sink = None
         upload = bytearray()
         if isinstance(send.request, ModelRequest):
-            base = self.models.base(send)
+            base = self.models.snapshot_base(send)
             if isinstance(send.request, ElasticRequest):
                 assert base is not None
                 upload += self._poison(bytearray(base.buffer.view))

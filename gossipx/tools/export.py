@@ -84,23 +84,23 @@ def _lost(path: Path, names: Sequence[str]) -> Collection[int]:
 def _models(path: Path, ranks: Sequence[int], lost: Collection[int]) -> tuple[list[Path], str]:
     """Return the model files of these peers, and the iterations they are from, in words."""
     stores = {rank: store_of(path, rank) for rank in ranks}
-    whole = {rank: store.whole() for rank, store in stores.items()}
+    complete = {rank: store.find_complete() for rank, store in stores.items()}
     final: Mapping[int, Path] = {rank: models.file_of(path, rank) for rank in ranks if rank not in lost}
     there = [
         file
         for rank, file in final.items()
         # A final model older than a checkpoint precedes a resume of the run.
-        if file.is_file() and models.iteration_of(file) >= max(whole[rank], default=0)
+        if file.is_file() and models.iteration_of(file) >= max(complete[rank], default=0)
     ]
     if there:
         return there, "as of the end"
-    lacking = [str(rank) for rank, found in whole.items() if not found]
+    lacking = [str(rank) for rank, found in complete.items() if not found]
     if lacking:
         cause = f"no final models, and peers {', '.join(lacking)} have no checkpoints"
         raise UsageError(f"{cause}: a run saves models at its end, and with --checkpoint-every", path)
     # Peers that are stopped at the same moment may be at different iterations.
-    common = set.intersection(*whole.values())
-    at = {rank: max(common or found) for rank, found in whole.items()}
+    common = set.intersection(*complete.values())
+    at = {rank: max(common or found) for rank, found in complete.items()}
     least, most = min(at.values()), max(at.values())
     of = f"as of iteration {most}" if least == most else f"as of iterations {least} to {most}"
     return [stores[rank].directory / f"{at[rank]:08d}" / models.MODEL_FILE for rank in ranks], of

@@ -156,7 +156,7 @@ def _uniform(others: Sequence[int], mass: float) -> dict[int, float]:
 Maker = Callable[[Topology], Schedule]
 
 
-def drawn() -> Maker:
+def random_neighbour() -> Maker:
     """A random neighbour."""
     return Random
 
@@ -184,7 +184,7 @@ def bandwidth_aware() -> Maker:
 
 
 SCHEDULES: dict[str, Callable[..., Maker]] = {
-    "random": drawn,
+    "random": random_neighbour,
     "static": static,
     "one-peer": one_peer,
     "inner-outer": inner_outer,
@@ -210,10 +210,10 @@ def parse(spec: str | None, topology: Topology) -> Schedule:
     return specs.build(spec or topology.schedule or DEFAULT, SCHEDULES, "schedule")(topology)
 
 
-def told(spec: str | None, made: Schedule) -> str:
-    """Return a canonical description of the schedule ``made`` from ``spec``, the same for all spellings of the spec."""
-    name = (spec or made.topology.schedule or DEFAULT).partition(":")[0].strip()
-    values = {field.name: getattr(made, field.name) for field in fields(made)}
+def describe(spec: str | None, schedule: Schedule) -> str:
+    """Return a canonical description of a schedule parsed from ``spec``, the same for all spellings of the spec."""
+    name = (spec or schedule.topology.schedule or DEFAULT).partition(":")[0].strip()
+    values = {field.name: getattr(schedule, field.name) for field in fields(schedule)}
     return " ".join([name, *(f"{key}={value}" for key, value in values.items() if isinstance(value, float))])
 
 
@@ -228,15 +228,15 @@ def _matchings(topology: Topology) -> tuple[tuple[int | None, ...], ...]:
     size, directed = topology.size, topology.directed
     import networkx as nx  # only for this schedule
 
-    left = nx.empty_graph(size)  # adds the nodes in order, so that each matching visits pullers by rank
+    remaining = nx.empty_graph(size)  # adds the nodes in order, so that each matching visits pullers by rank
     for rank in range(size):
         for other in topology.in_turn(rank):
-            left.add_edge(rank, other + size if directed else other)  # size + j is j in its role as a source
+            remaining.add_edge(rank, other + size if directed else other)  # size + j is j in its role as a source
     turns: list[list[int | None]] = [[] for _ in range(size)]
-    while left.number_of_edges():
-        pairs = nx.maximal_matching(left)
-        left.remove_edges_from(pairs)
-        met = {one: other for pair in pairs for one, other in (pair, pair[::-1])}
+    while remaining.number_of_edges():
+        pairs = nx.maximal_matching(remaining)
+        remaining.remove_edges_from(pairs)
+        partner_of = {one: other for pair in pairs for one, other in (pair, pair[::-1])}
         for rank, row in enumerate(turns):
-            row.append(met[rank] % size if rank in met else None)
+            row.append(partner_of[rank] % size if rank in partner_of else None)
     return tuple(map(tuple, turns))

@@ -82,7 +82,7 @@ def test_a_run_that_was_stopped_gives_the_average_of_its_newest_checkpoints(two:
     assert process.end().code == 130
     ended = export(two, "x", "--to", "model.safetensors")
     assert ended.code == 0, ended.shown
-    whole = [Store(two.path / f"x/peer-0{rank}/checkpoints").whole() for rank in (0, 1)]
+    whole = [Store(two.path / f"x/peer-0{rank}/checkpoints").find_complete() for rank in (0, 1)]
     at = [max(whole[0] & whole[1] or one) for one in whole]
     assert min(at) > 0
     assert ended.output.endswith(f"iterations {min(at)} to {max(at)}\n" if at[0] != at[1] else f"iteration {at[0]}\n")

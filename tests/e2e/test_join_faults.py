@@ -186,7 +186,7 @@ with peer:
 """
     )
     told = two.refused("--policy", "never", script, two.path)
-    assert "'0.weight' lies in other memory" in told and "before gossipx.join" in told
+    assert "'0.weight' moved to other memory" in told and "before gossipx.join" in told
 
 
 def test_a_model_moved_after_the_last_step_is_saved_without_the_finish(three: Folder) -> None:
@@ -202,7 +202,7 @@ with peer:
     )
     run = three.run("--policy", "never", script, three.path)
     assert run.summary["lost"] == [] and run.model(1)["0.weight"].dtype == torch.float16
-    assert "'0.weight' lies in other memory" in run.ended.output
+    assert "'0.weight' moved to other memory" in run.ended.output
     assert max(differences(run.model(0), run.model(2)).values()) <= 1e-6
 
 

@@ -31,7 +31,7 @@ def killed_after(here: Folder, process: Process, iteration: int, shards: int = 1
     kept = [here.path / "cut" / owner / "checkpoints" for owner in owners]
     by = time.monotonic() + LONG
     ended = threading.Event()  # never set: limits each poll
-    while not all(any(found >= iteration for found in Store(path).whole()) for path in kept):
+    while not all(any(found >= iteration for found in Store(path).find_complete()) for path in kept):
         assert time.monotonic() < by and is_running(process.pid), process.end().shown
         ended.wait(0.01)
     for pid in children(process.pid).values():
@@ -169,7 +169,7 @@ def test_bsp_resumes_bit_for_bit_from_checkpoints_by_seconds(tmp_path: Path) -> 
     with folder(tmp_path, 3) as here:
         process = here.start_run(*options, "--checkpoint-every", "0.3s", "--iterations", "100000", name="cut")
         killed_after(here, process, 60, shards=2)
-        at = min(max(store_of(here.path / "cut", rank).whole()) for rank in range(3))
+        at = min(max(store_of(here.path / "cut", rank).find_complete()) for rank in range(3))
         until = str(at + 60)
         again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut", "--iterations", until).end()
         assert again.code == 0 and "no iteration has checkpoints of all" not in again.shown, again.shown

@@ -32,8 +32,8 @@ class Counted(gossipx.model.pool.HostBuffer):
 gossipx.model.pool.HostBuffer = Counted
 
 class Arena(gossipx.model.arena.ParameterArena):
-    def take_in(self, merged, captured):
-        super().take_in(merged, captured)
+    def apply_merged(self, merged, captured):
+        super().apply_merged(merged, captured)
         now = self.snapshot()
         waves.append(hashlib.sha256(now.buffer.view).hexdigest())
         now.release()

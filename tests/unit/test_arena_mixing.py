@@ -245,9 +245,9 @@ def grown(module: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (assigned, "'0.bias' lies in other memory"),
-        (nn.Module.double, "'0.bias' lies in other memory"),
-        (unfrozen, "'0.weight' was frozen and is now trained"),
+        (assigned, "'0.bias' moved to other memory"),
+        (nn.Module.double, "'0.bias' moved to other memory"),
+        (unfrozen, "'0.weight' was unfrozen after gossipx.join"),
         (grown, "'2.weight' was added to the model"),
     ],
 )
@@ -308,9 +308,9 @@ def test_without_a_step_since_the_capture_the_result_is_exactly_the_mean():
     module = Net(1)
     arena, other = ParameterArena(module), ParameterArena(Net(2))
     captured = arena.snapshot()
-    mean = arena.held(merged(arena, other, 1, 1), captured.step)
+    mean = arena.snapshot_of(merged(arena, other, 1, 1), captured.step)
     frozen = module.frozen.clone()
-    arena.take_in(mean, captured)
+    arena.apply_merged(mean, captured)
     for mine, wanted in zip(arena.snapshot().vectors, mean.vectors, strict=True):
         assert torch.equal(mine, wanted)
     assert torch.equal(module.frozen, frozen)
@@ -322,11 +322,11 @@ def test_own_steps_since_the_capture_are_kept():
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     captured = arena.snapshot()
     before = [vector.clone() for vector in captured.vectors]
-    mean = arena.held(merged(arena, other, 1, 1), captured.step)
+    mean = arena.snapshot_of(merged(arena, other, 1, 1), captured.step)
     train(module, optimizer)
     arena.step_done()
     own = [section.storage[: section.trainable].clone() for section in arena.sections]
-    arena.take_in(mean, captured)
+    arena.apply_merged(mean, captured)
     for section, mine, base, wanted in zip(arena.sections, own, before, mean.vectors, strict=True):
         cut = section.trainable
         assert cut == 0 or not torch.equal(mine, base[:cut])
@@ -344,5 +344,5 @@ def test_masks_of_minus_infinity_do_not_prevent_a_wave():
     module = Masked(1.0)
     arena, other = ParameterArena(module), ParameterArena(Masked(3.0))
     captured = arena.snapshot()
-    arena.take_in(arena.held(merged(arena, other, 1, 1), 0), captured)
+    arena.apply_merged(arena.snapshot_of(merged(arena, other, 1, 1), 0), captured)
     assert module.weight.tolist() == [2.0] * 3 and module.mask.tolist() == [0.0, -math.inf, 2.0]

@@ -30,7 +30,7 @@ class Rounded(PerTensor):
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
         return 4 + count
 
-    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, number: int) -> Sequence[Tensor | bytes]:
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
         step = torch.tensor([self.step])
         return step, (values / self.step).round().clamp(-127, 127).to(torch.int8)
 

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from gossipx import codecs
-from gossipx.cli import main, words
+from gossipx.cli import completers, main
 from gossipx.cli.completion import SHELLS, VARIABLE
 from gossipx.config import files as config_files
 from gossipx.config.settings import KEYS, Key
@@ -108,18 +108,18 @@ def test_a_key_press_loads_nothing_large(place: Path, line: str) -> None:
     assert "large:" in asked(place, line, look)
 
 
-def test_words_match_the_tables() -> None:
+def test_names_match_the_tables() -> None:
     """They are repeated so that completion does not import torch."""
-    assert tuple(codecs.BUILT_IN) == words.CODECS and words.CODEC_PACKAGES == codecs.ENTRY_POINT_GROUP
-    assert tuple(GENERATORS) == words.TOPOLOGIES and tuple(SCHEDULES) == words.SCHEDULES
-    assert tuple(partition.PARTITIONS) == words.PARTITIONS and tuple(TASKS) == words.TASKS
-    assert tuple(UNTRAINED) == words.UNTRAINED
+    assert tuple(codecs.BUILT_IN) == completers.CODECS and completers.CODEC_PACKAGES == codecs.ENTRY_POINT_GROUP
+    assert tuple(GENERATORS) == completers.TOPOLOGIES and tuple(SCHEDULES) == completers.SCHEDULES
+    assert tuple(partition.PARTITIONS) == completers.PARTITIONS and tuple(TASKS) == completers.TASKS
+    assert tuple(UNTRAINED) == completers.UNTRAINED
 
 
 @pytest.mark.parametrize("key", [key for key in KEYS.values() if key.check], ids=lambda key: key.name)
 def test_settings_that_are_specs_are_completed(key: Key) -> None:
     """Except for numbers with units, and plans."""
-    complete = words.of_setting(key)
+    complete = completers.for_setting(key)
     if key.name in ("checkpoint_every", "sync_plan", "max_rate"):
         assert complete is None
         return

@@ -149,7 +149,7 @@ def test_a_model_with_nan_fails_its_request(bench: Bench):
 def mid_step():
     """A driver within a step, whose arena keeps no copy of the last boundary."""
     made = Bench(sampled=0)
-    made.arena.go_on()
+    made.arena.leave_boundary()
     yield made
     made.driver.close()
 
@@ -213,7 +213,7 @@ def test_a_request_may_be_cancelled_while_another_thread_is_about_to_send_it(ben
 
 def test_a_request_for_a_boundary_that_never_comes_fails(mid_step: Bench):
     mid_step.do(Answer("a", ModelReply(0), math.inf))
-    mid_step.arena.give_up()
+    mid_step.arena.end_training()
     answered(mid_step)
     mid_step.do(Answer("b", ModelReply(0), math.inf))
     assert mid_step.role.told.count(Answered("a", False)) == mid_step.role.told.count(Answered("b", False)) == 1

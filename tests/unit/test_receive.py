@@ -223,7 +223,7 @@ def test_a_boundary_waits_for_a_copy_rather_than_allocate():
     given = arena.snapshot()
     arena.step_done()
     base = arena.snapshot()
-    began, made = threading.Event(), arena.pool._made
+    began, made = threading.Event(), arena.pool._allocated
 
     def copy() -> None:
         with arena.pool.copying_base():
@@ -237,7 +237,7 @@ def test_a_boundary_waits_for_a_copy_rather_than_allocate():
     began.wait(10)
     arena.step_done()
     copier.join()
-    assert arena.pool._made == made
+    assert arena.pool._allocated == made
     given.release()
 
 
@@ -250,7 +250,7 @@ def test_handing_out_the_boundary_waits_for_a_buffer_about_to_become_free():
     done = receive(model, incoming, 0, STAGED)
     step(arena)
     read.release()
-    made, given = arena.pool._made, threading.Event()
+    made, given = arena.pool._allocated, threading.Event()
 
     def give() -> None:
         arena.pool.wait_for_buffers()
@@ -264,6 +264,6 @@ def test_handing_out_the_boundary_waits_for_a_buffer_about_to_become_free():
     giver.join()
     reader = arena.snapshot()
     step(arena)
-    assert arena.pool._made == made == 3
+    assert arena.pool._allocated == made == 3
     reader.release()
     incoming.release()

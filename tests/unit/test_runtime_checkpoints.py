@@ -98,7 +98,7 @@ class Bench:
             )
             self.driver.role.sync.step(self.arena.step, delta, drift)
             self.checkpoints.step_done(lambda: {"steps": self.arena.step})
-            self.arena.go_on()
+            self.arena.leave_boundary()
             if flush:
                 assert self.checkpoints.flush() is None
 

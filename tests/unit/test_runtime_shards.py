@@ -184,10 +184,10 @@ def test_as_many_checkpoints_are_kept_as_for_peers(tmp_path: Path, keep: int) ->
         for clock in range(5):
             keeper.keep(0, clock, exchange.shards[0].state_dict())
             assert keeper.settle()
-            assert max(Store(tmp_path / "shard-00" / "checkpoints").whole()) == clock
+            assert max(Store(tmp_path / "shard-00" / "checkpoints").find_complete()) == clock
     finally:
         peer.close()
-    assert Store(tmp_path / "shard-00" / "checkpoints").whole() == set(range(5 - keep, 5))
+    assert Store(tmp_path / "shard-00" / "checkpoints").find_complete() == set(range(5 - keep, 5))
 
 
 def test_a_leaving_server_saves_the_shard_it_was_handed_at_that_clock(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_the_first_checkpoint_of_a_layout_is_written_before_anything_else_is_don
     timer.start()
     server.keeper.place(1, (1,))
     server.keeper.keep(0, EVERY, {**server.shard.state_dict(), "next_record": 0})
-    assert slow.is_set() and EVERY in server.store.whole()
+    assert slow.is_set() and EVERY in server.store.find_complete()
     timer.join()
 
 

@@ -22,7 +22,7 @@ def net(seed: int = 0) -> nn.Module:
 
 def made(seed: int = 0, sampled: int | None = 0) -> ParameterArena:
     arena = ParameterArena(net(seed), sampled=sampled)
-    arena.go_on()
+    arena.leave_boundary()
     return arena
 
 
@@ -34,7 +34,7 @@ def change(arena: ParameterArena, amount: float = 0.5) -> None:
 def step(arena: ParameterArena, amount: float = 0.5) -> float:
     change(arena, amount)
     delta = arena.step_done()
-    arena.go_on()
+    arena.leave_boundary()
     return delta
 
 
@@ -53,7 +53,7 @@ def test_at_a_boundary_a_copy_is_made_at_once_and_shared(whole: bool):
     assert one is two and one.settled and one.step == 1
     model = bytes(one.buffer.view)
     assert model == model_of(arena, whole)
-    arena.go_on()
+    arena.leave_boundary()
     three = arena.snapshot(whole)
     assert three is one, "the boundary has been copied: later requests in the same step share it"
     step(arena)
@@ -105,7 +105,7 @@ def test_snapshots_fail_after_the_last_boundary():
     waiting = arena.snapshot()
     told: list[int] = []
     waiting.when_settled(lambda: told.append(1))
-    arena.give_up()
+    arena.end_training()
     assert told == [1]
     for snapshot in (waiting, arena.snapshot(), arena.snapshot(whole=True)):
         with pytest.raises(LocalFaultError, match="ended"):
@@ -136,10 +136,10 @@ def test_a_snapshot_is_never_torn_while_another_thread_steps():
 
     def steps() -> None:
         while not enough.is_set():
-            arena.go_on()
+            arena.leave_boundary()
             fill(arena.step + 1.5)
             arena.step_done()
-        arena.give_up()
+        arena.end_training()
 
     thread = threading.Thread(target=steps)
     thread.start()
@@ -181,7 +181,7 @@ def test_mixing_is_the_same_with_and_without_a_boundary(how: str):
             captured, mean = arena.snapshot(), arena.pool.buffer()
             mean.view[:] = other.snapshot().buffer.view
             step(arena, 0.125)
-            arena.take_in(arena.held(mean, 3), captured)
+            arena.apply_merged(arena.snapshot_of(mean, 3), captured)
         models.append((model_of(arena), bytes(arena.snapshot().buffer.view)))
     assert models[0] == models[1] and models[1][0] == models[1][1]
 
@@ -205,5 +205,5 @@ def test_replaced_weights_do_not_count_as_a_step():
     arena = made()
     change(arena, 100.0)
     arena.set_boundary(5)
-    arena.go_on()
+    arena.leave_boundary()
     assert step(arena) == pytest.approx(step(made(0)), rel=1e-3) and arena.step == 6

@@ -91,7 +91,7 @@ class Side:
         self.captured: Snapshot | None = None
 
     def step(self, amount: float) -> float:
-        self.arena.go_on()
+        self.arena.leave_boundary()
         for section in self.arena.sections:
             self.streams.train(lambda to=section.storage[: section.mixed]: to.mul_(1 - amount).add_(amount))
         return self.arena.step_done()
@@ -148,8 +148,8 @@ class Side:
         received = self.arena.pool.buffer()
         received.view[:] = model
         self.arena.merge(received, self.captured.buffer, 1.0, 3.0)
-        merged = self.arena.held(received, 0)
-        self.arena.take_in(merged, self.captured)
+        merged = self.arena.snapshot_of(received, 0)
+        self.arena.apply_merged(merged, self.captured)
         merged.release()
         self.captured.release()
         self.captured = None

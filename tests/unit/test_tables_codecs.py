@@ -349,7 +349,7 @@ def test_turns_count_per_worker() -> None:
     While both still have the initial values, they share frames, and therefore take turns.
     """
     made = Changes(codecs.parse("localsteps:k=2"), Tensors.of(torch.zeros(50)), seed=0)
-    made.common(begun := torch.zeros(50))
+    made.set_initial(begun := torch.zeros(50))
     base = [checksum(begun)] * 2
     sent: list[list[bool]] = [[], []]
     for version in range(1, 13):
@@ -365,8 +365,8 @@ def test_draws_differ_per_base() -> None:
     drawn = []
     for values in (torch.zeros(500), torch.ones(500)):
         made = Changes(codecs.parse("randomk:ratio=0.1"), Tensors.of(values), seed=0)
-        made.common(values)
-        given = made.frame(0, made.begun, 1, values + 1)
+        made.set_initial(values)
+        given = made.frame(0, made.initial, 1, values + 1)
         assert given is not None
         drawn.append(decode(given.source.view) != 0)
     assert not torch.equal(*drawn)

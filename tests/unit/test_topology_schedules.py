@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gossipx.errors import UsageError
 from gossipx.topology import Topology, load
-from gossipx.topology.schedules import SCHEDULES, Schedule, check, parse, told
+from gossipx.topology.schedules import SCHEDULES, Schedule, check, describe, parse
 
 GRAPHS = ["full", "ring", "star", "grid", "hypercube", "exponential", "regular", "erdos-renyi:p=0.2", "hierarchical"]
 graphs = st.builds(load, st.sampled_from(GRAPHS), st.integers(1, 40), st.integers(0, 9))
@@ -22,9 +22,10 @@ DIGRAPH = Topology("own", ((1, 2), (2,), (0, 3), (0,)))
 def test_a_schedule_is_told_alike_however_it_is_spelt() -> None:
     graph = load("hierarchical:sites=2", 6)
     spelt = ["inner-outer", "inner-outer:0.1", " inner-outer: outer=.1\n", "inner-outer:outer=0.10"]
-    assert {told(spec, parse(spec, graph)) for spec in spelt} == {"inner-outer outer=0.1"}
-    assert told("inner-outer:0.2", parse("inner-outer:0.2", graph)) == "inner-outer outer=0.2"
-    assert [told(spec, parse(spec, graph)) for spec in (None, "static", "one-peer")] == ["random", "static", "one-peer"]
+    assert {describe(spec, parse(spec, graph)) for spec in spelt} == {"inner-outer outer=0.1"}
+    assert describe("inner-outer:0.2", parse("inner-outer:0.2", graph)) == "inner-outer outer=0.2"
+    plain = {None: "random", "static": "static", "one-peer": "one-peer"}
+    assert {spec: describe(spec, parse(spec, graph)) for spec in plain} == plain
 
 
 def row(schedule: Schedule, number: int) -> list[int | None]:

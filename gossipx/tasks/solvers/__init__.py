@@ -33,10 +33,11 @@ def find(given: str) -> Path:
         return HERE / f"{given}.prototxt"
     if not Path(given).is_file():
         known = names()
-        raise UsageError(f"no solver file, and none of {', '.join(known)}{suggest(given, dict.fromkeys(known))}", given)
+        suggestion = suggest(given, dict.fromkeys(known))
+        raise UsageError(f"solver file not found{suggestion}; the built-in ones are {', '.join(known)}", given)
     return Path(given)
 
 
-def told(given: str) -> str:
+def resolve(given: str) -> str:
     """Return ``given`` in a form that is valid in any working directory: a built-in name or an absolute path."""
     return given if given in names() else str(Path(given).absolute())

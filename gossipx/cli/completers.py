@@ -1,4 +1,4 @@
-"""Shell completion of option values and arguments of the ``gossipx`` command.
+"""Functions that complete option values and arguments of the ``gossipx`` command in a shell.
 
 The shell starts a process for each press of the Tab key, so this module must import quickly. Names that are defined in
 modules that import torch, numpy or networkx are therefore repeated here; a test checks that both lists agree. All other
@@ -15,7 +15,7 @@ from click.shell_completion import CompletionItem
 
 from gossipx.config.settings import Key
 
-Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 """A completion function, click's ``shell_complete``: from (context, parameter, typed text) to the offered items."""
 
 CODECS = (
@@ -36,44 +36,36 @@ UNTRAINED = ("inception-v4",)
 DEVICES = ("cpu", "cuda", "cuda:0")
 
 
-def of(words: Callable[[], Iterable[str]]) -> Complete:
-    """Return a completion function that offers each of ``words`` that starts with the typed text."""
-
-    def complete(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
-        return [CompletionItem(word) for word in words() if word.startswith(typed)]
-
-    return complete
+def names(known: Callable[[], Iterable[str]]) -> Completer:
+    """Return a completion function that offers each ``known`` name that starts with the typed text."""
+    return lambda ctx, parameter, typed: [CompletionItem(name) for name in known() if name.startswith(typed)]
 
 
-def path(kind: str) -> Complete:
+def paths(kind: str) -> Completer:
     """Return a completion function that lets the shell complete paths; ``kind`` is ``file`` or ``dir``."""
     return lambda ctx, parameter, typed: [CompletionItem(typed, type=kind)]
 
 
-def or_file(words: Callable[[], Iterable[str]]) -> Complete:
-    """Return a completion function as :func:`of` does; if no word matches, the shell completes files."""
-
-    def complete(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
-        found = [CompletionItem(word) for word in words() if word.startswith(typed)]
-        return found or [CompletionItem(typed, type="file")]
-
-    return complete
+def names_or_files(known: Callable[[], Iterable[str]]) -> Completer:
+    """Return a completion function that offers names as :func:`names` does; if none matches, files."""
+    complete_names, complete_files = names(known), paths("file")
+    return lambda *typed: complete_names(*typed) or complete_files(*typed)
 
 
-def runs(marked: str = "config.toml") -> Complete:
+def runs(marker: str = "config.toml") -> Completer:
     """Return a completion function that offers names of runs in ``--logdir``; if none matches, directories.
 
     Args:
-        marked: name of a file; only directories that contain it are offered as runs.
+        marker: name of a file; only directories that contain it are offered as runs.
     """
 
     def complete(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
         logdir = Path(ctx.params.get("logdir") or "runs")
-        given = ctx.params.get(parameter.name or "") or ()  # a tuple if several may be given
-        known = {str(name) for name in given} if isinstance(given, tuple) else set()
-        names = (file.parent.name for file in sorted(logdir.glob(f"*/{marked}")))
-        found = [CompletionItem(name) for name in names if name.startswith(typed) and name not in known]
-        return found or [CompletionItem(typed, type="dir")]
+        value = ctx.params.get(parameter.name or "") or ()  # a tuple if several may be given
+        given = {str(name) for name in value} if isinstance(value, tuple) else set()
+        found = (file.parent.name for file in sorted(logdir.glob(f"*/{marker}")))
+        offered = [CompletionItem(name) for name in found if name.startswith(typed) and name not in given]
+        return offered or [CompletionItem(typed, type="dir")]
 
     return complete
 
@@ -114,7 +106,7 @@ def _solvers() -> Iterable[str]:
     return solvers.names()
 
 
-def _trained() -> Iterable[str]:
+def _trained_models() -> Iterable[str]:
     from gossipx.tasks.presets import PRESETS
 
     return PRESETS
@@ -122,31 +114,31 @@ def _trained() -> Iterable[str]:
 
 ended_runs = runs("summary.json")
 """Offers runs that have ended; a run writes its summary at the end."""
-topologies = of(lambda: TOPOLOGIES)
-schedules = of(lambda: SCHEDULES)
-models = of(lambda: (*_trained(), *UNTRAINED))
-placements = of(_placements)
-sync_models = of(_sync_models)
+topologies = names(lambda: TOPOLOGIES)
+schedules = names(lambda: SCHEDULES)
+models = names(lambda: (*_trained_models(), *UNTRAINED))
+placements = names(_placements)
+sync_models = names(_sync_models)
 
-_BY_SETTING: dict[str, Complete] = {
-    **dict.fromkeys(("peers", "secret_file", "tls_cert", "tls_key", "tls_ca"), path("file")),
-    **dict.fromkeys(("logdir", "data_dir"), path("dir")),
-    **dict.fromkeys(("codec", "push_codec", "pull_codec"), of(_codecs)),
+_BY_SETTING: dict[str, Completer] = {
+    **dict.fromkeys(("peers", "secret_file", "tls_cert", "tls_key", "tls_ca"), paths("file")),
+    **dict.fromkeys(("logdir", "data_dir"), paths("dir")),
+    **dict.fromkeys(("codec", "push_codec", "pull_codec"), names(_codecs)),
     "name": runs(),
-    "device": of(lambda: DEVICES),
-    "task": of(lambda: TASKS),
-    "model": of(_trained),
-    "solver": or_file(_solvers),
-    "partition": of(lambda: PARTITIONS),
-    "policy": of(_policies),
+    "device": names(lambda: DEVICES),
+    "task": names(lambda: TASKS),
+    "model": names(_trained_models),
+    "solver": names_or_files(_solvers),
+    "partition": names(lambda: PARTITIONS),
+    "policy": names(_policies),
     "topology": topologies,
     "schedule": schedules,
-    "mixing": of(_mixings),
+    "mixing": names(_mixings),
     "sync": sync_models,
     "placement": placements,
 }
 
 
-def of_setting(key: Key) -> Complete | None:
+def for_setting(key: Key) -> Completer | None:
     """Return the completion function for a setting's value; None: leave it to click, which completes choices only."""
     return _BY_SETTING.get(key.name)
