@@ -199,7 +199,7 @@ class Offers(Exchange):
     def retry_settle(self, now: float) -> list[Effect]:
         """Repeat the open SettleRequests: a back-off is over."""
 
-    def timer(self, name: str, now: float) -> list[Effect]:
+    def timer_fired(self, name: str, now: float) -> list[Effect]:
         return self.give_up(now) if name == OFFER else self.retry_settle(now)
 
     def _draw(

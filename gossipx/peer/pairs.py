@@ -66,7 +66,7 @@ class _OutboundExchange:
 class Pairs(Offers):
     """Pairwise averaging of one peer: at most one outbound and one inbound exchange."""
 
-    takes = (PairRequest, TakeRequest, SettleRequest)
+    request_types = (PairRequest, TakeRequest, SettleRequest)
 
     def __init__(self, context: PeerContext):
         super().__init__(context)
@@ -76,7 +76,7 @@ class Pairs(Offers):
         self._waiting: list[Received] = []  # a waiting offer and its repetitions
 
     @property
-    def captured(self) -> int | None:
+    def captured_ticket(self) -> int | None:
         if self._inbound:
             return self._inbound.ticket
         return self._outbound.ticket if self._outbound else None
@@ -157,7 +157,7 @@ class Pairs(Offers):
         rest = [self._busy(event.key, now) for event in waiting if event not in offers]
         return [*wait, *answers, *self._inbound.start(now), *rest]
 
-    def boundary(self, now: float) -> list[Effect]:
+    def step_ended(self, now: float) -> list[Effect]:
         return self._enter(list(self._waiting), now) if self._waiting and self.over else []
 
     # --- the outbound exchange --------------------------------------------------------------------
@@ -194,7 +194,7 @@ class Pairs(Offers):
     def retry_settle(self, now: float) -> list[Effect]:
         return self._inbound.retry_settle(now) if self._inbound else []
 
-    def left(self, rank: int, now: float) -> list[Effect]:
+    def peer_left(self, rank: int, now: float) -> list[Effect]:
         outbound = self._outbound
         return self._try_next(now) if outbound and outbound.partner == rank and outbound.phase is Phase.FETCHING else []
 

@@ -58,7 +58,7 @@ class Pulls(Exchange):
         self._pull: _Pull | None = None
 
     @property
-    def captured(self) -> int | None:
+    def captured_ticket(self) -> int | None:
         return None if self._pull is None else self._pull.ticket
 
     @property
@@ -97,7 +97,7 @@ class Pulls(Exchange):
         self._pull = None
         return self._give_up_decision(fault)
 
-    def timer(self, name: str, now: float) -> list[Effect]:
+    def timer_fired(self, name: str, now: float) -> list[Effect]:
         """Retry all neighbours: they were busy a moment ago, and training is blocked."""
         if self._pull is None or self._ending:
             return []
@@ -119,7 +119,7 @@ class Pulls(Exchange):
         return [Forget(ticket), *(self._try_next(now, fault=False) if isinstance(reply, BusyReply) else [])]
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
-        return [Forget(ticket), *(self._try_next(now) if ticket == self.captured else [])]
+        return [Forget(ticket), *(self._try_next(now) if ticket == self.captured_ticket else [])]
 
     def mix(self, at_boundary: bool) -> Mix | None:
         pull = self._pull
@@ -132,7 +132,7 @@ class Pulls(Exchange):
         return Mix(pull.ticket, share * self._shares.get(pull.to, 1.0))
 
     def mixed(self, ticket: int) -> bool:
-        if ticket != self.captured:
+        if ticket != self.captured_ticket:
             return False
         self._context.sync.completed()
         self._pull = None
@@ -151,7 +151,7 @@ class Pulls(Exchange):
         self._ending = True
         return [] if self._pull and self._pull.reply else self.drop(now)
 
-    def unsound(self, now: float) -> list[Effect]:
+    def diverged(self, now: float) -> list[Effect]:
         return []  # the model may still be mixed once our own is finite again
 
     def drop(self, now: float) -> list[Effect]:

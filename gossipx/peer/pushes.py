@@ -78,7 +78,7 @@ class Pushes(Offers):
         room: number of pushes taken in at a time.
     """
 
-    takes = (PushRequest, TakeRequest, SettleRequest)
+    request_types = (PushRequest, TakeRequest, SettleRequest)
 
     def __init__(self, context: PeerContext, mixing: Mixing, shares: Mapping[int, float], push_sum: bool, room: int):
         super().__init__(context)
@@ -91,7 +91,7 @@ class Pushes(Offers):
         self._due: list[InboundExchange] = []  # settled before this step boundary: mixed at it
 
     @property
-    def captured(self) -> int | None:
+    def captured_ticket(self) -> int | None:
         return None if self._offer is None else self._offer.ticket
 
     @property
@@ -136,7 +136,7 @@ class Pushes(Offers):
         self._context.members.rest(self._offer.to, now)
         return self._try_next(now)
 
-    def left(self, rank: int, now: float) -> list[Effect]:
+    def peer_left(self, rank: int, now: float) -> list[Effect]:
         return self._try_next(now) if self._offer and self._offer.to == rank else []
 
     def requested(self, event: Received, now: float) -> list[Effect]:
@@ -174,7 +174,7 @@ class Pushes(Offers):
         offer.given = offer.given or event.whole
         return [] if offer.given or offer.answers else self._try_next(now)
 
-    def boundary(self, now: float) -> list[Effect]:
+    def step_ended(self, now: float) -> list[Effect]:
         self._due = [inbound for inbound in self._inbound if inbound.phase is Phase.SETTLED]
         return []
 

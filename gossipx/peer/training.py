@@ -64,8 +64,8 @@ class Training:
             # Mix nothing, and keep NaN out of the policy's state: the training loop may restore a finite model.
             text = f"own model holds NaN or Inf since iteration {event.step}: it is not sent to others; a lower"
             notes: list[Effect] = [Note("diverged", f"{text} learning rate may help")] if was else []
-            return [*notes, *self._exchange.unsound(now), *self._waves.give_up(UNSOUND, now)]
-        entered = self._exchange.boundary(now)
+            return [*notes, *self._exchange.diverged(now), *self._waves.give_up(UNSOUND, now)]
+        entered = self._exchange.step_ended(now)
         if mix := self._exchange.mix(at_boundary=True):
             self._undecided = event
             return [*entered, mix]

@@ -213,12 +213,12 @@ class Wave:
         self.lost += 1
         return [note, *self._next_round(now)]
 
-    def gone(self, rank: int, now: float) -> list[Effect]:
+    def peer_left(self, rank: int, now: float) -> list[Effect]:
         """Handle the departure of ``rank``."""
         self._missing.add(rank)
         return self.partner_lost(now) if self._round is not None and self._round.partner == rank else []
 
-    def timer(self, now: float) -> list[Effect]:
+    def timer_fired(self, now: float) -> list[Effect]:
         """Handle the round timer, which may be that of an earlier round."""
         return self.partner_lost(now) if self._round is not None and now >= self._round.deadline else []
 

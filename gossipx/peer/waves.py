@@ -177,13 +177,13 @@ class Waves:
         """Return the current wave if ``key`` is the request that its current round answers."""
         return self.current if self.current is not None and self.current.is_answering(key) else None
 
-    def timer(self, now: float) -> list[Effect]:
+    def timer_fired(self, now: float) -> list[Effect]:
         """Handle the timer of a round."""
-        return [] if self.current is None else self.current.timer(now)
+        return [] if self.current is None else self.current.timer_fired(now)
 
-    def gone(self, rank: int, now: float) -> list[Effect]:
+    def peer_left(self, rank: int, now: float) -> list[Effect]:
         """Handle the departure of ``rank``."""
-        return [] if self.current is None else self.current.gone(rank, now)
+        return [] if self.current is None else self.current.peer_left(rank, now)
 
     # --- completion -------------------------------------------------------------------------------
 

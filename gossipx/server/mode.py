@@ -65,7 +65,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         coordinator: the changes of servers that this peer requests or leads.
     """
 
-    takes = (
+    request_types = (
         *(GradientRequest, TablesRequest, SwitchRequest, WaitingRequest, RecordRequest, CopyRequest),
         *(ServersRequest, PauseRequest, PrepareRequest, RangesRequest, PlaceRequest),
     )
@@ -116,7 +116,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         return [(rank,) for rank in self._servers] if self.migration.epoch else self._settings.holders
 
     @property
-    def captured(self) -> int | None:
+    def captured_ticket(self) -> int | None:
         return None
 
     @property
@@ -124,11 +124,11 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         return self.worker.idle
 
     @property
-    def gives(self) -> bool:
+    def trains(self) -> bool:
         return self._trains
 
     @property
-    def attends(self) -> bool:
+    def is_needed_at_finish(self) -> bool:
         return bool(self.shards or self.replicas) or not self._trains
 
     @property
@@ -154,15 +154,15 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
 
     # --- the worker -------------------------------------------------------------------------------
 
-    def begun(self, now: float) -> list[Effect]:
-        begun = self.hosted.begun(now)
-        begun += self.migration.ask_layout(now) if self.hosted.unconfirmed else []
-        begun += self._replication.begin(now)
-        return self._follow_up([*begun, *(self.worker.begin(now) if self._trains else [])], now)
+    def start_serving(self, now: float) -> list[Effect]:
+        effects = self.hosted.start_serving(now)
+        effects += self.migration.ask_layout(now) if self.hosted.unconfirmed else []
+        effects += self._replication.begin(now)
+        return self._follow_up([*effects, *(self.worker.begin(now) if self._trains else [])], now)
 
     def _begin_confirmed(self, now: float) -> list[Effect]:
         """Start the shards of a peer that joined late, once all others have confirmed that the layout is unchanged."""
-        return self.hosted.begin(now) if self.hosted.unconfirmed and self.migration.is_confirmed else []
+        return self.hosted.start_shards(now) if self.hosted.unconfirmed and self.migration.is_confirmed else []
 
     def tables_restored(self, event: TablesRestored, now: float) -> list[Effect]:
         return self._follow_up(self.hosted.tables_restored(event, self._training(), now), now)
@@ -170,7 +170,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     def begin(self, now: float) -> list[Effect]:
         return []
 
-    def boundary(self, now: float) -> list[Effect]:
+    def step_ended(self, now: float) -> list[Effect]:
         over = self.migration.catch_up(now)
         return over if over is not None else self._worker_advanced(self.worker.iteration_done(now), now)
 
@@ -247,7 +247,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         if self._agreeing:
             self._agreeing = False
             return [*effects, Resume()]
-        return [*effects, *self.look(now)] if self._ending else effects
+        return [*effects, *self.members_changed(now)] if self._ending else effects
 
     def mix(self, at_boundary: bool) -> Mix | None:
         return None
@@ -287,7 +287,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
             return self._follow_up(self._sync_model_switch.asked(event, shard, now), now)
         if isinstance(request, WaitingRequest):
             return [self._answer(event.key, WaitingReply(tuple(shard.clock.stuck.items())), now)]
-        if shard.begun and event.sender not in self._training() and isinstance(request, TablesRequest):
+        if shard.is_serving and event.sender not in self._training() and isinstance(request, TablesRequest):
             return shard.give(event, now)
         return self._follow_up(shard.requested(event, now), now)
 
@@ -307,20 +307,20 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     def _workers(self) -> list[int]:
         return self._settings.workers(len(self._context.members.others) + 1)
 
-    def look(self, now: float) -> list[Effect]:
+    def members_changed(self, now: float) -> list[Effect]:
         training = self._training()
         removed = [effect for shard in self.shards.values() for effect in shard.update_members(training)]
         return self._follow_up([*removed, *self._begin_confirmed(now), *self.coordinator.check_members(now)], now)
 
-    def lost(self, rank: int, now: float) -> list[Effect]:
+    def peer_lost(self, rank: int, now: float) -> list[Effect]:
         gone = any(rank in holders and self._are_gone(holders) for holders in self._holders)
-        effects = [*(self._server_lost(now) if gone else []), *self._replication.lost(rank)]
-        return [*effects, *self.worker.lost(rank, now), *self.look(now), *self._give_up_lost()]
+        effects = [*(self._server_lost(now) if gone else []), *self._replication.peer_lost(rank)]
+        return [*effects, *self.worker.peer_lost(rank, now), *self.members_changed(now), *self._give_up_lost()]
 
-    def left(self, rank: int, now: float) -> list[Effect]:
-        return self.lost(rank, now)
+    def peer_left(self, rank: int, now: float) -> list[Effect]:
+        return self.peer_lost(rank, now)
 
-    def timer(self, name: str, now: float) -> list[Effect]:
+    def timer_fired(self, name: str, now: float) -> list[Effect]:
         what, _, shard = name.partition(" ")
         if what == AGAIN:
             return self.worker.again(int(shard), now)
@@ -359,7 +359,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
 
     # --- other sync models --------------------------------------------------------------------------
 
-    def switch(self, event: SwitchSync, now: float) -> list[Effect]:
+    def switch_sync(self, event: SwitchSync, now: float) -> list[Effect]:
         return self._follow_up(self._sync_model_switch.switch(event, len(self._servers), now), now)
 
     def _obstacle(self) -> str:
@@ -367,7 +367,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
 
     # --- other servers ------------------------------------------------------------------------------
 
-    def change(self, event: ChangeServers, now: float) -> list[Effect]:
+    def change_servers(self, event: ChangeServers, now: float) -> list[Effect]:
         return self._follow_up(self.coordinator.submit(event, now), now)
 
     def hand_over_all(self, now: float) -> list[Effect]:
@@ -382,7 +382,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         )
 
     @property
-    def stays(self) -> bool:
+    def is_handing_over(self) -> bool:
         return self.coordinator.leaving
 
     def prepared(self, event: Prepared, now: float) -> list[Effect]:
@@ -396,7 +396,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         self._asked_for_layout = False
         held = self.hosted.switch_layout(layout, epoch, state, reply, now)
         went = self._worker_advanced(self.worker.switch_layout(layout.servers, layout.buckets, epoch, now), now)
-        return [*held, *went, *self.look(now)]
+        return [*held, *went, *self.members_changed(now)]
 
     def beginning(self) -> list[Shard]:
         """Return the shards that this peer holds at the start of the run; they may be restored before it joins."""
@@ -407,15 +407,15 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     def end(self, now: float) -> list[Effect]:
         self._ending = True
         self.worker.stop()
-        return [*self.look(now), *self.migration.worker_advanced(now)]
+        return [*self.members_changed(now), *self.migration.worker_advanced(now)]
 
     def drop(self, now: float) -> list[Effect]:
         return []
 
-    def unsound(self, now: float) -> list[Effect]:
-        return self.boundary(now)  # others wait for its pushes, and the next tables may be finite again
+    def diverged(self, now: float) -> list[Effect]:
+        return self.step_ended(now)  # others wait for its pushes, and the next tables may be finite again
 
-    def agree(self, now: float) -> list[Effect] | None:
+    def fetch_final_model(self, now: float) -> list[Effect] | None:
         """Pull the servers' final tables, which become every worker's final model."""
         self._agreeing = True
         return [*self.hosted.checkpoint(now, last=True), *self._answered_all(self.worker.begin(now), now)]

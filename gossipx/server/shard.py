@@ -108,7 +108,7 @@ class Shard:
         self._buckets = buckets
         self._requests = requests
         self._workers: dict[int, _Worker] = {}
-        self._begun = False
+        self._is_serving = False
         self._early: list[Received] = []  # pulls that arrived before the tables were filled
 
     def begin(self, now: float) -> list[Effect]:
@@ -119,14 +119,14 @@ class Shard:
 
     def serve(self, now: float) -> list[Effect]:
         """Answer workers from now on."""
-        self._begun, self._schedule.last_time = True, now
+        self._is_serving, self._schedule.last_time = True, now
         early, self._early = self._early, []
         return [effect for event in early for effect in self.requested(event, now)]
 
     @property
-    def begun(self) -> bool:
+    def is_serving(self) -> bool:
         """Whether workers are answered."""
-        return self._begun
+        return self._is_serving
 
     @property
     def waiting(self) -> bool:
@@ -233,7 +233,7 @@ class Shard:
         self.load_state_dict({**state, "workers": workers})
         self._plan = deque(plan)
         self._schedule.take_over(state["kept"], now)
-        self._begun = True
+        self._is_serving = True
         return self.checkpoint(now, first=True) if self.records.from_checkpoint else []
 
     def close(self, reply: Reply, now: float) -> list[Effect]:
@@ -251,10 +251,10 @@ class Shard:
         """Handle a worker's push or pull."""
         request = event.request
         assert isinstance(request, GradientRequest | TablesRequest)
-        if not self._begun and isinstance(request, TablesRequest):
+        if not self._is_serving and isinstance(request, TablesRequest):
             self._early.append(event)
             return []
-        if not self._begun or request.bucket >= self._buckets:
+        if not self._is_serving or request.bucket >= self._buckets:
             return [Answer(event.key, NotReadyReply("it does not have these tables yet"), now + request.patience)]
         if isinstance(request, GradientRequest):
             self._schedule.due_clock = max(self._schedule.due_clock, request.keep)
@@ -361,7 +361,7 @@ class Shard:
 
     def step_down(self) -> list[Effect]:
         """Stop serving, since another peer holds the shard now, and refuse all waiting pulls."""
-        self._begun = False
+        self._is_serving = False
         return [effect for worker in list(self._workers) for effect in self._refuse_pulls(self._workers[worker])]
 
     def _refuse_pulls(self, worker: _Worker) -> list[Effect]:

@@ -143,7 +143,7 @@ class Worker:
         # ahead on one shard and behind on another, and deadlock.
         self._progress = 0  # the iteration whose gradients are being pushed, or were last
         self._next = 0  # the next iteration; it jumps ahead to a clock that has passed us
-        self._begun = False  # some gradients of an iteration have been computed
+        self._is_mid_iteration = False  # some gradients of an iteration have been computed
         # The shard and the receiver of each open request; None: it is of an earlier layout.
         self._by_ticket: dict[int, tuple[int, int] | None] = {}
         self._epoch = 0  # the layout's
@@ -152,12 +152,12 @@ class Worker:
     @property
     def quiet(self) -> bool:
         """Whether no iteration has begun and no push is waiting or open."""
-        return not self._begun and not any(link.ready or link.pushing for link in self._links)
+        return not self._is_mid_iteration and not any(link.ready or link.pushing for link in self._links)
 
     @property
-    def begun(self) -> bool:
+    def is_mid_iteration(self) -> bool:
         """Whether an iteration has computed some of its gradients, but not all."""
-        return self._begun
+        return self._is_mid_iteration
 
     @property
     def idle(self) -> bool:
@@ -202,7 +202,7 @@ class Worker:
     def drop_iteration(self) -> None:
         """Drop this iteration's gradients, since their layout is no longer in force."""
         self._forget_requests()
-        self._left_out = self._begun
+        self._left_out = self._is_mid_iteration
         for link in self._links:
             link.clear()
 
@@ -215,15 +215,15 @@ class Worker:
         """Push the gradients of these buckets; an empty list announces that an iteration begins."""
         if self._left_out:
             return []
-        if not self._begun:
-            self._begun, self._progress = True, self._next
+        if not self._is_mid_iteration:
+            self._is_mid_iteration, self._progress = True, self._next
         for shard, bucket in buckets:
             self._links[shard].ready.append(bucket)
         return self._send_ready(now)
 
     def iteration_done(self, now: float) -> list[Effect]:
         """End the iteration, whose gradients are all computed, and pull all tables."""
-        self._begun = self._left_out = False
+        self._is_mid_iteration = self._left_out = False
         for link in self._links:
             link.pulled = self._progress
             if link.sync is None or link.sync.fetches(self._progress, link.fetched):
@@ -288,7 +288,7 @@ class Worker:
 
     def stop(self) -> None:
         """Expect no further gradients of this iteration."""
-        self._begun = self._left_out = False
+        self._is_mid_iteration = self._left_out = False
 
     def give_up(self) -> list[Effect]:
         """Drop all requests, and stop waiting for tables."""
@@ -356,7 +356,7 @@ class Worker:
         other = self._context.members.others.get(link.server)
         return self._back_off(shard, now if other is None else other.backoff_until)
 
-    def lost(self, rank: int, now: float) -> list[Effect]:
+    def peer_lost(self, rank: int, now: float) -> list[Effect]:
         """Send requests for a lost peer's shards to another peer that may hold them now."""
         turned = {(shard, rank) for shard, link in enumerate(self._links) if self._try_next_holder(link, rank)}
         return [Cancel(ticket) for ticket, place in self._by_ticket.items() if place in turned]

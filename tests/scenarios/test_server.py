@@ -175,7 +175,7 @@ def test_checkpoints_by_seconds_are_taken_at_one_iteration(
     """With bsp, workers begin iteration k with a shard's values after k ticks, so the run can resume."""
     kept: dict[int, list[int]] = {}
     told: dict[int, list[int]] = {}
-    keep, boundary = Shard.checkpoint, ServerMode.boundary
+    keep, step_ended = Shard.checkpoint, ServerMode.step_ended
 
     def keeps(self: Shard, *given: Any, **named: Any) -> list[Effect]:
         made = keep(self, *given, **named)
@@ -184,10 +184,10 @@ def test_checkpoints_by_seconds_are_taken_at_one_iteration(
 
     def passes(self: ServerMode, now: float) -> list[Effect]:
         told.setdefault(self._context.rank, []).append(self.keep_at)
-        return boundary(self, now)
+        return step_ended(self, now)
 
     monkeypatch.setattr(Shard, "checkpoint", keeps)
-    monkeypatch.setattr(ServerMode, "boundary", passes)
+    monkeypatch.setattr(ServerMode, "step_ended", passes)
     slow = {rank: random.Random(seed).uniform(0.5, 2.0) for rank in range(3)}
     network = Network(delay=0.1, jitter=0.5)
     options = {"servers": servers, "checkpoint_every": "4s", "iterations": 30}

@@ -86,8 +86,8 @@ def test_requests_of_another_round_or_wave_are_refused():
 def test_each_round_may_end_a_little_later_than_the_one_before():
     """A peer that waited in vain for its first partner meets the second in time."""
     wave, _ = begun(0, 4)
-    assert wave.timer(TIMEOUT - 0.01) == [], "a timer of an earlier wave"
-    lost = wave.timer(TIMEOUT)
+    assert wave.timer_fired(TIMEOUT - 0.01) == [], "a timer of an earlier wave"
+    lost = wave.timer_fired(TIMEOUT)
     assert lost[0] == Note("round", "peer 1 missed a round of wave 7")
     assert sent(lost).to == 2 and sent(lost).deadline == 1.5 * TIMEOUT
     other, _ = begun(2, 4)
@@ -111,7 +111,7 @@ def test_weights_after_a_lost_round():
 def test_a_received_model_is_merged_even_if_ours_was_not_delivered():
     wave, effects = begun(0, 2)
     wave.taken(1, 0.1)
-    assert wave.timer(TIMEOUT)[1:] == [Merge(sent(effects).ticket, wave.ticket, 1, 1)]
+    assert wave.timer_fired(TIMEOUT)[1:] == [Merge(sent(effects).ticket, wave.ticket, 1, 1)]
     assert wave.lost == 0
 
 
@@ -136,8 +136,8 @@ def test_a_starter_that_only_sends_first_announces_its_wave():
 
 def test_a_peer_that_leaves_is_not_waited_for():
     wave, _ = begun(0, 4)
-    assert wave.gone(2, 0.1) == []
-    assert wave.gone(1, 0.2) == [Note("round", "peer 1 missed a round of wave 7")]
+    assert wave.peer_left(2, 0.1) == []
+    assert wave.peer_left(1, 0.2) == [Note("round", "peer 1 missed a round of wave 7")]
     assert wave.over and (wave.lost, wave.merged) == (2, 0)
 
 

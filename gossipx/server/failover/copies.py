@@ -98,7 +98,7 @@ class Replication:
         request = event.request
         assert isinstance(request, CopyRequest)
         standby = self._standby(shard.index)
-        if standby is None or event.sender != standby.rank or not shard.begun:
+        if standby is None or event.sender != standby.rank or not shard.is_serving:
             return [Answer(event.key, NotReadyReply("it has no copy of this shard"), now + request.patience)]
         return standby.copied(event, shard, now)
 
@@ -127,7 +127,7 @@ class Replication:
 
     # --- losses and timers ------------------------------------------------------------------------
 
-    def lost(self, rank: int) -> list[Effect]:
+    def peer_lost(self, rank: int) -> list[Effect]:
         """Stop waiting for a lost peer's replicas."""
         effects: list[Effect] = []
         for index in self._shards:

@@ -357,7 +357,7 @@ class Migration:
             return [*aborted, Stop(reason), Resume()]
         self._later = epoch, self.layouts.make(servers)
         self.host.worker.drop_iteration()
-        return aborted if self.host.worker.begun else [*aborted, *(self.catch_up(now) or [])]
+        return aborted if self.host.worker.is_mid_iteration else [*aborted, *(self.catch_up(now) or [])]
 
     def _switch_layout(self, epoch: int, layout: Layout, state: str, now: float) -> list[Effect]:
         self.epoch, self.layout, self.decided = epoch, layout, max(self.decided, epoch)
