@@ -45,11 +45,11 @@ class ElasticSettings:
 
 @dataclass
 class _Elastic:
-    """Our exchange under way; ``taken``: the centre has arrived."""
+    """Our exchange under way; ``has_centre``: the centre has arrived."""
 
     ticket: int
-    taken: bool = False
-    mixing: bool = False
+    has_centre: bool = False
+    is_mixing: bool = False
 
 
 class Elastic(Exchange, ServerRole):
@@ -106,7 +106,7 @@ class Elastic(Exchange, ServerRole):
 
     def _patience(self) -> float:
         members = self._context.members
-        return members.longest if self._is_hub else members.patience(self._settings.rank)
+        return members.model_timeout if self._is_hub else members.patience(self._settings.rank)
 
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
         if ticket == self._asking:
@@ -117,10 +117,10 @@ class Elastic(Exchange, ServerRole):
         if current is None or current.ticket != ticket:
             return [Forget(ticket)]
         if isinstance(reply, ModelReply):
-            current.taken = True
+            current.has_centre = True
             return []
         if isinstance(reply, NotReadyReply) and not self._is_hub:
-            self._context.members.rest(to, now)
+            self._context.members.back_off(to, now)
         return self._request_failed(fault=not isinstance(reply, BusyReply))
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
@@ -139,9 +139,9 @@ class Elastic(Exchange, ServerRole):
         current = self._current
         if current is None:
             return self._pulls.mix(at_boundary)
-        if not (at_boundary or self._ending or self._context.blocking) or not current.taken or current.mixing:
+        if not (at_boundary or self._ending or self._context.blocking) or not current.has_centre or current.is_mixing:
             return None
-        current.mixing = True
+        current.is_mixing = True
         return Mix(current.ticket, self._settings.alpha)
 
     def mixed(self, ticket: int) -> bool:
@@ -247,5 +247,5 @@ class Elastic(Exchange, ServerRole):
 
     def _answer_initial(self, now: float) -> list[Effect]:
         initial, self._initial = self._initial, []
-        deadline = now + self._context.members.longest
+        deadline = now + self._context.members.model_timeout
         return [Answer(event.key, ModelReply(0), deadline, whole_model=True) for event in initial]

@@ -17,7 +17,7 @@ from gossipx.protocol.messages import BusyReply, ModelReply, NotReadyReply, Pull
 
 BUSY = "busy"
 """Name of the timer that retries a blocking pull after all neighbours were busy."""
-BUSY_REST = 1 / 10_000
+BUSY_DELAY = 1 / 10_000
 """Time until that retry, as a share of peer_timeout (3 ms of 30 s): about what a small model takes to be served."""
 
 
@@ -93,7 +93,7 @@ class Pulls(Exchange):
         longest = max(self._context.timeout, self._context.members.patience(pull.to))
         waits = self._context.blocking and not fault and now - pull.decided < longest
         if waits and not self._ending:  # Algorithm 2 does not continue without a model
-            return [SetTimer(BUSY, now + BUSY_REST * self._context.timeout)]
+            return [SetTimer(BUSY, now + BUSY_DELAY * self._context.timeout)]
         self._pull = None
         return self._give_up_decision(fault)
 
@@ -108,7 +108,7 @@ class Pulls(Exchange):
 
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
         if isinstance(reply, NotReadyReply):
-            self._context.members.rest(to, now)
+            self._context.members.back_off(to, now)
             return self.failed(ticket, now)
         pull = self._pull
         if pull is None or pull.ticket != ticket:  # the pull was given up

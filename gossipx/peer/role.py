@@ -261,7 +261,7 @@ class PeerRole:
 
     def _received(self, event: events.Received, now: float) -> list[Effect]:
         if event.sender != self.rank:
-            self.members.heard(event.sender)
+            self.members.heard_from(event.sender)
         match event.request:
             case ArriveRequest():
                 self.barrier.arrived(event, self.stage)
@@ -308,9 +308,9 @@ class PeerRole:
     def _replied(self, event: events.Replied, now: float) -> list[Effect]:
         to, request, asked = self._requests.close(event.ticket)
         if to != self.rank:
-            self.members.heard(to)
+            self.members.heard_from(to)
             if isinstance(event.reply, ModelReply) and isinstance(request, TIMED_REQUESTS):
-                self.members.measured(to, now - asked)
+                self.members.record_transfer(to, now - asked)
         match request, event.reply:
             case ArriveRequest(), HereReply():
                 self.barrier.replied(to, request, event.reply)
@@ -322,7 +322,7 @@ class PeerRole:
             case PullRequest(), _:
                 return self.pulls.replied(event.ticket, to, event.reply, now)
             case RoundRequest(), ModelReply(_, weight) if wave := self._meeting(event.ticket):
-                return wave.taken(weight, now)
+                return wave.model_received(weight, now)
             case RoundRequest(), NotReadyReply():  # no back-off: the peer may take part in later waves
                 return self._request_failed(event.ticket, to, request, now)
             case LeaveRequest(), _:
@@ -330,7 +330,7 @@ class PeerRole:
             case _ if isinstance(request, self.exchange.request_types):
                 return self.exchange.replied(event.ticket, to, event.reply, now)
             case _, NotReadyReply() if not isinstance(request, ArriveRequest):
-                self.members.rest(to, now)
+                self.members.back_off(to, now)
                 return self._request_failed(event.ticket, to, request, now)
             case _:  # the request was given up meanwhile
                 return [Forget(event.ticket)]
@@ -349,7 +349,7 @@ class PeerRole:
             other.knows_report = True  # it exits only once it has everybody's figures
             return self.server.members_changed(now)
         if isinstance(request, TIMED_REQUESTS) and event.fault is events.Fault.TIMEOUT:
-            self.members.was_late(to)
+            self.members.record_late(to)
         if self.members.failed(to, event.fault, now):
             effects.append(Note("lost", f"peer {to} is lost: {event.fault.value}"))
             effects += self._check_min_peers()
@@ -411,7 +411,7 @@ class PeerRole:
         if (adopted := self.server.adopted(ticket, now)) is not None:
             over = self.waves.leave(now, "it has the hub's centre") if self.stage is Stage.AGREE else []
             return [*adopted, *over]  # this model replaces the last wave
-        if self.stage is Stage.AGREE and self.waves.is_taken_in(ticket):
+        if self.stage is Stage.AGREE and self.waves.close_if_taken_in(ticket):
             return [Resume()]
         return self.training.mixed(ticket, now)
 
@@ -446,4 +446,4 @@ class PeerRole:
             return []
         if not event.sound:
             self._suspend(wave.partner, now)
-        return wave.was_merged(event.sound, now)
+        return wave.merge_ended(event.sound, now)

@@ -102,7 +102,7 @@ class ServerRole:
 
     @property
     def failed_source(self) -> int | None:
-        """Rank of the peer that failed to deliver the final model, so that all models are averaged; None: no failure."""
+        """Rank of the peer that failed to deliver the final model, so that a wave must form it; None otherwise."""
         return None
 
     def hand_over_all(self, now: float) -> list[Effect]:

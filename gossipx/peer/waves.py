@@ -150,7 +150,7 @@ class Waves:
     def _requested_now(self, wave: Wave, event: Received, step: int, now: float) -> list[Effect]:
         members = _round_request(event).members
         better = _order(members) < _order(wave.members)
-        if not better or wave.touched or not self.may_join(event):
+        if not better or wave.has_exchanged or not self.may_join(event):
             return wave.requested(event, now)
         self.lost += wave.lost
         self.current = self._new_wave(wave.number, members, step, now)
@@ -200,7 +200,7 @@ class Waves:
         self._taking_in = True
         return [TakeIn(self.current.ticket)]
 
-    def is_taken_in(self, ticket: int) -> bool:
+    def close_if_taken_in(self, ticket: int) -> bool:
         """Close the wave if ``ticket`` is its own, as its mean is in our weights; return whether it was."""
         if self.current is None or self.current.ticket != ticket:
             return False

@@ -62,7 +62,7 @@ class HostedShards:
 
         If none were training, a journal on disk is from an earlier run.
         """
-        return self._settings.journals and self._context.members.had_begun
+        return self._settings.journals and self._context.members.has_joined_late
 
     @property
     def sync_settings(self) -> set[str]:
@@ -85,7 +85,7 @@ class HostedShards:
         """Start the shards once all peers have reached START. If they may have moved elsewhere, ask the other peers
         first.
         """
-        again = self._context.members.had_begun and not any(shard.restored for shard in self.shards.values())
+        again = self._context.members.has_joined_late and not any(shard.restored for shard in self.shards.values())
         self.unconfirmed = bool(self.shards) and again and not self._settings.fixed
         return [] if self.unconfirmed else self.start_shards(now)
 

@@ -327,7 +327,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         if what in (RECORDS, FOLLOW):
             return self._follow_up(self._replication.due(what, int(shard), now), now)
         self._watching = False
-        asked = self._context.requests.asked(ArriveRequest)
+        asked = self._context.requests.open_ranks(ArriveRequest)
         here = ArriveRequest(Stage.TRAIN if not self._ending else Stage.FINISH, self._context.incarnation)
         signs: list[Effect] = [
             self._context.requests.send(rank, here, now, now + self._context.timeout)

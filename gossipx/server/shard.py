@@ -366,9 +366,9 @@ class Shard:
 
     def _refuse_pulls(self, worker: _Worker) -> list[Effect]:
         """Refuse all waiting pulls of a worker."""
-        gone = [one for waiting in worker.pulls.values() for one in waiting]
+        refused = [one for waiting in worker.pulls.values() for one in waiting]
         worker.pulls = {}
-        return [one.deferred.answer(NotReadyReply("this worker is no longer a member")) for one in gone]
+        return [one.deferred.answer(NotReadyReply("this worker is no longer a member")) for one in refused]
 
     def _drop(self, worker: int) -> list[Effect]:
         known = self._workers.pop(worker, None)

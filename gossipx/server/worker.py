@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gossipx.peer.exchange import PeerContext
-from gossipx.peer.membership import REST_FIRST
+from gossipx.peer.membership import FIRST_BACKOFF
 from gossipx.protocol.effects import Cancel, Effect, Forget, Send, SetTimer
 from gossipx.protocol.messages import AcceptReply, BusyReply, Reply
 from gossipx.protocol.server_messages import MEASURED, GradientRequest, TablesReply, TablesRequest
@@ -259,7 +259,7 @@ class Worker:
         effects: list[Effect] = []
         if link.backing_off:
             return effects
-        patience = self._context.members.longest
+        patience = self._context.members.model_timeout
         incarnation = self._context.incarnation
         while link.ready and len(link.pushing) < AT_A_TIME:
             bucket = link.ready.popleft()
@@ -383,8 +383,8 @@ class Worker:
         """Handle a shard's reply that it cannot answer yet or is not held there."""
         self._try_next_holder(self._links[shard], asked)
         server, members = self._links[shard].server, self._context.members
-        self_rest = now + REST_FIRST * self._context.timeout
-        return self._back_off(shard, members.rest(server, now) if server in members.others else self_rest)
+        own_backoff = now + FIRST_BACKOFF * self._context.timeout
+        return self._back_off(shard, members.back_off(server, now) if server in members.others else own_backoff)
 
     def _back_off(self, shard: int, until: float) -> Effect:
         self._links[shard].backing_off = True

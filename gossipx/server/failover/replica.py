@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from gossipx.peer.exchange import PeerContext
-from gossipx.peer.membership import REST_FIRST, REST_LONGEST
+from gossipx.peer.membership import FIRST_BACKOFF, LONGEST_BACKOFF
 from gossipx.protocol.effects import Answer, Effect, Forget, Keep, SetTimer
 from gossipx.protocol.events import Received
 from gossipx.protocol.messages import AcceptReply, NotReadyReply, Reply
@@ -76,7 +76,7 @@ class Standby(Records):
         effects: list[Effect] = []
         if self._backing_off or not self._follows:
             return effects
-        patience = self._context.members.longest
+        patience = self._context.members.model_timeout
         under_way = set(self._open.values())
         for number, (record, kept) in self._unsafe.items():
             if len(self._open) >= AT_A_TIME:
@@ -100,7 +100,7 @@ class Standby(Records):
 
     def _back_off(self, now: float) -> list[Effect]:
         self._backing_off = True
-        return [SetTimer(f"{RECORDS} {self.shard}", now + REST_FIRST * self._context.timeout)]
+        return [SetTimer(f"{RECORDS} {self.shard}", now + FIRST_BACKOFF * self._context.timeout)]
 
     def again(self) -> None:
         """Resume sending after the retry delay."""
@@ -199,7 +199,7 @@ class Replica:
         """Request a copy, or signal that this peer waits for records."""
         if self.ticket is not None:
             return []
-        patience = self._context.members.longest
+        patience = self._context.members.model_timeout
         request = CopyRequest(self.shard.index, self._context.incarnation, self.shard.records.copy, patience)
         send = self._replies.send(self.holder, request, now, now + patience, self._answered)
         self.ticket = send.ticket
@@ -218,7 +218,7 @@ class Replica:
         return [*effects, self._later(now)]
 
     def _later(self, now: float) -> SetTimer:
-        share = REST_LONGEST if self.has_copy else REST_FIRST
+        share = LONGEST_BACKOFF if self.has_copy else FIRST_BACKOFF
         return SetTimer(f"{FOLLOW} {self.shard.index}", now + share * self._context.timeout)
 
     def recorded(self, event: Received, now: float) -> list[Effect]:
