@@ -92,7 +92,7 @@ class ShardKeeper:
         self._close_journals()
         self._begun.clear()
 
-    def keep(self, shard: int, clock: int, state: dict[str, Any]) -> None:
+    def save_checkpoint(self, shard: int, clock: int, state: dict[str, Any]) -> None:
         """Take a checkpoint, after all earlier changes were applied.
 
         It is skipped while the shard's previous one is still being written. With journals, the first one of a layout is
@@ -248,7 +248,7 @@ class ShardKeeper:
         if self._keeps_journals and self._is_of_this_layout(state):
             self._begin_journal(shard.index, clock, after=clock)
         elif self._keeps_journals:  # epochs restart from 0 in a resumed run, so this needs a new first checkpoint
-            self.keep(shard.index, clock, shard.state_dict())
+            self.save_checkpoint(shard.index, clock, shard.state_dict())
 
     def _restore(self, shard: int, found: Checkpoint) -> None:
         """Load the tables of a shard from a checkpoint."""
