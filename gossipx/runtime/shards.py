@@ -211,7 +211,7 @@ class ShardKeeper:
         shard.load_state_dict(state)
         clock = shard.clock.clock
         for record, gradient in self.records(index, clock, shard.records.number):
-            for effect in shard.follow(record, 0):
+            for effect in shard.apply_record(record, 0):
                 match effect:
                     case ApplyGradient(_, scale):
                         self._table_store.apply(gradient, scale)

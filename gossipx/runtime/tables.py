@@ -146,7 +146,7 @@ class TableWork:
             case ReportPrepared(epoch):
                 put(lambda: self._handle(Prepared(epoch, self._unwritten() or table_store.prepared())))
             case PlaceTables(epoch, servers):
-                table_store.go_over(epoch, servers)
+                table_store.switch_client(epoch, servers)
                 put(lambda: self._place(epoch, servers))
             case DropTables():
                 put(table_store.drop)

@@ -136,9 +136,9 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         return True
 
     @property
-    def keep_at(self) -> int:
+    def checkpoint_at(self) -> int:
         """The iteration after which to take a checkpoint, as announced by servers; 0: none yet."""
-        return self.worker.keep_at
+        return self.worker.checkpoint_at
 
     @property
     def taken_in(self) -> int:
@@ -260,7 +260,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     def requested(self, event: Received, now: float) -> list[Effect]:
         request = event.request
         if isinstance(request, ServersRequest):
-            return self._follow_up(self.coordinator.asked(event, request, now), now)
+            return self._follow_up(self.coordinator.requested(event, request, now), now)
         if isinstance(request, MoveRequest):
             return self._follow_up(self.migration.requested(event, now), now)
         assert isinstance(request, ServerRequest)
@@ -269,7 +269,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
             if misplaced is not None:
                 return self._follow_up(misplaced, now)
         if isinstance(request, RecordRequest):
-            return self._replication.recorded(event, now)
+            return self._replication.record_received(event, now)
         effects = self._replication.step_in(event.sender, request, now)
         shard = self.shards.get(request.shard)
         if shard is None:
@@ -282,13 +282,13 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         """Handle a request for a shard that is hosted here."""
         request = event.request
         if isinstance(request, CopyRequest):
-            return self._follow_up(self._replication.asked_for(event, shard, now), now)
+            return self._follow_up(self._replication.copy_requested(event, shard, now), now)
         if isinstance(request, SwitchRequest):
-            return self._follow_up(self._sync_model_switch.asked(event, shard, now), now)
+            return self._follow_up(self._sync_model_switch.requested(event, shard, now), now)
         if isinstance(request, WaitingRequest):
             return [self._answer(event.key, WaitingReply(tuple(shard.clock.stuck.items())), now)]
         if shard.is_serving and event.sender not in self._training() and isinstance(request, TablesRequest):
-            return shard.give(event, now)
+            return shard.answer_at_once(event, now)
         return self._follow_up(shard.requested(event, now), now)
 
     # --- members ------------------------------------------------------------------------------------
@@ -323,9 +323,9 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     def timer_fired(self, name: str, now: float) -> list[Effect]:
         what, _, shard = name.partition(" ")
         if what == AGAIN:
-            return self.worker.again(int(shard), now)
+            return self.worker.retry(int(shard), now)
         if what in (RECORDS, FOLLOW):
-            return self._follow_up(self._replication.due(what, int(shard), now), now)
+            return self._follow_up(self._replication.timer_fired(what, int(shard), now), now)
         self._watching = False
         asked = self._context.requests.open_ranks(ArriveRequest)
         here = ArriveRequest(Stage.TRAIN if not self._ending else Stage.FINISH, self._context.incarnation)

@@ -48,7 +48,7 @@ class _Waiting:
     """A pull of one bucket that has not been answered yet."""
 
     deferred: Deferred
-    asked: RequestedBucket
+    requested: RequestedBucket
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Shard:
         self.index = index
         self.clock = clock
         self.records = Records(index)
-        self._begins_by = clock.model
+        self._initial_sync = clock.model
         self._plan = deque(plan)
         self._schedule = CheckpointSchedule(every, leads)
         self.restored = False
@@ -190,7 +190,7 @@ class Shard:
         workers = [[rank, clock - 1, 0, None, False, False] for rank, *_ in state["clock"]["workers"]]
         self.load_state_dict({**state, "clock": {**state["clock"], "workers": workers}, "workers": []})
 
-    def follow(self, record: RecordRequest, ticket: int) -> list[Effect]:
+    def apply_record(self, record: RecordRequest, ticket: int) -> list[Effect]:
         """Apply a record of what happened to the original of this shard. Return the effects on the tables.
 
         A replica follows the shard's holder this way, and a restored shard its journal. Invalid entries are skipped.
@@ -319,9 +319,9 @@ class Shard:
 
     def _pulled(self, event: Received, request: TablesRequest, now: float) -> list[Effect]:
         worker = self._workers[event.sender]
-        waiting = _Waiting(defer(event.key, request.patience, now), _asked(event))
+        waiting = _Waiting(defer(event.key, request.patience, now), _requested_bucket(event))
         if request.progress <= worker.released:
-            return [self._give(waiting)]
+            return [self._answer(waiting)]
         worker.significance = request.significance
         worker.pulls.setdefault(request.progress, []).append(waiting)
         return self._ask_clock(event.sender)
@@ -337,11 +337,11 @@ class Shard:
                 effects += self._carry_out(self.clock.pull(rank, wanted, (rank, wanted), worker.significance))
         return effects
 
-    def give(self, event: Received, now: float) -> list[Effect]:
+    def answer_at_once(self, event: Received, now: float) -> list[Effect]:
         """Answer a pull at once with the current values, for a peer that no longer trains."""
         request = event.request
         assert isinstance(request, TablesRequest)
-        return [self._give(_Waiting(Deferred(event.key, now + request.patience), _asked(event)))]
+        return [self._answer(_Waiting(Deferred(event.key, now + request.patience), _requested_bucket(event)))]
 
     def put_off(self, now: float) -> list[Effect]:
         """Answer pulls that have waited for long with a BusyReply, so that their senders see that this peer lives."""
@@ -428,16 +428,16 @@ class Shard:
     def _release(self, rank: int, progress: int) -> list[Effect]:
         worker = self._workers[rank]
         worker.released = max(worker.released, progress)
-        return [self._give(one) for one in worker.pulls.pop(progress, [])]
+        return [self._answer(one) for one in worker.pulls.pop(progress, [])]
 
-    def _give(self, waiting: _Waiting) -> Answer:
-        sync = "" if self.clock.model is self._begins_by else describe(self.clock.model)
+    def _answer(self, waiting: _Waiting) -> Answer:
+        sync = "" if self.clock.model is self._initial_sync else describe(self.clock.model)
         reply = TablesReply(self.clock.clock, (), sync, self._schedule.due_clock)
-        tables = None if waiting.asked.bucket < 0 else waiting.asked
+        tables = None if waiting.requested.bucket < 0 else waiting.requested
         return replace(waiting.deferred.answer(reply), tables=tables)
 
 
-def _asked(event: Received) -> RequestedBucket:
+def _requested_bucket(event: Received) -> RequestedBucket:
     request = event.request
     assert isinstance(request, TablesRequest)
     return RequestedBucket(request.shard, request.bucket, event.sender, request.base)

@@ -118,7 +118,7 @@ class Worker:
         syncs: each shard's first sync model; empty: pull after each iteration.
 
     Attributes:
-        keep_at: the iteration after which to take a checkpoint, as announced by servers; 0: none yet.
+        checkpoint_at: the iteration after which to take a checkpoint, as announced by servers; 0: none yet.
     """
 
     def __init__(
@@ -131,13 +131,13 @@ class Worker:
         overlap: bool = True,
         syncs: Sequence[SyncModel] = (),
     ):
-        self.keep_at = 0
+        self.checkpoint_at = 0
         self._context = context
         self._replies, self._answered = replies, answered
         self._overlap = overlap
         self._links = [_Link(*one) for one in zip(holders, buckets, strict=True)]
-        self._begins_by: list[SyncModel | None] = [*syncs] if syncs else [None] * len(self._links)
-        for link, sync in zip(self._links, self._begins_by, strict=True):
+        self._initial_syncs: list[SyncModel | None] = [*syncs] if syncs else [None] * len(self._links)
+        for link, sync in zip(self._links, self._initial_syncs, strict=True):
             link.sync = sync
         # One number for all shards, though their clocks may differ. With a number per shard, two workers could each be
         # ahead on one shard and behind on another, and deadlock.
@@ -147,7 +147,7 @@ class Worker:
         # The shard and the receiver of each open request; None: it is of an earlier layout.
         self._by_ticket: dict[int, tuple[int, int] | None] = {}
         self._epoch = 0  # the layout's
-        self._left_out = False  # this iteration's gradients are of an earlier layout, so they are not sent
+        self._is_dropped = False  # this iteration's gradients are of an earlier layout, so they are not sent
 
     @property
     def quiet(self) -> bool:
@@ -190,7 +190,7 @@ class Worker:
         self._epoch = epoch
         # A layout only changes if all shards have the same sync model, so the first one's applies to all.
         spec, sync = self._links[0].sync_spec, self._links[0].sync
-        self._begins_by = self._begins_by[:1] * len(servers)
+        self._initial_syncs = self._initial_syncs[:1] * len(servers)
         self._links = [
             _Link(*one, pulled=pulled, fetched=fetched, sync_spec=spec, sync=sync)
             for one in zip(holders, buckets, strict=True)
@@ -202,7 +202,7 @@ class Worker:
     def drop_iteration(self) -> None:
         """Drop this iteration's gradients, since their layout is no longer in force."""
         self._forget_requests()
-        self._left_out = self._is_mid_iteration
+        self._is_dropped = self._is_mid_iteration
         for link in self._links:
             link.clear()
 
@@ -213,7 +213,7 @@ class Worker:
 
     def gradients_ready(self, buckets: Sequence[tuple[int, int]], now: float) -> list[Effect]:
         """Push the gradients of these buckets; an empty list announces that an iteration begins."""
-        if self._left_out:
+        if self._is_dropped:
             return []
         if not self._is_mid_iteration:
             self._is_mid_iteration, self._progress = True, self._next
@@ -223,7 +223,7 @@ class Worker:
 
     def iteration_done(self, now: float) -> list[Effect]:
         """End the iteration, whose gradients are all computed, and pull all tables."""
-        self._is_mid_iteration = self._left_out = False
+        self._is_mid_iteration = self._is_dropped = False
         for link in self._links:
             link.pulled = self._progress
             if link.sync is None or link.sync.fetches(self._progress, link.fetched):
@@ -264,7 +264,7 @@ class Worker:
         while link.ready and len(link.pushing) < AT_A_TIME:
             bucket = link.ready.popleft()
             push = GradientRequest(
-                shard, bucket, incarnation, self._progress, (), (), patience, self._epoch, self.keep_at
+                shard, bucket, incarnation, self._progress, (), (), patience, self._epoch, self.checkpoint_at
             )
             send = self._send(shard, push, now)
             link.pushing[send.ticket] = bucket, self._progress
@@ -288,7 +288,7 @@ class Worker:
 
     def stop(self) -> None:
         """Expect no further gradients of this iteration."""
-        self._is_mid_iteration = self._left_out = False
+        self._is_mid_iteration = self._is_dropped = False
 
     def give_up(self) -> list[Effect]:
         """Drop all requests, and stop waiting for tables."""
@@ -329,9 +329,9 @@ class Worker:
                 return [Forget(ticket), *self._send_ready(now)]
             return [Forget(ticket), self._not_ready(shard, asked, now)]
         self._next = max(self._next, link.pulled + 1, reply.clock)
-        self.keep_at = max(self.keep_at, reply.keep)
+        self.checkpoint_at = max(self.checkpoint_at, reply.keep)
         if reply.sync != link.sync_spec:  # the sync model was switched
-            link.sync_spec, link.sync = reply.sync, parse(reply.sync) if reply.sync else self._begins_by[shard]
+            link.sync_spec, link.sync = reply.sync, parse(reply.sync) if reply.sync else self._initial_syncs[shard]
         if bucket < 0:
             if link.pull is _Pull.ASKED:
                 link.advance()
@@ -390,7 +390,7 @@ class Worker:
         self._links[shard].backing_off = True
         return SetTimer(f"{AGAIN} {shard}", until)
 
-    def again(self, shard: int, now: float) -> list[Effect]:
+    def retry(self, shard: int, now: float) -> list[Effect]:
         """Resume requests to a shard after its retry delay."""
         if shard < len(self._links):
             self._links[shard].backing_off = False

@@ -183,7 +183,7 @@ def test_checkpoints_by_seconds_are_taken_at_one_iteration(
         return made
 
     def passes(self: ServerMode, now: float) -> list[Effect]:
-        told.setdefault(self._context.rank, []).append(self.keep_at)
+        told.setdefault(self._context.rank, []).append(self.checkpoint_at)
         return step_ended(self, now)
 
     monkeypatch.setattr(Shard, "checkpoint", keeps)
@@ -195,7 +195,7 @@ def test_checkpoints_by_seconds_are_taken_at_one_iteration(
     (clocks,) = {tuple(one) for one in kept.values()}
     assert clocks[0] == 0 and clocks[-1] == 30 and len(clocks) > 5, "at the beginning, at the end, and between"
     for of_worker in told.values():
-        due = [done for done, keep_at in enumerate(of_worker, 1) if keep_at == done < 30]
+        due = [done for done, checkpoint_at in enumerate(of_worker, 1) if checkpoint_at == done < 30]
         assert due == list(clocks[1:-1])
 
 

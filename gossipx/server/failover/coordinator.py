@@ -177,7 +177,7 @@ class Coordinator:
 
     # --- leading ---------------------------------------------------------------------------------
 
-    def asked(self, event: Received, request: ServersRequest, now: float) -> list[Effect]:
+    def requested(self, event: Received, request: ServersRequest, now: float) -> list[Effect]:
         """Handle a request for a change: start it, or answer with the outcome if it is over."""
         name, deadline = (event.sender, request.number), now + request.patience
         if self._run is not None and self._run.name == name:
