@@ -307,7 +307,7 @@ def _keep_shards(driver: Driver, served: Served, place: Place, keep: int) -> Non
 def _servers_due(driver: Driver) -> Callable[[], int] | None:
     """Return a function that returns the iteration at which the servers request a checkpoint; None without servers."""
     exchange = driver.role.exchange
-    return (lambda: exchange.keep_at) if isinstance(exchange, ServerMode) and exchange.gives else None
+    return (lambda: exchange.checkpoint_at) if isinstance(exchange, ServerMode) and exchange.trains else None
 
 
 def _backward(

@@ -105,7 +105,7 @@ class Client:
                 self._unfinished.add(job)
                 self._arrived.notify()
                 return functools.partial(self._cancel, job)
-        call_back_in_thread(job.done, self._links.gone())
+        call_back_in_thread(job.done, self._links.closed_error())
         return lambda: None
 
     def _cancel(self, job: Job) -> None:
@@ -133,7 +133,7 @@ class Client:
         with self._lock:
             left = list(self._unfinished)
         for job in left:
-            self._finish(job, self._links.gone())
+            self._finish(job, self._links.closed_error())
 
     def _work(self) -> None:
         """Run jobs one after the other; return after :data:`_WORKER_IDLE` without one."""
@@ -154,9 +154,9 @@ class Client:
             if job.cancelled:
                 return self._cancelled_error(job)
             if self._links.closed.is_set():
-                return self._links.gone()
+                return self._links.closed_error()
             if isinstance(error, NotAuthorisedError | RefusedError):
-                self._member.trust.turned_away(job.to, error)
+                self._member.trust.record_rejection(job.to, error)
             return type(error)(f"{self._member.names[job.to]}: {error}")
         except GossipxError as error:
             return error
@@ -194,7 +194,7 @@ class Client:
             loopback = LoopbackRequest()
             with self._registered(loopback, job):
                 return self._own.request_loopback(job.request, job.brought, job.payload, job.deadline, loopback)
-        link = self._links.take(job.to)
+        link = self._links.acquire(job.to)
         if link is not None:
             began = time.monotonic()
             try:
@@ -215,7 +215,7 @@ class Client:
                 by = (time.monotonic() + self._soon(job.deadline)) / 2
                 link.ask_for_carrier(carriers, next(self._numbers), by)
             frame = link.ask(job.request, next(self._numbers), job.deadline, job.payload, job.brought)
-        self._links.keep(job.to, link)
+        self._links.release(job.to, link)
         return cast(Reply, frame.message)
 
     @contextlib.contextmanager
@@ -290,7 +290,7 @@ class Client:
             if member.secret is not None:
                 handshake.prove(link, member.secret, member.me, member.names[to], deadline)
             welcome = handshake.greet(link, member.me, to, member.names[to], member.manifest, deadline)
-        member.trust.taken_in()
+        member.trust.record_admission()
         return welcome
 
 

@@ -220,7 +220,7 @@ class Listener:
                 welcome = Welcome(member.me.rank, member.me.name, member.me.model, member.machine, self._local.host)
                 they = handshake.admit(link, member.me, member.names, hosts, welcome, deadline)
                 if they.model == member.me.model:  # else it may only ask for the manifest
-                    member.trust.taken_in()
+                    member.trust.record_admission()
                 with self._lock:
                     if stream in self._inbound:
                         self._inbound[stream] = True
@@ -229,7 +229,7 @@ class Listener:
             finally:
                 self._links.drop(link)
         except (NotAuthorisedError, StrangerError) as error:
-            member.trust.stranger(stream.remote, error)
+            member.trust.record_stranger(stream.remote, error)
         except GossipxError as error:
             # Peers end and strangers probe ports all the time: not worth a user's attention.
             log.debug("the connection from %s has ended: %s", stream.remote, error)
@@ -329,7 +329,7 @@ class Listener:
                 return key
         if brought is not None:
             brought.release()
-        raise self._links.gone()
+        raise self._links.closed_error()
 
     def _ask(self, link: Link, sender: int, number: int, request: Request, brought: UploadSink | None) -> None:
         """Pass a request on, wait for its response, and send it."""
@@ -345,7 +345,7 @@ class Listener:
                 raise PeerUnreachableError("it closed the connection before its request was answered")
             early = min(answer.begins, answer.deadline) - time.monotonic()
             if early > 0 and self._links.closed.wait(early):
-                raise self._links.gone()
+                raise self._links.closed_error()
             if isinstance(answer.reply, CarryingReply) and answer.payload is not None:
                 link.send_model(answer.reply, number, answer.payload, answer.deadline)
             else:

@@ -45,17 +45,17 @@ class ElasticSettings:
 
 @dataclass
 class _Elastic:
-    """Our exchange under way; ``taken``: the centre has arrived."""
+    """Our exchange under way; ``has_centre``: the centre has arrived."""
 
     ticket: int
-    taken: bool = False
-    mixing: bool = False
+    has_centre: bool = False
+    is_mixing: bool = False
 
 
 class Elastic(Exchange, ServerRole):
     """The exchanges of one peer with the hub and, on the hub, its answers to the workers."""
 
-    takes = (ElasticRequest, CentreRequest)
+    request_types = (ElasticRequest, CentreRequest)
     timers = Pulls.timers
 
     def __init__(self, context: PeerContext, pulls: Pulls, settings: ElasticSettings):
@@ -69,23 +69,23 @@ class Elastic(Exchange, ServerRole):
         self._initial: list[Received] = []  # requests that wait until our model is the centre
         self._current: _Elastic | None = None
         self._asking: int | None = None  # ticket of our CentreRequest, until its model is adopted
-        self._forsaken: int | None = None
+        self._failed_source: int | None = None
 
     @property
-    def captured(self) -> int | None:
-        return self._current.ticket if self._current else self._pulls.captured
+    def captured_ticket(self) -> int | None:
+        return self._current.ticket if self._current else self._pulls.captured_ticket
 
     @property
     def over(self) -> bool:
         return self._current is None and self._pulls.over
 
     @property
-    def attends(self) -> bool:
+    def is_needed_at_finish(self) -> bool:
         return self._is_hub
 
     # --- the worker -------------------------------------------------------------------------------
 
-    def begun(self, now: float) -> list[Effect]:
+    def start_serving(self, now: float) -> list[Effect]:
         return self.centre.begin() if self.centre else []
 
     def begin(self, now: float) -> list[Effect]:
@@ -106,7 +106,7 @@ class Elastic(Exchange, ServerRole):
 
     def _patience(self) -> float:
         members = self._context.members
-        return members.longest if self._is_hub else members.patience(self._settings.rank)
+        return members.model_timeout if self._is_hub else members.patience(self._settings.rank)
 
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
         if ticket == self._asking:
@@ -117,10 +117,10 @@ class Elastic(Exchange, ServerRole):
         if current is None or current.ticket != ticket:
             return [Forget(ticket)]
         if isinstance(reply, ModelReply):
-            current.taken = True
+            current.has_centre = True
             return []
         if isinstance(reply, NotReadyReply) and not self._is_hub:
-            self._context.members.rest(to, now)
+            self._context.members.back_off(to, now)
         return self._request_failed(fault=not isinstance(reply, BusyReply))
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
@@ -139,9 +139,9 @@ class Elastic(Exchange, ServerRole):
         current = self._current
         if current is None:
             return self._pulls.mix(at_boundary)
-        if not (at_boundary or self._ending or self._context.blocking) or not current.taken or current.mixing:
+        if not (at_boundary or self._ending or self._context.blocking) or not current.has_centre or current.is_mixing:
             return None
-        current.mixing = True
+        current.is_mixing = True
         return Mix(current.ticket, self._settings.alpha)
 
     def mixed(self, ticket: int) -> bool:
@@ -151,8 +151,8 @@ class Elastic(Exchange, ServerRole):
         self._context.sync.completed()
         return True
 
-    def timer(self, name: str, now: float) -> list[Effect]:
-        return self._pulls.timer(name, now)
+    def timer_fired(self, name: str, now: float) -> list[Effect]:
+        return self._pulls.timer_fired(name, now)
 
     # --- the hub ----------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class Elastic(Exchange, ServerRole):
         return {"hub/exchanges": (self.centre.step, self.centre.exchanges)} if self.centre else {}
 
     @property
-    def gives(self) -> bool:
+    def trains(self) -> bool:
         return not self._serves_only
 
     def requested(self, event: Received, now: float) -> list[Effect]:
@@ -183,17 +183,17 @@ class Elastic(Exchange, ServerRole):
             worker.suspended_until = now + self._context.timeout
         return taken
 
-    def before_giving(self, event: Received, now: float) -> list[Effect] | None:
+    def initial_model_requested(self, event: Received, now: float) -> list[Effect] | None:
         """Make a hub that does not train answer with its centre, instead of its own initial model."""
         if not self._serves_only or self.centre is None or not self.centre.ticket:
             return None
         self._initial.append(event)
         return self._ask_for_centre(now) if self._asking is None else []
 
-    def left(self, rank: int, now: float) -> list[Effect]:
-        return self.lost(rank, now)
+    def peer_left(self, rank: int, now: float) -> list[Effect]:
+        return self.peer_lost(rank, now)
 
-    def lost(self, rank: int, now: float) -> list[Effect]:
+    def peer_lost(self, rank: int, now: float) -> list[Effect]:
         if rank != self._settings.rank or self._settings.lost != "stop":
             return []
         return [Stop(f"the hub, peer {rank}, is gone, and --hub-lost is stop"), Resume()]
@@ -213,17 +213,17 @@ class Elastic(Exchange, ServerRole):
         self._context.sync.abandoned(failed=False)
         return dropped
 
-    def agree(self, now: float) -> list[Effect] | None:
+    def fetch_final_model(self, now: float) -> list[Effect] | None:
         """Adopt the centre, which is the final model of every peer."""
         hub = self._context.members.others.get(self._settings.rank)
         if hub is not None and hub.silent:
-            self._forsaken = self._settings.rank
+            self._failed_source = self._settings.rank
             return None
         return self._ask_for_centre(now)
 
     @property
-    def forsaken(self) -> int | None:
-        return self._forsaken
+    def failed_source(self) -> int | None:
+        return self._failed_source
 
     def _ask_for_centre(self, now: float) -> list[Effect]:
         patience = self._patience()
@@ -242,10 +242,10 @@ class Elastic(Exchange, ServerRole):
         if self._is_hub:
             note = Note("centre", "the hub's centre is not available: this peer keeps its own model")
             return [Forget(ticket), note, *(self._answer_initial(now) if self._initial else [Resume()])]
-        self._forsaken = self._settings.rank
+        self._failed_source = self._settings.rank
         return [Forget(ticket), Note("centre", "the hub sent no centre: the mean of all models is used instead")]
 
     def _answer_initial(self, now: float) -> list[Effect]:
         initial, self._initial = self._initial, []
-        deadline = now + self._context.members.longest
+        deadline = now + self._context.members.model_timeout
         return [Answer(event.key, ModelReply(0), deadline, whole_model=True) for event in initial]

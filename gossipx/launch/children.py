@@ -84,7 +84,7 @@ class Child:
         if self.process.poll() is None:
             self.process.send_signal(number)
 
-    def how_it_ended(self) -> str:
+    def describe_exit(self) -> str:
         """Return ``killed by SIGKILL`` or ``exit code 1``, for example."""
         code = self.process.returncode
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -67,7 +67,7 @@ class RunDirectory:
     def __init__(self, settings: RunConfig, hosts: bytes, script: Sequence[str] = (), resumes: bool = False):
         self.path = _path_of(settings)
         self._replaced = _replaced_by(self.path)
-        self._gone = self.path.with_name(f".{self.path.name}.gone")
+        self._discarded = self.path.with_name(f".{self.path.name}.gone")
         self._advice = "it needs no --resume" if resumes else "give another --name"
         self._lock: int | None = None
         self._created = False
@@ -76,7 +76,7 @@ class RunDirectory:
             undo.callback(self.give_up)
             try:
                 if resumes:
-                    self._take()
+                    self._acquire_lock()
                 else:
                     self._make(settings.run.overwrite)
                 self._write(settings, hosts, script)
@@ -89,19 +89,19 @@ class RunDirectory:
     def _make(self, overwrite: bool) -> None:
         if self._replaced.is_dir():
             if self.path.is_dir():  # an attempt that was killed before it trained, unless it is in progress
-                self._take()
+                self._acquire_lock()
                 self._clear()
             self._replaced.rename(self.path)
         if self.path.exists():
             _check_replaceable(self.path, self.path, overwrite)
-            self._take()
+            self._acquire_lock()
             self.path.rename(self._replaced)
         try:
             self.path.mkdir(parents=True)
         except FileExistsError as error:
             raise UsageError("another run has just taken that name: give another --name", self.path) from error
         self._created = True
-        self._take()
+        self._acquire_lock()
 
     def _write(self, settings: RunConfig, hosts: bytes, script: Sequence[str]) -> None:
         """Write settings, hosts and script, each file atomically; the previous files of a resumed run
@@ -128,10 +128,10 @@ class RunDirectory:
 
     def keep(self) -> None:
         """Remove the replaced run, except for files that no run has written; called once this run trains."""
-        self._empty_gone()
+        self._empty_discarded()
         if self._replaced.is_dir():
-            self._replaced.rename(self._gone)
-            self._empty_gone()
+            self._replaced.rename(self._discarded)
+            self._empty_discarded()
 
     def give_up(self) -> None:
         """Undo everything, as nothing was trained: free the name, or restore the run to replace or resume."""
@@ -164,14 +164,14 @@ class RunDirectory:
         if not any(self.path.iterdir()):
             self.path.rmdir()
 
-    def _empty_gone(self) -> None:
-        if self._gone.is_dir():
-            for entry in self._gone.iterdir():
+    def _empty_discarded(self) -> None:
+        if self._discarded.is_dir():
+            for entry in self._discarded.iterdir():
                 if not WRITTEN.fullmatch(entry.name):
                     entry.rename(self.path / entry.name)
-            shutil.rmtree(self._gone, ignore_errors=True)
+            shutil.rmtree(self._discarded, ignore_errors=True)
 
-    def _take(self) -> None:
+    def _acquire_lock(self) -> None:
         """Lock the directory for the life of this process, so that no other process replaces a run in progress."""
         lock = os.open(self.path, os.O_RDONLY)
         try:

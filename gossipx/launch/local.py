@@ -32,11 +32,11 @@ from gossipx.launch.environment import (
     ENV_RESUME_AT,
 )
 from gossipx.launch.progress import Display, PeerStatus
-from gossipx.launch.start import Start, by_servers, from_hosts, goes_by
+from gossipx.launch.start import Start, from_hosts, has_servers, policy_or_sync_model
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.metrics.summary import Summary, per_peer
 
-LOOK_EVERY = 0.1
+POLL_INTERVAL = 0.1
 """Seconds between two checks for processes that have ended."""
 INTERRUPT_GRACE = 3.0
 """Seconds between an interrupt and SIGKILL."""
@@ -113,20 +113,20 @@ class _Run:
         length = 0 if script else settings.run.iterations  # a script sets its own number of iterations
         self._statuses = {rank: PeerStatus(peers[rank].name, iterations=length) for rank in start.here}
         central = "" if settings.hub.hub is None else f", hub {settings.hub.hub}"
-        if by_servers(settings):
+        if has_servers(settings):
             central = f", servers {settings.server.servers or 0}"
-        kind = "sync" if by_servers(settings) else "policy"
-        title = f"{settings.run.name}: {kind} {goes_by(settings)}, {len(peers)} peers{central}"
+        kind = "sync" if has_servers(settings) else "policy"
+        title = f"{settings.run.name}: {kind} {policy_or_sync_model(settings)}, {len(peers)} peers{central}"
         self._display = Display(title, self._statuses, plain=start.shared)
         self._children: dict[int, Child] = {}
         self._results: dict[int, dict[str, Any]] = {}
-        self._left: set[int] = set()
-        self._failed_after: set[int] = set()  # finished training, then their scripts failed
+        self._departed: set[int] = set()  # left the run on request
+        self._failed_after_training: set[int] = set()  # finished training, then their scripts failed
         self._exit: int | None = None  # exit code of the run, once all peers are told to stop
-        self._stop_by: float | None = None
-        self._sent: int | None = None  # the last signal sent to the peers
+        self._kill_at: float | None = None  # when peers that have not ended are killed
+        self._last_signal: int | None = None  # sent to the peers
         self._interrupts = 0
-        self._began: float | None = None
+        self._began: float | None = None  # when the first peer began to train
 
     def go(self, notice: str | None = None) -> int:
         """Start the peers, follow them and write the summary; ``notice`` is shown first."""
@@ -147,19 +147,19 @@ class _Run:
                     self._directory.give_up()
         ended = time.monotonic()
         if not trained:
-            if self._exit is None and not self._left:
+            if self._exit is None and not self._departed:
                 self._display.line("no peer finished")
                 return 1
             return self._exit or 0
         if self._exit is not None:
             return self._exit
-        if self._left and not self._results:
+        if self._departed and not self._results:
             return 0
         summary = self._sum_up(ended - (self._began or ended))
         self._directory.keep()
         written = self._directory.conclude(summary)
         self._tell_end(summary, written)
-        return 0 if self._results.keys() - self._failed_after else 1
+        return 0 if self._results.keys() - self._failed_after_training else 1
 
     # --- processes ----------------------------------------------------------------------------------
 
@@ -187,13 +187,13 @@ class _Run:
         )
         child.register(selector)
         self._children[rank] = child
-        if self._sent is not None:  # the signal arrived while peers were being started
-            child.signal(self._sent)
+        if self._last_signal is not None:  # the signal arrived while peers were being started
+            child.signal(self._last_signal)
 
     def _follow(self, selector: selectors.BaseSelector) -> None:
         running = dict(self._children)
         while running:
-            for key, _ in selector.select(LOOK_EVERY):
+            for key, _ in selector.select(POLL_INTERVAL):
                 if key.fd in selector.get_map():
                     key.data()
             for rank, child in list(running.items()):
@@ -202,7 +202,7 @@ class _Run:
                     child.drain(selector)
                     self._ended(rank, child)
             self._display.refresh()
-            if self._stop_by is not None and time.monotonic() > self._stop_by:
+            if self._kill_at is not None and time.monotonic() > self._kill_at:
                 for child in running.values():
                     child.signal(signal.SIGKILL)
 
@@ -228,7 +228,7 @@ class _Run:
                 self._began = time.monotonic()
                 self._directory.keep()
             if status.state == "left":
-                self._left.add(rank)
+                self._departed.add(rank)
 
     def _failed(self, rank: int, error: str, code: int) -> None:
         """Handle an error that a peer reported before it ended.
@@ -246,12 +246,12 @@ class _Run:
         self._display.error(error)
 
     def _ended(self, rank: int, child: Child) -> None:
-        if rank in self._left or self._exit is not None:
+        if rank in self._departed or self._exit is not None:
             return
         if rank in self._results:
             if child.process.returncode > 0:  # not negative: being killed after the finish does no harm
-                self._failed_after.add(rank)
-                self._display.line(f"{self._peers[rank].name} finished, but its process ended: {child.how_it_ended()}")
+                self._failed_after_training.add(rank)
+                self._display.line(f"{self._peers[rank].name} finished, but its process ended: {child.describe_exit()}")
             return
         code, status = child.process.returncode, self._statuses[rank]
         if code == 0 and status.state == "starting":
@@ -259,12 +259,12 @@ class _Run:
             self._failed(rank, f"{name}: its script ended without a call of gossipx.join, which makes it a peer", 1)
             return
         early = code == -signal.SIGTERM and status.state == "starting"  # before it could report that it leaves
-        if self._sent == signal.SIGTERM or early:  # it left on request, or was killed after the grace period
+        if self._last_signal == signal.SIGTERM or early:  # it left on request, or was killed after the grace period
             status.state = "left"
-            self._left.add(rank)
+            self._departed.add(rank)
             return
         status.state = "lost"
-        self._display.line(f"peer {self._peers[rank].name} is lost: {child.how_it_ended()}")
+        self._display.line(f"peer {self._peers[rank].name} is lost: {child.describe_exit()}")
         alive = len(self._peers) - sum(status.state in ("lost", "failed") for status in self._statuses.values())
         least = self._settings.sync.min_peers
         if 0 < alive < least:  # with none left, the peers' own errors explain the end
@@ -275,11 +275,11 @@ class _Run:
 
     def _stop(self, code: int, number: int) -> None:
         self._exit = code
-        self._stop_by = time.monotonic() + INTERRUPT_GRACE
+        self._kill_at = time.monotonic() + INTERRUPT_GRACE
         self._send(number)
 
     def _send(self, number: int) -> None:
-        self._sent = number
+        self._last_signal = number
         for child in self._children.values():
             child.signal(number)
 
@@ -304,7 +304,7 @@ class _Run:
         self._stop(130, signal.SIGINT if self._interrupts == 1 else signal.SIGKILL)
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
-        self._stop_by = time.monotonic() + self._settings.exchange.peer_timeout + INTERRUPT_GRACE
+        self._kill_at = time.monotonic() + self._settings.exchange.peer_timeout + INTERRUPT_GRACE
         self._send(signal.SIGTERM)
 
     def _hung_up(self, number: int, frame: FrameType | None) -> None:
@@ -330,7 +330,7 @@ class _Run:
         done = [report["iterations"] for report in reports if report and "iterations" in report]
         return Summary(
             name=settings.run.name,
-            policy=_reported("policy", reports, goes_by(settings)),
+            policy=_reported("policy", reports, policy_or_sync_model(settings)),
             codec=_reported("codec", reports, settings.sync.codec),
             seed=settings.run.seed,
             peers=len(self._peers),

@@ -123,7 +123,7 @@ def check(given: RunConfig, hosts: Path, script: list[str]) -> Checked:
     check_names(settings, peers)
     here = local_ranks(peers, settings.exchange.advertise, hosts)
     notice = check_here(settings, [peers[rank] for rank in here], script, hosts)
-    settings = named(replace(settings, exchange=security.absolute(settings.exchange)))
+    settings = with_name(replace(settings, exchange=security.absolute(settings.exchange)))
     return Checked(settings, peers, here, notice)
 
 
@@ -186,12 +186,12 @@ def check_script(script: list[str]) -> None:
         raise UsageError("script not found", file=script[0])
 
 
-def named(settings: RunConfig) -> RunConfig:
+def with_name(settings: RunConfig) -> RunConfig:
     """Return the settings with a name: if none is given, that of the policy or sync model, with the
     first free number."""
     if settings.run.name is not None:
         return settings
-    stem = re.split(r"\W", goes_by(settings))[0]
+    stem = re.split(r"\W", policy_or_sync_model(settings))[0]
     name, number = stem, 1
     while (Path(settings.run.logdir) / name).exists():
         number += 1
@@ -199,11 +199,11 @@ def named(settings: RunConfig) -> RunConfig:
     return replace(settings, run=replace(settings.run, name=name))
 
 
-def goes_by(settings: RunConfig) -> str:
+def policy_or_sync_model(settings: RunConfig) -> str:
     """Return the policy, or with servers the sync model."""
-    return settings.server.sync if by_servers(settings) else settings.sync.policy
+    return settings.server.sync if has_servers(settings) else settings.sync.policy
 
 
-def by_servers(settings: RunConfig) -> bool:
+def has_servers(settings: RunConfig) -> bool:
     """Return whether the run has a parameter server."""
     return settings.server.servers is not None or settings.sync.mode == "server"

@@ -89,7 +89,7 @@ class Barrier:
         if not all(self._has_arrived(rank) for rank in self._members.awaited()):
             return False
         # A lost peer may still answer the announcement that is under way.
-        return not any(self._members.others[rank].lost for rank in self._requests.asked(ArriveRequest))
+        return not any(self._members.others[rank].lost for rank in self._requests.open_ranks(ArriveRequest))
 
     def absent(self) -> list[int]:
         """Return the ranks that are waited for and have not arrived."""
@@ -108,7 +108,7 @@ class Barrier:
         """Handle the announcement of another peer; our reply says that we are at ``stage``."""
         assert isinstance(event.request, ArriveRequest)
         request = event.request
-        self._members.others[event.sender].reached(request.stage, request.incarnation, request.report)
+        self._members.others[event.sender].record_stage(request.stage, request.incarnation, request.report)
         if stage is Stage.DONE:
             self._reporting[event.key] = event.sender
 
@@ -121,7 +121,7 @@ class Barrier:
     def replied(self, to: int, request: ArriveRequest, reply: HereReply) -> None:
         """Handle the reply to an announcement of ours."""
         other = self._members.others[to]
-        other.first = reply.stage if other.first is None else other.first
+        other.first_stage = reply.stage if other.first_stage is None else other.first_stage
         other.stage = reply.stage if other.stage is None else max(reply.stage, other.stage)
         other.report = reply.report or other.report
         other.knows_report = other.knows_report or request.stage is Stage.DONE

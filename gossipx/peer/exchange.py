@@ -45,13 +45,13 @@ class Exchange(abc.ABC):
     """The exchanges of one peer in one mode. Methods return the effects to carry out.
 
     Attributes:
-        takes: the types of requests that it sends and answers.
+        request_types: the types of requests that it sends and answers.
         timers: names of its timers.
         weight: push-sum weight w of our model; 1 without push-sum.
         last: rank of the last partner; None before the first exchange.
     """
 
-    takes: tuple[type, ...] = ()
+    request_types: tuple[type, ...] = ()
     timers: tuple[str, ...] = ()
     weight: float = 1.0
 
@@ -64,7 +64,7 @@ class Exchange(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def captured(self) -> int | None:
+    def captured_ticket(self) -> int | None:
         """The ticket of the captured model that drift is measured from; None if no exchange is under way."""
 
     @property
@@ -107,26 +107,26 @@ class Exchange(abc.ABC):
     # --- in some modes ------------------------------------------------------------------------------
 
     def requested(self, event: Received, now: float) -> list[Effect]:
-        """Handle a request of a type in :attr:`takes`."""
+        """Handle a request of a type in :attr:`request_types`."""
         return []
 
     def answered(self, event: Answered, now: float) -> list[Effect]:
         """Handle the end of an answer of ours, delivered or not."""
         return []
 
-    def left(self, rank: int, now: float) -> list[Effect]:
-        """Handle the departure of another peer."""
+    def peer_left(self, rank: int, now: float) -> list[Effect]:
+        """Handle a peer that has left the run."""
         return []
 
-    def boundary(self, now: float) -> list[Effect]:
+    def step_ended(self, now: float) -> list[Effect]:
         """Handle the end of a step, before :meth:`mix` is called."""
         return []
 
-    def unsound(self, now: float) -> list[Effect]:
-        """Handle the end of a step that left NaN or Inf in our model."""
+    def diverged(self, now: float) -> list[Effect]:
+        """Handle the end of a step that left NaN or Inf in our model; called instead of :meth:`step_ended`."""
         return self.drop(now)
 
-    def timer(self, name: str, now: float) -> list[Effect]:
+    def timer_fired(self, name: str, now: float) -> list[Effect]:
         """Handle the expiry of one of :attr:`timers`."""
         return []
 

@@ -72,7 +72,7 @@ class Joining:
 
     def may_begin(self) -> bool:
         """Return whether to start with our own model, since no other peer has one."""
-        asked = self._requests.asked(ArriveRequest)
+        asked = self._requests.open_ranks(ArriveRequest)
         known = all(rank not in asked or other.stage is not None for rank, other in self._members.others.items())
         first = self._own or self._rank == 0
         return self._ticket is None and first and known and not self.must_adopt

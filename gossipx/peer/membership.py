@@ -31,13 +31,13 @@ from gossipx.protocol.events import Fault
 from gossipx.protocol.messages import Request, Stage
 from gossipx.topology.schedules import Schedule
 
-REST_FIRST = 1 / 100
+FIRST_BACKOFF = 1 / 100
 """First back-off after a failed request, as a share of ``peer_timeout`` (0.3 s of 30 s); it doubles each time."""
-REST_LONGEST = 1 / 4
+LONGEST_BACKOFF = 1 / 4
 """Longest back-off, as a share of ``peer_timeout``; short enough to notice the end of a network partition soon."""
 REFUSALS = 3
 """A known peer whose address refuses this many connections in a row is lost: its process has ended."""
-MEASURED = 15
+MAX_TRANSFERS = 15
 """Number of transfer times behind a deadline: enough for a median, few enough to follow changes of the network."""
 PATIENCE = 2.0, 4.0
 """A model may take 2 · (m + 4 s) seconds, with m the median and s the deviation of recent transfers: twice what is
@@ -61,12 +61,12 @@ class Transfers:
         rate: smoothed models per second; None before the first transfer.
     """
 
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED))
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TRANSFERS))
     late: int = 0
     rate: float | None = None
 
-    def measured(self, seconds: float) -> None:
-        """Record a transfer that took ``seconds``; the last one counts half in the moving average ``rate``."""
+    def record(self, seconds: float) -> None:
+        """Record a transfer that took ``seconds``; it counts half in the moving average ``rate``."""
         self.seconds.append(seconds)
         self.late = 0
         if seconds > 0:
@@ -78,7 +78,7 @@ class OtherPeer:
     """What is known about one other peer.
 
     Attributes:
-        first: the first stage that it announced; None: none yet.
+        first_stage: the first stage that it announced; None: none yet.
         stage: the furthest stage that its current incarnation announced; None: none yet.
         incarnation: the incarnation that announced it.
         report: its final figures; empty until it has some.
@@ -93,7 +93,7 @@ class OtherPeer:
         outgoing: transfers of our models to it.
     """
 
-    first: Stage | None = None
+    first_stage: Stage | None = None
     stage: Stage | None = None
     incarnation: int | None = None
     report: dict[str, Any] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class OtherPeer:
         return self.lost or self.silent_since is not None or self.stage is Stage.LEFT
 
     @property
-    def gone(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether its process seems to have ended: it has left the run, or nothing listens at its address any more."""
         enough = 1 if self.stage is Stage.DONE else REFUSALS
         return self.stage is Stage.LEFT or (self.stage is not None and self.refusals >= enough)
@@ -126,9 +126,9 @@ class OtherPeer:
         """Return whether a model may be requested from it now."""
         return self.stage is not Stage.LEFT and max(self.backoff_until, self.suspended_until) <= now
 
-    def reached(self, stage: Stage, incarnation: int, report: dict[str, Any]) -> None:
+    def record_stage(self, stage: Stage, incarnation: int, report: dict[str, Any]) -> None:
         """Record an announced stage. An announcement of another incarnation replaces all earlier ones."""
-        self.first = stage if self.first is None else self.first
+        self.first_stage = stage if self.first_stage is None else self.first_stage
         if self.incarnation not in (None, incarnation) or self.stage is None or stage > self.stage:
             self.stage, self.report = stage, report
         self.incarnation = incarnation
@@ -147,6 +147,7 @@ class Membership:
 
     Attributes:
         others: what is known about each other peer, by rank.
+        model_timeout: seconds to wait for a model when no transfer was measured.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class Membership:
         self._neighbours = schedule.topology.neighbours[rank]
         self._round = -1  # the schedule's round: one per exchange
         self._timeout = peer_timeout
-        self._model_timeout = max(peer_timeout, model_timeout)
+        self.model_timeout = max(peer_timeout, model_timeout)
         self._rng = rng
 
     def draw(
@@ -187,9 +188,9 @@ class Membership:
         rates = {rank: rate for rank in free if (rate := others[rank].transfers(outgoing).rate) is not None}
         return self._schedule.partner(self._rank, self._round, free, self._rng, rates)
 
-    def measured(self, rank: int, seconds: float, outgoing: bool = False) -> None:
+    def record_transfer(self, rank: int, seconds: float, outgoing: bool = False) -> None:
         """Record that a model took ``seconds`` from ``rank`` to us (``outgoing``: from us to ``rank``)."""
-        self.others[rank].transfers(outgoing).measured(seconds)
+        self.others[rank].transfers(outgoing).record(seconds)
 
     def patience(self, rank: int, outgoing: bool = False, doublings: int = PATIENCE_DOUBLINGS) -> float:
         """Return the seconds to wait for a model from ``rank`` (``outgoing``: to ``rank``).
@@ -201,7 +202,7 @@ class Membership:
         measured = transfers.seconds or [
             seconds for one in self.others.values() for seconds in one.transfers(outgoing).seconds
         ]
-        patience = self._model_timeout
+        patience = self.model_timeout
         if measured:
             usual = median(measured)
             deviation = DEVIATION * median(abs(seconds - usual) for seconds in measured)
@@ -209,20 +210,15 @@ class Membership:
             patience = max(least, PATIENCE[0] * (usual + PATIENCE[1] * deviation))
         return float(patience * 2 ** min(transfers.late, doublings))
 
-    @property
-    def longest(self) -> float:
-        """The seconds to wait for a model when no transfer was measured."""
-        return self._model_timeout
-
-    def was_late(self, rank: int, outgoing: bool = False) -> None:
+    def record_late(self, rank: int, outgoing: bool = False) -> None:
         """Record that a model from ``rank`` (``outgoing``: to ``rank``) missed its deadline."""
         self.others[rank].transfers(outgoing).late += 1
 
     def in_training(self, now: float) -> list[int]:
         """Return the ranks, ascending, that respond and seem to be training: the members of a wave starting now."""
-        begun = (Stage.START, Stage.TRAIN)  # no stage between START and FINISH is announced
-        out = self.unavailable(now)
-        return [rank for rank, other in self.others.items() if other.stage in begun and rank not in out]
+        training = (Stage.START, Stage.TRAIN)  # no stage between START and FINISH is announced
+        unavailable = self.unavailable(now)
+        return [rank for rank, other in self.others.items() if other.stage in training and rank not in unavailable]
 
     def in_finish(self) -> list[int]:
         """Return the ranks, ascending, known to have reached the finish: the members of the last wave."""
@@ -244,7 +240,7 @@ class Membership:
         """Restore :meth:`state_dict`. Which peers are alive is not restored; it is learned anew."""
         self._round = state["round"]
         for rank, both in state["others"].items():
-            incoming, outgoing = (Transfers(deque(seconds, MEASURED), late, rate) for seconds, late, rate in both)
+            incoming, outgoing = (Transfers(deque(seconds, MAX_TRANSFERS), late, rate) for seconds, late, rate in both)
             self.others[int(rank)].incoming, self.others[int(rank)].outgoing = incoming, outgoing
 
     def to_probe(self, now: float) -> list[int]:
@@ -254,13 +250,13 @@ class Membership:
         """
         free = [r for r, other in self.others.items() if other.may_be_asked(now) and other.stage is not Stage.DONE]
         silent = [rank for rank in free if self.others[rank].silent]
-        heard = [rank for rank in free if not self.others[rank].silent]
-        return silent + ([self._rng.choice(heard)] if heard else [])
+        responsive = [rank for rank in free if not self.others[rank].silent]
+        return silent + ([self._rng.choice(responsive)] if responsive else [])
 
     @property
-    def had_begun(self) -> bool:
+    def has_joined_late(self) -> bool:
         """Whether others were already training when this peer joined."""
-        return any(other.first is not None and other.first >= Stage.TRAIN for other in self.others.values())
+        return any(other.first_stage is not None and other.first_stage >= Stage.TRAIN for other in self.others.values())
 
     def alive(self) -> int:
         """Return the number of peers that are neither lost nor have left, including this one."""
@@ -269,24 +265,24 @@ class Membership:
     def is_gone(self, rank: int) -> bool:
         """Return whether ``rank`` is lost or its process seems to have ended; False for this peer's own rank."""
         other = self.others.get(rank)
-        return other is not None and (other.lost or other.gone)
+        return other is not None and (other.lost or other.has_ended)
 
     def awaited(self) -> list[int]:
         """Return the ranks that are neither lost nor have left."""
         return [rank for rank, other in self.others.items() if not other.lost and other.stage is not Stage.LEFT]
 
-    def heard(self, rank: int) -> None:
-        """Record a request or reply of ``rank``: it is alive."""
+    def heard_from(self, rank: int) -> None:
+        """Record a request or reply of ``rank``, which proves that it is alive: end its back-off and its loss."""
         other = self.others[rank]
         other.faults = other.refusals = 0
         other.silent_since = None
         other.backoff_until = 0.0
         other.lost = False
 
-    def rest(self, rank: int, now: float) -> float:
+    def back_off(self, rank: int, now: float) -> float:
         """Back off from ``rank``, longer each time; return the time when the back-off ends."""
         other = self.others[rank]
-        pause = min(REST_FIRST * 2**other.faults, REST_LONGEST) * self._timeout
+        pause = min(FIRST_BACKOFF * 2**other.faults, LONGEST_BACKOFF) * self._timeout
         other.faults = min(other.faults + 1, 30)  # keeps 2**faults small
         other.backoff_until = now + pause * self._rng.uniform(0.5, 1.5)
         return other.backoff_until
@@ -302,10 +298,10 @@ class Membership:
             other.refusals = other.refusals + 1 if fault is Fault.UNREACHABLE else 0
         if other.silent_since is None:
             other.silent_since = now
-        self.rest(rank, now)
+        self.back_off(rank, now)
         silent = now - other.silent_since >= self._timeout
         ended = other.stage in (Stage.DONE, Stage.LEFT)  # then it may exit at any time
-        if other.lost or ended or not (other.gone or silent):
+        if other.lost or ended or not (other.has_ended or silent):
             return False
         other.lost = True
         return True
@@ -337,6 +333,6 @@ class Requests:
         """Return whether the request still awaits its reply."""
         return ticket in self._open
 
-    def asked(self, kind: type[Request]) -> set[int]:
+    def open_ranks(self, kind: type[Request]) -> set[int]:
         """Return the ranks to which requests of type ``kind`` are open."""
         return {to for to, request, _ in self._open.values() if isinstance(request, kind)}

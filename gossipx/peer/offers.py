@@ -25,7 +25,7 @@ import math
 from collections.abc import Hashable
 
 from gossipx.peer.exchange import Exchange, PeerContext
-from gossipx.peer.membership import REST_FIRST
+from gossipx.peer.membership import FIRST_BACKOFF
 from gossipx.protocol.effects import Answer, Capture, Effect, Forget, SetTimer
 from gossipx.protocol.events import Received
 from gossipx.protocol.messages import (
@@ -128,7 +128,7 @@ class InboundExchange:
         self._settling = None
         sender = self._context.members.others[self.sender]
         if (
-            sender.gone
+            sender.has_ended
             or now >= self._settle_deadline
             or (self._is_pair and (sender.lost or now >= self._pair_deadline))
         ):
@@ -138,8 +138,10 @@ class InboundExchange:
             self.phase = Phase.SETTLED
             return []
         # At the end others wait for us for peer_timeout at most, so retry without long back-offs.
-        rest = sender.backoff_until if self._settle_deadline == math.inf else now + REST_FIRST * self._context.timeout
-        return [SetTimer(SETTLE, min(rest, self._settle_deadline, self._pair_deadline))]
+        retry_at = (
+            sender.backoff_until if self._settle_deadline == math.inf else now + FIRST_BACKOFF * self._context.timeout
+        )
+        return [SetTimer(SETTLE, min(retry_at, self._settle_deadline, self._pair_deadline))]
 
     def retry_settle(self, now: float) -> list[Effect]:
         """Send another SettleRequest if the exchange is in doubt and none is open."""
@@ -199,7 +201,7 @@ class Offers(Exchange):
     def retry_settle(self, now: float) -> list[Effect]:
         """Repeat the open SettleRequests: a back-off is over."""
 
-    def timer(self, name: str, now: float) -> list[Effect]:
+    def timer_fired(self, name: str, now: float) -> list[Effect]:
         return self.give_up(now) if name == OFFER else self.retry_settle(now)
 
     def _draw(

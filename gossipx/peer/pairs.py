@@ -45,9 +45,9 @@ class _OutboundExchange:
         tried: ranks asked so far for this decision.
         fault: whether one of these failed, rather than declined.
         ticket: of our request for the partner's model; ours is captured under it. None until the partner accepts.
-        fetching: whether that request has no reply yet.
-        taken: whether the partner's model is here.
-        asks: keys of the partner's SettleRequests, which we answer once the model is here.
+        is_fetching: whether that request has no reply yet.
+        has_model: whether the partner's model is here.
+        settle_keys: keys of the partner's SettleRequests, which we answer once the model is here.
         phase: SETTLED once the exchange takes effect.
     """
 
@@ -57,16 +57,16 @@ class _OutboundExchange:
     tried: frozenset[int]
     fault: bool
     ticket: int | None = None
-    fetching: bool = False
-    taken: bool = False
-    asks: list[Hashable] = field(default_factory=list)
+    is_fetching: bool = False
+    has_model: bool = False
+    settle_keys: list[Hashable] = field(default_factory=list)
     phase: Phase = Phase.FETCHING
 
 
 class Pairs(Offers):
     """Pairwise averaging of one peer: at most one outbound and one inbound exchange."""
 
-    takes = (PairRequest, TakeRequest, SettleRequest)
+    request_types = (PairRequest, TakeRequest, SettleRequest)
 
     def __init__(self, context: PeerContext):
         super().__init__(context)
@@ -76,7 +76,7 @@ class Pairs(Offers):
         self._waiting: list[Received] = []  # a waiting offer and its repetitions
 
     @property
-    def captured(self) -> int | None:
+    def captured_ticket(self) -> int | None:
         if self._inbound:
             return self._inbound.ticket
         return self._outbound.ticket if self._outbound else None
@@ -114,7 +114,7 @@ class Pairs(Offers):
         incoming, outgoing = (self._context.members.patience(outbound.partner, sending) for sending in (False, True))
         take = TakeRequest(self._context.incarnation, outbound.number)
         send = self._context.requests.send(outbound.partner, take, now, now + incoming)
-        outbound.ticket, outbound.fetching = send.ticket, True
+        outbound.ticket, outbound.is_fetching = send.ticket, True
         waiting, self._waiting = self._waiting, []
         return [
             Capture(send.ticket),
@@ -157,7 +157,7 @@ class Pairs(Offers):
         rest = [self._busy(event.key, now) for event in waiting if event not in offers]
         return [*wait, *answers, *self._inbound.start(now), *rest]
 
-    def boundary(self, now: float) -> list[Effect]:
+    def step_ended(self, now: float) -> list[Effect]:
         return self._enter(list(self._waiting), now) if self._waiting and self.over else []
 
     # --- the outbound exchange --------------------------------------------------------------------
@@ -181,20 +181,20 @@ class Pairs(Offers):
         outbound, self._outbound = self._outbound, None
         if outbound is None:
             return []
-        refused = [self._refuse(key, now) for key in outbound.asks]
-        return [*refused, *([] if outbound.ticket is None or outbound.fetching else [Forget(outbound.ticket)])]
+        refused = [self._refuse(key, now) for key in outbound.settle_keys]
+        return [*refused, *([] if outbound.ticket is None or outbound.is_fetching else [Forget(outbound.ticket)])]
 
     def give_up(self, now: float) -> list[Effect]:
         outbound = self._outbound
         if outbound is None or outbound.ticket is None or outbound.phase is not Phase.FETCHING:
             return []
-        self._context.members.rest(outbound.partner, now)
+        self._context.members.back_off(outbound.partner, now)
         return self._try_next(now)
 
     def retry_settle(self, now: float) -> list[Effect]:
         return self._inbound.retry_settle(now) if self._inbound else []
 
-    def left(self, rank: int, now: float) -> list[Effect]:
+    def peer_left(self, rank: int, now: float) -> list[Effect]:
         outbound = self._outbound
         return self._try_next(now) if outbound and outbound.partner == rank and outbound.phase is Phase.FETCHING else []
 
@@ -219,19 +219,19 @@ class Pairs(Offers):
             return [self._accept(event.key, now)]
         if not request.taken:
             return [self._refuse(event.key, now), *self._try_next(now)]
-        outbound.asks.append(event.key)
+        outbound.settle_keys.append(event.key)
         return self._settle(now)
 
     def _settle(self, now: float) -> list[Effect]:
         """Settle the exchange if both models have arrived."""
         outbound = self._outbound
         assert outbound is not None
-        if not (outbound.taken and outbound.asks):
+        if not (outbound.has_model and outbound.settle_keys):
             return []
         outbound.phase = Phase.SETTLED
         self._settled[outbound.partner] = outbound.number
-        asks, outbound.asks = outbound.asks, []
-        return [self._accept(key, now) for key in asks]
+        settle_keys, outbound.settle_keys = outbound.settle_keys, []
+        return [self._accept(key, now) for key in settle_keys]
 
     # --- both directions --------------------------------------------------------------------------
 
@@ -245,12 +245,12 @@ class Pairs(Offers):
             if outbound.ticket is not None:
                 return []  # overtaken by the partner's TakeRequest
             if isinstance(reply, NotReadyReply):
-                self._context.members.rest(to, now)
+                self._context.members.back_off(to, now)
             return self._try_next(now, fault=False)
         if outbound is not None and ticket == outbound.ticket:
-            outbound.fetching = False
-            outbound.taken = isinstance(reply, ModelReply)
-            return self._settle(now) if outbound.taken else self._try_next(now)
+            outbound.is_fetching = False
+            outbound.has_model = isinstance(reply, ModelReply)
+            return self._settle(now) if outbound.has_model else self._try_next(now)
         return [Forget(ticket)]
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
@@ -260,7 +260,7 @@ class Pairs(Offers):
         if outbound is not None and ticket == outbound.offer:
             return self._try_next(now) if outbound.ticket is None else []  # overtaken
         if outbound is not None and ticket == outbound.ticket:
-            outbound.fetching = False
+            outbound.is_fetching = False
             return self._try_next(now)
         return [Forget(ticket)]
 

@@ -17,7 +17,7 @@ from gossipx.protocol.messages import BusyReply, ModelReply, NotReadyReply, Pull
 
 BUSY = "busy"
 """Name of the timer that retries a blocking pull after all neighbours were busy."""
-BUSY_REST = 1 / 10_000
+BUSY_DELAY = 1 / 10_000
 """Time until that retry, as a share of peer_timeout (3 ms of 30 s): about what a small model takes to be served."""
 
 
@@ -58,7 +58,7 @@ class Pulls(Exchange):
         self._pull: _Pull | None = None
 
     @property
-    def captured(self) -> int | None:
+    def captured_ticket(self) -> int | None:
         return None if self._pull is None else self._pull.ticket
 
     @property
@@ -93,11 +93,11 @@ class Pulls(Exchange):
         longest = max(self._context.timeout, self._context.members.patience(pull.to))
         waits = self._context.blocking and not fault and now - pull.decided < longest
         if waits and not self._ending:  # Algorithm 2 does not continue without a model
-            return [SetTimer(BUSY, now + BUSY_REST * self._context.timeout)]
+            return [SetTimer(BUSY, now + BUSY_DELAY * self._context.timeout)]
         self._pull = None
         return self._give_up_decision(fault)
 
-    def timer(self, name: str, now: float) -> list[Effect]:
+    def timer_fired(self, name: str, now: float) -> list[Effect]:
         """Retry all neighbours: they were busy a moment ago, and training is blocked."""
         if self._pull is None or self._ending:
             return []
@@ -108,7 +108,7 @@ class Pulls(Exchange):
 
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
         if isinstance(reply, NotReadyReply):
-            self._context.members.rest(to, now)
+            self._context.members.back_off(to, now)
             return self.failed(ticket, now)
         pull = self._pull
         if pull is None or pull.ticket != ticket:  # the pull was given up
@@ -119,7 +119,7 @@ class Pulls(Exchange):
         return [Forget(ticket), *(self._try_next(now, fault=False) if isinstance(reply, BusyReply) else [])]
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
-        return [Forget(ticket), *(self._try_next(now) if ticket == self.captured else [])]
+        return [Forget(ticket), *(self._try_next(now) if ticket == self.captured_ticket else [])]
 
     def mix(self, at_boundary: bool) -> Mix | None:
         pull = self._pull
@@ -132,7 +132,7 @@ class Pulls(Exchange):
         return Mix(pull.ticket, share * self._shares.get(pull.to, 1.0))
 
     def mixed(self, ticket: int) -> bool:
-        if ticket != self.captured:
+        if ticket != self.captured_ticket:
             return False
         self._context.sync.completed()
         self._pull = None
@@ -151,7 +151,7 @@ class Pulls(Exchange):
         self._ending = True
         return [] if self._pull and self._pull.reply else self.drop(now)
 
-    def unsound(self, now: float) -> list[Effect]:
+    def diverged(self, now: float) -> list[Effect]:
         return []  # the model may still be mixed once our own is finite again
 
     def drop(self, now: float) -> list[Effect]:

@@ -53,8 +53,8 @@ class _Offer:
         tried: ranks asked so far for this decision.
         fault: whether one of these failed, rather than declined.
         answers: keys of the TakeRequests whose answers are being delivered.
-        taken: whether the receiver has requested the model.
-        given: whether the model was delivered.
+        is_requested: whether the receiver has requested the model.
+        is_delivered: whether the model was delivered.
     """
 
     to: int
@@ -64,8 +64,8 @@ class _Offer:
     tried: frozenset[int]
     fault: bool
     answers: set[Hashable] = field(default_factory=set)
-    taken: bool = False
-    given: bool = False
+    is_requested: bool = False
+    is_delivered: bool = False
 
 
 class Pushes(Offers):
@@ -78,7 +78,7 @@ class Pushes(Offers):
         room: number of pushes taken in at a time.
     """
 
-    takes = (PushRequest, TakeRequest, SettleRequest)
+    request_types = (PushRequest, TakeRequest, SettleRequest)
 
     def __init__(self, context: PeerContext, mixing: Mixing, shares: Mapping[int, float], push_sum: bool, room: int):
         super().__init__(context)
@@ -91,7 +91,7 @@ class Pushes(Offers):
         self._due: list[InboundExchange] = []  # settled before this step boundary: mixed at it
 
     @property
-    def captured(self) -> int | None:
+    def captured_ticket(self) -> int | None:
         return None if self._offer is None else self._offer.ticket
 
     @property
@@ -133,10 +133,10 @@ class Pushes(Offers):
     def give_up(self, now: float) -> list[Effect]:
         if self._offer is None:
             return []
-        self._context.members.rest(self._offer.to, now)
+        self._context.members.back_off(self._offer.to, now)
         return self._try_next(now)
 
-    def left(self, rank: int, now: float) -> list[Effect]:
+    def peer_left(self, rank: int, now: float) -> list[Effect]:
         return self._try_next(now) if self._offer and self._offer.to == rank else []
 
     def requested(self, event: Received, now: float) -> list[Effect]:
@@ -150,7 +150,7 @@ class Pushes(Offers):
                 return [self._accept(event.key, now)]
             return [self._refuse(event.key, now)]
         if isinstance(request, TakeRequest):
-            offer.taken = True
+            offer.is_requested = True
             offer.answers.add(event.key)
             # The driver fills in the step of the captured model.
             return [self._context.outgoing.answer(event, ModelReply(0, offer.weight), offer.ticket, now)]
@@ -171,10 +171,10 @@ class Pushes(Offers):
         if offer is None or event.key not in offer.answers:
             return []
         offer.answers.discard(event.key)
-        offer.given = offer.given or event.whole
-        return [] if offer.given or offer.answers else self._try_next(now)
+        offer.is_delivered = offer.is_delivered or event.whole
+        return [] if offer.is_delivered or offer.answers else self._try_next(now)
 
-    def boundary(self, now: float) -> list[Effect]:
+    def step_ended(self, now: float) -> list[Effect]:
         self._due = [inbound for inbound in self._inbound if inbound.phase is Phase.SETTLED]
         return []
 
@@ -203,10 +203,10 @@ class Pushes(Offers):
         offer = self._offer
         if offer is None or offer.ticket != ticket:
             return [Forget(ticket)]
-        if offer.taken or isinstance(reply, AcceptReply):
+        if offer.is_requested or isinstance(reply, AcceptReply):
             return []  # the receiver has sent its TakeRequest, or will
         if isinstance(reply, NotReadyReply):
-            self._context.members.rest(to, now)
+            self._context.members.back_off(to, now)
         return self._try_next(now, fault=False)
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
@@ -215,7 +215,7 @@ class Pushes(Offers):
         offer = self._offer
         if offer is None or offer.ticket != ticket:
             return [Forget(ticket)]
-        return [] if offer.taken else self._try_next(now)
+        return [] if offer.is_requested else self._try_next(now)
 
     def _prune(self, effects: list[Effect]) -> list[Effect]:
         self._inbound = [inbound for inbound in self._inbound if inbound.phase is not Phase.OVER]
@@ -231,9 +231,9 @@ class Pushes(Offers):
         if inbound is None or mixing or self._offer is not None or not (at_boundary or self._ending):
             return None
         inbound.phase = Phase.MIXING
-        given = inbound.reply.weight
+        weight = inbound.reply.weight
         if self._push_sum:
-            return Mix(inbound.ticket, given / (self.weight + given))
+            return Mix(inbound.ticket, weight / (self.weight + weight))
         factor = self._shares.get(inbound.sender, 1.0)
         return Mix(inbound.ticket, factor * self._mixing.share(self._context.step, inbound.reply.step))
 

@@ -115,7 +115,7 @@ class PeerRole:
 
     poisoned: int = field(default=0, init=False)
     _requests: Requests = field(default_factory=Requests, init=False)
-    _leaving: bool = field(default=False, init=False)  # since LeaveRun; lasts until server.stays is false
+    _leaving: bool = field(default=False, init=False)  # set by LeaveRun until the hand-over is complete
 
     def __post_init__(self) -> None:
         settings, timeout = self.settings, self.settings.peer_timeout
@@ -152,7 +152,7 @@ class PeerRole:
             now: seconds on the driver's monotonic clock.
         """
         effects = [*self._handle(event, now), *self.stages.follow(now)]
-        if self._leaving and not self.server.stays:
+        if self._leaving and not self.server.is_handing_over:
             self._leaving = False
             effects += self.stages.leave(now)
         return effects
@@ -200,9 +200,9 @@ class PeerRole:
             case events.GradientsReady(buckets):
                 return self.server.gradients_ready(buckets, now)
             case events.SwitchSync():
-                return self.server.switch(event, now)
+                return self.server.switch_sync(event, now)
             case events.ChangeServers():
-                return self.server.change(event, now)
+                return self.server.change_servers(event, now)
             case events.Prepared():
                 return self.server.prepared(event, now)
             case events.TablesRestored():
@@ -221,9 +221,9 @@ class PeerRole:
     @property
     def pulling(self) -> int | None:
         """The ticket of the current exchange, or of the current wave while training; None if there is neither."""
-        if self.exchange.captured is None and self.waves.current is not None and self.stage is Stage.TRAIN:
+        if self.exchange.captured_ticket is None and self.waves.current is not None and self.stage is Stage.TRAIN:
             return self.waves.current.ticket
-        return self.exchange.captured
+        return self.exchange.captured_ticket
 
     @property
     def weight(self) -> float:
@@ -233,7 +233,7 @@ class PeerRole:
     @property
     def trains(self) -> bool:
         """Whether this peer trains, rather than only serving others."""
-        return self.server.gives
+        return self.server.trains
 
     @property
     def rounds_lost(self) -> int:
@@ -261,23 +261,23 @@ class PeerRole:
 
     def _received(self, event: events.Received, now: float) -> list[Effect]:
         if event.sender != self.rank:
-            self.members.heard(event.sender)
+            self.members.heard_from(event.sender)
         match event.request:
             case ArriveRequest():
                 self.barrier.arrived(event, self.stage)
                 self.waves.record_over(event.request.wave)
                 here = HereReply(self.stage, self.report, self.waves.latest)
-                return [self._answer(event.key, here, now), *self.server.look(now)]
+                return [self._answer(event.key, here, now), *self.server.members_changed(now)]
             case LeaveRequest():
                 self.members.others[event.sender].stage = Stage.LEFT
-                left = [] if self.stage is Stage.LEFT else self.exchange.left(event.sender, now)
+                left = [] if self.stage is Stage.LEFT else self.exchange.peer_left(event.sender, now)
                 return [
                     self._answer(event.key, HereReply(self.stage), now),
                     Note("left", f"peer {event.sender} has left"),
                     *left,
-                    *self.waves.gone(event.sender, now),
+                    *self.waves.peer_left(event.sender, now),
                     *self._check_min_peers(),
-                    *self.server.look(now),
+                    *self.server.members_changed(now),
                 ]
             case RoundRequest():
                 return self.stages.round_requested(event, event.request, now)
@@ -286,15 +286,15 @@ class PeerRole:
             case InitialRequest() | PullRequest() if not self.training.sound:
                 return [self._answer(event.key, NotReadyReply(UNSOUND), now)]
             case InitialRequest():
-                deferred = self.server.before_giving(event, now)
+                deferred = self.server.initial_model_requested(event, now)
                 answer = self._answer(event.key, ModelReply(self.training.step), now, whole=True)
                 return [answer] if deferred is None else deferred
-            case PullRequest() if not self.server.gives:
+            case PullRequest() if not self.server.trains:
                 return [self._answer(event.key, NotReadyReply("it only serves and has no model of its own"), now)]
             case PullRequest():
                 trains = self.stage is Stage.TRAIN and not self.settings.blocking
                 return self.serving.requested(event, self.training.step, now, trains)
-            case _ if not isinstance(event.request, self.exchange.takes):
+            case _ if not isinstance(event.request, self.exchange.request_types):
                 refusal = NotReadyReply("it uses another kind of exchange: give all peers the same --mode")
                 return [self._answer(event.key, refusal, now)]
             case PushRequest() | PairRequest() if self.stage is not Stage.TRAIN or not self.training.sound:
@@ -308,29 +308,29 @@ class PeerRole:
     def _replied(self, event: events.Replied, now: float) -> list[Effect]:
         to, request, asked = self._requests.close(event.ticket)
         if to != self.rank:
-            self.members.heard(to)
+            self.members.heard_from(to)
             if isinstance(event.reply, ModelReply) and isinstance(request, TIMED_REQUESTS):
-                self.members.measured(to, now - asked)
+                self.members.record_transfer(to, now - asked)
         match request, event.reply:
             case ArriveRequest(), HereReply():
                 self.barrier.replied(to, request, event.reply)
                 self.waves.record_over(event.reply.wave)
-                return self.server.look(now)
+                return self.server.members_changed(now)
             case InitialRequest(), ModelReply(step) if self.joining.awaits(event.ticket):
                 self._context.step = step
                 return [Adopt(event.ticket, step)]
             case PullRequest(), _:
                 return self.pulls.replied(event.ticket, to, event.reply, now)
             case RoundRequest(), ModelReply(_, weight) if wave := self._meeting(event.ticket):
-                return wave.taken(weight, now)
+                return wave.model_received(weight, now)
             case RoundRequest(), NotReadyReply():  # no back-off: the peer may take part in later waves
                 return self._request_failed(event.ticket, to, request, now)
             case LeaveRequest(), _:
                 return self.stages.resume_if_announced()
-            case _ if isinstance(request, self.exchange.takes):
+            case _ if isinstance(request, self.exchange.request_types):
                 return self.exchange.replied(event.ticket, to, event.reply, now)
             case _, NotReadyReply() if not isinstance(request, ArriveRequest):
-                self.members.rest(to, now)
+                self.members.back_off(to, now)
                 return self._request_failed(event.ticket, to, request, now)
             case _:  # the request was given up meanwhile
                 return [Forget(event.ticket)]
@@ -347,13 +347,13 @@ class PeerRole:
         other = self.members.others[to]
         if isinstance(request, ArriveRequest) and other.stage is Stage.DONE and event.fault is events.Fault.UNREACHABLE:
             other.knows_report = True  # it exits only once it has everybody's figures
-            return self.server.look(now)
+            return self.server.members_changed(now)
         if isinstance(request, TIMED_REQUESTS) and event.fault is events.Fault.TIMEOUT:
-            self.members.was_late(to)
+            self.members.record_late(to)
         if self.members.failed(to, event.fault, now):
             effects.append(Note("lost", f"peer {to} is lost: {event.fault.value}"))
             effects += self._check_min_peers()
-            effects += self.server.lost(to, now)
+            effects += self.server.peer_lost(to, now)
         elif not isinstance(request, ArriveRequest):
             effects.append(Note("fault", f"a request to peer {to} failed: {event.fault.value}"))
         return effects + self._request_failed(event.ticket, to, request, now)
@@ -362,14 +362,14 @@ class PeerRole:
         """Handle a request of ours that brought nothing useful."""
         match request:
             case ArriveRequest():
-                return [*self.barrier.failed(to), *self.server.look(now)]
+                return [*self.barrier.failed(to), *self.server.members_changed(now)]
             case InitialRequest():
                 return self.joining.failed(ticket, to, now)
             case PullRequest():
                 return self.pulls.failed(ticket, now)
             case RoundRequest() if wave := self._meeting(ticket):
                 return [Forget(ticket), *wave.partner_lost(now)]
-            case _ if isinstance(request, self.exchange.takes):
+            case _ if isinstance(request, self.exchange.request_types):
                 return self.exchange.failed(ticket, now)
             case _:
                 return [Forget(ticket)]
@@ -381,19 +381,19 @@ class PeerRole:
             return served
         if (wave := self.waves.answering(event.key)) and self.stage is not Stage.LEFT:
             return wave.answered(event, now)
-        return self.exchange.answered(event, now) if self.stage is Stage.TRAIN else self.server.look(now)
+        return self.exchange.answered(event, now) if self.stage is Stage.TRAIN else self.server.members_changed(now)
 
     def _timer(self, name: str, now: float) -> list[Effect]:
         what, _, rank = name.partition(" ")
         if what == ANNOUNCE:
-            return self.barrier.retry(int(rank), now) or self.server.look(now)
+            return self.barrier.retry(int(rank), now) or self.server.members_changed(now)
         if what == BARRIER:
             return self.stages.timed_out(now) if self.barrier.active else []
         if self.stage is Stage.LEFT:
             return []
         if what in self.exchange.timers:
-            return self.exchange.timer(name, now)
-        return self.waves.timer(now) if what == TIMER else []
+            return self.exchange.timer_fired(name, now)
+        return self.waves.timer_fired(now) if what == TIMER else []
 
     def _check_min_peers(self) -> list[Effect]:
         alive = self.members.alive()
@@ -411,7 +411,7 @@ class PeerRole:
         if (adopted := self.server.adopted(ticket, now)) is not None:
             over = self.waves.leave(now, "it has the hub's centre") if self.stage is Stage.AGREE else []
             return [*adopted, *over]  # this model replaces the last wave
-        if self.stage is Stage.AGREE and self.waves.is_taken_in(ticket):
+        if self.stage is Stage.AGREE and self.waves.close_if_taken_in(ticket):
             return [Resume()]
         return self.training.mixed(ticket, now)
 
@@ -422,7 +422,7 @@ class PeerRole:
         if (source := self.joining.poisoned(ticket)) is not None:
             note = self._suspend(source, now)
             later = self.barrier.retry_at(source, self.members.others[source].suspended_until)
-            return [note, later, *self.server.look(now)]
+            return [note, later, *self.server.members_changed(now)]
         note = self._suspend(self.pulls.poisoned(), now)
         return [note, *self.training.proceed(now)]
 
@@ -446,4 +446,4 @@ class PeerRole:
             return []
         if not event.sound:
             self._suspend(wave.partner, now)
-        return wave.was_merged(event.sound, now)
+        return wave.merge_ended(event.sound, now)

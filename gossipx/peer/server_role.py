@@ -19,13 +19,13 @@ class ServerRole:
     # --- what it is -------------------------------------------------------------------------------
 
     @property
-    def gives(self) -> bool:
-        """Whether others may pull our own model; False for a peer that serves without training."""
+    def trains(self) -> bool:
+        """Whether this peer trains, so that others may pull its model; False for a peer that only serves."""
         return True
 
     @property
-    def attends(self) -> bool:
-        """Whether others need this peer until their training ends, so that its finish has no timeout."""
+    def is_needed_at_finish(self) -> bool:
+        """Whether others need this peer until they finish training, so that its own finish has no timeout."""
         return False
 
     @property
@@ -50,23 +50,23 @@ class ServerRole:
 
     # --- during training --------------------------------------------------------------------------
 
-    def begun(self, now: float) -> list[Effect]:
+    def start_serving(self, now: float) -> list[Effect]:
         """Start serving: all peers have reached START."""
         return []
 
-    def look(self, now: float) -> list[Effect]:
-        """Check waiting requests again, since another peer has reached a new stage."""
+    def members_changed(self, now: float) -> list[Effect]:
+        """Check waiting requests again, since the membership list may have changed: a new stage, a failed request."""
         return []
 
-    def lost(self, rank: int, now: float) -> list[Effect]:
-        """Handle the loss of another peer."""
+    def peer_lost(self, rank: int, now: float) -> list[Effect]:
+        """Handle a peer that is considered dead."""
         return []
 
     def merged(self, event: Merged, now: float) -> list[Effect] | None:
         """Handle a merge into a model held here; return None if it went into another model."""
         return None
 
-    def before_giving(self, event: Received, now: float) -> list[Effect] | None:
+    def initial_model_requested(self, event: Received, now: float) -> list[Effect] | None:
         """Handle a request for an initial model; return None if our own model may be sent as it is."""
         return None
 
@@ -82,17 +82,17 @@ class ServerRole:
         """Handle the outcome of PrepareTables: the tables to be hosted here are complete, or are not available."""
         return []
 
-    def switch(self, event: SwitchSync, now: float) -> list[Effect]:
+    def switch_sync(self, event: SwitchSync, now: float) -> list[Effect]:
         """Switch to another sync model."""
         return [Switched(event.number, NO_SERVER)]
 
-    def change(self, event: ChangeServers, now: float) -> list[Effect]:
+    def change_servers(self, event: ChangeServers, now: float) -> list[Effect]:
         """Move the shards to other servers."""
         return [Switched(event.number, NO_SERVER)]
 
     # --- the end ----------------------------------------------------------------------------------
 
-    def agree(self, now: float) -> list[Effect] | None:
+    def fetch_final_model(self, now: float) -> list[Effect] | None:
         """Fetch the final model, as all peers have reached the finish; return None if it is the mean of all models."""
         return None
 
@@ -101,15 +101,15 @@ class ServerRole:
         return None
 
     @property
-    def forsaken(self) -> int | None:
-        """Rank of the peer that failed to deliver the final model, so that all models are averaged; None: none."""
+    def failed_source(self) -> int | None:
+        """Rank of the peer that failed to deliver the final model, so that a wave must form it; None otherwise."""
         return None
 
     def hand_over_all(self, now: float) -> list[Effect]:
-        """Hand over to others what they need from this peer before it leaves; :attr:`stays` is true until then."""
+        """Hand over what others need from this peer, before it leaves. Meanwhile :attr:`is_handing_over` is true."""
         return []
 
     @property
-    def stays(self) -> bool:
-        """Whether a hand-over is still under way."""
+    def is_handing_over(self) -> bool:
+        """Whether the hand-over to other peers is still under way."""
         return False

@@ -55,7 +55,7 @@ class Serving:
         self._served: dict[Hashable, int] = {}  # request key to rank
         self._ticket = 0  # of the captured version that these get
         self._step = 0  # iterations that it has seen
-        self._given = False  # whether a receiver has all of it
+        self._is_delivered = False  # whether a receiver has all of it
         self._turns: dict[int, int] = {}  # by rank, the sequence number of its last answer
         self._waiting: dict[int, set[int]] = {}  # by rank turned away, those that made way for it
 
@@ -74,7 +74,7 @@ class Serving:
             return [Answer(event.key, BusyReply(), now + patience)]
         effects: list[Effect] = []
         if not self._served:
-            self._ticket, self._step, self._given = self._requests.ticket(), step, False
+            self._ticket, self._step, self._is_delivered = self._requests.ticket(), step, False
             effects.append(Capture(self._ticket))
         self._served[event.key] = event.sender
         self._turns[event.sender] = 1 + max(self._turns.values(), default=0)
@@ -91,7 +91,7 @@ class Serving:
     def _has_room_for(self, sender: int, step: int) -> bool:
         if len(self._served) >= self._most or sender in self._served.values():
             return False
-        if self._served and self._given and step > self._step:
+        if self._served and self._is_delivered and step > self._step:
             return False
         own = self._turns.get(sender, 0)
         before = [yielded for rank, yielded in self._waiting.items() if self._turns.get(rank, 0) < own]
@@ -104,7 +104,7 @@ class Serving:
         """Handle the end of an answer, delivered or not; ignore those to other requests."""
         if self._served.pop(event.key, None) is None:
             return []
-        self._given = self._given or event.whole
+        self._is_delivered = self._is_delivered or event.whole
         return [] if self._served else [Forget(self._ticket)]
 
 
@@ -147,6 +147,6 @@ class Outgoing:
             return
         to, since, patience = self._under_way.pop(event.key)
         if event.whole:
-            self._members.measured(to, now - since, outgoing=True)
+            self._members.record_transfer(to, now - since, outgoing=True)
         elif now - since >= patience:
-            self._members.was_late(to, outgoing=True)
+            self._members.record_late(to, outgoing=True)

@@ -79,7 +79,7 @@ class Stages:
                 return self._finish(now) if self._training.over and not followed else followed
             case Stage.AGREE if last is None:
                 # If the peer that holds the final model is lost, average all models instead.
-                return [] if self._server.forsaken is None else self._last_wave(None, now)
+                return [] if self._server.failed_source is None else self._last_wave(None, now)
             case Stage.AGREE if last is not None and self._waves.over:
                 return [*self._waves.take_in(), *([] if last.merged else [Resume()])]
             case Stage.JOINING if self._barrier.active:
@@ -96,13 +96,13 @@ class Stages:
         """Enter ``stage``, announce it to all others, and start waiting for them."""
         self.stage = stage
         arrival = ArriveRequest(stage, self._incarnation, self.report, self._waves.latest)
-        return [*self._barrier.begin(arrival, now), *self._server.look(now)]
+        return [*self._barrier.begin(arrival, now), *self._server.members_changed(now)]
 
     def timed_out(self, now: float) -> list[Effect]:
         """Handle the timeout of the current barrier."""
         if self.stage is Stage.JOINING:
             return self._joining.timed_out(now) or self.enter_barrier(Stage.START, now)
-        if self.stage is Stage.FINISH and (self._server.attends or self._server.awaits_all):
+        if self.stage is Stage.FINISH and (self._server.is_needed_at_finish or self._server.awaits_all):
             # This wait has no timeout, but a peer that does not answer becomes lost, which ends it.
             return self._barrier.extend(self._barrier.absent(), now)
         return [*self._barrier.timed_out(), *self._barrier_passed(now)]
@@ -111,7 +111,7 @@ class Stages:
         self._barrier.end()
         if self.stage is Stage.START:
             self.stage = Stage.TRAIN
-            return [*self._server.begun(now), *self._training.begin(now)]
+            return [*self._server.start_serving(now), *self._training.begin(now)]
         if self.stage is Stage.FINISH and self._agrees:
             return self._agree(now)
         return [Resume()]  # DONE, or this peer only serves the others
@@ -121,7 +121,7 @@ class Stages:
     def _finish(self, now: float) -> list[Effect]:
         self._training.over = False
         refused = self._waves.give_up(TRAINED, now)
-        if not (self._agrees or self._server.attends):
+        if not (self._agrees or self._server.is_needed_at_finish):
             return [*refused, Resume()]
         return [*refused, *self.enter_barrier(Stage.FINISH, now)]
 
@@ -137,12 +137,12 @@ class Stages:
             members: ranks that take part in the last wave; None: all that have reached the finish.
         """
         self.stage = Stage.AGREE
-        if members is None and (requested := self._server.agree(now)) is not None:
+        if members is None and (requested := self._server.fetch_final_model(now)) is not None:
             return requested
         return self._last_wave(members, now)
 
     def _last_wave(self, members: tuple[int, ...] | None, now: float) -> list[Effect]:
-        return self._waves.finish(members, self._training.step, self._exchange.weight, now, self._server.forsaken)
+        return self._waves.finish(members, self._training.step, self._exchange.weight, now, self._server.failed_source)
 
     # --- waves ------------------------------------------------------------------------------------
 
@@ -185,5 +185,5 @@ class Stages:
 
     def resume_if_announced(self) -> list[Effect]:
         """Return Resume once every LeaveRequest was answered or has failed."""
-        telling = self._requests.asked(LeaveRequest)
+        telling = self._requests.open_ranks(LeaveRequest)
         return [] if telling or self.stage is not Stage.LEFT else [Resume()]

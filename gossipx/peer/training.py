@@ -64,8 +64,8 @@ class Training:
             # Mix nothing, and keep NaN out of the policy's state: the training loop may restore a finite model.
             text = f"own model holds NaN or Inf since iteration {event.step}: it is not sent to others; a lower"
             notes: list[Effect] = [Note("diverged", f"{text} learning rate may help")] if was else []
-            return [*notes, *self._exchange.unsound(now), *self._waves.give_up(UNSOUND, now)]
-        entered = self._exchange.boundary(now)
+            return [*notes, *self._exchange.diverged(now), *self._waves.give_up(UNSOUND, now)]
+        entered = self._exchange.step_ended(now)
         if mix := self._exchange.mix(at_boundary=True):
             self._undecided = event
             return [*entered, mix]
@@ -85,7 +85,7 @@ class Training:
         begun = self._waves.join(self.step, now)
         asking: list[Effect] = []
         if wanted and not begun:
-            asked = self._context.requests.asked(ArriveRequest)
+            asked = self._context.requests.open_ranks(ArriveRequest)
             probed = [rank for rank in self._context.members.to_probe(now) if rank not in asked]
             here = ArriveRequest(Stage.TRAIN, self._context.incarnation, wave=self._waves.latest)
             asking = [self._barrier.announce(rank, here, now) for rank in probed]
@@ -123,7 +123,7 @@ class Training:
 
     def mixed(self, ticket: int, now: float) -> list[Effect]:
         """Continue after a model was mixed or the mean of a wave was taken in."""
-        return self.proceed(now) if self._waves.is_taken_in(ticket) or self._exchange.mixed(ticket) else []
+        return self.proceed(now) if self._waves.close_if_taken_in(ticket) or self._exchange.mixed(ticket) else []
 
     def proceed(self, now: float) -> list[Effect]:
         """Continue after a mix: mix the next model, let the policy decide, or join a wave."""

@@ -37,11 +37,11 @@ class _Round:
         partner: its rank.
         meeting: the directions in which models travel in this round.
         ticket: of our request; None if this peer only sends and the partner knows of the wave.
-        taken: whether the partner's model is here, or will not arrive.
+        is_received: whether the partner's model is here, or will not arrive.
         weight: of the partner's average: the sum of the weights of the models in it; 0 if it will not arrive.
-        given: whether the partner has our model, or will not get it.
+        is_sent: whether the partner has our model, or will not get it.
         answering: key of the partner's request while our answer is under way.
-        merging: whether the partner's model is being merged, which ends the round.
+        is_merging: whether the partner's model is being merged, which ends the round.
     """
 
     number: int
@@ -49,11 +49,11 @@ class _Round:
     partner: int
     meeting: Meeting
     ticket: int | None
-    taken: bool
+    is_received: bool
     weight: float = 0.0
-    given: bool = False
+    is_sent: bool = False
     answering: Hashable | None = None
-    merging: bool = False
+    is_merging: bool = False
 
 
 class Wave:
@@ -74,7 +74,7 @@ class Wave:
         merged: number of models merged into it.
         lost: number of rounds skipped because the partner was missing.
         over: whether no round is left.
-        touched: whether a model was sent or received, so that the members can no longer change.
+        has_exchanged: whether a model was sent or received, so that the members can no longer change.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Wave:
         self.members = members
         self.ticket = requests.ticket()
         self.merged = self.lost = 0
-        self.over = self.touched = False
+        self.over = self.has_exchanged = False
         self._position = members.index(rank)
         self._step = step
         self._requests = requests
@@ -139,8 +139,8 @@ class Wave:
                 send = self._requests.send(partner, RoundRequest(self.number, number, self.members), now, deadline)
                 ticket = send.ticket
                 effects.append(send)
-            taken, given = not meeting.takes, not meeting.gives
-            self._round = _Round(number, deadline, partner, meeting, ticket, taken, given=given)
+            is_received, is_sent = not meeting.takes, not meeting.gives
+            self._round = _Round(number, deadline, partner, meeting, ticket, is_received, is_sent=is_sent)
             effects.append(SetTimer(TIMER, deadline))
         for event in self.leave():
             effects += self.requested(event, now)
@@ -164,12 +164,12 @@ class Wave:
     def _complete(self, now: float) -> list[Effect]:
         """Merge once both transfers are complete, as the partner may still be reading our average before."""
         current = self._round
-        if current is None or current.merging or not (current.taken and current.given):
+        if current is None or current.is_merging or not (current.is_received and current.is_sent):
             return []
         if not current.weight:
             return self._next_round(now)
         assert current.ticket is not None
-        current.merging = True
+        current.is_merging = True
         own, theirs = (1, 1) if self._equal_weights else (0 if current.meeting.whole else self._weight, current.weight)
         return [Merge(current.ticket, self.ticket, own, theirs)]
 
@@ -179,17 +179,17 @@ class Wave:
         """Return whether ``ticket`` is our request of this round."""
         return self._round is not None and self._round.ticket == ticket
 
-    def taken(self, weight: float, now: float) -> list[Effect]:
+    def model_received(self, weight: float, now: float) -> list[Effect]:
         """Handle the partner's model, the mean of models whose weights add up to ``weight``."""
         assert self._round is not None and self._round.ticket is not None
         if not self._round.meeting.takes:  # our request only announced the wave
             return [Forget(self._round.ticket)]
-        self.touched = True
-        self._round.taken = True
+        self.has_exchanged = True
+        self._round.is_received = True
         self._round.weight = weight
         return self._complete(now)
 
-    def was_merged(self, sound: bool, now: float) -> list[Effect]:
+    def merge_ended(self, sound: bool, now: float) -> list[Effect]:
         """Handle the end of a merge; if not ``sound``, the partner's model held NaN or Inf and was left out."""
         current = self._round
         assert current is not None
@@ -203,22 +203,22 @@ class Wave:
     def partner_lost(self, now: float) -> list[Effect]:
         """Give up the partner for the rest of the wave: its model did not arrive whole. This loses the round."""
         current = self._round
-        if current is None or current.merging:
+        if current is None or current.is_merging:
             return []
         note = Note("round", f"peer {current.partner} missed a round of {self.name}")
         self._missing.add(current.partner)
         if current.weight:  # its model is here, only ours was not delivered
-            current.given = True
+            current.is_sent = True
             return [note, *self._complete(now)]
         self.lost += 1
         return [note, *self._next_round(now)]
 
-    def gone(self, rank: int, now: float) -> list[Effect]:
+    def peer_left(self, rank: int, now: float) -> list[Effect]:
         """Handle the departure of ``rank``."""
         self._missing.add(rank)
         return self.partner_lost(now) if self._round is not None and self._round.partner == rank else []
 
-    def timer(self, now: float) -> list[Effect]:
+    def timer_fired(self, now: float) -> list[Effect]:
         """Handle the round timer, which may be that of an earlier round."""
         return self.partner_lost(now) if self._round is not None and now >= self._round.deadline else []
 
@@ -242,9 +242,9 @@ class Wave:
             return [self._refuse(event, now)]
         if not current.meeting.gives:  # the request only announces the wave: in this round only we receive
             return [Answer(event.key, HereReply(Stage.TRAIN), now + self._patience)]
-        if current.given or current.merging:
+        if current.is_sent or current.is_merging:
             return [self._refuse(event, now)]
-        self.touched = True
+        self.has_exchanged = True
         current.answering = event.key
         return [Answer(event.key, ModelReply(self._step, self._weight), current.deadline, captured=self.ticket)]
 
@@ -261,7 +261,7 @@ class Wave:
         current = self._round
         assert current is not None
         current.answering = None
-        current.given = event.whole  # if not, the partner may ask again
+        current.is_sent = event.whole  # if not, the partner may ask again
         return self._complete(now)
 
     def leave(self) -> list[Received]:

@@ -150,7 +150,7 @@ class Waves:
     def _requested_now(self, wave: Wave, event: Received, step: int, now: float) -> list[Effect]:
         members = _round_request(event).members
         better = _order(members) < _order(wave.members)
-        if not better or wave.touched or not self.may_join(event):
+        if not better or wave.has_exchanged or not self.may_join(event):
             return wave.requested(event, now)
         self.lost += wave.lost
         self.current = self._new_wave(wave.number, members, step, now)
@@ -177,13 +177,13 @@ class Waves:
         """Return the current wave if ``key`` is the request that its current round answers."""
         return self.current if self.current is not None and self.current.is_answering(key) else None
 
-    def timer(self, now: float) -> list[Effect]:
+    def timer_fired(self, now: float) -> list[Effect]:
         """Handle the timer of a round."""
-        return [] if self.current is None else self.current.timer(now)
+        return [] if self.current is None else self.current.timer_fired(now)
 
-    def gone(self, rank: int, now: float) -> list[Effect]:
+    def peer_left(self, rank: int, now: float) -> list[Effect]:
         """Handle the departure of ``rank``."""
-        return [] if self.current is None else self.current.gone(rank, now)
+        return [] if self.current is None else self.current.peer_left(rank, now)
 
     # --- completion -------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class Waves:
         self._taking_in = True
         return [TakeIn(self.current.ticket)]
 
-    def is_taken_in(self, ticket: int) -> bool:
+    def close_if_taken_in(self, ticket: int) -> bool:
         """Close the wave if ``ticket`` is its own, as its mean is in our weights; return whether it was."""
         if self.current is None or self.current.ticket != ticket:
             return False

@@ -48,7 +48,7 @@ class Backward:
             which then waits for the new tables.
 
     Attributes:
-        waited: seconds that the training thread waited for tables.
+        wait_seconds: seconds that the training thread waited for tables.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Backward:
         poll: Callable[[], None],
         wait_free: bool,
     ):
-        self.waited = 0.0
+        self.wait_seconds = 0.0
         self._client = client
         self._tables = tables
         self._on_gradients_ready, self._wait_for_resume, self._poll = on_gradients_ready, wait_for_resume, poll
@@ -113,7 +113,7 @@ class Backward:
     def start(self) -> None:
         """Begin the training loop. Without wait-free backpropagation, first wait until all tables are in the model."""
         self.after_step()
-        self.waited = 0.0
+        self.wait_seconds = 0.0
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -190,14 +190,14 @@ class Backward:
             began = time.perf_counter()
             while not self._wait_for_resume(POLL_INTERVAL):
                 self._poll()
-            self.waited += time.perf_counter() - began
+            self.wait_seconds += time.perf_counter() - began
 
     def _wait_for_tables(self, tables: Sequence[int] | None) -> None:
         if not self._client.ready(tables):
             began = time.perf_counter()
             while not self._client.wait(tables, POLL_INTERVAL):
                 self._poll()
-            self.waited += time.perf_counter() - began
+            self.wait_seconds += time.perf_counter() - began
 
     def close(self) -> None:
         """Remove all hooks."""

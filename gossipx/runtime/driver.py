@@ -159,7 +159,7 @@ class Driver:
             self.arena.pool.wait_for_buffers()
         if isinstance(request, CarryingRequest) and upload is not None:
             try:
-                self.uploads.take(key, request, upload)
+                self.uploads.store(key, request, upload)
             except (
                 ProtocolError
             ) as error:  # a difference to a model that was dropped: the sender uploads a whole model next

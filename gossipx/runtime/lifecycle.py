@@ -218,14 +218,14 @@ class Lifecycle:
         """
         if self.backward is not None:
             self.backward.wait(tables)
-            self.count_waited(self.backward)
+            self.add_wait_time(self.backward)
 
-    def count_waited(self, backward: Backward) -> None:
+    def add_wait_time(self, backward: Backward) -> None:
         """Add the seconds that the training thread waited for tables since the last call to the figures."""
         figures = self._reporter.figures
-        figures.blocked += backward.waited
-        figures.waited += backward.waited
-        backward.waited = 0.0
+        figures.blocked += backward.wait_seconds
+        figures.waited += backward.wait_seconds
+        backward.wait_seconds = 0.0
 
     def _poll_while_waiting(self) -> None:
         """Raise the driver's error, or leave after SIGTERM; called periodically while tables are awaited."""

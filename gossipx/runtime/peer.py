@@ -122,7 +122,7 @@ class Peer:
             self._arena.leave_boundary()
         if self._backward is not None:
             self._backward.after_step()
-            self._lifecycle.count_waited(self._backward)
+            self._lifecycle.add_wait_time(self._backward)
         figures = self._reporter.figures
         figures.blocked += resumed - measured
         figures.overhead += measured - began + time.perf_counter() - resumed

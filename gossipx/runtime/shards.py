@@ -92,7 +92,7 @@ class ShardKeeper:
         self._close_journals()
         self._begun.clear()
 
-    def keep(self, shard: int, clock: int, state: dict[str, Any]) -> None:
+    def save_checkpoint(self, shard: int, clock: int, state: dict[str, Any]) -> None:
         """Take a checkpoint, after all earlier changes were applied.
 
         It is skipped while the shard's previous one is still being written. With journals, the first one of a layout is
@@ -211,7 +211,7 @@ class ShardKeeper:
         shard.load_state_dict(state)
         clock = shard.clock.clock
         for record, gradient in self.records(index, clock, shard.records.number):
-            for effect in shard.follow(record, 0):
+            for effect in shard.apply_record(record, 0):
                 match effect:
                     case ApplyGradient(_, scale):
                         self._table_store.apply(gradient, scale)
@@ -248,7 +248,7 @@ class ShardKeeper:
         if self._keeps_journals and self._is_of_this_layout(state):
             self._begin_journal(shard.index, clock, after=clock)
         elif self._keeps_journals:  # epochs restart from 0 in a resumed run, so this needs a new first checkpoint
-            self.keep(shard.index, clock, shard.state_dict())
+            self.save_checkpoint(shard.index, clock, shard.state_dict())
 
     def _restore(self, shard: int, found: Checkpoint) -> None:
         """Load the tables of a shard from a checkpoint."""

@@ -128,7 +128,7 @@ class TableWork:
                 gradient = None if ticket is None else self.transfers.held_gradient(ticket)
                 self._serial_worker.put(lambda: keeper.record(record, gradient))
             case KeepShard(shard, clock, state):
-                self._serial_worker.put(lambda: keeper.keep(shard, clock, state))
+                self._serial_worker.put(lambda: keeper.save_checkpoint(shard, clock, state))
             case RestoreTables(shard, epoch):
                 self._serial_worker.put(
                     lambda: self._handle(TablesRestored(shard, epoch, keeper.restore_tables(shard)))
@@ -146,7 +146,7 @@ class TableWork:
             case ReportPrepared(epoch):
                 put(lambda: self._handle(Prepared(epoch, self._unwritten() or table_store.prepared())))
             case PlaceTables(epoch, servers):
-                table_store.go_over(epoch, servers)
+                table_store.switch_client(epoch, servers)
                 put(lambda: self._place(epoch, servers))
             case DropTables():
                 put(table_store.drop)

@@ -82,7 +82,7 @@ class Uploads:
             raise LocalFaultError(f"no memory for the upload of peer {sender}: too many peers upload at once")
         return sink
 
-    def take(self, key: Hashable, request: CarryingRequest, upload: UploadSink) -> None:
+    def store(self, key: Hashable, request: CarryingRequest, upload: UploadSink) -> None:
         """Store the upload of the request ``key``.
 
         Raises:

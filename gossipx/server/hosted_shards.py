@@ -53,7 +53,7 @@ class HostedShards:
     @property
     def ready(self) -> bool:
         """Whether all hosted shards are being served, so that they can be handed over."""
-        return all(shard.begun for shard in self.shards.values())
+        return all(shard.is_serving for shard in self.shards.values())
 
     @property
     def is_being_restored(self) -> bool:
@@ -62,7 +62,7 @@ class HostedShards:
 
         If none were training, a journal on disk is from an earlier run.
         """
-        return self._settings.journals and self._context.members.had_begun
+        return self._settings.journals and self._context.members.has_joined_late
 
     @property
     def sync_settings(self) -> set[str]:
@@ -81,15 +81,15 @@ class HostedShards:
 
     # --- start ------------------------------------------------------------------------------------
 
-    def begun(self, now: float) -> list[Effect]:
+    def start_serving(self, now: float) -> list[Effect]:
         """Start the shards once all peers have reached START. If they may have moved elsewhere, ask the other peers
         first.
         """
-        again = self._context.members.had_begun and not any(shard.restored for shard in self.shards.values())
+        again = self._context.members.has_joined_late and not any(shard.restored for shard in self.shards.values())
         self.unconfirmed = bool(self.shards) and again and not self._settings.fixed
-        return [] if self.unconfirmed else self.begin(now)
+        return [] if self.unconfirmed else self.start_shards(now)
 
-    def begin(self, now: float) -> list[Effect]:
+    def start_shards(self, now: float) -> list[Effect]:
         """Start the shards, or restore them from disk first."""
         self.unconfirmed = False
         return [
@@ -110,7 +110,7 @@ class HostedShards:
             training: the ranks that train.
         """
         shard = self.shards.get(event.shard)
-        if shard is None or shard.begun or event.epoch != self.epoch:
+        if shard is None or shard.is_serving or event.epoch != self.epoch:
             return []  # the servers were changed meanwhile, so this shard is another one, or lies elsewhere
         if event.state is None and event.epoch:
             reason = "the servers were changed, and no checkpoint on this host has this peer's tables"
@@ -149,7 +149,7 @@ class HostedShards:
         here = [index for index, rank in enumerate(layout.servers) if rank == self._context.rank]
         self.shards.clear()
         self.shards.update({index: self.make(index, self._settings.clock_of(index), layout) for index in here})
-        begun = [
+        started = [
             effect
             for shard in self.shards.values()
             for effect in (shard.take_over(json.loads(state), now) if state else [self._restore_tables(shard)])
@@ -157,4 +157,4 @@ class HostedShards:
         self._counted_before = (0, 0)
         self._counted_before = done[0] - self.taken_in, done[1] - self.delayed_pulls
         # A leaving peer also checkpoints shards that another leaving peer hands to it.
-        return [*begun, *closed, *(self.checkpoint(now, leaves=True) if self._leaves else [])]
+        return [*started, *closed, *(self.checkpoint(now, leaves=True) if self._leaves else [])]

@@ -65,7 +65,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         coordinator: the changes of servers that this peer requests or leads.
     """
 
-    takes = (
+    request_types = (
         *(GradientRequest, TablesRequest, SwitchRequest, WaitingRequest, RecordRequest, CopyRequest),
         *(ServersRequest, PauseRequest, PrepareRequest, RangesRequest, PlaceRequest),
     )
@@ -116,7 +116,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         return [(rank,) for rank in self._servers] if self.migration.epoch else self._settings.holders
 
     @property
-    def captured(self) -> int | None:
+    def captured_ticket(self) -> int | None:
         return None
 
     @property
@@ -124,11 +124,11 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         return self.worker.idle
 
     @property
-    def gives(self) -> bool:
+    def trains(self) -> bool:
         return self._trains
 
     @property
-    def attends(self) -> bool:
+    def is_needed_at_finish(self) -> bool:
         return bool(self.shards or self.replicas) or not self._trains
 
     @property
@@ -136,9 +136,9 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         return True
 
     @property
-    def keep_at(self) -> int:
+    def checkpoint_at(self) -> int:
         """The iteration after which to take a checkpoint, as announced by servers; 0: none yet."""
-        return self.worker.keep_at
+        return self.worker.checkpoint_at
 
     @property
     def taken_in(self) -> int:
@@ -154,15 +154,15 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
 
     # --- the worker -------------------------------------------------------------------------------
 
-    def begun(self, now: float) -> list[Effect]:
-        begun = self.hosted.begun(now)
-        begun += self.migration.ask_layout(now) if self.hosted.unconfirmed else []
-        begun += self._replication.begin(now)
-        return self._follow_up([*begun, *(self.worker.begin(now) if self._trains else [])], now)
+    def start_serving(self, now: float) -> list[Effect]:
+        effects = self.hosted.start_serving(now)
+        effects += self.migration.ask_layout(now) if self.hosted.unconfirmed else []
+        effects += self._replication.begin(now)
+        return self._follow_up([*effects, *(self.worker.begin(now) if self._trains else [])], now)
 
     def _begin_confirmed(self, now: float) -> list[Effect]:
         """Start the shards of a peer that joined late, once all others have confirmed that the layout is unchanged."""
-        return self.hosted.begin(now) if self.hosted.unconfirmed and self.migration.is_confirmed else []
+        return self.hosted.start_shards(now) if self.hosted.unconfirmed and self.migration.is_confirmed else []
 
     def tables_restored(self, event: TablesRestored, now: float) -> list[Effect]:
         return self._follow_up(self.hosted.tables_restored(event, self._training(), now), now)
@@ -170,7 +170,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     def begin(self, now: float) -> list[Effect]:
         return []
 
-    def boundary(self, now: float) -> list[Effect]:
+    def step_ended(self, now: float) -> list[Effect]:
         over = self.migration.catch_up(now)
         return over if over is not None else self._worker_advanced(self.worker.iteration_done(now), now)
 
@@ -247,7 +247,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         if self._agreeing:
             self._agreeing = False
             return [*effects, Resume()]
-        return [*effects, *self.look(now)] if self._ending else effects
+        return [*effects, *self.members_changed(now)] if self._ending else effects
 
     def mix(self, at_boundary: bool) -> Mix | None:
         return None
@@ -260,7 +260,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     def requested(self, event: Received, now: float) -> list[Effect]:
         request = event.request
         if isinstance(request, ServersRequest):
-            return self._follow_up(self.coordinator.asked(event, request, now), now)
+            return self._follow_up(self.coordinator.requested(event, request, now), now)
         if isinstance(request, MoveRequest):
             return self._follow_up(self.migration.requested(event, now), now)
         assert isinstance(request, ServerRequest)
@@ -269,7 +269,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
             if misplaced is not None:
                 return self._follow_up(misplaced, now)
         if isinstance(request, RecordRequest):
-            return self._replication.recorded(event, now)
+            return self._replication.record_received(event, now)
         effects = self._replication.step_in(event.sender, request, now)
         shard = self.shards.get(request.shard)
         if shard is None:
@@ -282,13 +282,13 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         """Handle a request for a shard that is hosted here."""
         request = event.request
         if isinstance(request, CopyRequest):
-            return self._follow_up(self._replication.asked_for(event, shard, now), now)
+            return self._follow_up(self._replication.copy_requested(event, shard, now), now)
         if isinstance(request, SwitchRequest):
-            return self._follow_up(self._sync_model_switch.asked(event, shard, now), now)
+            return self._follow_up(self._sync_model_switch.requested(event, shard, now), now)
         if isinstance(request, WaitingRequest):
             return [self._answer(event.key, WaitingReply(tuple(shard.clock.stuck.items())), now)]
-        if shard.begun and event.sender not in self._training() and isinstance(request, TablesRequest):
-            return shard.give(event, now)
+        if shard.is_serving and event.sender not in self._training() and isinstance(request, TablesRequest):
+            return shard.answer_at_once(event, now)
         return self._follow_up(shard.requested(event, now), now)
 
     # --- members ------------------------------------------------------------------------------------
@@ -307,27 +307,27 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     def _workers(self) -> list[int]:
         return self._settings.workers(len(self._context.members.others) + 1)
 
-    def look(self, now: float) -> list[Effect]:
+    def members_changed(self, now: float) -> list[Effect]:
         training = self._training()
         removed = [effect for shard in self.shards.values() for effect in shard.update_members(training)]
         return self._follow_up([*removed, *self._begin_confirmed(now), *self.coordinator.check_members(now)], now)
 
-    def lost(self, rank: int, now: float) -> list[Effect]:
+    def peer_lost(self, rank: int, now: float) -> list[Effect]:
         gone = any(rank in holders and self._are_gone(holders) for holders in self._holders)
-        effects = [*(self._server_lost(now) if gone else []), *self._replication.lost(rank)]
-        return [*effects, *self.worker.lost(rank, now), *self.look(now), *self._give_up_lost()]
+        effects = [*(self._server_lost(now) if gone else []), *self._replication.peer_lost(rank)]
+        return [*effects, *self.worker.peer_lost(rank, now), *self.members_changed(now), *self._give_up_lost()]
 
-    def left(self, rank: int, now: float) -> list[Effect]:
-        return self.lost(rank, now)
+    def peer_left(self, rank: int, now: float) -> list[Effect]:
+        return self.peer_lost(rank, now)
 
-    def timer(self, name: str, now: float) -> list[Effect]:
+    def timer_fired(self, name: str, now: float) -> list[Effect]:
         what, _, shard = name.partition(" ")
         if what == AGAIN:
-            return self.worker.again(int(shard), now)
+            return self.worker.retry(int(shard), now)
         if what in (RECORDS, FOLLOW):
-            return self._follow_up(self._replication.due(what, int(shard), now), now)
+            return self._follow_up(self._replication.timer_fired(what, int(shard), now), now)
         self._watching = False
-        asked = self._context.requests.asked(ArriveRequest)
+        asked = self._context.requests.open_ranks(ArriveRequest)
         here = ArriveRequest(Stage.TRAIN if not self._ending else Stage.FINISH, self._context.incarnation)
         signs: list[Effect] = [
             self._context.requests.send(rank, here, now, now + self._context.timeout)
@@ -359,7 +359,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
 
     # --- other sync models --------------------------------------------------------------------------
 
-    def switch(self, event: SwitchSync, now: float) -> list[Effect]:
+    def switch_sync(self, event: SwitchSync, now: float) -> list[Effect]:
         return self._follow_up(self._sync_model_switch.switch(event, len(self._servers), now), now)
 
     def _obstacle(self) -> str:
@@ -367,7 +367,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
 
     # --- other servers ------------------------------------------------------------------------------
 
-    def change(self, event: ChangeServers, now: float) -> list[Effect]:
+    def change_servers(self, event: ChangeServers, now: float) -> list[Effect]:
         return self._follow_up(self.coordinator.submit(event, now), now)
 
     def hand_over_all(self, now: float) -> list[Effect]:
@@ -382,7 +382,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         )
 
     @property
-    def stays(self) -> bool:
+    def is_handing_over(self) -> bool:
         return self.coordinator.leaving
 
     def prepared(self, event: Prepared, now: float) -> list[Effect]:
@@ -396,7 +396,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         self._asked_for_layout = False
         held = self.hosted.switch_layout(layout, epoch, state, reply, now)
         went = self._worker_advanced(self.worker.switch_layout(layout.servers, layout.buckets, epoch, now), now)
-        return [*held, *went, *self.look(now)]
+        return [*held, *went, *self.members_changed(now)]
 
     def beginning(self) -> list[Shard]:
         """Return the shards that this peer holds at the start of the run; they may be restored before it joins."""
@@ -407,15 +407,15 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     def end(self, now: float) -> list[Effect]:
         self._ending = True
         self.worker.stop()
-        return [*self.look(now), *self.migration.worker_advanced(now)]
+        return [*self.members_changed(now), *self.migration.worker_advanced(now)]
 
     def drop(self, now: float) -> list[Effect]:
         return []
 
-    def unsound(self, now: float) -> list[Effect]:
-        return self.boundary(now)  # others wait for its pushes, and the next tables may be finite again
+    def diverged(self, now: float) -> list[Effect]:
+        return self.step_ended(now)  # others wait for its pushes, and the next tables may be finite again
 
-    def agree(self, now: float) -> list[Effect] | None:
+    def fetch_final_model(self, now: float) -> list[Effect] | None:
         """Pull the servers' final tables, which become every worker's final model."""
         self._agreeing = True
         return [*self.hosted.checkpoint(now, last=True), *self._answered_all(self.worker.begin(now), now)]

@@ -48,7 +48,7 @@ class _Waiting:
     """A pull of one bucket that has not been answered yet."""
 
     deferred: Deferred
-    asked: RequestedBucket
+    requested: RequestedBucket
 
 
 @dataclass
@@ -101,14 +101,14 @@ class Shard:
         self.index = index
         self.clock = clock
         self.records = Records(index)
-        self._begins_by = clock.model
+        self._initial_sync = clock.model
         self._plan = deque(plan)
         self._schedule = CheckpointSchedule(every, leads)
         self.restored = False
         self._buckets = buckets
         self._requests = requests
         self._workers: dict[int, _Worker] = {}
-        self._begun = False
+        self._is_serving = False
         self._early: list[Received] = []  # pulls that arrived before the tables were filled
 
     def begin(self, now: float) -> list[Effect]:
@@ -119,14 +119,14 @@ class Shard:
 
     def serve(self, now: float) -> list[Effect]:
         """Answer workers from now on."""
-        self._begun, self._schedule.last_time = True, now
+        self._is_serving, self._schedule.last_time = True, now
         early, self._early = self._early, []
         return [effect for event in early for effect in self.requested(event, now)]
 
     @property
-    def begun(self) -> bool:
+    def is_serving(self) -> bool:
         """Whether workers are answered."""
-        return self._begun
+        return self._is_serving
 
     @property
     def waiting(self) -> bool:
@@ -190,7 +190,7 @@ class Shard:
         workers = [[rank, clock - 1, 0, None, False, False] for rank, *_ in state["clock"]["workers"]]
         self.load_state_dict({**state, "clock": {**state["clock"], "workers": workers}, "workers": []})
 
-    def follow(self, record: RecordRequest, ticket: int) -> list[Effect]:
+    def apply_record(self, record: RecordRequest, ticket: int) -> list[Effect]:
         """Apply a record of what happened to the original of this shard. Return the effects on the tables.
 
         A replica follows the shard's holder this way, and a restored shard its journal. Invalid entries are skipped.
@@ -233,7 +233,7 @@ class Shard:
         self.load_state_dict({**state, "workers": workers})
         self._plan = deque(plan)
         self._schedule.take_over(state["kept"], now)
-        self._begun = True
+        self._is_serving = True
         return self.checkpoint(now, first=True) if self.records.from_checkpoint else []
 
     def close(self, reply: Reply, now: float) -> list[Effect]:
@@ -251,10 +251,10 @@ class Shard:
         """Handle a worker's push or pull."""
         request = event.request
         assert isinstance(request, GradientRequest | TablesRequest)
-        if not self._begun and isinstance(request, TablesRequest):
+        if not self._is_serving and isinstance(request, TablesRequest):
             self._early.append(event)
             return []
-        if not self._begun or request.bucket >= self._buckets:
+        if not self._is_serving or request.bucket >= self._buckets:
             return [Answer(event.key, NotReadyReply("it does not have these tables yet"), now + request.patience)]
         if isinstance(request, GradientRequest):
             self._schedule.due_clock = max(self._schedule.due_clock, request.keep)
@@ -319,9 +319,9 @@ class Shard:
 
     def _pulled(self, event: Received, request: TablesRequest, now: float) -> list[Effect]:
         worker = self._workers[event.sender]
-        waiting = _Waiting(defer(event.key, request.patience, now), _asked(event))
+        waiting = _Waiting(defer(event.key, request.patience, now), _requested_bucket(event))
         if request.progress <= worker.released:
-            return [self._give(waiting)]
+            return [self._answer(waiting)]
         worker.significance = request.significance
         worker.pulls.setdefault(request.progress, []).append(waiting)
         return self._ask_clock(event.sender)
@@ -337,11 +337,11 @@ class Shard:
                 effects += self._carry_out(self.clock.pull(rank, wanted, (rank, wanted), worker.significance))
         return effects
 
-    def give(self, event: Received, now: float) -> list[Effect]:
+    def answer_at_once(self, event: Received, now: float) -> list[Effect]:
         """Answer a pull at once with the current values, for a peer that no longer trains."""
         request = event.request
         assert isinstance(request, TablesRequest)
-        return [self._give(_Waiting(Deferred(event.key, now + request.patience), _asked(event)))]
+        return [self._answer(_Waiting(Deferred(event.key, now + request.patience), _requested_bucket(event)))]
 
     def put_off(self, now: float) -> list[Effect]:
         """Answer pulls that have waited for long with a BusyReply, so that their senders see that this peer lives."""
@@ -361,14 +361,14 @@ class Shard:
 
     def step_down(self) -> list[Effect]:
         """Stop serving, since another peer holds the shard now, and refuse all waiting pulls."""
-        self._begun = False
+        self._is_serving = False
         return [effect for worker in list(self._workers) for effect in self._refuse_pulls(self._workers[worker])]
 
     def _refuse_pulls(self, worker: _Worker) -> list[Effect]:
         """Refuse all waiting pulls of a worker."""
-        gone = [one for waiting in worker.pulls.values() for one in waiting]
+        refused = [one for waiting in worker.pulls.values() for one in waiting]
         worker.pulls = {}
-        return [one.deferred.answer(NotReadyReply("this worker is no longer a member")) for one in gone]
+        return [one.deferred.answer(NotReadyReply("this worker is no longer a member")) for one in refused]
 
     def _drop(self, worker: int) -> list[Effect]:
         known = self._workers.pop(worker, None)
@@ -428,16 +428,16 @@ class Shard:
     def _release(self, rank: int, progress: int) -> list[Effect]:
         worker = self._workers[rank]
         worker.released = max(worker.released, progress)
-        return [self._give(one) for one in worker.pulls.pop(progress, [])]
+        return [self._answer(one) for one in worker.pulls.pop(progress, [])]
 
-    def _give(self, waiting: _Waiting) -> Answer:
-        sync = "" if self.clock.model is self._begins_by else describe(self.clock.model)
+    def _answer(self, waiting: _Waiting) -> Answer:
+        sync = "" if self.clock.model is self._initial_sync else describe(self.clock.model)
         reply = TablesReply(self.clock.clock, (), sync, self._schedule.due_clock)
-        tables = None if waiting.asked.bucket < 0 else waiting.asked
+        tables = None if waiting.requested.bucket < 0 else waiting.requested
         return replace(waiting.deferred.answer(reply), tables=tables)
 
 
-def _asked(event: Received) -> RequestedBucket:
+def _requested_bucket(event: Received) -> RequestedBucket:
     request = event.request
     assert isinstance(request, TablesRequest)
     return RequestedBucket(request.shard, request.bucket, event.sender, request.base)

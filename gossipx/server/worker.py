@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gossipx.peer.exchange import PeerContext
-from gossipx.peer.membership import REST_FIRST
+from gossipx.peer.membership import FIRST_BACKOFF
 from gossipx.protocol.effects import Cancel, Effect, Forget, Send, SetTimer
 from gossipx.protocol.messages import AcceptReply, BusyReply, Reply
 from gossipx.protocol.server_messages import MEASURED, GradientRequest, TablesReply, TablesRequest
@@ -118,7 +118,7 @@ class Worker:
         syncs: each shard's first sync model; empty: pull after each iteration.
 
     Attributes:
-        keep_at: the iteration after which to take a checkpoint, as announced by servers; 0: none yet.
+        checkpoint_at: the iteration after which to take a checkpoint, as announced by servers; 0: none yet.
     """
 
     def __init__(
@@ -131,33 +131,33 @@ class Worker:
         overlap: bool = True,
         syncs: Sequence[SyncModel] = (),
     ):
-        self.keep_at = 0
+        self.checkpoint_at = 0
         self._context = context
         self._replies, self._answered = replies, answered
         self._overlap = overlap
         self._links = [_Link(*one) for one in zip(holders, buckets, strict=True)]
-        self._begins_by: list[SyncModel | None] = [*syncs] if syncs else [None] * len(self._links)
-        for link, sync in zip(self._links, self._begins_by, strict=True):
+        self._initial_syncs: list[SyncModel | None] = [*syncs] if syncs else [None] * len(self._links)
+        for link, sync in zip(self._links, self._initial_syncs, strict=True):
             link.sync = sync
         # One number for all shards, though their clocks may differ. With a number per shard, two workers could each be
         # ahead on one shard and behind on another, and deadlock.
         self._progress = 0  # the iteration whose gradients are being pushed, or were last
         self._next = 0  # the next iteration; it jumps ahead to a clock that has passed us
-        self._begun = False  # some gradients of an iteration have been computed
+        self._is_mid_iteration = False  # some gradients of an iteration have been computed
         # The shard and the receiver of each open request; None: it is of an earlier layout.
         self._by_ticket: dict[int, tuple[int, int] | None] = {}
         self._epoch = 0  # the layout's
-        self._left_out = False  # this iteration's gradients are of an earlier layout, so they are not sent
+        self._is_dropped = False  # this iteration's gradients are of an earlier layout, so they are not sent
 
     @property
     def quiet(self) -> bool:
         """Whether no iteration has begun and no push is waiting or open."""
-        return not self._begun and not any(link.ready or link.pushing for link in self._links)
+        return not self._is_mid_iteration and not any(link.ready or link.pushing for link in self._links)
 
     @property
-    def begun(self) -> bool:
+    def is_mid_iteration(self) -> bool:
         """Whether an iteration has computed some of its gradients, but not all."""
-        return self._begun
+        return self._is_mid_iteration
 
     @property
     def idle(self) -> bool:
@@ -190,7 +190,7 @@ class Worker:
         self._epoch = epoch
         # A layout only changes if all shards have the same sync model, so the first one's applies to all.
         spec, sync = self._links[0].sync_spec, self._links[0].sync
-        self._begins_by = self._begins_by[:1] * len(servers)
+        self._initial_syncs = self._initial_syncs[:1] * len(servers)
         self._links = [
             _Link(*one, pulled=pulled, fetched=fetched, sync_spec=spec, sync=sync)
             for one in zip(holders, buckets, strict=True)
@@ -202,7 +202,7 @@ class Worker:
     def drop_iteration(self) -> None:
         """Drop this iteration's gradients, since their layout is no longer in force."""
         self._forget_requests()
-        self._left_out = self._begun
+        self._is_dropped = self._is_mid_iteration
         for link in self._links:
             link.clear()
 
@@ -213,17 +213,17 @@ class Worker:
 
     def gradients_ready(self, buckets: Sequence[tuple[int, int]], now: float) -> list[Effect]:
         """Push the gradients of these buckets; an empty list announces that an iteration begins."""
-        if self._left_out:
+        if self._is_dropped:
             return []
-        if not self._begun:
-            self._begun, self._progress = True, self._next
+        if not self._is_mid_iteration:
+            self._is_mid_iteration, self._progress = True, self._next
         for shard, bucket in buckets:
             self._links[shard].ready.append(bucket)
         return self._send_ready(now)
 
     def iteration_done(self, now: float) -> list[Effect]:
         """End the iteration, whose gradients are all computed, and pull all tables."""
-        self._begun = self._left_out = False
+        self._is_mid_iteration = self._is_dropped = False
         for link in self._links:
             link.pulled = self._progress
             if link.sync is None or link.sync.fetches(self._progress, link.fetched):
@@ -259,12 +259,12 @@ class Worker:
         effects: list[Effect] = []
         if link.backing_off:
             return effects
-        patience = self._context.members.longest
+        patience = self._context.members.model_timeout
         incarnation = self._context.incarnation
         while link.ready and len(link.pushing) < AT_A_TIME:
             bucket = link.ready.popleft()
             push = GradientRequest(
-                shard, bucket, incarnation, self._progress, (), (), patience, self._epoch, self.keep_at
+                shard, bucket, incarnation, self._progress, (), (), patience, self._epoch, self.checkpoint_at
             )
             send = self._send(shard, push, now)
             link.pushing[send.ticket] = bucket, self._progress
@@ -288,7 +288,7 @@ class Worker:
 
     def stop(self) -> None:
         """Expect no further gradients of this iteration."""
-        self._begun = self._left_out = False
+        self._is_mid_iteration = self._is_dropped = False
 
     def give_up(self) -> list[Effect]:
         """Drop all requests, and stop waiting for tables."""
@@ -329,9 +329,9 @@ class Worker:
                 return [Forget(ticket), *self._send_ready(now)]
             return [Forget(ticket), self._not_ready(shard, asked, now)]
         self._next = max(self._next, link.pulled + 1, reply.clock)
-        self.keep_at = max(self.keep_at, reply.keep)
+        self.checkpoint_at = max(self.checkpoint_at, reply.keep)
         if reply.sync != link.sync_spec:  # the sync model was switched
-            link.sync_spec, link.sync = reply.sync, parse(reply.sync) if reply.sync else self._begins_by[shard]
+            link.sync_spec, link.sync = reply.sync, parse(reply.sync) if reply.sync else self._initial_syncs[shard]
         if bucket < 0:
             if link.pull is _Pull.ASKED:
                 link.advance()
@@ -356,7 +356,7 @@ class Worker:
         other = self._context.members.others.get(link.server)
         return self._back_off(shard, now if other is None else other.backoff_until)
 
-    def lost(self, rank: int, now: float) -> list[Effect]:
+    def peer_lost(self, rank: int, now: float) -> list[Effect]:
         """Send requests for a lost peer's shards to another peer that may hold them now."""
         turned = {(shard, rank) for shard, link in enumerate(self._links) if self._try_next_holder(link, rank)}
         return [Cancel(ticket) for ticket, place in self._by_ticket.items() if place in turned]
@@ -383,14 +383,14 @@ class Worker:
         """Handle a shard's reply that it cannot answer yet or is not held there."""
         self._try_next_holder(self._links[shard], asked)
         server, members = self._links[shard].server, self._context.members
-        self_rest = now + REST_FIRST * self._context.timeout
-        return self._back_off(shard, members.rest(server, now) if server in members.others else self_rest)
+        own_backoff = now + FIRST_BACKOFF * self._context.timeout
+        return self._back_off(shard, members.back_off(server, now) if server in members.others else own_backoff)
 
     def _back_off(self, shard: int, until: float) -> Effect:
         self._links[shard].backing_off = True
         return SetTimer(f"{AGAIN} {shard}", until)
 
-    def again(self, shard: int, now: float) -> list[Effect]:
+    def retry(self, shard: int, now: float) -> list[Effect]:
         """Resume requests to a shard after its retry delay."""
         if shard < len(self._links):
             self._links[shard].backing_off = False

@@ -122,7 +122,7 @@ class SimTables:
             case table_effects.ReportPrepared(epoch):
                 self._handle(events.Prepared(epoch, table_store.prepared()))
             case table_effects.PlaceTables(epoch, servers):
-                table_store.go_over(epoch, servers)
+                table_store.switch_client(epoch, servers)
                 table_store.place(epoch, servers)
             case table_effects.DropTables():
                 table_store.drop()

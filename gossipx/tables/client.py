@@ -142,7 +142,7 @@ class Client:
             }
             for bucket_memory in self._bucket_memories.values():
                 if bucket_memory.push_encoder is not None:
-                    spread.take(bucket_memory.push_encoder)
+                    spread.collect(bucket_memory.push_encoder)
             self._bucket_memories = {}
             for table in self._tables:
                 table.pieces, table.places = [], []
@@ -150,7 +150,7 @@ class Client:
             for bucket_memory in self._bucket_memories.values():
                 bucket_memory.is_new = not new.isdisjoint(one.table for one in bucket_memory.partitions)
                 if bucket_memory.push_encoder is not None:
-                    spread.give(bucket_memory.push_encoder)
+                    spread.fill(bucket_memory.push_encoder)
             for table, both in zip(self._tables, before, strict=True):
                 _spread(both[0], table.table.senders)
                 _spread(both[1], table.table.takers)

@@ -116,7 +116,7 @@ class PushEncoder:
                 self.rates[one.table] = rate
             start = stop
 
-    def kept(self) -> dict[str, list[tuple[Partition, Tensor]]]:
+    def split_vectors(self) -> dict[str, list[tuple[Partition, Tensor]]]:
         """Return the vectors that the codec keeps per element, cut by partition."""
         return {
             name: list(zip(self.partitions, torch.split(vector, self._sizes), strict=True))
@@ -193,19 +193,19 @@ class Redistribution:
     rates: dict[int, float] = field(default_factory=dict)
     frames: int = 0  # the most that any bucket has encoded
 
-    def take(self, pushing: PushEncoder) -> None:
+    def collect(self, pushing: PushEncoder) -> None:
         """Collect one old bucket's state."""
         self.frames = max(self.frames, pushing.state.frames)
         self.rates |= pushing.rates
-        for name, pieces in pushing.kept().items():
+        for name, pieces in pushing.split_vectors().items():
             for partition, vector in pieces:
                 self.vectors.setdefault(name, {}).setdefault(partition.table, []).append((partition, vector))
 
-    def give(self, pushing: PushEncoder) -> None:
+    def fill(self, pushing: PushEncoder) -> None:
         """Fill one new bucket's state from what was collected."""
         pushing.state.frames = self.frames
         pushing.rates = {one.table: self.rates[one.table] for one in pushing.partitions if one.table in self.rates}
-        for name, pieces in pushing.kept().items():
+        for name, pieces in pushing.split_vectors().items():
             for wanted, vector in pieces:
                 for had, kept in self.vectors.get(name, {}).get(wanted.table, []):
                     first, last = max(had.start, wanted.start), min(had.stop, wanted.stop)

@@ -355,7 +355,7 @@ class TableStore:
         self._next[1].finish()
         return self._next[1].problem
 
-    def go_over(self, epoch: int, servers: Sequence[int]) -> None:
+    def switch_client(self, epoch: int, servers: Sequence[int]) -> None:
         """Switch the worker's side to a layout at once."""
         assert self.migrator is not None
         self.migrator.switch_layout(self.client, servers, epoch)

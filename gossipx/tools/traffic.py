@@ -138,7 +138,7 @@ def around_hub(hub: int, size: int) -> Matrix:
     return models
 
 
-def by_servers(
+def with_servers(
     settings: RunConfig, servers: Sequence[int], tables: Sequence[Table], size: int, pushed: float, pulled: float
 ) -> Matrix:
     """Return the models sent when each worker pushes all gradients and pulls all tables, except those of its own shard.

@@ -70,7 +70,7 @@ class Owner(Protocol):
     def spawn(self, what: str, target: Callable[..., None], *given: object) -> None:
         """Start a daemon thread; RuntimeError if the system cannot start another one."""
 
-    def gone(self) -> PeerUnreachableError:
+    def closed_error(self) -> PeerUnreachableError:
         """Return the error to raise after all connections have ended."""
 
 
@@ -125,7 +125,7 @@ class Link:
         left = deadline - time.monotonic()
         wait = pace.reserve(nbytes, left)
         if self._owner.closed.wait(min(wait, left)):
-            raise self._owner.gone()
+            raise self._owner.closed_error()
         if wait > left:
             raise PeerTimeoutError(f"--max-rate leaves no room for a model to {self.stream.remote} in time")
 

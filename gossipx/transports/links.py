@@ -16,7 +16,7 @@ from gossipx.transports.link import Link
 from gossipx.transports.pace import Pace
 
 # Idle links kept per remote peer: one for a pull, and one for messages while the pull is under way.
-_KEPT = 2
+_MAX_IDLE = 2
 
 
 class Links:
@@ -65,7 +65,7 @@ class Links:
                 self._links.add(link)
                 return link
         stream.abort()
-        raise self.gone()
+        raise self.closed_error()
 
     def drop(self, link: Link) -> None:
         """Close a link and remove it from the collection."""
@@ -81,16 +81,16 @@ class Links:
             yield
             undo.pop_all()
 
-    def keep(self, to: int, link: Link) -> None:
-        """Keep an idle link to peer ``to`` for reuse; drop it if enough links to that peer are idle."""
+    def release(self, to: int, link: Link) -> None:
+        """Make a link to peer ``to`` available for reuse; drop it if enough links to that peer are idle."""
         with self._lock:
-            if len(self._idle[to]) < _KEPT:
+            if len(self._idle[to]) < _MAX_IDLE:
                 self._idle[to].append(link)
                 return
         self.drop(link)
 
-    def take(self, to: int) -> Link | None:
-        """Return an idle link to peer ``to``, which is then no longer idle; None: no link is idle.
+    def acquire(self, to: int) -> Link | None:
+        """Return an idle link to peer ``to``, for the caller's use until :meth:`release`; None: no link is idle.
 
         Links that the peer has closed, or on which it has sent something unexpectedly, are dropped.
         """
@@ -148,6 +148,6 @@ class Links:
             for idle in self._idle:
                 idle.clear()
 
-    def gone(self) -> PeerUnreachableError:
-        """Return the error for a caller that wants a connection after :meth:`abort`."""
+    def closed_error(self) -> PeerUnreachableError:
+        """Return the error to raise for a caller that needs a connection after :meth:`abort`."""
         return PeerUnreachableError(f"{self._name} has ended its connections")

@@ -44,7 +44,7 @@ _PIECE = 256 * 1024
 # Bytes per receive: one TLS record or, in a long transfer, a large buffer. A large buffer is borrowed from a pool, so
 # that neither idle connections nor those without authentication occupy one.
 _RECORD = 16 * 1024
-_MANY = 256 * 1024
+_LARGE = 256 * 1024
 # Most seconds to wait until the remote side has read the alert and closed, after this side refused its certificate.
 _REFUSAL = 5.0
 
@@ -95,12 +95,12 @@ class TlsStream:
         self._tls, self._incoming, self._outgoing = tls, incoming, outgoing
         self._host = host
         self._state = threading.Lock()  # guards OpenSSL's state
-        self._shaking = threading.Lock()
+        self._handshake_lock = threading.Lock()
         self._is_up = False
         self._record = memoryview(bytearray(_RECORD))
-        self._many_come = False
+        self._is_long_transfer = False  # the last receive filled its buffer
         self._spare = spare
-        self._failed: GossipxError | None = None
+        self._failure: GossipxError | None = None
 
     @property
     def remote(self) -> str:
@@ -174,7 +174,7 @@ class TlsStream:
         """
         if self._is_up:
             return
-        if not self._shaking.acquire(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
+        if not self._handshake_lock.acquire(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
             raise PeerTimeoutError(f"{self.remote} did not shake hands within the deadline")
         try:
             while not self._is_up:
@@ -188,7 +188,7 @@ class TlsStream:
             self._send_alert(deadline)
             raise
         finally:
-            self._shaking.release()
+            self._handshake_lock.release()
 
     def _step(self) -> bool:
         """Advance the handshake with the bytes that have arrived; return whether it is complete."""
@@ -217,8 +217,8 @@ class TlsStream:
         """
         count = 0
         with self._state:
-            if self._failed is not None:
-                raise self._failed
+            if self._failure is not None:
+                raise self._failure
             try:
                 while count < len(view):
                     # With a buffer argument, read() returns a byte count.
@@ -226,9 +226,9 @@ class TlsStream:
             except ssl.SSLWantReadError:
                 pass
             except ssl.SSLError as error:
-                self._failed = self._fault(error)
+                self._failure = self._fault(error)
                 if not count:
-                    raise self._failed from error
+                    raise self._failure from error
         return count
 
     def _fill(self, deadline: float) -> None:
@@ -237,18 +237,18 @@ class TlsStream:
             count = self._below.receive_into(buffer, deadline)
             with self._state:
                 self._incoming.write(buffer[:count])
-        self._many_come = self._is_up and count >= _RECORD
+        self._is_long_transfer = self._is_up and count >= _RECORD
 
     @contextlib.contextmanager
     def _buffer(self) -> Iterator[memoryview]:
         """Return a context that yields the buffer for one receive: in a long transfer, a large one from the pool."""
-        if not self._many_come:
+        if not self._is_long_transfer:
             yield self._record
             return
         try:
             large = self._spare.pop()
         except IndexError:
-            large = memoryview(bytearray(_MANY))
+            large = memoryview(bytearray(_LARGE))
         try:
             yield large
         finally:
@@ -288,7 +288,7 @@ class TlsStream:
             return StrangerError(f"not authorised: {self.remote} gave no certificate")
         if reason in _ALERTS:
             return NotAuthorisedError(f"not authorised: {self.remote} {_ALERTS[reason]}")
-        return ProtocolError(f"{self.remote} does not speak TLS 1.3 as it should ({reason.lower().replace('_', ' ')})")
+        return ProtocolError(f"{self.remote} violated the TLS 1.3 protocol ({reason.lower().replace('_', ' ')})")
 
 
 class TlsListener:

@@ -18,7 +18,7 @@ log = logging.getLogger("gossipx")
 _LOG_EVERY = 60.0
 # Share of peer_timeout after which a peer that some have turned away, and none has admitted, stops waiting for the
 # rest. Others may start a little later; but after the whole of peer_timeout this peer would begin to train alone.
-_HOPE = 0.5
+_PATIENCE = 0.5
 
 
 class Trust:
@@ -31,12 +31,12 @@ class Trust:
 
     def __init__(self, others: int, peer_timeout: float):
         self._others = others
-        self._hopes_until = time.monotonic() + _HOPE * peer_timeout
+        self._gives_up_at = time.monotonic() + _PATIENCE * peer_timeout
         self._lock = threading.Lock()
         self._strangers = 0
         self._logged = (-math.inf, 0)  # time of the last log line about strangers, and their number then
-        self._taken_in = False
-        self._turned_away: set[int] = set()
+        self._is_admitted = False
+        self._rejected_by: set[int] = set()
         self._doubt: NotAuthorisedError | RefusedError | None = None
 
     @property
@@ -52,9 +52,9 @@ class Trust:
         has admitted it, the peers that turn it away are taken for the strangers.
         """
         with self._lock:
-            everybody = len(self._turned_away) == self._others
-            late = time.monotonic() > self._hopes_until
-            return not self._taken_in and bool(self._turned_away) and (everybody or late)
+            everybody = len(self._rejected_by) == self._others
+            late = time.monotonic() > self._gives_up_at
+            return not self._is_admitted and bool(self._rejected_by) and (everybody or late)
 
     @property
     def doubt(self) -> NotAuthorisedError | RefusedError | None:
@@ -64,20 +64,20 @@ class Trust:
         explains why a peer has found no others.
         """
         with self._lock:
-            return None if self._taken_in else self._doubt
+            return None if self._is_admitted else self._doubt
 
-    def taken_in(self) -> None:
+    def record_admission(self) -> None:
         """Record that this peer and another one have admitted each other."""
         with self._lock:
-            self._taken_in = True
+            self._is_admitted = True
 
-    def turned_away(self, rank: int, error: NotAuthorisedError | RefusedError) -> None:
+    def record_rejection(self, rank: int, error: NotAuthorisedError | RefusedError) -> None:
         """Record that this peer was turned away by, or has turned away, the peer of this rank."""
         with self._lock:
             self._doubt = error
-            self._turned_away.add(rank)
+            self._rejected_by.add(rank)
 
-    def stranger(self, remote: str, error: NotAuthorisedError | StrangerError) -> None:
+    def record_stranger(self, remote: str, error: NotAuthorisedError | StrangerError) -> None:
         """Record that an inbound connection was turned away; log it at a limited rate."""
         with self._lock:
             self._strangers += 1

@@ -260,7 +260,7 @@ def test_a_checkpoint_brings_the_weight_back():
     peer.module.x.data.copy_(model)
     peer.arena.set_boundary(7)
     peer.handle(Restored(7, state, weight))
-    assert peer.role.weight == weight and peer.role.exchange.over and peer.role.exchange.captured is None
+    assert peer.role.weight == weight and peer.role.exchange.over and peer.role.exchange.captured_ticket is None
     ended(made, bound(3, 60, waits=2))
     assert torch.isfinite(models(made)).all()
 

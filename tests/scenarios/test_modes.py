@@ -169,12 +169,12 @@ def test_models_that_arrive_during_a_mix_wait_for_the_next_boundary():
             break
         made.run(began + 0.05 * moment)
     (first,) = pushes._inbound
-    pushes.boundary(made.now)
+    pushes.step_ended(made.now)
     pushes._inbound.append(late := copy(first))
     assert pushes.mix(at_boundary=True) is not None
     pushes.mixed(first.ticket)
     assert pushes.mix(at_boundary=True) is None
-    pushes.boundary(made.now)
+    pushes.step_ended(made.now)
     assert pushes.mix(at_boundary=True) is not None and late.phase is Phase.MIXING
 
 

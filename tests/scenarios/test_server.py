@@ -175,7 +175,7 @@ def test_checkpoints_by_seconds_are_taken_at_one_iteration(
     """With bsp, workers begin iteration k with a shard's values after k ticks, so the run can resume."""
     kept: dict[int, list[int]] = {}
     told: dict[int, list[int]] = {}
-    keep, boundary = Shard.checkpoint, ServerMode.boundary
+    keep, step_ended = Shard.checkpoint, ServerMode.step_ended
 
     def keeps(self: Shard, *given: Any, **named: Any) -> list[Effect]:
         made = keep(self, *given, **named)
@@ -183,11 +183,11 @@ def test_checkpoints_by_seconds_are_taken_at_one_iteration(
         return made
 
     def passes(self: ServerMode, now: float) -> list[Effect]:
-        told.setdefault(self._context.rank, []).append(self.keep_at)
-        return boundary(self, now)
+        told.setdefault(self._context.rank, []).append(self.checkpoint_at)
+        return step_ended(self, now)
 
     monkeypatch.setattr(Shard, "checkpoint", keeps)
-    monkeypatch.setattr(ServerMode, "boundary", passes)
+    monkeypatch.setattr(ServerMode, "step_ended", passes)
     slow = {rank: random.Random(seed).uniform(0.5, 2.0) for rank in range(3)}
     network = Network(delay=0.1, jitter=0.5)
     options = {"servers": servers, "checkpoint_every": "4s", "iterations": 30}
@@ -195,7 +195,7 @@ def test_checkpoints_by_seconds_are_taken_at_one_iteration(
     (clocks,) = {tuple(one) for one in kept.values()}
     assert clocks[0] == 0 and clocks[-1] == 30 and len(clocks) > 5, "at the beginning, at the end, and between"
     for of_worker in told.values():
-        due = [done for done, keep_at in enumerate(of_worker, 1) if keep_at == done < 30]
+        due = [done for done, checkpoint_at in enumerate(of_worker, 1) if checkpoint_at == done < 30]
         assert due == list(clocks[1:-1])
 
 

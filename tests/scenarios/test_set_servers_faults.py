@@ -245,7 +245,7 @@ def test_a_server_without_a_checkpoint_of_its_tables_says_so(victim: int) -> Non
     made.run(14.0 + 4 * toy.TIMEOUT)
     reason = "the servers were changed, and no checkpoint on this host has this peer's tables"
     assert made.lines(victim, "must stop") == [f"must stop: {reason}"]
-    assert not [one for one in mode(made, victim).shards.values() if one.begun]
+    assert not [one for one in mode(made, victim).shards.values() if one.is_serving]
     assert not mode(made, victim).hosted.ready
 
 

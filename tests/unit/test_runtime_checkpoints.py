@@ -111,7 +111,7 @@ class Bench:
         """Return the hub's centre; start the hub if it has none yet."""
         exchange = self.driver.role.exchange
         assert isinstance(exchange, Elastic) and exchange.centre is not None
-        for effect in exchange.begun(0.0):
+        for effect in exchange.start_serving(0.0):
             self.driver._carry_out_locked(effect)
         held = self.driver.captures.hold(exchange.centre.ticket)
         assert held is not None

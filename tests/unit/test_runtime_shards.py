@@ -107,7 +107,7 @@ class Server:
                     assert gradient is not None
                     self.side.table_store.apply(gradient, scale)
                 case KeepShard(shard, clock, state):
-                    self.keeper.keep(shard, clock, state)
+                    self.keeper.save_checkpoint(shard, clock, state)
                     written = threading.Event()
                     self.keeper._serial_worker.put(written.set)
                     assert written.wait(10)
@@ -121,7 +121,7 @@ def test_a_first_checkpoint_that_takes_too_long_is_logged(
     written = threading.Event()
     server.keeper._serial_worker.put(lambda: written.wait(10))
     server.keeper.place(1, (1,))
-    server.keeper.keep(0, 1, server.shard.state_dict())
+    server.keeper.save_checkpoint(0, 1, server.shard.state_dict())
     written.set()
     assert "shard 0: its first checkpoint takes too long to write: if this peer is killed" in caplog.text
 
@@ -182,7 +182,7 @@ def test_as_many_checkpoints_are_kept_as_for_peers(tmp_path: Path, keep: int) ->
         assert keeper is not None and table_store is not None and isinstance(exchange, ServerMode)
         table_store.fill(0)
         for clock in range(5):
-            keeper.keep(0, clock, exchange.shards[0].state_dict())
+            keeper.save_checkpoint(0, clock, exchange.shards[0].state_dict())
             assert keeper.settle()
             assert max(Store(tmp_path / "shard-00" / "checkpoints").find_complete()) == clock
     finally:
@@ -288,7 +288,7 @@ def test_the_first_checkpoint_of_a_layout_is_written_before_anything_else_is_don
     timer = threading.Timer(0.2, slow.set)
     timer.start()
     server.keeper.place(1, (1,))
-    server.keeper.keep(0, EVERY, {**server.shard.state_dict(), "next_record": 0})
+    server.keeper.save_checkpoint(0, EVERY, {**server.shard.state_dict(), "next_record": 0})
     assert slow.is_set() and EVERY in server.store.find_complete()
     timer.join()
 
@@ -314,7 +314,7 @@ def test_a_resumed_run_counts_epochs_from_zero(tmp_path: Path) -> None:
     """--resume uses the last servers, which config.toml names; a server killed then is restored at epoch 0."""
     server = pushed(Server(tmp_path), range(3))
     server.keeper.place(1, (0,))
-    server.keeper.keep(0, 3, {**server.shard.state_dict(), "next_record": 0})
+    server.keeper.save_checkpoint(0, 3, {**server.shard.state_dict(), "next_record": 0})
     resumed = Server(tmp_path / "new")
     resumed.store.directory = server.store.directory
     resumed.keeper.place(0, (0,))

@@ -242,7 +242,7 @@ def errors(here: Side) -> dict[int, Tensor]:
     made = {number: torch.zeros(int(torch.tensor(shape).prod())) for number, shape in enumerate(SHAPES)}
     for room in here.client._bucket_memories.values():
         assert room.push_encoder is not None
-        for partition, vector in room.push_encoder.kept()["error"]:
+        for partition, vector in room.push_encoder.split_vectors()["error"]:
             made[partition.table][partition.start : partition.stop] = vector
     return made
 

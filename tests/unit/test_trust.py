@@ -31,16 +31,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_a_peer_turned_away_by_all_others_is_an_outcast_at_once(clock: Clock) -> None:
     own = Trust(2, 30.0)
     assert not own.is_outcast
-    own.turned_away(1, REFUSED)
-    own.turned_away(1, REFUSED)
+    own.record_rejection(1, REFUSED)
+    own.record_rejection(1, REFUSED)
     assert not own.is_outcast
-    own.turned_away(2, REFUSED)
+    own.record_rejection(2, REFUSED)
     assert own.is_outcast
 
 
 def test_a_peer_turned_away_by_some_waits_for_others_until_half_of_peer_timeout(clock: Clock) -> None:
     own, nobody_there = Trust(5, 30.0), Trust(5, 30.0)
-    own.turned_away(1, REFUSED)
+    own.record_rejection(1, REFUSED)
     clock.now += 15
     assert not own.is_outcast
     clock.now += 0.1
@@ -50,9 +50,9 @@ def test_a_peer_turned_away_by_some_waits_for_others_until_half_of_peer_timeout(
 
 def test_a_peer_admitted_by_one_is_no_outcast(clock: Clock) -> None:
     own = Trust(2, 30.0)
-    own.taken_in()
-    own.turned_away(1, REFUSED)
-    own.turned_away(2, REFUSED)
+    own.record_admission()
+    own.record_rejection(1, REFUSED)
+    own.record_rejection(2, REFUSED)
     clock.now += 60
     assert not own.is_outcast
 
@@ -61,9 +61,9 @@ def test_strangers_are_logged_once_a_minute_and_all_counted(clock: Clock, caplog
     caplog.set_level(logging.WARNING, "gossipx")
     own = Trust(2, 30.0)
     for _ in range(5):
-        own.stranger("192.0.2.1:7", REFUSED)
+        own.record_stranger("192.0.2.1:7", REFUSED)
     clock.now += 60
-    own.stranger("192.0.2.1:8", REFUSED)
+    own.record_stranger("192.0.2.1:8", REFUSED)
     assert [record.getMessage() for record in caplog.records] == [
         "a connection from 192.0.2.1:7: not authorised: why",
         "a connection from 192.0.2.1:8: not authorised: why (4 more turned away before)",
@@ -73,10 +73,10 @@ def test_strangers_are_logged_once_a_minute_and_all_counted(clock: Clock, caplog
 
 def test_a_peer_without_others_knows_whether_one_was_refused(clock: Clock) -> None:
     own = Trust(2, 30.0)
-    own.stranger("192.0.2.1:7", StrangerError("not authorised: it gave no certificate"))
+    own.record_stranger("192.0.2.1:7", StrangerError("not authorised: it gave no certificate"))
     assert own.doubt is None  # a port scanner could cause it
-    own.stranger("192.0.2.1:7", REFUSED)
+    own.record_stranger("192.0.2.1:7", REFUSED)
     assert own.doubt is REFUSED
     assert not own.is_outcast
-    own.taken_in()
+    own.record_admission()
     assert own.doubt is None

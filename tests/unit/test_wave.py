@@ -39,17 +39,17 @@ def test_both_models_cross_before_either_is_merged():
     wave, effects = begun(0, 2)
     assert effects[0] == Capture(wave.ticket) and effects[2] == SetTimer(TIMER, TIMEOUT)
     assert sent(effects).to == 1
-    assert wave.taken(1, 0.1) == [], "ours is not with the other yet"
+    assert wave.model_received(1, 0.1) == [], "ours is not with the other yet"
     assert wave.requested(asks(1, 0, 2), 0.2) == [given(wave)]
     assert wave.is_answering("k") and not wave.is_answering("other")
     assert wave.answered(Answered("k", True), 0.3) == [Merge(sent(effects).ticket, wave.ticket, 1, 1)]
     assert not wave.over
-    assert wave.was_merged(True, 0.4) == [] and wave.over and (wave.merged, wave.lost) == (1, 0)
+    assert wave.merge_ended(True, 0.4) == [] and wave.over and (wave.merged, wave.lost) == (1, 0)
 
 
 def test_an_answer_that_was_not_delivered_may_be_requested_again():
     wave, effects = begun(0, 2)
-    wave.taken(1, 0.1)
+    wave.model_received(1, 0.1)
     wave.requested(asks(1, 0, 2, key="first"), 0.2)
     assert wave.answered(Answered("first", False), 0.3) == []
     assert wave.requested(asks(1, 0, 2, key="again"), 0.4) == [given(wave, "again")]
@@ -59,10 +59,10 @@ def test_an_answer_that_was_not_delivered_may_be_requested_again():
 def test_a_request_for_a_later_round_waits():
     wave, _ = begun(0, 4)
     assert wave.requested(asks(2, 1, 4, key="later"), 0.1) == []
-    wave.taken(1, 0.2)
+    wave.model_received(1, 0.2)
     wave.requested(asks(1, 0, 4), 0.2)
     wave.answered(Answered("k", True), 0.3)
-    entered = wave.was_merged(True, 0.4)
+    entered = wave.merge_ended(True, 0.4)
     assert sent(entered).request == RoundRequest(7, 1, (0, 1, 2, 3)) and sent(entered).to == 2
     assert entered[-1] == given(wave, "later", 2, 1.5 * TIMEOUT)
 
@@ -78,23 +78,23 @@ def test_requests_of_another_round_or_wave_are_refused():
     for event in (stranger, over, other, members):
         (answer,) = wave.requested(event, 0.1)
         assert isinstance(answer, Answer) and isinstance(answer.reply, NotReadyReply)
-    assert not wave.touched
+    assert not wave.has_exchanged
     wave.requested(asks(1, 0, 4), 0.1)
-    assert wave.touched
+    assert wave.has_exchanged
 
 
 def test_each_round_may_end_a_little_later_than_the_one_before():
     """A peer that waited in vain for its first partner meets the second in time."""
     wave, _ = begun(0, 4)
-    assert wave.timer(TIMEOUT - 0.01) == [], "a timer of an earlier wave"
-    lost = wave.timer(TIMEOUT)
+    assert wave.timer_fired(TIMEOUT - 0.01) == [], "a timer of an earlier wave"
+    lost = wave.timer_fired(TIMEOUT)
     assert lost[0] == Note("round", "peer 1 missed a round of wave 7")
     assert sent(lost).to == 2 and sent(lost).deadline == 1.5 * TIMEOUT
     other, _ = begun(2, 4)
-    other.taken(1, 0.1)
+    other.model_received(1, 0.1)
     other.requested(asks(3, 0, 4), 0.1)
     other.answered(Answered("k", True), 0.1)
-    assert sent(other.was_merged(True, 0.2)).deadline == 1.5 * TIMEOUT
+    assert sent(other.merge_ended(True, 0.2)).deadline == 1.5 * TIMEOUT
     assert wave.lost == 1 and wave.requested(asks(1, 0, 4), TIMEOUT) != [given(wave)]
 
 
@@ -105,13 +105,13 @@ def test_weights_after_a_lost_round():
         ticket = sent(wave.partner_lost(1.0)).ticket
         wave.requested(asks(2, 1, 4, number), 1.1)
         wave.answered(Answered("k", True), 1.2)
-        assert wave.taken(2, 1.3) == [Merge(ticket, wave.ticket, *shares)]
+        assert wave.model_received(2, 1.3) == [Merge(ticket, wave.ticket, *shares)]
 
 
 def test_a_received_model_is_merged_even_if_ours_was_not_delivered():
     wave, effects = begun(0, 2)
-    wave.taken(1, 0.1)
-    assert wave.timer(TIMEOUT)[1:] == [Merge(sent(effects).ticket, wave.ticket, 1, 1)]
+    wave.model_received(1, 0.1)
+    assert wave.timer_fired(TIMEOUT)[1:] == [Merge(sent(effects).ticket, wave.ticket, 1, 1)]
     assert wave.lost == 0
 
 
@@ -121,7 +121,7 @@ def test_a_peer_beyond_the_power_of_two_sends_first_and_receives_the_mean_last()
     assert wave.requested(asks(0, 0, 3), 0.1) == [given(wave)]
     last = wave.answered(Answered("k", True), 0.2)
     assert sent(last).request == RoundRequest(7, 2, (0, 1, 2))
-    assert wave.taken(3, 0.3) == [Merge(sent(last).ticket, wave.ticket, 0, 3)]
+    assert wave.model_received(3, 0.3) == [Merge(sent(last).ticket, wave.ticket, 0, 3)]
 
 
 def test_a_starter_that_only_sends_first_announces_its_wave():
@@ -130,14 +130,14 @@ def test_a_starter_that_only_sends_first_announces_its_wave():
     core, _ = begun(0, 3)
     (answer,) = core.requested(asks(2, 0, 3), 0.1)
     assert isinstance(answer, Answer) and isinstance(answer.reply, HereReply)
-    assert starter.taken(1, 0.1) == [Forget(sent(effects).ticket)], "it asked for none"
+    assert starter.model_received(1, 0.1) == [Forget(sent(effects).ticket)], "it asked for none"
     assert starter.requested(asks(0, 0, 3), 0.2) == [given(starter)]
 
 
 def test_a_peer_that_leaves_is_not_waited_for():
     wave, _ = begun(0, 4)
-    assert wave.gone(2, 0.1) == []
-    assert wave.gone(1, 0.2) == [Note("round", "peer 1 missed a round of wave 7")]
+    assert wave.peer_left(2, 0.1) == []
+    assert wave.peer_left(1, 0.2) == [Note("round", "peer 1 missed a round of wave 7")]
     assert wave.over and (wave.lost, wave.merged) == (2, 0)
 
 
@@ -203,12 +203,12 @@ def test_the_round_timeout_follows_transfers_and_doubles_at_most_twice():
     waves = peer(0, 4)
     known = waves._members
     for rank in (1, 3):
-        known.measured(rank, 0.1)
+        known.record_transfer(rank, 0.1)
     assert patience((0, 1, 2, 3)) == TIMEOUT, "where all are fast, all give up at one time"
-    known.measured(2, 40.0)
+    known.record_transfer(2, 40.0)
     assert patience((0, 1, 2, 3)) == 80.0 and patience((0, 1)) == TIMEOUT
     for _ in range(9):
-        known.was_late(2)
+        known.record_late(2)
     assert patience((0, 1, 2, 3)) == 4 * 80.0 and patience((0, 1)) == TIMEOUT
 
 

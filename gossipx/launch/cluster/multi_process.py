@@ -28,7 +28,7 @@ from gossipx.launch.cluster.world import World, check_size, is_loopback
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, RunDirectory, checked_name
 from gossipx.launch.directory import replace as replace_file
 from gossipx.launch.hosts import PeerLine, read_hosts
-from gossipx.launch.start import Start, check_here, check_names, check_script, named, presets
+from gossipx.launch.start import Start, check_here, check_names, check_script, presets, with_name
 from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
 from gossipx.runtime.models import directory_of
@@ -103,7 +103,7 @@ def _one_run(meeting: Rendezvous, settings: RunConfig, has_script: bool) -> tupl
     rank = meeting.world.rank
     own = {**_common(settings), "a script": has_script}
     if rank == 0:
-        settings = named(settings)
+        settings = with_name(settings)
         meeting.publish("run", {"settings": own, "name": settings.run.name, "token": secrets.token_hex(8)})
     first = meeting.get("run")
     for key, value in own.items():

@@ -120,7 +120,7 @@ class Coordinator:
         servers = tuple(sorted(event.servers))
         if problem := self._problem_with(servers, size):
             return self._outcome(event.number, problem)
-        until = now + LONGEST * self._context.members.longest
+        until = now + LONGEST * self._context.members.model_timeout
         self._submitted[event.number] = _LocalRequest(servers, self._context.requests.ticket(), until)
         return self._ask_leader(event.number, now)
 
@@ -177,7 +177,7 @@ class Coordinator:
 
     # --- leading ---------------------------------------------------------------------------------
 
-    def asked(self, event: Received, request: ServersRequest, now: float) -> list[Effect]:
+    def requested(self, event: Received, request: ServersRequest, now: float) -> list[Effect]:
         """Handle a request for a change: start it, or answer with the outcome if it is over."""
         name, deadline = (event.sender, request.number), now + request.patience
         if self._run is not None and self._run.name == name:
@@ -197,7 +197,7 @@ class Coordinator:
         others = self._context.members.others
         members = {rank for rank in self._context.members.awaited() if others[rank].stage is not None}
         members.add(self._context.rank)
-        until = now + self._context.members.longest
+        until = now + self._context.members.model_timeout
         self._run = _CoordinatedMigration(name, epoch, layout, members, PauseRequest, set(members), until)
         self._run.requester = defer(event.key, request.patience, now)
         self._migration.begin(epoch, layout, self._context.rank)
@@ -251,12 +251,12 @@ class Coordinator:
 
     def check_members(self, now: float) -> list[Effect]:
         """Handle members that are lost or have left."""
-        run, others = self._run, self._context.members.others
+        run = self._run
         if run is None:
             return []
         if run.phase is not PlaceRequest and not self._migration.busy:
             return self._abort(run, "another peer aborted it, because it considered this peer lost", now)
-        gone = {rank for rank in run.members if rank in others and (others[rank].lost or others[rank].gone)}
+        gone = {rank for rank in run.members if self._context.members.is_gone(rank)}
         served = gone & {*run.layout.servers, *self._migration.layout.servers}
         if served and run.phase is not PlaceRequest:
             return self._abort(run, f"peer {min(served)} is lost", now)
@@ -268,13 +268,13 @@ class Coordinator:
         """Enter the next phase if all members have acknowledged."""
         if run.todo:
             return []
-        longest = self._context.members.longest
+        timeout = self._context.members.model_timeout
         if run.phase is PauseRequest:
-            run.phase, run.todo, run.until = PrepareRequest, set(run.layout.servers), now + TABLES * longest
+            run.phase, run.todo, run.until = PrepareRequest, set(run.layout.servers), now + TABLES * timeout
             run.state, run.sync = self._migration.host.hosted.hand_over()
             return self._ask(run, now)
         if run.phase is PrepareRequest:
-            run.phase, run.todo, run.until = PlaceRequest, run.members - {self._context.rank}, now + longest
+            run.phase, run.todo, run.until = PlaceRequest, run.members - {self._context.rank}, now + timeout
             text = f"the servers are now {_ranks(sorted(run.layout.servers))}, at epoch {run.epoch}"
             return [
                 Note("", text),

@@ -83,24 +83,24 @@ class Replication:
             return [*note, *shard.begin(now)]
         return [*replica.end(), *note, *shard.serve(now), *shard.update_members(self._training())]
 
-    def recorded(self, event: Received, now: float) -> list[Effect]:
+    def record_received(self, event: Received, now: float) -> list[Effect]:
         """Handle a record of what happened to a shard."""
         request = event.request
         assert isinstance(request, RecordRequest)
         if request.shard in self.replicas:
-            return self.replicas[request.shard].recorded(event, now)
+            return self.replicas[request.shard].record_received(event, now)
         held = request.shard in self._shards
         reply = BusyReply() if held else NotReadyReply("it has no replica of this shard: start all peers alike")
         return [Answer(event.key, reply, now + request.patience)]
 
-    def asked_for(self, event: Received, shard: Shard, now: float) -> list[Effect]:
+    def copy_requested(self, event: Received, shard: Shard, now: float) -> list[Effect]:
         """Handle a request for a copy of a shard that is held here."""
         request = event.request
         assert isinstance(request, CopyRequest)
         standby = self._standby(shard.index)
-        if standby is None or event.sender != standby.rank or not shard.begun:
+        if standby is None or event.sender != standby.rank or not shard.is_serving:
             return [Answer(event.key, NotReadyReply("it has no copy of this shard"), now + request.patience)]
-        return standby.copied(event, shard, now)
+        return standby.copy_requested(event, shard, now)
 
     # --- replies ---------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class Replication:
 
     # --- losses and timers ------------------------------------------------------------------------
 
-    def lost(self, rank: int) -> list[Effect]:
+    def peer_lost(self, rank: int) -> list[Effect]:
         """Stop waiting for a lost peer's replicas."""
         effects: list[Effect] = []
         for index in self._shards:
@@ -137,12 +137,12 @@ class Replication:
                 effects += [*standby.continue_alone(), Note("", text)]
         return effects
 
-    def due(self, what: str, index: int, now: float) -> list[Effect]:
+    def timer_fired(self, what: str, index: int, now: float) -> list[Effect]:
         """Handle a timer: request a copy again, or resume sending records."""
         if what == FOLLOW:  # without training workers, nothing more happens to the shard
             return self.replicas[index].ask(now) if index in self.replicas and self._training() else []
         if standby := self._standby(index):
-            standby.again()
+            standby.retry()
         return []
 
     def send(self, now: float) -> list[Effect]:

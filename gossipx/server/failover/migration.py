@@ -260,7 +260,7 @@ class Migration:
     def _fetch(self, change: _Change, now: float) -> list[Effect]:
         """Request the pieces that will lie here."""
         effects: list[Effect] = []
-        patience = self._context.members.longest
+        patience = self._context.members.model_timeout
         while change.pending and len(change.fetching) < AT_A_TIME:
             number = change.pending.popleft()
             request = RangesRequest(change.epoch, number, change.sync, patience)
@@ -357,7 +357,7 @@ class Migration:
             return [*aborted, Stop(reason), Resume()]
         self._later = epoch, self.layouts.make(servers)
         self.host.worker.drop_iteration()
-        return aborted if self.host.worker.begun else [*aborted, *(self.catch_up(now) or [])]
+        return aborted if self.host.worker.is_mid_iteration else [*aborted, *(self.catch_up(now) or [])]
 
     def _switch_layout(self, epoch: int, layout: Layout, state: str, now: float) -> list[Effect]:
         self.epoch, self.layout, self.decided = epoch, layout, max(self.decided, epoch)
@@ -410,10 +410,9 @@ class Migration:
         return [*effects, *self._ask_layout_in_force(change, now)]
 
     def _ask_layout_in_force(self, change: _Change, now: float) -> list[Effect]:
-        rank, others = self._context.rank, self._context.members.others
-        if change.leader == rank:
+        if change.leader == self._context.rank:
             return []
-        if not (others[change.leader].lost or others[change.leader].gone):
+        if not self._context.members.is_gone(change.leader):
             change.leader_lost_at, ranks = None, [change.leader]
         else:
             change.leader_lost_at = now if change.leader_lost_at is None else change.leader_lost_at
@@ -426,7 +425,7 @@ class Migration:
     @property
     def is_asking(self) -> bool:
         """Whether a question about the layout in force is open."""
-        return bool(self._context.requests.asked(PlaceRequest))
+        return bool(self._context.requests.open_ranks(PlaceRequest))
 
     def ask_layout(self, now: float) -> list[Effect]:
         """Ask all other peers which layout is in force; it may have changed before this peer joined."""
@@ -439,7 +438,7 @@ class Migration:
         return all(rank in self._confirmed or members.is_gone(rank) for rank in members.awaited())
 
     def _ask_layout_of(self, ranks: Sequence[int], now: float) -> list[Effect]:
-        asked = self._context.requests.asked(PlaceRequest)
+        asked = self._context.requests.open_ranks(PlaceRequest)
         question = PlaceRequest(self.epoch, self.layout.servers, self.decided)
         deadline = now + self._context.timeout
         return [self._context.requests.send(to, question, now, deadline) for to in ranks if to not in asked]

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from gossipx.peer.exchange import PeerContext
-from gossipx.peer.membership import REST_FIRST, REST_LONGEST
+from gossipx.peer.membership import FIRST_BACKOFF, LONGEST_BACKOFF
 from gossipx.protocol.effects import Answer, Effect, Forget, Keep, SetTimer
 from gossipx.protocol.events import Received
 from gossipx.protocol.messages import AcceptReply, NotReadyReply, Reply
@@ -61,9 +61,9 @@ class Standby(Records):
     def write(self, record: RecordRequest, ticket: int | None) -> list[Effect]:
         if not self._follows:
             return []  # the copy will include it
-        kept = None if ticket is None else self._context.requests.ticket()
-        self._unsafe[record.number] = record, kept
-        return [] if ticket is None or kept is None else [Share(ticket, kept)]
+        shared_ticket = None if ticket is None else self._context.requests.ticket()
+        self._unsafe[record.number] = record, shared_ticket
+        return [] if ticket is None or shared_ticket is None else [Share(ticket, shared_ticket)]
 
     def delay_answers(self, effects: Sequence[Effect]) -> list[Effect]:
         if not self.enabled or (self._follows and not self._unsafe):
@@ -76,9 +76,9 @@ class Standby(Records):
         effects: list[Effect] = []
         if self._backing_off or not self._follows:
             return effects
-        patience = self._context.members.longest
+        patience = self._context.members.model_timeout
         under_way = set(self._open.values())
-        for number, (record, kept) in self._unsafe.items():
+        for number, (record, shared_ticket) in self._unsafe.items():
             if len(self._open) >= AT_A_TIME:
                 break
             if number in under_way:
@@ -86,7 +86,7 @@ class Standby(Records):
             request = dataclasses.replace(record, patience=patience)
             send = self._replies.send(self.rank, request, now, now + patience, self._answered)
             self._open[send.ticket] = number
-            effects += [send] if kept is None else [Share(kept, send.ticket), send]
+            effects += [send] if shared_ticket is None else [Share(shared_ticket, send.ticket), send]
         return effects
 
     def answered(self, ticket: int, reply: Reply | None, now: float) -> list[Effect]:
@@ -94,15 +94,15 @@ class Standby(Records):
         number = self._open.pop(ticket)
         if not isinstance(reply, AcceptReply):
             return [Forget(ticket), *self._back_off(now)]
-        _, kept = self._unsafe.pop(number)
-        done = [Forget(ticket)] if kept is None else [Forget(ticket), Forget(kept)]
+        _, shared_ticket = self._unsafe.pop(number)
+        done = [Forget(ticket)] if shared_ticket is None else [Forget(ticket), Forget(shared_ticket)]
         return [*done, *self._release()]
 
     def _back_off(self, now: float) -> list[Effect]:
         self._backing_off = True
-        return [SetTimer(f"{RECORDS} {self.shard}", now + REST_FIRST * self._context.timeout)]
+        return [SetTimer(f"{RECORDS} {self.shard}", now + FIRST_BACKOFF * self._context.timeout)]
 
-    def again(self) -> None:
+    def retry(self) -> None:
         """Resume sending after the retry delay."""
         self._backing_off = False
 
@@ -116,7 +116,7 @@ class Standby(Records):
 
     # --- the replica ------------------------------------------------------------------------------
 
-    def copied(self, event: Received, shard: Shard, now: float) -> list[Effect]:
+    def copy_requested(self, event: Received, shard: Shard, now: float) -> list[Effect]:
         """Handle the other peer's request for a copy, or its sign that it waits for records."""
         request = event.request
         assert isinstance(request, CopyRequest)
@@ -149,11 +149,11 @@ class Standby(Records):
         return [*self._forget(), *refused]
 
     def _forget(self) -> list[Effect]:
-        kept = [Forget(ticket) for _, ticket in self._unsafe.values() if ticket is not None]
+        released = [Forget(ticket) for _, ticket in self._unsafe.values() if ticket is not None]
         self._unsafe.clear()
         self._replies.forget(self._open)
         self._open.clear()
-        return list(kept)
+        return list(released)
 
 
 class Replica:
@@ -199,7 +199,7 @@ class Replica:
         """Request a copy, or signal that this peer waits for records."""
         if self.ticket is not None:
             return []
-        patience = self._context.members.longest
+        patience = self._context.members.model_timeout
         request = CopyRequest(self.shard.index, self._context.incarnation, self.shard.records.copy, patience)
         send = self._replies.send(self.holder, request, now, now + patience, self._answered)
         self.ticket = send.ticket
@@ -218,10 +218,10 @@ class Replica:
         return [*effects, self._later(now)]
 
     def _later(self, now: float) -> SetTimer:
-        share = REST_LONGEST if self.has_copy else REST_FIRST
+        share = LONGEST_BACKOFF if self.has_copy else FIRST_BACKOFF
         return SetTimer(f"{FOLLOW} {self.shard.index}", now + share * self._context.timeout)
 
-    def recorded(self, event: Received, now: float) -> list[Effect]:
+    def record_received(self, event: Received, now: float) -> list[Effect]:
         """Apply a record from the holder, and early records that it makes applicable."""
         record = event.request
         assert isinstance(record, RecordRequest)
@@ -236,7 +236,7 @@ class Replica:
         effects: list[Effect] = [] if record.bucket < 0 else [Keep(event.key, ticket)]
         effects.append(done)
         while self.shard.records.number in self._ahead:
-            effects += self.shard.follow(*self._ahead.pop(self.shard.records.number))
+            effects += self.shard.apply_record(*self._ahead.pop(self.shard.records.number))
         return effects
 
     def end(self) -> list[Effect]:

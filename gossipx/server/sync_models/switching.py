@@ -75,7 +75,7 @@ class SyncModelSwitch:
         except UsageError as error:
             return [], str(error)
 
-    def asked(self, event: Received, shard: Shard, now: float) -> list[Effect]:
+    def requested(self, event: Received, shard: Shard, now: float) -> list[Effect]:
         """Handle another peer's request to switch a hosted shard."""
         request = event.request
         assert isinstance(request, SwitchRequest)

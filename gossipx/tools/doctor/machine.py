@@ -143,4 +143,4 @@ def _description(command: list[str], environment: dict[str, str]) -> bytes:
     if child.process.returncode == -signal.SIGKILL:
         raise GossipxError(f"did not reach gossipx.join within {_JOIN:g} s")
     last = reported.get("error", printed[-1].strip())
-    raise GossipxError(f"ended without gossipx.join ({child.how_it_ended()}): {last}")
+    raise GossipxError(f"ended without gossipx.join ({child.describe_exit()}): {last}")
