@@ -66,7 +66,7 @@ class Aged(Mixing):
     def __post_init__(self) -> None:
         _check_share(self.beta)
         if not 0 < self.half_life < math.inf:
-            raise ValueError("half_life counts iterations and is a finite number above 0")
+            raise ValueError("half_life must be a finite number of iterations above 0")
 
     def share(self, own_step: int, their_step: int) -> float:
         return self.beta * math.exp2(-max(0, own_step - their_step) / self.half_life)

@@ -117,7 +117,7 @@ class Tau(Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.period < 1:
-            raise ValueError("period counts iterations and is at least 1")
+            raise ValueError("period must be at least 1 iteration")
 
     def decide(self, state: State, observation: Observation) -> tuple[bool, State]:
         counted = observation.silence if observation.shared else observation.step
@@ -134,7 +134,7 @@ class Random(Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.p <= 1:
-            raise ValueError("p is a probability, from 0 to 1")
+            raise ValueError("p must be a probability, from 0 to 1")
 
     def decide(self, state: State, observation: Observation) -> tuple[bool, State]:
         return observation.uniform < self.p, state

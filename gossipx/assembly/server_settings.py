@@ -13,8 +13,11 @@ from gossipx.specs import rank_of
 def server_ranks(config: RunConfig, names: Sequence[str]) -> tuple[int, ...] | None:
     """Return the rank of each shard's server, by shard; None if the run has no parameter server.
 
+    ``--mode server`` without ``--servers`` has one server, rank 0.
+
     Raises:
-        UsageError: a server is not a peer, or other settings exclude servers or need them.
+        UsageError: a server is not a peer or is named twice, no peer is left to train, another setting conflicts with
+            servers, or an option of servers is given without servers.
     """
     given, usual = config.server, ServerSettings()
     if given.servers is None and config.sync.mode != "server":
@@ -32,7 +35,7 @@ def server_ranks(config: RunConfig, names: Sequence[str]) -> tuple[int, ...] | N
         raise UsageError("--servers-only leaves no peer that trains: give more peers, or leave it out")
     if config.hub.hub is not None:
         raise UsageError("--hub and --servers exclude each other: leave one out")
-    sync_models(config, len(ranks))
+    sync_models(config, len(ranks))  # raises if --sync or --apply does not suit the servers
     return ranks
 
 
@@ -53,7 +56,8 @@ def sync_models(
     else:
         syncs = [models.parse(spec) for spec in config.server.sync.split("|")]
     if len(syncs) not in (1, shards):
-        raise UsageError(f"--sync has {len(syncs)} sync models for {shards} shards: give one for all, or one per shard")
+        where = "--sync has " if own is None else ""
+        raise UsageError(f"{where}{len(syncs)} sync models for {shards} shards: give one for all, or one per shard")
     for model in syncs:
-        models.application(model, config.server.apply)
+        models.application(model, config.server.apply)  # raises if --apply does not suit the model
     return syncs * shards if len(syncs) == 1 else syncs

@@ -66,7 +66,10 @@ def pack(tree: object, called: str = "state") -> Part:
 
 
 def unpack(part: Part) -> Any:
-    """Return the state given to :func:`pack`, with tensors in host memory, plain dicts and plain numbers."""
+    """Return the state given to :func:`pack`.
+
+    Tensors are in host memory, mappings have become dicts, and numpy scalars have become Python numbers.
+    """
     return _unpacked(part.state, part.tensors)
 
 
@@ -103,12 +106,13 @@ def _packed_tensor(tensor: Tensor, path: tuple[str, ...], tensors: dict[str, Ten
     while name in tensors or name == "__metadata__":  # a reserved name of the format
         name += "_"
     tensors[name] = copied
+    # safetensors keeps no strides; unpack restores the layout in memory.
     strides = {} if copied.is_contiguous() else {"strides": list(copied.stride())}
     return {TAG: "tensor", "name": name, **strides}
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """Return a copy in host memory, with the same strides if the tensor is dense."""
+    """Return a copy in host memory; it has the same strides if the elements neither overlap nor leave gaps."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.preserve_format).resolve_conj()
 
 

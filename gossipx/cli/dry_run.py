@@ -14,8 +14,8 @@ from gossipx.cli.tables import show
 if TYPE_CHECKING:
     from gossipx.tools.dry_run import DryRun
 
-FIXED = 0.01
-"""Relative difference between a codec's size bound and the size of a sample below which the size counts as fixed."""
+FIXED_WITHIN = 0.01
+"""The encoded size counts as fixed if it differs from the codec's bound by less than this fraction of the bound."""
 
 
 def show_dry_run(found: DryRun, as_json: bool) -> None:
@@ -56,7 +56,7 @@ def _traffic(found: DryRun) -> Table:
     title = f"Traffic of {found.iterations:,} iterations{unit}; {found.how}"
     table = Table(title=title, title_justify="left")
     table.add_column("", overflow="fold")
-    for heading in ("times per peer", "MB each way", "of the busiest", f"s at {found.link}"):
+    for heading in ("times per peer", "MB each way", "busiest peer's", f"s at {found.link}"):
         table.add_column(heading, justify="right")
     table.add_column("source")
     for number, one in enumerate(found.traffic):
@@ -86,9 +86,9 @@ def _notes(found: DryRun) -> list[str]:
     if model.encoded_bytes != model.exchanged_bytes:
         most = model.encoded_at_most
         bound = "" if most is None else f", at most {most / 1e6:.4g} MB"
-        is_fixed = most is not None and most - model.encoded_bytes < FIXED * most
-        of = "" if is_fixed else f" of normally distributed values{bound}"
-        notes[0] += f": {model.encoded_bytes / 1e6:.4g} MB{of}"
+        is_fixed = most is not None and most - model.encoded_bytes < FIXED_WITHIN * most
+        assuming = "" if is_fixed else f" for normally distributed values{bound}"
+        notes[0] += f": {model.encoded_bytes / 1e6:.4g} MB{assuming}"
     notes.append(f"one exchange alone takes {found.exchange_seconds:.3g} s, at {found.exchange_rate}")
     if not found.between_machines:
         notes.append("all peers are on one machine: seconds assume a separate link for each")

@@ -80,7 +80,7 @@ class Codec(abc.ABC):
 
     def __post_init__(self) -> None:
         if self.small < 0:
-            raise ValueError("small counts elements and is not negative")
+            raise ValueError("small must be a number of elements, 0 or more")
         if self.squeezed not in SQUEEZERS:
             raise ValueError(f"squeezed is one of {', '.join(SQUEEZERS[1:])}, or nothing")
 

@@ -100,7 +100,7 @@ class LocalSteps(PerTensor):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.k < 1:
-            raise ValueError("k counts frames and is at least 1")
+            raise ValueError("k must be at least 1 frame")
         if self.small:
             raise ValueError("small must be 0: all tensors are sent in the same frame")
 

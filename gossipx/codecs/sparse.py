@@ -243,7 +243,7 @@ class DGC(_Sparse):
         if self.feedback:
             raise ValueError("dgc accumulates unsent values itself: feedback=true would count them twice")
         if not 0 <= self.momentum < 1:
-            raise ValueError("momentum is at least 0 and below 1")
+            raise ValueError("momentum must be at least 0 and below 1")
         if not (self.clip >= 0 and math.isfinite(self.clip)) or self.warmup < 0:
             raise ValueError("clip is a norm, a finite number of at least 0, and warmup counts frames from 0")
         if not 0 <= self.sample <= 1:

@@ -223,7 +223,7 @@ class Stochastic3(PerTensor):
 
 def _check_sparsity(sparsity: float, error: type[Exception]) -> None:
     if not 1 <= sparsity < 2:
-        raise error(f"sparsity is at least 1 and below 2, not {sparsity}")
+        raise error(f"sparsity must be at least 1 and below 2, not {sparsity}")
 
 
 def compiled() -> Any:

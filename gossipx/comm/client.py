@@ -1,7 +1,8 @@
 """The sending side of a peer: worker threads that send requests on connections which this peer has opened.
 
 :meth:`Client.request` queues a job and returns. A worker takes the job, picks or opens a connection, waits for the
-reply and calls ``done``.
+reply and calls ``done``. A *carrier*, such as gloo or NCCL, transfers payloads between two processes outside the stream
+of their connection.
 """
 
 from __future__ import annotations
@@ -47,9 +48,11 @@ _WORKER_IDLE = 30.0
 
 @dataclass(eq=False)
 class Job:
-    """One outgoing request; fields as the arguments of :meth:`gossipx.comm.CommManager.request`.
+    """One outgoing request.
 
     Attributes:
+        payload: receives the bytes that the reply carries; None: they are dropped.
+        brought: the bytes that the request carries; None: none.
         cancelled: whether the caller has cancelled the request.
         link: the connection in use now, or the loopback of a request to this peer itself; aborting it ends the request.
     """
@@ -85,8 +88,11 @@ class Client:
         self._jobs: deque[Job] = deque()
         self._unfinished: set[Job] = set()
         self._idle_workers = 0
-        # What is known of each peer's current process, by rank. A new process has a new local name and starts afresh.
-        self._process_names: dict[int, str] = {}  # local name of the process that last completed a handshake
+        # What is known of each peer's current process, by rank. A new process listens on a new Unix socket, and what
+        # was known of the old one is forgotten.
+        self._process_names: dict[
+            int, str
+        ] = {}  # name of the Unix socket of the process that last completed a handshake
         self._unreachable_locally: set[int] = set()  # on this machine, but its Unix socket is unreachable
         self._without_carrier: set[int] = set()  # no carrier can be built with it
 
@@ -116,7 +122,8 @@ class Client:
         if link is not None:
             link.abort()  # wakes the worker, which finishes the job
             return
-        # The job has not begun, so nothing writes to its payload. Without a thread to spare, the worker finishes it.
+        # The job uses no connection, so nothing writes to its payload. If no thread can be started, the worker
+        # finishes the job.
         with contextlib.suppress(RuntimeError):
             call_back_in_thread(lambda result: self._finish(job, result), self._cancelled_error(job))
 
@@ -179,10 +186,12 @@ class Client:
                 before = self._process_names.get(job.to)
             reply = self._attempt(job, without_carrier=True)  # raises if the peer is unreachable
             with self._lock:
-                new = self._process_names.get(job.to) == before and job.to not in self._without_carrier
-                if new:
+                # The retry succeeded, so only the carrier fails. Record that, unless another process has answered.
+                is_same_process = self._process_names.get(job.to) == before
+                is_news = is_same_process and job.to not in self._without_carrier
+                if is_news:
                     self._without_carrier.add(job.to)
-            if new:
+            if is_news:
                 log.warning("models from %s use sockets from now on: %s", self._member.names[job.to], error)
             return reply
 
@@ -212,7 +221,7 @@ class Client:
             if carriers is not None and link.carrier is None and not without_carrier and _wants_bytes(job):
                 # Half of the time left: if the carrier cannot be built, the other half remains for a transfer without
                 # one.
-                by = (time.monotonic() + self._soon(job.deadline)) / 2
+                by = (time.monotonic() + self._setup_deadline(job.deadline)) / 2
                 link.ask_for_carrier(carriers, next(self._numbers), by)
             frame = link.ask(job.request, next(self._numbers), job.deadline, job.payload, job.brought)
         self._links.release(job.to, link)
@@ -220,7 +229,11 @@ class Client:
 
     @contextlib.contextmanager
     def _registered(self, link: Link | LoopbackRequest, job: Job) -> Iterator[None]:
-        """Register ``link`` with the job, so that cancelling aborts it; CancelledError if that has happened."""
+        """Register ``link`` with the job for the block, so that cancelling the job aborts the link.
+
+        Raises:
+            CancelledError: the job was cancelled before or during the block.
+        """
         with self._lock:
             if job.cancelled:
                 raise self._cancelled_error(job)
@@ -235,7 +248,7 @@ class Client:
 
     def _open(self, to: int, deadline: float) -> Link:
         """Open a connection to peer ``to`` and complete the handshake."""
-        member, deadline = self._member, self._soon(deadline)
+        member, deadline = self._member, self._setup_deadline(deadline)
         link = self._links.add(member.transport.connect(member.addresses[to], deadline))
         welcome = self._greet(link, to, deadline)
         here = self._record_process(welcome, to)
@@ -262,8 +275,8 @@ class Client:
             machine = self._member.machine
             return machine != "" and welcome.machine == machine and to not in self._unreachable_locally
 
-    def _soon(self, deadline: float) -> float:
-        """Return the deadline of a handshake."""
+    def _setup_deadline(self, deadline: float) -> float:
+        """Return the deadline for a handshake or for building a carrier."""
         return min(deadline, time.monotonic() + self._member.timeout)
 
     def _open_local(self, welcome: Welcome, to: int, link: Link, deadline: float) -> Link | None:

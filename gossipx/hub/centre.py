@@ -106,5 +106,5 @@ class Centre:
         self.step = max(self.step, request.step)
         reply, ticket = ModelReply(self.step), waiting.ticket
         # The answer comes before the merge, so it carries the centre as it was.
-        given = Answer(waiting.event.key, reply, now + request.patience, captured=self.ticket, differs=ticket)
+        given = Answer(waiting.event.key, reply, now + request.patience, captured=self.ticket, difference_from=ticket)
         return [given, Merge(ticket, self.ticket, own=1 - self._share, theirs=self._share)]

@@ -30,7 +30,8 @@ PAGE = {
         "Share of time that workers wait for tables": ["Multiline", ["time/tables_fraction"]],
     },
 }
-"""Parts of the custom-scalars page; each chart overlays all peers of all runs. Figure numbers are the paper's."""
+"""Parts of the custom-scalars page; each chart overlays all peers of all runs. Figure and equation numbers are those of
+Adaptive Communication."""
 
 
 class TensorBoardRecorder:
@@ -59,6 +60,7 @@ class TensorBoardRecorder:
         self._writer.add_custom_scalars({part: PAGE[part] for part in parts})
         # SummaryWriter.add_hparams would create a separate run beside this one.
         file_writer = self._writer._get_file_writer()  # type: ignore[no-untyped-call]
+        # Only the name of the metric is used, not its value.
         for part in hparams_summary(dict(hparams), {"test/accuracy": 0.0}):  # type: ignore[no-untyped-call]
             file_writer.add_summary(part)
 

@@ -1,9 +1,9 @@
 """Effects: the actions that a role requests from its driver.
 
-A role only decides. The driver carries out the effects in order and reports their outcomes as events
-(:mod:`gossipx.protocol.events`). Effects on the tables of a parameter server are in
-:mod:`gossipx.protocol.table_effects`. The driver of real processes carries out those whose order matters under its
-lock, and all others after it has released the lock. A *ticket* is a number that the role allocates for one of its
+A role is a state machine of one peer, and only decides. The driver carries out the effects in order and reports their
+outcomes as events (:mod:`gossipx.protocol.events`). Effects on the tables of a parameter server are in
+:mod:`gossipx.protocol.table_effects`. The driver of real processes carries out an effect under its lock if its
+order matters, and else after it has released the lock. A *ticket* is a number that the role allocates for one of its
 requests or for a model that the driver keeps for it; a *key* names a received request.
 
 ============  ============================================================  =========================================
@@ -42,8 +42,8 @@ from gossipx.protocol.table_effects import Pieces, RequestedBucket, TableEffect
 class Send:
     """Send ``request``. Exactly one of Replied and Failed follows, by ``deadline``.
 
-    When the model of the reply is mixed, the difference is taken from a base: for a pull, our model as it is now; for a
-    take, the captured one. An elastic request carries its base.
+    A later :class:`Mix` adds a share of the difference between the model of the reply and a base. For a pull, the base
+    is our model when the request is sent. An elastic request carries its base.
 
     Attributes:
         ticket: of the request; the model of its reply is kept under it.
@@ -74,11 +74,12 @@ class Answer:
         captured: send the model kept under this ticket (:class:`Capture`), rather than that of the last step boundary.
         begins: earliest time at which to send.
         tables: send this bucket, after all earlier effects on the tables.
-        copies: send a copy of this shard's tables, after all earlier effects on the tables.
+        copied_shard: send a copy of the tables of the shard with this index, after all earlier effects on the tables.
         in_order: reply only after all earlier effects on the tables.
         pieces: send the values and state of these pieces of tables, after all earlier effects on the tables.
         taker: for a model that a codec may encode: the requester's rank, and the checksums of what it has.
-        differs: for a centre, the ticket of the requester's model: a codec encodes their difference.
+        difference_from: for a reply that carries a centre, the ticket of the requester's model. A codec encodes the
+            difference between the two.
     """
 
     key: Hashable
@@ -88,11 +89,11 @@ class Answer:
     captured: int | None = None
     begins: float = 0.0
     tables: RequestedBucket | None = None
-    copies: int | None = None
+    copied_shard: int | None = None
     in_order: bool = False
     pieces: Pieces | None = None
     taker: tuple[int, tuple[int, ...]] | None = None
-    differs: int | None = None
+    difference_from: int | None = None
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Capture:
 class Merge:
     """Merge the model under ``ticket`` into the captured model h: h ← (own · h + theirs · x_j) / (own + theirs).
 
-    Our weights do not change. The merge is all or nothing. Merged follows, and the ticket is released.
+    Our model does not change. The merge is all or nothing. Merged follows, and the ticket is released.
 
     Attributes:
         into: ticket of h.

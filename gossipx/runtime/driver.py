@@ -363,7 +363,9 @@ class Driver:
                 return
             comm.answer(answer.key, encoded, payload=payload, deadline=answer.deadline, begins=answer.begins, done=done)
 
-        if snapshot.settled or answer.differs is not None:  # an uploaded model is merged next, and that waits anyway
+        if (
+            snapshot.settled or answer.difference_from is not None
+        ):  # an uploaded model is merged next, and that waits anyway
             send()
         else:  # the copy is complete at the next step boundary; the outbox thread sends it, not the training thread
             snapshot.when_settled(lambda: self.outbox.post(send))
@@ -371,7 +373,7 @@ class Driver:
     def _encode(self, answer: Answer, reply: ModelReply, snapshot: Snapshot) -> tuple[ModelReply, Source]:
         """Encode a model for the wire. Return the reply with the codec's fields, and the payload."""
         codec = self.transfers.codec
-        upload_sink = None if answer.differs is None else self.transfers.upload_sink(answer.differs)
+        upload_sink = None if answer.difference_from is None else self.transfers.upload_sink(answer.difference_from)
         if upload_sink is not None:
             return upload_sink.answered(snapshot.buffer.vectors, reply)
         if codec is None or answer.taker is None:

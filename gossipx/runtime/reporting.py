@@ -23,7 +23,7 @@ log = logging.getLogger("gossipx")
 
 
 class Reporter:
-    """The reports of one peer. All methods are for the training thread.
+    """The reports of one peer. All public methods are for the training thread.
 
     Args:
         module: the model whose accuracy is measured.
@@ -70,9 +70,10 @@ class Reporter:
         self._recorder.scalar(tag, value, self._arena.step)
 
     def _retrieved(self, retrieval: Retrieval) -> None:
+        """Keep a retrieval until the training thread records it; the driver may call this on any thread."""
         if retrieval.distance is not None:
             self.figures.squared_distances.append(retrieval.distance**2)
-        self.figures.retrievals.append(retrieval)  # recorded by the training thread at its next step
+        self.figures.retrievals.append(retrieval)
 
     def step_done(self, delta: float) -> None:
         """Record the figures of an iteration that are due."""
@@ -153,6 +154,7 @@ class Reporter:
             step=self._arena.step,
             loss=self._last.get("train/loss"),
             accuracy=self._last.get("test/accuracy"),
+            # a server that does not train shows the gradients that it has taken in
             retrievals=self._role.sync.retrievals if self._role.trains else self._role.server.taken_in,
             bytes=self._comm.bytes_received,
         )
@@ -182,7 +184,8 @@ class Reporter:
         """Measure the model's accuracy. Return None if it is not measured or not a finite number."""
         if self._evaluate is None:
             return None
-        self._arena.snapshot().release()  # other peers get this copy meanwhile: evaluate may change the model briefly
+        # evaluate may change the model briefly. A snapshot makes the arena copy it, and other peers get that copy.
+        self._arena.snapshot().release()
         result = self._evaluate(self._module)
         try:
             accuracy = float(result)
@@ -191,11 +194,12 @@ class Reporter:
             return None
         return accuracy if math.isfinite(accuracy) else None
 
-    def report(self, before: float | None, after: float | None) -> dict[str, Any]:
+    def report(self, accuracy_before_finish: float | None, accuracy: float | None) -> dict[str, Any]:
         """Return this peer's figures for the summary.
 
         Args:
-            before, after: the model's accuracy before and after the finish.
+            accuracy_before_finish: the model's accuracy before the finish.
+            accuracy: the final model's accuracy.
         """
         figures, sync = self.figures, self._role.sync
         return {
@@ -209,8 +213,8 @@ class Reporter:
             "bytes_received": figures.received(figures.bytes_at_end),
             "bytes_sent": figures.before.bytes_sent + self._comm.bytes_sent,
             "finish_bytes": figures.finish_bytes,
-            "test_accuracy": after,
-            "test_accuracy_before_finish": before,
+            "test_accuracy": accuracy,
+            "test_accuracy_before_finish": accuracy_before_finish,
             "blocked_seconds": figures.blocked if self._role.trains else None,
             "overhead_seconds": figures.overhead,
             "train_seconds": figures.seconds,

@@ -93,7 +93,7 @@ class ShardKeeper:
         self._begun.clear()
 
     def save_checkpoint(self, shard: int, clock: int, state: dict[str, Any]) -> None:
-        """Take a checkpoint, after all earlier changes were applied.
+        """Take a checkpoint of a shard. All earlier changes must have been applied.
 
         It is skipped while the shard's previous one is still being written. With journals, the first one of a layout is
         waited for, since the journal is useless without it.
@@ -132,8 +132,8 @@ class ShardKeeper:
         """Open the journal of the changes after the checkpoint of ``clock``.
 
         Args:
-            after: delete the journals of later clocks, which a run that resumed from an earlier checkpoint has
-                abandoned; −1: delete all, which are of another layout.
+            after: delete the journals of clocks after this one, because the run has resumed from an earlier checkpoint.
+                −1 deletes all, because they are of another layout.
             append: continue an existing journal.
         """
         if previous := self._journals.pop(shard, None):
@@ -179,15 +179,15 @@ class ShardKeeper:
             first: the number of the first record after it.
         """
         directory, last = self._stores[shard].directory.parent, clock
-        for number, (begun, words, content) in enumerate(journal.read(directory, clock), first):
+        for number, (journal_clock, words, content) in enumerate(journal.read(directory, clock), first):
             record = message_of(kind_of(RecordRequest), words)
             assert isinstance(record, RecordRequest)
             if (record.copy, record.number) != (self._epoch, number):
                 message = "shard %d: the journal has a gap between clocks %d and %d: later changes are lost"
-                log.warning(message, shard, last, begun)
+                log.warning(message, shard, last, journal_clock)
                 journal.drop(directory, after=last)
                 return
-            last = begun
+            last = journal_clock
             yield record, Gradient(record, content)
 
     def restore_tables(self, index: int) -> dict[str, Any] | None:
@@ -247,7 +247,8 @@ class ShardKeeper:
         clock = shard.clock.clock
         if self._keeps_journals and self._is_of_this_layout(state):
             self._begin_journal(shard.index, clock, after=clock)
-        elif self._keeps_journals:  # epochs restart from 0 in a resumed run, so this needs a new first checkpoint
+        elif self._keeps_journals:
+            # Epochs restart from 0 in a resumed run. A journal cannot continue a checkpoint of another layout or epoch.
             self.save_checkpoint(shard.index, clock, shard.state_dict())
 
     def _restore(self, shard: int, found: Checkpoint) -> None:

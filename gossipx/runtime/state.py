@@ -88,7 +88,7 @@ class TrainingState:
 
     @property
     def iteration(self) -> int:
-        """The number of iterations done; for a hub that does not train, the highest among models in its centre."""
+        """The number of iterations done; for a hub that does not train, the highest of the models in its centre."""
         centre = self._centre
         return self._driver.arena.step if centre is None or self._driver.role.trains else centre.step
 
@@ -125,6 +125,7 @@ class TrainingState:
             if (centre := self._centre) is not None and (held := driver.captures.hold(centre.ticket)) is not None:
                 with contextlib.ExitStack() as after:
                     after.callback(held.release)
+                    # "held" is the iteration of the held model.
                     parts[HUB] = pack({**centre.state_dict(), "held": held.step, "vectors": held.buffer.vectors}, HUB)
             others = {name: copy_of(tensor) for name, tensor in layout.others(self._module).items()}
             undo.pop_all()

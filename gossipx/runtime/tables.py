@@ -181,8 +181,8 @@ class TableWork:
             encoded = self._table_store.encode(answer.tables)
             reply = dataclasses.replace(reply, parts=encoded.parts, base=encoded.base)
             self._reply(answer, reply, encoded.source, lambda: self._table_store.release(shard, encoded))
-        elif answer.copies is not None and isinstance(reply, CopyReply):
-            source = self._table_store.copy(answer.copies)
+        elif answer.copied_shard is not None and isinstance(reply, CopyReply):
+            source = self._table_store.copy(answer.copied_shard)
             self._reply(answer, dataclasses.replace(reply, size=source.view.nbytes), source, nothing)
         elif answer.pieces is not None and isinstance(reply, TablesReply):
             self._answer_pieces(answer, reply, answer.pieces)

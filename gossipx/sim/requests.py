@@ -277,7 +277,7 @@ class SimRequests(abc.ABC):
             else:
                 snapshot = self.models.captures[answer.captured].now.hold()
             reply = dataclasses.replace(reply, step=snapshot.step)
-            differs = None if answer.differs is None else self._exchanges[answer.differs].upload_sink
+            differs = None if answer.difference_from is None else self._exchanges[answer.difference_from].upload_sink
             if differs is not None:
                 reply, source = differs.answered(snapshot.buffer.vectors, reply)
                 payload += source.view

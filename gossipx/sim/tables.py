@@ -147,8 +147,8 @@ class SimTables:
     ) -> tuple[TablesReply | CopyReply, bytearray]:
         """Return a reply as it is sent, and its payload."""
         if isinstance(reply, CopyReply):
-            assert answer.copies is not None
-            content = bytearray(self.table_store.copy(answer.copies).view)
+            assert answer.copied_shard is not None
+            content = bytearray(self.table_store.copy(answer.copied_shard).view)
             return dataclasses.replace(reply, size=len(content)), content
         if answer.pieces is not None:
             packed = self.table_store.pack(answer.pieces)

@@ -49,7 +49,7 @@ class TransmitBuffer(Replaceable):
         self.data = data
 
     def add(self, gradient: Tensor) -> None:
-        """Replace the buffer with an iteration's gradient, flat."""
+        """Take an iteration's gradient, flat, in place of the one before. A subclass may add a residual to it."""
         self.data.copy_(gradient)
 
     def encode(self) -> Encoded:
@@ -63,7 +63,7 @@ class GradientStorage(Replaceable):
     """A worker's storage that receives a table's gradients from autograd and splits them among its transmit buffers.
 
     Args:
-        buffers: the transmit buffers of the table's partitions, in order.
+        buffers: the transmit buffers of the table's partitions, in order; still empty in the constructor.
     """
 
     def __init__(self, buffers: Sequence[TransmitBuffer]):
@@ -150,8 +150,8 @@ class ClientTable(Replaceable):
         storages: the classes to make them with.
 
     Attributes:
-        senders: the transmit buffers of its partitions, in order.
-        takers: the apply buffers of its partitions, in order.
+        senders: the transmit buffers of its partitions, in order; filled by the table store.
+        takers: the apply buffers of its partitions, in order; filled by the table store.
     """
 
     def __init__(self, parameter: Tensor, storages: Storages):
@@ -184,7 +184,10 @@ class ServerTable(Replaceable):
         self.storage: ServerStorage = storages.server(data)
 
     def update(self, encoded: memoryview) -> Tensor:
-        """Return the gradient that a worker sent, flat; raises as :meth:`ServerStorage.decode`."""
+        """Return the gradient that a worker sent, flat; the optimizer applies it later.
+
+        Raises as :meth:`ServerStorage.decode`.
+        """
         return self.storage.decode(encoded)
 
     def get(self) -> Encoded:
@@ -236,7 +239,7 @@ def load_states(parts: Sequence[Replaceable], states: Sequence[object]) -> None:
 
 
 def raw(values: Tensor) -> memoryview:
-    """Return the bytes of a flat tensor in host memory, writable."""
+    """Return a writable view of the bytes of a flat tensor in host memory."""
     return memoryview(values.view(torch.uint8).numpy().data) if values.numel() else memoryview(bytearray())
 
 

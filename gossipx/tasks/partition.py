@@ -21,7 +21,7 @@ from gossipx.tasks.seeds import seeded
 Indices = npt.NDArray[np.int64]
 
 SMALLEST_ALPHA = 1e-6
-"""The minimum of alpha: at smaller values, too, each class belongs to a single peer."""
+"""The minimum of alpha. At this value each class already belongs to a single peer."""
 
 
 @dataclass(frozen=True)

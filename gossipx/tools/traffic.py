@@ -19,7 +19,7 @@ from gossipx.topology import agreement_meeting, agreement_rounds
 from gossipx.topology.analysis import traffic_of
 from gossipx.topology.weights import Matrix
 
-PAPERS_PERIOD, PAPERS_TAU = 10, 5000
+PAPERS_TAU, PAPERS_TAU_RETRIEVALS = 10, 5000
 PAPERS_ADAPTIVE = {"alexnet": 365, "googlenet": 532, "convnet": 250}
 """Adaptive Communication, Table II: retrievals by model (tau:10 makes 5,000), at the thresholds of section VI."""
 
@@ -70,9 +70,9 @@ def counts(policy: Policy, iterations: int, model: str | None, seen: ObservedRet
     warmup, silence = min(policy.warmup, iterations), policy.max_silence
     after = iterations - warmup
     forced = after // silence if silence else 0
-    settled = _settled(policy, iterations, warmup)
-    if settled is not None:
-        known, often = settled
+    predictable = _predictable(policy, iterations, warmup)
+    if predictable is not None:
+        known, often = predictable
         if not silence:
             return [Count(known, often, often)]
         return [Count("bounds, by max_silence", max(often, forced), min(after, often + forced + 1))]
@@ -82,9 +82,11 @@ def counts(policy: Policy, iterations: int, model: str | None, seen: ObservedRet
         found.append(_within(known, seen.least * iterations, seen.most * iterations, forced, after))
     elif isinstance(policy, Adaptive) and policy.threshold in PAPERS_THRESHOLDS and not policy.relative:
         papers = [PAPERS_ADAPTIVE[model]] if model in PAPERS_ADAPTIVE else sorted(PAPERS_ADAPTIVE.values())
-        share = iterations / PAPERS_PERIOD / PAPERS_TAU
+        share = (
+            iterations / PAPERS_TAU / PAPERS_TAU_RETRIEVALS
+        )  # of the retrievals that tau:10 makes in the paper's run
         shown = " to ".join(str(papers[place]) for place in sorted({0, len(papers) - 1}))
-        known = f"Table II, {shown} of {PAPERS_TAU}"
+        known = f"Table II, {shown} of {PAPERS_TAU_RETRIEVALS}"
         found.append(_within(known, papers[0] * share, papers[-1] * share, forced, after))
     return [*found, Count("at least, at most", forced, after)]
 
@@ -94,7 +96,8 @@ def _within(known: str, least: float, most: float, forced: float, after: float) 
     return Count(known, min(max(least, forced), after), min(max(most, forced), after))
 
 
-def _settled(policy: Policy, iterations: int, warmup: int) -> tuple[str, float] | None:
+def _predictable(policy: Policy, iterations: int, warmup: int) -> tuple[str, float] | None:
+    """Return the source and the number of a policy's own decisions to pull, without those that max_silence forces."""
     match policy:
         case Never():
             return "exact", 0.0
@@ -164,7 +167,10 @@ def with_servers(
 
 
 def link_seconds(sent: Matrix, machines: Sequence[int], link: float, max_rate: float | None) -> float:
-    """Return the seconds for which the busiest machine's link is occupied, in its busier direction.
+    """Return the seconds that the traffic between machines takes.
+
+    They are those of the busiest machine's link in its busier direction, or those of the busiest sender at
+    ``max_rate``, whichever is longer.
 
     Args:
         sent: bytes, [receiver, sender].

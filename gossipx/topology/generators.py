@@ -57,7 +57,7 @@ def hypercube() -> Generator:
 def exponential(base: int = 2) -> Generator:
     """Directed: each peer pulls from those 1, base, base², … ranks ahead, modulo the number of peers."""
     if base < 2:
-        raise ValueError("base is at least 2")
+        raise ValueError("base must be at least 2")
 
     def make(size: int, seed: int) -> Any:
         # Ying et al., "Exponential Graph is Provably Efficient for Decentralized Deep Training" (2021), for base 2.
@@ -85,9 +85,9 @@ def expander() -> Generator:
 
 
 def regular(degree: int = 4) -> Generator:
-    """Random, all with degree neighbours (one more if degree and the number of peers are odd)."""
+    """A random graph where each peer has ``degree`` neighbours (one more if degree and size are both odd)."""
     if degree < 3:
-        raise ValueError("degree is at least 3; the regular graph of degree 2 is the ring")
+        raise ValueError("degree must be at least 3; the regular graph of degree 2 is the ring")
 
     def make(size: int, seed: int) -> Any:
         possible = degree + degree * size % 2
@@ -100,9 +100,9 @@ def regular(degree: int = 4) -> Generator:
 
 
 def small_world(degree: int = 4, p: float = 0.1) -> Generator:
-    """A ring where each peer has its degree nearest neighbours, and with probability p a random shortcut per edge."""
+    """A ring where each peer has its ``degree`` nearest neighbours; each edge adds a shortcut with probability p."""
     if degree < 2 or degree % 2:
-        raise ValueError("degree is even and at least 2: half of it on each side")
+        raise ValueError("degree must be even and at least 2: half of it on each side")
     _probability(p)
     # Newman and Watts add shortcuts; in Watts and Strogatz' model they replace edges, which may disconnect the graph.
     return lambda size, seed: nx.newman_watts_strogatz_graph(size, min(degree, size), p, seed=seed)
@@ -121,9 +121,9 @@ def erdos_renyi(p: float) -> Generator:
 
 
 def hierarchical(sites: int = 2) -> Generator:
-    """Sites of nearly equal size: all peers of a site are neighbours, and each has one twin in every other site."""
+    """Sites of nearly equal size: all peers of a site are neighbours, and so are the k-th peers of all sites."""
     if sites < 1:
-        raise ValueError("sites is at least 1")
+        raise ValueError("sites must be at least 1")
 
     def make(size: int, seed: int) -> Any:
         count = min(sites, size)
@@ -144,7 +144,7 @@ def bipartite() -> Generator:
 
 def _probability(p: float) -> None:
     if not 0 <= p <= 1:
-        raise ValueError("p is a probability, from 0 to 1")
+        raise ValueError("p must be a probability, from 0 to 1")
 
 
 GENERATORS: dict[str, Callable[..., Generator]] = {

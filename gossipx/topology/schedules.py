@@ -174,7 +174,7 @@ def one_peer() -> Maker:
 def inner_outer(outer: float = 0.1) -> Maker:
     """A random neighbour on the same machine or site, or with probability outer on another one."""
     if not 0 <= outer <= 1:
-        raise ValueError("outer is a probability, from 0 to 1")
+        raise ValueError("outer must be a probability, from 0 to 1")
     return lambda topology: InnerOuter(topology, outer)
 
 

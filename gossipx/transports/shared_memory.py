@@ -15,8 +15,9 @@ from gossipx.errors import NoCarrierError, ProtocolError
 from gossipx.memory import cannot_shrink
 from gossipx.wire import CarrierReply, Message, NoCarrierReply, Noted
 
-# Blocks of another peer's memory that stay mapped: as many as a peer has models in use at once. Small blocks, which a
-# server uses per bucket of tables, have a limit of their own: a number, and a total size.
+# Blocks of another peer's memory that stay mapped. While all of them together have at most _SMALL_BYTES, _SMALL blocks
+# are kept, because a server has a small one per bucket of tables. Above that size _MAPPED are kept, the number of models
+# that a peer has in use at once.
 _MAPPED, _SMALL, _SMALL_BYTES = 4, 512, 2**28
 # Limit on values from one side for one carrier: gloo sends three, NCCL one.
 _MOST_NOTES = 64
@@ -29,7 +30,7 @@ class PeerMemory:
         self._mapped: dict[tuple[int, int], mmap.mmap] = {}  # by device and inode, oldest first
 
     def view(self, descriptor: int, nbytes: int) -> memoryview:
-        """Map at least ``nbytes`` of a descriptor, which is closed; writes to the view stay local.
+        """Map at least ``nbytes`` of a descriptor, and close the descriptor. Writes to the view stay local.
 
         Raises:
             ProtocolError: the memory is smaller than that, or could be truncated later.
@@ -41,7 +42,7 @@ class PeerMemory:
                 if not stat.S_ISREG(status.st_mode) or status.st_size < nbytes or not cannot_shrink(descriptor):
                     raise ProtocolError(f"its descriptor is not {nbytes} bytes of memory sealed against truncation")
                 while self._crowded(status.st_size):
-                    self._mapped.pop(next(iter(self._mapped)))
+                    self._mapped.pop(next(iter(self._mapped)))  # unmapped when its last view is gone
                 # Private, so that nothing written here reaches the other side; writable, because torch warns about
                 # read-only buffers.
                 self._mapped[place] = mmap.mmap(descriptor, status.st_size, flags=mmap.MAP_PRIVATE)

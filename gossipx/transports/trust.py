@@ -26,7 +26,7 @@ class Trust:
 
     Args:
         others: number of other peers in the run.
-        peer_timeout: seconds.
+        peer_timeout: seconds after which a peer begins without those that it has not found.
     """
 
     def __init__(self, others: int, peer_timeout: float):
@@ -36,7 +36,7 @@ class Trust:
         self._strangers = 0
         self._logged = (-math.inf, 0)  # time of the last log line about strangers, and their number then
         self._is_admitted = False
-        self._rejected_by: set[int] = set()
+        self._at_odds: set[int] = set()  # ranks of peers that turned this one away or were turned away by it
         self._doubt: NotAuthorisedError | RefusedError | None = None
 
     @property
@@ -52,9 +52,9 @@ class Trust:
         has admitted it, the peers that turn it away are taken for the strangers.
         """
         with self._lock:
-            everybody = len(self._rejected_by) == self._others
+            everybody = len(self._at_odds) == self._others
             late = time.monotonic() > self._gives_up_at
-            return not self._is_admitted and bool(self._rejected_by) and (everybody or late)
+            return not self._is_admitted and bool(self._at_odds) and (everybody or late)
 
     @property
     def doubt(self) -> NotAuthorisedError | RefusedError | None:
@@ -75,7 +75,7 @@ class Trust:
         """Record that this peer was turned away by, or has turned away, the peer of this rank."""
         with self._lock:
             self._doubt = error
-            self._rejected_by.add(rank)
+            self._at_odds.add(rank)
 
     def record_stranger(self, remote: str, error: NotAuthorisedError | StrangerError) -> None:
         """Record that an inbound connection was turned away; log it at a limited rate."""

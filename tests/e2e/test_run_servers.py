@@ -39,7 +39,7 @@ def test_codecs_both_ways_move_a_fortieth_of_the_bytes(tmp_path: Path) -> None:
 def test_a_wrong_codec_is_refused(tmp_path: Path) -> None:
     with folder(tmp_path, 2) as here:
         ended = here.start_run("--servers", "0", "--push-codec", "3lc:3").end()
-    assert "codec '3lc:3': sparsity is at least 1 and below 2, not 3.0" in one_line(ended, 2)
+    assert "codec '3lc:3': sparsity must be at least 1 and below 2, not 3.0" in one_line(ended, 2)
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def errors(made: World, rank: int) -> list[Tensor]:
     ("options", "told"),
     [
         ({"push_codec": "3lb"}, r"unknown codec '3lb' \(did you mean '3lc'\?\)"),
-        ({"push_codec": "3lc:2.5"}, "sparsity is at least 1 and below 2, not 2.5"),
+        ({"push_codec": "3lc:2.5"}, "sparsity must be at least 1 and below 2, not 2.5"),
         ({"push_codec": "3lc+lz4"}, r"one of \+zlib, \+zstd may follow, once"),
         ({"push_codec": "dgc:feedback=true"}, "would count them twice"),
     ],

@@ -269,7 +269,11 @@ def test_a_hub_answers_with_the_difference_that_it_moves_by(bench: Bench):
     around = Around(bench)
     before = bench.module.weight.detach().clone()
     bench.do(Capture(100))
-    bench.role.next = [Keep(1, 7), Answer(1, ModelReply(0), math.inf, captured=100, differs=7), Merge(7, 100, 0.5, 0.5)]
+    bench.role.next = [
+        Keep(1, 7),
+        Answer(1, ModelReply(0), math.inf, captured=100, difference_from=7),
+        Merge(7, 100, 0.5, 0.5),
+    ]
     request = around.bring()
     assert bench.role.told[-1] == Merged(7, 100, True)
     ((reply, content),) = bench.comm.answers

@@ -157,14 +157,14 @@ def test_neighbours_in_turn_begin_with_the_next() -> None:
 @pytest.mark.parametrize(
     ("spec", "told"),
     [
-        ("exponential:base=1", "base is at least 2"),
-        ("regular:degree=2", "degree is at least 3"),
+        ("exponential:base=1", "base must be at least 2"),
+        ("regular:degree=2", "degree must be at least 3"),
         ("regular:degre=3", "unknown key 'degre' (did you mean 'degree'?); 'regular' takes degree=INTEGER"),
         ("small-world:3", "degree is even"),
-        ("small-world:p=1.5", "p is a probability"),
+        ("small-world:p=1.5", "p must be a probability"),
         ("erdos-renyi", "a value is missing; 'erdos-renyi' takes p=NUMBER"),
-        ("erdos-renyi:p=nan", "p is a probability"),
-        ("hierarchical:sites=0", "sites is at least 1"),
+        ("erdos-renyi:p=nan", "p must be a probability"),
+        ("hierarchical:sites=0", "sites must be at least 1"),
         ("ring:2", "'ring' takes no keys"),
     ],
 )

@@ -191,7 +191,7 @@ def test_the_topologys_own_schedule_is_the_default() -> None:
     ("spec", "told"),
     [
         ("onepeer", "unknown schedule 'onepeer' (did you mean 'one-peer'?): one of bandwidth-aware, inner-outer"),
-        ("inner-outer:outer=2", "outer is a probability"),
+        ("inner-outer:outer=2", "outer must be a probability"),
         ("static:3", "'static' takes no keys"),
     ],
 )

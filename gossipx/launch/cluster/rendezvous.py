@@ -35,14 +35,16 @@ log = logging.getLogger("gossipx")
 TELL_AFTER = 10.0
 """Seconds of waiting after which a warning names the missing ranks."""
 LINGER = 10.0
-"""Seconds that rank 0 keeps its store open after its start has failed, so that late ranks read the reason."""
+"""Maximum seconds for which rank 0 keeps its store open after the rendezvous has failed, so that late ranks can read
+the reason."""
 POLLS = (0.01, 0.5)
-"""Seconds between two polls of the store, shortest and longest; 1000 ranks then send about 4,000
-requests per second."""
+"""Shortest and longest pause between two polls of the store, in seconds. A poll is two requests, so with the longest
+pause 1,000 ranks send about 4,000 requests per second."""
 MOST_TEXT = 1 << 20
 """Maximum bytes of a value that a rank publishes."""
-_CONNECT = 5.0
-_SHOWN = 500
+_CONNECT = 5.0  # seconds of one attempt to connect to rank 0
+_SHOWN = 500  # characters shown of another rank's error
+# Number of this process's rendezvous so far. All ranks must count alike, because it is part of the keys' prefix.
 _joins = itertools.count()
 
 
@@ -77,15 +79,15 @@ class Rendezvous:
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._place = f"{world.master}:{world.port}"
-        self._hosts = world.size > 1 and not world.hosted and world.rank == 0
+        self._hosts_store = world.size > 1 and not world.hosted and world.rank == 0
         self.own = self.reached = "127.0.0.1"
         self._store: Store | None = self._open(f"gossipx/{world.run}/{next(_joins)}/")
         token = secrets.token_hex(8)
         first = self._do(lambda store: store.compare_set(f"here/{world.rank}", "", token))
         if first != token.encode():
             error = UsageError(
-                f"two processes have rank {world.rank} of {world.source}, or another run uses {self._place} too: give"
-                f" each process its own rank, and each run its own port, {_port_knob(world)}"
+                f"two processes got rank {world.rank} from {world.source}, or another run uses {self._place} too: give"
+                f" each process its own rank, and each run its own port, {_how_to_set_port(world)}"
             )
             self._give_up(error)
             raise error
@@ -136,17 +138,21 @@ class Rendezvous:
         """Leave; rank 0, if it hosts the store, first waits until all others have what they need."""
         with contextlib.suppress(GossipxError):
             self.publish("done", True)
-            if self._hosts:
+            if self._hosts_store:
                 self.gather("done")
 
     def _give_up(self, error: BaseException) -> None:
+        """Publish the error, so that every other rank raises it.
+
+        If rank 0 hosts the store, it then waits until each other rank has read the error and set ``heard/RANK``.
+        """
         text = str(error) if isinstance(error, GossipxError) else type(error).__name__
         code = error.exit_code if isinstance(error, GossipxError) else 130 if _interrupts(error) else 1
         failure = json.dumps({"rank": self.world.rank, "text": text, "exit": code})
         with contextlib.suppress(GossipxError):
             self._do(lambda store: store.set("failed", failure))
             self._do(lambda store: store.set(f"heard/{self.world.rank}", "1"))
-            if self._hosts and not _interrupts(error):
+            if self._hosts_store and not _interrupts(error):
                 late = self._left() < 0  # then do not wait for ranks that never arrived
                 others = [rank for rank in range(1, self.world.size) if not late or self._has(f"here/{rank}")]
                 self._deadline = time.monotonic() + LINGER
@@ -238,11 +244,11 @@ class Rendezvous:
             serves = listening is not None
             return TCPStore(host, port, None, serves, longest, wait_for_workers=False, master_listen_fd=listening)
 
-        served = store(_listen(world).detach()) if self._hosts else None
+        served = store(_listen(world).detach()) if self._hosts_store else None
         self.own, self.reached = self._reach(host, port)
         otherwise = (
             f"{self._place} is not a torch store: another program listens there, or another version of torch; give"
-            f" another port, {_port_knob(world)}"
+            f" another port, {_how_to_set_port(world)}"
         )
         return PrefixStore(prefix, served or _within(self._deadline, store, otherwise))
 
@@ -298,12 +304,13 @@ def _listen(world: World) -> socket.socket:
         listening.close()
         raise GossipxError(
             f"rank 0 cannot listen on port {world.port} for the rendezvous: {error.strerror}; give another port,"
-            f" {_port_knob(world)}"
+            f" {_how_to_set_port(world)}"
         ) from error
     return listening
 
 
-def _port_knob(world: World) -> str:
+def _how_to_set_port(world: World) -> str:
+    """Return the end of a message that says how the user sets the port."""
     if world.source == "torchrun" and world.hosted:
         return "by torchrun's --master-port or --rdzv-endpoint"
     host = world.master if world.master and not is_loopback(world.master) else "host"

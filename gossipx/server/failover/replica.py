@@ -128,7 +128,7 @@ class Standby(Records):
         self._happened.clear()  # the copy includes it
         self.copy, self.number = self.copy + 1, 0
         reply = CopyReply(self._context.incarnation, self.copy, json.dumps(shard.state_dict()), 0)
-        given = Answer(event.key, reply, now + request.patience, copies=self.shard)
+        given = Answer(event.key, reply, now + request.patience, copied_shard=self.shard)
         # An empty record follows the copy; its acknowledgement shows that the copy is safe.
         self._delayed = deque((0, answer) for _, answer in self._delayed)
         return [*dropped, given, *self._made(None, None)]

@@ -106,7 +106,7 @@ class Fixed(Growth):
 
     def __post_init__(self) -> None:
         if self.gradients < 1:
-            raise ValueError("fixed counts gradients and is at least 1")
+            raise ValueError("fixed must be at least 1 gradient")
 
     def describe(self) -> str:
         return f"fixed={self.gradients}"
@@ -132,7 +132,7 @@ def _period(name: str, every: int | str) -> int | str:
         every = int(every)
     if isinstance(every, int):
         if every < 1:
-            raise ValueError(f"{name} counts gradients and is at least 1")
+            raise ValueError(f"{name} must be at least 1 gradient")
         return every
     try:
         times = float(every.removesuffix(_OVER_RATE)) if every.endswith(_OVER_RATE) else math.nan

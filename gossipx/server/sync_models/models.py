@@ -1,7 +1,8 @@
 """The built-in sync models and their specs: ``ssp:staleness=3``, ``hybrid:step=5/lr``.
 
 All of them are push and pull conditions on one mechanism (FluentPS, Table III); see
-:mod:`gossipx.server.sync_models.conditions`.
+:mod:`gossipx.server.sync_models.conditions`. In the formulas, progress is the number of iterations that the pulling
+worker has done, and V_train is the shard's clock.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class SSP(SyncModel):
 @final
 @dataclass(frozen=True)
 class DSPS(SyncModel):
-    """Dynamic SSP: SSP with a staleness that is adapted during the run (FluentPS, section V-B).
+    """DSPS: SSP with a staleness that is adapted during the run (FluentPS, section V-B).
 
     The paper names the idea and gives no rule. Ours follows the purpose of staleness, that few workers wait: every
     ``window`` ticks, s grows by one if more than a tenth of the window's pulls had to wait, and shrinks by one if there
@@ -94,7 +95,7 @@ class DSPS(SyncModel):
         staleness: the initial s, iterations; the same as SSP's.
         low: the least s; 0 is BSP.
         high: the most; 12 is the largest that the paper tries (Figure 9).
-        window: ticks; 10, so that with two workers or more a single delayed pull is not more than a tenth.
+        window: ticks. With 10, a worker pulls ten times in a window, so a single delayed pull never raises s.
     """
 
     staleness: int = 3
@@ -104,9 +105,9 @@ class DSPS(SyncModel):
 
     def __post_init__(self) -> None:
         if not 0 <= self.low <= self.staleness <= self.high:
-            raise ValueError("0 ≤ low ≤ staleness ≤ high, in iterations")
+            raise ValueError("low, staleness and high must satisfy 0 ≤ low ≤ staleness ≤ high")
         if self.window < 1:
-            raise ValueError("window counts ticks and is at least 1")
+            raise ValueError("window must be at least 1 tick")
 
     def init(self) -> State:
         return {"staleness": self.staleness, "ticks": 0, "pulls": 0, "delayed": 0}
@@ -131,7 +132,7 @@ class DSPS(SyncModel):
 class Drop(SyncModel):
     """Drop stragglers: the first N_t pushes of an iteration advance the clock (Table III). progress < V_train.
 
-    A late worker is answered at once and continues at the clock.
+    A late worker is answered at once, and its next iteration is that of the clock.
 
     Attributes:
         n: N_t, workers; all if fewer are living.
@@ -143,7 +144,7 @@ class Drop(SyncModel):
 
     def __post_init__(self) -> None:
         if self.n < 1:
-            raise ValueError("n counts workers and is at least 1")
+            raise ValueError("n must be at least 1 worker")
         if self.late not in ("drop", "add"):
             raise ValueError(f"late='{self.late}' is neither drop nor add")
 
@@ -172,7 +173,8 @@ class ConstantPSSP(SyncModel):
 
     Attributes:
         staleness: s, iterations, from which on the draw decides.
-        p: c. Both defaults are those of the highest accuracy in Figure 10.
+        p: the probability that such a worker waits (c in the paper). Both defaults are those of the highest accuracy in
+            Figure 10.
     """
 
     staleness: float = 3
@@ -181,7 +183,7 @@ class ConstantPSSP(SyncModel):
     def __post_init__(self) -> None:
         object.__setattr__(self, "staleness", _staleness(self.staleness))
         if not 0 <= self.p <= 1:
-            raise ValueError("p is a probability, from 0 to 1")
+            raise ValueError("p must be a probability, from 0 to 1")
 
     def may_pull(self, state: State, view: View, pull: Pull) -> bool:
         return pull.progress < view.clock + self.staleness or pull.draw >= self.p
@@ -232,7 +234,7 @@ class Hybrid(SyncModel):
     clock is the slowest worker's, and nothing waits for it.
 
     Attributes:
-        growth: K; see :class:`~gossipx.parts.Growth`.
+        growth: gives K as a function of the number of gradients received; see :class:`~gossipx.parts.Growth`.
     """
 
     growth: Growth = field(default_factory=growth.Step)
