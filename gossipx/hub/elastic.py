@@ -161,7 +161,7 @@ class Elastic(Exchange, ServerRole):
         return self.centre.exchanges if self.centre else 0
 
     @property
-    def counted(self) -> dict[str, tuple[int, float]]:
+    def metrics(self) -> dict[str, tuple[int, float]]:
         return {"hub/exchanges": (self.centre.step, self.centre.exchanges)} if self.centre else {}
 
     @property

@@ -44,8 +44,8 @@ class ServerRole:
         return 0
 
     @property
-    def counted(self) -> dict[str, tuple[int, float]]:
-        """Metrics counted here for all peers: by tag, the iteration that the workers have reached, and the value."""
+    def metrics(self) -> dict[str, tuple[int, float]]:
+        """Metrics of this server for all peers: by tag, the iteration that the workers have reached, and the value."""
         return {}
 
     # --- during training --------------------------------------------------------------------------

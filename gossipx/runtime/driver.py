@@ -187,10 +187,10 @@ class Driver:
         except TimeoutError:
             return "no answer within peer_timeout"
 
-    def counted(self) -> dict[str, tuple[int, float]]:
-        """Return the counters of the hub or the shards on this peer; see ``ServerRole.counted``."""
+    def metrics(self) -> dict[str, tuple[int, float]]:
+        """Return the counters of the hub or the shards on this peer; see ``ServerRole.metrics``."""
         with self._lock:
-            return self.role.server.counted
+            return self.role.server.metrics
 
     @property
     def rejection(self) -> NotAuthorisedError | RefusedError | None:

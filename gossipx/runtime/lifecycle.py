@@ -242,7 +242,7 @@ class Lifecycle:
             reporter.report_state(reporter.state)
         if reporter.state == "serve":  # it has no steps of its own at which this would happen
             self._checkpoints.step_done(reporter.state_dict)
-            reporter.record_counted(self._options.log_interval)
+            reporter.record_server_metrics(self._options.log_interval)
         return self._term.is_set()
 
     def _tell_leaving(self) -> None:

@@ -60,7 +60,7 @@ class Reporter:
         self._options = options
         self._evaluate = evaluate
         self._last: dict[str, float] = {}
-        self._counted: dict[str, int] = {}  # by tag: the iteration of the last record
+        self._recorded_at: dict[str, int] = {}  # by tag: the iteration of the last record
 
     # --- curves -------------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ class Reporter:
             scalar("time/blocked_fraction", figures.fraction(figures.blocked), step)
             if self._driver.tables.transfers.table_store is not None:
                 scalar("time/tables_fraction", figures.fraction(figures.waited), step)
-            self.record_counted()
+            self.record_server_metrics()
         if step % options.distance_interval == 0 and figures.squared_distances:
             figures.distance = consensus_distance(figures.squared_distances, self._role.size)
             figures.squared_distances.clear()
@@ -104,15 +104,15 @@ class Reporter:
                 self._recorder.scalar("sync/elastic_distance", retrieval.distance, self._arena.step)
         self.figures.retrievals.clear()
 
-    def record_counted(self, every: int = 0) -> None:
+    def record_server_metrics(self, every: int = 0) -> None:
         """Record the counters of the hub or the shards on this peer, at the iterations of the workers they serve.
 
         Args:
             every: minimum iterations between two records of one counter.
         """
-        for tag, (step, value) in self._driver.counted().items():
-            if step >= self._counted.get(tag, -every) + every:
-                self._counted[tag] = step
+        for tag, (step, value) in self._driver.metrics().items():
+            if step >= self._recorded_at.get(tag, -every) + every:
+                self._recorded_at[tag] = step
                 self._recorder.scalar(tag, value, step)
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class Reporter:
         """Record the final figures, after the finish."""
         self._record_retrievals()  # the last one may have been mixed just now
         self._recorder.scalar("sync/retrievals", self._role.sync.retrievals, self._arena.step)
-        self.record_counted()
+        self.record_server_metrics()
         self.figures.finish_bytes = self._comm.bytes_received - self.figures.bytes_at_end
 
     def state_dict(self) -> dict[str, Any]:

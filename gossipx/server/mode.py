@@ -149,8 +149,8 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         return self.hosted.delayed_pulls
 
     @property
-    def counted(self) -> dict[str, tuple[int, float]]:
-        return {tag: figure for shard in self.shards.values() for tag, figure in shard.counted.items()}
+    def metrics(self) -> dict[str, tuple[int, float]]:
+        return {tag: figure for shard in self.shards.values() for tag, figure in shard.metrics.items()}
 
     # --- the worker -------------------------------------------------------------------------------
 

@@ -139,8 +139,8 @@ class Shard:
         return self.clock.holding_up if self.clock.waiting else []
 
     @property
-    def counted(self) -> dict[str, tuple[int, float]]:
-        """The clock, the number of delayed pulls (DPRs) and of gradients, by tag; see ``ServerRole.counted``."""
+    def metrics(self) -> dict[str, tuple[int, float]]:
+        """The clock, the number of delayed pulls (DPRs) and of gradients, by tag; see ``ServerRole.metrics``."""
         clock = self.clock
         furthest = max([clock.clock, *(progress + 1 for progress in clock.progress.values())])
         figures = {"clock": clock.clock, "delayed_pulls": clock.counts.delayed, "gradients": clock.counts.gradients}
