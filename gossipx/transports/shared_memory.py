@@ -16,8 +16,8 @@ from gossipx.memory import cannot_shrink
 from gossipx.wire import CarrierReply, Message, NoCarrierReply, Noted
 
 # Blocks of another peer's memory that stay mapped. While all of them together have at most _SMALL_BYTES, _SMALL blocks
-# are kept, because a server has a small one per bucket of tables. Above that size _MAPPED are kept, the number of models
-# that a peer has in use at once.
+# are kept, because a server has a small one per bucket of tables. Above that size _MAPPED are kept, the number of
+# models that a peer has in use at once.
 _MAPPED, _SMALL, _SMALL_BYTES = 4, 512, 2**28
 # Limit on values from one side for one carrier: gloo sends three, NCCL one.
 _MOST_NOTES = 64
