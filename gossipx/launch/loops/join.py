@@ -63,8 +63,7 @@ def join(
     Args:
         model: any module whose parameters are dense, on one device.
         optimizer: the optimizer; None: the loop calls :meth:`Peer.step` after each update.
-        peers: the hosts file. None under torchrun, srun or mpirun: each process that they start is one peer, and the
-            processes exchange their addresses.
+        peers: the hosts file. None under torchrun, srun or mpirun, whose processes exchange their addresses.
         policy: a spec such as ``adaptive:threshold=0.02``, a policy, or a function of an observation.
         rank: line of the hosts file of this process, from 0; required if several lines are this machine and the
             environment does not define the rank.
