@@ -22,7 +22,7 @@ from gossipx.memory import Memory
 from gossipx.model.arena import ParameterArena
 from gossipx.model.snapshots import Snapshot
 from gossipx.peer.membership import Membership, Requests
-from gossipx.peer.serving import Giving, Serving
+from gossipx.peer.serving import Outgoing, Serving
 from gossipx.peer.settings import PeerSettings
 from gossipx.protocol.effects import Answer, Capture, Effect, Forget
 from gossipx.protocol.events import Answered, Received
@@ -59,16 +59,16 @@ class Training:
         self.comm: CommManager | None = None
         settings = PeerSettings()
         members = Membership(0, 2, Random(load("full", 2)), SECONDS, random.Random(0))
-        self._serving = Serving(settings.max_served, settings.serve_share, Requests(), Giving(members))
+        self._serving = Serving(settings.max_served, settings.serve_share, Requests(), Outgoing(members))
         self._deciding = threading.Lock()
         self._held: dict[int, Snapshot] = {}
 
-    def give(self, sender: int, key: Hashable, request: Request) -> None:
-        """Answer a pull."""
+    def answer(self, sender: int, key: Hashable, request: Request, upload: object) -> None:
+        """Answer a pull, which uploads nothing."""
         with self._deciding:
             self._do(self._serving.requested(Received(sender, key, request), self.arena.step, time.monotonic(), True))
 
-    def _given(self, key: Hashable, whole: bool) -> None:
+    def _answered(self, key: Hashable, whole: bool) -> None:
         with self._deciding:
             self._do(self._serving.answered(Answered(key, whole)))
 
@@ -82,7 +82,7 @@ class Training:
                     self._held.pop(ticket).release()
                 case Answer(key, reply, deadline):
                     held = None if effect.captured is None else self._held[effect.captured].source
-                    done = functools.partial(self._given, key)
+                    done = functools.partial(self._answered, key)
                     self.comm.answer(key, reply, payload=held, deadline=deadline, done=done, begins=effect.begins)
 
     def step(self) -> None:
@@ -137,7 +137,7 @@ def pull(nbytes: int, port: int, share: str) -> None:
 def disturbance(name: str, make: Callable[[], Any], share: bool, rounds: int) -> tuple[list[Any], list[Any]]:
     """Return rows and figures of one model; each round runs all rates, and ratios are to no pulls in the same round."""
     training = Training(make())
-    comm = training.comm = manager(0, [Address(HERE, 1)] * 2, training.give, "shm" if share else "tcp")
+    comm = training.comm = manager(0, [Address(HERE, 1)] * 2, training.answer, "shm" if share else "tcp")
     nbytes = training.arena.nbytes()
     command = [sys.executable, __file__, str(nbytes), str(comm.address.port), "share" if share else ""]
     puller = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
