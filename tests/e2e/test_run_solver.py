@@ -60,7 +60,7 @@ def test_an_error_in_the_file_is_one_line_with_its_position(two: Folder) -> None
         r".*value\.prototxt:1:26: lr_policy: unknown lr_policy 'steps'", two.refused("--solver", "value.prototxt")
     )
     assert "--momentum is set by the solver file" in two.refused("--solver", "convnet", "--momentum", "0.5")
-    assert "none of alexnet, convnet, googlenet" in two.refused("--solver", "nowhere.prototxt")
+    assert "solver file not found; the built-in ones are alexnet" in two.refused("--solver", "nowhere.prototxt")
     assert not (two.path / "x").exists()
 
 

@@ -169,7 +169,7 @@ def test_a_line_of_a_bad_file_is_named(place: Path) -> None:
             ("--topology", "petersen-10"),
             "petersen-10.graphml: its graph has 10 nodes and the run 2 peers: give a hosts file of 10 peers",
         ),
-        (("--topology", "small-world:degree=3"), "degree is even"),
+        (("--topology", "small-world:degree=3"), "degree must be even"),
         (("--schedule", "sometimes"), "unknown schedule 'sometimes'"),
         (("--topology", "directed.toml", "--weights", "metropolis"), "needs an undirected graph"),
         (("--topology", "bad.edges"), "bad.edges:1: not an edge list"),

@@ -112,7 +112,7 @@ def test_two_processes_with_the_same_rank(world: World) -> None:
 
     errors = each(world, range(3), act)
     (double,) = (error for error in errors if not isinstance(error, RemoteAbortError))
-    assert isinstance(double, UsageError) and "two processes have rank 1 of srun" in str(double)
+    assert isinstance(double, UsageError) and "two processes got rank 1 from srun" in str(double)
 
 
 def test_an_error_of_one_rank_ends_all_with_its_exit_code(world: World) -> None:

@@ -160,7 +160,7 @@ def test_neighbours_in_turn_begin_with_the_next() -> None:
         ("exponential:base=1", "base must be at least 2"),
         ("regular:degree=2", "degree must be at least 3"),
         ("regular:degre=3", "unknown key 'degre' (did you mean 'degree'?); 'regular' takes degree=INTEGER"),
-        ("small-world:3", "degree is even"),
+        ("small-world:3", "degree must be even"),
         ("small-world:p=1.5", "p must be a probability"),
         ("erdos-renyi", "a value is missing; 'erdos-renyi' takes p=NUMBER"),
         ("erdos-renyi:p=nan", "p must be a probability"),
