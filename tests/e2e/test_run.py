@@ -91,7 +91,8 @@ def test_retrievals_are_those_that_the_policy_asks_for(four: tuple[Folder, Run])
     for received, retrievals, finish in zip(
         summary["bytes_received"], summary["retrievals"], summary["finish_bytes"], strict=True
     ):
-        assert received > retrievals * model * 0.99 and finish > 2 * model * 0.99  # two rounds among four
+        # Two rounds among four; the last pull may arrive in the finish, and its bytes are counted there.
+        assert received + finish > (retrievals + 2) * model * 0.99 and finish > 2 * model * 0.99
 
 
 def test_peers_agree_after_the_finish_and_not_before(four: tuple[Folder, Run]) -> None:

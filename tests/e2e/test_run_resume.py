@@ -41,7 +41,7 @@ def test_with_never_a_run_that_was_killed_ends_bit_for_bit_as_one_that_was_not(p
     """[29] Data order across epochs, learning rate steps and momenta are restored. Results cover the whole run."""
     here = place(2)
     # 12,000 images for two peers in batches of 200: an epoch is 30 iterations.
-    options = ("--policy", "never", "--finish", finish, "--iterations", "150", "--batch-size", "200", *BRIEF)
+    options = (*BRIEF, "--policy", "never", "--finish", finish, "--iterations", "150", "--batch-size", "200")
     # A late peer would start with another's model, so wait for it on a slow machine.
     options = (*options, "--lr-steps", "0.3,0.6", "--peer-timeout", "100")
     straight = here.run(*options, name="straight")

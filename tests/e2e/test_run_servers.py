@@ -156,7 +156,7 @@ def test_apply_and_pull_modes_are_set_with_the_sync_model(tmp_path: Path) -> Non
 
 def test_a_worker_that_is_killed_is_not_waited_for(tmp_path: Path) -> None:
     with folder(tmp_path, 3) as here:
-        process = here.start_run(*BRIEF, "--servers", "0", "--iterations", "2000", "--peer-timeout", "3")
+        process = here.start_run(*BRIEF, "--servers", "0", "--iterations", "700", "--peer-timeout", "3")
         process.line(rf"{here.names[1]} train .* pulls [1-9]")
         os.kill(children(process.pid)[2], signal.SIGKILL)
         ended = process.end()
