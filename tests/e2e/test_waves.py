@@ -189,7 +189,7 @@ def test_a_peer_that_is_killed_costs_a_round(four: Folder) -> None:
         .replace("ITERATIONS", "200")
         .replace("\n        optimizer.step()\n", killed)
     )
-    options = ("--policy", "tau:5", "--exchange", "waves", "--peer-timeout", "10")
+    options = ("--policy", "tau:5", "--exchange", "waves", "--peer-timeout", "5")
     ended = four.start_run(*options, script, four.path).end()
     assert ended.code == 0 and "Traceback" not in ended.output + ended.errors, ended.shown
     run = Run(four.path / "x", ended)
