@@ -153,16 +153,16 @@ class InboundExchange:
         It is repeated for peer_timeout, since others wait for us that long; only once if the sender is already lost.
         """
         if self.phase is Phase.FETCHING:
-            return self.decline(now)
+            return self.decline(now, ended=True)
         if self.phase is not Phase.SETTLING:
             return []
         lost = self._context.members.others[self.sender].lost
         self._settle_deadline = now if lost else now + self._context.timeout
         return self._settle(now)
 
-    def decline(self, now: float) -> list[Effect]:
-        """Abandon the exchange and tell the initiator, so that it need not wait."""
-        declined = SettleRequest(self._incarnation, self._number, taken=False)
+    def decline(self, now: float, ended: bool = False) -> list[Effect]:
+        """Abandon the exchange and tell the initiator, so that it need not wait; ``ended``: because training ended."""
+        declined = SettleRequest(self._incarnation, self._number, taken=False, ended=ended)
         send = self._context.requests.send(self.sender, declined, now, now + self._context.timeout * OFFER_SHARE)
         return [*self.forget(), send]
 

@@ -218,7 +218,7 @@ class Pairs(Offers):
         if outbound.phase is not Phase.FETCHING:
             return [self._accept(event.key, now)]
         if not request.taken:
-            return [self._refuse(event.key, now), *self._try_next(now)]
+            return [self._refuse(event.key, now), *self._try_next(now, fault=not request.ended)]
         outbound.settle_keys.append(event.key)
         return self._settle(now)
 

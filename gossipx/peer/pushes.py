@@ -156,7 +156,7 @@ class Pushes(Offers):
             return [self._context.outgoing.answer(event, ModelReply(0, offer.weight), offer.ticket, now)]
         assert isinstance(request, SettleRequest)
         if not request.taken:
-            return [self._refuse(event.key, now), *self._try_next(now)]
+            return [self._refuse(event.key, now), *self._try_next(now, fault=not request.ended)]
         self._offer = None
         self._settled[offer.to] = offer.number
         self.last = offer.to

@@ -221,11 +221,13 @@ class SettleRequest:
     Attributes:
         incarnation, number: those of the offer.
         taken: whether the model has arrived, complete and finite; if not, the exchange has no effect on either side.
+        ended: whether it was not taken because the sender of this request has ended its training, which is no failure.
     """
 
     incarnation: Count
     number: Count
     taken: Flag
+    ended: Flag = False
 
 
 # --- the hub ------------------------------------------------------------------------------------

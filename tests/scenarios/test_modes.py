@@ -136,6 +136,20 @@ def test_a_push_that_finds_all_busy_is_skipped_and_counted():
     assert made.peers[2].role.sync.retrievals == 1
 
 
+@every_mode
+@both_ways
+def test_a_partner_that_ends_its_training_is_not_a_failure(mode: dict[str, Any], blocking: bool):
+    """It declines a model that it is still receiving, unless the pair blocks it too, and no other neighbour is left."""
+    made = World(0, slow())
+    options = {"blocking": blocking, "init": "own", **mode}
+    made.start(0, maker(0, 2, policy="tau:5", iterations=8, **options))
+    made.start(1, maker(1, 2, policy="never", iterations=5, compute=1.05, **options))
+    ended(made, bound(2, 8))
+    sync = made.peers[0].role.sync
+    completed = int(blocking and mode is PAIRS)
+    assert (sync.retrievals, sync.skipped, sync.failed) == (completed, 1 - completed, 0)
+
+
 def test_a_peer_with_room_for_two_mixes_both_at_one_step():
     """Jin et al.: it mixes all models received since the last step before the next decision."""
     into_one = Topology("into one", ((2,), (2,), (0,)))
