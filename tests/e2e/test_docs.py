@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import re
-import select
 import shutil
 import signal
 import socket
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from forks import client as forks
+from forks.client import readable
 from pages import HOUSE, PAGES, Example, examples
 
 LONG = 150.0  # seconds, after which a hanging example fails; examples take up to ten
@@ -143,4 +143,4 @@ def test_peers_of_this_machine_get_ports_of_their_own_and_nothing_stays_behind(t
     with contextlib.suppress(ProcessLookupError):  # it has already ended
         left = os.pidfd_open(int((tmp_path / "pid").read_text()))
         with os.fdopen(left):
-            assert select.select([left], [], [], 30.0)[0], "it is still there"
+            assert readable(left, 30.0), "it is still there"

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 from pathlib import Path
 
 import pytest
+from forks.client import readable
 
 from runs import LONG, Folder, Process, Run, children, differences, folder, one_line
 
@@ -106,7 +106,7 @@ class Gate:
         os.write(self._pipe, b"\n")
 
     def reached(self) -> None:
-        assert select.select([self._pipe], [], [], LONG)[0], self._path
+        assert readable(self._pipe, LONG), self._path
         os.read(self._pipe, 1)
 
     def close(self) -> None:

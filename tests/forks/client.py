@@ -20,6 +20,13 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 
 
+def readable(file: int | socket.socket, timeout: float | None) -> bool:
+    """Wait until there is something to read. Return False after ``timeout`` seconds; None waits without an end."""
+    poll = select.poll()  # select.select() refuses descriptors over 1,023, of which a test process may have as many
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(None if timeout is None else 1000 * timeout))
+
+
 @functools.cache
 def place() -> str:
     """Return the socket of this process's server. The first call starts the server, which ends with this process."""
@@ -119,7 +126,7 @@ class Process:
 
     def _receive(self, timeout: float | None) -> dict[str, int]:
         while b"\n" not in self._rest:
-            if not select.select([self._connection], [], [], timeout)[0]:
+            if not readable(self._connection, timeout):
                 raise subprocess.TimeoutExpired("a forked process", timeout or 0)
             read = self._connection.recv(4096)
             if not read:

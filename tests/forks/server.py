@@ -66,7 +66,7 @@ def load() -> None:
     @functools.cache
     def load_short(task: str, folder: Path | None) -> tuple[data.Dataset, data.Dataset]:
         own, test = whole(task, folder)
-        return own, test.take(torch.arange(TEST_IMAGES))
+        return own, test.take(torch.arange(min(TEST_IMAGES, len(test))))
 
     data.load = load_short
     load_short(TaskSettings().task, None)  # unpacking the built-in data takes a quarter of a second
