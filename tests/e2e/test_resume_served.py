@@ -19,10 +19,8 @@ from gossipx.runtime.checkpoints import store_of
 from runs import LONG, Folder, Process, Run, children, differences, folder, is_running, one_line
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-BRIEF = (
-    *("--batch-size", "8", "--eval-interval", "0", "--log-interval", "1"),
-    *("--checkpoint-every", "20", "--peer-timeout", "10"),
-)
+WITHOUT_CHECKPOINTS = ("--batch-size", "8", "--eval-interval", "0", "--log-interval", "1", "--peer-timeout", "10")
+BRIEF = (*WITHOUT_CHECKPOINTS, "--checkpoint-every", "20")
 
 
 def killed_after(here: Folder, process: Process, iteration: int, shards: int = 1) -> None:
@@ -52,15 +50,15 @@ def test_bsp_resumes_bit_for_bit(tmp_path: Path, options: tuple[str, ...]) -> No
     """
     servers = ("--servers", "0,1", "--nesterov", *options)
     with folder(tmp_path, 3) as here:
-        whole = here.run(*BRIEF, *servers, "--iterations", "150", name="whole")
-        process = here.start_run(*BRIEF, *servers, "--iterations", "150", name="cut")
-        killed_after(here, process, 60, shards=2)
+        whole = here.run(*BRIEF, *servers, "--iterations", "100", name="whole")
+        process = here.start_run(*BRIEF, *servers, "--iterations", "100", name="cut")
+        killed_after(here, process, 40, shards=2)
         again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
         assert again.code == 0, again.shown
         cut = Run(here.path / "cut", again)
     for rank in range(3):
         assert max(differences(whole.model(rank), cut.model(rank)).values()) == 0, rank
-    assert cut.summary["iterations"] == 150
+    assert cut.summary["iterations"] == 100
 
 
 CHANGES = """
@@ -165,7 +163,7 @@ def test_a_damaged_shard_is_named_and_the_iteration_before_is_used(tmp_path: Pat
 
 def test_bsp_resumes_bit_for_bit_from_checkpoints_by_seconds(tmp_path: Path) -> None:
     """One shard announces the checkpoint two ticks ahead: all shards and workers take theirs at one iteration."""
-    options = ("--eval-interval", "0", "--log-interval", "1", "--peer-timeout", "10", "--servers", "0,1")
+    options = (*WITHOUT_CHECKPOINTS, "--servers", "0,1")
     with folder(tmp_path, 3) as here:
         process = here.start_run(*options, "--checkpoint-every", "0.3s", "--iterations", "100000", name="cut")
         killed_after(here, process, 60, shards=2)
@@ -189,7 +187,7 @@ def test_bsp_resumes_bit_for_bit_from_checkpoints_by_seconds(tmp_path: Path) -> 
 )
 def test_sigterm_keeps_shards_without_checkpoint_every(tmp_path: Path, servers: tuple[str, ...]) -> None:
     """Its tables and momenta are restored, wherever each worker was."""
-    options = ("--eval-interval", "0", "--log-interval", "1", "--peer-timeout", "10", "--servers", *servers)
+    options = (*WITHOUT_CHECKPOINTS, "--servers", *servers)
     with folder(tmp_path, 3) as here:
         process = here.start_run(*options, "--iterations", "100000", name="cut")
         process.line(rf"{here.names[-1]} train [1-9]\d+/")

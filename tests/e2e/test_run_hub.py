@@ -74,7 +74,7 @@ with gossipx.join(model, optimizer) as peer:
 def test_a_hub_that_is_killed_blocks_nobody(tmp_path: Path, lost: str, code: int) -> None:  # [38]
     with folder(tmp_path, 3) as here:
         # Workers that share two cores end some seconds apart, and must wait for each other.
-        options = ("--hub", "0", "--hub-only", "--hub-lost", lost, "--iterations", "2000", "--peer-timeout", "30")
+        options = ("--hub", "0", "--hub-only", "--hub-lost", lost, "--iterations", "1000", "--peer-timeout", "30")
         process = here.start_run(*BRIEF, *options)
         process.line(rf"{here.names[0]} serve .*{here.names[1]} train .* pulls [1-9]")
         os.kill(children(process.pid)[0], signal.SIGKILL)

@@ -20,7 +20,7 @@ BRIEF = ("--iterations", "120", "--batch-size", "8", "--eval-interval", "0", "--
 
 def test_codecs_both_ways_move_a_fortieth_of_the_bytes(tmp_path: Path) -> None:
     """Journals and checkpoints contain frames as received; a squeezed one is no larger."""
-    steps = ("--servers", "0", "--iterations", "200", "--eval-interval", "0", "--log-interval", "1")
+    steps = (*BRIEF, "--servers", "0")
     runs = {}
     with folder(tmp_path, 3) as here:
         for name, codec in (("none", "none"), ("3lc", "3lc:1.0"), ("zlib", "3lc:1.0+zlib")):
@@ -156,7 +156,7 @@ def test_apply_and_pull_modes_are_set_with_the_sync_model(tmp_path: Path) -> Non
 
 def test_a_worker_that_is_killed_is_not_waited_for(tmp_path: Path) -> None:
     with folder(tmp_path, 3) as here:
-        process = here.start_run(*BRIEF, "--servers", "0", "--iterations", "700", "--peer-timeout", "3")
+        process = here.start_run(*BRIEF, "--servers", "0", "--iterations", "300", "--peer-timeout", "3")
         process.line(rf"{here.names[1]} train .* pulls [1-9]")
         os.kill(children(process.pid)[2], signal.SIGKILL)
         ended = process.end()

@@ -40,7 +40,7 @@ def same(whole: Run, other: Run, workers: list[int]) -> None:
 
 @pytest.mark.parametrize(("servers", "workers"), [("0", [1, 2]), pytest.param("0,1", [2], marks=pytest.mark.slow)])
 def test_a_replica_takes_its_place(tmp_path: Path, servers: str, workers: list[int]) -> None:
-    options = (*BRIEF, "--servers", servers, "--server-replicas", "1", "--iterations", "500")
+    options = (*BRIEF, "--servers", servers, "--server-replicas", "1", "--iterations", "250")
     with folder(tmp_path, 3) as here:
         whole = here.run(*options, name="whole")
         process = here.start_run(*options)
@@ -52,7 +52,7 @@ def test_a_replica_takes_its_place(tmp_path: Path, servers: str, workers: list[i
 
 
 def test_it_is_restored_from_its_checkpoint_and_its_journal(tmp_path: Path) -> None:
-    options = (*BRIEF, "--servers", "0", "--checkpoint-every", "75", "--iterations", "500")
+    options = (*BRIEF, "--servers", "0", "--checkpoint-every", "40", "--iterations", "250")
     with folder(tmp_path, 3) as here:
         whole = here.run(*options, name="whole")
         process = here.start_run(*options)
