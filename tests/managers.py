@@ -64,9 +64,9 @@ class Host:
         self.run = run
         self.received: queue.Queue[Received] = queue.Queue()
         self.answered: queue.Queue[bool] = queue.Queue()
-        self.brought: queue.Queue[bytes] = queue.Queue()
-        self.room = 0  # largest payload of a request, in bytes
-        self.rooms: list[Taken] = []  # buffers handed out
+        self.uploads: queue.Queue[bytes] = queue.Queue()
+        self.capacity = 0  # largest payload of a request, in bytes
+        self.buffers: list[Taken] = []  # buffers handed out
         self.react: Callable[[Hashable, Request], None] | None = None
         given: dict[str, Any] = {
             "rank": rank,
@@ -77,25 +77,25 @@ class Host:
             "settings": {},
             "manifest": MANIFEST,
             "on_request": self._requested,
-            "room_for": self._room_for,
+            "sink_for": self._sink_for,
             "peer_timeout": LONG,
         }
         self.comm = CommManager(**(given | settings))
         self.comm.start()
         run.addresses[rank] = self.comm.address
 
-    def _requested(self, sender: int, key: Hashable, request: Request, brought: UploadSink | None) -> None:
+    def _requested(self, sender: int, key: Hashable, request: Request, upload: UploadSink | None) -> None:
         self.received.put((sender, key, request))
-        if brought is not None:
-            assert isinstance(brought, Taken)
-            self.brought.put(bytes(brought.view))
-            brought.release()
+        if upload is not None:
+            assert isinstance(upload, Taken)
+            self.uploads.put(bytes(upload.view))
+            upload.release()
         if self.react is not None:
             self.react(key, request)
 
-    def _room_for(self, sender: int, request: CarryingRequest) -> Taken:
-        self.rooms.append(Taken(memoryview(bytearray(self.room))))
-        return self.rooms[-1]
+    def _sink_for(self, sender: int, request: CarryingRequest) -> Taken:
+        self.buffers.append(Taken(memoryview(bytearray(self.capacity))))
+        return self.buffers[-1]
 
     def ask(
         self,
@@ -103,12 +103,12 @@ class Host:
         request: Request,
         payload: bytearray | None = None,
         seconds: float = LONG,
-        brings: bytes | None = None,
+        upload: bytes | None = None,
     ) -> queue.Queue[Reply | GossipxError]:
         results: queue.Queue[Reply | GossipxError] = queue.Queue()
-        room = None if payload is None else Bytes(memoryview(payload))
-        brought = None if brings is None else Model(brings)
-        self.comm.request(to, request, deadline=soon(seconds), payload=room, done=results.put, brought=brought)
+        buffer = None if payload is None else Bytes(memoryview(payload))
+        source = None if upload is None else Model(upload)
+        self.comm.request(to, request, deadline=soon(seconds), payload=buffer, done=results.put, upload=source)
         return results
 
     def answer(self, key: Hashable, reply: Reply, payload: bytes | None = None, begins: float = 0.0) -> None:

@@ -65,7 +65,7 @@ class Side:
         """Push all complete buckets to the shards."""
         for place in self.whole:
             request, content = self.request(place)
-            gradient = self.table_store.room_for(request)
+            gradient = self.table_store.sink_for(request)
             assert gradient is not None
             gradient.take(0, memoryview(content))
             if buffered:

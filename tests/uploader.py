@@ -1,4 +1,4 @@
-"""A peer in a process of its own that brings a model to rank 0 of a run of two, and waits for the answer.
+"""A peer in a process of its own that uploads a model to rank 0 of a run of two, and waits for the answer.
 
 python uploader.py WAY FOLDER SIZE PORT
 """
@@ -19,4 +19,4 @@ if __name__ == "__main__":
     run = Run(2)
     run.addresses[0] = Address("127.0.0.1", int(port))
     host = run.host(1, **settings_of(way, Path(folder), 1))
-    host.ask(0, ElasticRequest(7, 1, 1, LONG), bytearray(0), brings=model(int(size))).get(timeout=LONG)
+    host.ask(0, ElasticRequest(7, 1, 1, LONG), bytearray(0), upload=model(int(size))).get(timeout=LONG)

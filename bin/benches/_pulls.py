@@ -76,18 +76,18 @@ class Averaging:
 def pulls(size: int, rounds: int, scratch: Path) -> tuple[list[tuple[str, ...]], list[dict[str, Any]]]:
     """Return the table's rows and the figures for one size; each round runs all ways in turn."""
     near, far = Memory(size), Memory(size)
-    room, averaging = Memory(size).view, Averaging(size)
+    buffer, averaging = Memory(size).view, Averaging(size)
     source, target = (np.frombuffer(memory.view, dtype=np.uint8) for memory in (near, far))
     ways: dict[str, Any] = {
         "sockets, sendall": Raw(size, "sendall"),
         "sockets, sendfile": Raw(size, "sendfile"),
-        "gossipx, TCP": Gossipx(size, "tcp", lambda: Bytes(room)),
-        NEW: Gossipx(size, "tcp", lambda: Bytes(room), versions="many"),
+        "gossipx, TCP": Gossipx(size, "tcp", lambda: Bytes(buffer)),
+        NEW: Gossipx(size, "tcp", lambda: Bytes(buffer), versions="many"),
         "gossipx, TCP, averaged": Gossipx(size, "tcp", averaging.sink, averaging.compare),
         "gossipx, TCP, averaged and committed": Gossipx(size, "tcp", averaging.sink, averaging.commit),
-        "gossipx, shared memory": Gossipx(size, "shm", lambda: Bytes(room)),
+        "gossipx, shared memory": Gossipx(size, "shm", lambda: Bytes(buffer)),
         "gossipx, shared memory, averaged": Gossipx(size, "shm", averaging.sink, averaging.compare),
-        "gossipx, gloo": Gossipx(size, "gloo", lambda: Bytes(room)),
+        "gossipx, gloo": Gossipx(size, "gloo", lambda: Bytes(buffer)),
         "gloo": Gloo(size, str(scratch / f"gloo-{size}")),
     }
     if shutil.which("iperf3"):
@@ -117,19 +117,19 @@ def pulls(size: int, rounds: int, scratch: Path) -> tuple[list[tuple[str, ...]],
 
 def secured(size: int, rounds: int, scratch: Path) -> tuple[list[tuple[str, ...]], list[dict[str, Any]]]:
     """Return the cost of checksums, MACs and encryption, each compared with sockets that do only that."""
-    room = Memory(size).view
+    buffer = Memory(size).view
     hosts = scratch / "hosts.txt"
     hosts.write_text(f"{HERE}:40000\n")
     certs.new(scratch / "certs", hosts)
     tls = f"tls:{scratch / 'certs'}"
     ways: dict[str, Any] = {
-        "gossipx, TCP, unchecked": Gossipx(size, "unchecked", lambda: Bytes(room)),
-        "gossipx, TCP": Gossipx(size, "tcp", lambda: Bytes(room)),
-        NEW: Gossipx(size, "tcp", lambda: Bytes(room), versions="many"),
+        "gossipx, TCP, unchecked": Gossipx(size, "unchecked", lambda: Bytes(buffer)),
+        "gossipx, TCP": Gossipx(size, "tcp", lambda: Bytes(buffer)),
+        NEW: Gossipx(size, "tcp", lambda: Bytes(buffer), versions="many"),
         "sockets, XXH3": Secured(size, "xxh3"),
-        "gossipx, TCP, MAC": Gossipx(size, "mac", lambda: Bytes(room)),
+        "gossipx, TCP, MAC": Gossipx(size, "mac", lambda: Bytes(buffer)),
         "sockets, HMAC-SHA256": Secured(size, "mac"),
-        "gossipx, TLS": Gossipx(size, tls, lambda: Bytes(room)),
+        "gossipx, TLS": Gossipx(size, tls, lambda: Bytes(buffer)),
         "sockets, TLS 1.3": Secured(size, tls),
     }
     rate = _rates(size, {}, ways, rounds)

@@ -242,7 +242,7 @@ def serve_gossipx(size: int, way: str, versions: str) -> None:
     memory = filled(size)
     model = Source(memory.view, memory.descriptor)
 
-    def react(sender: int, key: Hashable, request: Request, brought: object) -> None:
+    def react(sender: int, key: Hashable, request: Request, upload: object) -> None:
         pulled = isinstance(request, PullRequest)
         payload = dataclasses.replace(model) if versions == "many" else model
         reply = ModelReply(1) if pulled else ANSWER

@@ -104,7 +104,7 @@ class Training:
 def pull(nbytes: int, port: int, share: str) -> None:
     """Pull at the rate in the last line of input, in another process; at each line print the pulls since the last."""
     comm = manager(1, [Address(HERE, port), Address(HERE, 1)], lambda *given: None, "shm" if share else "tcp")
-    room = Bytes(Memory(nbytes).view)
+    buffer = Bytes(Memory(nbytes).view)
     rate, count = [0.0], [0]
     changed, over = threading.Event(), threading.Event()
 
@@ -118,7 +118,7 @@ def pull(nbytes: int, port: int, share: str) -> None:
                 continue
             done.clear()
             deadline = time.monotonic() + SECONDS
-            comm.request(0, PullRequest(1, SECONDS), deadline=deadline, payload=room, done=lambda reply: done.set())
+            comm.request(0, PullRequest(1, SECONDS), deadline=deadline, payload=buffer, done=lambda reply: done.set())
             done.wait(SECONDS)
             count[0] += 1
             if now != float("inf"):

@@ -164,12 +164,12 @@ def plain(job: Job) -> Done:
         _serve(tuple(job["places"][job["rank"]]), size, count, rounds)
         return {"seconds": []}
     connected = [_connect(tuple(place)) for place in job["places"][:SERVERS] for _ in range(CONNECTIONS)]
-    rooms = [Memory(size * count).view for _ in connected]
-    for room in rooms:
-        room[:] = bytes(len(room))  # touches the memory
+    buffers = [Memory(size * count).view for _ in connected]
+    for buffer in buffers:
+        buffer[:] = bytes(len(buffer))  # touches the memory
 
     def once() -> None:
-        _at_once(lambda one: _exchange(connected[one], rooms[one], size), len(connected))
+        _at_once(lambda one: _exchange(connected[one], buffers[one], size), len(connected))
 
     seconds = _timed(once, job["iterations"])
     for one in connected:
@@ -191,18 +191,18 @@ def _connect(place: tuple[str, int]) -> socket.socket:
     raise SystemExit(f"no process listens at {place}")
 
 
-def _exchange(connected: socket.socket, room: memoryview, size: int) -> None:
+def _exchange(connected: socket.socket, buffer: memoryview, size: int) -> None:
     """Send and receive all tensors, one at a time."""
-    for start in range(0, len(room), size):
-        connected.sendall(room[start : start + size])
-    for start in range(0, len(room), size):
-        _receive(connected, room[start : start + size])
+    for start in range(0, len(buffer), size):
+        connected.sendall(buffer[start : start + size])
+    for start in range(0, len(buffer), size):
+        _receive(connected, buffer[start : start + size])
 
 
-def _receive(connected: socket.socket, room: memoryview) -> None:
+def _receive(connected: socket.socket, buffer: memoryview) -> None:
     done = 0
-    while done < len(room):
-        done += connected.recv_into(room[done:], 0, socket.MSG_WAITALL)
+    while done < len(buffer):
+        done += connected.recv_into(buffer[done:], 0, socket.MSG_WAITALL)
 
 
 def _serve(place: tuple[str, int], size: int, count: int, rounds: int) -> None:
@@ -213,13 +213,13 @@ def _serve(place: tuple[str, int], size: int, count: int, rounds: int) -> None:
 
     def serve(one: int) -> None:
         connected[one].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        room = Memory(size * count).view
+        buffer = Memory(size * count).view
         for _ in range(rounds):
-            for start in range(0, len(room), size):
-                _receive(connected[one], room[start : start + size])
+            for start in range(0, len(buffer), size):
+                _receive(connected[one], buffer[start : start + size])
             pushed.wait()
-            for start in range(0, len(room), size):
-                connected[one].sendall(room[start : start + size])
+            for start in range(0, len(buffer), size):
+                connected[one].sendall(buffer[start : start + size])
         connected[one].close()
 
     _at_once(serve, len(connected))

@@ -220,7 +220,7 @@ def _comm(plan: _Plan, driver: Driver, granted: Access) -> CommManager:
         settings=_alike(plan.config, plan.turns, plan.hub, plan.served),
         manifest=driver.arena.manifest,
         on_request=driver.received,
-        room_for=driver.uploads.room_for,
+        sink_for=driver.uploads.sink_for,
         peer_timeout=exchange.peer_timeout,
         max_rate=plan.max_rate,
         transport=granted.transport,

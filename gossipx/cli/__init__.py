@@ -1,4 +1,4 @@
-"""The command line: parsing of arguments and printing of results; the work is done by the rooms below."""
+"""The command line: parsing of arguments and printing of results; the work is done by the packages below."""
 
 from gossipx.cli.commands import main
 from gossipx.cli.completion import completion

@@ -3,14 +3,14 @@
 One request, end to end, from :class:`gossipx.comm.client.Client` here to :class:`gossipx.comm.listener.Listener` on the
 other peer ("there")::
 
-    request()     here    queues a job, wakes or starts a worker, returns
-      _work       here    the worker takes the job
-      _exchange   here    picks an idle connection to that peer, or _open makes one (Hello, Welcome)
-      Link.ask    here    sends the request ...
-        _ask      there   ... is called on the connection's own thread and passes it to on_request,
-        answer()  there   waits for the response, then sends it
-      Link.ask    here    ... receives the reply, a model straight into the payload buffer
-      _finish     here    calls done(reply) or done(error)
+    request()       here    queues a job, wakes or starts a worker, returns
+      _work         here    the worker takes the job
+      _exchange     here    picks an idle connection to that peer, or _open makes one (Hello, Welcome)
+      Link.request  here    sends the request ...
+        _respond    there   ... is called on the connection's own thread and passes it to on_request,
+        answer()    there   waits for the response, then sends it
+      Link.request  here    ... receives the reply, a model straight into the payload buffer
+      _finish       here    calls done(reply) or done(error)
 
 A connection carries one request at a time, always from the side that opened it. Callbacks run without locks held.
 """
@@ -21,7 +21,7 @@ import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from gossipx.comm.client import Client, Job
-from gossipx.comm.listener import Listener, OnRequest, Response, RoomFor, no_room
+from gossipx.comm.listener import Listener, OnRequest, Response, SinkFor, no_sink
 from gossipx.comm.member import Member
 from gossipx.errors import GossipxError
 from gossipx.memory import Source
@@ -50,7 +50,7 @@ class CommManager:
         manifest: one line per tensor, ``name dtype shape stride``; must be equal on all peers.
         on_request: called with (sender's rank, key, request, its payload or None) on a connection's thread. The callee
             must pass each key to :meth:`answer` exactly once, then or later, and must release the payload.
-        room_for: called with (sender's rank, request); returns the buffer for the request's payload. It may block until
+        sink_for: called with (sender's rank, request); returns the buffer for the request's payload. It may block until
             memory is free, while the sender waits; a GossipxError ends the connection. Default: payloads are refused.
         peer_timeout: seconds allowed for a handshake, and for receiving a request once its first byte has arrived.
         transport: makes the connections.
@@ -83,7 +83,7 @@ class CommManager:
         settings: Mapping[str, str],
         manifest: Sequence[str],
         on_request: OnRequest,
-        room_for: RoomFor = no_room,
+        sink_for: SinkFor = no_sink,
         peer_timeout: float,
         transport: Transport = tcp,
         share_memory: bool = True,
@@ -109,7 +109,7 @@ class CommManager:
             links=Links(names[rank], len(names), peer_timeout, None if max_rate is None else Pace(max_rate)),
         )
         most = 32 + 4 * len(names) if max_connections is None else max_connections
-        self._listener = Listener(self._member, bind, on_request, room_for, most)
+        self._listener = Listener(self._member, bind, on_request, sink_for, most)
         self._client = Client(self._member, only_memory, self._listener)
 
     @property
@@ -144,12 +144,12 @@ class CommManager:
         deadline: float,
         payload: Sink | SinkFactory | None,
         done: Callable[[Reply | GossipxError], None],
-        brought: Source | None = None,
+        upload: Source | None = None,
     ) -> Callable[[], None]:
         """Send a request to peer ``to``, which may be this peer; never blocks.
 
         Args:
-            brought: payload of a CarryingRequest; its bytes must not change until ``done`` is called.
+            upload: payload of a CarryingRequest; its bytes must not change until ``done`` is called.
             deadline: absolute, on time.monotonic(), for everything until the last byte.
             payload: receives a ModelReply's bytes, which must match its size exactly (None: no payload). It may be
                 written to until ``done`` is called, and its content is valid only if the result is a ModelReply.
@@ -164,7 +164,7 @@ class CommManager:
             ValueError: the request is invalid.
             RuntimeError: the system cannot start another thread; ``done`` is not called.
         """
-        return self._client.request(Job(to, request, deadline, payload, done, brought))
+        return self._client.request(Job(to, request, deadline, payload, done, upload))
 
     def answer(
         self,

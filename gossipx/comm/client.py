@@ -52,7 +52,7 @@ class Job:
 
     Attributes:
         payload: receives the bytes that the reply carries; None: they are dropped.
-        brought: the bytes that the request carries; None: none.
+        upload: the bytes that the request carries; None: none.
         cancelled: whether the caller has cancelled the request.
         link: the connection in use now, or the loopback of a request to this peer itself; aborting it ends the request.
     """
@@ -62,7 +62,7 @@ class Job:
     deadline: float
     payload: Sink | SinkFactory | None
     done: Callable[[Reply | GossipxError], None]
-    brought: Source | None = None
+    upload: Source | None = None
     cancelled: bool = False
     link: Link | LoopbackRequest | None = None
 
@@ -100,7 +100,7 @@ class Client:
         """Queue a request; return a function that cancels it. See :meth:`gossipx.comm.CommManager.request`."""
         if not 0 <= job.to < self._member.me.size:
             raise ValueError(f"no peer has rank {job.to}")
-        frames.encode(job.request, 0, job.brought)  # validates: raise in the caller, not in the worker
+        frames.encode(job.request, 0, job.upload)  # validates: raise in the caller, not in the worker
         with self._lock:
             if not self._links.closed.is_set():
                 # One worker per pending request, without a limit: with a limit, requests to dead peers
@@ -202,7 +202,7 @@ class Client:
         if job.to == self._member.me.rank:
             loopback = LoopbackRequest()
             with self._registered(loopback, job):
-                return self._own.request_loopback(job.request, job.brought, job.payload, job.deadline, loopback)
+                return self._own.request_loopback(job.request, job.upload, job.payload, job.deadline, loopback)
         link = self._links.acquire(job.to)
         if link is not None:
             began = time.monotonic()
@@ -222,8 +222,8 @@ class Client:
                 # Half of the time left: if the carrier cannot be built, the other half remains for a transfer without
                 # one.
                 by = (time.monotonic() + self._setup_deadline(job.deadline)) / 2
-                link.ask_for_carrier(carriers, next(self._numbers), by)
-            frame = link.ask(job.request, next(self._numbers), job.deadline, job.payload, job.brought)
+                link.request_carrier(carriers, next(self._numbers), by)
+            frame = link.request(job.request, next(self._numbers), job.deadline, job.payload, job.upload)
         self._links.release(job.to, link)
         return cast(Reply, frame.message)
 
@@ -288,7 +288,7 @@ class Client:
         try:
             stream = unix.connect(Address(welcome.local, 0), deadline)
         except OutOfReachError as error:
-            link.ask(DescribeRequest(), next(self._numbers), deadline)  # raises if the process has just ended
+            link.request(DescribeRequest(), next(self._numbers), deadline)  # raises if the process has just ended
             log.debug("%s is on this machine and cannot share memory: %s", self._member.names[to], error)
             with self._lock:
                 self._unreachable_locally.add(to)

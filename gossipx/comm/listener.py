@@ -55,7 +55,7 @@ _PAUSE = (0.05, 1.0)
 _STRANGERS, _STRANGERS_PER_PEER = 32, 2
 
 
-def no_room(sender: int, request: CarryingRequest) -> UploadSink:
+def no_sink(sender: int, request: CarryingRequest) -> UploadSink:
     """Refuse every payload."""
     raise ProtocolError(f"it sent {type(request).__name__} with a payload, which this peer does not accept")
 
@@ -91,7 +91,7 @@ class LoopbackRequest:
         self.slot.ready.set()
 
 
-RoomFor: TypeAlias = Callable[[int, CarryingRequest], UploadSink]
+SinkFor: TypeAlias = Callable[[int, CarryingRequest], UploadSink]
 """Called with the sender's rank and the request; returns the buffer for the request's payload."""
 OnRequest: TypeAlias = Callable[[int, Hashable, Request, "UploadSink | None"], None]
 """Called with the sender's rank, a key, the request and its payload."""
@@ -104,16 +104,16 @@ class Listener:
         member: identity and connections of this peer.
         bind: address to listen at; port 0 lets the system choose a port.
         on_request: called with each request, on a connection's thread.
-        room_for: returns the buffer for a request's payload; may block, and raises if there is no memory.
+        sink_for: returns the buffer for a request's payload; may block, and raises if there is no memory.
         most: limit on inbound connections. Above it, and above a limit on connections without a finished handshake, the
             oldest one without a finished handshake is closed.
     """
 
-    def __init__(self, member: Member, bind: Address, on_request: OnRequest, room_for: RoomFor, most: int):
+    def __init__(self, member: Member, bind: Address, on_request: OnRequest, sink_for: SinkFor, most: int):
         self._member = member
         self._bind = bind
         self._on_request = on_request
-        self._room_for = room_for
+        self._sink_for = sink_for
         self._most = most
         self._most_strangers = max(_STRANGERS, _STRANGERS_PER_PEER * member.me.size)
         self._links = member.links
@@ -241,24 +241,24 @@ class Listener:
 
     def _receive(self, link: Link, they: Hello) -> tuple[frames.Frame, UploadSink | None]:
         """Return the next frame and its payload, which the caller must release."""
-        rooms: list[UploadSink] = []
+        sinks: list[UploadSink] = []
 
         def expect(message: Message, request: int) -> Sink | None:
             if not isinstance(message, CarryingRequest):
                 return None
             if they.model != self._member.me.model:
                 raise ProtocolError("its request carries a payload of another model")
-            rooms.append(self._room_for(they.rank, message))
-            undo.callback(rooms[0].release)  # if the payload does not arrive whole
-            return rooms[0]
+            sinks.append(self._sink_for(they.rank, message))
+            undo.callback(sinks[0].release)  # if the payload does not arrive whole
+            return sinks[0]
 
         with contextlib.ExitStack() as undo:
             frame = link.receive(math.inf, expect)
             undo.pop_all()
-        return frame, rooms[0] if rooms else None
+        return frame, sinks[0] if sinks else None
 
     def _serve_one(self, link: Link, they: Hello) -> None:
-        frame, brought = self._receive(link, they)
+        frame, upload = self._receive(link, they)
         deadline = time.monotonic() + self._member.timeout
         if isinstance(frame.message, DescribeRequest):
             manifest = Source(memoryview(self._member.manifest))
@@ -267,7 +267,7 @@ class Listener:
         elif they.model != self._member.me.model:
             raise handshake.refuse(link, "the models differ", deadline)
         elif isinstance(frame.message, Request):
-            self._ask(link, they.rank, frame.request, frame.message, brought)
+            self._respond(link, they.rank, frame.request, frame.message, upload)
         elif isinstance(frame.message, CarrierRequest):
             self._build_carrier(link, frame.message.kind, frame.request, deadline)
         else:
@@ -285,7 +285,7 @@ class Listener:
     def request_loopback(
         self,
         request: Request,
-        brought: Source | None,
+        upload: Source | None,
         payload: Sink | SinkFactory | None,
         deadline: float,
         loopback: LoopbackRequest,
@@ -293,17 +293,17 @@ class Listener:
         """Serve a request of this peer to itself, with the same errors as a connection.
 
         Args:
-            brought: payload of the request.
+            upload: payload of the request.
             payload: receives the reply's payload.
             loopback: its ``abort`` ends the call.
         """
-        room, slot, whole = None, loopback.slot, False
-        if isinstance(request, CarryingRequest) and brought is not None:
-            room = self._room_for(self._member.me.rank, request)
-            room.take(0, brought.view)
-        key = self._open(slot, room)
+        received, slot, whole = None, loopback.slot, False
+        if isinstance(request, CarryingRequest) and upload is not None:
+            received = self._sink_for(self._member.me.rank, request)
+            received.take(0, upload.view)
+        key = self._open(slot, received)
         try:
-            self._on_request(self._member.me.rank, key, request, room)
+            self._on_request(self._member.me.rank, key, request, received)
             if not slot.ready.wait(max(0.0, deadline - time.monotonic())):
                 raise PeerTimeoutError("this peer did not answer its own request within the deadline")
             self._forget(key)
@@ -320,23 +320,23 @@ class Listener:
             if slot.answer is not None:
                 call_back(slot.answer.done, whole)
 
-    def _open(self, slot: _Slot, brought: UploadSink | None) -> Hashable:
+    def _open(self, slot: _Slot, upload: UploadSink | None) -> Hashable:
         """Register a request and return its key; PeerUnreachableError if all connections have ended."""
         key = next(self._keys)
         with self._lock:
             if not self._links.closed.is_set():
                 self._slots[key] = slot
                 return key
-        if brought is not None:
-            brought.release()
+        if upload is not None:
+            upload.release()
         raise self._links.closed_error()
 
-    def _ask(self, link: Link, sender: int, number: int, request: Request, brought: UploadSink | None) -> None:
+    def _respond(self, link: Link, sender: int, number: int, request: Request, upload: UploadSink | None) -> None:
         """Pass a request on, wait for its response, and send it."""
         slot, whole = _Slot(number), False
-        key = self._open(slot, brought)
+        key = self._open(slot, upload)
         try:
-            self._on_request(sender, key, request, brought)
+            self._on_request(sender, key, request, upload)
             while not slot.ready.wait(_POLL) and link.stream.quiet():
                 pass
             self._forget(key)

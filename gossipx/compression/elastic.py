@@ -152,18 +152,18 @@ class ElasticCodec:
         return self._sections.laid_out(decoded, buffers)
 
     def differ(
-        self, worker: int, brought: Sequence[Tensor], centre: Sequence[Tensor], reply: ModelReply
+        self, worker: int, uploaded: Sequence[Tensor], centre: Sequence[Tensor], reply: ModelReply
     ) -> tuple[ModelReply, Source]:
         """Encode the elastic difference; return the completed reply and the payload.
 
         Args:
-            brought: x̂ of each section, in host memory; overwritten by x̃ + d̂.
+            uploaded: x̂ of each section, in host memory; overwritten by x̃ + d̂.
             centre: x̃ of each section, in host memory.
         """
         parts = []
         with self._lock:
             states = self._states.get(worker) or self._sections.states(self._seed + 1000 * (worker + 1))
-            rows = zip(self._sections.trained(brought), self._sections.trained(centre), strict=True)
+            rows = zip(self._sections.trained(uploaded), self._sections.trained(centre), strict=True)
             for number, (theirs, ours) in enumerate(rows):
                 frame, states[number] = self._sections.codec.encode(theirs - ours, states[number])
                 theirs.zero_()

@@ -72,7 +72,7 @@ class Incoming:
         """Return the base of a section, before the first byte has arrived; None: there is no base."""
         return None if self._base is None else self._base.buffer.vectors[number]
 
-    def room(self, start: int) -> memoryview:
+    def buffer_at(self, start: int) -> memoryview:
         """Return the memory for the bytes from ``start`` on; see :class:`gossipx.wire.Sink`."""
         segment = self._segment(start)
         self._reuse_base(start)
@@ -84,10 +84,10 @@ class Incoming:
         return self._staging[: stop - start]
 
     def filled(self, start: int) -> None:
-        """Process the memory from :meth:`room` of ``start``, which is now full."""
+        """Process the memory from :meth:`buffer_at` of ``start``, which is now full."""
         segment = self._segment(start)
         if segment.trained:
-            self.take(start, self.room(start))
+            self.take(start, self.buffer_at(start))
         else:
             self._upload(segment, start, segment.stop)
 

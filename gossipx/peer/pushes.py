@@ -37,7 +37,7 @@ from gossipx.protocol.messages import (
 LEAST_WEIGHT = 2.0**-20
 """A peer with a smaller push-sum weight pushes nothing until it has received some: its own training would hardly count
 any more. That is 20 pushes in a row without receiving one."""
-ASIDE = 1
+MAX_IN_DOUBT = 1
 """Number of models in doubt, as their senders are silent, that are kept in addition to the room for pushes."""
 
 
@@ -75,17 +75,19 @@ class Pushes(Offers):
         mixing: the share of a received model, without push-sum.
         shares: factors on that share, by rank of the sender; 1 for ranks that are missing.
         push_sum: whether pushes transfer push-sum weights.
-        room: number of pushes taken in at a time.
+        max_pushes: number of pushes taken in at a time.
     """
 
     request_types = (PushRequest, TakeRequest, SettleRequest)
 
-    def __init__(self, context: PeerContext, mixing: Mixing, shares: Mapping[int, float], push_sum: bool, room: int):
+    def __init__(
+        self, context: PeerContext, mixing: Mixing, shares: Mapping[int, float], push_sum: bool, max_pushes: int
+    ):
         super().__init__(context)
         self._mixing = mixing
         self._shares = shares
         self._push_sum = push_sum
-        self._room = room
+        self._max_pushes = max_pushes
         self._offer: _Offer | None = None
         self._inbound: list[InboundExchange] = []  # accepted offers, including those in doubt
         self._due: list[InboundExchange] = []  # settled before this step boundary: mixed at it
@@ -187,8 +189,8 @@ class Pushes(Offers):
             return [self._accept(event.key, now)]
         # A sender remembers only its last settled push, so accept none while an earlier one of it is in doubt.
         again = any(inbound.sender == event.sender for inbound in self._inbound)
-        aside = min(sum(inbound.in_doubt for inbound in self._inbound), ASIDE)
-        if again or len(self._inbound) - aside >= self._room:
+        in_doubt = min(sum(inbound.in_doubt for inbound in self._inbound), MAX_IN_DOUBT)
+        if again or len(self._inbound) - in_doubt >= self._max_pushes:
             return [self._busy(event.key, now)]
         inbound = InboundExchange(self._context, event)
         self._inbound.append(inbound)

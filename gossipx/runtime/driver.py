@@ -134,7 +134,7 @@ class Driver:
 
     @property
     def comm(self) -> CommManager | None:
-        """The CommManager, built with ``on_request`` = :meth:`received` and ``room_for`` = ``uploads.room_for``."""
+        """The CommManager, built with ``on_request`` = :meth:`received` and ``sink_for`` = ``uploads.sink_for``."""
         return self.outbox.comm
 
     @comm.setter

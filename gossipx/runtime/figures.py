@@ -38,7 +38,7 @@ class Figures:
         bytes_at_end: bytes that this process had received when training ended.
         finish_bytes: bytes received in the finish.
         seconds: from the first iteration to the last.
-        before: totals of earlier processes; zero in a new run.
+        earlier: totals of earlier processes; zero in a new run.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Figures:
         self.bytes_at_end = 0
         self.finish_bytes = 0
         self.seconds = 0.0
-        self.before = EarlierTotals()
+        self.earlier = EarlierTotals()
         self._bytes_at_start = 0
         self._began = time.perf_counter()
 
@@ -61,8 +61,8 @@ class Figures:
         Args:
             received: bytes that this process has received so far.
         """
-        self._bytes_at_start = received - self.before.bytes_received
-        self._began = time.perf_counter() - self.before.seconds
+        self._bytes_at_start = received - self.earlier.bytes_received
+        self._began = time.perf_counter() - self.earlier.seconds
 
     def state_dict(self, received: int, sent: int, poisoned: int) -> dict[str, Any]:
         """Return what a checkpoint saves, as plain data.
@@ -72,15 +72,15 @@ class Figures:
             poisoned: models with NaN or Inf that this process has refused.
         """
         seconds = time.perf_counter() - self._began
-        before = EarlierTotals(
-            self.received(received), self.before.bytes_sent + sent, seconds, self.before.poisoned + poisoned
+        earlier = EarlierTotals(
+            self.received(received), self.earlier.bytes_sent + sent, seconds, self.earlier.poisoned + poisoned
         )
         own = {name: getattr(self, name) for name in _SAVED}
-        return {"before": dataclasses.asdict(before), **own, "squared_distances": list(self.squared_distances)}
+        return {"before": dataclasses.asdict(earlier), **own, "squared_distances": list(self.squared_distances)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned; call it before :meth:`start`."""
-        self.before = EarlierTotals(**state["before"])
+        self.earlier = EarlierTotals(**state["before"])
         for name in _SAVED:
             setattr(self, name, state[name])
         self.squared_distances = list(state["squared_distances"])

@@ -174,7 +174,7 @@ class Reporter:
                 "missing": missing,
                 "consensus_accuracy": self._averaged_accuracy(missing, agreed),
                 "consensus_distance": self.figures.distance,
-                "seconds_before": self.figures.before.seconds,
+                "seconds_before": self.figures.earlier.seconds,
             }
         )
 
@@ -211,7 +211,7 @@ class Reporter:
             "taken_in": self._role.server.taken_in,
             "delayed_pulls": self._role.server.delayed_pulls,
             "bytes_received": figures.received(figures.bytes_at_end),
-            "bytes_sent": figures.before.bytes_sent + self._comm.bytes_sent,
+            "bytes_sent": figures.earlier.bytes_sent + self._comm.bytes_sent,
             "finish_bytes": figures.finish_bytes,
             "test_accuracy": accuracy,
             "test_accuracy_before_finish": accuracy_before_finish,
@@ -220,7 +220,7 @@ class Reporter:
             "train_seconds": figures.seconds,
             "skipped": sync.skipped,
             "failed": sync.failed,
-            "poisoned": figures.before.poisoned + self._role.poisoned,
+            "poisoned": figures.earlier.poisoned + self._role.poisoned,
             "finish_rounds_lost": self._role.rounds_lost,
             "consensus_distance": figures.distance,
         }

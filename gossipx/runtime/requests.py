@@ -91,7 +91,7 @@ class Outbox:
                 if comm is None or ticket in self._cancelled:  # None: the peer was closed meanwhile
                     raise CancelledError("the request was cancelled before it was sent")
                 request, sink, source = prepare()
-                cancel = comm.request(send.to, request, deadline=send.deadline, payload=sink, done=done, brought=source)
+                cancel = comm.request(send.to, request, deadline=send.deadline, payload=sink, done=done, upload=source)
             except CancelledError as error:
                 done(error)
             except Exception as error:  # the role waits for the outcome of every request

@@ -54,7 +54,7 @@ class Uploads:
         self._uploads: dict[Hashable, Transfer | Gradient] = {}  # by the request's key
         self._places = threading.BoundedSemaphore(places)
 
-    def room_for(self, sender: int, request: CarryingRequest) -> UploadSink:
+    def sink_for(self, sender: int, request: CarryingRequest) -> UploadSink:
         """Return the sink for an upload; wait for a free place if it is a model. Called by the CommManager.
 
         Raises:
@@ -66,7 +66,7 @@ class Uploads:
             table_store = self._tables.table_store
             if table_store is None:
                 raise ProtocolError("it sent a gradient, and this peer is not a server")
-            sink = table_store.room_for(request)
+            sink = table_store.sink_for(request)
             if isinstance(sink, Gradient) and isinstance(request, GradientRequest):
                 sink.sender = sender
         elif self._places.acquire(timeout=request.patience):

@@ -335,7 +335,7 @@ def _described(request: Request, to: int) -> str:
         case RoundRequest(wave, number):
             return f"meets {to} in round {number}" + ("" if wave == LAST_WAVE else f" of wave {wave}")
         case ElasticRequest():
-            return f"brings its model to {to}"
+            return f"uploads its model to {to}"
         case CentreRequest():
             return f"asks {to} for the centre"
     return ""

@@ -76,7 +76,7 @@ class SimTables:
         self, sender: int, key: Hashable, request: GradientRequest | RecordRequest, content: bytearray
     ) -> None:
         """Store the gradient that the request ``key`` uploaded."""
-        gradient = self.table_store.room_for(request)
+        gradient = self.table_store.sink_for(request)
         if isinstance(gradient, Gradient):
             gradient.sender = sender if isinstance(request, GradientRequest) else None
             gradient.take(0, memoryview(content))

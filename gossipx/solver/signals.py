@@ -21,7 +21,7 @@ class Requests:
         self._snapshot = False
         self._catching = False
 
-    def snapshot(self) -> bool:
+    def take_snapshot_request(self) -> bool:
         """Return whether SIGHUP was received since the last call."""
         requested, self._snapshot = self._snapshot, False
         return requested

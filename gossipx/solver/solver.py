@@ -202,7 +202,7 @@ class Solver:
                     on_gradients_ready()
                 self.apply_update()
                 due = bool(self.param.snapshot) and self.iter % self.param.snapshot == 0
-                if self._requests.snapshot() or due:
+                if self._requests.take_snapshot_request() or due:
                     self.snapshot()
                 if self._requests.stop:
                     self._stop(self._wants_last_snapshot)
@@ -342,7 +342,7 @@ class Solver:
         sums = dict.fromkeys(net.outputs, 0.0)
         count = self.param.test_iter[number]
         for _ in range(count):
-            if self._requests.snapshot():
+            if self._requests.take_snapshot_request():
                 self.snapshot()
             if self._requests.stop:
                 self._log.info("Test interrupted.")

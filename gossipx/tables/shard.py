@@ -286,7 +286,7 @@ class ShardStore:
         """The size in bytes of all values as workers receive them."""
         return sum(bucket.memory.view.nbytes for bucket in self.buckets)
 
-    def room(self, request: GradientRequest | RecordRequest) -> int:
+    def capacity(self, request: GradientRequest | RecordRequest) -> int:
         """Return the size in bytes of a buffer for a push, the same for every push of a bucket so that buffers are
         reused.
         """

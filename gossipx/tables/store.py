@@ -68,7 +68,7 @@ class Gradient:
             self._references += 1
         return self
 
-    def room(self, start: int) -> memoryview:
+    def buffer_at(self, start: int) -> memoryview:
         """Return the buffer for the bytes from ``start`` on."""
         return self.view[start:]
 
@@ -116,7 +116,7 @@ class DiscardSink:
         self.nbytes = sum(size for _, size in request.parts)
         self._view = memoryview(bytearray(min(self.nbytes, PIECE)))
 
-    def room(self, start: int) -> memoryview:
+    def buffer_at(self, start: int) -> memoryview:
         """Return a scratch buffer for the bytes from ``start`` on."""
         return self._view[: self.nbytes - start]
 
@@ -195,7 +195,7 @@ class TableStore:
 
     # --- hosted shards -----------------------------------------------------------------------------
 
-    def room_for(self, request: GradientRequest | RecordRequest) -> Gradient | DiscardSink | None:
+    def sink_for(self, request: GradientRequest | RecordRequest) -> Gradient | DiscardSink | None:
         """Return the sink for a push or for a record of one.
 
         Returns:
@@ -211,21 +211,21 @@ class TableStore:
             raise ProtocolError(f"a push for shard {request.shard}, which this peer does not hold")
         store = stores[request.shard]
         size = store.size(request) if request.bucket >= 0 else 0
-        room = store.room(request) if size else 0
+        capacity = store.capacity(request) if size else 0
         places = self._places if isinstance(request, GradientRequest) else self._places_of_records
         if not places.acquire(timeout=request.patience):
             return None
         with self._lock:
-            free = self._free.setdefault(room, [])
-            memory = free.pop() if free else Memory(room)
+            free = self._free.setdefault(capacity, [])
+            memory = free.pop() if free else Memory(capacity)
 
         def leave() -> None:
             with self._lock:
-                self._free[room].append(memory)
+                self._free[capacity].append(memory)
             places.release()
 
         # Another process could map the whole buffer, so it is shared only if the push fills it.
-        descriptor = memory.descriptor if room == size else None
+        descriptor = memory.descriptor if capacity == size else None
         return Gradient(request, memory.view[:size], descriptor, leave)
 
     def _stores(self, epoch: int) -> Mapping[int, ShardStore] | None:

@@ -32,12 +32,12 @@ class Count:
     """The number of times that a policy fires at one peer.
 
     Attributes:
-        known: the source of the numbers, in words.
+        source: where the numbers come from, in words.
         least: lower bound.
         most: upper bound; equal to ``least`` if the number is known.
     """
 
-    known: str
+    source: str
     least: float
     most: float
 
@@ -72,28 +72,28 @@ def counts(policy: Policy, iterations: int, model: str | None, seen: ObservedRet
     forced = after // silence if silence else 0
     predictable = _predictable(policy, iterations, warmup)
     if predictable is not None:
-        known, often = predictable
+        source, decisions = predictable
         if not silence:
-            return [Count(known, often, often)]
-        return [Count("bounds, by max_silence", max(often, forced), min(after, often + forced + 1))]
+            return [Count(source, decisions, decisions)]
+        # The silence during the warm-up counts too, so it may force one more pull at the end of the warm-up.
+        return [Count("bounds, by max_silence", max(decisions, forced), min(after, decisions + forced + 1))]
     found = []
     if seen is not None:
-        known = f"as in {', '.join(seen.runs)}"
-        found.append(_within(known, seen.least * iterations, seen.most * iterations, forced, after))
+        source = f"as in {', '.join(seen.runs)}"
+        found.append(_within(source, seen.least * iterations, seen.most * iterations, forced, after))
     elif isinstance(policy, Adaptive) and policy.threshold in PAPERS_THRESHOLDS and not policy.relative:
         papers = [PAPERS_ADAPTIVE[model]] if model in PAPERS_ADAPTIVE else sorted(PAPERS_ADAPTIVE.values())
-        share = (
-            iterations / PAPERS_TAU / PAPERS_TAU_RETRIEVALS
-        )  # of the retrievals that tau:10 makes in the paper's run
+        # The same share of the retrievals of tau:10 as in the paper's run.
+        share = iterations / PAPERS_TAU / PAPERS_TAU_RETRIEVALS
         shown = " to ".join(str(papers[place]) for place in sorted({0, len(papers) - 1}))
-        known = f"Table II, {shown} of {PAPERS_TAU_RETRIEVALS}"
-        found.append(_within(known, papers[0] * share, papers[-1] * share, forced, after))
+        source = f"Table II, {shown} of {PAPERS_TAU_RETRIEVALS}"
+        found.append(_within(source, papers[0] * share, papers[-1] * share, forced, after))
     return [*found, Count("at least, at most", forced, after)]
 
 
-def _within(known: str, least: float, most: float, forced: float, after: float) -> Count:
+def _within(source: str, least: float, most: float, forced: float, after: float) -> Count:
     """Return an estimate, clamped to its bounds."""
-    return Count(known, min(max(least, forced), after), min(max(most, forced), after))
+    return Count(source, min(max(least, forced), after), min(max(most, forced), after))
 
 
 def _predictable(policy: Policy, iterations: int, warmup: int) -> tuple[str, float] | None:

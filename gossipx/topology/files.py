@@ -75,9 +75,9 @@ def _path_of(name: str) -> Path | None:
     if Path(name).suffix or Path(name).name != name:
         raise UsageError("no such topology file", file=name)
     known = ", ".join(sorted(GENERATORS))
-    brought = f", {', '.join(sorted(files))}" if files else ""
+    from_files = f", {', '.join(sorted(files))}" if files else ""
     near = suggest(word, {**GENERATORS, **files})
-    raise UsageError(f"unknown topology '{word}'{near}: one of {known}{brought}, or a file")
+    raise UsageError(f"unknown topology '{word}'{near}: one of {known}{from_files}, or a file")
 
 
 def _known(size: int | None, name: str) -> int:

@@ -47,8 +47,8 @@ def prove(link: Link, secret: auth.Secret, me: Hello, to: str, deadline: float) 
         NotAuthorisedError: one side failed to prove it.
     """
     opener = auth.Opener(secret, run=me.peers, name=me.name, to=to, nonce=os.urandom(auth.NONCE_BYTES))
-    asked = cast(Challenge, link.ask(opener.opened, 0, deadline).message)
-    accepted = cast(Accepted, link.ask(opener.challenged(asked), 0, deadline).message)
+    asked = cast(Challenge, link.request(opener.opened, 0, deadline).message)
+    accepted = cast(Accepted, link.request(opener.challenged(asked), 0, deadline).message)
     link.secure(opener.accepted(accepted))
 
 
@@ -94,14 +94,14 @@ def greet(link: Link, me: Hello, to: int, name: str, manifest: bytes, deadline: 
         ProtocolError: the other side refused, or another peer answered.
         ModelMismatchError: its manifest differs from ours.
     """
-    they = cast(Welcome, link.ask(me, 0, deadline).message)
+    they = cast(Welcome, link.request(me, 0, deadline).message)
     if (they.rank, they.name) != (to, name):
         raise ProtocolError(
             f"at {link.stream.remote} answers {they.name}, rank {they.rank}, not rank {to};"
             " start every peer with the same hosts file"
         )
     if they.model != me.model:
-        described = link.ask(DescribeRequest(), 0, deadline).payload
+        described = link.request(DescribeRequest(), 0, deadline).payload
         theirs = bytes(described.view) if isinstance(described, Bytes) else b""
         raise ModelMismatchError(
             f"its model differs: {difference(manifest, theirs)}; build the same model on every host"

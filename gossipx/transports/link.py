@@ -218,7 +218,7 @@ class Link:
         finally:
             finished.set()
 
-    def ask_for_carrier(self, carriers: Carriers, number: int, deadline: float) -> None:
+    def request_carrier(self, carriers: Carriers, number: int, deadline: float) -> None:
         """Build :attr:`carrier` together with the other side, which calls :meth:`build_carrier`.
 
         Raises:
@@ -228,7 +228,7 @@ class Link:
         self.build_carrier(carriers, True, number, deadline)
 
     def build_carrier(self, carriers: Carriers, receives: bool, number: int, deadline: float) -> None:
-        """Build this side's end of :attr:`carrier`; errors as :meth:`ask_for_carrier`."""
+        """Build this side's end of :attr:`carrier`; errors as :meth:`request_carrier`."""
         notes = LinkStore(
             lambda message: self.send(frames.encode(message, number, checks=self.checks), deadline),
             lambda: self.receive(deadline).message,
@@ -267,11 +267,11 @@ class Link:
             if unbounded and self._decoder.in_payload and isinstance(self._decoder.coming, CarryingRequest):
                 unbounded = False
                 deadline = time.monotonic() + max(self._owner.timeout, self._decoder.coming.patience)
-            room = self._decoder.next_buffer()
+            buffer = self._decoder.next_buffer()
             if self._decoder.in_payload:
-                count = self.stream.receive_into(room, deadline, self._observe)
+                count = self.stream.receive_into(buffer, deadline, self._observe)
             else:
-                count = self.stream.receive_into(room, deadline)
+                count = self.stream.receive_into(buffer, deadline)
                 self._owner.count(0, count)
             self.heard = True
             if deadline == math.inf:
@@ -296,23 +296,23 @@ class Link:
         sink.take(0, self._memory.view(self.stream.receive_descriptor(deadline), sink.nbytes)[: sink.nbytes])
         self._owner.count(0, sink.nbytes)
 
-    def ask(
+    def request(
         self,
         message: Message,
         number: int,
         deadline: float,
         payload: Sink | SinkFactory | None = None,
-        brought: Source | None = None,
+        upload: Source | None = None,
     ) -> frames.Frame:
-        """Send ``message`` with payload ``brought`` as request ``number``; return the reply.
+        """Send ``message`` with payload ``upload`` as request ``number``; return the reply.
 
         The reply's payload is stored in ``payload``.
         """
-        if brought is None:
+        if upload is None:
             self.send(frames.encode(message, number, checks=self.checks), deadline)
         else:
             self.stream.tune()
-            self._send_with(message, number, brought, deadline)
+            self._send_with(message, number, upload, deadline)
         frame = self.receive(deadline, answer_to(message, number, payload))
         if isinstance(frame.message, CarryingReply):
             try:

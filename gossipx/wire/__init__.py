@@ -329,7 +329,7 @@ class Sink(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def room(self, start: int) -> memoryview:
+    def buffer_at(self, start: int) -> memoryview:
         """Return the buffer for the bytes from ``start`` on; :meth:`filled` is called once it is full."""
 
     def filled(self, start: int) -> None:
@@ -364,7 +364,7 @@ class Bytes:
         self.view = view.cast("B") if view.nbytes else view
         self.nbytes = view.nbytes
 
-    def room(self, start: int) -> memoryview:
+    def buffer_at(self, start: int) -> memoryview:
         """Return the rest of the buffer."""
         return self.view[start:]
 
@@ -384,24 +384,24 @@ def gather(parts: Iterable[memoryview], sink: Sink, look: Callable[[memoryview],
         look: called with all bytes in order, before the sink gets them.
     """
     start = had = 0  # start of the piece; how much of it is in its buffer
-    room = memoryview(b"")
+    buffer = memoryview(b"")
     for part in parts:
         done = 0
         while done < len(part):
             if not had:
-                room = sink.room(start)
-            view = part[done : done + len(room) - had]
+                buffer = sink.buffer_at(start)
+            view = part[done : done + len(buffer) - had]
             look(view)
             done += len(view)
-            if len(view) == len(room):
+            if len(view) == len(buffer):
                 sink.take(start, view)
             else:  # the piece spans two parts
-                copy(view, room[had : had + len(view)])
+                copy(view, buffer[had : had + len(view)])
                 had += len(view)
-                if had < len(room):
+                if had < len(buffer):
                     continue
                 sink.filled(start)
-            start, had = start + len(room), 0
+            start, had = start + len(buffer), 0
 
 
 # Takes a message and its request id; returns the sink that its payload must fill exactly, or None for no payload.

@@ -283,7 +283,7 @@ class Decoder:
         if sink is None or not size or out_of_band:
             return self._trailer_whole()
         self._sink, self._start, self.in_payload = sink, 0, True
-        self._await(sink.room(0), Decoder._piece_whole)
+        self._await(sink.buffer_at(0), Decoder._piece_whole)
         return None
 
     def _piece_whole(self) -> Frame | None:
@@ -292,7 +292,7 @@ class Decoder:
         self._sink.filled(self._start)
         self._start += len(self._view)
         if self._start < self._sink.nbytes:
-            self._await(self._sink.room(self._start), Decoder._piece_whole)
+            self._await(self._sink.buffer_at(self._start), Decoder._piece_whole)
         else:
             self.in_payload = False
             if not self._check.digest_size:

@@ -267,11 +267,11 @@ def test_no_frame_is_longer_than_told(spec: str) -> None:
     for tensor in (normal(1), normal(3000), normal(3000).sign(), torch.full((3000,), 5.0)):
         state = codec.init(tensor)
         most = codec.most(state)
-        room = np.full(most + 100, 170, np.uint8)
+        buffer = np.full(most + 100, 170, np.uint8)
         for _ in range(3):
-            frame, state = codec.encode(tensor, state, room)
+            frame, state = codec.encode(tensor, state, buffer)
             assert codec.squeezed or len(frame) <= most
-            assert bool((room[most:] == 170).all())
+            assert bool((buffer[most:] == 170).all())
 
 
 @pytest.mark.parametrize("spec", ["onebit+zlib", "onebit+zstd", "int8+zlib"])

@@ -52,7 +52,7 @@ class During(Bytes):
         super().__init__(memoryview(bytearray(size)))
         self._first: Callable[[], None] | None = first
 
-    def room(self, start: int) -> memoryview:
+    def buffer_at(self, start: int) -> memoryview:
         return self.view[start : start + PIECE]
 
     def filled(self, start: int) -> None:
@@ -75,9 +75,9 @@ def pull(host: Host, to: int, sink: Bytes, seconds: float = LONG) -> queue.Queue
 
 
 def pulled(host: Host, to: int, size: int) -> bytes:
-    room = bytearray(size)
-    assert host.ask(to, PullRequest(1, 30.0), room).get(timeout=LONG) == ModelReply(1)
-    return bytes(room)
+    buffer = bytearray(size)
+    assert host.ask(to, PullRequest(1, 30.0), buffer).get(timeout=LONG) == ModelReply(1)
+    return bytes(buffer)
 
 
 # --- what arrives -------------------------------------------------------------------------------
@@ -112,9 +112,9 @@ def test_models_and_messages_alternate_on_one_connection(
 
     b.react = answer
     for step in range(20):
-        room = bytearray(1_200_000)
-        assert a.ask(1, PullRequest(step, 30.0), room).get(timeout=LONG) == ModelReply(step)
-        assert room == step.to_bytes(4, "big") * 300_000
+        buffer = bytearray(1_200_000)
+        assert a.ask(1, PullRequest(step, 30.0), buffer).get(timeout=LONG) == ModelReply(step)
+        assert buffer == step.to_bytes(4, "big") * 300_000
         assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
     assert len(b.comm._listener._inbound) == 1
 
@@ -136,11 +136,11 @@ class Marks:
         self.nbytes, self.seen = size, 0
         self._room = memoryview(bytearray(PIECE))
 
-    def room(self, start: int) -> memoryview:
+    def buffer_at(self, start: int) -> memoryview:
         return self._room[: min(PIECE, self.nbytes - start)]
 
     def filled(self, start: int) -> None:
-        self.take(start, self.room(start))
+        self.take(start, self.buffer_at(start))
 
     def take(self, start: int, view: memoryview) -> None:
         assert start == self.seen
@@ -179,11 +179,11 @@ def test_mutual_and_circular_pulls_do_not_deadlock(start: Callable[[int], list[H
     for _ in range(3):
         for rank in range(4):
             for to in ((rank + 1) % 4, rank ^ 1):
-                room = bytearray(2_000_000)
-                pulls.append((to, room, hosts[rank].ask(to, PullRequest(1, 30.0), room)))
-    for to, room, results in pulls:
+                buffer = bytearray(2_000_000)
+                pulls.append((to, buffer, hosts[rank].ask(to, PullRequest(1, 30.0), buffer)))
+    for to, buffer, results in pulls:
         assert results.get(timeout=LONG) == ModelReply(1)
-        assert room == models[to]
+        assert buffer == models[to]
 
 
 @pytest.mark.every_way
@@ -193,22 +193,22 @@ def test_two_peers_pull_from_each_other_repeatedly(start: Callable[[int], list[H
     for host, given in zip(hosts, models, strict=True):
         host.serve(given)
     for _ in range(25):
-        rooms = [bytearray(3_000_000) for _ in hosts]
-        pulls = [hosts[rank].ask(1 - rank, PullRequest(1, 30.0), rooms[rank]) for rank in range(2)]
+        buffers = [bytearray(3_000_000) for _ in hosts]
+        pulls = [hosts[rank].ask(1 - rank, PullRequest(1, 30.0), buffers[rank]) for rank in range(2)]
         for rank, results in enumerate(pulls):
             assert results.get(timeout=LONG) == ModelReply(1)
-            assert rooms[rank] == models[1 - rank]
+            assert buffers[rank] == models[1 - rank]
 
 
 def test_64_peers_pull_from_one_at_once(start: Callable[[int], list[Host]]) -> None:
     hosts = start(65)
     given = os.urandom(300_000)
     hosts[0].serve(given)
-    rooms = [bytearray(300_000) for _ in hosts[1:]]
-    pulls = [host.ask(0, PullRequest(1, 30.0), room) for host, room in zip(hosts[1:], rooms, strict=True)]
-    for room, results in zip(rooms, pulls, strict=True):
+    buffers = [bytearray(300_000) for _ in hosts[1:]]
+    pulls = [host.ask(0, PullRequest(1, 30.0), buffer) for host, buffer in zip(hosts[1:], buffers, strict=True)]
+    for buffer, results in zip(buffers, pulls, strict=True):
         assert results.get(timeout=LONG) == ModelReply(1)
-        assert room == given
+        assert buffer == given
 
 
 # --- failures -----------------------------------------------------------------------------------
@@ -295,14 +295,14 @@ def test_a_pull_cancelled_before_it_is_answered(start: Callable[[int], list[Host
     a, b = start(2)
     b.react = None
     results: queue.Queue[Reply | GossipxError] = queue.Queue()
-    room = Bytes(memoryview(bytearray(PIECE)))
-    cancel = a.comm.request(1, PullRequest(1, 30.0), deadline=soon(), payload=room, done=results.put)
+    buffer = Bytes(memoryview(bytearray(PIECE)))
+    cancel = a.comm.request(1, PullRequest(1, 30.0), deadline=soon(), payload=buffer, done=results.put)
     _, key, _ = b.received.get(timeout=LONG)
     cancel()
     assert isinstance(results.get(timeout=LONG), CancelledError)
     b.answer(key, ModelReply(1), model(PIECE))
     assert b.answered.get(timeout=LONG) is False
-    assert room.view == bytes(PIECE)
+    assert buffer.view == bytes(PIECE)
     b.serve(model(PIECE))
     assert pulled(a, 1, PIECE) == model(PIECE)
 
@@ -313,10 +313,10 @@ def test_a_pull_cancelled_at_once(start: Callable[[int], list[Host]]) -> None:
     b.serve(model(PIECE))
     for _ in range(20):
         results: queue.Queue[Reply | GossipxError] = queue.Queue()
-        room = Bytes(memoryview(bytearray(PIECE)))
-        a.comm.request(1, PullRequest(1, 30.0), deadline=soon(), payload=room, done=results.put)()
+        buffer = Bytes(memoryview(bytearray(PIECE)))
+        a.comm.request(1, PullRequest(1, 30.0), deadline=soon(), payload=buffer, done=results.put)()
         result = results.get(timeout=LONG)
-        assert isinstance(result, CancelledError) or (result == ModelReply(1) and room.view == model(PIECE))
+        assert isinstance(result, CancelledError) or (result == ModelReply(1) and buffer.view == model(PIECE))
         assert results.empty()
     assert pulled(a, 1, PIECE) == model(PIECE)
 
@@ -346,12 +346,12 @@ def test_a_responder_that_never_answers_has_a_deadline(start: Callable[[int], li
     assert b.answered.get(timeout=LONG) is True
     b.received.get(timeout=LONG)
     b.react = None
-    room = bytearray(PIECE)
-    assert isinstance(a.ask(1, PullRequest(1, 30.0), room, SHORT).get(timeout=LONG), PeerTimeoutError)
+    buffer = bytearray(PIECE)
+    assert isinstance(a.ask(1, PullRequest(1, 30.0), buffer, SHORT).get(timeout=LONG), PeerTimeoutError)
     _, key, _ = b.received.get(timeout=LONG)
     b.answer(key, ModelReply(1), model(PIECE))
     assert b.answered.get(timeout=LONG) is False, "it came too late"
-    assert room == bytes(PIECE)
+    assert buffer == bytes(PIECE)
     b.serve(model(PIECE))
     assert pulled(a, 1, PIECE) == model(PIECE)
 
@@ -371,15 +371,15 @@ def test_a_sender_that_stops_before_passing_its_memory_has_a_deadline(  # [3] [7
         assert given_up.wait(LONG)
         hand_over(stream, descriptor, deadline)
 
-    room = bytearray(PIECE)
+    buffer = bytearray(PIECE)
     with monkeypatch.context() as patched:
         patched.setattr(UnixStream, "send_descriptor", stop)
-        error = a.ask(1, PullRequest(1, 30.0), room, SHORT).get(timeout=LONG)
+        error = a.ask(1, PullRequest(1, 30.0), buffer, SHORT).get(timeout=LONG)
         given_up.set()
         assert b.answered.get(timeout=LONG) is False
     assert isinstance(error, PeerTimeoutError)
     assert len(stopped) == 1
-    assert room == bytes(PIECE)
+    assert buffer == bytes(PIECE)
     assert pulled(a, 1, PIECE) == model(PIECE)
 
 

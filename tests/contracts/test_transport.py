@@ -120,9 +120,9 @@ def test_an_observer_sees_all_sent_bytes_in_order(pair: Pair, in_thread: InThrea
 def test_receiving_fills_no_more_than_the_buffer(pair: Pair) -> None:
     ours, theirs = pair
     ours.send([b"abcdef"], soon())
-    room = bytearray(b"......")
-    assert theirs.receive_into(memoryview(room)[2:3], soon()) == 1
-    assert room == b"..a..."
+    buffer = bytearray(b"......")
+    assert theirs.receive_into(memoryview(buffer)[2:3], soon()) == 1
+    assert buffer == b"..a..."
     assert read(theirs, 5) == b"bcdef"
 
 
@@ -131,9 +131,9 @@ def test_an_observer_sees_all_received_bytes_in_order(pair: Pair, in_thread: InT
     ours, theirs = pair
     data = os.urandom(size)
     sent = in_thread(ours.send, [data[:7], data[7:100_000], data[100_000:], b"more"], soon())
-    room, seen = memoryview(bytearray(size)), bytearray()
-    assert theirs.receive_into(room, soon(), seen.extend) == size
-    assert room == seen == data
+    buffer, seen = memoryview(bytearray(size)), bytearray()
+    assert theirs.receive_into(buffer, soon(), seen.extend) == size
+    assert buffer == seen == data
     assert read(theirs, 4) == b"more"
     sent.result(LONG)
 
@@ -144,10 +144,10 @@ def test_available_bytes_are_received_even_by_a_slow_thread(pair: Pair, monkeypa
     data = os.urandom(2_000_000)
     ours.send([data[:100_000]], soon())
     began, looks = time.monotonic(), itertools.count()
-    room, seen = memoryview(bytearray(100_000)), bytearray()
+    buffer, seen = memoryview(bytearray(100_000)), bytearray()
     with monkeypatch.context() as patched:
         patched.setattr(sockets, "time", SimpleNamespace(monotonic=lambda: began + 0.1 * next(looks)))
-        assert theirs.receive_into(room, began + LONG, seen.extend) == 100_000
+        assert theirs.receive_into(buffer, began + LONG, seen.extend) == 100_000
     assert seen == data[:100_000]
 
 

@@ -379,13 +379,13 @@ def test_a_byte_changed_in_transit_ends_the_stream(tls: Transport, in_thread: In
     listening, changing = tls.listen(Address("127.0.0.1", 0)), tcp.listen(Address("127.0.0.1", 0))
 
     def pass_on(source: Stream, target: Stream, change: threading.Event) -> None:
-        room = memoryview(bytearray(100_000))
+        buffer = memoryview(bytearray(100_000))
         with contextlib.suppress(PeerUnreachableError):
             while True:
-                count = source.receive_into(room, soon())
+                count = source.receive_into(buffer, soon())
                 if change.is_set():
-                    room[count - 1] ^= 1
-                target.send([room[:count]], soon())
+                    buffer[count - 1] ^= 1
+                target.send([buffer[:count]], soon())
 
     connecting = in_thread(tls.connect, changing.address, soon())
     middle = changing.accept(), tcp.connect(listening.address, soon())

@@ -45,15 +45,15 @@ def answers(host: Host, gives: bytes | None) -> None:
 @pytest.mark.parametrize("size", [0, 4, 9 * PIECE + 12])
 def test_a_model_goes_each_way_in_one_round_trip(start: Callable[[int], list[Host]], size: int) -> None:
     a, b = start(2)
-    b.room = size
+    b.capacity = size
     for number in range(1, 4):
-        brings, gives, room = os.urandom(size), os.urandom(size), bytearray(size)
+        upload, gives, buffer = os.urandom(size), os.urandom(size), bytearray(size)
         answers(b, gives)
-        assert a.ask(1, elastic(number), room, brings=brings).get(timeout=LONG) == ModelReply(number)
-        assert b.brought.get(timeout=LONG) == brings
-        assert room == gives
+        assert a.ask(1, elastic(number), buffer, upload=upload).get(timeout=LONG) == ModelReply(number)
+        assert b.uploads.get(timeout=LONG) == upload
+        assert buffer == gives
         assert b.answered.get(timeout=LONG) is True
-    assert [taken.released for taken in b.rooms] == [1, 1, 1]
+    assert [taken.released for taken in b.buffers] == [1, 1, 1]
     ended(a, b)
     assert a.comm.bytes_sent == b.comm.bytes_received >= 3 * size
     assert b.comm.bytes_sent == a.comm.bytes_received >= 3 * size
@@ -62,14 +62,14 @@ def test_a_model_goes_each_way_in_one_round_trip(start: Callable[[int], list[Hos
 @pytest.mark.every_way
 def test_an_upload_may_be_answered_without_a_model(start: Callable[[int], list[Host]]) -> None:
     a, b = start(2)
-    b.room = PIECE
+    b.capacity = PIECE
     answers(b, None)
-    room = bytearray(PIECE)
-    assert a.ask(1, elastic(), room, brings=model(PIECE)).get(timeout=LONG) == BusyReply()
-    assert room == bytes(PIECE)
+    buffer = bytearray(PIECE)
+    assert a.ask(1, elastic(), buffer, upload=model(PIECE)).get(timeout=LONG) == BusyReply()
+    assert buffer == bytes(PIECE)
     answers(b, model(PIECE))  # the connection is still usable
-    assert a.ask(1, elastic(2), room, brings=model(PIECE)).get(timeout=LONG) == ModelReply(2)
-    assert room == model(PIECE)
+    assert a.ask(1, elastic(2), buffer, upload=model(PIECE)).get(timeout=LONG) == ModelReply(2)
+    assert buffer == model(PIECE)
 
 
 def test_messages_continue_while_an_upload_waits_for_memory(start: Callable[[int], list[Host]]) -> None:
@@ -77,51 +77,51 @@ def test_messages_continue_while_an_upload_waits_for_memory(start: Callable[[int
     a, b = start(2)
     free = threading.Event()
 
-    def room_for(sender: int, request: object) -> Taken:
+    def sink_for(sender: int, request: object) -> Taken:
         assert free.wait(LONG)
         return Taken(memoryview(bytearray(LARGE)))
 
-    b.comm._listener._room_for = room_for
+    b.comm._listener._sink_for = sink_for
     answers(b, model(PIECE))
-    room = bytearray(PIECE)
-    waits = a.ask(1, elastic(), room, brings=model(LARGE))
+    buffer = bytearray(PIECE)
+    waits = a.ask(1, elastic(), buffer, upload=model(LARGE))
     assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
     assert waits.empty()
     free.set()
     assert waits.get(timeout=LONG) == ModelReply(1)
-    assert b.brought.get(timeout=LONG) == model(LARGE)
+    assert b.uploads.get(timeout=LONG) == model(LARGE)
 
 
 def test_a_too_large_upload_is_refused_before_it_is_received(start: Callable[[int], list[Host]]) -> None:
     a, b = start(2)
-    b.room = PIECE
-    result = a.ask(1, elastic(), bytearray(PIECE), brings=model(2 * PIECE)).get(timeout=LONG)
+    b.capacity = PIECE
+    result = a.ask(1, elastic(), bytearray(PIECE), upload=model(2 * PIECE)).get(timeout=LONG)
     assert isinstance(result, PeerUnreachableError)
     assert b.received.empty()
-    assert b.rooms and all(taken.released == 1 for taken in b.rooms)
+    assert b.buffers and all(taken.released == 1 for taken in b.buffers)
 
 
 def test_a_receiver_without_memory_has_the_senders_deadline(start: Callable[[int], list[Host]]) -> None:  # [9]
     a, b = start(2)
     over = threading.Event()
 
-    def room_for(sender: int, request: object) -> Taken:
+    def sink_for(sender: int, request: object) -> Taken:
         assert over.wait(LONG)
         return Taken(memoryview(bytearray(LARGE)))
 
-    b.comm._listener._room_for = room_for
-    result = a.ask(1, elastic(), bytearray(PIECE), seconds=SHORT, brings=model(LARGE)).get(timeout=LONG)
+    b.comm._listener._sink_for = sink_for
+    result = a.ask(1, elastic(), bytearray(PIECE), seconds=SHORT, upload=model(LARGE)).get(timeout=LONG)
     over.set()
     assert isinstance(result, PeerTimeoutError)
 
 
 def test_an_upload_can_be_cancelled_in_the_middle(start: Callable[[int], list[Host]]) -> None:
     a, b = start(2)
-    b.room = LARGE
+    b.capacity = LARGE
     reached, over = threading.Event(), threading.Event()
 
     class Slow(Taken):
-        def room(self, start: int) -> memoryview:
+        def buffer_at(self, start: int) -> memoryview:
             return self.view[start : start + PIECE]
 
         def filled(self, start: int) -> None:
@@ -136,10 +136,10 @@ def test_an_upload_can_be_cancelled_in_the_middle(start: Callable[[int], list[Ho
             assert over.wait(LONG)
 
     slow = Slow(memoryview(bytearray(LARGE)))
-    b.comm._listener._room_for = lambda sender, request: slow
+    b.comm._listener._sink_for = lambda sender, request: slow
     results: queue.Queue[object] = queue.Queue()
-    brought = Model(model(LARGE))
-    cancel = a.comm.request(1, elastic(), deadline=soon(), payload=None, done=results.put, brought=brought)
+    upload = Model(model(LARGE))
+    cancel = a.comm.request(1, elastic(), deadline=soon(), payload=None, done=results.put, upload=upload)
     assert reached.wait(LONG)
     cancel()
     over.set()
@@ -153,7 +153,7 @@ def test_a_sender_that_dies_within_an_upload_leaves_nothing(way: str, tmp_path: 
         begun, released = threading.Event(), threading.Event()
 
         class Counting(Taken):
-            def room(self, start: int) -> memoryview:
+            def buffer_at(self, start: int) -> memoryview:
                 return self.view[start : start + PIECE]
 
             def filled(self, start: int) -> None:
@@ -168,7 +168,7 @@ def test_a_sender_that_dies_within_an_upload_leaves_nothing(way: str, tmp_path: 
                 released.set()
 
         dead = threading.Event()
-        host.comm._listener._room_for = lambda sender, request: Counting(memoryview(bytearray(LARGE)))
+        host.comm._listener._sink_for = lambda sender, request: Counting(memoryview(bytearray(LARGE)))
         script = Path(__file__).parents[1] / "uploader.py"
         with Piped(script, way, tmp_path, str(LARGE), str(host.comm.address.port)) as uploader:
             assert begun.wait(LONG)
@@ -186,11 +186,11 @@ def test_a_sender_that_dies_within_an_upload_leaves_nothing(way: str, tmp_path: 
 def test_a_peer_can_upload_to_itself(start: Callable[[int], list[Host]]) -> None:
     """As a hub that also trains does: through the same interface, with nothing on the wire."""
     [a] = start(1)
-    a.room = 5 * PIECE
+    a.capacity = 5 * PIECE
     answers(a, model(3 * PIECE))
-    room = bytearray(3 * PIECE)
-    assert a.ask(0, elastic(), room, brings=model(5 * PIECE)).get(timeout=LONG) == ModelReply(1)
-    assert a.brought.get(timeout=LONG) == model(5 * PIECE) and room == model(3 * PIECE)
+    buffer = bytearray(3 * PIECE)
+    assert a.ask(0, elastic(), buffer, upload=model(5 * PIECE)).get(timeout=LONG) == ModelReply(1)
+    assert a.uploads.get(timeout=LONG) == model(5 * PIECE) and buffer == model(3 * PIECE)
     assert a.received.get(timeout=LONG)[0] == 0
     assert a.answered.get(timeout=LONG) is True
     assert a.comm.bytes_sent == a.comm.bytes_received == 0
@@ -198,8 +198,8 @@ def test_a_peer_can_upload_to_itself(start: Callable[[int], list[Host]]) -> None
 
 def test_a_request_to_itself_has_a_deadline_and_can_be_cancelled(start: Callable[[int], list[Host]]) -> None:
     [a] = start(1)
-    a.room = 1
-    assert isinstance(a.ask(0, elastic(), seconds=0.1, brings=b"x").get(timeout=LONG), PeerTimeoutError)
+    a.capacity = 1
+    assert isinstance(a.ask(0, elastic(), seconds=0.1, upload=b"x").get(timeout=LONG), PeerTimeoutError)
     results: queue.Queue[object] = queue.Queue()
     cancel = a.comm.request(0, LeaveRequest(), deadline=soon(), payload=None, done=results.put)
     a.received.get(timeout=LONG)

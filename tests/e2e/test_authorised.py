@@ -56,9 +56,9 @@ def test_a_model_is_pulled(start: Start, guard: dict[str, Any], size: int) -> No
     a, b = run.host(0, **guard), run.host(1, **guard)
     b.serve(model)
     for step in range(3):  # over the same connection
-        room = bytearray(size)
-        assert a.ask(1, PullRequest(step, 30.0), room).get(timeout=LONG) == ModelReply(step)
-        assert room == model
+        buffer = bytearray(size)
+        assert a.ask(1, PullRequest(step, 30.0), buffer).get(timeout=LONG) == ModelReply(step)
+        assert buffer == model
         assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
     assert not a.comm.trust.is_outcast
     assert b.comm.trust.strangers == 0
@@ -70,10 +70,10 @@ def test_pulls_across(start: Start, guard: dict[str, Any]) -> None:  # [27]
     models = [os.urandom(300_000) for _ in hosts]
     for host, model in zip(hosts, models, strict=True):
         host.serve(model)
-    rooms = {(one, other): bytearray(300_000) for one in range(3) for other in range(3) if one != other}
-    asked = [hosts[one].ask(other, PullRequest(1, 30.0), room) for (one, other), room in rooms.items()]
+    buffers = {(one, other): bytearray(300_000) for one in range(3) for other in range(3) if one != other}
+    asked = [hosts[one].ask(other, PullRequest(1, 30.0), buffer) for (one, other), buffer in buffers.items()]
     assert [each.get(timeout=LONG) for each in asked] == [ModelReply(1)] * 6
-    assert all(room == models[other] for (_, other), room in rooms.items())
+    assert all(buffer == models[other] for (_, other), buffer in buffers.items())
 
 
 def test_another_hosts_file_or_model_is_reported_as_without_a_secret(start: Start, guard: dict[str, Any]) -> None:
@@ -400,9 +400,9 @@ def test_a_thousand_idle_connections_leave_peers_and_threads_alone(start: Start,
     with open_files(3000), contextlib.ExitStack() as strangers:
         for _ in range(1000):
             strangers.enter_context(knock(b))
-        room = bytearray(len(model))
-        assert a.ask(1, PullRequest(1, 30.0), room).get(timeout=LONG) == ModelReply(1)
-        assert room == model
+        buffer = bytearray(len(model))
+        assert a.ask(1, PullRequest(1, 30.0), buffer).get(timeout=LONG) == ModelReply(1)
+        assert buffer == model
         for link in a.comm._member.links._idle[1]:
             link.stream.abort()  # so that the next request opens a new connection among them
         assert a.ask(1, PullRequest(2, 30.0), bytearray(len(model))).get(timeout=LONG) == ModelReply(2)

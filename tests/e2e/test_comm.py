@@ -45,16 +45,16 @@ start, two, heard = managers.start, managers.two, managers.heard
 @pytest.mark.parametrize("size", [1, 4, 3_000_001])
 def test_a_model_is_pulled(two: tuple[Host, Host], size: int) -> None:
     a, b = two
-    model, room = os.urandom(size), bytearray(size)
+    model, buffer = os.urandom(size), bytearray(size)
     b.serve(model)
     for step in (1, 2):
-        results = a.ask(1, PullRequest(step, 30.0), room)
+        results = a.ask(1, PullRequest(step, 30.0), buffer)
         assert results.get(timeout=LONG) == ModelReply(step)
-        assert room == model
+        assert buffer == model
         assert b.received.get(timeout=LONG)[::2] == (0, PullRequest(step, 30.0))
         assert b.answered.get(timeout=LONG) is True
         assert results.empty()
-        room[:] = bytes(size)
+        buffer[:] = bytes(size)
     overhead = a.comm.bytes_received - 2 * size
     assert 0 < overhead < 1000
     ended(a, b)
@@ -124,11 +124,11 @@ def test_invalid_messages_are_refused_in_the_caller(two: tuple[Host, Host]) -> N
 def test_a_model_of_another_size_is_refused(two: tuple[Host, Host]) -> None:  # [24]
     a, b = two
     b.serve(b"12345")
-    room = bytearray(4)
-    error = a.ask(1, PullRequest(1, 30.0), room).get(timeout=LONG)
+    buffer = bytearray(4)
+    error = a.ask(1, PullRequest(1, 30.0), buffer).get(timeout=LONG)
     assert isinstance(error, ProtocolError)
     assert "peer-01" in str(error)
-    assert room == bytes(4)
+    assert buffer == bytes(4)
     assert isinstance(a.ask(1, PullRequest(1, 30.0)).get(timeout=LONG), ProtocolError)
 
 
@@ -143,12 +143,12 @@ def test_models_are_sent_no_faster_than_max_rate(start: Callable[[int], Run], wa
         assert one.ask(0, PullRequest(1, 30.0), bytearray(4)).get(timeout=LONG) == ModelReply(1)
     model = bytes(range(256)) * 4_000
     sender.serve(model)
-    rooms = [bytearray(len(model)) for _ in pullers]
+    buffers = [bytearray(len(model)) for _ in pullers]
     began = time.monotonic()
-    asked = [one.ask(0, PullRequest(1, 30.0), room) for one, room in zip(pullers, rooms, strict=True)]
+    asked = [one.ask(0, PullRequest(1, 30.0), buffer) for one, buffer in zip(pullers, buffers, strict=True)]
     assert [one.get(timeout=LONG) for one in asked] == [ModelReply(1)] * 2
     assert time.monotonic() - began >= 2 * len(model) / 4e6 - 0.1
-    assert rooms == [model] * 2
+    assert buffers == [model] * 2
 
 
 def test_a_model_that_max_rate_cannot_send_in_time_is_abandoned(start: Callable[[int], Run]) -> None:
@@ -241,8 +241,8 @@ def test_a_sender_that_dies_in_mid_transfer(start: Callable[[int], Run]) -> None
     a = run.host(0)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         run.addresses[1] = Address(*listening.getsockname())
-        room = bytearray(1000)
-        results = a.ask(1, PullRequest(1, 30.0), room)
+        buffer = bytearray(1000)
+        results = a.ask(1, PullRequest(1, 30.0), buffer)
         stream, _ = listening.accept()
         with stream:
             hello = read_frame(stream)
@@ -271,8 +271,8 @@ def test_a_restarted_peer_is_asked_on_a_new_connection(start: Callable[[int], Ru
     a, b = run.host(0), run.host(1)
     for _ in range(3):
         b.serve(b"model")
-        room = bytearray(5)
-        assert a.ask(1, PullRequest(1, 30.0), room).get(timeout=LONG) == ModelReply(1)
+        buffer = bytearray(5)
+        assert a.ask(1, PullRequest(1, 30.0), buffer).get(timeout=LONG) == ModelReply(1)
         b.comm.close()
         b = run.host(1, bind=b.comm.address)
 

@@ -55,9 +55,9 @@ def test_models_on_one_machine_use_shared_memory(
     for round in range(3):
         model = os.urandom(size)
         b.serve(model)
-        room = bytearray(size)
-        assert a.ask(1, PullRequest(round, 30.0), room).get(timeout=LONG) == ModelReply(round)
-        assert bytes(room) == model
+        buffer = bytearray(size)
+        assert a.ask(1, PullRequest(round, 30.0), buffer).get(timeout=LONG) == ModelReply(round)
+        assert bytes(buffer) == model
         assert b.answered.get(timeout=LONG) is True
     assert out_of_band == ([size] * 3 if share and size and sys.platform == "linux" else [])
     assert a.comm.bytes_received >= 3 * size
@@ -71,9 +71,9 @@ def test_a_model_outside_shared_memory_uses_the_connection(
     run = start(2)
     a, b = run.host(0), run.host(1)
     b.serve(b"1234")
-    room = bytearray(4)
-    assert a.ask(1, PullRequest(1, 30.0), room).get(timeout=LONG) == ModelReply(1)
-    assert (bytes(room), out_of_band) == (b"1234", [])
+    buffer = bytearray(4)
+    assert a.ask(1, PullRequest(1, 30.0), buffer).get(timeout=LONG) == ModelReply(1)
+    assert (bytes(buffer), out_of_band) == (b"1234", [])
 
 
 def _short(size: int) -> int:
@@ -100,15 +100,15 @@ def test_a_descriptor_of_something_else_is_refused(two: tuple[Host, Host], make:
     descriptor = make()
     model = Model(b"12345678")
     model.descriptor = descriptor
-    room = bytearray(8)
-    results = a.ask(1, PullRequest(1, 30.0), room)
+    buffer = bytearray(8)
+    results = a.ask(1, PullRequest(1, 30.0), buffer)
     _, key, _ = b.received.get(timeout=LONG)
     b.comm.answer(key, ModelReply(1), payload=model, deadline=soon(), done=b.answered.put)
     error = results.get(timeout=LONG)
     assert isinstance(error, ProtocolError)
     assert told in str(error)
     assert b.answered.get(timeout=LONG) is False
-    assert bytes(room) == bytes(8)
+    assert bytes(buffer) == bytes(8)
     os.close(descriptor)
 
 

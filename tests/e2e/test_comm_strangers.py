@@ -121,8 +121,8 @@ def test_a_cancelled_request_is_reported_without_a_thread_to_spare(
         assert isinstance(results.get(timeout=LONG), CancelledError)
         assert results.empty()
     b.serve(b"four")
-    room = bytearray(4)
-    assert a.ask(1, PullRequest(1, 30.0), room).get(timeout=LONG) == ModelReply(1)
+    buffer = bytearray(4)
+    assert a.ask(1, PullRequest(1, 30.0), buffer).get(timeout=LONG) == ModelReply(1)
 
 
 def test_another_peer_at_the_address_is_refused(start: Callable[[int], Run]) -> None:

@@ -53,9 +53,9 @@ def groups_of(host: Host) -> ProcessGroups:
 def pulls_well(host: Host, times: int = 1) -> None:
     """Check that ``host`` pulls a model from peer 1."""
     for number in range(times):
-        room = bytearray(SIZE)
-        assert host.ask(1, PullRequest(number, 30.0), room).get(timeout=LONG) == ModelReply(number)
-        assert room == bytes(range(1, 256)) * (SIZE // 255) + bytes(SIZE % 255)
+        buffer = bytearray(SIZE)
+        assert host.ask(1, PullRequest(number, 30.0), buffer).get(timeout=LONG) == ModelReply(number)
+        assert buffer == bytes(range(1, 256)) * (SIZE // 255) + bytes(SIZE % 255)
 
 
 def give(host: Host) -> None:
@@ -146,8 +146,8 @@ def test_a_group_that_cannot_be_built_leaves_time_for_the_model(
     monkeypatch.setattr(Gloo, "build", waiting)
     a, b = start("gloo", "gloo")
     give(b)
-    room = bytearray(SIZE)
-    assert a.ask(1, PullRequest(1, 30.0), room, seconds=4).get(timeout=LONG) == ModelReply(1)
+    buffer = bytearray(SIZE)
+    assert a.ask(1, PullRequest(1, 30.0), buffer, seconds=4).get(timeout=LONG) == ModelReply(1)
     assert told(caplog) == ["models from peer-01 use sockets from now on: no gloo group could be built: timed out"]
     over.set()
     b.comm.close()

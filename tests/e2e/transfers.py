@@ -39,7 +39,7 @@ def result(process: subprocess.Popen[str]) -> Any:
 
 RECEIVER = """
     import hashlib, json, selectors, socket, sys, time
-    room = bytearray(1 << 20)
+    buffer = bytearray(1 << 20)
     senders, count = map(int, sys.argv[1:])
     with socket.create_server(("0.0.0.0", 5000)) as server, selectors.DefaultSelector() as ready:
         print("true", flush=True)
@@ -51,10 +51,10 @@ RECEIVER = """
         got, parts = 0, []
         while got < count and ready.get_map():
             for key, _ in ready.select():
-                length = key.fileobj.recv_into(room)
+                length = key.fileobj.recv_into(buffer)
                 if not length:
                     ready.unregister(key.fileobj)
-                parts.append(room[:length])
+                parts.append(buffer[:length])
                 got += length
         seconds = time.monotonic() - began
         print(json.dumps({"seconds": seconds, "got": got, "digest": hashlib.sha256(b"".join(parts)).hexdigest()}))

@@ -32,7 +32,7 @@ class Reference:
         self.x = {rank: start.clone() for rank, start in starts.items()}
         self.centre = starts[HUB].clone()
         self.hub = hub
-        self._brought: dict[int, Tensor] = {}
+        self._uploaded: dict[int, Tensor] = {}
         self._difference: dict[int, Tensor] = {}
 
     def follow(self, rank: int, what: str) -> None:
@@ -40,11 +40,11 @@ class Reference:
         if what.startswith("step "):
             gradient = self.x[rank] - toy.Point(rank).target.double()
             self.x[rank] = self.x[rank] - 0.05 * gradient
-        elif what == f"brings its model to {HUB}":
-            self._brought[rank] = self.x[rank]
+        elif what == f"uploads its model to {HUB}":
+            self._uploaded[rank] = self.x[rank]
         elif taken := re.fullmatch(r"takes in (\d+)", what):
             worker = int(taken[1])
-            self._difference[worker] = self._brought[worker] - self.centre
+            self._difference[worker] = self._uploaded[worker] - self.centre
             self.centre = self.centre + self.hub.share * self._difference[worker]
         elif what == f"mixes {HUB}":
             self.x[rank] = self.x[rank] - self.hub.alpha * self._difference[rank]
@@ -141,7 +141,7 @@ def test_momentum_depends_on_the_gradient_alone() -> None:
     y = {rank: toy.Point(HUB).x.detach().double() for rank in range(3)}
     u = {rank: torch.zeros(toy.SIZE, dtype=torch.float64) for rank in range(3)}
     centre = y[HUB].clone()
-    brought: dict[int, Tensor] = {}
+    uploaded: dict[int, Tensor] = {}
     apart: dict[int, Tensor] = {}
     for entry in made.log:
         rank = entry.rank
@@ -149,10 +149,10 @@ def test_momentum_depends_on_the_gradient_alone() -> None:
             gradient = y[rank] - toy.Point(rank).target.double()
             u[rank] = delta * u[rank] + gradient
             y[rank] = y[rank] - rate * (gradient + delta * u[rank])
-        elif entry.what.startswith("brings"):
-            brought[rank] = y[rank]
+        elif entry.what.startswith("uploads"):
+            uploaded[rank] = y[rank]
         elif taken := re.fullmatch(r"takes in (\d+)", entry.what):
-            apart[int(taken[1])] = brought[int(taken[1])] - centre
+            apart[int(taken[1])] = uploaded[int(taken[1])] - centre
             centre = centre + hub.share * apart[int(taken[1])]
         elif entry.what == f"mixes {HUB}":
             y[rank] = y[rank] - hub.alpha * apart[rank]
@@ -164,7 +164,7 @@ def test_momentum_depends_on_the_gradient_alone() -> None:
 def test_the_adaptive_policy_starts_exchanges() -> None:
     """The policies of gossip apply: a change of delta beyond the threshold starts an exchange with the hub."""
     made, reference = run(settings(), policy="adaptive:threshold=0.05", iterations=40)
-    asked = sum(len(made.lines(rank, "brings")) for rank in made.peers)
+    asked = sum(len(made.lines(rank, "uploads")) for rank in made.peers)
     assert 4 <= asked < 160
     for rank in made.peers:
         torch.testing.assert_close(made.peers[rank].weights(), reference.x[rank], rtol=1e-5, atol=1e-5)

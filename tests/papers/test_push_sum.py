@@ -93,21 +93,21 @@ def conserved(made: World, size: int) -> None:
     seed=st.integers(0, 10_000),
     paces=st.lists(st.floats(0.5, 2.0), min_size=6, max_size=6),
     blocking=st.booleans(),
-    room=st.sampled_from([1, 3]),
+    capacity=st.sampled_from([1, 3]),
     loss=st.sampled_from([0.0, 0.03, 0.1]),
     repeat=st.sampled_from([0.0, 0.3]),
     jitter=st.sampled_from([0.0, 1.0]),
     bandwidth=st.sampled_from([4.0 * SIZE, 1e9]),
     cut=st.none() | st.floats(2.0, 60.0),
 )
-def test_mass_is_conserved_at_every_moment(size, seed, paces, blocking, room, loss, repeat, jitter, bandwidth, cut):
+def test_mass_is_conserved_at_every_moment(size, seed, paces, blocking, capacity, loss, repeat, jitter, bandwidth, cut):
     """Σ w = N and Σ w z stay constant, even if messages are lost, repeated and reordered.
 
     Σ w also stays constant through the finish until the last peer ends; in the finish models become averages.
     """
     network = Network(bandwidth=bandwidth, delay=0.05, loss=loss, repeat=repeat, jitter=jitter)
     everyone = Topology("all", tuple(tuple(set(range(size)) - {rank}) for rank in range(size)))
-    options = {"paces": paces, "blocking": blocking, "iterations": 30, "peer_timeout": 20.0, "max_pushes": room}
+    options = {"paces": paces, "blocking": blocking, "iterations": 30, "peer_timeout": 20.0, "max_pushes": capacity}
     made = start(size, everyone, network, seed, **options)
     if cut is not None:
         network.cut([0], [1], cut, cut + 3.0, one_way=seed % 2 == 0)

@@ -117,11 +117,11 @@ class Two:
         return request, bytearray(source.view)
 
     def arrive(self, request: ElasticRequest, content: bytearray) -> tuple[Incoming, ModelReply, bytearray]:
-        room = self.hub.upload_sink(1, request, Incoming(self.arenas[0], None))
-        room.take(0, memoryview(content))
-        room.decode()
-        reply, source = room.answered(self.arenas[0].snapshot().buffer.vectors, ModelReply(1))
-        return room.incoming, reply, bytearray(source.view)
+        sink = self.hub.upload_sink(1, request, Incoming(self.arenas[0], None))
+        sink.take(0, memoryview(content))
+        sink.decode()
+        reply, source = sink.answered(self.arenas[0].snapshot().buffer.vectors, ModelReply(1))
+        return sink.incoming, reply, bytearray(source.view)
 
     def take(self, reply: ModelReply, content: bytearray) -> Tensor:
         """Return the difference by which the worker moves."""

@@ -138,9 +138,9 @@ def test_new_and_returning_workers_first_receive_full_values(
         is_whole == (base == FULL) for _, base, is_whole in asked
     )  # the server knows every base that a request names
     frames = [
-        room.push_encoder.state.frames
-        for room in made.peers[2].tables.table_store.client._bucket_memories.values()
-        if room.push_encoder
+        memory.push_encoder.state.frames
+        for memory in made.peers[2].tables.table_store.client._bucket_memories.values()
+        if memory.push_encoder
     ]
     assert all((10 < one < 39) if what != "pause" else one > 20 for one in frames)
     assert all(left.isfinite().all() and left.any() for left in errors(made, 2))
@@ -148,8 +148,8 @@ def test_new_and_returning_workers_first_receive_full_values(
 
 def errors(made: World, rank: int) -> list[Tensor]:
     """Return a worker's error feedback, by bucket."""
-    rooms = made.peers[rank].tables.table_store.client._bucket_memories.values()
-    return [room.push_encoder.state.kept["error"] for room in rooms if room.push_encoder is not None]
+    memories = made.peers[rank].tables.table_store.client._bucket_memories.values()
+    return [memory.push_encoder.state.kept["error"] for memory in memories if memory.push_encoder is not None]
 
 
 @pytest.mark.parametrize(

@@ -103,13 +103,13 @@ def test_a_model_is_sent_at_the_maximum_rate(make: Make, settings: dict[str, Any
         peer._comm.start()
         peer._comm._member.addresses[rank] = peer._comm.address
     came: queue.Queue[Reply | GossipxError] = queue.Queue()
-    room = bytearray(taker._arena.nbytes())
+    buffer = bytearray(taker._arena.nbytes())
     request = PullRequest(1, patience)
-    taker._comm.request(0, request, deadline=soon(patience), payload=Bytes(memoryview(room)), done=came.put)
+    taker._comm.request(0, request, deadline=soon(patience), payload=Bytes(memoryview(buffer)), done=came.put)
     reply = came.get(timeout=2 * LONG)
     assert isinstance(reply, PeerTimeoutError | PeerUnreachableError if settings else ModelReply)
     whole = giver._module.weight.detach().numpy().tobytes()
-    assert (room[: len(whole)] == whole) is not bool(settings)
+    assert (buffer[: len(whole)] == whole) is not bool(settings)
 
 
 @pytest.mark.parametrize(("settings", "seconds"), [({}, 20.0), ({"max_rate": "8kbit"}, 2 * 4 * VALUES / 1000)])

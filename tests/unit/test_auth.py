@@ -52,8 +52,8 @@ class Receiver:
     """Receives frames of a session, with a buffer for a payload of eight bytes."""
 
     def __init__(self, session: Session):
-        self.room = memoryview(bytearray(8))
-        self._decoder = frames.Decoder(lambda message, _: Bytes(self.room) if isinstance(message, ModelReply) else None)
+        self.buffer = memoryview(bytearray(8))
+        self._decoder = frames.Decoder(lambda got, _: Bytes(self.buffer) if isinstance(got, ModelReply) else None)
         self._decoder.use(session.receiving)
 
     def take(self, data: bytes) -> list[Message]:
@@ -82,7 +82,7 @@ def test_peers_with_the_same_secret_admit_and_understand_each_other() -> None:
             + whole(sender, PullRequest(3, 30.0))
         )
         assert to.take(sent) == [PullRequest(1, 30.0), ModelReply(2), PullRequest(3, 30.0)]
-        assert bytes(to.room) == b"8 bytes."
+        assert bytes(to.buffer) == b"8 bytes."
 
 
 def test_a_proof_is_the_hmac_of_both_nonces_the_run_the_side_the_names_and_the_version() -> None:

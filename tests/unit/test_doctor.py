@@ -45,7 +45,7 @@ def well(count: int = 2, slots: int = 1, **changed: Any) -> Findings:
     found.names = [Name(host.number, (f"10.0.0.{host.number + 1}",)) for host in hosts]
     found.ports = [Line(peer.rank, "open") for peer in hosts[0].peers]
     found.reached = {peer.rank: Line(peer.rank, "ok", "", FACTS) for host in probed for peer in host.peers}
-    found.ways = {host.number: Measurement(1e-3, 0.0, 1e8) for host in probed}
+    found.measured = {host.number: Measurement(1e-3, 0.0, 1e8) for host in probed}
     found.heard = {host.number for host in hosts[1:]}
     for name, value in changed.items():
         assert hasattr(found, name)
@@ -192,14 +192,14 @@ def test_rates() -> None:
     found = well(3, ways={1: Measurement(1e-3, 0.0, 1e7), 2: Measurement(1e-3, 0.0, 1e8)})
     the_one(found, "ok", "bandwidth", "80 Mbit/s to 800 Mbit/s")
     found.hosts = well(3).hosts
-    found.ways[0] = Measurement(1e-3, 0.0, 1e8)  # ignored: it is this machine
+    found.measured[0] = Measurement(1e-3, 0.0, 1e8)  # ignored: it is this machine
     the_one(found, "ok", "bandwidth", "80 Mbit/s to 800 Mbit/s")
 
 
 def test_a_rate_that_is_odd() -> None:
     found = well(3)
     found.hosts = [*found.hosts, Host(3, "d", ())]
-    found.ways[3] = Measurement(1e-3, 0.0, 1e7)
+    found.measured[3] = Measurement(1e-3, 0.0, 1e7)
     the_one(found, "warn", "bandwidth", "d → a: 80 Mbit/s, the median is 800 Mbit/s")
 
 
@@ -238,7 +238,7 @@ def test_models() -> None:
 
 def test_a_load_is_cut_short_once_its_rate_is_known() -> None:
     load = Load(time.monotonic() - 2 * ENOUGH)
-    assert load.rate == 0 and len(load.room(0)) == PIECE
+    assert load.rate == 0 and len(load.buffer_at(0)) == PIECE
     with pytest.raises(PeerTimeoutError):
         load.filled(0)
     assert 0.5 < load.rate / (PIECE / (2 * ENOUGH)) <= 1

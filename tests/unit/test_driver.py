@@ -59,7 +59,7 @@ class Comm:
         self.posted = threading.Semaphore(0)
 
     def request(
-        self, to: int, request: Any, *, deadline: float, payload: Incoming | None, done: Any, brought: object
+        self, to: int, request: Any, *, deadline: float, payload: Incoming | None, done: Any, upload: object
     ) -> Any:
         self.requests[request] = payload, done
         self.posted.release()
@@ -259,9 +259,9 @@ class Around:
     def bring(self, key: int = 1) -> ElasticRequest:
         """Upload a model of peer 1 with the request ``key``, as the CommManager would."""
         request, source = self.worker.bring(ElasticRequest(1, key, 1, 5.0), self.arena.snapshot().buffer.vectors)
-        room = self.bench.driver.uploads.room_for(1, request)
-        room.take(0, source.view)
-        self.bench.driver.received(1, key, request, room)
+        sink = self.bench.driver.uploads.sink_for(1, request)
+        sink.take(0, source.view)
+        self.bench.driver.received(1, key, request, sink)
         return request
 
 

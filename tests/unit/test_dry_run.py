@@ -81,25 +81,25 @@ def test_a_longest_silence_gives_bounds(spec: str) -> None:
 
 def test_a_random_policy_has_its_expected_count() -> None:
     (count,) = traffic.counts(policies.parse("random:p=0.1,warmup=100"), 1100, None, None)
-    assert (count.known, count.least, count.most) == ("expected", 100.0, 100.0)
+    assert (count.source, count.least, count.most) == ("expected", 100.0, 100.0)
 
 
 def test_policies_on_weights_are_estimated_by_the_paper_by_runs_and_by_bounds() -> None:
     """Adaptive Communication, Table II: AlexNet makes 365 of 5,000 retrievals in 50,000 iterations."""
     adaptive = policies.parse("adaptive")
     paper, bounds = traffic.counts(adaptive, 5000, "alexnet", None)
-    assert (paper.least, paper.most) == (36.5, 36.5) and "365 of 5000" in paper.known
+    assert (paper.least, paper.most) == (36.5, 36.5) and "365 of 5000" in paper.source
     assert (bounds.least, bounds.most) == (0, 5000)
     other, _ = traffic.counts(adaptive, 5000, "lenet", None)
     assert (other.least, other.most) == (25.0, 53.2)
     run, _ = traffic.counts(adaptive, 5000, "alexnet", ObservedRetrievals(("mine", "yours"), 0.01, 0.02))
-    assert (run.least, run.most) == (50, 100) and "mine, yours" in run.known
+    assert (run.least, run.most) == (50, 100) and "mine, yours" in run.source
     eager, _ = traffic.counts(policies.parse("adaptive:max_silence=10"), 5000, "alexnet", None)
     assert (eager.least, eager.most) == (500, 500), "kept to what is sure"
     never, _ = traffic.counts(policies.parse("adaptive:warmup=5000"), 5000, "alexnet", None)
     assert (never.least, never.most) == (0, 0)
     (bounds,) = traffic.counts(policies.parse("adaptive:threshold=9"), 5000, "alexnet", None)
-    assert bounds.known == "at least, at most", "the paper has no such threshold"
+    assert bounds.source == "at least, at most", "the paper has no such threshold"
     (travel,) = traffic.counts(policies.parse("travel:distance=2,max_silence=100"), 5000, "lenet", None)
     assert (travel.least, travel.most) == (50, 5000)
 
@@ -261,7 +261,7 @@ def test_an_estimate_uses_earlier_runs_of_the_same_kind(place: Path) -> None:
     (place / "runs" / "broken").mkdir()
     (place / "runs" / "broken" / "summary.json").write_text("{")
     _, seen, bounds = look(policy="adaptive", iterations=500).traffic
-    assert seen.known == "as in one of 1,000 iterations, two" and seen.exchanges == (10.0, 20.0)
+    assert seen.source == "as in one of 1,000 iterations, two" and seen.exchanges == (10.0, 20.0)
     assert bounds.exchanges == (0, 500)
 
 

@@ -87,11 +87,11 @@ def test_every_message_round_trips(message: Message, request: int, step: int) ->
 
 @given(payload=st.binary(min_size=1, max_size=100), step=st.integers(1, 120))
 def test_a_payload_is_received_into_the_given_buffer(payload: bytes, step: int) -> None:
-    room = memoryview(bytearray(len(payload)))
+    buffer = memoryview(bytearray(len(payload)))
     data = whole(ModelReply(3), 9, memoryview(payload))
-    (frame,) = feed(Decoder(answer_to(PullRequest(0, 30.0), 9, Bytes(room))), data, step)
-    assert isinstance(frame.payload, Bytes) and frame.payload.view.obj is room.obj
-    assert bytes(room) == payload
+    (frame,) = feed(Decoder(answer_to(PullRequest(0, 30.0), 9, Bytes(buffer))), data, step)
+    assert isinstance(frame.payload, Bytes) and frame.payload.view.obj is buffer.obj
+    assert bytes(buffer) == payload
 
 
 def test_a_payload_is_sent_in_pieces_without_a_copy() -> None:
@@ -128,11 +128,11 @@ def test_a_payload_is_received_in_pieces_each_reported_once_when_full(step: int)
     told: list[tuple[int, bytes]] = []
 
     class Noting(Bytes):
-        def room(self, start: int) -> memoryview:
+        def buffer_at(self, start: int) -> memoryview:
             return self.view[start : start + PIECE]
 
         def filled(self, start: int) -> None:
-            told.append((start, bytes(self.room(start))))
+            told.append((start, bytes(self.buffer_at(start))))
 
     data = whole(ModelReply(3), 9, memoryview(model))
     head = len(data) - len(model) - 8
@@ -152,12 +152,12 @@ def test_frames_over_a_checked_transport_have_no_checks(step: int) -> None:
     data = first + joined(encode(LeaveRequest(), 10, checks=Unchecked))
     assert len(first) == HEADER_BYTES + len(metadata_of(ModelReply(3))) + len(model)
     assert source.checksum is None
-    room = memoryview(bytearray(len(model)))
-    decoder = Decoder(lambda message, request: Bytes(room) if request == 9 else None)
+    buffer = memoryview(bytearray(len(model)))
+    decoder = Decoder(lambda message, request: Bytes(buffer) if request == 9 else None)
     decoder.use(Unchecked)
     first, second = feed(decoder, data, step)
     assert (first.message, second.message) == (ModelReply(3), LeaveRequest())
-    assert room == model
+    assert buffer == model
 
 
 @pytest.mark.parametrize("damaged", [None, 0, 1_000, 4_095])
@@ -170,10 +170,10 @@ def test_bytes_checked_ahead_are_checked_once(ahead: int, damaged: int | None) -
     feed(decoder, data[:head], head)
     if damaged is not None:
         model[damaged] ^= 1
-    room = decoder.next_buffer()
-    room[:] = model
+    buffer = decoder.next_buffer()
+    buffer[:] = model
     for start in range(0, ahead, 100):
-        decoder.look(room[start : min(start + 100, ahead)])
+        decoder.look(buffer[start : min(start + 100, ahead)])
     assert decoder.received(len(model)) is None
     if damaged is None:
         assert len(feed(decoder, data[-8:])) == 1

@@ -187,11 +187,11 @@ def test_monstrous_metadata_are_refused_before_anything_is_allocated(kind: int) 
 @pytest.mark.parametrize("size", [0, 7, 9])
 def test_a_payload_of_another_size_than_expected_is_refused(size: int) -> None:  # [23, 24]
     """No message has an offset that could overlap or point elsewhere: parts follow one another by their lengths."""
-    room = memoryview(bytearray(8))
+    buffer = memoryview(bytearray(8))
     data = whole(ModelReply(1), 1, memoryview(bytes(size)))
     with pytest.raises(ProtocolError, match=f"{size} bytes where 8"):
-        feed(Decoder(lambda *_: Bytes(room)), data)
-    assert bytes(room) == bytes(8)
+        feed(Decoder(lambda *_: Bytes(buffer)), data)
+    assert bytes(buffer) == bytes(8)
 
 
 @pytest.mark.parametrize("bit", range(0, 64, 5))
@@ -231,9 +231,9 @@ def test_a_pickle_is_never_unpickled() -> None:  # [17]
     for data in (bomb, forged(17, bomb), forged(17, b'{"step":1}', payload=len(bomb)) + bomb):
         with pytest.raises(ProtocolError):
             feed(Decoder(no_payload), data)
-    room = memoryview(bytearray(len(bomb)))
-    feed(Decoder(lambda *_: Bytes(room)), whole(ModelReply(1), 1, memoryview(bomb)))
-    assert bytes(room) == bomb  # a model's bytes are bytes, whatever they look like
+    buffer = memoryview(bytearray(len(bomb)))
+    feed(Decoder(lambda *_: Bytes(buffer)), whole(ModelReply(1), 1, memoryview(bomb)))
+    assert bytes(buffer) == bomb  # a model's bytes are bytes, whatever they look like
     assert not Bomb.went_off
     pickle.loads(bomb)
     assert Bomb.went_off  # the bomb was live
@@ -243,8 +243,8 @@ def test_a_pickle_is_never_unpickled() -> None:  # [17]
 
 
 def digest(data: bytes) -> None:
-    room = memoryview(bytearray(8))
-    decoder = Decoder(lambda message, _: Bytes(room) if isinstance(message, ModelReply) else None)
+    buffer = memoryview(bytearray(8))
+    decoder = Decoder(lambda message, _: Bytes(buffer) if isinstance(message, ModelReply) else None)
     source = io.BytesIO(data)
     try:
         while True:

@@ -46,10 +46,10 @@ def receive(view: memoryview, sink: Sink, start: int = 0, stop: int | None = Non
     """Receive as a connection does: into the memory that the sink provides."""
     stop = sink.nbytes if stop is None else min(stop, sink.nbytes)
     while start < stop:
-        room = sink.room(start)
-        room[:] = view[start : start + len(room)]
+        buffer = sink.buffer_at(start)
+        buffer[:] = view[start : start + len(buffer)]
         sink.filled(start)
-        start += len(room)
+        start += len(buffer)
     return start
 
 
@@ -75,13 +75,13 @@ def in_parts(size: int) -> Callable[[memoryview, Sink], None]:
 
     def way(view: memoryview, sink: Sink) -> None:
         seen = bytearray()
-        room = memoryview(bytearray(size))
+        buffer = memoryview(bytearray(size))
 
         def parts() -> Iterator[memoryview]:
             for start in range(0, len(view), size):
                 part = view[start : start + size]
-                room[: len(part)] = part
-                yield room[: len(part)]
+                buffer[: len(part)] = part
+                yield buffer[: len(part)]
 
         gather(parts(), sink, seen.extend)
         assert seen == view, "observed completely and in order"

@@ -89,7 +89,7 @@ class Server:
         self.side.update([torch.randn(one.shape, generator=generator) for one in self.side.parameters])
         for place in self.side.whole:
             request, content = self.side.request(place)
-            gradient = self.side.table_store.room_for(request)
+            gradient = self.side.table_store.sink_for(request)
             assert gradient is not None
             gradient.take(0, memoryview(content))
             effects = self.shard.requested(Received(0, place, request), 0.0)
@@ -101,8 +101,8 @@ class Server:
                 case FillTables():
                     self.side.table_store.fill(0)
                 case Record(record, ticket):
-                    brought = gradient if ticket is not None else None
-                    self.keeper.record(record, brought and brought.hold())
+                    kept = gradient if ticket is not None else None
+                    self.keeper.record(record, kept and kept.hold())
                 case ApplyGradient(_, scale):
                     assert gradient is not None
                     self.side.table_store.apply(gradient, scale)

@@ -26,7 +26,7 @@ class Comm:
     def __init__(self) -> None:
         self.sent: queue.Queue[tuple[Any, Any, Any]] = queue.Queue()
 
-    def request(self, to: int, request: Any, deadline: float, payload: Any, done: Any, brought: Any) -> Any:
+    def request(self, to: int, request: Any, deadline: float, payload: Any, done: Any, upload: Any) -> Any:
         self.sent.put((request, payload, done))
         return lambda: None
 

@@ -101,7 +101,7 @@ def test_a_push_of_a_wrong_size_is_refused_before_there_is_room(storages: Storag
     ]
     for changed in wrong:
         with pytest.raises(ProtocolError):
-            here.table_store.room_for(dataclasses.replace(right, **changed))
+            here.table_store.sink_for(dataclasses.replace(right, **changed))
     assert not here.table_store._free and here.table_store._places.acquire(
         blocking=False
     )  # it uses neither memory nor a place
@@ -113,7 +113,7 @@ def test_allocations_for_received_parts_are_limited(parts: list[tuple[int, int]]
         here = side([torch.zeros(8), torch.zeros(2)], servers=1, storages=storages)
         request = GradientRequest(0, 0, 1, 0, tuple(parts), (), 5.0)
         try:
-            gradient = here.table_store.room_for(request)
+            gradient = here.table_store.sink_for(request)
         except ProtocolError:
             pass
         else:
@@ -140,7 +140,7 @@ def test_a_part_that_a_storage_refuses_leaves_its_place_and_the_values() -> None
     for turn in range(50):  # more than there are places
         here.update([torch.ones(8)])
         request, _ = here.request((0, 0), parts=((0, 30),), progress=turn)
-        gradient = here.table_store.room_for(request)
+        gradient = here.table_store.sink_for(request)
         assert gradient is not None
         with pytest.raises(ProtocolError, match="30 bytes for a partition of 32"):
             here.table_store.buffer(gradient) if turn % 2 else here.table_store.apply(gradient, 1.0)

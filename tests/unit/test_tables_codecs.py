@@ -64,9 +64,9 @@ def test_a_gradient_that_is_pushed_moves_the_table_by_what_its_frame_says(spec: 
         here.push()
         plain.push()
     if codecs.parse(spec).feedback:
-        room = next(iter(here.client._bucket_memories.values()))
-        assert room.push_encoder is not None
-        left = room.push_encoder.state.kept["error"][:600].view(20, 30)
+        memory = next(iter(here.client._bucket_memories.values()))
+        assert memory.push_encoder is not None
+        left = memory.push_encoder.state.kept["error"][:600].view(20, 30)
         # The server lags by what the worker's error feedback holds; the step is 0.5 times the gradient.
         assert torch.allclose(table(here) - table(plain), 0.5 * left, atol=1e-5)
     assert bool(table(here).isfinite().all())
@@ -88,21 +88,21 @@ def test_gradients_that_are_not_finite_leave_the_error_unchanged(spec: str) -> N
     here = coded(push=spec, least=10**6)
     here.update(normal(1))
     here.push()
-    (room, *_) = here.client._bucket_memories.values()
-    assert room.push_encoder is not None
-    before, was = room.push_encoder.state.kept["error"].clone(), table(here).clone()
+    (memory, *_) = here.client._bucket_memories.values()
+    assert memory.push_encoder is not None
+    before, was = memory.push_encoder.state.kept["error"].clone(), table(here).clone()
     bad = normal(2)
     bad[0][3, 3] = float("nan")  # the bucket's other tables are skipped as well
     here.update(bad)
     request, content = here.request((0, 0))
-    gradient = here.table_store.room_for(request)
+    gradient = here.table_store.sink_for(request)
     assert gradient is not None
     gradient.take(0, memoryview(content))
     gradient.sender = 5
     assert here.table_store.apply(gradient, 1.0) == 5
     assert torch.equal(table(here), was)
     assert len(before) > 600
-    assert torch.equal(room.push_encoder.state.kept["error"], before)
+    assert torch.equal(memory.push_encoder.state.kept["error"], before)
 
 
 def test_an_invalid_frame_is_refused() -> None:
@@ -110,15 +110,15 @@ def test_an_invalid_frame_is_refused() -> None:
     here.update(normal(1))
     request, content = here.request(here.whole[0])
     with pytest.raises(ProtocolError, match="not a valid frame of its bucket"):
-        here.table_store.room_for(dataclasses.replace(request, parts=((0, 10**6),)))
+        here.table_store.sink_for(dataclasses.replace(request, parts=((0, 10**6),)))
     with pytest.raises(ProtocolError, match="not a valid frame of its bucket"):
-        here.table_store.room_for(dataclasses.replace(request, parts=((0, 5), (1, 5))))
+        here.table_store.sink_for(dataclasses.replace(request, parts=((0, 5), (1, 5))))
     other = coded(push="3lc", least=0)
     other.update(normal(1))
     _, wrong = other.request(other.whole[-1])
     for bad in (bytes(len(content)), bytes(wrong)):
         told = dataclasses.replace(request, parts=((0, len(bad)),))
-        gradient = here.table_store.room_for(told)
+        gradient = here.table_store.sink_for(told)
         assert gradient is not None
         gradient.take(0, memoryview(bytearray(bad)))
         was = table(here).clone()
@@ -148,8 +148,8 @@ def test_a_resumed_run_with_another_codec_keeps_the_error(caplog: pytest.LogCapt
     state = here.client.state_dict()
     assert state is not None
     other.client.load_state_dict(state)
-    rooms = [next(iter(one.client._bucket_memories.values())) for one in (here, other)]
-    kept = [room.push_encoder.state.kept["error"] for room in rooms if room.push_encoder is not None]
+    memories = [next(iter(one.client._bucket_memories.values())) for one in (here, other)]
+    kept = [memory.push_encoder.state.kept["error"] for memory in memories if memory.push_encoder is not None]
     assert torch.equal(*kept)
     assert bool(kept[0].any())
     without.client.load_state_dict(state)
@@ -172,13 +172,13 @@ def test_from_another_codec_only_the_error_is_restored(before: str, after: str) 
     state = here.client.state_dict()
     assert state is not None
     other.client.load_state_dict(state)
-    for one, room in zip(here.client._bucket_memories.values(), other.client._bucket_memories.values(), strict=True):
-        assert one.push_encoder is not None and room.push_encoder is not None
-        kept = [{**pushing.state.kept} for pushing in (one.push_encoder, room.push_encoder)]
+    for one, memory in zip(here.client._bucket_memories.values(), other.client._bucket_memories.values(), strict=True):
+        assert one.push_encoder is not None and memory.push_encoder is not None
+        kept = [{**pushing.state.kept} for pushing in (one.push_encoder, memory.push_encoder)]
         left = [each.get("error", each.get("gathered")) for each in kept]
         assert left[0] is not None and left[1] is not None
         assert torch.equal(*left) and (bool(left[0].any()) or not len(left[0]))
-        assert room.push_encoder.state.frames == 0
+        assert memory.push_encoder.state.frames == 0
         assert "velocity" not in kept[1] or not bool(kept[1]["velocity"].any())
 
 
@@ -234,15 +234,15 @@ def test_frame_counts_survive_a_change_of_servers() -> None:
         here.update(normal(seed))
         here.push()
     here.client.place([[Partition(number, 0, math.prod(shape)) for number, shape in enumerate(SHAPES)]], [ONE], epoch=1)
-    (room,) = here.client._bucket_memories.values()
-    assert room.push_encoder is not None and room.push_encoder.state.frames == 3
+    (memory,) = here.client._bucket_memories.values()
+    assert memory.push_encoder is not None and memory.push_encoder.state.frames == 3
 
 
 def errors(here: Side) -> dict[int, Tensor]:
     made = {number: torch.zeros(int(torch.tensor(shape).prod())) for number, shape in enumerate(SHAPES)}
-    for room in here.client._bucket_memories.values():
-        assert room.push_encoder is not None
-        for partition, vector in room.push_encoder.split_vectors()["error"]:
+    for memory in here.client._bucket_memories.values():
+        assert memory.push_encoder is not None
+        for partition, vector in memory.push_encoder.split_vectors()["error"]:
             made[partition.table][partition.start : partition.stop] = vector
     return made
 
@@ -300,10 +300,10 @@ def test_changes_bring_a_worker_close_and_both_sides_agree_on_its_values(spec: s
         here.update(normal(seed))
         here.push()
         here.pull()
-    for place, room in here.client._bucket_memories.items():
-        if room.apply.view.nbytes:
-            assert room.base == here.client.base(place) == checksum(torch.cat([one.data for one in room.takers]))
-            assert room.base in changes(here, place)._bases  # the server's, bit for bit
+    for place, memory in here.client._bucket_memories.items():
+        if memory.apply.view.nbytes:
+            assert memory.base == here.client.base(place) == checksum(torch.cat([one.data for one in memory.takers]))
+            assert memory.base in changes(here, place)._bases  # the server's, bit for bit
     behind = float((here.parameters[0].detach() - table(here)).norm()) / float((start - table(here)).norm())
     assert behind < (1.2 if spec.startswith(("threshold", "randomk", "3lc:sparsity=1.75")) else 1.0)
 
@@ -396,17 +396,17 @@ def test_a_change_of_other_values_is_refused_and_so_is_one_that_is_too_long() ->
 def test_partial_and_duplicate_replies_change_nothing() -> None:
     here = coded(pull="3lc")
     here.pull()
-    room, base = here.client._bucket_memories[0, 0], here.client.base((0, 0))
+    memory, base = here.client._bucket_memories[0, 0], here.client.base((0, 0))
     here.update(normal(1))
     here.push()
-    before = bytes(room.apply.view)
+    before = bytes(memory.apply.view)
     full, change = (
         here.table_store.encode(RequestedBucket(0, 0)),
         here.table_store.encode(RequestedBucket(0, 0, base=base)),
     )
     for given in (full, change):
         here.client.sink((0, 0)).fit(TablesReply(0, given.parts, base=given.base)).take(0, given.source.view[:10])
-    assert (bytes(room.apply.view), here.client.base((0, 0))) == (before, base)  # the connection was lost
+    assert (bytes(memory.apply.view), here.client.base((0, 0))) == (before, base)  # the connection was lost
 
     sinks = [here.client.sink((0, 0)) for _ in range(2)]  # requested again before the first reply arrived
     for sink in sinks:

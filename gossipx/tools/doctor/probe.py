@@ -47,14 +47,14 @@ class Load:
         self._began = began  # the earliest time at which the first byte can arrive
         self._buffer = memoryview(bytearray(PIECE))
 
-    def room(self, start: int) -> memoryview:
+    def buffer_at(self, start: int) -> memoryview:
         """Return the buffer for the next piece."""
         return self._buffer[: self.nbytes - start]
 
     def filled(self, start: int) -> None:
         """Update the rate; raise PeerTimeoutError once it is known well enough."""
         took = max(time.monotonic() - self._began, 1e-6)
-        self.rate = (start + len(self.room(start))) / took
+        self.rate = (start + len(self.buffer_at(start))) / took
         if took > ENOUGH:
             raise errors.PeerTimeoutError("the rest of the load is not needed")
 
@@ -87,7 +87,7 @@ class Probe:
 
     def _ask(self, part: str, seconds: float, load: Load | None = None, name: str | None = None) -> frames.Frame:
         request = CheckupRequest(name or self._prober.me.name, part, load.nbytes if load else 0)
-        return self._link.ask(request, 0, time.monotonic() + seconds, load)
+        return self._link.request(request, 0, time.monotonic() + seconds, load)
 
     def _round_trip(self) -> tuple[float, float, dict[str, Any]]:
         """Request the facts; return the seconds it took, the seconds the other clock is ahead, and the facts."""
