@@ -76,7 +76,7 @@ def _table(found: Findings) -> Table:
     """Return the table of hosts as this one sees them. It is printed before the verdicts, which stay in sight."""
     table = Table("host", "peers reached", "round trip", "rate to here", "gossipx", "torch", "python")
     for host in found.hosts:
-        seen, pair = found.seen(host), found.measured.get(host.number)
+        seen, pair = found.seen(host), found.ways.get(host.number)
         facts = next((line.facts for line in seen if line.facts), {} if host in found.others else found.facts)
         table.add_row(
             host.name,

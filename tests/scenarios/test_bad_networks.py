@@ -154,11 +154,12 @@ def test_straggler_that_arrives_as_the_others_time_out(pace: float):
     agree(made, [0, 1, 2])
 
 
-def test_a_hundred_peers_on_a_ring_of_bad_links():
-    made = world(100, 1, Network(loss=0.01), graph="ring", policy="tau:2", iterations=6, peer_timeout=3.0)
-    ended(made, bound(100, 6))
+@pytest.mark.parametrize("size", [40, pytest.param(100, marks=pytest.mark.slow)])
+def test_many_peers_on_a_ring_of_bad_links(size: int):
+    made = world(size, 1, Network(loss=0.01), graph="ring", policy="tau:2", iterations=6, peer_timeout=3.0)
+    ended(made, bound(size, 6))
     assert made.fired["lost"] > 0
-    assert sum(peer.role.sync.retrievals for peer in made.peers.values()) > 150
+    assert sum(peer.role.sync.retrievals for peer in made.peers.values()) > 1.5 * size
     assert within(models(made), before(made))
 
 

@@ -76,10 +76,10 @@ def test_serving_is_limited_to_its_share_of_training_time(serve_share: float, bl
 
     Blocking mode has no limit, as training waits for its own pulls anyway.
     """
-    limited, seconds = serve_share < 1 and not blocking, 2000 * 0.001
+    limited, seconds = serve_share < 1 and not blocking, 1000 * 0.001
     settings = {"blocking": blocking, "serve_share": serve_share, "finish": "none"}
-    made = world(2, policy="tau:1", iterations=2000, compute=0.001, **settings)
-    ended(made, bound(2, 2000, 0.001))
+    made = world(2, policy="tau:1", iterations=1000, compute=0.001, **settings)
+    ended(made, bound(2, 1000, 0.001))
     given = max(peer.role.sync.retrievals for peer in made.peers.values())
     most = (SAVED + seconds) * 0.03 / SECONDS_PER_MODEL
     assert 0.9 * most < given <= most + 1 if limited else given > 5 * most

@@ -45,7 +45,7 @@ def well(count: int = 2, slots: int = 1, **changed: Any) -> Findings:
     found.names = [Name(host.number, (f"10.0.0.{host.number + 1}",)) for host in hosts]
     found.ports = [Line(peer.rank, "open") for peer in hosts[0].peers]
     found.reached = {peer.rank: Line(peer.rank, "ok", "", FACTS) for host in probed for peer in host.peers}
-    found.measured = {host.number: Measurement(1e-3, 0.0, 1e8) for host in probed}
+    found.ways = {host.number: Measurement(1e-3, 0.0, 1e8) for host in probed}
     found.heard = {host.number for host in hosts[1:]}
     for name, value in changed.items():
         assert hasattr(found, name)
@@ -192,14 +192,14 @@ def test_rates() -> None:
     found = well(3, ways={1: Measurement(1e-3, 0.0, 1e7), 2: Measurement(1e-3, 0.0, 1e8)})
     the_one(found, "ok", "bandwidth", "80 Mbit/s to 800 Mbit/s")
     found.hosts = well(3).hosts
-    found.measured[0] = Measurement(1e-3, 0.0, 1e8)  # ignored: it is this machine
+    found.ways[0] = Measurement(1e-3, 0.0, 1e8)  # ignored: it is this machine
     the_one(found, "ok", "bandwidth", "80 Mbit/s to 800 Mbit/s")
 
 
 def test_a_rate_that_is_odd() -> None:
     found = well(3)
     found.hosts = [*found.hosts, Host(3, "d", ())]
-    found.measured[3] = Measurement(1e-3, 0.0, 1e7)
+    found.ways[3] = Measurement(1e-3, 0.0, 1e7)
     the_one(found, "warn", "bandwidth", "d → a: 80 Mbit/s, the median is 800 Mbit/s")
 
 
@@ -388,8 +388,8 @@ def asked(first: CheckupRequest, secret: Secret | None = None) -> tuple[Any, Bas
     try:
         if secret is not None:
             handshake.prove(link, secret, other, "a", time_limit())
-        answer = link.ask(first, 0, time_limit()).message
-        link.ask(other, 0, time_limit())  # afterwards it may still join
+        answer = link.request(first, 0, time_limit()).message
+        link.request(other, 0, time_limit())  # afterwards it may still join
     except Exception as error:
         answer = error
     finally:
@@ -431,7 +431,7 @@ def test_a_stranger_learns_nothing() -> None:
     serving.start()
     link = links.add(tcp.connect(listener.address, time_limit()))
     with pytest.raises(NotAuthorisedError, match="this run has a secret"):
-        link.ask(CheckupRequest("b", "facts"), 0, time_limit())
+        link.request(CheckupRequest("b", "facts"), 0, time_limit())
     links.drop(link)
     serving.join()
     listener.close()

@@ -146,7 +146,7 @@ class _Checkup:
         except GossipxError as error:
             measured = Measurement(why=str(error))
         with self.listener.news:
-            self.found.measured[host.number] = measured
+            self.found.ways[host.number] = measured
             self.found.differing = self.found.differing or differing
 
     def _probed(self) -> set[int]:

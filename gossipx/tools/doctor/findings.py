@@ -91,7 +91,7 @@ class Findings:
     differing: str = ""  # the first tensor that differs on another host
     ports: Sequence[Line] = ()
     reached: dict[int, Line] = field(default_factory=dict)  # by rank
-    measured: dict[int, Measurement] = field(default_factory=dict)  # by host
+    ways: dict[int, Measurement] = field(default_factory=dict)  # by host
     heard: set[int] = field(default_factory=set)  # other hosts whose doctors have probed this host
 
     @property

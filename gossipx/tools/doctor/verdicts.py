@@ -112,7 +112,7 @@ def versions(found: Findings) -> Iterator[Verdict]:
 
 def _measured(found: Findings) -> dict[str, Measurement]:
     """Return the measurements with other hosts, or those within this machine if it is the only one."""
-    return {found.hosts[n].name: pair for n, pair in found.measured.items() if n not in found.here or not found.others}
+    return {found.hosts[n].name: pair for n, pair in found.ways.items() if n not in found.here or not found.others}
 
 
 def clocks(found: Findings) -> Iterator[Verdict]:
