@@ -67,7 +67,7 @@ def _traffic(found: DryRun) -> Table:
             _range(one.received_bytes, ",.4g", 1e-6),
             _range(one.busiest_bytes, ",.4g", 1e-6),
             _range(one.link_seconds, ",.3g"),
-            one.source,
+            one.known,
         )
     return table
 

@@ -84,7 +84,7 @@ class Traffic:
 
     Attributes:
         policy: the policy or sync model.
-        source: where the numbers come from, in words.
+        known: where the numbers come from, in words.
         exchanges: exchanges per peer.
         received_bytes: bytes received per peer, mean.
         busiest_bytes: bytes received or sent by the busiest peer.
@@ -92,7 +92,7 @@ class Traffic:
     """
 
     policy: str
-    source: str
+    known: str
     exchanges: tuple[float, float]
     received_bytes: tuple[float, float]
     busiest_bytes: tuple[float, float]
@@ -243,7 +243,7 @@ def _traffic(policy: str, count: Count, per_round: Matrix, seconds: float) -> Tr
     busiest = max(float(per_round.sum(axis).max()) for axis in (0, 1))
     return Traffic(
         policy=policy,
-        source=count.source,
+        known=count.source,
         exchanges=(least, most),
         received_bytes=(least * each, most * each),
         busiest_bytes=(least * busiest, most * busiest),

@@ -261,7 +261,7 @@ def test_an_estimate_uses_earlier_runs_of_the_same_kind(place: Path) -> None:
     (place / "runs" / "broken").mkdir()
     (place / "runs" / "broken" / "summary.json").write_text("{")
     _, seen, bounds = look(policy="adaptive", iterations=500).traffic
-    assert seen.source == "as in one of 1,000 iterations, two" and seen.exchanges == (10.0, 20.0)
+    assert seen.known == "as in one of 1,000 iterations, two" and seen.exchanges == (10.0, 20.0)
     assert bounds.exchanges == (0, 500)
 
 
