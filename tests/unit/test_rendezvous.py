@@ -331,6 +331,28 @@ def test_the_most_complete_summary_is_kept(world: World, tmp_path: Path) -> None
     made.release()
 
 
+def test_of_processes_that_end_at_once_one_writes_the_summary(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = files.resolve({"name": "x", "logdir": str(tmp_path)})
+    made = RunDirectory(settings, b"127.0.0.1\n")
+    first, second = (SharedDirectory(made.path, None, rank, settings) for rank in range(2))
+    write, concluded = Summary.write, []
+    other = threading.Thread(target=lambda: concluded.append(second.conclude(figures([]))))
+
+    def slow(*arguments: Any, **named: Any) -> None:
+        monkeypatch.undo()
+        other.start()
+        other.join(0.2)  # ends in this time only if it does not wait for the first
+        write(*arguments, **named)
+
+    monkeypatch.setattr(Summary, "write", slow)
+    assert first.conclude(figures([]))
+    other.join()
+    assert concluded == [False]
+    made.release()
+
+
 def figures(lost: list[str]) -> Summary:
     told = {"name": "x", "policy": "never", "codec": "none", "seed": 0, "peers": 2, "task": None, "model": None}
     more = {"partition": "iid", "iterations": 1, "consensus_accuracy": None, "lost": lost, "wall_seconds": 1.0}

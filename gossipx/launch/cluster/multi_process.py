@@ -8,6 +8,7 @@ dies is a lost peer, and any process can write the summary.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import secrets
 import socket
@@ -180,12 +181,15 @@ class SharedDirectory:
 
     def conclude(self, figures: Summary) -> bool:
         """Write the summary, unless there is one that lacks no more peers: any process may end first, or be lost."""
-        if self._summary() != self._summary_before:
-            with contextlib.suppress(UsageError):
-                if len(summary.read(self.path).lost) <= len(figures.lost):
-                    return False
-        figures.write(self.path, by=self._rank)
-        return True
+        with (self.path / CONFIG_FILE).open() as lock:  # processes that end at once write one after the other
+            with contextlib.suppress(OSError):  # the file system has no locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if self._summary() != self._summary_before:
+                with contextlib.suppress(UsageError):
+                    if len(summary.read(self.path).lost) <= len(figures.lost):
+                        return False
+            figures.write(self.path, by=self._rank)
+            return True
 
     def _summary(self) -> bytes | None:
         with contextlib.suppress(OSError):
