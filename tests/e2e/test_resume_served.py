@@ -23,6 +23,20 @@ WITHOUT_CHECKPOINTS = ("--batch-size", "8", "--eval-interval", "0", "--log-inter
 BRIEF = (*WITHOUT_CHECKPOINTS, "--checkpoint-every", "20")
 
 
+TOY = """
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 200), nn.Tanh(), nn.Linear(200, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True)
+with gossipx.join(model, optimizer) as peer:
+    until, waits_at, name = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    train(peer, model, optimizer, min(until, waits_at))
+    while name == "cut" and not (FOLDER / "resumes").exists():
+        signal.sigtimedwait([], 0.01)
+    train(peer, model, optimizer, until)
+"""
+"""A script whose run named ``cut`` waits at an iteration, to be killed there."""
+
+
 def killed_after(here: Folder, process: Process, iteration: int, shards: int = 1) -> None:
     """Kill the whole run at once, when each shard and the last peer, a worker, have a checkpoint of ``iteration``."""
     owners = [*(f"shard-{shard:02d}" for shard in range(shards)), f"peer-{len(here.names) - 1:02d}"]
@@ -48,17 +62,19 @@ def test_bsp_resumes_bit_for_bit(tmp_path: Path, options: tuple[str, ...]) -> No
 
     So is a worker's error feedback.
     """
-    servers = ("--servers", "0,1", "--nesterov", *options)
+    servers = ("--servers", "0,1", *options)
     with folder(tmp_path, 3) as here:
-        whole = here.run(*BRIEF, *servers, "--iterations", "100", name="whole")
-        process = here.start_run(*BRIEF, *servers, "--iterations", "100", name="cut")
-        killed_after(here, process, 40, shards=2)
+        script = here.script(TOY)
+        whole = here.run(*BRIEF, *servers, script, tmp_path, "150", "70", "whole", name="whole")
+        process = here.start_run(*BRIEF, *servers, script, tmp_path, "150", "70", "cut", name="cut")
+        killed_after(here, process, 60, shards=2)
+        (tmp_path / "resumes").touch()
         again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
         assert again.code == 0, again.shown
         cut = Run(here.path / "cut", again)
     for rank in range(3):
         assert max(differences(whole.model(rank), cut.model(rank)).values()) == 0, rank
-    assert cut.summary["iterations"] == 100
+    assert whole.summary["iterations"] == cut.summary["iterations"] == 150
 
 
 CHANGES = """
@@ -145,9 +161,11 @@ def test_a_transmit_buffers_residual_resumes_bit_for_bit(tmp_path: Path) -> None
 
 def test_a_damaged_shard_is_named_and_the_iteration_before_is_used(tmp_path: Path) -> None:  # [30]
     with folder(tmp_path, 2) as here:
-        whole = here.run(*BRIEF, "--servers", "0", "--iterations", "100", name="whole")
-        process = here.start_run(*BRIEF, "--servers", "0", "--iterations", "100", name="cut")
+        script = here.script(TOY)
+        whole = here.run(*BRIEF, "--servers", "0", script, tmp_path, "100", "70", "whole", name="whole")
+        process = here.start_run(*BRIEF, "--servers", "0", script, tmp_path, "100", "70", "cut", name="cut")
         killed_after(here, process, 60)
+        (tmp_path / "resumes").touch()
         newest = max((here.path / "cut" / "shard-00" / "checkpoints").iterdir(), key=lambda path: int(path.name))
         file = newest / "tables.safetensors"
         content = bytearray(file.read_bytes())

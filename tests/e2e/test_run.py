@@ -189,7 +189,7 @@ def test_settings_from_a_file_and_the_command_line_wins(place: Any) -> None:
 
 def training(here: Folder, *options: str) -> tuple[Any, dict[int, int]]:
     """A long run in progress, and its peers' processes by rank."""
-    run = here.start_run("--policy", "tau:5", "--eval-interval", "0", *options)
+    run = here.start_run("--policy", "tau:5", "--batch-size", "8", "--eval-interval", "0", *options)
     run.line(".*".join(rf"{name} train \d+/" for name in here.names))
     return run, children(run.pid)
 
@@ -265,7 +265,9 @@ with gossipx.join(model, optimizer) as peer:
     train(peer, model, optimizer, 20)
     print("so far", flush=True)
     {deaf}
-    train(peer, model, optimizer, 10**9)
+    while True:
+        train(peer, model, optimizer, peer.iteration + 1)
+        signal.sigtimedwait([], 0.001)
 """
     run = here.start_run(here.script(script), here.path)
     for _ in here.names:

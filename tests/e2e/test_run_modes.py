@@ -69,7 +69,7 @@ with gossipx.join(model, optimizer, init="own") as peer:
     nn.init.constant_(model.weight, float(peer.rank))
     nn.init.zeros_(model.bias)
     peer.load_state_dict(peer.state_dict())  # the weights were set from outside
-    while not all_have(peer, "mixed", peer._role.sync.retrievals >= 20, range(4)):
+    while not all_have(peer, "mixed", peer._role.sync.retrievals >= 10, range(4)):
         (model(batch(peer)) * 0).sum().backward()
         optimizer.step()
     value = [float(model.weight.min()), float(model.weight.max())]
