@@ -350,6 +350,8 @@ def test_of_processes_that_end_at_once_one_writes_the_summary(
     assert first.conclude(figures([]))
     other.join()
     assert concluded == [False]
+    (made.path / "config.toml").unlink()
+    assert not first.conclude(figures([])), "without the file there is no lock, and no error"
     made.release()
 
 

@@ -181,9 +181,9 @@ class SharedDirectory:
 
     def conclude(self, figures: Summary) -> bool:
         """Write the summary, unless there is one that lacks no more peers: any process may end first, or be lost."""
-        with (self.path / CONFIG_FILE).open() as lock:  # processes that end at once write one after the other
-            with contextlib.suppress(OSError):  # the file system has no locks
-                fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.ExitStack() as locked:  # processes that end at once write one after the other
+            with contextlib.suppress(OSError):  # the file system has no locks, or the file was removed
+                fcntl.flock(locked.enter_context((self.path / CONFIG_FILE).open()), fcntl.LOCK_EX)
             if self._summary() != self._summary_before:
                 with contextlib.suppress(UsageError):
                     if len(summary.read(self.path).lost) <= len(figures.lost):
