@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ports import free_ports
+
 TOOLS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo")
 WITHIN = 60.0
 """Seconds that it may take to start, and to stop."""
@@ -105,10 +107,7 @@ def _munged(folder: Path, place: Path) -> list[str]:
 
 def _configuration(folder: Path, munge: Path) -> str:
     host = socket.gethostname().partition(".")[0]
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
+    ports = free_ports(2)
     return "\n".join(
         [
             "ClusterName=gossipx",

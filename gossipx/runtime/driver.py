@@ -123,6 +123,7 @@ class Driver:
         self.transfers = Transfers(arena, self.outbox)
         self.tables = TableWork(role.rank, self.outbox, self.handle, self._reply)
         self.uploads = Uploads(arena, self.transfers, self.tables.transfers, places)
+        self._received_at: dict[Stage, int] = {}  # bytes received when the role reached a stage
         self._lock = threading.Lock()
         self._resumed = threading.Event()
         self._resumed.set()
@@ -149,6 +150,8 @@ class Driver:
             if self._closed:
                 return
             effects = self.role.handle(event, time.monotonic())
+            if self.comm is not None:
+                self._received_at.setdefault(self.role.stage, self.comm.bytes_received)
             snapshots = [self._carry_out_locked(effect) for effect in effects]
         for effect, snapshot in zip(effects, snapshots, strict=True):
             self._carry_out(effect, snapshot)
@@ -191,6 +194,14 @@ class Driver:
         """Return the counters of the hub or the shards on this peer; see ``ServerRole.metrics``."""
         with self._lock:
             return self.role.server.metrics
+
+    def received_before(self, stage: Stage) -> int:
+        """Return the bytes received before the role reached ``stage``; all so far if it has not.
+
+        The training thread notices a new stage later, when other peers may already have sent models.
+        """
+        assert self.comm is not None
+        return next((count for at, count in self._received_at.items() if at >= stage), self.comm.bytes_received)
 
     @property
     def rejection(self) -> NotAuthorisedError | RefusedError | None:

@@ -35,7 +35,7 @@ class Figures:
         distance: the last estimate of the consensus distance; None before the first.
         squared_distances: ‖x_j − x_i‖² of the retrievals since that estimate.
         retrievals: the retrievals since the last step.
-        bytes_at_end: bytes that this process had received when training ended.
+        bytes_at_end: bytes that this process had received when the finish began.
         finish_bytes: bytes received in the finish.
         seconds: from the first iteration to the last.
         earlier: totals of earlier processes; zero in a new run.
@@ -56,10 +56,10 @@ class Figures:
         self._began = time.perf_counter()
 
     def start(self, received: int) -> None:
-        """Begin to count. Bytes received before this, while joining, do not count.
+        """Start the clock of the training.
 
         Args:
-            received: bytes that this process has received so far.
+            received: bytes that this process received while joining; they do not count.
         """
         self._bytes_at_start = received - self.earlier.bytes_received
         self._began = time.perf_counter() - self.earlier.seconds
@@ -85,9 +85,8 @@ class Figures:
             setattr(self, name, state[name])
         self.squared_distances = list(state["squared_distances"])
 
-    def end(self, received: int) -> None:
-        """Stop counting, after the last iteration."""
-        self.bytes_at_end = received
+    def end(self) -> None:
+        """Stop the clock, after the last iteration."""
         self.seconds = time.perf_counter() - self._began
 
     def received(self, received: int) -> int:

@@ -11,6 +11,7 @@ from torch import nn
 
 from gossipx.comm import CommManager
 from gossipx.metrics.recorder import Recorder
+from gossipx.protocol.messages import Stage
 from gossipx.runtime import models
 from gossipx.runtime.captures import Retrieval
 from gossipx.runtime.driver import Driver
@@ -122,18 +123,19 @@ class Reporter:
     # --- from the first iteration to the finish -------------------------------------------------------
 
     def training_begins(self) -> None:
-        """Start the clock and the byte counters of the training."""
-        self.figures.start(self._comm.bytes_received)
+        """Start the clock of the training. Bytes count from the adoption of the initial model."""
+        self.figures.start(self._driver.received_before(Stage.START))
 
     def training_ended(self) -> None:
-        """Stop the clock of the training: bytes received from now on count as the finish's."""
-        self.figures.end(self._comm.bytes_received)
+        """Stop the clock of the training. Bytes count as the finish's from the final averaging on."""
+        self.figures.end()
 
     def finished(self) -> None:
         """Record the final figures, after the finish."""
         self._record_retrievals()  # the last one may have been mixed just now
         self._recorder.scalar("sync/retrievals", self._role.sync.retrievals, self._arena.step)
         self.record_server_metrics()
+        self.figures.bytes_at_end = self._driver.received_before(Stage.AGREE)
         self.figures.finish_bytes = self._comm.bytes_received - self.figures.bytes_at_end
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import queue
 import re
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from forks import client as forks
+from ports import free_ports
 from safetensors.torch import load_file
 
 LONG = 240.0  # seconds, after which a hanging test fails; a run takes a few on an idle machine
@@ -274,17 +274,6 @@ def folder(path: Path, peers: int) -> Iterator[Folder]:
         yield made
     finally:
         made.close()
-
-
-def free_ports(count: int) -> list[int]:
-    """Return loopback ports on which no process listens."""
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 @contextlib.contextmanager

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_ports
 
-from runs import Folder, Process, folder, free_ports
+from runs import Folder, Process, folder
 
 SCRIPT = """
 import contextlib

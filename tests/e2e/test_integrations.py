@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_ports
 
-from runs import Folder, folder, free_ports
+from runs import Folder, folder
 
 BEGIN = """
 import warnings

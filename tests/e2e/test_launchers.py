@@ -16,10 +16,11 @@ import pytest
 import slurm
 from emulated import EmulatedNetwork, Host
 from emulated import lacking as no_network
+from ports import free_ports
 from safetensors.torch import load_file
 
 from gossipx.metrics import summary
-from runs import LONG, PRELUDE, differences, free_ports
+from runs import LONG, PRELUDE, differences
 
 BRIEF = ("--policy", "tau:5", "--blocking", "--peer-timeout", "60")
 ROOT = Path(__file__).parents[2]

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from ports import free_ports
 
 import gossipx
 from gossipx.errors import UsageError
 from gossipx.launch.loops.initialize import ParameterServer
 from gossipx.parts import Parts, ServerStorage, Storages, TransmitBuffer
-from runs import Folder, differences, folder, free_ports
+from runs import Folder, differences, folder
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 BRIEF = ("--servers", "0,1", "--peer-timeout", "20")

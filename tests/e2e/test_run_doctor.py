@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 from emulated import EmulatedNetwork, Host, lacking
 from emulated.namespaces import run
+from ports import free_ports
 
 from gossipx.launch.hosts import DEFAULT_PORT
-from runs import LONG, Ended, Folder, Process, folder, free_ports, is_running
+from runs import LONG, Ended, Folder, Process, folder, is_running
 
 SHORT = "3"  # seconds to wait for missing hosts
 

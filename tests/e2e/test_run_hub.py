@@ -70,6 +70,34 @@ with gossipx.join(model, optimizer) as peer:
     assert max(differences(run.model(1), run.model(2)).values()) == 0
 
 
+def test_an_exchange_that_reaches_a_peer_before_its_first_iteration_counts_as_training(tmp_path: Path) -> None:
+    """The hub's main thread returns from joining only after the worker's last exchange."""
+    script = """
+from gossipx.runtime.reporting import Reporter
+
+begin = Reporter.training_begins
+
+def begin_late(reporter):
+    (FOLDER / "exchanged").read_bytes()
+    begin(reporter)
+
+model = nn.Linear(4, 2500)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+if os.environ["GOSSIPX_RANK"] == "0":
+    Reporter.training_begins = begin_late
+with gossipx.join(model, optimizer) as peer:
+    train(peer, model, optimizer, 10)
+    (FOLDER / "exchanged").write_bytes(b"")
+"""
+    os.mkfifo(tmp_path / "exchanged")
+    with folder(tmp_path, 2) as here:
+        options = ("--policy", "tau:1", "--hub", "0", "--hub-only", "--blocking")
+        run = here.run(*options, here.script(script), here.path)
+    model = sum(tensor.nbytes for tensor in run.model(0).values())
+    assert run.summary["retrievals"] == [0, 10]
+    assert 10 * model <= run.summary["bytes_received"][0] <= 11 * model
+
+
 @pytest.mark.parametrize(("lost", "code"), [("gossip", 0), ("wait", 0), ("stop", 4)])
 def test_a_hub_that_is_killed_blocks_nobody(tmp_path: Path, lost: str, code: int) -> None:  # [38]
     with folder(tmp_path, 3) as here:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from ports import free_ports
 
 from gossipx.cli import main
 from gossipx.config import security
@@ -344,9 +345,7 @@ def test_the_hosts_file_is_named_by_option_or_in_the_config_file(tmp_path: Path)
 
 
 def test_the_command_prints_one_verdict_per_line_and_json_for_programs(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     file = tmp_path / "hosts.txt"
     file.write_text(f"127.0.0.1:{port}\n127.0.0.2:{port}\n")
     printed = CliRunner().invoke(main, ["doctor", "--peers", str(file), "--wait", "5"])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_ports
 
 from gossipx.config import files
 from gossipx.config.settings import ExchangeSettings
@@ -37,9 +38,7 @@ def _one_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def world() -> World:
     """Return the world of a rank of three, on this machine."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    return World(0, 3, 0, True, "127.0.0.1", port, False, "test", "srun", "SLURM_NODELIST")
+    return World(0, 3, 0, True, "127.0.0.1", free_ports(1)[0], False, "test", "srun", "SLURM_NODELIST")
 
 
 def each(world: World, ranks: Sequence[int], act: Callable[[int], Any]) -> list[Any]:
