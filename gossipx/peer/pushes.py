@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from gossipx.mixing import Mixing
 from gossipx.peer.exchange import PeerContext
 from gossipx.peer.offers import OFFER, OFFER_SHARE, InboundExchange, Offers, Phase
-from gossipx.protocol.effects import Capture, Delivered, Effect, Forget, Mix, Resume, SetTimer, Wait
+from gossipx.protocol.effects import Capture, Effect, Forget, Mix, MoveReference, Resume, SetTimer, Wait
 from gossipx.protocol.events import Answered, Received
 from gossipx.protocol.messages import (
     AcceptReply,
@@ -166,7 +166,7 @@ class Pushes(Offers):
             self.weight -= offer.weight
         self._context.sync.completed(models=0)
         resume: list[Effect] = [Resume()] if self._context.blocking else []
-        return [self._accept(event.key, now), Delivered(offer.ticket), *resume]
+        return [self._accept(event.key, now), MoveReference(offer.ticket), *resume]
 
     def answered(self, event: Answered, now: float) -> list[Effect]:
         offer = self._offer

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gossipx.protocol.effects import Effect, Switched
+from gossipx.protocol.effects import Effect, ReportSwitch
 from gossipx.protocol.events import ChangeServers, Merged, Prepared, Received, SwitchSync, TablesRestored
 
 NO_SERVER = "this run has no parameter server"
@@ -84,11 +84,11 @@ class ServerRole:
 
     def switch_sync(self, event: SwitchSync, now: float) -> list[Effect]:
         """Switch to another sync model."""
-        return [Switched(event.number, NO_SERVER)]
+        return [ReportSwitch(event.number, NO_SERVER)]
 
     def change_servers(self, event: ChangeServers, now: float) -> list[Effect]:
         """Move the shards to other servers."""
-        return [Switched(event.number, NO_SERVER)]
+        return [ReportSwitch(event.number, NO_SERVER)]
 
     # --- the end ----------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from collections.abc import Hashable
 
 from gossipx.peer.membership import Membership, Requests
 from gossipx.peer.wave import Wave
-from gossipx.protocol.effects import Answer, Effect, Forget, TakeIn
+from gossipx.protocol.effects import Answer, ApplyWave, Effect, Forget
 from gossipx.protocol.events import Received
 from gossipx.protocol.messages import LAST_WAVE, MAX_WAVE, NotReadyReply, RoundRequest
 from gossipx.sync import SyncManager
@@ -198,7 +198,7 @@ class Waves:
         if not self.current.merged:
             return [self._close()]
         self._taking_in = True
-        return [TakeIn(self.current.ticket)]
+        return [ApplyWave(self.current.ticket)]
 
     def close_if_taken_in(self, ticket: int) -> bool:
         """Close the wave if ``ticket`` is its own, as its mean is in our weights; return whether it was."""

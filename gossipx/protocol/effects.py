@@ -6,27 +6,27 @@ outcomes as events (:mod:`gossipx.protocol.events`). Effects on the tables of a 
 order matters, and else after it has released the lock. A *ticket* is a number that the role allocates for one of its
 requests or for a model that the driver keeps for it; a *key* names a received request.
 
-============  ============================================================  =========================================
-effect        requested by                                                  the driver
-============  ============================================================  =========================================
-Send          any part that needs something from another peer               sends, and reports Replied or Failed
-Cancel        peer/pulls, hub/elastic, server/worker                        aborts the request, and reports Failed
-Answer        the part that handles a request                               replies, and reports Answered
-Keep          hub/centre, server: shard, replica                            keeps the payload of a request
-Capture       peer/serving, wave, pushes, pairs, offers; hub/centre         captures the present model
-Merge         peer/wave, hub/centre                                         merges two kept models; reports Merged
-TakeIn        peer/waves, after the last round                              updates our model, and reports Mixed
-Mix           peer/pulls, pushes, pairs; hub/elastic                        mixes; reports Mixed or Poisoned
-Adopt         peer/role of a joining peer, hub/elastic at the finish        replaces our model; reports the same
-Forget        the part that allocated the ticket                            releases all that the ticket holds
-Delivered     peer/pushes, once a push is settled                           measures drift from that model
-Switched      server: switching, coordinator                                informs the user
-SetTimer      any part that waits                                           reports TimerFired
-Wait, Resume  peer/stages, training, any part of a blocking exchange        blocks and releases the training thread
-Note          any part                                                      logs
-Stop          peer/role, peer/joining, hub/elastic, server: mode,           ends training with an error
-              hosted_shards, migration
-============  ============================================================  =========================================
+=============  ===========================================================  =========================================
+effect         requested by                                                 the driver
+=============  ===========================================================  =========================================
+Send           any part that needs something from another peer              sends, and reports Replied or Failed
+Cancel         peer/pulls, hub/elastic, server/worker                       aborts the request, and reports Failed
+Answer         the part that handles a request                              replies, and reports Answered
+Keep           hub/centre, server: shard, replica                           keeps the payload of a request
+Capture        peer/serving, wave, pushes, pairs, offers; hub/centre        captures the present model
+Merge          peer/wave, hub/centre                                        merges two kept models; reports Merged
+ApplyWave      peer/waves, after the last round                             updates our model, and reports Mixed
+Mix            peer/pulls, pushes, pairs; hub/elastic                       mixes; reports Mixed or Poisoned
+Adopt          peer/role of a joining peer, hub/elastic at the finish       replaces our model; reports the same
+Forget         the part that allocated the ticket                           releases all that the ticket holds
+MoveReference  peer/pushes, once a push is settled                          measures drift from that model
+ReportSwitch   server: switching, coordinator                               informs the user
+SetTimer       any part that waits                                          reports TimerFired
+Wait, Resume   peer/stages, training, any part of a blocking exchange       blocks and releases the training thread
+Note           any part                                                     logs
+Stop           peer/role, peer/joining, hub/elastic, server: mode,          ends training with an error
+               hosted_shards, migration
+=============  ===========================================================  =========================================
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Merge:
 
 
 @dataclass(frozen=True)
-class TakeIn:
+class ApplyWave:
     """x ← h + (x − x_captured): replace the captured model by its average h, and keep the training steps made since.
 
     h is the model kept under ``ticket``. Mixed follows, and the ticket is released.
@@ -173,14 +173,14 @@ class Forget:
 
 
 @dataclass(frozen=True)
-class Delivered:
+class MoveReference:
     """Measure drift from the model captured under ``ticket``, which the receiver now has, and release the ticket."""
 
     ticket: int
 
 
 @dataclass(frozen=True)
-class Switched:
+class ReportSwitch:
     """Report to the user the outcome of a SwitchSync or ChangeServers.
 
     Attributes:
@@ -232,13 +232,13 @@ Effect = (
     | Keep
     | Capture
     | Merge
-    | TakeIn
+    | ApplyWave
     | Mix
     | Adopt
     | Forget
-    | Delivered
+    | MoveReference
     | TableEffect
-    | Switched
+    | ReportSwitch
     | SetTimer
     | Wait
     | Resume

@@ -25,7 +25,7 @@ LeaveRun          when the peer must leave                     peer/stages
 Received          when a request arrives                       by its message: see :mod:`gossipx.protocol.messages`
 Replied, Failed   after Send                                   the part that sent the request
 Answered          after Answer                                 peer/serving, barrier, waves, exchange
-Mixed, Poisoned   after Mix, Adopt and TakeIn                  the part that requested it
+Mixed, Poisoned   after Mix, Adopt and ApplyWave                  the part that requested it
 Merged            after Merge                                  peer/wave, hub/centre
 TimerFired        after SetTimer                               the part that set the timer
 ================  ===========================================  =================================================
@@ -91,7 +91,7 @@ class GradientsReady:
 
 @dataclass(frozen=True)
 class SwitchSync:
-    """A user or a program requests that shards switch to another sync model; Switched follows.
+    """A user or a program requests that shards switch to another sync model; ReportSwitch follows.
 
     Attributes:
         number: identifies the request; allocated by the driver.
@@ -110,7 +110,7 @@ class SwitchSync:
 
 @dataclass(frozen=True)
 class ChangeServers:
-    """A user or a program requests that other peers host the shards; Switched follows.
+    """A user or a program requests that other peers host the shards; ReportSwitch follows.
 
     Attributes:
         number: identifies the request; allocated by the driver.

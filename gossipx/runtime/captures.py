@@ -138,7 +138,7 @@ class Captures:
         return True
 
     def apply_merged(self, ticket: int, training: bool) -> list[Retrieval]:
-        """Write the result of all merges into the weights; see :class:`gossipx.protocol.effects.TakeIn`.
+        """Write the result of all merges into the weights; see :class:`gossipx.protocol.effects.ApplyWave`.
 
         Steps that were made since the capture are kept. The ticket is released.
 

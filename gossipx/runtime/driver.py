@@ -34,21 +34,21 @@ from gossipx.peer import PeerRole
 from gossipx.protocol.effects import (
     Adopt,
     Answer,
+    ApplyWave,
     Cancel,
     Capture,
-    Delivered,
     Effect,
     Forget,
     Keep,
     Merge,
     Mix,
+    MoveReference,
     Note,
+    ReportSwitch,
     Resume,
     Send,
     SetTimer,
     Stop,
-    Switched,
-    TakeIn,
     Wait,
 )
 from gossipx.protocol.events import (
@@ -289,7 +289,7 @@ class Driver:
                 self._answer(effect, snapshot)
             case Merge():
                 self._merge(effect)
-            case TakeIn(ticket):
+            case ApplyWave(ticket):
                 self._apply_merged(ticket)
             case Mix(ticket, share):
                 self._mix(ticket, share)
@@ -303,11 +303,11 @@ class Driver:
                 self.handle(Mixed(ticket) if taken else Poisoned(ticket))
             case Forget(ticket):
                 self._forget(ticket)
-            case Delivered(ticket):
+            case MoveReference(ticket):
                 self.captures.record_delivery(ticket)
             case Fetched(ticket) if not self.tables.raw_pulls:
                 self.tables.transfers.fetched(ticket)
-            case Switched(number, problem):
+            case ReportSwitch(number, problem):
                 self._switches.pop(number).set_result(problem)
             case SetTimer(name, at):
                 self._timers.set(name, at)

@@ -224,7 +224,7 @@ class SimPeer(SimRequests):
             case effects.Merge():
                 self.models.merge(self._exchanges[effect.ticket], effect, now)
                 self._forget(effect.ticket)
-            case effects.TakeIn(ticket):
+            case effects.ApplyWave(ticket):
                 self.models.apply_merged(ticket)
                 self._forget(ticket)
             case effects.Mix(ticket, share):
@@ -236,7 +236,7 @@ class SimPeer(SimRequests):
                 self._forget(ticket)
             case effects.Forget(ticket):
                 self._forget(ticket)
-            case effects.Delivered(ticket):
+            case effects.MoveReference(ticket):
                 self.models.record_delivery(ticket)
                 self._forget(ticket)
             case effects.SetTimer(name, at):
@@ -248,7 +248,7 @@ class SimPeer(SimRequests):
                 if self._waits_since is not None and self._phase == "train":
                     self.blocked_seconds += now - self._waits_since
                 self._waits_since = None
-            case effects.Switched(_, problem):
+            case effects.ReportSwitch(_, problem):
                 self._note(problem or "has switched the sync model")
             case effects.Note(_, text):
                 self._note(text)

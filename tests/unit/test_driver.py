@@ -18,7 +18,7 @@ from gossipx.errors import CancelledError
 from gossipx.model.arena import ParameterArena
 from gossipx.model.buffers import HostBuffer
 from gossipx.model.receive import Incoming
-from gossipx.protocol.effects import Answer, Cancel, Capture, Delivered, Effect, Forget, Keep, Merge, Mix, Send
+from gossipx.protocol.effects import Answer, Cancel, Capture, Effect, Forget, Keep, Merge, Mix, MoveReference, Send
 from gossipx.protocol.events import Answered, Event, Failed, Fault, JoinRun, Merged, Mixed, Received, Replied
 from gossipx.protocol.messages import (
     AcceptReply,
@@ -28,6 +28,7 @@ from gossipx.protocol.messages import (
     NotReadyReply,
     PullRequest,
     PushRequest,
+    Stage,
     TakeRequest,
 )
 from gossipx.runtime.captures import Retrieval
@@ -39,6 +40,7 @@ class Script:
 
     def __init__(self) -> None:
         self.rank = 0
+        self.stage = Stage.TRAIN
         self.pulling: int | None = None
         self.sync = SimpleNamespace(policy=SimpleNamespace(uses_drift=False))
         self.next: list[Effect] = []
@@ -54,6 +56,7 @@ class Comm:
     """A CommManager stub that stores requests and answers."""
 
     def __init__(self) -> None:
+        self.bytes_received = 0
         self.requests: dict[object, Any] = {}
         self.answers: list[tuple[object, bytes | None]] = []
         self.posted = threading.Semaphore(0)
@@ -121,7 +124,17 @@ def test_an_answer_sends_the_captured_model_whatever_follows(bench: Bench):
     assert bench.comm.answers == [(ModelReply(1, 0.5), then), (ModelReply(2), now)]
 
 
-@pytest.mark.parametrize("over", [Forget(5), Delivered(5)])
+def test_bytes_belong_to_the_stage_in_which_they_arrive(bench: Bench):
+    """START is over within one decision if this peer arrives last."""
+    for stage, received in ((Stage.JOINING, 10), (Stage.TRAIN, 50), (Stage.TRAIN, 70), (Stage.FINISH, 80)):
+        bench.role.stage, bench.comm.bytes_received = stage, received
+        bench.do()
+    bench.comm.bytes_received = 95
+    before = {stage: bench.driver.received_before(stage) for stage in Stage}
+    assert before == {**dict.fromkeys(Stage, 95), Stage.JOINING: 10, Stage.START: 50, Stage.TRAIN: 50, Stage.FINISH: 80}
+
+
+@pytest.mark.parametrize("over", [Forget(5), MoveReference(5)])
 def test_an_answer_is_sent_whatever_is_decided_meanwhile(bench: Bench, over: Effect):
     """The answer holds a reference to the model from the decision until it is sent."""
     then = bench.step()

@@ -15,7 +15,7 @@ from functools import partial
 
 from gossipx.errors import UsageError
 from gossipx.peer.exchange import PeerContext
-from gossipx.protocol.effects import Answer, Effect, Forget, Note, Switched
+from gossipx.protocol.effects import Answer, Effect, Forget, Note, ReportSwitch
 from gossipx.protocol.events import ChangeServers, Received
 from gossipx.protocol.messages import AcceptReply, BusyReply, NotReadyReply, Reply, Stage
 from gossipx.protocol.server_messages import PauseRequest, PlaceRequest, PrepareRequest, ServersRequest
@@ -139,7 +139,7 @@ class Coordinator:
 
     def _outcome(self, number: int, problem: str) -> list[Effect]:
         if number != LEAVING:
-            return [Switched(number, problem)]
+            return [ReportSwitch(number, problem)]
         return [Note("", f"this peer leaves without handing over its shards: {problem}")] if problem else []
 
     def _problem_with(self, servers: tuple[int, ...], size: int) -> str:

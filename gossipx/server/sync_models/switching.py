@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from gossipx.errors import UsageError
 from gossipx.peer.exchange import PeerContext
-from gossipx.protocol.effects import Answer, Effect, Forget, Switched
+from gossipx.protocol.effects import Answer, Effect, Forget, ReportSwitch
 from gossipx.protocol.events import Received, SwitchSync
 from gossipx.protocol.messages import AcceptReply, NotReadyReply, Reply
 from gossipx.protocol.server_messages import SwitchRequest
@@ -47,7 +47,7 @@ class SyncModelSwitch:
         """Handle this peer's request to switch one shard, or all ``count`` of them."""
         wanted = range(count) if event.shard is None else [event.shard]
         if not all(shard < count for shard in wanted):
-            return [Switched(event.number, f"unknown shard: shards are 0 to {count - 1}")]
+            return [ReportSwitch(event.number, f"unknown shard: shards are 0 to {count - 1}")]
         effects: list[Effect] = []
         self._problems[event.number] = ""
         for index in wanted:
@@ -92,4 +92,4 @@ class SyncModelSwitch:
         return [Forget(ticket), *self._done(number)]
 
     def _done(self, number: int) -> list[Effect]:
-        return [] if number in self._open.values() else [Switched(number, self._problems.pop(number))]
+        return [] if number in self._open.values() else [ReportSwitch(number, self._problems.pop(number))]
