@@ -24,10 +24,9 @@ for number in range(5):
         model, optimizer, peers="hosts.txt", rank=RANK, name=f"{number}-{RANK}", **SETTINGS
     )
     with joined as peer:
-        for until in range(20, 50_000, 20):  # on a machine that is short of time, an exchange may take many of these
-            train(peer, model, optimizer, until)
-            if peer._role.sync.retrievals > 0:
-                break
+        # A peer that ends earlier may leave the other without anyone to exchange with.
+        while not all_have(peer, f"mixed-{number}", peer._role.sync.retrievals > 0, range(2)):
+            train(peer, model, optimizer, peer.iteration + 20)
     retrievals = peer._role.sync.retrievals
     arenas.append(weakref.ref(peer._arena))
     del joined, peer, model, optimizer

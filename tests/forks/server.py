@@ -64,7 +64,7 @@ def load() -> None:
     whole = data.load
 
     @functools.cache
-    def load_short(task: str, folder: Path | None) -> tuple[data.Dataset, data.Dataset]:
+    def load_short(task: str, folder: Path | None = None) -> tuple[data.Dataset, data.Dataset]:
         own, test = whole(task, folder)
         return own, test.take(torch.arange(min(TEST_IMAGES, len(test))))
 
