@@ -160,11 +160,17 @@ def test_a_delay_delays_every_frame_and_changes_none() -> None:
             assert net.switch_counts()["overflowed"] == 0
 
 
-# While the request for a hardware address is lost and repeated, the kernel drops datagrams. TCP sends again.
+# While the request for a hardware address is lost and repeated, the kernel drops datagrams. TCP sends again. After three
+# lost requests the host counts as unreachable.
 ADDRESS_RESOLVER = """
-    import contextlib, socket, sys
-    with contextlib.suppress(ConnectionRefusedError):
-        socket.create_connection((sys.argv[1], 9), 60)
+    import errno, socket, sys
+    for _ in range(20):
+        with socket.socket() as resolver:
+            resolver.settimeout(60)
+            error = resolver.connect_ex((sys.argv[1], 9))
+        if error != errno.EHOSTUNREACH:
+            break
+    assert error == errno.ECONNREFUSED, error
     print("null")
 """
 
