@@ -163,9 +163,8 @@ class Driver:
         if isinstance(request, CarryingRequest) and upload is not None:
             try:
                 self.uploads.store(key, request, upload)
-            except (
-                ProtocolError
-            ) as error:  # a difference to a model that was dropped: the sender uploads a whole model next
+            except ProtocolError as error:
+                # A difference to a model that was dropped. The sender uploads a whole model next.
                 self._note("protocol", f"the upload of peer {sender} is ignored: {error}")
                 upload.release()
                 self._reply(Answer(key, BusyReply(), time.monotonic() + request.patience), BusyReply(), None)
@@ -374,9 +373,8 @@ class Driver:
                 return
             comm.answer(answer.key, encoded, payload=payload, deadline=answer.deadline, begins=answer.begins, done=done)
 
-        if (
-            snapshot.settled or answer.difference_from is not None
-        ):  # an uploaded model is merged next, and that waits anyway
+        # The merge of an uploaded model, which comes next, waits for an unfinished copy anyway.
+        if snapshot.settled or answer.difference_from is not None:
             send()
         else:  # the copy is complete at the next step boundary; the outbox thread sends it, not the training thread
             snapshot.when_settled(lambda: self.outbox.post(send))
