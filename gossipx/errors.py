@@ -77,7 +77,7 @@ class TooFarError(ProtocolError):
 
 
 class RefusedError(ProtocolError):
-    """The peer refuses this one, because settings that must be equal differ.
+    """The other peer refuses this peer, because settings that must be equal differ.
 
     Ends a command with exit code 2 if no other peer of the run accepts this one.
     """
@@ -86,7 +86,7 @@ class RefusedError(ProtocolError):
 
 
 class NotAuthorisedError(PeerFaultError):
-    """Two peers do not authenticate each other as members of one run; either of them may be the wrong one.
+    """Authentication with another peer failed; either side may have the wrong secret or certificate.
 
     Ends a command with exit code 5 if no other peer of the run accepts this one.
     """
@@ -95,7 +95,7 @@ class NotAuthorisedError(PeerFaultError):
 
 
 class StrangerError(PeerFaultError):
-    """The remote process is certainly no member of the run."""
+    """The remote process is not a member of the run."""
 
     exit_code = 5
 

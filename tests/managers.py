@@ -170,7 +170,7 @@ shares_memory = pytest.mark.skipif(
     Memory(1).descriptor is None, reason="this system cannot share memory by a descriptor"
 )
 """Marks tests of shared memory; all other tests of a manager also run on systems without it."""
-WAYS = ("tcp", "tcp, secret", "tls", "shm", "shm, secret", "gloo", "gloo, secret", "gloo, tls", "nccl")
+TRANSPORTS = ("tcp", "tcp, secret", "tls", "shm", "shm, secret", "gloo", "gloo, secret", "gloo, tls", "nccl")
 """Transports for models, with the authentication of peers."""
 SECRET = Secret(b"known to all peers of these tests")
 

@@ -1,4 +1,4 @@
-"""What the peers of a run hold in memory: a training script that tells it, and what follows from what it has told.
+"""Memory that the peers of a run hold: a training script that reports it, and the evaluation of its reports.
 
 Started by ``gossipx run ... resident_memory.py FOLDER WIDE ITERATIONS SAMPLES``; the model has WIDE · 1000 weights.
 """

@@ -15,7 +15,7 @@ from gossipx.transports import Address
 
 
 def model(size: int) -> bytes:
-    """What it gives: numbers that differ everywhere."""
+    """The model that it sends: numbers that are all different."""
     return np.arange(-(-size // 8), dtype="<u8").tobytes()[:size]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gossipx.server.sync_models.clock import ApplyBuffer, Clock, Decision, Fate, Release, Tick
+from gossipx.server.sync_models.clock import ApplyBuffer, Clock, Decision, Handling, Release, Tick
 from gossipx.server.sync_models.models import SyncModel, parse
 
 RATE = 0.125
@@ -137,9 +137,9 @@ class Run:
         self.sent.append(message)
         part = self.clock.push_part(worker.rank, worker.iteration)
         gradient = worker.seen[message.table] - worker.rank
-        if part.fate is Fate.DROP:
+        if part.handling is Handling.DROP:
             self.dropped.append(message)
-        elif part.fate is Fate.BUFFER:
+        elif part.handling is Handling.BUFFER:
             self.buffer.append(message)
             self.sums[message.table] += gradient
         else:

@@ -72,7 +72,7 @@ class Ours:
             _, one = self._codec.encode(step, one, left=left)
         self.left = left.repeat(case.times)
         self._fed, self._alone = self._codec.init(case.tensors), self._codec.init(case.tensors)
-        self._rooms = [np.zeros(self._codec.most(self._fed), np.uint8) for _ in range(2)]
+        self._frames = [np.zeros(self._codec.most(self._fed), np.uint8) for _ in range(2)]
         self.frame: Any = b""
 
     def works(self) -> dict[str, Callable[[], None]]:
@@ -81,10 +81,10 @@ class Ours:
         return {ENCODE: self.encode, **fed, DECODE: self._decode, ADD: self._add}
 
     def encode(self) -> None:
-        self.frame, _ = self._codec.encode(self._case.x, self._alone, self._rooms[0])
+        self.frame, _ = self._codec.encode(self._case.x, self._alone, self._frames[0])
 
     def _encode_fed(self) -> None:
-        self.frame, _ = self._codec.encode(self._case.x, self._fed, self._rooms[1], left=self.left)
+        self.frame, _ = self._codec.encode(self._case.x, self._fed, self._frames[1], left=self.left)
 
     def _decode(self) -> None:
         decode_into(self.frame, self._case.out, tensors=self._case.tensors)

@@ -52,7 +52,7 @@ def _requests() -> Iterator[str]:
     return iter(sys.stdin.readline, END)
 
 
-def far(size: int) -> None:
+def remote(size: int) -> None:
     """Take part in one all-reduce per line of standard input."""
     pin(1)
     dht, averager = _averager(size, [])
@@ -66,11 +66,11 @@ def far(size: int) -> None:
     dht.shutdown()
 
 
-def near(size: int) -> None:
+def local(size: int) -> None:
     """Run the timed side, which prints the seconds of each all-reduce."""
     pin(0)
     process = subprocess.Popen(
-        [sys.executable, __file__, "far", str(size)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, __file__, "remote", str(size)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -91,10 +91,10 @@ def near(size: int) -> None:
 
 
 class Hivemind:
-    """A client for all-reduces of two, whose duration is measured by the process ``near``."""
+    """A client for all-reduces of two, whose duration is measured by the process ``local``."""
 
     def __init__(self, size: int):
-        self._process, _ = start(__file__, "near", size, stdin=subprocess.PIPE)
+        self._process, _ = start(__file__, "local", size, stdin=subprocess.PIPE)
         self.seconds = 0.0
 
     def pull(self) -> None:
@@ -112,4 +112,4 @@ class Hivemind:
 if __name__ == "__main__":
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    {"near": near, "far": far}[sys.argv[1]](int(sys.argv[2]))
+    {"local": local, "remote": remote}[sys.argv[1]](int(sys.argv[2]))

@@ -36,11 +36,11 @@ METRICS = {"accuracy": "test accuracy", "loss": "test loss", "train": "train los
 Curves = dict[str, list[float]]
 
 
-def measure(crew: ProcessPool, rounds: int, seconds: float, tasks: tuple[str, ...] = TASKS) -> Any:
+def measure(pool: ProcessPool, rounds: int, seconds: float, tasks: tuple[str, ...] = TASKS) -> Any:
     """Return title, headings, rows and figures.
 
     Args:
-        crew: processes on loopback.
+        pool: processes on loopback.
         rounds: number of rounds; all sync models start from the same weights in a round.
         seconds: duration of a round.
         tasks: the tasks to train.
@@ -55,7 +55,7 @@ def measure(crew: ProcessPool, rounds: int, seconds: float, tasks: tuple[str, ..
                 settings = {"servers": "0,1", "servers_only": True, "sync": model, "seed": number, "finish": "none"}
                 if name == "asp":
                     settings["apply"] = "each"  # the paper's asynchronous baseline
-                done = crew.run("_hybrid:train", task=task, seed=number, seconds=seconds, settings=settings)
+                done = pool.run("_hybrid:train", task=task, seed=number, seconds=seconds, settings=settings)
                 curves.setdefault(name, []).append(next(one["curves"] for one in done if one.get("curves")))
                 gradients.setdefault(name, []).append(sum(one.get("iterations", 0) for one in done))
         more = _told(task, curves, gradients)

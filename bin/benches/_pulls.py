@@ -75,9 +75,9 @@ class Averaging:
 
 def pulls(size: int, rounds: int, scratch: Path) -> tuple[list[tuple[str, ...]], list[dict[str, Any]]]:
     """Return the table's rows and the figures for one size; each round runs all ways in turn."""
-    near, far = Memory(size), Memory(size)
+    local, remote = Memory(size), Memory(size)
     buffer, averaging = Memory(size).view, Averaging(size)
-    source, target = (np.frombuffer(memory.view, dtype=np.uint8) for memory in (near, far))
+    source, target = (np.frombuffer(memory.view, dtype=np.uint8) for memory in (local, remote))
     ways: dict[str, Any] = {
         "sockets, sendall": Raw(size, "sendall"),
         "sockets, sendfile": Raw(size, "sendfile"),

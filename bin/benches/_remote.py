@@ -147,14 +147,14 @@ class Raw:
         loss_based(self._socket)
         self._socket.connect((HERE, int(port)))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._room = Memory(size).view
+        self._buffer = Memory(size).view
         self._question, self._answer = bytes(on_the_wire(QUESTION)), on_the_wire(ANSWER)
 
     def pull(self) -> None:
         self._socket.send(b"x")
         done = 0
-        while done < len(self._room):
-            done += self._socket.recv_into(self._room[done : done + PIECE], 0, socket.MSG_WAITALL)
+        while done < len(self._buffer):
+            done += self._socket.recv_into(self._buffer[done : done + PIECE], 0, socket.MSG_WAITALL)
 
     def ask(self) -> None:
         """Exchange as many bytes as gossipx's request and reply."""
@@ -297,11 +297,11 @@ class Gossipx:
 
     def prepare(self) -> None:
         """Create the destination of the next pull; not timed."""
-        self._room = self._sink()
+        self._buffer = self._sink()
 
     def pull(self) -> None:
-        self._request(PullRequest(1, 30.0), self._room)
-        self._after(self._room)
+        self._request(PullRequest(1, 30.0), self._buffer)
+        self._after(self._buffer)
 
     def ask(self) -> None:
         """Send a request of 1 KB, and receive a reply of a few bytes."""
@@ -339,11 +339,11 @@ class Gloo:
     def __init__(self, size: int, place: str):
         self._process, _ = start(__file__, "gloo", size, place)
         _join(0, place)
-        self._room = torch.ones(size // 4)
+        self._buffer = torch.ones(size // 4)
 
     def pull(self) -> None:
         dist.send(torch.ones(1), 1)
-        dist.recv(self._room, 1)
+        dist.recv(self._buffer, 1)
 
     def close(self) -> None:
         dist.send(torch.zeros(1), 1)

@@ -70,21 +70,21 @@ class Secured:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._kind == "tls":
             self._socket = context(Path(folder), ssl.PROTOCOL_TLS_CLIENT).wrap_socket(self._socket)
-        self._room = Memory(size + CHECKS[self._kind]().digest_size).view
+        self._buffer = Memory(size + CHECKS[self._kind]().digest_size).view
         self._size = size
 
     def pull(self) -> None:
         self._socket.send(b"x")
         check = CHECKS[self._kind]()
         done = 0
-        while done < len(self._room):
-            end = min(done + HOT, self._size) if done < self._size else len(self._room)
+        while done < len(self._buffer):
+            end = min(done + HOT, self._size) if done < self._size else len(self._buffer)
             begin = done
             while done < end:
-                done += self._socket.recv_into(self._room[done:end], 0, *self._flags())
+                done += self._socket.recv_into(self._buffer[done:end], 0, *self._flags())
             if end <= self._size:
-                check.update(self._room[begin:end])
-        assert bytes(self._room[self._size :]) == check.digest()
+                check.update(self._buffer[begin:end])
+        assert bytes(self._buffer[self._size :]) == check.digest()
 
     def _flags(self) -> tuple[int, ...]:
         return () if self._kind == "tls" else (socket.MSG_WAITALL,)

@@ -45,11 +45,11 @@ def kinds(groups: tuple[int, ...]) -> dict[str, str]:
     return made
 
 
-def measure(crew: ProcessPool, rounds: int, iterations: int, groups: tuple[int, ...] = GROUPS) -> Any:
+def measure(pool: ProcessPool, rounds: int, iterations: int, groups: tuple[int, ...] = GROUPS) -> Any:
     """Return title, headings, rows and figures.
 
     Args:
-        crew: processes on loopback.
+        pool: processes on loopback.
         rounds: number of rounds, over which medians are taken.
         iterations: length of each run.
         groups: 1/c of the PSSP models.
@@ -57,7 +57,7 @@ def measure(crew: ProcessPool, rounds: int, iterations: int, groups: tuple[int, 
     rows: list[tuple[str, ...]] = []
     figures: list[Any] = []
     for straggler, turn in STRAGGLERS.items():
-        medians = _medians(crew, rounds, iterations, groups, turn)
+        medians = _medians(pool, rounds, iterations, groups, turn)
         for name in kinds(groups):
             soft = medians[name, "soft"]
             lazy = medians.get((name, "lazy"), soft)
@@ -84,7 +84,7 @@ def measure(crew: ProcessPool, rounds: int, iterations: int, groups: tuple[int, 
 
 
 def _medians(
-    crew: ProcessPool, rounds: int, iterations: int, groups: tuple[int, ...], turn: int
+    pool: ProcessPool, rounds: int, iterations: int, groups: tuple[int, ...], turn: int
 ) -> dict[tuple[str, str], dict[str, float]]:
     """Return the medians by sync model and kind of pull; ASP, which delays no pull, has only one kind."""
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
@@ -92,7 +92,7 @@ def _medians(
         for name, model in kinds(groups).items():
             for pulls in PULLS if model != "asp" else PULLS[:1]:
                 settings = {"servers": "0,1", "servers_only": True, "sync": model, "pulls": pulls, "seed": number}
-                done = crew.run("_staleness:train", iterations=iterations, turn=turn, settings=settings)
+                done = pool.run("_staleness:train", iterations=iterations, turn=turn, settings=settings)
                 found.setdefault((name, pulls), []).append(_summed_up(done, iterations))
     return {kind: {key: statistics.median(one[key] for one in runs) for key in runs[0]} for kind, runs in found.items()}
 

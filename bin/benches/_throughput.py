@@ -46,7 +46,7 @@ HEADINGS = ("tensor", "way", "GB/s, both ways, all workers", "of sockets", "goal
 
 
 def measure(
-    crew: ProcessPool,
+    pool: ProcessPool,
     rounds: int,
     iterations: int,
     sizes: tuple[int, ...] = SIZES,
@@ -57,7 +57,7 @@ def measure(
     """Return title, headings, rows and figures.
 
     Args:
-        crew: processes on loopback or on an emulated network.
+        pool: processes on loopback or on an emulated network.
         rounds: number of rounds; each runs all configurations for all sizes.
         iterations: measured iterations of each run.
         sizes: sizes of a tensor, in bytes.
@@ -70,10 +70,10 @@ def measure(
         seconds: dict[str, list[float]] = {"sockets": [], **{way: [] for way in ways}}
         for _ in range(rounds):
             job = {"size": size, "model": model, "iterations": iterations}
-            seconds["sockets"] += _times(crew.run("_throughput:plain", **job))
+            seconds["sockets"] += _times(pool.run("_throughput:plain", **job))
             for way in ways:
                 settings = {"servers": "0,1", "servers_only": True, "wait_free": False, **ways[way]}
-                seconds[way] += _times(crew.run("_throughput:served", **job, settings=settings))
+                seconds[way] += _times(pool.run("_throughput:served", **job, settings=settings))
         more = _told(network, size, model, {way: statistics.median(values) for way, values in seconds.items()})
         rows += more[0]
         figures += more[1]
@@ -87,16 +87,16 @@ def measure(
 def measure_links(rounds: int, iterations: int) -> Any:
     """Run :func:`measure` over emulated links of ``RATE``; return no rows if the system cannot emulate links."""
     try:
-        with EmulatedNetwork(SERVERS + WORKERS, RATE) as net, ProcessPool(hosts=net.hosts) as crew:
-            title, *table = measure(crew, rounds, iterations, SIZES[1:], ways=TCP, network=RATE)
+        with EmulatedNetwork(SERVERS + WORKERS, RATE) as net, ProcessPool(hosts=net.hosts) as pool:
+            title, *table = measure(pool, rounds, iterations, SIZES[1:], ways=TCP, network=RATE)
             return f"{title}\n{net.describe()}", *table
     except NetworkUnavailableError as error:
         return f"Push and pull over links of {RATE}: not measured, {error}", HEADINGS, [], []
 
 
-def measure_safe(crew: ProcessPool, rounds: int, iterations: int) -> Any:
+def measure_safe(pool: ProcessPool, rounds: int, iterations: int) -> Any:
     """Run :func:`measure` with and without the replica and journal that preserve pushes when a server is killed."""
-    return measure(crew, rounds, iterations, (SAFE_SIZE,), ways=SAFE)
+    return measure(pool, rounds, iterations, (SAFE_SIZE,), ways=SAFE)
 
 
 def _times(done: list[Done]) -> list[float]:

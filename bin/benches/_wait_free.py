@@ -44,12 +44,12 @@ def measure(rounds: int, iterations: int) -> Any:
         iterations: measured iterations of each run.
     """
     try:
-        with EmulatedNetwork(SERVERS + WORKERS, RATE) as net, ProcessPool(hosts=net.hosts) as crew:
-            rows, figures = _measure(crew, rounds, iterations, {})
+        with EmulatedNetwork(SERVERS + WORKERS, RATE) as net, ProcessPool(hosts=net.hosts) as pool:
+            rows, figures = _measure(pool, rounds, iterations, {})
             network = net.describe()
     except NetworkUnavailableError as error:
-        with ProcessPool() as crew:
-            rows, figures = _measure(crew, rounds, iterations, {"max_rate": RATE})
+        with ProcessPool() as pool:
+            rows, figures = _measure(pool, rounds, iterations, {"max_rate": RATE})
         network = f"loopback, what each sends paced by --max-rate {RATE}: {error}"
     megabytes = 4 * LAYERS * (WIDTH * WIDTH + WIDTH) / 1e6
     title = (
@@ -64,14 +64,14 @@ def measure(rounds: int, iterations: int) -> Any:
     )
 
 
-def _measure(crew: ProcessPool, rounds: int, iterations: int, paced: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+def _measure(pool: ProcessPool, rounds: int, iterations: int, paced: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     rows, figures = [], []
     for computed, asleep in COMPUTED.items():
         seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for _ in range(rounds):
             for kind, (ranks, settings) in KINDS.items():
                 job = {"iterations": iterations, "asleep": asleep, "settings": {**settings, **paced}}
-                seconds[kind] += _times(crew.run("_wait_free:train", ranks, **job))
+                seconds[kind] += _times(pool.run("_wait_free:train", ranks, **job))
         median = {kind: statistics.median(values) for kind, values in seconds.items()}
         alone, whole = median["no network (never)"], median["all at the end"]
         for kind, value in median.items():

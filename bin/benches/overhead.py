@@ -114,7 +114,7 @@ def main() -> None:
     if arguments.json:
         print(json.dumps({"figures": figures}, indent=2))
         return
-    report(f"What peer.step() takes of a step, batches of {BATCH}, one thread", HEADINGS, rows, figures)
+    report(f"Share of peer.step() in a step, batches of {BATCH}, one thread", HEADINGS, rows, figures)
     print(*told, sep="\n")
 
 

@@ -48,8 +48,8 @@ def main() -> None:
 
 
 def _throughput_of(full: bool) -> Table:
-    with ProcessPool() as crew:
-        table: Table = _throughput.measure(crew, 3 if full else 1, 10 if full else 8)
+    with ProcessPool() as pool:
+        table: Table = _throughput.measure(pool, 3 if full else 1, 10 if full else 8)
     return table
 
 
@@ -59,8 +59,8 @@ def _links_of(full: bool) -> Table:
 
 
 def _safe_of(full: bool) -> Table:
-    with ProcessPool() as crew:
-        table: Table = _throughput.measure_safe(crew, 3 if full else 1, 10 if full else 5)
+    with ProcessPool() as pool:
+        table: Table = _throughput.measure_safe(pool, 3 if full else 1, 10 if full else 5)
     return table
 
 
@@ -70,15 +70,15 @@ def _wait_free_of(full: bool) -> Table:
 
 
 def _staleness_of(full: bool) -> Table:
-    with ProcessPool() as crew:
+    with ProcessPool() as pool:
         groups = _staleness.GROUPS if full else (2, 10)
-        table: Table = _staleness.measure(crew, 2 if full else 1, 200 if full else 100, groups)
+        table: Table = _staleness.measure(pool, 2 if full else 1, 200 if full else 100, groups)
     return table
 
 
 def _hybrid_of(full: bool) -> Table:
-    with ProcessPool() as crew:
-        table: Table = _hybrid.measure(crew, 5 if full else 2, 10.0 if full else 4.0)
+    with ProcessPool() as pool:
+        table: Table = _hybrid.measure(pool, 5 if full else 2, 10.0 if full else 4.0)
     return table
 
 

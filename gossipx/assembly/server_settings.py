@@ -40,23 +40,24 @@ def server_ranks(config: RunConfig, names: Sequence[str]) -> tuple[int, ...] | N
 
 
 def sync_models(
-    config: RunConfig, shards: int, own: models.SyncModel | Sequence[models.SyncModel] | None = None
+    config: RunConfig, shards: int, custom: models.SyncModel | Sequence[models.SyncModel] | None = None
 ) -> list[models.SyncModel]:
     """Return the sync model of each shard.
 
     Args:
         shards: the number of shards.
-        own: custom sync models instead of the configured ones; None: the configured ones.
+        custom: sync models instead of the configured ones; None: the configured ones.
 
     Raises:
-        UsageError: there is not one for all shards or one per shard, or ``--apply`` does not work with one of them.
+        UsageError: the number of sync models is neither 1 nor the number of shards, or ``--apply`` does not suit one
+            of them.
     """
-    if own is not None:
-        syncs = [own] if isinstance(own, models.SyncModel) else list(own)
+    if custom is not None:
+        syncs = [custom] if isinstance(custom, models.SyncModel) else list(custom)
     else:
         syncs = [models.parse(spec) for spec in config.server.sync.split("|")]
     if len(syncs) not in (1, shards):
-        where = "--sync has " if own is None else ""
+        where = "--sync has " if custom is None else ""
         raise UsageError(f"{where}{len(syncs)} sync models for {shards} shards: give one for all, or one per shard")
     for model in syncs:
         models.application(model, config.server.apply)  # raises if --apply does not suit the model

@@ -27,5 +27,7 @@ class CheckpointInterval:
         """
         found = re.fullmatch(r"(\d{1,12})|(\d{1,12}(?:\.\d{1,9})?) ?s", text.strip(), re.ASCII)
         if found is None:
-            raise UsageError(f"'{text}' is no interval: use iterations such as 500, seconds such as 60s or 0 for none")
+            raise UsageError(
+                f"'{text}' is not an interval: use iterations such as 500, seconds such as 60s or 0 for none"
+            )
         return cls(iterations=int(found[1])) if found[1] else cls(seconds=float(found[2]))

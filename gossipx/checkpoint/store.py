@@ -94,7 +94,7 @@ class Store:
             written = {}
             for name, part in parts.items():
                 if not PART.fullmatch(name):
-                    raise CheckpointError(f"'{name}' is no valid part name: use letters, digits and . - _")
+                    raise CheckpointError(f"'{name}' is not a valid part name: use letters, digits and . - _")
                 written[f"{name}.json"] = files.write(target / f"{name}.json", [files.plain(part.state)])
                 if part.tensors:
                     tensors = files.safetensors(part.tensors)

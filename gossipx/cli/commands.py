@@ -109,7 +109,11 @@ def _all_settings(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@main.command(cls=RunCommand, context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@main.command(
+    cls=RunCommand,
+    short_help="Train with all peers of this machine.",
+    context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
+)
 @click.option(
     "--config",
     "config_file",
@@ -210,7 +214,7 @@ def run(
     sys.exit(launch(resolved, hosts, list(script), environ))
 
 
-@main.command("compare")
+@main.command("compare", short_help="Compare runs in a table or a plot.")
 @click.argument(
     "runs",
     nargs=-1,
@@ -254,7 +258,7 @@ def certs() -> None:
     """
 
 
-@certs.command("new")
+@certs.command("new", short_help="Create a private CA and a certificate per host.")
 @click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
 @click.argument("hosts", type=click.Path(path_type=Path), metavar="HOSTS")
 @debug

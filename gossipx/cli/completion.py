@@ -31,7 +31,7 @@ class Bash(BashComplete):
         return [word for word in words[:-1] if word != "="], words[-1]
 
 
-@click.command("completion")
+@click.command("completion", short_help="Print a shell completion script.")
 @debug
 @click.argument("shell", type=click.Choice(SHELLS), metavar="bash|zsh|fish")
 @click.pass_context

@@ -29,12 +29,20 @@ def _settings(command: Any) -> Any:
     return command
 
 
-@click.command("doctor", context_settings={"allow_interspersed_args": False})
-@click.option("--peers", type=click.Path(), help="The hosts file. Needed here or in the --config file.")
-@click.option("--wait", type=FloatRange(0, 3600), default=15.0, show_default=True, help="Seconds for other hosts.")
-@click.option("--config", "config_file", type=click.Path(path_type=Path), help="A TOML file of a run's settings.")
+@click.command(
+    "doctor", short_help="Diagnose the machines of a run.", context_settings={"allow_interspersed_args": False}
+)
+@click.option(
+    "--peers", type=click.Path(), metavar="FILE", help="The hosts file. Required here or in the --config file."
+)
+@click.option(
+    "--wait", type=FloatRange(0, 3600), default=15.0, show_default=True, help="Seconds to wait for the other hosts."
+)
+@click.option(
+    "--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="A TOML file of a run's settings."
+)
 @_settings
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @debug
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGS]...]")
 def doctor(wait: float, config_file: Path | None, as_json: bool, script: tuple[str, ...], **settings: Any) -> None:

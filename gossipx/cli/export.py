@@ -10,7 +10,7 @@ from gossipx.cli import completers
 from gossipx.cli.commands import debug
 
 
-@click.command("export")
+@click.command("export", short_help="Write a run's final model to a file.")
 @click.argument("run", metavar="RUN", shell_complete=completers.runs())
 @click.option(
     "--to", "target", type=click.Path(path_type=Path), required=True, help="Output file, such as model.safetensors."

@@ -18,7 +18,7 @@ NOT_OF_A_JOB = ("dry_run", "link", "model_size", "as_json", "rank", "size", "mas
 """Options of ``gossipx run`` that have no use in a job, where the scheduler defines the peers."""
 
 
-@click.group("launch")
+@click.group("launch", short_help="Print a job for a cluster's scheduler.")
 def launch() -> None:
     """Print a job for a cluster's scheduler: one independent process per peer, so that a failure ends no other peer.
 
@@ -60,7 +60,7 @@ def slurm(time: str | None, partition: str | None, **options: Any) -> None:
     print(jobs.slurm(_job_of(**options), time, partition), end="")
 
 
-@launch.command("kubernetes")
+@launch.command("kubernetes", short_help="Print a manifest for kubectl apply.")
 @click.option("--peers", "nodes", type=click.IntRange(1, MOST), required=True, help="Number of peers, one pod each.")
 @click.option("--image", required=True, help="Container image that contains gossipx and your script.")
 @click.option("--claim", help="PersistentVolumeClaim for the run's directory, writable by all pods.")

@@ -23,7 +23,7 @@ _BAR = 20
 """Characters of the longest bar; with it the widest table has fewer than 80 columns."""
 
 
-@click.command("placement")
+@click.command("placement", short_help="Compare how placements spread a model.")
 @debug
 @click.argument("model", metavar="MODEL", shell_complete=completers.models)
 @click.option("--servers", type=click.IntRange(1, _MOST), default=4, show_default=True, help="Number of servers.")

@@ -21,7 +21,7 @@ def server() -> None:
     """
 
 
-@server.command("set-sync")
+@server.command("set-sync", short_help="Switch to another sync model.")
 @debug
 @click.argument("run", type=click.Path(path_type=Path), metavar="RUN", shell_complete=completers.runs())
 @click.argument("sync", metavar="SYNC", shell_complete=completers.sync_models)
@@ -50,7 +50,7 @@ def set_sync(run: Path, sync: str, shard: int | None, apply: str, pulls: str, lo
     print(f"{'all shards now use' if shard is None else f'shard {shard} now uses'} {sync}")
 
 
-@server.command("set-servers")
+@server.command("set-servers", short_help="Move the shards to other peers.")
 @debug
 @click.argument("run", type=click.Path(path_type=Path), metavar="RUN", shell_complete=completers.runs())
 @click.argument("servers", metavar="SERVERS")

@@ -18,7 +18,7 @@ from gossipx.cli.tables import show as show_table
 from gossipx.launch.cluster.world import MOST
 
 
-@click.group("topology")
+@click.group("topology", short_help="List, show or check topologies.")
 def topology() -> None:
     """List, show or check topologies, which define the neighbours of each peer.
 
@@ -41,7 +41,7 @@ def _selects_graph(command: Callable[..., None]) -> Callable[..., None]:
     return _name(size(seed(command)))
 
 
-@topology.command("list")
+@topology.command("list", short_help="List generators, schedules and shipped files.")
 @debug
 @_json
 def list_command(as_json: bool) -> None:
@@ -69,7 +69,7 @@ def list_command(as_json: bool) -> None:
     show_table(table)
 
 
-@topology.command("show")
+@topology.command("show", short_help="Show the neighbours of each peer.")
 @debug
 @_selects_graph
 @_json
@@ -94,7 +94,7 @@ def show(name: str, size: int | None, seed: int, as_json: bool) -> None:
         print(" ".join([f"{rank}:", *words]))
 
 
-@topology.command("check")
+@topology.command("check", short_help="Estimate how fast peers agree, and the traffic.")
 @debug
 @_selects_graph
 @click.option(

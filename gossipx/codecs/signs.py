@@ -18,21 +18,24 @@ from gossipx.codecs.state import State
 
 
 class _Signs(PerTensor):
-    """Base class of sign codecs. A tensor in a frame: what bits 0 and 1 decode to, and the bits, 1 for values ≥ 0."""
+    """Base class of sign codecs.
+
+    A tensor in a frame: two float32 values, which bits 0 and 1 decode to, then one bit per value, 1 for values ≥ 0.
+    """
 
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
         return 8 + packing.bits_bytes(count, 1)
 
     def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
         upper = values >= 0
-        pair = torch.tensor(self._pair(values, upper), dtype=torch.float32)
+        pair = torch.tensor(self._levels(values, upper), dtype=torch.float32)
         if not bool(pair.isfinite().all()):
-            return ()
+            return ()  # the tensor is sent as it is
         return pair, packing.pack_bits(upper.to(torch.int64), 1)
 
     @abc.abstractmethod
-    def _pair(self, values: Tensor, upper: Tensor) -> tuple[float, float]:
-        """Return what values below zero decode to, and what the others decode to."""
+    def _levels(self, values: Tensor, upper: Tensor) -> tuple[float, float]:
+        """Return the decoded values of negative values and of the others."""
 
     @classmethod
     def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
@@ -48,7 +51,7 @@ class OneBit(_Signs):
 
     number: ClassVar[int] = 9
 
-    def _pair(self, values: Tensor, upper: Tensor) -> tuple[float, float]:
+    def _levels(self, values: Tensor, upper: Tensor) -> tuple[float, float]:
         many = int(upper.sum())
         above = float(values[upper].sum(dtype=torch.float64))
         below = float(values[~upper].sum(dtype=torch.float64))
@@ -74,7 +77,7 @@ class SignSGD(_Signs):
         if not (self.magnitude >= 0 and math.isfinite(self.magnitude)):
             raise ValueError("magnitude must be a finite number of at least 0")
 
-    def _pair(self, values: Tensor, upper: Tensor) -> tuple[float, float]:
+    def _levels(self, values: Tensor, upper: Tensor) -> tuple[float, float]:
         magnitude = self.magnitude or _mean(values)
         return -magnitude, magnitude
 
@@ -86,7 +89,7 @@ class EFSignSGD(_Signs):
 
     number: ClassVar[int] = 11
 
-    def _pair(self, values: Tensor, upper: Tensor) -> tuple[float, float]:
+    def _levels(self, values: Tensor, upper: Tensor) -> tuple[float, float]:
         magnitude = _mean(values)
         return -magnitude, magnitude
 

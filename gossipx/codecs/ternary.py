@@ -95,7 +95,7 @@ class ThreeLC(Codec):
         return 2 + one * (1 if self.residual == 1 else self._passes(count))
 
     def _passes(self, count: int) -> int:
-        """Return the most passes: those that take as many bytes as the float32 values."""
+        """Return the maximum number of passes, which take as many bytes as the float32 values."""
         return max(2, min(MAX_PASSES, 4 * count // (packing.trit_bytes(count) + 2 * _SCALE)))
 
     def _begin(self, state: State, device: torch.device) -> None:

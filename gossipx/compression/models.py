@@ -95,12 +95,12 @@ class ModelCodec:
     # --- sending ----------------------------------------------------------------------------------
 
     def give(
-        self, taker: int, bases: Sequence[int], model: Sequence[Tensor], reply: ModelReply
+        self, receiver: int, bases: Sequence[int], model: Sequence[Tensor], reply: ModelReply
     ) -> tuple[ModelReply, Source]:
         """Encode a model for a receiver; return the completed reply and the payload.
 
         Args:
-            taker: rank of the receiver.
+            receiver: rank of the receiver.
             bases: checksums of the receiver's references, from its request.
             model: the values of each section, in host memory.
         """
@@ -108,19 +108,19 @@ class ModelCodec:
         with self._lock:
             for number, values in enumerate(self._sections.trained(model)):
                 base = bases[number] if number < len(bases) else FULL if self._references else ALONE
-                part, base = self._part(number, taker, base, values)
+                part, base = self._part(number, receiver, base, values)
                 used.append(base)
                 parts.append(part)
         completed = dataclasses.replace(reply, bases=tuple(used), sizes=tuple(map(len, parts)))
         return completed, Source(self._sections.joined(parts, model))
 
-    def _part(self, number: int, taker: int, base: int, values: Tensor) -> tuple[memoryview, int]:
+    def _part(self, number: int, receiver: int, base: int, values: Tensor) -> tuple[memoryview, int]:
         if base == ALONE:
             frame, self._states[number] = self._sections.codec.encode(values, self._states[number])
             return frame, ALONE
         if not self._references:
             return as_bytes(values), FULL
-        change = self._changes[number].frame(taker, base, checksum(values), values)
+        change = self._changes[number].frame(receiver, base, checksum(values), values)
         return (as_bytes(values), FULL) if change is None else (change.source.view, base)
 
     # --- receiving --------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class RunSettings:
     )
     name: str | None = setting(
         None,
-        "Name of the run and of its directory in --logdir. Default: the name of the policy, with a number.",
+        "Name of the run and of its directory in --logdir. Default: its policy or sync model, and a number if taken.",
         common="Run",
         metavar="NAME",
     )
@@ -245,7 +245,7 @@ class ServerSettings:
         "heuristic", "How tensors are placed on servers: see gossipx placement MODEL.", check=checks.placement
     )
     bucket: int | None = setting(
-        None, "Bytes up to which small tensors are sent as one; 0: each alone. Default: 1 to 4 MiB.", 0, 2**30
+        None, "Send small tensors together, up to this many bytes; 0: each alone. Default: 1 to 4 MiB.", 0, 2**30
     )
     push_codec: str = setting(
         "none", "Codec of the gradients that workers push: none, 3lc:1.75, ...; see Codecs.", check=checks.codec

@@ -68,7 +68,7 @@ class Elastic(Exchange, ServerRole):
         self._serves_only = self._is_hub and not settings.trains
         self._initial: list[Received] = []  # requests that wait until our model is the centre
         self._current: _Elastic | None = None
-        self._asking: int | None = None  # ticket of our CentreRequest, until its model is adopted
+        self._centre_ticket: int | None = None  # ticket of our CentreRequest, until its model is adopted
         self._failed_source: int | None = None
 
     @property
@@ -109,7 +109,7 @@ class Elastic(Exchange, ServerRole):
         return members.model_timeout if self._is_hub else members.patience(self._settings.rank)
 
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
-        if ticket == self._asking:
+        if ticket == self._centre_ticket:
             if not isinstance(reply, ModelReply):
                 return self._centre_failed(ticket, now)
             return [Adopt(ticket, reply.step if self._serves_only else None)]
@@ -124,7 +124,7 @@ class Elastic(Exchange, ServerRole):
         return self._request_failed(fault=not isinstance(reply, BusyReply))
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
-        if ticket == self._asking:
+        if ticket == self._centre_ticket:
             return self._centre_failed(ticket, now)
         if self._current is None or self._current.ticket != ticket:
             return [Forget(ticket)]
@@ -188,7 +188,7 @@ class Elastic(Exchange, ServerRole):
         if not self._serves_only or self.centre is None or not self.centre.ticket:
             return None
         self._initial.append(event)
-        return self._ask_for_centre(now) if self._asking is None else []
+        return self._ask_for_centre(now) if self._centre_ticket is None else []
 
     def peer_left(self, rank: int, now: float) -> list[Effect]:
         return self.peer_lost(rank, now)
@@ -228,17 +228,17 @@ class Elastic(Exchange, ServerRole):
     def _ask_for_centre(self, now: float) -> list[Effect]:
         patience = self._patience()
         send = self._context.requests.send(self._settings.rank, CentreRequest(patience), now, now + patience)
-        self._asking = send.ticket
+        self._centre_ticket = send.ticket
         return [send]
 
     def adopted(self, ticket: int, now: float) -> list[Effect] | None:
-        if ticket != self._asking:
+        if ticket != self._centre_ticket:
             return None
-        self._asking = None
+        self._centre_ticket = None
         return self._answer_initial(now) if self._initial else [Resume()]
 
     def _centre_failed(self, ticket: int, now: float) -> list[Effect]:
-        self._asking = None
+        self._centre_ticket = None
         if self._is_hub:
             note = Note("centre", "the hub's centre is not available: this peer keeps its own model")
             return [Forget(ticket), note, *(self._answer_initial(now) if self._initial else [Resume()])]

@@ -1,4 +1,4 @@
-"""The interface by which a run records metrics, and recorders for tests."""
+"""The interface by which a run records metrics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Recorder(Protocol):
-    """Records metrics of a run: in TensorBoard, in memory for a test, or nowhere."""
+    """Records metrics of a run: in TensorBoard, or nowhere."""
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         """Record ``value`` under ``tag`` (such as ``sync/delta``) at iteration ``step``."""
@@ -20,19 +20,6 @@ class NullRecorder:
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         pass
-
-    def close(self) -> None:
-        pass
-
-
-class MemoryRecorder:
-    """Keeps everything in ``scalars``: tag to list of (step, value)."""
-
-    def __init__(self) -> None:
-        self.scalars: dict[str, list[tuple[int, float]]] = {}
-
-    def scalar(self, tag: str, value: float, step: int) -> None:
-        self.scalars.setdefault(tag, []).append((step, value))
 
     def close(self) -> None:
         pass

@@ -31,12 +31,14 @@ class DriftReference:
         self.load(model.vectors)
 
     def move(self, difference: HostBuffer, share: float, base: HostBuffer | None = None) -> None:
-        """x_r ← base + share · difference after a model was mixed in, since mixing is not drift.
+        """Move x_r by a mix: x_r ← base + share · difference. Mixing is not drift.
 
         Args:
-            base: the model at the request; None: x_r, so that it moves by as much as x.
+            difference: x_j minus our model at the request.
+            share: the fraction of it that was added to our model.
+            base: our model at the request, so that drift counts the steps since then; None: x_r.
         """
-        if self._model is None:
+        if self._model is None:  # x_r is the last boundary: keep a copy of it
             self.set()
             return
         models = self._model, base or self._model, difference

@@ -27,7 +27,7 @@ from gossipx.model.snapshots import Snapshot
 from gossipx.model.streams import DeviceStreams, Mark
 
 COPY_SECONDS = 1.0
-"""Most seconds that a wait for memory may take, several times as long as a copy of the largest models."""
+"""Maximum seconds of a wait for memory, several times as long as a copy of the largest models."""
 
 
 class Pool:

@@ -75,7 +75,7 @@ class Transfers:
 
 @dataclass
 class OtherPeer:
-    """What is known about one other peer.
+    """This peer's knowledge of one other peer.
 
     Attributes:
         first_stage: the first stage that it announced; None: none yet.

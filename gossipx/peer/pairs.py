@@ -296,7 +296,7 @@ class Pairs(Offers):
 
     def end(self, now: float) -> list[Effect]:
         self._ending = True
-        self._decided = False  # what is given up from here on is no failure
+        self._decided = False  # an exchange that is given up from here on is not a failure
         effects: list[Effect] = [self._refuse(event.key, now) for event in self._waiting]
         self._waiting = []
         if self._outbound and self._outbound.phase is Phase.FETCHING:

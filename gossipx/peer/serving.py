@@ -138,8 +138,8 @@ class Outgoing:
         since = max(begins, now)
         self._under_way[event.key] = event.sender, since, patience
         bases = event.request.bases if isinstance(event.request, PullRequest | TakeRequest) else ()
-        by, taker = min(since + patience, now + at_most), (event.sender, bases)
-        return Answer(event.key, reply, by, captured=captured, begins=begins, taker=taker)
+        by, receiver = min(since + patience, now + at_most), (event.sender, bases)
+        return Answer(event.key, reply, by, captured=captured, begins=begins, receiver=receiver)
 
     def answered(self, event: Answered, now: float) -> None:
         """Record the transfer time of an answer, or that it missed its deadline."""

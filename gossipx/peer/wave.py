@@ -1,7 +1,7 @@
 """One wave: rounds of pairwise averaging after which all members hold the mean of their models.
 
 There is no coordinator. Every member knows the ranks of the others, so each can compute its partner of every round
-(:func:`gossipx.topology.agreement_meeting`). The averaged model is the one that each peer captured as it entered the
+(:func:`gossipx.topology.part_in_round`). The averaged model is the one that each peer captured as it entered the
 wave. In each round both partners send each other their current average, and merge only after both transfers are
 complete, so that the sum of the two models is unchanged. Training steps made meanwhile are added to the mean at the
 end; nothing else changes the sum of all models.
@@ -19,7 +19,7 @@ from gossipx.peer.membership import Requests
 from gossipx.protocol.effects import Answer, Capture, Effect, Forget, Merge, Note, SetTimer
 from gossipx.protocol.events import Answered, Received
 from gossipx.protocol.messages import LAST_WAVE, HereReply, ModelReply, NotReadyReply, RoundRequest, Stage
-from gossipx.topology import Meeting, agreement_meeting, agreement_rounds
+from gossipx.topology import RoundPart, part_in_round, wave_rounds
 
 TIMER = "round"
 """Name of the timer that ends the current round."""
@@ -35,7 +35,7 @@ class _Round:
         number: from 0.
         deadline: time after which the partner is no longer waited for.
         partner: its rank.
-        meeting: the directions in which models travel in this round.
+        part: the directions in which models travel in this round.
         ticket: of our request; None if this peer only sends and the partner knows of the wave.
         is_received: whether the partner's model is here, or will not arrive.
         weight: of the partner's average: the sum of the weights of the models in it; 0 if it will not arrive.
@@ -47,7 +47,7 @@ class _Round:
     number: int
     deadline: float
     partner: int
-    meeting: Meeting
+    part: RoundPart
     ticket: int | None
     is_received: bool
     weight: float = 0.0
@@ -99,7 +99,7 @@ class Wave:
         self._patience = patience
         self._began = 0.0
         self._weight = weight  # sum of the weights of the models in our average
-        self._rounds = agreement_rounds(len(members))
+        self._rounds = wave_rounds(len(members))
         # While training, partners among a power of two average equally, even after a lost round: the sum of models is
         # conserved. In the last wave, or for other sizes, weights make the result the mean of all models reached.
         self._equal_weights = number != LAST_WAVE and len(members) == 1 << self._rounds
@@ -127,36 +127,36 @@ class Wave:
     def _next_round(self, now: float, starts: bool = False) -> list[Effect]:
         """Enter the next round if there is one, and answer requests that arrived early for it."""
         effects: list[Effect] = []
-        step = self._next_meeting()
-        if step is None:
+        upcoming = self._next_part()
+        if upcoming is None:
             self.over = True
         else:
-            partner, meeting = step
+            partner, part = upcoming
             number = self._entered
             deadline = self._began + (1 + number * ROUND_SLACK) * self._patience
             ticket = None
-            if meeting.takes or starts:
+            if part.receives or starts:
                 send = self._requests.send(partner, RoundRequest(self.number, number, self.members), now, deadline)
                 ticket = send.ticket
                 effects.append(send)
-            is_received, is_sent = not meeting.takes, not meeting.gives
-            self._round = _Round(number, deadline, partner, meeting, ticket, is_received, is_sent=is_sent)
+            is_received, is_sent = not part.receives, not part.sends
+            self._round = _Round(number, deadline, partner, part, ticket, is_received, is_sent=is_sent)
             effects.append(SetTimer(TIMER, deadline))
-        for event in self.leave():
+        for event in self.take_unanswered():
             effects += self.requested(event, now)
         return effects
 
-    def _next_meeting(self) -> tuple[int, Meeting] | None:
+    def _next_part(self) -> tuple[int, RoundPart] | None:
         """Advance to the next round with a partner that is not missing; return None after the last round."""
         self._round = None
         while self._entered + 1 < self._rounds:
             self._entered += 1
-            meeting = agreement_meeting(self._position, self._entered, len(self.members))
-            if meeting is None:
+            part = part_in_round(self._position, self._entered, len(self.members))
+            if part is None:
                 continue
-            partner = self.members[meeting.partner]
+            partner = self.members[part.partner]
             if partner not in self._missing:
-                return partner, meeting
+                return partner, part
             self.lost += 1
         self._entered = self._rounds
         return None
@@ -170,7 +170,7 @@ class Wave:
             return self._next_round(now)
         assert current.ticket is not None
         current.is_merging = True
-        own, theirs = (1, 1) if self._equal_weights else (0 if current.meeting.whole else self._weight, current.weight)
+        own, theirs = (1, 1) if self._equal_weights else (0 if current.part.replaces else self._weight, current.weight)
         return [Merge(current.ticket, self.ticket, own, theirs)]
 
     # --- receiving --------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class Wave:
     def model_received(self, weight: float, now: float) -> list[Effect]:
         """Handle the partner's model, the mean of models whose weights add up to ``weight``."""
         assert self._round is not None and self._round.ticket is not None
-        if not self._round.meeting.takes:  # our request only announced the wave
+        if not self._round.part.receives:  # our request only announced the wave
             return [Forget(self._round.ticket)]
         self.has_exchanged = True
         self._round.is_received = True
@@ -195,13 +195,16 @@ class Wave:
         assert current is not None
         if sound:
             self.merged += 1
-            self._weight = current.weight + (0 if current.meeting.whole else self._weight)
+            self._weight = current.weight + (0 if current.part.replaces else self._weight)
             return self._next_round(now)
         text = f"the model of peer {current.partner} holds NaN or Inf: not merged in {self.name}"
         return [Note("poisoned", text), *self._next_round(now)]
 
     def partner_lost(self, now: float) -> list[Effect]:
-        """Give up the partner for the rest of the wave: its model did not arrive whole. This loses the round."""
+        """Give up the partner for the rest of the wave: one of the two transfers failed.
+
+        The round is lost unless the partner's model has arrived.
+        """
         current = self._round
         if current is None or current.is_merging:
             return []
@@ -240,7 +243,7 @@ class Wave:
             return []
         if current is None or not same or (request.round, event.sender) != (current.number, current.partner):
             return [self._refuse(event, now)]
-        if not current.meeting.gives:  # the request only announces the wave: in this round only we receive
+        if not current.part.sends:  # the request only announces the wave: in this round only we receive
             return [Answer(event.key, HereReply(Stage.TRAIN), now + self._patience)]
         if current.is_sent or current.is_merging:
             return [self._refuse(event, now)]
@@ -264,7 +267,7 @@ class Wave:
         current.is_sent = event.whole  # if not, the partner may ask again
         return self._complete(now)
 
-    def leave(self) -> list[Received]:
+    def take_unanswered(self) -> list[Received]:
         """Return the requests that are still unanswered, which the caller now owns."""
         held, self._early = self._early, []
         return held

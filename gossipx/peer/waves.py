@@ -154,7 +154,7 @@ class Waves:
             return wave.requested(event, now)
         self.lost += wave.lost
         self.current = self._new_wave(wave.number, members, step, now)
-        again = [*wave.leave(), event]
+        again = [*wave.take_unanswered(), event]
         effects = [Forget(wave.ticket), *self.current.begin(now)]
         return effects + [effect for event in again for effect in self.current.requested(event, now)]
 
@@ -226,7 +226,7 @@ class Waves:
         waiting = [event for event in self._early if _round_request(event).wave != LAST_WAVE]
         self._early = [event for event in self._early if _round_request(event).wave == LAST_WAVE]
         if wave is not None:
-            waiting += wave.leave()
+            waiting += wave.take_unanswered()
             self.current, self._taking_in = None, False
             self._sync.abandoned()
             effects.append(Forget(wave.ticket))
@@ -234,7 +234,7 @@ class Waves:
 
     def leave(self, now: float, reason: str = "it leaves") -> list[Effect]:
         """Refuse all waiting requests and take part in no wave any more."""
-        waiting = self._early + (self.current.leave() if self.current else [])
+        waiting = self._early + (self.current.take_unanswered() if self.current else [])
         self._early = []
         return [self.refuse(event, reason, now) for event in waiting]
 

@@ -20,9 +20,10 @@ Mix            peer/pulls, pushes, pairs; hub/elastic                       mixe
 Adopt          peer/role of a joining peer, hub/elastic at the finish       replaces our model; reports the same
 Forget         the part that allocated the ticket                           releases all that the ticket holds
 MoveReference  peer/pushes, once a push is settled                          measures drift from that model
-ReportSwitch   server: switching, coordinator                               informs the user
+ReportSwitch   peer/server_role; server: switching, coordinator             informs the user
 SetTimer       any part that waits                                          reports TimerFired
-Wait, Resume   peer/stages, training, any part of a blocking exchange       blocks and releases the training thread
+Wait, Resume   peer: role, stages, joining, training; any part of a         blocks and releases the training thread
+               blocking exchange; server: mode, hosted_shards, migration
 Note           any part                                                     logs
 Stop           peer/role, peer/joining, hub/elastic, server: mode,          ends training with an error
                hosted_shards, migration
@@ -77,7 +78,7 @@ class Answer:
         copied_shard: send a copy of the tables of the shard with this index, after all earlier effects on the tables.
         in_order: reply only after all earlier effects on the tables.
         pieces: send the values and state of these pieces of tables, after all earlier effects on the tables.
-        taker: for a model that a codec may encode: the requester's rank, and the checksums of what it has.
+        receiver: for a model that a codec may encode: the requester's rank, and the checksums of what it has.
         difference_from: for a reply that carries a centre, the ticket of the requester's model. A codec encodes the
             difference between the two.
     """
@@ -92,7 +93,7 @@ class Answer:
     copied_shard: int | None = None
     in_order: bool = False
     pieces: Pieces | None = None
-    taker: tuple[int, tuple[int, ...]] | None = None
+    receiver: tuple[int, tuple[int, ...]] | None = None
     difference_from: int | None = None
 
 

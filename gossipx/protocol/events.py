@@ -13,11 +13,11 @@ event             reported by the driver                       handled by
 JoinRun           once, when the peer is listening             peer/stages, peer/joining
 StepDone          at each optimizer step                       peer/training
 GradientsReady    as the backward pass computes gradients      server/worker
-SwitchSync        when a user or a program requests it         server: switching
-ChangeServers     when a user or a program requests it         server: coordinator
+SwitchSync        when a user or a program requests it         server/sync_models/switching
+ChangeServers     when a user or a program requests it         server/failover/coordinator
 TablesRestored    after RestoreTables                          server/hosted_shards
 GradientPoisoned  when a gradient is ignored                   peer/role, which counts and logs it
-Prepared          after ReportPrepared                         server: migration
+Prepared          after ReportPrepared                         server/failover/migration
 TrainingEnded     once, after the last iteration               peer/training
 FiguresReady      once, after the finish                       peer/stages
 Restored          when a checkpoint was loaded                 peer/training
@@ -25,7 +25,7 @@ LeaveRun          when the peer must leave                     peer/stages
 Received          when a request arrives                       by its message: see :mod:`gossipx.protocol.messages`
 Replied, Failed   after Send                                   the part that sent the request
 Answered          after Answer                                 peer/serving, barrier, waves, exchange
-Mixed, Poisoned   after Mix, Adopt and ApplyWave                  the part that requested it
+Mixed, Poisoned   after Mix, Adopt and ApplyWave               the part that requested it
 Merged            after Merge                                  peer/wave, hub/centre
 TimerFired        after SetTimer                               the part that set the timer
 ================  ===========================================  =================================================

@@ -35,8 +35,8 @@ ArriveRequest      peer/barrier at each stage; as a probe,     peer/barrier and 
 LeaveRequest       peer/stages, a peer that leaves             peer/role, every other peer
 ModelReply         in reply to requests for a model            the module that sent the request
 HereReply          peer/role, to Arrive and Leave; peer/wave   peer/barrier, peer/waves
-AcceptReply        peer/pushes, pairs; server/, to say yes     the module that sent the request
-BusyReply          peer/, hub/, server/, to say "not now"      the module that sent the request, which retries or
+AcceptReply        peer/offers; server/, to say yes            the module that sent the request
+BusyReply          peer/serving, offers; server/, to say no    the module that sent the request, which retries or
                                                                chooses another peer
 NotReadyReply      any role that cannot answer                 the module that sent the request, else peer/role
 =================  ==========================================  =====================================================
@@ -221,7 +221,7 @@ class SettleRequest:
     Attributes:
         incarnation, number: those of the offer.
         taken: whether the model has arrived, complete and finite; if not, the exchange has no effect on either side.
-        ended: whether it was not taken because the sender of this request has ended its training, which is no failure.
+        ended: whether it was not taken because the sender of this request has ended its training; not a failure.
     """
 
     incarnation: Count

@@ -17,7 +17,7 @@ WaitingReply      that mode                                     the deadlock det
 RecordRequest     the records of a shard, which also go into    the shard's replica
                   its journal
 CopyRequest       a replica, to begin and as a heartbeat        the copies of the shard's server
-CopyReply         those copies                                  the replica
+CopyReply         the copies of the shard's server               the replica
 ServersRequest    the peer asked to change servers              the coordinator: the server of shard 0
 PauseRequest      the coordinator                               the migration of every peer
 PrepareRequest    the coordinator                               the migration of every new server

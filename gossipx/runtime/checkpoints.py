@@ -110,7 +110,7 @@ class Checkpoints:
         """See :meth:`gossipx.runtime.peer.Peer.checkpoint_part`."""
         if not PART.fullmatch(name) or name in self._state.script_parts:
             raise UsageError(
-                f"'{name}' is no valid new name of a checkpoint part: use letters, digits and . - _, each once"
+                f"'{name}' is not a valid new name of a checkpoint part: use letters, digits and . - _, each once"
             )
         pack(state_dict(), name)  # fail now, not hours later at the first checkpoint
         if self.found is not None:

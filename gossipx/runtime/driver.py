@@ -385,9 +385,9 @@ class Driver:
         upload_sink = None if answer.difference_from is None else self.transfers.upload_sink(answer.difference_from)
         if upload_sink is not None:
             return upload_sink.answered(snapshot.buffer.vectors, reply)
-        if codec is None or answer.taker is None:
+        if codec is None or answer.receiver is None:
             return reply, snapshot.source
-        return codec.models.give(*answer.taker, snapshot.buffer.vectors, reply)
+        return codec.models.give(*answer.receiver, snapshot.buffer.vectors, reply)
 
     def _mix(self, ticket: int, share: float) -> None:
         own = ticket == self.role.pulling  # else another peer has pushed the model, and drift keeps its reference

@@ -103,10 +103,10 @@ def unregister(peer: Finishable) -> None:
 
 def on_sigterm(handler: Callable[[int, FrameType | None], None]) -> None:
     """Install a SIGTERM handler for this process only: processes that the script forks keep the default action."""
-    forks = not _handlers
+    is_first = not _handlers
     _handlers[:] = [handler]
     signal.signal(signal.SIGTERM, handler)
-    if forks:
+    if is_first:
         # A signal between fork and the interpreter's set-up of the child would be lost, so it is blocked until the
         # child has the default action.
         os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_reset)

@@ -74,7 +74,7 @@ class TableTransfers:
     def send(self, send: Send) -> None:
         """Send a request of one of the types of :data:`TableRequest`."""
         if isinstance(send.request, CopyRequest):
-            self._copies[send.ticket] = self._table_store.room_for_copy(send.request.shard)
+            self._copies[send.ticket] = self._table_store.copy_sink(send.request.shard)
         self._outbox.send(send, lambda: self._prepared(send), lambda reply: self._arrived(send.ticket, reply))
 
     def _prepared(self, send: Send) -> Prepared:

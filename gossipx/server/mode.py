@@ -96,7 +96,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
             *common, self.shards, self.worker.holder, settings.rate, self._obstacle
         )
         self._deadlock_detector = DeadlockDetector(*common, self.shards, self.worker.holder)
-        self._agreeing = False
+        self._finishing = False
         self._watching = False
         self._asked_for_layout = False  # a server is lost, and the other peers were asked for a newer layout
 
@@ -207,7 +207,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
 
     def _server_lost(self, now: float) -> list[Effect]:
         """Handle a lost server: if no holder of its shard is left, ask the other peers for a newer layout first."""
-        if not any(map(self._are_gone, self._holders)) or self.migration.is_asking:
+        if not any(map(self._are_gone, self._holders)) or self.migration.is_asking_for_layout:
             return []
         seeks = not self._settings.fixed and not (self._asked_for_layout and self._settings.lost == "stop")
         questions = self.migration.ask_layout(now) if seeks else []
@@ -217,7 +217,12 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     def _stop_lost(self) -> list[Effect]:
         """Stop training if a server is lost for good and --server-lost is stop."""
         gone = [holders[0] for holders in self._holders if self._are_gone(holders)]
-        if not gone or not self._asked_for_layout or self.migration.is_asking or self._settings.lost != "stop":
+        if (
+            not gone
+            or not self._asked_for_layout
+            or self.migration.is_asking_for_layout
+            or self._settings.lost != "stop"
+        ):
             return []
         return [Stop(f"peer {gone[0]}, a server, is lost, and --server-lost is stop"), Resume()]
 
@@ -228,9 +233,9 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     def _give_up_lost(self) -> list[Effect]:
         """Stop waiting for a lost server's last tables at the end of the run."""
         gone = any(map(self._are_gone, self._holders))
-        if not (self._agreeing and gone):
+        if not (self._finishing and gone):
             return []
-        self._agreeing = False
+        self._finishing = False
         return [
             *self.worker.give_up(),
             Note("tables", "a server was lost before it sent its last tables: this peer keeps its own"),
@@ -244,8 +249,8 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     def _answered_all(self, effects: list[Effect], now: float) -> list[Effect]:
         if not self.worker.idle:
             return effects
-        if self._agreeing:
-            self._agreeing = False
+        if self._finishing:
+            self._finishing = False
             return [*effects, Resume()]
         return [*effects, *self.members_changed(now)] if self._ending else effects
 
@@ -265,9 +270,9 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
             return self._follow_up(self.migration.requested(event, now), now)
         assert isinstance(request, ServerRequest)
         if isinstance(request, GradientRequest | TablesRequest):
-            misplaced = self.migration.misplaced(event, request, now)
-            if misplaced is not None:
-                return self._follow_up(misplaced, now)
+            answered = self.migration.divert(event, request, now)
+            if answered is not None:
+                return self._follow_up(answered, now)
         if isinstance(request, RecordRequest):
             return self._replication.record_received(event, now)
         effects = self._replication.step_in(event.sender, request, now)
@@ -375,7 +380,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         self.migration.release()
         training = [rank for rank in self._training() if rank != self._context.rank]
         kept = self.hosted.checkpoint(now, leaves=True)
-        if not (self.shards and training and self.hosted.ready) or self._agreeing or self._settings.fixed:
+        if not (self.shards and training and self.hosted.ready) or self._finishing or self._settings.fixed:
             return kept
         return self._follow_up(
             [*kept, *self.migration.worker_advanced(now), *self.coordinator.leave(training, now)], now
@@ -389,8 +394,8 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         return self.migration.prepared(event)
 
     @property
-    def agreeing(self) -> bool:
-        return self._agreeing
+    def is_finishing(self) -> bool:
+        return self._finishing
 
     def switch_layout(self, layout: Layout, epoch: int, state: str, reply: Reply, now: float) -> list[Effect]:
         self._asked_for_layout = False
@@ -417,5 +422,5 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
 
     def fetch_final_model(self, now: float) -> list[Effect] | None:
         """Pull the servers' final tables, which become every worker's final model."""
-        self._agreeing = True
+        self._finishing = True
         return [*self.hosted.checkpoint(now, last=True), *self._answered_all(self.worker.begin(now), now)]

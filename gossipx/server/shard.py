@@ -34,13 +34,13 @@ from gossipx.server.failover.records import MOST, Records
 from gossipx.server.sync_models import decisions
 from gossipx.server.sync_models.clock import Clock
 from gossipx.server.sync_models.conditions import SyncModel
-from gossipx.server.sync_models.decisions import Decision, Fate
+from gossipx.server.sync_models.decisions import Decision, Handling
 from gossipx.server.sync_models.models import describe, parse
 
 NEXT_RECORD = "next_record"
 """The key in a shard's state for the number of the next record."""
 FURTHEST = 100_000
-"""The most iterations that a push may be ahead of its worker's progress and the shard's clock."""
+"""Maximum number of iterations that a push may be ahead of its worker's progress and the shard's clock."""
 
 
 @dataclass
@@ -306,12 +306,12 @@ class Shard:
         worker.received.add(bucket)
         part = self.clock.push_part(sender, progress)
         effects: list[Effect] = []
-        match part.fate:
-            case Fate.APPLY:
+        match part.handling:
+            case Handling.APPLY:
                 effects.append(ApplyGradient(ticket, part.scale))
-            case Fate.BUFFER:
+            case Handling.BUFFER:
                 effects.append(BufferGradient(ticket))
-            case Fate.DROP:
+            case Handling.DROP:
                 effects.append(Forget(ticket))
         if len(worker.received) == self._buckets:
             effects += self._carry_out(self.clock.pushed(sender, progress))

@@ -27,8 +27,8 @@ AGAIN = "again"
 """The prefix of the timers that end a shard's retry delay, followed by a space and the shard's index."""
 NONE_YET = 2**63
 """A clock above all others: no table of this pull has arrived yet."""
-AT_A_TIME = 2
-"""The most open pushes, and the most open pulls, per shard: while one is answered, the next is already on its way."""
+MAX_OPEN = 2
+"""Maximum number of open pushes, and of open pulls, per shard: while one is answered, the next is on its way."""
 
 
 class _Pull(enum.Enum):
@@ -261,7 +261,7 @@ class Worker:
             return effects
         patience = self._context.members.model_timeout
         incarnation = self._context.incarnation
-        while link.ready and len(link.pushing) < AT_A_TIME:
+        while link.ready and len(link.pushing) < MAX_OPEN:
             bucket = link.ready.popleft()
             push = GradientRequest(
                 shard, bucket, incarnation, self._progress, (), (), patience, self._epoch, self.checkpoint_at
@@ -271,7 +271,7 @@ class Worker:
             effects.append(send)
         # Without overlap, every push must be acknowledged before the first pull.
         pushed = not link.ready and (self._overlap or not link.pushing)
-        while link.to_pull and pushed and len(link.pulling) < AT_A_TIME:
+        while link.to_pull and pushed and len(link.pulling) < MAX_OPEN:
             bucket = link.to_pull.popleft()
             measures = link.sync is not None and link.sync.asks_significance and link.pulled >= 0
             significance = MEASURED if measures else 0.0

@@ -281,8 +281,8 @@ class SimRequests(abc.ABC):
             if differs is not None:
                 reply, source = differs.answered(snapshot.buffer.vectors, reply)
                 payload += source.view
-            elif self.codec is not None and answer.taker is not None:
-                reply, source = self.codec.models.give(*answer.taker, snapshot.buffer.vectors, reply)
+            elif self.codec is not None and answer.receiver is not None:
+                reply, source = self.codec.models.give(*answer.receiver, snapshot.buffer.vectors, reply)
                 payload += source.view
             else:
                 payload += self._poison(bytearray(snapshot.buffer.view))

@@ -55,7 +55,7 @@ class SimTables:
         if isinstance(request, RecordRequest) and request.bucket >= 0:
             return send, bytearray(self._gradients[send.ticket].view)
         if isinstance(request, CopyRequest):
-            self._copies[send.ticket] = self.table_store.room_for_copy(request.shard)
+            self._copies[send.ticket] = self.table_store.copy_sink(request.shard)
         if isinstance(request, RangesRequest):
             self._ranges[send.ticket] = self.table_store.ranges()
         if isinstance(request, TablesRequest) and request.bucket >= 0:

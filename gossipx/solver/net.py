@@ -20,7 +20,7 @@ Objective = Callable[[Any, Any], Tensor]
 Score = Callable[[Any, Any], Any]
 """A metric of a module's output and the batch's y, such as an accuracy; its value must be accepted by float()."""
 _NO_PAIRS = (Mapping, Set, Tensor, np.ndarray, str, bytes)
-"""Types that are no pair (x, y), although two of their elements, such as keys or rows, can be unpacked."""
+"""Types that are not a pair (x, y), although two of their elements, such as keys or rows, can be unpacked."""
 
 
 class Batches:
@@ -53,7 +53,7 @@ class Batches:
         """Return the next batch.
 
         Raises:
-            UsageError: the source has no batch, or the batch is no pair.
+            UsageError: the source has no batch, or the batch is not a pair.
         """
         batch = None if self._open is None else next(self._open, None)
         if batch is None:
@@ -193,7 +193,7 @@ class Net:
         """Add the gradients of the last forward pass's loss to the current gradients.
 
         Raises:
-            UsageError: no forward pass preceded, or its loss does not depend on the module.
+            UsageError: no forward pass since the last backward pass, or its loss does not depend on the module.
         """
         if self._objective is None:
             raise UsageError("call forward before each backward")

@@ -16,7 +16,7 @@ from gossipx.errors import UsageError
 
 T = TypeVar("T")
 NOT_A_KEY: Mapping[str, bool] = {"is_key": False}
-"""Metadata of a dataclass field that is no key of the spec, because another syntax sets it."""
+"""Metadata of a dataclass field that is not a key of the spec, because another syntax sets it."""
 
 
 def build(spec: str, table: Mapping[str, Callable[..., T]], what: str) -> T:

@@ -47,7 +47,7 @@ class BucketMemory:
     transmit: Memory
     apply: Memory
     senders: list[TransmitBuffer]
-    takers: list[ApplyBuffer]
+    receivers: list[ApplyBuffer]
     missing: set[int]
     push_encoder: PushEncoder | None = None
     tensors: Tensors | None = None
@@ -82,11 +82,11 @@ class TablesSink:
         """
         bucket_memory = self._bucket_memory
         if not isinstance(reply, TablesReply) or [number for number, _ in reply.parts] != [
-            *range(len(bucket_memory.takers))
+            *range(len(bucket_memory.receivers))
         ]:
             raise ProtocolError("the reply holds tables that were not requested")
         self._parts = reply.parts
-        sizes = [taker.data.numel() * taker.data.element_size() for taker in bucket_memory.takers]
+        sizes = [receiver.data.numel() * receiver.data.element_size() for receiver in bucket_memory.receivers]
         check_sizes(reply.parts, sizes, self._raw)
         self._content = (
             bucket_memory.apply.view if self._raw else memoryview(bytearray(sum(size for _, size in reply.parts)))
@@ -99,9 +99,9 @@ class TablesSink:
     def decode(self) -> None:
         """Decode the payload into the apply buffers."""
         start = 0
-        for taker, (_, size) in zip(self._bucket_memory.takers, self._parts, strict=True):
+        for receiver, (_, size) in zip(self._bucket_memory.receivers, self._parts, strict=True):
             if not self._raw:
-                taker.decode(self._content[start : start + size])
+                receiver.decode(self._content[start : start + size])
             start += size
 
 

@@ -96,7 +96,7 @@ class Client:
         for one in self._tables:  # shards may hold a table's partitions in any order
             pieces = sorted(one.pieces, key=lambda piece: piece[0])
             one.table.senders[:] = [sender for _, sender, _ in pieces]
-            one.table.takers[:] = [taker for _, _, taker in pieces]
+            one.table.receivers[:] = [receiver for _, _, receiver in pieces]
 
     def _lay_out(self, place: Where, partitions: Sequence[Partition]) -> BucketMemory:
         dtype = self._tables[partitions[0].table].table.parameter.dtype
@@ -104,15 +104,15 @@ class Client:
         transmit, apply = (Memory(sum(sizes) * dtype.itemsize) for _ in range(2))
         ends = list(itertools.accumulate(sizes))
         buffers = [typed(memory.view, dtype) for memory in (transmit, apply)]
-        senders, takers = [], []
+        senders, receivers = [], []
         for partition, size, end in zip(partitions, sizes, ends, strict=True):
             sender = self._storages.transmit(buffers[0][end - size : end])
-            taker = self._storages.apply(buffers[1][end - size : end])
+            receiver = self._storages.apply(buffers[1][end - size : end])
             senders.append(sender)
-            takers.append(taker)
-            self._tables[partition.table].pieces.append((partition.start, sender, taker))
+            receivers.append(receiver)
+            self._tables[partition.table].pieces.append((partition.start, sender, receiver))
             self._tables[partition.table].places.append(place)
-        made = BucketMemory(list(partitions), transmit, apply, senders, takers, {one.table for one in partitions})
+        made = BucketMemory(list(partitions), transmit, apply, senders, receivers, {one.table for one in partitions})
         if self._coding.push is not None:
             made.push_encoder = PushEncoder(self._coding, partitions, buffers[0], self._seed(place))
         if self._coding.pull is not None:
@@ -132,7 +132,7 @@ class Client:
         """
         with self._placing, self._arrived:
             self._wanted = {one.table for place in self._waiting for one in self._bucket_memories[place].partitions}
-            before = [(_joined(one.table.senders), _joined(one.table.takers)) for one in self._tables]
+            before = [(_joined(one.table.senders), _joined(one.table.receivers)) for one in self._tables]
             spread = Redistribution()
             new = {
                 one.table
@@ -153,7 +153,7 @@ class Client:
                     spread.fill(bucket_memory.push_encoder)
             for table, both in zip(self._tables, before, strict=True):
                 _spread(both[0], table.table.senders)
-                _spread(both[1], table.table.takers)
+                _spread(both[1], table.table.receivers)
             self._waiting = {
                 place
                 for place, bucket_memory in self._bucket_memories.items()
@@ -355,7 +355,7 @@ class Client:
             *(
                 part
                 for bucket_memory in self._bucket_memories.values()
-                for part in (*bucket_memory.senders, *bucket_memory.takers)
+                for part in (*bucket_memory.senders, *bucket_memory.receivers)
             ),
         ]
 
@@ -367,7 +367,7 @@ class Client:
         for (number, _), bucket_memory in self._bucket_memories.items():
             if number == shard:
                 gradient += sum(float(sender.data.double().square().sum()) for sender in bucket_memory.senders)
-                weight += sum(float(taker.data.double().square().sum()) for taker in bucket_memory.takers)
+                weight += sum(float(receiver.data.double().square().sum()) for receiver in bucket_memory.receivers)
         return (gradient / weight) ** 0.5 if weight > 0 else 0.0
 
 

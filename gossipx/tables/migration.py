@@ -38,7 +38,7 @@ LENGTH = struct.Struct("<Q")
 HEADER, RECORD = 2**20, 2**12
 """The largest size of a header in bytes: for the hyperparameters, and per piece."""
 LARGEST = 256
-"""The most bytes per element: 16 columns of 16 bytes, twice as many as any optimizer of PyTorch keeps."""
+"""Maximum number of bytes per element: 16 columns of 16 bytes, twice as many as any optimizer of PyTorch keeps."""
 
 
 def _size(pieces: Sequence[Partition]) -> int:

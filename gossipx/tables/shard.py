@@ -52,7 +52,7 @@ class EncodedBucket:
         parts: the sizes of its partitions.
         source: its bytes.
         memory: the buffer to reuse after the last release; None: ``source`` owns its memory.
-        base: the checksum of the values that it is a change of; FULL: it holds full values.
+        base: checksum of the values to which this change must be added; FULL: it holds full values.
         references: the reference count; the bucket itself holds a reference to its latest version.
     """
 
@@ -120,8 +120,8 @@ class ShardStore:
     """One shard's tables.
 
     Args:
-        partitions: the shard's.
-        buckets: the shard's.
+        partitions: the parts of tables in this shard.
+        buckets: their grouping into buckets.
         parameters: the parameter of each table; the initial values are copied from them.
         groups: each table's parameter group in the worker's optimizer; -1: not trained.
         optimizer: the worker's; the shard makes its own of the same class and hyperparameters.

@@ -301,7 +301,7 @@ class TableStore:
         """Return a snapshot of a shard's tables as bytes."""
         return Source(memoryview(to_bytes(self.state_dict(shard))))
 
-    def room_for_copy(self, shard: int) -> CopySink:
+    def copy_sink(self, shard: int) -> CopySink:
         """Return a sink for a copy of a shard."""
         return CopySink(COPY * self._hosted[shard].store.nbytes + 2**20)
 

@@ -259,7 +259,7 @@ def _finish(settings: RunConfig, names: Sequence[str], nbytes: int) -> float | N
         return 0.0
     hub = elastic_settings(settings, names)
     size = len(names)
-    return nbytes * (float(traffic.agreement(size).sum()) if hub is None else size - 1) / size
+    return nbytes * (float(traffic.wave(size).sum()) if hub is None else size - 1) / size
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -379,8 +379,8 @@ def _how(settings: RunConfig, names: Sequence[str]) -> str:
 
 
 def _topology(settings: RunConfig, checked: Checked) -> Analysis | None:
-    aside = has_servers(settings) or settings.hub.hub is not None or settings.sync.exchange == "waves"
-    if aside or len(checked.peers) > LARGEST:
+    uses_no_topology = has_servers(settings) or settings.hub.hub is not None or settings.sync.exchange == "waves"
+    if uses_no_topology or len(checked.peers) > LARGEST:
         return None
     hosts = [peer.host for peer in checked.peers]
     graph = build_schedule(settings, len(hosts), hosts).topology

@@ -29,7 +29,7 @@ def draw(runs: Sequence[tuple[Path, Summary]], target: Path) -> None:
         target: a png or svg file.
 
     Raises:
-        UsageError: a run has no curves, the target is no image file, or matplotlib is not installed.
+        UsageError: a run has no curves, the target is not an image file, or matplotlib is not installed.
         GossipxError: the image cannot be written.
     """
     plot.check_target(target)

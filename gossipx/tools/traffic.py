@@ -15,7 +15,7 @@ from gossipx.config.settings import RunConfig
 from gossipx.policies import Adaptive, Never, Policy, Random, Tau
 from gossipx.server import placement
 from gossipx.server.placement import Table, bytes_by_server, checked
-from gossipx.topology import agreement_meeting, agreement_rounds
+from gossipx.topology import part_in_round, wave_rounds
 from gossipx.topology.analysis import traffic_of
 from gossipx.topology.weights import Matrix
 
@@ -117,19 +117,19 @@ def gossip(settings: RunConfig, hosts: Sequence[str]) -> Matrix:
     """
     sync, size = settings.sync, len(hosts)
     if sync.exchange == "waves":
-        return agreement(size)
+        return wave(size)
     pulled = traffic_of(build_schedule(settings, size, hosts))
     return {"push": pulled.T, "pushpull": pulled + pulled.T}.get(sync.mode, pulled)
 
 
-def agreement(size: int) -> Matrix:
-    """Return the models sent in one agreement of all peers, such as a wave or the finish: [receiver, sender]."""
+def wave(size: int) -> Matrix:
+    """Return the models sent in one wave of all peers, such as the finish: [receiver, sender]."""
     models = np.zeros((size, size))
     for rank in range(size):
-        for number in range(agreement_rounds(size)):
-            meeting = agreement_meeting(rank, number, size)
-            if meeting is not None and meeting.takes:
-                models[rank, meeting.partner] += 1
+        for number in range(wave_rounds(size)):
+            part = part_in_round(rank, number, size)
+            if part is not None and part.receives:
+                models[rank, part.partner] += 1
     return models
 
 

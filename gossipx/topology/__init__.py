@@ -6,13 +6,13 @@ an undirected graph both may initiate.
 
 from gossipx.topology.files import load, shipped
 from gossipx.topology.graphs import Topology
-from gossipx.topology.rounds import Meeting, agreement_meeting, agreement_rounds
+from gossipx.topology.rounds import RoundPart, part_in_round, wave_rounds
 
 __all__ = [
-    "Meeting",
+    "RoundPart",
     "Topology",
-    "agreement_meeting",
-    "agreement_rounds",
     "load",
+    "part_in_round",
     "shipped",
+    "wave_rounds",
 ]

@@ -14,17 +14,17 @@ from gossipx.topology.schedules import DEFAULT, BandwidthAware, InnerOuter, InTu
 from gossipx.topology.weights import Matrix, Weights, all_shares, mixing_matrix
 
 BETA = 0.5
-"""The mixing share β of the analysis (Algorithm 2, line 5)."""
+"""The mixing share β of the analysis (*Adaptive Communication*, Algorithm 2, line 5)."""
 TOLERANCE = 1e-3
 """Models count as equal when their distance from their mean has fallen to this fraction, which is far less than the
 distance that training adds between two rounds."""
 ROUNDS = 10_000
-"""Most simulated rounds. A graph that needs more hardly mixes at all."""
+"""Maximum number of simulated rounds. A graph that needs more hardly mixes at all."""
 LARGEST = 1024
 """Peers of the largest graph that is analysed: its matrix takes 8 MB, and its eigenvalues a second."""
 WORK = 2**32
-"""Most values computed in all simulated rounds, size² per round: about 20 seconds. From 656 peers on, this allows fewer
-rounds than :data:`ROUNDS`."""
+"""Maximum number of values computed in all simulated rounds, size² per round: about 20 seconds. From 656 peers on, this
+allows fewer rounds than :data:`ROUNDS`."""
 _EPSILON = 1e-9
 
 
@@ -75,7 +75,7 @@ class Analysis:
         return [
             ("peers", str(self.size)),
             (kind, str(self.edges)),
-            ("neighbours: least, mean, most", f"{self.degree_min}, {self.degree_mean:.2f}, {self.degree_max}"),
+            ("neighbours: min, mean, max", f"{self.degree_min}, {self.degree_mean:.2f}, {self.degree_max}"),
             ("strongly connected", "yes" if self.strongly_connected else "no"),
             ("schedule", self.schedule),
             ("weights", self.weights),
@@ -162,7 +162,7 @@ def check_size(size: int, what: str) -> None:
 
 
 def most_rounds(size: int) -> int:
-    """Return the most rounds to simulate with ``size`` peers."""
+    """Return the maximum number of rounds to simulate with ``size`` peers."""
     return min(ROUNDS, WORK // size**2)
 
 
@@ -179,8 +179,9 @@ def rounds_to_consensus(
     """Simulate a schedule and return the number of rounds until all models are equal within ``tolerance``.
 
     The initial models are the unit vectors: after k rounds row i of X = W_k ⋯ W_1 is peer i's model. The remaining
-    fraction of the peers' root mean square distance from their mean (Eq. 8) is ‖X − 1 x̄‖ / ‖I − J/n‖ (Frobenius norms).
-    For push-sum, X holds the de-biased models x / w.
+    fraction of the peers' root mean square distance from their mean (*Adaptive Communication*, Eq. 8) is
+    ‖X − 1 x̄‖ / ‖I − J/n‖, with Frobenius norms and J the matrix of ones. For push-sum, X holds the de-biased models
+    x / w.
 
     Returns:
         None if more than :func:`most_rounds` are needed.
@@ -189,14 +190,15 @@ def rounds_to_consensus(
     factors = all_shares(weights, schedule)
     pushes = weights == "push-sum"
     rng = random.Random(seed)
+    # For push-sum, a last column holds the weights w.
     masses = np.hstack([np.eye(size), np.ones((size, 1))]) if pushes else np.eye(size)
     scratch = np.empty_like(masses)
     deviations = scratch[:, :size]
-    begin = np.sqrt(max(size - 1, 1))
+    initial_norm = np.sqrt(max(size - 1, 1))
     for number in range(most_rounds(size) + 1):
         models = np.divide(masses[:, :-1], masses[:, -1:], out=deviations) if pushes else masses
         np.subtract(models, models.mean(0), out=deviations)
-        if np.linalg.norm(deviations) <= tolerance * begin:
+        if np.linalg.norm(deviations) <= tolerance * initial_norm:
             return number
         partners = [schedule.partner(rank, number, topology.neighbours[rank], rng, {}) for rank in range(size)]
         if pushes:
@@ -236,9 +238,9 @@ def traffic_of(schedule: Schedule) -> Matrix:
 
 
 def _per_machine(traffic: Matrix, machines: Sequence[int]) -> tuple[float, float]:
-    of = np.array(machines)
-    crossing = np.where(of[:, None] != of[None, :], traffic, 0.0)
-    each = np.bincount(of, weights=crossing.sum(0) + crossing.sum(1))
+    machine_of = np.array(machines)
+    crossing = np.where(machine_of[:, None] != machine_of[None, :], traffic, 0.0)
+    each = np.bincount(machine_of, weights=crossing.sum(0) + crossing.sum(1))
     return float(each.mean()), float(each.max())
 
 

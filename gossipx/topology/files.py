@@ -13,11 +13,12 @@ from typing import Any
 
 from gossipx.errors import UsageError
 from gossipx.specs import suggest
-from gossipx.topology.graphs import PLAIN, Topology, generate, neighbours_of
+from gossipx.topology.graphs import Topology, generate, neighbours_of
+from gossipx.topology.plain import PLAIN
 
 _ENDINGS = (".edges", ".graphml", ".json", ".toml")
 _SHOWN = 8
-"""Most ranks to list in a message."""
+"""Maximum number of ranks to list in a message."""
 
 
 def load(name: str, size: int | None = None, seed: int = 0, connected: bool = True) -> Topology:

@@ -14,7 +14,7 @@ from typing import Any
 
 import networkx as nx
 
-from gossipx.topology.graphs import PLAIN, Generator
+from gossipx.topology.plain import PLAIN, Generator
 
 
 def star() -> Generator:
@@ -72,7 +72,7 @@ def exponential(base: int = 2) -> Generator:
 
 
 def expander() -> Generator:
-    """Margulis' expander on a square of peers; for other numbers the next square's surplus nodes are merged in."""
+    """Margulis' expander on a square of peers; for other sizes, the next square's surplus nodes are merged."""
 
     def make(size: int, seed: int) -> Any:
         side = math.isqrt(size - 1) + 1

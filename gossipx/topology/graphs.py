@@ -1,8 +1,4 @@
-"""Graphs over the ranks of a run, and the two generators ``full`` and ``ring``.
-
-Nearly every run uses one of these two. All others (:mod:`gossipx.topology.generators`) need networkx, which takes 0.2 s
-to import.
-"""
+"""Graphs over the ranks of a run."""
 
 from __future__ import annotations
 
@@ -13,9 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gossipx import specs
-
-Generator = Callable[[int, int], Any]
-"""A function of (size, seed) that returns a networkx graph over the ranks 0 … size − 1, or each rank's neighbours."""
+from gossipx.topology.plain import PLAIN, Generator
 
 
 @dataclass(frozen=True)
@@ -102,22 +96,6 @@ def _generators() -> Mapping[str, Callable[..., Generator]]:
 def neighbours_of(graph: Any) -> tuple[tuple[int, ...], ...]:
     """Return the neighbours of each node of a networkx graph, ascending, without self-loops."""
     return tuple(tuple(sorted(set(graph.neighbors(rank)) - {rank})) for rank in range(len(graph)))
-
-
-def full() -> Generator:
-    """All peers are neighbours."""
-    return lambda size, seed: tuple(tuple(other for other in range(size) if other != rank) for rank in range(size))
-
-
-def ring() -> Generator:
-    """Each peer's neighbours are the peers before and after it."""
-    return lambda size, seed: tuple(
-        tuple(sorted({(rank - 1) % size, (rank + 1) % size} - {rank})) for rank in range(size)
-    )
-
-
-PLAIN: dict[str, Callable[..., Generator]] = {"full": full, "ring": ring}
-"""Generators by name that do not need networkx."""
 
 
 def described(table: Mapping[str, Callable[..., Any]]) -> dict[str, str]:

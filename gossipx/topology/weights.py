@@ -73,7 +73,7 @@ def _shares(
     pushed: bool = False,
 ) -> dict[int, float]:
     if pushed:
-        return {source: share for (source, taker), share in topology.edge_shares.items() if taker == rank}
+        return {source: share for (source, receiver), share in topology.edge_shares.items() if receiver == rank}
     own = {other: topology.edge_shares.get((rank, other), 1.0) for other in topology.neighbours[rank]}
     if weights != "metropolis":
         return own

@@ -180,7 +180,7 @@ class Link:
         TLS authenticates the connection but not the carrier, so the digest must then be collision-resistant (SHA-256).
         Without TLS the check of the frames is used.
         """
-        check = hashlib.sha256() if isinstance(self.stream, Certified) else self._decoder.part()
+        check = hashlib.sha256() if isinstance(self.stream, Certified) else self._decoder.next_check()
 
         def parts() -> Iterator[memoryview]:
             for part in carrier.receive(sink.nbytes, deadline):
@@ -264,9 +264,9 @@ class Link:
         frame = None
         unbounded = deadline == math.inf
         while frame is None:
-            if unbounded and self._decoder.in_payload and isinstance(self._decoder.coming, CarryingRequest):
+            if unbounded and self._decoder.in_payload and isinstance(self._decoder.current_message, CarryingRequest):
                 unbounded = False
-                deadline = time.monotonic() + max(self._owner.timeout, self._decoder.coming.patience)
+                deadline = time.monotonic() + max(self._owner.timeout, self._decoder.current_message.patience)
             buffer = self._decoder.next_buffer()
             if self._decoder.in_payload:
                 count = self.stream.receive_into(buffer, deadline, self._observe)
@@ -287,7 +287,7 @@ class Link:
     def _observe(self, part: memoryview) -> None:
         """Count a received part of a payload, and pass it on to the decoder."""
         self._owner.count(0, len(part))
-        self._decoder.look(part)
+        self._decoder.update_check(part)
 
     def _take_out_of_band(self, sink: Sink, deadline: float) -> None:
         """Read a payload from shared memory whose descriptor follows its frame."""
@@ -329,7 +329,7 @@ class Link:
 
     def admitted(self) -> None:
         """Allow larger messages, as the other side has finished the handshake."""
-        self._decoder.most = MAX_METADATA
+        self._decoder.max_metadata = MAX_METADATA
 
     def read_out(self, deadline: float) -> None:
         """Read and discard bytes until the other side closes, or until the deadline."""

@@ -171,15 +171,16 @@ class Decoder:
     """Decodes frames. Write received bytes into :meth:`next_buffer`, then call :meth:`received` with their number.
 
     Args:
-        expect: called before a payload is accepted; may be replaced between two frames.
-        most: maximum bytes of metadata; SMALL_METADATA while the other side is not authenticated.
+        expect: called with a message and its request's number when a payload follows; returns the sink for the payload.
+            May be replaced between two frames.
+        max_metadata: maximum bytes of metadata; SMALL_METADATA while the other side is not authenticated.
 
     Attributes:
         in_payload: whether the next bytes belong to a payload.
     """
 
-    def __init__(self, expect: Expect, most: int = MAX_METADATA):
-        self.most = most
+    def __init__(self, expect: Expect, max_metadata: int = MAX_METADATA):
+        self.max_metadata = max_metadata
         self.expect = expect
         self._broken: ProtocolError | None = None
         self._frame: Frame
@@ -195,13 +196,13 @@ class Decoder:
         self._header = bytearray(HEADER_BYTES + self._check.digest_size)
         self._await(memoryview(self._header), Decoder._header_whole)
 
-    def part(self) -> Check:
+    def next_check(self) -> Check:
         """Return the check of the next part, which is received out of band; call between two frames only."""
         check, self._check = self._check, self._checks()
         return check
 
     @property
-    def coming(self) -> Message:
+    def current_message(self) -> Message:
         """The message whose payload is being received."""
         return self._frame.message
 
@@ -211,7 +212,7 @@ class Decoder:
             raise self._broken
         return self._view[self._filled :]
 
-    def look(self, part: memoryview) -> None:
+    def update_check(self, part: memoryview) -> None:
         """Add bytes of a payload to the check ahead of :meth:`received`, right after those added before."""
         self._check.update(part)
         self._seen += len(part)
@@ -256,10 +257,10 @@ class Decoder:
         kind = KINDS.get(number & ~_OUT_OF_BAND)
         if kind is None:
             raise ProtocolError(f"a frame of unknown kind {number}")
-        if not 2 <= metadata <= min(kind.metadata, self.most) or payload > kind.payload:
+        if not 2 <= metadata <= min(kind.metadata, self.max_metadata) or payload > kind.payload:
             raise ProtocolError(
                 f"{kind.message.__name__} announced {metadata} bytes of metadata and {payload} of"
-                f" payload: at most {min(kind.metadata, self.most)} and {kind.payload} are allowed"
+                f" payload: at most {min(kind.metadata, self.max_metadata)} and {kind.payload} are allowed"
             )
         self._await(memoryview(bytearray(metadata)), Decoder._metadata_whole)
 

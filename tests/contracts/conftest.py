@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from managers import WAYS, Host, certify, runs, settings_of, shares_memory
+from managers import TRANSPORTS, Host, certify, runs, settings_of, shares_memory
 
 MARKS = {"shm": shares_memory, "nccl": pytest.mark.cuda}
 PAIR = ("tcp, secret", "shm")
@@ -15,15 +15,15 @@ PAIR = ("tcp, secret", "shm")
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave tests of other ways to ``bin/test --all``, unless they are marked ``every_way``."""
+    """Leave tests of other ways to ``bin/test --all``, unless they are marked ``every_transport``."""
     for item in items:
         way = getattr(item, "callspec", None) and item.callspec.params.get("way")
-        if way in WAYS and way not in PAIR and item.get_closest_marker("every_way") is None:
+        if way in TRANSPORTS and way not in PAIR and item.get_closest_marker("every_transport") is None:
             item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(
-    params=[pytest.param(name, marks=[mark for kind, mark in MARKS.items() if kind in name]) for name in WAYS]
+    params=[pytest.param(name, marks=[mark for kind, mark in MARKS.items() if kind in name]) for name in TRANSPORTS]
 )
 def way(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     name: str = request.param

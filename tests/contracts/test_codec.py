@@ -392,10 +392,10 @@ def test_tensors_on_a_device_are_encoded_and_decoded_there(spec: str) -> None:
     tensor = normal(60, 100)
     feedback = ErrorFeedback(codecs.parse(spec))
     there, here = tensor.cuda(), tensor.clone()
-    state, beside = feedback.init(there), feedback.init(here)
+    state, other_state = feedback.init(there), feedback.init(here)
     for _ in range(3):
         frame, state = feedback.encode(there, state)
-        other, beside = feedback.encode(here, beside)
+        other, other_state = feedback.encode(here, other_state)
         out = torch.ones_like(there)
         decode_into(frame, out, add=True, near=there)
         assert torch.allclose(out.cpu(), decoded(frame, tensor) + 1, atol=1e-6)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from forks.client import Piped
-from managers import LONG, SHORT, WAYS, Host, ended, shares_memory, soon
+from managers import LONG, SHORT, TRANSPORTS, Host, ended, shares_memory, soon
 from responder import model
 
 from gossipx.errors import CancelledError, GossipxError, PeerTimeoutError, PeerUnreachableError
@@ -83,7 +83,7 @@ def pulled(host: Host, to: int, size: int) -> bytes:
 # --- what arrives -------------------------------------------------------------------------------
 
 
-@pytest.mark.every_way
+@pytest.mark.every_transport
 @pytest.mark.parametrize("size", [0, 4, 9 * PIECE + 12])
 def test_models_arrive_unchanged_and_are_counted(start: Callable[[int], list[Host]], size: int) -> None:
     a, b = start(2)
@@ -98,7 +98,7 @@ def test_models_arrive_unchanged_and_are_counted(start: Callable[[int], list[Hos
     assert a.comm.bytes_sent == b.comm.bytes_received < 10_000
 
 
-@pytest.mark.every_way
+@pytest.mark.every_transport
 def test_models_and_messages_alternate_on_one_connection(
     start: Callable[[int], list[Host]],
 ) -> None:
@@ -134,10 +134,10 @@ class Marks:
 
     def __init__(self, size: int):
         self.nbytes, self.seen = size, 0
-        self._room = memoryview(bytearray(PIECE))
+        self._buffer = memoryview(bytearray(PIECE))
 
     def buffer_at(self, start: int) -> memoryview:
-        return self._room[: min(PIECE, self.nbytes - start)]
+        return self._buffer[: min(PIECE, self.nbytes - start)]
 
     def filled(self, start: int) -> None:
         self.take(start, self.buffer_at(start))
@@ -168,7 +168,7 @@ def test_a_model_of_more_than_2_gb(start: Callable[[int], list[Host]]) -> None:
 # --- concurrency --------------------------------------------------------------------------------
 
 
-@pytest.mark.every_way
+@pytest.mark.every_transport
 def test_mutual_and_circular_pulls_do_not_deadlock(start: Callable[[int], list[Host]]) -> None:
     """A pulls B while B pulls A, and a ring of four, concurrently. [27]"""
     hosts = start(4)
@@ -186,7 +186,7 @@ def test_mutual_and_circular_pulls_do_not_deadlock(start: Callable[[int], list[H
         assert buffer == models[to]
 
 
-@pytest.mark.every_way
+@pytest.mark.every_transport
 def test_two_peers_pull_from_each_other_repeatedly(start: Callable[[int], list[Host]]) -> None:  # [27]
     hosts = start(2)
     models = [os.urandom(3_000_000) for _ in hosts]
@@ -275,10 +275,10 @@ def test_a_pull_cancelled_in_the_middle_ends_alone_on_both_sides(start: Callable
     results: queue.Queue[Reply | GossipxError] = queue.Queue()
     during = During(MODEL, first)
     cancel = hosts[0].comm.request(1, PullRequest(1, 30.0), deadline=soon(), payload=during, done=results.put)
-    beside = bytearray(MODEL)
-    other = hosts[0].ask(1, PullRequest(1, 30.0), beside)
+    buffer = bytearray(MODEL)
+    other = hosts[0].ask(1, PullRequest(1, 30.0), buffer)
     assert began.wait(LONG)
-    assert other.get(timeout=LONG) == ModelReply(1) and beside == model(MODEL)
+    assert other.get(timeout=LONG) == ModelReply(1) and buffer == model(MODEL)
     assert hosts[1].answered.get(timeout=LONG) is True
     cancel()
     assert hosts[1].answered.get(timeout=LONG) is False  # while the receiver continues
@@ -356,7 +356,7 @@ def test_a_responder_that_never_answers_has_a_deadline(start: Callable[[int], li
     assert pulled(a, 1, PIECE) == model(PIECE)
 
 
-@pytest.mark.parametrize("way", [pytest.param(name, marks=shares_memory) for name in WAYS if "shm" in name])
+@pytest.mark.parametrize("way", [pytest.param(name, marks=shares_memory) for name in TRANSPORTS if "shm" in name])
 def test_a_sender_that_stops_before_passing_its_memory_has_a_deadline(  # [3] [7]
     start: Callable[[int], list[Host]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -190,7 +190,7 @@ def meeting(
 
 @dataclass(frozen=True)
 class Bad:
-    """What is wrong with a certificate, and the messages of both sides if it is the client's, or the server's."""
+    """A fault of a certificate, and the messages of both sides if it is the client's, or the server's."""
 
     of_client: tuple[str, str]
     of_server: tuple[str, str]

@@ -41,7 +41,7 @@ def answers(host: Host, gives: bytes | None) -> None:
     host.react = react
 
 
-@pytest.mark.every_way
+@pytest.mark.every_transport
 @pytest.mark.parametrize("size", [0, 4, 9 * PIECE + 12])
 def test_a_model_goes_each_way_in_one_round_trip(start: Callable[[int], list[Host]], size: int) -> None:
     a, b = start(2)
@@ -59,7 +59,7 @@ def test_a_model_goes_each_way_in_one_round_trip(start: Callable[[int], list[Hos
     assert b.comm.bytes_sent == a.comm.bytes_received >= 3 * size
 
 
-@pytest.mark.every_way
+@pytest.mark.every_transport
 def test_an_upload_may_be_answered_without_a_model(start: Callable[[int], list[Host]]) -> None:
     a, b = start(2)
     b.capacity = PIECE

@@ -12,9 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PARTS = {
-    "throughput": "_throughput.measure(crew, 1, 2, (2**16,), 2**18)",
-    "staleness": "_staleness.measure(crew, 1, 12, (2,))",
-    "hybrid": "_hybrid.measure(crew, 1, 0.5, ('random, 20 dimensions, MLP',))",
+    "throughput": "_throughput.measure(pool, 1, 2, (2**16,), 2**18)",
+    "staleness": "_staleness.measure(pool, 1, 12, (2,))",
+    "hybrid": "_hybrid.measure(pool, 1, 0.5, ('random, 20 dimensions, MLP',))",
 }
 PROGRAM = """
 import json
@@ -22,7 +22,7 @@ import _hybrid, _staleness, _throughput
 from _process_pool import ProcessPool
 
 if __name__ == "__main__":
-    with ProcessPool() as crew:
+    with ProcessPool() as pool:
         print(json.dumps({"throughput": THROUGHPUT, "staleness": STALENESS, "hybrid": HYBRID}))
 """
 

@@ -160,8 +160,8 @@ def test_a_delay_delays_every_frame_and_changes_none() -> None:
             assert net.switch_counts()["overflowed"] == 0
 
 
-# While the request for a hardware address is lost and repeated, the kernel drops datagrams. TCP sends again. After three
-# lost requests the host counts as unreachable.
+# While the request for a hardware address is lost and repeated, the kernel drops datagrams. TCP sends again. A host is
+# unreachable after three lost requests.
 ADDRESS_RESOLVER = """
     import errno, socket, sys
     for _ in range(20):

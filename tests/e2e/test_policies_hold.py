@@ -1,4 +1,4 @@
-"""What the product promises, on the embedded data: far fewer retrievals at the same accuracy (the paper's Table II).
+"""The claims of gossipx on the embedded data: far fewer retrievals at the same accuracy (the paper's Table II).
 
 Means over five seeds, four peers, iid, 10,000 test images, after the finish. The reference is measured beside it.
 """

@@ -56,7 +56,7 @@ def refused(here: Folder, *options: str | Path, name: str | Path = "x") -> str:
         (("--overwrite",), "--overwrite cannot change when a run resumes; it is false"),
         (("--iterations", "5"), "--iterations 5, but its checkpoints already have"),
         (("--config", "x/config.toml"), "--config is for a new run"),
-        (("--checkpoint-every", "5m"), "'5m' is no interval: use iterations such as 500, seconds such as 60s"),
+        (("--checkpoint-every", "5m"), "'5m' is not an interval: use iterations such as 500, seconds such as 60s"),
         (("--keep-checkpoints", "0"), "--keep-checkpoints is 0: at least 1"),
     ],
 )

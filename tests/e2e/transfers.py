@@ -110,7 +110,7 @@ SOURCE = """
 
 
 def transfer(to: Host, senders: Sequence[Host], count: int) -> Any:
-    """What the receiver tells of ``count`` bytes from all senders together, each ready to send as many."""
+    """Return the receiver's report on ``count`` bytes from all senders together, each ready to send as many."""
     receiver = python(to, RECEIVER, len(senders), count)
     assert ask(receiver)
     for seed, sender in enumerate(senders):
@@ -121,7 +121,7 @@ def transfer(to: Host, senders: Sequence[Host], count: int) -> Any:
 
 
 def share_of_rate(told: Any, bucket: TokenBucket) -> float:
-    """What a transfer got of a link's rate. The bucket is full at first, and lets that much through at once."""
+    """Return the fraction of a link's rate that a transfer reached. The full bucket at first adds to it."""
     return (told["got"] * FRAME - bucket.burst) * 8 / told["seconds"] / bucket.rate
 
 

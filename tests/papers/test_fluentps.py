@@ -9,7 +9,7 @@ import random
 import pytest
 from shards import Message, Run
 
-from gossipx.server.sync_models.clock import Clock, Decision, Fate, Part, Release, Tick
+from gossipx.server.sync_models.clock import Clock, Decision, Handling, Part, Release, Tick
 from gossipx.server.sync_models.conditions import Conditions, Pull, View
 from gossipx.server.sync_models.models import DynamicPSSP, describe, parse
 
@@ -120,11 +120,11 @@ def pushes(clock: Clock, worker: int, progress: int) -> list[Decision]:
 def test_every_gradient_is_added_divided_by_the_number_of_workers():
     """Line 15: w ← w + g / N, in the handler of the push."""
     clock = Clock(parse("asp"), workers=range(4))
-    assert clock.push_part(0, 0) == Part(Fate.APPLY, 0.25)
+    assert clock.push_part(0, 0) == Part(Handling.APPLY, 0.25)
     clock.lost(3)
     clock.lost(2)
-    assert clock.push_part(1, 0) == Part(Fate.APPLY, 0.5), "N is the number of living workers"
-    assert Clock(parse("asp"), "each", workers=range(4)).push_part(0, 0) == Part(Fate.APPLY, 1.0)
+    assert clock.push_part(1, 0) == Part(Handling.APPLY, 0.5), "N is the number of living workers"
+    assert Clock(parse("asp"), "each", workers=range(4)).push_part(0, 0) == Part(Handling.APPLY, 1.0)
 
 
 def test_a_round_of_bulk_synchronous_training():

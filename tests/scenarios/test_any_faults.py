@@ -9,7 +9,7 @@ from property_tests import examples
 from toy import SIZE, TIMEOUT, bound, world
 
 from gossipx.sim import Network
-from gossipx.topology import agreement_rounds
+from gossipx.topology import wave_rounds
 from gossipx.topology.schedules import SCHEDULES
 
 ITERATIONS = 10
@@ -61,8 +61,8 @@ def test_every_run_ends(size, seed, faults, paces, loss, bandwidth, repeat, mode
                 network.cut([rank], [more[1] % size], at, at + more[0], one_way=more[2])
     # The last incarnation starts by 40 s and may be paused for 30 s. A blocking pull may try all neighbours, and a
     # blocking wave, which any peer may start, may wait in each round.
-    blocked = PULLS * (size * agreement_rounds(size) if "exchange" in mode else size - 1)
-    waits = (40 + 5 * 30) / TIMEOUT + 2 + agreement_rounds(size) + blocked * options["blocking"]
+    blocked = PULLS * (size * wave_rounds(size) if "exchange" in mode else size - 1)
+    waits = (40 + 5 * 30) / TIMEOUT + 2 + wave_rounds(size) + blocked * options["blocking"]
     limit = bound(size, ITERATIONS, 3.0, waits)
     assert made.run(limit), "\n".join(map(str, made.log[-40:]))
     for rank, peer in made.peers.items():

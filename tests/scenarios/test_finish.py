@@ -10,7 +10,7 @@ from property_tests import examples
 from toy import ITERATIONS, TIMEOUT, before, bound, ended, models, spread, world
 
 from gossipx.sim import Network
-from gossipx.topology import agreement_rounds
+from gossipx.topology import wave_rounds
 
 POLICIES = ["tau:5", "adaptive:threshold=0.02", "travel:distance=1", "drift:distance=1", "random:p=0.5", "never"]
 
@@ -47,14 +47,14 @@ def test_any_number_of_peers(size: int):
         assert peer.role.rounds_lost == 0
     most = max(len(made.lines(rank, "meets")) for rank in range(size))
     extra = size & (size - 1) != 0  # in the two extra rounds models travel one way only
-    assert most == (agreement_rounds(size) - 1 if extra else agreement_rounds(size))
+    assert most == (wave_rounds(size) - 1 if extra else wave_rounds(size))
 
 
 def test_the_finish_is_counted_apart():
     made = ended(world(4, policy="never"), bound(4))
     for peer in made.peers.values():
         assert (peer.role.sync.retrievals, peer.bytes_received) == (0, 0)
-        assert peer.finish_bytes == agreement_rounds(4) * peer.arena.nbytes()
+        assert peer.finish_bytes == wave_rounds(4) * peer.arena.nbytes()
 
 
 def test_without_a_finish_models_stay_apart():

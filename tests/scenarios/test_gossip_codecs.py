@@ -37,9 +37,9 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Delivered:
     told: Delivered = []
     give = ModelCodec.give
 
-    def noted(self: ModelCodec, taker: int, *rest: Any) -> Any:
-        reply, source = give(self, taker, *rest)
-        told.append((self, taker, FULL in reply.bases))
+    def noted(self: ModelCodec, receiver: int, *rest: Any) -> Any:
+        reply, source = give(self, receiver, *rest)
+        told.append((self, receiver, FULL in reply.bases))
         return reply, source
 
     monkeypatch.setattr(ModelCodec, "give", noted)
@@ -96,10 +96,10 @@ def test_a_late_or_restarted_peer_first_sends_and_receives_models_in_full(again:
     assert made.fired["crash"] and made.fired["restart"]
     ranks = {peer.codec.models: rank for rank, peer in made.peers.items() if peer.codec is not None}
     first: dict[tuple[int, int], bool] = {}
-    for sender, taker, is_whole in given[before[0] :]:
+    for sender, receiver, is_whole in given[before[0] :]:
         if sender in ranks:  # the surviving peers
-            first.setdefault((ranks[sender], taker), is_whole)
-    to_and_from = [(sender, taker) for sender, taker in first if again in (sender, taker)]
+            first.setdefault((ranks[sender], receiver), is_whole)
+    to_and_from = [(sender, receiver) for sender, receiver in first if again in (sender, receiver)]
     assert len(to_and_from) == 4 and all(first[pair] for pair in to_and_from)
     assert any(not is_whole for *_, is_whole in given)
 
@@ -138,13 +138,13 @@ def test_models_too_far_apart_are_not_mixed_and_sent_in_full_next(given: Deliver
 class Two:
     """A sender and a receiver, ranks 0 and 1, of one model; or several receivers that share an arena."""
 
-    def __init__(self, spec: str = "3lc", references: int = 8, begun: bool = True, takers: int = 1):
+    def __init__(self, spec: str = "3lc", references: int = 8, begun: bool = True, receivers: int = 1):
         self.near = codecs.parse(spec).near
         torch.manual_seed(0)
         self.modules = [nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40), nn.Linear(40, 3)) for _ in range(2)]
         self.modules[1].load_state_dict(self.modules[0].state_dict())
         self.arenas = [ParameterArena(module) for module in self.modules]
-        arenas = [self.arenas[0], *self.arenas[1:] * takers]
+        arenas = [self.arenas[0], *self.arenas[1:] * receivers]
         self.codecs = [ModelCodec(codecs.parse(spec), arena, references) for arena in arenas]
         for codec, arena in zip(self.codecs, arenas, strict=True):
             if begun:
@@ -156,10 +156,10 @@ class Two:
             parameter.data += 0.1 * normal(*parameter.shape, seed=100 * seed + number)
         self.arenas[0].step_done()
 
-    def give(self, taker: int = 1, bases: tuple[int, ...] | None = None) -> tuple[ModelReply, bytearray]:
-        bases = self.codecs[taker].bases(0) if bases is None else bases
+    def give(self, receiver: int = 1, bases: tuple[int, ...] | None = None) -> tuple[ModelReply, bytearray]:
+        bases = self.codecs[receiver].bases(0) if bases is None else bases
         model = self.arenas[0].snapshot().buffer.vectors
-        reply, source = self.codecs[0].give(taker, bases, model, ModelReply(self.arenas[0].step))
+        reply, source = self.codecs[0].give(receiver, bases, model, ModelReply(self.arenas[0].step))
         return reply, bytearray(source.view)
 
     def take(self, reply: ModelReply, content: bytearray, sender: int = 0, by: int = 1) -> Incoming:
@@ -230,10 +230,10 @@ def test_ends_that_disagree_get_the_model_in_full() -> None:
 
 def test_no_more_references_are_kept_than_are_wanted() -> None:
     """References to two peers, as of the last model sent to each, and to the common initial model."""
-    two = Two("3lc", references=2, takers=5)
-    for taker in range(1, 6):
-        two.train(taker)
-        two.give(taker)
+    two = Two("3lc", references=2, receivers=5)
+    for receiver in range(1, 6):
+        two.train(receiver)
+        two.give(receiver)
     assert len(two.codecs[0]._changes[0]._bases) <= 2 * 2 + 1
     for sender in range(6):
         two.train(sender)
@@ -255,14 +255,14 @@ def test_a_receiver_whose_reference_was_dropped_gets_the_model_in_full() -> None
 
 def test_as_many_peers_may_pull_as_references_are_kept() -> None:
     """Each gets differences, however many other peers pull in between."""
-    takers = range(1, 7)
-    two = Two(NEAR, references=6, takers=6)
+    receivers = range(1, 7)
+    two = Two(NEAR, references=6, receivers=6)
     for turn in range(4):
-        for taker in takers:
-            two.train(10 * turn + taker)
-            reply, content = two.give(taker)
+        for receiver in receivers:
+            two.train(10 * turn + receiver)
+            reply, content = two.give(receiver)
             assert FULL not in reply.bases
-            assert two.off(two.take(reply, content, by=taker)) < 0.2
+            assert two.off(two.take(reply, content, by=receiver)) < 0.2
     assert len(two.codecs[0]._changes[0]._bases) <= 2 * 6 + 1
 
 

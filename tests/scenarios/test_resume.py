@@ -168,8 +168,8 @@ def test_peers_keep_the_model_of_a_checkpoint_and_others_adopt_one(without: int,
         start(made, rank, resumed=rank != without, at=0.0 if rank == without else late)
     ended(made, bound(3))
     assert first_steps(made) == dict.fromkeys(range(3), f"step {DONE + 1}")
-    giver = min({0, 1, 2} - {without})
-    expected = {rank: float(giver if rank == without else rank) for rank in range(3)}
+    sender = min({0, 1, 2} - {without})
+    expected = {rank: float(sender if rank == without else rank) for rank in range(3)}
     for rank, value in expected.items():
         alone = make(rank, 3).module
         alone.x.data.fill_(value)

@@ -156,6 +156,6 @@ def test_an_edges_weight_is_a_factor_on_the_share_of_a_push() -> None:
     ring = Topology("own", ((1,), (2,), (0,)), edge_shares={(0, 1): 0.5, (2, 0): 0.2})
     made = ran(3, 1, graph=ring, mode="push")
     start = began(3)
-    for giver, taker, share in ((0, 1, 0.25), (1, 2, 0.5), (2, 0, 0.1)):
-        mixed = (1 - share) * start[taker] + share * start[giver]
-        torch.testing.assert_close(models(made, [taker])[0], mixed, rtol=1e-5, atol=1e-6)
+    for sender, receiver, share in ((0, 1, 0.25), (1, 2, 0.5), (2, 0, 0.1)):
+        mixed = (1 - share) * start[receiver] + share * start[sender]
+        torch.testing.assert_close(models(made, [receiver])[0], mixed, rtol=1e-5, atol=1e-6)

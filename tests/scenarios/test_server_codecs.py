@@ -114,9 +114,9 @@ def test_new_and_returning_workers_first_receive_full_values(
     asked: list[tuple[int, int, bool]] = []
     frame = Changes.frame
 
-    def seen(self: Changes, taker: int, base: int, version: int, values: Tensor) -> Frame | None:
-        change = frame(self, taker, base, version, values)
-        asked.append((taker, base, change is None))
+    def seen(self: Changes, receiver: int, base: int, version: int, values: Tensor) -> Frame | None:
+        change = frame(self, receiver, base, version, values)
+        asked.append((receiver, base, change is None))
         return change
 
     monkeypatch.setattr(Changes, "frame", seen)
@@ -132,7 +132,7 @@ def test_new_and_returning_workers_first_receive_full_values(
     served.ended(made, 3000.0)
     assert bool(held(made).isfinite().all())
     assert torch.equal(models(made), models(made)[0].expand(3, -1))
-    bases = [base for taker, base, _ in asked if taker == 2]
+    bases = [base for receiver, base, _ in asked if receiver == 2]
     assert 0 < bases.count(FULL) < len(bases) / 2
     assert all(
         is_whole == (base == FULL) for _, base, is_whole in asked

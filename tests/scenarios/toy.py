@@ -148,7 +148,7 @@ def bound(size: int, iterations: int = ITERATIONS, compute: float = 1.0, waits: 
     The waits are three for joining (the initial model, requested twice, and START), the finish and its rounds, the
     final figures, and ``waits`` more for blocked pulls and restarts.
     """
-    rounds = topology.agreement_rounds(size)
+    rounds = topology.wave_rounds(size)
     return iterations * compute + TIMEOUT * (3 + 1 + rounds + 1 + waits)
 
 

@@ -98,17 +98,17 @@ def test_the_time_between_answers_to_pulls(make: Make, settings: dict[str, Any],
 @pytest.mark.parametrize(("settings", "patience"), [({}, LONG), ({"max_rate": "8kbit"}, 1.0)])
 def test_a_model_is_sent_at_the_maximum_rate(make: Make, settings: dict[str, Any], patience: float) -> None:
     """100 kB at 1 kB/s do not arrive within a second; without a limit they do."""
-    giver, taker = make(0, **settings), make(1)
-    for rank, peer in enumerate((giver, taker)):
+    sender, receiver = make(0, **settings), make(1)
+    for rank, peer in enumerate((sender, receiver)):
         peer._comm.start()
         peer._comm._member.addresses[rank] = peer._comm.address
     came: queue.Queue[Reply | GossipxError] = queue.Queue()
-    buffer = bytearray(taker._arena.nbytes())
+    buffer = bytearray(receiver._arena.nbytes())
     request = PullRequest(1, patience)
-    taker._comm.request(0, request, deadline=soon(patience), payload=Bytes(memoryview(buffer)), done=came.put)
+    receiver._comm.request(0, request, deadline=soon(patience), payload=Bytes(memoryview(buffer)), done=came.put)
     reply = came.get(timeout=2 * LONG)
     assert isinstance(reply, PeerTimeoutError | PeerUnreachableError if settings else ModelReply)
-    whole = giver._module.weight.detach().numpy().tobytes()
+    whole = sender._module.weight.detach().numpy().tobytes()
     assert (buffer[: len(whole)] == whole) is not bool(settings)
 
 

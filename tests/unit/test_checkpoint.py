@@ -174,7 +174,7 @@ def test_state_that_cannot_be_packed_is_named(tree: Any, told: str) -> None:
 
 
 def test_part_names_cannot_leave_the_directory(store: Store) -> None:
-    with pytest.raises(CheckpointError, match="is no valid part name"):
+    with pytest.raises(CheckpointError, match="is not a valid part name"):
         store.save(1, {"../x": Part()})
 
 
@@ -425,5 +425,5 @@ def test_intervals(text: str, iterations: int, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["-1", "1.5", "s", "5m", "1e9", "nan", "infs", "9" * 5000, "٣", ""])
 def test_an_invalid_interval_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(UsageError, match="is no interval: use iterations such as 500, seconds such as 60s"):
+    with pytest.raises(UsageError, match="is not an interval: use iterations such as 500, seconds such as 60s"):
         CheckpointInterval.parse(text)

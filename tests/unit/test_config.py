@@ -44,7 +44,7 @@ def test_an_interval_may_be_given_as_a_number_where_that_has_a_type(tmp_path: Pa
 
 @pytest.mark.parametrize("given", [True, 1.5, "often", "5m", -3])
 def test_an_invalid_interval_is_refused(given: Any) -> None:
-    with pytest.raises(UsageError, match=r"checkpoint-every is not text|is no interval"):
+    with pytest.raises(UsageError, match=r"checkpoint-every is not text|is not an interval"):
         resolve({"checkpoint_every": given})
 
 

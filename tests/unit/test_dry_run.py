@@ -122,8 +122,8 @@ def test_traffic_follows_the_mode() -> None:
 
 
 @pytest.mark.parametrize(("size", "received"), [(2, [1, 1]), (3, [2, 1, 1]), (4, [2, 2, 2, 2])])
-def test_a_wave_is_an_agreement(size: int, received: list[int]) -> None:
-    assert traffic.agreement(size).sum(1).tolist() == received
+def test_models_of_a_wave(size: int, received: list[int]) -> None:
+    assert traffic.wave(size).sum(1).tolist() == received
 
 
 def test_workers_push_to_and_pull_from_the_servers_of_other_peers() -> None:

@@ -173,7 +173,7 @@ def test_bytes_checked_ahead_are_checked_once(ahead: int, damaged: int | None) -
     buffer = decoder.next_buffer()
     buffer[:] = model
     for start in range(0, ahead, 100):
-        decoder.look(buffer[start : min(start + 100, ahead)])
+        decoder.update_check(buffer[start : min(start + 100, ahead)])
     assert decoder.received(len(model)) is None
     if damaged is None:
         assert len(feed(decoder, data[-8:])) == 1

@@ -16,26 +16,29 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 COUNTED = (
-    "pulls?|retrievals?|models?|MB|GB|bytes|bits|seconds|images|processes|figures|lines?|steps?|iterations?|requests?"
+    "pulls?|pushes|retrievals?|exchanges|models?|gradients|buffers|MB|GB|[MG]B/s|bytes|bits|seconds|ms|images|processes|"
+    "threads|files|figures|lines?|steps?|iterations?|requests?|messages|waves"
 )
-EACH = "peer|worker|host|shard|value|tensor|table|machine|server|link|step|second|pull|pair|batch"
+EACH = "peer|worker|host|shard|value|tensor|table|machine|process|server|link|step|second|pull|pair|batch|core|run"
 PHRASES = {
     r"whoever": "name the subject: 'any peer that'",
     r"whom(?! the Software)": "'which peer', or name the receiver",
-    r"who (asks|wants|gives|takes|reads|sends)": "name the subject: 'the requester', 'the caller'",
+    r"who (ask|hold|want|give|take|read|send)(s|ed)?": "name the subject: 'the requester', 'the caller'",
     r"what (of|becomes of|comes of|came of|there is of)": "name the thing",
     r"(is|are|was|were) to be": "'must be', 'will be'",
     r"(can|cannot|can not) be had|to be had": "'is available', 'is not available'",
     r"it is none|(is|are|was)\s+none\s+of": "'is not one of', 'return None'",
-    r"one's own": "'its own', 'your own', 'custom'",
+    r"one['’]s own": "'its own', 'your own', 'custom'",
     r"(go|goes|going|went|gone) on": "'continue', 'resume'",
     rf"({COUNTED}) a ({EACH})": "'per'",
     r"so many": "'N', 'at most N', 'a number of'",
     r"there (is|are) (none|no such)": "'not found', 'missing'",
+    r"(?<=\"\"\")(What|Whose|Who)": "a noun phrase, or 'Return ...'",
 }
 """What not to write, as regular expressions between word boundaries, and what to write."""
+_SPACE = r"(?:[^\S\n]+|[^\S\n]*\n[^\S\n]*)"  # a phrase may continue on the next line, but not after an empty one
 PATTERN = re.compile(
-    "|".join(rf"(?P<p{number}>\b({phrase})\b)".replace(" ", r"\s+") for number, phrase in enumerate(PHRASES)),
+    "|".join(rf"(?P<p{number}>\b({phrase})\b)".replace(" ", _SPACE) for number, phrase in enumerate(PHRASES)),
     re.IGNORECASE,
 )
 
@@ -69,7 +72,14 @@ def test_sources_and_docs_are_in_plain_english() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["tell whoever asks", "it is none\nof these", "pulls a peer", "it Goes on", "what of a server can be one's own"],
+    [
+        "tell whoever asks",
+        "it is none\nof these",
+        "pulls a peer",
+        "it Goes on",
+        "what of a server can be one's own",
+        '"""What follows."""',
+    ],
 )
 def test_the_check_sees_what_it_looks_for(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)

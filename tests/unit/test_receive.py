@@ -256,12 +256,12 @@ def test_handing_out_the_boundary_waits_for_a_buffer_about_to_become_free():
         arena.pool.wait_for_buffers()
         given.set()
 
-    giver = threading.Thread(target=give)
-    giver.start()
+    sender = threading.Thread(target=give)
+    sender.start()
     assert not given.wait(0.05)
     receive(model, incoming, done)
     assert given.wait(10)
-    giver.join()
+    sender.join()
     reader = arena.snapshot()
     step(arena)
     assert arena.pool._allocated == made == 3

@@ -397,7 +397,7 @@ def test_parts_of_the_script(bench: Callable[..., Bench], caplog: pytest.LogCapt
 def test_names_of_parts(bench: Callable[..., Bench], name: str) -> None:
     one = bench()
     one.checkpoints.register("twice", dict, lambda state: None)
-    with pytest.raises(UsageError, match="is no valid new name of a checkpoint part"):
+    with pytest.raises(UsageError, match="is not a valid new name of a checkpoint part"):
         one.checkpoints.register(name, dict, lambda state: None)
 
 

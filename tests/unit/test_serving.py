@@ -39,7 +39,7 @@ def test_a_pull_gets_the_current_model_within_the_requesters_patience():
     serving = serving_at_most(2)
     capture, answer = asks(serving, 3, step=5)
     assert isinstance(capture, Capture)
-    assert answer == Answer("of 3", ModelReply(5), 107.0, captured=capture.ticket, taker=(3, ()))
+    assert answer == Answer("of 3", ModelReply(5), 107.0, captured=capture.ticket, receiver=(3, ()))
     assert serving.answered(Answered("of 3", whole=True)) == [Forget(capture.ticket)]
     assert serving.answered(Answered("of 3", whole=True)) == []
 
@@ -58,7 +58,9 @@ def test_pulls_beyond_the_limit_or_of_a_served_peer_get_busy():
 def test_one_version_is_served_until_the_first_receiver_has_it():
     serving = serving_at_most(4)
     capture = asks(serving, 1, step=10)[0]
-    assert asks(serving, 2, step=14)[0] == Answer("of 2", ModelReply(14), 107.0, captured=capture.ticket, taker=(2, ()))
+    assert asks(serving, 2, step=14)[0] == Answer(
+        "of 2", ModelReply(14), 107.0, captured=capture.ticket, receiver=(2, ())
+    )
     serving.answered(Answered("of 1", whole=True))
     assert not is_served(asks(serving, 3, step=15)), "10 is still given to 2, and a third in memory is one too many"
     assert serving.answered(Answered("of 2", whole=True)) == [Forget(capture.ticket)]

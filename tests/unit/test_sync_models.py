@@ -12,7 +12,7 @@ import pytest
 from shards import Run
 
 from gossipx.errors import UsageError
-from gossipx.server.sync_models.clock import ApplyBuffer, Clock, Fate, Part, Tick
+from gossipx.server.sync_models.clock import ApplyBuffer, Clock, Handling, Part, Tick
 from gossipx.server.sync_models.conditions import Apply, Conditions, Pull, SyncModel, View
 from gossipx.server.sync_models.growth import Double, Fixed, Growth, Step
 from gossipx.server.sync_models.models import (
@@ -244,7 +244,7 @@ def test_a_repeated_or_an_older_push_changes_nothing():
     for progress in (4, 4, 2):
         clock.push_part(0, progress)
         clock.pushed(0, progress)
-    assert clock.push_part(0, 4) == clock.push_part(0, 3) == Part(Fate.DROP)
+    assert clock.push_part(0, 4) == clock.push_part(0, 3) == Part(Handling.DROP)
     assert clock.progress == {0: 4, 1: -1} and clock.counts.gradients == 1 and clock.counts.late == 0
 
 

@@ -302,7 +302,7 @@ def test_changes_bring_a_worker_close_and_both_sides_agree_on_its_values(spec: s
         here.pull()
     for place, memory in here.client._bucket_memories.items():
         if memory.apply.view.nbytes:
-            assert memory.base == here.client.base(place) == checksum(torch.cat([one.data for one in memory.takers]))
+            assert memory.base == here.client.base(place) == checksum(torch.cat([one.data for one in memory.receivers]))
             assert memory.base in changes(here, place)._bases  # the server's, bit for bit
     behind = float((here.parameters[0].detach() - table(here)).norm()) / float((start - table(here)).norm())
     assert behind < (1.2 if spec.startswith(("threshold", "randomk", "3lc:sparsity=1.75")) else 1.0)

@@ -9,7 +9,7 @@ worker. The leader (:mod:`gossipx.server.failover.coordinator`) sends, in this o
     PlaceRequest    all      the new layout is in force, or the old one still is
 
 While all peers are paused no push is in flight, so a shard's tables and clock can be handed over as they are. A server
-that gives or copies ranges refuses pushes and holds pulls. Pulls that still wait when the new layout comes into force
+that sends or receives ranges refuses pushes and holds pulls. Pulls that still wait when the new layout comes into force
 are sent again, with the same progress. Until then everything of the old layout is kept: if anything fails, the run
 continues with it.
 
@@ -46,8 +46,8 @@ from gossipx.server.hosted_shards import HostedShards
 from gossipx.server.placement.layout import Batch, Layout, Layouts
 from gossipx.server.worker import Worker
 
-AT_A_TIME = 2
-"""The most open RangesRequests: while one batch is in flight, the next is being made."""
+MAX_OPEN = 2
+"""Maximum number of open RangesRequests: while one batch is in flight, the next is being made."""
 UNDER_WAY = "another change of the servers is under way"
 NOT_READY = "its tables are not here yet"
 
@@ -60,12 +60,18 @@ class MigrationHost(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def agreeing(self) -> bool:
+    def is_finishing(self) -> bool:
         """Whether training is over, and the last tables are being pulled."""
 
     @abc.abstractmethod
     def switch_layout(self, layout: Layout, epoch: int, state: str, reply: Reply, now: float) -> list[Effect]:
-        """Switch worker and shards to ``layout``; arguments as :meth:`.HostedShards.switch_layout`."""
+        """Switch worker and shards to ``layout``.
+
+        Args:
+            epoch: of the layout.
+            state: the clocks of the new shards, as JSON; empty: restore the shards from disk.
+            reply: answers the pulls that wait.
+        """
 
     @abc.abstractmethod
     def requested(self, event: Received, now: float) -> list[Effect]:
@@ -82,12 +88,12 @@ class _Change:
         batches: all pieces that move between peers.
         pausing: the PauseRequest to acknowledge once the worker is quiet.
         preparing: the PrepareRequest to acknowledge once all pieces have arrived.
-        state: of the clock, for the new shards; empty: nothing is being prepared.
+        state: the clocks of the new shards, as JSON; empty until the PrepareRequest arrives.
         sync: the sync model of all shards.
         pending: batches to request.
         fetching: the batches of open requests, by ticket.
         ready: all pieces have arrived.
-        frozen: ranges are being given or copied, so pushes are refused.
+        frozen: ranges are being sent or received, so pushes are refused.
         leader_lost_at: since when the leader is lost; None: it is not.
     """
 
@@ -126,7 +132,7 @@ class Migration:
         self._context = context
         self.host = host
         self._change: _Change | None = None
-        self._later: tuple[int, Layout] | None = None  # in force elsewhere; the worker switches between two iterations
+        self._next_layout: tuple[int, Layout] | None = None  # in force elsewhere, from the next iteration on here
         self._held: list[tuple[Received, Deferred]] = []
         self._blocked = False  # the training thread waits to begin an iteration's pushes
         self._confirmed: set[int] = set()  # ranks that have named the layout in force
@@ -169,15 +175,15 @@ class Migration:
 
     def catch_up(self, now: float) -> list[Effect] | None:
         """Switch to a layout that others put in force, between two iterations; None: this peer is up to date."""
-        if self._later is None:
+        if self._next_layout is None:
             return None
-        (epoch, layout), self._later = self._later, None
+        (epoch, layout), self._next_layout = self._next_layout, None
         self.host.worker.stop()
         return [*self._switch_layout(epoch, layout, "", now), *self.host.worker.begin(now)]
 
     # --- pushes and pulls -------------------------------------------------------------------------
 
-    def misplaced(self, event: Received, request: GradientRequest | TablesRequest, now: float) -> list[Effect] | None:
+    def divert(self, event: Received, request: GradientRequest | TablesRequest, now: float) -> list[Effect] | None:
         """Answer or hold a push or a pull that cannot be served now; None: it can."""
         learned: list[Effect] = []
         if request.epoch > self.epoch and self._is_ready_for(request.epoch):
@@ -203,7 +209,7 @@ class Migration:
             case PrepareRequest():
                 return self._prepare(event, event.request, now)
             case RangesRequest():
-                return self._give(event, event.request, now)
+                return self._send_ranges(event, event.request, now)
             case PlaceRequest(epoch, servers, decided):
                 learned = self.learn_layout(event.sender, epoch, servers, decided, now)
                 reply = BusyReply() if self._change else self.placed
@@ -216,22 +222,22 @@ class Migration:
 
     def _pause(self, event: Received, request: PauseRequest, now: float) -> list[Effect]:
         asked = defer(event.key, request.patience, now)
-        problem = self._takes_part(event.sender, request)
+        problem = self._try_to_join(event.sender, request)
         if problem:
             return [Answer(event.key, NotReadyReply(problem), asked.deadline)]
         assert self._change is not None
-        again = put_off(self._change.pausing)
+        replaced = put_off(self._change.pausing)  # the leader has repeated its request
         self._change.pausing = asked
-        return [*again, *self.worker_advanced(now)]
+        return [*replaced, *self.worker_advanced(now)]
 
-    def _takes_part(self, leader: int, request: PauseRequest) -> str:
+    def _try_to_join(self, leader: int, request: PauseRequest) -> str:
         """Join the change if possible. Return why it is not, or an empty string."""
         if self._change is not None:
             return "" if (self._change.epoch, self._change.leader) == (request.epoch, leader) else UNDER_WAY
         if request.epoch <= self.decided:
             return "that change is over"
-        if self._later is not None or self.host.agreeing:
-            return "it no longer trains" if self.host.agreeing else "it has not switched to the last layout yet"
+        if self._next_layout is not None or self.host.is_finishing:
+            return "it no longer trains" if self.host.is_finishing else "it has not switched to the last layout yet"
         if not self.host.hosted.ready:
             return NOT_READY
         try:
@@ -246,22 +252,22 @@ class Migration:
             return [Answer(event.key, NotReadyReply("it does not take part in this change"), asked.deadline)]
         if change.ready:
             return [Answer(event.key, AcceptReply(), asked.deadline)]
-        again = put_off(change.preparing)
+        replaced = put_off(change.preparing)
         change.preparing = asked
         if change.state:
-            return again
-        problem = self._differs(request.sync)
+            return replaced
+        problem = self._sync_conflict(request.sync)
         if problem:
-            return [*again, *self._refuse(change, problem)]
+            return [*replaced, *self._refuse(change, problem)]
         change.state, change.sync, change.frozen = request.state, request.sync, True
         change.pending = deque(n for n, batch in enumerate(change.batches) if batch.target == self._context.rank)
-        return [*again, PrepareTables(change.epoch, change.layout.servers), *self._fetch(change, now)]
+        return [*replaced, PrepareTables(change.epoch, change.layout.servers), *self._fetch(change, now)]
 
     def _fetch(self, change: _Change, now: float) -> list[Effect]:
         """Request the pieces that will lie here."""
         effects: list[Effect] = []
         patience = self._context.members.model_timeout
-        while change.pending and len(change.fetching) < AT_A_TIME:
+        while change.pending and len(change.fetching) < MAX_OPEN:
             number = change.pending.popleft()
             request = RangesRequest(change.epoch, number, change.sync, patience)
             send = self._context.requests.send(change.batches[number].source, request, now, now + patience)
@@ -269,19 +275,19 @@ class Migration:
             effects.append(send)
         return effects if change.fetching else [*effects, ReportPrepared(change.epoch)]
 
-    def _give(self, event: Received, request: RangesRequest, now: float) -> list[Effect]:
+    def _send_ranges(self, event: Received, request: RangesRequest, now: float) -> list[Effect]:
         change, deadline = self._change, now + request.patience
         if change is None or change.epoch != request.epoch or request.batch >= len(change.batches):
             return [Answer(event.key, NotReadyReply("it does not take part in this change"), deadline)]
         batch = change.batches[request.batch]
         if (batch.source, batch.target) != (self._context.rank, event.sender):
             return [Answer(event.key, NotReadyReply("these ranges do not move between these peers"), deadline)]
-        if problem := self._differs(request.sync):
+        if problem := self._sync_conflict(request.sync):
             return [Answer(event.key, NotReadyReply(problem), deadline)]
         change.frozen = True
         return [Answer(event.key, TablesReply(0, ()), deadline, pieces=batch.plain)]
 
-    def _differs(self, sync: str) -> str:
+    def _sync_conflict(self, sync: str) -> str:
         """Return why the hosted shards cannot be merged with others of the sync model ``sync``; empty: they can."""
         other = sorted(self.host.hosted.sync_settings - {sync})
         if not other:
@@ -331,7 +337,7 @@ class Migration:
         """Handle the news that another peer uses this layout."""
         self._confirmed.add(sender)
         known, self.decided = self._change, max(self.decided, decided)
-        if epoch > self.epoch and (self._later is None or epoch > self._later[0]):
+        if epoch > self.epoch and (self._next_layout is None or epoch > self._next_layout[0]):
             return self.commit(epoch, now) if self._is_ready_for(epoch) else self._follow(epoch, servers, now)
         if known is not None and known.epoch <= decided:
             return self.abort(now)
@@ -355,7 +361,7 @@ class Migration:
         if self._context.rank in servers and not self.host.hosted.is_being_restored:
             reason = "the servers were changed, and this peer does not have its new tables"
             return [*aborted, Stop(reason), Resume()]
-        self._later = epoch, self.layouts.make(servers)
+        self._next_layout = epoch, self.layouts.make(servers)
         self.host.worker.drop_iteration()
         return aborted if self.host.worker.is_mid_iteration else [*aborted, *(self.catch_up(now) or [])]
 
@@ -423,7 +429,7 @@ class Migration:
         return self._ask_layout_of(ranks, now)
 
     @property
-    def is_asking(self) -> bool:
+    def is_asking_for_layout(self) -> bool:
         """Whether a question about the layout in force is open."""
         return bool(self._context.requests.open_ranks(PlaceRequest))
 

@@ -27,8 +27,8 @@ from gossipx.server.shard import Shard
 RECORDS, FOLLOW = "records", "follow"
 """Timers for sending records again, and for requesting a copy again; each is followed by a space and the shard's index.
 """
-AT_A_TIME = 4
-"""The most open records."""
+MAX_OPEN = 4
+"""Maximum number of open records."""
 
 
 class Standby(Records):
@@ -79,7 +79,7 @@ class Standby(Records):
         patience = self._context.members.model_timeout
         under_way = set(self._open.values())
         for number, (record, shared_ticket) in self._unsafe.items():
-            if len(self._open) >= AT_A_TIME:
+            if len(self._open) >= MAX_OPEN:
                 break
             if number in under_way:
                 continue
@@ -215,9 +215,9 @@ class Replica:
             effects += [*self.end(), TakeCopy(ticket, self.shard.index)]
         else:
             effects.append(Forget(ticket))
-        return [*effects, self._later(now)]
+        return [*effects, self._retry_later(now)]
 
-    def _later(self, now: float) -> SetTimer:
+    def _retry_later(self, now: float) -> SetTimer:
         share = LONGEST_BACKOFF if self.has_copy else FIRST_BACKOFF
         return SetTimer(f"{FOLLOW} {self.shard.index}", now + share * self._context.timeout)
 

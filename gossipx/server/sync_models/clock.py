@@ -16,10 +16,10 @@ from typing import Any
 from gossipx import specs
 from gossipx.errors import UsageError
 from gossipx.server.sync_models.conditions import Apply, Pull, SyncModel, View
-from gossipx.server.sync_models.decisions import ApplyBuffer, Counts, Decision, Fate, Part, Pulls, Release, Tick
+from gossipx.server.sync_models.decisions import ApplyBuffer, Counts, Decision, Handling, Part, Pulls, Release, Tick
 from gossipx.server.sync_models.models import application, describe
 
-__all__ = ["ApplyBuffer", "Clock", "Counts", "Decision", "Fate", "Part", "Pulls", "Release", "Tick"]
+__all__ = ["ApplyBuffer", "Clock", "Counts", "Decision", "Handling", "Part", "Pulls", "Release", "Tick"]
 
 
 @dataclass
@@ -177,14 +177,14 @@ class Clock:
         """Decide what to do with one message of the worker's push of iteration ``progress``; called as each arrives."""
         one = self._known(worker)
         if progress <= one.progress:
-            return Part(Fate.DROP)  # already counted
+            return Part(Handling.DROP)  # already counted
         self._note_push(one, progress)
         if one.dropped:
-            return Part(Fate.DROP)
+            return Part(Handling.DROP)
         if self._apply.buffers:
             one.partly = self._holds_any = True
-            return Part(Fate.BUFFER)
-        return Part(Fate.APPLY, 1 / len(self._workers) if self._apply is Apply.PUSH else 1.0)
+            return Part(Handling.BUFFER)
+        return Part(Handling.APPLY, 1 / len(self._workers) if self._apply is Apply.PUSH else 1.0)
 
     def pushed(self, worker: int, progress: int) -> list[Decision]:
         """Complete the worker's push of iteration ``progress``, all of whose messages have been handled."""

@@ -19,8 +19,8 @@ class Pulls(enum.Enum):
     SOFT = "soft"
 
 
-class Fate(enum.Enum):
-    """What to do with one message of a push."""
+class Handling(enum.Enum):
+    """The handling of one message of a push."""
 
     APPLY = "apply"
     BUFFER = "buffer"
@@ -32,11 +32,11 @@ class Part:
     """The decision about one message of a push.
 
     Attributes:
-        fate: apply its gradients now, add them to the gradient buffer, or drop them.
+        handling: apply its gradients now, add them to the gradient buffer, or drop them.
         scale: the factor to apply them with: 1 / N (Algorithm 1, line 15) or 1.
     """
 
-    fate: Fate
+    handling: Handling
     scale: float = 1.0
 
 

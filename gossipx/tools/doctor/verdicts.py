@@ -129,7 +129,7 @@ def clocks(found: Findings) -> Iterator[Verdict]:
 
 
 def latency(found: Findings) -> Iterator[Verdict]:
-    """Report the range of round-trip times; a distant host is no fault."""
+    """Report the range of round-trip times; a distant host is not a fault."""
     taken = [pair.latency * 1e3 for pair in _measured(found).values() if pair.latency is not None]
     if taken:
         yield Verdict("ok", "latency", f"{_range(taken, '{:.2g} ms'.format)} per round trip")

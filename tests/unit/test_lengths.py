@@ -1,0 +1,27 @@
+"""Files and functions stay short enough to be read at once."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FILE, FUNCTION = 450, 60
+"""Maximum number of lines. The lines of a function are counted from its ``def``."""
+
+
+def sources() -> Iterator[Path]:
+    for folder in ("gossipx", "tests", "bin", "docs"):
+        yield from (path for path in (ROOT / folder).rglob("*.py") if "_build" not in path.parts)
+
+
+def test_files_and_functions_are_short() -> None:
+    too_long = []
+    for path in sources():
+        text = path.read_text(encoding="utf-8")
+        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        lengths = {f"{node.name}()": (node.end_lineno or 0) - node.lineno + 1 for node in nodes}
+        too_long += [f"{path}: {name}: {lines}" for name, lines in lengths.items() if lines > FUNCTION]
+        too_long += [f"{path}: {lines}" for lines in [text.count("\n")] if lines > FILE]
+    assert not too_long, "\n".join(["", *too_long])
