@@ -29,7 +29,7 @@ from gossipx.wire import (
     Description,
     Hello,
     Message,
-    Noted,
+    SetNote,
 )
 from gossipx.wire.frames import (
     VERSION,
@@ -75,7 +75,7 @@ FITS: dict[object, st.SearchStrategy[object]] = {
     fields.Sections: st.lists(counts, max_size=8).map(tuple),
     fields.Groups: groups,
     fields.Parts: st.lists(st.tuples(st.integers(0, 65_536), st.integers(0, 2**40)), max_size=5).map(tuple),
-    fields.Happenings: st.lists(happenings, max_size=5).map(tuple),
+    fields.ShardEvents: st.lists(happenings, max_size=5).map(tuple),
     fields.Workers: st.lists(st.tuples(ranks, counts), max_size=5).map(tuple),
     AnyStage: st.sampled_from(Stage),
     AnyWave: st.integers(1, MAX_WAVE) | st.just(LAST_WAVE),
@@ -86,7 +86,7 @@ OWN: dict[tuple[type, str], st.SearchStrategy[object]] = {
     (Hello, "size"): st.integers(1, 65_536),
     (Description, "size"): st.integers(0, 2**24),
     (CopyReply, "size"): st.integers(0, 2**40),
-    (Noted, "value"): st.binary(max_size=MAX_NOTE).map(bytes.hex),
+    (SetNote, "value"): st.binary(max_size=MAX_NOTE).map(bytes.hex),
     (Carried, "digest"): st.binary(max_size=32).map(bytes.hex),
     (CheckupRequest, "part"): st.sampled_from(["facts", "peers", "model", "load"]),
     (CheckupRequest, "back"): st.integers(0, 2**24),

@@ -48,7 +48,7 @@ class Model(Source):
         super().__init__(self.memory.view, self.memory.descriptor)
 
 
-class Taken(Bytes):
+class UploadBuffer(Bytes):
     """The buffer for a request's payload."""
 
     released = 0
@@ -66,7 +66,7 @@ class Host:
         self.answered: queue.Queue[bool] = queue.Queue()
         self.uploads: queue.Queue[bytes] = queue.Queue()
         self.capacity = 0  # largest payload of a request, in bytes
-        self.buffers: list[Taken] = []  # buffers handed out
+        self.buffers: list[UploadBuffer] = []  # buffers handed out
         self.react: Callable[[Hashable, Request], None] | None = None
         given: dict[str, Any] = {
             "rank": rank,
@@ -87,14 +87,14 @@ class Host:
     def _requested(self, sender: int, key: Hashable, request: Request, upload: UploadSink | None) -> None:
         self.received.put((sender, key, request))
         if upload is not None:
-            assert isinstance(upload, Taken)
+            assert isinstance(upload, UploadBuffer)
             self.uploads.put(bytes(upload.view))
             upload.release()
         if self.react is not None:
             self.react(key, request)
 
-    def _sink_for(self, sender: int, request: CarryingRequest) -> Taken:
-        self.buffers.append(Taken(memoryview(bytearray(self.capacity))))
+    def _sink_for(self, sender: int, request: CarryingRequest) -> UploadBuffer:
+        self.buffers.append(UploadBuffer(memoryview(bytearray(self.capacity))))
         return self.buffers[-1]
 
     def ask(

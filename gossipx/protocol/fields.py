@@ -26,7 +26,7 @@ MAX_FIGURES = 1_000  # entries in a report
 MAX_SETTINGS = 32
 MAX_PARTS = 65_536  # partitions of a shard
 MAX_SECTIONS = 16  # sections of a model: one per dtype
-MAX_HAPPENED = 1_000  # entries in one record
+MAX_SHARD_EVENTS = 1_000  # entries in one record
 MAX_GROUPS, MAX_GROUP = 1_000, 32  # parameter groups of an optimizer, and numbers in one
 # Bytes of metadata. The largest legitimate messages: 65,536 ranks of five digits are 384 KiB, a report of a run of 100
 # peers is 5 KiB. The small bound is what an unauthenticated connection can make us allocate.
@@ -256,9 +256,9 @@ Groups = Annotated[tuple[dict[str, float], ...], listed(_group, "groups", MAX_GR
 _part = pair(integer(0, MAX_PARTS), integer(0, MAX_MODEL), "a pair of numbers")
 Parts = Annotated[tuple[tuple[int, int], ...], listed(_part, "parts", MAX_PARTS)]
 """For each partition in a bucket, in order: its number in the shard, and its number of bytes in the payload."""
-Happening = tuple[str | int | float, ...]
+ShardEvent = tuple[str | int | float, ...]
 """An event of a shard: a word and its figures; see :class:`gossipx.server.shard.Shard`."""
-Happenings = Annotated[tuple[Happening, ...], listed(_happening, "entries", MAX_HAPPENED)]
+ShardEvents = Annotated[tuple[ShardEvent, ...], listed(_happening, "entries", MAX_SHARD_EVENTS)]
 _worker = pair(_rank, _count, "a rank with its iteration")
 Workers = Annotated[tuple[tuple[int, int], ...], listed(_worker, "workers", MAX_RANKS)]
 

@@ -42,12 +42,12 @@ from gossipx.protocol.fields import (
     CountOrNone,
     FromZero,
     Groups,
-    Happenings,
     Parts,
     Rank,
     Ranks,
     Seconds,
     Servers,
+    ShardEvents,
     Text,
     Workers,
     integer,
@@ -200,7 +200,7 @@ class RecordRequest:
     shard: Rank
     copy: Count
     number: Count
-    happened: Happenings
+    happened: ShardEvents
     bucket: CountOrNone
     progress: CountOrNone
     parts: Parts

@@ -48,6 +48,9 @@ _masks = threading.local()
 def register(peer: Finishable, under_run: bool) -> None:
     """Make ``peer`` the open peer of this process, to be finished or closed when the script ends.
 
+    Args:
+        under_run: whether ``gossipx run`` started this process.
+
     Raises:
         UsageError: the process has an open peer, or it has left the ``gossipx run`` that started it.
     """

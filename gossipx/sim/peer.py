@@ -15,7 +15,7 @@ from gossipx.protocol import effects, events
 from gossipx.protocol.events import Fault
 from gossipx.protocol.messages import Stage
 from gossipx.sim.models import Retrieval
-from gossipx.sim.requests import SimRequests, Surroundings
+from gossipx.sim.requests import SimRequests, WorldView
 from gossipx.tables.client import Client
 from gossipx.tables.store import TableStore
 
@@ -96,7 +96,7 @@ class SimPeer(SimRequests):
 
     # --- lifecycle ----------------------------------------------------------------------------------
 
-    def begin(self, world: Surroundings) -> None:
+    def begin(self, world: WorldView) -> None:
         """Join the run; called by the world."""
         self._world = world
         self.handle(events.JoinRun(self.resumed))

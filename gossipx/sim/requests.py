@@ -47,7 +47,7 @@ from gossipx.sim.tables import SimTables
 from gossipx.tables.store import TableStore
 
 
-class Surroundings(Protocol):
+class WorldView(Protocol):
     """The part of the world that a peer uses; a protocol, since the world imports the peers."""
 
     now: float
@@ -76,7 +76,7 @@ class Surroundings(Protocol):
 class SimRequests(abc.ABC):
     """The request handling of one peer; the base class of :class:`~gossipx.sim.peer.SimPeer`."""
 
-    _world: Surroundings
+    _world: WorldView
 
     def __init__(self, role: PeerRole, arena: ParameterArena, table_store: TableStore | None, codec: Coded | None):
         self.role = role

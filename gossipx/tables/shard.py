@@ -200,7 +200,7 @@ class ShardStore:
 
     # --- gradients --------------------------------------------------------------------------------
 
-    def size(self, request: GradientRequest | RecordRequest) -> int:
+    def push_size(self, request: GradientRequest | RecordRequest) -> int:
         """Return the number of bytes that a push brings.
 
         Raises:
@@ -239,7 +239,7 @@ class ShardStore:
         return gradient
 
     def apply(self, number: int, gradient: Tensor, scale: float, settings: Sequence[dict[str, float]]) -> None:
-        """Do one optimizer step on one bucket."""
+        """Do one optimizer step on one bucket; ``settings`` are the hyperparameters of each parameter group."""
         bucket = self.buckets[number]
         if scale != 1.0:
             gradient = gradient * scale
@@ -286,12 +286,12 @@ class ShardStore:
         """The size in bytes of all values as workers receive them."""
         return sum(bucket.memory.view.nbytes for bucket in self.buckets)
 
-    def capacity(self, request: GradientRequest | RecordRequest) -> int:
+    def push_capacity(self, request: GradientRequest | RecordRequest) -> int:
         """Return the size in bytes of a buffer for a push, the same for every push of a bucket so that buffers are
         reused.
         """
         bucket = self.buckets[request.bucket]
-        return bucket.max_bytes or self.size(request)
+        return bucket.max_bytes or self.push_size(request)
 
     def encode(self, number: int, worker: int = 0, base: int = FULL) -> EncodedBucket:
         """Return the bucket's current version as it is sent: unchanged until :meth:`release`, encoded once per version.

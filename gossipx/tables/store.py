@@ -210,8 +210,8 @@ class TableStore:
         if request.shard not in stores:
             raise ProtocolError(f"a push for shard {request.shard}, which this peer does not hold")
         store = stores[request.shard]
-        size = store.size(request) if request.bucket >= 0 else 0
-        capacity = store.capacity(request) if size else 0
+        size = store.push_size(request) if request.bucket >= 0 else 0
+        capacity = store.push_capacity(request) if size else 0
         places = self._places if isinstance(request, GradientRequest) else self._places_of_records
         if not places.acquire(timeout=request.patience):
             return None

@@ -35,11 +35,11 @@ from gossipx.wire import (
     CarrierRequest,
     Expect,
     Message,
+    ModelAck,
     NoCarrierReply,
     Open,
     Sink,
     SinkFactory,
-    Taken,
     answer_to,
     auth,
     frames,
@@ -143,7 +143,7 @@ class Link:
         else:
             self._send_with(reply, number, payload, deadline)
         answer = self.receive(deadline)
-        if not isinstance(answer.message, Taken) or answer.request != number:
+        if not isinstance(answer.message, ModelAck) or answer.request != number:
             raise ProtocolError(f"it answered a model with {type(answer.message).__name__}")
 
     def _send_with(self, message: Message, number: int, payload: Source, deadline: float) -> None:
@@ -316,7 +316,7 @@ class Link:
         frame = self.receive(deadline, answer_to(message, number, payload))
         if isinstance(frame.message, CarryingReply):
             try:
-                self.send(frames.encode(Taken(), number, checks=self.checks), deadline)
+                self.send(frames.encode(ModelAck(), number, checks=self.checks), deadline)
             finally:
                 self.heard = True  # the payload was received, so the request must not be repeated
         return frame

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from gossipx.errors import NoCarrierError, ProtocolError
 from gossipx.memory import cannot_shrink
-from gossipx.wire import CarrierReply, Message, NoCarrierReply, Noted
+from gossipx.wire import CarrierReply, Message, NoCarrierReply, SetNote
 
 # Blocks of another peer's memory that stay mapped. While all of them together have at most _SMALL_BYTES, _SMALL blocks
 # are kept, because a server has a small one per bucket of tables. Above that size _MAPPED are kept, the number of
@@ -76,7 +76,7 @@ class LinkStore:
     def set(self, key: str, value: bytes) -> None:
         """Publish a value to the other side."""
         self._known[key] = value
-        self._tell(Noted(key, value.hex()))
+        self._tell(SetNote(key, value.hex()))
 
     def get(self, key: str) -> bytes:
         """Return the value of ``key``; waits for it.
@@ -103,7 +103,7 @@ class LinkStore:
             raise NoCarrierError(f"it says: {message.reason}")
         if isinstance(message, CarrierReply):
             self._built = True
-        elif isinstance(message, Noted) and len(self._known) < _MOST_NOTES:
+        elif isinstance(message, SetNote) and len(self._known) < _MOST_NOTES:
             self._known[message.key] = bytes.fromhex(message.value)
         else:
             raise ProtocolError(f"it sent {type(message).__name__} while a carrier was being built")

@@ -3,7 +3,7 @@
 The two ends of a connection identify themselves before it carries messages between peers
 (:mod:`gossipx.protocol.messages`). Both kinds of messages travel in frames (:mod:`gossipx.wire.frames`). The messages
 defined here are read and written by :mod:`gossipx.transports`: its ``handshake`` uses Hello or Open up to Description,
-``checkup`` serves ``gossipx doctor``, and ``link`` uses Taken and the messages about *carriers*: faster paths for
+``checkup`` serves ``gossipx doctor``, and ``link`` uses ModelAck and the messages about *carriers*: faster paths for
 payloads next to the connection, such as gloo.
 """
 
@@ -209,7 +209,7 @@ class CheckupReply:
 
 @kind(11)
 @dataclass(frozen=True)
-class Taken:
+class ModelAck:
     """Acknowledges a model that has arrived whole, so that its sender may release the bytes."""
 
 
@@ -227,7 +227,7 @@ class CarrierRequest:
 
 @kind(13)
 @dataclass(frozen=True)
-class Noted:
+class SetNote:
     """Sets ``key`` to ``value`` for the other side while both set up a carrier.
 
     Attributes:
@@ -277,9 +277,9 @@ Message = (
     | Description
     | CheckupRequest
     | CheckupReply
-    | Taken
+    | ModelAck
     | CarrierRequest
-    | Noted
+    | SetNote
     | CarrierReply
     | NoCarrierReply
     | Carried

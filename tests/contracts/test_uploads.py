@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from forks.client import Piped
-from managers import LONG, SHORT, Host, Model, Taken, ended, runs, settings_of, soon
+from managers import LONG, SHORT, Host, Model, UploadBuffer, ended, runs, settings_of, soon
 from responder import model
 
 from gossipx.errors import CancelledError, PeerTimeoutError, PeerUnreachableError
@@ -77,9 +77,9 @@ def test_messages_continue_while_an_upload_waits_for_memory(start: Callable[[int
     a, b = start(2)
     free = threading.Event()
 
-    def sink_for(sender: int, request: object) -> Taken:
+    def sink_for(sender: int, request: object) -> UploadBuffer:
         assert free.wait(LONG)
-        return Taken(memoryview(bytearray(LARGE)))
+        return UploadBuffer(memoryview(bytearray(LARGE)))
 
     b.comm._listener._sink_for = sink_for
     answers(b, model(PIECE))
@@ -105,9 +105,9 @@ def test_a_receiver_without_memory_has_the_senders_deadline(start: Callable[[int
     a, b = start(2)
     over = threading.Event()
 
-    def sink_for(sender: int, request: object) -> Taken:
+    def sink_for(sender: int, request: object) -> UploadBuffer:
         assert over.wait(LONG)
-        return Taken(memoryview(bytearray(LARGE)))
+        return UploadBuffer(memoryview(bytearray(LARGE)))
 
     b.comm._listener._sink_for = sink_for
     result = a.ask(1, elastic(), bytearray(PIECE), seconds=SHORT, upload=model(LARGE)).get(timeout=LONG)
@@ -120,7 +120,7 @@ def test_an_upload_can_be_cancelled_in_the_middle(start: Callable[[int], list[Ho
     b.capacity = LARGE
     reached, over = threading.Event(), threading.Event()
 
-    class Slow(Taken):
+    class Slow(UploadBuffer):
         def buffer_at(self, start: int) -> memoryview:
             return self.view[start : start + PIECE]
 
@@ -152,7 +152,7 @@ def test_a_sender_that_dies_within_an_upload_leaves_nothing(way: str, tmp_path: 
         host = make(2).host(0, **settings_of(way, tmp_path))
         begun, released = threading.Event(), threading.Event()
 
-        class Counting(Taken):
+        class Counting(UploadBuffer):
             def buffer_at(self, start: int) -> memoryview:
                 return self.view[start : start + PIECE]
 

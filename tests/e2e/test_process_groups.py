@@ -25,7 +25,7 @@ from gossipx.transports import KeyValueStore, link
 from gossipx.transports.backends import CHUNK, Gloo
 from gossipx.transports.process_group import PairGroup, ProcessGroups
 from gossipx.transports.shared_memory import LinkStore
-from gossipx.wire import Carried, CarrierReply, Message, NoCarrierReply, Noted, Taken
+from gossipx.wire import Carried, CarrierReply, Message, ModelAck, NoCarrierReply, SetNote
 
 SIZE = 2 * CHUNK + 5
 
@@ -304,8 +304,8 @@ def _kind_of(kind: type, make: Callable[..., object]) -> type:
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        ([Noted(str(number), "00") for number in range(65)], "it sent Noted while"),
-        ([Taken()], "it sent Taken while"),
+        ([SetNote(str(number), "00") for number in range(65)], "it sent SetNote while"),
+        ([ModelAck()], "it sent ModelAck while"),
         ([CarrierReply()], "built its end of the carrier without sending"),
     ],
 )

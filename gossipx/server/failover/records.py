@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from gossipx.protocol.effects import Answer, Effect
-from gossipx.protocol.fields import Happening
+from gossipx.protocol.fields import ShardEvent
 from gossipx.protocol.server_messages import GradientRequest, RecordRequest
 from gossipx.protocol.table_effects import Record
 
@@ -40,7 +40,7 @@ class Records:
         self.shard = shard
         self.copy = copy
         self.number = 0
-        self._happened: list[Happening] = []
+        self._happened: list[ShardEvent] = []
 
     def log(self, *entry: str | int | float) -> None:
         """Append an input of the shard to the next record."""
