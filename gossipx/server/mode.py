@@ -78,7 +78,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         self.hosted = HostedShards(context, settings)
         self.shards = self.hosted.shards
         self._trains = settings.trains or context.rank not in settings.servers
-        self.migration = Migration(context, self, settings.layouts, settings.layout)
+        self.migration = Migration(context, self._replies, self, settings.layouts, settings.layout)
         self.coordinator = Coordinator(context, self._replies, self.migration, settings.fixed)
         self._replication = Replication(context, self._replies, self.shards, self._training)
         for index, clock in clocks.items():
@@ -180,26 +180,18 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         return self._worker_advanced(self.worker.gradients_ready(buckets, now), now)
 
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
-        handled = self._replies.handle(ticket, reply, now)
-        if handled is None:  # it belongs to a change of servers, or no longer matters
-            handled = [
-                *self.migration.replied(ticket, to, reply, now),
-                *self._begin_confirmed(now),
-                *self._stop_lost(),
-            ]
-        return self._follow_up(handled, now)
+        return self._follow_up(self._replies.handle(ticket, reply, now), now)
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
-        handled = self._replies.handle(ticket, None, now)
-        if handled is None:
-            handled = [*self.migration.failed(ticket), *self._stop_lost()]
-        return self._follow_up(handled, now)
+        return self._follow_up(self._replies.handle(ticket, None, now), now)
+
+    def layout_answered(self, now: float) -> list[Effect]:
+        return [*self._begin_confirmed(now), *self._stop_lost()]
 
     def _worker_answered(self, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
         """Handle the outcome of a push or a pull."""
-        learned: list[Effect] = []
-        if isinstance(reply, PlacedReply):  # before the worker, which continues with the new layout
-            learned = self.migration.learn_layout(to, reply.epoch, reply.servers, reply.decided, now)
+        # The migration learns of a new layout before the worker, which continues with it.
+        learned = self.migration.learn_layout(to, reply, now) if isinstance(reply, PlacedReply) else []
         went = self._worker_advanced(self.worker.answered(ticket, reply, now), now)
         if reply is None:
             return [*went, *self._give_up_lost(), *self._server_lost(now)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from gossipx.peer.membership import Requests
-from gossipx.protocol.effects import Effect, Send
+from gossipx.protocol.effects import Effect, Forget, Send
 from gossipx.protocol.messages import Reply, Request
 
 Handler = Callable[[int, int, Reply | None, float], list[Effect]]
@@ -40,9 +40,9 @@ class Replies:
         for ticket in tickets:
             self._handlers.pop(ticket, None)
 
-    def handle(self, ticket: int, reply: Reply | None, now: float) -> list[Effect] | None:
-        """Call the handler of a request that was answered or failed. Return None if it has none."""
+    def handle(self, ticket: int, reply: Reply | None, now: float) -> list[Effect]:
+        """Call the handler of a request that was answered or failed, unless the outcome no longer matters."""
         if ticket not in self._handlers:
-            return None
+            return [Forget(ticket)]
         to, handler = self._handlers.pop(ticket)
         return handler(ticket, to, reply, now)

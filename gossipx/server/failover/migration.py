@@ -44,6 +44,7 @@ from gossipx.protocol.table_effects import DropTables, PlaceTables, PrepareTable
 from gossipx.server.deferred import Deferred, defer, put_off
 from gossipx.server.hosted_shards import HostedShards
 from gossipx.server.placement.layout import Batch, Layout, Layouts
+from gossipx.server.replies import Replies
 from gossipx.server.worker import Worker
 
 MAX_OPEN = 2
@@ -65,17 +66,15 @@ class MigrationHost(abc.ABC):
 
     @abc.abstractmethod
     def switch_layout(self, layout: Layout, epoch: int, state: str, reply: Reply, now: float) -> list[Effect]:
-        """Switch worker and shards to ``layout``.
-
-        Args:
-            epoch: of the layout.
-            state: the clocks of the new shards, as JSON; empty: restore the shards from disk.
-            reply: answers the pulls that wait.
-        """
+        """Switch to ``layout`` with the clocks ``state`` (JSON; empty: from disk). ``reply`` answers waiting pulls."""
 
     @abc.abstractmethod
     def requested(self, event: Received, now: float) -> list[Effect]:
         """Handle a request that was held during the change."""
+
+    @abc.abstractmethod
+    def layout_answered(self, now: float) -> list[Effect]:
+        """Handle the outcome of a question about the layout in force."""
 
 
 @dataclass
@@ -125,11 +124,12 @@ class Migration:
         decided: all changes up to this epoch are over, committed or aborted.
     """
 
-    def __init__(self, context: PeerContext, host: MigrationHost, layouts: Layouts, layout: Layout):
+    def __init__(self, context: PeerContext, replies: Replies, host: MigrationHost, layouts: Layouts, layout: Layout):
         self.layout = layout
         self.layouts = layouts
         self.epoch = self.decided = 0
         self._context = context
+        self._replies = replies
         self.host = host
         self._change: _Change | None = None
         self._next_layout: tuple[int, Layout] | None = None  # in force elsewhere, from the next iteration on here
@@ -210,8 +210,8 @@ class Migration:
                 return self._prepare(event, event.request, now)
             case RangesRequest():
                 return self._send_ranges(event, event.request, now)
-            case PlaceRequest(epoch, servers, decided):
-                learned = self.learn_layout(event.sender, epoch, servers, decided, now)
+            case PlaceRequest():
+                learned = self.learn_layout(event.sender, event.request, now)
                 reply = BusyReply() if self._change else self.placed
                 return [*learned, Answer(event.key, reply, now + self._context.timeout)]
         raise AssertionError(event.request)
@@ -270,7 +270,8 @@ class Migration:
         while change.pending and len(change.fetching) < MAX_OPEN:
             number = change.pending.popleft()
             request = RangesRequest(change.epoch, number, change.sync, patience)
-            send = self._context.requests.send(change.batches[number].source, request, now, now + patience)
+            source = change.batches[number].source
+            send = self._replies.send(source, request, now, now + patience, self._ranges_answered)
             change.fetching[send.ticket] = number
             effects.append(send)
         return effects if change.fetching else [*effects, ReportPrepared(change.epoch)]
@@ -296,25 +297,22 @@ class Migration:
 
     # --- replies -----------------------------------------------------------------------------------
 
-    def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
-        """Handle the reply to a RangesRequest or a PlaceRequest."""
-        if isinstance(reply, PlacedReply):
-            learned = self.learn_layout(to, reply.epoch, reply.servers, reply.decided, now)
-            return [Forget(ticket), *learned]
+    def _ranges_answered(self, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
         change = self._change
         if change is None or ticket not in change.fetching:
             return [Forget(ticket)]
         number = change.fetching.pop(ticket)
         if isinstance(reply, TablesReply):
             return [TakeRanges(ticket, change.batches[number].plain), *self._fetch(change, now)]
+        if reply is None:
+            change.pending.append(number)  # :meth:`watch` sends it again
+            return [Forget(ticket)]
         assert isinstance(reply, NotReadyReply)
         return [Forget(ticket), *self._refuse(change, reply.reason)]
 
-    def failed(self, ticket: int) -> list[Effect]:
-        """Handle a request without a reply; :meth:`watch` sends it again."""
-        if self._change is not None and ticket in self._change.fetching:
-            self._change.pending.append(self._change.fetching.pop(ticket))
-        return [Forget(ticket)]
+    def _layout_answered(self, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
+        learned = self.learn_layout(to, reply, now) if isinstance(reply, PlacedReply) else []
+        return [Forget(ticket), *learned, *self.host.layout_answered(now)]
 
     def prepared(self, event: Prepared) -> list[Effect]:
         """Handle the end of preparation: all tables are here, or they cannot be."""
@@ -333,12 +331,13 @@ class Migration:
 
     # --- layout in force ------------------------------------------------------------------------------
 
-    def learn_layout(self, sender: int, epoch: int, servers: tuple[int, ...], decided: int, now: float) -> list[Effect]:
+    def learn_layout(self, sender: int, news: PlaceRequest | PlacedReply, now: float) -> list[Effect]:
         """Handle the news that another peer uses this layout."""
+        epoch, decided = news.epoch, news.decided
         self._confirmed.add(sender)
         known, self.decided = self._change, max(self.decided, decided)
         if epoch > self.epoch and (self._next_layout is None or epoch > self._next_layout[0]):
-            return self.commit(epoch, now) if self._is_ready_for(epoch) else self._follow(epoch, servers, now)
+            return self.commit(epoch, now) if self._is_ready_for(epoch) else self._follow(epoch, news.servers, now)
         if known is not None and known.epoch <= decided:
             return self.abort(now)
         return []
@@ -447,4 +446,5 @@ class Migration:
         asked = self._context.requests.open_ranks(PlaceRequest)
         question = PlaceRequest(self.epoch, self.layout.servers, self.decided)
         deadline = now + self._context.timeout
-        return [self._context.requests.send(to, question, now, deadline) for to in ranks if to not in asked]
+        send = self._replies.send
+        return [send(to, question, now, deadline, self._layout_answered) for to in ranks if to not in asked]
