@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from gossipx.peer.membership import Requests
 from gossipx.protocol.effects import Answer, Capture, Effect, Keep, Merge
 from gossipx.protocol.events import Merged, Received
-from gossipx.protocol.messages import CentreRequest, ElasticRequest, ModelReply, NotReadyReply
+from gossipx.protocol.messages import BusyReply, CentreRequest, ElasticRequest, ModelReply, NotReadyReply
 
 
 @dataclass
@@ -68,8 +68,10 @@ class Centre:
 
     def requested(self, event: Received, now: float) -> list[Effect]:
         """Handle an ElasticRequest or a CentreRequest."""
+        assert isinstance(event.request, ElasticRequest | CentreRequest)
         if not self.ticket:
-            return [Answer(event.key, NotReadyReply("it has no centre yet: its training has not started"), now + 1)]
+            # A worker may start before the last message of the START barrier reaches the hub.
+            return [Answer(event.key, BusyReply(), now + event.request.patience)]
         if isinstance(event.request, CentreRequest):
             return [Answer(event.key, ModelReply(self.step), now + event.request.patience, captured=self.ticket)]
         assert isinstance(event.request, ElasticRequest)

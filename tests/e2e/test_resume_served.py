@@ -28,13 +28,22 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 200), nn.Tanh(), nn.Linear(200, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True)
 with gossipx.join(model, optimizer) as peer:
-    until, waits_at, name = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    train(peer, model, optimizer, min(until, waits_at))
-    while name == "cut" and not (FOLDER / "resumes").exists():
-        signal.sigtimedwait([], 0.01)
+    until, shards, name = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    owners = [f"peer-{peer.rank:02d}", *(f"shard-{shard:02d}" for shard in range(shards))]
+
+    def waits_for(path):
+        while not path.exists() and name == "cut" and not (FOLDER / "resumes").exists():
+            signal.sigtimedwait([], 0.01)
+
+    for at in (20, 40, 60):  # a checkpoint is skipped while the previous one is still being written
+        train(peer, model, optimizer, at)
+        for owner in owners:
+            waits_for(FOLDER / "cut" / owner / "checkpoints" / f"{at:08d}" / "manifest.json")
+    train(peer, model, optimizer, 70)
+    waits_for(FOLDER / "resumes")
     train(peer, model, optimizer, until)
 """
-"""A script whose run named ``cut`` waits at an iteration, to be killed there."""
+"""A script whose run named ``cut`` waits at iteration 70, to be killed there."""
 
 
 def killed_after(here: Folder, process: Process, iteration: int, shards: int = 1) -> None:
@@ -65,8 +74,8 @@ def test_bsp_resumes_bit_for_bit(tmp_path: Path, options: tuple[str, ...]) -> No
     servers = ("--servers", "0,1", *options)
     with folder(tmp_path, 3) as here:
         script = here.script(TOY)
-        whole = here.run(*BRIEF, *servers, script, tmp_path, "150", "70", "whole", name="whole")
-        process = here.start_run(*BRIEF, *servers, script, tmp_path, "150", "70", "cut", name="cut")
+        whole = here.run(*BRIEF, *servers, script, tmp_path, "150", "2", "whole", name="whole")
+        process = here.start_run(*BRIEF, *servers, script, tmp_path, "150", "2", "cut", name="cut")
         killed_after(here, process, 60, shards=2)
         (tmp_path / "resumes").touch()
         again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
@@ -162,8 +171,8 @@ def test_a_transmit_buffers_residual_resumes_bit_for_bit(tmp_path: Path) -> None
 def test_a_damaged_shard_is_named_and_the_iteration_before_is_used(tmp_path: Path) -> None:  # [30]
     with folder(tmp_path, 2) as here:
         script = here.script(TOY)
-        whole = here.run(*BRIEF, "--servers", "0", script, tmp_path, "100", "70", "whole", name="whole")
-        process = here.start_run(*BRIEF, "--servers", "0", script, tmp_path, "100", "70", "cut", name="cut")
+        whole = here.run(*BRIEF, "--servers", "0", script, tmp_path, "100", "1", "whole", name="whole")
+        process = here.start_run(*BRIEF, "--servers", "0", script, tmp_path, "100", "1", "cut", name="cut")
         killed_after(here, process, 60)
         (tmp_path / "resumes").touch()
         newest = max((here.path / "cut" / "shard-00" / "checkpoints").iterdir(), key=lambda path: int(path.name))
