@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -118,7 +119,8 @@ class Process:
     def send_signal(self, number: int) -> None:
         """Send it a signal if it is running."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and its exit code is still on its way here
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Kill it if it is running."""
