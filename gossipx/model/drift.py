@@ -14,7 +14,7 @@ class DriftReference:
     """The reference model x_r of the drift ‖x_t − x_r‖₂; for one thread at a time.
 
     Args:
-        arena: holds x_t. Until :meth:`set` is first called, x_r is the model of the last boundary.
+        arena: holds x_t. Until a method first keeps a copy, x_r is the model at the last step boundary.
     """
 
     def __init__(self, arena: ParameterArena):
@@ -38,7 +38,7 @@ class DriftReference:
             share: the fraction of it that was added to our model.
             base: our model at the request, so that drift counts the steps since then; None: x_r.
         """
-        if self._model is None:  # x_r is the last boundary: keep a copy of it
+        if self._model is None:  # x_r is the last boundary, which contains the mix: keep a copy of it
             self.set()
             return
         models = self._model, base or self._model, difference
@@ -59,7 +59,7 @@ class DriftReference:
             reference.copy_(vector)
 
     def distance(self) -> float:
-        """Return ‖x_t − x_r‖₂ over the trained values."""
+        """Return ‖x_t − x_r‖₂ over the trained values; keeps a copy of x_r from then on."""
         if self._model is None:
             self.set()
         assert self._model is not None

@@ -35,7 +35,7 @@ class _Round:
         number: from 0.
         deadline: time after which the partner is no longer waited for.
         partner: its rank.
-        part: the directions in which models travel in this round.
+        part: which side sends its model, and whether ours is replaced by the received one.
         ticket: of our request; None if this peer only sends and the partner knows of the wave.
         is_received: whether the partner's model is here, or will not arrive.
         weight: of the partner's average: the sum of the weights of the models in it; 0 if it will not arrive.

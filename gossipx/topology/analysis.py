@@ -30,7 +30,9 @@ _EPSILON = 1e-9
 
 @dataclass(frozen=True)
 class Analysis:
-    """Properties of one topology, schedule and weights. In a round every peer pulls once, all at the same time.
+    """Properties of one topology, schedule and weights.
+
+    In a round every peer pulls once (with push-sum: pushes once), all at the same time.
 
     Attributes:
         edges: number of undirected edges; in a directed graph, of directed ones.
@@ -228,7 +230,7 @@ def _pull(models: Matrix, partners: Sequence[int | None], factors: Sequence[dict
 
 
 def traffic_of(schedule: Schedule) -> Matrix:
-    """Return [size, size]: the expected number of models from peer j (column) to peer i (row) in a round."""
+    """Return [size, size]: the expected number of models that peer i (row) pulls from peer j (column) in a round."""
     size = schedule.topology.size
     traffic = np.zeros((size, size))
     for rank in range(size):

@@ -236,6 +236,7 @@ class Decoder:
             raise
 
     def _await(self, view: memoryview, whole: Callable[[Decoder], Frame | None]) -> None:
+        """Receive into ``view`` next, and call ``whole`` once it is full."""
         # A plain function: a bound method would be a reference cycle, which keeps the last payload until a gc run.
         self._view, self._filled, self._whole = view, 0, whole
 
@@ -302,11 +303,13 @@ class Decoder:
         return None
 
     def _check_payload(self) -> Frame:
+        """Compare the trailer, which has arrived, with the check of the payload."""
         check, self._check = self._check, self._checks()
         if not hmac.compare_digest(check.digest(), self._view):
             raise ProtocolError("a payload that does not match its checksum")
         return self._trailer_whole()
 
     def _trailer_whole(self) -> Frame:
+        """Return the frame, with or without a trailer, and await the next header."""
         self._await(memoryview(self._header), Decoder._header_whole)
         return self._frame

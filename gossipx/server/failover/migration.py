@@ -15,7 +15,7 @@ continues with it.
 
 Pushes and pulls name their epoch. A request or reply of a later epoch informs its receiver as a PlaceRequest does, so a
 lost PlaceRequest does no harm, and a peer that was considered lost returns this way. A peer that waits without news
-asks the leader which layout is in force, or all other peers if the leader is lost.
+asks the leader which layout is in force, by a PlaceRequest with its own, or all other peers if the leader is lost.
 """
 
 from __future__ import annotations
@@ -390,7 +390,7 @@ class Migration:
         ]
 
     def _unblock(self, now: float) -> list[Effect]:
-        """Unblock the training thread, if it waits to begin an iteration."""
+        """Unblock the training thread, if it waits to begin an iteration, which has no gradient yet."""
         blocked, self._blocked = self._blocked, False
         return [*self.host.worker.gradients_ready([], now), Resume()] if blocked else []
 
