@@ -19,8 +19,8 @@ has a secret, it is a MAC after the handshake (C = 32, :mod:`gossipx.wire.auth`)
 because TLS authenticates each of its records.
 
 An out-of-band payload takes another path, and its frame ends with the metadata: the receiver reads the payload from
-shared memory (:mod:`gossipx.transports.shared_memory`), or a carrier such as gloo transfers it, and a Carried message
-has its digest.
+shared memory (:mod:`gossipx.transports.shared_memory`), or a carrier such as gloo transfers it; the sender then
+confirms it by a Carried message with the payload's digest.
 
 Nothing is unpickled or evaluated. Every length is checked against the bound declared for its kind of message before
 anything is allocated, and a payload is received directly into the buffer that the receiver provides.
@@ -72,7 +72,10 @@ class Check(Protocol):
 
 
 Checks = Callable[[], Check]
-"""Creates the checks of all parts of all frames in order: two for a frame with a payload, one for a frame without."""
+"""Creates the checks of all parts of all frames in order: two for a frame with a payload, one for a frame without.
+
+If a carrier transfers the payload, the link checks it, without TLS by the second one (:meth:`Decoder.next_check`).
+"""
 CHECKSUMS: Checks = xxhash.xxh3_64
 
 

@@ -66,7 +66,7 @@ class MigrationHost(abc.ABC):
 
     @abc.abstractmethod
     def switch_layout(self, layout: Layout, epoch: int, state: str, reply: Reply, now: float) -> list[Effect]:
-        """Switch to ``layout`` with the clocks ``state`` (JSON; empty: from disk). ``reply`` answers waiting pulls."""
+        """Switch to ``layout``. Its shards here get the clocks ``state`` (JSON; empty: from disk), pulls ``reply``."""
 
     @abc.abstractmethod
     def requested(self, event: Received, now: float) -> list[Effect]:
@@ -277,6 +277,7 @@ class Migration:
         return effects if change.fetching else [*effects, ReportPrepared(change.epoch)]
 
     def _send_ranges(self, event: Received, request: RangesRequest, now: float) -> list[Effect]:
+        """Answer with the values of a batch: the driver sends the ranges in ``pieces`` as the reply's payload."""
         change, deadline = self._change, now + request.patience
         if change is None or change.epoch != request.epoch or request.batch >= len(change.batches):
             return [Answer(event.key, NotReadyReply("it does not take part in this change"), deadline)]
@@ -367,10 +368,9 @@ class Migration:
     def _switch_layout(self, epoch: int, layout: Layout, state: str, now: float) -> list[Effect]:
         self.epoch, self.layout, self.decided = epoch, layout, max(self.decided, epoch)
         held, self._held = self._held, []
-        answers = [asked.answer(self.placed) for _, asked in held]
         return [
             PlaceTables(epoch, layout.servers),
-            *answers,
+            *(asked.answer(self.placed) for _, asked in held),
             *self.host.switch_layout(layout, epoch, state, self.placed, now),
         ]
 
