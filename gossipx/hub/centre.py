@@ -74,7 +74,6 @@ class Centre:
             return [Answer(event.key, BusyReply(), now + event.request.patience)]
         if isinstance(event.request, CentreRequest):
             return [Answer(event.key, ModelReply(self.step), now + event.request.patience, captured=self.ticket)]
-        assert isinstance(event.request, ElasticRequest)
         name = event.request.incarnation, event.request.number
         latest = self._latest.get(event.sender)
         if latest is not None and latest[0] == name[0] and latest[1] >= name[1]:

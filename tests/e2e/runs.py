@@ -281,7 +281,7 @@ def open_files(wanted: int) -> Iterator[None]:
     """Allow this process a number of open files; skip the test if the system refuses."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < wanted:
-        pytest.skip(f"this machine allows {hard} open files per process")
+        pytest.skip(f"the test needs {wanted} open files, and the hard limit is {hard}: raise ulimit -Hn")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
     try:
         yield

@@ -72,7 +72,7 @@ def test_sources_and_docs_are_in_plain_english() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
+    [  # each contains a phrase that the check must reject
         "tell whoever asks",
         "it is none\nof these",
         "pulls a peer",
