@@ -66,7 +66,7 @@ class MigrationHost(abc.ABC):
 
     @abc.abstractmethod
     def switch_layout(self, layout: Layout, epoch: int, state: str, reply: Reply, now: float) -> list[Effect]:
-        """Switch to ``layout``. Its shards here get the clocks ``state`` (JSON; empty: on disk); pulls get ``reply``."""
+        """Switch to ``layout``. Shards here get the clocks ``state`` (JSON; empty: on disk), and pulls ``reply``."""
 
     @abc.abstractmethod
     def requested(self, event: Received, now: float) -> list[Effect]:
