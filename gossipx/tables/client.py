@@ -96,7 +96,7 @@ class Client:
         for one in self._tables:  # shards may hold a table's partitions in any order
             pieces = sorted(one.pieces, key=lambda piece: piece[0])
             one.table.senders[:] = [sender for _, sender, _ in pieces]
-            one.table.receivers[:] = [receiver for _, _, receiver in pieces]
+            one.table.takers[:] = [receiver for _, _, receiver in pieces]
 
     def _lay_out(self, place: Where, partitions: Sequence[Partition]) -> BucketMemory:
         dtype = self._tables[partitions[0].table].table.parameter.dtype
@@ -132,7 +132,7 @@ class Client:
         """
         with self._placing, self._arrived:
             self._wanted = {one.table for place in self._waiting for one in self._bucket_memories[place].partitions}
-            before = [(_joined(one.table.senders), _joined(one.table.receivers)) for one in self._tables]
+            before = [(_joined(one.table.senders), _joined(one.table.takers)) for one in self._tables]
             spread = Redistribution()
             new = {
                 one.table
@@ -153,7 +153,7 @@ class Client:
                     spread.fill(bucket_memory.push_encoder)
             for table, both in zip(self._tables, before, strict=True):
                 _spread(both[0], table.table.senders)
-                _spread(both[1], table.table.receivers)
+                _spread(both[1], table.table.takers)
             self._waiting = {
                 place
                 for place, bucket_memory in self._bucket_memories.items()

@@ -151,13 +151,13 @@ class ClientTable(Replaceable):
 
     Attributes:
         senders: the transmit buffers of its partitions, in order; filled by the table store.
-        receivers: the apply buffers of its partitions, in order; filled by the table store.
+        takers: the apply buffers of its partitions, in order; filled by the table store.
     """
 
     def __init__(self, parameter: Tensor, storages: Storages):
         self.parameter = parameter
         self.senders: list[TransmitBuffer] = []
-        self.receivers: list[ApplyBuffer] = []
+        self.takers: list[ApplyBuffer] = []
         self.gradient: GradientStorage = storages.gradient(self.senders)
         self.worker: WorkerStorage = storages.worker(parameter)
 
@@ -167,7 +167,7 @@ class ClientTable(Replaceable):
 
     def apply(self) -> None:
         """Apply received values; called when all have arrived and the table is about to be used."""
-        self.worker.apply(self.receivers)
+        self.worker.apply(self.takers)
 
 
 class ServerTable(Replaceable):
