@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,23 +25,27 @@ from gossipx.errors import ProtocolError, UsageError
 MAX_PASSES = 255
 _SCALE = 4
 """Bytes of a scale, and of the size field that every pass but the last has."""
+_LARGEST = torch.finfo(torch.float32).max
 
 
 def compress(x: Tensor | Array, sparsity: float) -> tuple[float, bytes]:
     """Encode by 3-value quantization with sparsity multiplication, base-3⁵ and zero-run encoding (3LC, section 3).
 
     Args:
-        x: of any shape; converted to float32.
+        x: real numbers in a dense tensor or array of any shape; converted to float32.
         sparsity: s, 1 ≤ s < 2.
 
     Returns:
         The scale m = max |x| · s, and the encoded bytes.
 
     Raises:
-        UsageError: s is out of range, or x or m is not finite.
+        UsageError: s is out of range, x or m is not finite, or x does not consist of real numbers.
     """
     _check_sparsity(sparsity, UsageError)
-    values = torch.as_tensor(x, dtype=torch.float32).detach().reshape(-1).cpu().contiguous().numpy()
+    tensor = torch.as_tensor(x).detach()
+    if tensor.is_complex() or tensor.layout != torch.strided:
+        raise UsageError(f"3LC encodes dense tensors of real numbers, not {tensor.dtype} in {tensor.layout} layout")
+    values = tensor.reshape(-1).float().cpu().contiguous().numpy()
     loops = compiled()
     with np.errstate(over="ignore"):
         scale = np.float32(loops.peak(values, None, 0, len(values))) * np.float32(sparsity)
@@ -55,14 +60,21 @@ def decompress(scale: float, data: bytes, n: int) -> Tensor:
     """Decode ``n`` float32 values that :func:`compress` encoded; other encoders may split runs of zeros differently.
 
     Raises:
-        ProtocolError: the bytes do not encode ``n`` trits.
+        ProtocolError: the bytes do not encode ``n`` trits, or the scale is not a finite float32 number.
+        UsageError: an argument has another type.
     """
-    codes = np.frombuffer(bytes(data), np.uint8)
+    try:
+        codes, count, size = np.frombuffer(memoryview(data), np.uint8), operator.index(n), abs(scale)
+    except TypeError as error:
+        raise UsageError(f"decompress takes a number, bytes and an integer, not {scale!r}, {data!r}, {n!r}") from error
+    if not size <= _LARGEST:  # nor if it is NaN
+        raise ProtocolError(f"the scale of trits is {scale}, not a finite float32 number")
+    codes.flags.writeable = False  # loops are compiled for read-only arrays only
     # A byte encodes 70 trits at most; check that before allocating memory.
-    if n < 0 or n > 70 * len(codes) or not compiled().ternary_fits(codes, 0, len(codes), n):
-        raise ProtocolError(f"{len(codes)} bytes do not encode {n} trits")
-    out = np.zeros(n, np.float32)
-    compiled().ternary_into(codes, 0, len(codes), np.float32(scale), out, 0, n, False)
+    if count < 0 or count > 70 * len(codes) or not compiled().ternary_fits(codes, 0, len(codes), count):
+        raise ProtocolError(f"{len(codes)} bytes do not encode {count} trits")
+    out = np.zeros(count, np.float32)
+    compiled().ternary_into(codes, 0, len(codes), np.float32(scale), out, 0, count, False)
     return torch.from_numpy(out)
 
 

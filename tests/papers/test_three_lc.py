@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -154,6 +156,30 @@ def test_bytes_that_are_no_such_trits_are_refused(data: bytes, count: int) -> No
         return
     with pytest.raises(ProtocolError, match="trits"):
         decompress(1.0, data, count)
+
+
+@pytest.mark.fault(43)
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, 1e300])
+def test_trits_without_a_finite_scale_are_refused(scale: float) -> None:
+    """They were decoded to NaN."""
+    with pytest.raises(ProtocolError, match="not a finite float32 number"):
+        decompress(scale, b"\xca", 5)
+
+
+@pytest.mark.parametrize(
+    ("scale", "data", "n"), [("a", b"\xca", 5), (1.0, 5, 25), (1.0, b"\xca", "a"), (1.0, b"\xca", 5.0)]
+)
+def test_arguments_of_another_type_are_refused(scale: Any, data: Any, n: Any) -> None:
+    """A number of bytes was decoded as that many bytes of value 0."""
+    with pytest.raises(UsageError, match="takes a number, bytes and an integer"):
+        decompress(scale, data, n)
+
+
+@pytest.mark.parametrize("values", [torch.tensor([1 + 2j]), np.array([1 + 2j]), torch.ones(3).to_sparse()])
+def test_only_dense_tensors_of_real_numbers_are_encoded(values: Any) -> None:
+    """The imaginary parts were dropped."""
+    with pytest.raises(UsageError, match="encodes dense tensors of real numbers, not torch"):
+        compress(values, 1.0)
 
 
 @pytest.mark.parametrize("sparsity", [0.99, 2.0, -1.0, float("nan")])
