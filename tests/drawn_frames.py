@@ -76,7 +76,7 @@ FITS: dict[object, st.SearchStrategy[object]] = {
     fields.Groups: groups,
     fields.Parts: st.lists(st.tuples(st.integers(0, 65_536), st.integers(0, 2**40)), max_size=5).map(tuple),
     fields.ShardEvents: st.lists(happenings, max_size=5).map(tuple),
-    fields.Workers: st.lists(st.tuples(ranks, counts), max_size=5).map(tuple),
+    fields.Workers: st.lists(st.tuples(ranks, counts | st.just(-1)), max_size=5).map(tuple),
     AnyStage: st.sampled_from(Stage),
     AnyWave: st.integers(1, MAX_WAVE) | st.just(LAST_WAVE),
     PastWave: st.integers(0, MAX_WAVE),

@@ -259,7 +259,7 @@ Parts = Annotated[tuple[tuple[int, int], ...], listed(_part, "parts", MAX_PARTS)
 ShardEvent = tuple[str | int | float, ...]
 """An event of a shard: a word and its figures; see :class:`gossipx.server.shard.Shard`."""
 ShardEvents = Annotated[tuple[ShardEvent, ...], listed(_happening, "entries", MAX_SHARD_EVENTS)]
-_worker = pair(_rank, _count, "a rank with its iteration")
+_worker = pair(_rank, integer(-1, MAX_COUNT), "a rank with its iteration")
 Workers = Annotated[tuple[tuple[int, int], ...], listed(_worker, "workers", MAX_RANKS)]
 
 # --- kinds --------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ GradientRequest   the worker, per bucket and iteration          the shard of the
 TablesRequest     the worker, per bucket that it needs next     the shard of the bucket
 TablesReply       the shard; a server, to RangesRequest         the worker; the migration that sent the request
 SwitchRequest     the switching of the peer a user asked        the switching of the shard's server
-WaitingRequest    the deadlock detector, once a pull waits      the mode of the other shard's server
-WaitingReply      that mode                                     the deadlock detector
+WaitingRequest    the deadlock detector, while a pull waits     the deadlock detector of the other shard's server
+WaitingReply      that deadlock detector                        the deadlock detector that sent the request
 RecordRequest     the records of a shard, which also go into    the shard's replica
                   its journal
 CopyRequest       a replica, to begin and as a heartbeat        the copies of the shard's server
@@ -156,23 +156,27 @@ class SwitchRequest:
 @kind(46)
 @dataclass(frozen=True)
 class WaitingRequest:
-    """Asks which workers wait at a shard for their gradients to be applied; see
+    """Asks which workers' pulls wait at a shard; answered once others wait than those that the requester knows of. See
     :mod:`gossipx.server.failover.deadlock`.
 
     Attributes:
         shard: the shard.
+        known: as in the last reply.
+        patience: seconds that the requester waits; a reply comes in half of that even if nothing has changed.
     """
 
     shard: Rank
+    known: Workers
+    patience: Seconds
 
 
 @kind(47, MAX_METADATA)
 @dataclass(frozen=True)
 class WaitingReply:
-    """The workers that wait at a shard.
+    """The workers whose pulls wait at a shard.
 
     Attributes:
-        workers: ranks, each with the iteration of its gradient.
+        workers: ranks, ascending, each with the iteration of its pull; −1: it asks for the current values.
     """
 
     workers: Workers

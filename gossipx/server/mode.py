@@ -29,7 +29,6 @@ from gossipx.protocol.server_messages import (
     ServersRequest,
     SwitchRequest,
     TablesRequest,
-    WaitingReply,
     WaitingRequest,
 )
 from gossipx.server.failover.coordinator import Coordinator
@@ -260,6 +259,8 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
             return self._follow_up(self.coordinator.requested(event, request, now), now)
         if isinstance(request, MoveRequest):
             return self._follow_up(self.migration.requested(event, now), now)
+        if isinstance(request, WaitingRequest):
+            return self._follow_up(self._deadlock_detector.requested(event, now), now)
         assert isinstance(request, ServerRequest)
         if isinstance(request, GradientRequest | TablesRequest):
             answered = self.migration.divert(event, request, now)
@@ -282,8 +283,6 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
             return self._follow_up(self._replication.copy_requested(event, shard, now), now)
         if isinstance(request, SwitchRequest):
             return self._follow_up(self._sync_model_switch.requested(event, shard, now), now)
-        if isinstance(request, WaitingRequest):
-            return [self._answer(event.key, WaitingReply(tuple(shard.clock.stuck.items())), now)]
         if shard.is_serving and event.sender not in self._training() and isinstance(request, TablesRequest):
             return shard.answer_at_once(event, now)
         return self._follow_up(shard.requested(event, now), now)
@@ -348,7 +347,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         effects += self._deadlock_detector.check(len(self._servers), now)
         effects += self._replication.send(now)
         changes = self.migration.busy or self.coordinator.busy or self.hosted.unconfirmed
-        waits = changes or any(shard.waiting for shard in self.shards.values())
+        waits = changes or self._deadlock_detector.is_asked or any(shard.waiting for shard in self.shards.values())
         if self._watching or not waits:
             return effects
         self._watching = True

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -380,13 +380,13 @@ class Shard:
         here = set(training)
         return [effect for rank in list(self.clock.progress) if rank not in here for effect in self.lost(rank)]
 
-    def resolve_deadlock(self, elsewhere: Mapping[int, int]) -> list[Effect]:
+    def resolve_deadlock(self, blocked: Iterable[tuple[int, int]]) -> list[Effect]:
         """Apply the gradient buffer as it is if every worker that could fill it waits, here or at other shards.
 
         Args:
-            elsewhere: for each worker that waits at another shard, the iteration whose gradient is not applied there.
+            blocked: the workers whose pulls wait, at any shard, each with the iteration of its pull.
         """
-        if not self.clock.is_deadlocked(elsewhere):
+        if not self.clock.is_deadlocked(blocked):
             return []
         self.records.log("apply")
         effects = self._carry_out(self.clock.apply_now())

@@ -12,7 +12,7 @@ from gossipx.peer.exchange import PeerContext
 from gossipx.protocol.effects import Answer, Effect, Forget, Note
 from gossipx.protocol.events import Received
 from gossipx.protocol.messages import BusyReply, NotReadyReply, Reply
-from gossipx.protocol.server_messages import CopyRequest, RecordRequest, ServerRequest, WaitingRequest
+from gossipx.protocol.server_messages import CopyRequest, RecordRequest, ServerRequest
 from gossipx.server.failover.replica import FOLLOW, Replica, Standby
 from gossipx.server.replies import Replies
 from gossipx.server.shard import Shard
@@ -59,7 +59,7 @@ class Replication:
     def step_in(self, sender: int, request: ServerRequest, now: float) -> list[Effect]:
         """Become the holder of a replicated shard if a peer requests it and its holder is gone."""
         replica = self.replicas.get(request.shard)
-        if replica is None or isinstance(request, RecordRequest | WaitingRequest):
+        if replica is None:
             return []
         if isinstance(request, CopyRequest):  # the holder has restarted and lost its state
             other = sender == replica.holder and request.incarnation != replica.incarnation

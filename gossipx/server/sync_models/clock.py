@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,32 +131,25 @@ class Clock:
         return sorted(behind, key=lambda worker: (self._workers[worker].progress, worker))
 
     @property
-    def stuck(self) -> dict[int, int]:
-        """For each worker whose pull waits for its gradient in the buffer to be applied, the iteration of the pull.
-
-        Empty unless gradients are applied by a threshold.
-        """
-        if self._apply is not Apply.THRESHOLD:
-            return {}
-        return {pull.worker: pull.progress for pull, _ in self._delayed if self._workers[pull.worker].waiting}
+    def blocked(self) -> tuple[tuple[int, int], ...]:
+        """The workers whose pulls wait, in ascending order, each with the iteration of its pull."""
+        return tuple(sorted((pull.worker, pull.progress) for pull, _ in self._delayed))
 
     @property
-    def wait_version(self) -> tuple[int, ...]:
-        """A value that changes with every event that may begin or end a wait."""
-        counts = self.counts
-        return self.epoch, counts.gradients, counts.late, counts.pulls, len(self._workers), len(self._delayed)
+    def awaits_gradients(self) -> bool:
+        """Whether a pull waits until the gradient buffer has reached its threshold."""
+        return self._apply is Apply.THRESHOLD and any(self._workers[pull.worker].waiting for pull, _ in self._delayed)
 
-    def is_deadlocked(self, elsewhere: Mapping[int, int]) -> bool:
-        """Return whether no worker is left that could fill the gradient buffer.
+    def is_deadlocked(self, blocked: Iterable[tuple[int, int]]) -> bool:
+        """Return whether a pull waits for the gradient buffer, and no worker is left that could fill it.
 
         Args:
-            elsewhere: for each worker that waits at another shard for its gradient to be applied, that iteration.
+            blocked: the workers whose pulls wait, as in :attr:`blocked`, at any shard.
         """
-        stuck = self.stuck
-        return bool(stuck) and all(
-            worker in stuck or (worker in elsewhere and elsewhere[worker] <= one.progress)
-            for worker, one in self._workers.items()
-        )
+        # A worker whose push of that iteration has not arrived here yet may still fill the buffer.
+        workers = self._workers
+        held = {worker for worker, pulled in blocked if worker in workers and pulled <= workers[worker].progress}
+        return self.awaits_gradients and all(one.waiting or worker in held for worker, one in workers.items())
 
     def view(self) -> View:
         """Return the state that conditions are evaluated on."""
