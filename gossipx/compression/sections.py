@@ -137,7 +137,7 @@ def _tensors(section: Section, slots: Sequence[Slot], norms: Collection[str]) ->
     found: dict[int, Slot] = {}
     for slot in slots:
         if slot.kind is Kind.TRAINABLE and slot.tensor.dtype == section.storage.dtype and slot.tensor.numel():
-            found.setdefault(int(slot.tensor.storage_offset()), slot)
+            found.setdefault(slot.start, slot)
     starts = tuple(sorted(found))
     shapes = tuple(
         tuple(found[start].tensor.shape) if found[start].tensor.is_contiguous() else (found[start].tensor.numel(),)

@@ -68,6 +68,5 @@ def join(
         raise UsageError("this optimizer is not prepared: give the one that accelerator.prepare returned")
     plain = accelerator.unwrap_model(model)
     peer = Joining(peers, policy, rank, evaluate, config_file, settings).join(plain, optimizer.optimizer)
-    peer.copy_state()
     accelerator.register_for_checkpointing(peer)
     return peer

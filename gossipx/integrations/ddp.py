@@ -260,15 +260,6 @@ class GroupPeer:
             self._peer.load_state_dict(dict(state))
         self.iteration = int(state["iteration"])
 
-    def copy_state(self) -> None:
-        """Make ``state_dict()`` of the model return copies of its tensors while the peer is open.
-
-        The parameters of a joined model are views of one vector. Writers of safetensors files treat tensors with the
-        same storage as one tensor: Accelerate would write only the first.
-        """
-        handle = self._module._register_state_dict_hook(_copied)  # type: ignore[no-untyped-call]
-        self._unhook.append(handle.remove)
-
     # --- the end ------------------------------------------------------------------------------------
 
     def finish(self) -> None:
@@ -333,14 +324,3 @@ def _check(run: RunConfig) -> None:
 def _tensors(module: nn.Module) -> list[Tensor]:
     """Return all parameters and buffers; tied ones appear once."""
     return [*module.parameters(), *module.buffers()]
-
-
-def _copied(module: nn.Module, state: dict[str, Any], prefix: str, local: Any) -> None:
-    """Replace each tensor of a state dict by a copy with its own storage; tied tensors stay tied."""
-    own: dict[tuple[int, torch.Size, tuple[int, ...]], Tensor] = {}
-    for name, value in state.items():
-        if name.startswith(prefix) and isinstance(value, Tensor):
-            place = value.data_ptr(), value.shape, value.stride()
-            if place not in own:
-                own[place] = value.detach().clone(memory_format=torch.preserve_format)
-            state[name] = own[place]

@@ -47,7 +47,6 @@ class GossipCallback(PeerCallback, TrainerCallback):
         saved = state.stateful_callbacks.get(STATE_KEY)
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])  # unwrap Accelerate's optimizer
         self.peer = self._joining.join(kwargs["model"], optimizer, None if saved is None else json.loads(saved))
-        self.peer.copy_state()
         self.peer.leave_at_exit()  # the Trainer does not notify callbacks of a failed training
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -1,9 +1,10 @@
 """Flat buffers over a module's parameters, and consistent copies of them.
 
-Every parameter becomes a view of one flat buffer per dtype, so that measuring, copying and mixing a model are single
-passes over a few vectors. Parameters stay the same objects with the same shape and strides, so optimizers, parameter
-groups and compiled modules keep working. A *section* is the buffer of one dtype: first its *trained* values, then
-floating-point module buffers that are exchanged, then all tensors that only a joining peer needs.
+All parameters of one dtype lie in one flat buffer, so that measuring, copying and mixing a model are single passes over
+a few vectors. Parameters stay the same objects with the same shape and strides, and each has a storage of its own, so
+optimizers, parameter groups, compiled modules and whatever saves or copies them keep working. A *section* is the buffer
+of one dtype: first its *trained* values, then floating-point module buffers that are exchanged, then all tensors that
+only a joining peer needs.
 
 A *step boundary* is the model as an optimizer step left it. A copy for another peer is always of one boundary, never of
 a half-finished step. The *delta* is the distance between two boundaries, the length of a step. In the formulas, x is
@@ -437,7 +438,7 @@ class ParameterArena:
         )
 
     def detach(self) -> None:
-        """Give every tensor its own storage again; the arena is unusable afterwards."""
+        """Give every tensor memory of its own again; the arena is unusable afterwards."""
         layout.detach(self.slots)
         self.pool.close()
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from gossipx.errors import UsageError
 
@@ -31,11 +32,22 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one tensor in the layout."""
+    """The place of one tensor in the layout.
+
+    Attributes:
+        start: index of its first element in its section's vector; tied tensors share one place.
+    """
 
     name: str
     tensor: Tensor
     kind: Kind
+    start: int
+
+    @property
+    def end(self) -> int:
+        """Index at which the next tensor may begin."""
+        step = ALIGNMENT // self.tensor.dtype.itemsize
+        return self.start + -(-self.tensor.numel() // step) * step
 
     def line(self, masters: bool) -> str:
         """Return its line of the manifest; ``masters``: it is exchanged in float32."""
@@ -51,7 +63,7 @@ class Section:
     """All tensors of one dtype.
 
     Attributes:
-        storage: flat vector on the module's device; the module's tensors are views of it.
+        storage: flat vector on the module's device; the module's tensors lie in its memory.
         values: vector that is measured, exchanged and mixed: the storage itself, or its float32 masters for training in
             16 bits (see :mod:`gossipx.model.master_weights`).
         trainable: number of leading elements that are trained.
@@ -66,26 +78,32 @@ class Section:
 
 def slots_of(module: nn.Module, mix_buffers: bool) -> Iterator[Slot]:
     """Yield all tensors of a module that a joining peer needs, checked, in the order of the layout."""
-    found: list[Slot] = []
+    found: list[tuple[str, Tensor, Kind]] = []
     for name, parameter in module.named_parameters():
         name = plain_name(name)
         reason = _refusal(parameter)
         if reason:
             raise UsageError(f"parameter '{name}' cannot be joined: {reason}")
-        found.append(Slot(name, parameter, Kind.TRAINABLE if parameter.requires_grad else Kind.FROZEN))
+        found.append((name, parameter, Kind.TRAINABLE if parameter.requires_grad else Kind.FROZEN))
     for name, buffer in module.named_buffers():
         if _refusal(buffer) is None and (buffer.is_floating_point() or buffer.is_complex()):
             kind = Kind.MIXED if mix_buffers and _can_be_mixed(buffer) else Kind.LOCAL
-            found.append(Slot(plain_name(name), buffer, kind))
-    devices = {slot.tensor.device for slot in found}
-    if len(devices) > 1:
-        other = next(slot for slot in found if slot.tensor.device != found[0].tensor.device)
-        raise UsageError(
-            f"parameter '{other.name}' is on {other.tensor.device}, '{found[0].name}' on {found[0].tensor.device}: "
-            "a peer trains on one device; start one peer per device"
-        )
-    _check_storage(found)
-    yield from sorted(found, key=lambda slot: slot.kind)
+            found.append((plain_name(name), buffer, kind))
+    slots = list(_placed(sorted(found, key=lambda row: row[2])))
+    _check_devices(slots)
+    _check_storage(slots)
+    yield from slots
+
+
+def _placed(tensors: Iterable[tuple[str, Tensor, Kind]]) -> Iterator[Slot]:
+    """Yield the slots of tensors ordered by kind."""
+    ends: dict[torch.dtype, int] = {}
+    starts: dict[int, int] = {}  # by address
+    for name, tensor, kind in tensors:
+        end = ends.get(tensor.dtype, 0)
+        slot = Slot(name, tensor, kind, starts.setdefault(tensor.data_ptr(), end) if tensor.numel() else end)
+        ends[tensor.dtype] = max(end, slot.end)
+        yield slot
 
 
 def plain_name(name: str) -> str:
@@ -132,6 +150,16 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def _check_devices(slots: list[Slot]) -> None:
+    for other in slots:
+        one = slots[0]
+        if other.tensor.device != one.tensor.device:
+            raise UsageError(
+                f"parameter '{other.name}' is on {other.tensor.device}, '{one.name}' on {one.tensor.device}: "
+                "a peer trains on one device; start one peer per device"
+            )
+
+
 def _check_storage(slots: list[Slot]) -> None:
     """Check that tensors share either all of their memory (tied) or none."""
     taken = sorted((slot for slot in slots if slot.tensor.numel()), key=lambda slot: slot.tensor.data_ptr())
@@ -153,30 +181,37 @@ def _tied(one: Tensor, other: Tensor) -> bool:
 
 
 def lay_out(slots: list[Slot]) -> Section:
-    """Move the tensors of one dtype, ordered by kind, into one new vector."""
-    places, trainable, mixed, end = _places(slots)
+    """Move the tensors of one dtype, ordered by kind, into one new vector.
+
+    Each gets a storage that is exactly its range of the vector's memory and keeps all of it alive. Saving, copying and
+    sharing a tensor work on its storage, so with a view they would take the whole vector with it.
+    """
+    trainable, mixed, end = _ends(slots)
     storage = torch.zeros(end, dtype=slots[0].tensor.dtype, device=slots[0].tensor.device)
+    ranges: dict[tuple[int, int], Tensor] = {}  # tied tensors share one storage
     with torch.no_grad():
-        for slot, place in zip(slots, places, strict=True):
-            view = storage.as_strided(slot.tensor.shape, slot.tensor.stride(), place)
-            view.copy_(slot.tensor)
-            slot.tensor.data = view
+        for slot in slots:
+            place = slot.start, slot.tensor.numel()
+            if place not in ranges:
+                ranges[place] = _range_of(storage, *place)
+            alias = ranges[place].as_strided(slot.tensor.shape, slot.tensor.stride())
+            alias.copy_(slot.tensor)
+            slot.tensor.data = alias
     return Section(storage, storage.float() if has_masters(slots) else storage, trainable, mixed)
 
 
-def _places(slots: list[Slot]) -> tuple[list[int], int, int, int]:
-    """Return the offsets of tensors ordered by kind, and the ends of the trained, the mixed and all elements."""
-    step = ALIGNMENT // slots[0].tensor.dtype.itemsize
-    offsets: dict[int, int] = {}  # by address: tied tensors share one offset
+def _range_of(vector: Tensor, start: int, length: int) -> Tensor:
+    """Return a range of a vector as a vector that has a storage of its own in the same memory."""
+    part = vector.view(torch.uint8)[start * vector.itemsize : (start + length) * vector.itemsize]
+    return from_dlpack(part).view(vector.dtype)  # as bytes, since DLPack does not have all dtypes
+
+
+def _ends(slots: Iterable[Slot]) -> tuple[int, int, int]:
+    """Return the ends of the trained, the mixed and all elements of one dtype."""
     ends = dict.fromkeys(Kind, 0)
-    end = 0
     for slot in slots:
-        if slot.tensor.data_ptr() not in offsets or slot.tensor.numel() == 0:
-            offsets[slot.tensor.data_ptr()] = end
-            end += -(-slot.tensor.numel() // step) * step
-        ends[slot.kind] = end
-    trainable = ends[Kind.TRAINABLE]
-    return [offsets[slot.tensor.data_ptr()] for slot in slots], trainable, max(trainable, ends[Kind.MIXED]), end
+        ends[slot.kind] = max(ends[slot.kind], slot.end)
+    return ends[Kind.TRAINABLE], max(ends[Kind.TRAINABLE], ends[Kind.MIXED]), max(ends.values())
 
 
 def nbytes(module: nn.Module, mix_buffers: bool) -> tuple[int, int]:
@@ -185,13 +220,10 @@ def nbytes(module: nn.Module, mix_buffers: bool) -> tuple[int, int]:
     Raises:
         UsageError: as :func:`slots_of`.
     """
-    by_dtype: dict[torch.dtype, list[Slot]] = {}
-    for slot in slots_of(module, mix_buffers):
-        by_dtype.setdefault(slot.tensor.dtype, []).append(slot)
     exchanged = whole = 0
-    for dtype, slots in by_dtype.items():
+    for dtype, slots in by_dtype(slots_of(module, mix_buffers)).items():
         size = torch.float32.itemsize if has_masters(slots) else dtype.itemsize
-        _, _, mixed, end = _places(slots)
+        _, mixed, end = _ends(slots)
         exchanged, whole = exchanged + size * mixed, whole + size * end
     return exchanged, whole
 
@@ -204,7 +236,7 @@ def by_dtype(slots: Iterable[Slot]) -> dict[torch.dtype, list[Slot]]:
 
 
 def detach(slots: Iterable[Slot]) -> None:
-    """Give every tensor its own storage again, as before :func:`lay_out`."""
+    """Give every tensor memory of its own again, as before :func:`lay_out`."""
     own: dict[tuple[int, torch.Size], Tensor] = {}  # by address, so that tied tensors stay tied
     for tensor in (slot.tensor for slot in slots):
         place = tensor.data_ptr(), tensor.shape
@@ -219,8 +251,7 @@ def named(slots: Iterable[Slot], sections: Iterable[Section], vectors: Iterable[
     views = {}
     for slot in slots:
         tensor, vector = slot.tensor, at[slot.tensor.dtype]
-        place = vector.storage_offset() + tensor.storage_offset()
-        views[slot.name] = vector.as_strided(tensor.shape, tensor.stride(), place)
+        views[slot.name] = vector.as_strided(tensor.shape, tensor.stride(), vector.storage_offset() + slot.start)
     return views
 
 

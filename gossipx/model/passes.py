@@ -83,9 +83,6 @@ def adopt(section: Section, model: Tensor) -> None:
 
 def sampler(section: Section, slots: list[Slot], seed: int) -> kernels.Sampled:
     """Return the sampler for :func:`sampled` of a section that was laid out from ``slots``."""
-    begin, size = section.storage.data_ptr(), section.storage.itemsize
-    small = [slot.tensor for slot in slots if slot.kind is Kind.TRAINABLE and slot.tensor.numel() < kernels.SMALL]
-    starts = [(tensor.data_ptr() - begin) // size for tensor in small if tensor.numel()]
-    lengths = [tensor.numel() for tensor in small if tensor.numel()]
-    ranges = [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    small = [slot for slot in slots if slot.kind is Kind.TRAINABLE and 0 < slot.tensor.numel() < kernels.SMALL]
+    ranges = [(slot.start, slot.start + slot.tensor.numel()) for slot in small]
     return kernels.Sampled(section.storage[: section.trainable], seed, ranges)

@@ -71,21 +71,21 @@ class Backward:
         self._used: set[int] = set()  # tables that were written into the model for this iteration
         self._versions: dict[int, int] = {}  # by table: torch's version counter of its gradient when it was taken
         self._deferred: list[tuple[int, int]] = []  # buckets that are sent at the optimizer's step
-        self._handles: list[RemovableHandle] = []
+        self._unhook: list[Callable[[], object]] = []
         if wait_free:
             for number, (_, parameter) in enumerate(tables):
                 hook = self._on_gradient(number)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-            self._handles += self._before_modules(module)
+                handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._unhook.append(handle.remove)
+            self._before_modules(module)
 
-    def _before_modules(self, module: nn.Module) -> list[RemovableHandle]:
+    def _before_modules(self, module: nn.Module) -> None:
         numbers = {id(parameter): number for number, (_, parameter) in enumerate(self._tables)}
-        handles = []
         for child in module.modules():
             own = sorted({numbers[id(p)] for p in child.parameters(recurse=False) if id(p) in numbers})
             if own:
-                handles.append(child.register_forward_pre_hook(self._before(own)))
-        return handles
+                handle = child.register_forward_pre_hook(self._before(own))
+                self._unhook += [handle.remove, _kept_out_of_copies(child, handle.id)]
 
     def _before(self, own: list[int]) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, args: Any) -> None:
@@ -201,9 +201,30 @@ class Backward:
 
     def close(self) -> None:
         """Remove all hooks."""
-        for handle in self._handles:
-            handle.remove()
+        for unhook in self._unhook:
+            unhook()
         self._poll = lambda: None  # break the reference cycle with the peer
+
+
+def _kept_out_of_copies(module: nn.Module, hook: int) -> Callable[[], object]:
+    """Leave a forward pre-hook out of pickles and deep copies of its module: it cannot be saved, and waits for tables.
+
+    Returns:
+        A function that undoes this.
+    """
+
+    def reduce(protocol: Any) -> Any:
+        made = type(module).__reduce_ex__(module, protocol)
+        if isinstance(made, str) or len(made) < 3 or not isinstance(made[2], dict):
+            return made  # the module's own format
+        state = dict(made[2])
+        del state["__reduce_ex__"]
+        state["_forward_pre_hooks"] = state["_forward_pre_hooks"].copy()
+        state["_forward_pre_hooks"].pop(hook, None)
+        return (*made[:2], state, *made[3:])
+
+    vars(module)["__reduce_ex__"] = reduce
+    return lambda: vars(module).pop("__reduce_ex__", None)
 
 
 class OptimizerBypass:

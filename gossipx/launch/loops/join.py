@@ -53,8 +53,8 @@ def join(
 ) -> Peer:
     """Make this process a peer: from now on, each step of ``optimizer`` is an iteration of the run.
 
-    The model's parameters become views of one flat buffer (the Parameter objects stay the same) and take the initial
-    values of the run. Returns when the other peers are connected or ``peer_timeout`` has passed. A peer that only
+    The model's parameters move into one flat buffer (the Parameter objects stay the same) and take the initial values
+    of the run. Returns when the other peers are connected or ``peer_timeout`` has passed. A peer that only
     serves the others (``hub_only``, ``servers_only``) serves here until their training is over, and exits.
 
     Under ``gossipx run`` rank, peers and all settings are the run's, and override the arguments. Only a policy that is
