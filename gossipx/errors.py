@@ -102,3 +102,7 @@ class StrangerError(PeerFaultError):
 
 class ModelMismatchError(RefusedError):
     """Two peers' models differ in a tensor's name, shape or dtype."""
+
+
+MALFORMED = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
+"""Errors of code that reads nested data of another form than it expects, such as a number where a list should be."""

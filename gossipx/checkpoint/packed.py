@@ -10,6 +10,7 @@ from safetensors.torch import load
 
 from gossipx.checkpoint import files
 from gossipx.checkpoint.plain import Part, pack, unpack
+from gossipx.errors import MALFORMED
 
 LENGTH = 8
 """Bytes of the leading length of the plain data, which follows; the tensors come last."""
@@ -31,5 +32,5 @@ def from_bytes(packed: memoryview) -> Any:
     end = LENGTH + int.from_bytes(packed[:LENGTH], "little")
     try:
         return unpack(Part(load(bytes(packed[end:])), json.loads(bytes(packed[LENGTH:end]))))
-    except (SafetensorError, KeyError) as error:
+    except (SafetensorError, *MALFORMED) as error:
         raise ValueError(f"it cannot be read: {error}") from error

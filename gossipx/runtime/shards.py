@@ -21,7 +21,7 @@ from typing import Any
 
 from gossipx.checkpoint import KEEP, Checkpoint, CheckpointError, Store, journal, pack, unpack
 from gossipx.checkpoint.journal import Journal
-from gossipx.errors import UsageError
+from gossipx.errors import ProtocolError, UsageError
 from gossipx.protocol.fields import kind_of
 from gossipx.protocol.server_messages import RecordRequest
 from gossipx.protocol.table_effects import ApplyBuffer, ApplyGradient, BufferGradient
@@ -171,8 +171,8 @@ class ShardKeeper:
     def records(self, shard: int, clock: int, first: int) -> Iterator[tuple[RecordRequest, Gradient]]:
         """Yield the changes of a shard since a checkpoint in order, each with its gradient.
 
-        Stop at a gap or at a record of another layout, and delete the journals after it. A gap arises if the disk was
-        full until the next checkpoint, and that checkpoint is damaged.
+        Stop at a gap, or at a record of another layout or another version, and delete the journals after it. A gap
+        arises if the disk was full until the next checkpoint, and that checkpoint is damaged.
 
         Args:
             clock: the clock of the checkpoint.
@@ -180,9 +180,8 @@ class ShardKeeper:
         """
         directory, last = self._stores[shard].directory.parent, clock
         for number, (journal_clock, words, content) in enumerate(journal.read(directory, clock), first):
-            record = message_of(kind_of(RecordRequest), words)
-            assert isinstance(record, RecordRequest)
-            if (record.copy, record.number) != (self._epoch, number):
+            record = _record(words)
+            if record is None or (record.copy, record.number) != (self._epoch, number):
                 message = "shard %d: the journal has a gap between clocks %d and %d: later changes are lost"
                 log.warning(message, shard, last, journal_clock)
                 journal.drop(directory, after=last)
@@ -273,3 +272,13 @@ class ShardKeeper:
         for shard_journal in self._journals.values():
             shard_journal.close()
         self._journals.clear()
+
+
+def _record(words: bytes) -> RecordRequest | None:
+    """Return the record that these words describe; None: they have another form."""
+    try:
+        record = message_of(kind_of(RecordRequest), words)
+    except ProtocolError:
+        return None
+    assert isinstance(record, RecordRequest)
+    return record

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossipx.errors import ProtocolError, UsageError
+from gossipx.errors import MALFORMED, ProtocolError, UsageError
 from gossipx.memory import copy
 from gossipx.model.buffers import typed
 from gossipx.protocol.messages import CarryingReply
@@ -157,7 +157,7 @@ class Prepared:
                 raise ProtocolError(f"{len(content)} bytes of ranges instead of {start}")
             if header["progress"] > self.progress:
                 self.settings, self.progress = tuple(header["settings"]), header["progress"]
-        except (ValueError, KeyError, TypeError, IndexError, struct.error, RuntimeError) as error:
+        except (*MALFORMED, struct.error) as error:
             raise ProtocolError(f"the ranges in the reply are malformed: {error}") from error
 
     def _take(self, content: memoryview, start: int, at: Partition, record: dict[str, Any]) -> int:

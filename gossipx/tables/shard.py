@@ -106,9 +106,13 @@ class BucketTables:
         of 32-bit values are exact unless the values differ by a factor above 2²⁸.
         """
         if self.buffer is None:
-            dtype = torch.complex128 if self.values.is_complex() else torch.float64
-            self.buffer = torch.zeros_like(self.values, dtype=dtype)
+            self.buffer = torch.zeros_like(self.values, dtype=self.sum_dtype)
         return self.buffer
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype of the gradient buffer."""
+        return torch.complex128 if self.values.is_complex() else torch.float64
 
     def round(self) -> None:
         """Round the optimizer's values into those that workers receive."""
@@ -362,14 +366,21 @@ class ShardStore:
             raise UsageError(
                 "the saved tables are placed or bucketed differently: keep --placement and --bucket as they were"
             )
+        rows = list(zip(self.buckets, state["values"], state["buffers"], state["counts"], strict=True))
+        for bucket, values, buffer, count in rows:  # all of them before any is replaced
+            saved = [(values, bucket.values.dtype), *([(buffer, bucket.sum_dtype)] if count else [])]
+            if not all(
+                isinstance(one, Tensor) and (one.shape, one.dtype) == (bucket.values.shape, dtype)
+                for one, dtype in saved
+            ):
+                raise UsageError("the saved tables have other shapes or dtypes than those of this run")
         if self.optimizer is not None:
             self.optimizer.load_state_dict(state["optimizer"])
-        rows = zip(self.buckets, state["values"], state["buffers"], state["counts"], strict=True)
+        load_states(self._parts(), state["parts"])
         for bucket, values, buffer, count in rows:
             bucket.values.copy_(values)
             bucket.buffer, bucket.count = buffer, count
             bucket.version += 1
-        load_states(self._parts(), state["parts"])
 
     def _parts(self) -> list[Replaceable]:
         tables = [table for bucket in self.buckets for table in bucket.tables]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gossipx.checkpoint import from_bytes, to_bytes
-from gossipx.errors import GossipxError, ProtocolError, UsageError
+from gossipx.errors import MALFORMED, GossipxError, ProtocolError, UsageError
 from gossipx.memory import PIECE, Memory, Source
 from gossipx.model import kernels
 from gossipx.protocol.messages import CarryingReply
@@ -294,8 +294,9 @@ class TableStore:
     def load_state_dict(self, shard: int, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned; UsageError if it is of other tables."""
         hosted = self._hosted[shard]
+        settings, progress = tuple(state["settings"]), int(state["progress"])
         hosted.store.load_state_dict(state["store"])
-        hosted.settings, hosted.progress = tuple(state["settings"]), state["progress"]
+        hosted.settings, hosted.progress = settings, progress
 
     def copy(self, shard: int) -> Source:
         """Return a snapshot of a shard's tables as bytes."""
@@ -313,7 +314,7 @@ class TableStore:
         """
         try:
             self.load_state_dict(shard, from_bytes(copy.content))
-        except (UsageError, ValueError, KeyError) as error:
+        except (UsageError, *MALFORMED) as error:
             raise ProtocolError(f"the copy of shard {shard} is unusable: {error}") from error
 
     # --- when the servers change --------------------------------------------------------------------

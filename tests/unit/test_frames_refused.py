@@ -1,7 +1,4 @@
-"""Frames that must be refused, without sockets: malformed, too large, damaged, foreign or random.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""Frames that must be refused, without sockets: malformed, too large, damaged, foreign or random."""
 
 from __future__ import annotations
 
@@ -164,7 +161,8 @@ def test_only_a_model_may_carry_a_payload() -> None:
 
 
 @pytest.mark.parametrize("payload", [2**63, 2**64 - 1, 2**40 + 1])
-def test_a_monstrous_payload_is_refused_before_anything_is_allocated(payload: int) -> None:  # [14]
+@pytest.mark.fault(14)
+def test_a_monstrous_payload_is_refused_before_anything_is_allocated(payload: int) -> None:
     asked: list[object] = []
     decoder = Decoder(lambda *given: asked.append(given))
     with pytest.raises(ProtocolError, match=str(payload)):
@@ -173,7 +171,8 @@ def test_a_monstrous_payload_is_refused_before_anything_is_allocated(payload: in
 
 
 @pytest.mark.parametrize("kind", [1, 17, 18])
-def test_monstrous_metadata_are_refused_before_anything_is_allocated(kind: int) -> None:  # [14]
+@pytest.mark.fault(14)
+def test_monstrous_metadata_are_refused_before_anything_is_allocated(kind: int) -> None:
     bound = MAX_METADATA if kind == 18 else SMALL_METADATA
     header = forged(kind, b"", announced=bound + 1)
     tracemalloc.start()
@@ -185,7 +184,8 @@ def test_monstrous_metadata_are_refused_before_anything_is_allocated(kind: int) 
 
 
 @pytest.mark.parametrize("size", [0, 7, 9])
-def test_a_payload_of_another_size_than_expected_is_refused(size: int) -> None:  # [23, 24]
+@pytest.mark.fault(23, 24)
+def test_a_payload_of_another_size_than_expected_is_refused(size: int) -> None:
     """No message has an offset that could overlap or point elsewhere: parts follow one another by their lengths."""
     buffer = memoryview(bytearray(8))
     data = whole(ModelReply(1), 1, memoryview(bytes(size)))
@@ -195,26 +195,30 @@ def test_a_payload_of_another_size_than_expected_is_refused(size: int) -> None: 
 
 
 @pytest.mark.parametrize("bit", range(0, 64, 5))
-def test_a_flipped_bit_of_the_payload_is_refused(bit: int) -> None:  # [12]
+@pytest.mark.fault(12)
+def test_a_flipped_bit_of_the_payload_is_refused(bit: int) -> None:
     data = bytearray(whole(ModelReply(1), 1, memoryview(b"8 bytes.")))
     data[-16 + bit // 8] ^= 1 << bit % 8
     with pytest.raises(ProtocolError, match="payload that does not match its checksum"):
         feed(Decoder(lambda *_: Bytes(memoryview(bytearray(8)))), bytes(data))
 
 
-def test_a_truncated_frame_is_no_frame() -> None:  # [13]
+@pytest.mark.fault(13)
+def test_a_truncated_frame_is_no_frame() -> None:
     data = whole(ModelReply(1), 1, memoryview(b"8 bytes."))
     for end in range(len(data)):
         assert feed(Decoder(lambda *_: Bytes(memoryview(bytearray(8)))), data[:end]) == []
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n", b"\x16\x03\x01", b"SSH-2.0", b"GS\n"])
-def test_strangers_are_refused_by_their_first_bytes(data: bytes) -> None:  # [15]
+@pytest.mark.fault(15)
+def test_strangers_are_refused_by_their_first_bytes(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="not a gossipx peer"):
         feed(Decoder(no_payload), data, 1)
 
 
-def test_another_version_is_refused_by_six_bytes_and_both_are_named() -> None:  # [16]
+@pytest.mark.fault(16)
+def test_another_version_is_refused_by_six_bytes_and_both_are_named() -> None:
     with pytest.raises(VersionError, match=f"version 515 .* version {VERSION}:"):
         feed(Decoder(no_payload), b"GSPX\x02\x03")
 
@@ -226,7 +230,8 @@ class Bomb:
         return setattr, (Bomb, "went_off", True)
 
 
-def test_a_pickle_is_never_unpickled() -> None:  # [17]
+@pytest.mark.fault(17)
+def test_a_pickle_is_never_unpickled() -> None:
     bomb = pickle.dumps(Bomb())
     for data in (bomb, forged(17, bomb), forged(17, b'{"step":1}', payload=len(bomb)) + bomb):
         with pytest.raises(ProtocolError):

@@ -225,6 +225,20 @@ def test_no_record_is_replayed_after_a_gap_in_the_journal(tmp_path: Path, caplog
     assert all(map(torch.equal, after.values, Server(tmp_path).values))
 
 
+@pytest.mark.parametrize("words", [b"", b"{}", b'{"shard":0}', b"\xff"])
+def test_no_record_is_replayed_after_one_of_another_version(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, words: bytes
+) -> None:
+    """It is whole, but its fields are not those of this version; it ended the restart with a ProtocolError."""
+    before = Server(tmp_path)
+    for iteration in range(EVERY + 1):
+        before.push(iteration)
+    before.keeper._journals[0].append(words, memoryview(b"12345678"))
+    caplog.set_level(logging.WARNING, "gossipx")
+    assert all(map(torch.equal, before.values, Server(tmp_path).values))
+    assert f"the journal has a gap between clocks {EVERY} and {EVERY}" in caplog.text
+
+
 # --- after the servers were changed -------------------------------------------------------------------
 
 
