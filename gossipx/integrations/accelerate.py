@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,8 @@ def join(
     """Join a run from a loop under Accelerate: each update by ``optimizer`` is then an iteration of the run.
 
     This is :func:`gossipx.join` for Accelerate. Under DDP the processes are one peer. ``accelerator.save_state`` saves
-    gossipx's state, too; call ``load_state`` after joining.
+    gossipx's state, too; call ``load_state`` after joining. From then on, both use a directory of this peer alone
+    within the given one.
 
     Args:
         accelerator: the accelerator that prepared the model and the optimizer.
@@ -67,6 +69,23 @@ def join(
     if not isinstance(optimizer, AcceleratedOptimizer):
         raise UsageError("this optimizer is not prepared: give the one that accelerator.prepare returned")
     plain = accelerator.unwrap_model(model)
-    peer = Joining(peers, policy, rank, evaluate, config_file, settings).join(plain, optimizer.optimizer)
+    joining = Joining(peers, policy, rank, evaluate, config_file, settings)
+    peer = joining.join(plain, optimizer.optimizer)
     accelerator.register_for_checkpointing(peer)
+    _separate(accelerator, joining.own)
     return peer
+
+
+def _separate(accelerator: Accelerator, own: Callable[[str | os.PathLike[str]], str]) -> None:
+    """Make ``save_state`` and ``load_state`` use the peer's own directory within the given one."""
+    save, load, project = accelerator.save_state, accelerator.load_state, accelerator.project_configuration
+    if project.automatic_checkpoint_naming:
+        project.project_dir = own(project.project_dir)
+
+    def save_state(output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        return save(None if output_dir is None else own(output_dir), *args, **kwargs)
+
+    def load_state(input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        return load(None if input_dir is None else own(input_dir), *args, **kwargs)
+
+    accelerator.save_state, accelerator.load_state = save_state, load_state

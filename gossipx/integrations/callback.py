@@ -42,6 +42,11 @@ class PeerCallback:
         self._joining = Joining(peers, policy, rank, evaluate, config_file, settings)
         self._accuracy = accuracy
 
+    @property
+    def directory(self) -> Path:
+        """As :attr:`gossipx.Peer.directory`, available before training begins."""
+        return self._joining.directory
+
     def shard(self, dataset: Dataset[Any]) -> Subset[Any]:
         """Return this peer's part of a data set by the run's ``partition``. Call it before training begins."""
         return self._joining.shard(dataset)

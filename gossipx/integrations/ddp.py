@@ -6,6 +6,7 @@ Rank 0 of the group exchanges models with other peers and broadcasts its weights
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,16 +21,19 @@ from torch.utils.data import Dataset, Subset
 
 from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
-from gossipx.integrations.group import Group, GroupStatus
+from gossipx.integrations.group import Group, GroupStatus, rank_in_group
 from gossipx.launch.environment import ENV_PEERS, ENV_RESUME
 from gossipx.launch.loops.join import join as join_alone
-from gossipx.launch.loops.join import rank_and_size, settings_of
+from gossipx.launch.loops.join import rank_and_size, run_directory_of, settings_of
 from gossipx.model import layout
 from gossipx.model.layout import Section, Slot
 from gossipx.policies import Observation, Policy
+from gossipx.runtime import models
 from gossipx.runtime.options import labels_of
-from gossipx.runtime.peer import Peer, overflowed
+from gossipx.runtime.peer import Peer, check_own, overflowed
 from gossipx.tasks import partition
+
+log = logging.getLogger("gossipx")
 
 PolicyLike = str | Policy | Callable[[Observation], bool] | None
 
@@ -102,6 +106,29 @@ class Joining:
         policy = {"policy": self.policy} if isinstance(self.policy, str) else {}
         return settings_of(self.config_file, {**self.settings, **policy})
 
+    @property
+    def directory(self) -> Path:
+        """As :attr:`gossipx.Peer.directory`, but before joining."""
+        run = self.run
+        return models.directory_of(run_directory_of(run), rank_and_size(run, self.peers, self.rank)[0])
+
+    def own(self, directory: str | os.PathLike[str]) -> str:
+        """Return a directory for checkpoints of this peer alone within one that the peers may share, before joining.
+
+        It is called ``peer-00``, by rank; the peer logs a line that names it. A directory that is in one of that name
+        already is this peer's own.
+        """
+        rank, size = rank_and_size(self.run, self.peers, self.rank)
+        given, name = os.fspath(directory), models.directory_of(Path(), rank).name
+        if size == 1 or name in Path(given).absolute().parts:
+            return given
+        own = f"{given}/{name}"  # it may be a URL
+        if rank_in_group() == 0:
+            log.warning(
+                "%s: each peer keeps its checkpoints in a directory of its own there, this one in %s", given, own
+            )
+        return own
+
     def shard(self, dataset: Dataset[Any]) -> Subset[Any]:
         """Return this peer's part of a data set, as :meth:`gossipx.Peer.shard` does, but before joining.
 
@@ -138,6 +165,7 @@ class GroupPeer:
         rank: the peer's rank in the run, the same in all processes of the group.
         size: number of peers in the run.
         iteration: iterations done.
+        directory: as :attr:`gossipx.Peer.directory`.
     """
 
     def __init__(
@@ -160,6 +188,7 @@ class GroupPeer:
 
         status = self._run_on_rank_0(functools.partial(self._begin, joining, state) if self._group.rank == 0 else None)
         self.rank, self.size, self.iteration = status.rank, status.size, status.iteration
+        self.directory = models.directory_of(run_directory_of(run), self.rank)
         if self._peer is None:
             self._slots = list(layout.slots_of(self._module, run.sync.buffers == "mix"))
             self._sections = [layout.lay_out(kind) for kind in layout.by_dtype(self._slots).values()]
@@ -175,7 +204,9 @@ class GroupPeer:
                 "peers='hosts.txt'"
             )
         # torchrun's RANK is the rank of a process in its group, not of a peer in the run.
-        rank, _ = rank_and_size(joining.run, joining.peers, joining.rank)
+        rank, size = rank_and_size(joining.run, joining.peers, joining.rank)
+        if state is not None:
+            check_own(state, rank, size)
         own = None if state is None else [tensor.detach().clone() for tensor in _tensors(self._module)]
         self._peer = peer = join_alone(
             self._module,
@@ -255,7 +286,11 @@ class GroupPeer:
 
         Args:
             state: what :meth:`state_dict` returned on rank 0; the same in all processes.
+
+        Raises:
+            UsageError: as :meth:`gossipx.Peer.load_state_dict`, in all processes.
         """
+        check_own(state, self.rank, self.size)
         if self._peer is not None:
             self._peer.load_state_dict(dict(state))
         self.iteration = int(state["iteration"])

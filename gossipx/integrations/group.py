@@ -86,6 +86,11 @@ def _unpacked(data: bytes) -> GroupStatus:
     return GroupStatus(rank, size, iteration, entered, None if code < 0 else code, text)
 
 
+def rank_in_group() -> int:
+    """Return the rank of this process in torch.distributed's world; 0 if that is not initialized."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 class Group:
     """The processes of torch.distributed's world; only this process if torch.distributed is not initialized.
 
@@ -95,9 +100,8 @@ class Group:
     """
 
     def __init__(self) -> None:
-        is_initialized = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if is_initialized else 0
-        self.size = dist.get_world_size() if is_initialized else 1
+        self.rank = rank_in_group()
+        self.size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         # The status is sent between CPUs: reading it from a GPU would synchronize with the training kernels.
         self._gloo = dist.new_group(backend="gloo", timeout=TIMEOUT) if self.size > 1 else None
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from gossipx.errors import UsageError
 from gossipx.integrations.callback import PeerCallback
 
 try:
-    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 except ImportError:
     try:
-        from pytorch_lightning.callbacks import Callback
+        from pytorch_lightning.callbacks import Callback, ModelCheckpoint
     except ImportError as error:
         raise UsageError(f"Lightning cannot be imported ({error}): pip install 'gossipx[lightning]'") from error
 
@@ -24,7 +25,7 @@ class GossipCallback(PeerCallback, Callback):
 
     ``fit`` joins before its first batch and ends with the finish. Under DDP the processes of a fit are one peer. With
     several optimizers, each step of the last one is an iteration. Lightning's checkpoints contain gossipx's state, so
-    that ``fit(ckpt_path=...)`` resumes from them.
+    that ``fit(ckpt_path=...)`` resumes from them. Each peer's are in a directory of its own.
 
     Under ``gossipx run`` no argument is needed.
 
@@ -41,6 +42,17 @@ class GossipCallback(PeerCallback, Callback):
     _every = 1
 
     # --- called by Lightning ------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Give this peer directories of its own for checkpoints, before Lightning uses them."""
+        if stage != "fit":
+            return
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # that a shared directory is not empty
+                    callback.setup(trainer, pl_module, stage)  # it chooses a directory; Lightning calls it again
+                callback.dirpath = self._joining.own(callback.dirpath)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Join: by now the module is on its device and wrapped by DDP, and a checkpoint is loaded."""

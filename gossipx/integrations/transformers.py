@@ -23,7 +23,8 @@ class GossipCallback(PeerCallback, TrainerCallback):
 
     ``train`` joins before its first batch and ends with the finish. Under DDP the processes of a training are one peer.
     The Trainer's checkpoints contain gossipx's state in ``trainer_state.json``, so that
-    ``train(resume_from_checkpoint=...)`` resumes from them.
+    ``train(resume_from_checkpoint=...)`` resumes from them. Each peer's are in a directory of its own within
+    ``output_dir``.
 
     Under ``gossipx run`` no argument is needed.
 
@@ -39,8 +40,13 @@ class GossipCallback(PeerCallback, TrainerCallback):
 
     # --- called by the Trainer ----------------------------------------------------------------------
 
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Give this peer an output directory of its own, in which ``resume_from_checkpoint=True`` looks, too."""
+        args.output_dir = self._joining.own(args.output_dir)
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Join: by now the model is on its device and wrapped by DDP, and a checkpoint is loaded."""
+        self.on_init_end(args, state, control)  # the callback may have been added later
         check_whole(args.distributed_state.distributed_type)
         if self.peer is not None:
             self.peer.leave()  # its training failed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +17,7 @@ from gossipx.comm import CommManager
 from gossipx.errors import UsageError
 from gossipx.model.arena import ParameterArena
 from gossipx.protocol.events import StepDone
-from gossipx.runtime import exit_hooks
+from gossipx.runtime import exit_hooks, models
 from gossipx.runtime.backward import Backward, OptimizerBypass
 from gossipx.runtime.checkpoints import Checkpoints
 from gossipx.runtime.driver import Driver
@@ -74,6 +75,12 @@ class Peer:
     def iteration(self) -> int:
         """Iterations done."""
         return self._arena.step
+
+    @property
+    def directory(self) -> Path:
+        """This peer's own directory within the run's, for files that the script writes: ``runs/NAME/peer-00``."""
+        assert self._options.directory is not None  # without one, only parts of a peer are tested
+        return models.directory_of(self._options.directory, self.rank)
 
     @property
     def mixes(self) -> int:
@@ -209,14 +216,18 @@ class Peer:
         For loops that save and restore their own state. Save the model and the optimizer beside it. gossipx's
         checkpoints contain all of this already.
         """
-        return self._driver.state_dict()
+        return {"rank": self.rank, "peers": self.size, **self._driver.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state. Call it after joining and after loading the model's values.
 
         Args:
             state: what :meth:`state_dict` returned, under the same policy.
+
+        Raises:
+            UsageError: it is the state of another peer, or of a run with another number of peers.
         """
+        check_own(state, self.rank, self.size)
         self._driver.load_state_dict(state)
         self._arena.leave_boundary()
 
@@ -315,6 +326,22 @@ class Peer:
             self.leave()
             if isinstance(error, SystemExit) and not error.code:
                 self._reporter.report_state("left")
+
+
+def check_own(state: Mapping[str, Any], rank: int, size: int) -> None:
+    """Check that a state is that of the peer with this rank in a run of this size.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if "rank" not in state or "peers" not in state:
+        raise UsageError("this is not the state of a peer: load what its state_dict() returned")
+    if state["rank"] != rank:
+        raise UsageError(
+            f"this is the state of peer {state['rank']}, not of peer {rank}: each peer resumes from its own"
+        )
+    if state["peers"] != size:
+        raise UsageError(f"this is the state of a peer in a run with {state['peers']} peers, not {size}")
 
 
 def overflowed(optimizer: torch.optim.Optimizer) -> bool:

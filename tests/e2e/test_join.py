@@ -113,6 +113,36 @@ tell(peer, straight=straight, again=again, resumed=resumed)
     assert agree(run, 2)
 
 
+@pytest.mark.fault(60)
+def test_the_state_of_another_peer_is_refused_before_anything_is_restored(two: Folder) -> None:
+    script = two.script(
+        TEN_LINES
+        + """
+refused = []
+with peer:
+    train(peer, model, optimizer, 10)
+    mine = peer.state_dict()
+    for wrong in ({"rank": 1 - peer.rank}, {"peers": 3}, {"rank": None, "peers": None}):
+        try:
+            peer.load_state_dict({name: value for name, value in {**mine, **wrong}.items() if value is not None})
+        except gossipx.errors.UsageError as error:
+            refused.append(str(error))
+    same = peer.state_dict() == mine
+(peer.directory / "notes.txt").touch()
+tell(peer, refused=refused, same=same, directory=str(peer.directory))
+"""
+    )
+    run = two.run("--policy", "never", script, two.path)
+    for rank in range(2):
+        told = two.told(rank)
+        assert told["same"] and told["directory"] == str(run.directory / f"peer-{rank:02d}")
+        assert told["refused"] == [
+            f"this is the state of peer {1 - rank}, not of peer {rank}: each peer resumes from its own",
+            "this is the state of a peer in a run with 3 peers, not 2",
+            "this is not the state of a peer: load what its state_dict() returned",
+        ]
+
+
 def test_restoring_a_state_drops_a_pull_under_way(two: Folder) -> None:
     """Its difference refers to a replaced model; later pulls are mixed as usual."""
     script = two.script(

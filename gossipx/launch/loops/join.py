@@ -112,6 +112,13 @@ def settings_of(config_file: str | Path | None, settings: Mapping[str, Any]) -> 
     return files.resolve(files.load(Path(os.environ[ENV_CONFIG]))) if ENV_CONFIG in os.environ else own
 
 
+def run_directory_of(run: RunConfig) -> Path:
+    """Return the directory of this process's run, in which each peer has one of its own."""
+    if ENV_CONFIG in os.environ:
+        return Path(os.environ[ENV_CONFIG]).parent
+    return Path(run.run.logdir) / (run.run.name or "joined")
+
+
 def rank_and_size(run: RunConfig, peers: str | Path | None = None, rank: int | None = None) -> tuple[int, int]:
     """Return the rank of the peer to which this process belongs, and the number of peers, without joining.
 
@@ -166,14 +173,13 @@ def _place(
         file = Path(hosts)
         lines = read_hosts(file)
         rank = _by_run(len(lines)) if under_run else _by_hosts(run, file, lines, rank, os.environ)
-    directory = Path(run.run.logdir) / (run.run.name or "joined")
     return Place(
         rank=rank,
         names=tuple(line.name for line in lines),
         addresses=tuple(Address(line.host, line.port) for line in lines),
         bind=Address(bind_host(lines[rank], run.exchange.bind, file), lines[rank].port),
         digest=peers_digest(lines),
-        directory=Path(os.environ[ENV_CONFIG]).parent if under_run else directory,
+        directory=run_directory_of(run),
         progress=channel,
         under_run=under_run,
         resumes=bool(os.environ.get(ENV_RESUME)),
