@@ -202,13 +202,13 @@ def _coding(
 
 def warm_up(codec: codecs.Codec) -> None:
     """Compile a codec's loops now, so that training does not wait for it later."""
-    began = time.monotonic()
+    began, before = time.monotonic(), codecs.compilations()
     for encoder in (codec, codecs.ErrorFeedback(codec)):
         values = torch.zeros(1)
         frame, _ = encoder.encode(values, encoder.init(values))
         codecs.decode_into(frame, values, add=True, near=values)
     took = time.monotonic() - began
-    if took > SLOW_COMPILE:
+    if took > SLOW_COMPILE and codecs.compilations() > before:
         log.warning("compiling %s took %.1f s; later runs on this machine reuse it", codecs.describe(codec), took)
 
 

@@ -25,7 +25,7 @@ from gossipx.config import files
 from gossipx.config.settings import KEYS
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.cluster.world import with_options
-from gossipx.launch.directory import run_directory
+from gossipx.launch.directory import no_run, run_directory
 from gossipx.launch.environment import ENV_DEBUG
 from gossipx.metrics import summary
 from gossipx.metrics.compare import Row, compare
@@ -237,11 +237,15 @@ def compare_command(runs: tuple[Path, ...], logdir: Path, as_json: bool, plot: P
     gossipx compare runs/tau runs/adaptive --plot runs.png
     """
     places = [run_directory(str(path), logdir) for path in runs]
+    for path, place in zip(runs, places, strict=True):
+        if not place.exists():
+            raise no_run(str(path), logdir, summary.FILE)
     summaries = [summary.read(path) for path in places]
     if plot is not None:
         from gossipx.tools import plot as plotting
 
         plotting.draw(list(zip(places, summaries, strict=True)), plot)
+        print(f"{plot}: a plot of {', '.join(found.name for found in summaries)}", file=sys.stderr)
     rows = compare(summaries)
     if as_json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,7 @@ __all__ = [
     "State",
     "Tensors",
     "alone",
+    "compilations",
     "decode",
     "decode_into",
     "describe",
@@ -116,6 +118,12 @@ def alone(near: bool = True) -> list[str]:
 def names() -> dict[str, Callable[..., Any]]:
     """Return all known codec names, built-in and from installed packages; the latter are not imported yet."""
     return plugins.names(BUILT_IN, ENTRY_POINT_GROUP)
+
+
+def compilations() -> int:
+    """Return how often this process has compiled a loop of a codec, and not read it from the cache on disk."""
+    loops = sys.modules.get("gossipx.codecs.loops")  # not imported for codecs without loops, since numba takes long
+    return 0 if loops is None else int(loops.compilations())
 
 
 def describe(codec: Codec) -> str:

@@ -24,7 +24,8 @@ Indices are cast to ``np.uintp`` so that numba generates no code for negative in
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numba
 import numpy as np
@@ -35,6 +36,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 Array: TypeAlias = npt.NDArray[Any]
+_Loop = TypeVar("_Loop", bound=Callable[..., Any])
 
 ZERO, ONE = np.float32(0), np.float32(1)
 REGISTER = 64
@@ -42,8 +44,20 @@ REGISTER = 64
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 """Mask of all bits of a float32 but the sign."""
 
-loop = numba.njit(cache=True, nogil=True, error_model="numpy")
-"""Decorator of all compiled loops: they release the GIL, and division by zero does not raise."""
+LOOPS: list[Any] = []
+"""All compiled loops."""
+
+
+def loop(function: _Loop) -> _Loop:
+    """Decorate a compiled loop: it releases the GIL, and division by zero does not raise."""
+    made: Any = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
+    LOOPS.append(made)
+    return cast(_Loop, made)
+
+
+def compilations() -> int:
+    """Return how often this process has compiled a loop that it did not find in numba's cache."""
+    return sum(sum(made.stats.cache_misses.values()) for made in LOOPS)
 
 
 def value_of(x: Array | None, error: Array | None, at: int) -> Any:

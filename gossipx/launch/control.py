@@ -12,7 +12,7 @@ from typing import Any
 
 from gossipx.config import files
 from gossipx.errors import GossipxError, UsageError
-from gossipx.launch.directory import CONFIG_FILE
+from gossipx.launch.directory import CONFIG_FILE, no_run
 from gossipx.runtime.control import ANSWER, COMMAND, DIRECTORY, POLL_INTERVAL, write
 
 TAKEN_WITHIN = 10.0
@@ -36,7 +36,7 @@ def command(run: Path, request: Mapping[str, Any], patience: float) -> None:
         if settings.sync.mode != "server" and settings.server.servers is None:
             raise UsageError("this run has no parameter server", run)
     elif not any(run.glob("peer-*")):  # peers that were started without 'gossipx run' write no settings
-        raise UsageError("no run found: give its directory, or its name and --logdir", run)
+        raise no_run(str(run), run.parent, CONFIG_FILE)
     directory = run / DIRECTORY
     directory.mkdir(exist_ok=True)
     file = directory / (secrets.token_hex(8) + COMMAND)

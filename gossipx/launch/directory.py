@@ -17,6 +17,7 @@ from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.metrics.summary import Summary
+from gossipx.specs import suggest
 
 CONFIG_FILE = "config.toml"
 HOSTS_FILE = "hosts.txt"
@@ -27,12 +28,29 @@ WRITTEN = re.compile(
     + rf"|config-\d+\.toml(\.tmp)?|{re.escape(SUMMARY_FILE)}\.\d+\.tmp|peer-\d+"
 )
 """Names of the files that a run writes into its directory; nothing else in it is ever removed."""
+_SHOWN = 20
+"""Maximum number of runs to list in a message."""
 
 
 def run_directory(run: str, logdir: Path) -> Path:
     """Return the path of a run that is given by its directory or by its name in ``logdir``."""
     path = Path(run)
     return path if path.is_dir() or not (logdir / run).is_dir() else logdir / run
+
+
+def no_run(run: str, logdir: Path, having: str) -> UsageError:
+    """Return the error for a run that does not exist; it says which runs there are.
+
+    Args:
+        run, logdir: as for :func:`run_directory`.
+        having: the file that the other runs must have to be suitable.
+    """
+    path = Path(run)
+    place = logdir if path.name == run else path.parent
+    known = sorted(found.parent.name for found in place.glob(f"*/{having}"))
+    near = suggest(path.name, dict.fromkeys(known))
+    there = ", ".join(known[:_SHOWN]) + (", …" if len(known) > _SHOWN else "") or "none"
+    return UsageError(f"no such run{near}: {place} has {there}; give a run's directory, or its name and --logdir", path)
 
 
 def checked_name(name: str | None) -> str:

@@ -14,7 +14,7 @@ from gossipx.config import files
 from gossipx.config.settings import KEYS, RunConfig, RunSettings
 from gossipx.errors import UsageError
 from gossipx.launch.cluster.world import find
-from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, SCRIPT_FILE, run_directory
+from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, SCRIPT_FILE, no_run, run_directory
 from gossipx.launch.hosts import read_hosts
 from gossipx.runtime.checkpoints import store_of
 from gossipx.runtime.shards import servers_of, store_of_shard
@@ -48,9 +48,10 @@ def settings_of(
     Raises:
         UsageError: the run does not exist, or a given setting cannot change; names the option.
     """
-    path = run_directory(run, Path(given.get("logdir") or RunSettings().logdir))
+    logdir = Path(given.get("logdir") or RunSettings().logdir)
+    path = run_directory(run, logdir)
     if not (path / CONFIG_FILE).is_file():
-        raise UsageError("no run to resume found: give --resume the name of a run in --logdir, or its directory", path)
+        raise no_run(run, logdir, CONFIG_FILE)
     before = files.load(path / CONFIG_FILE)
     given = {name: value for name, value in given.items() if value is not None}
     place = {"name": path.resolve().name, "logdir": str(path.parent)}

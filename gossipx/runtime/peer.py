@@ -23,7 +23,7 @@ from gossipx.runtime.checkpoints import Checkpoints
 from gossipx.runtime.driver import Driver
 from gossipx.runtime.lifecycle import Lifecycle
 from gossipx.runtime.options import PeerOptions
-from gossipx.runtime.reporting import Reporter
+from gossipx.runtime.reporting import Reporter, as_float
 from gossipx.specs import rank_of
 
 
@@ -208,7 +208,7 @@ class Peer:
             tag: such as ``train/loss`` or ``test/accuracy``.
             value: a number, or anything that ``float()`` accepts, such as a tensor of one element.
         """
-        self._reporter.scalar(tag, float(value))
+        self._reporter.scalar(tag, as_float(value))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the iteration count and the state of the policy, as plain data.

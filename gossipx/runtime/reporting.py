@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from gossipx.comm import CommManager
@@ -190,7 +191,7 @@ class Reporter:
         self._arena.snapshot().release()
         result = self._evaluate(self._module)
         try:
-            accuracy = float(result)
+            accuracy = as_float(result)
         except (TypeError, ValueError):  # a warning only: an error here would lose a completed training
             log.warning("evaluate returned a %s: it must return a number from 0 to 1", type(result).__name__)
             return None
@@ -244,3 +245,8 @@ class Reporter:
             return own
         with models.averaged(self._module, files) as is_averaged:
             return self.accuracy() if is_averaged else None
+
+
+def as_float(value: Any) -> float:
+    """Return a number, or a tensor of one element, as a float; torch warns of one that requires a gradient."""
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from gossipx.config import files as config_files
 from gossipx.errors import UsageError
-from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, run_directory
+from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, no_run, run_directory
 from gossipx.launch.hosts import read_hosts
 from gossipx.metrics import summary
 from gossipx.model import safetensors_file
 from gossipx.runtime import models
 from gossipx.runtime.checkpoints import store_of
-from gossipx.specs import rank_of, suggest
+from gossipx.specs import rank_of
 
 SUFFIX = ".safetensors"
 
@@ -40,8 +40,7 @@ def export(run: str, target: Path, logdir: Path, peer: str | None = None, overwr
     """
     path = run_directory(run, logdir)
     if not (path / CONFIG_FILE).is_file():
-        near = suggest(run, dict.fromkeys(one.name for one in logdir.glob("*") if (one / CONFIG_FILE).is_file()))
-        raise UsageError(f"no such run{near}: give the name of a run in --logdir, or its directory", path)
+        raise no_run(run, logdir, CONFIG_FILE)
     _check_target(target, overwrite)
     names = [line.name for line in read_hosts(path / HOSTS_FILE)]
     ranks = range(len(names)) if peer is None else [rank_of(peer, "--peer", names)]

@@ -13,7 +13,7 @@ from typing import Any
 
 from gossipx.errors import UsageError
 from gossipx.specs import suggest
-from gossipx.topology.graphs import Topology, generate, neighbours_of
+from gossipx.topology.graphs import Topology, generate, keys_of, neighbours_of
 from gossipx.topology.plain import PLAIN
 
 _ENDINGS = (".edges", ".graphml", ".json", ".toml")
@@ -83,6 +83,12 @@ def _path_of(name: str) -> Path | None:
 
 def _known(size: int | None, name: str) -> int:
     if size is None:
+        word, value = (part.strip() for part in (name.partition(":")[::2]))
+        if value and not keys_of(word):
+            number = value if value.isdecimal() else "N"
+            raise UsageError(
+                f"topology '{name}': '{word}' takes no keys; give the number of peers apart: {word} --size {number}"
+            )
         raise UsageError(f"topology '{name}' has no fixed number of peers: give one (--size N)")
     return size
 

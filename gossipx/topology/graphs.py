@@ -87,6 +87,11 @@ def generate(spec: str, size: int, seed: int) -> Topology:
     return Topology(spec, neighbours_of(graph), generator=name, sites=sites if -1 not in sites else ())
 
 
+def keys_of(name: str) -> list[str]:
+    """Return the keys that the spec of a generator may have."""
+    return list(inspect.signature((PLAIN if name in PLAIN else _generators())[name]).parameters)
+
+
 def _generators() -> Mapping[str, Callable[..., Generator]]:
     from gossipx.topology.generators import GENERATORS  # imports networkx
 

@@ -118,15 +118,18 @@ with peer:
 
 def test_figures_may_be_tensors(two: Folder) -> None:
     script = two.script(
-        TEN_LINES.replace("(model, optimizer)", "(model, optimizer, evaluate=lambda m: torch.tensor(0.75))")
+        TEN_LINES.replace(
+            "(model, optimizer)", "(model, optimizer, evaluate=lambda m: torch.tensor(0.75, requires_grad=True))"
+        )
         + """
 with peer:
     for until in range(5, 45, 5):
         train(peer, model, optimizer, until)
-        peer.log("train/loss", torch.tensor(1.5))
+        peer.log("train/loss", torch.tensor(1.5, requires_grad=True))
 """
     )
     run = two.run(*BRIEF, script, two.path)
+    assert "UserWarning" not in run.ended.shown
     assert run.summary["test_accuracy"] == [0.75, 0.75] and run.summary["lost"] == []
 
 

@@ -75,7 +75,7 @@ def test_another_number_of_peers_is_refused(stopped: Folder) -> None:
 
 
 def test_a_directory_without_a_run_is_refused(stopped: Folder) -> None:
-    assert "nothing: no run to resume found" in refused_at_once(stopped, name="nothing")
+    assert "nothing: no such run: " in refused_at_once(stopped, name="nothing")
 
 
 def test_a_script_with_another_model_is_refused(stopped: Folder) -> None:

@@ -103,7 +103,7 @@ def test_the_sync_model_is_set_from_the_command_line(tmp_path: Path) -> None:
         assert process.end().code == 130
         assert not list((here.path / "x" / "control").glob("*.answer"))
         gone = here.start("-m", "gossipx", "server", "set-sync", here.path / "y", "asp").end()
-        assert "no run found" in one_line(gone, 2)
+        assert "no such run: " in one_line(gone, 2)
 
 
 SWITCHES = """

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from gossipx import codecs
+from gossipx.assembly import server
 from gossipx.assembly.server import Parts, serve
 from gossipx.config import files
 from gossipx.parts import Conditions, Storages, TransmitBuffer
@@ -70,3 +74,33 @@ def test_custom_parts_are_compared() -> None:
     assert differ(alike(), alike(Parts(storages=Storages(transmit=Sparse)))) == ["parts"]
     own = Conditions(pull=lambda view, pull: True, push=lambda view: True)
     assert differ(alike(), alike(Parts(sync=own))) == ["--sync"]
+
+
+def test_a_codec_says_that_it_was_compiled_only_if_it_was(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A slow import of numba, or of a codec without loops, was called compiling."""
+    monkeypatch.setattr(server, "SLOW_COMPILE", 0.0)
+    codec = codecs.parse("3lc")
+    server.warm_up(codec)
+    caplog.clear()
+    server.warm_up(codec)
+    assert caplog.text == ""
+    counts = iter([0, 3])
+    monkeypatch.setattr(codecs, "compilations", lambda: next(counts))
+    server.warm_up(codec)
+    assert "compiling 3lc took" in caplog.text
+
+
+def test_compiled_loops_are_counted_and_those_read_from_the_cache_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "doubled.py"
+    path.write_text("from gossipx.codecs.loops import loop\n\n\n@loop\ndef doubled(x):\n    return 2 * x\n")
+    codecs.parse("3lc").init(torch.zeros(1))
+    for expected in (1, 0):
+        before = codecs.compilations()
+        spec = importlib.util.spec_from_file_location("doubled", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        assert module.doubled(2) == 4
+        assert codecs.compilations() - before == expected

@@ -346,10 +346,25 @@ def test_compare_as_json(tmp_path: Path) -> None:
     assert first.keys() == second.keys()
 
 
+def test_a_plot_says_what_was_written(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On standard error, so that --json prints JSON alone."""
+    monkeypatch.setattr("gossipx.tools.plot.draw", lambda runs, target: None)
+    runs = write(place, summary("tau", 300.0), summary("travel", 30.0))
+    result = gossipx("compare", *runs, "--plot", "runs.png", "--json")
+    assert result.exit_code == 0 and len(json.loads(result.stdout)) == 2
+    assert result.stderr == "runs.png: a plot of tau, travel\n"
+
+
 def test_compare_with_a_missing_run_is_one_line(place: Path) -> None:
     [run] = write(place / "mine", summary("tau", 300.0))
     told = "no summary here: name the directory of a finished run"
-    assert one_line(gossipx("compare", run, "none")) == f"none: {told}"
+    for other in ("none", "runs/none"):
+        there = "runs has none; give a run's directory, or its name and --logdir"
+        assert one_line(gossipx("compare", run, other)) == f"{other}: no such run: {there}"
+    write(place / "done", summary("tau", 300.0), summary("travel", 30.0))
+    near = "no such run (did you mean 'travel'?): done has tau, travel; "
+    assert near in one_line(gossipx("compare", run, "done/travle"))
+    assert near in one_line(gossipx("compare", run, "travle", "--logdir", "done"))
     Path(run, FILE).unlink()
     assert one_line(gossipx("compare", run)) == f"{Path(run, FILE)}: {told}"
 

@@ -133,6 +133,9 @@ def test_every_shipped_file_can_be_shown_and_checked(name: str) -> None:
     [
         (("show", "rnig", "--size", "4"), "unknown topology 'rnig' (did you mean 'ring'?)"),
         (("show", "ring"), "topology 'ring' has no fixed number of peers: give one (--size N)"),
+        (("show", "ring:4"), "'ring' takes no keys; give the number of peers apart: ring --size 4"),
+        (("check", "torus:3x3"), "'torus' takes no keys; give the number of peers apart: torus --size N"),
+        (("show", "regular:3"), "topology 'regular:3' has no fixed number of peers: give one (--size N)"),
         (("show", "none/x.toml"), "none/x.toml: no such topology file"),
         (("show", "ring", "--size", "0"), "'--size': 0 is not in the range"),
         (("show", "hypercube", "--size", "9" * 30), "is not in the range 1<=x<=65536"),
