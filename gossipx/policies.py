@@ -72,11 +72,13 @@ class Policy(abc.ABC):
         max_silence: number of iterations without a retrieval after which the peer pulls in any case; 0: no limit.
         uses_drift: whether the policy needs ``Observation.drift``. Measuring it costs one pass over the model per step,
             and memory for one more copy of the model.
+        depends_on_model: whether it depends on the model when the policy fires, so that it may never do so.
     """
 
     warmup: int = field(default=0, kw_only=True)
     max_silence: int = field(default=0, kw_only=True)
     uses_drift: ClassVar[bool] = False
+    depends_on_model: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.warmup < 0 or self.max_silence < 0:
@@ -90,11 +92,17 @@ class Policy(abc.ABC):
     def decide(self, state: State, observation: Observation) -> tuple[bool, State]:
         """Return whether to pull now, and the next state."""
 
+    def explain(self, observation: Observation) -> str:
+        """Return, for messages, what the policy compares: the measured value, and its threshold if it has one."""
+        return f"the delta is {observation.delta:.3g}"
+
 
 @final
 @dataclass(frozen=True)
 class Never(Policy):
     """Never pull: each peer trains alone. This is gossiping SGD with τ = ∞ (Figure 6)."""
+
+    depends_on_model: ClassVar[bool] = False
 
     def decide(self, state: State, observation: Observation) -> tuple[bool, State]:
         return False, state
@@ -113,6 +121,7 @@ class Tau(Policy):
     """
 
     period: int
+    depends_on_model: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,6 +139,7 @@ class Random(Policy):
     """Pull with probability ``p`` after each iteration (section IV: "a probability distribution")."""
 
     p: float
+    depends_on_model: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,12 +155,14 @@ class Random(Policy):
 class Adaptive(Policy):
     """Pull when the difference of delta exceeds a threshold: ``|Δ_t − Δ_r| > threshold`` (section V-B).
 
+    The spec ``adaptive`` without a threshold is a relative one, see :data:`FRACTION`.
+
     Attributes:
         threshold: a length in the space of weights; the paper uses 0.025, 0.02 and 0.01 (section VI).
         relative: whether ``threshold`` is a fraction of Δ_r instead.
     """
 
-    threshold: float = 0.02
+    threshold: float
     relative: bool = False
 
     def __post_init__(self) -> None:
@@ -158,8 +170,38 @@ class Adaptive(Policy):
         _at_least_zero("threshold", self.threshold)
 
     def decide(self, state: State, observation: Observation) -> tuple[bool, State]:
-        threshold = self.threshold * (observation.delta_at_retrieval if self.relative else 1.0)
-        return observation.difference > threshold, state
+        return observation.difference > self._limit(observation), state
+
+    def _limit(self, observation: Observation) -> float:
+        return self.threshold * (observation.delta_at_retrieval if self.relative else 1.0)
+
+    def explain(self, observation: Observation) -> str:
+        difference, limit = observation.difference, self._limit(observation)
+        return f"{super().explain(observation)} and its difference {difference:.3g}, the threshold {limit:.3g}"
+
+
+FRACTION = 0.75
+"""Threshold of ``adaptive`` without one, as a fraction of Δ_r. An absolute one fits only models and learning rates
+whose steps are about as long as the paper's: the steps of a small model under Adam may never differ by 0.02. Δ also
+varies from batch to batch, with plain SGD and batches of 32 often by a half of Δ_r, and rarely by more than 0.75."""
+MAX_SILENCE = 100
+"""The ``max_silence`` of ``adaptive`` without a threshold: a tenth of the pulls of ``tau:10``, the paper's reference.
+If the length of the steps hardly changes, as with Adam and a constant learning rate, the rule alone never fires."""
+
+
+def _adaptive(
+    threshold: float | None = None,
+    relative: bool | None = None,
+    *,
+    warmup: int = 0,
+    max_silence: int | None = None,
+) -> Adaptive:
+    """Build ``adaptive`` from a spec's keys: the paper's rule with a threshold, else one that suits any model."""
+    if threshold is not None:
+        return Adaptive(threshold, bool(relative), warmup=warmup, max_silence=max_silence or 0)
+    if relative is False:
+        raise ValueError("no absolute threshold suits every model: give threshold=")
+    return Adaptive(FRACTION, True, warmup=warmup, max_silence=MAX_SILENCE if max_silence is None else max_silence)
 
 
 @final
@@ -175,6 +217,11 @@ class Travel(Policy):
 
     def decide(self, state: State, observation: Observation) -> tuple[bool, State]:
         return observation.travelled > self.distance, state
+
+    def explain(self, observation: Observation) -> str:
+        return (
+            f"{super().explain(observation)} and the deltas add up to {observation.travelled:.3g} of {self.distance:g}"
+        )
 
 
 @final
@@ -197,6 +244,9 @@ class Drift(Policy):
         assert observation.drift is not None, "measured because of uses_drift"
         return observation.drift > self.distance, state
 
+    def explain(self, observation: Observation) -> str:
+        return f"{super().explain(observation)} and the drift {observation.drift or 0.0:.3g} of {self.distance:g}"
+
 
 @final
 @dataclass(frozen=True)
@@ -213,7 +263,7 @@ BUILT_IN: dict[str, Callable[..., Policy]] = {
     "never": Never,
     "tau": Tau,
     "random": Random,
-    "adaptive": Adaptive,
+    "adaptive": _adaptive,
     "travel": Travel,
     "drift": Drift,
 }
@@ -243,6 +293,12 @@ def parse(spec: str | Policy | Callable[[Observation], bool]) -> Policy:
     raise UsageError(f"policy '{spec}': its entry point returns a {type(built).__name__}, not a policy or a function")
 
 
+def complete(spec: str) -> str:
+    """Return the spec with the values that its policy chooses itself: ``adaptive`` without a threshold has some."""
+    policy = parse(spec)
+    return describe(policy) if isinstance(policy, Adaptive) else spec
+
+
 def names() -> dict[str, Callable[..., Any]]:
     """Return all policies by name: the built-in ones and those of installed packages, which are not imported yet."""
     return plugins.names(BUILT_IN, ENTRY_POINT_GROUP)
@@ -252,7 +308,7 @@ def describe(policy: Policy) -> str:
     """Return the spec of a policy, for display; for a custom policy, the name of its function or class."""
     if isinstance(policy, FunctionPolicy):
         return f"function {getattr(policy.function, '__qualname__', type(policy.function).__name__)}"
-    names: dict[object, str] = {kind: name for name, kind in BUILT_IN.items()}
+    names: dict[object, str] = {**{kind: name for name, kind in BUILT_IN.items()}, Adaptive: "adaptive"}
     return specs.text(policy, names.get(type(policy), type(policy).__name__))
 
 

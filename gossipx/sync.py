@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gossipx.policies import Observation, Policy
+from gossipx.policies import Observation, Policy, describe
+
+QUIET = 100
+"""Iterations after which a policy that has not fired yet is told, early enough to mend a run of some hundred."""
+LOSSES = 10
+"""Skipped decisions that are told, if they are also a share of all: a few are normal at the start of a run, when
+connections are still being made."""
+LOST_SHARE = 0.2
+"""Share of skipped decisions that is told: ``tau:10`` then exchanges more rarely than ``tau:12``."""
 
 
 @dataclass
@@ -21,6 +29,52 @@ class _Counters:
     travelled: float = 0.0
     silence: int = 0
     shared: bool = False
+
+
+class _Decisions:
+    """A policy's decisions since this process began, after the warm-up, and what became of them.
+
+    Attributes:
+        overtaken: number of decisions that found an exchange in flight.
+        declined: number of decisions that found all other peers busy.
+        fired: whether there was a decision to exchange, in an earlier process of this peer, too.
+    """
+
+    def __init__(self, policy: Policy):
+        self.fired = False
+        self.overtaken = 0
+        self.declined = 0
+        self._policy = policy
+        self._iterations = 0
+        self._made = 0  # decisions to exchange
+        self._last: Observation | None = None
+        self._lossy = False  # whether it is told that many decisions are skipped
+
+    def observe(self, observation: Observation, wanted: bool) -> None:
+        """Count an iteration, and whether the policy ``wanted`` an exchange."""
+        self._last = observation
+        self._iterations += 1
+        self._made += wanted
+        self.fired = self.fired or wanted
+
+    def warnings(self) -> dict[str, str]:
+        """See :meth:`SyncManager.warnings`."""
+        found = {}
+        if not self.fired and self._iterations >= QUIET and self._policy.depends_on_model and self._last is not None:
+            self.fired = True  # so that it is told once
+            found["quiet"] = (
+                f"{describe(self._policy)} has not fired in {self._iterations} iterations:"
+                f" {self._policy.explain(self._last)}; lower its threshold, or give max_silence=N"
+            )
+        lost = self.overtaken + self.declined
+        if not self._lossy and lost >= LOSSES and lost >= LOST_SHARE * self._made:
+            self._lossy = True
+            found["skipped"] = (
+                f"{lost} of {self._made} decisions to exchange were skipped, {self.overtaken} during an exchange and"
+                f" {self.declined} with all other peers busy: steps are faster than exchanges; let the policy fire less"
+                " often, or give --blocking"
+            )
+        return found
 
 
 class SyncManager:
@@ -53,6 +107,7 @@ class SyncManager:
         self._since = _Counters()
         self._before_request: _Counters | None = None
         self._delta = 0.0
+        self._decisions = _Decisions(policy)
 
     @property
     def in_flight(self) -> bool:
@@ -91,12 +146,18 @@ class SyncManager:
         wanted, self._policy_state = self.policy.decide(self._policy_state, observation)
         if self.policy.max_silence and self._since.silence >= self.policy.max_silence:
             wanted = True
-        if not wanted or step <= self.policy.warmup:
+        if step <= self.policy.warmup:
             return False
-        if self.in_flight:
+        self._decisions.observe(observation, wanted)
+        if wanted and self.in_flight:
             self.skipped += 1
+            self._decisions.overtaken += 1
             return False
-        return True
+        return wanted
+
+    def warnings(self) -> dict[str, str]:
+        """Return, by topic, what a user should know about the decisions so far; each topic once."""
+        return self._decisions.warnings()
 
     def requested(self, *, shared: bool = False) -> None:
         """Record that a pull was sent or, if ``shared``, that a wave began; restart the counters."""
@@ -133,6 +194,7 @@ class SyncManager:
         """Record that no peer was available or willing, so that the decision counts as skipped."""
         self.abandoned(failed=False)
         self.skipped += 1
+        self._decisions.declined += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next decision depends on, as plain data. A pull in flight counts as not begun."""
@@ -159,6 +221,7 @@ class SyncManager:
         self._before_request = None
         self._delta = state["delta"]
         self.retrievals, self.skipped, self.failed = state["counts"]
+        self._decisions.fired = any(state["counts"])
 
 
 def consensus_distance(squared_distances: Sequence[float], peers: int) -> float:

@@ -17,7 +17,7 @@ from gossipx.assembly.graph import build_schedule
 from gossipx.assembly.hub import elastic_settings
 from gossipx.assembly.server import Parts, Served, serve, warm_up
 from gossipx.assembly.server_settings import server_ranks
-from gossipx.assembly.settings import check_exchange
+from gossipx.assembly.settings import check_exchange, with_policy
 from gossipx.checkpoint import CheckpointInterval
 from gossipx.comm import CommManager
 from gossipx.compression import Coded, ElasticCodec, ModelCodec
@@ -107,6 +107,7 @@ def build_peer(
     """
     granted = grant(config.exchange, place.bind.host)
     check_exchange(config)
+    config = with_policy(config)
     hub = elastic_settings(config, place.names)
     arena = _arena(config, place, module)
     served = serve(config, place.names, place.rank, module, optimizer, parts or Parts())

@@ -12,7 +12,7 @@ from gossipx.config.settings import ExchangeSettings, RunConfig, SyncSettings
 from gossipx.errors import UsageError
 from gossipx.solver import prototxt
 from gossipx.tasks import solvers
-from gossipx.tasks.presets import PRESETS
+from gossipx.tasks.presets import PRESETS, Preset
 
 if TYPE_CHECKING:
     from gossipx.codecs import Codec
@@ -50,7 +50,16 @@ def effective_config(config: RunConfig, size: int, has_script: bool) -> RunConfi
     policies.parse(config.sync.policy)
     build_schedule(config, size)
     check_exchange(config)
-    return config
+    return with_policy(config)
+
+
+def with_policy(config: RunConfig) -> RunConfig:
+    """Return the configuration with the complete spec of its policy; unchanged with servers, which replace it."""
+    if config.server.servers is not None or config.sync.mode == "server":
+        return config
+    return dataclasses.replace(
+        config, sync=dataclasses.replace(config.sync, policy=policies.complete(config.sync.policy))
+    )
 
 
 def _check_solver(given: str) -> None:
@@ -78,13 +87,21 @@ def _with_preset(config: RunConfig) -> RunConfig:
             option = f"--{key.replace('_', '-')}"
             raise UsageError(f"{option} is set by the solver file: leave it out, or leave out --solver {task.solver}")
     filled = {key: getattr(preset, key) for key in keys if getattr(task, key) is None}
-    # A policy without arguments gets the preset's arguments for this model.
-    policy = preset.policies.get(config.sync.policy, config.sync.policy)
     return dataclasses.replace(
         config,
         task=dataclasses.replace(task, **filled),
-        sync=dataclasses.replace(config.sync, policy=policy),
+        sync=dataclasses.replace(config.sync, policy=_policy_for(preset, config.sync.policy)),
     )
+
+
+def _policy_for(preset: Preset, spec: str) -> str:
+    """Return the spec with the preset's arguments, unless it has arguments other than those that all policies have."""
+    name, _, given = spec.partition(":")
+    of_model = preset.policies.get(name.strip())
+    keys = {part.partition("=")[0].strip() for part in given.split(",")} - {""}
+    if of_model is None or not keys <= {"warmup", "max_silence"}:
+        return spec
+    return f"{of_model}{',' if ':' in of_model else ':'}{given}" if keys else of_model
 
 
 def _check_around(config: RunConfig) -> None:

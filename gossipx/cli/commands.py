@@ -284,6 +284,7 @@ def _print_table(rows: list[Row]) -> None:
         ("policy", lambda row: row.policy),
         ("codec", lambda row: row.codec),
         ("retrievals per peer", lambda row: _shown(row.retrievals, "{:.1f}")),
+        ("skipped per peer", lambda row: _shown(row.skipped, "{:.1f}")),
         ("reduction", lambda row: _shown(row.reduction, "{:.1%}")),
         ("delayed pulls (DPRs)", lambda row: _shown(row.delayed_pulls, "{:.0f}")),
         ("MB received per peer", lambda row: _shown(row.received_mb, "{:.1f}")),

@@ -15,6 +15,7 @@ class Row:
     Attributes:
         codec: codec of models or gradients; ``none`` if they were sent unencoded.
         retrievals: mean per peer.
+        skipped: decisions to exchange that came to nothing, mean per peer.
         delayed_pulls: DPRs, summed over all shards; 0 without servers.
         received_mb: 10⁶ bytes received while training, mean per peer.
         finish_mb: 10⁶ bytes received in the finish, mean per peer.
@@ -31,6 +32,7 @@ class Row:
     policy: str
     codec: str
     retrievals: float | None
+    skipped: float | None
     reduction: float | None
     delayed_pulls: float | None
     received_mb: float | None
@@ -62,6 +64,7 @@ def _row(summary: Summary, first: float | None) -> Row:
         policy=summary.policy,
         codec=summary.codec,
         retrievals=retrievals,
+        skipped=_mean(summary.skipped),
         reduction=None if retrievals is None or not first else 1 - retrievals / first,
         delayed_pulls=_sum(summary.delayed_pulls),
         received_mb=_mean(summary.bytes_received, 1e-6),

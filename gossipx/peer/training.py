@@ -75,10 +75,12 @@ class Training:
         return [*entered, *self._decide(event, now)]
 
     def _decide(self, event: StepDone, now: float) -> list[Effect]:
-        wanted = self._context.sync.step(event.step, event.delta, event.drift)
+        sync = self._context.sync
+        wanted = sync.step(event.step, event.delta, event.drift)
+        told = [Note(topic, text) for topic, text in sync.warnings().items()]
         if self._in_waves:
-            return self._begin_wave(wanted, now)
-        return self._exchange.begin(now) if wanted else []
+            return [*told, *self._begin_wave(wanted, now)]
+        return [*told, *(self._exchange.begin(now) if wanted else [])]
 
     def _begin_wave(self, wanted: bool, now: float) -> list[Effect]:
         """Join a wave that others have started, or start one if the policy ``wanted`` it."""

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from gossipx.errors import UsageError
 
@@ -113,7 +113,13 @@ def _keys(factory: Callable[..., Any]) -> dict[str, type]:
     rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     fields = dataclasses.fields(factory) if dataclasses.is_dataclass(factory) else ()
     hidden = {field.name for field in fields if not field.metadata.get("is_key", True)}
-    return {p.name: hints.get(p.name, str) for p in parameters if p.kind not in rest and p.name not in hidden}
+    kinds = {p.name: hints.get(p.name, str) for p in parameters if p.kind not in rest and p.name not in hidden}
+    return {name: _without_none(kind) for name, kind in kinds.items()}
+
+
+def _without_none(kind: Any) -> Any:
+    """Return the type of a key that may be missing: the first of its types."""
+    return get_args(kind)[0] if type(None) in get_args(kind) else kind
 
 
 def _own_first(kind: Any) -> list[dataclasses.Field[Any]]:

@@ -133,3 +133,24 @@ def test_a_solver_file_is_refused_with_a_script() -> None:
     assert refused(has_script=True, solver="convnet") == (
         "--solver convnet is for the built-in task, and a script calls gossipx.get_solver instead: leave one out"
     )
+
+
+@pytest.mark.fault(47)
+@pytest.mark.parametrize(
+    ("given", "has_script", "ran"),
+    [
+        ("adaptive", False, "adaptive:threshold=0.025"),
+        ("adaptive:warmup=9,max_silence=50", False, "adaptive:threshold=0.025,warmup=9,max_silence=50"),
+        ("adaptive:relative=true", False, "adaptive:threshold=0.75,relative=true,max_silence=100"),
+        ("adaptive", True, "adaptive:threshold=0.75,relative=true,max_silence=100"),
+        ("adaptive:0.02", True, "adaptive:threshold=0.02"),
+        ("tau:10", True, "tau:10"),
+        ("tau", False, "tau:period=10"),
+        ("never:warmup=3", False, "never:warmup=3"),
+    ],
+)
+def test_the_policy_that_really_runs_is_recorded(given: str, has_script: bool, ran: str) -> None:
+    """The built-in tasks have thresholds of their own; a script's model has none."""
+    made = effective(has_script, policy=given)
+    assert made.sync.policy == ran
+    assert effective_config(made, SIZE, has_script).sync.policy == ran, "a resumed run has the same"

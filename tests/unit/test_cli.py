@@ -302,6 +302,7 @@ def test_compare_prints_a_table(tmp_path: Path) -> None:
     assert table["policy"] == ["tau:period=10", "travel:distance=2.0"]
     assert table["codec"] == ["none", "efsignsgd"]
     assert table["retrievals per peer"] == ["300.0", "30.0"]
+    assert table["skipped per peer"] == ["1.0", "1.0"]
     assert table["reduction"] == ["0.0%", "90.0%"]
     assert table["delayed pulls (DPRs)"] == ["7", "7"]
     assert table["MB received per peer"] == ["2.0", "2.0"]

@@ -242,6 +242,12 @@ def test_lost_peers_do_not_count_in_means() -> None:
     assert row.blocked == 0.25
 
 
+@pytest.mark.fault(50)
+def test_skipped_decisions_are_compared() -> None:
+    [row] = compare([summary({**REPORT, "skipped": 10}, None, {**REPORT, "skipped": 174})])
+    assert row.skipped == 92.0
+
+
 def test_delayed_pulls_are_those_of_all_shards() -> None:
     """Two servers, a worker, and a lost peer: the number of peers does not matter."""
     servers = ({**REPORT, "delayed_pulls": 30}, {**REPORT, "delayed_pulls": 12})

@@ -31,8 +31,11 @@ def wants(policy: Policy, **values: float) -> bool:
     [
         ("tau:10", Tau(10)),
         ("tau:period=10,warmup=5", Tau(10, warmup=5)),
-        ("adaptive", Adaptive(0.02)),
+        ("adaptive", Adaptive(0.75, relative=True, max_silence=100)),
+        ("adaptive:relative=true,max_silence=0", Adaptive(0.75, relative=True)),
+        ("adaptive:warmup=5,max_silence=20", Adaptive(0.75, relative=True, warmup=5, max_silence=20)),
         ("adaptive:threshold=0.02", Adaptive(0.02)),
+        ("adaptive:threshold=0.02,max_silence=20", Adaptive(0.02, max_silence=20)),
         ("adaptive:0.5,relative=true", Adaptive(0.5, relative=True)),
         ("travel:distance=2,max_silence=500", Travel(2.0, max_silence=500)),
         ("drift:distance=2", Drift(2.0)),
@@ -57,6 +60,8 @@ def test_what_a_spec_means(spec: str, expected: Policy):
         ("random:p=1.5", "from 0 to 1"),
         ("random:p=nan", "from 0 to 1"),
         ("adaptive:threshold=-1", "a finite number of at least 0"),
+        ("adaptive:threshold=low", "threshold='low' is not NUMBER"),
+        ("adaptive:relative=false", "no absolute threshold suits every model: give threshold="),
         ("travel:distance=inf", "a finite number of at least 0"),
         ("nothing-like-it", "one of adaptive, drift, never, random, tau, travel"),
     ],
@@ -65,6 +70,35 @@ def test_what_a_wrong_spec_is_told(spec: str, told: str):
     with pytest.raises(UsageError) as raised:
         policies.parse(spec)
     assert told in str(raised.value) and raised.value.exit_code == 2
+
+
+def fired(spec: str, deltas: list[float]) -> list[int]:
+    manager = SyncManager(policies.parse(spec))
+    steps = []
+    for step, delta in enumerate(deltas, 1):
+        if manager.step(step, delta):
+            manager.requested()
+            manager.completed()
+            steps.append(step)
+    return steps
+
+
+@pytest.mark.fault(47)
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_adaptive_alone_suits_steps_of_any_length(scale: float):
+    """The learning rate falls to a twelfth, as by default in the Hugging Face Trainer; then a constant one."""
+    falling = [0.012 * (1 - t / 262) for t in range(240)]
+    assert fired("adaptive:threshold=0.02", falling) == []
+    assert fired("adaptive", [scale * delta for delta in falling]) == [1, 101, 201]
+    assert fired("adaptive", [scale] * 320) == [1, 101, 201, 301]
+
+
+def test_a_spec_is_completed_with_what_its_policy_chooses():
+    assert policies.complete("adaptive") == "adaptive:threshold=0.75,relative=true,max_silence=100"
+    assert policies.complete("adaptive:0.5") == "adaptive:threshold=0.5"
+    for spec in ("adaptive:threshold=0.02", "tau:10", "never"):
+        assert policies.complete(spec) == spec
+    assert policies.parse(policies.complete("adaptive")) == policies.parse("adaptive")
 
 
 def test_a_policy_and_a_function_are_taken_as_they_are():

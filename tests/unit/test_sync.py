@@ -143,3 +143,84 @@ def test_a_decision_that_finds_nobody_is_skipped_as_if_it_had_not_been_taken():
     manager.requested()
     manager.found_nobody()
     assert (manager.skipped, manager.failed, manager.difference, manager.in_flight) == (1, 0, 0.5, False)
+
+
+def warned(policy: str | Policy, steps: int, delta: float = 0.01) -> list[tuple[int, str, str]]:
+    """Return the warnings of a run without exchanges, with their iterations and topics."""
+    manager = SyncManager(policies.parse(policy))
+    found = []
+    for step in range(1, steps + 1):
+        manager.step(step, delta)
+        found += [(step, topic, text) for topic, text in manager.warnings().items()]
+    return found
+
+
+@pytest.mark.fault(47)
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ("adaptive:threshold=0.02", "the delta is 0.01 and its difference 0.01, the threshold 0.02"),
+        ("adaptive:threshold=2,relative=true", None),
+        ("travel:distance=1e3", "the delta is 0.01 and the deltas add up to 1 of 1000"),
+        (lambda seen: seen.delta > 1, "the delta is 0.01"),
+        ("adaptive:threshold=0.02,max_silence=50", None),
+        ("never", None),
+        ("tau:1000", None),
+        ("random:p=0", None),
+    ],
+    ids=str,
+)
+def test_a_policy_that_does_not_fire_is_told_once(spec, told: str | None):
+    found = warned(spec, 400)
+    assert [(step, topic) for step, topic, _ in found] == ([] if told is None else [(100, "quiet")])
+    if told is not None:
+        text = found[0][2]
+        assert text.startswith(f"{policies.describe(policies.parse(spec))} has not fired in 100 iterations: {told}; ")
+
+
+def test_a_warm_up_is_not_silence():
+    ((step, _, text),) = warned("adaptive:threshold=0.02,warmup=50", 400)
+    assert step == 150 and "in 100 iterations" in text
+
+
+def test_a_policy_that_fired_before_a_checkpoint_is_not_told():
+    manager = SyncManager(policies.parse("adaptive:threshold=0.02"))
+    assert manager.step(1, 1.0)
+    manager.requested()
+    manager.completed()
+    again = SyncManager(policies.parse("adaptive:threshold=0.02"))
+    again.load_state_dict(manager.state_dict())
+    assert not any(again.step(step, 1.0) or again.warnings() for step in range(2, 300))
+
+
+@pytest.mark.fault(50)
+@pytest.mark.parametrize(("in_flight", "of"), [(10, None), (12, 20), (25, 15)])
+def test_skipped_decisions_are_told_once(in_flight: int, of: int | None):
+    """Each exchange takes a number of iterations; tau:10 skips those decisions that fall into one."""
+    manager = SyncManager(policies.parse("tau:10"))
+    found, until = [], 0
+    for step in range(1, 1001):
+        if manager.in_flight and step >= until:
+            manager.completed()
+        if manager.step(step, 1.0):
+            manager.requested()
+            until = step + in_flight
+        found += [(manager.skipped, *one) for one in manager.warnings().items()]
+    if of is None:
+        assert manager.skipped == 0 and found == []
+        return
+    ((skipped, topic, text),) = found
+    assert topic == "skipped" and skipped == 10 < manager.skipped
+    assert text.startswith(f"10 of {of} ") and "10 during an exchange and 0 with all other peers busy" in text
+
+
+@pytest.mark.fault(50)
+def test_a_few_skipped_decisions_are_normal():
+    """Every sixth decision is lost: tau:10 exchanges as often as tau:12."""
+    manager = SyncManager(policies.parse("tau:1"))
+    for step in range(1, 601):
+        assert manager.step(step, 1.0)
+        manager.requested()
+        manager.found_nobody() if step % 6 == 0 else manager.completed()
+        assert not manager.warnings()
+    assert (manager.retrievals, manager.skipped) == (500, 100)

@@ -1,0 +1,51 @@
+"""Warnings and figures of runs whose policy does not do what the user asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from gossipx.config import files
+from runs import Folder
+
+ADAM = """
+torch.manual_seed(int.from_bytes(os.urandom(4), "big"))
+model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+with gossipx.join(model, optimizer) as peer:
+    train(peer, model, optimizer, 150)
+"""
+"""Steps of at most 0.001: their lengths never differ by 0.02."""
+
+
+@pytest.mark.fault(47)
+def test_adaptive_alone_exchanges_models_of_any_step_length(two: Folder) -> None:
+    run = two.run("--policy", "adaptive", "--peer-timeout", "20", two.script(ADAM), two.path)
+    assert min(run.summary["retrievals"]) > 0
+    ran = "adaptive:threshold=0.75,relative=true,max_silence=100"
+    assert run.summary["policy"] == ran
+    assert files.resolve(files.load(run.directory / "config.toml")).sync.policy == ran
+
+
+@pytest.mark.fault(47)
+def test_a_threshold_that_no_step_reaches_is_told_while_training(two: Folder) -> None:
+    run = two.run("--policy", "adaptive:threshold=0.02", "--peer-timeout", "20", two.script(ADAM), two.path)
+    told = [line for line in run.ended.output.splitlines() if "has not fired in 100 iterations" in line]
+    assert len(told) == 2 and all("the threshold 0.02; lower its threshold, or give" in line for line in told)
+    assert run.summary["retrievals"] == [0, 0]
+
+
+@pytest.mark.fault(50)
+def test_a_loop_that_is_faster_than_its_pulls_is_told(two: Folder) -> None:
+    script = two.script(
+        """
+model = nn.Linear(4, 1)
+with gossipx.join(model) as peer:
+    while peer.iteration < 2000:
+        model.weight.data += 1e-6
+        peer.step()
+"""
+    )
+    run = two.run("--policy", "tau:1", "--peer-timeout", "20", script, two.path)
+    assert min(run.summary["skipped"]) > 400, "else this machine is too slow for the test"
+    told = [line for line in run.ended.output.splitlines() if "decisions to exchange were skipped" in line]
+    assert len(told) == 2, run.ended.shown
