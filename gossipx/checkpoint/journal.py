@@ -7,7 +7,7 @@ two lengths, its words (a short description), its content, and a hash.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import xxhash
@@ -60,12 +60,25 @@ def path_of(directory: Path, clock: int) -> Path:
     return directory / f"journal-{clock:08d}"
 
 
-def read(directory: Path, clock: int) -> Iterator[tuple[int, bytes, memoryview]]:
-    """Yield all records since the checkpoint of ``clock``, in order, each with the clock of its journal."""
+def read(
+    directory: Path, clock: int, report: Callable[[str], None] = lambda line: None
+) -> Iterator[tuple[int, bytes, memoryview]]:
+    """Yield all records since the checkpoint of ``clock``, in order, each with the clock of its journal.
+
+    Args:
+        directory: where the journals are.
+        clock: of the checkpoint.
+        report: called with a line about each journal that ends with bytes that are no complete record: a damaged one
+            hides all that follow.
+    """
     for begun, path in _journals(directory):
         if begun >= clock:
-            for words, content, _ in _entries(path):
+            whole = 0
+            for words, content, size in _entries(path):
+                whole += size
                 yield begun, words, content
+            if rest := path.stat().st_size - whole:
+                report(f"{path}: the last {rest} bytes, from byte {whole}, are damaged or not complete")
 
 
 def drop(directory: Path, before: int = 0, after: int | None = None) -> None:

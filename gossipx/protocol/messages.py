@@ -68,6 +68,7 @@ from gossipx.protocol.server_messages import (
     GradientRequest,
     MoveRequest,
     PlacedReply,
+    PushAgainReply,
     RecordRequest,
     ServerRequest,
     TablesReply,
@@ -344,4 +345,6 @@ ModelRequest = InitialRequest | PullRequest | TakeRequest | RoundRequest | Elast
 Request = ModelRequest | ExchangeRequest | ServerRequest | MoveRequest | ArriveRequest | LeaveRequest
 CarryingReply = ModelReply | TablesReply | CopyReply
 """Replies whose payload is a model or a part of one."""
-Reply = CarryingReply | PlacedReply | WaitingReply | AcceptReply | BusyReply | HereReply | NotReadyReply
+Refusal = BusyReply | NotReadyReply | PushAgainReply
+"""Replies that say no."""
+Reply = CarryingReply | PlacedReply | WaitingReply | AcceptReply | HereReply | Refusal

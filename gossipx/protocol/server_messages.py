@@ -11,6 +11,7 @@ message           sent by                                       handled by
 GradientRequest   the worker, per bucket and iteration          the shard of the bucket
 TablesRequest     the worker, per bucket that it needs next     the shard of the bucket
 TablesReply       the shard; a server, to RangesRequest         the worker; the migration that sent the request
+PushAgainReply    the shard, to TablesRequest                   the worker, which repeats its pushes
 SwitchRequest     the switching of the peer a user asked        the switching of the shard's server
 WaitingRequest    the deadlock detector, while a pull waits     the deadlock detector of the other shard's server
 WaitingReply      that deadlock detector                        the deadlock detector that sent the request
@@ -40,6 +41,7 @@ from gossipx.protocol.fields import (
     Ascii,
     Count,
     CountOrNone,
+    Flag,
     FromZero,
     Groups,
     Parts,
@@ -102,6 +104,7 @@ class TablesRequest:
         significance: ``|g| / |w|`` of that push, if the sync model uses it; :data:`MEASURED` until the request is sent.
         patience: seconds that the requester waits.
         epoch: of its layout.
+        pushed: whether the shard has acknowledged all buckets of that push. If it lacks any, it has lost them.
         base: if pulls have a codec: the checksum of the bucket as the requester has it; 0: it has none.
     """
 
@@ -112,6 +115,7 @@ class TablesRequest:
     significance: FromZero
     patience: Seconds
     epoch: Count = 0
+    pushed: Flag = False
     base: Count = 0
 
 
@@ -126,6 +130,8 @@ class TablesReply:
         sync: the sync model of the shard since a switch; empty: the initial one.
         keep: the clock of the next checkpoint, where checkpoints are due by wall-clock time.
         base: checksum of the values that the payload changes; 0: plain values.
+        restarted_at: the clock at which the shard continued when its server was last restarted, 0 without any of its
+            state; −1: it was not restarted.
     """
 
     clock: Count
@@ -133,6 +139,13 @@ class TablesReply:
     sync: Text = ""
     keep: Count = 0
     base: Count = 0
+    restarted_at: CountOrNone = -1
+
+
+@kind(48)
+@dataclass(frozen=True)
+class PushAgainReply:
+    """Refuses a pull, since the shard has lost pushes that it waits for: its server was restarted without its state."""
 
 
 @kind(29)

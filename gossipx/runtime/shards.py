@@ -179,7 +179,11 @@ class ShardKeeper:
             first: the number of the first record after it.
         """
         directory, last = self._stores[shard].directory.parent, clock
-        for number, (journal_clock, words, content) in enumerate(journal.read(directory, clock), first):
+
+        def report(line: str) -> None:
+            log.warning("%s: the changes of shard %d in them are lost", line, shard)
+
+        for number, (journal_clock, words, content) in enumerate(journal.read(directory, clock, report), first):
             record = _record(words)
             if record is None or (record.copy, record.number) != (self._epoch, number):
                 message = "shard %d: the journal has a gap between clocks %d and %d: later changes are lost"
@@ -221,7 +225,7 @@ class ShardKeeper:
         last = max(journal.clocks(self._stores[index].directory.parent), default=clock)
         last = max(last, clock)
         self._begin_journal(index, last, after=last, append=True)
-        message = "shard %d is restored as it was when its server was killed, at clock %d"
+        message = "shard %d is restored from its checkpoint and its journal, at clock %d"
         log.warning(message, index, shard.clock.clock)
         return shard.state_dict()
 

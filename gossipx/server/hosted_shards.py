@@ -96,9 +96,18 @@ class HostedShards:
             effect
             for shard in self.shards.values()
             for effect in (
-                [self._restore_tables(shard)] if self.is_being_restored and not shard.restored else shard.begin(now)
+                [self._restore_tables(shard)]
+                if self.is_being_restored and not shard.restored
+                else self._begin(shard, now)
             )
         ]
+
+    def _begin(self, shard: Shard, now: float) -> list[Effect]:
+        """Start a shard. If workers were training before this peer joined, continue where they stand, less the
+        iteration that they may have begun.
+        """
+        again = self._context.members.has_joined_late and not shard.restored and self._context.step
+        return shard.begin_again(self._context.step - 1, now) if again else shard.begin(now)
 
     def _restore_tables(self, shard: Shard) -> RestoreTables:
         return RestoreTables(shard.index, self.epoch)
@@ -118,7 +127,8 @@ class HostedShards:
         if event.state is not None:
             shard.records = Journal(shard.index, event.epoch)
             shard.load_state_dict(event.state)
-        return [*shard.begin(now), *shard.update_members(training)]
+            shard.restarted_at = shard.clock.clock
+        return [*self._begin(shard, now), *shard.update_members(training)]
 
     # --- checkpoints and handover ------------------------------------------------------------------
 

@@ -95,6 +95,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
             *common, self.shards, self.worker.holder, settings.rate, self._obstacle
         )
         self._deadlock_detector = DeadlockDetector(*common, self.shards, self.worker.holder)
+        self._serves = False  # all peers have reached START
         self._finishing = False
         self._watching = False
         self._asked_for_layout = False  # a server is lost, and the other peers were asked for a newer layout
@@ -154,10 +155,12 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     # --- the worker -------------------------------------------------------------------------------
 
     def start_serving(self, now: float) -> list[Effect]:
+        self._serves = True
         effects = self.hosted.start_serving(now)
         effects += self.migration.ask_layout(now) if self.hosted.unconfirmed else []
         effects += self._replication.begin(now)
-        return self._follow_up([*effects, *(self.worker.begin(now) if self._trains else [])], now)
+        began = self.worker.begin(now, self._context.step - 1) if self._trains else []
+        return self._follow_up([*effects, *began], now)
 
     def _begin_confirmed(self, now: float) -> list[Effect]:
         """Start the shards of a peer that joined late, once all others have confirmed that the layout is unchanged."""
@@ -168,6 +171,12 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
 
     def begin(self, now: float) -> list[Effect]:
         return []
+
+    def initial_model_requested(self, event: Received, now: float) -> list[Effect] | None:
+        """Refuse a server that was restarted, if this peer does not train: our model is still the initial one."""
+        if self._trains or not self._serves or event.sender not in self._servers:
+            return None
+        return [self._answer(event.key, NotReadyReply("it only serves and has no model of its own"), now)]
 
     def step_ended(self, now: float) -> list[Effect]:
         over = self.migration.catch_up(now)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from gossipx.errors import UsageError
@@ -19,14 +19,19 @@ from gossipx.peer.membership import Requests
 from gossipx.protocol.effects import Answer, Effect, Forget, Keep, Note
 from gossipx.protocol.events import Received
 from gossipx.protocol.messages import AcceptReply, NotReadyReply, Reply
-from gossipx.protocol.server_messages import GradientRequest, RecordRequest, TablesReply, TablesRequest
+from gossipx.protocol.server_messages import (
+    GradientRequest,
+    PushAgainReply,
+    RecordRequest,
+    TablesReply,
+    TablesRequest,
+)
 from gossipx.protocol.table_effects import (
     ApplyBuffer,
     ApplyGradient,
     BufferGradient,
     FillTables,
     KeepShard,
-    RequestedBucket,
 )
 from gossipx.server.checkpoint_schedule import CheckpointSchedule
 from gossipx.server.deferred import Deferred, defer, put_off
@@ -36,39 +41,12 @@ from gossipx.server.sync_models.clock import Clock
 from gossipx.server.sync_models.conditions import SyncModel
 from gossipx.server.sync_models.decisions import Decision, Handling
 from gossipx.server.sync_models.models import describe, parse
+from gossipx.server.waiting import ShardWorker, WaitingPull, requested_bucket
 
 NEXT_RECORD = "next_record"
 """The key in a shard's state for the number of the next record."""
 FURTHEST = 100_000
 """Maximum number of iterations that a push may be ahead of its worker's progress and the shard's clock."""
-
-
-@dataclass
-class _Waiting:
-    """A pull of one bucket that has not been answered yet."""
-
-    deferred: Deferred
-    requested: RequestedBucket
-
-
-@dataclass
-class _Worker:
-    """A worker as this shard knows it.
-
-    Attributes:
-        receiving: the iteration of the push being received; -1: none yet.
-        received: the buckets of that push that have arrived.
-        pulls: its waiting pulls, by iteration.
-        significance: from the last of these pulls.
-        released: pulls up to this iteration are answered.
-    """
-
-    incarnation: int
-    receiving: int = -1
-    received: set[int] = field(default_factory=set)
-    pulls: dict[int, list[_Waiting]] = field(default_factory=dict)
-    significance: float = 0.0
-    released: int = -1
 
 
 class Shard:
@@ -86,6 +64,7 @@ class Shard:
     Attributes:
         records: logs what happens to the shard, for its journal or replica.
         restored: the shard continues from a saved state.
+        restarted_at: the clock at which it continued when its server was last restarted; see ``TablesReply``.
     """
 
     def __init__(
@@ -105,9 +84,10 @@ class Shard:
         self._plan = deque(plan)
         self._schedule = CheckpointSchedule(every, leads)
         self.restored = False
+        self.restarted_at = -1
         self._buckets = buckets
         self._requests = requests
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, ShardWorker] = {}
         self._is_serving = False
         self._early: list[Received] = []  # pulls that arrived before the tables were filled
 
@@ -116,6 +96,21 @@ class Shard:
         fill: list[Effect] = [] if self.restored else [FillTables(self.index)]
         first = [] if self.restored else self.checkpoint(now, first=self.records.from_checkpoint)
         return [*fill, *first, *self.serve(now)]
+
+    def begin_again(self, clock: int, now: float) -> list[Effect]:
+        """Start without the state that the shard had when its server was killed, with the model of a worker that has
+        reached ``clock``.
+        """
+        self.clock.start_at(clock)
+        self.restarted_at = 0
+        switched: list[Effect] = []
+        while self._plan and self._plan[0][0] <= clock:
+            switched = self._switched(self._plan.popleft()[1])
+        text = (
+            f"shard {self.index} was lost when this server was killed: it continues from clock {clock} with a worker's "
+            f"model, the sync model {describe(self.clock.model)} and a new optimizer state"
+        )
+        return [Note("", text), *switched, *self.begin(now)]
 
     def serve(self, now: float) -> list[Effect]:
         """Answer workers from now on."""
@@ -178,7 +173,7 @@ class Shard:
         self.clock.load_state_dict(clock)
         self._plan = deque(step for step in self._plan if step[0] > clock["clock"][0])
         self._workers = {
-            rank: _Worker(incarnation, receiving, set(received))
+            rank: ShardWorker(incarnation, receiving, set(received))
             for rank, incarnation, receiving, received in state["workers"]
         }
         self.records.number = state[NEXT_RECORD]
@@ -272,7 +267,7 @@ class Shard:
     def _met(self, worker: int, incarnation: int) -> list[Effect]:
         """Register a new worker, or a new incarnation of a known one."""
         effects = self._drop(worker) if worker in self._workers else []
-        self._workers[worker] = _Worker(incarnation)
+        self._workers[worker] = ShardWorker(incarnation)
         if worker not in self.clock.progress:
             effects += self._carry_out(self.clock.joined(worker))
         return effects
@@ -319,9 +314,11 @@ class Shard:
 
     def _pulled(self, event: Received, request: TablesRequest, now: float) -> list[Effect]:
         worker = self._workers[event.sender]
-        waiting = _Waiting(defer(event.key, request.patience, now), _requested_bucket(event))
+        waiting = WaitingPull(defer(event.key, request.patience, now), requested_bucket(event))
         if request.progress <= worker.released:
             return [self._answer(waiting)]
+        if request.pushed and request.progress > self.clock.progress[event.sender]:
+            return [waiting.deferred.answer(PushAgainReply())]
         worker.significance = request.significance
         worker.pulls.setdefault(request.progress, []).append(waiting)
         return self._ask_clock(event.sender)
@@ -341,7 +338,7 @@ class Shard:
         """Answer a pull at once with the current values, for a peer that no longer trains."""
         request = event.request
         assert isinstance(request, TablesRequest)
-        return [self._answer(_Waiting(Deferred(event.key, now + request.patience), _requested_bucket(event)))]
+        return [self._answer(WaitingPull(Deferred(event.key, now + request.patience), requested_bucket(event)))]
 
     def put_off(self, now: float) -> list[Effect]:
         """Answer pulls that have waited for long with a BusyReply, so that their senders see that this peer lives."""
@@ -364,7 +361,7 @@ class Shard:
         self._is_serving = False
         return [effect for worker in list(self._workers) for effect in self._refuse_pulls(self._workers[worker])]
 
-    def _refuse_pulls(self, worker: _Worker) -> list[Effect]:
+    def _refuse_pulls(self, worker: ShardWorker) -> list[Effect]:
         """Refuse all waiting pulls of a worker."""
         refused = [one for waiting in worker.pulls.values() for one in waiting]
         worker.pulls = {}
@@ -430,17 +427,11 @@ class Shard:
         worker.released = max(worker.released, progress)
         return [self._answer(one) for one in worker.pulls.pop(progress, [])]
 
-    def _answer(self, waiting: _Waiting) -> Answer:
+    def _answer(self, waiting: WaitingPull) -> Answer:
         sync = "" if self.clock.model is self._initial_sync else describe(self.clock.model)
-        reply = TablesReply(self.clock.clock, (), sync, self._schedule.due_clock)
+        reply = TablesReply(self.clock.clock, (), sync, self._schedule.due_clock, restarted_at=self.restarted_at)
         tables = None if waiting.requested.bucket < 0 else waiting.requested
         return replace(waiting.deferred.answer(reply), tables=tables)
-
-
-def _requested_bucket(event: Received) -> RequestedBucket:
-    request = event.request
-    assert isinstance(request, TablesRequest)
-    return RequestedBucket(request.shard, request.bucket, event.sender, request.base)
 
 
 def _patience(event: Received, now: float) -> float:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 from gossipx.peer.exchange import PeerContext
 from gossipx.peer.membership import FIRST_BACKOFF
-from gossipx.protocol.effects import Cancel, Effect, Forget, Send, SetTimer
+from gossipx.protocol.effects import Cancel, Effect, Forget, Note, Send, SetTimer
 from gossipx.protocol.messages import AcceptReply, BusyReply, Reply
-from gossipx.protocol.server_messages import MEASURED, GradientRequest, TablesReply, TablesRequest
+from gossipx.protocol.server_messages import MEASURED, GradientRequest, PushAgainReply, TablesReply, TablesRequest
 from gossipx.protocol.table_effects import Fetch, Fetched, Unchanged
 from gossipx.server.replies import Handler, Replies
 from gossipx.server.sync_models.conditions import SyncModel
@@ -61,6 +61,8 @@ class _Link:
         pull: the state of this iteration's pull.
         backing_off: requests wait for the retry timer, since the shard did not answer; possible in any state.
         fetched: the lowest clock of the tables received in this pull.
+        seen: the highest clock of all replies.
+        restart_of: the incarnation of the server whose restart was reported last.
         sync: the shard's sync model, which decides after which iterations to pull; None: after each.
         sync_spec: that model as the shard's last reply named it.
     """
@@ -76,6 +78,8 @@ class _Link:
     pull: _Pull = _Pull.IDLE
     backing_off: bool = False
     fetched: int = NONE_YET
+    seen: int = 0
+    restart_of: int | None = None
     sync: SyncModel | None = None
     sync_spec: str = ""
 
@@ -168,8 +172,9 @@ class Worker:
         """Return the rank that requests for a shard are sent to."""
         return self._links[shard].server
 
-    def begin(self, now: float) -> list[Effect]:
-        """Pull all current values, and continue at the shards' clocks."""
+    def begin(self, now: float, at: int = 0) -> list[Effect]:
+        """Pull all current values, and continue at the shards' clocks, or at iteration ``at`` if that is later."""
+        self._next = max(self._next, at)
         for link in self._links:
             link.ready.clear()
             link.pulled = -1
@@ -275,7 +280,10 @@ class Worker:
             bucket = link.to_pull.popleft()
             measures = link.sync is not None and link.sync.asks_significance and link.pulled >= 0
             significance = MEASURED if measures else 0.0
-            pull = TablesRequest(shard, bucket, incarnation, link.pulled, significance, patience, self._epoch)
+            pull = TablesRequest(
+                *(shard, bucket, incarnation, link.pulled, significance, patience, self._epoch),
+                pushed=link.pulled >= 0 and not link.ready and not link.pushing,
+            )
             send = self._send(shard, pull, now)
             link.pulling[send.ticket] = bucket, link.pulled
             effects.append(send)
@@ -325,9 +333,12 @@ class Worker:
             return [Forget(ticket), *self._send_ready(now)]
         if not isinstance(reply, TablesReply):
             link.to_pull.appendleft(bucket)
+            if isinstance(reply, PushAgainReply):
+                return [Forget(ticket), *self._push_again(shard, pulled), *self._send_ready(now)]
             if isinstance(reply, BusyReply):
                 return [Forget(ticket), *self._send_ready(now)]
             return [Forget(ticket), self._not_ready(shard, asked, now)]
+        restart = self._note_restart(shard, reply)
         self._next = max(self._next, link.pulled + 1, reply.clock)
         self.checkpoint_at = max(self.checkpoint_at, reply.keep)
         if reply.sync != link.sync_spec:  # the sync model was switched
@@ -335,12 +346,38 @@ class Worker:
         if bucket < 0:
             if link.pull is _Pull.ASKED:
                 link.advance()
-            return [Forget(ticket), *self._send_ready(now)]
+            return [Forget(ticket), *restart, *self._send_ready(now)]
         link.fetched = min(link.fetched, reply.clock)
-        effects = [Fetched(ticket), *self._send_ready(now)]
+        effects = [Fetched(ticket), *restart, *self._send_ready(now)]
         if link.pulled >= 0 and not any(one.to_pull or one.pulling for one in self._links):
             self._context.sync.retrieved()
         return effects
+
+    def _push_again(self, shard: int, progress: int) -> list[Effect]:
+        """Push all buckets of an iteration again, since the shard has lost some. It ignores those that it has."""
+        link = self._links[shard]
+        if link.ready or link.pushing:
+            return []  # they are on their way
+        if progress == self._progress:
+            link.ready.extend(range(link.buckets))
+            text = f"peer {link.server} has lost pushes of iteration {progress} to shard {shard}: they are sent again"
+            return [Note("", text)]
+        # The next iteration has overwritten these gradients: pull the current values.
+        link.to_pull.extend(bucket for bucket, _ in link.pulling.values())
+        link.pulled = -1
+        return []
+
+    def _note_restart(self, shard: int, reply: TablesReply) -> list[Effect]:
+        """Report once what a shard has lost with the restart of its server."""
+        link = self._links[shard]
+        other = self._context.members.others.get(link.server)
+        seen, link.seen = link.seen, max(link.seen, reply.clock)
+        if other is None or not 0 <= reply.restarted_at < seen or other.incarnation == link.restart_of:
+            return []
+        link.restart_of = other.incarnation
+        back = f"shard {shard} continues from clock {reply.restarted_at}, and what it had applied since is lost"
+        lost = back if reply.restarted_at else f"the state of shard {shard} is lost, its optimizer's too"
+        return [Note("", f"peer {link.server}, a server, was restarted: {lost}")]
 
     def _failed(self, ticket: int, shard: int, asked: int, now: float) -> Effect:
         """Handle a request without a reply: send it again after a delay."""

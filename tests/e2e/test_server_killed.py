@@ -61,8 +61,30 @@ def test_it_is_restored_from_its_checkpoint_and_its_journal(tmp_path: Path) -> N
         ended = process.end()
         assert ended.code == 0, ended.shown
         came = again.end()
-        assert came.code == 0 and "shard 0 is restored as it was when its server was killed" in came.errors, came.shown
+        assert came.code == 0 and "shard 0 is restored from its checkpoint and its journal" in came.errors, came.shown
         same(whole, Run(here.path / "x", ended), [1, 2])
+
+
+@pytest.mark.fault(44)
+@pytest.mark.parametrize(
+    ("sync", "options"),
+    [("bsp", ("--servers-only",)), ("bsp", ()), ("asp", ("--checkpoint-every", "40", "--no-journal"))],
+    ids=["no checkpoints", "a server that trains", "no journal"],
+)
+def test_workers_continue_with_a_server_that_lost_its_state(
+    tmp_path: Path, sync: str, options: tuple[str, ...]
+) -> None:
+    with folder(tmp_path, 3) as here:
+        brief = [one for one in BRIEF if one != "--servers-only"]
+        process = here.start_run(*brief, "--servers", "0", "--sync", sync, "--iterations", "250", *options)
+        killed(process, here, 0)
+        again = here.start("-c", AGAIN, here.path / "x", "0")
+        ended, came = process.end(), again.end()
+    assert (ended.code, came.code) == (0, 0), ended.shown + came.shown
+    assert "shard 0 was lost when this server was killed: it continues from clock" in came.errors, came.shown
+    for rank in (1, 2):
+        told = f"[{here.names[rank]}] peer 0, a server, was restarted: the state of shard 0 is lost"
+        assert told in ended.output, ended.shown
 
 
 CHANGES = """
@@ -151,7 +173,7 @@ def test_it_is_restored_after_a_change_of_servers(tmp_path: Path, servers: str, 
         killed.open()
         ended, came = process.end(), started.end()
         assert (ended.code, came.code) == (0, 0), ended.shown + came.shown
-        told = f"{held} is restored as it was when its server was killed"
+        told = f"{held} is restored from its checkpoint and its journal"
         assert (told in came.errors) == bool(held), came.shown
         assert [here.told(rank)["values"] for rank in range(3)] == whole
 

@@ -14,7 +14,7 @@ from table_sides import Side, side, values
 from torch import nn
 
 from gossipx.assembly.peer import Place, build_peer
-from gossipx.checkpoint import CheckpointError, Store
+from gossipx.checkpoint import CheckpointError, Store, journal
 from gossipx.config import files
 from gossipx.peer.membership import Requests
 from gossipx.protocol.effects import Effect
@@ -237,6 +237,27 @@ def test_no_record_is_replayed_after_one_of_another_version(
     caplog.set_level(logging.WARNING, "gossipx")
     assert all(map(torch.equal, before.values, Server(tmp_path).values))
     assert f"the journal has a gap between clocks {EVERY} and {EVERY}" in caplog.text
+
+
+@pytest.mark.fault(44)
+@pytest.mark.parametrize("harm", ["cut to half", "a bit flipped"])
+def test_a_damaged_journal_is_named_and_training_continues_from_what_is_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: str
+) -> None:
+    before = pushed(Server(tmp_path), range(2 * EVERY + 1))
+    path = journal.path_of(tmp_path, max(journal.clocks(tmp_path)))
+    content = bytearray(path.read_bytes())
+    if harm == "cut to half":
+        del content[len(content) // 2 :]
+    else:
+        content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+    caplog.set_level(logging.WARNING, "gossipx")
+    after = Server(tmp_path)
+    (line,) = [record.getMessage() for record in caplog.records if str(path) in record.getMessage()]
+    assert "are damaged or not complete: the changes of shard 0 in them are lost" in line
+    assert after.back and after.shard.clock.clock < before.shard.clock.clock
+    assert alike(pushed(after, range(9, 11)), Server(tmp_path)), "and it is restored again"
 
 
 # --- after the servers were changed -------------------------------------------------------------------

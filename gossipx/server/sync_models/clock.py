@@ -263,6 +263,12 @@ class Clock:
             made.append(self._empty_buffer())
         return made + self._settle(by_condition=True)
 
+    def start_at(self, clock: int) -> None:
+        """Start at ``clock`` rather than 0, with all workers, since they have trained before."""
+        self.clock = clock
+        for one in self._workers.values():
+            one.progress = clock - 1
+
     # --- decisions -------------------------------------------------------------------------------
 
     def _known(self, worker: int) -> _Worker:

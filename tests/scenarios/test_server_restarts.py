@@ -1,0 +1,131 @@
+"""A server is killed and restarted without its state, in virtual time: its workers push again what it lacks.
+
+The killed process may have acknowledged pushes that no other process has. A worker sends an acknowledged push only
+once, so without a word from the new process it would wait for ever for the tables that follow from it.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import served
+import torch
+
+from gossipx.protocol.effects import Effect, Note, Send
+from gossipx.protocol.messages import AcceptReply
+from gossipx.protocol.server_messages import GradientRequest, PushAgainReply, TablesRequest
+from gossipx.server.mode import ServerMode
+from gossipx.sim import Network, World
+
+SYNCS = ["bsp", "asp", "ssp:staleness=1", "dsps", "drop:n=1", "pssp:staleness=1,p=0.5", "hybrid:step=5/lr"]
+ITERATIONS = 30
+
+
+def world(size: int, rng: random.Random, **given: Any) -> World:
+    slow = {rank: rng.uniform(0.5, 2.0) for rank in range(size)}
+    return served.world(
+        size, rng.getrandbits(30), Network(delay=0.05, jitter=0.1), slow, iterations=ITERATIONS, **given
+    )
+
+
+def ended(made: World) -> None:
+    """Check that every worker trained to the end and holds the servers' model."""
+    served.ended(made)
+    workers = [peer for peer in made.peers.values() if peer.role.trains]
+    assert all(peer.arena.step >= ITERATIONS for peer in workers)
+    for peer in workers:
+        torch.testing.assert_close(served.values(peer.module), served.values(workers[0].module), rtol=0, atol=0)
+
+
+@pytest.mark.fault(44)
+@pytest.mark.parametrize("servers_only", [True, False])
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("seed", range(3))
+def test_workers_push_again_what_a_restarted_server_lacks(sync: str, servers_only: bool, seed: int) -> None:
+    rng = random.Random(f"{sync} {seed}")
+    made = world(3, rng, servers="0", servers_only=servers_only, sync=sync)
+    at = rng.uniform(3, 14)
+    made.crash(0, at)
+    made.restart(0, at + rng.choice([0.01, 0.3, 4, 8]))
+    ended(made)
+    assert made.fired["restart"] == 1
+    assert made.lines(0, "shard 0 was lost when this server was killed: it continues from clock")
+    told = "peer 0, a server, was restarted: the state of shard 0 is lost, its optimizer's too"
+    assert all(made.lines(rank, told) for rank in (1, 2)), made.log
+
+
+@pytest.mark.fault(44)
+def test_the_lost_push_is_named_and_sent_again() -> None:
+    """With bsp, one iteration's push of each worker was acknowledged and is lost with its server."""
+    made = served.world(3, servers="0", servers_only=True, slow={2: 3.0}, network=Network(delay=0.01))
+    made.crash(0, 8.0)  # worker 1 has pushed the iteration that worker 2 computes
+    made.restart(0, 8.5)
+    assert served.clocks(served.ended(made)) == {0: served.ITERATIONS}
+    (again,) = made.lines(1, "peer 0 has lost pushes of iteration")
+    assert again.endswith("to shard 0: they are sent again")
+    assert not made.lines(2, "peer 0 has lost pushes"), "worker 2 had not pushed"
+
+
+@pytest.mark.fault(44)
+@pytest.mark.parametrize("seed", range(8))
+def test_servers_and_workers_are_restarted_again_and_again(seed: int) -> None:
+    rng = random.Random(seed)
+    sync = SYNCS[seed % len(SYNCS)]
+    made = world(4, rng, servers="0,3", servers_only=seed % 2 == 0, sync=sync, overlap=rng.random() < 0.7)
+    at = rng.uniform(1, 10)
+    for rank in rng.choices([0, 1, 3], k=3):
+        made.crash(rank, at)
+        at += rng.choice([0.01, 0.3, 4, 8])
+        made.restart(rank, at)
+        at += rng.uniform(0.1, 6)
+    ended(made)
+    assert made.fired["restart"] == 3
+
+
+@pytest.mark.fault(44)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_server_takes_a_model_that_was_trained(seed: int) -> None:
+    """Peer 0 only serves: its own model is the initial one, so peer 3 must not take that for its shard."""
+    made = world(4, random.Random(seed), servers="0,3", servers_only=True)
+    made.crash(3, 12.0)
+    made.restart(3, 13.0)
+    ended(made)
+    (line,) = made.lines(3, "shard 1 was lost when this server was killed")
+    assert int(line.split("clock ")[1].split()[0]) > 0
+
+
+@pytest.mark.fault(44)
+def test_a_restarted_server_follows_the_plan() -> None:
+    made = served.world(3, servers="0", servers_only=True, sync_plan="3=ssp:staleness=2;5=asp", iterations=ITERATIONS)
+    made.crash(0, 9.0)
+    made.restart(0, 9.5)
+    served.ended(made)
+    (line,) = made.lines(0, "shard 0 was lost when this server was killed")
+    assert "the sync model asp" in line
+
+
+@pytest.mark.fault(44)
+def test_a_gradient_that_is_gone_is_not_waited_for() -> None:
+    """The next iteration has begun, and its gradients have replaced those that the shard lacks."""
+    exchange = served.make(1, 2).role.exchange
+    assert isinstance(exchange, ServerMode)
+    worker, places = exchange.worker, [(0, bucket) for bucket in range(2)]
+
+    def asked(effects: list[Effect], kind: type) -> list[Send]:
+        return [one for one in effects if isinstance(one, Send) and isinstance(one.request, kind)]
+
+    def pulled(effects: list[Effect]) -> list[TablesRequest]:
+        return [one.request for one in asked(effects, TablesRequest) if isinstance(one.request, TablesRequest)]
+
+    for ask in asked(worker.gradients_ready(places, 0.0), GradientRequest):
+        worker.answered(ask.ticket, AcceptReply(), 0.0)
+    first, second = asked(worker.iteration_done(0.0), TablesRequest)
+    assert all(one.pushed and one.progress == 0 for one in pulled([first, second]))
+    worker.gradients_ready([places[0]], 0.0)
+    worker._progress = 1  # as once the first table of the pull has arrived and its layer has been used
+    effects = worker.answered(first.ticket, PushAgainReply(), 0.0)
+    assert not [one for one in effects if isinstance(one, Note)]
+    current = pulled([*effects, *worker.answered(second.ticket, PushAgainReply(), 0.0)])
+    assert {one.progress for one in current} == {-1}, "it takes the current values"
