@@ -142,7 +142,7 @@ class TablesReply:
     restarted_at: CountOrNone = -1
 
 
-@kind(48)
+@kind(39)
 @dataclass(frozen=True)
 class PushAgainReply:
     """Refuses a pull, since the shard has lost pushes that it waits for: its server was restarted without its state."""

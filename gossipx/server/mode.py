@@ -341,10 +341,17 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         ]
         self._deadlock_detector.repeat_failed()
         put_off = [effect for shard in self.shards.values() for effect in shard.put_off(now)]
+        waits = [self._waits_for(shard) for shard in self.shards.values() if put_off and shard.holding_up]
         again = self.migration.ask_layout(now) if self.hosted.unconfirmed else []
         return self._follow_up(
-            [*put_off, *signs, *again, *self.migration.watch(now), *self.coordinator.watch(now)], now
+            [*put_off, *waits, *signs, *again, *self.migration.watch(now), *self.coordinator.watch(now)], now
         )
+
+    def _waits_for(self, shard: Shard) -> Note:
+        """Report whose pushes the pulls of a shard have waited for."""
+        ranks = ", ".join(map(str, shard.holding_up))
+        text = f"pulls from shard {shard.index} wait for iteration {shard.clock.clock} of peer {ranks}"
+        return Note("held up", text)
 
     def _held_up_by(self) -> set[int]:
         """Return the other ranks that pulls wait for."""

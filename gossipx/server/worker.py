@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from gossipx.peer.exchange import PeerContext
 from gossipx.peer.membership import FIRST_BACKOFF
 from gossipx.protocol.effects import Cancel, Effect, Forget, Note, Send, SetTimer
-from gossipx.protocol.messages import AcceptReply, BusyReply, Reply
+from gossipx.protocol.messages import AcceptReply, BusyReply, NotReadyReply, Reply
 from gossipx.protocol.server_messages import MEASURED, GradientRequest, PushAgainReply, TablesReply, TablesRequest
 from gossipx.protocol.table_effects import Fetch, Fetched, Unchanged
 from gossipx.server.replies import Handler, Replies
@@ -150,6 +150,7 @@ class Worker:
         self._is_mid_iteration = False  # some gradients of an iteration have been computed
         # The shard and the receiver of each open request; None: it is of an earlier layout.
         self._by_ticket: dict[int, tuple[int, int] | None] = {}
+        self._since = 0.0  # when the current pulls began
         self._epoch = 0  # the layout's
         self._is_dropped = False  # this iteration's gradients are of an earlier layout, so they are not sent
 
@@ -175,6 +176,7 @@ class Worker:
     def begin(self, now: float, at: int = 0) -> list[Effect]:
         """Pull all current values, and continue at the shards' clocks, or at iteration ``at`` if that is later."""
         self._next = max(self._next, at)
+        self._since = now
         for link in self._links:
             link.ready.clear()
             link.pulled = -1
@@ -229,6 +231,7 @@ class Worker:
     def iteration_done(self, now: float) -> list[Effect]:
         """End the iteration, whose gradients are all computed, and pull all tables."""
         self._is_mid_iteration = self._is_dropped = False
+        self._since = now
         for link in self._links:
             link.pulled = self._progress
             if link.sync is None or link.sync.fetches(self._progress, link.fetched):
@@ -313,7 +316,8 @@ class Worker:
             return [Forget(ticket)]
         shard, asked = place
         if reply is None:
-            return [Forget(ticket), self._failed(ticket, shard, asked, now)]
+            waits = self._note_wait(shard, "it does not answer", now)
+            return [Forget(ticket), *waits, self._failed(ticket, shard, asked, now)]
         link = self._links[shard]
         if ticket not in link.pushing and ticket not in link.pulling:  # it was dropped
             return [Forget(ticket)]
@@ -336,8 +340,10 @@ class Worker:
             if isinstance(reply, PushAgainReply):
                 return [Forget(ticket), *self._push_again(shard, pulled), *self._send_ready(now)]
             if isinstance(reply, BusyReply):
-                return [Forget(ticket), *self._send_ready(now)]
-            return [Forget(ticket), self._not_ready(shard, asked, now)]
+                waits = self._note_wait(shard, "other workers' pushes are missing there", now)
+                return [Forget(ticket), *waits, *self._send_ready(now)]
+            waits = self._note_wait(shard, reply.reason if isinstance(reply, NotReadyReply) else "", now)
+            return [Forget(ticket), *waits, self._not_ready(shard, asked, now)]
         restart = self._note_restart(shard, reply)
         self._next = max(self._next, link.pulled + 1, reply.clock)
         self.checkpoint_at = max(self.checkpoint_at, reply.keep)
@@ -356,16 +362,22 @@ class Worker:
     def _push_again(self, shard: int, progress: int) -> list[Effect]:
         """Push all buckets of an iteration again, since the shard has lost some. It ignores those that it has."""
         link = self._links[shard]
+        if progress != self._progress:  # the next iteration has overwritten these gradients: pull the current values
+            link.to_pull.extend(bucket for bucket, _ in link.pulling.values())
+            link.pulled = -1
+            return []
         if link.ready or link.pushing:
             return []  # they are on their way
-        if progress == self._progress:
-            link.ready.extend(range(link.buckets))
-            text = f"peer {link.server} has lost pushes of iteration {progress} to shard {shard}: they are sent again"
-            return [Note("", text)]
-        # The next iteration has overwritten these gradients: pull the current values.
-        link.to_pull.extend(bucket for bucket, _ in link.pulling.values())
-        link.pulled = -1
-        return []
+        link.ready.extend(range(link.buckets))
+        text = f"peer {link.server} has lost pushes of iteration {progress} to shard {shard}: they are sent again"
+        return [Note("", text)]
+
+    def _note_wait(self, shard: int, reason: str, now: float) -> list[Effect]:
+        """Report a pull that has waited for longer than peer_timeout."""
+        waited, server = now - self._since, self._links[shard].server
+        if waited < self._context.timeout:
+            return []
+        return [Note("waits", f"has waited for {waited:.0f} s for shard {shard} at peer {server}: {reason}")]
 
     def _note_restart(self, shard: int, reply: TablesReply) -> list[Effect]:
         """Report once what a shard has lost with the restart of its server."""

@@ -129,3 +129,15 @@ def test_a_gradient_that_is_gone_is_not_waited_for() -> None:
     assert not [one for one in effects if isinstance(one, Note)]
     current = pulled([*effects, *worker.answered(second.ticket, PushAgainReply(), 0.0)])
     assert {one.progress for one in current} == {-1}, "it takes the current values"
+
+
+def test_a_long_wait_for_tables_is_told_with_whom_it_is_for() -> None:
+    made = served.world(3, servers="0", servers_only=True, slow={2: 25.0}, iterations=3)
+    made.crash(0, 60.0)
+    made.restart(0, 85.0)
+    served.ended(made)
+    assert made.lines(0, "pulls from shard 0 wait for iteration 0 of peer 2")
+    waits = made.lines(1, "has waited for")
+    assert any(one.endswith("s for shard 0 at peer 0: other workers' pushes are missing there") for one in waits)
+    assert any(one.endswith("s for shard 0 at peer 0: it does not answer") for one in waits)
+    assert not made.lines(2, "has waited for"), "nobody else is slow"
