@@ -29,9 +29,9 @@ class Identity:
 
 
 class Authority:
-    """A CA whose files are in ``folder``. Skips the test if ``cryptography`` is not installed."""
+    """A CA whose files are in ``folder``, valid for ``days``. Skips the test if ``cryptography`` is not installed."""
 
-    def __init__(self, folder: Path, name: str = "tests' CA"):
+    def __init__(self, folder: Path, name: str = "tests' CA", days: float = 30):
         pytest.importorskip("cryptography", reason="certificates are made with the package cryptography")
         from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -39,19 +39,21 @@ class Authority:
         self._folder, self._name = folder, name
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._issued = 0
-        self.file = self._write("ca.pem", self._sign(name, self._key.public_key(), ca=True))
+        self.file = self._write("ca.pem", self._sign(name, self._key.public_key(), ca=True, days=days))
 
     def issue(
         self,
         host: str = "127.0.0.1",
         *,
-        days: int = 1,
+        days: float = 30,
+        begins: float = -9,
         uses: tuple[str, ...] = ("server", "client"),
         alternative: bool = True,
     ) -> Identity:
         """Issue a certificate for ``host``, valid for ``days``; negative: expired.
 
         Args:
+            begins: the day from now on which it becomes valid; positive: not valid yet.
             alternative: whether the host is a subject alternative name, not only the common name.
         """
         from cryptography.hazmat.primitives import serialization
@@ -64,7 +66,7 @@ class Authority:
             serialization.PrivateFormat.PKCS8,
             serialization.NoEncryption(),
         )
-        certificate = self._sign(host, own.public_key(), days=days, uses=uses, alternative=alternative)
+        certificate = self._sign(host, own.public_key(), days=days, begins=begins, uses=uses, alternative=alternative)
         return Identity(
             self._write(f"{self._issued}.pem", certificate),
             self._write(f"{self._issued}.key", own.private_bytes(pem, form, none)),
@@ -77,7 +79,8 @@ class Authority:
         key: Any,
         *,
         ca: bool = False,
-        days: int = 1,
+        days: float = 30,
+        begins: float = -9,
         uses: tuple[str, ...] = (),
         alternative: bool = False,
     ) -> bytes:
@@ -91,7 +94,8 @@ class Authority:
         now = datetime.datetime.now(datetime.timezone.utc)
         builder = x509.CertificateBuilder().subject_name(named(host)).issuer_name(named(self._name)).public_key(key)
         builder = builder.serial_number(x509.random_serial_number())
-        builder = builder.not_valid_before(now - datetime.timedelta(9)).not_valid_after(now + datetime.timedelta(days))
+        builder = builder.not_valid_before(now + datetime.timedelta(begins))
+        builder = builder.not_valid_after(now + datetime.timedelta(days))
         builder = builder.add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
         if alternative:
             builder = builder.add_extension(x509.SubjectAlternativeName([alternative_name(host)]), critical=False)

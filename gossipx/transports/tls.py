@@ -37,7 +37,8 @@ from gossipx.errors import (
     UsageError,
 )
 from gossipx.memory import ByteObserver
-from gossipx.transports import Address, Listener, Stream, Transport, tcp
+from gossipx.transports import Address, Listener, Stream, Transport, tcp, validity
+from gossipx.transports.validity import Reminder
 
 # Bytes of plain text encrypted per send: enough to make the system call cheap in comparison.
 _PIECE = 256 * 1024
@@ -59,7 +60,7 @@ _CERTIFICATE_FAULTS = {
 }
 # Alerts that the other side sends about our certificate, by OpenSSL's names; the subject is the other side.
 _ALERTS = {
-    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "says that the certificate of this peer has expired (or is not valid yet)",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "says that the certificate of this peer has expired",
     "TLSV1_ALERT_UNKNOWN_CA": "does not know the CA that signed the certificate of this peer",
     "TLSV13_ALERT_CERTIFICATE_REQUIRED": "asks for a certificate, and this peer gave none",
     "SSLV3_ALERT_BAD_CERTIFICATE": "refuses the certificate of this peer: is it for its host in the hosts file?",
@@ -69,6 +70,8 @@ _ALERTS = {
     "TLSV1_ALERT_DECRYPT_ERROR": "refuses the certificate of this peer",
     "TLSV1_ALERT_ACCESS_DENIED": "refuses the certificate of this peer",
 }
+# The alerts that may be about dates; OpenSSL has none for a certificate that is not valid yet.
+_ABOUT_DATES = ("SSLV3_ALERT_CERTIFICATE_EXPIRED", "SSLV3_ALERT_BAD_CERTIFICATE")
 _NO_CERTIFICATE = "PEER_DID_NOT_RETURN_A_CERTIFICATE"
 
 
@@ -80,6 +83,7 @@ class TlsStream:
         tls: a connection before its handshake; reads from ``incoming``, writes to ``outgoing``.
         host: the host for which the other side's certificate must be, for error messages; None: not known yet.
         spare: pool of large buffers that are not in use, shared by all streams of a transport.
+        dates: of this side's certificates.
     """
 
     def __init__(
@@ -90,10 +94,11 @@ class TlsStream:
         outgoing: ssl.MemoryBIO,
         host: str | None,
         spare: list[memoryview],
+        dates: Reminder,
     ):
         self._below = below
         self._tls, self._incoming, self._outgoing = tls, incoming, outgoing
-        self._host = host
+        self._host, self._dates = host, dates
         self._state = threading.Lock()  # guards OpenSSL's state
         self._handshake_lock = threading.Lock()
         self._is_up = False
@@ -120,6 +125,7 @@ class TlsStream:
     def send(self, buffers: Sequence[bytes | memoryview], deadline: float, observe: ByteObserver | None = None) -> None:
         """Encrypt and send all bytes; see :class:`gossipx.transports.Stream`."""
         self.shake_hands(deadline)
+        self._dates.remind()
         for buffer in buffers:
             view = memoryview(buffer).cast("B")
             while view:
@@ -286,6 +292,8 @@ class TlsStream:
         reason = error.reason or "unknown"
         if reason == _NO_CERTIFICATE:
             return StrangerError(f"not authorised: {self.remote} gave no certificate")
+        if reason in _ABOUT_DATES and (fault := self._dates.fault()):
+            return NotAuthorisedError(f"not authorised: {self.remote} says that the certificate of this peer {fault}")
         if reason in _ALERTS:
             return NotAuthorisedError(f"not authorised: {self.remote} {_ALERTS[reason]}")
         return ProtocolError(f"{self.remote} violated the TLS 1.3 protocol ({reason.lower().replace('_', ' ')})")
@@ -334,9 +342,13 @@ class Tls:
         # Only subject alternative names count; the common name is for people to read.
         self._client.hostname_checks_common_name = False
         self._spare: list[memoryview] = []
+        authorities = validity.read(authority)
+        # Of several CAs, only one may matter.
+        self._dates = Reminder([*validity.read(certificate), *(authorities if len(authorities) == 1 else [])])
 
     def listen(self, address: Address) -> TlsListener:
-        """Listen; see :class:`gossipx.transports.Transport`."""
+        """Listen; see :class:`gossipx.transports.Transport`. Warns if a certificate expires soon."""
+        self._dates.remind()
         return TlsListener(self._below.listen(address), self._wrap)
 
     def connect(self, address: Address, deadline: float) -> TlsStream:
@@ -359,7 +371,7 @@ class Tls:
             tls = self._server.wrap_bio(incoming, outgoing, server_side=True)
         else:
             tls = self._client.wrap_bio(incoming, outgoing, server_hostname=host)
-        return TlsStream(below, tls, incoming, outgoing, host, self._spare)
+        return TlsStream(below, tls, incoming, outgoing, host, self._spare, self._dates)
 
     def _context(self, protocol: ssl._SSLMethod) -> ssl.SSLContext:
         certificate, key, authority = self._files

@@ -65,7 +65,8 @@ def test_listening_at_an_address_of_another_machine_fails() -> None:
         tcp.listen(Address("192.0.2.1", 0))
 
 
-def test_a_half_closed_peer_can_still_be_answered() -> None:  # [7]
+@pytest.mark.fault(7)
+def test_a_half_closed_peer_can_still_be_answered() -> None:
     listening = tcp.listen(Address("127.0.0.1", 0))
     with socket.create_connection((listening.address.host, listening.address.port)) as peer:
         stream = listening.accept()
@@ -90,7 +91,8 @@ def test_a_reset_connection_is_unreachable() -> None:
     listening.close()
 
 
-def test_a_name_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:  # [35]
+@pytest.mark.fault(35)
+def test_a_name_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(host: str, *rest: object, **named: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -136,7 +138,8 @@ def test_a_socket_connected_to_itself_is_refused() -> None:
             tcp._connect(alone, place, Address(*place), soon())
 
 
-def test_out_of_descriptors_accepting_fails_and_recovers() -> None:  # [40]
+@pytest.mark.fault(40)
+def test_out_of_descriptors_accepting_fails_and_recovers() -> None:
     listening = tcp.listen(Address("127.0.0.1", 0))
     peer = socket.create_connection((listening.address.host, listening.address.port))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -201,6 +204,10 @@ BAD = {
         ("certificate of 127.0.0.1:.* has expired", "says that the certificate of this peer has expired"),
         ("says that the certificate of this peer has expired", "certificate of 127.0.0.1:.* has expired"),
     ),
+    "not valid yet": Bad(
+        ("certificate of 127.0.0.1:.* is not valid yet", "says that the certificate of this peer is not valid yet"),
+        ("says that the certificate of this peer is not valid yet", "certificate of 127.0.0.1:.* is not valid yet"),
+    ),
     "foreign": Bad(
         (
             "was not signed by a CA in --tls-ca",
@@ -224,16 +231,18 @@ BAD = {
 }
 
 
+@pytest.mark.fault(20, 63)
 @pytest.mark.parametrize("whose", ["client", "server"])
 @pytest.mark.parametrize("name", ["a foreign CA", "tests' CA"])
 @pytest.mark.parametrize("what", BAD)
-def test_a_bad_certificate_is_refused_and_both_say_why(  # [20]
+def test_a_bad_certificate_is_refused_and_both_say_why(
     what: str, name: str, whose: str, tmp_path: Path, in_thread: InThread
 ) -> None:
     authority, foreign = Authority(tmp_path / "own"), Authority(tmp_path / "foreign", name)
     good = authority.issue()
     bad = {
         "expired": lambda: authority.issue(days=-1),
+        "not valid yet": lambda: authority.issue(begins=1),
         "foreign": lambda: dataclasses.replace(foreign.issue(), authority=authority.file),
         "for another use": lambda: authority.issue(uses=("server" if whose == "client" else "client",)),
     }[what]()
@@ -244,7 +253,8 @@ def test_a_bad_certificate_is_refused_and_both_say_why(  # [20]
         assert re.search(pattern, text), told
 
 
-def test_a_client_without_a_certificate_is_refused_and_both_say_so(tmp_path: Path, in_thread: InThread) -> None:  # [20]
+@pytest.mark.fault(20)
+def test_a_client_without_a_certificate_is_refused_and_both_say_so(tmp_path: Path, in_thread: InThread) -> None:
     good = Authority(tmp_path).issue()
     client = good.transport()
     client._client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -255,7 +265,8 @@ def test_a_client_without_a_certificate_is_refused_and_both_say_so(tmp_path: Pat
 
 
 @pytest.mark.parametrize("host", ["127.0.0.2", "localhost", "*.0.0.1", "node1"])
-def test_a_certificate_for_another_host_is_refused_by_the_connecting_side(  # [20]
+@pytest.mark.fault(20)
+def test_a_certificate_for_another_host_is_refused_by_the_connecting_side(
     host: str, tmp_path: Path, in_thread: InThread
 ) -> None:
     authority = Authority(tmp_path)
@@ -264,7 +275,8 @@ def test_a_certificate_for_another_host_is_refused_by_the_connecting_side(  # [2
     assert "refuses the certificate of this peer: is it for its host in the hosts file?" in str(accepted)
 
 
-def test_a_common_name_is_not_accepted_as_host(tmp_path: Path, in_thread: InThread) -> None:  # [20]
+@pytest.mark.fault(20)
+def test_a_common_name_is_not_accepted_as_host(tmp_path: Path, in_thread: InThread) -> None:
     """A certificate with its host only as the subject, as before alternative names were introduced."""
     authority = Authority(tmp_path)
     server, client = authority.issue("localhost", alternative=False), authority.issue()
@@ -294,7 +306,8 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("first", STRANGERS.values(), ids=STRANGERS)
-def test_a_peer_without_tls_is_refused(tls: Transport, in_thread: InThread, first: bytes) -> None:  # [15]
+@pytest.mark.fault(15)
+def test_a_peer_without_tls_is_refused(tls: Transport, in_thread: InThread, first: bytes) -> None:
     listening = tls.listen(Address("127.0.0.1", 0))
     with socket.create_connection((listening.address.host, listening.address.port)) as peer:
         stream = listening.accept()
@@ -306,7 +319,8 @@ def test_a_peer_without_tls_is_refused(tls: Transport, in_thread: InThread, firs
     listening.close()
 
 
-def test_an_older_tls_is_refused(tmp_path: Path, in_thread: InThread) -> None:  # [16]
+@pytest.mark.fault(16)
+def test_an_older_tls_is_refused(tmp_path: Path, in_thread: InThread) -> None:
     good = Authority(tmp_path).issue()
     listening = good.transport().listen(Address("127.0.0.1", 0))
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -337,9 +351,8 @@ def test_a_listener_without_tls_is_distinguished_from_a_closed_one(tls: Transpor
     listening.close()
 
 
-def test_a_silent_stranger_blocks_no_other_and_has_a_deadline(  # [25]
-    tls: Transport, in_thread: InThread
-) -> None:
+@pytest.mark.fault(25)
+def test_a_silent_stranger_blocks_no_other_and_has_a_deadline(tls: Transport, in_thread: InThread) -> None:
     listening = tls.listen(Address("127.0.0.1", 0))
     with socket.create_connection((listening.address.host, listening.address.port)):
         silent = listening.accept()
@@ -356,7 +369,8 @@ def test_a_silent_stranger_blocks_no_other_and_has_a_deadline(  # [25]
     listening.close()
 
 
-def test_bytes_written_before_closing_are_not_lost(tls: Transport, in_thread: InThread) -> None:  # [42]
+@pytest.mark.fault(42)
+def test_bytes_written_before_closing_are_not_lost(tls: Transport, in_thread: InThread) -> None:
     """The client closes without reading: unread session tickets would make TCP discard what it wrote."""
     data = os.urandom(3_000_000)
     listening = tls.listen(Address("127.0.0.1", 0))
@@ -375,7 +389,8 @@ def test_bytes_written_before_closing_are_not_lost(tls: Transport, in_thread: In
     listening.close()
 
 
-def test_a_byte_changed_in_transit_ends_the_stream(tls: Transport, in_thread: InThread) -> None:  # [12]
+@pytest.mark.fault(12)
+def test_a_byte_changed_in_transit_ends_the_stream(tls: Transport, in_thread: InThread) -> None:
     listening, changing = tls.listen(Address("127.0.0.1", 0)), tcp.listen(Address("127.0.0.1", 0))
 
     def pass_on(source: Stream, target: Stream, change: threading.Event) -> None:

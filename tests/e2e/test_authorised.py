@@ -64,7 +64,8 @@ def test_a_model_is_pulled(start: Start, guard: dict[str, Any], size: int) -> No
     assert b.comm.trust.strangers == 0
 
 
-def test_pulls_across(start: Start, guard: dict[str, Any]) -> None:  # [27]
+@pytest.mark.fault(27)
+def test_pulls_across(start: Start, guard: dict[str, Any]) -> None:
     run = start(3)
     hosts = [run.host(rank, **guard) for rank in range(3)]
     models = [os.urandom(300_000) for _ in hosts]
@@ -88,7 +89,8 @@ def test_another_hosts_file_or_model_is_reported_as_without_a_secret(start: Star
 # --- strangers ----------------------------------------------------------------------------------
 
 
-def test_a_wrong_secret_is_refused_and_logged_once(start: Start, heard: Heard) -> None:  # [18]
+@pytest.mark.fault(18)
+def test_a_wrong_secret_is_refused_and_logged_once(start: Start, heard: Heard) -> None:
     run = start(2)
     a, b = run.host(0, secret=WRONG), run.host(1, secret=SECRET)
     for _ in range(3):
@@ -185,7 +187,8 @@ def test_garbage_is_closed_quietly(start: Start, heard: Heard, guard: dict[str, 
     assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
 
 
-def test_a_peer_of_another_version_learns_ours(start: Start) -> None:  # [16]
+@pytest.mark.fault(16)
+def test_a_peer_of_another_version_learns_ours(start: Start) -> None:
     with knock(start(2).host(0, secret=SECRET)) as stream:
         opening = bytearray(frame(Open("0" * 64, "the same list", "peer-01", "peer-00")))
         opening[4:6] = b"\x00\x63"
@@ -197,7 +200,8 @@ def test_a_peer_of_another_version_learns_ours(start: Start) -> None:  # [16]
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
-def test_a_stranger_cannot_make_a_peer_allocate(start: Start, heard: Heard, secret: Secret | None) -> None:  # [14]
+@pytest.mark.fault(14)
+def test_a_stranger_cannot_make_a_peer_allocate(start: Start, heard: Heard, secret: Secret | None) -> None:
     """Not even with messages that may be large between members."""
     b = start(2).host(1, secret=secret)
     with knock(b) as stream:
@@ -273,7 +277,8 @@ def flip(at: int) -> Callable[[bytes, int], bytes]:
     return change
 
 
-def test_a_model_changed_in_transit_is_refused(  # [12]
+@pytest.mark.fault(12)
+def test_a_model_changed_in_transit_is_refused(
     start: Start, guard: dict[str, Any], middle: Callable[[Address], Middle]
 ) -> None:
     run = start(2)
@@ -306,7 +311,8 @@ def test_a_request_changed_in_transit_is_not_passed_on(start: Start, middle: Cal
     assert b.received.empty()
 
 
-def test_a_replayed_connection_is_refused(start: Start, middle: Callable[[Address], Middle]) -> None:  # [19]
+@pytest.mark.fault(19)
+def test_a_replayed_connection_is_refused(start: Start, middle: Callable[[Address], Middle]) -> None:
     run = start(2)
     a, b = run.host(0, secret=SECRET), run.host(1, secret=SECRET)
     b.serve(b"")
@@ -323,9 +329,8 @@ def test_a_replayed_connection_is_refused(start: Start, middle: Callable[[Addres
     assert b.received.empty()
 
 
-def test_a_connection_relayed_to_its_opener_is_refused(  # [19]
-    start: Start, middle: Callable[[Address], Middle]
-) -> None:
+@pytest.mark.fault(19)
+def test_a_connection_relayed_to_its_opener_is_refused(start: Start, middle: Callable[[Address], Middle]) -> None:
     run = start(3)
     a, c = run.host(0, secret=SECRET), run.host(2, secret=SECRET)
     run.addresses[1] = middle(a.comm.address).address
@@ -352,7 +357,8 @@ def test_a_proven_peer_cannot_claim_to_be_another(start: Start, monkeypatch: pyt
 # --- certificates -------------------------------------------------------------------------------
 
 
-def test_a_certificate_of_the_run_is_valid_for_its_own_host_only(start: Start, tmp_path: Path) -> None:  # [20]
+@pytest.mark.fault(20)
+def test_a_certificate_of_the_run_is_valid_for_its_own_host_only(start: Start, tmp_path: Path) -> None:
     authority, run = Authority(tmp_path), start(2)
     other = authority.issue("node7").transport()
     a, b = run.host(0, transport=other), run.host(1, transport=authority.issue().transport())
@@ -369,7 +375,8 @@ def test_a_certificate_of_the_run_is_valid_for_its_own_host_only(start: Start, t
 
 
 @pytest.mark.parametrize("what", ["expired", "foreign"])
-def test_a_bad_certificate_is_refused_and_logged(start: Start, heard: Heard, tmp_path: Path, what: str) -> None:  # [20]
+@pytest.mark.fault(20)
+def test_a_bad_certificate_is_refused_and_logged(start: Start, heard: Heard, tmp_path: Path, what: str) -> None:
     authority, run = Authority(tmp_path / "own"), start(2)
     if what == "expired":
         bad = authority.issue(days=-1)
@@ -391,7 +398,8 @@ def test_a_bad_certificate_is_refused_and_logged(start: Start, heard: Heard, tmp
 # --- many connections ---------------------------------------------------------------------------
 
 
-def test_a_thousand_idle_connections_leave_peers_and_threads_alone(start: Start, guard: dict[str, Any]) -> None:  # [25]
+@pytest.mark.fault(25)
+def test_a_thousand_idle_connections_leave_peers_and_threads_alone(start: Start, guard: dict[str, Any]) -> None:
     run, model = start(2), os.urandom(100_000)
     a, b = run.host(0, **guard), run.host(1, **guard)
     b.serve(model)

@@ -53,7 +53,8 @@ def agreed(here: Folder, ended: dict[int, Ended]) -> None:
         assert max(differences(models[0], model).values()) <= 1e-6
 
 
-def test_the_one_with_the_wrong_secret_ends_by_exit_code_5_and_the_others_train(place: Folder) -> None:  # [18]
+@pytest.mark.fault(18)
+def test_the_one_with_the_wrong_secret_ends_by_exit_code_5_and_the_others_train(place: Folder) -> None:
     good, bad = secret(place, "good", SECRET), secret(place, "bad", WRONG)
     runs = {host: start(place, host, "--secret-file", good) for host in (1, 2)}
     for run in runs.values():
@@ -84,7 +85,8 @@ def test_the_one_whose_settings_differ_ends_by_exit_code_2_and_the_others_train(
     agreed(place, {host: run.end() for host, run in runs.items()})
 
 
-def test_the_one_whose_model_differs_ends_by_exit_code_2_and_the_others_train(place: Folder) -> None:  # [21]
+@pytest.mark.fault(21)
+def test_the_one_whose_model_differs_ends_by_exit_code_2_and_the_others_train(place: Folder) -> None:
     script = place.script(
         """
 width = 8 if os.environ["GOSSIPX_RANK"] == "0" else 4
@@ -115,7 +117,8 @@ def certified(here: Folder, what: str) -> tuple[Identity, Identity, str]:
 
 
 @pytest.mark.parametrize("what", ["expired", "another host's", "foreign"])
-def test_a_bad_certificate_ends_a_peer_by_exit_code_5(place: Folder, what: str) -> None:  # [20]
+@pytest.mark.fault(20)
+def test_a_bad_certificate_ends_a_peer_by_exit_code_5(place: Folder, what: str) -> None:
     good, bad, told = certified(place, what)
     place.hosts.write_text("".join(f"{name}\n" for name in place.names[:2]))
     first = start(place, 1, *good.options())
