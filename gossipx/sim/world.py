@@ -136,9 +136,11 @@ class World:
         if end < math.inf:
             self.at(end, change(False))
 
-    def switch_sync(self, rank: int, at: float, sync: str, shard: int | None = None, apply: str = "") -> None:
+    def switch_sync(
+        self, rank: int, at: float, sync: str, shard: int | None = None, apply: str = "", pulls: str = ""
+    ) -> None:
         """At ``at``, request on peer ``rank`` that a shard, or all (None), switch to another sync model."""
-        self.at(at, lambda: self.peers[rank].handle(SwitchSync(0, shard, sync, apply)))
+        self.at(at, lambda: self.peers[rank].handle(SwitchSync(0, shard, sync, apply, pulls)))
 
     def change_servers(self, rank: int, at: float, servers: Sequence[int]) -> None:
         """At ``at``, request on peer ``rank`` that the shards move to other servers."""

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 import served
+import toy
+from hypothesis import given
+from hypothesis import strategies as st
+from property_tests import examples
 
 from gossipx.server.mode import ServerMode
 from gossipx.sim import Network, World
@@ -38,3 +42,59 @@ def test_one_shard_of_a_hybrid_run_is_switched(seed: int) -> None:
     made.switch_sync(0, 4.0 + seed, "dsps", shard=1)
     trained(made, served.ITERATIONS * 3.0 + 12.0)
     assert made.lines(1, "shard 1 switches from hybrid:fixed=2 to dsps")
+
+
+SYNCS = [
+    "bsp",
+    "asp",
+    "ssp:staleness=1",
+    "ssp:staleness=3",
+    "dsps:staleness=1,high=3,window=2",
+    "drop:n=2",
+    "drop:n=1,late=add",
+    "pssp:staleness=1,p=0.5",
+    "pssp:staleness=1,alpha=significance",
+    "hybrid:fixed=2",
+    "hybrid:fixed=3",
+    "hybrid:step=4",
+    "hybrid:double=5",
+]
+ITERATIONS = 8
+syncs = st.sampled_from(SYNCS)
+indices = st.integers(0, 4)
+switches = st.tuples(st.floats(1, 40), indices, indices, syncs, st.sampled_from(["", "lazy", "soft"]))
+
+
+@examples(150)
+@given(data=st.data())
+def test_every_pull_is_answered(data: st.DataObject) -> None:
+    """Under any mixture of sync models, also when they are switched and when workers leave or die."""
+    count = data.draw(st.integers(1, 4), "shards")
+    size = data.draw(st.integers(max(2, count), 5), "peers")
+    servers = data.draw(st.permutations(range(size)), "servers")[:count]
+    only = count < size - 1 and data.draw(st.booleans(), "servers only")
+    delay, jitter = 0.1, data.draw(st.sampled_from([0.0, 0.3]), "jitter")
+    paces = data.draw(st.lists(st.floats(0.5, 4.0), min_size=size, max_size=size), "paces")
+    made = served.world(
+        size,
+        data.draw(st.integers(0, 99), "seed"),
+        Network(delay=delay, jitter=jitter),
+        dict(enumerate(paces)),
+        servers=",".join(map(str, servers)),
+        servers_only=only,
+        sync="|".join(data.draw(st.lists(syncs, min_size=count, max_size=count), "syncs")),
+        pulls=data.draw(st.sampled_from(["lazy", "soft"]), "pulls"),
+        overlap=data.draw(st.booleans(), "overlap"),
+        bucket=data.draw(st.sampled_from([100, 1000]), "bucket"),
+        iterations=ITERATIONS,
+    )
+    for at, rank, shard, sync, pulls in data.draw(st.lists(switches, max_size=4), "switches"):
+        made.switch_sync(servers[rank % count], at, sync, shard if shard < count else None, pulls=pulls)
+    others = sorted(set(range(size)) - set(servers))
+    gone = data.draw(st.sets(st.sampled_from(others)), "gone") if others else set()
+    for rank in gone:
+        getattr(made, data.draw(st.sampled_from(["leave", "crash"])))(rank, data.draw(st.floats(1, 40), "at"))
+    # A worker waits at most for one more step of each other worker. Only the dead are waited for by time.
+    served.ended(made, (ITERATIONS + 1) * (2 * max(paces) + 20 * (delay + jitter)) + 3 * toy.TIMEOUT * len(gone))
+    stay = set(range(size)) - gone - (set(servers) if only else set())
+    assert {made.peers[rank].arena.step for rank in stay} <= {ITERATIONS}

@@ -12,7 +12,7 @@ import pytest
 from shards import Run
 
 from gossipx.errors import UsageError
-from gossipx.server.sync_models.clock import ApplyBuffer, Clock, Handling, Part, Tick
+from gossipx.server.sync_models.clock import ApplyBuffer, Clock, Handling, Part, Release, Tick
 from gossipx.server.sync_models.conditions import Apply, Conditions, Pull, SyncModel, View
 from gossipx.server.sync_models.growth import Double, Fixed, Growth, Step
 from gossipx.server.sync_models.models import (
@@ -276,6 +276,28 @@ def test_a_jump_ahead_is_several_ticks():
     clock = Clock(parse("asp"), workers=[0, 1])
     clock.pushed(0, 5)
     assert clock.pushed(1, 3) == [Tick(1), Tick(2), Tick(3), Tick(4)]
+
+
+# --- hybrid -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(45)
+def test_a_buffer_that_no_worker_can_fill():
+    clock = Clock(parse("hybrid:fixed=3"), workers=range(4))
+    for progress in (0, 1):
+        for rank in (0, 1, 2):
+            clock.push_part(rank, progress)
+            clock.pushed(rank, progress)
+    clock.push_part(3, 0)
+    clock.pushed(3, 0)
+    assert clock.buffered == 1 and not clock.is_deadlocked([(0, 1), (1, 1), (2, 1)]), "no pull waits for it"
+    assert clock.pull(3, 0, "pull") == [] and clock.blocked == ((3, 0),)
+    assert clock.is_deadlocked([(0, 1), (1, 1), (2, 1)])
+    assert not clock.is_deadlocked([(0, 1), (1, 1)]), "worker 2 may still come"
+    assert not clock.is_deadlocked([(0, 1), (1, 1), (2, 2)]), "its push is still in flight"
+    assert clock.is_deadlocked([(0, 1), (1, 1), (2, 1), (4, 0)]), "a worker that is not known here changes nothing"
+    assert clock.apply_now() == [ApplyBuffer(1), Release("pull")] and clock.blocked == ()
+    assert not clock.is_deadlocked([(0, 1), (1, 1), (2, 1)])
 
 
 # --- dsps ---------------------------------------------------------------------------------------------
