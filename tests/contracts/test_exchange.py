@@ -1,7 +1,4 @@
-"""The contract of every transport for models, between CommManagers over real connections.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""The contract of every transport for models, between CommManagers over real connections."""
 
 from __future__ import annotations
 
@@ -169,8 +166,9 @@ def test_a_model_of_more_than_2_gb(start: Callable[[int], list[Host]]) -> None:
 
 
 @pytest.mark.every_transport
+@pytest.mark.fault(27)
 def test_mutual_and_circular_pulls_do_not_deadlock(start: Callable[[int], list[Host]]) -> None:
-    """A pulls B while B pulls A, and a ring of four, concurrently. [27]"""
+    """A pulls B while B pulls A, and a ring of four, concurrently."""
     hosts = start(4)
     models = [os.urandom(2_000_000) for _ in hosts]
     for host, given in zip(hosts, models, strict=True):
@@ -187,7 +185,8 @@ def test_mutual_and_circular_pulls_do_not_deadlock(start: Callable[[int], list[H
 
 
 @pytest.mark.every_transport
-def test_two_peers_pull_from_each_other_repeatedly(start: Callable[[int], list[Host]]) -> None:  # [27]
+@pytest.mark.fault(27)
+def test_two_peers_pull_from_each_other_repeatedly(start: Callable[[int], list[Host]]) -> None:
     hosts = start(2)
     models = [os.urandom(3_000_000) for _ in hosts]
     for host, given in zip(hosts, models, strict=True):
@@ -239,9 +238,8 @@ def test_a_half_closed_connection_is_not_reused(start: Callable[[int], list[Host
 
 
 @pytest.mark.parametrize("whose", [0, 1])
-def test_closing_in_the_middle_of_a_model_ends_it_on_both_sides(  # [1] [2]
-    start: Callable[[int], list[Host]], whose: int
-) -> None:
+@pytest.mark.fault(1, 2)
+def test_closing_in_the_middle_of_a_model_ends_it_on_both_sides(start: Callable[[int], list[Host]], whose: int) -> None:
     hosts = start(3)
     began, go_on = threading.Event(), threading.Event()
     hosts[1].serve(model(MODEL))
@@ -322,7 +320,8 @@ def test_a_pull_cancelled_at_once(start: Callable[[int], list[Host]]) -> None:
 
 
 @pytest.mark.parametrize("whose", [0, 1])
-def test_a_connection_half_closed_within_a_model_is_not_reused(  # [7]
+@pytest.mark.fault(7)
+def test_a_connection_half_closed_within_a_model_is_not_reused(
     start: Callable[[int], list[Host]], way: str, whose: int
 ) -> None:
     """A model is not accepted unless it can be acknowledged, and the next one uses a new connection."""
@@ -339,7 +338,8 @@ def test_a_connection_half_closed_within_a_model_is_not_reused(  # [7]
     assert pulled(hosts[0], 1, MODEL) == model(MODEL)
 
 
-def test_a_responder_that_never_answers_has_a_deadline(start: Callable[[int], list[Host]]) -> None:  # [7]
+@pytest.mark.fault(7)
+def test_a_responder_that_never_answers_has_a_deadline(start: Callable[[int], list[Host]]) -> None:
     a, b = start(2)
     b.serve(model(PIECE))
     assert pulled(a, 1, PIECE) == model(PIECE)
@@ -357,7 +357,8 @@ def test_a_responder_that_never_answers_has_a_deadline(start: Callable[[int], li
 
 
 @pytest.mark.parametrize("way", [pytest.param(name, marks=shares_memory) for name in TRANSPORTS if "shm" in name])
-def test_a_sender_that_stops_before_passing_its_memory_has_a_deadline(  # [3] [7]
+@pytest.mark.fault(3, 7)
+def test_a_sender_that_stops_before_passing_its_memory_has_a_deadline(
     start: Callable[[int], list[Host]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the frame that announces a model and the descriptor of its memory."""
@@ -383,7 +384,8 @@ def test_a_sender_that_stops_before_passing_its_memory_has_a_deadline(  # [3] [7
     assert pulled(a, 1, PIECE) == model(PIECE)
 
 
-def test_a_sender_that_stops_within_a_model_has_a_deadline(  # [3]
+@pytest.mark.fault(3)
+def test_a_sender_that_stops_within_a_model_has_a_deadline(
     start: Callable[[int], list[Host]], way: str, sender: Callable[..., tuple[Piped, int]]
 ) -> None:
     process, port = sender()
@@ -405,7 +407,8 @@ def test_a_sender_that_stops_within_a_model_has_a_deadline(  # [3]
     assert pulled(host, 1, MODEL) == model(MODEL)
 
 
-def test_a_sender_that_dies_within_a_model_can_be_asked_again_after_a_restart(  # [1]
+@pytest.mark.fault(1)
+def test_a_sender_that_dies_within_a_model_can_be_asked_again_after_a_restart(
     start: Callable[[int], list[Host]], way: str, sender: Callable[..., tuple[Piped, int]]
 ) -> None:
     process, port = sender()

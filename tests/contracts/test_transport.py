@@ -1,7 +1,4 @@
-"""The contract of every transport: the protocols in gossipx.transports.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""The contract of every transport: the protocols in gossipx.transports."""
 
 from __future__ import annotations
 
@@ -201,14 +198,16 @@ def test_what_was_sent_before_closing_still_arrives(pair: Pair) -> None:
     assert not theirs.quiet()
 
 
-def test_sending_to_a_closed_peer_fails(pair: Pair) -> None:  # [2]
+@pytest.mark.fault(2)
+def test_sending_to_a_closed_peer_fails(pair: Pair) -> None:
     ours, theirs = pair
     theirs.abort()
     with pytest.raises(PeerUnreachableError):
         ours.send([bytes(64_000_000)], soon())
 
 
-def test_nothing_comes_by_the_deadline(pair: Pair) -> None:  # [7]
+@pytest.mark.fault(7)
+def test_nothing_comes_by_the_deadline(pair: Pair) -> None:
     ours, theirs = pair
     with pytest.raises(PeerTimeoutError):
         read(theirs, 1, soon(SHORT))
@@ -224,7 +223,8 @@ def test_a_deadline_that_has_passed_ends_at_once(pair: Pair) -> None:
         read(theirs, 1, time.monotonic())
 
 
-def test_a_trickle_does_not_extend_the_deadline(pair: Pair, in_thread: InThread) -> None:  # [8]
+@pytest.mark.fault(8)
+def test_a_trickle_does_not_extend_the_deadline(pair: Pair, in_thread: InThread) -> None:
     ours, theirs = pair
     more, over = threading.Semaphore(1), threading.Event()
 
@@ -244,7 +244,8 @@ def test_a_trickle_does_not_extend_the_deadline(pair: Pair, in_thread: InThread)
     assert received > 0
 
 
-def test_a_trickle_does_not_extend_the_deadline_of_an_observed_receive(pair: Pair, in_thread: InThread) -> None:  # [8]
+@pytest.mark.fault(8)
+def test_a_trickle_does_not_extend_the_deadline_of_an_observed_receive(pair: Pair, in_thread: InThread) -> None:
     ours, theirs = pair
     over = threading.Event()
 
@@ -259,12 +260,14 @@ def test_a_trickle_does_not_extend_the_deadline_of_an_observed_receive(pair: Pai
     sender.result(LONG)
 
 
-def test_a_receiver_that_never_reads_ends_the_sending(pair: Pair) -> None:  # [9]
+@pytest.mark.fault(9)
+def test_a_receiver_that_never_reads_ends_the_sending(pair: Pair) -> None:
     with pytest.raises(PeerTimeoutError):
         pair[0].send([bytes(64_000_000)], soon(SHORT))
 
 
-def test_a_slow_receiver_does_not_extend_the_deadline(pair: Pair, in_thread: InThread) -> None:  # [9]
+@pytest.mark.fault(9)
+def test_a_slow_receiver_does_not_extend_the_deadline(pair: Pair, in_thread: InThread) -> None:
     ours, theirs = pair
     over = threading.Event()
 
@@ -360,7 +363,8 @@ def test_nobody_listens(transport: Transport, listener: Listener) -> None:
     again.close()
 
 
-def test_an_address_in_use_is_named(transport: Transport, listener: Listener) -> None:  # [33]
+@pytest.mark.fault(33)
+def test_an_address_in_use_is_named(transport: Transport, listener: Listener) -> None:
     with pytest.raises(GossipxError, match=f"{re.escape(str(listener.address))}.* in use.* another") as caught:
         transport.listen(listener.address)
     assert caught.value.exit_code == 1

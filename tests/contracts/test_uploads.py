@@ -1,7 +1,4 @@
-"""The contract of every transport for requests that carry a model, between CommManagers over real connections.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""The contract of every transport for requests that carry a model, between CommManagers over real connections."""
 
 from __future__ import annotations
 
@@ -101,7 +98,8 @@ def test_a_too_large_upload_is_refused_before_it_is_received(start: Callable[[in
     assert b.buffers and all(taken.released == 1 for taken in b.buffers)
 
 
-def test_a_receiver_without_memory_has_the_senders_deadline(start: Callable[[int], list[Host]]) -> None:  # [9]
+@pytest.mark.fault(9)
+def test_a_receiver_without_memory_has_the_senders_deadline(start: Callable[[int], list[Host]]) -> None:
     a, b = start(2)
     over = threading.Event()
 
@@ -146,7 +144,8 @@ def test_an_upload_can_be_cancelled_in_the_middle(start: Callable[[int], list[Ho
     assert isinstance(results.get(timeout=LONG), CancelledError)
 
 
-def test_a_sender_that_dies_within_an_upload_leaves_nothing(way: str, tmp_path: Path) -> None:  # [1]
+@pytest.mark.fault(1)
+def test_a_sender_that_dies_within_an_upload_leaves_nothing(way: str, tmp_path: Path) -> None:
     """Its partial payload is dropped, the buffer released, and the request not passed on."""
     with runs() as make:
         host = make(2).host(0, **settings_of(way, tmp_path))

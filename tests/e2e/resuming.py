@@ -33,7 +33,7 @@ def manifests(here: Folder, rank: int) -> list[Path]:
 
 
 def kill(run: Process) -> None:
-    """[29] Send SIGKILL to the run and all of its peers at once."""
+    """Send SIGKILL to the run and all of its peers at once."""
     run.kill()
     run.end()
 

@@ -1,7 +1,4 @@
-"""Authentication by a secret or by mutual TLS: CommManagers in one process, over real sockets.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""Authentication by a secret or by mutual TLS: CommManagers in one process, over real sockets."""
 
 from __future__ import annotations
 
@@ -174,8 +171,8 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
+@pytest.mark.fault(14, 15)
 def test_garbage_is_closed_quietly(start: Start, heard: Heard, guard: dict[str, Any], data: bytes) -> None:
-    """[14] [15]"""
     run = start(2)
     a, b = run.host(0, **guard), run.host(1, **guard)
     with knock(b) as stream:

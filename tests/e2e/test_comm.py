@@ -1,7 +1,4 @@
-"""Several CommManagers in one process, over real sockets: requests, responses, deadlines and failures.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""Several CommManagers in one process, over real sockets: requests, responses, deadlines and failures."""
 
 from __future__ import annotations
 
@@ -121,7 +118,8 @@ def test_invalid_messages_are_refused_in_the_caller(two: tuple[Host, Host]) -> N
     assert results.get(timeout=LONG) == NotReadyReply("one line")
 
 
-def test_a_model_of_another_size_is_refused(two: tuple[Host, Host]) -> None:  # [24]
+@pytest.mark.fault(24)
+def test_a_model_of_another_size_is_refused(two: tuple[Host, Host]) -> None:
     a, b = two
     b.serve(b"12345")
     buffer = bytearray(4)
@@ -212,7 +210,8 @@ def test_no_answer_within_the_deadline(two: tuple[Host, Host]) -> None:
     assert b.answered.get(timeout=LONG) is False
 
 
-def test_a_requester_that_hangs_up_is_noticed(  # [2]
+@pytest.mark.fault(2)
+def test_a_requester_that_hangs_up_is_noticed(
     two: tuple[Host, Host], heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gossipx.comm.listener._POLL", 0.01)
@@ -225,7 +224,8 @@ def test_a_requester_that_hangs_up_is_noticed(  # [2]
     assert b.answered.get(timeout=LONG) is False
 
 
-def test_a_requester_that_never_reads_is_dropped(start: Callable[[int], Run]) -> None:  # [9]
+@pytest.mark.fault(9)
+def test_a_requester_that_never_reads_is_dropped(start: Callable[[int], Run]) -> None:
     run = start(2)
     a = run.host(0)
     with introduced(a, 1, run.names) as stream:
@@ -236,7 +236,8 @@ def test_a_requester_that_never_reads_is_dropped(start: Callable[[int], Run]) ->
         assert a.answered.get(timeout=LONG) is False
 
 
-def test_a_sender_that_dies_in_mid_transfer(start: Callable[[int], Run]) -> None:  # [1]
+@pytest.mark.fault(1)
+def test_a_sender_that_dies_in_mid_transfer(start: Callable[[int], Run]) -> None:
     run = start(2)
     a = run.host(0)
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -266,7 +267,8 @@ def test_nobody_listens(start: Callable[[int], Run]) -> None:
     assert "peer-01: cannot connect to 127.0.0.1:1" in str(error)
 
 
-def test_a_restarted_peer_is_asked_on_a_new_connection(start: Callable[[int], Run]) -> None:  # [36]
+@pytest.mark.fault(36)
+def test_a_restarted_peer_is_asked_on_a_new_connection(start: Callable[[int], Run]) -> None:
     run = start(2)
     a, b = run.host(0), run.host(1)
     for _ in range(3):

@@ -1,7 +1,4 @@
-"""CommManagers on one machine: models in shared memory.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""CommManagers on one machine: models in shared memory."""
 
 from __future__ import annotations
 
@@ -89,10 +86,10 @@ def _short(size: int) -> int:
         (
             lambda: os.memfd_create("loose", os.MFD_ALLOW_SEALING),
             "sealed against truncation",
-        ),  # [1] it could be cut short
+        ),  # it could be cut short
         (lambda: os.open(__file__, os.O_RDONLY), "cannot be mapped"),
         (lambda: os.open(os.devnull, os.O_RDONLY), "sealed against truncation"),
-        (lambda: _short(3), "sealed against truncation"),  # [24] less than was announced
+        (lambda: _short(3), "sealed against truncation"),  # less than was announced
     ],
 )
 def test_a_descriptor_of_something_else_is_refused(two: tuple[Host, Host], make: Callable[[], int], told: str) -> None:
@@ -113,7 +110,8 @@ def test_a_descriptor_of_something_else_is_refused(two: tuple[Host, Host], make:
 
 
 @shares_memory
-def test_a_model_read_after_the_senders_deadline_is_not_accepted(two: tuple[Host, Host]) -> None:  # [3]
+@pytest.mark.fault(3)
+def test_a_model_read_after_the_senders_deadline_is_not_accepted(two: tuple[Host, Host]) -> None:
     """The memory may change after the deadline, for example if the receiver was suspended meanwhile."""
     a, b = two
     late = threading.Event()
@@ -172,7 +170,8 @@ def shares(a: Host, out_of_band: list[int]) -> bool:
 
 @shares_memory
 @pytest.mark.parametrize("only_memory", [True, False])
-def test_a_peer_that_dies_before_its_unix_socket_is_used_is_unreachable(  # [1] [36]
+@pytest.mark.fault(1, 36)
+def test_a_peer_that_dies_before_its_unix_socket_is_used_is_unreachable(
     start: Callable[[int], Run], out_of_band: list[int], monkeypatch: pytest.MonkeyPatch, only_memory: bool
 ) -> None:
     run = start(2)
@@ -192,7 +191,8 @@ def test_a_peer_that_dies_before_its_unix_socket_is_used_is_unreachable(  # [1] 
 
 
 @shares_memory
-def test_shared_memory_with_another_namespace_is_tried_once_per_process(  # [36]
+@pytest.mark.fault(36)
+def test_shared_memory_with_another_namespace_is_tried_once_per_process(
     start: Callable[[int], Run], out_of_band: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start(3)
@@ -221,7 +221,8 @@ def test_shared_memory_with_another_namespace_is_tried_once_per_process(  # [36]
 
 
 @shares_memory
-def test_a_temporary_failure_of_the_unix_socket_fails_one_request(  # [40]
+@pytest.mark.fault(40)
+def test_a_temporary_failure_of_the_unix_socket_fails_one_request(
     start: Callable[[int], Run], out_of_band: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start(2)
@@ -248,7 +249,8 @@ def test_an_answer_that_begins_later_is_not_sent_before(start: Callable[[int], R
     assert time.monotonic() >= begins
 
 
-def test_a_model_without_an_acknowledgement_was_not_delivered(start: Callable[[int], Run]) -> None:  # [42]
+@pytest.mark.fault(42)
+def test_a_model_without_an_acknowledgement_was_not_delivered(start: Callable[[int], Run]) -> None:
     run = start(2)
     a = run.host(0)
     with introduced(a, 1, run.names) as stream:

@@ -1,7 +1,4 @@
-"""CommManagers over real sockets: which connections they admit, and how many.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""CommManagers over real sockets: which connections they admit, and how many."""
 
 from __future__ import annotations
 
@@ -34,8 +31,8 @@ start, two, heard = managers.start, managers.two, managers.heard
     "garbage",
     [b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", bytes(100), b"GSPX" + frames.VERSION.to_bytes(2, "big") + b"\xff" * 50],
 )
+@pytest.mark.fault(15)
 def test_garbage_is_closed_quietly(two: tuple[Host, Host], heard: Heard, garbage: bytes) -> None:
-    """[15]"""
     a, b = two
     with knock(b) as stream:
         stream.sendall(garbage)
@@ -46,7 +43,8 @@ def test_garbage_is_closed_quietly(two: tuple[Host, Host], heard: Heard, garbage
     assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
 
 
-def test_a_peer_of_another_version_learns_ours_in_a_frame(two: tuple[Host, Host]) -> None:  # [16]
+@pytest.mark.fault(16)
+def test_a_peer_of_another_version_learns_ours_in_a_frame(two: tuple[Host, Host]) -> None:
     with knock(two[0]) as stream:
         hello = bytearray(frame(Hello(1, "peer-01", 2, "the same list", "m")))
         hello[4:6] = b"\x00\x63"
@@ -58,7 +56,8 @@ def test_a_peer_of_another_version_learns_ours_in_a_frame(two: tuple[Host, Host]
     assert f"version {frames.VERSION}" in refused.message.reason
 
 
-def test_a_client_of_another_version_names_both(start: Callable[[int], Run]) -> None:  # [16]
+@pytest.mark.fault(16)
+def test_a_client_of_another_version_names_both(start: Callable[[int], Run]) -> None:
     run = start(2)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         run.addresses[1] = Address(*listening.getsockname())
@@ -134,7 +133,8 @@ def test_another_peer_at_the_address_is_refused(start: Callable[[int], Run]) -> 
     assert "is this peer itself" in str(a.ask(2, LeaveRequest()).get(timeout=LONG))
 
 
-def test_another_model_names_the_first_tensor(start: Callable[[int], Run]) -> None:  # [21]
+@pytest.mark.fault(21)
+def test_another_model_names_the_first_tensor(start: Callable[[int], Run]) -> None:
     run = start(2)
     a = run.host(0)
     b = run.host(1, manifest=[MANIFEST[0], "bias float32 (11,) (1,)"])
@@ -180,7 +180,8 @@ def test_only_requests_are_served(start: Callable[[int], Run], heard: Heard) -> 
 # --- limits -------------------------------------------------------------------------------------
 
 
-def test_idle_strangers_are_disconnected_in_time(start: Callable[[int], Run]) -> None:  # [25]
+@pytest.mark.fault(25)
+def test_idle_strangers_are_disconnected_in_time(start: Callable[[int], Run]) -> None:
     b = start(2).host(1, peer_timeout=SHORT)
     strangers = [knock(b) for _ in range(20)]
     for stranger in strangers:
@@ -188,7 +189,8 @@ def test_idle_strangers_are_disconnected_in_time(start: Callable[[int], Run]) ->
             assert stranger.recv(1) == b""
 
 
-def test_a_request_that_trickles_in_is_dropped(start: Callable[[int], Run]) -> None:  # [8]
+@pytest.mark.fault(8)
+def test_a_request_that_trickles_in_is_dropped(start: Callable[[int], Run]) -> None:
     run = start(2)
     b = run.host(1, peer_timeout=SHORT)
     with introduced(b, 0, run.names) as stream:
@@ -196,7 +198,8 @@ def test_a_request_that_trickles_in_is_dropped(start: Callable[[int], Run]) -> N
         assert stream.recv(1) == b""
 
 
-def test_above_the_cap_the_oldest_stranger_is_closed(start: Callable[[int], Run], heard: Heard) -> None:  # [25]
+@pytest.mark.fault(25)
+def test_above_the_cap_the_oldest_stranger_is_closed(start: Callable[[int], Run], heard: Heard) -> None:
     run = start(3)
     # Without shared memory each peer has one connection; with it there is briefly a second one.
     a, b, c = (run.host(rank, share_memory=False, **more) for rank, more in enumerate(({}, {"max_connections": 3}, {})))
@@ -217,9 +220,8 @@ def test_above_the_cap_the_oldest_stranger_is_closed(start: Callable[[int], Run]
         assert heard.records.get().levelno == logging.DEBUG  # one warning only
 
 
-def test_at_most_32_strangers_stay_connected_below_the_cap(  # [25]
-    start: Callable[[int], Run], heard: Heard
-) -> None:
+@pytest.mark.fault(25)
+def test_at_most_32_strangers_stay_connected_below_the_cap(start: Callable[[int], Run], heard: Heard) -> None:
     """Capacity reserved for peers is not given to strangers while few peers are connected."""
     run = start(3)
     a, b = run.host(0, share_memory=False), run.host(1)
@@ -237,7 +239,8 @@ def test_at_most_32_strangers_stay_connected_below_the_cap(  # [25]
                 other.recv(1)
 
 
-def test_a_new_connection_is_closed_if_no_stranger_can_be(start: Callable[[int], Run]) -> None:  # [25]
+@pytest.mark.fault(25)
+def test_a_new_connection_is_closed_if_no_stranger_can_be(start: Callable[[int], Run]) -> None:
     run = start(2)
     # Without shared memory there is one connection; with it there is briefly a second one.
     a, b = run.host(0, share_memory=False), run.host(1, max_connections=1)
@@ -248,9 +251,8 @@ def test_a_new_connection_is_closed_if_no_stranger_can_be(start: Callable[[int],
     assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
 
 
-def test_out_of_descriptors_then_recovers(  # [40]
-    start: Callable[[int], Run], heard: Heard
-) -> None:
+@pytest.mark.fault(40)
+def test_out_of_descriptors_then_recovers(start: Callable[[int], Run], heard: Heard) -> None:
     b = start(2).host(1)
     place = b.comm.address
     with socket.socket() as stranger:
@@ -269,7 +271,8 @@ def test_out_of_descriptors_then_recovers(  # [40]
         assert read_frame(stranger) is not None
 
 
+@pytest.mark.fault(33)
 def test_the_port_in_use_is_named(two: tuple[Host, Host], start: Callable[[int], Run]) -> None:
-    place = two[0].comm.address  # [33]
+    place = two[0].comm.address
     with pytest.raises(GossipxError, match=f"{place}.* in use"):
         start(2).host(0, bind=place)

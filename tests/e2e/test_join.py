@@ -1,7 +1,4 @@
-"""``gossipx.join`` in users' scripts: real processes, real sockets.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""``gossipx.join`` in users' scripts: real processes, real sockets."""
 
 from __future__ import annotations
 
@@ -235,8 +232,8 @@ def test_any_module_trains_and_agrees(two: Folder, buffers: str) -> None:
     assert left["conv.weight"].flatten().tolist() == pytest.approx(one["last"]["conv.weight"])
 
 
+@pytest.mark.fault(21)
 def test_different_models_are_refused_and_the_first_different_tensor_is_named(two: Folder) -> None:
-    """[21]"""
     script = two.script(
         """
 width = 3 + int(os.environ["GOSSIPX_RANK"])

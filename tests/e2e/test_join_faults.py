@@ -1,7 +1,4 @@
-"""Scripts that fail, are killed or misuse ``gossipx.join``: real processes, real sockets.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""Scripts that fail, are killed or misuse ``gossipx.join``: real processes, real sockets."""
 
 from __future__ import annotations
 
@@ -52,8 +49,8 @@ with peer:
     assert max(differences(run.model(0), run.model(1)).values()) <= 1e-6
 
 
+@pytest.mark.fault(11)
 def test_too_few_peers_left(three: Folder) -> None:
-    """[11]"""
     script = three.script(
         TEN_LINES
         + """
@@ -68,8 +65,9 @@ with peer:
     assert "fewer than" in one_line(started.end(), 4)
 
 
+@pytest.mark.fault(22)
 def test_a_poisoned_model_is_refused_and_counted(three: Folder) -> None:
-    """[22] The NaN is in a buffer, not in the weights, so its sender does not notice."""
+    """The NaN is in a buffer, not in the weights, so its sender does not notice."""
     script = three.script(
         TEN_LINES.replace("nn.ReLU()", "nn.BatchNorm1d(16)")
         + """
@@ -89,8 +87,8 @@ with peer:
     assert max(differences(run.model(0), run.model(2)).values()) <= 1e-6
 
 
+@pytest.mark.fault(22)
 def test_a_diverged_peer_logs_it_and_spoils_no_other(three: Folder) -> None:
-    """[22]"""
     script = three.script(
         TEN_LINES.replace(
             "(model, optimizer)", "(model, optimizer, evaluate=lambda m: float(m[0].bias.isfinite().all()))"
@@ -273,8 +271,9 @@ def test_a_loop_that_counts_no_iteration_is_warned(two: Folder) -> None:
     assert run.ended.output.count("no iteration was counted: pass the optimizer to gossipx.join") == 2
 
 
+@pytest.mark.fault(4)
 def test_a_forked_process_is_not_the_peer(two: Folder) -> None:
-    """[4] In a forked process SIGTERM has its default action, and its exit does not finish the peer."""
+    """In a forked process SIGTERM has its default action, and its exit does not finish the peer."""
     script = two.script(
         TEN_LINES
         + """
@@ -300,8 +299,8 @@ tell(peer, codes=[other.exitcode, quick.exitcode], seen=seen)
     assert agree(run, 2) and run.summary["iterations"] == 10
 
 
+@pytest.mark.fault(28)
 def test_the_figures_are_reported_if_the_model_cannot_be_written(two: Folder) -> None:
-    """[28]"""
     script = two.script(
         TEN_LINES
         + """

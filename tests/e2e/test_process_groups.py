@@ -179,7 +179,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_a_peer_that_dies_while_a_group_is_tested_gets_one_after_a_restart(  # [1] [36]
+@pytest.mark.fault(1, 36)
+def test_a_peer_that_dies_while_a_group_is_tested_gets_one_after_a_restart(
     start: Callable[..., list[Host]],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -216,7 +217,8 @@ def test_a_peer_that_dies_while_a_group_is_tested_gets_one_after_a_restart(  # [
     assert sorted(built) == [False, True]
 
 
-def test_a_peer_that_restarts_with_the_same_transport_gets_a_group(  # [36]
+@pytest.mark.fault(36)
+def test_a_peer_that_restarts_with_the_same_transport_gets_a_group(
     start: Callable[..., list[Host]], caplog: pytest.LogCaptureFixture, built: list[bool], tmp_path: Path
 ) -> None:
     a, b = start("gloo", "tcp")

@@ -1,7 +1,4 @@
-"""``gossipx run --resume`` of runs with a parameter server or a hub, in real processes.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""``gossipx run --resume`` of runs with a parameter server or a hub, in real processes."""
 
 from __future__ import annotations
 
@@ -66,7 +63,8 @@ def killed_after(here: Folder, process: Process, iteration: int, shards: int = 1
     [(), pytest.param(("--servers-only",), marks=pytest.mark.slow), ("--push-codec", "3lc:1.75")],
     ids=str,
 )
-def test_bsp_resumes_bit_for_bit(tmp_path: Path, options: tuple[str, ...]) -> None:  # [29] [39]
+@pytest.mark.fault(29, 39)
+def test_bsp_resumes_bit_for_bit(tmp_path: Path, options: tuple[str, ...]) -> None:
     """Workers and shards resume from one iteration, and from there on every sum is the same.
 
     So is a worker's error feedback.
@@ -168,7 +166,8 @@ def test_a_transmit_buffers_residual_resumes_bit_for_bit(tmp_path: Path) -> None
         assert max(differences(whole.model(rank), cut.model(rank)).values()) == 0, rank
 
 
-def test_a_damaged_shard_is_named_and_the_iteration_before_is_used(tmp_path: Path) -> None:  # [30]
+@pytest.mark.fault(30)
+def test_a_damaged_shard_is_named_and_the_iteration_before_is_used(tmp_path: Path) -> None:
     with folder(tmp_path, 2) as here:
         script = here.script(TOY)
         whole = here.run(*BRIEF, "--servers", "0", script, tmp_path, "100", "1", "whole", name="whole")
@@ -255,7 +254,8 @@ def hub_of(store: Store) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("only", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_hub_resumes_with_its_centre(tmp_path: Path, only: bool) -> None:  # [38]
+@pytest.mark.fault(38)
+def test_a_hub_resumes_with_its_centre(tmp_path: Path, only: bool) -> None:
     with folder(tmp_path, 3) as here:
         options = ("--hub", "0", "--policy", "tau:5", "--iterations", "400", *(["--hub-only"] if only else []))
         process = here.start_run(*BRIEF, *options, name="cut")

@@ -1,7 +1,4 @@
-"""``gossipx run`` with the built-in task: real processes, real sockets.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""``gossipx run`` with the built-in task: real processes, real sockets."""
 
 from __future__ import annotations
 
@@ -209,8 +206,8 @@ def test_a_peer_killed_in_mid_run_is_named_and_the_others_finish(place: Any) -> 
     assert max(differences(run.model(0), run.model(2)).values()) <= 1e-6
 
 
+@pytest.mark.fault(4)
 def test_a_peer_that_leaves_keeps_its_model_and_the_others_finish(place: Any) -> None:
-    """[4]"""
     here = place(3)
     run, peers = training(here, "--iterations", "800")
     os.kill(peers[0], signal.SIGTERM)
@@ -235,8 +232,8 @@ def test_ctrl_c_stops_all_at_once_and_prints_nothing(place: Any) -> None:
     assert not (here.path / "x" / "summary.json").exists()
 
 
+@pytest.mark.fault(4)
 def test_sigterm_to_the_run_asks_all_to_leave(place: Any) -> None:
-    """[4]"""
     here = place(2)
     run, peers = training(here, "--iterations", "100000", "--peer-timeout", "10")
     run.signal(signal.SIGTERM)
@@ -281,8 +278,8 @@ with gossipx.join(model, optimizer) as peer:
         os.close(end)
 
 
+@pytest.mark.fault(33)
 def test_a_port_in_use_is_named(place: Any) -> None:
-    """[33]"""
     here = place(1)
     port = int(here.names[0].partition(":")[2])
     with socket.socket() as taken:
@@ -358,7 +355,8 @@ tell(peer, before=before, after=peer.iteration)
 """
 
 
-def test_a_thousand_idle_connections_cost_training_no_step_and_no_model(tmp_path: Path) -> None:  # [25]
+@pytest.mark.fault(25)
+def test_a_thousand_idle_connections_cost_training_no_step_and_no_model(tmp_path: Path) -> None:
     with folder(tmp_path, 2) as here, open_files(2000), contextlib.ExitStack() as crowd:
         script = here.script(IN_THE_CROWD)
         run = here.start_run("--policy", "tau:5", "--blocking", "--peer-timeout", "20", script, tmp_path)

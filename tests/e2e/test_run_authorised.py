@@ -1,7 +1,7 @@
 """``gossipx run`` with a secret or certificates: several on one machine, each with its own loopback address as if on a
 separate machine.
 
-Numbers in brackets are rows of the project's fault list.
+
 """
 
 from __future__ import annotations

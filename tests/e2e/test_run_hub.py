@@ -1,7 +1,4 @@
-"""``gossipx run --hub`` in real processes. Its effect on the weights is compared in tests/papers/test_elastic.py.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""``gossipx run --hub`` in real processes. Its effect on the weights is compared in tests/papers/test_elastic.py."""
 
 from __future__ import annotations
 
@@ -99,7 +96,8 @@ with gossipx.join(model, optimizer) as peer:
 
 
 @pytest.mark.parametrize(("lost", "code"), [("gossip", 0), ("wait", 0), ("stop", 4)])
-def test_a_hub_that_is_killed_blocks_nobody(tmp_path: Path, lost: str, code: int) -> None:  # [38]
+@pytest.mark.fault(38)
+def test_a_hub_that_is_killed_blocks_nobody(tmp_path: Path, lost: str, code: int) -> None:
     with folder(tmp_path, 3) as here:
         # Workers that share two cores end some seconds apart, and must wait for each other.
         options = ("--hub", "0", "--hub-only", "--hub-lost", lost, "--iterations", "1000", "--peer-timeout", "30")

@@ -1,7 +1,4 @@
-"""Checkpoints and ``gossipx run --resume``: real processes that are killed and resume.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""Checkpoints and ``gossipx run --resume``: real processes that are killed and resume."""
 
 from __future__ import annotations
 
@@ -37,8 +34,9 @@ def place(tmp_path: Path) -> Iterator[Callable[[int], Folder]]:
 
 
 @pytest.mark.parametrize("finish", ["none", pytest.param("consensus", marks=pytest.mark.slow)])
+@pytest.mark.fault(29)
 def test_with_never_a_run_that_was_killed_ends_bit_for_bit_as_one_that_was_not(place: Any, finish: str) -> None:
-    """[29] Data order across epochs, learning rate steps and momenta are restored. Results cover the whole run."""
+    """Data order across epochs, learning rate steps and momenta are restored. Results cover the whole run."""
     here = place(2)
     # 12,000 images for two peers in batches of 200: an epoch is 30 iterations.
     options = (*BRIEF, "--policy", "never", "--finish", finish, "--iterations", "110", "--batch-size", "200")
@@ -187,8 +185,9 @@ def test_a_checkpoint_that_is_cut_short_or_altered_is_named_and_the_one_before_i
     assert all((path / MANIFEST).exists() for path in store(here, 0).directory.iterdir())
 
 
+@pytest.mark.fault(29)
 def test_a_peer_killed_while_it_writes_resumes_from_the_previous_checkpoint(place: Any) -> None:
-    """[29] The process dies while it writes the files of its third checkpoint."""
+    """The process dies while it writes the files of its third checkpoint."""
     here = place(1)
     script = here.script(
         """
@@ -226,8 +225,9 @@ tell(peer, begun=begun)
     assert sorted(path.name for path in store(here, 0).directory.iterdir()) == ["00000040", "00000050"]
 
 
+@pytest.mark.fault(28)
 def test_a_full_disk_costs_a_line_and_no_step(place: Any) -> None:
-    """[28] Older checkpoints stay and training continues; if the last one cannot be written, the exit code is 1."""
+    """Older checkpoints stay and training continues; if the last one cannot be written, the exit code is 1."""
     here = place(1)
     script = here.script(
         """
@@ -309,8 +309,9 @@ def test_sigterm_writes_one_and_figures_add_up(place: Any) -> None:
         assert set(range(10, until + 1, 10)) - set(steps) <= {begun[rank]}, "the step that SIGTERM came in is not drawn"
 
 
+@pytest.mark.fault(37)
 def test_a_peer_without_a_checkpoint_takes_a_model_of_those_that_have_one(place: Any) -> None:
-    """[37] Also rank 0, whose own model starts a new run."""
+    """Also rank 0, whose own model starts a new run."""
     here = place(3)
     run = here.start_run("--policy", "tau:5", "--iterations", "100000", "--checkpoint-every", "10", *BRIEF)
     wait_for(here, 20, run)

@@ -1,7 +1,4 @@
-"""Uses of ``gossipx run --resume`` that are refused, and changes that are allowed.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""Uses of ``gossipx run --resume`` that are refused, and changes that are allowed."""
 
 from __future__ import annotations
 
@@ -86,8 +83,9 @@ def test_a_script_with_another_model_is_refused(stopped: Folder) -> None:
     assert "the checkpoint is of another model: it has '" in line and "weight float32 1x4" in line
 
 
+@pytest.mark.fault(30)
 def test_without_a_complete_checkpoint_it_is_refused(tmp_path: Path) -> None:
-    """[30] Also for a run that never wrote one."""
+    """Also for a run that never wrote one."""
     with folder(tmp_path, 1) as here:
         here.run("--policy", "never", "--iterations", "5", *BRIEF)
         told = "no peer has a complete checkpoint to resume from: a run writes checkpoints with --checkpoint-every"

@@ -1,7 +1,4 @@
-"""``gossipx run --servers`` in real processes. The scenarios and papers test the effects of single pushes and pulls.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""``gossipx run --servers`` in real processes. The scenarios and papers test the effects of single pushes and pulls."""
 
 from __future__ import annotations
 

@@ -49,8 +49,9 @@ def test_the_built_in_task_by_a_solver_file(two: Folder) -> None:
         }
 
 
+@pytest.mark.fault(41)
 def test_an_error_in_the_file_is_one_line_with_its_position(two: Folder) -> None:
-    """[41] A typo in solver.prototxt: exit code 2, line and column; nothing is started."""
+    """A typo in solver.prototxt: exit code 2, line and column; nothing is started."""
     (two.path / "typo.prototxt").write_text('net: "lenet"\n  base_lrr: 0.1\n')
     (two.path / "value.prototxt").write_text('base_lr: 0.1 max_iter: 9 lr_policy: "steps"\n')
     assert two.refused("--solver", "typo.prototxt") == (

@@ -1,6 +1,6 @@
 """A server's process is killed while workers train, in real processes: no acknowledged push is lost.
 
-Row 39 of the project's fault list. With bsp, and servers that do not train, a run whose server is killed must end with
+With bsp, and servers that do not train, a run whose server is killed must end with
 the same models as an undisturbed run, to the last bit.
 """
 
@@ -15,6 +15,8 @@ import pytest
 from forks.client import readable
 
 from runs import LONG, Folder, Process, Run, children, differences, folder, one_line
+
+pytestmark = pytest.mark.fault(39)
 
 BRIEF = ("--batch-size", "8", "--eval-interval", "0", "--log-interval", "1", "--peer-timeout", "3", "--servers-only")
 

@@ -134,8 +134,9 @@ def one_pushes(policy: str, iterations: int, **options: Any) -> World:
 
 
 @pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.fault(26)
 def test_an_answer_lost_leaves_doubt_that_asking_again_ends(blocking: bool):
-    """[26] The half has left its sender, and the receiver is unsure: it asks until it knows, and mixes once."""
+    """The half has left its sender, and the receiver is unsure: it asks until it knows, and mixes once."""
     made = one_pushes("tau:5", 30, blocking=blocking)
     made.network.cut(
         [0], [1], made.now + 0.35, made.now + 12.0, one_way=True
@@ -153,8 +154,9 @@ def test_an_answer_lost_leaves_doubt_that_asking_again_ends(blocking: bool):
 @pytest.mark.parametrize("finish", ["consensus", "none"])
 @pytest.mark.parametrize("width", [0.3, 1.0, 5.0, 0.9 * TIMEOUT])
 @pytest.mark.parametrize("lost", ["request", "answer"])
+@pytest.mark.fault(26)
 def test_what_is_lost_as_training_ends_is_asked_for_again(lost: str, width: float, finish: str):
-    """[26] Both finish their last iteration while the receiver asks in vain whether the push is valid.
+    """Both finish their last iteration while the receiver asks in vain whether the push is valid.
 
     The sender has either given half away or refuses to from then on, and answers so while it waits for other peers.
     """
@@ -173,8 +175,9 @@ def test_what_is_lost_as_training_ends_is_asked_for_again(lost: str, width: floa
 
 
 @pytest.mark.parametrize("given", [False, True])
+@pytest.mark.fault(5)
 def test_a_model_in_doubt_is_kept_aside_while_its_sender_cannot_be_reached(given: bool):
-    """[5] Without an answer for peer_timeout, and another push meanwhile; once answered, a valid push is mixed."""
+    """Without an answer for peer_timeout, and another push meanwhile; once answered, a valid push is mixed."""
     made = World(0, Network(delay=0.1))
     graph = Topology("two into one", ((2,), (2,), (0, 1)))
     options = {"graph": graph, "init": "own", "gradient_step": still, "mode": "push", "push_sum": True}

@@ -38,8 +38,9 @@ def lost_rounds(made: World) -> int:
 
 
 @pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.fault(5)
 def test_partition_that_heals(blocking: bool):
-    """[5] Both sides keep training; after the partition heals the models converge again."""
+    """Both sides keep training; after the partition heals the models converge again."""
     made = world(4, policy="tau:3", iterations=40, blocking=blocking, peer_timeout=4.0)
     made.network.cut([0, 1], [2, 3], 5.0, 25.0)
     made.run(5.0)
@@ -58,8 +59,9 @@ def test_partition_that_heals(blocking: bool):
         agree(made, [0, 1, 2, 3])
 
 
+@pytest.mark.fault(5)
 def test_partition_at_the_finish():
-    """[5] Each side agrees on its own mean, and no peer hangs."""
+    """Each side agrees on its own mean, and no peer hangs."""
     made = world(4, iterations=10)
     made.network.cut([0, 1], [2, 3], 8.5)
     ended(made, bound(4, 10))
@@ -69,8 +71,9 @@ def test_partition_at_the_finish():
 
 
 @pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.fault(6)
 def test_one_way_partition(blocking: bool):
-    """[6] Nothing passes from 0 to 1 for a while: both keep training and exchanging with the others."""
+    """Nothing passes from 0 to 1 for a while: both keep training and exchanging with the others."""
     made = world(4, policy="tau:2", iterations=50, blocking=blocking, peer_timeout=3.0)
     made.network.cut([0], [1], 5.0, 15.0, one_way=True)
     ended(made, bound(4, 50, waits=6))
@@ -84,8 +87,9 @@ def test_one_way_partition(blocking: bool):
         agree(made, [0, 1, 2, 3])
 
 
+@pytest.mark.fault(6)
 def test_one_way_partition_for_good():
-    """[6] Only the rounds of that pair are lost in the finish, and every model is an average."""
+    """Only the rounds of that pair are lost in the finish, and every model is an average."""
     made = world(4, policy="tau:2", iterations=10)
     made.network.cut([0], [1], 3.0, one_way=True)
     ended(made, bound(4, 10))
@@ -164,8 +168,9 @@ def test_many_peers_on_a_ring_of_bad_links(size: int):
 
 
 @pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.fault(3)
 def test_paused_peer_comes_back(blocking: bool):
-    """[3] Paused for longer than peer_timeout: considered lost meanwhile, then accepted again."""
+    """Paused for longer than peer_timeout: considered lost meanwhile, then accepted again."""
     made = world(4, policy="tau:2", iterations=80, blocking=blocking, peer_timeout=5.0)
     made.pause(2, 10.5, 40.5)
     made.run(40.4)
@@ -179,8 +184,8 @@ def test_paused_peer_comes_back(blocking: bool):
     assert len(made.lines(2, "ends")) == 1
 
 
+@pytest.mark.fault(3)
 def test_peer_paused_over_the_end_finds_nobody_and_ends():
-    """[3]"""
     made = world(4)
     made.pause(2, 10.5, 200.0)
     ended(made, 200.0 + bound(4))
@@ -191,8 +196,9 @@ def test_peer_paused_over_the_end_finds_nobody_and_ends():
     assert made.peers[2].arena.step == ITERATIONS
 
 
+@pytest.mark.fault(22)
 def test_model_with_nan_is_not_mixed():
-    """[22] It is refused and counted, and its sender is suspended for a while."""
+    """It is refused and counted, and its sender is suspended for a while."""
     made = world(3, policy="tau:2", iterations=30)
     made.poison(1, 4.0, 20.0)
     ended(made, bound(3, 30))
@@ -210,8 +216,9 @@ def test_model_with_nan_is_not_mixed():
     agree(made, [0, 1, 2])
 
 
+@pytest.mark.fault(22)
 def test_initial_model_with_nan_is_not_adopted():
-    """[22] Another peer's model is adopted instead."""
+    """Another peer's model is adopted instead."""
     made = world(3, absent=[2], policy="tau:2", iterations=30)
     made.poison(0, 0.5, 14.0)
     made.start(2, maker(2, 3, policy="tau:2", iterations=30), at=12.0)
@@ -222,8 +229,9 @@ def test_initial_model_with_nan_is_not_adopted():
 
 
 @pytest.mark.parametrize("size", [2, 4, 5])
+@pytest.mark.fault(22)
 def test_models_with_nan_in_the_finish(size: int):
-    """[22] A round with that peer changes nothing, and all others end with finite averages."""
+    """A round with that peer changes nothing, and all others end with finite averages."""
     made = world(size, policy="never", iterations=5)
     made.poison(1, 4.0)
     ended(made, bound(size, 5))
@@ -233,8 +241,9 @@ def test_models_with_nan_in_the_finish(size: int):
 
 
 @pytest.mark.parametrize(("size", "graph"), [(2, "full"), (5, "ring"), (6, "full")])
+@pytest.mark.fault(27)
 def test_mutual_blocking_pulls(size: int, graph: str):
-    """[27] A pulls from B while B pulls from A, and longer cycles: a blocked peer still serves others."""
+    """A pulls from B while B pulls from A, and longer cycles: a blocked peer still serves others."""
     network = Network(bandwidth=4 * SIZE * 10)  # a model takes 0.1 s
     made = world(size, network=network, graph=graph, policy="tau:1", blocking=True)
     ended(made, bound(size, waits=2))
@@ -265,8 +274,9 @@ def test_a_pull_still_under_way_as_training_ends_is_cancelled():
     agree(made, [0, 1])
 
 
+@pytest.mark.fault(8)
 def test_too_slow_a_transfer_ends_at_its_deadline():
-    """[8] The deadline covers the whole transfer. Weights are as if nothing had been requested."""
+    """The deadline covers the whole transfer. Weights are as if nothing had been requested."""
     made = until(world(2, policy="tau:8", init="own"), 0, "pulls 1")
     made.network.bandwidth = SIZE * 4 / (2 * TIMEOUT)
     made.run(made.now + TIMEOUT + 1)
@@ -279,8 +289,9 @@ def test_too_slow_a_transfer_ends_at_its_deadline():
 
 @pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.parametrize("size", [2, 4, 5])
+@pytest.mark.fault(22)
 def test_peer_whose_own_model_becomes_nan(size: int, blocking: bool):
-    """[22] It logs this, suspends no other peer, and sends its model to none; the others end with their average."""
+    """It logs this, suspends no other peer, and sends its model to none; the others end with their average."""
 
     def diverges(peer: SimPeer) -> None:
         sgd(peer.module)
@@ -303,8 +314,9 @@ def test_peer_whose_own_model_becomes_nan(size: int, blocking: bool):
         assert any(entry.what.startswith("mixes") and entry.rank != 1 and entry.time > 15 for entry in made.log)
 
 
+@pytest.mark.fault(22)
 def test_peer_whose_model_is_finite_again_takes_part_again():
-    """[22] A peer that restores a checkpoint takes part again."""
+    """A peer that restores a checkpoint takes part again."""
     kept: dict[str, torch.Tensor] = {}
 
     def goes_back(peer: SimPeer) -> None:

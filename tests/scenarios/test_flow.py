@@ -85,8 +85,9 @@ def test_serving_is_limited_to_its_share_of_training_time(serve_share: float, bl
     assert 0.9 * most < given <= most + 1 if limited else given > 5 * most
 
 
+@pytest.mark.fault(9)
 def test_a_requester_that_does_not_read_loses_its_slot():
-    """[9] The requester claims to wait for a week and reads nothing; its slot is free again after peer_timeout."""
+    """The requester claims to wait for a week and reads nothing; its slot is free again after peer_timeout."""
     made = until(world(3, policy="never", iterations=60, max_served=1), 0, "step 5")
     made.network.cut([0], [1], made.now, one_way=True)
     asked = made.now
@@ -104,8 +105,9 @@ LARGE = {"model_timeout": 40 * TIMEOUT, "iterations": 120, "finish": "none", "bl
 
 
 @pytest.mark.parametrize("mode", ["pull", "push", "pushpull"])
+@pytest.mark.fault(3)
 def test_a_silent_partner_is_waited_for_as_long_as_the_last_models_took(mode: str):
-    """[3] Once transfers were measured, the model's size no longer sets the deadline: at most peer_timeout is lost."""
+    """Once transfers were measured, the model's size no longer sets the deadline: at most peer_timeout is lost."""
     made = World(0)
     for rank in range(2):
         policy = "never" if rank else "tau:5"

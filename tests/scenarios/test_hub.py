@@ -1,4 +1,4 @@
-"""A hub in virtual time: its end, its loss, its return. Numbers in brackets are rows of the project's fault list."""
+"""A hub in virtual time: its end, its loss, its return."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def test_a_worker_that_dies_without_a_word_is_not_waited_for_beyond_peer_timeout
 
 
 @pytest.mark.parametrize(("lost", "blocking"), [("gossip", False), ("gossip", True), ("wait", True)])
-def test_the_hub_dies_and_nothing_blocks(lost: str, blocking: bool) -> None:  # [38]
+@pytest.mark.fault(38)
+def test_the_hub_dies_and_nothing_blocks(lost: str, blocking: bool) -> None:
     made = toy.world(4, 0, Network(delay=0.1), hub=settings(lost), policy="tau:2", blocking=blocking)
     made.crash(HUB, 6.5)
     toy.ended(made, toy.bound(4, waits=4))
@@ -62,7 +63,8 @@ def test_the_hub_dies_and_nothing_blocks(lost: str, blocking: bool) -> None:  # 
 
 @pytest.mark.parametrize("after", [0.1, 5.0, 8.2])
 @pytest.mark.parametrize("trains", [True, False])
-def test_the_hub_dies_after_some_workers_have_ended(trains: bool, after: float) -> None:  # [38]
+@pytest.mark.fault(38)
+def test_the_hub_dies_after_some_workers_have_ended(trains: bool, after: float) -> None:
     """They know that it was alive, and notice its loss only when they request its centre."""
     made = toy.world(4, 0, Network(delay=0.1), {3: 1.4}, hub=settings("wait", trains), policy="tau:2")
     made.crash(HUB, toy.ITERATIONS + after)
@@ -71,7 +73,8 @@ def test_the_hub_dies_after_some_workers_have_ended(trains: bool, after: float) 
     assert toy.spread(toy.models(made, (1, 2, 3))) < 1e-6, "without a centre, they end with the mean of all"
 
 
-def test_the_hub_dies_and_they_stop() -> None:  # [38]
+@pytest.mark.fault(38)
+def test_the_hub_dies_and_they_stop() -> None:
     made = toy.world(3, 0, Network(delay=0.1), hub=settings("stop"), policy="tau:2")
     made.crash(HUB, 6.5)
     toy.ended(made, toy.bound(3, waits=4))
@@ -81,7 +84,8 @@ def test_the_hub_dies_and_they_stop() -> None:  # [38]
 
 
 @pytest.mark.parametrize("lost", ["gossip", "wait"])
-def test_workers_return_to_a_restarted_hub(lost: str) -> None:  # [36] [38]
+@pytest.mark.fault(36, 38)
+def test_workers_return_to_a_restarted_hub(lost: str) -> None:
     made = toy.world(4, 0, Network(delay=0.1), hub=settings(lost), policy="tau:2", iterations=60)
     made.crash(HUB, 6.5)
     made.restart(HUB, 20.0)
@@ -101,7 +105,8 @@ def test_a_hub_asked_to_leave_exits_at_once() -> None:
     assert all(made.lines(rank, "pulls") for rank in (1, 2))
 
 
-def test_a_late_peer_starts_with_the_centre_of_a_hub_that_does_not_train() -> None:  # [37]
+@pytest.mark.fault(37)
+def test_a_late_peer_starts_with_the_centre_of_a_hub_that_does_not_train() -> None:
     made = toy.world(3, 0, Network(delay=0.1), hub=settings(trains=False), policy="tau:2", absent=[2], iterations=60)
     made.start(2, toy.maker(2, 3, hub=settings(trains=False), policy="tau:2", iterations=60), at=30.0)
     toy.until(made, 2, "is TRAIN")
@@ -111,7 +116,8 @@ def test_a_late_peer_starts_with_the_centre_of_a_hub_that_does_not_train() -> No
     toy.ended(made, 300)
 
 
-def test_a_model_that_holds_nan_does_not_enter_the_centre() -> None:  # [22]
+@pytest.mark.fault(22)
+def test_a_model_that_holds_nan_does_not_enter_the_centre() -> None:
     made = toy.world(3, 0, Network(delay=0.1), hub=settings(trains=False), policy="tau:2")
     made.poison(1, 5.0)
     toy.ended(made, toy.bound(3, waits=2))
@@ -120,7 +126,8 @@ def test_a_model_that_holds_nan_does_not_enter_the_centre() -> None:  # [22]
     assert bool(made.peers[HUB].centre().isfinite().all())
 
 
-def test_a_centre_that_holds_nan_on_its_way_is_not_mixed() -> None:  # [22]
+@pytest.mark.fault(22)
+def test_a_centre_that_holds_nan_on_its_way_is_not_mixed() -> None:
     made = toy.world(3, 0, Network(delay=0.1), hub=settings(trains=False), policy="tau:2")
     made.poison(HUB, 5.0, 12.0)
     toy.ended(made, toy.bound(3, waits=2))
@@ -131,7 +138,8 @@ def test_a_centre_that_holds_nan_on_its_way_is_not_mixed() -> None:  # [22]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_bad_network_stops_nobody(seed: int) -> None:  # [26]
+@pytest.mark.fault(26)
+def test_a_bad_network_stops_nobody(seed: int) -> None:
     network = Network(delay=0.3, loss=0.1, repeat=0.2)
     made = toy.world(4, seed, network, {1: 0.7}, hub=settings(), policy="random:p=0.5", iterations=40)
     toy.ended(made, toy.bound(4, 40, waits=20))

@@ -1,4 +1,4 @@
-"""Peers that crash, leave, join late or restart. Numbers in brackets are rows of the project's fault list."""
+"""Peers that crash, leave, join late or restart."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ def slow() -> Network:
 
 
 @pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.fault(1)
 def test_crash_of_the_sender_in_mid_pull(blocking: bool):
-    """[1] The receiver drops the partial model; its weights equal, bit for bit, those of training alone."""
+    """The receiver drops the partial model; its weights equal, bit for bit, those of training alone."""
     made = until(world(2, network=slow(), blocking=blocking), 0, "pulls 1")
     made.crash(1, made.now + 0.5)
     ended(made, bound(2))
@@ -63,8 +64,9 @@ def test_after_a_crash_in_mid_pull_another_neighbour_is_asked_and_the_rest_agree
     torch.testing.assert_close(models(made, left), before(made, left).mean(0).expand(3, -1), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.fault(2)
 def test_crash_of_the_receiver_in_mid_pull():
-    """[2] The sender continues and ends, and keeps nothing of the exchange."""
+    """The sender continues and ends, and keeps nothing of the exchange."""
     made = until(world(2, network=slow(), policy="tau:9"), 0, "pulls 1")
     made.crash(0, made.now + 0.5)
     ended(made, bound(2))
@@ -117,8 +119,8 @@ def test_restarted_peer_adopts_a_model_before_it_contributes():
     torch.testing.assert_close(models(made), before(made).mean(0).expand(4, -1), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.fault(36)
 def test_restarted_first_peer_adopts_the_others_model_too():
-    """[36]"""
     made = world(3)
     made.restart(0, 8.5)
     ended(made, bound(3, waits=1))
@@ -127,8 +129,8 @@ def test_restarted_first_peer_adopts_the_others_model_too():
     torch.testing.assert_close(models(made), before(made).mean(0).expand(3, -1), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.fault(37)
 def test_late_joiner_adopts_a_model_before_it_contributes():
-    """[37]"""
     made = world(4, absent=[3])
     made.start(3, maker(3, 4), at=15.0)
     ended(made, bound(4, waits=1))
@@ -189,8 +191,8 @@ def test_initial_model_is_requested_from_another_peer():
     assert asked == ["0", "1"] and made.lines(3, "adopts the model of 1")
 
 
+@pytest.mark.fault(11)
 def test_all_others_gone_trains_alone():
-    """[11]"""
     made = world(4, policy="tau:7")
     for rank in (1, 2, 3):
         made.crash(rank, 3.5)
@@ -202,8 +204,9 @@ def test_all_others_gone_trains_alone():
     assert torch.equal(peer.weights(), alone(0, ITERATIONS))
 
 
+@pytest.mark.fault(11)
 def test_too_few_left_stops():
-    """[11] If min_peers says so."""
+    """If min_peers says so."""
     made = world(4, policy="tau:2", min_peers=3)
     for rank in (1, 2):
         made.crash(rank, 3.5)
@@ -222,8 +225,9 @@ def test_no_initial_model_stops():
 
 
 @pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.fault(4)
 def test_a_peer_leaves(blocking: bool):
-    """[4] It finishes its step and tells the others, which neither ask nor wait for it any more."""
+    """It finishes its step and tells the others, which neither ask nor wait for it any more."""
     made = world(4, blocking=blocking)
     made.leave(2, 12.5)
     ended(made, bound(4))
@@ -239,8 +243,9 @@ def test_a_peer_leaves(blocking: bool):
 
 
 @pytest.mark.parametrize("what", ["asks 0", "pulls", "meets"])
+@pytest.mark.fault(4)
 def test_a_peer_leaves_while_a_model_is_on_its_way(what: str):
-    """[4] Nothing is mixed after it has announced that it leaves, and it does not wait long for the others."""
+    """Nothing is mixed after it has announced that it leaves, and it does not wait long for the others."""
     made = until(world(3, network=slow(), blocking=True, iterations=6), 2, what)
     made.leave(2, made.now + 0.5)
     for rank in (0, 1):
@@ -298,8 +303,9 @@ def test_a_peer_that_has_ended_is_not_lost():
     assert made.peers[1].arena.step == ITERATIONS
 
 
+@pytest.mark.fault(40)
 def test_a_local_fault_counts_against_no_other_peer():
-    """[40] Without file descriptors all requests fail at once; this is no evidence against the other peers."""
+    """Without file descriptors all requests fail at once; this is no evidence against the other peers."""
     members = Membership(0, 3, Random(topology.load("full", 3)), TIMEOUT, random.Random(0))
     members.others[1].stage = members.others[2].stage = Stage.TRAIN
     for tenth in range(int(10 * TIMEOUT)):

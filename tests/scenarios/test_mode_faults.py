@@ -1,7 +1,4 @@
-"""Averaged pairs, and faults during pushes and pairs, in virtual time.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""Averaged pairs, and faults during pushes and pairs, in virtual time."""
 
 from __future__ import annotations
 
@@ -83,8 +80,9 @@ def test_both_end_equal_where_exchanges_block():
     assert asker.blocked_seconds > 1.9 and 1.0 < asked.blocked_seconds < 1.5, "one waits for the other's step as well"
 
 
+@pytest.mark.fault(27)
 def test_two_peers_that_choose_each_other_share_one_exchange():
-    """[27] The exchange of the lower rank counts, and also serves the decision of the higher one."""
+    """The exchange of the lower rank counts, and also serves the decision of the higher one."""
     made = world(2, network=Network(bandwidth=4 * SIZE * 8), policy="tau:4", iterations=5, **PAIRS)
     made.run(4.5)
     said = transcript(made, "asks", "takes", "mixes")[1:]  # skips the initial model of peer 1
@@ -97,8 +95,9 @@ def test_two_peers_that_choose_each_other_share_one_exchange():
 @both_ways
 @pytest.mark.parametrize("ahead", [1, -1])
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6])
+@pytest.mark.fault(27)
 def test_rings_of_choices(size: int, ahead: int, blocking: bool):
-    """[27] A asks B, B asks C, ... and the last asks A, all in one moment: some form pairs, the others get Busy at
+    """A asks B, B asks C, ... and the last asks A, all in one moment: some form pairs, the others get Busy at
     once."""
     options = {"policy": "tau:1", "iterations": 6, "blocking": blocking, **PAIRS}
     made = world(size, graph=ring(size, ahead), **options)
@@ -123,8 +122,9 @@ def test_rings_of_choices(size: int, ahead: int, blocking: bool):
     bandwidth=st.sampled_from([4.0 * SIZE, 1e9]),
     data=st.data(),
 )
+@pytest.mark.fault(27)
 def test_no_choices_lead_to_a_deadlock(size, seed, blocking, delay, jitter, bandwidth, data):
-    """[27] For any graph of choices and any delays, no wait ends by timeout and no peer is blocked for ever."""
+    """For any graph of choices and any delays, no wait ends by timeout and no peer is blocked for ever."""
     others = [[other for other in range(size) if other != rank] for rank in range(size)]
     choices = tuple(tuple(sorted(data.draw(st.sets(st.sampled_from(some), min_size=1)))) for some in others)
     network = Network(bandwidth=bandwidth, delay=delay, jitter=jitter)
@@ -186,8 +186,9 @@ def test_after_a_crash_another_is_pushed_to():
 
 
 @every_mode
+@pytest.mark.fault(22)
 def test_model_with_nan_is_not_mixed(mode: dict[str, Any]):
-    """[22] It is rejected before the exchange is settled, and counted; its sender is suspended, no weight is lost."""
+    """It is rejected before the exchange is settled, and counted; its sender is suspended, no weight is lost."""
     made = world(3, policy="tau:2", iterations=30, **mode)
     made.poison(1, 4.0, 20.0)
     ended(made, bound(3, 30, waits=2))
@@ -202,8 +203,9 @@ def test_model_with_nan_is_not_mixed(mode: dict[str, Any]):
 
 @every_mode
 @both_ways
+@pytest.mark.fault(22)
 def test_peer_whose_own_model_becomes_nan(mode: dict[str, Any], blocking: bool):
-    """[22] It neither sends nor receives from then on; the others end with their average."""
+    """It neither sends nor receives from then on; the others end with their average."""
 
     def diverges(peer: SimPeer) -> None:
         sgd(peer.module)
@@ -220,8 +222,9 @@ def test_peer_whose_own_model_becomes_nan(mode: dict[str, Any], blocking: bool):
 
 @every_mode
 @both_ways
+@pytest.mark.fault(4)
 def test_a_peer_leaves(mode: dict[str, Any], blocking: bool):
-    """[4] It finishes its step, tells the others, and takes part in no exchange from then on."""
+    """It finishes its step, tells the others, and takes part in no exchange from then on."""
     made = world(4, network=Network(bandwidth=4 * SIZE * 2), policy="tau:2", blocking=blocking, **mode)
     made.leave(2, 12.5)
     ended(made, bound(4, waits=2))
@@ -235,8 +238,8 @@ def test_a_peer_leaves(mode: dict[str, Any], blocking: bool):
 
 
 @every_mode
+@pytest.mark.fault(37)
 def test_late_joiner_adopts_a_model_before_it_contributes(mode: dict[str, Any]):
-    """[37]"""
     made = world(4, absent=[3], policy="tau:2", **mode)
     made.start(3, maker(3, 4, policy="tau:2", **mode), at=12.0)
     ended(made, bound(4, waits=1))
@@ -249,8 +252,8 @@ def test_late_joiner_adopts_a_model_before_it_contributes(mode: dict[str, Any]):
 
 @every_mode
 @both_ways
+@pytest.mark.fault(5)
 def test_partition_that_heals(mode: dict[str, Any], blocking: bool):
-    """[5]"""
     made = world(4, policy="tau:3", iterations=40, blocking=blocking, peer_timeout=4.0, **mode)
     made.network.cut([0, 1], [2, 3], 5.0, 25.0)
     ended(made, bound(4, 40, waits=8))
@@ -263,8 +266,9 @@ def test_partition_that_heals(mode: dict[str, Any], blocking: bool):
 
 
 @both_ways
+@pytest.mark.fault(5)
 def test_a_partner_that_is_heard_but_cannot_be_reached_is_not_awaited_for_ever(blocking: bool):
-    """[5] The acceptor of a pair has the model when all its messages start to be lost, while the initiator's arrive."""
+    """The acceptor of a pair has the model when all its messages start to be lost, while the initiator's arrive."""
     options = {"iterations": 200, "blocking": blocking, "peer_timeout": 4.0, "init": "own", **PAIRS}
     made = World(0, Network(delay=0.1))
     made.start(0, maker(0, 2, **{**options, "policy": "tau:2"}))
@@ -281,8 +285,9 @@ def test_a_partner_that_is_heard_but_cannot_be_reached_is_not_awaited_for_ever(b
 
 @every_mode
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.fault(26)
 def test_lost_repeated_and_overtaking_messages(seed: int, mode: dict[str, Any]):
-    """[26] No exchange takes effect on one side only, or twice: averages stay averages, and the run ends."""
+    """No exchange takes effect on one side only, or twice: averages stay averages, and the run ends."""
     network = Network(loss=0.02, repeat=0.2, jitter=0.8)
     made = world(4, seed, network, policy="tau:2", iterations=60, peer_timeout=15.0, **mode)
     ended(made, bound(4, 60, waits=8))
@@ -293,8 +298,8 @@ def test_lost_repeated_and_overtaking_messages(seed: int, mode: dict[str, Any]):
 
 
 @every_mode
+@pytest.mark.fault(3)
 def test_paused_peer_comes_back(mode: dict[str, Any]):
-    """[3]"""
     made = world(4, policy="tau:2", iterations=80, peer_timeout=5.0, **mode)
     made.pause(2, 10.5, 40.5)
     ended(made, bound(4, 80, waits=8))
@@ -321,8 +326,9 @@ class SettleLost(Network):
         return replace(journey, lost=True) if sender == 1 and not nbytes and 5.45 < now < 6.0 else journey
 
 
+@pytest.mark.fault(26)
 def test_a_pair_that_one_side_abandons_as_training_ends_takes_effect_on_neither():
-    """[26] The acceptor does not know: it retries before it mixes, so that the sum is conserved."""
+    """The acceptor does not know: it retries before it mixes, so that the sum is conserved."""
     made = World(0, SettleLost(delay=0.1))
     for rank, policy in enumerate(("tau:5", "never")):
         options = {"module": whole_numbers(rank), "gradient_step": walking, "init": "own", "finish": "none", **PAIRS}
@@ -333,8 +339,9 @@ def test_a_pair_that_one_side_abandons_as_training_ends_takes_effect_on_neither(
     assert torch.equal(models(made), start + 6)
 
 
+@pytest.mark.fault(8)
 def test_room_taken_by_a_failed_push_is_released():
-    """[8] A transfer that is too slow ends at its deadline on both sides, and the next push finds room."""
+    """A transfer that is too slow ends at its deadline on both sides, and the next push finds room."""
     made = World(0, Network(bandwidth=4 * SIZE / 100))
     made.start(
         0, maker(0, 3, policy="tau:5", iterations=40, init="own", graph=Topology("x", ((2,), (2,), (0,))), **PUSH)

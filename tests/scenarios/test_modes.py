@@ -1,4 +1,4 @@
-"""Pushes and pairs in virtual time. Numbers in brackets are rows of the project's fault list."""
+"""Pushes and pairs in virtual time."""
 
 from __future__ import annotations
 

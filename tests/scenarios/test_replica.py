@@ -1,6 +1,6 @@
 """A shard with a replica, in virtual time: no acknowledged push is lost if a peer is killed, paused or restarted.
 
-Row 39 of the project's fault list. With bsp and servers that do not train, a run in which a server is killed must equal
+With bsp and servers that do not train, a run in which a server is killed must equal
 one process on the joined batches: a lost or duplicated push would show.
 """
 
@@ -19,6 +19,8 @@ from gossipx.protocol.messages import Stage
 from gossipx.server.mode import ServerMode
 from gossipx.server.sync_models.models import describe
 from gossipx.sim import Network, World
+
+pytestmark = pytest.mark.fault(39)
 
 WORKERS = [1, 2]
 

@@ -1,7 +1,4 @@
-"""Peers that resume from checkpoints, in virtual time: their first models, and that decisions are repeatable.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""Peers that resume from checkpoints, in virtual time: their first models, and that decisions are repeatable."""
 
 from __future__ import annotations
 
@@ -161,8 +158,9 @@ def first_steps(made: World) -> dict[int, str]:
 
 @pytest.mark.parametrize("late", [0.0, 3.0])
 @pytest.mark.parametrize("without", [0, 1, 2])
+@pytest.mark.fault(37)
 def test_peers_keep_the_model_of_a_checkpoint_and_others_adopt_one(without: int, late: float) -> None:
-    """[37] Rank 0 too, even if it arrives before the peers that have one: it never starts with a new model."""
+    """Rank 0 too, even if it arrives before the peers that have one: it never starts with a new model."""
     made = World(0)
     for rank in range(3):
         start(made, rank, resumed=rank != without, at=0.0 if rank == without else late)

@@ -1,7 +1,4 @@
-"""Parameter server runs in virtual time: switches, members that join and leave, faults.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""Parameter server runs in virtual time: switches, members that join and leave, faults."""
 
 from __future__ import annotations
 
@@ -216,7 +213,8 @@ def test_a_restore_after_the_shard_has_moved_is_ignored(index: int) -> None:
 
 
 @pytest.mark.parametrize("sync", SYNCS)
-def test_a_gradient_that_is_not_finite_is_skipped(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:  # [22]
+@pytest.mark.fault(22)
+def test_a_gradient_that_is_not_finite_is_skipped(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It counts as a push, so that no worker waits, and its worker continues with the next tables."""
     whole = served.batch
 
@@ -320,7 +318,8 @@ def test_pushes_and_pulls_of_different_shards_overlap_or_not(sync: str, overlap:
 
 
 @pytest.mark.parametrize("sync", ["bsp", "ssp:staleness=1", "hybrid:fixed=3"])
-def test_a_worker_killed_is_not_waited_for_beyond_peer_timeout(sync: str) -> None:  # [1] [39]
+@pytest.mark.fault(1, 39)
+def test_a_worker_killed_is_not_waited_for_beyond_peer_timeout(sync: str) -> None:
     made = served.world(3, sync=sync)
     made.crash(2, 5.2)
     served.ended(made, served.ITERATIONS + 5 * toy.TIMEOUT)
@@ -339,7 +338,8 @@ def test_a_worker_killed_is_not_waited_for_beyond_peer_timeout(sync: str) -> Non
         torch.testing.assert_close(served.values(made.peers[0].module), served.values(module), rtol=1e-9, atol=1e-9)
 
 
-def test_a_worker_that_is_silent_for_a_while_rejoins() -> None:  # [3]
+@pytest.mark.fault(3)
+def test_a_worker_that_is_silent_for_a_while_rejoins() -> None:
     made = served.world(3, sync="bsp", iterations=30)
     made.pause(2, 5.2, 40.0)
     served.ended(made)
@@ -356,7 +356,8 @@ def test_a_slow_worker_is_not_considered_lost() -> None:
     done(made, range(2), 4)
 
 
-def test_a_worker_that_joins_late_starts_at_the_current_clock() -> None:  # [37]
+@pytest.mark.fault(37)
+def test_a_worker_that_joins_late_starts_at_the_current_clock() -> None:
     made = served.world(3, absent=[2], iterations=40, slow={0: 1.0, 1: 1.0})
     made.start(2, served.maker(2, 3, iterations=40), at=25.0)
     made.run(25.0 + 3 * toy.TIMEOUT, until=lambda: made.lines(2, "step "))
@@ -366,7 +367,8 @@ def test_a_worker_that_joins_late_starts_at_the_current_clock() -> None:  # [37]
     assert made.peers[2].role.stage is Stage.DONE
 
 
-def test_a_worker_that_is_started_again_starts_at_the_current_clock() -> None:  # [36]
+@pytest.mark.fault(36)
+def test_a_worker_that_is_started_again_starts_at_the_current_clock() -> None:
     made = served.world(3, iterations=40)
     made.crash(2, 8.2)
     made.restart(2, 20.0)
@@ -377,7 +379,8 @@ def test_a_worker_that_is_started_again_starts_at_the_current_clock() -> None:  
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_bad_network_loses_no_push_and_counts_none_twice(seed: int) -> None:  # [26]
+@pytest.mark.fault(26)
+def test_a_bad_network_loses_no_push_and_counts_none_twice(seed: int) -> None:
     network = Network(delay=0.2, loss=0.05, repeat=0.1, jitter=0.5)
     made = served.world(3, seed, network, {1: 1.4}, servers="0,1", iterations=8)
     served.ended(made, 4000)

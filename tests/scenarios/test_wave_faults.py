@@ -1,7 +1,4 @@
-"""Waves in virtual time: membership and faults.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""Waves in virtual time: membership and faults."""
 
 from __future__ import annotations
 
@@ -35,8 +32,8 @@ def test_a_peer_that_has_ended_is_no_member():
     assert made.peers[2].role.sync.skipped > 0
 
 
+@pytest.mark.fault(37)
 def test_a_late_joiner_takes_part_once_it_trains():
-    """[37]"""
     tracked = Tracked()
     made = World(0)
     for rank in range(4):
@@ -62,8 +59,9 @@ def test_a_peer_at_the_start_takes_part_once_it_trains():
 
 
 @pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.fault(4)
 def test_a_peer_leaves_in_a_wave(blocking: bool):
-    """[4] It takes in no mean any more, and costs each partner a round, but no time."""
+    """It takes in no mean any more, and costs each partner a round, but no time."""
     made = world(4, network=Network(bandwidth=4 * SIZE / 2), policy="tau:6", blocking=blocking, exchange="waves")
     until(made, 2, "meets 3 in round 0 of wave 1")
     made.leave(2, made.now + 0.1)
@@ -94,8 +92,9 @@ def test_a_checkpoint_restored_in_a_wave_takes_no_part():
     ended(made, bound(2, 2 * ITERATIONS))
 
 
+@pytest.mark.fault(36)
 def test_others_join_the_waves_of_a_restarted_peer():
-    """[36] Only this peer starts waves: as it joins, it learns which numbers are over."""
+    """Only this peer starts waves: as it joins, it learns which numbers are over."""
     made = World(0, Network(delay=0.01))
     for rank in range(3):
         policy = "tau:5" if rank == 1 else "never"
@@ -160,8 +159,9 @@ def test_peers_that_never_meet_the_dead_detect_its_loss_too():
 
 
 @pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.fault(3)
 def test_a_silent_partner_costs_its_round_and_not_the_wave(blocking: bool):
-    """[3] Paused for longer than peer_timeout. A peer that waited for it in vain still meets the others afterwards."""
+    """Paused for longer than peer_timeout. A peer that waited for it in vain still meets the others afterwards."""
     made = world(4, policy="tau:10", exchange="waves", blocking=blocking, iterations=80, compute=1.0)
     made.pause(1, 10.5, 60.5)
     # The wave at 10 is over by then, so 1 is first missing in the wave at 20.
@@ -186,8 +186,9 @@ def test_a_straggler_takes_part_at_its_own_pace():
     ended(made, bound(4, 100, 2.5 * TIMEOUT))
 
 
+@pytest.mark.fault(5)
 def test_partition_that_heals():
-    """[5] Each side has its own waves and wave numbers; afterwards all take part in common ones again."""
+    """Each side has its own waves and wave numbers; afterwards all take part in common ones again."""
     made = world(4, policy="tau:5", slow={2: 0.9, 3: 0.9}, exchange="waves", iterations=200, peer_timeout=4.0)
     made.network.cut([0, 1], [2, 3], 5.5, 80.0)
     made.run(80.0)
@@ -245,8 +246,9 @@ def test_a_peer_that_exchanged_nothing_yet_switches_to_the_better_list():
     conserved(made, tracked)
 
 
+@pytest.mark.fault(22)
 def test_model_with_nan_is_not_merged():
-    """[22] The average is unchanged, and the sender is left out of waves for a while."""
+    """The average is unchanged, and the sender is left out of waves for a while."""
     made = world(4, policy="tau:3", exchange="waves", iterations=40)
     made.poison(1, 4.0, 20.0)
     ended(made, bound(4, 40))
@@ -260,8 +262,9 @@ def test_model_with_nan_is_not_merged():
     assert any(entry.what == "mixes 1" for entry in made.log if entry.time > 35)
 
 
+@pytest.mark.fault(22)
 def test_peer_whose_own_model_becomes_nan_in_a_wave():
-    """[22] It leaves the wave: the averages of the others stay finite, and they continue without it."""
+    """It leaves the wave: the averages of the others stay finite, and they continue without it."""
 
     def diverges(peer: SimPeer) -> None:
         sgd(peer.module)

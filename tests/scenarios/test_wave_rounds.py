@@ -1,7 +1,7 @@
-"""Waves in virtual time: a few consecutive rounds that leave all members with the mean of their models.
+"""Waves in virtual time: a few consecutive rounds that leave all members with the mean of their
+models.
 
-Numbers in brackets are rows of the project's fault list. Tracked models are float64, so that sums and means can be told
-from nearly equal ones.
+Tracked models are float64, so that sums and means can be told from nearly equal ones.
 """
 
 from __future__ import annotations

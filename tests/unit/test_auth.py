@@ -1,7 +1,4 @@
-"""The handshake of a run with a secret, as transcripts, and the MAC of every frame.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""The handshake of a run with a secret, as transcripts, and the MAC of every frame."""
 
 from __future__ import annotations
 
@@ -98,7 +95,8 @@ def test_a_stranger_learns_a_nonce_and_nothing_else() -> None:
     assert dataclasses.astuple(answerer().opened(Open("0" * 64, "", "", ""))) == (NONCES[1].hex(),)
 
 
-def test_a_wrong_secret_is_refused_by_either_side() -> None:  # [18]
+@pytest.mark.fault(18)
+def test_a_wrong_secret_is_refused_by_either_side() -> None:
     wrong = Secret(b"another one of many bytes")
     with pytest.raises(NotAuthorisedError, match="secrets differ") as refused:
         shake_hands(opener(wrong), answerer())
@@ -144,7 +142,8 @@ def test_no_bit_of_a_nonce_or_a_proof_can_be_changed_on_the_way(which: type, bit
         shake_hands(opener(), answerer(), flip)
 
 
-def test_a_replayed_handshake_is_refused() -> None:  # [19]
+@pytest.mark.fault(19)
+def test_a_replayed_handshake_is_refused() -> None:
     heard: list[Message] = []
 
     def listen(message: Message) -> Message:
@@ -159,21 +158,24 @@ def test_a_replayed_handshake_is_refused() -> None:  # [19]
         again.proven(proof)  # type: ignore[arg-type]
 
 
-def test_a_reflected_proof_is_refused() -> None:  # [19]
+@pytest.mark.fault(19)
+def test_a_reflected_proof_is_refused() -> None:
     one = opener()
     proof = one.challenged(Challenge(NONCES[1].hex()))
     with pytest.raises(StrangerError):
         one.accepted(Accepted(proof.proof))
 
 
-def test_a_reflected_nonce_is_useless() -> None:  # [19]
+@pytest.mark.fault(19)
+def test_a_reflected_nonce_is_useless() -> None:
     one = opener()
     proof = one.challenged(Challenge(one.opened.nonce))
     with pytest.raises(StrangerError):
         one.accepted(Accepted(proof.proof))
 
 
-def test_a_connection_relayed_to_its_opener_or_to_a_third_peer_is_refused() -> None:  # [19]
+@pytest.mark.fault(19)
+def test_a_connection_relayed_to_its_opener_or_to_a_third_peer_is_refused() -> None:
     one, same = opener(), answerer()  # both are ada's: an attacker connects ada to itself
     _, session = same.proven(one.challenged(same.opened(one.opened)))
     assert misdirected(session.opened, "ada") == "this is ada, not bob; start every peer with the same hosts file"
@@ -188,7 +190,8 @@ def test_proofs_out_of_order_are_refused() -> None:
         opener().accepted(Accepted("0" * 64))
 
 
-def test_another_version_has_other_proofs(monkeypatch: pytest.MonkeyPatch) -> None:  # [16]
+@pytest.mark.fault(16)
+def test_another_version_has_other_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = opener(), answerer()
     proof = one.challenged(other.opened(one.opened))
     monkeypatch.setattr(frames, "VERSION", frames.VERSION + 1)
@@ -219,7 +222,8 @@ def sent(session: Session) -> list[bytes]:
 
 
 @given(order=st.lists(st.integers(0, 3), max_size=6))
-def test_frames_are_accepted_only_in_order(order: list[int]) -> None:  # [26]
+@pytest.mark.fault(26)
+def test_frames_are_accepted_only_in_order(order: list[int]) -> None:
     one, other = shake_hands(opener(), answerer())
     data, receiver = sent(one), Receiver(other)
     fitting = next((at for at, index in enumerate(order) if at != index), len(order))
@@ -231,7 +235,8 @@ def test_frames_are_accepted_only_in_order(order: list[int]) -> None:  # [26]
 
 
 @given(place=st.integers(0), change=st.integers(1, 255))
-def test_no_byte_of_a_frame_can_be_changed(place: int, change: int) -> None:  # [12]
+@pytest.mark.fault(12)
+def test_no_byte_of_a_frame_can_be_changed(place: int, change: int) -> None:
     one, other = shake_hands(opener(), answerer())
     data = bytearray(b"".join(sent(one)))
     data[place % len(data)] ^= change
@@ -245,7 +250,8 @@ def test_no_byte_of_a_frame_can_be_changed(place: int, change: int) -> None:  # 
 
 
 @given(cut=st.integers(0))
-def test_a_truncated_frame_is_not_accepted(cut: int) -> None:  # [13]
+@pytest.mark.fault(13)
+def test_a_truncated_frame_is_not_accepted(cut: int) -> None:
     one, other = shake_hands(opener(), answerer())
     data = b"".join(sent(one))
     assert len(Receiver(other).take(data[: cut % len(data)])) < len(MESSAGES)
@@ -259,13 +265,15 @@ def test_a_payload_cannot_stand_for_a_header_nor_move_to_another_frame() -> None
         Receiver(other).take(first[:-tail] + second[-tail:])
 
 
-def test_reflected_frames_are_refused() -> None:  # [19]
+@pytest.mark.fault(19)
+def test_reflected_frames_are_refused() -> None:
     one, _ = shake_hands(opener(), answerer())
     with pytest.raises(ProtocolError, match="does not match"):
         Receiver(one).take(whole(one, PullRequest(1, 30.0)))
 
 
-def test_frames_of_another_connection_are_refused() -> None:  # [19]
+@pytest.mark.fault(19)
+def test_frames_of_another_connection_are_refused() -> None:
     one, _ = shake_hands(opener(), answerer())
     _, other = shake_hands(opener(), answerer(nonce=bytes(32)))
     with pytest.raises(ProtocolError, match="does not match"):
@@ -279,7 +287,8 @@ def test_a_checksum_is_no_mac() -> None:
         Receiver(other).take(plain + bytes(32))
 
 
-def test_a_stranger_cannot_ask_for_more_than_the_small_bound() -> None:  # [14]
+@pytest.mark.fault(14)
+def test_a_stranger_cannot_ask_for_more_than_the_small_bound() -> None:
     decoder = frames.Decoder(lambda message, request: None, SMALL_METADATA)
     header = frames._HEADER.pack(frames.MAGIC, frames.VERSION, 18, 0, SMALL_METADATA + 1, 0) + bytes(8)
     decoder.next_buffer()[: len(header)] = header

@@ -1,7 +1,4 @@
-"""Checkpoints on disk: loading restores what was saved, and damaged files are detected.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""Checkpoints on disk: loading restores what was saved, and damaged files are detected."""
 
 from __future__ import annotations
 
@@ -243,10 +240,11 @@ DAMAGES = [truncate, flip, lengthen, pickled, Path.unlink]
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("name", ["model.safetensors", "model.json", "hub.json", "hub.safetensors", MANIFEST])
+@pytest.mark.fault(30)
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
     store: Store, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], None]
 ) -> None:
-    """[30] In one log line per damaged checkpoint."""
+    """In one log line per damaged checkpoint."""
     store.save(10, parts(1))
     store.save(20, parts(2))
     damage(store.directory / "00000020" / name)
@@ -263,8 +261,8 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
 
 
 @given(data=st.data())
+@pytest.mark.fault(30)
 def test_no_altered_bit_goes_unnoticed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """[30]"""
     logging.getLogger("gossipx").setLevel(logging.ERROR)
     store = Store(tmp_path_factory.mktemp("one"))
     store.save(1, parts(1))
@@ -343,8 +341,9 @@ def counted(patched: pytest.MonkeyPatch, error: BaseException | None, at: int) -
     return calls
 
 
+@pytest.mark.fault(29)
 def test_an_interrupted_save_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
-    """[29] Killed at any call: the loaded checkpoint is the previous or the new one, never a mixture."""
+    """Killed at any call: the loaded checkpoint is the previous or the new one, never a mixture."""
     steps = steps_of_a_save(tmp_path)
     assert steps > 12
     for at in range(steps):
@@ -364,8 +363,9 @@ def test_an_interrupted_save_leaves_a_complete_checkpoint(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.fault(28)
 def test_a_full_disk_leaves_the_old_one_and_nothing_of_the_new(tmp_path: Path, number: int) -> None:
-    """[28] At any call; the error names the place and what to change."""
+    """At any call; the error names the place and what to change."""
     steps = steps_of_a_save(tmp_path)
     refused = 0
     for at in range(steps):
@@ -388,8 +388,8 @@ def test_a_full_disk_leaves_the_old_one_and_nothing_of_the_new(tmp_path: Path, n
     assert refused > steps / 2
 
 
+@pytest.mark.fault(28)
 def test_a_disk_that_is_really_full(small_disk: Path) -> None:
-    """[28]"""
     store = Store(small_disk / "checkpoints")
     store.save(10, parts(10))
     with pytest.raises(CheckpointError, match="No space left on device"):

@@ -151,8 +151,9 @@ def test_an_answer_finds_the_model_that_was_captured_in_the_same_decision(bench:
     assert [type(reply) for reply, _ in bench.comm.answers] == [ModelReply]
 
 
+@pytest.mark.fault(22)
 def test_a_model_with_nan_fails_its_request(bench: Bench):
-    """[22] A pulled model is checked when it is mixed; here the other side relies on the mixing."""
+    """A pulled model is checked when it is mixed; here the other side relies on the mixing."""
     bench.do(Capture(5), Send(5, 1, TAKE, math.inf))
     bench.reply(TAKE, ModelReply(3), torch.tensor([1.0, math.nan] * 8).numpy().tobytes())
     assert bench.role.told[-1] == Failed(5, Fault.POISONED)

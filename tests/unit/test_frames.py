@@ -1,7 +1,4 @@
-"""Frames, without sockets: encoding and decoding, declarations, and what two peers must have alike.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""Frames, without sockets: encoding and decoding, declarations, and what two peers must have alike."""
 
 from __future__ import annotations
 
@@ -264,7 +261,8 @@ def test_who_may_connect(theirs: Hello, why: str | None) -> None:
     assert (reason is None) if why is None else re.search(why, str(reason))
 
 
-def test_the_first_differing_tensor_is_named_on_both_sides() -> None:  # [21]
+@pytest.mark.fault(21)
+def test_the_first_differing_tensor_is_named_on_both_sides() -> None:
     own = b"a float32 (3,) (1,)\nb float32 (5,) (1,)"
     assert difference(own, own.replace(b"(5,)", b"(6,)")) == (
         "tensor 1 is 'b float32 (5,) (1,)' here and 'b float32 (6,) (1,)' there"

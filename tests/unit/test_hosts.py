@@ -1,7 +1,4 @@
-"""The hosts file: the peers, their addresses, and which of them are on this machine.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""The hosts file: the peers, their addresses, and which of them are on this machine."""
 
 from __future__ import annotations
 
@@ -109,7 +106,7 @@ def test_one_host_may_have_several_lines_with_different_ports(tmp_path: Path) ->
     ]
 
 
-# --- malformed ones [34] ------------------------------------------------------------------------------
+# --- malformed ones -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -161,8 +158,8 @@ def test_one_host_may_have_several_lines_with_different_ports(tmp_path: Path) ->
         ("b name=first:5000", "name 'first:5000' is already on line 2"),
     ],
 )
+@pytest.mark.fault(34)
 def test_a_malformed_line_is_reported_with_file_and_line(tmp_path: Path, line: str, told: str) -> None:
-    """[34]"""
     before = "# hosts\nfirst:5000\n[::7]:1\nsecond name=anna\nthird name=berta slots=2\n"
     file = hosts(tmp_path, f"{before}{line}\nlast:1\n")
     with pytest.raises(UsageError) as caught:
@@ -174,16 +171,16 @@ def test_a_malformed_line_is_reported_with_file_and_line(tmp_path: Path, line: s
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# nobody\n  # yet\n"])
+@pytest.mark.fault(34)
 def test_an_empty_file_is_refused(tmp_path: Path, text: str) -> None:
-    """[34]"""
     file = hosts(tmp_path, text)
     with pytest.raises(UsageError) as caught:
         read_hosts(file)
     assert str(caught.value) == f"{file}:1: no peers in the file: write one line per host, such as 'localhost slots=4'"
 
 
+@pytest.mark.fault(34)
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
-    """[34]"""
     missing = tmp_path / "none.txt"
     with pytest.raises(UsageError, match="hosts file not found") as caught:
         read_hosts(missing)
@@ -197,7 +194,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-# --- which are here [35] ------------------------------------------------------------------------------
+# --- which are here -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.3.2.1"])
@@ -206,8 +203,8 @@ def test_loopback_is_this_machine(tmp_path: Path, host: str) -> None:
     assert local_ranks(read_hosts(file), None, file) == [0, 1, 2]
 
 
+@pytest.mark.fault(35)
 def test_another_machine_is_not_this_one(tmp_path: Path) -> None:
-    """[35]"""
     file = hosts(tmp_path, f"{ELSEWHERE} slots=2\n203.0.113.2\n")
     with pytest.raises(UsageError, match="no line is this machine: add one, or name its host by --advertise HOST"):
         local_ranks(read_hosts(file), None, file)
@@ -222,8 +219,9 @@ def test_only_this_machines_lines_are_its_own(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("text", ["# two\n127.0.0.1\n203.0.113.1", "# two\nlocalhost\n203.0.113.1"])
+@pytest.mark.fault(35)
 def test_loopback_mixed_with_other_machines_is_refused(tmp_path: Path, text: str) -> None:
-    """[35] Each machine would take the line for itself."""
+    """Each machine would take the line for itself."""
     file = hosts(tmp_path, text)
     with pytest.raises(UsageError, match="is loopback, which other machines cannot reach") as caught:
         local_ranks(read_hosts(file), None, file)
@@ -252,8 +250,8 @@ def test_advertise_must_name_a_line(tmp_path: Path) -> None:
     assert str(caught.value).startswith(f"{file}: ")
 
 
+@pytest.mark.fault(34)
 def test_two_words_for_one_address_are_refused(tmp_path: Path) -> None:
-    """[34]"""
     file = hosts(tmp_path, "localhost slots=2\n\n127.0.0.1:29401\n")
     with pytest.raises(
         UsageError, match=r"'127\.0\.0\.1:29401' is the same address as 'localhost:29401' on line 1"
@@ -263,8 +261,9 @@ def test_two_words_for_one_address_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [NO_SUCH_NAME, "two..dots", f"{'long' * 20}.example"])
+@pytest.mark.fault(35)
 def test_a_name_that_does_not_resolve_is_reported_with_its_line(tmp_path: Path, name: str) -> None:
-    """[35] Also a name that is invalid, so that no name server is asked."""
+    """Also a name that is invalid, so that no name server is asked."""
     file = hosts(tmp_path, f"# hosts\n\n{name}\n")
     with pytest.raises(UsageError) as caught:
         local_ranks(read_hosts(file), None, file)
@@ -340,8 +339,8 @@ def test_the_digest_covers_names_and_addresses_only(tmp_path: Path) -> None:
     assert plain == peers_digest(read(tmp_path, f"a\na:{DEFAULT_PORT + 1}"))
 
 
+@pytest.mark.fault(35)
 def test_a_machine_without_ipv6_has_no_ipv6_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """[35]"""
     really = socket.socket
 
     def without_ipv6(family: int) -> socket.socket:

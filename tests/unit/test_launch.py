@@ -1,7 +1,4 @@
-"""The parent process of the peers on this machine: results, output, failing peers and progress.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""The parent process of the peers on this machine: results, output, failing peers and progress."""
 
 from __future__ import annotations
 
@@ -192,10 +189,11 @@ def test_output_that_a_processs_own_child_holds_open_is_not_waited_for(
 # --- peers that fail ----------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(1)
 def test_a_killed_peer_is_named_and_the_others_continue(
     run: Run, mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """[1] kill -9, even in the middle of a progress event."""
+    """kill -9, even in the middle of a progress event."""
     body = """
         train()
         if rank == 1:
@@ -213,8 +211,9 @@ def test_a_killed_peer_is_named_and_the_others_continue(
     assert f"lost: {NAMES[1]}\n" in printed.out and printed.err == ""
 
 
+@pytest.mark.fault(32)
 def test_a_crash_of_one_peers_script_is_shown(run: Run, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """[32] Only that peer ends."""
+    """Only that peer ends."""
     assert run("if rank == 2: raise MemoryError('too much')\nfinish()") == 0
     assert read(mine).lost == [NAMES[2]]
     printed = capsys.readouterr().out
@@ -259,8 +258,9 @@ def test_a_script_that_never_joins_fails_with_a_message(
     assert not mine.exists()
 
 
+@pytest.mark.fault(4)
 def test_a_peer_terminated_before_it_joins_has_left(run: Run, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """[4] At that time it cannot report so itself."""
+    """At that time it cannot report so itself."""
     body = """
         if rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -285,10 +285,11 @@ def test_an_error_of_one_peer_does_not_stop_the_run(run: Run, mine: Path, capsys
 
 
 @pytest.mark.parametrize("who", ["rank == 0", "True"])
+@pytest.mark.fault(33)
 def test_an_error_before_training_has_begun_ends_the_run_and_frees_its_name(
     run: Run, mine: Path, capsys: pytest.CaptureFixture[str], who: str
 ) -> None:
-    """[33] The port of one peer or of all is in use: the error is shown once."""
+    """The port of one peer or of all is in use: the error is shown once."""
     body = f"""
         if {who}:
             tell(error="port is in use", exit=1)
@@ -302,10 +303,11 @@ def test_an_error_before_training_has_begun_ends_the_run_and_frees_its_name(
 
 
 @pytest.mark.parametrize("code", [2, 4, 5])
+@pytest.mark.fault(21)
 def test_an_error_that_the_user_must_fix_stops_all_and_is_shown_once(
     run: Run, tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str], code: int
 ) -> None:
-    """[21] Peers 1 and 2 both report it; peer 0 has not detected it, and never would."""
+    """Peers 1 and 2 both report it; peer 0 has not detected it, and never would."""
     body = f"""
         (here / f"pid-{{rank}}").write_text(str(os.getpid()))
         train()
@@ -324,10 +326,11 @@ def test_an_error_that_the_user_must_fix_stops_all_and_is_shown_once(
     assert pids and all(gone(pid) for pid in pids)
 
 
+@pytest.mark.fault(11)
 def test_with_too_few_peers_left_the_run_stops(
     run: Run, tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """[11] min_peers = 3 of 4: one peer may be lost, the second loss ends the run, which would otherwise continue
+    """min_peers = 3 of 4: one peer may be lost, the second loss ends the run, which would otherwise continue
     forever."""
     body = """
         (here / f"pid-{rank}").write_text(str(os.getpid()))
@@ -345,8 +348,8 @@ def test_with_too_few_peers_left_the_run_stops(
     assert pids and all(gone(pid) for pid in pids)
 
 
+@pytest.mark.fault(11)
 def test_with_just_enough_peers_left_the_run_continues(run: Run, mine: Path) -> None:
-    """[11]"""
     body = "os.kill(os.getpid(), signal.SIGKILL) if rank in (1, 2) else finish()"
     assert run(body, peers="localhost slots=4", min_peers=2) == 0
     assert read(mine).lost == [NAMES[1], NAMES[2]]

@@ -1,7 +1,4 @@
-"""Signals to the parent of the peers on this machine: interruption and requests to leave.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""Signals to the parent of the peers on this machine: interruption and requests to leave."""
 
 from __future__ import annotations
 
@@ -73,10 +70,11 @@ def test_a_second_interruption_kills_without_grace(run: Run, monkeypatch: pytest
     assert (tmp_path / "asked").exists()
 
 
+@pytest.mark.fault(4)
 def test_a_peer_that_leaves_on_request_has_neither_finished_nor_failed(
     run: Run, tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """[4] SIGTERM arrives when one peer has finished and the other has not."""
+    """SIGTERM arrives when one peer has finished and the other has not."""
     os.mkfifo(tmp_path / "finished")
     body = """
         if rank == 0:
@@ -98,8 +96,9 @@ def test_a_peer_that_leaves_on_request_has_neither_finished_nor_failed(
     assert "is lost: " not in capsys.readouterr().out
 
 
+@pytest.mark.fault(4)
 def test_a_peer_terminated_while_it_imports_has_left(run: Run, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """[4] Importing torch takes seconds, during which SIGTERM has its default action."""
+    """Importing torch takes seconds, during which SIGTERM has its default action."""
     body = """
         if rank == 0:
             os.kill(os.getppid(), signal.SIGTERM)
@@ -187,8 +186,9 @@ def test_interrupting_the_run_ends_every_process(tmp_path: Path, mine: Path) -> 
         assert not list(tmp_path.glob("asked-*")) and not (mine / FILE).exists()
 
 
+@pytest.mark.fault(4)
 def test_terminating_the_run_makes_every_peer_leave(tmp_path: Path, mine: Path) -> None:
-    """[4] The parent passes SIGTERM on to its peers; if all leave on request, the run has not failed."""
+    """The parent passes SIGTERM on to its peers; if all leave on request, the run has not failed."""
     with waiting_run(tmp_path, peers=3) as (process, pids):
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=DEADLINE)

@@ -1,7 +1,4 @@
-"""Model deadlines derived from recent transfer times, and back-offs after failures.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""Model deadlines derived from recent transfer times, and back-offs after failures."""
 
 from __future__ import annotations
 
@@ -109,7 +106,8 @@ def refused(made: Membership, rank: int, times: int) -> list[float]:
     return rests
 
 
-def test_back_offs_double_up_to_the_longest_with_jitter():  # [10]
+@pytest.mark.fault(10)
+def test_back_offs_double_up_to_the_longest_with_jitter():
     """Over many peers: each back-off is uniform between half and one and a half times its mean."""
     seeds = 400
     drawn = [refused(members(seed=seed), 1, 8) for seed in range(seeds)]
@@ -121,7 +119,8 @@ def test_back_offs_double_up_to_the_longest_with_jitter():  # [10]
     assert min(refused(members(), 1, 100)[10:]) >= 0.5 * TIMEOUT * LONGEST_BACKOFF, "a hundred refusals do not end it"
 
 
-def test_back_offs_differ_between_peers_and_over_time():  # [10]
+@pytest.mark.fault(10)
+def test_back_offs_differ_between_peers_and_over_time():
     """Peers that one peer turned away must not all return in the same moment."""
     asking = [refused(members(seed=seed), 1, 8) for seed in range(20)]
     for rests in zip(*asking, strict=True):
@@ -132,7 +131,8 @@ def test_back_offs_differ_between_peers_and_over_time():  # [10]
     assert len(set(longest)) == 20, "also when they grow no more"
 
 
-def test_during_a_back_off_another_peer_is_asked():  # [10]
+@pytest.mark.fault(10)
+def test_during_a_back_off_another_peer_is_asked():
     made = members()
     made.failed(1, Fault.UNREACHABLE, 100.0)
     until = made.others[1].backoff_until
@@ -144,7 +144,8 @@ def test_during_a_back_off_another_peer_is_asked():  # [10]
 
 
 @pytest.mark.parametrize("fault", list(Fault))
-def test_a_sign_of_life_ends_and_resets_the_back_off(fault: Fault):  # [10]
+@pytest.mark.fault(10)
+def test_a_sign_of_life_ends_and_resets_the_back_off(fault: Fault):
     made = members()
     for _ in range(10):
         made.failed(1, fault, 100.0)

@@ -1,7 +1,4 @@
-"""Checkpoints of one peer, between the training thread and the writing thread, without a network.
-
-Numbers in brackets are rows of the project's fault list.
-"""
+"""Checkpoints of one peer, between the training thread and the writing thread, without a network."""
 
 from __future__ import annotations
 
@@ -191,7 +188,8 @@ def test_training_resumes_bit_for_bit(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_hub_resumes_with_its_centre(bench: Callable[..., Bench], dtype: torch.dtype) -> None:  # [38]
+@pytest.mark.fault(38)
+def test_a_hub_resumes_with_its_centre(bench: Callable[..., Bench], dtype: torch.dtype) -> None:
     """The centre is neither a worker's model nor the hub's own; here no worker has changed it since the start."""
     torch.manual_seed(0)
     hub = ElasticSettings(0, 0.3, 0.3)
@@ -251,10 +249,10 @@ def test_a_checkpoint_due_while_another_is_written_is_skipped_and_counted(
     assert one.store.saved == [10, 40] and one.checkpoints.skipped == 2
 
 
+@pytest.mark.fault(31)
 def test_an_interval_in_seconds_uses_the_monotonic_clock(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """[31]"""
     now = [1000.0]
     monkeypatch.setattr(checkpoints.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "time", lambda: 0.0)
@@ -268,8 +266,8 @@ def test_an_interval_in_seconds_uses_the_monotonic_clock(
     assert taken == [None, None, 3, 3, 3, 6, 6, 6, 9, 9]
 
 
+@pytest.mark.fault(4)
 def test_without_an_interval_only_the_last_checkpoint_is_written(bench: Callable[..., Bench]) -> None:
-    """[4]"""
     one = bench(every="0")
     one.begin()
     one.step(25)
@@ -292,8 +290,9 @@ def test_the_end_of_training_is_written_once(bench: Callable[..., Bench], slow: 
     assert one.store.saved == ([20] if at == 20 else [20, 25])
 
 
+@pytest.mark.fault(22)
 def test_a_model_with_nan_is_not_saved(bench: Callable[..., Bench]) -> None:
-    """[22] The newest checkpoint stays one that can be resumed from."""
+    """The newest checkpoint stays one that can be resumed from."""
     one = bench()
     one.begin()
     one.step(10)
@@ -314,10 +313,10 @@ def test_without_a_directory_nothing_is_captured(bench: Callable[..., Bench]) ->
 # --- faults -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(28)
 def test_a_full_disk_is_logged_at_a_limited_rate_and_the_last_checkpoint_decides(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """[28]"""
     one = bench()
     one.begin()
     one.step(10)
