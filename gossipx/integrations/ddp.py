@@ -27,6 +27,7 @@ from gossipx.launch.loops.join import join as join_alone
 from gossipx.launch.loops.join import rank_and_size, run_directory_of, settings_of
 from gossipx.model import layout
 from gossipx.model.layout import Section, Slot
+from gossipx.model.places import Places
 from gossipx.policies import Observation, Policy
 from gossipx.runtime import models
 from gossipx.runtime.options import labels_of
@@ -180,7 +181,9 @@ class GroupPeer:
         self._module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         self._group = Group()
         self._peer: Peer | None = None
-        self._slots: list[Slot] = []  # the model's layout on ranks other than 0; on rank 0 the peer's arena has it
+        # The model's layout on ranks other than 0; on rank 0 the peer's arena has it.
+        self._slots: list[Slot] = []
+        self._places: Places | None = None
         self._sections: list[Section] = []
         self._mixes = 0
         self._unhook: list[Callable[[], None]] = []
@@ -192,6 +195,7 @@ class GroupPeer:
         if self._peer is None:
             self._slots = list(layout.slots_of(self._module, run.sync.buffers == "mix"))
             self._sections = [layout.lay_out(kind) for kind in layout.by_dtype(self._slots).values()]
+            self._places = Places(self._module, self._slots, self._sections)
         self._group.broadcast(section.storage for section in self._sections)
         self._unhook.append(optimizer.register_step_post_hook(self._optimizer_stepped).remove)
         self._open = True
@@ -265,6 +269,8 @@ class GroupPeer:
             self._broadcast_exchanged()
 
     def _broadcast_exchanged(self) -> None:
+        if self._places is not None:
+            self._places.check()
         with torch.no_grad():
             self._group.broadcast(section.storage[: section.mixed] for section in self._sections)
 

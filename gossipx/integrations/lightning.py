@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any
 
+from torch import nn
+
 from gossipx.errors import UsageError
 from gossipx.integrations.callback import PeerCallback
+from gossipx.model.layout import can_be_mixed
 
 try:
-    from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+    from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoint
 except ImportError:
     try:
-        from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+        from pytorch_lightning.callbacks import BaseFinetuning, Callback, ModelCheckpoint
     except ImportError as error:
         raise UsageError(f"Lightning cannot be imported ({error}): pip install 'gossipx[lightning]'") from error
 
@@ -25,7 +29,8 @@ class GossipCallback(PeerCallback, Callback):
 
     ``fit`` joins before its first batch and ends with the finish. Under DDP the processes of a fit are one peer. With
     several optimizers, each step of the last one is an iteration. Lightning's checkpoints contain gossipx's state, so
-    that ``fit(ckpt_path=...)`` resumes from them. Each peer's are in a directory of its own.
+    that ``fit(ckpt_path=...)`` resumes from them. Each peer's are in a directory of its own. With a callback that
+    unfreezes parameters (``BaseFinetuning``), peers exchange frozen parameters too, from the start.
 
     Under ``gossipx run`` no argument is needed.
 
@@ -66,7 +71,10 @@ class GossipCallback(PeerCallback, Callback):
             raise UsageError("configure_optimizers returns no optimizer: gossipx needs one to count its steps")
         self._every = self._joining.run.run.log_interval
         state, self._loaded = self._loaded, None
-        self.peer = self._joining.join(pl_module, trainer.optimizers[-1], state)
+        with contextlib.ExitStack() as undo:
+            if any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks):
+                _unfreeze(pl_module, undo)
+            self.peer = self._joining.join(pl_module, trainer.optimizers[-1], state)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Record the loss."""
@@ -90,3 +98,11 @@ class GossipCallback(PeerCallback, Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Store the state from a Lightning checkpoint until the training begins."""
         self._loaded = state_dict or None
+
+
+def _unfreeze(module: nn.Module, undo: contextlib.ExitStack) -> None:
+    """Unfreeze all parameters that a finetuning callback may unfreeze later: a peer exchanges those trained at join."""
+    for parameter in module.parameters():
+        has_gradients = parameter.is_floating_point() or parameter.is_complex()
+        if has_gradients and can_be_mixed(parameter) and not parameter.requires_grad:
+            undo.callback(parameter.requires_grad_(True).requires_grad_, False)

@@ -30,7 +30,8 @@ from gossipx.errors import UsageError
 from gossipx.memory import PIECE
 from gossipx.model import kernels, layout, master_weights, passes
 from gossipx.model.buffers import HostBuffer
-from gossipx.model.layout import Kind, Section, has_masters, lay_out, lengths, plain_name, slots_of
+from gossipx.model.layout import Kind, Section, has_masters, lay_out, lengths, slots_of
+from gossipx.model.places import Places
 from gossipx.model.pool import Pool
 from gossipx.model.snapshots import Snapshot
 from gossipx.model.streams import DeviceStreams, streams_of
@@ -52,6 +53,7 @@ class ParameterArena:
         step: number of iterations done.
         mixes: number of times that another model changed the weights.
         slots: the tensors and their places in the layout.
+        places: keeps the tensors in the flat buffers while the script changes the module.
         pool: memory for models of this module.
         lock: the pool's lock, which guards reference counts; held while a boundary is written, and while a whole model
             is copied for a joining peer.
@@ -77,7 +79,7 @@ class ParameterArena:
         self.mixes = 0
         self.sections: list[Section] = [lay_out(kind) for kind in kinds.values()]
         self.slots = slots
-        self._slots_at = {slot.tensor.data_ptr(): slot for slot in slots if slot.tensor.numel()}
+        self.places = Places(module, slots, self.sections)
         self._streams = streams or streams_of(slots[0].tensor.device)
         self.pool = Pool(self.sections, self._streams)
         self.lock = self.pool.lock
@@ -159,26 +161,6 @@ class ParameterArena:
         for snapshot in failed:
             snapshot.notify()
             snapshot.release()
-
-    def check(self, module: nn.Module) -> None:
-        """Check that all trained parameters still lie in the flat buffers; others would silently not be exchanged.
-
-        Raises:
-            UsageError: a parameter lies elsewhere; the message names it and the reason.
-        """
-        for name, parameter in module.named_parameters():
-            slot = self._slots_at.get(parameter.data_ptr())
-            if not (parameter.requires_grad and parameter.numel()):
-                continue
-            if slot is not None and slot.kind is Kind.TRAINABLE:
-                continue
-            if slot is not None:
-                reason = "was unfrozen"
-            elif any(plain_name(name) == known.name for known in self.slots):
-                reason = "moved to other memory (load_state_dict(assign=True), a change of dtype or device)"
-            else:
-                reason = "was added to the model"
-            raise UsageError(f"'{plain_name(name)}' {reason} after gossipx.join: make such changes before gossipx.join")
 
     @contextlib.contextmanager
     def _next_boundary(self) -> Iterator[tuple[list[Tensor] | None, list[Tensor] | None]]:

@@ -87,7 +87,7 @@ def slots_of(module: nn.Module, mix_buffers: bool) -> Iterator[Slot]:
         found.append((name, parameter, Kind.TRAINABLE if parameter.requires_grad else Kind.FROZEN))
     for name, buffer in module.named_buffers():
         if _refusal(buffer) is None and (buffer.is_floating_point() or buffer.is_complex()):
-            kind = Kind.MIXED if mix_buffers and _can_be_mixed(buffer) else Kind.LOCAL
+            kind = Kind.MIXED if mix_buffers and can_be_mixed(buffer) else Kind.LOCAL
             found.append((plain_name(name), buffer, kind))
     slots = list(_placed(sorted(found, key=lambda row: row[2])))
     _check_devices(slots)
@@ -124,14 +124,14 @@ def _refusal(tensor: Tensor) -> str | None:
         return f"its layout is {tensor.layout}: gossipx exchanges dense tensors"
     if tensor.is_quantized:
         return "it is quantized: join the model before quantizing it"
-    if tensor.requires_grad and not _can_be_mixed(tensor):
+    if tensor.requires_grad and not can_be_mixed(tensor):
         return f"it is trained as {tensor.dtype}, which has no arithmetic: train in bfloat16 or wider"
     if not _is_dense(tensor):
         return "its elements overlap or leave gaps in memory (an expanded or sliced tensor): make it contiguous"
     return None
 
 
-def _can_be_mixed(tensor: Tensor) -> bool:
+def can_be_mixed(tensor: Tensor) -> bool:
     """Return whether values can be averaged; 8-bit floats are storage formats without addition."""
     return tensor.dtype.itemsize > 1
 
@@ -193,14 +193,14 @@ def lay_out(slots: list[Slot]) -> Section:
         for slot in slots:
             place = slot.start, slot.tensor.numel()
             if place not in ranges:
-                ranges[place] = _range_of(storage, *place)
+                ranges[place] = range_of(storage, *place)
             alias = ranges[place].as_strided(slot.tensor.shape, slot.tensor.stride())
             alias.copy_(slot.tensor)
             slot.tensor.data = alias
     return Section(storage, storage.float() if has_masters(slots) else storage, trainable, mixed)
 
 
-def _range_of(vector: Tensor, start: int, length: int) -> Tensor:
+def range_of(vector: Tensor, start: int, length: int) -> Tensor:
     """Return a range of a vector as a vector that has a storage of its own in the same memory."""
     part = vector.view(torch.uint8)[start * vector.itemsize : (start + length) * vector.itemsize]
     return from_dlpack(part).view(vector.dtype)  # as bytes, since DLPack does not have all dtypes

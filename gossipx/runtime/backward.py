@@ -30,6 +30,7 @@ NO_SYNC = (
     "put all but the last backward pass of an iteration into 'with peer.no_sync():';"
     f" or, if GradScaler skipped the step, {NO_WAIT_FREE}"
 )
+ALL_GROUPS = "call add_param_group before it, since the servers have an optimizer with those groups"
 UNSCALE = "call scaler.unscale_(optimizer) before scaler.step(optimizer), and " + NO_WAIT_FREE
 
 
@@ -239,12 +240,15 @@ class OptimizerBypass:
 
     def __init__(self, optimizer: torch.optim.Optimizer, before: Callable[[], None]):
         self._before = before
+        self._groups = len(optimizer.param_groups)
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._handle = optimizer.register_step_pre_hook(self._hide)
 
     def _hide(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if getattr(optimizer, "grad_scale", None) is not None:  # a fused optimizer unscales within its step
             raise UsageError(f"gradients are still scaled by GradScaler when they are sent to servers: {UNSCALE}")
+        if len(optimizer.param_groups) != self._groups:
+            raise UsageError(f"the optimizer has other parameter groups than at gossipx.join: {ALL_GROUPS}")
         self._before()
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -141,7 +141,7 @@ class Lifecycle:
     def _takes_part(self) -> bool:
         """Return whether the arena still holds the model; if not, log that the model is saved without the finish."""
         try:
-            self._arena.check(self._module)
+            self._arena.places.check()
         except UsageError as error:
             log.warning("%s; this peer takes no part in the finish", error)
             return False

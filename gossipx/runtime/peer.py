@@ -53,7 +53,6 @@ class Peer:
         self.rank = driver.role.rank
         self.size = driver.role.size
         self._lifecycle = Lifecycle(module, driver, comm, reporter, checkpoints, options, backward)
-        self._module = module
         self._driver = driver
         self._role = driver.role
         self._arena = driver.arena
@@ -112,8 +111,7 @@ class Peer:
             return
         began = time.perf_counter()
         exit_hooks.training_continues()
-        if self._arena.step % self._options.distance_interval == 0:
-            self._arena.check(self._module)
+        self._arena.places.check()
         self._lifecycle.steps += 1
         delta = self._arena.step_done()
         drift = self._driver.captures.drift(self._role.pulling) if self._role.sync.policy.uses_drift else None

@@ -99,11 +99,9 @@ class TrainingState:
             figures: metrics of the run so far, as plain data; :meth:`restore` returns them.
 
         Raises:
-            UsageError: some state cannot be saved in a checkpoint, or a parameter of the module no longer lies in the
-                arena.
+            UsageError: some state cannot be saved in a checkpoint.
         """
         driver, arena = self._driver, self._driver.arena
-        arena.check(self._module)
         parts = {SCRIPT + name: pack(part.state_dict(), name) for name, part in self.script_parts.items()}
         parts[RANDOM] = _random(self._device)
         if self._optimizer is not None:

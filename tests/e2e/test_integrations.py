@@ -282,6 +282,44 @@ def test_a_framework_gossips_and_resumes_from_its_own_checkpoint(two: Folder, na
     assert all(told.get("saved", True) for told in here)
 
 
+FINETUNING = """
+class Finetuned(Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+        self.network = nn.Sequential(self.backbone, nn.ReLU(), nn.Linear(8, 1))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.01)
+
+
+from lightning.pytorch.callbacks import BackboneFinetuning
+
+gossip = GossipCallback(**settings)
+module = Finetuned()
+lightning.Trainer(
+    max_epochs=2, accelerator="cpu", callbacks=[BackboneFinetuning(1, verbose=False), gossip, Began()], logger=False,
+    enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+).fit(module, torch.utils.data.DataLoader(gossip.shard(Data()), batch_size=8))
+told["ended"] = values(module)
+(FOLDER / f"{PEER}.json").write_text(json.dumps(told))
+"""
+
+
+@pytest.mark.fault(49)
+def test_a_backbone_that_lightning_unfreezes_is_exchanged(two: Folder) -> None:
+    if importlib.util.find_spec("lightning") is None:
+        pytest.skip("lightning is not installed")
+    script = two.script(BEGIN + LIGHTNING[: LIGHTNING.index("data = Data()")] + FINETUNING)
+    for process in [two.start(script, two.path, str(peer), "1") for peer in range(2)]:
+        ended = process.end()
+        assert ended.code == 0, ended.shown
+    one, other = two.told(0), two.told(1)
+    assert one["ended"] == pytest.approx(other["ended"], abs=1e-6)
+    moved = [abs(before - after) for before, after in zip(one["began"][:32], one["ended"][:32], strict=True)]
+    assert max(moved) > 1e-3  # the weight of the backbone
+
+
 @pytest.mark.parametrize("name", ["lightning", "transformers"])
 def test_a_failed_training_does_not_finish(two: Folder, name: str) -> None:
     """This holds even if the script catches the failure and ends normally."""

@@ -176,18 +176,45 @@ train(peer, model, optimizer, 30)
     assert float(run.model(1)["0.weight"].abs().max()) < 50
 
 
-def test_a_model_moved_after_joining_is_refused_by_name(two: Folder) -> None:
+@pytest.mark.fault(49)
+@pytest.mark.parametrize("mode", [["--policy", "tau:5"], ["--policy", "tau:5", "--hub", "0"], ["--servers", "0"]])
+def test_a_parameter_unfrozen_after_joining_is_refused_at_the_first_step(two: Folder, mode: list[str]) -> None:
     script = two.script(
-        TEN_LINES
+        TEN_LINES.replace("peer = ", "model[0].requires_grad_(False)\npeer = ")
         + """
 with peer:
     train(peer, model, optimizer, 5)
-    model.double().float()
-    train(peer, model, optimizer, 200)
+    model[0].requires_grad_(True)
+    optimizer.zero_grad()
+    train(peer, model, optimizer, 6)
 """
     )
-    told = two.refused("--policy", "never", script, two.path)
-    assert "'0.weight' moved to other memory" in told and "before gossipx.join" in told
+    told = two.refused(*mode, script, two.path)
+    assert "'0.weight' was unfrozen after gossipx.join" in told and "unfreeze it before gossipx.join" in told
+
+
+@pytest.mark.fault(49)
+@pytest.mark.parametrize("mode", [["--policy", "tau:5"], ["--policy", "tau:5", "--hub", "0"], ["--servers", "0"]])
+def test_a_model_moved_frozen_and_unfrozen_in_a_short_run_ends_with_equal_models(two: Folder, mode: list[str]) -> None:
+    script = two.script(
+        TEN_LINES
+        + """
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+with peer:
+    model[0].requires_grad_(False)
+    train(peer, model, optimizer, 4)
+    before = model[0].weight.detach().clone()
+    model[0].requires_grad_(True)
+    vector_to_parameters(parameters_to_vector(model.parameters()).detach(), model.parameters())
+    model.double().float()
+    train(peer, model, optimizer, 8)
+tell(peer, moved=float((model[0].weight - before).norm()), iterations=peer.iteration)
+"""
+    )
+    run = two.run(*mode, script, two.path)
+    assert max(differences(run.model(0), run.model(1)).values()) <= 1e-6
+    assert all(two.told(rank)["moved"] > 1e-4 and two.told(rank)["iterations"] == 8 for rank in (0, 1))
 
 
 def test_a_model_moved_after_the_last_step_is_saved_without_the_finish(three: Folder) -> None:
@@ -203,7 +230,7 @@ with peer:
     )
     run = three.run("--policy", "never", script, three.path)
     assert run.summary["lost"] == [] and run.model(1)["0.weight"].dtype == torch.float16
-    assert "'0.weight' moved to other memory" in run.ended.output
+    assert "'0.weight' was changed from float32 to float16" in run.ended.output
     assert max(differences(run.model(0), run.model(2)).values()) <= 1e-6
 
 

@@ -415,3 +415,15 @@ def test_steps_too_small_for_16_bits_add_up(join: Join, dtype: torch.dtype) -> N
             model(torch.ones(1, 1, dtype=dtype)).sum().backward()
             optimizer.step()
     assert model.weight.item() == pytest.approx(1 - 2 * torch.finfo(dtype).eps, rel=0.1 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.fault(49)
+@pytest.mark.parametrize("wait_free", WAIT_FREE)
+def test_a_group_that_the_servers_do_not_have_is_refused_at_the_first_step(join: Join, wait_free: bool):
+    model = net()
+    optimizer = sgd(model[0])
+    with join(model, optimizer, wait_free=wait_free):
+        loop(model, optimizer, plain, steps=1)
+        optimizer.add_param_group({"params": list(model[2].parameters())})
+        with pytest.raises(UsageError, match=r"other parameter groups than at gossipx\.join: call add_param_group"):
+            plain(model, optimizer, 1)

@@ -167,4 +167,7 @@ def test_a_worker_of_a_data_loader_gets_the_model(worker: Callable[[nn.Module, s
     arena = ParameterArena(nn.Sequential(module, nn.Linear(500, 500)))
     total, nbytes = worker(module, start).tolist()
     assert total == pytest.approx(float(module.weight.detach().sum()), rel=1e-5) and nbytes == module.weight.nbytes
-    del arena
+    arena.places.check()
+    with torch.no_grad():
+        module.weight.add_(1.0)
+    assert arena.step_done() == pytest.approx(1500**0.5)
