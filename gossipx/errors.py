@@ -72,6 +72,10 @@ class ProtocolError(PeerFaultError):
     """The peer violated the protocol."""
 
 
+class CorruptedError(ProtocolError):
+    """A frame or payload does not match its checksum: it was changed on its way."""
+
+
 class TooFarError(ProtocolError):
     """The peer's model cannot be decoded: it differs from this peer's by more than the codec's limit."""
 

@@ -132,6 +132,11 @@ class CommManager:
         """Bytes received from the wire, including data that was discarded."""
         return self._member.links.received
 
+    @property
+    def corrupted(self) -> int:
+        """Received frames that were refused because they did not match their checksums."""
+        return self._member.links.corrupted
+
     def start(self) -> None:
         """Listen and serve requests; GossipxError if the address is not available."""
         self._listener.start()

@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 from gossipx.comm.member import Member, call_back, call_back_in_thread
 from gossipx.errors import (
+    CorruptedError,
     GossipxError,
     NoCarrierError,
     NotAuthorisedError,
@@ -53,6 +54,8 @@ _PAUSE = (0.05, 1.0)
 # Limits on connections without a finished handshake: in total, or per peer where that is more. All peers of a run may
 # connect at once, with a message and a pull each.
 _STRANGERS, _STRANGERS_PER_PEER = 32, 2
+# Seconds between two log lines about damaged frames; those in between are only counted.
+_TELL_EVERY = 60.0
 
 
 def no_sink(sender: int, request: CarryingRequest) -> UploadSink:
@@ -126,6 +129,7 @@ class Listener:
         # The lock guards everything below.
         self._lock = threading.Lock()
         self._slots: dict[Hashable, _Slot] = {}
+        self._tell_corrupted_at = 0.0
         self._inbound: dict[Stream, bool] = {}  # in order of arrival; value: handshake finished
 
     @property
@@ -230,6 +234,8 @@ class Listener:
                 self._links.drop(link)
         except (NotAuthorisedError, StrangerError) as error:
             member.trust.record_stranger(stream.remote, error)
+        except CorruptedError as error:
+            self._tell_corrupted(stream.remote, error)
         except GossipxError as error:
             # Peers end and strangers probe ports all the time: not worth a user's attention.
             log.debug("the connection from %s has ended: %s", stream.remote, error)
@@ -238,6 +244,14 @@ class Listener:
         finally:
             with self._lock:
                 self._inbound.pop(stream, None)
+
+    def _tell_corrupted(self, remote: str, error: CorruptedError) -> None:
+        """Log a damaged request or payload, at a limited rate; the link has counted it."""
+        with self._lock:
+            if (now := time.monotonic()) < self._tell_corrupted_at:
+                return
+            self._tell_corrupted_at = now + _TELL_EVERY
+        log.warning("%s sent %s: it is refused (%d refused so far)", remote, error, self._links.corrupted)
 
     def _receive(self, link: Link, they: Hello) -> tuple[frames.Frame, UploadSink | None]:
         """Return the next frame and its payload, which the caller must release."""

@@ -51,6 +51,9 @@ class Summary:
         skipped: decisions to exchange that came to nothing, because one was under way or no other peer was available.
         failed: exchanges begun but not completed.
         poisoned: received models refused because of NaN or Inf.
+        corrupted: received frames refused because they did not match their checksums.
+        strangers: connections turned away because their openers did not prove to belong to the run.
+        suspicions: how often another peer stopped answering; most of them answer again later.
     """
 
     name: str
@@ -79,6 +82,9 @@ class Summary:
     skipped: Figures
     failed: Figures
     poisoned: Figures
+    corrupted: Figures
+    strangers: Figures
+    suspicions: Figures
 
     def write(self, directory: Path, by: int | None = None) -> None:
         """Write the file atomically; ``by``: number of this process, if several may write at the same time."""

@@ -148,6 +148,7 @@ class Membership:
     Attributes:
         others: what is known about each other peer, by rank.
         model_timeout: seconds to wait for a model when no transfer was measured.
+        suspicions: how often a peer that had been heard from became suspected.
     """
 
     def __init__(
@@ -166,6 +167,7 @@ class Membership:
         self._round = -1  # the schedule's round: one per exchange
         self._timeout = peer_timeout
         self.model_timeout = max(peer_timeout, model_timeout)
+        self.suspicions = 0
         self._rng = rng
 
     def draw(
@@ -296,11 +298,12 @@ class Membership:
         other = self.others[rank]
         if fault is not Fault.LOCAL:  # a local fault says nothing about the other peer
             other.refusals = other.refusals + 1 if fault is Fault.UNREACHABLE else 0
+        ended = other.stage in (Stage.DONE, Stage.LEFT)  # then it may exit at any time
         if other.silent_since is None:
             other.silent_since = now
+            self.suspicions += other.stage is not None and not ended
         self.back_off(rank, now)
         silent = now - other.silent_since >= self._timeout
-        ended = other.stage in (Stage.DONE, Stage.LEFT)  # then it may exit at any time
         if other.lost or ended or not (other.has_ended or silent):
             return False
         other.lost = True

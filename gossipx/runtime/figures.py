@@ -19,7 +19,13 @@ class EarlierTotals:
     bytes_sent: int = 0
     seconds: float = 0.0
     poisoned: int = 0
+    corrupted: int = 0
+    strangers: int = 0
+    suspicions: int = 0
 
+
+FAULTS = ("poisoned", "corrupted", "strangers", "suspicions")
+"""The counters of faults, which :class:`~gossipx.metrics.summary.Summary` explains."""
 
 _SAVED = ("blocked", "waited", "overhead", "distance")
 """Attributes that a checkpoint saves unchanged."""
@@ -64,16 +70,20 @@ class Figures:
         self._bytes_at_start = received - self.earlier.bytes_received
         self._began = time.perf_counter() - self.earlier.seconds
 
-    def state_dict(self, received: int, sent: int, poisoned: int) -> dict[str, Any]:
+    def all_faults(self, here: Mapping[str, int]) -> dict[str, int]:
+        """Return the counters of faults for the whole run, given those of this process."""
+        return {name: getattr(self.earlier, name) + here[name] for name in FAULTS}
+
+    def state_dict(self, received: int, sent: int, faults: Mapping[str, int]) -> dict[str, Any]:
         """Return what a checkpoint saves, as plain data.
 
         Args:
             received, sent: bytes that this process has received and sent.
-            poisoned: models with NaN or Inf that this process has refused.
+            faults: the counters of faults of this process.
         """
         seconds = time.perf_counter() - self._began
         earlier = EarlierTotals(
-            self.received(received), self.earlier.bytes_sent + sent, seconds, self.earlier.poisoned + poisoned
+            self.received(received), self.earlier.bytes_sent + sent, seconds, **self.all_faults(faults)
         )
         own = {name: getattr(self, name) for name in _SAVED}
         return {"before": dataclasses.asdict(earlier), **own, "squared_distances": list(self.squared_distances)}

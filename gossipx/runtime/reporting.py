@@ -141,7 +141,16 @@ class Reporter:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the figures for a checkpoint, as plain data."""
-        return self.figures.state_dict(self._comm.bytes_received, self._comm.bytes_sent, self._role.poisoned)
+        return self.figures.state_dict(self._comm.bytes_received, self._comm.bytes_sent, self._faults())
+
+    def _faults(self) -> dict[str, int]:
+        """Return the counters of faults of this process."""
+        return {
+            "poisoned": self._role.poisoned,
+            "corrupted": self._comm.corrupted,
+            "strangers": self._comm.trust.strangers,
+            "suspicions": self._role.members.suspicions,
+        }
 
     # --- to the parent process ------------------------------------------------------------------------
 
@@ -223,7 +232,7 @@ class Reporter:
             "train_seconds": figures.seconds,
             "skipped": sync.skipped,
             "failed": sync.failed,
-            "poisoned": figures.earlier.poisoned + self._role.poisoned,
+            **figures.all_faults(self._faults()),
             "finish_rounds_lost": self._role.rounds_lost,
             "consensus_distance": figures.distance,
         }

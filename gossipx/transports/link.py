@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from gossipx.errors import (
+    CorruptedError,
     LocalFaultError,
     NoCarrierError,
     PeerFaultError,
@@ -66,6 +67,9 @@ class Owner(Protocol):
 
     def count(self, sent: int, received: int) -> None:
         """Add to the byte counters."""
+
+    def count_corrupted(self) -> None:
+        """Count a frame that did not match its checksum."""
 
     def spawn(self, what: str, target: Callable[..., None], *given: object) -> None:
         """Start a daemon thread; RuntimeError if the system cannot start another one."""
@@ -189,11 +193,11 @@ class Link:
 
         with self._watching(carrier):
             gather(parts(), sink, check.update)
-        last = self.receive(deadline)
+        last = self._receive(deadline, no_payload)
         if not isinstance(last.message, Carried) or last.request != number:
             raise ProtocolError(f"a payload was followed by {type(last.message).__name__}")
         if not hmac.compare_digest(last.message.digest, check.digest().hex()):
-            raise ProtocolError("a payload that does not match its checksum")
+            raise CorruptedError("a payload that does not match its checksum")
 
     @contextlib.contextmanager
     def _watching(self, carrier: Carrier) -> Iterator[None]:
@@ -260,6 +264,13 @@ class Link:
             PeerTimeoutError, PeerUnreachableError: as :meth:`Stream.receive_into`.
             ProtocolError: the frame is invalid, or ``expect`` refused it.
         """
+        try:
+            return self._receive(deadline, expect)
+        except CorruptedError:
+            self._owner.count_corrupted()
+            raise
+
+    def _receive(self, deadline: float, expect: Expect) -> frames.Frame:
         self._decoder.expect = expect
         frame = None
         unbounded = deadline == math.inf

@@ -33,6 +33,7 @@ class Links:
     Attributes:
         closed: set once no new links are accepted.
         sent, received: numbers of bytes on the wire, over all links.
+        corrupted: received frames that did not match their checksums.
     """
 
     def __init__(self, name: str, peers: int, timeout: float, pace: Pace | None = None):
@@ -41,6 +42,7 @@ class Links:
         self.closed = threading.Event()
         self.sent = 0
         self.received = 0
+        self.corrupted = 0
         self._name = name
         self._lock = threading.Lock()
         self._links: set[Link] = set()
@@ -52,6 +54,11 @@ class Links:
         with self._lock:
             self.sent += sent
             self.received += received
+
+    def count_corrupted(self) -> None:
+        """Count a frame that did not match its checksum."""
+        with self._lock:
+            self.corrupted += 1
 
     def add(self, stream: Stream) -> Link:
         """Return a new link over ``stream``.

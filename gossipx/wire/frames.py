@@ -36,7 +36,7 @@ from typing import Protocol, TypeAlias
 
 import xxhash
 
-from gossipx.errors import ProtocolError
+from gossipx.errors import CorruptedError, ProtocolError
 from gossipx.memory import PIECE, ByteObserver, Source
 from gossipx.protocol.fields import MAX_METADATA, kind_of
 from gossipx.wire import Expect, Message, Sink
@@ -275,7 +275,7 @@ class Decoder:
         check.update(self._view)
         self._check = self._checks()
         if not hmac.compare_digest(check.digest(), self._header[HEADER_BYTES:]):
-            raise ProtocolError("a frame whose header or metadata does not match its checksum")
+            raise CorruptedError("a frame whose header or metadata does not match its checksum")
         message = message_of(KINDS[number & ~_OUT_OF_BAND], bytes(self._view))
         sink = self.expect(message, request)
         size = 0 if sink is None else sink.nbytes
@@ -309,7 +309,7 @@ class Decoder:
         """Compare the trailer, which has arrived, with the check of the payload."""
         check, self._check = self._check, self._checks()
         if not hmac.compare_digest(check.digest(), self._view):
-            raise ProtocolError("a payload that does not match its checksum")
+            raise CorruptedError("a payload that does not match its checksum")
         return self._trailer_whole()
 
     def _trailer_whole(self) -> Frame:

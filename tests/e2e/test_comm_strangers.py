@@ -16,7 +16,7 @@ import managers
 import pytest
 from managers import LONG, MANIFEST, SHORT, Heard, Host, Run, frame, introduced, knock, read_frame, soon
 
-from gossipx.errors import CancelledError, GossipxError, ModelMismatchError, ProtocolError, RefusedError
+from gossipx.errors import CancelledError, CorruptedError, GossipxError, ModelMismatchError, ProtocolError, RefusedError
 from gossipx.protocol.messages import HereReply, LeaveRequest, ModelReply, PullRequest, Stage
 from gossipx.transports import Address
 from gossipx.wire import Bytes, Hello, Refused, frames
@@ -41,6 +41,41 @@ def test_garbage_is_closed_quietly(two: tuple[Host, Host], heard: Heard, garbage
     assert heard.wait("the connection from 127.0.0.1").levelno == logging.DEBUG
     b.serve(b"")
     assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+
+
+@pytest.mark.fault(12)
+def test_a_damaged_frame_is_refused_counted_and_told_once_a_minute(two: tuple[Host, Host], heard: Heard) -> None:
+    """It was closed without a word above the level of debugging."""
+    a, b = two
+    for _ in range(3):
+        with knock(b) as stream:
+            hello = bytearray(frame(Hello(0, "peer-00", 2, "the same list", "m")))
+            hello[-2] ^= 1
+            stream.sendall(hello)
+            with contextlib.suppress(ConnectionResetError):
+                assert stream.recv(100) == b""
+    told = heard.wait("does not match its checksum: it is refused")
+    assert told.levelno == logging.WARNING and "(1 refused so far)" in told.getMessage()
+    assert (a.comm.corrupted, b.comm.corrupted) == (0, 3)
+    assert not any("it is refused" in record.getMessage() for record in list(heard.records.queue))
+    b.serve(b"")
+    assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+
+
+@pytest.mark.fault(12)
+def test_a_damaged_model_is_refused_and_counted(start: Callable[[int], Run]) -> None:
+    run = start(2)
+    a = run.host(0)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        run.addresses[1] = Address(*listening.getsockname())
+        results = a.ask(1, LeaveRequest())
+        stream, _ = listening.accept()
+        with stream:
+            welcome = bytearray(frame(Refused("why")))
+            welcome[-3] ^= 1
+            stream.sendall(welcome)
+            assert isinstance(results.get(timeout=LONG), CorruptedError)
+    assert a.comm.corrupted == 1
 
 
 @pytest.mark.fault(16)

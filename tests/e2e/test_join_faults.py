@@ -45,6 +45,8 @@ with peer:
     )
     run = three.run("--policy", "tau:1", "--iterations", "60", "--peer-timeout", "5", script, three.path)
     assert run.summary["lost"] == [three.names[2]]
+    assert sum(count or 0 for count in run.summary["suspicions"]) > 0
+    assert (run.summary["corrupted"], run.summary["strangers"]) == ([0, 0, None], [0, 0, None])
     assert all(bool(tensor.isfinite().all()) for tensor in run.model(0).values())
     assert max(differences(run.model(0), run.model(1)).values()) <= 1e-6
 

@@ -64,6 +64,7 @@ def test_the_one_with_the_wrong_secret_ends_by_exit_code_5_and_the_others_train(
     assert "not authorised: the secrets differ; give every peer of the run the same secret" in told
     ended = {host: run.end() for host, run in runs.items()}
     agreed(place, ended)
+    assert any(any(Run(place.path / f"host{host}", end).summary["strangers"]) for host, end in ended.items())
     assert any("not authorised: the secrets differ" in end.output for end in ended.values()), ended[1].shown
     files = [
         file.read_bytes() for host in (1, 2, 3) for file in (place.path / f"host{host}").rglob("*") if file.is_file()

@@ -50,6 +50,7 @@ def test_partition_that_heals(blocking: bool):
     apart = spread(models(made))
     assert all(made.peers[rank].arena.step > steps[rank] + 5 for rank in range(4))
     assert all(made.peers[rank].role.sync.retrievals > 2 for rank in range(4)), "each side keeps pulling"
+    assert all(made.peers[rank].role.members.suspicions > 0 for rank in range(4)), "and counts that others went silent"
     ended(made, bound(4, 40, waits=4))
     healed = spread(before(made))
     assert healed < 0.8 * apart

@@ -52,6 +52,9 @@ REPORT = {
     "skipped": 3,
     "failed": 1,
     "poisoned": 0,
+    "corrupted": 0,
+    "strangers": 0,
+    "suspicions": 0,
 }
 """The report of one peer."""
 
