@@ -15,6 +15,9 @@ from docutils import nodes
 from sphinx.application import Sphinx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from fault_marks import marked
 
 from gossipx.cli.options import RunCommand, by_heading, by_table  # of the same tree as these pages
 
@@ -103,7 +106,34 @@ def _words(app: Sphinx, page: nodes.document) -> None:
             text.parent.replace(text, nodes.Text(better[text]))
 
 
+def _faults(app: Sphinx, page: str, source: list[str]) -> None:
+    """Add the tests that prove each row to the table of faults."""
+    if page != "faults":
+        return
+    tests = marked()
+    lines = []
+    for line in source[0].splitlines():
+        cells = line.split(" | ")
+        if line.startswith("| # "):
+            line += " tests |"
+        elif line.startswith("|---"):
+            line += "---|"
+        elif line.startswith("| "):
+            line += f" {_proofs(tests[int(cells[0].strip('| '))])} |"
+        lines.append(line)
+    source[0] = "\n".join(lines)
+
+
+def _proofs(by_file: dict[str, list[str]]) -> str:
+    few = 3  # more names in a cell would hide the table
+    return "; ".join(
+        f"`{file}`: {', '.join(names) if len(names) <= few else f'{len(names)} tests'}"
+        for file, names in by_file.items()
+    )
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("source-read", _faults)
     app.connect("doctree-read", _words)
     app.connect("sphinx-click-process-description", _examples)
     app.connect("sphinx-click-process-epilog", _examples)
