@@ -119,7 +119,7 @@ def _faults(app: Sphinx, page: str, source: list[str]) -> None:
         elif line.startswith("|---"):
             line += "---|"
         elif line.startswith("| "):
-            line += f" {_proofs(tests[int(cells[0].strip('| '))])} |"
+            line += f" {_proofs(tests.get(int(cells[0].strip('| ')), {}))} |"
         lines.append(line)
     source[0] = "\n".join(lines)
 

@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 
-from runs import TEN_LINES, Folder, agree, differences, one_line
+from runs import TEN_LINES, Folder, Run, agree, differences, one_line
 
 BRIEF = ("--policy", "tau:5", "--iterations", "40", "--peer-timeout", "20")
 
@@ -281,6 +281,7 @@ def test_a_wrong_call_of_join(two: Folder, body: str, told: str) -> None:
     assert ended.code == 2 and ended.errors.count("\n") == 1 and told in ended.errors, ended.shown
 
 
+@pytest.mark.fault(66)
 def test_under_a_run_its_rank_and_settings_apply_but_a_policy_function_is_used(two: Folder) -> None:
     """The summary names the function."""
     script = two.script(
@@ -326,6 +327,40 @@ tell(peer, codes=[other.exitcode, quick.exitcode], seen=seen)
     assert [two.told(rank)["codes"] for rank in range(2)] == [[-signal.SIGTERM, 0]] * 2
     assert [two.told(rank)["seen"] for rank in range(2)] == [28, 28]
     assert agree(run, 2) and run.summary["iterations"] == 10
+
+
+@pytest.mark.fault(67)
+def test_peers_of_different_torch_versions_train_together(two: Folder) -> None:
+    script = two.script(
+        "if os.environ['GOSSIPX_RANK'] == '1':\n    torch.__version__ = '2.4.0'\n"
+        + TEN_LINES
+        + "with peer:\n    train(peer, model, optimizer, 21)\ntell(peer, version=torch.__version__)\n"
+    )
+    run = two.run(*BRIEF, "--policy", "tau:10", "--blocking", script, two.path)
+    assert two.told(0)["version"] != two.told(1)["version"] == "2.4.0"
+    assert agree(run, 2) and run.summary["retrievals"] == [2, 2]
+
+
+@pytest.mark.fault(32, 68)
+def test_a_peer_without_memory_dies_alone(two: Folder) -> None:
+    """Its address space is as large as what it uses, so its next large tensor does not fit."""
+    script = two.script(
+        TEN_LINES
+        + """
+import resource
+with peer:
+    train(peer, model, optimizer, 10)
+    if peer.rank == 1:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**24,) * 2)
+        torch.zeros(2**28)
+    train(peer, model, optimizer, 20)
+"""
+    )
+    ended = two.start_run(*BRIEF, script, two.path).end()
+    run = Run(two.path / "x", ended)
+    assert run.summary["lost"] == [two.names[1]] and run.summary["iterations"] == 20, ended.shown
+    assert "can't allocate memory" in ended.output or "MemoryError" in ended.output, ended.shown
 
 
 @pytest.mark.fault(28)

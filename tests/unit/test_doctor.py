@@ -169,6 +169,7 @@ def test_a_doctor_that_answers_and_has_not_probed_this_host() -> None:
         ({"torch": "2.13.0+cu128", "python": "3.10.1"}, "ok", ("gossipx 1.0 (protocol 4)",)),
     ],
 )
+@pytest.mark.fault(67)
 def test_versions(changed: dict[str, Any], level: str, words: tuple[str, ...]) -> None:
     the_one(well(reached={1: Line(1, "ok", "", FACTS | changed)}), level, "versions", *words)
 

@@ -7,6 +7,7 @@ import math
 import sys
 import types
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -200,6 +201,20 @@ def test_installed_policies_have_names_too(installed: list[str]):
 def test_installed_policies_do_not_replace_built_in_ones(installed: list[str]):
     assert policies.parse("tau:3") == Tau(3)
     assert installed == []
+
+
+@pytest.mark.fault(66)
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (5, "not a int"),
+        (Tau, "not the class Tau"),
+        (SyncManager(policies.parse("never")), "not a SyncManager"),
+    ],
+)
+def test_an_object_that_is_no_policy_is_refused(given: Any, told: str):
+    with pytest.raises(UsageError, match=f"a spec such as 'tau:10', a policy or a function is required, {told}$"):
+        policies.parse(given)
 
 
 def test_installed_policies_are_named_when_a_spec_is_wrong(installed: list[str]):
