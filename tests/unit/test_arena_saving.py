@@ -97,9 +97,12 @@ def storage_of(tensor: Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
-def test_each_tensor_has_a_storage_of_its_own_size_and_tied_ones_share_it() -> None:
-    module = Adapted()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_each_tensor_has_a_storage_of_its_own_size_and_tied_ones_share_it(device: str) -> None:
+    module = Adapted().to(device)
+    expected = saved(module.state_dict())
     arena = ParameterArena(module)
+    assert saved(module.state_dict()) == expected
     tensors = [*module.parameters(), *(one for one in module.buffers() if one.is_floating_point())]
     for tensor in tensors:
         assert storage_of(tensor) == (tensor.data_ptr(), tensor.nbytes) and tensor.storage_offset() == 0
