@@ -15,9 +15,12 @@ from gossipx.specs import suggest
 
 DEFAULT_PORT = 29400
 """Port of the first peer of a host: above commonly used registered ports, below the ephemeral ports of the system."""
+LEAST_PORT = 1024
+"""Lowest port: those below belong to the system's services, and other tools' files have numbers of slots there."""
 LONGEST = 500
 """Maximum characters per line; names are sent over the network and written to logs."""
 _LINE = re.compile(r"(?P<host>\[[^\]]*\]|[^\s:\[\]]+)(?::(?P<port>[^\s:]*))?")
+_WORDS = ("", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 _KEYS = {"slots": "slots=N", "device": "device=cuda:0", "name": "name=TEXT"}
 
 
@@ -68,7 +71,8 @@ def parse_hosts(text: str, path: Path | None) -> list[PeerLine]:
             for what, key in (("address", (peer.host, peer.port)), ("name", peer.name)):
                 if key in seen:
                     shown = key if isinstance(key, str) else _shown(*key)
-                    raise UsageError(f"{what} '{shown}' is already on line {seen[key]}", path, number)
+                    help_ = "" if isinstance(key, str) else _if_repeated(content, text)
+                    raise UsageError(f"{what} '{shown}' is already on line {seen[key]}{help_}", path, number)
                 seen[key] = number
             peers.append(peer)
     if not peers:
@@ -78,6 +82,8 @@ def parse_hosts(text: str, path: Path | None) -> list[PeerLine]:
 
 def _parse(content: str, path: Path | None, number: int, rank: int) -> list[PeerLine]:
     first, *rest = content.split()
+    if meant := _dialect(content, first):
+        raise UsageError(meant, path, number)
     match = _LINE.fullmatch(first)
     if match is None:
         raise UsageError(f"'{first}' is not host[:port] (write an IPv6 address in brackets)", path, number)
@@ -87,7 +93,7 @@ def _parse(content: str, path: Path | None, number: int, rank: int) -> list[Peer
             ipaddress.IPv6Address(host)
         except ValueError:
             raise UsageError(f"'{match['host']}' is not an IPv6 address", path, number) from None
-    port = DEFAULT_PORT if match["port"] is None else _number(match["port"], "port", 1, 65535, path, number)
+    port = DEFAULT_PORT if match["port"] is None else _number(match["port"], "port", LEAST_PORT, 65535, path, number)
     given: dict[str, str] = {}
     for part in rest:
         key, equals, value = part.partition("=")
@@ -108,6 +114,35 @@ def _parse(content: str, path: Path | None, number: int, rank: int) -> list[Peer
         name = _shown(host, port + slot) if name is None else name if slots == 1 else f"{name}-{slot}"
         peers.append(PeerLine(rank + slot, host, port + slot, given.get("device"), name, number))
     return peers
+
+
+def _dialect(content: str, first: str) -> str:
+    """Return what to write instead of a line in the form of another tool's hosts file; empty: no known form."""
+    spaced = re.search(rf"\b({'|'.join(_KEYS)})(?:\s+=\s*|=\s+)([^\s=]+)(?!\S)", content)
+    if spaced:
+        return f"'{spaced[0]}' has spaces: write {spaced[1]}={spaced[2]}"
+    if re.fullmatch(r"\[[A-Za-z_][^\]:]*\]", first):  # Ansible
+        return f"'{first}' is not a host: groups have no meaning here; write one line per host"
+    if "," in first:  # -H of mpirun and horovodrun
+        return f"'{first}' is a list: write one line per host"
+    if "@" in first:
+        host = first.rpartition("@")[2]
+        return f"'{first}' names a user: gossipx does not log in to hosts; write {host}, and start the run on each host"
+    if "[" in first[1:]:  # SLURM
+        return f"'{first}' is a range: write one line per host, or start peers by srun, which needs no hosts file"
+    number = re.fullmatch(r"[^\s:\[\]]+:(\d{1,4})", first)
+    if number and 0 < int(number[1]) < LEAST_PORT:  # MPICH, Intel MPI, Horovod
+        count = int(number[1])
+        peers = "one peer" if count == 1 else f"{_WORDS[count] if count < len(_WORDS) else count} peers"
+        return f"':{number[1]}' is a port; for {peers}: slots={count} (a port is from {LEAST_PORT} to 65535)"
+    return ""
+
+
+def _if_repeated(content: str, text: str) -> str:
+    """Return what to write instead of a line that is repeated once per peer, as in files of PBS and OpenMPI."""
+    same = [line for line in text.splitlines() if line.split("#", 1)[0].split() == content.split()]
+    has_slots = "slots=" in content
+    return f"; for {len(same)} peers write one line: {content} slots={len(same)}" if len(same) > 1 > has_slots else ""
 
 
 def _number(text: str, what: str, least: int, most: int, path: Path | None, line: int) -> int:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from google.protobuf import text_format
 
 from gossipx.errors import UsageError
+from gossipx.solver.forks import fork_of
 from gossipx.solver.schema import ENUMS, MESSAGES, Field
 from gossipx.specs import suggest
 
@@ -151,6 +152,8 @@ def _unknown(place: Place) -> str:
     where = f" in {place.outer.path}" if place.outer else ""
     if not place.name[0].isalpha():
         return f"the name of a field is expected{where}, not {_shown(place.name)}"
+    if fork := fork_of(place.message, place.name):
+        return f"field {_shown(place.name)}{where} is of {fork}: gossipx has BVLC's fields only, so remove it"
     return f"unknown field {_shown(place.name)}{where}{suggest(place.name, MESSAGES[place.message])}"
 
 

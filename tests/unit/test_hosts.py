@@ -55,10 +55,10 @@ def no_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
         ("node1:5000", PeerLine(0, "node1", 5000, None, "node1:5000", 1)),
         ("10.0.0.1:65535", PeerLine(0, "10.0.0.1", 65535, None, "10.0.0.1:65535", 1)),
         ("[::1]", PeerLine(0, "::1", DEFAULT_PORT, None, f"[::1]:{DEFAULT_PORT}", 1)),
-        ("[2001:db8::7]:80", PeerLine(0, "2001:db8::7", 80, None, "[2001:db8::7]:80", 1)),
+        ("[2001:db8::7]:8080", PeerLine(0, "2001:db8::7", 8080, None, "[2001:db8::7]:8080", 1)),
         ("node1 device=cuda:1", PeerLine(0, "node1", DEFAULT_PORT, "cuda:1", f"node1:{DEFAULT_PORT}", 1)),
         ("node1 name=anna", PeerLine(0, "node1", DEFAULT_PORT, None, "anna", 1)),
-        ("  node1:1\tname=anna  slots=1 device=cpu  # the first", PeerLine(0, "node1", 1, "cpu", "anna", 1)),
+        ("  node1:1024\tname=anna  slots=1 device=cpu  # the first", PeerLine(0, "node1", 1024, "cpu", "anna", 1)),
     ],
 )
 def test_a_line(tmp_path: Path, line: str, expected: PeerLine) -> None:
@@ -82,7 +82,7 @@ def test_the_name_of_several_slots_gets_their_number(tmp_path: Path) -> None:
 
 
 def test_comments_and_blank_lines_count_as_lines_and_nothing_else(tmp_path: Path) -> None:
-    text = "# the peers\n\n   \na slots=2 # two\n\t# none\nb:7 name=last#comment\n\n"
+    text = "# the peers\n\n   \na slots=2 # two\n\t# none\nb:5007 name=last#comment\n\n"
     peers = read(tmp_path, text)
     assert [(peer.rank, peer.host, peer.line, peer.name) for peer in peers] == [
         (0, "a", 4, f"a:{DEFAULT_PORT}"),
@@ -114,9 +114,9 @@ def test_one_host_may_have_several_lines_with_different_ports(tmp_path: Path) ->
     [
         # Addresses.
         (":5000", "':5000' is not host[:port]"),
-        ("a:", "port '' is not an integer from 1 to 65535"),
-        ("a:0", "port '0' is not an integer from 1 to 65535"),
-        ("a:65536", "port '65536' is not an integer from 1 to 65535"),
+        ("a:", "port '' is not an integer from 1024 to 65535"),
+        ("a:0", "port '0' is not an integer from 1024 to 65535"),
+        ("a:65536", "port '65536' is not an integer from 1024 to 65535"),
         ("a:-1", "port '-1' is not an integer"),
         ("a:http", "port 'http' is not an integer"),
         ("a:²", "port '²' is not an integer"),
@@ -129,13 +129,12 @@ def test_one_host_may_have_several_lines_with_different_ports(tmp_path: Path) ->
         ("[::1]:", "port '' is not an integer"),
         ("[]", "'[]' is not an IPv6 address"),
         ("[1.2.3.4]", "'[1.2.3.4]' is not an IPv6 address"),
-        ("[node1]", "'[node1]' is not an IPv6 address"),
         # Keys.
-        ("a:" + "9" * 5000, "is not an integer from 1 to 65535"),
+        ("a:" + "9" * 5000, "is not an integer from 1024 to 65535"),
         ("a slot=2", "'slot=2' is not one of slots=N, device=cuda:0, name=TEXT (did you mean 'slots'?)"),
         ("a slots", "'slots' is not one of"),
         ("a slots=", "'slots=' is not one of"),
-        ("a slots = 2", "'slots' is not one of"),
+        ("a slots= name=x", "'slots=' is not one of"),
         ("a b", "'b' is not one of"),
         ("a name=", "'name=' is not one of"),
         ("a =x", "'=x' is not one of"),
@@ -152,7 +151,7 @@ def test_one_host_may_have_several_lines_with_different_ports(tmp_path: Path) ->
         # Duplicates.
         ("first:5000", "address 'first:5000' is already on line 2"),
         ("first:4999 slots=2", "address 'first:5000' is already on line 2"),
-        ("[::7]:1", "address '[::7]:1' is already on line 3"),
+        ("[::7]:6001", "address '[::7]:6001' is already on line 3"),
         ("b name=anna", "name 'anna' is already on line 4"),
         ("b name=berta-1", "name 'berta-1' is already on line 5"),
         ("b name=first:5000", "name 'first:5000' is already on line 2"),
@@ -160,14 +159,60 @@ def test_one_host_may_have_several_lines_with_different_ports(tmp_path: Path) ->
 )
 @pytest.mark.fault(34)
 def test_a_malformed_line_is_reported_with_file_and_line(tmp_path: Path, line: str, told: str) -> None:
-    before = "# hosts\nfirst:5000\n[::7]:1\nsecond name=anna\nthird name=berta slots=2\n"
-    file = hosts(tmp_path, f"{before}{line}\nlast:1\n")
+    before = "# hosts\nfirst:5000\n[::7]:6001\nsecond name=anna\nthird name=berta slots=2\n"
+    file = hosts(tmp_path, f"{before}{line}\nlast:5000\n")
     with pytest.raises(UsageError) as caught:
         read_hosts(file)
     assert caught.value.exit_code == 2
     message = str(caught.value)
     assert message.startswith(f"{file}:6: ") and "\n" not in message
     assert told in message
+
+
+@pytest.mark.fault(61)
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("127.0.0.1:2", "':2' is a port; for two peers: slots=2 (a port is from 1024 to 65535)"),  # MPICH, Horovod
+        ("node1:1", "':1' is a port; for one peer: slots=1 "),
+        ("node1:16 binding=core:1", "':16' is a port; for 16 peers: slots=16 "),
+        ("a slots = 2", "'slots = 2' has spaces: write slots=2"),
+        ("a slots =2 name=x", "'slots =2' has spaces: write slots=2"),
+        ("a name=x slots= 2", "'slots= 2' has spaces: write slots=2"),
+        (
+            "me@node1 slots=2",
+            "'me@node1' names a user: gossipx does not log in to hosts; write node1, and start the run",
+        ),
+        ("node1,node2", "'node1,node2' is a list: write one line per host"),
+        ("node1:2,node2:2", "'node1:2,node2:2' is a list: write one line per host"),
+        ("[workers]", "'[workers]' is not a host: groups have no meaning here; write one line per host"),
+        ("[gpu:children]", "'[gpu:children]' is not an IPv6 address"),
+        ("node[1-4]", "'node[1-4]' is a range: write one line per host, or start peers by srun"),
+        ("node[1-2,7]", "'node[1-2,7]' is a"),
+        ("a max_slots=4", "'max_slots=4' is not one of slots=N, device=cuda:0, name=TEXT (did you mean 'slots'?)"),
+    ],
+)
+def test_another_tools_form_is_told_with_what_to_write(tmp_path: Path, line: str, told: str) -> None:
+    file = hosts(tmp_path, f"first:5000\n{line}  # here\nlast:5000\n")
+    with pytest.raises(UsageError) as caught:
+        read_hosts(file)
+    message = str(caught.value)
+    assert caught.value.exit_code == 2
+    assert message.startswith(f"{file}:2: {told}") and "\n" not in message
+
+
+@pytest.mark.fault(61)
+def test_repeated_lines_are_told_to_be_slots(tmp_path: Path) -> None:
+    """PBS and Open MPI write a host once per process."""
+    with pytest.raises(UsageError) as caught:
+        read(tmp_path, "node0\nnode1\nnode1 # again\n node1\n")
+    assert "3: address 'node1:29400' is already on line 2; for 3 peers write one line: node1 slots=3" in str(
+        caught.value
+    )
+    for text in ("node1 slots=2\nnode1 slots=2", "node1\nnode1:29400"):
+        with pytest.raises(UsageError) as caught:
+            read(tmp_path, text)
+        assert str(caught.value).endswith("2: address 'node1:29400' is already on line 1")
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# nobody\n  # yet\n"])
@@ -230,7 +275,7 @@ def test_loopback_mixed_with_other_machines_is_refused(tmp_path: Path, text: str
 
 def test_advertise_selects_the_lines_of_this_machine(tmp_path: Path) -> None:
     """Names are not resolved: behind NAT, no address of the file belongs to this machine."""
-    file = hosts(tmp_path, f"{ELSEWHERE} slots=2\n{NO_SUCH_NAME}\n[2001:db8::7]\n{ELSEWHERE}:7\n")
+    file = hosts(tmp_path, f"{ELSEWHERE} slots=2\n{NO_SUCH_NAME}\n[2001:db8::7]\n{ELSEWHERE}:5007\n")
     peers = read_hosts(file)
     assert local_ranks(peers, ELSEWHERE, file) == [0, 1, 4]
     assert local_ranks(peers, NO_SUCH_NAME, file) == [2]
@@ -328,7 +373,7 @@ def test_a_byte_order_mark_is_not_part_of_the_first_name(tmp_path: Path) -> None
 
 
 def test_different_lists_have_different_digests(tmp_path: Path) -> None:
-    texts = ["a\nb", "b\na", "a", "a\nb:1", "a name=x\nb", "a slots=2\nb", "a\nc"]
+    texts = ["a\nb", "b\na", "a", "a\nb:5001", "a name=x\nb", "a slots=2\nb", "a\nc"]
     assert len({peers_digest(read(tmp_path, text)) for text in texts}) == len(texts)
 
 

@@ -69,7 +69,7 @@ def test_the_environment_of_a_peer(run: Run, tmp_path: Path, mine: Path, monkeyp
         (here / f"told-{rank}").write_text(json.dumps([os.environ[name] for name in names]))
         finish()
     """
-    peers = "localhost slots=2 device=cpu:0\nlocalhost:7"
+    peers = "localhost slots=2 device=cpu:0\nlocalhost:5007"
     assert run(body, peers=peers, threads=2, device="cpu") == 0
     told = [json.loads((tmp_path / f"told-{rank}").read_text(encoding="utf-8")) for rank in range(3)]
     files = [str(mine / "config.toml"), str(mine / "hosts.txt")]
@@ -81,7 +81,7 @@ def test_a_device_that_is_not_here_is_refused_before_anything_starts(run: Run, m
     with pytest.raises(UsageError, match=f"--device '{device}'"):
         run("finish()", device=device)
     with pytest.raises(UsageError, match=f"hosts.txt:2: device= '{device}'"):
-        run("finish()", peers=f"localhost\nlocalhost:7 device={device}")
+        run("finish()", peers=f"localhost\nlocalhost:5007 device={device}")
     assert not mine.exists()
 
 
@@ -161,7 +161,7 @@ def test_lines_of_output_are_passed_on_whole(run: Run, capsys: pytest.CaptureFix
 
 
 def test_each_peers_lines_have_its_name(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("print('I am', rank, end=''); finish()", peers="localhost slots=2\nlocalhost:7 name=berta") == 0
+    assert run("print('I am', rank, end=''); finish()", peers="localhost slots=2\nlocalhost:5007 name=berta") == 0
     printed = capsys.readouterr().out.splitlines()
     assert {f"[{NAMES[0]}] I am 0", f"[{NAMES[1]}] I am 1", "[berta] I am 2"} <= set(printed)
 

@@ -150,14 +150,14 @@ def peer_info(host: str, reached: str, port: int = 5000, advertised: bool = Fals
 def test_a_process_on_rank_0s_machine_has_the_address_by_which_others_reached_rank_0() -> None:
     """For example, if /etc/hosts maps a machine's own name to 127.0.1.1."""
     infos = [
-        peer_info("127.0.0.1", "127.0.1.1", 1),
-        peer_info("127.0.0.1", "127.0.1.1", 2),
-        peer_info("10.0.0.2", "10.0.0.1", 3),
+        peer_info("127.0.0.1", "127.0.1.1", 5001),
+        peer_info("127.0.0.1", "127.0.1.1", 5002),
+        peer_info("10.0.0.2", "10.0.0.1", 5003),
     ]
     assert [(line.host, line.port) for line in lines_of(text_of(infos))] == [
-        ("10.0.0.1", 1),
-        ("10.0.0.1", 2),
-        ("10.0.0.2", 3),
+        ("10.0.0.1", 5001),
+        ("10.0.0.1", 5002),
+        ("10.0.0.2", 5003),
     ]
     there = [
         peer_info("fd00::1", "fd00::1"),
@@ -165,7 +165,7 @@ def test_a_process_on_rank_0s_machine_has_the_address_by_which_others_reached_ra
         peer_info("nat.example.org", "fd00::1", advertised=True),
     ]
     assert [line.host for line in lines_of(text_of(there))] == ["fd00::1", "fd00::2", "nat.example.org"]
-    here = [peer_info("127.0.0.1", "127.0.0.1", 1), peer_info("127.0.0.1", "127.0.0.1", 2)]
+    here = [peer_info("127.0.0.1", "127.0.0.1", 5001), peer_info("127.0.0.1", "127.0.0.1", 5002)]
     assert {line.host for line in lines_of(text_of(here))} == {"127.0.0.1"}
     assert len(peers_digest(lines_of(text_of(here)))) == 64
 

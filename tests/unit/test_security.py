@@ -275,7 +275,7 @@ def test_hosts_cannot_lead_out_of_the_directory(tmp_path: Path) -> None:
     directory = made(tmp_path, "../../ada\n..\n")
     assert sorted(path.name for path in directory.iterdir()) == ["ca.key", "ca.pem", "host-..", "host-..-..-ada"]
     with pytest.raises(UsageError, match="two host names give the same directory name"):
-        made(tmp_path / "certs", "a/b\na,b\n")
+        made(tmp_path / "certs", "a/b\na;b\n")
 
 
 def test_a_host_that_no_certificate_can_name_is_reported_with_its_line(tmp_path: Path) -> None:
