@@ -6,15 +6,27 @@ tenths of it, and all of it. Tests marked ``cuda`` are skipped without a CUDA de
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
+import small_disks
 import torch
 from hypothesis import HealthCheck, settings
+from small_disks import SmallDisk
 
 COMMON = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("all", COMMON)
 settings.register_profile("gossipx", COMMON, max_examples=30)
 settings.load_profile("gossipx")
 torch.set_num_threads(1)  # models are tiny, and tests run beside each other: more threads only wait for each other
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    """A file system with room for 1 MB."""
+    with small_disks.small_disk(tmp_path / "small") as disk:
+        yield disk
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -23,6 +23,7 @@ from gossipx.comm import CommManager
 from gossipx.compression import Coded, ElasticCodec, ModelCodec
 from gossipx.config.security import Access, grant
 from gossipx.config.settings import ExchangeSettings, RunConfig
+from gossipx.errors import UsageError
 from gossipx.hub import Elastic, ElasticSettings
 from gossipx.metrics import TensorBoardRecorder
 from gossipx.metrics.recorder import NullRecorder, Recorder
@@ -374,4 +375,8 @@ def _recorder(plan: _Plan, resumed_at: int | None) -> Recorder:
     hparams = {**settings, "rank": place.rank}
     around = {"gossipx: hub": config.hub.hub is not None, "gossipx: servers": plan.served is not None}
     parts = ["gossipx", *(part for part, used in around.items() if used)]
-    return TensorBoardRecorder(models.directory_of(place.directory, place.rank), hparams, parts, resumed_at)
+    own = models.directory_of(place.directory, place.rank)
+    try:
+        return TensorBoardRecorder(own, hparams, parts, resumed_at)
+    except OSError as error:
+        raise UsageError(f"cannot write there: {error.strerror}; give another --logdir", own) from error

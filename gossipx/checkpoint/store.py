@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from gossipx.checkpoint import files
 from gossipx.checkpoint.plain import Part
-from gossipx.errors import GossipxError
+from gossipx.errors import MALFORMED, GossipxError
 
 log = logging.getLogger("gossipx")
 
@@ -209,7 +209,7 @@ def _read(path: Path) -> Checkpoint:
         try:
             state = json.loads((path / f"{name}.json").read_bytes())
             parts[name] = Part(load_file(path / tensors) if tensors in listed else {}, state)
-        except (OSError, ValueError, SafetensorError) as error:  # unchanged since it was written, but not by this store
+        except (OSError, *MALFORMED, SafetensorError) as error:  # unchanged since it was written, but not by this store
             raise DamagedError(f"{path}: its part '{name}' cannot be read ({error})") from error
     return Checkpoint(path, int(path.name), parts)
 
@@ -242,17 +242,27 @@ def _verify(path: Path) -> list[str]:
 def _manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     try:
-        found = json.loads(file.read_bytes())
+        found: dict[str, Any] = json.loads(file.read_bytes())
     except FileNotFoundError:
         raise DamagedError(f"{file}: is missing: the checkpoint is incomplete") from None
     except OSError as error:
         raise DamagedError(f"{file}: cannot be read ({error.strerror})") from error
-    except ValueError:
+    except MALFORMED:
         raise DamagedError(f"{file}: is not JSON: it was altered or truncated") from None
-    if not isinstance(found, dict) or found.pop(files.HASH, None) != _digest(found):
+    try:
+        matches = found.pop(files.HASH, None) == _digest(found)
+    except MALFORMED:  # not an object, or nested as deeply as can only just be read
+        matches = False
+    if not matches:
         raise DamagedError(f"{file}: does not match its own hash: it was altered")
     if found.get("format") != FORMAT:
         raise DamagedError(f"{file}: has format {found.get('format')}, but this gossipx reads format {FORMAT}")
-    if found["iteration"] != int(path.name):
-        raise DamagedError(f"{file}: is of iteration {found['iteration']}: it was moved here")
+    if found.get("iteration") != int(path.name):
+        raise DamagedError(f"{file}: is of iteration {found.get('iteration')}: it was moved here")
+    listed = found.get("files")
+    if not isinstance(listed, dict) or not all(
+        PART.fullmatch(name) and isinstance(one, dict) and one.keys() == {"bytes", files.HASH}
+        for name, one in listed.items()
+    ):
+        raise DamagedError(f"{file}: does not list files with their sizes and hashes")
     return found

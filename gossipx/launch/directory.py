@@ -6,11 +6,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from gossipx.config import files as config_files
 from gossipx.config.settings import RunConfig
@@ -18,6 +20,8 @@ from gossipx.errors import UsageError
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.metrics.summary import Summary
 from gossipx.specs import suggest
+
+log = logging.getLogger("gossipx")
 
 CONFIG_FILE = "config.toml"
 HOSTS_FILE = "hosts.txt"
@@ -62,6 +66,21 @@ def checked_name(name: str | None) -> str:
     if name is None or not re.fullmatch(r"[\w.,=+-]+", name) or name.startswith("."):
         raise UsageError(f"--name '{name}': a name consists of letters, digits and . , = + - _")
     return name
+
+
+def settings_in(directory: Path) -> dict[str, Any]:
+    """Return the settings with which a run began, as its settings file has them.
+
+    Raises:
+        UsageError: the file is missing, empty or invalid; names it.
+    """
+    file = directory / CONFIG_FILE
+    if not file.is_file():
+        raise UsageError("the settings of the run are missing: bring the file back, or start a new run", file)
+    found = config_files.load(file)
+    if not found:
+        raise UsageError("it is empty, not the settings of a run: bring the file back, or start a new run", file)
+    return found
 
 
 class RunDirectory:
@@ -146,10 +165,15 @@ class RunDirectory:
 
     def keep(self) -> None:
         """Remove the replaced run, except for files that no run has written; called once this run trains."""
-        self._empty_discarded()
-        if self._replaced.is_dir():
-            self._replaced.rename(self._discarded)
+        try:
             self._empty_discarded()
+            if self._replaced.is_dir():
+                self._replaced.rename(self._discarded)
+                self._empty_discarded()
+        except OSError as error:  # the new run continues
+            log.warning(
+                "%s: the replaced run cannot be removed (%s): remove it by hand", self._replaced, error.strerror
+            )
 
     def give_up(self) -> None:
         """Undo everything, as nothing was trained: free the name, or restore the run to replace or resume."""

@@ -12,9 +12,9 @@ from typing import Any
 from gossipx.assembly.server_settings import server_ranks
 from gossipx.config import files
 from gossipx.config.settings import KEYS, RunConfig, RunSettings
-from gossipx.errors import UsageError
+from gossipx.errors import MALFORMED, UsageError
 from gossipx.launch.cluster.world import find
-from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, SCRIPT_FILE, no_run, run_directory
+from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, SCRIPT_FILE, no_run, run_directory, settings_in
 from gossipx.launch.hosts import read_hosts
 from gossipx.runtime.checkpoints import store_of
 from gossipx.runtime.shards import servers_of, store_of_shard
@@ -50,9 +50,9 @@ def settings_of(
     """
     logdir = Path(given.get("logdir") or RunSettings().logdir)
     path = run_directory(run, logdir)
-    if not (path / CONFIG_FILE).is_file():
+    if not path.is_dir():
         raise no_run(run, logdir, CONFIG_FILE)
-    before = files.load(path / CONFIG_FILE)
+    before = settings_in(path)
     given = {name: value for name, value in given.items() if value is not None}
     place = {"name": path.resolve().name, "logdir": str(path.parent)}
     settings = files.resolve(before, given, place)
@@ -66,8 +66,19 @@ def settings_of(
         _check_size(path, world.size, f"{world.source} started", None)
     recorded = path / SCRIPT_FILE
     if not script and recorded.is_file():
-        script = json.loads(recorded.read_bytes())
+        script = _script_in(recorded)
     return settings, hosts, script
+
+
+def _script_in(recorded: Path) -> list[str]:
+    """Return the script and the arguments with which a run began."""
+    try:
+        found = json.loads(recorded.read_bytes())
+    except MALFORMED:
+        found = None
+    if not isinstance(found, list) or not found or not all(isinstance(one, str) for one in found):
+        raise UsageError("not a script with its arguments: give the script on the command line", recorded)
+    return found
 
 
 def _check_unchanged(before: RunConfig, now: RunConfig, path: Path) -> None:

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-FLUSH_SECONDS = 10
-"""Seconds between two writes to the disk: short enough to watch a run of one minute."""
 PAGE = {
     "gossipx": {
         "Accuracy against iterations": ["Multiline", ["test/accuracy"]],
@@ -42,6 +40,9 @@ class TensorBoardRecorder:
         hparams: settings by which TensorBoard's HPARAMS page compares runs.
         parts: parts of :data:`PAGE` that this run has curves for.
         goes_on_from: iteration to resume from; later records in the directory are hidden. None: a new run.
+
+    Raises:
+        OSError: nothing can be written there.
     """
 
     def __init__(
@@ -52,22 +53,26 @@ class TensorBoardRecorder:
         goes_on_from: int | None = None,
     ):
         # Imported here: reading summaries and comparing runs needs no torch.
-        from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams as hparams_summary
+        from torch.utils.tensorboard import summary
 
-        purged = None if goes_on_from is None else goes_on_from + 1
-        self._writer = SummaryWriter(str(directory), purge_step=purged, flush_secs=FLUSH_SECONDS)
-        self._writer.add_custom_scalars({part: PAGE[part] for part in parts})
-        # SummaryWriter.add_hparams would create a separate run beside this one.
-        file_writer = self._writer._get_file_writer()  # type: ignore[no-untyped-call]
-        # Only the name of the metric is used, not its value.
-        for part in hparams_summary(dict(hparams), {"test/accuracy": 0.0}):  # type: ignore[no-untyped-call]
-            file_writer.add_summary(part)
+        from gossipx.metrics.event_file import EventFile
+
+        self._scalar = summary.scalar
+        self._file = EventFile(directory, goes_on_from)
+        self._file.add(summary.custom_scalars({part: PAGE[part] for part in parts}))  # type: ignore[no-untyped-call]
+        # SummaryWriter.add_hparams would create a separate run beside this one. Only the name of the metric is used,
+        # not its value.
+        for part in summary.hparams(dict(hparams), {"test/accuracy": 0.0}):  # type: ignore[no-untyped-call]
+            self._file.add(part)
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         """Record ``value`` under ``tag`` at iteration ``step``."""
-        self._writer.add_scalar(tag, value, step)
+        self._file.add(self._scalar(tag, value), step)  # type: ignore[no-untyped-call]
+
+    def unwritten(self) -> int:
+        """Write what waits for the disk. Return how many records could not be written."""
+        return self._file.flush()
 
     def close(self) -> None:
         """Flush and close the file."""
-        self._writer.close()
+        self._file.close()

@@ -11,6 +11,9 @@ class Recorder(Protocol):
     def scalar(self, tag: str, value: float, step: int) -> None:
         """Record ``value`` under ``tag`` (such as ``sync/delta``) at iteration ``step``."""
 
+    def unwritten(self) -> int:
+        """Flush. Return how many records could not be written."""
+
     def close(self) -> None:
         """Flush and close."""
 
@@ -20,6 +23,9 @@ class NullRecorder:
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         pass
+
+    def unwritten(self) -> int:
+        return 0
 
     def close(self) -> None:
         pass

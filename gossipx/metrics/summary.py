@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gossipx.errors import UsageError
+from gossipx.errors import MALFORMED, GossipxError, UsageError
 
 FILE = "summary.json"
 Figures = list[float | None]
@@ -54,6 +55,7 @@ class Summary:
         corrupted: received frames refused because they did not match their checksums.
         strangers: connections turned away because their openers did not prove to belong to the run.
         suspicions: how often another peer stopped answering; most of them answer again later.
+        unwritten: records of curves, checkpoints, changes for a server's journal and models that could not be written.
     """
 
     name: str
@@ -85,12 +87,25 @@ class Summary:
     corrupted: Figures
     strangers: Figures
     suspicions: Figures
+    unwritten: Figures
 
     def write(self, directory: Path, by: int | None = None) -> None:
-        """Write the file atomically; ``by``: number of this process, if several may write at the same time."""
+        """Write the file atomically.
+
+        Args:
+            by: number of this process, if several may write at the same time.
+
+        Raises:
+            GossipxError: it cannot be written; an existing one stays.
+        """
         unfinished = directory / f"{FILE}{'' if by is None else f'.{by}'}.tmp"
-        unfinished.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
-        unfinished.replace(directory / FILE)
+        try:
+            unfinished.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
+            unfinished.replace(directory / FILE)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise GossipxError(f"{directory / FILE}: the summary cannot be written ({error.strerror})") from error
 
 
 PER_PEER = tuple(field.name for field in dataclasses.fields(Summary) if field.type == "Figures")
@@ -113,7 +128,7 @@ def read(path: Path) -> Summary:
         data = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError("no summary here: name the directory of a finished run", file) from error
-    except ValueError as error:
+    except MALFORMED as error:
         raise UsageError(f"not a summary: {error}", file) from error
     names = {field.name for field in dataclasses.fields(Summary)}
     if not isinstance(data, dict):

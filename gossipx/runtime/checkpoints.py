@@ -18,12 +18,11 @@ from gossipx.checkpoint import KEEP, Checkpoint, CheckpointError, CheckpointInte
 from gossipx.checkpoint.store import PART
 from gossipx.errors import GossipxError, UsageError
 from gossipx.runtime import models
+from gossipx.runtime.limited_log import LimitedLog
 from gossipx.runtime.state import MODEL, SCRIPT, CapturedState, ScriptPart, TrainingState
 
 log = logging.getLogger("gossipx")
 
-WARN_INTERVAL = 60.0
-"""Minimum seconds between two warnings of one kind; those in between are counted, and the next one says how many."""
 WRITE_TIMEOUT = 300.0
 """Seconds that an ending peer waits for its last checkpoint: 3 GB at 10 MB/s. A hung disk must not block it forever."""
 
@@ -81,7 +80,7 @@ class Checkpoints:
         self._idle = threading.Event()
         self._idle.set()
         self._error: GossipxError | None = None  # why the last one was not written
-        self._warned: dict[str, tuple[float, int]] = {}  # by kind of warning: its last time, and how many were dropped
+        self._warn = LimitedLog().warn
 
     # --- resuming -----------------------------------------------------------------------------------
 
@@ -205,12 +204,3 @@ class Checkpoints:
         self._error, self._last = error, -1
         self.failed += 1
         self._warn("failed", str(error))
-
-    def _warn(self, kind: str, text: str) -> None:
-        now = time.monotonic()
-        last, suppressed = self._warned.get(kind, (-WARN_INTERVAL, 0))
-        if now - last < WARN_INTERVAL:
-            self._warned[kind] = (last, suppressed + 1)
-            return
-        self._warned[kind] = (now, 0)
-        log.warning("%s%s", text, f" ({suppressed} similar messages suppressed)" if suppressed else "")

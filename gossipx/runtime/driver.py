@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import math
 import threading
 import time
@@ -77,6 +76,7 @@ from gossipx.protocol.messages import (
 )
 from gossipx.protocol.table_effects import Fetched, TableEffect
 from gossipx.runtime.captures import Captures, Retrieval
+from gossipx.runtime.limited_log import LimitedLog
 from gossipx.runtime.model_transfers import Transfers
 from gossipx.runtime.requests import Outbox
 from gossipx.runtime.table_transfers import TableRequest
@@ -85,10 +85,8 @@ from gossipx.runtime.timers import Timers
 from gossipx.runtime.uploads import Uploads
 from gossipx.wire import UploadSink
 
-log = logging.getLogger("gossipx")
-
 LOG_INTERVAL = 10.0
-"""Minimum seconds between two log lines on one topic; lines in between are counted, and the next line says how many."""
+"""Minimum seconds between two log lines on one topic."""
 POLL_INTERVAL = 0.5
 """Seconds between two checks for signals and errors while the training thread waits."""
 
@@ -119,6 +117,7 @@ class Driver:
         self.error: GossipxError | None = None
         self.committing = threading.Lock()
         self.captures = Captures(arena, role.sync.policy.uses_drift)
+        self._note = LimitedLog(LOG_INTERVAL).warn
         self.outbox = Outbox(role.rank, self.handle, self._note, self.fail)
         self.transfers = Transfers(arena, self.outbox)
         self.tables = TableWork(role.rank, self.outbox, self.handle, self._reply)
@@ -127,7 +126,6 @@ class Driver:
         self._lock = threading.Lock()
         self._resumed = threading.Event()
         self._resumed.set()
-        self._notes: dict[str, tuple[float, int]] = {}
         self._numbers = itertools.count(1)
         self._switches: dict[int, Future[str]] = {}
         self._timers = Timers(lambda name: self.handle(TimerFired(name)), str(role.rank))
@@ -423,15 +421,6 @@ class Driver:
         self.outbox.forget(ticket)
         self.transfers.forget(ticket)
         self.tables.transfers.forget(ticket)
-
-    def _note(self, topic: str, text: str) -> None:
-        now = time.monotonic()
-        last, suppressed = self._notes.get(topic, (-LOG_INTERVAL, 0))
-        if topic and now - last < LOG_INTERVAL:
-            self._notes[topic] = (last, suppressed + 1)
-            return
-        self._notes[topic] = (now, 0)
-        log.warning("%s%s", text, f" ({suppressed} similar messages suppressed)" if suppressed else "")
 
     # --- checkpoints --------------------------------------------------------------------------------
 

@@ -131,7 +131,7 @@ class Lifecycle:
         if after is not None:
             reporter.scalar("test/accuracy", after)
         unsaved = self._save() or self._checkpoints.flush()
-        self._driver.handle(FiguresReady(reporter.report(before, after)))
+        self._driver.handle(FiguresReady(reporter.report(before, after, self._unwritten(unsaved))))
         self.wait()
         reporter.report_result(agreed)
         self.close()
@@ -152,6 +152,12 @@ class Lifecycle:
         if self._options.directory is None or not self._options.save_model:
             return None
         return models.save(self._module, self._arena.step, models.file_of(self._options.directory, self._role.rank))
+
+    def _unwritten(self, unsaved: GossipxError | None) -> int:
+        """Return how many files of this peer could not be written, besides its curves; ``unsaved``: the last error."""
+        keeper = self._driver.tables.keeper
+        failed = self._checkpoints.failed + (0 if keeper is None else keeper.unwritten)
+        return failed + (unsaved is not None and not self._checkpoints.failed)
 
     def leave(self) -> None:
         """Leave the run without a finish, and notify the other peers."""

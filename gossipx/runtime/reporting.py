@@ -206,12 +206,15 @@ class Reporter:
             return None
         return accuracy if math.isfinite(accuracy) else None
 
-    def report(self, accuracy_before_finish: float | None, accuracy: float | None) -> dict[str, Any]:
+    def report(
+        self, accuracy_before_finish: float | None, accuracy: float | None, unwritten: int = 0
+    ) -> dict[str, Any]:
         """Return this peer's figures for the summary.
 
         Args:
             accuracy_before_finish: the model's accuracy before the finish.
             accuracy: the final model's accuracy.
+            unwritten: files that could not be written; the recorder's records are added.
         """
         figures, sync = self.figures, self._role.sync
         return {
@@ -235,6 +238,7 @@ class Reporter:
             **figures.all_faults(self._faults()),
             "finish_rounds_lost": self._role.rounds_lost,
             "consensus_distance": figures.distance,
+            "unwritten": unwritten + self._recorder.unwritten(),
         }
 
     def _averaged_accuracy(self, missing: Sequence[int], agreed: bool) -> float | None:

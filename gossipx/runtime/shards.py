@@ -25,6 +25,7 @@ from gossipx.errors import ProtocolError, UsageError
 from gossipx.protocol.fields import kind_of
 from gossipx.protocol.server_messages import RecordRequest
 from gossipx.protocol.table_effects import ApplyBuffer, ApplyGradient, BufferGradient
+from gossipx.runtime.limited_log import LimitedLog
 from gossipx.runtime.serial_worker import CLOSE_TIMEOUT, SerialWorker
 from gossipx.server.shard import Shard
 from gossipx.tables.store import Gradient, TableStore
@@ -61,6 +62,9 @@ class ShardKeeper:
         fresh: returns a shard in its initial state, given its index and the servers of a layout.
         servers: by shard, the rank of its server at the start of the run.
         journals: whether journals are written.
+
+    Attributes:
+        unwritten: number of checkpoints, and of changes for the journals, that could not be written.
     """
 
     def __init__(
@@ -71,6 +75,8 @@ class ShardKeeper:
         servers: Sequence[int],
         journals: bool = False,
     ):
+        self.unwritten = 0
+        self._warn = LimitedLog().warn
         self._servers = servers
         self._epoch = 0
         self._stores = stores
@@ -119,7 +125,8 @@ class ShardKeeper:
             except OSError as error:
                 log.warning("%s: an old journal cannot be removed (%s)", error.filename, error.strerror)
             except CheckpointError as error:
-                log.warning("%s", error)
+                self.unwritten += 1
+                self._warn(f"checkpoint of {shard}", str(error))
             finally:
                 with self._lock:
                     self._writing.discard(shard)
@@ -144,7 +151,7 @@ class ShardKeeper:
             journal.drop(directory, after=after)
             self._journals[shard] = Journal(journal.path_of(directory, clock), append)
         except OSError as error:
-            self._no_journal(error)
+            self._no_journal(shard, error)
 
     def record(self, record: RecordRequest, gradient: Gradient | None) -> None:
         """Append a change of a shard to its journal. This takes ownership of the caller's reference to the gradient."""
@@ -153,20 +160,19 @@ class ShardKeeper:
                 stack.enter_context(contextlib.closing(gradient))
             shard_journal = self._journals.get(record.shard)
             if shard_journal is None:
+                self.unwritten += record.shard in self._begun  # otherwise no journals are written
                 return
             try:
                 shard_journal.append(metadata_of(record), memoryview(b"") if gradient is None else gradient.view)
             except OSError as error:
                 self._journals.pop(record.shard).close()
-                self._no_journal(error)
+                self.unwritten += 1
+                self._no_journal(record.shard, error)
 
-    def _no_journal(self, error: OSError) -> None:
-        log.warning(
-            "%s: the journal cannot be written until the next checkpoint (%s): %s",
-            error.filename or "journal",
-            error.strerror,
-            LOSES,
-        )
+    def _no_journal(self, shard: int, error: OSError) -> None:
+        directory = self._stores[shard].directory.parent
+        why = f"the journal cannot be written until the next checkpoint ({error.strerror})"
+        self._warn(f"journal of {shard}", f"{directory}: {why}: {LOSES}")
 
     def records(self, shard: int, clock: int, first: int) -> Iterator[tuple[RecordRequest, Gradient]]:
         """Yield the changes of a shard since a checkpoint in order, each with its gradient.

@@ -23,6 +23,8 @@ def loads(text: str, path: Path) -> dict[str, Any]:
     """
     try:
         return tomllib.loads(text)
+    except RecursionError:
+        raise UsageError("it is nested too deeply", path) from None
     except ValueError as error:
         if not isinstance(error, tomllib.TOMLDecodeError):  # Python's int refuses numbers of more than 4300 digits
             number = re.search(r"[=\[,]\s*[+-]?[\d_]{4000}", text)

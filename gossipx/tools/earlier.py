@@ -9,8 +9,8 @@ from pathlib import Path
 from gossipx import policies
 from gossipx.config import files
 from gossipx.config.settings import RunConfig
-from gossipx.errors import UsageError
-from gossipx.launch.directory import CONFIG_FILE, SCRIPT_FILE
+from gossipx.errors import MALFORMED, UsageError
+from gossipx.launch.directory import SCRIPT_FILE, settings_in
 from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
 from gossipx.tools.traffic import ObservedRetrievals
@@ -35,7 +35,7 @@ def seen(settings: RunConfig, script: list[str], policy: policies.Policy) -> Obs
 def _is_alike(found: Summary, directory: Path, settings: RunConfig, script: list[str]) -> bool:
     """Return whether a run had the same training and kind of exchange as this one."""
     try:
-        then = files.resolve(files.load(directory / CONFIG_FILE))
+        then = files.resolve(settings_in(directory))
     except UsageError:  # for example, written by another version
         return False
     if not script:
@@ -45,7 +45,7 @@ def _is_alike(found: Summary, directory: Path, settings: RunConfig, script: list
         return False
     try:
         command = json.loads((directory / SCRIPT_FILE).read_bytes())
-    except (OSError, ValueError):  # it had no script, or the file is not ours
+    except (OSError, *MALFORMED):  # it had no script, or the file is not ours
         return False
     return isinstance(command, list) and command[:1] == [str(Path(script[0]).absolute())]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gossipx.config import files as config_files
 from gossipx.errors import UsageError
-from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, no_run, run_directory
+from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, no_run, run_directory, settings_in
 from gossipx.launch.hosts import read_hosts
 from gossipx.metrics import summary
 from gossipx.model import safetensors_file
@@ -48,7 +48,7 @@ def export(run: str, target: Path, logdir: Path, peer: str | None = None, overwr
     sound = [file for file in files if models.is_sound(file)]
     if not sound:
         raise UsageError("all models of this run contain NaN: it has diverged", path)
-    settings = config_files.resolve(config_files.load(path / CONFIG_FILE))
+    settings = config_files.resolve(settings_in(path))
     about = {
         "gossipx.run": path.resolve().name,
         "gossipx.model": of if peer is None else f"{of}, peer {names[ranks[0]]}",

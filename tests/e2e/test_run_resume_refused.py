@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +74,35 @@ def test_another_number_of_peers_is_refused(stopped: Folder) -> None:
 
 def test_a_directory_without_a_run_is_refused(stopped: Folder) -> None:
     assert "nothing: no such run: " in refused_at_once(stopped, name="nothing")
+
+
+@pytest.mark.fault(58)
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("config.toml", None, "the settings of the run are missing"),
+        ("config.toml", "", "not the settings of a run"),
+        ("config.toml", "[task]\n", "not the settings of a run"),
+        ("config.toml", "a = " + "[" * 200_000, "nested too deeply"),
+        ("hosts.txt", None, "hosts file not found"),
+        ("hosts.txt", "", "no peers"),
+        ("script.json", "", "not a script with its arguments"),
+        ("script.json", "[" * 200_000, "not a script with its arguments"),
+        ("script.json", '{"train.py": 1}', "not a script with its arguments"),
+        ("script.json", "[1]", "not a script with its arguments"),
+    ],
+)
+def test_a_missing_or_damaged_file_of_the_run_is_named(
+    stopped: Folder, tmp_path: Path, name: str, content: str | None, told: str
+) -> None:
+    shutil.copytree(stopped.path / "x", tmp_path / "x")
+    file = tmp_path / "x" / name
+    if content is None:
+        file.unlink()
+    else:
+        file.write_text(content)
+    line = refused_at_once(stopped, name=tmp_path / "x")
+    assert line.startswith(f"{file}:") and told in line
 
 
 def test_a_script_with_another_model_is_refused(stopped: Folder) -> None:

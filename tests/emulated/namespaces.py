@@ -69,7 +69,7 @@ def lacking() -> str | None:
 
 def unique_prefix() -> str:
     """Return the common prefix of the names of one network's namespaces."""
-    return f"gossipx-{os.getpid()}-{_began(os.getpid())}-{next(_serial)}"
+    return f"gossipx-{os.getpid()}-{start_time(os.getpid())}-{next(_serial)}"
 
 
 def names() -> list[str]:
@@ -86,7 +86,7 @@ def sweep() -> list[str]:
     left = []
     for name in names():
         match = NAME.fullmatch(name)
-        if match is not None and _began(int(match["pid"])) != int(match["began"]):
+        if match is not None and start_time(int(match["pid"])) != int(match["began"]):
             left.append(name)
     remove(left)
     return left
@@ -119,7 +119,7 @@ def _empty(name: str) -> None:
             raise RuntimeError(f"processes {' '.join(pids)} in namespace {name} do not end")
 
 
-def _began(pid: int) -> int:
+def start_time(pid: int) -> int:
     """Return the start time of a process in clock ticks since boot; with the process id it identifies the process."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

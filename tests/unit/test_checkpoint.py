@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from small_disks import SmallDisk
 from torch import nn
 
 from gossipx.checkpoint import CheckpointError, CheckpointInterval, Part, Store, files, pack, unpack
@@ -362,8 +363,8 @@ def test_an_interrupted_save_leaves_a_complete_checkpoint(tmp_path: Path) -> Non
         assert loaded(again) == (40, 40) and len(names(again)) == 2
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 @pytest.mark.fault(28)
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_full_disk_leaves_the_old_one_and_nothing_of_the_new(tmp_path: Path, number: int) -> None:
     """At any call; the error names the place and what to change."""
     steps = steps_of_a_save(tmp_path)
@@ -389,26 +390,12 @@ def test_a_full_disk_leaves_the_old_one_and_nothing_of_the_new(tmp_path: Path, n
 
 
 @pytest.mark.fault(28)
-def test_a_disk_that_is_really_full(small_disk: Path) -> None:
-    store = Store(small_disk / "checkpoints")
+def test_a_disk_that_is_really_full(small_disk: SmallDisk) -> None:
+    store = Store(small_disk.path / "checkpoints")
     store.save(10, parts(10))
     with pytest.raises(CheckpointError, match="No space left on device"):
         store.save(20, {"model": Part({"weight": torch.zeros(1 << 20)})})
     assert names(store) == ["00000010"] and loaded(store) == (10, 10)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Yield a file system with room for 1 MB."""
-    import subprocess
-
-    place = tmp_path / "small"
-    place.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", place], capture_output=True, timeout=30)
-    if made.returncode:
-        pytest.skip(f"this system mounts no small disk for tests: {made.stderr.decode().strip()}")
-    yield place
-    subprocess.run(["umount", place], check=True, timeout=30)
 
 
 # --- how often ----------------------------------------------------------------------------------------

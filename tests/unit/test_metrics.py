@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_disks import SmallDisk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -51,6 +52,7 @@ REPORT = {
     "overhead_seconds": 0.5,
     "skipped": 3,
     "failed": 1,
+    "unwritten": 0,
     "poisoned": 0,
     "corrupted": 0,
     "strangers": 0,
@@ -315,6 +317,41 @@ def test_scalars_settings_and_the_page_are_in_one_directory(tmp_path: Path) -> N
     ).experiment
     assert [metric.name.tag for metric in experiment.metric_infos] == ["test/accuracy"]
     assert {one.name for one in experiment.hparam_infos} == {"sync.policy", "run.seed", "sync.blocking"}
+
+
+@pytest.mark.fault(57)
+def test_curves_survive_a_full_disk(small_disk: SmallDisk, caplog: pytest.LogCaptureFixture) -> None:
+    """Records of that time follow when there is room, and the file has no part of a record."""
+    recorder = TensorBoardRecorder(small_disk.path / "peer-00", {})
+    recorder.scalar("train/loss", 1.0, 1)
+    assert recorder.unwritten() == 0
+    small_disk.fill()
+    for step in range(2, 500):
+        recorder.scalar("train/loss", float(step), step)
+    assert recorder.unwritten() == 498 == recorder.unwritten()
+    assert [one.step for one in recorded(small_disk.path / "peer-00").Scalars("train/loss")] == [1]
+    small_disk.free()
+    recorder.scalar("train/loss", 500.0, 500)
+    assert recorder.unwritten() == 0
+    recorder.close()
+    assert [one.step for one in recorded(small_disk.path / "peer-00").Scalars("train/loss")] == [*range(1, 501)]
+    [warning] = caplog.messages
+    assert "No space left on device" in warning and "peer-00/events" in warning
+
+
+@pytest.mark.fault(57)
+def test_curves_that_cannot_be_written_are_counted(small_disk: SmallDisk, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = TensorBoardRecorder(small_disk.path / "peer-00", {})
+    recorder.scalar("train/loss", 1.0, 1)
+    assert recorder.unwritten() == 0
+    small_disk.allow_writing(False)
+    for step in range(2, 30_000):
+        recorder.scalar("train/loss", float(step), step)
+    recorder.close()
+    assert [one.step for one in recorded(small_disk.path / "peer-00").Scalars("train/loss")] == [1]
+    begun, ended = caplog.messages
+    assert "Read-only file system" in begun
+    assert "29998 records of curves were not written" in ended
 
 
 def page_of(events: EventAccumulator) -> dict[str, dict[str, list[str]]]:

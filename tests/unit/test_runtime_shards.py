@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from managers import HERE
+from small_disks import SmallDisk
 from table_sides import Side, side, values
 from torch import nn
 
@@ -124,6 +125,23 @@ def test_a_first_checkpoint_that_takes_too_long_is_logged(
     server.keeper.save_checkpoint(0, 1, server.shard.state_dict())
     written.set()
     assert "shard 0: its first checkpoint takes too long to write: if this peer is killed" in caplog.text
+
+
+@pytest.mark.fault(57)
+def test_a_disk_that_is_full_for_a_while(small_disk: SmallDisk, caplog: pytest.LogCaptureFixture) -> None:
+    """Training continues without a journal; the next checkpoint that there is room for protects all pushes again."""
+    place = small_disk.path / "shard-00"
+    before = pushed(Server(place), range(3))
+    small_disk.fill()
+    pushed(before, range(3, 60))
+    missed = before.keeper.unwritten
+    assert missed > 20
+    assert sum("the journal cannot be written until the next checkpoint" in text for text in caplog.messages) == 1
+    assert sum("the checkpoint cannot be written" in text for text in caplog.messages) == 1
+    small_disk.free()
+    pushed(before, range(60, 63))
+    assert before.keeper.unwritten - missed <= 1, "until the next checkpoint"
+    assert alike(before, Server(place))
 
 
 def damage(store: Store) -> int:
