@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gossipx.config.settings import HubSettings, RunConfig
+from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.hub import ElasticSettings
 from gossipx.specs import rank_of
@@ -22,10 +22,10 @@ def elastic_settings(config: RunConfig, names: Sequence[str]) -> ElasticSettings
     Raises:
         UsageError: the hub is not a peer, or other settings exclude a hub or need one.
     """
-    hub, usual = config.hub, HubSettings()
+    hub = config.hub
     if hub.hub is None:
         for name in ("hub_only", "alpha", "beta", "hub_lost"):
-            if getattr(hub, name) != getattr(usual, name):
+            if config.is_given(name):
                 option = f"--{name.replace('_', '-')}"
                 raise UsageError(f"{option} needs a hub: name it with --hub, or leave {option} out")
         return None

@@ -368,7 +368,7 @@ def _recorder(plan: _Plan, resumed_at: int | None) -> Recorder:
         return NullRecorder()
     settings = {
         f"{section}.{key}": value
-        for section, values in dataclasses.asdict(config).items()
+        for section, values in config.tables.items()
         for key, value in values.items()
         if isinstance(value, str | int | float | bool)
     }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gossipx.config.settings import RunConfig, ServerSettings
 from gossipx.errors import UsageError
-from gossipx.server.sync_models import models
+from gossipx.server.sync_models import models, schedule
 from gossipx.specs import rank_of
 
 
@@ -19,10 +19,10 @@ def server_ranks(config: RunConfig, names: Sequence[str]) -> tuple[int, ...] | N
         UsageError: a server is not a peer or is named twice, no peer is left to train, another setting conflicts with
             servers, or an option of servers is given without servers.
     """
-    given, usual = config.server, ServerSettings()
-    if given.servers is None and config.sync.mode != "server":
+    given = config.server
+    if not config.has_servers:
         for name in ServerSettings.__dataclass_fields__:
-            if getattr(given, name) != getattr(usual, name):
+            if config.is_given(name):
                 option = f"--{name.replace('_', '-')}"
                 raise UsageError(
                     f"{option} needs a parameter server: name its peers with --servers, or leave {option} out"
@@ -35,7 +35,9 @@ def server_ranks(config: RunConfig, names: Sequence[str]) -> tuple[int, ...] | N
         raise UsageError("--servers-only leaves no peer that trains: give more peers, or leave it out")
     if config.hub.hub is not None:
         raise UsageError("--hub and --servers exclude each other: leave one out")
-    sync_models(config, len(ranks))  # raises if --sync or --apply does not suit the servers
+    planned = (model for _, model in schedule.parse(given.sync_plan or ""))
+    for model in (*sync_models(config, len(ranks)), *planned):  # raises if --sync or --apply does not suit the servers
+        models.check_workers(model, len(names) - (len(ranks) if given.servers_only else 0))
     return ranks
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from gossipx import mixing, policies
 from gossipx.assembly.graph import build_schedule
-from gossipx.config.settings import ExchangeSettings, RunConfig, SyncSettings
+from gossipx.config.settings import KEYS, RunConfig, SyncSettings, TaskSettings
 from gossipx.errors import UsageError
 from gossipx.solver import prototxt
 from gossipx.tasks import solvers
@@ -25,6 +26,10 @@ REPLACED = {
     "random_seed": "--seed sets the seed of everything random",
 }
 """Fields of a solver file that options of the run replace."""
+OF_TASK = (*(field.name for field in dataclasses.fields(TaskSettings) if field.name != "partition"), "eval_interval")
+"""Settings of the built-in task, which have no effect on a script."""
+OF_RUN = ("overwrite", "iterations", "threads", "device")
+"""Settings of ``gossipx run`` that have no effect on a script without it."""
 
 
 def effective_config(config: RunConfig, size: int, has_script: bool) -> RunConfig:
@@ -40,6 +45,8 @@ def effective_config(config: RunConfig, size: int, has_script: bool) -> RunConfi
     if has_script and config.task.solver is not None:
         reason = "is for the built-in task, and a script calls gossipx.get_solver instead: leave one out"
         raise UsageError(f"--solver {config.task.solver} {reason}")
+    if has_script:
+        _refuse_given(config, OF_TASK, "is for the built-in task, and a script decides that itself: leave it out")
     if not has_script:
         config = _with_preset(config)
         if config.task.solver is not None:
@@ -55,7 +62,7 @@ def effective_config(config: RunConfig, size: int, has_script: bool) -> RunConfi
 
 def with_policy(config: RunConfig) -> RunConfig:
     """Return the configuration with the complete spec of its policy; unchanged with servers, which replace it."""
-    if config.server.servers is not None or config.sync.mode == "server":
+    if config.has_servers:
         return config
     return dataclasses.replace(
         config, sync=dataclasses.replace(config.sync, policy=policies.complete(config.sync.policy))
@@ -82,9 +89,9 @@ def _with_preset(config: RunConfig) -> RunConfig:
     in_solver_file = ("base_lr", "gamma", "momentum", "weight_decay", "lr_steps")
     if task.solver is None:
         keys += in_solver_file
-    for key in (*in_solver_file, "nesterov") if task.solver is not None else ():
-        if getattr(task, key):
-            option = f"--{key.replace('_', '-')}"
+    for key in (*in_solver_file, "nesterov", "eval_interval") if task.solver is not None else ():
+        if config.is_given(key):
+            option = KEYS[key].option
             raise UsageError(f"{option} is set by the solver file: leave it out, or leave out --solver {task.solver}")
     filled = {key: getattr(preset, key) for key in keys if getattr(task, key) is None}
     return dataclasses.replace(
@@ -104,53 +111,74 @@ def _policy_for(preset: Preset, spec: str) -> str:
     return f"{of_model}{',' if ':' in of_model else ':'}{given}" if keys else of_model
 
 
-def _check_around(config: RunConfig) -> None:
-    """Refuse settings of peer-to-peer exchanges in a run with a hub or servers.
+def check_without_run(config: RunConfig) -> None:
+    """Refuse settings that have no effect in a script that was not started by ``gossipx run``.
 
-    Default values are never refused, since they cannot be told from options that were not given.
+    Raises:
+        UsageError: such a setting is given.
     """
-    sync, usual = config.sync, SyncSettings()
-    averages = mixing.parse(sync.mixing) == mixing.parse(usual.mixing)
-    how = {"--mode": sync.mode != usual.mode, "--exchange": sync.exchange != usual.exchange}
-    partners = {
-        "--topology": sync.topology != usual.topology,
-        "--schedule": sync.schedule != usual.schedule,
-        "--weights": sync.weights != usual.weights,
-        "--mixing": not averages,
-    }
-    if config.server.servers is not None or sync.mode == "server":
-        around = "--mode server" if config.server.servers is None else f"--servers {config.server.servers}"
-        partner = "with the servers, as --sync says"
-        # The policy may come from the model's preset; "never" is allowed, since servers replace policies.
-        preset = PRESETS[config.task.model].policies.get(usual.policy)
-        by_policy = sync.policy not in (usual.policy, preset, "never")
-        given = {**how, **partners, "--mode": how["--mode"] and sync.mode != "server", "--policy": by_policy}
+    _refuse_given(config, OF_TASK, "is for the built-in task, and a script decides that itself: leave it out")
+    _refuse_given(config, OF_RUN, "is for 'gossipx run', and a script decides that itself: leave it out")
+
+
+def _refuse_given(config: RunConfig, names: Iterable[str], reason: str) -> None:
+    for name in names:
+        if config.is_given(name):
+            raise UsageError(f"{_shown(config, name)} {reason}")
+
+
+def _shown(config: RunConfig, name: str) -> str:
+    """Return a setting as an option with its value."""
+    option, value = KEYS[name].option, config.value(name)
+    if isinstance(value, bool):
+        return option if value else option.replace("--", "--no-", 1)
+    return f"{option} {','.join(map(str, value)) if isinstance(value, tuple) else value}"
+
+
+def _check_around(config: RunConfig) -> None:
+    """Refuse settings of peer-to-peer exchanges in a run with a hub or servers."""
+    sync = config.sync
+    how = ["mode", "exchange"]
+    partners = ["topology", "schedule", "weights", "mixing"]
+    if config.has_servers:
+        around, partner = _around(config), "with the servers, as --sync says"
+        names = [*how, *partners, "policy", "blocking", "max_served", "max_pushes", "serve_share"]
+        if sync.mode == "server":
+            names.remove("mode")
+        # A policy that no user has given may come from the model's preset.
+        preset = PRESETS[config.task.model].policies.get(SyncSettings().policy)
+        if "policy" not in config.given and sync.policy == preset:
+            names.remove("policy")
     elif config.hub.hub is not None:
-        around, partner, given = f"--hub {config.hub.hub}", "with the hub", how
+        around, partner, names = _around(config), "with the hub", how
         if config.hub.hub_lost != "gossip":  # with gossip, workers pull from each other while the hub is down
-            around, given = f"{around} --hub-lost {config.hub.hub_lost}", {**how, **partners}
+            around, names = f"{around} --hub-lost {config.hub.hub_lost}", [*how, *partners]
     else:
         return
-    for option, is_given in given.items():
-        if is_given:
-            value = getattr(sync, option.removeprefix("--"))
-            raise UsageError(
-                f"{option} {value} is for peers that exchange with each other, and with {around} they exchange only"
-                f" {partner}: leave one out"
-            )
+    reason = f"is for peers that exchange with each other, and with {around} they exchange only {partner}"
+    _refuse_given(config, names, f"{reason}: leave one out")
+    if config.has_servers:
+        reason = "is for peers that keep a copy of their last step, and with servers only these send tables"
+        _refuse_given(config, ["delta"], f"{reason}: leave it out")
+
+
+def _around(config: RunConfig) -> str:
+    """Return the option that gives a run its hub or its servers."""
+    if config.hub.hub is not None:
+        return f"--hub {config.hub.hub}"
+    return "--mode server" if config.server.servers is None else f"--servers {config.server.servers}"
 
 
 def _check_codec(config: RunConfig) -> None:
     """Refuse a codec that cannot encode what its option is for, or that the exchange of the run excludes."""
-    sync, usual = config.sync, SyncSettings()
-    server = config.server
+    sync, server = config.sync, config.server
     push, pull, codec = map(_codec, (server.push_codec, server.pull_codec, sync.codec))
     for option, spec, parsed in (("--push-codec", server.push_codec, push), ("--pull-codec", server.pull_codec, pull)):
         if parsed is not None and parsed.near:
             raise UsageError(f"{option} {spec} is for models that peers exchange with each other: give it as --codec")
     if pull is not None and pull.gradients_only:
         raise UsageError(f"--pull-codec {server.pull_codec} is for gradients only: give it as --push-codec")
-    if server.rescale_error and (push is None or not push.feedback):
+    if config.is_given("rescale_error") and (push is None or not push.feedback):
         raise UsageError("--rescale-error needs a --push-codec with error feedback: give one, or leave it out")
     if mixing.parse(sync.mixing).public:
         option = f"--mixing {sync.mixing}"
@@ -160,15 +188,15 @@ def _check_codec(config: RunConfig) -> None:
             )
         if sync.mode != "pull":
             raise UsageError(f"{option} mixes pulled models: leave it out, or leave out --mode {sync.mode}")
+    option = f"--codec {sync.codec}"
+    if config.has_servers and config.is_given("codec"):
+        raise UsageError(f"{option} is for models, and servers have --push-codec and --pull-codec: leave it out")
+    if sync.exchange == "waves" and config.is_given("codec"):
+        raise UsageError(f"{option} is for exchanges between two peers, and a wave is among all: leave one out")
     if codec is None:
-        if sync.references != usual.references:
+        if config.is_given("references"):
             raise UsageError(f"--references {sync.references} needs a --codec: give one, or leave it out")
         return
-    option = f"--codec {sync.codec}"
-    if config.server.servers is not None or sync.mode == "server":
-        raise UsageError(f"{option} is for models, and servers have --push-codec and --pull-codec: leave it out")
-    if sync.exchange == "waves":
-        raise UsageError(f"{option} is for exchanges between two peers, and a wave is among all: leave one out")
     if sync.weights == "push-sum":
         raise UsageError(f"{option} is lossy, and --weights push-sum needs exact values: leave one out")
     if codec.gradients_only:
@@ -201,29 +229,28 @@ def _codec(spec: str) -> Codec | None:
 def check_exchange(config: RunConfig) -> None:
     """Refuse settings of the exchange that exclude each other."""
     sync = config.sync
-    averages = mixing.parse(sync.mixing) == mixing.Average()
     _check_around(config)
     if sync.exchange == "waves":
-        if sync.mode != "pull":
+        if config.is_given("mode"):
             raise UsageError(
                 f"--mode {sync.mode} is for exchanges between two peers, and a wave is among all: leave one out"
             )
-        if sync.topology != SyncSettings().topology:
+        if config.is_given("topology"):
             raise UsageError(
                 f"--topology {sync.topology} limits which peers exchange, and in a wave any two peers may:"
                 " leave it out, or give --exchange pulls"
             )
-        if sync.schedule is not None:
+        if config.is_given("schedule"):
             raise UsageError(
                 f"--schedule {sync.schedule} orders the exchanges, and a wave has its own rounds:"
                 " leave it out, or give --exchange pulls"
             )
-        if sync.weights != "uniform":
+        if config.is_given("weights"):
             raise UsageError(
                 f"--weights {sync.weights} weights the models of two peers, and a wave averages all models equally:"
                 " leave it out, or give --exchange pulls"
             )
-        if not averages:
+        if config.is_given("mixing"):
             raise UsageError(
                 f"--mixing {sync.mixing} is for pulled models, and a wave averages all models equally:"
                 " leave it out, or give --exchange pulls"
@@ -232,27 +259,25 @@ def check_exchange(config: RunConfig) -> None:
         required = {"push-sum": "push", "metropolis": "pull"}[sync.weights]
         if sync.mode != required:
             raise UsageError(f"--weights {sync.weights} needs --mode {required}, not {sync.mode}: leave one out")
-    if (sync.mode == "pushpull" or sync.weights == "push-sum") and not averages:
+    if (sync.mode == "pushpull" or sync.weights == "push-sum") and config.is_given("mixing"):
         given = "--mode pushpull" if sync.mode == "pushpull" else "--weights push-sum"
         raise UsageError(f"{given} sets the share of a received model itself: leave --mixing out")
     _check_codec(config)
-    exchange = config.exchange
     pulls = sync.exchange == "pulls" and sync.mode == "pull"
-    usual = ExchangeSettings()
     given = "--exchange waves" if sync.exchange == "waves" else f"--mode {sync.mode}"
-    if exchange.max_served != usual.max_served and not pulls:
+    if config.is_given("max_served") and not pulls:
         raise UsageError(f"--max-served counts pulls, and with {given} nobody pulls: leave one out")
-    if exchange.max_pushes != usual.max_pushes and sync.mode != "push":
+    if config.is_given("max_pushes") and sync.mode != "push":
         raise UsageError(f"--max-pushes needs --mode push, not {sync.mode}: leave one out")
-    if exchange.serve_share != usual.serve_share and not pulls:
+    if config.is_given("serve_share") and not pulls:
         raise UsageError(f"--serve-share limits answers to pulls, and with {given} nobody pulls: leave one out")
-    if exchange.serve_share != usual.serve_share and sync.blocking:
+    if config.is_given("serve_share") and sync.blocking:
         raise UsageError(
             "--serve-share limits how much answers to pulls slow down training, and with --blocking training waits"
             " for pulls anyway: leave one out"
         )
-    if exchange.max_rate is not None and exchange.transport == "shm":
+    if config.exchange.max_rate is not None and config.exchange.transport == "shm":
         raise UsageError(
-            f"--max-rate {exchange.max_rate} limits network traffic, and --transport shm sends no model over a network:"
-            " leave one out"
+            f"--max-rate {config.exchange.max_rate} limits network traffic, and --transport shm sends no model over a"
+            " network: leave one out"
         )

@@ -11,13 +11,16 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import tomli_w
 
-from gossipx.config.settings import KEYS, Key, RunConfig
+from gossipx.config.settings import KEYS, TABLES, Key, RunConfig
 from gossipx.errors import UsageError
 from gossipx.specs import suggest, toml
+
+GIVEN = "given"
+"""Name of the list of the settings that a user has given; its table is in files that hold all settings of a run."""
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -34,6 +37,13 @@ def load(path: Path) -> dict[str, Any]:
     tables = toml.loads(text, path)
     values: dict[str, Any] = {}
     known = dict.fromkeys(key.table for key in KEYS.values())
+    if GIVEN in tables:  # written by :func:`dump`
+        match tables.pop(GIVEN):
+            case {"settings": list(given)} if set(map(str, given)) <= KEYS.keys():
+                values[GIVEN] = given
+            case _:
+                place = (path, _line(text, None, GIVEN))
+                raise UsageError(f"[{GIVEN}] lists settings, as a run writes it: leave it out", *place)
     for table, content in tables.items():
         here = _line(text, None, table)
         if not isinstance(content, dict):
@@ -57,14 +67,18 @@ def resolve(*layers: Mapping[str, Any]) -> RunConfig:
     """Return the configuration that results from layers of values.
 
     Args:
-        layers: values by name of the setting; a later layer overrides an earlier one, None means not given.
+        layers: values by name of the setting; a later layer overrides an earlier one, None means not given. Under the
+            name :data:`GIVEN` a layer may list those of its settings that a user has given; without it, all are.
 
     Raises:
         UsageError: a setting is unknown or a value is invalid.
     """
     given: dict[str, Any] = {}
+    by_user: set[str] = set()
     for layer in layers:
-        given.update({name: value for name, value in layer.items() if value is not None})
+        own = {name: value for name, value in layer.items() if value is not None and name != GIVEN}
+        given.update(own)
+        by_user.update(layer.get(GIVEN, own))
     if "solver" in given:
         given = _with_solver(given)
     sections: dict[str, dict[str, Any]] = {}
@@ -73,8 +87,8 @@ def resolve(*layers: Mapping[str, Any]) -> RunConfig:
             raise UsageError(f"unknown setting '{name}'{suggest(name, KEYS)}")
         key = KEYS[name]
         sections.setdefault(key.table, {})[name] = _checked(key, value, key.option, (None, None))
-    kinds = get_type_hints(RunConfig)
-    return RunConfig(**{table: kinds[table](**values) for table, values in sections.items()})
+    made = {table: TABLES[table](**values) for table, values in sections.items()}
+    return RunConfig(**made, given=frozenset(by_user))
 
 
 def _with_solver(given: dict[str, Any]) -> dict[str, Any]:
@@ -100,10 +114,10 @@ def dump(config: RunConfig) -> str:
     """Return the whole configuration as TOML, without settings that are None. :func:`load` reads it."""
     tables = {
         table: {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-        for table, values in dataclasses.asdict(config).items()
+        for table, values in config.tables.items()
     }
     present = {table: {n: v for n, v in values.items() if v is not None} for table, values in tables.items()}
-    return tomli_w.dumps(present)
+    return tomli_w.dumps({**present, GIVEN: {"settings": sorted(config.given)}})
 
 
 def _checked(key: Key, value: Any, called: str, place: tuple[Path | None, int | None], typed: bool = False) -> Any:

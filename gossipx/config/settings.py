@@ -323,7 +323,12 @@ class ExchangeSettings:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """All settings of a run."""
+    """All settings of a run.
+
+    Attributes:
+        given: names of the settings that a user has given, on the command line, in a file or in Python. A given setting
+            that has no effect is refused, even if its value is the default.
+    """
 
     run: RunSettings = RunSettings()
     task: TaskSettings = TaskSettings()
@@ -331,6 +336,31 @@ class RunConfig:
     hub: HubSettings = HubSettings()
     server: ServerSettings = ServerSettings()
     exchange: ExchangeSettings = ExchangeSettings()
+    given: frozenset[str] = field(default=frozenset(), compare=False)
+
+    @property
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """The values of all settings, by table and name."""
+        return {table: dataclasses.asdict(getattr(self, table)) for table in TABLES}
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether the run has a parameter server."""
+        return self.server.servers is not None or self.sync.mode == "server"
+
+    def is_given(self, name: str) -> bool:
+        """Return whether a user has given a setting; a value that is not the default counts in any case."""
+        return name in self.given or self.value(name) != KEYS[name].default
+
+    def value(self, name: str) -> Any:
+        """Return the value of a setting."""
+        return getattr(getattr(self, KEYS[name].table), name)
+
+
+TABLES: dict[str, Any] = {
+    table: kind for table, kind in get_type_hints(RunConfig).items() if dataclasses.is_dataclass(kind)
+}
+"""The classes of the tables by name, in order."""
 
 
 @dataclass(frozen=True)
@@ -373,7 +403,7 @@ class Key:
 
 def _keys() -> dict[str, Key]:
     keys = {}
-    for table, section in get_type_hints(RunConfig).items():
+    for table, section in TABLES.items():
         hints = get_type_hints(section)
         for declared in dataclasses.fields(section):
             name, meta, hint = declared.name, declared.metadata, hints[declared.name]

@@ -353,7 +353,7 @@ class GroupPeer:
 
 
 def _check(run: RunConfig) -> None:
-    if run.server.servers is not None or run.sync.mode == "server":
+    if run.has_servers:
         raise UsageError("a parameter server needs a loop of your own with gossipx.join: leave out --servers here")
     if str(run.run.checkpoint_every) != "0" or os.environ.get(ENV_RESUME):
         raise UsageError(

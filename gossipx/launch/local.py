@@ -32,7 +32,7 @@ from gossipx.launch.environment import (
     ENV_RESUME_AT,
 )
 from gossipx.launch.progress import Display, PeerStatus
-from gossipx.launch.start import Start, from_hosts, has_servers, policy_or_sync_model
+from gossipx.launch.start import Start, from_hosts, policy_or_sync_model
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.metrics.summary import Summary, per_peer
 
@@ -113,9 +113,9 @@ class _Run:
         length = 0 if script else settings.run.iterations  # a script sets its own number of iterations
         self._statuses = {rank: PeerStatus(peers[rank].name, iterations=length) for rank in start.here}
         central = "" if settings.hub.hub is None else f", hub {settings.hub.hub}"
-        if has_servers(settings):
+        if settings.has_servers:
             central = f", servers {settings.server.servers or 0}"
-        kind = "sync" if has_servers(settings) else "policy"
+        kind = "sync" if settings.has_servers else "policy"
         title = f"{settings.run.name}: {kind} {policy_or_sync_model(settings)}, {len(peers)} peers{central}"
         self._display = Display(title, self._statuses, plain=start.shared)
         self._children: dict[int, Child] = {}

@@ -201,9 +201,4 @@ def with_name(settings: RunConfig) -> RunConfig:
 
 def policy_or_sync_model(settings: RunConfig) -> str:
     """Return the policy, or with servers the sync model."""
-    return settings.server.sync if has_servers(settings) else settings.sync.policy
-
-
-def has_servers(settings: RunConfig) -> bool:
-    """Return whether the run has a parameter server."""
-    return settings.server.servers is not None or settings.sync.mode == "server"
+    return settings.server.sync if settings.has_servers else settings.sync.policy

@@ -92,7 +92,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         shape = settings.holders, settings.layout.buckets
         self.worker = Worker(*common, self._worker_answered, *shape, settings.overlap, settings.syncs)
         self._sync_model_switch = SyncModelSwitch(
-            *common, self.shards, self.worker.holder, settings.rate, self._obstacle
+            *common, self.shards, self.worker.holder, len(self._workers()), settings.rate, self._obstacle
         )
         self._deadlock_detector = DeadlockDetector(*common, self.shards, self.worker.holder)
         self._serves = False  # all peers have reached START

@@ -19,7 +19,7 @@ from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.launch.cluster.world import World, check_size
 from gossipx.launch.directory import check_name
-from gossipx.launch.start import Checked, check, has_servers, policy_or_sync_model
+from gossipx.launch.start import Checked, check, policy_or_sync_model
 from gossipx.model import layout
 from gossipx.server.placement import Table
 from gossipx.tasks.data import TASKS, load
@@ -253,7 +253,7 @@ def _traffic(policy: str, count: Count, per_round: Matrix, seconds: float) -> Tr
 
 def _finish(settings: RunConfig, names: Sequence[str], nbytes: int) -> float | None:
     """Return the mean bytes received per peer in the finish; None with servers, where it is not known before."""
-    if has_servers(settings):
+    if settings.has_servers:
         return None
     if settings.sync.finish == "none":
         return 0.0
@@ -279,7 +279,7 @@ def _model(settings: RunConfig, script: list[str], module: nn.Module | None, siz
     else:
         exchanged = whole = ASSUMED if size is None else parse_size(size)
     encoded, at_most = exchanged, None
-    if not has_servers(settings):
+    if not settings.has_servers:
         encoded, at_most = _encoded(codecs.parse(settings.sync.codec), module, exchanged)
     return ModelPlan(
         name=settings.task.model if module is not None else script[0],
@@ -379,7 +379,7 @@ def _how(settings: RunConfig, names: Sequence[str]) -> str:
 
 
 def _topology(settings: RunConfig, checked: Checked) -> Analysis | None:
-    uses_no_topology = has_servers(settings) or settings.hub.hub is not None or settings.sync.exchange == "waves"
+    uses_no_topology = settings.has_servers or settings.hub.hub is not None or settings.sync.exchange == "waves"
     if uses_no_topology or len(checked.peers) > LARGEST:
         return None
     hosts = [peer.host for peer in checked.peers]

@@ -17,7 +17,7 @@ from runs import LONG, Folder, Process, Run, children, differences, folder, is_r
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WITHOUT_CHECKPOINTS = ("--batch-size", "8", "--eval-interval", "0", "--log-interval", "1", "--peer-timeout", "10")
-BRIEF = (*WITHOUT_CHECKPOINTS, "--checkpoint-every", "20")
+BRIEF = ("--log-interval", "1", "--peer-timeout", "10", "--checkpoint-every", "20")
 
 
 TOY = """
@@ -231,7 +231,7 @@ def test_sigterm_keeps_shards_without_checkpoint_every(tmp_path: Path, servers: 
 def test_an_asynchronous_run_resumes(tmp_path: Path) -> None:
     with folder(tmp_path, 3) as here:
         options = ("--servers", "0,2", "--sync", "asp", "--sync-plan", "30=ssp:staleness=2", "--iterations", "150")
-        process = here.start_run(*BRIEF, *options, name="cut")
+        process = here.start_run(*WITHOUT_CHECKPOINTS, "--checkpoint-every", "20", *options, name="cut")
         killed_after(here, process, 60, shards=2)
         again = here.start("-m", "gossipx", "run", "--resume", here.path / "cut").end()
         assert again.code == 0, again.shown
@@ -258,7 +258,7 @@ def hub_of(store: Store) -> dict[str, Any]:
 def test_a_hub_resumes_with_its_centre(tmp_path: Path, only: bool) -> None:
     with folder(tmp_path, 3) as here:
         options = ("--hub", "0", "--policy", "tau:5", "--iterations", "400", *(["--hub-only"] if only else []))
-        process = here.start_run(*BRIEF, *options, name="cut")
+        process = here.start_run(*WITHOUT_CHECKPOINTS, "--checkpoint-every", "20", *options, name="cut")
         store = Store(here.path / "cut" / "peer-00" / "checkpoints")
         by, ended = time.monotonic() + LONG, threading.Event()
         while not (kept := hub_of(store)) or kept["exchanges"] < 8 or kept["step"] < 35:

@@ -148,7 +148,7 @@ with gossipx.join(model, optimizer, evaluate=lambda model: float(model.bias.deta
         os.sched_yield()
 """
     )
-    run = here.run(*BRIEF, "--finish", "none", "--blocking", script, here.path)
+    run = here.run("--policy", "tau:5", "--finish", "none", "--blocking", script, here.path)
     summary = run.summary
     assert summary["retrievals"] == [8, 8, 8] and summary["skipped"] == [0, 0, 0]
     assert max(summary["finish_bytes"]) < 10_000  # some requests, no model

@@ -16,7 +16,8 @@ from certificates import Authority, Identity
 
 from runs import Ended, Folder, Process, Run, differences, folder, free_ports, one_line
 
-BRIEF = ("--iterations", "30", "--batch-size", "8", "--eval-interval", "0", "--peer-timeout", "10", "--policy", "tau:5")
+WITH_SCRIPT = ("--peer-timeout", "10", "--policy", "tau:5")
+BRIEF = ("--iterations", "30", "--batch-size", "8", "--eval-interval", "0", *WITH_SCRIPT)
 SECRET, WRONG = "the secret of this run, which is long", "another secret, of somebody else"
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is loopback on Linux alone")
@@ -40,7 +41,8 @@ def secret(here: Folder, name: str, value: str) -> Path:
 
 def start(here: Folder, host: int, *options: str | Path) -> Process:
     """Start ``gossipx run`` as on one of the hosts, from 1."""
-    return here.start_run(*BRIEF, "--advertise", f"127.0.0.{host}", *options, name=f"host{host}")
+    brief = WITH_SCRIPT if any(isinstance(option, Path) and option.suffix == ".py" for option in options) else BRIEF
+    return here.start_run(*brief, "--advertise", f"127.0.0.{host}", *options, name=f"host{host}")
 
 
 def agreed(here: Folder, ended: dict[int, Ended]) -> None:

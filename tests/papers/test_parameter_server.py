@@ -12,6 +12,8 @@ import served
 import torch
 from torch import Tensor
 
+from gossipx.assembly.server import Parts
+from gossipx.server.sync_models.models import Drop
 from gossipx.sim import Network, World
 
 
@@ -82,12 +84,12 @@ PLAIN: served.Optimizer = OPTIMIZERS["sgd"]
         ({"sync": "pssp:staleness=2,p=0"}, {"sync": "asp"}),
         ({"sync": "hybrid:fixed=1"}, {"sync": "asp", "apply": "each"}),
         ({"sync": "hybrid:fixed=4"}, {"sync": "bsp"}),
-        ({"sync": "drop:n=4"}, {"sync": "bsp"}),
+        ({"parts": Parts(sync=Drop(4))}, {"sync": "bsp"}),
     ],
 )
 @pytest.mark.parametrize("pulls", ["lazy", "soft"])
 @pytest.mark.parametrize("seed", range(3))
-def test_equal_models(one: dict[str, str], other: dict[str, str], pulls: str, seed: int) -> None:
+def test_equal_models(one: dict[str, Any], other: dict[str, Any], pulls: str, seed: int) -> None:
     """Equal clocks, equal pulls answered at equal times, and equal parameters, for plain SGD.
 
     A push is one message here. If a push of several messages is applied at once, its first parts are applied before the

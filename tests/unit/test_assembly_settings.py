@@ -1,13 +1,16 @@
-"""Settings of a run that exclude each other: a setting without effect is refused, but never a default value."""
+"""Settings of a run that exclude each other: a given setting without effect is refused, also if it is the default."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
 
 import gossipx
+from gossipx.assembly.server_settings import server_ranks
 from gossipx.assembly.settings import effective_config
 from gossipx.config import files
 from gossipx.config.settings import RunConfig
@@ -25,6 +28,11 @@ OF_PEERS = [
     {"weights": "push-sum"},
     {"mixing": "aged"},
     {"mixing": "average:beta=0.3"},
+    {"mode": "pull"},
+    {"exchange": "pulls"},
+    {"topology": "full"},
+    {"weights": "uniform"},
+    {"mixing": "average"},
 ]
 """Settings for peers that exchange with each other."""
 
@@ -33,13 +41,23 @@ def effective(has_script: bool = False, **given: Any) -> RunConfig:
     return effective_config(files.resolve(given), SIZE, has_script)
 
 
+def read_again(config: RunConfig, directory: Path) -> RunConfig:
+    """Return the configuration that a run has written into its directory, as a peer or a resumed run reads it."""
+    file = directory / "config.toml"
+    file.write_text(files.dump(config))
+    return files.resolve(files.load(file))
+
+
 def refused(**given: Any) -> str:
     with pytest.raises(UsageError) as caught:
         effective(**given)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("given", [*OF_PEERS, {"policy": "tau:5"}, {"policy": "tau"}, {"policy": "adaptive:0.5"}])
+@pytest.mark.fault(65)
+@pytest.mark.parametrize(
+    "given", [*OF_PEERS, *({"policy": spec} for spec in ("tau:5", "tau", "adaptive:0.5", "adaptive", "never"))]
+)
 def test_servers_refuse_settings_of_peer_to_peer_exchanges(given: dict[str, str]) -> None:
     ((name, value),) = given.items()
     told = refused(servers="0,1", **given)
@@ -52,12 +70,12 @@ def test_servers_refuse_settings_of_peer_to_peer_exchanges(given: dict[str, str]
 
 @pytest.mark.parametrize("has_script", [False, True])
 @pytest.mark.parametrize("model", sorted(PRESETS))
-def test_servers_refuse_no_default(model: str, has_script: bool) -> None:
+def test_servers_refuse_no_default(model: str, has_script: bool, tmp_path: Path) -> None:
     """This includes the defaults of the model's preset and those in the configuration of a resumed run."""
-    same = {"policy": "adaptive", "mode": "pull", "exchange": "pulls", "topology": "full", "weights": "uniform"}
-    for given in ({}, {**same, "mixing": "average:beta=0.5"}, {"mode": "server"}, {"policy": "never"}):
-        made = effective(has_script, servers="0", model=model, **given)
-        effective_config(made, SIZE, has_script)
+    task = {} if has_script else {"model": model}
+    for given in ({}, {"mode": "server"}):
+        made = effective(has_script, servers="0", **task, **given)
+        effective_config(read_again(made, tmp_path), SIZE, has_script)
 
 
 @pytest.mark.parametrize("given", OF_PEERS)
@@ -154,3 +172,107 @@ def test_the_policy_that_really_runs_is_recorded(given: str, has_script: bool, r
     made = effective(has_script, policy=given)
     assert made.sync.policy == ran
     assert effective_config(made, SIZE, has_script).sync.policy == ran, "a resumed run has the same"
+
+
+WITHOUT_EFFECT = [
+    ({"servers": "0", "blocking": False}, "--no-blocking is for peers that exchange with each other, and with"),
+    ({"servers": "0", "max_served": 4}, "--max-served 4 is for peers that exchange with each other, and with"),
+    ({"servers": "0", "serve_share": 0.03}, "--serve-share 0.03 is for peers that exchange with each other"),
+    ({"mode": "server", "delta": "exact"}, "--delta exact is for peers that keep a copy of their last step"),
+    ({"servers": "0", "codec": "none"}, "--codec none is for models, and servers have --push-codec"),
+    ({"servers": "0", "rescale_error": False}, "--rescale-error needs a --push-codec with error feedback"),
+    ({"exchange": "waves", "mode": "pull"}, "--mode pull is for exchanges between two peers"),
+    ({"exchange": "waves", "topology": "full"}, "--topology full limits which peers exchange"),
+    ({"exchange": "waves", "weights": "uniform"}, "--weights uniform weights the models of two peers"),
+    ({"exchange": "waves", "mixing": "average"}, "--mixing average is for pulled models"),
+    ({"exchange": "waves", "codec": "none"}, "--codec none is for exchanges between two peers"),
+    ({"exchange": "waves", "max_served": 4}, "--max-served counts pulls, and with --exchange waves nobody pulls"),
+    ({"mode": "pushpull", "mixing": "average"}, "--mode pushpull sets the share of a received model itself"),
+    ({"references": 8}, "--references 8 needs a --codec"),
+    ({"max_pushes": 1}, "--max-pushes needs --mode push, not pull"),
+    ({"blocking": True, "serve_share": 0.03}, "--serve-share limits how much answers to pulls slow down training"),
+    ({"solver": "convnet", "momentum": 0.0}, "--momentum is set by the solver file"),
+    ({"solver": "convnet", "nesterov": False}, "--nesterov is set by the solver file"),
+    ({"solver": "convnet", "eval_interval": 250}, "--eval-interval is set by the solver file"),
+]
+
+
+@pytest.mark.fault(65)
+@pytest.mark.parametrize(("given", "told"), WITHOUT_EFFECT, ids=str)
+def test_a_given_setting_without_effect_is_refused_as_a_default_too(given: dict[str, Any], told: str) -> None:
+    text = refused(**given)
+    assert text.startswith(told) and "\n" not in text
+
+
+@pytest.mark.fault(65)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"model": "lenet"},
+        {"task": "fashion-mnist"},
+        {"batch_size": 32},
+        {"lr_steps": (0.5, 0.75)},
+        {"nesterov": False},
+        {"eval_interval": 250},
+    ],
+    ids=str,
+)
+def test_settings_of_the_built_in_task_are_refused_with_a_script(given: dict[str, Any]) -> None:
+    ((name, value),) = given.items()
+    option = f"--{name.replace('_', '-')}"
+    shown = {"lr_steps": f"{option} 0.5,0.75", "nesterov": "--no-nesterov"}.get(name, f"{option} {value}")
+    told = f"{shown} is for the built-in task, and a script decides that itself: leave it out"
+    assert refused(has_script=True, **given) == told
+    if name != "model":  # the first argument of join has this name
+        with pytest.raises(UsageError, match=re.escape(told)):
+            gossipx.join(nn.Linear(2, 1), None, peers="none", **given)
+    effective(has_script=True, partition="iid")
+
+
+@pytest.mark.fault(65)
+@pytest.mark.parametrize(("name", "value"), [("iterations", 3000), ("threads", 1), ("device", "cpu")])
+def test_settings_of_the_parent_process_are_refused_without_it(name: str, value: object) -> None:
+    with pytest.raises(UsageError, match=rf"^--{name} {value} is for 'gossipx run', and a script decides that itself"):
+        gossipx.join(nn.Linear(2, 1), None, peers="none", **{name: value})
+
+
+@pytest.mark.fault(65)
+def test_a_file_and_a_command_line_are_alike(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[sync]\npolicy = "adaptive"\n[server]\nservers = "0"\n')
+    with pytest.raises(UsageError, match=r"^--policy adaptive:threshold=0\.025 is for peers that exchange"):
+        effective_config(files.resolve(files.load(file)), SIZE, has_script=False)
+
+
+@pytest.mark.fault(65)
+def test_a_recorded_configuration_knows_what_was_given(tmp_path: Path) -> None:
+    """Its defaults are not refused when another setting leaves them without effect, but what was given is."""
+    again = read_again(effective(seed=0), tmp_path)
+    assert again.given == {"seed"} and again.sync.policy == "adaptive:threshold=0.025"
+    recorded = files.load(tmp_path / "config.toml")
+    effective_config(files.resolve(recorded, {"servers": "0"}), SIZE, has_script=False)
+    with pytest.raises(UsageError, match=r"^--topology full is for peers that exchange with each other"):
+        effective_config(files.resolve(recorded, {"servers": "0", "topology": "full"}), SIZE, has_script=False)
+    for wrong in ('given = ["seed"]', "[given]", '[given]\nsettings = "seed"', '[given]\nsettings = ["sed"]'):
+        (tmp_path / "config.toml").write_text(wrong)
+        with pytest.raises(UsageError, match=r"config\.toml:1: \[given\] lists settings, as a run writes it"):
+            files.load(tmp_path / "config.toml")
+
+
+@pytest.mark.fault(65)
+@pytest.mark.parametrize(
+    ("given", "workers"),
+    [
+        ({"servers": "0", "sync": "drop:n=9"}, 4),
+        ({"servers": "0,1", "sync": "bsp|drop:n=4"}, 4),
+        ({"servers": "0,1", "servers_only": True, "sync": "drop:n=2"}, 2),
+        ({"servers": "0", "sync_plan": "500=drop:n=4,late=add"}, 4),
+    ],
+    ids=str,
+)
+def test_drop_stragglers_must_leave_out_a_worker(given: dict[str, Any], workers: int) -> None:
+    names = [str(rank) for rank in range(4)]
+    with pytest.raises(UsageError, match=rf"waits for all of {workers} workers: give bsp, or a smaller n$"):
+        server_ranks(files.resolve(given), names)
+    fewer = {**given, "sync": "drop:n=1", "sync_plan": "500=drop:n=1"}
+    assert server_ranks(files.resolve(fewer), names) is not None

@@ -188,7 +188,7 @@ def test_a_damaged_checkpoint_costs_nothing(tmp_path: Path) -> None:
 def test_as_many_checkpoints_are_kept_as_for_peers(tmp_path: Path, keep: int) -> None:
     """``--keep-checkpoints`` applies to shards, in a peer that is built as in a run."""
     place = Place(0, ("a",), (HERE,), HERE, "the same list", tmp_path, Progress(None), False)
-    given = files.resolve({"servers": "0", "policy": "never", "keep_checkpoints": keep, "checkpoint_every": "1"})
+    given = files.resolve({"servers": "0", "keep_checkpoints": keep, "checkpoint_every": "1"})
     module = nn.Linear(4, 3)
     peer = build_peer(module, torch.optim.SGD(module.parameters(), lr=0.1), given, place)
     try:

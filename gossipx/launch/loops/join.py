@@ -15,6 +15,7 @@ from torch import nn
 from gossipx import policies
 from gossipx.assembly.peer import Place, build_peer
 from gossipx.assembly.server import Parts
+from gossipx.assembly.settings import check_without_run
 from gossipx.config import files
 from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
@@ -73,8 +74,8 @@ def join(
         settings: any other setting of ``gossipx run`` by its name: ``seed=1``, ``peer_timeout=10``.
 
     Raises:
-        UsageError: settings are invalid, the optimizer trains none of the model's parameters, a parameter cannot be
-            joined (names it), or the peers' models differ (names the first tensor that does).
+        UsageError: settings are invalid or have no effect, the optimizer trains none of the model's parameters, a
+            parameter cannot be joined (names it), or the peers' models differ (names the first tensor that does).
         GossipxError: no peer sent an initial model, the port is in use, or the processes did not find each other.
     """
     channel = progress()
@@ -86,7 +87,9 @@ def join(
     if isinstance(policy, str):
         settings["policy"] = policy
     run = settings_of(config_file, settings)
-    if own is not None and not under_run and (run.server.servers is not None or run.sync.mode == "server"):
+    if not under_run:
+        check_without_run(run)
+    if own is not None and not under_run and run.has_servers:
         raise UsageError("a parameter server uses sync= instead of policy=: leave policy= out")
     if os.environ.get(ENV_DESCRIBE):
         channel.tell(manifest="\n".join(ParameterArena(model, mix_buffers=run.sync.buffers == "mix").manifest))

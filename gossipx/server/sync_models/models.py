@@ -35,6 +35,7 @@ __all__ = [
     "SyncModel",
     "View",
     "application",
+    "check_workers",
     "describe",
     "parse",
 ]
@@ -326,6 +327,19 @@ def describe(model: SyncModel) -> str:
         return specs.text(model, "pssp")
     known: dict[object, str] = {kind: name for name, kind in SYNC_MODELS.items()}
     return specs.text(model, known.get(type(model), type(model).__name__))
+
+
+def check_workers(model: SyncModel, workers: int) -> None:
+    """Check that ``model`` differs from BSP with this number of workers, if it waits for a number of them.
+
+    Raises:
+        UsageError: it waits for all of them, or for more.
+    """
+    if isinstance(model, Drop) and model.n >= workers:
+        raise UsageError(
+            f"sync model '{describe(model)}' waits for all of {workers} worker{'s' * (workers > 1)}: give bsp, or a"
+            " smaller n"
+        )
 
 
 def application(model: SyncModel, apply: Apply | str | None = None) -> Apply:

@@ -12,7 +12,7 @@ from gossipx.protocol.messages import AcceptReply, NotReadyReply, Reply
 from gossipx.protocol.server_messages import SwitchRequest
 from gossipx.server.replies import Replies
 from gossipx.server.shard import Shard
-from gossipx.server.sync_models.models import parse
+from gossipx.server.sync_models.models import check_workers, parse
 
 
 class SyncModelSwitch:
@@ -23,6 +23,7 @@ class SyncModelSwitch:
         replies: the table of reply handlers.
         shards: the hosted shards.
         holder: returns the rank that requests for a shard are sent to.
+        workers: number of workers of the run.
         rate: the learning rate, for sync models that depend on it; None: unknown.
         obstacle: returns why no model can be switched now, or an empty string.
     """
@@ -33,13 +34,14 @@ class SyncModelSwitch:
         replies: Replies,
         shards: Mapping[int, Shard],
         holder: Callable[[int], int],
+        workers: int,
         rate: float | None,
         obstacle: Callable[[], str],
     ):
         self._context = context
         self._replies = replies
         self._shards = shards
-        self._holder, self._rate, self._obstacle = holder, rate, obstacle
+        self._holder, self._workers, self._rate, self._obstacle = holder, workers, rate, obstacle
         self._open: dict[int, int] = {}  # the number of the switch, by ticket
         self._problems: dict[int, str] = {}  # of running switches, by number
 
@@ -69,6 +71,7 @@ class SyncModelSwitch:
             return [], obstacle
         try:
             model = parse(sync)
+            check_workers(model, self._workers)
             if model.needs_rate and self._rate is not None:
                 model = model.resolved(self._rate)
             return shard.switch(model, apply, pulls), ""
