@@ -87,8 +87,6 @@ def join(
     if isinstance(policy, str):
         settings["policy"] = policy
     run = settings_of(config_file, settings)
-    if not under_run:
-        check_without_run(run)
     if own is not None and not under_run and run.has_servers:
         raise UsageError("a parameter server uses sync= instead of policy=: leave policy= out")
     if os.environ.get(ENV_DESCRIBE):
@@ -108,11 +106,14 @@ def settings_of(config_file: str | Path | None, settings: Mapping[str, Any]) -> 
     """Return the settings of this process: under ``gossipx run`` the run's, else the given ones.
 
     Raises:
-        UsageError: a given setting is unknown or invalid, even if the run's apply.
+        UsageError: a given setting is unknown or invalid, even if the run's apply, or has no effect.
     """
     given = files.load(Path(config_file)) if config_file else {}
     own = files.resolve(given, settings)
-    return files.resolve(files.load(Path(os.environ[ENV_CONFIG]))) if ENV_CONFIG in os.environ else own
+    if ENV_CONFIG in os.environ:
+        return files.resolve(files.load(Path(os.environ[ENV_CONFIG])))
+    check_without_run(own)
+    return own
 
 
 def run_directory_of(run: RunConfig) -> Path:
