@@ -350,8 +350,8 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     def _waits_for(self, shard: Shard) -> Note:
         """Report whose pushes the pulls of a shard have waited for."""
         ranks = ", ".join(map(str, shard.holding_up))
-        text = f"pulls from shard {shard.index} wait for iteration {shard.clock.clock} of peer {ranks}"
-        return Note("held up", text)
+        what = "the next gradient" if shard.clock.awaits_gradients else f"iteration {shard.clock.clock}"
+        return Note("held up", f"pulls from shard {shard.index} wait for {what} of peer {ranks}")
 
     def _held_up_by(self) -> set[int]:
         """Return the other ranks that pulls wait for."""

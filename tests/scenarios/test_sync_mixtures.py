@@ -44,6 +44,19 @@ def test_one_shard_of_a_hybrid_run_is_switched(seed: int) -> None:
     assert made.lines(1, "shard 1 switches from hybrid:fixed=2 to dsps")
 
 
+@pytest.mark.parametrize(
+    ("servers", "sync"),
+    [("0", "hybrid:step=2"), ("0,1", "hybrid:step=2"), ("0,1", "hybrid:step=2|ssp:staleness=3")],
+)
+def test_a_buffer_does_not_wait_for_a_dead_worker_that_was_ahead(servers: str, sync: str) -> None:
+    """Its pushes are ahead of the clock, and it waits nowhere."""
+    made = served.world(3, network=Network(delay=0.05), slow={0: 3.0, 2: 0.5}, servers=servers, sync=sync)
+    made.crash(2, 4.0)
+    served.ended(made, served.ITERATIONS * 3.5 + 3 * toy.TIMEOUT)
+    assert made.fired["crash"] and made.lines(0, "peer 2 is lost")
+    assert made.peers[0].arena.step == made.peers[1].arena.step == served.ITERATIONS
+
+
 SYNCS = [
     "bsp",
     "asp",

@@ -126,9 +126,17 @@ class Clock:
 
     @property
     def holding_up(self) -> list[int]:
-        """The living workers that have not pushed iteration ``clock``, the slowest first."""
-        behind = [worker for worker, one in self._workers.items() if one.progress < self.clock]
-        return sorted(behind, key=lambda worker: (self._workers[worker].progress, worker))
+        """The living workers whose pushes are waited for, the slowest first.
+
+        They have not pushed iteration ``clock``; if pulls wait for the gradient buffer, they have no gradient in it.
+        """
+        by_buffer = self.awaits_gradients
+        missing = [
+            worker
+            for worker, one in self._workers.items()
+            if (not one.waiting if by_buffer else one.progress < self.clock)
+        ]
+        return sorted(missing, key=lambda worker: (self._workers[worker].progress, worker))
 
     @property
     def blocked(self) -> tuple[tuple[int, int], ...]:
