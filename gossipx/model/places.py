@@ -95,9 +95,7 @@ class Places:
                 self._check_parameter(plain_name(name), parameter)
         for name, buffer in self._module.named_buffers():
             if buffer.numel() and buffer.data_ptr() not in self._at and plain_name(name) in self._buffers:
-                index = self._buffers[plain_name(name)]
-                self._slots[index] = replace(self._slots[index], tensor=buffer)
-                self._take_back(plain_name(name), buffer, index)
+                self._check_buffer(plain_name(name), buffer)
         self._remember()
 
     def _remember(self) -> None:
@@ -129,18 +127,26 @@ class Places:
                 f"'{name}' was unfrozen after gossipx.join, so peers do not exchange it: unfreeze it before"
                 " gossipx.join, and freeze it after, for as long as it is not to be trained"
             )
+        elif reason := self._places[index].refusal(parameter):
+            raise UsageError(f"'{name}' {reason} after gossipx.join: {BEFORE}")
         elif at is None:
             self._take_back(name, parameter, index)
+
+    def _check_buffer(self, name: str, buffer: Tensor) -> None:
+        index = self._buffers[name]
+        if reason := self._places[index].refusal(buffer):  # such as a table that grows with the longest input
+            self._tell("changed", f"buffer '{name}' {reason} after gossipx.join: peers no longer exchange its values")
+            return
+        self._slots[index] = replace(self._slots[index], tensor=buffer)
+        self._take_back(name, buffer, index)
 
     def _take_back(self, name: str, moved: Tensor, index: int) -> None:
         """Copy a tensor's values to its place, and let it and the tensors tied to it lie there again."""
         place = self._places[index]
-        if reason := place.refusal(moved):
-            raise UsageError(f"'{name}' {reason} after gossipx.join: {BEFORE}")
         if moved.device.type == "cpu" and moved.is_shared():  # type: ignore[no-untyped-call]
-            self._tell(f"'{name}' was passed to another process, which keeps a copy of it as it was then")
+            self._tell("shared", f"'{name}' was passed to another process, which keeps a copy of it as it was then")
         if not place.has_stride_of(moved):
-            self._tell(f"'{name}' keeps the memory format that it had at gossipx.join: {BEFORE}")
+            self._tell("format", f"'{name}' keeps the memory format that it had at gossipx.join: {BEFORE}")
         own = range_of(place.storage, place.start, moved.numel())
         with torch.no_grad():
             own.as_strided(place.shape, place.stride).copy_(moved)
@@ -148,9 +154,8 @@ class Places:
             if (other.storage is place.storage and other.start == place.start) and slot.tensor.numel():
                 slot.tensor.data = own.as_strided(other.shape, other.stride)
 
-    def _tell(self, text: str) -> None:
+    def _tell(self, kind: str, text: str) -> None:
         """Log a kind of change once, for the first of its tensors."""
-        kind = text.partition("' ")[2]
         if kind not in self._told:
             self._told.add(kind)
             log.warning(text)

@@ -127,6 +127,20 @@ def test_memory_formats_and_sharing_are_told_once(caplog: pytest.LogCaptureFixtu
     assert "'0.bias' was passed to another process, which keeps a copy of it" in told[1]
 
 
+def test_a_buffer_that_grows_is_told_once_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    module = network()
+    module.register_buffer("table", torch.ones(3))
+    arena = ParameterArena(module)
+    for length in (4, 5):
+        module.table = torch.ones(length)
+        moved_by_data(module)
+        with caplog.at_level(logging.WARNING, "gossipx"):
+            arena.places.check()
+        assert arena.step_done() > 0 and module.table.shape == (length,)
+    told = "buffer 'table' was changed from (3,) to (4,) after gossipx.join: peers no longer exchange its values"
+    assert [record.getMessage() for record in caplog.records] == [told]
+
+
 # --- refusals -----------------------------------------------------------------------------------------
 
 
