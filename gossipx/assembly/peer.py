@@ -245,6 +245,7 @@ def _options(plan: _Plan) -> PeerOptions:
         directory=place.directory,
         log_interval=run.log_interval,
         distance_interval=plan.config.sync.distance_interval,
+        peer_timeout=plan.config.exchange.peer_timeout,
         split=lambda labels: split.split(labels, len(place.names), run.seed),
         by_label=split.by_label,
         policy=policy,

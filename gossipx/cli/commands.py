@@ -296,6 +296,7 @@ def _print_table(rows: list[Row]) -> None:
         ("wall time, s", lambda row: f"{row.wall_seconds:.1f}"),
         ("time blocked", lambda row: _shown(row.blocked, "{:.2%}")),
         ("lost peers", lambda row: str(row.lost)),
+        ("stopped peers", lambda row: str(row.stopped)),
     )
     table = Table()
     table.add_column(no_wrap=True)

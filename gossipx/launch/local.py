@@ -6,15 +6,13 @@ It does not restart peers, and it is not involved in their communication with ea
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from gossipx.config.settings import RunConfig
@@ -33,13 +31,14 @@ from gossipx.launch.environment import (
 )
 from gossipx.launch.progress import Display, PeerStatus
 from gossipx.launch.start import Start, from_hosts, policy_or_sync_model
+from gossipx.launch.stopping import Stopping, how_to_continue
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.metrics.summary import Summary, per_peer
 
 POLL_INTERVAL = 0.1
-"""Seconds between two checks for processes that have ended."""
-INTERRUPT_GRACE = 3.0
-"""Seconds between an interrupt and SIGKILL."""
+"""Seconds between two checks for processes that have ended, and for signals."""
+RESTARTED = "restarted"
+"""State of a peer whose process ended, and which the others meet again: a process that this one did not start."""
 
 
 def peer_source(hosts: Path | None, environ: Mapping[str, str]) -> tuple[Path | None, World | None]:
@@ -79,7 +78,7 @@ def launch(
 
     Returns:
         The exit code: 0 if a peer finished and its script succeeded, 1 if none did; 2, 4 or 5 if a peer ended with it;
-        130 if interrupted.
+        130 if interrupted, by SIGINT or SIGHUP; 0 if SIGTERM stopped the run.
 
     Raises:
         UsageError: settings, hosts file or script are invalid; nothing was started.
@@ -120,24 +119,28 @@ class _Run:
         self._display = Display(title, self._statuses, plain=start.shared)
         self._children: dict[int, Child] = {}
         self._results: dict[int, dict[str, Any]] = {}
-        self._departed: set[int] = set()  # left the run on request
+        self._departed: dict[int, dict[str, Any] | None] = {}  # left the run on request, with their figures
+        self._restarted: dict[int, set[int]] = {}  # by rank: the peers that it knows to be restarted
+        self._aborted = False  # an error of a peer has ended the run
         self._failed_after_training: set[int] = set()  # finished training, then their scripts failed
-        self._exit: int | None = None  # exit code of the run, once all peers are told to stop
-        self._kill_at: float | None = None  # when peers that have not ended are killed
-        self._last_signal: int | None = None  # sent to the peers
-        self._interrupts = 0
+        snapshots = settings.task.solver is not None and not script
+        self._quiet = start.shared and 0 not in start.here
+        self._stopping = Stopping(
+            self._children, self._statuses, self._display, settings.exchange.peer_timeout, snapshots, self._quiet
+        )
         self._began: float | None = None  # when the first peer began to train
 
     def go(self, notice: str | None = None) -> int:
         """Start the peers, follow them and write the summary; ``notice`` is shown first."""
-        with selectors.DefaultSelector() as selector, self._signals(), self._display:
+        stopping = self._stopping
+        with selectors.DefaultSelector() as selector, stopping.signals(), self._display:
             if notice is not None:
                 self._display.line(notice)
             try:
                 for rank in self._statuses:
                     self._start(rank, selector)
                 self._follow(selector)
-                self._display.refresh(last=self._exit is None)
+                self._display.refresh(last=stopping.code is None)
             finally:
                 for child in self._children.values():
                     child.signal(signal.SIGKILL)
@@ -145,21 +148,38 @@ class _Run:
                 trained = self._began is not None or bool(self._results)
                 if not trained:
                     self._directory.give_up()
-        ended = time.monotonic()
+        seconds = time.monotonic() - (self._began or time.monotonic())
+        if self._aborted:
+            return stopping.code or 0
+        stopped = len(self._results) < len(self._statuses) and (
+            stopping.code is not None or (bool(self._departed) and not self._results)
+        )
         if not trained:
-            if self._exit is None and not self._departed:
-                self._display.line("no peer finished")
-                return 1
-            return self._exit or 0
-        if self._exit is not None:
-            return self._exit
-        if self._departed and not self._results:
-            return 0
-        summary = self._sum_up(ended - (self._began or ended))
+            self._display.line("stopped before the training began" if stopped else "no peer finished")
+            return (stopping.code or 0) if stopped else 1
+        return self._end_stopped(seconds) if stopped else self._end(seconds)
+
+    def _end(self, seconds: float) -> int:
+        """Write the summary of a run that trained for ``seconds`` to its end, and return the exit code."""
+        summary = self._sum_up(seconds)
         self._directory.keep()
         written = self._directory.conclude(summary)
         self._tell_end(summary, written)
         return 0 if self._results.keys() - self._failed_after_training else 1
+
+    def _end_stopped(self, seconds: float) -> int:
+        """Write the summary of a run that was stopped, say how to continue it, and return the exit code."""
+        reports = {rank: report for rank, report in self._departed.items() if report is not None}
+        if reports or self._results:
+            summary = self._sum_up(seconds, reports)
+            self._directory.keep()
+            self._directory.conclude(summary)
+            if summary.lost and not self._quiet:
+                self._display.line(f"lost: {', '.join(summary.lost)}")
+        if not self._quiet:
+            iterations = [report["iterations"] for report in reports.values() if report["iterations"]]
+            self._display.line(how_to_continue(self._directory.path, iterations, self._stopping.killed))
+        return self._stopping.code or 0
 
     # --- processes ----------------------------------------------------------------------------------
 
@@ -181,14 +201,12 @@ class _Run:
             command_of(self._script),
             environment,
             ENV_PROGRESS,
-            on_line=lambda line: self._printed(name, line),
+            on_line=lambda line: self._display.line(f"[{name}] {line}"),
             on_event=lambda event: self._handle(rank, event),
             spawn=self._spawn,
         )
         child.register(selector)
         self._children[rank] = child
-        if self._last_signal is not None:  # the signal arrived while peers were being started
-            child.signal(self._last_signal)
 
     def _follow(self, selector: selectors.BaseSelector) -> None:
         running = dict(self._children)
@@ -201,14 +219,8 @@ class _Run:
                     del running[rank]
                     child.drain(selector)
                     self._ended(rank, child)
+            self._stopping.check(running)
             self._display.refresh()
-            if self._kill_at is not None and time.monotonic() > self._kill_at:
-                for child in running.values():
-                    child.signal(signal.SIGKILL)
-
-    def _printed(self, name: str, line: str) -> None:
-        if self._exit != 130:  # interrupted processes print only tracebacks of KeyboardInterrupt
-            self._display.line(f"[{name}] {line}")
 
     def _handle(self, rank: int, event: dict[str, Any]) -> None:
         """Handle a progress event of a peer."""
@@ -221,14 +233,42 @@ class _Run:
             status.state = "done"
             status.accuracy = report.get("test_accuracy")
             status.retrievals = report.get("retrievals", status.retrievals)
+            for other in map(int, event["result"]["reports"]):
+                if other in self._statuses and self._statuses[other].state == RESTARTED:
+                    self._statuses[other].state = "done"
         elif "state" in event:
+            self._follow_restarts(rank, set(event.pop("restarted", ())))
+            report = event.pop("report", None)
             for key, value in event.items():
                 setattr(status, key, value)
             if status.state == "train" and self._began is None:
                 self._began = time.monotonic()
                 self._directory.keep()
             if status.state == "left":
-                self._departed.add(rank)
+                self._departed[rank] = report
+
+    def _follow_restarts(self, by: int, restarted: set[int]) -> None:
+        """Update the states of peers that were started again by hand, which only other peers know about.
+
+        A peer is lost again when a peer that knew it says so, not when that one ends: others may not have met it yet.
+
+        Args:
+            by: rank of the peer that reports.
+            restarted: ranks of the peers that it knows to be present and started again.
+        """
+        before, self._restarted[by] = self._restarted.get(by, set()), restarted
+        self._note_restarts()
+        for rank in before.difference(*self._restarted.values()):
+            if self._statuses[rank].state == RESTARTED:
+                self._statuses[rank].state = "lost"
+                self._display.line(f"peer {self._statuses[rank].name} is lost again")
+
+    def _note_restarts(self) -> None:
+        for rank in set().union(*self._restarted.values()) & self._children.keys():
+            status = self._statuses[rank]
+            if status.state in ("lost", "failed", "left") and self._children[rank].process.returncode is not None:
+                status.state = RESTARTED
+                self._display.line(f"peer {status.name} is back: it was started again")
 
     def _failed(self, rank: int, error: str, code: int) -> None:
         """Handle an error that a peer reported before it ended.
@@ -237,85 +277,48 @@ class _Run:
         such as a port in use; after that, the other peers continue.
         """
         self._statuses[rank].state = "failed"
-        if self._exit is not None:
+        if self._aborted:
             return
-        if code == 1 and self._began is not None:
+        if (code == 1 and self._began is not None) or self._stopping.code is not None:
             self._display.line(f"{self._peers[rank].name}: {error}")
             return
-        self._stop(code, signal.SIGKILL)
+        self._aborted = True
+        self._stopping.kill(code)
         self._display.error(error)
 
     def _ended(self, rank: int, child: Child) -> None:
-        if rank in self._departed or self._exit is not None:
-            return
-        if rank in self._results:
-            if child.process.returncode > 0:  # not negative: being killed after the finish does no harm
-                self._failed_after_training.add(rank)
-                self._display.line(f"{self._peers[rank].name} finished, but its process ended: {child.describe_exit()}")
+        self._restarted.pop(rank, None)
+        if rank in self._departed or self._stopping.killed:
             return
         code, status = child.process.returncode, self._statuses[rank]
-        if code == 0 and status.state == "starting":
-            name = self._peers[rank].name
-            self._failed(rank, f"{name}: its script ended without a call of gossipx.join, which makes it a peer", 1)
+        if rank in self._results:
+            if code > 0:  # not negative: being killed after the finish does no harm
+                self._failed_after_training.add(rank)
+                self._display.line(f"{status.name} finished, but its process ended: {child.describe_exit()}")
             return
-        early = code == -signal.SIGTERM and status.state == "starting"  # before it could report that it leaves
-        if self._last_signal == signal.SIGTERM or early:  # it left on request, or was killed after the grace period
+        if code == 0 and status.state == "starting":
+            error = f"{status.name}: its script ended without a call of gossipx.join, which makes it a peer"
+            self._failed(rank, error, 1)
+            return
+        if code == -signal.SIGTERM and status.state == "starting":  # before it could report that it leaves
             status.state = "left"
-            self._departed.add(rank)
+            self._departed[rank] = None
             return
         status.state = "lost"
-        self._display.line(f"peer {self._peers[rank].name} is lost: {child.describe_exit()}")
+        self._display.line(f"peer {status.name} is lost: {child.describe_exit()}")
+        self._note_restarts()
         alive = len(self._peers) - sum(status.state in ("lost", "failed") for status in self._statuses.values())
         least = self._settings.sync.min_peers
-        if 0 < alive < least:  # with none left, the peers' own errors explain the end
-            self._stop(4, signal.SIGTERM)
+        if 0 < alive < least and self._stopping.code is None:  # with none left, the peers' own errors explain the end
+            self._stopping.stop(4)
             self._display.error(f"{alive} of {len(self._peers)} peers left, fewer than --min-peers {least}")
-
-    # --- stopping -----------------------------------------------------------------------------------
-
-    def _stop(self, code: int, number: int) -> None:
-        self._exit = code
-        self._kill_at = time.monotonic() + INTERRUPT_GRACE
-        self._send(number)
-
-    def _send(self, number: int) -> None:
-        self._last_signal = number
-        for child in self._children.values():
-            child.signal(number)
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Handle signals: SIGINT stops all peers, a second one kills them at once; SIGTERM makes them leave gracefully.
-
-        With a Caffe solver, SIGHUP is passed on: it requests a snapshot.
-        """
-        handlers = {signal.SIGINT: self._interrupted, signal.SIGTERM: self._terminated}
-        if self._settings.task.solver is not None and not self._script:
-            handlers[signal.SIGHUP] = self._hung_up
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _interrupted(self, number: int, frame: FrameType | None) -> None:
-        self._interrupts += 1
-        self._stop(130, signal.SIGINT if self._interrupts == 1 else signal.SIGKILL)
-
-    def _terminated(self, number: int, frame: FrameType | None) -> None:
-        self._kill_at = time.monotonic() + self._settings.exchange.peer_timeout + INTERRUPT_GRACE
-        self._send(signal.SIGTERM)
-
-    def _hung_up(self, number: int, frame: FrameType | None) -> None:
-        for rank, child in self._children.items():
-            if self._statuses[rank].state == "train":
-                child.signal(number)
 
     # --- figures ------------------------------------------------------------------------------------
 
-    def _sum_up(self, seconds: float) -> Summary:
-        reports: list[dict[str, Any] | None] = [None] * len(self._peers)
+    def _sum_up(self, seconds: float, stopped: Mapping[int, dict[str, Any]] | None = None) -> Summary:
+        """Return the summary; ``stopped``: figures of the peers with which the run was stopped, by rank."""
+        stopped = {} if stopped is None else stopped
+        reports: list[dict[str, Any] | None] = [stopped.get(rank) for rank in range(len(self._peers))]
         accuracy = None
         for rank, result in sorted(self._results.items()):
             reports[rank] = result["report"]
@@ -326,7 +329,8 @@ class _Run:
         built_in = not self._script
         settings = self._settings
         assert settings.run.name is not None
-        before = max((result.get("seconds_before", 0.0) for result in self._results.values()), default=0.0)
+        told = [*self._results.values(), *stopped.values()]
+        before = max((one.get("seconds_before", 0.0) for one in told), default=0.0)
         done = [report["iterations"] for report in reports if report and "iterations" in report]
         return Summary(
             name=settings.run.name,
@@ -338,9 +342,10 @@ class _Run:
             model=settings.task.model if built_in else None,
             partition=settings.task.partition,
             # A script sets its own number of iterations, which only the reports show.
-            iterations=settings.run.iterations if built_in or not done else max(done),
+            iterations=max(done) if done and (stopped or not built_in) else settings.run.iterations,
             consensus_accuracy=accuracy,
             lost=[self._peers[rank].name for rank, report in enumerate(reports) if report is None],
+            stopped=[self._peers[rank].name for rank in sorted(stopped.keys() - self._results.keys())],
             wall_seconds=before + seconds,
             **per_peer(reports),
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -78,16 +80,28 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.update(self._table(), refresh=True)
-            self._live.stop()
+        with self._drawing() as live:
+            if live is not None:
+                live.update(self._table(), refresh=True)
+        with self._drawing() as live:
+            if live is not None:
+                live.stop()
+
+    @contextlib.contextmanager
+    def _drawing(self) -> Iterator[Live | None]:
+        """Return a context in which the table can be drawn. Once the terminal is closed, there is no table any more."""
+        try:
+            yield self._live
+        except OSError:
+            self._live = None
 
     def line(self, text: str) -> None:
         """Print a line, above the table if there is one."""
-        if self._live is None:
-            _print(sys.stdout, text)
-        else:
-            self.console.print(text, markup=False, emoji=False, soft_wrap=True)
+        with self._drawing() as live:
+            if live is None:
+                _print(sys.stdout, text)
+            else:
+                self.console.print(text, markup=False, emoji=False, soft_wrap=True)
 
     def error(self, text: str) -> None:
         """Print an error to standard error."""
@@ -99,9 +113,10 @@ class Display:
         if now < self._next and not last:
             return
         self._next = now + (0.2 if self._live is not None else LINES_EVERY)
-        if self._live is not None:
-            self._live.update(self._table(), refresh=True)
-            return
+        with self._drawing() as live:
+            if live is not None:
+                live.update(self._table(), refresh=True)
+                return
         text = "  ".join(self._plain(status) for status in self._statuses.values())
         if text != self._last:
             self._last = text

@@ -26,6 +26,7 @@ class Row:
         accuracy_averaged: of the average of all models.
         blocked: share of the training time in which gossipx blocked the training thread, mean of peers that train.
         lost: number of peers that did not finish.
+        stopped: number of peers that were stopped before the finish.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Row:
     wall_seconds: float
     blocked: float | None
     lost: int
+    stopped: int
 
 
 def compare(summaries: Sequence[Summary]) -> list[Row]:
@@ -76,6 +78,7 @@ def _row(summary: Summary, first: float | None) -> Row:
         wall_seconds=summary.wall_seconds,
         blocked=_mean(fractions),
         lost=len(summary.lost),
+        stopped=len(summary.stopped),
     )
 
 

@@ -1,4 +1,4 @@
-"""The summary of a finished run, ``summary.json``."""
+"""The summary of a run that has finished or was stopped, ``summary.json``."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ class Summary:
         consensus_accuracy: of the average of all final models.
         consensus_distance: each peer's estimate of Eq. 8 at the end of training.
         lost: names of peers that did not finish.
+        stopped: names of peers that were stopped before the finish, by a signal; their figures are those until then.
         wall_seconds: from the first peer's first iteration to the last peer's end.
         train_seconds: of each peer, from its first iteration to its last.
         blocked_seconds: time that gossipx blocked the training thread; None for a peer that only serves others.
@@ -77,6 +78,7 @@ class Summary:
     consensus_accuracy: float | None
     consensus_distance: Figures
     lost: list[str]
+    stopped: list[str]
     wall_seconds: float
     train_seconds: Figures
     blocked_seconds: Figures
@@ -106,6 +108,23 @@ class Summary:
             with contextlib.suppress(OSError):
                 unfinished.unlink()
             raise GossipxError(f"{directory / FILE}: the summary cannot be written ({error.strerror})") from error
+
+    def completed(self, other: Summary) -> Summary:
+        """Return this summary with the figures that another one of the same run has of peers that are lost here."""
+        both: dict[str, Any] = {
+            name: [
+                ours if theirs is None else theirs
+                for ours, theirs in zip(getattr(other, name), getattr(self, name), strict=True)
+            ]
+            for name in PER_PEER
+        }
+        return dataclasses.replace(
+            self,
+            iterations=max(self.iterations, other.iterations),
+            lost=[name for name in self.lost if name in other.lost],
+            stopped=sorted({*self.stopped, *(name for name in other.stopped if name in self.lost)}),
+            **both,
+        )
 
 
 PER_PEER = tuple(field.name for field in dataclasses.fields(Summary) if field.type == "Figures")

@@ -121,9 +121,7 @@ class Barrier:
     def replied(self, to: int, request: ArriveRequest, reply: HereReply) -> None:
         """Handle the reply to an announcement of ours."""
         other = self._members.others[to]
-        other.first_stage = reply.stage if other.first_stage is None else other.first_stage
-        other.stage = reply.stage if other.stage is None else max(reply.stage, other.stage)
-        other.report = reply.report or other.report
+        other.record_stage(reply.stage, reply.incarnation, reply.report)
         other.knows_report = other.knows_report or request.stage is Stage.DONE
 
     def failed(self, to: int) -> list[Effect]:

@@ -81,6 +81,7 @@ class OtherPeer:
         first_stage: the first stage that it announced; None: none yet.
         stage: the furthest stage that its current incarnation announced; None: none yet.
         incarnation: the incarnation that announced it.
+        restarted: whether that is not its first incarnation.
         report: its final figures; empty until it has some.
         knows_report: whether it has our final figures.
         faults: requests to it that failed in a row; determines the back-off.
@@ -96,6 +97,7 @@ class OtherPeer:
     first_stage: Stage | None = None
     stage: Stage | None = None
     incarnation: int | None = None
+    restarted: bool = False
     report: dict[str, Any] = field(default_factory=dict)
     knows_report: bool = False
     faults: int = 0
@@ -129,9 +131,12 @@ class OtherPeer:
     def record_stage(self, stage: Stage, incarnation: int, report: dict[str, Any]) -> None:
         """Record an announced stage. An announcement of another incarnation replaces all earlier ones."""
         self.first_stage = stage if self.first_stage is None else self.first_stage
-        if self.incarnation not in (None, incarnation) or self.stage is None or stage > self.stage:
+        is_new = self.incarnation not in (None, incarnation)
+        if is_new or self.stage is None or stage > self.stage:
             self.stage, self.report = stage, report
-        self.incarnation = incarnation
+        elif stage is self.stage:
+            self.report = report or self.report
+        self.incarnation, self.restarted = incarnation, self.restarted or is_new
 
 
 class Membership:
@@ -263,6 +268,10 @@ class Membership:
     def alive(self) -> int:
         """Return the number of peers that are neither lost nor have left, including this one."""
         return 1 + sum(not other.lost and other.stage is not Stage.LEFT for other in self.others.values())
+
+    def restarted(self) -> list[int]:
+        """Return the ranks, ascending, whose process ended and was started again, and that are present now."""
+        return [rank for rank in self.awaited() if self.others[rank].restarted]
 
     def is_gone(self, rank: int) -> bool:
         """Return whether ``rank`` is lost or its process seems to have ended; False for this peer's own rank."""

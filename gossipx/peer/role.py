@@ -266,7 +266,7 @@ class PeerRole:
             case ArriveRequest():
                 self.barrier.arrived(event, self.stage)
                 self.waves.record_over(event.request.wave)
-                here = HereReply(self.stage, self.report, self.waves.latest)
+                here = HereReply(self.stage, self.report, self.waves.latest, self.incarnation)
                 return [self._answer(event.key, here, now), *self.server.members_changed(now)]
             case LeaveRequest():
                 self.members.others[event.sender].stage = Stage.LEFT

@@ -307,6 +307,7 @@ class HereReply:
     stage: AnyStage
     report: Report = field(default_factory=dict)
     wave: PastWave = 0
+    incarnation: Count = 0
 
 
 # --- yes and no ---------------------------------------------------------------------------------

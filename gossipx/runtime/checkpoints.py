@@ -82,6 +82,11 @@ class Checkpoints:
         self._error: GossipxError | None = None  # why the last one was not written
         self._warn = LimitedLog().warn
 
+    @property
+    def newest(self) -> int:
+        """The iteration of the newest checkpoint; negative: none was written, or the last could not be."""
+        return self._last
+
     # --- resuming -----------------------------------------------------------------------------------
 
     def restore(self) -> dict[str, Any]:
@@ -151,11 +156,11 @@ class Checkpoints:
             return CheckpointError(f"the last checkpoint was not written within {WRITE_TIMEOUT:g} s: check the disk")
         return self._error
 
-    def close(self) -> None:
-        """Wait for the checkpoint that is being written, and end the thread."""
+    def close(self, at_once: bool = False) -> None:
+        """End the thread that writes; unless ``at_once``, wait until the last checkpoint is written."""
         if self._writer is not None:
             self._queue.put(None)
-            self._writer.join(WRITE_TIMEOUT)
+            self._writer.join(0.0 if at_once else WRITE_TIMEOUT)
             self._writer = None
 
     def _is_due(self) -> bool:

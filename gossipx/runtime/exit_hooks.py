@@ -1,6 +1,6 @@
 """Process-wide exit handling: the one open peer of this process is finished or closed when the script ends.
 
-A process is at most one peer. The state is global because interpreter exit hooks and signal handlers are.
+A process is at most one peer. The state is global because interpreter exit hooks are.
 """
 
 from __future__ import annotations
@@ -8,11 +8,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import signal
 import sys
 import threading
-from collections.abc import Callable
-from types import FrameType
 from typing import NoReturn, Protocol
 
 from gossipx.errors import GossipxError, UsageError
@@ -33,6 +30,9 @@ class Finishable(Protocol):
     def leave(self) -> None:
         """End a failed training without a finish."""
 
+    def close(self) -> None:
+        """End without a notice."""
+
 
 _open: list[Finishable] = []
 _pid = 0
@@ -41,8 +41,6 @@ _has_left = False
 _failed = False
 _watching = False
 _exit = sys.exit
-_handlers: list[Callable[[int, FrameType | None], None]] = []
-_masks = threading.local()
 
 
 def register(peer: Finishable, under_run: bool) -> None:
@@ -104,31 +102,6 @@ def unregister(peer: Finishable) -> None:
         _has_left = True
 
 
-def on_sigterm(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Install a SIGTERM handler for this process only: processes that the script forks keep the default action."""
-    is_first = not _handlers
-    _handlers[:] = [handler]
-    signal.signal(signal.SIGTERM, handler)
-    if is_first:
-        # A signal between fork and the interpreter's set-up of the child would be lost, so it is blocked until the
-        # child has the default action.
-        os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_reset)
-
-
-def _block() -> None:
-    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
-
-def _unblock() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
-
-
-def _reset() -> None:
-    if signal.getsignal(signal.SIGTERM) in _handlers:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _unblock()
-
-
 def _record_exit(code: object = None, /) -> NoReturn:
     global _failed
     _failed = bool(code) and threading.current_thread() is threading.main_thread()
@@ -148,3 +121,5 @@ def _at_exit() -> None:
                 peer.leave()
         except GossipxError as error:
             sys.excepthook(type(error), error, error.__traceback__)
+        except (SystemExit, KeyboardInterrupt):  # asked to stop during the finish; the script itself has ended
+            peer.close()

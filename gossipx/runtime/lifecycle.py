@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
+import signal
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -25,6 +24,7 @@ from gossipx.runtime.control import Control
 from gossipx.runtime.driver import Driver
 from gossipx.runtime.options import PeerOptions
 from gossipx.runtime.reporting import Reporter
+from gossipx.runtime.stop_signals import StopSignals
 
 log = logging.getLogger("gossipx")
 
@@ -42,6 +42,8 @@ class Lifecycle:
         steps: iterations done in this process.
         backward: the module's hooks in server mode; None in other modes.
         unhook: functions that remove the caller's hooks, called on close.
+        before_leaving: functions called when the peer leaves on request, before its checkpoint is taken.
+        signals: requests to leave the run.
     """
 
     def __init__(
@@ -58,6 +60,8 @@ class Lifecycle:
         self.finishes_at_exit = True
         self.steps = 0
         self.unhook: list[Callable[[], None]] = []
+        self.before_leaving: list[Callable[[], None]] = []
+        self.signals = StopSignals(self._interrupted)
         self._module = module
         self._driver = driver
         self._role = driver.role
@@ -66,7 +70,7 @@ class Lifecycle:
         self._reporter = reporter
         self._checkpoints = checkpoints
         self._options = options
-        self._term = threading.Event()
+        self._leaves = False
         self._control: Control | None = None
         self.backward = None if backward is None else backward(self._poll_while_waiting)
 
@@ -83,9 +87,8 @@ class Lifecycle:
             if figures := self._checkpoints.restore():
                 self._reporter.figures.load_state_dict(figures)
             exit_hooks.register(self, self._options.under_run)
-            if threading.current_thread() is threading.main_thread() and self._options.under_run:
-                exit_hooks.on_sigterm(self._terminated)
-            self._reporter.progress.watch_parent()
+            self.signals.install()
+            self._reporter.progress.watch_parent(self._options.peer_timeout, self._orphaned)
             self._comm.start()
             self._reporter.report_state("joining")
             self._driver.handle(JoinRun(self._checkpoints.resumed))
@@ -184,37 +187,65 @@ class Lifecycle:
         self._comm.close()
         self._driver.comm = None  # break the reference cycle: otherwise both stay until the next gc run
         self._reporter.close()
-        self._checkpoints.close()
+        self._checkpoints.close(at_once=self.signals.at_once)
         self._arena.detach()
+        self.signals.restore()
 
     # --- waiting, and leaving early -----------------------------------------------------------------
 
     @property
     def asked_to_leave(self) -> bool:
-        """Whether SIGTERM was received: the next :meth:`wait` leaves the run."""
-        return self._term.is_set()
+        """Whether a signal asked this peer to stop: the next :meth:`wait` leaves the run."""
+        return self.signals.number is not None and not self._leaves
 
-    def _terminated(self, number: int, frame: FrameType | None) -> None:
-        self._term.set()
+    def _interrupted(self) -> None:
+        if not self._options.under_run:
+            log.warning("stopping %s after its step, with a checkpoint: Ctrl-C again stops at once", self._options.name)
+
+    def _orphaned(self, late: bool) -> bool:
+        """Ask to leave, as the parent process has died. Return whether to wait: leaving has limits of its own."""
+        self.signals.request(signal.SIGHUP)
+        return self.open and (self._leaves or not late)
 
     def wait(self) -> None:
-        """Wait until the role lets training continue.
-
-        After SIGTERM take a checkpoint, notify the other peers, save the model, and exit with status 0.
-        """
+        """Wait until the role lets training continue; leave the run if a signal asked for it."""
         self._driver.wait(self._poll)
-        if not self._term.is_set():
-            return
-        if self.steps:
-            self._checkpoints.leaving(self._reporter.state_dict)
+        if self.asked_to_leave:
+            self.leave_on_request()
+
+    def leave_on_request(self) -> NoReturn:
+        """Take a checkpoint, notify the other peers, save the model, report the figures, and end the script.
+
+        Call it at a step boundary. Other peers are told while the checkpoint is being written.
+
+        Raises:
+            GossipxError: checkpoint or model cannot be written.
+            KeyboardInterrupt, SystemExit: see :meth:`gossipx.runtime.stop_signals.StopSignals.end`.
+        """
+        self._leaves = True
+        reporter, checkpoints = self._reporter, self._checkpoints
+        reporter.training_ended()
+        reporter.report_state("leave")
+        for prepare in self.before_leaving:
+            prepare()
+        if self.steps or not self._role.trains:
+            checkpoints.leaving(reporter.state_dict)
         self._tell_leaving()
         with self._driver.committing:
-            unsaved = self._save() or self._checkpoints.flush()
-        self._reporter.report_state("left")
+            unsaved = self._save() or checkpoints.flush()
+        reporter.report_left()
+        self._tell_how_to_continue()
         self.close()
         if unsaved is not None:
             raise unsaved
-        raise SystemExit(0)
+        self.signals.end()
+
+    def _tell_how_to_continue(self) -> None:
+        """Log a line for a peer without a parent process, which would print it."""
+        if not self._options.under_run:
+            written = self._checkpoints.newest >= 0
+            how = "; continue with GOSSIPX_RESUME=1 in the environment" if written else ", without a checkpoint"
+            log.warning("%s stopped at %d%s", self._options.name, self._arena.step, how)
 
     def wait_for_tables(self, tables: Sequence[int] | None = None) -> None:
         """In server mode, wait until the model holds the current values of tables.
@@ -234,7 +265,7 @@ class Lifecycle:
         backward.wait_seconds = 0.0
 
     def _poll_while_waiting(self) -> None:
-        """Raise the driver's error, or leave after SIGTERM; called periodically while tables are awaited."""
+        """Raise the driver's error, or leave on request; called periodically while tables are awaited."""
         if self._driver.error is not None:
             raise self._driver.error
         self._arena.fill_pending()
@@ -249,7 +280,7 @@ class Lifecycle:
         if reporter.state == "serve":  # it has no steps of its own at which this would happen
             self._checkpoints.step_done(reporter.state_dict)
             reporter.record_server_metrics(self._options.log_interval)
-        return self._term.is_set()
+        return self.asked_to_leave
 
     def _tell_leaving(self) -> None:
         if self._driver.error is None:

@@ -27,7 +27,8 @@ class PeerOptions:
         split: returns the sample indices of each rank, given a data set's labels.
         by_label: whether ``split`` uses the values of the labels, or only their number.
         save_model: whether the final model is written.
-        under_run: whether ``gossipx run`` started this process; SIGTERM then makes the peer leave the run.
+        under_run: whether ``gossipx run`` started this process.
+        peer_timeout: seconds; a peer whose parent process has died ends its step within them.
     """
 
     name: str
@@ -35,6 +36,7 @@ class PeerOptions:
     directory: Path | None
     log_interval: int
     distance_interval: int
+    peer_timeout: float
     split: Callable[[np.ndarray[Any, Any]], list[np.ndarray[Any, Any]]]
     by_label: bool = False
     save_model: bool = True

@@ -302,6 +302,10 @@ class Peer:
         """
         self._lifecycle.finishes_at_exit = False
 
+    def before_leaving(self, prepare: Callable[[], None]) -> None:
+        """Call ``prepare`` when a signal has asked this peer to leave, before its last checkpoint is taken."""
+        self._lifecycle.before_leaving.append(prepare)
+
     def leave(self) -> None:
         """Leave the run without a finish, and notify the other peers."""
         self._lifecycle.leave()
@@ -320,7 +324,7 @@ class Peer:
             self.finish()
         elif isinstance(error, KeyboardInterrupt):
             self.close()
-        else:
+        elif self._lifecycle.open:
             self.leave()
             if isinstance(error, SystemExit) and not error.code:
                 self._reporter.report_state("left")

@@ -1,29 +1,32 @@
 """Progress reports from a peer to its parent process, ``gossipx run``: JSON lines on a pipe.
 
-The pipe also shows when the parent has died, because its other end is then closed. The peer ends itself in that case,
-so that no peer outlives its run.
+The pipe also shows when the parent has died, because its other end is then closed. The peer stops in that case as on a
+signal, or is ended, so that no peer outlives its run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
 import signal
+import stat
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 from gossipx.errors import GossipxError
+from gossipx.runtime.stop_signals import INTERRUPTED
 
 INTERVAL = 0.25
 """Minimum seconds between two progress lines; nobody can read them faster."""
 ORPHAN_GRACE = 5.0
-"""Seconds for the script's own cleanup once the parent has died: between SIGINT and a forced exit."""
-ORPHANED = 130
-"""Exit code of that forced exit, the same as after Ctrl-C."""
+"""Seconds for the script's own cleanup once the parent has died and the peer has left; as many again follow an
+interruption, before a forced exit."""
 
 
 class Progress:
@@ -37,6 +40,8 @@ class Progress:
         self._fd = fd
         self._last = 0.0
         self._ending = threading.Lock()  # acquired once, by the thread that ends this process
+        self._patience = 0.0
+        self._stop: Callable[[bool], bool] = lambda late: False
 
     @property
     def due(self) -> bool:
@@ -56,10 +61,21 @@ class Progress:
             self._fd = None
             threading.Thread(target=self._end, name="gossipx-parent", daemon=True).start()
 
-    def watch_parent(self) -> None:
-        """Start a thread that ends this process when the parent dies, even while nothing is written."""
+    def watch_parent(self, patience: float, stop: Callable[[bool], bool]) -> None:
+        """Start a thread that ends this process when the parent dies, even while nothing is written.
+
+        Args:
+            patience: seconds within which the peer must then reach a step boundary.
+            stop: asks the peer to leave the run; its argument is whether the patience has ended. Returns whether to
+                wait until it has left.
+        """
+        self._patience, self._stop = patience, stop
         if self._fd is None:
             return
+        # With a reader of its own, a script that prints while the parent dies gets no BrokenPipeError.
+        for stream in _pipes():
+            with contextlib.suppress(OSError):
+                os.open(f"/proc/self/fd/{stream}", os.O_RDONLY | os.O_NONBLOCK)
         poll = select.poll()
         poll.register(self._fd, 0)  # errors and hang-ups only
 
@@ -70,14 +86,22 @@ class Progress:
         threading.Thread(target=watch, name="gossipx-parent", daemon=True).start()
 
     def _end(self) -> None:
-        """Interrupt the main thread as Ctrl-C would, even in a blocking call; exit after :data:`ORPHAN_GRACE`."""
+        """Let the peer leave. After that, or if it does not, interrupt the main thread as Ctrl-C would, even in a
+        blocking call, and finally exit."""
         if not self._ending.acquire(blocking=False):
             return
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in _pipes():
+            os.dup2(nowhere, stream)
+        by = time.monotonic() + self._patience
+        while self._stop(time.monotonic() >= by):
+            time.sleep(INTERVAL)
         main = threading.main_thread().ident
         assert main is not None
+        time.sleep(ORPHAN_GRACE)
         signal.pthread_kill(main, signal.SIGINT)
         time.sleep(ORPHAN_GRACE)
-        os._exit(ORPHANED)
+        os._exit(INTERRUPTED)
 
     def take_errors(self, with_traceback: bool = False) -> None:
         """Install an exception hook that reports a GossipxError to the parent instead of printing its traceback.
@@ -96,3 +120,15 @@ class Progress:
                 print_others(kind, error, trace)
 
         sys.excepthook = hook
+
+
+def _pipes() -> list[int]:
+    """Return those of standard output and error that are pipes: to the parent process, if it waits for progress."""
+    return [stream for stream in (1, 2) if _is_pipe(stream)]
+
+
+def _is_pipe(stream: int) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(stream).st_mode)
+    except OSError:  # closed
+        return False

@@ -154,11 +154,12 @@ class Reporter:
 
     # --- to the parent process ------------------------------------------------------------------------
 
-    def report_state(self, state: str) -> None:
+    def report_state(self, state: str, **more: Any) -> None:
         """Report the peer's state and its progress to the parent process.
 
         Args:
-            state: ``joining``, ``train``, ``finish``, ``serve`` or ``left``.
+            state: ``joining``, ``train``, ``finish``, ``serve``, ``leave`` or ``left``.
+            more: further fields of the line.
         """
         self.state = state
         self.progress.tell(
@@ -169,7 +170,15 @@ class Reporter:
             # a server that does not train shows the gradients that it has taken in
             retrievals=self._role.sync.retrievals if self._role.trains else self._role.server.taken_in,
             bytes=self._comm.bytes_received,
+            restarted=self._role.members.restarted(),
+            **more,
         )
+
+    def report_left(self) -> None:
+        """Report that the peer has left on request, with its figures until then."""
+        self.finished()
+        figures = {**self.report(None, None), "seconds_before": self.figures.earlier.seconds}
+        self.report_state("left", report=figures)
 
     def report_result(self, agreed: bool) -> None:
         """Report the final figures of this peer and of the others to the parent process.

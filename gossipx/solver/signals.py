@@ -1,4 +1,7 @@
-"""Caffe's signal handling: SIGINT stops training after the iteration and a snapshot, SIGHUP requests a snapshot."""
+"""Caffe's signal handling: SIGINT stops training after the iteration and a snapshot, SIGHUP requests a snapshot.
+
+SIGINT is left alone if the script, or the peer that the solver is, has a handler of its own.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +40,13 @@ class Requests:
             yield
             return
         self._catching = True
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+        before = {signal.SIGHUP: signal.getsignal(signal.SIGHUP)}
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            before[signal.SIGINT] = signal.default_int_handler
         try:
-            signal.signal(signal.SIGINT, self._on_interrupt)
             signal.signal(signal.SIGHUP, self._on_hangup)
+            if signal.SIGINT in before:
+                signal.signal(signal.SIGINT, self._on_interrupt)
             yield
         finally:
             for number, handler in before.items():

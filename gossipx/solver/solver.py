@@ -364,10 +364,14 @@ class Solver:
         snapshot = self.param.snapshot
         return self.param.snapshot_after_train and not (snapshot and self.iter and self.iter % snapshot == 0)
 
-    def _stop(self, takes_snapshot: bool) -> NoReturn:
+    def stop_early(self, takes_snapshot: bool) -> None:
+        """Write a snapshot if asked to, and log that the training ends here."""
         if takes_snapshot:
             self.snapshot()
         self._log.info("Optimization stopped early.")
+
+    def _stop(self, takes_snapshot: bool) -> NoReturn:
+        self.stop_early(takes_snapshot)
         raise KeyboardInterrupt
 
 

@@ -73,11 +73,11 @@ def _check_target(target: Path, overwrite: bool) -> None:
 
 
 def _lost(path: Path, names: Sequence[str]) -> Collection[int]:
-    """Return the ranks that did not finish according to the run's summary."""
+    """Return the ranks that did not finish, or were stopped, according to the run's summary."""
     if not (path / summary.FILE).is_file():
         return ()
-    lost = summary.read(path).lost
-    return [rank for rank, name in enumerate(names) if name in lost]
+    found = summary.read(path)
+    return [rank for rank, name in enumerate(names) if name in (*found.lost, *found.stopped)]
 
 
 def _models(path: Path, ranks: Sequence[int], lost: Collection[int]) -> tuple[list[Path], str]:

@@ -67,6 +67,7 @@ def summary(name: str, retrievals: float, **others: object) -> Summary:
             "train_seconds": [10.0, None],
             "blocked_seconds": [0.5, None],
             "lost": ["localhost:29401"],
+            "stopped": [],
             "wall_seconds": 12.34,
             **others,
         }

@@ -326,6 +326,32 @@ def test_an_error_that_the_user_must_fix_stops_all_and_is_shown_once(
     assert pids and all(gone(pid) for pid in pids)
 
 
+@pytest.mark.fault(54)
+def test_a_peer_that_the_others_have_met_again_counts(
+    run: Run, tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Peer 0 is killed and started again by hand, as peer 2 reports, before peer 1 is killed: 3 of 4 are left."""
+    os.mkfifo(tmp_path / "met")
+    body = """
+        train()
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            assert (here / "met").read_text() == "yes"
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 2:
+            tell(state="train", step=6, restarted=[0])
+            (here / "met").write_text("yes")
+        finish(_0=report(0))
+    """
+    assert run(body, peers="localhost slots=4", min_peers=3) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "" and f"peer {NAMES[0]} is back: it was started again\n" in printed.out
+    assert f"{NAMES[0]} done" in printed.out
+    summary = read(mine)
+    assert summary.lost == [NAMES[1]] and summary.retrievals == [10, None, 12, 13]
+
+
 @pytest.mark.fault(11)
 def test_with_too_few_peers_left_the_run_stops(
     run: Run, tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str]

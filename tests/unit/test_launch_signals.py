@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from launches import DEADLINE, NAMES, Run, gone, hosts, launcher, script
 
-from gossipx.launch import local
+from gossipx.launch import local, stopping
 from gossipx.metrics.summary import FILE, read
 
 
@@ -33,41 +33,116 @@ def mine(tmp_path: Path) -> Path:
 # --- signals ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_handlers_are_restored_after_a_run(run: Run, number: signal.Signals) -> None:
     before = signal.getsignal(number)
     assert run("finish()", peers="localhost") == 0
     assert signal.getsignal(number) is before
 
 
-def test_peers_that_ignore_an_interruption_are_killed(
+@pytest.mark.fault(53)
+def test_peers_that_do_not_stop_are_named_and_killed_at_last(
     run: Run, tmp_path: Path, mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ctrl-C: a peer that hangs in foreign code is killed after a short grace period."""
-    monkeypatch.setattr(local, "INTERRUPT_GRACE", 0.0)
+    """Ctrl-C while a peer hangs in foreign code."""
+    monkeypatch.setattr(stopping, "STOP_GRACE", 0.5)
     body = """
         (here / "pid").write_text(str(os.getpid()))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        train()
         os.kill(os.getppid(), signal.SIGINT)
         while True:
             signal.pause()
     """
-    assert run(body, peers="localhost") == 130
+    assert run(body, peers="localhost", peer_timeout=0.5) == 130
     assert gone(int((tmp_path / "pid").read_text(encoding="utf-8")))
-    assert not (mine / FILE).exists() and capsys.readouterr().err == ""
+    printed = capsys.readouterr()
+    assert not (mine / FILE).exists() and printed.err == ""
+    lines = printed.out.splitlines()
+    assert lines[-3].startswith(f"waiting for {NAMES[0]} (train 5) to end a step and write a checkpoint; killed in ")
+    assert lines[-2] == f"killed, because they did not stop: {NAMES[0]} (train 5)"
+    assert lines[-1] == "stopped at once; there is no checkpoint to continue from"
 
 
-def test_a_second_interruption_kills_without_grace(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The child reacts to the first interruption by sending the second; without it, the grace period is an hour."""
-    monkeypatch.setattr(local, "INTERRUPT_GRACE", 3600.0)
-    body = """
-        signal.signal(signal.SIGINT, lambda *_: ((here / "asked").touch(), os.kill(os.getppid(), signal.SIGINT)))
-        os.kill(os.getppid(), signal.SIGINT)
+@pytest.mark.fault(53)
+@pytest.mark.parametrize("first", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_second_interruption_kills_without_grace(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, first: str
+) -> None:
+    """The child reacts to the first signal by sending the second; without it, the grace period is an hour."""
+    monkeypatch.setattr(stopping, "STOP_GRACE", 3600.0)
+    body = f"""
+        signal.signal(signal.SIGTERM, lambda *_: ((here / "asked").touch(), os.kill(os.getppid(), signal.SIGINT)))
+        os.kill(os.getppid(), signal.{first})
         while True:
             signal.pause()
     """
     assert run(body, peers="localhost") == 130
     assert (tmp_path / "asked").exists()
+
+
+@pytest.mark.fault(53)
+@pytest.mark.parametrize(("number", "code"), [("SIGTERM", 0), ("SIGHUP", 130)])
+def test_launchers_and_terminals_may_send_a_signal_twice(run: Run, mine: Path, number: str, code: int) -> None:
+    """The first is not followed by a kill: the peer still reports its figures."""
+    body = f"""
+        def leave(*_):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            os.kill(os.getppid(), signal.{number})
+            print("one more", flush=True)
+            tell(state="left", step=5, report={{**report(0), "iterations": 5}})
+            sys.exit()
+        signal.signal(signal.SIGTERM, leave)
+        train()
+        os.kill(os.getppid(), signal.{number})
+        while True:
+            signal.pause()
+    """
+    assert run(body, peers="localhost") == code
+    summary = read(mine)
+    assert (summary.stopped, summary.lost, summary.iterations) == ([NAMES[0]], [], 5)
+    assert summary.retrievals == [10]
+
+
+@pytest.mark.fault(53)
+def test_an_ignored_hangup_stays_ignored(run: Run) -> None:
+    """``nohup gossipx run``."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert run("train(); os.kill(os.getppid(), signal.SIGHUP); finish()", peers="localhost") == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.fault(53)
+def test_errors_and_output_of_peers_that_stop_are_shown(
+    run: Run, tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One peer cannot write its checkpoint; the other is not ended by that."""
+    os.mkfifo(tmp_path / "ready")
+    body = """
+        def leave(*_):
+            print("cleaning up", flush=True)
+            if rank == 0:
+                tell(error="checkpoints: No space left on device; make room", exit=1)
+                sys.exit(1)
+            tell(state="left", step=5, report={**report(rank), "iterations": 5 + rank})
+            sys.exit()
+        signal.signal(signal.SIGTERM, leave)
+        train()
+        if rank == 0:
+            assert (here / "ready").read_text() == "yes"
+            os.kill(os.getppid(), signal.SIGINT)
+        else:
+            (here / "ready").write_text("yes")
+        while True:
+            signal.pause()
+    """
+    assert run(body, peers="localhost slots=2") == 130
+    printed = capsys.readouterr().out
+    assert f"{NAMES[0]}: checkpoints: No space left on device; make room\n" in printed
+    assert printed.count("cleaning up") == 2
+    assert read(mine).lost == [NAMES[0]] and read(mine).stopped == [NAMES[1]]
 
 
 @pytest.mark.fault(4)
@@ -113,7 +188,7 @@ def test_a_peer_terminated_while_it_imports_has_left(run: Run, mine: Path, capsy
 def test_a_peer_that_does_not_leave_in_time_is_killed_and_the_run_has_not_failed(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(local, "INTERRUPT_GRACE", 0.0)
+    monkeypatch.setattr(stopping, "STOP_GRACE", 0.0)
     body = """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.kill(os.getppid(), signal.SIGTERM)
@@ -132,7 +207,7 @@ def test_a_signal_that_arrives_while_peers_are_started_reaches_all(run: Run, mon
         signal.raise_signal(signal.SIGINT)  # the parent has not recorded this child yet
         return child
 
-    monkeypatch.setattr(local, "INTERRUPT_GRACE", 3600.0)
+    monkeypatch.setattr(stopping, "STOP_GRACE", 3600.0)
     monkeypatch.setattr(local, "Child", interrupted)
     assert run("while True: signal.pause()", peers="localhost") == 130
 
@@ -183,7 +258,7 @@ def test_interrupting_the_run_ends_every_process(tmp_path: Path, mine: Path) -> 
         assert process.returncode == 130
         assert "Traceback" not in out + err
         assert all(gone(pid) for pid in pids)
-        assert not list(tmp_path.glob("asked-*")) and not (mine / FILE).exists()
+        assert sorted(file.name for file in tmp_path.glob("asked-*")) == ["asked-0", "asked-1", "asked-2"]
 
 
 @pytest.mark.fault(4)

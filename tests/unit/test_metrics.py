@@ -32,6 +32,7 @@ RELIED_ON = {
     "test_accuracy_before_finish",
     "consensus_accuracy",
     "lost",
+    "stopped",
     "finish_bytes",
     "wall_seconds",
     "blocked_seconds",
@@ -75,6 +76,7 @@ def summary(*reports: dict[str, Any] | None, **others: Any) -> Summary:
         "iterations": 300,
         "consensus_accuracy": 0.875,
         "lost": [f"localhost:{29400 + rank}" for rank, report in enumerate(reports) if report is None],
+        "stopped": [],
         "wall_seconds": 12.5,
     }
     return Summary(**{**values, **per_peer(reports), **others})
@@ -264,7 +266,7 @@ def test_values_that_a_run_does_not_have_are_none() -> None:
     [lost] = compare([summary(None, None, consensus_accuracy=None)])
     assert lost.lost == 2
     for field in dataclasses.fields(lost):
-        if field.name not in ("name", "policy", "codec", "wall_seconds", "lost"):
+        if field.name not in ("name", "policy", "codec", "wall_seconds", "lost", "stopped"):
             assert getattr(lost, field.name) is None, field.name
     never, tau = compare([summary({**REPORT, "retrievals": 0}), summary(REPORT)])
     assert never.reduction is None and tau.reduction is None

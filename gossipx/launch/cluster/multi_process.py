@@ -180,13 +180,18 @@ class SharedDirectory:
             self._created.release()
 
     def conclude(self, figures: Summary) -> bool:
-        """Write the summary, unless there is one that lacks no more peers: any process may end first, or be lost."""
+        """Write the summary, unless there is one that lacks no more peers: any process may end first, or be lost.
+
+        Processes that are stopped know only their own figures, which are added to those that are there.
+        """
         with contextlib.ExitStack() as locked:  # processes that end at once write one after the other
             with contextlib.suppress(OSError):  # the file system has no locks, or the file was removed
                 fcntl.flock(locked.enter_context((self.path / CONFIG_FILE).open()), fcntl.LOCK_EX)
             if self._summary() != self._summary_before:
                 with contextlib.suppress(UsageError):
-                    if len(summary.read(self.path).lost) <= len(figures.lost):
+                    there = summary.read(self.path)
+                    figures = figures.completed(there)
+                    if len(there.lost) <= len(figures.lost):
                         return False
             figures.write(self.path, by=self._rank)
             return True

@@ -284,6 +284,13 @@ def _attach_own(
         solver.snapshot_prefix = solver.snapshot_prefix.with_name(f"{solver.snapshot_prefix.name}_peer-{peer.rank:02d}")
     peer.checkpoint_part("solver", state_dict=solver.state_dict, load_state_dict=solver.load_state_dict)
     solver.iter = max(solver.iter, peer.iteration)  # a late peer starts at the others' iteration
+
+    def stop() -> None:
+        solver.iter = peer.iteration  # with servers the optimizer's step ends the iteration before the solver counts it
+        solver.settle = _nothing  # the peer waits for no more tables
+        solver.stop_early(solver.param.snapshot_after_train)
+
+    peer.before_leaving(stop)
     if served:  # the optimizer's hooks report updates
         solver.settle = peer.sync
         return AttachedPeer(peer, _nothing, _nothing)

@@ -1,0 +1,151 @@
+"""How ``gossipx run`` stops its peers: what signals ask for, how long it waits, and the line at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import signal
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from gossipx.config.settings import RunSettings
+from gossipx.launch.children import Child
+from gossipx.launch.progress import Display, PeerStatus
+
+STOP_GRACE = 300.0
+"""Seconds that peers have to stop, beyond ``peer_timeout``, before SIGKILL: as long as one waits for its checkpoint."""
+CODES = {signal.SIGINT: 130, signal.SIGHUP: 130, signal.SIGTERM: 0}
+"""Exit codes of a run by the signal that stopped it. SIGTERM is obeyed; SIGINT and a closed terminal interrupt."""
+CHECKPOINTS = "peer-*/checkpoints/*/manifest.json"
+"""Files of complete checkpoints in the run's directory."""
+
+
+class Stopping:
+    """The end of the peers of this machine before their training is over.
+
+    Args:
+        children: processes of the peers that have been started, by rank.
+        statuses: states of the peers, by rank.
+        display: shows what is waited for.
+        peer_timeout: seconds after which the peers that have not stopped yet are named.
+        snapshots: whether SIGHUP is passed on to peers that train, as a request for a Caffe solver's snapshot.
+        quiet: whether another process of the run tells what happens.
+
+    Attributes:
+        code: exit code of the run; None: the peers have not been told to stop.
+        killed: whether they were killed without the time to stop in order.
+    """
+
+    def __init__(
+        self,
+        children: Mapping[int, Child],
+        statuses: Mapping[int, PeerStatus],
+        display: Display,
+        peer_timeout: float,
+        snapshots: bool,
+        quiet: bool,
+    ):
+        self.code: int | None = None
+        self.killed = False
+        self._children = children
+        self._statuses = statuses
+        self._display = display
+        self._patience = peer_timeout
+        self._snapshots = snapshots
+        self._quiet = quiet
+        self._received: list[int] = []
+        self._told: set[int] = set()  # ranks of the children that were told to stop
+        self._remind_at = self._kill_at = 0.0
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        """Note signals within this context, for :meth:`check`. An ignored SIGHUP (nohup) stays ignored."""
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self._note) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._received.append(number)
+
+    def check(self, running: Collection[int]) -> None:
+        """Do what signals have asked for since the last call; name peers that take long to stop, and kill them at last.
+
+        Args:
+            running: ranks whose processes are running.
+        """
+        while self._received:
+            self._obey(self._received.pop(0))
+        if self.code is None or self.killed:
+            return
+        self._tell()  # also children that were started meanwhile
+        now = time.monotonic()
+        if now > self._kill_at:
+            self._display.line(f"killed, because they did not stop: {self._named(running)}")
+            self.kill(self.code)
+        elif now > self._remind_at:
+            self._remind_at = now + self._patience
+            self._display.line(
+                f"waiting for {self._named(running)} to end a step and write a checkpoint; killed in"
+                f" {self._kill_at - now:.0f} s, or at once by Ctrl-C"
+            )
+
+    def _obey(self, number: int) -> None:
+        if number == signal.SIGHUP and self._snapshots:
+            for rank, child in self._children.items():
+                if self._statuses[rank].state == "train":
+                    child.signal(number)
+        elif self.code is None:
+            if not self._quiet:
+                self._display.line("stopping: peers end their step and write a checkpoint; Ctrl-C again stops at once")
+            self.stop(CODES[signal.Signals(number)])
+        elif number == signal.SIGINT:  # launchers and terminals may send the others more than once
+            self.kill(CODES[signal.SIGINT])
+
+    def stop(self, code: int) -> None:
+        """Make all peers end their step, write a checkpoint and leave; ``code`` becomes the run's exit code."""
+        now = time.monotonic()
+        self.code = code
+        self._remind_at = now + self._patience
+        self._kill_at = self._remind_at + STOP_GRACE
+        self._tell()
+
+    def kill(self, code: int) -> None:
+        """Kill all peers at once; ``code`` becomes the run's exit code."""
+        self.code, self.killed = code, True
+        for child in self._children.values():
+            child.signal(signal.SIGKILL)
+
+    def _tell(self) -> None:
+        for rank in self._children.keys() - self._told:
+            self._told.add(rank)
+            self._children[rank].signal(signal.SIGTERM)
+
+    def _named(self, ranks: Collection[int]) -> str:
+        statuses = [self._statuses[rank] for rank in sorted(ranks)]
+        return ", ".join(f"{status.name} ({status.state} {status.step})" for status in statuses)
+
+
+def how_to_continue(path: Path, iterations: Sequence[int], at_once: bool) -> str:
+    """Return the line that says where a run has stopped, and how to continue it.
+
+    Args:
+        path: the run's directory.
+        iterations: of the peers that stopped in order.
+        at_once: whether peers were killed.
+    """
+    where = "at once" if at_once else f"at {min(iterations)}" if iterations else "before the first iteration"
+    if not at_once and len(set(iterations)) > 1:
+        where += f" to {max(iterations)}"
+    if not any(path.glob(CHECKPOINTS)):
+        return f"stopped {where}; there is no checkpoint to continue from"
+    run = path.name if path.parent == Path(RunSettings().logdir) else str(path)
+    newest = " from the last checkpoints" if at_once else ""
+    return f"stopped {where}; continue{newest} with: gossipx run --resume {shlex.quote(run)}"
