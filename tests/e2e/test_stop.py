@@ -84,7 +84,7 @@ def test_a_stopped_run_continues_in_every_mode(two: Folder, options: tuple[str, 
     """From where it was, not from the start."""
     (two.path / "lenet.prototxt").write_text("base_lr: 0.01\nlr_policy: 'fixed'\nmax_iter: 100000\n")
     policy = () if "--servers" in options else ("--policy", "tau:5")
-    brief = BRIEF[2:] if "--solver" in options else BRIEF
+    brief = BRIEF[4:] if "--solver" in options else BRIEF
     run = two.start_run(*policy, "--iterations", "100000", *brief, *options)
     run.line(rf"{two.names[1]} train [1-9]")
     run.signal(signal.SIGINT)
