@@ -7,6 +7,7 @@ of all callbacks; update the weights and increment ``iter``; write a snapshot if
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +18,7 @@ from typing import Any, NoReturn, TextIO
 import torch
 from torch import nn
 
-from gossipx.errors import UsageError
+from gossipx.errors import GossipxError, UsageError
 from gossipx.model.layout import plain_name
 from gossipx.solver import log, snapshots
 from gossipx.solver.checks import check, check_length
@@ -93,6 +94,7 @@ class Solver:
         self.settle: Callback = lambda: None
         self._callbacks: list[tuple[Callback, Callback]] = []
         self._requests = Requests()
+        self._unwritten_at: int | None = None  # iteration of the last snapshot that could not be written
         self._losses: list[float] = []
         if param.snapshot:
             self._probe()
@@ -203,7 +205,7 @@ class Solver:
                 self.apply_update()
                 due = bool(self.param.snapshot) and self.iter % self.param.snapshot == 0
                 if self._requests.take_snapshot_request() or due:
-                    self.snapshot()
+                    self._try_snapshot()
                 if self._requests.stop:
                     self._stop(self._wants_last_snapshot)
 
@@ -254,6 +256,14 @@ class Solver:
         self._log.info(f"Snapshotting to safetensors file {weights}")
         self._log.info(f"Snapshotting solver state to safetensors file {state}")
         return state
+
+    def _try_snapshot(self) -> None:
+        """Write a snapshot in mid-training; if that fails, log it: a later one may succeed."""
+        try:
+            self.snapshot()
+        except GossipxError as error:
+            self._unwritten_at = self.iter
+            logging.getLogger("gossipx").warning("%s", error)
 
     def restore(self, file: str | Path) -> None:
         """Resume from a snapshot: iterations done, the optimizer's history and the weights.
@@ -343,7 +353,7 @@ class Solver:
         count = self.param.test_iter[number]
         for _ in range(count):
             if self._requests.take_snapshot_request():
-                self.snapshot()
+                self._try_snapshot()
             if self._requests.stop:
                 self._log.info("Test interrupted.")
                 self._stop(self._wants_last_snapshot)
@@ -360,9 +370,13 @@ class Solver:
 
     @property
     def _wants_last_snapshot(self) -> bool:
-        """Whether to write a snapshot at the end of training, unless the last iteration has just written one."""
+        """Whether to write a snapshot at the end of training, unless the last iteration has just written one.
+
+        One that failed at the last iteration is tried again, so that its error ends the training.
+        """
         snapshot = self.param.snapshot
-        return self.param.snapshot_after_train and not (snapshot and self.iter and self.iter % snapshot == 0)
+        written = snapshot and self.iter and self.iter % snapshot == 0
+        return self._unwritten_at == self.iter or (self.param.snapshot_after_train and not written)
 
     def stop_early(self, takes_snapshot: bool) -> None:
         """Write a snapshot if asked to, and log that the training ends here."""

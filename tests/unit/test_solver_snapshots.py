@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_disks import SmallDisk
 from solving import BASICS, Made, batches, module, right, weights
 from torch import nn
 
 import gossipx
-from gossipx.errors import UsageError
+from gossipx.errors import GossipxError, UsageError
 from gossipx.solver.solver import Solver
 
 # --- snapshots ----------------------------------------------------------------------------------------
@@ -36,6 +37,30 @@ def test_a_restored_solver_continues_as_if_it_had_never_stopped(tmp_path: Path, 
     assert rest.iter == 3
     rest.step(3)
     assert torch.equal(weights(rest), weights(whole))
+
+
+@pytest.mark.fault(57, 28)
+def test_a_full_disk_costs_snapshots_and_lines_but_no_iteration(
+    small_disk: SmallDisk, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+):
+    prefix = small_disk.path / "s"
+    text = f'{BASICS}snapshot: 2\ndisplay: 1\nsnapshot_prefix: "{prefix}"'
+    (tmp_path / "solver.prototxt").write_text(text)
+    (small_disk.path / "log").write_text("x" * 4096)  # a page, whose end has no room
+    given = {"net": module(), "loss": nn.functional.cross_entropy, "train": batches()}
+    with (small_disk.path / "log").open("a", buffering=1) as stream:
+        solver = gossipx.get_solver(tmp_path / "solver.prototxt", stream=stream, **given)
+        small_disk.fill()
+        with pytest.raises(GossipxError, match=r"s_iter_6\.safetensors: it cannot be written"):
+            solver.solve()  # the last one is lost: this ends the process with exit code 1
+        assert solver.iter == 6
+        small_disk.free()
+        solver.step(2)
+    assert [path.name for path in sorted(small_disk.path.glob("s_*.solverstate"))] == ["s_iter_8.solverstate"]
+    assert "] Iteration 7, loss" in (small_disk.path / "log").read_text()
+    told = [re.search(r"\w+: (?=.* cannot be written)", text) for text in caplog.messages]
+    assert [one and one[0] for one in told] == ["log: ", "safetensors: ", "safetensors: ", "safetensors: "]
+    assert "Logging error" not in capsys.readouterr().err
 
 
 def test_a_failed_restore_changes_nothing(tmp_path: Path):

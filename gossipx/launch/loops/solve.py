@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 from torch import Tensor, nn
 from torch.nn import functional
 
 from gossipx.config.settings import RunConfig
+from gossipx.errors import UsageError
 from gossipx.launch.loops.attach import AttachedPeer, attach
 from gossipx.runtime.models import directory_of
 from gossipx.solver import prototxt
@@ -59,7 +62,6 @@ def train(
     # SIGHUP requests a snapshot. Outside of training it must not end the process.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     own = directory_of(directory, rank)
-    own.mkdir(exist_ok=True)
     given = prototxt.read(solvers.find(run.task.solver))
     prefix = own / (Path(given.snapshot_prefix).name or Path(run.task.solver).stem)
     param = dataclasses.replace(
@@ -73,7 +75,7 @@ def train(
         places={name: place for name, place in given.places.items() if name not in prototxt.WITHOUT_MEANING},
     )
     data = _LazyBatches()
-    with (own / LOG_FILE).open("a", buffering=1) as stream:
+    with _log_in(own) as stream:
         solver = Solver(
             param,
             net=model,
@@ -93,6 +95,21 @@ def train(
             data.batches = batches
             _log(attached, solver, run.run.log_interval)
             solver.solve()
+
+
+@contextlib.contextmanager
+def _log_in(directory: Path) -> Iterator[TextIO]:
+    """Open the log for appending; later lines may find no room."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        stream = (directory / LOG_FILE).open("a", buffering=1)
+    except OSError as error:
+        raise UsageError(f"cannot write there: {error.strerror}; give another --logdir", directory) from error
+    try:
+        yield stream
+    finally:
+        with contextlib.suppress(OSError):  # of lines that found no room
+            stream.close()
 
 
 def _test_batches(test: Dataset) -> list[tuple[Tensor, Tensor]]:
