@@ -14,12 +14,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gossipx.checkpoint import KEEP, Checkpoint, CheckpointError, CheckpointInterval, Store, pack, unpack
 from gossipx.checkpoint.store import PART
 from gossipx.errors import GossipxError, UsageError
 from gossipx.runtime import models
 from gossipx.runtime.limited_log import LimitedLog
-from gossipx.runtime.state import MODEL, SCRIPT, CapturedState, ScriptPart, TrainingState
+from gossipx.runtime.state import MODEL, OPTIMIZER, SCRIPT, CapturedState, ScriptPart, TrainingState
 
 log = logging.getLogger("gossipx")
 
@@ -106,7 +108,7 @@ class Checkpoints:
             self._store.clean()
         if self.found is not None:
             self._state.restore_random(self.found)
-            own = {name: part for name, part in self.found.parts.items() if name.startswith(SCRIPT)}
+            own = {name: part for name, part in self.found.parts.items() if name.startswith((SCRIPT, OPTIMIZER))}
             self.found = Checkpoint(self.found.path, self.found.iteration, own)  # free the memory of the other parts
         self._due = time.monotonic() + self._every.seconds
 
@@ -125,10 +127,28 @@ class Checkpoints:
                 load_state_dict(unpack(part))
         self._state.script_parts[name] = ScriptPart(state_dict, load_state_dict)
 
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """See :meth:`gossipx.runtime.peer.Peer.join_optimizer`."""
+        self._state.optimizer = optimizer
+        if self.found is not None and OPTIMIZER in self.found.parts:
+            self._state.restore_optimizer(self.found)
+
     # --- taking them --------------------------------------------------------------------------------
 
     def step_done(self, figures: Figures) -> None:
-        """Take a checkpoint after an iteration if one is due."""
+        """Take a checkpoint after an iteration if one is due.
+
+        Raises:
+            UsageError: the script has made a step with another optimizer than the one whose state it resumes from.
+        """
+        if self._state.awaited is not None:
+            raise UsageError(
+                f"the checkpoint is of an optimizer {self._state.awaited}, not {type(self._state.optimizer).__name__}:"
+                " call peer.join_optimizer with one before the first step",
+                self.found.path if self.found is not None else None,
+            )
+        if self.found is not None:
+            self.found.parts.pop(OPTIMIZER, None)  # no more needed
         if not self._every or not self._is_due():
             return
         if not self._idle.is_set():

@@ -24,6 +24,7 @@ from gossipx.runtime.driver import Driver
 from gossipx.runtime.lifecycle import Lifecycle
 from gossipx.runtime.options import PeerOptions
 from gossipx.runtime.reporting import Reporter, as_float
+from gossipx.runtime.step_watch import StepWatch, check_optimizer
 from gossipx.specs import rank_of
 
 
@@ -61,9 +62,12 @@ class Peer:
         self._checkpoints = checkpoints
         self._options = options
         self._backward = self._lifecycle.backward
+        self._module = module
         self._bypass: OptimizerBypass | None = None
+        self._watch = StepWatch(module)
+        self._lifecycle.unhook.append(self._watch.close)
         if optimizer is not None:
-            self._lifecycle.unhook.append(optimizer.register_step_post_hook(self._optimizer_stepped).remove)
+            self._watch.follow(optimizer, self._optimizer_stepped)
             if self._backward is not None:
                 self._bypass = OptimizerBypass(optimizer, self._backward.iteration_done)
                 self._lifecycle.unhook.append(self._bypass.close)
@@ -114,6 +118,7 @@ class Peer:
         self._arena.places.check()
         self._lifecycle.steps += 1
         delta = self._arena.step_done()
+        self._watch.iteration_done(self._arena.step)
         drift = self._driver.captures.drift(self._role.pulling) if self._role.sync.policy.uses_drift else None
         measured = time.perf_counter()
         try:
@@ -131,6 +136,24 @@ class Peer:
         figures = self._reporter.figures
         figures.blocked += resumed - measured
         figures.overhead += measured - began + time.perf_counter() - resumed
+
+    def join_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the steps of another optimizer for iterations from now on, instead of those of the joined one.
+
+        For training that changes its optimizer in mid-run. Checkpoints then hold the state of this one. A script that
+        resumes after the change calls this before its first step, and the optimizer gets its state back.
+
+        Args:
+            optimizer: trains parameters of the joined model.
+
+        Raises:
+            UsageError: it does not, or the run has a parameter server, whose servers make the updates.
+        """
+        check_optimizer(self._module, optimizer)
+        if self._backward is not None:
+            raise UsageError("servers make the updates, by the optimizer given to gossipx.join: keep that one")
+        self._watch.follow(optimizer, self._optimizer_stepped)
+        self._checkpoints.follow(optimizer)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which backward passes only accumulate gradients and do not send them.

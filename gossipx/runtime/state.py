@@ -69,6 +69,8 @@ class TrainingState:
             resumes from it, by option.
 
     Attributes:
+        optimizer: the joined optimizer.
+        awaited: class of the optimizer whose state :meth:`restore` has left, as the joined one is of another class.
         script_parts: the parts that the script adds, by name.
     """
 
@@ -76,9 +78,10 @@ class TrainingState:
         self, module: nn.Module, optimizer: torch.optim.Optimizer | None, driver: Driver, about: Mapping[str, Any]
     ):
         self._module = module
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._driver = driver
         self._about = dict(about)
+        self.awaited: str | None = None
         self.script_parts: dict[str, ScriptPart] = {}
 
     @property
@@ -104,8 +107,8 @@ class TrainingState:
         driver, arena = self._driver, self._driver.arena
         parts = {SCRIPT + name: pack(part.state_dict(), name) for name, part in self.script_parts.items()}
         parts[RANDOM] = _random(self._device)
-        if self._optimizer is not None:
-            parts[OPTIMIZER] = pack(self._optimizer.state_dict(), OPTIMIZER)
+        if self.optimizer is not None:
+            parts[OPTIMIZER] = pack(self.optimizer.state_dict(), OPTIMIZER)
         if (
             (table_store := driver.tables.transfers.table_store) is not None
             and driver.role.trains
@@ -115,6 +118,7 @@ class TrainingState:
         with driver.committing:
             snapshot = arena.snapshot(whole=True)
             peer = {**driver.state_dict(), "about": self._about, "figures": dict(figures)}
+            peer["optimizer"] = type(self.optimizer).__name__
         with contextlib.ExitStack() as undo:
             undo.callback(snapshot.release)
             parts[PEER] = pack(peer, PEER)
@@ -151,11 +155,10 @@ class TrainingState:
             if theirs != ours:
                 raise UsageError(f"the checkpoint is of a run with {option} {theirs}, not {ours}", checkpoint.path)
         self._restore_model(checkpoint, peer["iteration"])
-        if self._optimizer is not None and OPTIMIZER in checkpoint.parts:
-            try:
-                self._optimizer.load_state_dict(unpack(checkpoint.parts[OPTIMIZER]))
-            except (ValueError, KeyError) as error:
-                raise UsageError(f"the checkpoint is of another optimizer: {error}", checkpoint.path) from error
+        if self.optimizer is not None and OPTIMIZER in checkpoint.parts:
+            self.awaited = peer.get("optimizer")
+            if self.awaited in (None, type(self.optimizer).__name__):
+                self.restore_optimizer(checkpoint)
         if (table_store := driver.tables.transfers.table_store) is not None and TABLES in checkpoint.parts:
             try:
                 table_store.client.load_state_dict(unpack(checkpoint.parts[TABLES]))
@@ -175,6 +178,20 @@ class TrainingState:
         """The centre of elastic averaging, if this peer is the hub; else None."""
         exchange = self._driver.role.exchange
         return exchange.centre if isinstance(exchange, Elastic) else None
+
+    def restore_optimizer(self, checkpoint: Checkpoint) -> None:
+        """Restore the optimizer.
+
+        Raises:
+            UsageError: the checkpoint is of another optimizer.
+        """
+        assert self.optimizer is not None
+        if OPTIMIZER in checkpoint.parts:
+            try:
+                self.optimizer.load_state_dict(unpack(checkpoint.parts[OPTIMIZER]))
+            except (ValueError, KeyError) as error:
+                raise UsageError(f"the checkpoint is of another optimizer: {error}", checkpoint.path) from error
+        self.awaited = None
 
     def restore_random(self, checkpoint: Checkpoint) -> None:
         """Restore the random number generators of torch, Python, numpy and a CUDA device."""

@@ -403,3 +403,47 @@ def test_names_of_parts(bench: Callable[..., Bench], name: str) -> None:
 def test_state_that_cannot_be_saved_is_refused_at_registration(bench: Callable[..., Bench]) -> None:
     with pytest.raises(UsageError, match=r"sampler\.generator is of type"):
         bench().checkpoints.register("sampler", lambda: {"generator": torch.Generator()}, lambda state: None)
+
+
+# --- an optimizer that is joined in mid-run -----------------------------------------------------------
+
+
+def changed(bench: Callable[..., Bench]) -> Bench:
+    """Return a peer that has trained 10 iterations with Adam and then 10 with SGD, joined in mid-run."""
+    first = bench()
+    first.begin()
+    first.step(10)
+    follow_sgd(first)
+    first.step(10)
+    return first
+
+
+def follow_sgd(one: Bench) -> None:
+    one.optimizer = torch.optim.SGD([p for p in one.module.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
+    one.checkpoints.follow(one.optimizer)
+
+
+@pytest.mark.fault(48)
+def test_the_optimizer_joined_in_mid_run_gets_its_state_back(bench: Callable[..., Bench]) -> None:
+    first = changed(bench)
+    again = bench(resumes=True)
+    again.begin()
+    follow_sgd(again)
+    momenta = [one.optimizer.state_dict()["state"] for one in (first, again)]
+    assert momenta[0].keys() == momenta[1].keys() and momenta[0]
+    for key, state in momenta[0].items():
+        assert torch.equal(state["momentum_buffer"], momenta[1][key]["momentum_buffer"])
+    again.step(1)
+    follow_sgd(again)
+    assert not again.optimizer.state, "a later one begins anew"
+
+
+@pytest.mark.fault(48)
+def test_a_step_with_the_optimizer_of_before_is_refused(bench: Callable[..., Bench]) -> None:
+    changed(bench)
+    again = bench(resumes=True)
+    again.begin()
+    with pytest.raises(
+        UsageError, match=r"of an optimizer SGD, not Adam: call peer\.join_optimizer with one before the"
+    ):
+        again.step(1)

@@ -37,6 +37,7 @@ from gossipx.policies import Observation, Policy
 from gossipx.runtime import exit_hooks
 from gossipx.runtime.peer import Peer
 from gossipx.runtime.progress import Progress
+from gossipx.runtime.step_watch import check_optimizer
 from gossipx.transports import Address
 
 
@@ -147,13 +148,8 @@ def _check(model: object, optimizer: object) -> None:
         raise UsageError(
             f"join takes the model first, then the optimizer: {type(model).__name__} is not a torch module"
         )
-    if optimizer is None:
-        return
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"{type(optimizer).__name__} is not a torch optimizer: leave it out, and call peer.step()")
-    own = {id(parameter) for parameter in model.parameters()}
-    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-        raise UsageError("the optimizer trains none of the model's parameters: join the model for which it was created")
+    if optimizer is not None:
+        check_optimizer(model, optimizer)
 
 
 def _place(

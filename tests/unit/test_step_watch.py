@@ -1,0 +1,202 @@
+"""The watch on updates that are not counted as iterations, without a network. Row 48 of the table of faults."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gossipx.errors import UsageError
+from gossipx.runtime.step_watch import PATIENCE, StepWatch, check_optimizer
+
+pytestmark = pytest.mark.fault(48)
+
+
+class Loop:
+    """A training loop whose joined optimizer's steps are iterations, as with a peer."""
+
+    def __init__(self) -> None:
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        self.iteration = 0
+        self.watch = StepWatch(self.model)
+
+    def join(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        self.watch.follow(optimizer, lambda *_: self.step())
+        return optimizer
+
+    def step(self) -> None:
+        self.iteration += 1
+        self.watch.iteration_done(self.iteration)
+
+    def backward(self) -> torch.Tensor:
+        self.model.zero_grad()
+        loss = (self.model(torch.randn(8, 4)) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    def train(self, optimizer: torch.optim.Optimizer, updates: int, closure: bool = False) -> None:
+        for _ in range(updates):
+            if closure:
+                optimizer.step(self.backward)
+            else:
+                self.backward()
+                optimizer.step()
+
+
+class Sharpness(torch.optim.Optimizer):
+    """Sharpness-aware minimization as it is often written: ``second_step`` calls the base optimizer, not ``step``."""
+
+    def __init__(self, parameters: Any, base: Callable[..., torch.optim.Optimizer]):
+        super().__init__(parameters, {"rho": 0.01})
+        self.base = base(self.param_groups)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["moved"] = moved = 0.01 * parameter.grad
+                parameter.add_(moved)
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(self.state[parameter]["moved"])
+        self.base.step()
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    made = Loop()
+    yield made
+    made.watch.close()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.LBFGS])
+def test_another_optimizer_from_some_iteration_on_is_told_once(loop: Loop, caplog: Any, kind: Any) -> None:
+    loop.train(loop.join(torch.optim.Adam(loop.model.parameters())), 40)
+    assert told(caplog) == []
+    loop.train(kind(loop.model.parameters(), lr=0.01), 2 * PATIENCE, closure=True)
+    (line,) = told(caplog)
+    assert line.startswith("the model changes without the joined optimizer's step: 20 updates")
+    assert " since iteration 40; call peer.step() after each, or join the optimizer that steps: peer.join_op" in line
+    assert loop.iteration == 40
+
+
+def test_a_step_that_is_never_called_is_told(loop: Loop, caplog: Any) -> None:
+    optimizer = Sharpness(loop.model.parameters(), lambda groups: torch.optim.SGD(groups, lr=0.01))
+    loop.join(optimizer)
+    for _ in range(PATIENCE):
+        loop.backward()
+        optimizer.first_step()
+        loop.backward()
+        optimizer.second_step()
+    assert len(told(caplog)) == 1 and "since iteration 0" in told(caplog)[0]
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_updates_without_any_optimizer_are_told(loop: Loop, caplog: Any, joined: bool) -> None:
+    if joined:
+        loop.join(sgd(loop.model))
+    for _ in range(PATIENCE + 1):
+        loop.backward()
+        with torch.no_grad():
+            for parameter in loop.model.parameters():
+                parameter -= 0.01 * parameter.grad
+    (line,) = told(caplog)
+    whose = "the joined optimizer's step" if joined else "peer.step()"
+    assert line.startswith(f"the model changes without {whose}: 20 updates since iteration 0; ")
+
+
+def test_a_wrapper_that_steps_another_optimizer_is_told(loop: Loop, caplog: Any) -> None:
+    optimizer = loop.join(sgd(loop.model))
+    wrapped = copy.deepcopy(optimizer)  # of the same class, over copies: it trains nothing of the model
+    loop.train(wrapped, 2 * PATIENCE)
+    assert told(caplog) == []
+    wrapped.param_groups[0]["params"] = optimizer.param_groups[0]["params"]
+    loop.train(wrapped, PATIENCE)
+    assert len(told(caplog)) == 1 and "20 updates by SGD since" in told(caplog)[0]
+
+
+def test_the_optimizer_that_is_joined_later_counts(loop: Loop, caplog: Any) -> None:
+    loop.train(loop.join(torch.optim.Adam(loop.model.parameters())), 10)
+    loop.train(loop.join(sgd(loop.model)), 2 * PATIENCE)
+    assert told(caplog) == [] and loop.iteration == 10 + 2 * PATIENCE
+
+
+def test_an_optimizer_of_another_model_is_not_told(loop: Loop, caplog: Any) -> None:
+    """Such as a GAN's discriminator that is not joined."""
+    discriminator = nn.Linear(1, 1)
+    optimizer = sgd(discriminator)
+    for _ in range(4 * PATIENCE):
+        discriminator(loop.model(torch.randn(8, 4))).mean().backward()
+        optimizer.step()
+    assert told(caplog) == []
+
+
+def test_loops_that_update_more_often_than_they_count_are_not_told(loop: Loop, caplog: Any) -> None:
+    """Five updates of a critic in the same module per iteration, and then a longer round of them."""
+    joined, critic = loop.join(sgd(loop.model[0])), sgd(loop.model[2])
+    for _ in range(PATIENCE):
+        loop.train(critic, 5)
+        loop.train(joined, 1)
+    loop.train(critic, 3 * 5 + PATIENCE - 1)
+    assert told(caplog) == []
+    loop.train(critic, 1)
+    assert len(told(caplog)) == 1
+
+
+def test_the_steps_of_one_iteration_are_not_told(loop: Loop, caplog: Any) -> None:
+    """LBFGS changes the parameters for each of its evaluations; with gradient accumulation nothing changes."""
+    loop.train(loop.join(torch.optim.LBFGS(loop.model.parameters(), lr=0.1, max_iter=100)), 5, closure=True)
+    optimizer = loop.join(sgd(loop.model))
+    for _ in range(3):
+        for _ in range(4 * PATIENCE):
+            (loop.model(torch.randn(8, 4)) - 1).square().mean().backward()
+        optimizer.step()
+    assert told(caplog) == []
+
+
+def test_a_loop_that_calls_step_itself_is_not_told(loop: Loop, caplog: Any) -> None:
+    optimizer = sgd(loop.model)
+    for _ in range(2 * PATIENCE):
+        loop.train(optimizer, 1)
+        loop.step()
+    assert told(caplog) == []
+
+
+def test_nothing_is_left_behind(caplog: Any) -> None:
+    """No hook on the model, its optimizer or torch; and a joined model can be copied and saved as before."""
+    loop = Loop()
+    optimizer = loop.join(sgd(loop.model))
+    copied = copy.deepcopy(loop.model)
+    (copied(torch.randn(8, 4)) - 1).square().mean().backward()
+    loop.watch.close()
+    loop.train(optimizer, 4 * PATIENCE)
+    assert told(caplog) == [] and loop.iteration == 0
+    watch = weakref.ref(loop.watch)
+    del loop
+    gc.collect()
+    assert watch() is None
+
+
+def test_what_cannot_be_joined(loop: Loop) -> None:
+    with pytest.raises(UsageError, match=r"^Linear is not a torch optimizer: leave it out, and call peer\.step\(\)"):
+        check_optimizer(loop.model, nn.Linear(1, 1))
+    with pytest.raises(UsageError, match=r"^the optimizer trains none of the model's parameters"):
+        check_optimizer(loop.model, sgd(nn.Linear(1, 1)))
