@@ -30,8 +30,9 @@ from gossipx.model.layout import Section, Slot
 from gossipx.model.places import Places
 from gossipx.policies import Observation, Policy
 from gossipx.runtime import models
+from gossipx.runtime.bypass import overflowed
 from gossipx.runtime.options import labels_of
-from gossipx.runtime.peer import Peer, check_own, overflowed
+from gossipx.runtime.peer import Peer, check_own
 from gossipx.tasks import partition
 
 log = logging.getLogger("gossipx")

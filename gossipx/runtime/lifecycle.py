@@ -95,11 +95,11 @@ class Lifecycle:
             self.wait()
             if self._driver.rejection is not None:  # do not train alone because all other peers refused this one
                 raise self._driver.rejection
+            if self.backward is not None and self._role.trains:
+                self.backward.start()
             undo.pop_all()
         if self._role.sync.policy.uses_drift and not self._checkpoints.resumed:
             self._driver.captures.reference.set()
-        if self.backward is not None and self._role.trains:
-            self.backward.start()
         self._checkpoints.start()
         if self.backward is not None and self._options.directory is not None:
             self._control = Control(self._options.directory, command)

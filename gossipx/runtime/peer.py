@@ -18,7 +18,8 @@ from gossipx.errors import UsageError
 from gossipx.model.arena import ParameterArena
 from gossipx.protocol.events import StepDone
 from gossipx.runtime import exit_hooks, models
-from gossipx.runtime.backward import Backward, OptimizerBypass
+from gossipx.runtime.backward import Backward
+from gossipx.runtime.bypass import OptimizerBypass, overflowed
 from gossipx.runtime.checkpoints import Checkpoints
 from gossipx.runtime.driver import Driver
 from gossipx.runtime.lifecycle import Lifecycle
@@ -367,9 +368,3 @@ def check_own(state: Mapping[str, Any], rank: int, size: int) -> None:
         )
     if state["peers"] != size:
         raise UsageError(f"this is the state of a peer in a run with {state['peers']} peers, not {size}")
-
-
-def overflowed(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a fused optimizer skipped its update because GradScaler reported an overflow."""
-    overflow = getattr(optimizer, "found_inf", None)
-    return overflow is not None and bool(float(overflow))

@@ -339,13 +339,14 @@ class Solver:
         if limit < 0:
             return
         norm = float(torch.linalg.vector_norm(torch.stack([one.norm().double() for one in gradients])))
+        scale = 1.0
         if norm > limit:
             scale = limit / norm
             self._log.info(
                 f"Gradient clipping: scaling down gradients (L2 norm {norm:g} > {limit:g}) by scale factor {scale:g}"
             )
-            for gradient in gradients:
-                gradient.mul_(scale)
+        for gradient in gradients:  # even by 1: a parameter server's worker learns from the first step that we clip
+            gradient.mul_(scale)
 
     def _test(self, number: int, net: Net) -> dict[str, float]:
         self._log.info(f"Iteration {self.iter}, Testing net (#{number})")

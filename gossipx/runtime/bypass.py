@@ -1,0 +1,95 @@
+"""The bypass of a loop's optimizer in server mode, where the servers make the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossipx.errors import UsageError
+
+
+class OptimizerBypass:
+    """A hook that makes an optimizer's step do nothing, because the servers make it.
+
+    It hides the gradients during the step, so that the optimizer skips all parameters. What the step would do before
+    its update, it does itself: it calls a closure, and it unscales the gradients for a fused optimizer, which otherwise
+    leaves GradScaler's scale to its kernel.
+
+    Args:
+        optimizer: the training loop's optimizer.
+        before: called before each step that is not skipped, while the gradients are still in place.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, before: Callable[[], None]):
+        self._before = before
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._handle = optimizer.register_step_pre_hook(self._hide)
+
+    def _hide(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        later = self._handle.hooks_dict_ref()
+        if later is not None and next(reversed(later)) != self._handle.id:
+            raise UsageError(
+                "a hook was added to the optimizer's step after gossipx.join, so it would see no gradients: call"
+                " register_step_pre_hook before gossipx.join"
+            )
+        kept = _call_closure(args, kwargs)
+        if not overflowed(optimizer):
+            _unscale(optimizer)
+            self._before()
+        for parameter in _parameters(optimizer):
+            if parameter.grad is not None:
+                self._hidden.append((parameter, parameter.grad))
+                parameter.grad = None
+        return kept
+
+    def restore_gradients(self) -> None:
+        """Restore the gradients after the step."""
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden.clear()
+
+    def close(self) -> None:
+        """Remove the hook: the optimizer makes its steps again."""
+        self._handle.remove()
+
+
+def overflowed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a fused optimizer skips its update because GradScaler reported an overflow."""
+    overflow = getattr(optimizer, "found_inf", None)
+    return overflow is not None and bool(float(overflow))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+@torch.no_grad()
+def _unscale(optimizer: torch.optim.Optimizer) -> None:
+    """Divide gradients by the scale that GradScaler has left to a fused optimizer, if any."""
+    scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+    if scale is not None:
+        for parameter in _parameters(optimizer):
+            if parameter.grad is not None:
+                parameter.grad.div_(scale)
+
+
+def _call_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Call the closure among a step's arguments, if any, and return arguments whose closure returns its loss.
+
+    Args:
+        args: begins with the optimizer.
+        kwargs: the keyword arguments.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return None
+    with torch.enable_grad():
+        loss = closure()
+
+    def called() -> Any:
+        return loss
+
+    return ((args[0], called, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": called})

@@ -1,0 +1,377 @@
+"""Loops that change gradients between backward and the optimizer's step, with a parameter server.
+
+By default gradients are sent during backward, before such a change.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from ports import free_ports
+from served_loops import STEPS, Join, Step, batch, loop, loss_of, net, plain, same, served, sgd
+from solving import Made, weights
+from torch import Tensor, nn
+
+import gossipx
+from gossipx.errors import UsageError
+from gossipx.solver.solver import Solver
+from runs import Folder, differences
+
+pytestmark = pytest.mark.fault(46)
+
+Change = Callable[[nn.Module], None]
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def changing(change: Change) -> Step:
+    """Return a step that changes the gradients after backward."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, batch(number)).backward()
+        change(model)
+        optimizer.step()
+
+    return step
+
+
+def clips_norm(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def clips_values(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+
+def clamps_data(model: nn.Module) -> None:
+    """Clip as old scripts do; it does not change the gradients' version counters."""
+    for gradient in gradients(model):
+        gradient.data.clamp_(-0.01, 0.01)
+
+
+def adds_noise(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(int(1e6 * gradients(model)[0].abs().sum()) % 1000)
+    for gradient in gradients(model):
+        gradient += 0.1 * torch.randn(gradient.shape, generator=generator)
+
+
+def multiplies_all(model: nn.Module) -> None:
+    torch._foreach_mul_([gradient.data for gradient in gradients(model)], 0.5)
+
+
+def replaces(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad * 0.5
+
+
+def replaces_one_by_zeros(model: nn.Module) -> None:
+    last = list(model.parameters())[-1]
+    last.grad = torch.zeros_like(last)
+
+
+@pytest.mark.parametrize(
+    "change", [clips_norm, clips_values, clamps_data, adds_noise, multiplies_all, replaces, replaces_one_by_zeros]
+)
+def test_changed_gradients_are_what_is_pushed(join: Join, caplog: pytest.LogCaptureFixture, change: Change) -> None:
+    step = changing(change)
+    same(served(join, net(), step), loop(alone := net(), sgd(alone), step))
+    told = [record.getMessage() for record in caplog.records if "--no-wait-free" in record.getMessage()]
+    assert len(told) == 1 and "\n" not in told[0] and "was changed after backward" in told[0]
+
+
+def test_a_loop_that_changes_nothing_sends_during_backward_from_its_second_iteration(
+    join: Join, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = net()
+    with join(model, optimizer := sgd(model)) as peer:
+        sent = []
+        assert peer._backward is not None
+        update = peer._backward._client.update
+        peer._backward._client.update = lambda table, gradient: [sent.append(table), update(table, gradient)][1]  # type: ignore[method-assign, func-returns-value]
+        for number in range(3):
+            optimizer.zero_grad()
+            loss_of(model, batch(number)).backward()
+            assert len(sent) == 4 * number + (4 if number else 0)
+            optimizer.step()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+# --- GradScaler -------------------------------------------------------------------------------------------
+
+
+def scaling(clips: bool = False, infinite_at: tuple[int, ...] = (), init_scale: float = 1024.0) -> Step:
+    """Return a step with mixed precision's GradScaler, whose loss overflows at some steps."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=2)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(number)) * (float("inf") if number in infinite_at else 1.0)
+        scaler.scale(loss).backward()
+        if clips:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+@pytest.mark.parametrize("infinite_at", [(), (0,), (0, 1, 2), (3, 5)])
+@pytest.mark.parametrize("clips", [False, True])
+def test_grad_scaler(join: Join, clips: bool, infinite_at: tuple[int, ...]) -> None:
+    model, steps = net(), 9
+    with join(model, optimizer := sgd(model)) as peer:
+        loop(model, optimizer, scaling(clips, infinite_at), steps)
+        assert peer.iteration == steps - len(infinite_at)
+    same(model, loop(alone := net(), sgd(alone), scaling(clips, infinite_at), steps))
+
+
+@pytest.mark.parametrize("wait_free", [True, False])
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+@pytest.mark.parametrize("clips", [False, True])
+def test_grad_scaler_with_a_fused_optimizer(join: Join, kind: str, clips: bool, wait_free: bool) -> None:
+    """Such an optimizer unscales within its own step, which the servers make."""
+
+    def made(model: nn.Module) -> torch.optim.Optimizer:
+        if kind == "adam":
+            return torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+
+    # After a skipped first step, torch's fused SGD begins with a momentum that it has not initialized.
+    model, skipped = net(), (0, 4) if kind == "adam" else (2, 4)
+    with join(model, optimizer := made(model), wait_free=wait_free) as peer:
+        loop(model, optimizer, scaling(clips, skipped), 8)
+        assert peer.iteration == 6
+    same(model, loop(alone := net(), made(alone), scaling(clips, skipped), 8), rtol=1e-5, atol=1e-6)
+
+
+TWO_WORKERS = """
+torch.manual_seed(3)
+model = nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+skipped = 0
+with gossipx.join(model, optimizer) as peer:
+    for number in range(12):
+        optimizer.zero_grad()
+        loss = (model(batch(peer)).double() - 1).square().mean()
+        overflows = peer.rank == 1 and number in (0, 5)
+        scaler.scale(loss * float("inf") if overflows else loss).backward()
+        before = peer.iteration
+        scaler.step(optimizer)
+        scaler.update()
+        skipped += peer.iteration == before
+    tell(peer, skipped=skipped, iteration=peer.iteration)
+"""
+
+
+def two_workers(iterations: int) -> nn.Module:
+    """Train on both workers' batches in one process; the second worker leaves two iterations early."""
+    torch.manual_seed(3)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for number in range(iterations):
+        optimizer.zero_grad()
+        ranks = (0, 1) if number < iterations - 2 else (0,)
+        for rank in ranks:
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1000 * rank + number))
+            ((model(x).double() - 1).square().mean() / len(ranks)).backward()
+        optimizer.step()
+    return model
+
+
+def test_a_worker_that_skips_steps_delays_the_others_and_hangs_nobody(two: Folder) -> None:
+    """With bsp, its next step that is not skipped counts for the iteration that the other worker waits for."""
+    script = two.script(TWO_WORKERS)
+    run = two.run("--servers", "0,1", "--peer-timeout", "20", script, two.path)
+    assert two.told(1) == {"skipped": 2, "iteration": 10}
+    assert two.told(0) == {"skipped": 0, "iteration": 12}
+    assert run.summary["poisoned"] == [0, 0] and run.summary["lost"] == []
+    reference = two_workers(12).state_dict()
+    assert max(differences(run.model(0), reference).values()) < 1e-5
+
+
+# --- changes that begin later, or that happen elsewhere -----------------------------------------------------
+
+
+@pytest.mark.parametrize("change", [clips_norm, clips_values, clamps_data, multiplies_all, replaces])
+def test_a_change_that_begins_after_gradients_were_sent_is_refused_and_names_the_option(
+    join: Join, change: Change
+) -> None:
+    model = net()
+    with join(model, optimizer := sgd(model)) as peer:
+        loop(model, optimizer, plain, 2)
+        with pytest.raises(
+            UsageError, match=r"gradient of '\d\.\w+' was changed after it was sent.*--no-wait-free"
+        ) as e:
+            changing(change)(model, optimizer, 2)
+        assert "\n" not in str(e.value)
+        peer.close()
+
+
+def test_a_gradient_that_is_removed_after_it_was_sent_is_refused(join: Join) -> None:
+    def removes(model: nn.Module) -> None:
+        next(model.parameters()).grad = None
+
+    model = net()
+    with join(model, optimizer := sgd(model)) as peer:
+        plain(model, optimizer, 0)
+        with pytest.raises(UsageError, match=r"gradient of '0\.weight' was changed after it was sent"):
+            changing(removes)(model, optimizer, 1)
+        peer.close()
+
+
+def test_a_grad_scaler_that_begins_later_is_refused(join: Join) -> None:
+    model = net()
+    with join(model, optimizer := sgd(model)) as peer:
+        loop(model, optimizer, plain, 2)
+        with pytest.raises(UsageError, match=r"changed after it was sent.*--no-wait-free"):
+            scaling()(model, optimizer, 2)
+        peer.close()
+
+
+def test_a_clip_that_begins_later_and_changes_nothing_yet_switches_in_time(
+    join: Join, caplog: pytest.LogCaptureFixture
+) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, batch(number)).backward()
+        if number >= 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 1e9 if number == 2 else 0.05)
+        optimizer.step()
+
+    same(served(join, net(), step), loop(alone := net(), sgd(alone), step))
+    assert sum("--no-wait-free" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_clip_whose_limit_is_first_exceeded_later(join: Join) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, batch(number)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e9 if number < 3 else 0.05)
+        optimizer.step()
+
+    same(served(join, net(), step), loop(alone := net(), sgd(alone), step))
+
+
+def test_accumulation_without_no_sync_from_the_first_iteration(join: Join) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        optimizer.zero_grad()
+        for part in batch(number).chunk(4):
+            (loss_of(model, part) / 4).backward()
+        optimizer.step()
+
+    same(served(join, net(), step), loop(alone := net(), sgd(alone), step))
+
+
+def test_a_gradient_of_an_earlier_backward_pass_only(join: Join) -> None:
+    """The last pass does not use the first layer, whose gradient was accumulated before."""
+    model = net()
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        optimizer.zero_grad()
+        assert isinstance(model, nn.Sequential)
+        with peer.no_sync() if model is joined else torch.enable_grad():
+            loss_of(model, batch(number)).backward()
+        hidden = torch.tanh(batch(number, 16).view(8, 8)).repeat(1, 2)
+        (model[2](hidden) - 1).square().mean().backward()
+        optimizer.step()
+
+    joined = model
+    with join(model, optimizer := sgd(model)) as peer:
+        loop(model, optimizer, step)
+    same(model, loop(alone := net(), sgd(alone), step))
+
+
+def test_a_closure_is_called_before_its_gradients_are_pushed(join: Join) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(number))
+            loss.backward()
+            clips_norm(model)
+            losses.append(loss.item())
+            return loss.item()
+
+        losses: list[float] = []
+        assert optimizer.step(closure) == losses[0] and len(losses) == 1
+
+    same(served(join, net(), step), loop(alone := net(), sgd(alone), step))
+
+
+def clip_in_hook(optimizer: torch.optim.Optimizer) -> None:
+    def clip(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        nn.utils.clip_grad_norm_([one for group in optimizer.param_groups for one in group["params"]], 0.05)
+
+    optimizer.register_step_pre_hook(clip)
+
+
+def test_a_step_hook_that_clips(join: Join) -> None:
+    model = net()
+    clip_in_hook(optimizer := sgd(model))
+    with join(model, optimizer):
+        loop(model, optimizer, plain)
+    alone = net()
+    clip_in_hook(optimizer := sgd(alone))
+    same(model, loop(alone, optimizer, plain))
+
+
+def test_a_step_hook_that_would_see_no_gradients_is_refused(join: Join) -> None:
+    model = net()
+    with join(model, optimizer := sgd(model)) as peer:
+        clip_in_hook(optimizer)
+        with pytest.raises(UsageError, match=r"before gossipx\.join"):
+            plain(model, optimizer, 0)
+        peer.close()
+
+
+def test_a_hook_on_parameters_that_clips_during_backward(join: Join) -> None:
+    """Without gossipx it runs before the step; with gossipx it may run after the gradient was taken."""
+
+    def clip(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-0.01, 0.01)
+
+    def clipping(model: nn.Module) -> nn.Module:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(clip)  # type: ignore[no-untyped-call]
+        return model
+
+    model = net()
+    with join(model, optimizer := sgd(model)):
+        loop(clipping(model), optimizer, plain, STEPS)
+    same(model, loop(alone := clipping(net()), sgd(alone), plain))
+
+
+# --- solvers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["clip_gradients: 0.1", "iter_size: 3", "iter_size: 2\nclip_gradients: 0.1"])
+def test_a_solver_that_clips_or_accumulates(tmp_path: Path, text: str) -> None:
+    """Its first gradients are below the limit."""
+
+    def solver(name: str) -> Solver:
+        losses = iter([0.001] * 3 + [1.0] * 100)
+        (folder := tmp_path / name).mkdir()
+
+        def loss(output: Tensor, y: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(output, y) * next(losses)
+
+        return Made(folder, text, loss=loss).solver
+
+    hosts = tmp_path / "hosts.txt"
+    hosts.write_text(f"127.0.0.1:{free_ports(1)[0]}\n")
+    served, alone = solver("served"), solver("alone")
+    settings = {"mode": "server", "servers": "0", "peer_timeout": 20.0, "logdir": str(tmp_path)}
+    with gossipx.attach(served, peers=hosts, rank=0, **settings):
+        served.step(6)
+    alone.step(6)
+    torch.testing.assert_close(weights(served), weights(alone))
