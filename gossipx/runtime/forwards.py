@@ -38,10 +38,17 @@ class Forwards:
         self._reads: dict[int, list[int]] = {}  # what these wait for; empty while they are observed
         # Before other hooks: those of torch's spectral_norm and weight_norm read parameters.
         self._handles: list[RemovableHandle] = [
-            one.register_forward_pre_hook(self._before, prepend=True) for one in self._modules
+            one.register_forward_pre_hook(self._hook(one), prepend=True) for one in self._modules
         ]
 
-    def _before(self, module: nn.Module, args: Any) -> None:
+    def _hook(self, own: nn.Module) -> Callable[[nn.Module, Any], None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            if module is own:  # a copy of the model has the hooks of the original, but its own parameters
+                self._before(module)
+
+        return hook
+
+    def _before(self, module: nn.Module) -> None:
         if not self._reads:
             if torch.is_grad_enabled():
                 self._modes[id(module)] = module.training

@@ -77,11 +77,15 @@ def fingerprint(gradient: Tensor) -> Tensor:
 
     A sum of integers is exact: a change of one value always changes it, which is not so for a sum of floats.
     """
-    flat = gradient.detach().reshape(-1)
+    flat = gradient.detach().reshape(-1).contiguous()  # reshape keeps the stride of a vector
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     if flat.storage_offset() * flat.element_size() % WORD:
         flat = flat.clone()
     rest = flat.numel() % (WORD // flat.element_size())
     whole = flat.numel() - rest
-    return flat[:whole].view(torch.int64).sum() + flat[whole:].view(torch.uint8).sum()
+    words = flat[:whole].view(torch.int64)
+    total = words.sum() + flat[whole:].view(torch.uint8).sum()
+    if flat.element_size() == WORD:  # the sum loses the signs, the highest bits, of an even number of values
+        total = total + (words < 0).sum()
+    return total

@@ -188,6 +188,24 @@ def test_a_parent_waits_for_the_children_that_it_does_not_call(join: Join, monke
     ]
 
 
+def test_an_averaged_copy_of_the_model(join: Join) -> None:
+    """The copy has the hooks of the original, and parameters that no server knows."""
+
+    def averaged(model: nn.Module, optimizer: torch.optim.Optimizer, sync: Callable[[], None]) -> Tensor:
+        average = torch.optim.swa_utils.AveragedModel(model)
+        for number in range(STEPS):
+            plain(model, optimizer, number)
+            sync()
+            average.update_parameters(model)
+            average(batch(number))
+        return average(batch(9)).detach()
+
+    model, alone = made(Attention), made(Attention)
+    with join(model, optimizer := sgd(model)) as peer:
+        own = averaged(model, optimizer, peer.sync)
+    torch.testing.assert_close(own, averaged(alone, sgd(alone), lambda: None), rtol=1e-5, atol=1e-6)
+
+
 TWO_WORKERS = """
 torch.manual_seed(3)
 model = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
