@@ -10,6 +10,8 @@ from torch import Tensor
 
 from gossipx.errors import UsageError
 
+ALL_GROUPS = "call add_param_group before it, since the servers have an optimizer with those groups"
+
 
 class OptimizerBypass:
     """A hook that makes an optimizer's step do nothing, because the servers make it.
@@ -25,6 +27,7 @@ class OptimizerBypass:
 
     def __init__(self, optimizer: torch.optim.Optimizer, before: Callable[[], None]):
         self._before = before
+        self._groups = len(optimizer.param_groups)
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._handle = optimizer.register_step_pre_hook(self._hide)
 
@@ -35,6 +38,8 @@ class OptimizerBypass:
                 "a hook was added to the optimizer's step after gossipx.join, so it would see no gradients: call"
                 " register_step_pre_hook before gossipx.join"
             )
+        if len(optimizer.param_groups) != self._groups:
+            raise UsageError(f"the optimizer has other parameter groups than at gossipx.join: {ALL_GROUPS}")
         kept = _call_closure(args, kwargs)
         if not overflowed(optimizer):
             _unscale(optimizer)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 
 class Forwards:
@@ -37,18 +36,12 @@ class Forwards:
         self._modes: dict[int, bool] = {}  # by module that was called in the observed iteration: whether it trained
         self._reads: dict[int, list[int]] = {}  # what these wait for; empty while they are observed
         # Before other hooks: those of torch's spectral_norm and weight_norm read parameters.
-        self._handles: list[RemovableHandle] = [
-            one.register_forward_pre_hook(self._hook(one), prepend=True) for one in self._modules
-        ]
+        self._unhook: list[Callable[[], object]] = []
+        for one in self._modules:
+            handle = one.register_forward_pre_hook(self._before, prepend=True)
+            self._unhook += [handle.remove, _kept_out_of_copies(one, handle.id)]
 
-    def _hook(self, own: nn.Module) -> Callable[[nn.Module, Any], None]:
-        def hook(module: nn.Module, args: Any) -> None:
-            if module is own:  # a copy of the model has the hooks of the original, but its own parameters
-                self._before(module)
-
-        return hook
-
-    def _before(self, module: nn.Module) -> None:
+    def _before(self, module: nn.Module, args: Any) -> None:
         if not self._reads:
             if torch.is_grad_enabled():
                 self._modes[id(module)] = module.training
@@ -87,5 +80,26 @@ class Forwards:
 
     def close(self) -> None:
         """Remove all hooks."""
-        for handle in self._handles:
-            handle.remove()
+        for unhook in self._unhook:
+            unhook()
+
+
+def _kept_out_of_copies(module: nn.Module, hook: int) -> Callable[[], object]:
+    """Leave a forward pre-hook out of pickles and deep copies of its module: it cannot be saved, and waits for tables.
+
+    Returns:
+        A function that undoes this.
+    """
+
+    def reduce(protocol: Any) -> Any:
+        made = type(module).__reduce_ex__(module, protocol)
+        if isinstance(made, str) or len(made) < 3 or not isinstance(made[2], dict):
+            return made  # the module's own format
+        state = dict(made[2])
+        del state["__reduce_ex__"]
+        state["_forward_pre_hooks"] = state["_forward_pre_hooks"].copy()
+        state["_forward_pre_hooks"].pop(hook, None)
+        return (*made[:2], state, *made[3:])
+
+    vars(module)["__reduce_ex__"] = reduce
+    return lambda: vars(module).pop("__reduce_ex__", None)

@@ -189,7 +189,7 @@ def test_a_parent_waits_for_the_children_that_it_does_not_call(join: Join, monke
 
 
 def test_an_averaged_copy_of_the_model(join: Join) -> None:
-    """The copy has the hooks of the original, and parameters that no server knows."""
+    """The copy has parameters that no server knows."""
 
     def averaged(model: nn.Module, optimizer: torch.optim.Optimizer, sync: Callable[[], None]) -> Tensor:
         average = torch.optim.swa_utils.AveragedModel(model)
