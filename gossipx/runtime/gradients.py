@@ -18,7 +18,7 @@ WORD = 8
 
 
 class Change(enum.Enum):
-    """What happened to gradients after backward."""
+    """A change of gradients after backward."""
 
     NONE = "nothing"
     WRITTEN = "one was written to, but holds the same values, as after a clip whose limit was not exceeded"
