@@ -6,9 +6,11 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from emulated import lacking as no_network
 from ports import free_ports
 from safetensors.torch import load_file
 
+from gossipx.checkpoint import Store
 from gossipx.metrics import summary
 from runs import LONG, PRELUDE, differences
 
@@ -60,14 +63,18 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, bin_directory: Path) -> It
         yield made
 
 
+def environment_of(bin_directory: Path) -> dict[str, str]:
+    """Return environment variables without those of a launcher, and with these commands."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("GOSSIPX_", "SLURM_", "OMPI_"))}
+    return {**kept, "PATH": f"{bin_directory}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+
+
 def run(command: Sequence[str | Path], folder: Path, bin_directory: Path) -> subprocess.CompletedProcess[str]:
     """Run a launcher to its end."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("GOSSIPX_", "SLURM_", "OMPI_"))}
-    environment = {**kept, "PATH": f"{bin_directory}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         list(map(str, command)),
         cwd=folder,
-        env=environment,
+        env=environment_of(bin_directory),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -287,3 +294,81 @@ def test_an_error_of_one_rank_ends_all(tmp_path: Path, wrong: int) -> None:
     assert "nowhere.py: script not found" in told[wrong]
     assert f"rank {wrong} aborted: nowhere.py: script not found" in told[1 - wrong]
     assert not (tmp_path / "runs").exists()
+
+
+# --- stopping -----------------------------------------------------------------------------------------
+
+ENDLESS = (
+    SCRIPT.partition("with peer:")[0].replace("peer_timeout=60", "peer_timeout=60, name='x'")
+    + """
+with peer:
+    train(peer, model, optimizer, peer.iteration + 20)
+    (FOLDER / f"{peer.rank}-trains").touch()
+    train(peer, model, optimizer, 10**9)
+"""
+)
+
+
+def stopped(command: Sequence[str | Path], folder: Path, environment: Mapping[str, str]) -> str:
+    """Start a launcher, terminate it when two peers train, and return its output."""
+    output = folder / "output"
+    with output.open("w") as file:
+        started = subprocess.Popen(
+            list(map(str, command)),
+            cwd=folder,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            by = time.monotonic() + LONG
+            while not all((folder / f"{rank}-trains").exists() for rank in range(2)):
+                assert started.poll() is None and time.monotonic() < by, output.read_text()
+                os.sched_yield()
+            if command[0] == "srun":  # itself it would kill its tasks at once
+                subprocess.run(["scancel", "--name", "stops"], env=dict(environment), check=True)
+            else:
+                started.send_signal(signal.SIGTERM)
+            started.wait(LONG)
+        finally:
+            started.kill()
+            started.wait()
+    return output.read_text()
+
+
+def check_stopped(folder: Path, output: str) -> None:
+    """Check that both peers have a checkpoint and a model."""
+    for rank in range(2):
+        own = folder / "runs" / "x" / f"peer-{rank:02d}"
+        assert (Store(own / "checkpoints").find() or 0) >= 20, output
+        assert (own / "model.safetensors").exists(), output
+
+
+def launched(launcher: str, program: Sequence[str | Path]) -> list[str | Path]:
+    if launcher == "torchrun":
+        return torchrun(*(["--no-python"] if program[0] == "gossipx" else []), *program[program[0] == "python" :])
+    if launcher == "mpirun":
+        return mpirun("--mca", "odls_base_sigkill_timeout", "5", *program)
+    return ["srun", "--job-name", "stops", "--ntasks", "2", "--kill-on-bad-exit=0", "--wait=0", *program]
+
+
+@pytest.mark.fault(53)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["script", "gossipx run"])
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "srun"])
+def test_a_launcher_that_is_terminated_stops_its_peers_in_order(
+    tmp_path: Path, bin_directory: Path, launcher: str, kind: str, request: pytest.FixtureRequest
+) -> None:
+    environment = environment_of(bin_directory)
+    if launcher == "srun":
+        environment = request.getfixturevalue("cluster").environment
+    script = tmp_path / "train.py"
+    script.write_text(ENDLESS)
+    run_it = ["gossipx", "run", "--name", "x", *BRIEF] if kind == "gossipx run" else ["python"]
+    output = stopped(launched(launcher, [*run_it, script, tmp_path]), tmp_path, environment)
+    check_stopped(tmp_path, output)
+    if kind == "gossipx run":
+        found = summary.read(tmp_path / "runs" / "x")
+        assert len(found.stopped) == 2 and found.lost == [] and None not in found.retrievals, output
+        assert output.count("continue with: gossipx run --resume x") == 1, output
