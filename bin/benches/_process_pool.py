@@ -10,9 +10,7 @@ import gc
 import importlib
 import json
 import os
-import random
 import select
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +21,8 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from _remote import HERE, end_with_parent
+from _ports import HERE, reserved
+from _remote import end_with_parent
 from emulated import Host
 from torch import nn
 
@@ -51,6 +50,7 @@ class ProcessPool:
         self._size = size
         self._jobs = 0
         self._undo = contextlib.ExitStack()
+        self._ports = self._undo.enter_context(contextlib.ExitStack())
         self._folder = Path(self._undo.enter_context(tempfile.TemporaryDirectory()))
         self._secret = self._folder / "secret"
         self._secret.touch(mode=0o600)
@@ -95,7 +95,9 @@ class ProcessPool:
         self._jobs += 1
         if self._hosts is not None:
             return [(self._hosts[rank].address, 29400 + self._jobs) for rank in ranks]
-        return [(HERE, port) for port in _free_ports(len(ranks))]
+        self._ports.close()  # of the job before
+        first = self._ports.enter_context(reserved(len(ranks)))
+        return [(HERE, first + number) for number in range(len(ranks))]
 
     def _answers(self, taking: Sequence[subprocess.Popen[str]]) -> list[Done]:
         """Collect the results as they arrive, so that one failure ends the job although others still wait for it."""
@@ -128,18 +130,6 @@ class ProcessPool:
             assert process.stdout is not None
             process.stdout.close()
         self._undo.close()
-
-
-def _free_ports(count: int) -> list[int]:
-    """Return free ports outside the ephemeral range, of which some remain in use after hundreds of connections."""
-    found: list[int] = []
-    while len(found) < count:
-        port = random.randrange(10_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((HERE, port))
-            found += [port] if port not in found else []
-    return found
 
 
 # --- in each process ------------------------------------------------------------------------------------

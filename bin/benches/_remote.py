@@ -24,6 +24,7 @@ from torch.distributed import rpc
 
 from gossipx.comm import CommManager
 from gossipx.comm.listener import OnRequest
+from gossipx.launch.ports import reserve
 from gossipx.memory import PIECE, Memory, Source
 from gossipx.protocol.messages import ArriveRequest, HereReply, ModelReply, PullRequest, Request, Stage
 from gossipx.tools.certs import folder_of
@@ -172,8 +173,8 @@ class Iperf:
     """iperf3 for the same number of bytes; it measures its own time, from the first byte to the last."""
 
     def __init__(self, size: int):
-        with socket.create_server((HERE, 0)) as free:
-            self._port = str(free.getsockname()[1])
+        self._reserved = reserve(Address(HERE, 0))
+        self._port = str(self._reserved.getsockname()[1])
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         self._server = subprocess.Popen(["iperf3", "-s", "-p", self._port, "-B", HERE], **quiet)
         self._size = str(size)
@@ -192,6 +193,7 @@ class Iperf:
     def close(self) -> None:
         self._server.terminate()
         self._server.wait(SECONDS)
+        self._reserved.close()
 
 
 # --- gossipx ---------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _ports import reserved
 from _report import figure, report
-from _runs import free_port
 from _trained import Trained, timed
 
 from gossipx.model import kernels
@@ -183,9 +183,9 @@ def _whole_step(case: Case, delta: str, steps: int, whole: list[float]) -> float
     The check of the parameters' addresses at every 50th step is excluded.
     """
     trained = Trained(case.model, case.batch)
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, reserved(1) as port:
         hosts = Path(scratch) / "hosts.txt"
-        hosts.write_text(f"127.0.0.1:{free_port(1)}\n")
+        hosts.write_text(f"127.0.0.1:{port}\n")
         peer = trained.join(hosts, policy=SAYS_NO, delta=delta, log_interval=RECORDED, logdir=scratch)
         for _ in range(RECORDED):
             trained.step()

@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 from _idle_peer import IdlePeer
+from _ports import reserved
 from _report import figure, report
-from _runs import free_port
 from _trained import Span, Trained, timed
 
 BATCH = 64
@@ -69,9 +69,9 @@ def measure(model: str, policy: str, steps: int) -> Measured:
     """Time ``steps`` steps with a peer, and as many without one."""
     measured = Measured()
     alone, trained = Trained(model, BATCH, RATE), Trained(model, BATCH, RATE)
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, reserved(2) as port:
         hosts = Path(scratch) / "hosts.txt"
-        hosts.write_text(f"127.0.0.1:{free_port(2)} slots=2\n")
+        hosts.write_text(f"127.0.0.1:{port} slots=2\n")
         settings = {"policy": policy, "logdir": scratch, "name": "overhead", "peer_timeout": PATIENCE}
         with IdlePeer(model, hosts, settings):
             peer = trained.join(hosts, rank=0, **settings)

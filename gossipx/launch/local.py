@@ -29,11 +29,14 @@ from gossipx.launch.environment import (
     ENV_RESUME,
     ENV_RESUME_AT,
 )
+from gossipx.launch.hosts import bind_host
+from gossipx.launch.ports import kept_free
 from gossipx.launch.progress import Display, PeerStatus
 from gossipx.launch.start import Start, from_hosts, policy_or_sync_model
 from gossipx.launch.stopping import Stopping, how_to_continue
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.metrics.summary import Summary, per_peer
+from gossipx.transports import Address
 
 POLL_INTERVAL = 0.1
 """Seconds between two checks for processes that have ended, and for signals."""
@@ -133,7 +136,7 @@ class _Run:
     def go(self, notice: str | None = None) -> int:
         """Start the peers, follow them and write the summary; ``notice`` is shown first."""
         stopping = self._stopping
-        with selectors.DefaultSelector() as selector, stopping.signals(), self._display:
+        with selectors.DefaultSelector() as selector, stopping.signals(), self._display, kept_free(self._binds()):
             if notice is not None:
                 self._display.line(notice)
             try:
@@ -182,6 +185,11 @@ class _Run:
         return self._stopping.code or 0
 
     # --- processes ----------------------------------------------------------------------------------
+
+    def _binds(self) -> list[Address]:
+        """Return the addresses at which the peers of this machine will listen."""
+        here = [self._peers[rank] for rank in self._statuses]
+        return [Address(bind_host(peer, self._settings.exchange.bind, None), peer.port) for peer in here]
 
     def _start(self, rank: int, selector: selectors.BaseSelector) -> None:
         threads = str(self._settings.run.threads)

@@ -14,10 +14,12 @@ from typing import Any
 from gossipx.config.security import grant, is_loopback
 from gossipx.config.settings import ExchangeSettings
 from gossipx.errors import GossipxError, UsageError
+from gossipx.launch import ports
 from gossipx.launch.cluster import world as worlds
 from gossipx.launch.cluster.rendezvous import Rendezvous
 from gossipx.launch.cluster.world import World
 from gossipx.launch.hosts import PeerLine, line_of, parse_hosts
+from gossipx.transports import Address
 
 log = logging.getLogger("gossipx")
 
@@ -130,29 +132,15 @@ def peer_info_of(received: Any, rank: int) -> PeerInfo:
 
 
 def reserve(bind: str) -> socket.socket:
-    """Return a socket that reserves a free port: no other process gets the port, but a peer can listen on it.
-
-    The socket is bound and does not listen; it and the peer's socket have SO_REUSEADDR.
+    """Return a socket that reserves a free port on which a peer may listen.
 
     Raises:
         UsageError: ``bind`` is not an address of this machine.
     """
     try:
-        found = socket.getaddrinfo(
-            LOOPBACK if is_loopback(bind) else bind, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        family, kind, protocol, _, place = found[0]
-        sock = socket.socket(family, kind, protocol)
+        return ports.reserve(Address(LOOPBACK if is_loopback(bind) else bind, 0))
     except (OSError, UnicodeError) as error:
-        raise UsageError(
-            f"--bind '{bind}' is not an address: give an address of this machine, or 0.0.0.0 for all"
-        ) from error
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(place)
-    except OSError as error:
-        sock.close()
-        raise UsageError(
-            f"--bind '{bind}' is not an address of this machine ({error.strerror}): give one, or 0.0.0.0 for all"
-        ) from error
-    return sock
+        why = ": give an address of this machine"
+        if isinstance(error, OSError) and not isinstance(error, socket.gaierror):
+            why = f" of this machine ({error.strerror}): give one"
+        raise UsageError(f"--bind '{bind}' is not an address{why}, or 0.0.0.0 for all") from error
