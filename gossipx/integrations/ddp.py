@@ -33,6 +33,7 @@ from gossipx.runtime import models
 from gossipx.runtime.bypass import overflowed
 from gossipx.runtime.options import labels_of
 from gossipx.runtime.peer import Peer, check_own
+from gossipx.runtime.stop_signals import StopSignals
 from gossipx.tasks import partition
 
 log = logging.getLogger("gossipx")
@@ -188,12 +189,14 @@ class GroupPeer:
         self._sections: list[Section] = []
         self._mixes = 0
         self._unhook: list[Callable[[], None]] = []
+        self._signals = StopSignals()  # of a rank other than 0, which leaves when rank 0 does
         self._open = False
 
         status = self._run_on_rank_0(functools.partial(self._begin, joining, state) if self._group.rank == 0 else None)
         self.rank, self.size, self.iteration = status.rank, status.size, status.iteration
         self.directory = models.directory_of(run_directory_of(run), self.rank)
         if self._peer is None:
+            self._signals.install()
             self._slots = list(layout.slots_of(self._module, run.sync.buffers == "mix"))
             self._sections = [layout.lay_out(kind) for kind in layout.by_dtype(self._slots).values()]
             self._places = Places(self._module, self._slots, self._sections)
@@ -331,6 +334,7 @@ class GroupPeer:
             self._peer.close()
         elif self._slots:
             layout.detach(self._slots)
+        self._signals.restore()
         self._slots, self._sections = [], []
         self._group.close()
 

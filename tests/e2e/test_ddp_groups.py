@@ -50,13 +50,14 @@ def backward(factor=1.0):
 
 
 seen = []
-settings = {"blocking": True, "peer_timeout": 2 if HOW == "killed" else 20, "min_peers": 2, "name": HOW}
+settings = {"blocking": True, "peer_timeout": 2 if HOW == "killed" else 20, "name": HOW}
+settings["min_peers"] = 1 if HOW == "stopped" else 2
 with ddp.join(model, optimizer, peers="hosts.txt", rank=PEER, policy="tau:3", **settings) as peer:
     began = bits()
     shared = [int(index) for index in ddp.shard(list(range(10)), peers="hosts.txt", rank=PEER).indices]
     if HOW == "kept":
         Group.broadcast = lambda self, vectors: None  # weights change on rank 0 only
-    for number in range(10**9 if HOW == "killed" else 12):
+    for number in range(10**9 if HOW in ("killed", "stopped") else 12):
         optimizer.zero_grad()
         with model.no_sync():
             backward()
@@ -140,3 +141,18 @@ def test_no_rank_outlives_its_group(two: Folder) -> None:
     assert "peers left" in ended[0, 0].errors, ended[0, 0].shown
     assert "GossipxError: rank 0 of this group ended" in ended[0, 1].errors, ended[0, 1].shown
     assert "peers left" in ended[0, 1].errors, ended[0, 1].shown
+
+
+@pytest.mark.fault(53)
+def test_a_group_whose_launcher_is_terminated_leaves_in_order(two: Folder) -> None:
+    """torchrun sends SIGTERM to all processes: rank 0 decides when the group leaves."""
+    running = start(two, "stopped")
+    for process in running.values():
+        process.line("trains")
+    for _, process in sorted(running.items(), reverse=True):
+        process.signal(signal.SIGTERM)
+    for process in running.values():
+        ended = process.end()
+        assert ended.code == 0 and "Traceback" not in ended.errors, ended.shown
+    for peer in range(2):
+        assert (two.path / "runs" / "stopped" / f"peer-{peer:02d}" / "model.safetensors").exists()
