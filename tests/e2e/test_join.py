@@ -386,7 +386,7 @@ torch.manual_seed(int(sys.argv[3]))
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 peer = gossipx.join(model, optimizer, peers="hosts.txt", rank=int(sys.argv[2]), policy="tau:5", peer_timeout=20,
-                    logdir=str(FOLDER), eval_interval=0)
+                    logdir=str(FOLDER))
 began, back = peer.iteration, FOLDER / "back"
 with peer:
     if sys.argv[3] == "1":
