@@ -72,10 +72,10 @@ def test_a_stopped_run_keeps_everything_and_says_how_to_continue(
     ("options", "first"),
     [
         (("--hub", "0"), "train"),
-        (("--hub", "0", "--hub-only"), "serve"),
+        pytest.param(("--hub", "0", "--hub-only"), "serve", marks=pytest.mark.slow),
         (("--servers", "0", "--sync", "bsp"), "train"),
-        (("--servers", "0", "--servers-only", "--sync", "asp"), "serve"),
-        (("--exchange", "waves"), "train"),
+        pytest.param(("--servers", "0", "--servers-only", "--sync", "asp"), "serve", marks=pytest.mark.slow),
+        pytest.param(("--exchange", "waves"), "train", marks=pytest.mark.slow),
         (("--solver", "lenet.prototxt"), "train"),
     ],
     ids=["hub", "hub only", "servers", "servers only", "waves", "solver"],
