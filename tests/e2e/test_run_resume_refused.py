@@ -19,8 +19,8 @@ from runs import Ended, Folder, folder, one_line
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
     """A run of two peers that SIGTERM ended."""
     here = Folder(tmp_path_factory.mktemp("stopped"), 2)
-    options = ("--policy", "tau:5", "--iterations", "100000", "--checkpoint-every", "10", "--seed", "3", *BRIEF)
-    run = here.start_run(*options)
+    options = ("--policy", "tau:5", "--iterations", "100000", "--checkpoint-every", "10", "--seed", "3")
+    run = here.start_run(*options, "--peer-timeout", "20")
     wait_for(here, 20, run)
     run.signal(signal.SIGTERM)
     run.end()
