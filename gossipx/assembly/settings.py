@@ -46,7 +46,7 @@ def effective_config(config: RunConfig, size: int, has_script: bool) -> RunConfi
         reason = "is for the built-in task, and a script calls gossipx.get_solver instead: leave one out"
         raise UsageError(f"--solver {config.task.solver} {reason}")
     if has_script:
-        _refuse_given(config, OF_TASK, "is for the built-in task, and a script decides that itself: leave it out")
+        _refuse_of_task(config)
     if not has_script:
         config = _with_preset(config)
         if config.task.solver is not None:
@@ -117,8 +117,14 @@ def check_without_run(config: RunConfig) -> None:
     Raises:
         UsageError: such a setting is given.
     """
-    _refuse_given(config, OF_TASK, "is for the built-in task, and a script decides that itself: leave it out")
+    _refuse_of_task(config)
     _refuse_given(config, OF_RUN, "is for 'gossipx run', and a script decides that itself: leave it out")
+
+
+def _refuse_of_task(config: RunConfig) -> None:
+    # In a run that resumes with a script, other values are those of the model's preset.
+    names = (name for name in OF_TASK if name in config.given)
+    _refuse_given(config, names, "is for the built-in task, and a script decides that itself: leave it out")
 
 
 def _refuse_given(config: RunConfig, names: Iterable[str], reason: str) -> None:
