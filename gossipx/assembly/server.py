@@ -110,6 +110,7 @@ def serve(
     client = Client(parameters, layout.placed, layout.cut, own.storages, coding)
     table_store = TableStore(client, stores, parameters, optimizer, max(8, 2 * len(names)))
     table_store.migrator = TableMigrator(rank, layouts, layout, store_of)
+    table_store.make = lambda index: store_of(layout.placed[index], layout.cut[index])
     clocks = {index: settings.clock_of(index) for index in here}
     return Served(settings, tables, clocks, table_store, _alike(config, ranks, own), _describe_sync(config, own))
 

@@ -19,6 +19,7 @@ RecordRequest     the records of a shard, which also go into    the shard's repl
                   its journal
 CopyRequest       a replica, to begin and as a heartbeat        the copies of the shard's server
 CopyReply         the copies of the shard's server               the replica
+HoldersRequest    the copies of the shard's server               the copies of every peer
 ServersRequest    the peer asked to change servers              the coordinator: the server of shard 0
 PauseRequest      the coordinator                               the migration of every peer
 PrepareRequest    the coordinator                               the migration of every new server
@@ -243,6 +244,24 @@ class CopyRequest:
     patience: Seconds
 
 
+@kind(51)
+@dataclass(frozen=True)
+class HoldersRequest:
+    """Announces the two peers of a replicated shard, after they have changed; repeated to each peer that joins.
+
+    Attributes:
+        shard: the shard.
+        number: of changes of the pair; a higher number replaces a lower one.
+        holder: the rank that serves the shard.
+        replica: the rank with its replica; −1: none.
+    """
+
+    shard: Rank
+    number: Count
+    holder: Rank
+    replica: CountOrNone
+
+
 @kind(38, MAX_METADATA, MAX_MODEL)
 @dataclass(frozen=True)
 class CopyReply:
@@ -363,7 +382,9 @@ class PlacedReply:
     decided: Count
 
 
-ServerRequest = GradientRequest | TablesRequest | SwitchRequest | WaitingRequest | RecordRequest | CopyRequest
+ServerRequest = (
+    GradientRequest | TablesRequest | SwitchRequest | WaitingRequest | RecordRequest | CopyRequest | HoldersRequest
+)
 """Requests to a server."""
 MoveRequest = ServersRequest | PauseRequest | PrepareRequest | RangesRequest | PlaceRequest
 """Requests that make up a change of servers."""

@@ -98,11 +98,11 @@ class HostedShards:
             for effect in (
                 [self._restore_tables(shard)]
                 if self.is_being_restored and not shard.restored
-                else self._begin(shard, now)
+                else self.begin(shard, now)
             )
         ]
 
-    def _begin(self, shard: Shard, now: float) -> list[Effect]:
+    def begin(self, shard: Shard, now: float) -> list[Effect]:
         """Start a shard. If workers were training before this peer joined, continue where they stand, less the
         iteration that they may have begun.
         """
@@ -128,7 +128,7 @@ class HostedShards:
             shard.records = Journal(shard.index, event.epoch)
             shard.load_state_dict(event.state)
             shard.restarted_at = shard.clock.clock
-        return [*self._begin(shard, now), *shard.update_members(training)]
+        return [*self.begin(shard, now), *shard.update_members(training)]
 
     # --- checkpoints and handover ------------------------------------------------------------------
 

@@ -14,10 +14,11 @@ from gossipx.peer.pulls import Pulls
 from gossipx.peer.server_role import ServerRole
 from gossipx.protocol.effects import Effect, Mix, Note, Resume, SetTimer, Stop
 from gossipx.protocol.events import ChangeServers, Prepared, Received, SwitchSync, TablesRestored
-from gossipx.protocol.messages import ArriveRequest, NotReadyReply, Reply, Stage
+from gossipx.protocol.messages import AcceptReply, ArriveRequest, NotReadyReply, Reply, Stage
 from gossipx.protocol.server_messages import (
     CopyRequest,
     GradientRequest,
+    HoldersRequest,
     MoveRequest,
     PauseRequest,
     PlacedReply,
@@ -66,7 +67,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
 
     request_types = (
         *(GradientRequest, TablesRequest, SwitchRequest, WaitingRequest, RecordRequest, CopyRequest),
-        *(ServersRequest, PauseRequest, PrepareRequest, RangesRequest, PlaceRequest),
+        *(HoldersRequest, ServersRequest, PauseRequest, PrepareRequest, RangesRequest, PlaceRequest),
     )
     timers = (AGAIN, WATCH, RECORDS, FOLLOW)
 
@@ -79,7 +80,12 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         self._trains = settings.trains or context.rank not in settings.servers
         self.migration = Migration(context, self._replies, self, settings.layouts, settings.layout)
         self.coordinator = Coordinator(context, self._replies, self.migration, settings.fixed)
-        self._replication = Replication(context, self._replies, self.shards, self._training)
+        self._replication = Replication(
+            *(context, self._replies, self.shards, self._training, settings.holders),
+            fresh=lambda index: self.hosted.fresh(index, settings.servers),
+            begin=self.hosted.begin,
+            turn=lambda index, ranks: self.worker.turn(index, ranks),
+        )
         for index, clock in clocks.items():
             shard = self.hosted.make(index, clock, settings.layout)
             others = [rank for rank in settings.holders[index] if rank != context.rank]
@@ -113,7 +119,10 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     @property
     def _holders(self) -> Sequence[tuple[int, ...]]:
         """For each shard, the ranks that may hold it."""
-        return [(rank,) for rank in self._servers] if self.migration.epoch else self._settings.holders
+        if self.migration.epoch:
+            return [(rank,) for rank in self._servers]
+        first = self._settings.holders
+        return [self._replication.holders(index) if len(one) > 1 else one for index, one in enumerate(first)]
 
     @property
     def captured_ticket(self) -> int | None:
@@ -277,9 +286,13 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
                 return self._follow_up(answered, now)
         if isinstance(request, RecordRequest):
             return self._replication.record_received(event, now)
+        if isinstance(request, HoldersRequest):
+            return self._follow_up(self._replication.holders_announced(event, now), now)
         effects = self._replication.step_in(event.sender, request, now)
         shard = self.shards.get(request.shard)
         if shard is None:
+            if isinstance(request, CopyRequest) and self._replication.is_followed(request.shard):
+                return [self._answer(event.key, AcceptReply(), now)]
             follows = request.shard in self._replication.replicas
             reason = "it has only a replica" if follows else "it does not hold this shard: start all peers alike"
             return [self._answer(event.key, NotReadyReply(reason), now)]
@@ -315,7 +328,8 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     def members_changed(self, now: float) -> list[Effect]:
         training = self._training()
         removed = [effect for shard in self.shards.values() for effect in shard.update_members(training)]
-        return self._follow_up([*removed, *self._begin_confirmed(now), *self.coordinator.check_members(now)], now)
+        changed = [*removed, *self._begin_confirmed(now), *self._replication.members_changed()]
+        return self._follow_up([*changed, *self.coordinator.check_members(now)], now)
 
     def peer_lost(self, rank: int, now: float) -> list[Effect]:
         gone = any(rank in holders and self._are_gone(holders) for holders in self._holders)

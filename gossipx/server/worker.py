@@ -8,10 +8,8 @@ all pulls wait until every shard has replied that it would answer (Figure 5a).
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from gossipx.peer.exchange import PeerContext
 from gossipx.peer.membership import FIRST_BACKOFF
@@ -20,93 +18,14 @@ from gossipx.protocol.messages import AcceptReply, BusyReply, NotReadyReply, Rep
 from gossipx.protocol.server_messages import MEASURED, GradientRequest, PushAgainReply, TablesReply, TablesRequest
 from gossipx.protocol.table_effects import Fetch, Fetched, Unchanged
 from gossipx.server.replies import Handler, Replies
+from gossipx.server.shard_link import PullState, ShardLink
 from gossipx.server.sync_models.conditions import SyncModel
 from gossipx.server.sync_models.models import parse
 
 AGAIN = "again"
 """The prefix of the timers that end a shard's retry delay, followed by a space and the shard's index."""
-NONE_YET = 2**63
-"""A clock above all others: no table of this pull has arrived yet."""
 MAX_OPEN = 2
 """Maximum number of open pushes, and of open pulls, per shard: while one is answered, the next is on its way."""
-
-
-class _Pull(enum.Enum):
-    """The state of an iteration's pull at one shard; the next iteration starts again from any state."""
-
-    IDLE = "no pull"
-    SKIPPED = "no pull after this iteration, whose pushes are in flight"
-    ASKED = "the shard was asked whether it would answer (without overlap)"
-    READY = "it would answer; other shards have not replied yet"
-    FETCHING = "its buckets are being pulled"
-
-
-NEXT = {_Pull.SKIPPED: _Pull.IDLE, _Pull.ASKED: _Pull.READY, _Pull.READY: _Pull.FETCHING}
-"""The next states: once all pushes are acknowledged, once the shard has replied, once all shards have replied."""
-
-
-@dataclass
-class _Link:
-    """A worker's link to one shard.
-
-    Attributes:
-        holders: the ranks that may hold the shard.
-        buckets: the number of its buckets.
-        holder_index: the index of the holder that requests are sent to.
-        ready: buckets whose gradients wait to be pushed.
-        pushing: open pushes by ticket, each with its bucket and iteration.
-        to_pull: buckets to pull; -1 asks whether the shard would answer.
-        pulling: open pulls by ticket, each with its bucket and progress.
-        pulled: the progress to pull with.
-        pull: the state of this iteration's pull.
-        backing_off: requests wait for the retry timer, since the shard did not answer; possible in any state.
-        fetched: the lowest clock of the tables received in this pull.
-        seen: the highest clock of all replies.
-        restart_of: the incarnation of the server whose restart was reported last.
-        sync: the shard's sync model, which decides after which iterations to pull; None: after each.
-        sync_spec: that model as the shard's last reply named it.
-    """
-
-    holders: tuple[int, ...]
-    buckets: int
-    holder_index: int = 0
-    ready: deque[int] = field(default_factory=deque)
-    pushing: dict[int, tuple[int, int]] = field(default_factory=dict)
-    to_pull: deque[int] = field(default_factory=deque)
-    pulling: dict[int, tuple[int, int]] = field(default_factory=dict)
-    pulled: int = -1
-    pull: _Pull = _Pull.IDLE
-    backing_off: bool = False
-    fetched: int = NONE_YET
-    seen: int = 0
-    restart_of: int | None = None
-    sync: SyncModel | None = None
-    sync_spec: str = ""
-
-    @property
-    def server(self) -> int:
-        return self.holders[self.holder_index]
-
-    @property
-    def idle(self) -> bool:
-        return not (self.ready or self.pushing or self.to_pull or self.pulling)
-
-    def start(self, asks_first: bool) -> None:
-        """Start pulling all buckets; ``asks_first``: only after the shard has replied that it would answer."""
-        self.pull = _Pull.ASKED if asks_first and self.buckets else _Pull.FETCHING
-        self.to_pull = deque([-1] if self.pull is _Pull.ASKED else range(self.buckets))
-        self.fetched = NONE_YET
-
-    def advance(self) -> None:
-        """Enter the next state."""
-        self.pull = NEXT[self.pull]
-
-    def clear(self) -> None:
-        """Forget everything that is open or waits to be sent."""
-        self.ready.clear()
-        self.pushing.clear()
-        self.to_pull.clear()
-        self.pulling.clear()
 
 
 class Worker:
@@ -139,7 +58,7 @@ class Worker:
         self._context = context
         self._replies, self._answered = replies, answered
         self._overlap = overlap
-        self._links = [_Link(*one) for one in zip(holders, buckets, strict=True)]
+        self._links = [ShardLink(*one) for one in zip(holders, buckets, strict=True)]
         self._initial_syncs: list[SyncModel | None] = [*syncs] if syncs else [None] * len(self._links)
         for link, sync in zip(self._links, self._initial_syncs, strict=True):
             link.sync = sync
@@ -173,6 +92,12 @@ class Worker:
         """Return the rank that requests for a shard are sent to."""
         return self._links[shard].server
 
+    def turn(self, shard: int, holders: tuple[int, ...]) -> None:
+        """Send further requests for a shard to other peers that may hold it."""
+        link = self._links[shard]
+        link.holder_index = holders.index(link.server) if link.server in holders else 0
+        link.holders = holders
+
     def begin(self, now: float, at: int = 0) -> list[Effect]:
         """Pull all current values, and continue at the shards' clocks, or at iteration ``at`` if that is later."""
         self._next = max(self._next, at)
@@ -199,7 +124,7 @@ class Worker:
         spec, sync = self._links[0].sync_spec, self._links[0].sync
         self._initial_syncs = self._initial_syncs[:1] * len(servers)
         self._links = [
-            _Link(*one, pulled=pulled, fetched=fetched, sync_spec=spec, sync=sync)
+            ShardLink(*one, pulled=pulled, fetched=fetched, sync_spec=spec, sync=sync)
             for one in zip(holders, buckets, strict=True)
         ]
         for link in self._links if pulls else ():
@@ -237,14 +162,14 @@ class Worker:
             if link.sync is None or link.sync.fetches(self._progress, link.fetched):
                 link.start(asks_first=not self._overlap)
             else:
-                link.pull = _Pull.SKIPPED
+                link.pull = PullState.SKIPPED
         kept = [effect for shard in range(len(self._links)) for effect in self._advance_skipped(shard)]
         return [Fetch(self._all()), *kept, *self._send_ready(now)]
 
     def _advance_skipped(self, shard: int) -> list[Effect]:
         """If the shard is not pulled from, start the next iteration once its pushes are acknowledged."""
         link = self._links[shard]
-        if link.pull is not _Pull.SKIPPED or link.ready or link.pushing:
+        if link.pull is not PullState.SKIPPED or link.ready or link.pushing:
             return []
         link.advance()
         self._next = max(self._next, link.pulled + 1)
@@ -252,9 +177,9 @@ class Worker:
 
     def _send_ready(self, now: float) -> list[Effect]:
         """Send what may be sent."""
-        if not any(link.pull is _Pull.ASKED for link in self._links):
+        if not any(link.pull is PullState.ASKED for link in self._links):
             for link in self._links:
-                if link.pull is _Pull.READY and not link.pulling:
+                if link.pull is PullState.READY and not link.pulling:
                     link.advance()
                     link.to_pull = deque(range(link.buckets))
         effects: list[Effect] = []
@@ -263,7 +188,7 @@ class Worker:
                 effects += self._ask(shard, link, now)
         return effects
 
-    def _ask(self, shard: int, link: _Link, now: float) -> list[Effect]:
+    def _ask(self, shard: int, link: ShardLink, now: float) -> list[Effect]:
         effects: list[Effect] = []
         if link.backing_off:
             return effects
@@ -350,7 +275,7 @@ class Worker:
         if reply.sync != link.sync_spec:  # the sync model was switched
             link.sync_spec, link.sync = reply.sync, parse(reply.sync) if reply.sync else self._initial_syncs[shard]
         if bucket < 0:
-            if link.pull is _Pull.ASKED:
+            if link.pull is PullState.ASKED:
                 link.advance()
             return [Forget(ticket), *restart, *self._send_ready(now)]
         link.fetched = min(link.fetched, reply.clock)
@@ -410,7 +335,7 @@ class Worker:
         turned = {(shard, rank) for shard, link in enumerate(self._links) if self._try_next_holder(link, rank)}
         return [Cancel(ticket) for ticket, place in self._by_ticket.items() if place in turned]
 
-    def _try_next_holder(self, link: _Link, asked: int) -> bool:
+    def _try_next_holder(self, link: ShardLink, asked: int) -> bool:
         """Choose another holder of the shard, if ``asked`` is the current one. Return whether there is another."""
         if link.server != asked:
             return False
@@ -421,7 +346,7 @@ class Worker:
                 return True
         return False
 
-    def _requeue_push(self, link: _Link, bucket: int, progress: int) -> None:
+    def _requeue_push(self, link: ShardLink, bucket: int, progress: int) -> None:
         """Push a bucket again, unless the next iteration has begun. Then the shard has the push, since it answered the
         pull that waited for it.
         """

@@ -106,7 +106,9 @@ class CopySink(Whole):
 
 
 class DiscardSink:
-    """A sink for pushes of an old or unknown layout; a :class:`gossipx.wire.UploadSink` that keeps nothing.
+    """A sink for pushes of an old or unknown layout, and for records of a shard that is not followed here.
+
+    It is a :class:`gossipx.wire.UploadSink` that keeps nothing.
 
     Args:
         request: the push.
@@ -169,6 +171,7 @@ class TableStore:
 
     Attributes:
         migrator: makes tables of other layouts; set by the caller if servers may change.
+        make: makes the tables of any shard of the first layout, for a replica; set by the caller.
     """
 
     def __init__(
@@ -181,6 +184,7 @@ class TableStore:
     ):
         self.client = client
         self.migrator: TableMigrator | None = None
+        self.make: Callable[[int], ShardStore] | None = None
         self._hosted = {index: _Hosted(store) for index, store in stores.items()}
         self._epoch = 0  # of the hosted shards' layout
         self._next: tuple[int, Prepared] | None = None  # the next epoch and its tables
@@ -205,7 +209,8 @@ class TableStore:
             ProtocolError: its shard is not hosted here, or it does not fit the shard.
         """
         stores = self._stores(request.epoch if isinstance(request, GradientRequest) else self._epoch)
-        if stores is None:
+        no_replica = isinstance(request, RecordRequest) and request.shard not in self._hosted
+        if stores is None or no_replica:  # this peer may have restarted, and does not follow the shard yet
             return DiscardSink(request)
         if request.shard not in stores:
             raise ProtocolError(f"a push for shard {request.shard}, which this peer does not hold")
@@ -303,7 +308,9 @@ class TableStore:
         return Source(memoryview(to_bytes(self.state_dict(shard))))
 
     def copy_sink(self, shard: int) -> CopySink:
-        """Return a sink for a copy of a shard."""
+        """Return a sink for a copy of a shard, which is hosted here from now on."""
+        if shard not in self._hosted and self.make is not None:
+            self._hosted[shard] = _Hosted(self.make(shard))
         return CopySink(COPY * self._hosted[shard].store.nbytes + 2**20)
 
     def take_copy(self, shard: int, copy: CopySink) -> None:

@@ -53,6 +53,25 @@ def test_a_replica_takes_its_place(tmp_path: Path, servers: str, workers: list[i
         same(whole, Run(here.path / "x", ended), workers)
 
 
+@pytest.mark.fault(56)
+def test_the_replica_that_took_its_place_is_killed_too(tmp_path: Path) -> None:
+    """Both servers are killed, one after the other; a worker has taken the replica of both shards."""
+    options = (*BRIEF, "--servers", "0,1", "--server-replicas", "1", "--iterations", "400")
+    with folder(tmp_path, 4) as here:
+        whole = here.run(*options, name="whole")
+        process = here.start_run(*options)
+        killed(process, here, 0)
+        for _ in range(2):
+            process.line(rf"{here.names[1]}\] peer 2 now has the replica of shard")
+        for _ in range(3):
+            process.line(rf"{here.names[-1]} train \d+/")
+        os.kill(children(process.pid)[1], signal.SIGKILL)
+        ended = process.end()
+    assert ended.code == 0, ended.shown
+    assert ended.output.count(f"[{here.names[2]}] this peer now holds shard") == 2, ended.shown
+    same(whole, Run(here.path / "x", ended), [2, 3])
+
+
 def test_it_is_restored_from_its_checkpoint_and_its_journal(tmp_path: Path) -> None:
     options = (*BRIEF, "--servers", "0", "--checkpoint-every", "40", "--iterations", "250")
     with folder(tmp_path, 3) as here:

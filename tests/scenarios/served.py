@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,6 +83,8 @@ def make(
         resolved, [str(one) for one in range(size)], rank, made, optimizer(made.parameters()), parts or Parts()
     )
     assert served is not None
+    store = served.table_store
+    store._places = store._places_of_records = threading.BoundedSemaphore(1000)  # virtual time cannot wait for a place
     graph = topology.load("full", size)
     role = PeerRole(
         rank,

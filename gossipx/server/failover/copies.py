@@ -1,21 +1,63 @@
 """The replication of shards: which shards a peer holds, which it replicates, and how these roles change.
 
-A shard with a replica has two peers: its holder serves it, and the other one follows the holder's records.
+A shard with a replica has two peers: its holder serves it, and the other one follows the holder's records. The settings
+name the first pair. When one of the two is lost, the holder chooses the next living peer for the replica, and announces
+the pair to all peers.
+
+A restarted peer that its settings name as a holder cannot know whether the shard has moved on. So it asks every living
+peer for a copy, and starts the shard anew only if none holds or follows it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from gossipx.peer.exchange import PeerContext
 from gossipx.protocol.effects import Answer, Effect, Forget, Note
 from gossipx.protocol.events import Received
-from gossipx.protocol.messages import BusyReply, NotReadyReply, Reply
-from gossipx.protocol.server_messages import CopyRequest, RecordRequest, ServerRequest
+from gossipx.protocol.messages import AcceptReply, BusyReply, NotReadyReply, Reply, Stage
+from gossipx.protocol.server_messages import (
+    CopyReply,
+    CopyRequest,
+    HoldersRequest,
+    RecordRequest,
+    ServerRequest,
+    WaitingRequest,
+)
 from gossipx.server.failover.replica import FOLLOW, Replica, Standby
 from gossipx.server.replies import Replies
 from gossipx.server.shard import Shard
+
+NOBODY = -1
+"""In place of a rank: no peer has the replica."""
+
+
+@dataclass
+class _Pair:
+    """The two peers of a replicated shard.
+
+    Attributes:
+        number: of changes of the pair; of two pairs, the one with the higher number is in force.
+        replica: the rank with the replica; :data:`NOBODY`: none.
+        heard: the peers that have acknowledged the pair, each with its incarnation at that time.
+        telling: the peers that are being told.
+    """
+
+    number: int
+    holder: int
+    replica: int
+    heard: dict[int, int | None] = field(default_factory=dict)
+    telling: set[int] = field(default_factory=set)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return (self.holder,) if self.replica == NOBODY else (self.holder, self.replica)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.number, self.holder
 
 
 class Replication:
@@ -26,22 +68,40 @@ class Replication:
         replies: the table of reply handlers.
         shards: the hosted shards; changed here.
         training: returns the ranks that train.
+        holders: by shard, the rank of its first holder, followed by that of its replica if it has one.
+        fresh: makes a shard in its initial state, given its index.
+        begin: starts a shard in its initial state.
+        turn: makes this peer's worker use other holders of a shard.
 
     Attributes:
         replicas: the shards that this peer follows, or whose holder is not known yet.
     """
 
     def __init__(
-        self, context: PeerContext, replies: Replies, shards: dict[int, Shard], training: Callable[[], Sequence[int]]
+        self,
+        context: PeerContext,
+        replies: Replies,
+        shards: dict[int, Shard],
+        training: Callable[[], Sequence[int]],
+        holders: Sequence[tuple[int, ...]],
+        fresh: Callable[[int], Shard],
+        begin: Callable[[Shard, float], list[Effect]],
+        turn: Callable[[int, tuple[int, ...]], None],
     ):
         self._context = context
         self._replies = replies
         self._shards = shards
         self._training = training
+        self._fresh, self._begin, self._turn = fresh, begin, turn
+        self._pairs = {index: _Pair(0, ranks[0], ranks[1]) for index, ranks in enumerate(holders) if len(ranks) > 1}
         self.replicas: dict[int, Replica] = {}
 
+    def holders(self, index: int) -> tuple[int, ...]:
+        """Return the ranks that may hold a replicated shard."""
+        return self._pairs[index].ranks
+
     def follow(self, shard: Shard, holder: int, initial_holder: bool = False) -> Replica:
-        """Follow a shard that ``holder`` serves; an ``initial_holder`` will hold it unless ``holder`` already does."""
+        """Follow a shard that ``holder`` serves; an ``initial_holder`` will hold it unless another peer does."""
         answered = partial(self._copy_answered, shard.index)
         self.replicas[shard.index] = Replica(shard, holder, self._context, self._replies, answered, initial_holder)
         return self.replicas[shard.index]
@@ -54,34 +114,135 @@ class Replication:
         shard = self._shards.get(index)
         return shard.records if shard is not None and isinstance(shard.records, Standby) else None
 
+    # --- the pair of peers -------------------------------------------------------------------------
+
+    def _set_pair(self, index: int, pair: _Pair) -> None:
+        self._pairs[index] = pair
+        self._turn(index, pair.ranks)
+
+    def _candidates(self) -> list[int]:
+        """Return the ranks that may take a replica, the next one first."""
+        members, own = self._context.members, self._context.rank
+        living = [rank for rank in members.awaited() if not members.is_gone(rank)]
+        stages = {rank: members.others[rank].stage for rank in living}
+        there = [rank for rank, stage in stages.items() if stage is not None and Stage.START <= stage <= Stage.FINISH]
+        return sorted(there, key=lambda rank: (rank < own, rank))
+
+    def _choose(self, index: int) -> list[Effect]:
+        """Choose a peer for the replica of a shard that is held here."""
+        standby = self._standby(index)
+        if standby is None or not self._training():
+            return []
+        chosen = next(iter(self._candidates()), NOBODY)
+        was = self._pairs[index]
+        if was.order[1] == self._context.rank and was.replica == chosen == NOBODY:
+            return []
+        return [*self._pair_with(index, chosen), self._note_choice(index, chosen)]
+
+    def _note_choice(self, index: int, chosen: int) -> Note:
+        if chosen == NOBODY:
+            return Note("", f"shard {index} has no replica any more: no other peer is left")
+        return Note("", f"peer {chosen} now has the replica of shard {index}")
+
+    def _pair_with(self, index: int, replica: int) -> list[Effect]:
+        """Make ``replica`` the other peer of a shard that is held here."""
+        standby = self._standby(index)
+        assert standby is not None
+        effects = standby.continue_alone() if standby.rank != replica else []
+        standby.rank = replica
+        self._set_pair(index, _Pair(self._pairs[index].number + 1, self._context.rank, replica))
+        return effects
+
+    def _tell(self, now: float) -> list[Effect]:
+        """Announce the pairs of the shards held here to the peers that have not acknowledged them."""
+        effects: list[Effect] = []
+        members = self._context.members
+        for index in self._shards:
+            pair = self._pairs.get(index)
+            if pair is None or not pair.number:
+                continue
+            for rank in self._candidates():
+                other = members.others[rank]
+                known = rank in pair.heard and pair.heard[rank] == other.incarnation
+                if known or rank in pair.telling or not other.may_be_asked(now):
+                    continue
+                request = HoldersRequest(index, pair.number, pair.holder, pair.replica)
+                answered = partial(self._told, pair, other.incarnation)
+                effects.append(self._replies.send(rank, request, now, now + self._context.timeout, answered))
+                pair.telling.add(rank)
+        return effects
+
+    def _told(
+        self, pair: _Pair, incarnation: int | None, ticket: int, to: int, reply: Reply | None, now: float
+    ) -> list[Effect]:
+        pair.telling.discard(to)
+        if isinstance(reply, AcceptReply):
+            pair.heard[to] = incarnation
+        elif reply is not None:
+            self._context.members.back_off(to, now)
+        return [Forget(ticket)]
+
+    def holders_announced(self, event: Received, now: float) -> list[Effect]:
+        """Handle the announcement of a shard's pair by its holder."""
+        request = event.request
+        assert isinstance(request, HoldersRequest)
+        index, done = request.shard, Answer(event.key, AcceptReply(), now + self._context.timeout)
+        pair = _Pair(request.number, request.holder, request.replica)
+        if index not in self._pairs or pair.order <= self._pairs[index].order:
+            return [done]
+        self._set_pair(index, pair)
+        own, standby = self._context.rank, self._standby(index)
+        effects: list[Effect] = []
+        if standby is not None and pair.holder != own:
+            effects += self._give_up_shard(index, standby, pair.holder)
+        replica = self.replicas.get(index)
+        if replica is not None and (pair.replica != own or replica.holder != pair.holder):
+            effects += self._drop_replica(index)
+        if pair.replica == own and index not in self.replicas:
+            effects += self.follow(self._fresh(index), pair.holder).ask(now)
+        return [done, *effects]
+
+    def _drop_replica(self, index: int) -> list[Effect]:
+        replica = self.replicas.pop(index)
+        self._replies.forget(() if replica.ticket is None else (replica.ticket,))
+        return replica.end()
+
     # --- requests --------------------------------------------------------------------------------
 
     def step_in(self, sender: int, request: ServerRequest, now: float) -> list[Effect]:
         """Become the holder of a replicated shard if a peer requests it and its holder is gone."""
         replica = self.replicas.get(request.shard)
-        if replica is None:
+        if replica is None or isinstance(request, RecordRequest | WaitingRequest):
             return []
-        if isinstance(request, CopyRequest):  # the holder has restarted and lost its state
+        gone = self._context.members.is_gone(replica.holder)
+        if isinstance(request, CopyRequest):  # the holder has restarted and lost its state, or is gone
             other = sender == replica.holder and request.incarnation != replica.incarnation
-            steps_in = other and replica.has_copy
+            steps_in = (other or gone) and replica.has_copy
         else:  # a request from our own worker proves nothing if others train: we may be the isolated peer
             own, alone = self._context.rank, set(self._training()) <= {self._context.rank}
-            steps_in = self._context.members.is_gone(replica.holder) and (sender != own or alone)
-        return self._take_over(request.shard, now, alone=True) if steps_in else []
+            steps_in = gone and (sender != own or alone) and (replica.has_copy or self._may_start(replica))
+        return self._take_over(request.shard, now, sender) if steps_in else []
 
-    def _take_over(self, index: int, now: float, alone: bool = False) -> list[Effect]:
-        """Become the holder of a shard that was followed."""
+    def _may_start(self, replica: Replica) -> bool:
+        """Return whether no other peer can hold the shard: all have said so, or this peer was there from the start."""
+        return not self._context.members.has_joined_late or not set(self._candidates()) - replica.refused
+
+    def _take_over(self, index: int, now: float, sender: int | None = None) -> list[Effect]:
+        """Become the holder of a shard that was followed, at the request of ``sender``."""
         replica = self.replicas.pop(index)
         self._replies.forget(() if replica.ticket is None else (replica.ticket,))
         shard = self._shards[index] = replica.shard
-        alone = alone or self._context.members.is_gone(replica.holder)
+        gone = self._context.members.is_gone(replica.holder)
         answered = partial(self._record_answered, index)
+        alone = gone or not replica.initial_holder
         shard.records = Standby(index, replica.holder, self._context, self._replies, answered, alone)
         text = f"this peer now holds shard {index}, from clock {shard.clock.clock}: peer {replica.holder} is gone"
         note = [] if replica.initial_holder else [Note("", text)]
+        # A holder that has restarted gets the replica; else the next peer does.
+        paired = self._choose(index) if gone else self._pair_with(index, replica.holder) if note else []
         if not replica.has_copy:  # no known peer has held it
-            return [*note, *shard.begin(now)]
-        return [*replica.end(), *note, *shard.serve(now), *shard.update_members(self._training())]
+            return [*note, *self._begin(shard, now), *paired]
+        return [*replica.end(), *note, *shard.serve(now), *shard.update_members(self._training()), *paired]
 
     def record_received(self, event: Received, now: float) -> list[Effect]:
         """Handle a record of what happened to a shard."""
@@ -98,9 +259,18 @@ class Replication:
         request = event.request
         assert isinstance(request, CopyRequest)
         standby = self._standby(shard.index)
-        if standby is None or event.sender != standby.rank or not shard.is_serving:
+        if standby is None or not shard.is_serving:
             return [Answer(event.key, NotReadyReply("it has no copy of this shard"), now + request.patience)]
-        return standby.copy_requested(event, shard, now)
+        paired: list[Effect] = []
+        if standby.rank == NOBODY:
+            paired = [*self._pair_with(shard.index, event.sender), self._note_choice(shard.index, event.sender)]
+        if event.sender != standby.rank:
+            return [Answer(event.key, AcceptReply(), now + request.patience)]  # the shard lives, with another replica
+        return [*paired, *standby.copy_requested(event, shard, now)]
+
+    def is_followed(self, index: int) -> bool:
+        """Return whether this peer has a copy of a shard that another peer holds."""
+        return index in self.replicas and self.replicas[index].has_copy
 
     # --- replies ---------------------------------------------------------------------------------
 
@@ -113,29 +283,42 @@ class Replication:
         return standby.answered(ticket, reply, now)
 
     def _copy_answered(self, index: int, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
-        """Handle the holder's reply to a request for a copy. It may make this peer the holder."""
+        """Handle a peer's reply to a request for a copy. It may make this peer the holder."""
         replica = self.replicas[index]
-        effects = replica.answered(ticket, reply, now)
+        effects = replica.answered(ticket, to, reply, now)
+        if replica.has_copy or isinstance(reply, CopyReply):
+            return effects
+        if isinstance(reply, AcceptReply):  # another peer holds the shard, and has another replica
+            return [*effects, *self._drop_replica(index)]
+        if not self._context.members.has_joined_late:
+            return [*effects, *(self._take_over(index, now) if replica.initial_holder else [])]
+        replica.refused.add(to)
+        if left := [rank for rank in self._candidates() if rank not in replica.refused]:
+            return [*effects, *replica.ask(now, left[0])]
         return [*effects, *(self._take_over(index, now) if replica.initial_holder else [])]
+
+    def _give_up_shard(self, index: int, standby: Standby, holder: int) -> list[Effect]:
+        """Stop holding a shard, since another peer does."""
+        shard = self._shards.pop(index)
+        text = f"peer {holder} now holds shard {index}, because it considered this peer lost"
+        return [*standby.give_up(), *shard.step_down(), Note("", text)]
 
     def _step_down(self, index: int, standby: Standby, now: float) -> list[Effect]:
         """Follow a shard from now on, since its replica has become the holder."""
-        shard = self._shards.pop(index)
-        replica = self.follow(shard, standby.rank)
-        text = f"peer {standby.rank} now holds shard {index}, because it considered this peer lost"
-        return [*standby.give_up(), *shard.step_down(), Note("", text), *replica.ask(now)]
+        shard = self._shards[index]
+        return [*self._give_up_shard(index, standby, standby.rank), *self.follow(shard, standby.rank).ask(now)]
 
     # --- losses and timers ------------------------------------------------------------------------
 
     def peer_lost(self, rank: int) -> list[Effect]:
-        """Stop waiting for a lost peer's replicas."""
-        effects: list[Effect] = []
-        for index in self._shards:
-            standby = self._standby(index)
-            if standby is not None and standby.rank == rank and standby.enabled:
-                text = f"shard {index} no longer has a replica: peer {rank} is gone"
-                effects += [*standby.continue_alone(), Note("", text)]
-        return effects
+        """Choose other peers for a lost peer's replicas."""
+        lost = [index for index in self._shards if (one := self._standby(index)) is not None and one.rank == rank]
+        return [effect for index in lost for effect in self._choose(index)]
+
+    def members_changed(self) -> list[Effect]:
+        """Choose a peer for shards without a replica, as one may have joined."""
+        without = [index for index in self._shards if (one := self._standby(index)) is not None and one.rank == NOBODY]
+        return [effect for index in without if self._candidates() for effect in self._choose(index)]
 
     def timer_fired(self, what: str, index: int, now: float) -> list[Effect]:
         """Handle a timer: request a copy again, or resume sending records."""
@@ -146,5 +329,6 @@ class Replication:
         return []
 
     def send(self, now: float) -> list[Effect]:
-        """Send the records that may be sent."""
-        return [effect for index in self._shards if (one := self._standby(index)) for effect in one.send(now)]
+        """Send the records and announcements that may be sent."""
+        records = [effect for index in self._shards if (one := self._standby(index)) for effect in one.send(now)]
+        return [*records, *self._tell(now)]

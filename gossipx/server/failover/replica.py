@@ -169,6 +169,7 @@ class Replica:
     Attributes:
         incarnation: of the holder that the copy came from; -1: no copy yet.
         ticket: of the open request; None: none is open.
+        refused: the peers that neither hold nor follow the shard.
     """
 
     def __init__(
@@ -189,29 +190,31 @@ class Replica:
         shard.records = Records(shard.index, copy=-1)  # no copy yet
         self._ahead: dict[int, tuple[RecordRequest, int]] = {}  # by number, with its gradient's ticket
         self.ticket: int | None = None
+        self.refused: set[int] = set()
 
     @property
     def has_copy(self) -> bool:
         """Whether this peer has a copy and could take over."""
         return self.shard.records.copy >= 0
 
-    def ask(self, now: float) -> list[Effect]:
-        """Request a copy, or signal that this peer waits for records."""
+    def ask(self, now: float, rank: int | None = None) -> list[Effect]:
+        """Request a copy from the holder, or from peer ``rank``, or signal that this peer waits for records."""
         if self.ticket is not None:
             return []
         patience = self._context.members.model_timeout
         request = CopyRequest(self.shard.index, self._context.incarnation, self.shard.records.copy, patience)
-        send = self._replies.send(self.holder, request, now, now + patience, self._answered)
+        send = self._replies.send(self.holder if rank is None else rank, request, now, now + patience, self._answered)
         self.ticket = send.ticket
         return [send]
 
-    def answered(self, ticket: int, reply: Reply | None, now: float) -> list[Effect]:
-        """Handle the holder's reply."""
+    def answered(self, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
+        """Handle the reply of peer ``to``, which holds the shard if it sends a copy."""
         self.ticket = None
         effects: list[Effect] = []
         if isinstance(reply, CopyReply):
             self.shard.load_state_dict(json.loads(reply.state))
             self.shard.records.copy, self.incarnation, self.initial_holder = reply.copy, reply.incarnation, False
+            self.holder = to
             effects += [*self.end(), TakeCopy(ticket, self.shard.index)]
         else:
             effects.append(Forget(ticket))
