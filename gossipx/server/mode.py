@@ -119,10 +119,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     @property
     def _holders(self) -> Sequence[tuple[int, ...]]:
         """For each shard, the ranks that may hold it."""
-        if self.migration.epoch:
-            return [(rank,) for rank in self._servers]
-        first = self._settings.holders
-        return [self._replication.holders(index) if len(one) > 1 else one for index, one in enumerate(first)]
+        return [(rank,) for rank in self._servers] if self.migration.epoch else self._replication.holders
 
     @property
     def captured_ticket(self) -> int | None:
@@ -212,6 +209,9 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         went = self._worker_advanced(self.worker.answered(ticket, reply, now), now)
         if reply is None:
             return [*went, *self._give_up_lost(), *self._server_lost(now)]
+        if isinstance(reply, NotReadyReply):  # the holder may be considered lost by mistake
+            gone = {rank for ranks in self._holders for rank in ranks if self._context.members.is_gone(rank)}
+            went = [*went, *self._ask_for_signs(gone, now)]
         return [*learned, *self._answered_all(went, now)]
 
     def _server_lost(self, now: float) -> list[Effect]:
@@ -346,13 +346,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         if what in (RECORDS, FOLLOW):
             return self._follow_up(self._replication.timer_fired(what, int(shard), now), now)
         self._watching = False
-        asked = self._context.requests.open_ranks(ArriveRequest)
-        here = ArriveRequest(Stage.TRAIN if not self._ending else Stage.FINISH, self._context.incarnation)
-        signs: list[Effect] = [
-            self._context.requests.send(rank, here, now, now + self._context.timeout)
-            for rank in self._held_up_by()
-            if rank not in asked
-        ]
+        signs = self._ask_for_signs(self._held_up_by(), now)
         self._deadlock_detector.repeat_failed()
         put_off = [effect for shard in self.shards.values() for effect in shard.put_off(now)]
         waits = [self._waits_for(shard) for shard in self.shards.values() if put_off and shard.holding_up]
@@ -366,6 +360,13 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         ranks = ", ".join(map(str, shard.holding_up))
         what = "the next gradient" if shard.clock.awaits_gradients else f"iteration {shard.clock.clock}"
         return Note("held up", f"pulls from shard {shard.index} wait for {what} of peer {ranks}")
+
+    def _ask_for_signs(self, ranks: set[int], now: float) -> list[Effect]:
+        """Ask peers for a sign of life, unless they were asked already."""
+        asked = self._context.requests.open_ranks(ArriveRequest)
+        here = ArriveRequest(Stage.TRAIN if not self._ending else Stage.FINISH, self._context.incarnation)
+        until = now + self._context.timeout
+        return [self._context.requests.send(rank, here, now, until) for rank in ranks if rank not in asked]
 
     def _held_up_by(self) -> set[int]:
         """Return the other ranks that pulls wait for."""

@@ -183,6 +183,21 @@ def test_the_run_can_stop_when_all_holders_of_a_shard_are_gone() -> None:
         assert made.peers[rank].reason is not None and "--server-lost is stop" in made.peers[rank].reason
 
 
+def test_a_worker_returns_to_a_holder_that_it_considered_lost_by_mistake() -> None:
+    """Two lost messages make worker 3 turn to the replica, which does not take over, since it sees the holder alive."""
+    made = served.world(
+        *(5, 71, Network(delay=0.1, jitter=0.3, loss=0.003)),
+        {0: 3.028318275105974, 1: 3.0716572883127213, 2: 0.5, 3: 3.0716572883127213, 4: 0.5961323693169812},
+        servers="4,2,0,1",
+        server_replicas=1,
+        sync="hybrid:double=5|drop:n=1,late=add|pssp:staleness=1,p=0.5|ssp:staleness=1",
+        overlap=False,
+        iterations=8,
+    )
+    served.ended(made, 400)
+    assert made.fired["lost"]
+
+
 def test_a_switch_of_the_sync_model_outlives_the_holder() -> None:
     made = world(slow={2: 3.0})
     made.switch_sync(1, 4.2, "asp")

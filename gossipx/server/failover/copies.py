@@ -92,13 +92,15 @@ class Replication:
         self._replies = replies
         self._shards = shards
         self._training = training
-        self._fresh, self._begin, self._turn = fresh, begin, turn
+        self._fresh, self._begin, self._turn, self._first = fresh, begin, turn, holders
         self._pairs = {index: _Pair(0, ranks[0], ranks[1]) for index, ranks in enumerate(holders) if len(ranks) > 1}
         self.replicas: dict[int, Replica] = {}
 
-    def holders(self, index: int) -> tuple[int, ...]:
-        """Return the ranks that may hold a replicated shard."""
-        return self._pairs[index].ranks
+    @property
+    def holders(self) -> list[tuple[int, ...]]:
+        """For each shard, the ranks that may hold it."""
+        first = enumerate(self._first)
+        return [self._pairs[index].ranks if index in self._pairs else ranks for index, ranks in first]
 
     def follow(self, shard: Shard, holder: int, initial_holder: bool = False) -> Replica:
         """Follow a shard that ``holder`` serves; an ``initial_holder`` will hold it unless another peer does."""
