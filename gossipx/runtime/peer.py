@@ -82,7 +82,7 @@ class Peer:
 
     @property
     def directory(self) -> Path:
-        """This peer's own directory within the run's, for files that the script writes: ``runs/NAME/peer-00``."""
+        """This peer's own directory for files that the script writes, ``runs/NAME/peer-00``."""
         assert self._options.directory is not None  # without one, only parts of a peer are tested
         return models.directory_of(self._options.directory, self.rank)
 

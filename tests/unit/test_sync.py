@@ -168,7 +168,7 @@ def warned(policy: str | Policy, steps: int, delta: float = 0.01) -> list[tuple[
         ("tau:1000", None),
         ("random:p=0", None),
     ],
-    ids=str,
+    ids=lambda given: "function" if callable(given) else str(given),
 )
 def test_a_policy_that_does_not_fire_is_told_once(spec, told: str | None):
     found = warned(spec, 400)
