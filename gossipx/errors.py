@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+DIFFERENT_MODELS = 3
+"""Exit code of a run that has ended, but whose peers hold different models. No exception: the training is complete."""
+
 
 class GossipxError(Exception):
     """Base class of all exceptions of gossipx."""

@@ -46,6 +46,7 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
         "references": 3,
         "blocking": True,
         "finish": "none",
+        "finish_timeout": 60.0,
         "init": "own",
         "buffers": "local",
         "delta": "sampled",
@@ -132,6 +133,7 @@ codec = "int8"
 references = 3
 blocking = true
 finish = "none"
+finish_timeout = 60.0
 init = "own"
 buffers = "local"
 delta = "sampled"

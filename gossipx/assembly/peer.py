@@ -205,6 +205,7 @@ def _role_settings(config: RunConfig, model_bytes: int, max_rate: float | None) 
         push_sum=sync.weights == "push-sum",
         blocking=sync.blocking,
         finish=sync.finish,
+        finish_timeout=sync.finish_timeout,
         init=sync.init,
         min_peers=sync.min_peers,
     )

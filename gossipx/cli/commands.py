@@ -295,6 +295,7 @@ def _print_table(rows: list[Row]) -> None:
         ("averaged model", lambda row: _shown(row.accuracy_averaged, "{:.4f}")),
         ("wall time, s", lambda row: f"{row.wall_seconds:.1f}"),
         ("time blocked", lambda row: _shown(row.blocked, "{:.2%}")),
+        ("one final model", lambda row: {None: "–", True: "yes", False: "no"}[row.agreed]),
         ("lost peers", lambda row: str(row.lost)),
         ("stopped peers", lambda row: str(row.stopped)),
     )

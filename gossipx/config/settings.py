@@ -176,6 +176,12 @@ class SyncSettings:
     finish: Literal["consensus", "none"] = setting(
         "consensus", "Average all models at the end, or (as in the paper) do not."
     )
+    finish_timeout: float = setting(
+        0.0,
+        "Seconds that a peer waits in the finish for peers that still train; 0: as long as they make progress.",
+        0,
+        30 * 86_400,
+    )
     init: Literal["first", "own"] = setting(
         "first", "Start all peers from the weights of one peer, or each peer from its own."
     )

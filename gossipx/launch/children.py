@@ -15,6 +15,10 @@ from typing import Any, TypeAlias
 
 READ = 1 << 16
 """Bytes per read from a pipe."""
+CRASHES = frozenset(
+    (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS)
+)
+"""Signals that a process raises by a fault of its own."""
 Spawn: TypeAlias = Callable[..., "subprocess.Popen[bytes]"]
 
 
@@ -83,6 +87,12 @@ class Child:
         """Send a signal to the process if it is still running."""
         if self.process.poll() is None:
             self.process.send_signal(number)
+
+    @property
+    def crashed(self) -> bool:
+        """Whether its script failed or it died of a fault of its own, rather than being killed; once it has ended."""
+        code = self.process.returncode
+        return code > 0 or -code in CRASHES
 
     def describe_exit(self) -> str:
         """Return ``killed by SIGKILL`` or ``exit code 1``, for example."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gossipx.config.settings import RunConfig
-from gossipx.errors import UsageError
+from gossipx.errors import DIFFERENT_MODELS, UsageError
 from gossipx.launch.children import Child, Spawn, command_of
 from gossipx.launch.cluster.world import World, find, why_none
 from gossipx.launch.directory import HOSTS_FILE
@@ -35,7 +35,7 @@ from gossipx.launch.progress import Display, PeerStatus
 from gossipx.launch.start import Start, from_hosts, policy_or_sync_model
 from gossipx.launch.stopping import Stopping, how_to_continue
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
-from gossipx.metrics.summary import Summary, per_peer
+from gossipx.metrics.summary import Summary, agreed, per_peer
 from gossipx.transports import Address
 
 POLL_INTERVAL = 0.1
@@ -80,8 +80,9 @@ def launch(
         spawn: starts the process of a peer; called like :class:`subprocess.Popen`.
 
     Returns:
-        The exit code: 0 if a peer finished and its script succeeded, 1 if none did; 2, 4 or 5 if a peer ended with it;
-        130 if interrupted, by SIGINT or SIGHUP; 0 if SIGTERM stopped the run.
+        The exit code: 0; 1 if no peer finished, or a script failed or a peer crashed; 3 if the peers hold different
+        models; 2, 4 or 5 if a peer ended with it; 130 if interrupted, by SIGINT or SIGHUP; 0 if SIGTERM
+        stopped the run.
 
     Raises:
         UsageError: settings, hosts file or script are invalid; nothing was started.
@@ -125,7 +126,7 @@ class _Run:
         self._departed: dict[int, dict[str, Any] | None] = {}  # left the run on request, with their figures
         self._restarted: dict[int, set[int]] = {}  # by rank: the peers that it knows to be restarted
         self._aborted = False  # an error of a peer has ended the run
-        self._failed_after_training: set[int] = set()  # finished training, then their scripts failed
+        self._failures: set[int] = set()  # whose scripts failed, or that crashed; others that were lost do no harm
         snapshots = settings.task.solver is not None and not script
         self._quiet = start.shared and 0 not in start.here
         self._stopping = Stopping(
@@ -168,7 +169,9 @@ class _Run:
         self._directory.keep()
         written = self._directory.conclude(summary)
         self._tell_end(summary, written)
-        return 0 if self._results.keys() - self._failed_after_training else 1
+        if self._failures or not self._results:
+            return 1
+        return DIFFERENT_MODELS if summary.agreed is False else 0
 
     def _end_stopped(self, seconds: float) -> int:
         """Write the summary of a run that was stopped, say how to continue it, and return the exit code."""
@@ -288,6 +291,7 @@ class _Run:
         if self._aborted:
             return
         if (code == 1 and self._began is not None) or self._stopping.code is not None:
+            self._failures.add(rank)
             self._display.line(f"{self._peers[rank].name}: {error}")
             return
         self._aborted = True
@@ -300,8 +304,8 @@ class _Run:
             return
         code, status = child.process.returncode, self._statuses[rank]
         if rank in self._results:
-            if code > 0:  # not negative: being killed after the finish does no harm
-                self._failed_after_training.add(rank)
+            if child.crashed and rank not in self._failures:  # being killed after the finish does no harm
+                self._failures.add(rank)
                 self._display.line(f"{status.name} finished, but its process ended: {child.describe_exit()}")
             return
         if code == 0 and status.state == "starting":
@@ -312,6 +316,8 @@ class _Run:
             status.state = "left"
             self._departed[rank] = None
             return
+        if child.crashed:
+            self._failures.add(rank)
         status.state = "lost"
         self._display.line(f"peer {status.name} is lost: {child.describe_exit()}")
         self._note_restarts()
@@ -339,6 +345,7 @@ class _Run:
         assert settings.run.name is not None
         told = [*self._results.values(), *stopped.values()]
         before = max((one.get("seconds_before", 0.0) for one in told), default=0.0)
+        finished = [report for rank, report in enumerate(reports) if rank in self._results or rank not in stopped]
         done = [report["iterations"] for report in reports if report and "iterations" in report]
         return Summary(
             name=settings.run.name,
@@ -352,6 +359,7 @@ class _Run:
             # A script sets its own number of iterations, which only the reports show.
             iterations=max(done) if done and (stopped or not built_in) else settings.run.iterations,
             consensus_accuracy=accuracy,
+            agreed=agreed(finished),
             lost=[self._peers[rank].name for rank, report in enumerate(reports) if report is None],
             stopped=[self._peers[rank].name for rank in sorted(stopped.keys() - self._results.keys())],
             wall_seconds=before + seconds,
@@ -362,6 +370,11 @@ class _Run:
         tell = self._display.line
         if summary.lost:
             tell(f"lost: {', '.join(summary.lost)}")
+        if self._failures:
+            failed = ", ".join(self._peers[rank].name for rank in sorted(self._failures))
+            tell(f"failed: {failed}; the exit code is 1")
+        if summary.agreed is False:
+            tell("the peers hold different models: see finish_timeout and peer_timeout in the docs")
         if not self._results:
             tell("no peer finished")
             return

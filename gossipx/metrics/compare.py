@@ -25,6 +25,7 @@ class Row:
         accuracy_before_finish: the same before the finish, mean.
         accuracy_averaged: of the average of all models.
         blocked: share of the training time in which gossipx blocked the training thread, mean of peers that train.
+        agreed: whether all peers ended with the same model.
         lost: number of peers that did not finish.
         stopped: number of peers that were stopped before the finish.
     """
@@ -44,6 +45,7 @@ class Row:
     accuracy_averaged: float | None
     wall_seconds: float
     blocked: float | None
+    agreed: bool | None
     lost: int
     stopped: int
 
@@ -77,6 +79,7 @@ def _row(summary: Summary, first: float | None) -> Row:
         accuracy_averaged=summary.consensus_accuracy,
         wall_seconds=summary.wall_seconds,
         blocked=_mean(fractions),
+        agreed=summary.agreed,
         lost=len(summary.lost),
         stopped=len(summary.stopped),
     )

@@ -44,6 +44,8 @@ class Summary:
         test_accuracy_before_finish: the same before the finish.
         consensus_accuracy: of the average of all final models.
         consensus_distance: each peer's estimate of Eq. 8 at the end of training.
+        agreed: whether all peers that finished hold the same model, bit by bit; None: the run has no finish, so that
+            nothing is claimed.
         lost: names of peers that did not finish.
         stopped: names of peers that were stopped before the finish, by a signal; their figures are those until then.
         wall_seconds: from the first peer's first iteration to the last peer's end.
@@ -77,6 +79,7 @@ class Summary:
     test_accuracy_before_finish: Figures
     consensus_accuracy: float | None
     consensus_distance: Figures
+    agreed: bool | None
     lost: list[str]
     stopped: list[str]
     wall_seconds: float
@@ -136,6 +139,12 @@ def per_peer(reports: Sequence[Mapping[str, Any] | None]) -> dict[str, Figures]:
     return {name: [None if report is None else report.get(name) for report in reports] for name in PER_PEER}
 
 
+def agreed(reports: Sequence[Mapping[str, Any] | None]) -> bool | None:
+    """Return whether the peers' reports name the same final model; None: no report makes a claim."""
+    digests = [str(report["digest"]) for report in reports if report and report.get("digest") is not None]
+    return "" not in digests and len(set(digests)) == 1 if digests else None
+
+
 def read(path: Path) -> Summary:
     """Read the summary of a run from its directory or its file.
 
@@ -163,6 +172,7 @@ def read(path: Path) -> Summary:
 _WANTED = {
     "str": "not text",
     "str | None": "neither text nor null",
+    "bool | None": "neither true, false nor null",
     "int": "not an integer",
     "float": "not a number",
     "float | None": "neither a number nor null",
@@ -177,6 +187,8 @@ def _fits(kind: str, value: Any, peers: int) -> bool:
         return value is None or _fits(kind.removesuffix(" | None"), value, peers)
     if kind == "str":
         return isinstance(value, str)
+    if kind == "bool":
+        return isinstance(value, bool)
     if kind == "list[str]":
         return isinstance(value, list) and all(isinstance(one, str) for one in value)
     if kind == "Figures":

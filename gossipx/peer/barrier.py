@@ -1,12 +1,14 @@
-"""The barrier: peers wait for each other in START, FINISH and DONE, and in JOINING for a peer that has a model.
+"""The barrier: peers wait for each other in START, FINISH, COMPARE and DONE, and in JOINING for a peer with a model.
 
 A peer that enters such a stage announces it to all others by an ArriveRequest, and each reply carries the other's own
-stage. The barrier is complete when all others have reached the stage; it is given up after peer_timeout. An
-announcement that fails is repeated after a back-off. Lost peers get it too, as they may be back; nobody waits for them.
+stage. The barrier is complete when all others have reached the stage; it is given up after peer_timeout. From FINISH on
+it is then extended for each peer that answers and makes progress. An announcement that fails is repeated after a
+back-off. Lost peers get it too, as they may be back; nobody waits for them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable
 
 from gossipx.peer.membership import Membership, Requests
@@ -18,6 +20,11 @@ BARRIER = "gather"
 """Name of the timer that limits the whole wait."""
 ANNOUNCE = "announce"
 """Prefix of the timers that repeat an announcement; a space and the rank follow."""
+STALLED = 20
+"""A peer that answers but has made no progress for this many times ``peer_timeout`` (10 min of 30 s) is no longer
+waited for: an iteration or an evaluation may take minutes, and a script that hangs would hold up all peers for ever."""
+PURPOSES = {Stage.FINISH: "end its training", Stage.COMPARE: "compare its final model", Stage.DONE: "send its figures"}
+"""The purpose of each wait from FINISH on, for messages."""
 
 
 class Barrier:
@@ -37,22 +44,25 @@ class Barrier:
         self._members = members
         self._requests = requests
         self._timeout = timeout
-        self._deadline = 0.0
+        self._deadline = self._until = 0.0
+        self._finishing = self._since = 0.0  # when the first wait of the end and the last extension began
         self._arrival = ArriveRequest(Stage.JOINING, 0)  # what we announce
         self._reporting: dict[Hashable, int] = {}  # replies under way that carry our figures: request key to rank
 
     # --- waiting ----------------------------------------------------------------------------------
 
-    def begin(self, arrival: ArriveRequest, now: float) -> list[Effect]:
-        """Announce ``arrival`` to all others and start waiting."""
+    def begin(self, arrival: ArriveRequest, now: float, until: float = math.inf) -> list[Effect]:
+        """Announce ``arrival`` to all others and start waiting, at most ``until`` that time."""
         self.active = True
-        self._arrival = arrival
+        if self._arrival.stage < Stage.FINISH <= arrival.stage:
+            self._finishing = now
+        self._arrival, self._until = arrival, until
         others = self._members.others
         return self.extend((rank for rank in others if others[rank].stage is not Stage.LEFT), now)
 
     def extend(self, ranks: Iterable[int], now: float) -> list[Effect]:
         """Announce the stage to ``ranks``, and wait for another peer_timeout."""
-        self._deadline = now + self._timeout
+        self._since, self._deadline = now, min(now + self._timeout, self._until)
         announced = [self.announce(rank, self._arrival, now) for rank in ranks]
         return [*announced, SetTimer(BARRIER, self._deadline)]
 
@@ -81,8 +91,12 @@ class Barrier:
 
     def _has_arrived(self, rank: int) -> bool:
         other, stage = self._members.others[rank], self._arrival.stage
+        if other.stage is None or other.stage < stage:
+            return False
+        if other.stage is Stage.COMPARE and other.comparison < self._arrival.comparison:
+            return False
         # This process exits after DONE: a peer that lacks its figures by then would wait for them in vain.
-        return other.stage is not None and other.stage >= stage and (stage < Stage.DONE or other.knows_report)
+        return stage < Stage.DONE or other.knows_report
 
     def complete(self) -> bool:
         """Return whether no peer remains to be waited for."""
@@ -95,20 +109,50 @@ class Barrier:
         """Return the ranks that are waited for and have not arrived."""
         return [rank for rank in self._members.awaited() if not self._has_arrived(rank)]
 
-    def timed_out(self) -> list[Effect]:
+    def arrived_ranks(self) -> list[int]:
+        """Return the ranks that have arrived, and are neither lost nor have left."""
+        return [rank for rank in self._members.awaited() if self._has_arrived(rank)]
+
+    def extend_for_living(self, now: float, needed: bool) -> list[Effect]:
+        """Extend the wait, which has timed out, if an absent peer answers and makes progress; else return nothing.
+
+        Args:
+            needed: also wait for peers that do not answer, until they are lost: they need this peer.
+        """
+        others, least = self._members.others, now - STALLED * self._timeout
+        absent = self.absent()
+        answering = {rank for rank in absent if self._answers(rank)}
+        stalled = {rank for rank in answering if max(others[rank].advanced_at, self._finishing) <= least}
+        waiting = set(absent) - stalled if needed else answering - stalled
+        if not waiting or now >= self._until:
+            return []
+        purpose = PURPOSES[self._arrival.stage]
+        at = ", ".join(f"{rank} (iteration {others[rank].step})" for rank in sorted(waiting))
+        bound = f"until it does, or makes no progress for {STALLED * self._timeout:g} s"
+        return [Note("waiting", f"waiting for peer {at} to {purpose}, {bound}"), *self.extend(absent, now)]
+
+    def _answers(self, rank: int) -> bool:
+        """Return whether it has answered, or announced itself, since the wait was last extended."""
+        return self._members.others[rank].told_at >= self._since
+
+    def timed_out(self, now: float) -> list[Effect]:
         """Return the note to log when the wait timed out; nothing if all have arrived."""
         absent = self.absent()
         names = ", ".join(map(str, absent))
-        text = f"no longer waiting for peer {names} at {self._arrival.stage.name}: peer_timeout has passed"
+        reason = "peer_timeout has passed"
+        if now >= self._until:
+            reason = "finish_timeout has passed"
+        elif self._arrival.stage >= Stage.FINISH and any(self._answers(rank) for rank in absent):
+            reason = f"it answers, but has made no progress for {STALLED * self._timeout:g} s, 20 times peer_timeout"
+        text = f"no longer waiting for peer {names} at {self._arrival.stage.name}: {reason}"
         return [Note("absent", text)] if absent else []
 
     # --- messages of the others -------------------------------------------------------------------
 
-    def arrived(self, event: Received, stage: Stage) -> None:
+    def arrived(self, event: Received, stage: Stage, now: float) -> None:
         """Handle the announcement of another peer; our reply says that we are at ``stage``."""
         assert isinstance(event.request, ArriveRequest)
-        request = event.request
-        self._members.others[event.sender].record_stage(request.stage, request.incarnation, request.report)
+        self._members.others[event.sender].record(event.request, now)
         if stage is Stage.DONE:
             self._reporting[event.key] = event.sender
 
@@ -118,10 +162,10 @@ class Barrier:
         if announced is not None and event.whole:
             self._members.others[announced].knows_report = True
 
-    def replied(self, to: int, request: ArriveRequest, reply: HereReply) -> None:
+    def replied(self, to: int, request: ArriveRequest, reply: HereReply, now: float) -> None:
         """Handle the reply to an announcement of ours."""
         other = self._members.others[to]
-        other.record_stage(reply.stage, reply.incarnation, reply.report)
+        other.record(reply, now)
         other.knows_report = other.knows_report or request.stage is Stage.DONE
 
     def failed(self, to: int) -> list[Effect]:

@@ -19,6 +19,7 @@ for it, which peers a barrier waits for and which take part in a wave. It produc
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Collection
@@ -28,7 +29,7 @@ from typing import Any
 
 from gossipx.protocol.effects import Send
 from gossipx.protocol.events import Fault
-from gossipx.protocol.messages import Request, Stage
+from gossipx.protocol.messages import ArriveRequest, HereReply, Request, Stage
 from gossipx.topology.schedules import Schedule
 
 FIRST_BACKOFF = 1 / 100
@@ -82,6 +83,10 @@ class OtherPeer:
         stage: the furthest stage that its current incarnation announced; None: none yet.
         incarnation: the incarnation that announced it.
         restarted: whether that is not its first incarnation.
+        step: iterations that it had done by then.
+        comparison, digest, models: its final model, as in :class:`~gossipx.protocol.messages.ArriveRequest`.
+        told_at: when it last told its stage.
+        advanced_at: when its stage, its iterations or its comparison last advanced.
         report: its final figures; empty until it has some.
         knows_report: whether it has our final figures.
         faults: requests to it that failed in a row; determines the back-off.
@@ -98,6 +103,12 @@ class OtherPeer:
     stage: Stage | None = None
     incarnation: int | None = None
     restarted: bool = False
+    step: int = 0
+    comparison: int = 0
+    digest: str = ""
+    models: float = 0.0
+    told_at: float = -math.inf
+    advanced_at: float = -math.inf
     report: dict[str, Any] = field(default_factory=dict)
     knows_report: bool = False
     faults: int = 0
@@ -128,15 +139,19 @@ class OtherPeer:
         """Return whether a model may be requested from it now."""
         return self.stage is not Stage.LEFT and max(self.backoff_until, self.suspended_until) <= now
 
-    def record_stage(self, stage: Stage, incarnation: int, report: dict[str, Any]) -> None:
-        """Record an announced stage. An announcement of another incarnation replaces all earlier ones."""
-        self.first_stage = stage if self.first_stage is None else self.first_stage
-        is_new = self.incarnation not in (None, incarnation)
-        if is_new or self.stage is None or stage > self.stage:
-            self.stage, self.report = stage, report
-        elif stage is self.stage:
-            self.report = report or self.report
-        self.incarnation, self.restarted = incarnation, self.restarted or is_new
+    def record(self, told: ArriveRequest | HereReply, now: float) -> None:
+        """Record its stage and progress, unless it is known to have advanced further: messages may overtake each other.
+
+        An announcement of another incarnation replaces all earlier ones.
+        """
+        self.first_stage = told.stage if self.first_stage is None else self.first_stage
+        self.told_at = now
+        is_new = self.incarnation not in (None, told.incarnation)
+        before, after = (self.stage or 0, self.comparison, self.step), (told.stage, told.comparison, told.step)
+        if is_new or self.stage is None or after > before:
+            self.stage, self.report, self.step, self.advanced_at = told.stage, told.report, told.step, now
+            self.comparison, self.digest, self.models = told.comparison, told.digest, told.models
+        self.incarnation, self.restarted = told.incarnation, self.restarted or is_new
 
 
 class Membership:
@@ -152,6 +167,8 @@ class Membership:
 
     Attributes:
         others: what is known about each other peer, by rank.
+        size: number of peers in the run.
+        timeout: peer_timeout.
         model_timeout: seconds to wait for a model when no transfer was measured.
         suspicions: how often a peer that had been heard from became suspected.
     """
@@ -166,11 +183,12 @@ class Membership:
         model_timeout: float = 0.0,
     ) -> None:
         self.others = {other: OtherPeer() for other in range(size) if other != rank}
+        self.size = size
         self._rank = rank
         self._schedule = schedule
         self._neighbours = schedule.topology.neighbours[rank]
         self._round = -1  # the schedule's round: one per exchange
-        self._timeout = peer_timeout
+        self.timeout = peer_timeout
         self.model_timeout = max(peer_timeout, model_timeout)
         self.suspicions = 0
         self._rng = rng
@@ -213,7 +231,7 @@ class Membership:
         if measured:
             usual = median(measured)
             deviation = DEVIATION * median(abs(seconds - usual) for seconds in measured)
-            least = self._timeout * (1 if outgoing else PATIENCE_LEAST)
+            least = self.timeout * (1 if outgoing else PATIENCE_LEAST)
             patience = max(least, PATIENCE[0] * (usual + PATIENCE[1] * deviation))
         return float(patience * 2 ** min(transfers.late, doublings))
 
@@ -235,18 +253,21 @@ class Membership:
         """Return the ranks to leave out of a wave that starts now: silent or suspended peers."""
         return {rank for rank, other in self.others.items() if other.silent or other.suspended_until > now}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what partner choices depend on besides the generator, as plain data: round and transfer times."""
+    def draws(self) -> dict[str, Any]:
+        """Return what partner choices depend on, as plain data: generator, round and transfer times."""
+        version, words, gauss = self._rng.getstate()
         others = {
             str(rank): [[list(one.seconds), one.late, one.rate] for one in (other.incoming, other.outgoing)]
             for rank, other in self.others.items()
         }
-        return {"round": self._round, "others": others}
+        return {"rng": [version, list(words), gauss], "members": {"round": self._round, "others": others}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`. Which peers are alive is not restored; it is learned anew."""
-        self._round = state["round"]
-        for rank, both in state["others"].items():
+    def load_draws(self, draws: dict[str, Any]) -> None:
+        """Restore :meth:`draws`. Which peers are alive is not restored; it is learned anew."""
+        version, words, gauss = draws["rng"]
+        self._rng.setstate((version, tuple(words), gauss))
+        self._round = draws["members"]["round"]
+        for rank, both in draws["members"]["others"].items():
             incoming, outgoing = (Transfers(deque(seconds, MAX_TRANSFERS), late, rate) for seconds, late, rate in both)
             self.others[int(rank)].incoming, self.others[int(rank)].outgoing = incoming, outgoing
 
@@ -293,7 +314,7 @@ class Membership:
     def back_off(self, rank: int, now: float) -> float:
         """Back off from ``rank``, longer each time; return the time when the back-off ends."""
         other = self.others[rank]
-        pause = min(FIRST_BACKOFF * 2**other.faults, LONGEST_BACKOFF) * self._timeout
+        pause = min(FIRST_BACKOFF * 2**other.faults, LONGEST_BACKOFF) * self.timeout
         other.faults = min(other.faults + 1, 30)  # keeps 2**faults small
         other.backoff_until = now + pause * self._rng.uniform(0.5, 1.5)
         return other.backoff_until
@@ -312,7 +333,7 @@ class Membership:
             other.silent_since = now
             self.suspicions += other.stage is not None and not ended
         self.back_off(rank, now)
-        silent = now - other.silent_since >= self._timeout
+        silent = now - other.silent_since >= self.timeout
         if other.lost or ended or not (other.has_ended or silent):
             return False
         other.lost = True

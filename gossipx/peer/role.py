@@ -19,17 +19,19 @@ START      announces its arrival and waits       all other peers have arrived, o
 TRAIN      trains and exchanges models           training has ended (TrainingEnded) and no exchange is under way
 FINISH     announces its arrival and waits       as START
 AGREE      averages its model with all others    the last wave is merged, or the hub's or server's model is adopted
+COMPARE    compares its final model, adopts one  all hold one model, or after a limited number of comparisons
 DONE       announces its final figures, waits    as START, and all others have its figures
 LEFT       takes no further part                 never
 =========  ====================================  ======================================================================
 
-JoinRun starts the machine, and FiguresReady takes it to DONE; a run without a finish skips FINISH and AGREE. LeaveRun
-leads to LEFT from any stage. While a peer waits in a stage other than TRAIN, a Wait effect has blocked the training
-thread; a Resume effect releases it.
+JoinRun starts the machine, and FiguresReady takes it to DONE; a run without a finish skips FINISH to COMPARE. LeaveRun
+leads to LEFT from any stage. From FINISH on, a wait lasts as long as absent peers answer and make progress. While a
+peer waits in a stage other than TRAIN, a Wait effect has blocked the training thread; a Resume effect releases it.
 
 The role dispatches each event to a component, in a module of this package: stages (transitions), barrier (waiting for
 other peers), joining (the first model), training (step boundaries), exchange with pulls, pushes and pairs (models
-between two peers), waves (averaging over all peers), serving (answering pulls), server_role (work for all peers).
+between two peers), waves (averaging over all peers), agreement (comparing final models), serving (answering pulls),
+server_role (work for all peers).
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gossipx.mixing import Average, Mixing
+from gossipx.peer.agreement import Agreement
 from gossipx.peer.barrier import ANNOUNCE, BARRIER, Barrier
 from gossipx.peer.exchange import Exchange, PeerContext
 from gossipx.peer.joining import Joining
@@ -55,11 +58,12 @@ from gossipx.peer.training import UNSOUND, Training
 from gossipx.peer.wave import TIMER, Wave
 from gossipx.peer.waves import Waves
 from gossipx.protocol import events
-from gossipx.protocol.effects import Adopt, Answer, Effect, Forget, Note, Resume, Stop, Wait
+from gossipx.protocol.effects import Adopt, Answer, Effect, Forget, Note, Resume, Wait
 from gossipx.protocol.messages import (
     LAST_WAVE,
     ArriveRequest,
     ElasticRequest,
+    FinalRequest,
     HereReply,
     InitialRequest,
     LeaveRequest,
@@ -126,6 +130,7 @@ class PeerRole:
         self.serving = Serving(settings.max_served, settings.serve_share, self._requests, self.outgoing)
         self.barrier = Barrier(self.members, self._requests, timeout)
         self.joining = Joining(self.rank, self.members, self._requests, self.barrier, settings, self._model_timeout)
+        self.agreement = Agreement(self.rank, self.members, self._requests)
         self.waves = Waves(self.rank, self.members, self._requests, self.sync, timeout)
         own = self.rank, self.incarnation, timeout, settings.blocking
         self._context = PeerContext(*own, self.members, self.outgoing, self._requests, self.sync)
@@ -134,7 +139,7 @@ class PeerRole:
         self.server = self.exchange if isinstance(self.exchange, ServerRole) else ServerRole()
         waves = self.waves, settings.exchange == "waves"
         self.training = Training(self._context, self.barrier, self.exchange, *waves)
-        parts = self.barrier, self.joining, self.training, self.waves, self.exchange, self.server
+        parts = self.agreement, self.barrier, self.joining, self.training, self.waves, self.exchange, self.server
         self.stages = Stages(self.incarnation, settings, self.members, self._requests, *parts)
 
     def _build_exchange(self) -> Exchange:
@@ -187,12 +192,12 @@ class PeerRole:
                 return [Wait(), *self.stages.enter_barrier(Stage.START if has_model else Stage.JOINING, now)]
             case events.TrainingEnded(agrees):
                 return self.training.ended(agrees, now)
+            case events.FinalModel(digest):
+                return self.stages.compare(digest, now)
             case events.FiguresReady():
                 self.stages.report = event.report
                 return [Wait(), *self.stages.enter_barrier(Stage.DONE, now)]
             case events.Restored():
-                if event.draws is not None:
-                    self._load_draws(event.draws)
                 return self.training.restored(event, now)
             case events.LeaveRun():
                 self._leaving = True
@@ -236,22 +241,15 @@ class PeerRole:
         return self.server.trains
 
     @property
+    def claims_agreement(self) -> bool:
+        """Whether this peer is to end with the same model as all others."""
+        return self.settings.finish != "none" and self.trains
+
+    @property
     def rounds_lost(self) -> int:
         """Rounds of the last wave that were skipped because the partner was missing."""
         last = self.waves.current
         return last.lost if last is not None and last.number == LAST_WAVE else 0
-
-    def draws(self) -> dict[str, Any]:
-        """Return the state that partner choices depend on, as plain data: generator and measured transfer times."""
-        version, words, gauss = self.rng.getstate()
-        members, last = self.members.state_dict(), self.exchange.last
-        return {"rng": [version, list(words), gauss], "members": members, "last": last}
-
-    def _load_draws(self, draws: dict[str, Any]) -> None:
-        version, words, gauss = draws["rng"]
-        self.rng.setstate((version, tuple(words), gauss))
-        self.members.load_state_dict(draws["members"])
-        self.exchange.last = draws["last"]
 
     def missing(self) -> list[int]:
         """Return the ranks whose final figures have not arrived."""
@@ -264,21 +262,14 @@ class PeerRole:
             self.members.heard_from(event.sender)
         match event.request:
             case ArriveRequest():
-                self.barrier.arrived(event, self.stage)
+                self.barrier.arrived(event, self.stage, now)
                 self.waves.record_over(event.request.wave)
-                here = HereReply(self.stage, self.report, self.waves.latest, self.incarnation)
-                return [self._answer(event.key, here, now), *self.server.members_changed(now)]
+                return [self._answer(event.key, self.stages.here(), now), *self.server.members_changed(now)]
+            case FinalRequest(digest):
+                return [self.agreement.requested(event, digest, now)]
             case LeaveRequest():
-                self.members.others[event.sender].stage = Stage.LEFT
-                left = [] if self.stage is Stage.LEFT else self.exchange.peer_left(event.sender, now)
-                return [
-                    self._answer(event.key, HereReply(self.stage), now),
-                    Note("left", f"peer {event.sender} has left"),
-                    *left,
-                    *self.waves.peer_left(event.sender, now),
-                    *self._check_min_peers(),
-                    *self.server.members_changed(now),
-                ]
+                answer = self._answer(event.key, self.stages.here(), now)
+                return [answer, *self.stages.peer_left(event.sender, now)]
             case RoundRequest():
                 return self.stages.round_requested(event, event.request, now)
             case InitialRequest() | PullRequest() if self.stage in (Stage.JOINING, Stage.LEFT):
@@ -313,12 +304,14 @@ class PeerRole:
                 self.members.record_transfer(to, now - asked)
         match request, event.reply:
             case ArriveRequest(), HereReply():
-                self.barrier.replied(to, request, event.reply)
+                self.barrier.replied(to, request, event.reply, now)
                 self.waves.record_over(event.reply.wave)
                 return self.server.members_changed(now)
             case InitialRequest(), ModelReply(step) if self.joining.awaits(event.ticket):
                 self._context.step = step
                 return [Adopt(event.ticket, step)]
+            case FinalRequest(), ModelReply():
+                return self.agreement.replied(event.ticket)
             case PullRequest(), _:
                 return self.pulls.replied(event.ticket, to, event.reply, now)
             case RoundRequest(), ModelReply(_, weight) if wave := self._meeting(event.ticket):
@@ -352,7 +345,7 @@ class PeerRole:
             self.members.record_late(to)
         if self.members.failed(to, event.fault, now):
             effects.append(Note("lost", f"peer {to} is lost: {event.fault.value}"))
-            effects += self._check_min_peers()
+            effects += self.stages.check_min_peers()
             effects += self.server.peer_lost(to, now)
         elif not isinstance(request, ArriveRequest):
             effects.append(Note("fault", f"a request to peer {to} failed: {event.fault.value}"))
@@ -365,6 +358,8 @@ class PeerRole:
                 return [*self.barrier.failed(to), *self.server.members_changed(now)]
             case InitialRequest():
                 return self.joining.failed(ticket, to, now)
+            case FinalRequest():
+                return self.stages.final_failed(ticket, now)
             case PullRequest():
                 return self.pulls.failed(ticket, now)
             case RoundRequest() if wave := self._meeting(ticket):
@@ -395,12 +390,6 @@ class PeerRole:
             return self.exchange.timer_fired(name, now)
         return self.waves.timer_fired(now) if what == TIMER else []
 
-    def _check_min_peers(self) -> list[Effect]:
-        alive = self.members.alive()
-        if alive >= self.settings.min_peers:
-            return []
-        return [Stop(f"{alive} of {self.size} peers left, fewer than min_peers = {self.settings.min_peers}"), Resume()]
-
     # --- models that were mixed, refused or merged --------------------------------------------------
 
     def _mixed(self, ticket: int, now: float) -> list[Effect]:
@@ -411,7 +400,7 @@ class PeerRole:
         if (adopted := self.server.adopted(ticket, now)) is not None:
             over = self.waves.leave(now, "it has the hub's centre") if self.stage is Stage.AGREE else []
             return [*adopted, *over]  # this model replaces the last wave
-        if self.stage is Stage.AGREE and self.waves.close_if_taken_in(ticket):
+        if self.agreement.adopted(ticket) or (self.stage is Stage.AGREE and self.waves.close_if_taken_in(ticket)):
             return [Resume()]
         return self.training.mixed(ticket, now)
 
@@ -419,6 +408,8 @@ class PeerRole:
         if self.stage is Stage.LEFT:
             self.poisoned += 1
             return []
+        if (source := self.agreement.source_of(ticket)) is not None:
+            return [self._suspend(source, now), *self.stages.final_failed(ticket, now)]
         if (source := self.joining.poisoned(ticket)) is not None:
             note = self._suspend(source, now)
             later = self.barrier.retry_at(source, self.members.others[source].suspended_until)

@@ -23,6 +23,8 @@ class PeerSettings:
         push_sum: a push transfers half of the push-sum weight, which preserves the average on directed graphs too.
         blocking: training waits for each exchange or wave, as Algorithm 2 is printed, instead of continuing meanwhile.
         finish: ``consensus``: average all models at the end; ``none``: do not, as in the paper.
+        finish_timeout: seconds that a peer whose training is over waits for peers that still train; 0: as long as they
+            make progress.
         init: ``first``: all start with one peer's weights; ``own``: each with its own, as Algorithm 2 is printed.
         min_peers: stop (exit code 4) when fewer peers are left, including this one; 1: continue alone.
     """
@@ -37,5 +39,6 @@ class PeerSettings:
     push_sum: bool = False
     blocking: bool = False
     finish: Literal["consensus", "none"] = "consensus"
+    finish_timeout: float = 0.0
     init: Literal["first", "own"] = "first"
     min_peers: int = 1

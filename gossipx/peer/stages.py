@@ -5,8 +5,10 @@ The stages and their order are listed in :mod:`gossipx.peer.role`.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from gossipx.peer.agreement import Agreement
 from gossipx.peer.barrier import Barrier
 from gossipx.peer.exchange import Exchange
 from gossipx.peer.joining import Joining
@@ -15,9 +17,9 @@ from gossipx.peer.server_role import ServerRole
 from gossipx.peer.settings import PeerSettings
 from gossipx.peer.training import Training
 from gossipx.peer.waves import Waves
-from gossipx.protocol.effects import Effect, Resume, Wait
+from gossipx.protocol.effects import Effect, Forget, Note, Resume, Stop, Wait
 from gossipx.protocol.events import Received
-from gossipx.protocol.messages import LAST_WAVE, ArriveRequest, LeaveRequest, RoundRequest, Stage
+from gossipx.protocol.messages import LAST_WAVE, ArriveRequest, HereReply, LeaveRequest, RoundRequest, Stage
 
 TRAINED = "its training is over"
 
@@ -29,6 +31,7 @@ class Stages:
         incarnation: distinguishes this process from an earlier one of the same rank.
         members: the role's membership list.
         requests: the role's open requests.
+        agreement: compares the final models.
 
     Attributes:
         stage: the current stage.
@@ -41,6 +44,7 @@ class Stages:
         settings: PeerSettings,
         members: Membership,
         requests: Requests,
+        agreement: Agreement,
         barrier: Barrier,
         joining: Joining,
         training: Training,
@@ -54,6 +58,8 @@ class Stages:
         self._settings = settings
         self._members = members
         self._requests = requests
+        self._agreement = agreement
+        self._finish_by = math.inf  # when this peer no longer waits for peers that still train
         self._barrier = barrier
         self._joining = joining
         self._training = training
@@ -86,26 +92,43 @@ class Stages:
                 if requested := self._joining.ask(now):
                     return requested
                 return self.enter_barrier(Stage.START, now) if self._joining.may_begin() else []
-            case Stage.START | Stage.FINISH | Stage.DONE if self._barrier.active and self._barrier.complete():
-                return self._barrier_passed(now)
+            case Stage.START | Stage.FINISH | Stage.COMPARE | Stage.DONE if self._barrier.active:
+                return self._barrier_passed(now) if self._barrier.complete() else []
         return []
 
-    # --- barriers: JOINING, START, FINISH, DONE ---------------------------------------------------
+    # --- barriers: JOINING, START, FINISH, COMPARE, DONE ------------------------------------------
+
+    def here(self) -> HereReply:
+        """Return the reply to an announcement of another peer: how far this one is."""
+        final = self._agreement
+        own = self.report, self._waves.latest, self._incarnation, self._training.step
+        return HereReply(self.stage, *own, final.comparison, final.digest, final.models)
 
     def enter_barrier(self, stage: Stage, now: float) -> list[Effect]:
         """Enter ``stage``, announce it to all others, and start waiting for them."""
         self.stage = stage
-        arrival = ArriveRequest(stage, self._incarnation, self.report, self._waves.latest)
-        return [*self._barrier.begin(arrival, now), *self._server.members_changed(now)]
+        here, until = self.here(), math.inf
+        if stage is Stage.FINISH and self._settings.finish_timeout and not self._is_needed:
+            until = self._finish_by = now + self._settings.finish_timeout
+        elif stage > Stage.FINISH:
+            until = max(self._finish_by, now + self._settings.peer_timeout)
+        arrival = ArriveRequest(**vars(here))
+        return [*self._barrier.begin(arrival, now, until), *self._server.members_changed(now)]
+
+    @property
+    def _is_needed(self) -> bool:
+        """Whether the finish must wait for all peers that train."""
+        return self._server.is_needed_at_finish or self._server.awaits_all
 
     def timed_out(self, now: float) -> list[Effect]:
         """Handle the timeout of the current barrier."""
         if self.stage is Stage.JOINING:
             return self._joining.timed_out(now) or self.enter_barrier(Stage.START, now)
-        if self.stage is Stage.FINISH and (self._server.is_needed_at_finish or self._server.awaits_all):
-            # This wait has no timeout, but a peer that does not answer becomes lost, which ends it.
-            return self._barrier.extend(self._barrier.absent(), now)
-        return [*self._barrier.timed_out(), *self._barrier_passed(now)]
+        if self.stage >= Stage.FINISH:
+            needed = self.stage is Stage.FINISH and self._is_needed
+            if extended := self._barrier.extend_for_living(now, needed):
+                return extended
+        return [*self._barrier.timed_out(now), *self._barrier_passed(now)]
 
     def _barrier_passed(self, now: float) -> list[Effect]:
         self._barrier.end()
@@ -114,6 +137,9 @@ class Stages:
             return [*self._server.start_serving(now), *self._training.begin(now)]
         if self.stage is Stage.FINISH and self._agrees:
             return self._agree(now)
+        if self.stage is Stage.COMPARE:
+            compared = self._agreement.compare(self._barrier.arrived_ranks(), now)
+            return self._compare_again(now) if compared is None else compared
         return [Resume()]  # DONE, or this peer only serves the others
 
     # --- the finish -------------------------------------------------------------------------------
@@ -144,6 +170,31 @@ class Stages:
     def _last_wave(self, members: tuple[int, ...] | None, now: float) -> list[Effect]:
         return self._waves.finish(members, self._training.step, self._exchange.weight, now, self._server.failed_source)
 
+    # --- comparing the final models ---------------------------------------------------------------
+
+    @property
+    def compares(self) -> bool:
+        """Whether the driver must next report the final model as it is now."""
+        unsettled = self.stage is Stage.COMPARE and self._agreement.settled is None
+        return unsettled or self.stage is Stage.AGREE
+
+    def compare(self, digest: str, now: float) -> list[Effect]:
+        """Announce our final model, of this checksum, and compare it with those of the others."""
+        final, wave = self._agreement, self._waves.current
+        if self.stage is Stage.AGREE:  # the model of a hub or of servers stands for all models
+            final.models = float(self._members.size) if wave is None else wave.weight
+        final.digest = digest
+        return [Wait(), *self._compare_again(now)]
+
+    def _compare_again(self, now: float) -> list[Effect]:
+        self._agreement.comparison += 1
+        return self.enter_barrier(Stage.COMPARE, now)
+
+    def final_failed(self, ticket: int, now: float) -> list[Effect]:
+        """Handle a request for a final model that brought none."""
+        failed = self._agreement.failed(ticket, now)
+        return [Forget(ticket), *self._compare_again(now)] if failed is None else failed
+
     # --- waves ------------------------------------------------------------------------------------
 
     def round_requested(self, event: Received, request: RoundRequest, now: float) -> list[Effect]:
@@ -157,18 +208,32 @@ class Stages:
                     self._barrier.end()
                     return self._agree(now, request.members)
                 return []
-            case Stage.AGREE | Stage.DONE if last and waves.current is not None:
+            case Stage.AGREE | Stage.COMPARE | Stage.DONE if last and waves.current is not None:
                 return waves.current.requested(event, now)
             case Stage.AGREE if last:  # undecided until the server role's final model arrives or fails
                 waves.defer(event)
                 return []
             case Stage.START | Stage.TRAIN:
                 return self._training.round_requested(event, self.stage is Stage.TRAIN, now)
-            case Stage.FINISH | Stage.AGREE | Stage.DONE:
+            case Stage.FINISH | Stage.AGREE | Stage.COMPARE | Stage.DONE:
                 refusal = TRAINED
         return [waves.refuse(event, refusal, now)]
 
     # --- leaving ----------------------------------------------------------------------------------
+
+    def peer_left(self, rank: int, now: float) -> list[Effect]:
+        """Handle the departure of another peer."""
+        self._members.others[rank].stage = Stage.LEFT
+        left = [] if self.stage is Stage.LEFT else self._exchange.peer_left(rank, now)
+        note, waves = Note("left", f"peer {rank} has left"), self._waves.peer_left(rank, now)
+        return [note, *left, *waves, *self.check_min_peers(), *self._server.members_changed(now)]
+
+    def check_min_peers(self) -> list[Effect]:
+        """Stop if too few peers are left."""
+        alive, least = self._members.alive(), self._settings.min_peers
+        if alive >= least:
+            return []
+        return [Stop(f"{alive} of {self._members.size} peers left, fewer than min_peers = {least}"), Resume()]
 
     def leave(self, now: float) -> list[Effect]:
         """Enter LEFT: abandon everything under way and tell the others."""
@@ -176,6 +241,7 @@ class Stages:
         self._barrier.end()
         # Models that still arrive are dropped: the others count on the state that we announce here.
         self._joining.leave()
+        self._agreement.leave()
         dropped = self._training.leave(now)
         deadline = now + self._settings.peer_timeout / 10
         leaving: list[Effect] = [

@@ -8,6 +8,7 @@ are mixed, and until exchanges and waves that other peers rely on are complete.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from gossipx.peer.barrier import Barrier
 from gossipx.peer.exchange import Exchange, PeerContext
@@ -89,7 +90,7 @@ class Training:
         if wanted and not begun:
             asked = self._context.requests.open_ranks(ArriveRequest)
             probed = [rank for rank in self._context.members.to_probe(now) if rank not in asked]
-            here = ArriveRequest(Stage.TRAIN, self._context.incarnation, wave=self._waves.latest)
+            here = ArriveRequest(Stage.TRAIN, self._context.incarnation, wave=self._waves.latest, step=self.step)
             asking = [self._barrier.announce(rank, here, now) for rank in probed]
             begun = self._waves.start(self.step, now)
             self._context.sync.skipped += not begun
@@ -139,8 +140,15 @@ class Training:
         joined = self._waves.join(self.step, now)
         return joined if joined or not self._context.blocking else [Resume()]
 
+    def draws(self) -> dict[str, Any]:
+        """Return the state that partner choices depend on, as plain data: generator and measured transfer times."""
+        return {**self._context.members.draws(), "last": self._exchange.last}
+
     def restored(self, event: Restored, now: float) -> list[Effect]:
         """Continue from a model that was loaded from a checkpoint."""
+        if event.draws is not None:
+            self._context.members.load_draws(event.draws)
+            self._exchange.last = event.draws["last"]
         self._context.step = event.step
         dropped = [*self._exchange.drop(now), *self._waves.give_up("its model was replaced", now)]
         self._exchange.weight = event.weight

@@ -72,6 +72,7 @@ class Wave:
     Attributes:
         ticket: our captured model, which becomes the average.
         merged: number of models merged into it.
+        weight: sum of the weights of the models in our average.
         lost: number of rounds skipped because the partner was missing.
         over: whether no round is left.
         has_exchanged: whether a model was sent or received, so that the members can no longer change.
@@ -98,7 +99,7 @@ class Wave:
         self._requests = requests
         self._patience = patience
         self._began = 0.0
-        self._weight = weight  # sum of the weights of the models in our average
+        self.weight = weight
         self._rounds = wave_rounds(len(members))
         # While training, partners among a power of two average equally, even after a lost round: the sum of models is
         # conserved. In the last wave, or for other sizes, weights make the result the mean of all models reached.
@@ -170,7 +171,7 @@ class Wave:
             return self._next_round(now)
         assert current.ticket is not None
         current.is_merging = True
-        own, theirs = (1, 1) if self._equal_weights else (0 if current.part.replaces else self._weight, current.weight)
+        own, theirs = (1, 1) if self._equal_weights else (0 if current.part.replaces else self.weight, current.weight)
         return [Merge(current.ticket, self.ticket, own, theirs)]
 
     # --- receiving --------------------------------------------------------------------------------
@@ -195,7 +196,7 @@ class Wave:
         assert current is not None
         if sound:
             self.merged += 1
-            self._weight = current.weight + (0 if current.part.replaces else self._weight)
+            self.weight = current.weight + (0 if current.part.replaces else self.weight)
             return self._next_round(now)
         text = f"the model of peer {current.partner} holds NaN or Inf: not merged in {self.name}"
         return [Note("poisoned", text), *self._next_round(now)]
@@ -249,7 +250,7 @@ class Wave:
             return [self._refuse(event, now)]
         self.has_exchanged = True
         current.answering = event.key
-        return [Answer(event.key, ModelReply(self._step, self._weight), current.deadline, captured=self.ticket)]
+        return [Answer(event.key, ModelReply(self._step, self.weight), current.deadline, captured=self.ticket)]
 
     def _refuse(self, event: Received, now: float) -> Answer:
         refusal = NotReadyReply("it is not in that round, or has other members for that wave")

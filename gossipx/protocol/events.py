@@ -19,6 +19,7 @@ TablesRestored    after RestoreTables                          server/hosted_sha
 GradientPoisoned  when a gradient is ignored                   peer/role, which counts and logs it
 Prepared          after ReportPrepared                         server/failover/migration
 TrainingEnded     once, after the last iteration               peer/training
+FinalModel        after the last wave, and a change after it   peer/stages
 FiguresReady      once, after the finish                       peer/stages
 Restored          when a checkpoint was loaded                 peer/training
 LeaveRun          when the peer must leave                     peer/stages
@@ -172,6 +173,16 @@ class TrainingEnded:
 
 
 @dataclass(frozen=True)
+class FinalModel:
+    """The final model of this peer is in its weights, and has the checksum ``digest``: compare it with the others'.
+
+    It follows the finish while ``PeerRole.compares`` is true: a comparison may replace the model.
+    """
+
+    digest: str
+
+
+@dataclass(frozen=True)
 class FiguresReady:
     """The final figures of this peer are known; ``report`` is sent to all others."""
 
@@ -274,6 +285,7 @@ Event = (
     | ChangeServers
     | Prepared
     | TrainingEnded
+    | FinalModel
     | FiguresReady
     | Restored
     | LeaveRun

@@ -128,6 +128,10 @@ def hexadecimal(digits: int) -> Check:
     return check
 
 
+def _digest(value: object) -> object:
+    return value if value == "" and type(value) is str else hexadecimal(32)(value)
+
+
 def octets(most: int) -> Check:
     """Return a check for at most ``most`` bytes, written as hexadecimal digits."""
 
@@ -247,6 +251,8 @@ Flag = Annotated[bool, _flag]
 Text = Annotated[str, _text]
 Ascii = Annotated[str, _ascii]
 Key = Annotated[str, hexadecimal(64)]
+Digest = Annotated[str, _digest]
+"""The checksum of a model, of 128 bits; empty: no model."""
 Texts = Annotated[Mapping[str, str], named(_text, "texts", MAX_SETTINGS)]
 Report = Annotated[dict[str, object], named(_figures, "figures", MAX_FIGURES)]
 Sections = Annotated[tuple[int, ...], listed(_count, "numbers", MAX_SECTIONS)]

@@ -30,6 +30,7 @@ SettleRequest      peer/offers, the acceptor of an exchange    peer/pushes, peer
 RoundRequest       peer/wave, every member of a wave           peer/stages, peer/wave of the partner in that round
 ElasticRequest     hub/elastic, a worker whose policy fires    hub/centre, the hub
 CentreRequest      hub/elastic, every peer at the finish       hub/centre, the hub
+FinalRequest       peer/agreement, whose final model differs   peer/agreement, a peer with the chosen final model
 ArriveRequest      peer/barrier at each stage; as a probe,     peer/barrier and peer/waves of every other peer
                    peer/training and server/mode
 LeaveRequest       peer/stages, a peer that leaves             peer/role, every other peer
@@ -52,7 +53,9 @@ from gossipx.protocol.fields import (
     MAX_METADATA,
     MAX_MODEL,
     Count,
+    Digest,
     Flag,
+    FromZero,
     Ranks,
     Report,
     Seconds,
@@ -77,15 +80,16 @@ from gossipx.protocol.server_messages import (
 
 
 class Stage(enum.IntEnum):
-    """The stages of a peer, in order. Peers wait for each other in START, FINISH and DONE."""
+    """The stages of a peer, in order. Peers wait for each other in START, FINISH, COMPARE and DONE."""
 
     JOINING = 0  # has no model yet
     START = 1  # has a model; waits for the others
     TRAIN = 2
     FINISH = 3  # has trained; waits for the others
     AGREE = 4  # averages its model with the others
-    DONE = 5  # has its final figures; waits for the others
-    LEFT = 6  # takes no further part
+    COMPARE = 5  # compares its final model with those of the others
+    DONE = 6  # has its final figures; waits for the others
+    LEFT = 7  # takes no further part
 
 
 LAST_WAVE = 2**63 - 1
@@ -269,6 +273,21 @@ class CentreRequest:
     patience: Seconds
 
 
+# --- the end ------------------------------------------------------------------------------------
+
+
+@kind(52)
+@dataclass(frozen=True)
+class FinalRequest:
+    """Requests the receiver's final model, which replaces the sender's.
+
+    Attributes:
+        digest: of the model that the sender wants; the receiver refuses if its own is another.
+    """
+
+    digest: Digest
+
+
 # --- membership ---------------------------------------------------------------------------------
 
 
@@ -282,12 +301,20 @@ class ArriveRequest:
         report: the sender's final metrics by name; empty before DONE.
         wave: the highest number of a training wave that the sender knows to be over, 0 if none. A peer that restarts or
             joins late continues counting from it.
+        step: iterations that the sender has done: its progress while others wait for it.
+        comparison: number of the sender's comparison of final models, from 1; 0: it has no final model yet.
+        digest: checksum of its final model; empty: it has none.
+        models: weight of that model: the sum of the weights of the models of which it is the mean.
     """
 
     stage: AnyStage
     incarnation: Count
     report: Report = field(default_factory=dict)
     wave: PastWave = 0
+    step: Count = 0
+    comparison: Count = 0
+    digest: Digest = ""
+    models: FromZero = 0.0
 
 
 @kind(20)
@@ -308,6 +335,10 @@ class HereReply:
     report: Report = field(default_factory=dict)
     wave: PastWave = 0
     incarnation: Count = 0
+    step: Count = 0
+    comparison: Count = 0
+    digest: Digest = ""
+    models: FromZero = 0.0
 
 
 # --- yes and no ---------------------------------------------------------------------------------
@@ -341,7 +372,7 @@ ExchangeRequest = PushRequest | PairRequest | TakeRequest | SettleRequest
 """Requests that belong to a push or a pair, an exchange of several requests."""
 CarryingRequest = ElasticRequest | GradientRequest | RecordRequest
 """Requests whose payload is a model or a part of one."""
-ModelRequest = InitialRequest | PullRequest | TakeRequest | RoundRequest | ElasticRequest | CentreRequest
+ModelRequest = InitialRequest | PullRequest | TakeRequest | RoundRequest | ElasticRequest | CentreRequest | FinalRequest
 """Requests that are answered with a model."""
 Request = ModelRequest | ExchangeRequest | ServerRequest | MoveRequest | ArriveRequest | LeaveRequest
 CarryingReply = ModelReply | TablesReply | CopyReply

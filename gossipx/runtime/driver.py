@@ -428,7 +428,7 @@ class Driver:
         """Return the state that the role's next decision depends on, as plain data."""
         with self._lock:
             sync = self.role.sync.state_dict()
-            draws = self.role.draws()
+            draws = self.role.training.draws()
             return {"iteration": self.arena.step, "sync": sync, "weight": self.role.weight, "draws": draws}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -39,6 +39,7 @@ _pid = 0
 _thread: threading.Thread | None = None
 _has_left = False
 _failed = False
+_code = 0
 _watching = False
 _exit = sys.exit
 
@@ -84,7 +85,14 @@ def training_continues() -> None:
     _failed = False
 
 
+def exit_with(code: int) -> None:
+    """Make this process end with ``code``, unless its script fails by itself."""
+    global _code
+    _code = _code or code
+
+
 def _register() -> None:
+    atexit.register(_end)  # before the next, so that it is called after it
     # The finish starts threads, which atexit callbacks cannot do from Python 3.12 on. Threading's own exit callbacks
     # run earlier, before the interpreter joins other threads; registering fails once the main thread has ended.
     if sys.version_info >= (3, 12) and hasattr(threading, "_register_atexit"):
@@ -121,5 +129,15 @@ def _at_exit() -> None:
                 peer.leave()
         except GossipxError as error:
             sys.excepthook(type(error), error, error.__traceback__)
+            exit_with(error.exit_code)
         except (SystemExit, KeyboardInterrupt):  # asked to stop during the finish; the script itself has ended
             peer.close()
+
+
+def _end() -> None:
+    """Replace the exit code 0 of a script that has succeeded: an exit hook cannot do so in another way."""
+    if _code and os.getpid() == _pid and getattr(sys, "last_value", None) is None and not _failed:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(_code)

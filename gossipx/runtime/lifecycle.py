@@ -14,8 +14,9 @@ from typing import Any, NoReturn
 from torch import nn
 
 from gossipx.comm import CommManager
-from gossipx.errors import GossipxError, UsageError
-from gossipx.protocol.events import FiguresReady, JoinRun, LeaveRun, TrainingEnded
+from gossipx.errors import DIFFERENT_MODELS, GossipxError, UsageError
+from gossipx.model.digest import digest
+from gossipx.protocol.events import FiguresReady, FinalModel, JoinRun, LeaveRun, TrainingEnded
 from gossipx.protocol.messages import Stage
 from gossipx.runtime import exit_hooks, models
 from gossipx.runtime.backward import Backward
@@ -118,7 +119,6 @@ class Lifecycle:
         reporter = self._reporter
         reporter.training_ended()
         agrees = self._takes_part()
-        self._arena.set_boundary(self._arena.step)  # include changes since the last step, such as averaged weights
         reporter.report_state("finish" if self._role.trains else "serve")
         if agrees:
             self._checkpoints.training_ended(reporter.state_dict)
@@ -126,29 +126,43 @@ class Lifecycle:
         self._driver.handle(TrainingEnded(agrees))
         self.wait()
         self.wait_for_tables()
+        self._compare()
         if not self._role.trains:  # serving counts as its training time
             reporter.training_ended()
         reporter.finished()
-        agreed = self._role.stage is Stage.AGREE  # this model was averaged
-        after = reporter.accuracy() if agreed else before
+        averaged = self._role.stage in (Stage.AGREE, Stage.COMPARE)
+        after = reporter.accuracy() if averaged else before
         if after is not None:
             reporter.scalar("test/accuracy", after)
         unsaved = self._save() or self._checkpoints.flush()
         self._driver.handle(FiguresReady(reporter.report(before, after, self._unwritten(unsaved))))
         self.wait()
-        reporter.report_result(agreed)
+        sound = not self._role.trains or digest(self._arena) != ""
+        reporter.report_result(averaged)
         self.close()
         if unsaved is not None:
             raise unsaved
+        if not sound:
+            raise GossipxError(f"{self._options.name} ended with NaN or Inf in its model: lower the learning rate")
+        if not self._options.under_run and self._role.claims_agreement and not self._role.agreement.agreed:
+            log.warning("peers hold different models: exit code %d", DIFFERENT_MODELS)
+            exit_hooks.exit_with(DIFFERENT_MODELS)
 
     def _takes_part(self) -> bool:
-        """Return whether the arena still holds the model; if not, log that the model is saved without the finish."""
+        """Return whether this peer's model is fit for the finish; if not, log that it is saved without the finish."""
         try:
             self._arena.places.check()
         except UsageError as error:
             log.warning("%s; this peer takes no part in the finish", error)
             return False
-        return True
+        # This includes changes since the last step, such as averaged weights.
+        return digest(self._arena) != "" or not self._role.trains
+
+    def _compare(self) -> None:
+        """Compare the final model with those of the other peers, which may replace it by theirs."""
+        while self._role.trains and self._role.stages.compares and (own := digest(self._arena)):
+            self._driver.handle(FinalModel(own))
+            self.wait()
 
     def _save(self) -> GossipxError | None:
         """Write the model. Return the error if that fails, to be raised after the figures are reported."""

@@ -246,6 +246,8 @@ class Reporter:
             "failed": sync.failed,
             **figures.all_faults(self._faults()),
             "finish_rounds_lost": self._role.rounds_lost,
+            # None: nothing is claimed; empty: it takes no part in the comparison, so its model is another
+            "digest": self._role.agreement.digest if self._role.claims_agreement else None,
             "consensus_distance": figures.distance,
             "unwritten": unwritten + self._recorder.unwritten(),
         }

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from gossipx.compression import Coded
 from gossipx.hub import Elastic
 from gossipx.model.arena import ParameterArena
+from gossipx.model.digest import digest
 from gossipx.peer import PeerRole
 from gossipx.protocol import effects, events
 from gossipx.protocol.events import Fault
@@ -150,9 +151,12 @@ class SimPeer(SimRequests):
             case "train":
                 self._phase = "finish"
                 self.handle(events.TrainingEnded())
+            case "finish" if self.role.trains and self.role.stages.compares and (found := digest(self.arena)):
+                self.handle(events.FinalModel(found))
             case "finish":
                 self._phase = "figures"
                 report: dict[str, object] = {"iterations": self.arena.step, "retrievals": self.role.sync.retrievals}
+                report["digest"] = self.role.agreement.digest
                 self.handle(events.FiguresReady(report))
             case "figures":
                 self._world.end(self, "ends")

@@ -23,6 +23,7 @@ from gossipx.protocol.messages import (
     CarryingRequest,
     CentreRequest,
     ElasticRequest,
+    FinalRequest,
     InitialRequest,
     ModelReply,
     ModelRequest,
@@ -193,7 +194,7 @@ class SimRequests(abc.ABC):
                 except ProtocolError as error:
                     decode_error = str(error)
             request = exchange.send.request
-            if isinstance(request, RoundRequest) and request.wave == LAST_WAVE:
+            if (isinstance(request, RoundRequest) and request.wave == LAST_WAVE) or isinstance(request, FinalRequest):
                 self.finish_bytes += len(payload)
             elif not isinstance(request, InitialRequest):
                 self.bytes_received += len(payload)
@@ -338,4 +339,6 @@ def _described(request: Request, to: int) -> str:
             return f"uploads its model to {to}"
         case CentreRequest():
             return f"asks {to} for the centre"
+        case FinalRequest():
+            return f"asks {to} for the final model"
     return ""

@@ -220,10 +220,12 @@ class Folder:
         start = ("-m", "gossipx", "run", "--peers", self.hosts, "--logdir", self.path, "--name", name)
         return self.start(*start, *options, fresh=fresh)
 
-    def run(self, *options: str | Path, name: str = "x", tracebacks: int = 0, fresh: bool = False) -> Run:
-        """Run ``gossipx run`` to its end, and check that the exit code is 0."""
+    def run(
+        self, *options: str | Path, name: str = "x", tracebacks: int = 0, fresh: bool = False, code: int = 0
+    ) -> Run:
+        """Run ``gossipx run`` to its end, and check its exit code."""
         ended = self.start_run(*options, name=name, fresh=fresh).end()
-        assert ended.code == 0, ended.shown
+        assert ended.code == code, ended.shown
         assert (ended.output + ended.errors).count("Traceback") == tracebacks, ended.shown
         return Run(self.path / name, ended)
 

@@ -15,9 +15,10 @@ BRIEF = ("--policy", "tau:5", "--iterations", "40", "--peer-timeout", "20")
 # --- faults -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(55)
 @pytest.mark.parametrize("block", [True, False])
 def test_a_script_that_raises_in_one_peer(three: Folder, block: bool) -> None:
-    """The user's traceback is shown once, and the other peers continue."""
+    """The user's traceback is shown once, the other peers continue and finish, and the run has failed."""
     loop = """
     train(peer, model, optimizer, 10)
     if peer.rank == 1:
@@ -25,7 +26,8 @@ def test_a_script_that_raises_in_one_peer(three: Folder, block: bool) -> None:
     train(peer, model, optimizer, 40)
 """
     script = three.script(TEN_LINES + ("with peer:" if block else "if peer:") + loop)
-    run = three.run(*BRIEF, script, three.path, tracebacks=1)
+    run = three.run(*BRIEF, script, three.path, tracebacks=1, code=1)
+    assert f"failed: {three.names[1]}" in run.ended.output and run.summary["agreed"] is True
     assert f"[{three.names[1]}] RuntimeError: a bug of the user's" in run.ended.output
     assert run.summary["lost"] == [three.names[1]]
     assert max(differences(run.model(0), run.model(2)).values()) <= 1e-6
@@ -81,7 +83,8 @@ with peer:
         train(peer, model, optimizer, peer.iteration + 5)
 """
     )
-    run = three.run("--policy", "tau:1", "--blocking", "--peer-timeout", "20", script, three.path)
+    run = three.run("--policy", "tau:1", "--blocking", "--peer-timeout", "20", script, three.path, code=1)
+    assert run.summary["agreed"] is False
     for rank in (0, 2):
         assert all(bool(tensor.isfinite().all()) for tensor in run.model(rank).values())
         assert run.summary["poisoned"][rank] >= 1
@@ -104,9 +107,11 @@ with peer:
     train(peer, model, optimizer, 40)
 """
     )
-    run = three.run("--policy", "tau:3", "--peer-timeout", "20", script, three.path)
+    run = three.run("--policy", "tau:3", "--peer-timeout", "20", script, three.path, code=1)
     said = [line for line in run.ended.output.splitlines() if "NaN" in line]
-    assert len(said) == 1 and "own model holds NaN or Inf since iteration 11" in said[0], run.ended.shown
+    assert len(said) == 2 and "ended with NaN or Inf in its model" in said[1], run.ended.shown
+    assert run.summary["agreed"] is False
+    assert "own model holds NaN or Inf since iteration 11" in said[0], run.ended.shown
     assert run.summary["poisoned"] == [0, 0, 0]
     assert run.summary["test_accuracy"] == [1.0, 0.0, 1.0]
     assert run.summary["consensus_accuracy"] == 1.0  # of the finite models
@@ -160,6 +165,7 @@ tell(peer, ends=[float(parameter.mean()) for parameter in model.parameters()])
     assert two.told(0)["ends"] == two.told(1)["ends"] == [0.5] * 4
 
 
+@pytest.mark.fault(55)
 @pytest.mark.parametrize("end", ["sys.exit(3)", "raise ValueError('no')"])
 def test_a_script_that_fails_without_a_block_is_not_averaged_in(two: Folder, end: str) -> None:
     script = two.script(
@@ -173,7 +179,7 @@ if peer.rank == 0:
 train(peer, model, optimizer, 30)
 """
     )
-    run = two.run("--policy", "never", script, two.path, tracebacks=end.startswith("raise"))
+    run = two.run("--policy", "never", script, two.path, tracebacks=end.startswith("raise"), code=1)
     assert run.summary["lost"] == [two.names[0]]
     assert float(run.model(1)["0.weight"].abs().max()) < 50
 
@@ -230,7 +236,8 @@ with peer:
         model.half()
 """
     )
-    run = three.run("--policy", "never", script, three.path)
+    run = three.run("--policy", "never", script, three.path, code=3)
+    assert run.summary["agreed"] is False
     assert run.summary["lost"] == [] and run.model(1)["0.weight"].dtype == torch.float16
     assert "'0.weight' was changed from float32 to float16" in run.ended.output
     assert max(differences(run.model(0), run.model(2)).values()) <= 1e-6
@@ -374,10 +381,10 @@ with peer:
         (FOLDER / "x" / "peer-01" / ".model.safetensors.tmp").mkdir()
 """
     )
-    run = two.run(*BRIEF, script, two.path)
+    run = two.run(*BRIEF, script, two.path, code=1)
     assert run.summary["lost"] == [] and run.summary["iterations"] == 10
     assert "model.safetensors: it cannot be written" in run.ended.output and "--no-save-model" in run.ended.output
-    assert "finished, but its process ended: exit code 1" in run.ended.output
+    assert f"failed: {two.names[1]}" in run.ended.output and run.summary["agreed"] is True
 
 
 def test_a_partition_by_label_needs_labels(two: Folder) -> None:

@@ -24,6 +24,7 @@ from toy import (
     world,
 )
 
+from gossipx.peer.agreement import COMPARISONS
 from gossipx.sim import Network, SimPeer, World
 
 
@@ -141,13 +142,13 @@ def test_straggler_counts_less_when_mixing_by_age():
 
 
 def test_straggler_slower_than_peer_timeout():
-    """The others wait for it for peer_timeout, then finish without it; it ends too."""
-    made = ended(world(4, slow={3: 3.0}), bound(4, compute=3.0))
+    """The others wait for it for finish_timeout, then finish without it; it ends too."""
+    made = ended(world(4, slow={3: 3.0}, finish_timeout=TIMEOUT), bound(4, compute=3.0))
     agree(made, [0, 1, 2])
     for rank in (0, 1, 2):
         assert made.lines(rank, "no longer waiting for peer 3 at FINISH")
     times = [entry.time for entry in made.log if entry.rank < 3 and entry.what == "is DONE"]
-    assert len(times) == 3 and max(times) < ITERATIONS + TIMEOUT + 1
+    assert len(times) == 3 and max(times) < ITERATIONS + 2 * TIMEOUT + 1
     assert made.peers[3].arena.step == ITERATIONS
     assert within(models(made, [3]), models(made, [3])) and made.lines(3, "ends")
 
@@ -155,7 +156,8 @@ def test_straggler_slower_than_peer_timeout():
 @pytest.mark.parametrize("pace", [1.501, 1.52, 1.53, 1.55])
 def test_straggler_that_arrives_as_the_others_time_out(pace: float):
     """The others time out at 30.0, 30.4 and 30.8 s; a peer that is still waiting follows those that are not."""
-    made = ended(world(4, slow={1: 1.02, 2: 1.04, 3: pace}, policy="never"), bound(4))
+    slow = {1: 1.02, 2: 1.04, 3: pace}
+    made = ended(world(4, slow=slow, policy="never", finish_timeout=TIMEOUT), bound(4))
     agree(made, [0, 1, 2])
 
 
@@ -283,7 +285,7 @@ def test_too_slow_a_transfer_ends_at_its_deadline():
     made.run(made.now + TIMEOUT + 1)
     assert made.lines(0, "has no answer of 1: TIMEOUT")
     assert torch.equal(made.peers[0].weights(), alone(0, made.peers[0].arena.step))
-    ended(made, bound(2))
+    ended(made, bound(2, waits=COMPARISONS))
     for peer in made.peers.values():
         assert peer.role.sync.retrievals == 0 and peer.bytes_received == 0
 

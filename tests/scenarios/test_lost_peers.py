@@ -295,7 +295,7 @@ def test_with_own_weights_a_restarted_peer_adopts_the_others_too():
 
 def test_a_peer_that_has_ended_is_not_lost():
     """A far slower peer fails to pull from peers that are done, and still does not count them as lost."""
-    made = ended(world(2, slow={1: 6.0}, policy="tau:1", min_peers=2), bound(2, compute=6.0))
+    made = ended(world(2, slow={1: 6.0}, policy="tau:1", min_peers=2, finish_timeout=TIMEOUT), bound(2, compute=6.0))
     ends = {entry.rank: entry.time for entry in made.log if entry.what == "ends"}
     assert ends[0] + 3 * TIMEOUT < ends[1], "the first has gone long before"
     assert not any("is lost" in entry.what for entry in made.log)

@@ -66,6 +66,7 @@ def summary(name: str, retrievals: float, **others: object) -> Summary:
             "consensus_accuracy": 0.8125,
             "train_seconds": [10.0, None],
             "blocked_seconds": [0.5, None],
+            "agreed": True,
             "lost": ["localhost:29401"],
             "stopped": [],
             "wall_seconds": 12.34,
@@ -312,6 +313,7 @@ def test_compare_prints_a_table(tmp_path: Path) -> None:
     assert table["averaged model"] == ["0.8125", "0.8125"]
     assert table["wall time, s"] == ["12.3", "12.3"]
     assert table["time blocked"] == ["5.00%", "5.00%"]
+    assert table["one final model"] == ["yes", "yes"]
     assert table["lost peers"] == ["1", "1"]
 
 

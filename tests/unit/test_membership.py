@@ -17,7 +17,7 @@ from gossipx.peer.membership import (
     Membership,
 )
 from gossipx.protocol.events import Fault
-from gossipx.protocol.messages import Stage
+from gossipx.protocol.messages import ArriveRequest, Stage
 from gossipx.topology import load
 from gossipx.topology.schedules import BandwidthAware, Random
 
@@ -158,5 +158,5 @@ def test_a_sign_of_life_ends_and_resets_the_back_off(fault: Fault):
 
 def test_a_peer_that_has_left_is_never_asked_again():
     made = members()
-    made.others[1].record_stage(Stage.LEFT, 1, {})
+    made.others[1].record(ArriveRequest(Stage.LEFT, 1), 0.0)
     assert {made.draw(now) for now in (0.0, 1e9) for _ in range(20)} == {2}

@@ -31,6 +31,7 @@ RELIED_ON = {
     "test_accuracy",
     "test_accuracy_before_finish",
     "consensus_accuracy",
+    "agreed",
     "lost",
     "stopped",
     "finish_bytes",
@@ -75,6 +76,7 @@ def summary(*reports: dict[str, Any] | None, **others: Any) -> Summary:
         "partition": "iid",
         "iterations": 300,
         "consensus_accuracy": 0.875,
+        "agreed": True,
         "lost": [f"localhost:{29400 + rank}" for rank, report in enumerate(reports) if report is None],
         "stopped": [],
         "wall_seconds": 12.5,
@@ -175,6 +177,7 @@ def test_a_missing_field_is_named(tmp_path: Path, missing: str) -> None:
         ("blocked_seconds", [1.0, 2.0, 3.0]),
         ("train_seconds", [True, 1.0]),
         ("lost", None),
+        ("agreed", "yes"),
         ("wall_seconds", None),
         ("wall_seconds", "long"),
         ("consensus_accuracy", "good"),
@@ -263,7 +266,7 @@ def test_delayed_pulls_are_those_of_all_shards() -> None:
 
 def test_values_that_a_run_does_not_have_are_none() -> None:
     """All peers were lost; or the first run has no retrievals to save."""
-    [lost] = compare([summary(None, None, consensus_accuracy=None)])
+    [lost] = compare([summary(None, None, consensus_accuracy=None, agreed=None)])
     assert lost.lost == 2
     for field in dataclasses.fields(lost):
         if field.name not in ("name", "policy", "codec", "wall_seconds", "lost", "stopped"):

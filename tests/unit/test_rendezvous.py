@@ -357,7 +357,7 @@ def test_of_processes_that_end_at_once_one_writes_the_summary(
 def figures(lost: list[str]) -> Summary:
     told = {"name": "x", "policy": "never", "codec": "none", "seed": 0, "peers": 2, "task": None, "model": None}
     more = {"partition": "iid", "iterations": 1, "consensus_accuracy": None, "lost": lost, "stopped": []}
-    return Summary(**told, **more, **summary.per_peer([None, None]), wall_seconds=1.0)
+    return Summary(**told, **more, **summary.per_peer([None, None]), agreed=None, wall_seconds=1.0)
 
 
 @pytest.mark.parametrize(

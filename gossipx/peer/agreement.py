@@ -1,0 +1,155 @@
+"""Agreement on the final model: after the last wave peers compare their models, and replace those that differ.
+
+A peer that dies or stops during the last wave leaves the others with different means. Therefore each peer announces the
+checksum of its final model (stage COMPARE) together with the model's weight: the number of models of which it is the
+mean. If all are equal, the peers agree. If not, all choose the same model, and those that have another one fetch it:
+
+1. a model of a peer that has its final figures already (DONE), since that peer does not change any more;
+2. the model of most weight, which lost the least training;
+3. of these the one that most peers have, and at last the one of the lowest rank.
+
+Then they compare again, since peers may have chosen from different announcements or may have failed meanwhile. Once no
+more peers fail, one more comparison finds all models equal, because by then all know the same announcements. After
+:data:`COMPARISONS` a peer keeps the model that it has, and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gossipx.peer.membership import Membership, Requests
+from gossipx.protocol.effects import Adopt, Answer, Effect, Forget, Note, Resume, Send
+from gossipx.protocol.events import Received
+from gossipx.protocol.messages import FinalRequest, ModelReply, NotReadyReply, Stage
+
+COMPARISONS = 5
+"""Comparisons of one finish: the first, and one for each of four failures that happen one after the other."""
+
+
+@dataclass
+class _Candidate:
+    """A final model that peers have announced; ``final``: one of its holders does not change any more."""
+
+    holders: list[int]
+    final: bool = False
+    models: float = 0.0
+
+    def order(self) -> tuple[bool, float, int, int]:
+        """Return the sort key: the largest is chosen."""
+        return self.final, self.models, len(self.holders), -min(self.holders)
+
+
+class Agreement:
+    """One peer's view of the final models. Methods return the effects to carry out; None: compare again.
+
+    Args:
+        rank: this peer's own rank.
+        members: the role's membership list.
+        requests: the role's open requests.
+
+    Attributes:
+        comparison: number of the current comparison, from 1; 0 before the first.
+        digest: checksum of our final model; empty: we have none.
+        models: its weight.
+        settled: whether the last comparison found all models equal; None: the comparisons are not over.
+    """
+
+    def __init__(self, rank: int, members: Membership, requests: Requests):
+        self.comparison = 0
+        self.digest = ""
+        self.models = 0.0
+        self.settled: bool | None = None
+        self._rank = rank
+        self._members = members
+        self._requests = requests
+        self._chosen = _Candidate([])
+        self._wanted = ""  # the digest of that model
+        self._ticket: int | None = None  # of our request for it, until it is adopted
+        self._source = -1  # rank that it went to
+        self._is_adopting = False
+
+    def compare(self, arrived: Sequence[int], now: float) -> list[Effect] | None:
+        """Compare our model with those of the peers that have arrived at this comparison."""
+        found = {self.digest: _Candidate([self._rank], models=self.models)}
+        for rank in arrived:
+            other = self._members.others[rank]
+            if not other.digest:  # it takes no part
+                continue
+            candidate = found.setdefault(other.digest, _Candidate([]))
+            candidate.holders.append(rank)
+            candidate.final = candidate.final or other.stage is Stage.DONE
+            candidate.models = max(candidate.models, other.models)
+        if len(found) == 1:
+            self.settled = True
+            return [Resume()]
+        if self.comparison >= COMPARISONS:
+            self.settled = False
+            text = f"peers still hold {len(found)} different models after {self.comparison} comparisons"
+            return [Note("differs", f"{text}: this peer keeps its own"), Resume()]
+        self._wanted = max(found, key=lambda digest: found[digest].order())
+        if self._wanted == self.digest:
+            return None
+        self._chosen = found[self._wanted]
+        self._chosen.holders.sort()
+        names = ", ".join(map(str, self._chosen.holders))
+        note = Note("differs", f"the finish left peers with different models: fetching that of peer {names}")
+        # Each peer starts elsewhere in the list, so that not all ask one holder.
+        start = self._rank % len(self._chosen.holders)
+        self._chosen.holders = self._chosen.holders[start:] + self._chosen.holders[:start]
+        request = self._fetch(now)
+        return None if request is None else [note, request]
+
+    def _fetch(self, now: float) -> Send | None:
+        if not self._chosen.holders:
+            self._ticket = None
+            return None
+        self._source, deadline = self._chosen.holders.pop(0), now + self._members.model_timeout
+        request = self._requests.send(self._source, FinalRequest(self._wanted), now, deadline)
+        self._ticket = request.ticket
+        return request
+
+    def replied(self, ticket: int) -> list[Effect]:
+        """Handle the model that we requested."""
+        if ticket != self._ticket:
+            return [Forget(ticket)]
+        self._is_adopting = True
+        return [Adopt(ticket)]
+
+    def failed(self, ticket: int, now: float) -> list[Effect] | None:
+        """Handle a request for a final model that brought none: ask another peer that has it."""
+        if ticket != self._ticket:
+            return [Forget(ticket)]
+        self._is_adopting = False
+        request = self._fetch(now)
+        return None if request is None else [Forget(ticket), request]
+
+    def adopted(self, ticket: int) -> bool:
+        """Record that our model was replaced; return whether ``ticket`` was our request."""
+        if ticket != self._ticket:
+            return False
+        self._ticket, self._is_adopting = None, False
+        self.models = self._chosen.models
+        return True
+
+    def source_of(self, ticket: int) -> int | None:
+        """Return the rank of which we requested the model ``ticket``; None if it is not our request."""
+        return self._source if ticket == self._ticket else None
+
+    def requested(self, event: Received, wanted: str, now: float) -> Answer:
+        """Answer a request for our final model."""
+        if wanted != self.digest or self._is_adopting:
+            return Answer(event.key, NotReadyReply("it has another final model by now"), now + self._members.timeout)
+        return Answer(event.key, ModelReply(0), now + self._members.model_timeout)
+
+    @property
+    def agreed(self) -> bool | None:
+        """Whether all peers whose figures are here hold our model; None: no models were compared."""
+        if not self.comparison:
+            return None
+        done = [other for other in self._members.others.values() if other.stage is Stage.DONE and other.digest]
+        return self.settled is True and all(other.digest == self.digest for other in done)
+
+    def leave(self) -> None:
+        """Drop a model that still arrives."""
+        self._ticket = None

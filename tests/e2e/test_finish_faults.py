@@ -1,0 +1,117 @@
+"""Peers that die, stop or are late in the finish, and peers that crash: real processes, real sockets."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from runs import TEN_LINES, Run, children, differences, folder
+
+STRUCK = (
+    TEN_LINES
+    + """
+from gossipx.runtime.captures import Captures
+if peer.rank == 1:
+    merge = Captures.merge
+    def struck(*arguments):
+        print("is struck", flush=True)
+        os.kill(os.getpid(), signal.SIGNAL)
+        return merge(*arguments)
+    Captures.merge = struck
+with peer:
+    train(peer, model, optimizer, 20)
+print("has finished", flush=True)
+"""
+)
+"""A script whose peer 1 sends itself a signal as it merges its first model of the finish."""
+
+
+@pytest.mark.fault(51)
+def test_a_peer_killed_in_the_finish(tmp_path: Path) -> None:
+    with folder(tmp_path, 4) as here:
+        script = here.script(STRUCK.replace("SIGNAL", "SIGKILL"))
+        run = here.run("--policy", "never", "--peer-timeout", "20", script, here.path)
+    assert run.summary["lost"] == [here.names[1]] and run.summary["agreed"] is True
+    assert "the finish left peers with different models" in run.ended.output, run.ended.shown
+    assert all(max(differences(run.model(0), run.model(rank)).values()) == 0.0 for rank in (2, 3))
+
+
+@pytest.mark.fault(51)
+def test_a_peer_stopped_in_the_finish_that_comes_back_after_the_others_have_ended(tmp_path: Path) -> None:
+    with folder(tmp_path, 4) as here:
+        script = here.script(STRUCK.replace("SIGNAL", "SIGSTOP"))
+        started = here.start_run("--policy", "never", "--peer-timeout", "2", script, here.path)
+        started.line("is struck")
+        stopped = children(started.pid)[1]
+        for _ in range(3):
+            started.line("has finished")
+        os.kill(stopped, signal.SIGCONT)
+        ended = started.end()
+    assert ended.code == 3 and "the peers hold different models" in ended.output, ended.shown
+    run = Run(here.path / "x", ended)
+    assert run.summary["agreed"] is False
+    assert all(max(differences(run.model(0), run.model(rank)).values()) == 0.0 for rank in (2, 3))
+    assert max(differences(run.model(0), run.model(1)).values()) > 0.0
+
+
+@pytest.mark.fault(52)
+def test_the_finish_waits_for_a_peer_that_still_trains(tmp_path: Path) -> None:
+    """Peer 1 trains until peer 0 says that it waits for it, which takes longer than peer_timeout."""
+    script = """
+import logging
+class Seen(logging.Handler):
+    def emit(self, record):
+        if "waiting for peer 1 (iteration" in record.getMessage():
+            print(record.getMessage(), flush=True)
+            (FOLDER / "waits").touch()
+logging.getLogger("gossipx").addHandler(Seen())
+with peer:
+    train(peer, model, optimizer, 20)
+    while peer.rank == 1 and not (FOLDER / "waits").exists():
+        train(peer, model, optimizer, peer.iteration + 1)
+"""
+    with folder(tmp_path, 2) as here:
+        run = here.run("--policy", "never", "--peer-timeout", "1", here.script(TEN_LINES + script), here.path)
+    assert run.summary["lost"] == [] and run.summary["agreed"] is True
+    assert "to end its training" in run.ended.output, run.ended.shown
+    assert max(differences(run.model(0), run.model(1)).values()) == 0.0
+
+
+@pytest.mark.fault(55)
+def test_a_peer_that_aborts_fails_the_run_after_the_others_have_finished(tmp_path: Path) -> None:
+    script = """
+with peer:
+    train(peer, model, optimizer, 10)
+    if peer.rank == 1:
+        os.kill(os.getpid(), signal.SIGABRT)
+    train(peer, model, optimizer, 40)
+"""
+    with folder(tmp_path, 2) as here:
+        run = here.run("--policy", "tau:5", "--peer-timeout", "20", here.script(TEN_LINES + script), here.path, code=1)
+    assert run.summary["lost"] == [here.names[1]] and run.summary["agreed"] is True
+    assert f"failed: {here.names[1]}" in run.ended.output, run.ended.shown
+    assert run.model(0)
+
+
+@pytest.mark.fault(51, 55)
+@pytest.mark.parametrize(("end", "codes"), [("if peer:", [3, 1]), ("with peer:", [3, 1])])
+def test_peers_that_join_by_themselves(tmp_path: Path, end: str, codes: list[int]) -> None:
+    """One moves a weight away, and one ends with NaN; each tells by its own exit code."""
+    script = f"""
+{end}
+    train(peer, model, optimizer, 10)
+    if peer.rank == 0:
+        model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+    else:
+        model[0].weight.data.fill_(float("nan"))
+"""
+    with folder(tmp_path, 2) as here:
+        joined = TEN_LINES.replace("optimizer)\n", "optimizer, peers=sys.argv[2], rank=int(sys.argv[3]))\n")
+        path = here.script(joined + script)
+        started = [here.start(path, here.path, here.hosts, str(rank)) for rank in range(2)]
+        ended = [process.end() for process in started]
+    assert [one.code for one in ended] == codes, "\n".join(one.shown for one in ended)
+    assert "peers hold different models" in ended[0].errors and "NaN or Inf in its model" in ended[1].errors

@@ -1,0 +1,215 @@
+"""Peers that die, stop or are late in the finish: the others still end with one model, or know that they do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from property_tests import examples
+from toy import SIZE, TIMEOUT, before, bound, ended, models, until, within, world
+
+from gossipx.hub import ElasticSettings
+from gossipx.peer.agreement import COMPARISONS
+from gossipx.sim import Network, World
+
+MODES = [{}, {"exchange": "waves"}, {"mode": "pushpull"}, {"mode": "push", "push_sum": True}]
+
+
+def slow() -> Network:
+    """Return a network on which a model takes a second."""
+    return Network(bandwidth=4 * SIZE, delay=0.01)
+
+
+def equal(made: World, ranks: list[int]) -> bool:
+    """Return whether these peers hold the same bits."""
+    rows = models(made, ranks)
+    return bool((rows == rows[0]).all())
+
+
+def agreed(made: World, ranks: list[int]) -> bool:
+    """Return what the summary says of these peers, from the figures that they have reported."""
+    digests = {made.peers[rank].role.report["digest"] for rank in ranks}
+    return len(digests) == 1 and "" not in digests
+
+
+@pytest.mark.fault(51)
+@pytest.mark.parametrize("how", ["crash", "stop", "pause"])
+@pytest.mark.parametrize("size", [3, 4, 5, 8])
+@pytest.mark.parametrize("after", [0.1, 0.5, 1.2, 1.7])
+def test_a_peer_lost_in_the_finish(how: str, size: int, after: float):
+    made = until(world(size, network=slow(), policy="never"), 1, "is AGREE")
+    if how == "crash":
+        made.crash(1, made.now + after)
+    else:
+        made.pause(1, made.now + after, made.now + (10_000 if how == "stop" else 1.5 * TIMEOUT))
+    left = [rank for rank in range(size) if rank != 1]
+    made.run(made.now + bound(size, 0, waits=2), until=lambda: all(made.lines(rank, "ends") for rank in left))
+    assert made.fired["crash" if how == "crash" else "pause"] == 1
+    assert all(made.lines(rank, "ends") for rank in left)
+    assert equal(made, left) and agreed(made, left)
+    assert within(models(made, left), before(made))
+    assert all(made.peers[rank].role.agreement.comparison <= 2 for rank in left)
+
+
+@pytest.mark.fault(51)
+def test_the_chosen_model_is_the_mean_of_the_most():
+    """Of four, peer 3 dies between the two rounds: 0 and 2 hold the mean of all four, 1 holds that of two."""
+    made = until(world(4, network=slow(), policy="never"), 3, "meets 1 in round 1")
+    made.crash(3, made.now + 0.2)
+    ended(made, bound(4))
+    torch.testing.assert_close(models(made, [1])[0], before(made).mean(0), rtol=1e-5, atol=1e-6)
+    assert made.lines(1, "asks") == ["asks 0 for the initial model", "asks 2 for the final model"]
+    assert not made.lines(0, "asks 2") and not made.lines(2, "asks 0 for the final")
+
+
+@pytest.mark.fault(51)
+def test_the_holder_of_the_chosen_model_dies_as_well():
+    """1 lacks the mean of all, asks 2 for it, and after the death of 2 takes it from 0."""
+    made = until(world(4, network=slow(), policy="never"), 3, "meets 1 in round 1")
+    made.crash(3, made.now + 0.2)
+    until(made, 1, "asks 2 for the final model")
+    made.crash(2, made.now + 0.3)
+    ended(made, bound(4))
+    assert made.fired["crash"] == 2 and made.lines(1, "asks 0 for the final model")
+    assert equal(made, [0, 1]) and agreed(made, [0, 1])
+
+
+@pytest.mark.fault(51)
+def test_a_stopped_peer_comes_back_after_the_others_have_ended():
+    """It keeps its own model. Nobody claims that it agrees, since the figures of all are compared."""
+    made = until(world(4, network=slow(), policy="never"), 1, "is AGREE")
+    made.pause(1, made.now + 0.2, made.now + 20 * TIMEOUT)
+    ended(made, bound(4, waits=30))
+    assert made.fired["pause"] == 1
+    assert made.peers[1].down_since > max(made.peers[rank].down_since for rank in (0, 2, 3)) + 10 * TIMEOUT
+    assert equal(made, [0, 2, 3]) and agreed(made, [0, 2, 3])
+    assert not equal(made, [0, 1]) and not agreed(made, [0, 1, 2, 3])
+
+
+@pytest.mark.fault(51)
+def test_a_stopped_peer_comes_back_while_the_others_compare():
+    made = until(world(4, network=slow(), policy="never"), 1, "is AGREE")
+    made.pause(1, made.now + 0.2, made.now + 1.2 * TIMEOUT)
+    ended(made, bound(4, waits=3))
+    assert made.fired["pause"] == 1
+    assert equal(made, [0, 1, 2, 3]) and agreed(made, [0, 1, 2, 3])
+
+
+@pytest.mark.fault(51)
+@pytest.mark.parametrize("one_way", [True, False])
+@pytest.mark.parametrize("pair", [(0, 1), (1, 0), (0, 2), (2, 0)])
+def test_two_peers_that_cannot_reach_each_other(pair: tuple[int, int], one_way: bool):
+    """Each considers the other lost, or only one does; the two that see everybody bring them together."""
+    made = until(world(4, network=slow(), policy="never"), 0, "step 19")
+    made.network.cut([pair[0]], [pair[1]], made.now, 10_000, one_way=one_way)
+    ended(made, bound(4, waits=2 * COMPARISONS))
+    assert made.fired["cut"] > 0
+    assert equal(made, [0, 1, 2, 3]) and agreed(made, [0, 1, 2, 3])
+
+
+@pytest.mark.fault(51)
+def test_a_partition_in_the_finish_leaves_two_models_and_nobody_claims_more():
+    made = until(world(4, network=slow(), policy="never"), 0, "step 20")
+    made.network.cut([0, 1], [2, 3], made.now, 10_000)
+    ended(made, bound(4, waits=2 * COMPARISONS))
+    assert made.fired["cut"] > 0
+    assert equal(made, [0, 1]) and equal(made, [2, 3]) and not equal(made, [0, 2])
+    assert not agreed(made, [0, 1, 2, 3])
+
+
+@pytest.mark.fault(51)
+def test_a_hub_that_dies_while_it_sends_its_centre():
+    """One worker has the centre, two do not: they take it from the first."""
+    hub = ElasticSettings(0, 0.2, 0.2)
+    made = until(world(4, network=slow(), hub=hub, slow={1: 0.9}), 1, "is AGREE")
+    until(made, 1, "adopts the model of 0", made.now + 100)
+    made.crash(0, made.now + 0.05)
+    ended(made, bound(4, waits=3))
+    assert made.fired["crash"] == 1
+    assert equal(made, [1, 2, 3]) and agreed(made, [1, 2, 3])
+
+
+@pytest.mark.fault(51)
+def test_without_a_finish_nothing_is_compared():
+    made = ended(world(4, policy="never", finish="none"), bound(4))
+    assert all(peer.role.agreement.settled is None and not peer.role.report["digest"] for peer in made.peers.values())
+
+
+@pytest.mark.fault(51)
+def test_comparisons_of_models_that_stay_different_end():
+    """A peer whose adopted model never equals the announced one, as with broken memory."""
+    made = until(world(3, policy="never"), 2, "is COMPARE")
+    made.peers[2].arena.adopt = lambda buffer, step: True
+    made.peers[2].role.agreement.digest = "0" * 32
+    ended(made, bound(3, waits=2 * COMPARISONS))
+    assert max(peer.role.agreement.comparison for peer in made.peers.values()) <= COMPARISONS
+
+
+TIMES = st.floats(0, 8, allow_nan=False)
+FAULTS = st.tuples(st.sampled_from(["crash", "stop", "pause", "leave"]), st.integers(0, 6), TIMES)
+
+
+@pytest.mark.fault(51)
+@examples(150)
+@given(
+    size=st.integers(2, 7),
+    seed=st.integers(0, 100),
+    faults=st.lists(FAULTS, min_size=1, max_size=3),
+    mode=st.sampled_from(MODES),
+    loss=st.sampled_from([0.0, 0.0, 0.05]),
+    cut=st.one_of(st.none(), st.tuples(st.integers(0, 6), st.integers(0, 6), st.booleans())),
+)
+def test_survivors_of_the_finish_agree_or_know_that_they_do_not(size, seed, faults, mode, loss, cut):
+    network = Network(bandwidth=4.0 * SIZE, delay=0.01, loss=loss)
+    made = world(size, seed, network, policy="tau:3", iterations=4, **mode)
+    until(made, 0, "step 4")
+    begun = made.now
+    struck = set()
+    for how, rank, at in faults:
+        rank %= size
+        struck.add(rank)
+        if how in ("crash", "leave"):
+            getattr(made, how)(rank, begun + at)
+        else:
+            made.pause(rank, begun + at, begun + at + (1.5 if how == "pause" else 1000) * TIMEOUT)
+    if cut is not None:
+        network.cut([cut[0] % size], [cut[1] % size], begun, begun + 1000 * TIMEOUT, one_way=cut[2])
+    made.run(begun + 500 * TIMEOUT)
+    last = [rank for rank in range(size) if made.lines(rank, "ends")]
+    assert set(range(size)) - struck <= set(last), "who was not struck ends"
+    if last:
+        assert agreed(made, last) == equal(made, last)
+    whole = [rank for rank in last if rank not in struck]
+    if loss == 0 and cut is None and whole:
+        assert equal(made, whole)
+
+
+@pytest.mark.fault(52)
+def test_the_finish_waits_for_a_peer_that_still_trains():
+    made = ended(world(3, slow={2: 8.0}, policy="tau:5"), bound(3, compute=8.0))
+    assert equal(made, [0, 1, 2]) and agreed(made, [0, 1, 2])
+    torch.testing.assert_close(models(made), before(made).mean(0).expand(3, -1), rtol=1e-5, atol=1e-6)
+    lines = made.lines(0, "waiting for peer 2 (iteration ")
+    assert len(lines) >= 5 and "to end its training" in lines[0]
+    assert not made.lines(0, "no longer waiting")
+
+
+@pytest.mark.fault(52)
+def test_a_limit_on_the_wait_for_peers_that_still_train():
+    made = ended(world(3, slow={2: 8.0}, policy="tau:5", finish_timeout=25.0), bound(3, compute=8.0))
+    assert equal(made, [0, 1]) and agreed(made, [0, 1]) and not agreed(made, [0, 1, 2])
+    assert made.lines(0, "no longer waiting for peer 2 at FINISH: finish_timeout has passed")
+    ends = {entry.rank: entry.time for entry in made.log if entry.what == "ends"}
+    assert 20 + 25 <= ends[0] <= 20 + 25 + 3 * TIMEOUT < ends[2]
+
+
+@pytest.mark.fault(52)
+def test_a_peer_that_answers_but_hangs_is_left():
+    """Its script hangs for ever; its threads still answer."""
+    made = until(world(3, policy="tau:5"), 2, "step 10")
+    made.peers[2].compute_seconds = 1e6
+    made.run(1000.0, until=lambda: all(made.lines(rank, "ends") for rank in (0, 1)))
+    assert equal(made, [0, 1]) and agreed(made, [0, 1])
+    assert made.lines(0, "no longer waiting for peer 2 at FINISH: it answers, but has made no progress for 200 s")
+    assert made.now < bound(3) + 21 * TIMEOUT

@@ -1,0 +1,76 @@
+"""The exit code of a run whose peers have ended: failed scripts, crashes, and final models that differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launches import NAMES, Run, launcher
+
+from gossipx.metrics.summary import read
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Launches a script as every peer of the run ``mine``, in this process; returns the exit code."""
+    return launcher(tmp_path)
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """The directory of the run ``mine``."""
+    return tmp_path / "runs" / "mine"
+
+
+@pytest.mark.fault(55)
+def test_a_script_that_fails_after_the_finish_fails(run: Run, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its results are kept, and the run has failed."""
+    assert run("finish(); sys.exit(rank)", peers="localhost slots=3") == 1
+    printed = capsys.readouterr().out
+    assert f"{NAMES[1]} finished, but its process ended: exit code 1" in printed
+    assert f"{NAMES[2]} finished, but its process ended: exit code 2" in printed
+    assert read(mine).lost == []
+    assert run("finish(); sys.exit(3)", peers="localhost slots=3", overwrite=True) == 1
+    assert read(mine).retrievals == [10, 11, 12]
+
+
+@pytest.mark.fault(55)
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGABRT", "SIGSEGV"])
+@pytest.mark.parametrize("when", ["train()", "finish()"])
+def test_a_peer_that_dies_of_its_own_fault_fails_the_run(run: Run, mine: Path, name: str, when: str) -> None:
+    """A peer that was killed, or whose machine was lost, does not."""
+    body = f"""
+        if rank == 1:
+            {when}
+            import resource
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            os.kill(os.getpid(), signal.{name})
+        train(); finish()
+    """
+    assert run(body) == (0 if name == "SIGKILL" else 1)
+    assert read(mine).lost == ([NAMES[1]] if when == "train()" else [])
+
+
+@pytest.mark.fault(51)
+@pytest.mark.parametrize(
+    ("digests", "code", "agreed"),
+    [
+        (["a", "a", "a"], 0, True),
+        (["a", "b", "a"], 3, False),
+        (["a", "", "a"], 3, False),
+        (["a", None, "a"], 0, True),
+        ([None, None, None], 0, None),
+    ],
+)
+def test_the_final_models_of_the_peers_are_compared(
+    run: Run, mine: Path, digests: list[str | None], code: int, agreed: bool | None
+) -> None:
+    """None: the peer makes no claim, as it only serves or the run has no finish; empty: it took no part."""
+    body = f"""
+        plain = report
+        def report(rank):
+            return {{**plain(rank), "digest": {digests!r}[rank]}}
+        finish()
+    """
+    assert run(body) == code
+    assert read(mine).agreed is agreed
