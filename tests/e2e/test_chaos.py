@@ -1,0 +1,73 @@
+"""Random kills of peers, hubs, servers and workers, and restarts, in real processes: every run ends in bounded time.
+
+All that finish hold the same model, or the run says that they do not, by exit code 3.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from runs import Folder, Process, Run, children, differences, folder, is_running
+
+MODES = {
+    "gossip": ("--policy", "tau:5"),
+    "hub": ("--hub", "0"),
+    "bsp": ("--servers", "0", "--sync", "bsp"),
+    "ssp": ("--servers", "0,1", "--sync", "ssp:staleness=3"),
+    "hybrid": ("--servers", "0", "--sync", "hybrid:fixed=2"),
+}
+PEERS, KILLS = 4, 3
+BRIEF = ("--batch-size", "8", "--eval-interval", "0", "--log-interval", "1", "--peer-timeout", "3")
+AGAIN = """
+import os, runpy, sys
+os.environ.update(GOSSIPX_CONFIG=sys.argv[1] + "/config.toml", GOSSIPX_PEERS=sys.argv[1] + "/hosts.txt")
+os.environ.update(GOSSIPX_RANK=sys.argv[2])
+runpy.run_module("gossipx.launch.loops.train", run_name="__main__")
+"""
+
+
+class Peers:
+    """The processes of a run's peers, those that were started again included."""
+
+    def __init__(self, here: Folder, run: Process):
+        self._here = here
+        self._pids = children(run.pid)
+        self.again: list[Process] = []
+
+    def kill(self, rng: random.Random) -> None:
+        """Kill one of those that run, and start it again in three of five cases."""
+        rank = rng.choice([rank for rank, pid in self._pids.items() if is_running(pid)])
+        os.kill(self._pids[rank], signal.SIGKILL)
+        if rng.random() < 0.6:
+            self.again.append(self._here.start("-c", AGAIN, self._here.path / "x", str(rank)))
+            self._pids[rank] = self.again[-1].pid
+
+
+@pytest.mark.fault(1, 39, 44, 51)
+@pytest.mark.parametrize("mode", ["gossip", *(pytest.param(mode, marks=pytest.mark.slow) for mode in list(MODES)[1:])])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_run_ends_with_equal_models_or_says_that_it_does_not(tmp_path: Path, mode: str, seed: int) -> None:
+    rng = random.Random(f"{mode} {seed}")
+    with folder(tmp_path, PEERS) as here:
+        run = here.start_run(*BRIEF, *MODES[mode], "--iterations", "600")
+        run.line(r" train \d+/")
+        peers = Peers(here, run)
+        for _ in range(KILLS):
+            for _ in range(rng.randint(1, 6)):
+                run.line(r" (train \d+/|finish|done)")
+            peers.kill(rng)
+        ended = run.end()
+        restarted = [process.end() for process in peers.again]
+    assert ended.code in (0, 3), ended.shown
+    assert all(one.code in (0, 3) for one in restarted), "\n".join(one.shown for one in (ended, *restarted))
+    if ended.code == 0:
+        made = Run(here.path / "x", ended)
+        finished = [rank for rank, name in enumerate(here.names) if name not in made.summary["lost"]]
+        assert finished
+        for rank in finished:
+            assert max(differences(made.model(finished[0]), made.model(rank)).values()) <= 1e-6, ended.shown
