@@ -15,11 +15,11 @@ import pytest
 from runs import Folder, Process, Run, children, differences, folder, is_running
 
 MODES = {
-    "gossip": ("--policy", "tau:5"),
-    "hub": ("--hub", "0"),
-    "bsp": ("--servers", "0", "--sync", "bsp"),
-    "ssp": ("--servers", "0,1", "--sync", "ssp:staleness=3"),
-    "hybrid": ("--servers", "0", "--sync", "hybrid:fixed=2"),
+    "gossip": ("--policy", "tau:20", "--iterations", "3000"),
+    "hub": ("--hub", "0", "--iterations", "3000"),
+    "bsp": ("--servers", "0", "--sync", "bsp", "--iterations", "600"),
+    "ssp": ("--servers", "0,1", "--sync", "ssp:staleness=3", "--iterations", "600"),
+    "hybrid": ("--servers", "0", "--sync", "hybrid:fixed=2", "--iterations", "600"),
 }
 PEERS, KILLS = 4, 3
 BRIEF = ("--batch-size", "8", "--eval-interval", "0", "--log-interval", "1", "--peer-timeout", "3")
@@ -54,17 +54,18 @@ class Peers:
 def test_every_run_ends_with_equal_models_or_says_that_it_does_not(tmp_path: Path, mode: str, seed: int) -> None:
     rng = random.Random(f"{mode} {seed}")
     with folder(tmp_path, PEERS) as here:
-        run = here.start_run(*BRIEF, *MODES[mode], "--iterations", "600")
+        run = here.start_run(*BRIEF, *MODES[mode])
         run.line(r" train \d+/")
         peers = Peers(here, run)
         for _ in range(KILLS):
-            for _ in range(rng.randint(1, 6)):
+            for _ in range(rng.randint(1, 3)):
                 run.line(r" (train \d+/|finish|done)")
             peers.kill(rng)
         ended = run.end()
         restarted = [process.end() for process in peers.again]
     assert ended.code in (0, 3), ended.shown
-    assert all(one.code in (0, 3) for one in restarted), "\n".join(one.shown for one in (ended, *restarted))
+    for one in restarted:
+        assert one.code in (0, 3, -signal.SIGKILL), one.shown  # it may have been killed, too
     if ended.code == 0:
         made = Run(here.path / "x", ended)
         finished = [rank for rank, name in enumerate(here.names) if name not in made.summary["lost"]]
