@@ -193,6 +193,7 @@ class Lifecycle:
             self._control = None  # break the reference cycle with the peer
         self._arena.end_training()
         exit_hooks.unregister(self)
+        self._reporter.progress.peer_closed()
         for unhook in self.unhook:
             unhook()
         if self.backward is not None:

@@ -41,7 +41,7 @@ class Progress:
         self._last = 0.0
         self._ending = threading.Lock()  # acquired once, by the thread that ends this process
         self._patience = 0.0
-        self._stop: Callable[[bool], bool] = lambda late: False
+        self._stop: Callable[[bool], bool] = _no_peer
 
     @property
     def due(self) -> bool:
@@ -84,6 +84,10 @@ class Progress:
             self._end()
 
         threading.Thread(target=watch, name="gossipx-parent", daemon=True).start()
+
+    def peer_closed(self) -> None:
+        """Ask no peer to leave when the parent dies: it is closed."""
+        self._stop = _no_peer
 
     def _end(self) -> None:
         """Let the peer leave. After that, or if it does not, interrupt the main thread as Ctrl-C would, even in a
@@ -132,3 +136,8 @@ def _is_pipe(stream: int) -> bool:
         return stat.S_ISFIFO(os.fstat(stream).st_mode)
     except OSError:  # closed
         return False
+
+
+def _no_peer(late: bool) -> bool:
+    """Wait for no peer."""
+    return False

@@ -37,10 +37,10 @@ class StopSignals:
         at_once: whether a second SIGINT followed.
     """
 
-    def __init__(self, on_interrupt: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, on_interrupt: Callable[[], None] | None = None) -> None:
         self.number: int | None = None
         self.at_once = False
-        self._on_interrupt = on_interrupt
+        self._on_interrupt = on_interrupt or _nothing
         self._received_at = 0.0
         self._before: dict[int, Any] = {}
 
@@ -58,6 +58,7 @@ class StopSignals:
 
     def restore(self) -> None:
         """Restore the handlers of before, except where the script has installed its own since."""
+        self._on_interrupt = _nothing  # break the reference cycle with the peer
         if self not in _installed or threading.current_thread() is not threading.main_thread():
             return
         _installed.remove(self)
@@ -93,6 +94,10 @@ class StopSignals:
             before(number, frame)
         elif self.at_once:
             raise KeyboardInterrupt
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _watch_forks() -> None:
