@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from gossipx.peer.exchange import PeerContext
 from gossipx.peer.membership import FIRST_BACKOFF
-from gossipx.protocol.effects import Cancel, Effect, Forget, Note, Send, SetTimer
+from gossipx.protocol.effects import Cancel, Effect, Forget, Note, Resume, Send, SetTimer, Stop
 from gossipx.protocol.messages import AcceptReply, BusyReply, NotReadyReply, Reply
 from gossipx.protocol.server_messages import MEASURED, GradientRequest, PushAgainReply, TablesReply, TablesRequest
 from gossipx.protocol.table_effects import Fetch, Fetched, Unchanged
@@ -24,6 +24,8 @@ from gossipx.server.sync_models.models import parse
 
 AGAIN = "again"
 """The prefix of the timers that end a shard's retry delay, followed by a space and the shard's index."""
+LONGEST_WAIT = 3600.0
+"""Seconds after which a worker stops waiting for a shard: enough time to restart its server by hand."""
 MAX_OPEN = 2
 """Maximum number of open pushes, and of open pulls, per shard: while one is answered, the next is on its way."""
 
@@ -241,7 +243,7 @@ class Worker:
             return [Forget(ticket)]
         shard, asked = place
         if reply is None:
-            waits = self._note_wait(shard, "it does not answer", now)
+            waits = self._note_wait(shard, "it does not answer; restart it, or use --server-lost stop", now)
             return [Forget(ticket), *waits, self._failed(ticket, shard, asked, now)]
         link = self._links[shard]
         if ticket not in link.pushing and ticket not in link.pulling:  # it was dropped
@@ -298,11 +300,12 @@ class Worker:
         return [Note("", text)]
 
     def _note_wait(self, shard: int, reason: str, now: float) -> list[Effect]:
-        """Report a pull that has waited for longer than peer_timeout."""
+        """Report a pull that has waited for longer than peer_timeout, and stop training after :data:`LONGEST_WAIT`."""
         waited, server = now - self._since, self._links[shard].server
-        if waited < self._context.timeout:
-            return []
-        return [Note("waits", f"has waited for {waited:.0f} s for shard {shard} at peer {server}: {reason}")]
+        text = f"has waited for {waited:.0f} s for shard {shard} at peer {server}: {reason}"
+        if waited >= LONGEST_WAIT:
+            return [Stop(text), Resume()]
+        return [] if waited < self._context.timeout else [Note("waits", text)]
 
     def _note_restart(self, shard: int, reply: TablesReply) -> list[Effect]:
         """Report once what a shard has lost with the restart of its server."""

@@ -21,6 +21,7 @@ MODES = {
     "ssp": ("--servers", "0,1", "--sync", "ssp:staleness=3", "--iterations", "600"),
     "hybrid": ("--servers", "0", "--sync", "hybrid:fixed=2", "--iterations", "600"),
 }
+SERVERS = {"bsp": (0,), "ssp": (0, 1), "hybrid": (0,)}
 PEERS, KILLS = 4, 3
 BRIEF = ("--batch-size", "8", "--eval-interval", "0", "--log-interval", "1", "--peer-timeout", "3")
 AGAIN = """
@@ -34,16 +35,17 @@ runpy.run_module("gossipx.launch.loops.train", run_name="__main__")
 class Peers:
     """The processes of a run's peers, those that were started again included."""
 
-    def __init__(self, here: Folder, run: Process):
+    def __init__(self, here: Folder, run: Process, servers: tuple[int, ...]):
         self._here = here
+        self._servers = servers
         self._pids = children(run.pid)
         self.again: list[Process] = []
 
     def kill(self, rng: random.Random) -> None:
-        """Kill one of those that run, and start it again in three of five cases."""
+        """Kill one of those that run. A server, which workers wait for, is always started again, others mostly."""
         rank = rng.choice([rank for rank, pid in self._pids.items() if is_running(pid)])
         os.kill(self._pids[rank], signal.SIGKILL)
-        if rng.random() < 0.6:
+        if rng.random() < 0.6 or rank in self._servers:
             self.again.append(self._here.start("-c", AGAIN, self._here.path / "x", str(rank)))
             self._pids[rank] = self.again[-1].pid
 
@@ -56,7 +58,7 @@ def test_every_run_ends_with_equal_models_or_says_that_it_does_not(tmp_path: Pat
     with folder(tmp_path, PEERS) as here:
         run = here.start_run(*BRIEF, *MODES[mode])
         run.line(r" train \d+/")
-        peers = Peers(here, run)
+        peers = Peers(here, run, SERVERS.get(mode, ()))
         for _ in range(KILLS):
             for _ in range(rng.randint(1, 3)):
                 run.line(r" (train \d+/|finish|done)")

@@ -48,7 +48,7 @@ def exact(made: World, workers: list[int] = WORKERS) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 3])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_both_servers_are_killed_one_after_the_other(first: int, seed: int) -> None:
     rng = random.Random(f"{first} {seed}")
     at = rng.uniform(1, 15)
@@ -90,7 +90,7 @@ def test_the_lack_of_a_replica_is_told_and_ends_when_a_peer_returns() -> None:
 
 @pytest.mark.parametrize("servers_only", [True, False])
 @pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:staleness=2", "hybrid:step=5/lr"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 def test_servers_and_workers_are_killed_and_return_again_and_again(sync: str, servers_only: bool, seed: int) -> None:
     """Kills are further apart than a copy takes, so no shard is ever lost."""
     rng = random.Random(f"{sync} {servers_only} {seed}")

@@ -17,6 +17,7 @@ from gossipx.protocol.effects import Effect, Note, Send
 from gossipx.protocol.messages import AcceptReply
 from gossipx.protocol.server_messages import GradientRequest, PushAgainReply, TablesRequest
 from gossipx.server.mode import ServerMode
+from gossipx.server.worker import LONGEST_WAIT
 from gossipx.sim import Network, World
 
 SYNCS = ["bsp", "asp", "ssp:staleness=1", "dsps", "drop:n=1", "pssp:staleness=1,p=0.5", "hybrid:step=5/lr"]
@@ -139,5 +140,16 @@ def test_a_long_wait_for_tables_is_told_with_whom_it_is_for() -> None:
     assert made.lines(0, "pulls from shard 0 wait for iteration 0 of peer 2")
     waits = made.lines(1, "has waited for")
     assert any(one.endswith("s for shard 0 at peer 0: other workers' pushes are missing there") for one in waits)
-    assert any(one.endswith("s for shard 0 at peer 0: it does not answer") for one in waits)
+    advice = "s for shard 0 at peer 0: it does not answer; restart it, or use --server-lost stop"
+    assert any(one.endswith(advice) for one in waits)
     assert not made.lines(2, "has waited for"), "nobody else is slow"
+
+
+def test_a_server_that_does_not_come_back_is_not_waited_for_without_end() -> None:
+    made = served.world(3, servers="0", servers_only=True)
+    made.crash(0, 5.0)
+    served.ended(made, 2 * LONGEST_WAIT)
+    for rank in (1, 2):
+        reason = made.peers[rank].reason
+        assert reason is not None and "s for shard 0 at peer 0: it does not answer" in reason
+        assert LONGEST_WAIT < made.now < 1.1 * LONGEST_WAIT
