@@ -23,7 +23,7 @@ def server_ranks(config: RunConfig, names: Sequence[str]) -> tuple[int, ...] | N
     if not config.has_servers:
         for name in ServerSettings.__dataclass_fields__:
             if config.is_given(name):
-                option = f"--{name.replace('_', '-')}"
+                option = f"--{'no-' * (config.value(name) is False)}{name.replace('_', '-')}"
                 raise UsageError(
                     f"{option} needs a parameter server: name its peers with --servers, or leave {option} out"
                 )

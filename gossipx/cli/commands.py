@@ -279,7 +279,10 @@ def certs_new(directory: Path, hosts: Path) -> None:
 
 
 def _print_table(rows: list[Row]) -> None:
-    """Print a row per figure and a column per run, which fits a terminal better than the transposed table."""
+    """Print a row per figure and a column per run, which fits a terminal better than the transposed table.
+
+    Faults have a row only if they happened.
+    """
     lines: tuple[tuple[str, Callable[[Row], str]], ...] = (
         ("policy", lambda row: row.policy),
         ("codec", lambda row: row.codec),
@@ -299,12 +302,22 @@ def _print_table(rows: list[Row]) -> None:
         ("lost peers", lambda row: str(row.lost)),
         ("stopped peers", lambda row: str(row.stopped)),
     )
+    faults: tuple[tuple[str, Callable[[Row], float | None]], ...] = (
+        ("models refused", lambda row: row.poisoned),
+        ("frames refused", lambda row: row.corrupted),
+        ("strangers", lambda row: row.strangers),
+        ("suspicions", lambda row: row.suspicions),
+        ("not written to disk", lambda row: row.unwritten),
+    )
     table = Table()
     table.add_column(no_wrap=True)
     for row in rows:
         table.add_column(row.name, overflow="fold")  # truncated names could be equal
     for heading, cell in lines:
         table.add_row(heading, *(cell(row) for row in rows))
+    for heading, count in faults:
+        if any(count(row) for row in rows):
+            table.add_row(heading, *(_shown(count(row), "{:.0f}") for row in rows))
     console = Console(highlight=False)
     if not console.is_terminal:  # a file or a pipe has no width to fit
         console.width = 40 * (len(rows) + 1)

@@ -86,6 +86,11 @@ def _separate(accelerator: Accelerator, own: Callable[[str | os.PathLike[str]], 
         return save(None if output_dir is None else own(output_dir), *args, **kwargs)
 
     def load_state(input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        return load(None if input_dir is None else own(input_dir), *args, **kwargs)
+        if input_dir is None:
+            return load(None, *args, **kwargs)
+        kept = own(input_dir)
+        if not Path(kept).expanduser().exists():
+            raise UsageError(f"{kept}: no state of this peer: give load_state the directory that save_state was given")
+        return load(kept, *args, **kwargs)
 
     accelerator.save_state, accelerator.load_state = save_state, load_state

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, Subset
 from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.integrations.group import Group, GroupStatus, rank_in_group
-from gossipx.launch.environment import ENV_PEERS, ENV_RESUME
+from gossipx.launch.environment import ENV_PEERS, ENV_RESUME, progress
 from gossipx.launch.loops.join import join as join_alone
 from gossipx.launch.loops.join import rank_and_size, run_directory_of, settings_of
 from gossipx.model import layout
@@ -102,6 +102,10 @@ class Joining:
     evaluate: Callable[[nn.Module], float] | None = None
     config_file: str | Path | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    _named: set[str] = field(default_factory=set, init=False)  # directories of which a line was logged
+
+    def __post_init__(self) -> None:
+        progress()  # an error may end this process before it joins
 
     @property
     def run(self) -> RunConfig:
@@ -126,7 +130,8 @@ class Joining:
         if size == 1 or name in Path(given).absolute().parts:
             return given
         own = f"{given}/{name}"  # it may be a URL
-        if rank_in_group() == 0:
+        if rank_in_group() == 0 and own not in self._named:
+            self._named.add(own)
             log.warning(
                 "%s: each peer keeps its checkpoints in a directory of its own there, this one in %s", given, own
             )

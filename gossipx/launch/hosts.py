@@ -121,7 +121,7 @@ def _dialect(content: str, first: str) -> str:
     spaced = re.search(rf"\b({'|'.join(_KEYS)})(?:\s+=\s*|=\s+)([^\s=]+)(?!\S)", content)
     if spaced:
         return f"'{spaced[0]}' has spaces: write {spaced[1]}={spaced[2]}"
-    if re.fullmatch(r"\[[A-Za-z_][^\]:]*\]", first):  # Ansible
+    if re.fullmatch(r"\[[A-Za-z_][^\]:]*(:(vars|children))?\]", first):  # Ansible
         return f"'{first}' is not a host: groups have no meaning here; write one line per host"
     if "," in first:  # -H of mpirun and horovodrun
         return f"'{first}' is a list: write one line per host"
@@ -130,7 +130,7 @@ def _dialect(content: str, first: str) -> str:
         return f"'{first}' names a user: gossipx does not log in to hosts; write {host}, and start the run on each host"
     if "[" in first[1:]:  # SLURM
         return f"'{first}' is a range: write one line per host, or start peers by srun, which needs no hosts file"
-    number = re.fullmatch(r"[^\s:\[\]]+:(\d{1,4})", first)
+    number = re.fullmatch(r"(?:[^\s:\[\]]+|\[[^\]]*\]):(\d{1,4})", first)
     if number and 0 < int(number[1]) < LEAST_PORT:  # MPICH, Intel MPI, Horovod
         count = int(number[1])
         peers = "one peer" if count == 1 else f"{_WORDS[count] if count < len(_WORDS) else count} peers"
@@ -139,10 +139,13 @@ def _dialect(content: str, first: str) -> str:
 
 
 def _if_repeated(content: str, text: str) -> str:
-    """Return what to write instead of a line that is repeated once per peer, as in files of PBS and OpenMPI."""
+    """Return what to write instead of a line that is repeated, once per peer or with slots, as in files of PBS and
+    OpenMPI."""
     same = [line for line in text.splitlines() if line.split("#", 1)[0].split() == content.split()]
-    has_slots = "slots=" in content
-    return f"; for {len(same)} peers write one line: {content} slots={len(same)}" if len(same) > 1 > has_slots else ""
+    slots = re.search(r"\sslots=(\d+)", content)
+    total = len(same) * (int(slots[1]) if slots else 1)
+    rest = content.replace(slots[0], "") if slots else content
+    return f"; for {total} peers write one line: {rest} slots={total}" if len(same) > 1 else ""
 
 
 def _number(text: str, what: str, least: int, most: int, path: Path | None, line: int) -> int:

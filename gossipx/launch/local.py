@@ -140,6 +140,9 @@ class _Run:
         with selectors.DefaultSelector() as selector, stopping.signals(), self._display, kept_free(self._binds()):
             if notice is not None:
                 self._display.line(notice)
+            if self._script and "iterations" in self._settings.given and not self._quiet:
+                given = self._settings.run.iterations
+                self._display.line(f"{self._script[0]} decides how long it trains: --iterations {given} has no effect")
             try:
                 for rank in self._statuses:
                     self._start(rank, selector)

@@ -28,6 +28,11 @@ class Row:
         agreed: whether all peers ended with the same model.
         lost: number of peers that did not finish.
         stopped: number of peers that were stopped before the finish.
+        poisoned: received models refused because of NaN or Inf; this and the following are summed over peers.
+        corrupted: received frames refused because they did not match their checksums.
+        strangers: connections turned away because their openers did not prove to belong to the run.
+        suspicions: how often another peer stopped answering.
+        unwritten: records of curves, checkpoints and models that could not be written.
     """
 
     name: str
@@ -48,6 +53,11 @@ class Row:
     agreed: bool | None
     lost: int
     stopped: int
+    poisoned: float | None
+    corrupted: float | None
+    strangers: float | None
+    suspicions: float | None
+    unwritten: float | None
 
 
 def compare(summaries: Sequence[Summary]) -> list[Row]:
@@ -82,6 +92,11 @@ def _row(summary: Summary, first: float | None) -> Row:
         agreed=summary.agreed,
         lost=len(summary.lost),
         stopped=len(summary.stopped),
+        poisoned=_sum(summary.poisoned),
+        corrupted=_sum(summary.corrupted),
+        strangers=_sum(summary.strangers),
+        suspicions=_sum(summary.suspicions),
+        unwritten=_sum(summary.unwritten),
     )
 
 

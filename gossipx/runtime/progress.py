@@ -27,6 +27,8 @@ INTERVAL = 0.25
 ORPHAN_GRACE = 5.0
 """Seconds for the script's own cleanup once the parent has died and the peer has left; as many again follow an
 interruption, before a forced exit."""
+TAKES_ERRORS = "_takes_errors"
+"""Attribute of the exception hook."""
 
 
 class Progress:
@@ -110,12 +112,15 @@ class Progress:
     def take_errors(self, with_traceback: bool = False) -> None:
         """Install an exception hook that reports a GossipxError to the parent instead of printing its traceback.
 
-        A KeyboardInterrupt is not reported at all. Tracebacks of other exceptions are printed as usual.
+        A KeyboardInterrupt is not reported at all. Tracebacks of other exceptions are printed as usual. There is one
+        hook per process, from the first call on.
 
         Args:
             with_traceback: also print the tracebacks of GossipxErrors and of KeyboardInterrupt.
         """
         print_others = sys.excepthook
+        if hasattr(print_others, TAKES_ERRORS):
+            return
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             if isinstance(error, GossipxError):
@@ -123,6 +128,7 @@ class Progress:
             if with_traceback or not isinstance(error, GossipxError | KeyboardInterrupt):
                 print_others(kind, error, trace)
 
+        setattr(hook, TAKES_ERRORS, True)
         sys.excepthook = hook
 
 

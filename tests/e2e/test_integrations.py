@@ -215,6 +215,7 @@ with join(accelerator, model, optimizer, evaluate=evaluate, **settings) as peer:
     told["kept"] = [[value.item() for name in names for value in stored[name].flatten()], peer.iteration]
     told["saved"] = sorted(saved) == sorted(names)
     train(12)
+    told["missing"] = refused(accelerator.load_state, f"kept/peer-{1 - PEER:02d}")
     accelerator.load_state("kept")
     told["began"], told["at"] = values(plain), peer.iteration
     train(12)
@@ -280,6 +281,10 @@ def test_a_framework_gossips_and_resumes_from_its_own_checkpoint(two: Folder, na
     here = [two.told(f"{peer}-0") for peer in range(2)]
     check(here, 8)
     assert all(told.get("saved", True) for told in here)
+    if name == "accelerate":
+        for peer, told in enumerate(here):
+            foreign = f"kept/peer-{1 - peer:02d}/peer-{peer:02d}: no state of this peer"
+            assert told["missing"] == f"{foreign}: give load_state the directory that save_state was given"
 
 
 FINETUNING = """
@@ -318,6 +323,29 @@ def test_a_backbone_that_lightning_unfreezes_is_exchanged(two: Folder) -> None:
     assert one["ended"] == pytest.approx(other["ended"], abs=1e-6)
     moved = [abs(before - after) for before, after in zip(one["began"][:32], one["ended"][:32], strict=True)]
     assert max(moved) > 1e-3  # the weight of the backbone
+
+
+FOREIGN = """
+from gossipx.integrations import ddp
+
+model = nn.Linear(4, 2)
+state = {"rank": 1, "peers": 2}
+ddp.Joining().join(model, torch.optim.SGD(model.parameters(), lr=0.1), state)
+"""
+
+
+@pytest.mark.fault(60)
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((), "this is the state of peer 1, not of peer 0: each peer resumes from its own"),
+        (("--servers", "0"), "a parameter server needs a loop of your own with gossipx.join: leave out --servers here"),
+    ],
+)
+def test_a_refusal_before_joining_is_one_line(tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
+    with folder(tmp_path, 1) as here:
+        ended = here.start_run(*arguments, here.script(FOREIGN), tmp_path).end()
+    assert ended.code == 2 and ended.errors == f"{told}\n", ended.shown
 
 
 @pytest.mark.parametrize("name", ["lightning", "transformers"])

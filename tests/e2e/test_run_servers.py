@@ -116,7 +116,7 @@ with gossipx.join(model, optimizer) as peer:
     if peer.rank == 1:
         peer.set_sync("ssp:staleness=2", 0, apply="tick", pulls="lazy")
         refused = []
-        for sync, apply in (("sspp", ""), ("asp", "threshold")):
+        for sync, apply in (("sspp", ""), ("asp", "threshold"), ("drop:n=2", "")):
             try:
                 peer.set_sync(sync, apply=apply)
             except UsageError as error:
@@ -139,11 +139,14 @@ def test_apply_and_pull_modes_are_set_with_the_sync_model(tmp_path: Path) -> Non
         assert "'asp' has no threshold: apply is one of push, each, tick" in one_line(wrong, 2)
         wrong = here.start(*set_sync, "asp", "--pulls", "hard").end()
         assert "'hard'" in one_line(wrong, 2)
+        wrong = here.start(*set_sync, "drop:n=9").end()
+        assert "waits for all of 2 workers: give bsp, or a smaller n" in one_line(wrong, 2)
         (tmp_path / "goes-on").touch()
         ended = process.end()
         assert ended.code == 0, ended.shown
         refused = here.told(1)["refused"]
     assert "did you mean 'ssp'" in refused[0] and "'asp' has no threshold" in refused[1]
+    assert "waits for all of 2 workers: give bsp, or a smaller n" in refused[2]
     kept = [store_of_shard(tmp_path / "x", index).load() for index in range(2)]
     made = [unpack(one.parts["clock"])["clock"]["made"] for one in kept if one is not None]
     assert made == [
@@ -173,6 +176,7 @@ def test_a_worker_that_is_killed_is_not_waited_for(tmp_path: Path) -> None:
         (("--servers", "0,1,2", "--servers-only"), "--servers-only leaves no peer that trains"),
         (("--servers", "0", "--hub", "1"), "--hub and --servers exclude each other: leave one out"),
         (("--sync", "asp"), "--sync needs a parameter server: name its peers with --servers, or leave --sync out"),
+        (("--no-wait-free",), "name its peers with --servers, or leave --no-wait-free out"),
         (("--servers", "0", "--sync", "sssp"), "did you mean 'ssp'"),
         (
             ("--servers", "0", "--sync", "bsp|asp"),

@@ -186,7 +186,9 @@ def test_a_malformed_line_is_reported_with_file_and_line(tmp_path: Path, line: s
         ("node1,node2", "'node1,node2' is a list: write one line per host"),
         ("node1:2,node2:2", "'node1:2,node2:2' is a list: write one line per host"),
         ("[workers]", "'[workers]' is not a host: groups have no meaning here; write one line per host"),
-        ("[gpu:children]", "'[gpu:children]' is not an IPv6 address"),
+        ("[gpu:children]", "'[gpu:children]' is not a host: groups have no meaning here"),
+        ("[all:vars]", "'[all:vars]' is not a host: groups have no meaning here"),
+        ("[::1]:2", "':2' is a port; for two peers: slots=2"),
         ("node[1-4]", "'node[1-4]' is a range: write one line per host, or start peers by srun"),
         ("node[1-2,7]", "'node[1-2,7]' is a"),
         ("a max_slots=4", "'max_slots=4' is not one of slots=N, device=cuda:0, name=TEXT (did you mean 'slots'?)"),
@@ -209,10 +211,11 @@ def test_repeated_lines_are_told_to_be_slots(tmp_path: Path) -> None:
     assert "3: address 'node1:29400' is already on line 2; for 3 peers write one line: node1 slots=3" in str(
         caught.value
     )
-    for text in ("node1 slots=2\nnode1 slots=2", "node1\nnode1:29400"):
-        with pytest.raises(UsageError) as caught:
-            read(tmp_path, text)
-        assert str(caught.value).endswith("2: address 'node1:29400' is already on line 1")
+    with pytest.raises(UsageError, match="for 4 peers write one line: node1 device=cpu slots=4"):
+        read(tmp_path, "node1 slots=2 device=cpu\nnode1 slots=2 device=cpu")
+    with pytest.raises(UsageError) as caught:
+        read(tmp_path, "node1\nnode1:29400")
+    assert str(caught.value).endswith("2: address 'node1:29400' is already on line 1")
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# nobody\n  # yet\n"])

@@ -94,12 +94,16 @@ def test_a_number_of_threads_in_the_environment_stands(
     assert (tmp_path / "threads").read_text(encoding="utf-8") == "3"
 
 
-def test_a_script_sets_its_own_number_of_iterations(run: Run, mine: Path) -> None:
+def test_a_script_sets_its_own_number_of_iterations(run: Run, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     body = """
         tell(result={"report": {**report(rank), "iterations": 7 - rank}, "reports": {}, "consensus_accuracy": None})
     """
-    assert run(body) == 0
+    told = "decides how long it trains: --iterations 5 has no effect"
+    assert run(body, iterations=5) == 0
     assert read(mine).iterations == 7
+    assert told in "".join(capsys.readouterr())
+    assert run(body, overwrite=True) == 0
+    assert "has no effect" not in "".join(capsys.readouterr())
 
 
 def test_peers_of_other_machines_are_in_the_summary(run: Run, mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,6 +258,13 @@ def test_skipped_decisions_are_compared() -> None:
     assert row.skipped == 92.0
 
 
+@pytest.mark.fault(12, 15, 22, 57)
+def test_faults_of_all_peers_are_compared() -> None:
+    faults = ("poisoned", "corrupted", "strangers", "suspicions", "unwritten")
+    [row] = compare([summary({**REPORT, **dict.fromkeys(faults, 2)}, None, {**REPORT, **dict.fromkeys(faults, 3)})])
+    assert [getattr(row, fault) for fault in faults] == [5] * 5
+
+
 def test_delayed_pulls_are_those_of_all_shards() -> None:
     """Two servers, a worker, and a lost peer: the number of peers does not matter."""
     servers = ({**REPORT, "delayed_pulls": 30}, {**REPORT, "delayed_pulls": 12})
