@@ -71,9 +71,9 @@ class Progress:
             stop: asks the peer to leave the run; its argument is whether the patience has ended. Returns whether to
                 wait until it has left.
         """
-        self._patience, self._stop = patience, stop
         if self._fd is None:
             return
+        self._patience, self._stop = patience, stop
         # With a reader of its own, a script that prints while the parent dies gets no BrokenPipeError.
         for stream in _pipes():
             with contextlib.suppress(OSError):

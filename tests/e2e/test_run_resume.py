@@ -268,7 +268,7 @@ tell(peer, refused=refused)
     assert [path.name for path in store(here, 0, "y").directory.iterdir()] == ["00000010"]
     summary = json.loads((here.path / "y" / "summary.json").read_text())
     assert summary["iterations"] == 35, "figures are worth telling first"
-    assert ended.code == 1 and "finished, but its process ended: exit code 1" in ended.output, ended.shown
+    assert ended.code == 1 and f"failed: {here.names[0]}" in ended.output, ended.shown
 
 
 # --- resuming -----------------------------------------------------------------------------------------
