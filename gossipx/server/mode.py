@@ -85,6 +85,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
             fresh=lambda index: self.hosted.fresh(index, settings.servers),
             begin=self.hosted.begin,
             turn=lambda index, ranks: self.worker.turn(index, ranks),
+            ask_for_signs=self._ask_for_signs,
         )
         for index, clock in clocks.items():
             shard = self.hosted.make(index, clock, settings.layout)
@@ -295,7 +296,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
                 return [self._answer(event.key, AcceptReply(), now)]
             follows = request.shard in self._replication.replicas
             reason = "it has only a replica" if follows else "it does not hold this shard: start all peers alike"
-            return [self._answer(event.key, NotReadyReply(reason), now)]
+            return [*effects, self._answer(event.key, NotReadyReply(reason), now)]
         return [*effects, *self._shard_requested(event, shard, now)]
 
     def _shard_requested(self, event: Received, shard: Shard, now: float) -> list[Effect]:

@@ -108,3 +108,17 @@ def test_servers_and_workers_are_killed_and_return_again_and_again(sync: str, se
     assert workers
     for peer in workers:
         torch.testing.assert_close(served.values(peer.module), served.values(workers[0].module), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_last_peer_continues_alone(seed: int) -> None:
+    """All others are killed, one after the other, each when the next has its copy. The last peer is slow, so that it
+    learns of the next holder before it has found the former one dead; it asks nothing of that one any more.
+    """
+    rng = random.Random(seed)
+    made = served.world(4, slow={3: 4.0}, servers="0", server_replicas=1, iterations=ITERATIONS)
+    for killed in range(3):
+        made.crash(killed, 10.0 + 30 * killed + rng.uniform(0, 4))
+    served.ended(made)
+    assert made.peers[3].arena.step == ITERATIONS
+    assert made.lines(3, "this peer now holds shard 0") and made.lines(3, "shard 0 has no replica any more")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from gossipx.peer.exchange import PeerContext
+from gossipx.peer.membership import LONGEST_BACKOFF
 from gossipx.protocol.effects import Answer, Effect, Forget, Note
 from gossipx.protocol.events import Received
 from gossipx.protocol.messages import AcceptReply, BusyReply, NotReadyReply, Reply, Stage
@@ -72,6 +73,7 @@ class Replication:
         fresh: makes a shard in its initial state, given its index.
         begin: starts a shard in its initial state.
         turn: makes this peer's worker use other holders of a shard.
+        ask_for_signs: asks peers for a sign of life.
 
     Attributes:
         replicas: the shards that this peer follows, or whose holder is not known yet.
@@ -87,12 +89,14 @@ class Replication:
         fresh: Callable[[int], Shard],
         begin: Callable[[Shard, float], list[Effect]],
         turn: Callable[[int, tuple[int, ...]], None],
+        ask_for_signs: Callable[[set[int], float], list[Effect]],
     ):
         self._context = context
         self._replies = replies
         self._shards = shards
         self._training = training
         self._fresh, self._begin, self._turn, self._first = fresh, begin, turn, holders
+        self._ask_for_signs = ask_for_signs
         self._pairs = {index: _Pair(0, ranks[0], ranks[1]) for index, ranks in enumerate(holders) if len(ranks) > 1}
         self.replicas: dict[int, Replica] = {}
 
@@ -221,9 +225,16 @@ class Replication:
             other = sender == replica.holder and request.incarnation != replica.incarnation
             steps_in = (other or gone) and replica.has_copy
         else:  # a request from our own worker proves nothing if others train: we may be the isolated peer
-            own, alone = self._context.rank, set(self._training()) <= {self._context.rank}
-            steps_in = gone and (sender != own or alone) and (replica.has_copy or self._may_start(replica))
+            others = set(self._training()) - {self._context.rank} if sender == self._context.rank else set()
+            if gone and others:
+                return self._ask_for_signs(self._unheard(others, now), now)
+            steps_in = gone and (replica.has_copy or self._may_start(replica))
         return self._take_over(request.shard, now, sender) if steps_in else []
+
+    def _unheard(self, ranks: set[int], now: float) -> set[int]:
+        """Return those of ``ranks`` that may have died unnoticed, as nothing was asked of them lately."""
+        members, least = self._context.members, now - LONGEST_BACKOFF * self._context.timeout
+        return {rank for rank in ranks if members.others[rank].told_at <= least}
 
     def _may_start(self, replica: Replica) -> bool:
         """Return whether no other peer can hold the shard: all have said so, or this peer was there from the start."""
