@@ -179,16 +179,16 @@ class _Run:
     def _end_stopped(self, seconds: float) -> int:
         """Write the summary of a run that was stopped, say how to continue it, and return the exit code."""
         reports = {rank: report for rank, report in self._departed.items() if report is not None}
-        if reports or self._results:
-            summary = self._sum_up(seconds, reports)
-            self._directory.keep()
-            self._directory.conclude(summary)
-            if summary.lost and not self._quiet:
-                self._display.line(f"lost: {', '.join(summary.lost)}")
+        code = self._stopping.code or (1 if self._failures else 0)
+        summary = self._sum_up(seconds, reports)
         if not self._quiet:
+            self._tell_lost(summary.lost if reports or self._results else (), code)
             iterations = [report["iterations"] for report in reports.values() if report["iterations"]]
             self._display.line(how_to_continue(self._directory.path, iterations, self._stopping.killed))
-        return self._stopping.code or 0
+        if reports or self._results:
+            self._directory.keep()
+            self._directory.conclude(summary)
+        return code
 
     # --- processes ----------------------------------------------------------------------------------
 
@@ -243,13 +243,11 @@ class _Run:
             self._failed(rank, str(event["error"]), int(event["exit"]))
         elif "result" in event:
             self._results[rank] = event["result"]
-            report = event["result"]["report"]
-            status.state = "done"
-            status.accuracy = report.get("test_accuracy")
-            status.retrievals = report.get("retrievals", status.retrievals)
-            for other in map(int, event["result"]["reports"]):
-                if other in self._statuses and self._statuses[other].state == RESTARTED:
-                    self._statuses[other].state = "done"
+            status.done(event["result"]["report"])
+            for other, report in event["result"]["reports"].items():
+                restarted = self._statuses.get(int(other))
+                if restarted is not None and restarted.state == RESTARTED:
+                    restarted.done(report)
         elif "state" in event:
             self._follow_restarts(rank, set(event.pop("restarted", ())))
             report = event.pop("report", None)
@@ -371,11 +369,7 @@ class _Run:
 
     def _tell_end(self, summary: Summary, written: bool) -> None:
         tell = self._display.line
-        if summary.lost:
-            tell(f"lost: {', '.join(summary.lost)}")
-        if self._failures:
-            failed = ", ".join(self._peers[rank].name for rank in sorted(self._failures))
-            tell(f"failed: {failed}; the exit code is 1")
+        self._tell_lost(summary.lost, 1)
         if summary.agreed is False:
             tell("the peers hold different models: see finish_timeout and peer_timeout in the docs")
         if not self._results:
@@ -386,6 +380,14 @@ class _Run:
         path = self._directory.path
         tell(f"wrote {path / SUMMARY_FILE}; compare runs: gossipx compare {path} ...")
         tell(f"curves: tensorboard --logdir {self._settings.run.logdir}")
+
+    def _tell_lost(self, lost: Sequence[str], code: int) -> None:
+        """Name the peers that were lost and those that failed; ``code``: the run's exit code if any failed."""
+        if lost:
+            self._display.line(f"lost: {', '.join(lost)}")
+        if self._failures:
+            failed = ", ".join(self._peers[rank].name for rank in sorted(self._failures))
+            self._display.line(f"failed: {failed}" + ("; the exit code is 1" if code == 1 else ""))
 
 
 def _reported(key: str, reports: Sequence[Mapping[str, Any] | None], configured: str) -> str:

@@ -6,9 +6,9 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich import box
 from rich.console import Console
@@ -32,6 +32,13 @@ class PeerStatus:
     accuracy: float | None = None
     retrievals: int = 0
     bytes: int = 0
+
+    def done(self, report: Mapping[str, Any]) -> None:
+        """Record the peer's final report."""
+        self.state = "done"
+        self.step = report.get("iterations", self.step)
+        self.accuracy = report.get("test_accuracy")
+        self.retrievals = report.get("retrievals", self.retrievals)
 
 
 BAR = 10

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from launches import NAMES, Run, launcher
 
+from gossipx.errors import GossipxError
 from gossipx.metrics.summary import read
 
 
@@ -74,3 +75,73 @@ def test_the_final_models_of_the_peers_are_compared(
     """
     assert run(body) == code
     assert read(mine).agreed is agreed
+
+
+@pytest.mark.fault(53)
+@pytest.mark.fault(57)
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 1), ("SIGINT", 130)])
+def test_a_stopped_run_in_which_a_peer_failed_has_failed(
+    run: Run, mine: Path, capsys: pytest.CaptureFixture[str], name: str, code: int
+) -> None:
+    """SIGTERM was obeyed, but the checkpoint of one peer could not be written."""
+    body = f"""
+        def leave(*_):
+            tell(state="left", step=5, report={{**report(rank), "iterations": 5}})
+            if rank == 1:
+                tell(error="peer-01/checkpoints: it cannot be written", exit=1)
+            sys.exit(rank == 1)
+        signal.signal(signal.SIGTERM, leave)
+        train()
+        if rank == 2:
+            os.kill(os.getppid(), signal.{name})
+        while True:
+            signal.pause()
+    """
+    assert run(body) == code
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == [
+        f"failed: {NAMES[1]}" + ("; the exit code is 1" if code == 1 else ""),
+        "stopped at 5; there is no checkpoint to continue from",
+    ]
+    assert read(mine).stopped == NAMES[:3]
+
+
+@pytest.mark.fault(53)
+@pytest.mark.fault(57)
+def test_a_stopped_run_without_room_for_its_summary_says_how_to_continue(
+    run: Run, mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = """
+        def leave(*_):
+            tell(state="left", step=5, report={**report(rank), "iterations": 5})
+            sys.exit()
+        signal.signal(signal.SIGTERM, leave)
+        (here / "runs" / "mine" / "summary.json").mkdir(exist_ok=True)
+        train()
+        if rank == 2:
+            os.kill(os.getppid(), signal.SIGTERM)
+        while True:
+            signal.pause()
+    """
+    with pytest.raises(GossipxError, match="the summary cannot be written"):
+        run(body)
+    assert capsys.readouterr().out.splitlines()[-1] == "stopped at 5; there is no checkpoint to continue from"
+
+
+@pytest.mark.fault(54)
+def test_the_last_line_has_the_iterations_of_a_peer_that_was_started_again(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = """
+        if rank == 1:
+            train(3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(2):
+            tell(state="train", step=9, restarted=[1])
+            import time; time.sleep(0.3)
+        finish(**{"_1": {**report(1), "iterations": 10}})
+    """
+    assert run(body, peers="localhost slots=2") == 0
+    printed = capsys.readouterr().out
+    assert f"peer {NAMES[1]} is back" in printed
+    assert f"{NAMES[1]} done 10" in printed.splitlines()[-3], printed
