@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import re
 import socket
 import threading
@@ -349,8 +351,40 @@ def test_of_processes_that_end_at_once_one_writes_the_summary(
     assert first.conclude(figures([]))
     other.join()
     assert concluded == [False]
-    (made.path / "config.toml").unlink()
-    assert not first.conclude(figures([])), "without the file there is no lock, and no error"
+    made.release()
+
+
+def without_locks(*arguments: Any) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+@pytest.mark.parametrize(
+    ("problem", "told"),
+    [
+        ("held", "another process has held it for 0.5 s"),
+        ("none", "No locks available"),
+        ("removed", "No such file or directory"),
+    ],
+)
+def test_a_summary_that_cannot_be_locked_is_written_and_told(
+    problem: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process that was stopped while it wrote must not hold up the others for ever."""
+    settings = files.resolve({"name": "x", "logdir": str(tmp_path), "peer_timeout": 0.5})
+    made = RunDirectory(settings, b"127.0.0.1\n")
+    shared = SharedDirectory(made.path, None, 0, settings)
+    with (made.path / "config.toml").open() as other:
+        if problem == "held":
+            fcntl.flock(other, fcntl.LOCK_EX)
+        elif problem == "none":
+            monkeypatch.setattr(fcntl, "flock", without_locks)
+        else:
+            (made.path / "config.toml").unlink()
+        assert shared.conclude(figures(["a"]))
+    assert summary.read(made.path).lost == ["a"]
+    (line,) = caplog.messages
+    assert f"summary.json: writing it without a lock ({told})" in line
+    monkeypatch.undo()
     made.release()
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import secrets
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -34,6 +36,10 @@ from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
 from gossipx.runtime.models import directory_of
 
+log = logging.getLogger("gossipx")
+
+LOCK_INTERVAL = 0.05
+"""Seconds between two attempts to lock the summary, which others write within milliseconds."""
 PER_PROCESS = {
     *("peers", "name", "logdir", "overwrite", "threads", "device", "data_dir"),
     *("bind", "advertise", "secret_file", "tls_cert", "tls_key", "tls_ca", "rendezvous_timeout"),
@@ -153,6 +159,7 @@ class SharedDirectory:
         self.path = path
         self._created = created
         self._rank = rank
+        self._patience = settings.exchange.peer_timeout
         self._summary_before = self._summary()  # present if the run resumes
         own = path / f"config-{rank:02d}.toml"
         content, common = files.dump(settings).encode(), path / CONFIG_FILE
@@ -184,9 +191,7 @@ class SharedDirectory:
 
         Processes that are stopped know only their own figures, which are added to those that are there.
         """
-        with contextlib.ExitStack() as locked:  # processes that end at once write one after the other
-            with contextlib.suppress(OSError):  # the file system has no locks, or the file was removed
-                fcntl.flock(locked.enter_context((self.path / CONFIG_FILE).open()), fcntl.LOCK_EX)
+        with self._locked():
             if self._summary() != self._summary_before:
                 with contextlib.suppress(UsageError):
                     there = summary.read(self.path)
@@ -196,10 +201,38 @@ class SharedDirectory:
             figures.write(self.path, by=self._rank)
             return True
 
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Let processes that end at once write one after the other. Go on without the lock if there are no locks, or
+        if another process, which may have been stopped meanwhile, holds it for ``peer_timeout``."""
+        until = time.monotonic() + self._patience
+        with contextlib.ExitStack() as opened:
+            try:
+                file = opened.enter_context((self.path / CONFIG_FILE).open())
+                while not _has_locked(file):
+                    if time.monotonic() > until:
+                        raise TimeoutError(0, f"another process has held it for {self._patience:g} s")
+                    time.sleep(LOCK_INTERVAL)
+            except OSError as error:
+                log.warning(
+                    "%s: writing it without a lock (%s): it may lack figures of peers that end at the same time",
+                    self.path / summary.FILE,
+                    error.strerror,
+                )
+            yield
+
     def _summary(self) -> bytes | None:
         with contextlib.suppress(OSError):
             return (self.path / summary.FILE).read_bytes()
         return None
+
+
+def _has_locked(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _share(
