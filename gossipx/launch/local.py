@@ -182,7 +182,10 @@ class _Run:
         code = self._stopping.code or (1 if self._failures else 0)
         summary = self._sum_up(seconds, reports)
         if not self._quiet:
-            self._tell_lost(summary.lost if reports or self._results else (), code)
+            ended = reports.keys() | self._results.keys()
+            # Of peers on other machines or in other processes, nothing is known.
+            lost = [self._peers[rank].name for rank in self._statuses if rank not in ended] if ended else []
+            self._tell_lost(lost, code)
             iterations = [report["iterations"] for report in reports.values() if report["iterations"]]
             self._display.line(how_to_continue(self._directory.path, iterations, self._stopping.killed))
         if reports or self._results:

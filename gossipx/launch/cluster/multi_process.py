@@ -203,7 +203,7 @@ class SharedDirectory:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Let processes that end at once write one after the other. Go on without the lock if there are no locks, or
+        """Let processes that end at once write one after the other. Continue without the lock if there are no locks, or
         if another process, which may have been stopped meanwhile, holds it for ``peer_timeout``."""
         until = time.monotonic() + self._patience
         with contextlib.ExitStack() as opened:
