@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from gossipx.peer.membership import Requests
 from gossipx.protocol.effects import Effect, Forget, Send
-from gossipx.protocol.messages import Reply, Request
+from gossipx.protocol.messages import AcceptReply, NotReadyReply, Reply, Request
 
 Handler = Callable[[int, int, Reply | None, float], list[Effect]]
 """A function that handles the outcome of a request: its ticket, the rank it was sent to, the reply (None: it failed),
@@ -46,3 +46,8 @@ class Replies:
             return [Forget(ticket)]
         to, handler = self._handlers.pop(ticket)
         return handler(ticket, to, reply, now)
+
+
+def outcome(problem: str) -> Reply:
+    """Return the reply to a request that has succeeded, or has failed because of ``problem``."""
+    return NotReadyReply(problem) if problem else AcceptReply()

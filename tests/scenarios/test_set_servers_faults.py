@@ -179,6 +179,20 @@ def test_a_server_that_dies_leaves_no_mixed_state(victim: int, seed: int) -> Non
     stand(made, [rank for rank in range(4) if rank != victim])
 
 
+def test_a_refusal_that_comes_while_the_leader_repeats_its_request_ends_the_change() -> None:
+    """The new server has asked the leader for patience, and is then refused a piece by the peer that holds it."""
+    made = served.world(3, network=Network(delay=0.1), servers="0,1", iterations=20)
+    made.change_servers(0, 5.5, [2])
+    made.run(5.0)
+    source, target = (mode(made, rank).migration for rank in (1, 2))
+    made.run(until=lambda: target._change is not None and target._change.fetching)
+    source._change = target._change.preparing = None  # type: ignore[union-attr]
+    served.ended(made, 1000)
+    assert made.lines(0, "the servers stay as they were: peer 2: it does not take part in this change")
+    assert stand(made, [0, 1, 2]) == (0, 1)
+    done(made, [0, 1, 2], 20)
+
+
 def test_a_worker_that_was_considered_lost_follows_the_change() -> None:
     """It was paused during the change, and its old servers refuse its requests."""
     made = served.world(3, servers="0", iterations=40)

@@ -17,12 +17,12 @@ from gossipx.errors import UsageError
 from gossipx.peer.exchange import PeerContext
 from gossipx.protocol.effects import Answer, Effect, Forget, Note, ReportSwitch
 from gossipx.protocol.events import ChangeServers, Received
-from gossipx.protocol.messages import AcceptReply, BusyReply, NotReadyReply, Reply, Stage
+from gossipx.protocol.messages import BusyReply, NotReadyReply, Reply, Stage
 from gossipx.protocol.server_messages import PauseRequest, PlaceRequest, PrepareRequest, ServersRequest
 from gossipx.server.deferred import Deferred, defer, put_off
 from gossipx.server.failover.migration import NOT_READY, UNDER_WAY, Migration
 from gossipx.server.placement.layout import Layout, order
-from gossipx.server.replies import Replies
+from gossipx.server.replies import Replies, outcome
 
 TABLES = 4
 """The timeout for moving all tables, as a multiple of the time for one model: Adam keeps two numbers per element, and a
@@ -185,7 +185,7 @@ class Coordinator:
             self._run.requester = defer(event.key, request.patience, now)
             return again
         if self._last is not None and self._last[0] == name:
-            return [Answer(event.key, _reply(self._last[1]), deadline)]
+            return [Answer(event.key, outcome(self._last[1]), deadline)]
         problem = self._cannot_lead(request.servers)
         if problem:
             return [Answer(event.key, NotReadyReply(problem), deadline)]
@@ -295,7 +295,7 @@ class Coordinator:
     def _finish(self, run: _CoordinatedMigration, problem: str) -> list[Effect]:
         self._run, self._last = None, (run.name, problem)
         self._replies.forget(run.open)
-        return [] if run.requester is None else [run.requester.answer(_reply(problem))]
+        return [] if run.requester is None else [run.requester.answer(outcome(problem))]
 
     # --- timers -----------------------------------------------------------------------------------
 
@@ -321,10 +321,6 @@ class Coordinator:
             effects += put_off(run.requester)
             run.requester = None
         return [*effects, *self._ask(run, now)]
-
-
-def _reply(problem: str) -> Reply:
-    return NotReadyReply(problem) if problem else AcceptReply()
 
 
 def _ranks(servers: Sequence[int]) -> str:

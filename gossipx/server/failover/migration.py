@@ -44,7 +44,7 @@ from gossipx.protocol.table_effects import DropTables, PlaceTables, PrepareTable
 from gossipx.server.deferred import Deferred, defer, put_off
 from gossipx.server.hosted_shards import HostedShards
 from gossipx.server.placement.layout import Batch, Layout, Layouts
-from gossipx.server.replies import Replies
+from gossipx.server.replies import Replies, outcome
 from gossipx.server.worker import Worker
 
 MAX_OPEN = 2
@@ -92,6 +92,7 @@ class _Change:
         pending: batches to request.
         fetching: the batches of open requests, by ticket.
         ready: all pieces have arrived.
+        problem: why they cannot arrive; empty: they can.
         frozen: ranges are being sent or received, so pushes are refused.
         leader_lost_at: since when the leader is lost; None: it is not.
     """
@@ -107,6 +108,7 @@ class _Change:
     pending: deque[int] = field(default_factory=deque)
     fetching: dict[int, int] = field(default_factory=dict)
     ready: bool = False
+    problem: str = ""
     frozen: bool = False
     leader_lost_at: float | None = None
 
@@ -250,15 +252,15 @@ class Migration:
         change, asked = self._change, defer(event.key, request.patience, now)
         if change is None or (change.epoch, change.leader) != (request.epoch, event.sender):
             return [Answer(event.key, NotReadyReply("it does not take part in this change"), asked.deadline)]
-        if change.ready:
-            return [Answer(event.key, AcceptReply(), asked.deadline)]
+        if change.ready or change.problem:
+            return [asked.answer(outcome(change.problem))]
         replaced = put_off(change.preparing)
         change.preparing = asked
         if change.state:
             return replaced
         problem = self._sync_conflict(request.sync)
         if problem:
-            return [*replaced, *self._refuse(change, problem)]
+            return [*replaced, *self._prepared(change, problem)]
         change.state, change.sync, change.frozen = request.state, request.sync, True
         change.pending = deque(n for n, batch in enumerate(change.batches) if batch.target == self._context.rank)
         return [*replaced, PrepareTables(change.epoch, change.layout.servers), *self._fetch(change, now)]
@@ -309,7 +311,7 @@ class Migration:
             change.pending.append(number)  # :meth:`watch` sends it again
             return [Forget(ticket)]
         assert isinstance(reply, NotReadyReply)
-        return [Forget(ticket), *self._refuse(change, reply.reason)]
+        return [Forget(ticket), *self._prepared(change, reply.reason)]
 
     def _layout_answered(self, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
         learned = self.learn_layout(to, reply, now) if isinstance(reply, PlacedReply) else []
@@ -320,15 +322,13 @@ class Migration:
         change = self._change
         if change is None or change.epoch != event.epoch:
             return []
-        if event.problem:
-            return self._refuse(change, event.problem)
-        change.ready = True
-        asked, change.preparing = change.preparing, None
-        return [asked.answer(AcceptReply())] if asked else []
+        return self._prepared(change, change.problem or event.problem)
 
-    def _refuse(self, change: _Change, problem: str) -> list[Effect]:
+    def _prepared(self, change: _Change, problem: str) -> list[Effect]:
+        """Answer the PrepareRequest, or its repetition: all tables are here, or cannot be because of ``problem``."""
+        change.ready, change.problem = not problem, problem
         asked, change.preparing = change.preparing, None
-        return [asked.answer(NotReadyReply(problem))] if asked else []
+        return [asked.answer(outcome(problem))] if asked else []
 
     # --- layout in force ------------------------------------------------------------------------------
 
