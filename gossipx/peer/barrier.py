@@ -113,11 +113,12 @@ class Barrier:
         """Return the ranks that have arrived, and are neither lost nor have left."""
         return [rank for rank in self._members.awaited() if self._has_arrived(rank)]
 
-    def extend_for_living(self, now: float, needed: bool) -> list[Effect]:
+    def extend_for_living(self, now: float, needed: bool, serves: bool) -> list[Effect]:
         """Extend the wait, which has timed out, if an absent peer answers and makes progress; else return nothing.
 
         Args:
             needed: also wait for peers that do not answer, until they are lost: they need this peer.
+            serves: the others are still being served, which is no wait to report.
         """
         others, least = self._members.others, now - STALLED * self._timeout
         absent = self.absent()
@@ -126,10 +127,13 @@ class Barrier:
         waiting = set(absent) - stalled if needed else answering - stalled
         if not waiting or now >= self._until:
             return []
+        extended = self.extend(absent, now)
+        if serves:
+            return extended
         purpose = PURPOSES[self._arrival.stage]
         at = ", ".join(f"{rank} (iteration {others[rank].step})" for rank in sorted(waiting))
         bound = f"until it does, or makes no progress for {STALLED * self._timeout:g} s"
-        return [Note("waiting", f"waiting for peer {at} to {purpose}, {bound}"), *self.extend(absent, now)]
+        return [Note("waiting", f"waiting for peer {at} to {purpose}, {bound}"), *extended]
 
     def _answers(self, rank: int) -> bool:
         """Return whether it has answered, or announced itself, since the wait was last extended."""

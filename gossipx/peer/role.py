@@ -344,7 +344,7 @@ class PeerRole:
         if isinstance(request, TIMED_REQUESTS) and event.fault is events.Fault.TIMEOUT:
             self.members.record_late(to)
         if self.members.failed(to, event.fault, now):
-            effects.append(Note("lost", f"peer {to} is lost: {event.fault.value}"))
+            effects.append(Note(f"lost {to}", f"peer {to} is lost: {event.fault.value}"))
             effects += self.stages.check_min_peers()
             effects += self.server.peer_lost(to, now)
         elif not isinstance(request, ArriveRequest):

@@ -125,8 +125,9 @@ class Stages:
         if self.stage is Stage.JOINING:
             return self._joining.timed_out(now) or self.enter_barrier(Stage.START, now)
         if self.stage >= Stage.FINISH:
-            needed = self.stage is Stage.FINISH and self._is_needed
-            if extended := self._barrier.extend_for_living(now, needed):
+            finishes = self.stage is Stage.FINISH
+            needed, serves = finishes and self._is_needed, finishes and not self._server.trains
+            if extended := self._barrier.extend_for_living(now, needed, serves):
                 return extended
         return [*self._barrier.timed_out(now), *self._barrier_passed(now)]
 
@@ -225,7 +226,7 @@ class Stages:
         """Handle the departure of another peer."""
         self._members.others[rank].stage = Stage.LEFT
         left = [] if self.stage is Stage.LEFT else self._exchange.peer_left(rank, now)
-        note, waves = Note("left", f"peer {rank} has left"), self._waves.peer_left(rank, now)
+        note, waves = Note(f"left {rank}", f"peer {rank} has left"), self._waves.peer_left(rank, now)
         return [note, *left, *waves, *self.check_min_peers(), *self._server.members_changed(now)]
 
     def check_min_peers(self) -> list[Effect]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import served
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -193,6 +194,13 @@ def test_the_finish_waits_for_a_peer_that_still_trains():
     lines = made.lines(0, "waiting for peer 2 (iteration ")
     assert len(lines) >= 5 and "to end its training" in lines[0]
     assert not made.lines(0, "no longer waiting")
+
+
+@pytest.mark.fault(52)
+def test_a_peer_that_only_serves_reports_no_wait_for_the_peers_that_it_serves():
+    made = ended(served.world(3, servers="0", servers_only=True, sync="asp", slow={2: 8.0}), 1000)
+    assert made.lines(1, "waiting for peer 2 (iteration "), "it trained, and waits"
+    assert not made.lines(0, "waiting for peer")
 
 
 @pytest.mark.fault(52)

@@ -25,6 +25,7 @@ from toy import (
 
 from gossipx import topology
 from gossipx.peer.membership import Membership
+from gossipx.protocol.effects import Note
 from gossipx.protocol.events import Fault
 from gossipx.protocol.messages import Stage
 from gossipx.sim import Network
@@ -312,3 +313,26 @@ def test_a_local_fault_counts_against_no_other_peer():
         assert not members.failed(1, Fault.LOCAL, tenth / 10)
     assert members.failed(1, Fault.LOCAL, TIMEOUT)
     assert [members.failed(2, Fault.UNREACHABLE, 0.1 * count) for count in range(3)] == [False, False, True]
+
+
+def test_every_peer_that_is_lost_or_leaves_is_told(monkeypatch: pytest.MonkeyPatch):
+    """Also if several go within the interval of one topic, in which later lines are only counted."""
+    made = world(5)
+    made.run(3.0)
+    role, notes = made.peers[0].role, []
+    handle = role.handle
+
+    def noted(event, now):
+        effects = handle(event, now)
+        notes.extend(effect for effect in effects if isinstance(effect, Note))
+        return effects
+
+    monkeypatch.setattr(role, "handle", noted)
+    made.crash(1, 4.0)
+    made.crash(2, 4.0)
+    made.leave(3, 5.0)
+    made.leave(4, 5.0)
+    made.run()
+    topics = {note.text.split(":")[0]: note.topic for note in notes if "lost" in note.text or "left" in note.text}
+    assert {"peer 1 is lost", "peer 2 is lost", "peer 3 has left", "peer 4 has left"} <= topics.keys()
+    assert len(set(topics.values())) == len(topics)
