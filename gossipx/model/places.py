@@ -153,6 +153,7 @@ class Places:
         for slot, other in zip(self._slots, self._places, strict=True):
             if (other.storage is place.storage and other.start == place.start) and slot.tensor.numel():
                 slot.tensor.data = own.as_strided(other.shape, other.stride)
+                torch.autograd.graph.increment_version(slot.tensor)  # the loop has written to it
 
     def _tell(self, kind: str, text: str) -> None:
         """Log a kind of change once, for the first of its tensors."""

@@ -40,6 +40,8 @@ NO_SYNC = (
     f" or, if the optimizer's step was skipped, {NO_WAIT_FREE}"
 )
 
+NO_HOOK = "let the optimizer given to gossipx.join make the step, not a hook on the parameter that removes its gradient"
+
 
 class Sending(enum.Enum):
     """When gradients are sent."""
@@ -88,6 +90,8 @@ class Backward:
         self._used: set[int] = set()  # tables that were written into the model for this iteration
         self._watch = GradientWatch()
         self._deferred: list[tuple[int, int]] = []  # buckets that are sent at the optimizer's step
+        self._left: dict[int, tuple[int, int]] = {}  # by table: the state of its parameter when values came last
+        self._told_of_writes = False
         self._unread: list[int] = []  # tables that are awaited after each step, since no module's forward reads them
         self._handles: list[RemovableHandle] = []
         self._forwards: Forwards | None = None
@@ -101,8 +105,9 @@ class Backward:
         def hook(parameter: Tensor) -> None:
             if not self._syncing or self._sending is Sending.AT_STEP:
                 return
-            assert parameter.grad is not None
             name = self._names[number]
+            if parameter.grad is None:
+                raise UsageError(f"'{name}' has no gradient after backward: {NO_HOOK}")
             if self._sending is Sending.OBSERVED:
                 if number in self._watch:
                     self._send_at_step(f"'{name}' gets several gradients before one step")
@@ -202,8 +207,18 @@ class Backward:
     def wait(self, tables: Sequence[int] | None) -> None:
         """Wait for the new values of these tables (None: of all), and write them into the model."""
         self._wait_for_tables(tables)
-        self._client.apply(tables)
-        self._used.update(range(len(self._parameters)) if tables is None else tables)
+        numbers = range(len(self._parameters)) if tables is None else tables
+        found = {number: _written(self._parameters[number]) for number in numbers}
+        for number in self._client.apply(tables):
+            if found[number] != self._left.get(number, found[number]) and not self._told_of_writes:
+                self._told_of_writes = True
+                log.warning(
+                    "the loop has written to '%s' itself, or moved it: the servers do not see this, and their values"
+                    " replace it",
+                    self._names[number],
+                )
+            self._left[number] = _written(self._parameters[number])
+        self._used.update(numbers)
 
     def _begin(self) -> None:
         """Begin an iteration before its first gradient.
@@ -239,3 +254,8 @@ class Backward:
         """Remove all hooks."""
         self._remove_hooks()
         self._poll = lambda: None  # break the reference cycle with the peer
+
+
+def _written(parameter: Tensor) -> tuple[int, int]:
+    """Return numbers that change when a loop writes to a parameter or gives it other memory."""
+    return parameter._version, parameter.data_ptr()

@@ -143,7 +143,7 @@ class Lifecycle:
         if unsaved is not None:
             raise unsaved
         if not sound:
-            raise GossipxError(f"{self._options.name} ended with NaN or Inf in its model: lower the learning rate")
+            raise GossipxError("this peer ended with NaN or Inf in its model: lower the learning rate")
         if not self._options.under_run and self._role.claims_agreement and not self._role.agreement.agreed:
             log.warning("peers hold different models: exit code %d", DIFFERENT_MODELS)
             exit_hooks.exit_with(DIFFERENT_MODELS)

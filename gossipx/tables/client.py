@@ -299,13 +299,21 @@ class Client:
         with self._arrived:
             return self._arrived.wait_for(lambda: self.ready(tables), seconds)
 
-    def apply(self, tables: Sequence[int] | None = None) -> None:
-        """Copy received values into the model. Called by the training thread once the tables are :meth:`ready`."""
+    def apply(self, tables: Sequence[int] | None = None) -> list[int]:
+        """Copy received values into the model. Called by the training thread once the tables are :meth:`ready`.
+
+        Returns:
+            The tables whose values were replaced.
+        """
+        replaced = []
         with self._placing:
-            for table in self._tables if tables is None else (self._tables[number] for number in tables):
+            for number in range(len(self._tables)) if tables is None else tables:
+                table = self._tables[number]
                 if not table.fresh:
                     table.fresh = True
                     table.table.apply()
+                    replaced.append(number)
+        return replaced
 
     # --- checkpoints ------------------------------------------------------------------------------
 

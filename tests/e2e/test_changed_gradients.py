@@ -104,6 +104,50 @@ def test_a_loop_that_changes_nothing_sends_during_backward_from_its_second_itera
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+@torch.no_grad()
+def clamps(model: nn.Module) -> None:
+    next(model.parameters()).clamp_(-0.1, 0.1)
+
+
+@torch.no_grad()
+def sets_vector(model: nn.Module) -> None:
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()) * 2, model.parameters())
+
+
+@pytest.mark.parametrize("wait_free", [True, False])
+@pytest.mark.parametrize("write", [clamps, sets_vector])
+def test_values_that_a_loop_writes_itself_are_told_to_be_replaced(
+    join: Join, caplog: pytest.LogCaptureFixture, write: Change, wait_free: bool
+) -> None:
+    """The servers hold the model, so a limit on weights, for example, has no effect."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        plain(model, optimizer, number)
+        write(model)
+
+    served(join, net(), step, wait_free=wait_free)
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(said) == 1 and "the loop has written to '0.weight' itself, or moved it" in said[0]
+
+
+def test_an_optimizer_that_steps_during_backward_is_refused(join: Join) -> None:
+    model = net()
+    inner = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def hook(parameter: Tensor) -> None:
+        inner[parameter].step()  # type: ignore[index]
+        inner[parameter].zero_grad()  # type: ignore[index]
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    with join(model, optimizer := sgd(model)) as peer:
+        with pytest.raises(
+            UsageError, match=r"has no gradient after backward.*let the optimizer given to gossipx.join"
+        ):
+            plain(model, optimizer, 0)
+        peer.close()
+
+
 # --- GradScaler -------------------------------------------------------------------------------------------
 
 
