@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gossipx.config.settings import RunConfig
-from gossipx.errors import DIFFERENT_MODELS, UsageError
+from gossipx.errors import DIFFERENT_MODELS, NotEnoughPeersError, UsageError
 from gossipx.launch.children import Child, Spawn, command_of
 from gossipx.launch.cluster.world import World, find, why_none
 from gossipx.launch.directory import HOSTS_FILE
@@ -293,6 +293,11 @@ class _Run:
         """
         self._statuses[rank].state = "failed"
         if self._aborted:
+            return
+        if code == NotEnoughPeersError.exit_code and self._began is not None and not self._settings.has_servers:
+            if self._stopping.code is None:
+                self._stopping.stop(code)
+                self._display.error(error)
             return
         if (code == 1 and self._began is not None) or self._stopping.code is not None:
             self._failures.add(rank)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from gossipx.comm import CommManager
-from gossipx.errors import DIFFERENT_MODELS, GossipxError, UsageError
+from gossipx.errors import DIFFERENT_MODELS, GossipxError, NotEnoughPeersError, UsageError
 from gossipx.model.digest import digest
 from gossipx.protocol.events import FiguresReady, FinalModel, JoinRun, LeaveRun, TrainingEnded
 from gossipx.protocol.messages import Stage
@@ -223,8 +223,18 @@ class Lifecycle:
         return self.open and (self._leaves or not late)
 
     def wait(self) -> None:
-        """Wait until the role lets training continue; leave the run if a signal asked for it."""
-        self._driver.wait(self._poll)
+        """Wait until the role lets training continue; leave the run if a signal asked for it.
+
+        Raises:
+            GossipxError: it cannot continue. If too few peers are left, this peer has left in order, as on request,
+                except in server mode.
+        """
+        try:
+            self._driver.wait(self._poll)
+        except NotEnoughPeersError:
+            if not self.steps or self.backward is not None:  # workers wait for tables in mid-iteration
+                raise
+            self.leave_on_request()
         if self.asked_to_leave:
             self.leave_on_request()
 
@@ -234,7 +244,7 @@ class Lifecycle:
         Call it at a step boundary. Other peers are told while the checkpoint is being written.
 
         Raises:
-            GossipxError: checkpoint or model cannot be written.
+            GossipxError: checkpoint or model cannot be written, or why the run cannot continue.
             KeyboardInterrupt, SystemExit: see :meth:`gossipx.runtime.stop_signals.StopSignals.end`.
         """
         self._leaves = True
@@ -251,8 +261,8 @@ class Lifecycle:
         reporter.report_left()
         self._tell_how_to_continue()
         self.close()
-        if unsaved is not None:
-            raise unsaved
+        if problem := unsaved or self._driver.error:
+            raise problem
         self.signals.end()
 
     def _tell_how_to_continue(self) -> None:
@@ -281,10 +291,8 @@ class Lifecycle:
 
     def _poll_while_waiting(self) -> None:
         """Raise the driver's error, or leave on request; called periodically while tables are awaited."""
-        if self._driver.error is not None:
-            raise self._driver.error
         self._arena.fill_pending()
-        if self._poll():
+        if self._poll() or self._driver.error is not None:
             self.wait()
 
     def _poll(self) -> bool:

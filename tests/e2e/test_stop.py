@@ -287,3 +287,21 @@ def test_a_peer_started_again_by_hand_counts_for_min_peers(tmp_path: Path) -> No
         again.kill()
         ended = run.end()
         assert ended.code == 4 and "2 of 4 peers left, fewer than" in ended.errors, ended.shown
+
+
+@pytest.mark.fault(11)
+@pytest.mark.fault(53)
+def test_peers_that_notice_that_too_few_are_left_stop_in_order(tmp_path: Path) -> None:
+    """The two that leave on request are no losses for ``gossipx run``; the other two know better."""
+    with folder(tmp_path, 4) as here:
+        run = training(here, "--policy", "tau:1", "--min-peers", "3", "--iterations", "100000", *BRIEF)
+        peers = children(run.pid)
+        for rank in (0, 1):
+            os.kill(peers[rank], signal.SIGTERM)
+        ended = run.end()
+        assert ended.code == 4 and "peers left, fewer than min_peers = 3" in ended.errors, ended.shown
+        assert ended.errors.count("peers left") == 1, ended.shown
+        for rank in (2, 3):
+            assert (store(here, rank).find() or 0) > 0, ended.shown
+        assert "continue with: gossipx run --resume" in ended.output, ended.shown
+        assert (here.path / "x" / "summary.json").exists()
