@@ -28,6 +28,7 @@ from gossipx.transports import Address, checkup, handshake, tcp
 from gossipx.transports.links import Links
 from gossipx.wire import CheckupRequest, Hello, Welcome
 from gossipx.wire.auth import Secret
+from gossipx.wire.frames import VERSION
 
 FACTS = {"role": "doctor", "gossipx": "1.0", "torch": "2.13.0+cpu", "python": "3.11.7", "protocol": 4, "model": ""}
 
@@ -303,7 +304,9 @@ def test_another_version_of_the_protocol_is_reported_once(tmp_path: Path) -> Non
         file = tmp_path / "hosts.txt"
         file.write_text(f"127.0.0.1:{port}\n127.0.0.2:{port}\n")
         found = examine(RunConfig(exchange=ExchangeSettings(advertise="127.0.0.1")), file, None, 0.0, print)
-    seen = "the other side uses version 3 of the protocol, this side version 4: install the same gossipx on both"
+    seen = (
+        f"the other side uses version 3 of the protocol, this side version {VERSION}: install the same gossipx on both"
+    )
     the_one(found, "fail", "reach", f"127.0.0.1 → 127.0.0.2:{port}: {seen}")
     the_one(found, "fail", "ports", f"port {port} of 127.0.0.1 is not free: {seen}")
     assert codes(found) == {1}
@@ -312,8 +315,7 @@ def test_another_version_of_the_protocol_is_reported_once(tmp_path: Path) -> Non
 def speak_another_version(server: socket.socket) -> None:
     with contextlib.suppress(OSError), contextlib.ExitStack() as open_ones:
         while True:
-            accepted = open_ones.enter_context(server.accept()[0])
-            accepted.sendall(b"GSPX\x00\x03")
+            open_ones.enter_context(server.accept()[0]).sendall(b"GSPX\x00\x03")
 
 
 @pytest.mark.parametrize(
@@ -407,7 +409,7 @@ def time_limit() -> float:
 def test_a_peer_of_a_run_reveals_its_facts_and_nothing_else(secret: Secret | None) -> None:
     answer, ended = asked(CheckupRequest("b", "facts"), secret)
     assert ended is None, "the connection is still good for a peer's Hello"
-    assert answer.report["role"] == "run" and answer.report["model"] == "model" and answer.report["protocol"] == 4
+    assert answer.report["role"] == "run" and answer.report["model"] == "model" and answer.report["protocol"] == VERSION
     for part in ("peers", "model", "load"):
         answer, ended = asked(CheckupRequest("b", part, back=2**24), secret)
         assert isinstance(answer, Exception) and isinstance(ended, ProtocolError), part
