@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 DIFFERENT_MODELS = 3
-"""Exit code of a run that has ended, but whose peers hold different models. No exception: the training is complete."""
+"""Exit code of a run that has ended, but whose peers hold different models. Nothing is raised, as it has ended."""
 
 
 class GossipxError(Exception):

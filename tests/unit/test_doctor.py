@@ -176,10 +176,9 @@ def test_versions(changed: dict[str, Any], level: str, words: tuple[str, ...]) -
 
 
 def test_a_clock_that_is_off() -> None:
-    the_one(
-        well(ways={1: Measurement(1e-3, -300.0)}), "warn", "clock", "the clock of b is 300.0 s behind a's", "curves"
-    )
-    the_one(well(ways={1: Measurement(1e-3, -300.0)}, tls=True), "warn", "clock", "certificates")
+    behind = {1: Measurement(1e-3, -300.0)}
+    the_one(well(ways=behind), "warn", "clock", "the clock of b is 300.0 s behind a's", "curves")
+    the_one(well(ways=behind, tls=True), "warn", "clock", "certificates")
     the_one(well(ways={1: Measurement(3.0, 2.0)}), "ok", "clock")
     the_one(well(ways={1: Measurement(1e-3, 2.0)}), "warn", "clock", "2.0 s ahead of a's")
 
@@ -207,13 +206,8 @@ def test_a_rate_that_is_odd() -> None:
 
 
 def test_small_messages_that_pass_where_a_load_does_not() -> None:
-    the_one(
-        well(ways={1: Measurement(1e-3, 0.0, 0.0)}),
-        "fail",
-        "bandwidth",
-        "b → a: small messages arrive in time, 64 KiB",
-        "MTU",
-    )
+    found = well(ways={1: Measurement(1e-3, 0.0, 0.0)})
+    the_one(found, "fail", "bandwidth", "b → a: small messages arrive in time, 64 KiB", "MTU")
 
 
 def test_no_measurement() -> None:
@@ -304,11 +298,9 @@ def test_another_version_of_the_protocol_is_reported_once(tmp_path: Path) -> Non
         file = tmp_path / "hosts.txt"
         file.write_text(f"127.0.0.1:{port}\n127.0.0.2:{port}\n")
         found = examine(RunConfig(exchange=ExchangeSettings(advertise="127.0.0.1")), file, None, 0.0, print)
-    seen = (
-        f"the other side uses version 3 of the protocol, this side version {VERSION}: install the same gossipx on both"
-    )
-    the_one(found, "fail", "reach", f"127.0.0.1 → 127.0.0.2:{port}: {seen}")
-    the_one(found, "fail", "ports", f"port {port} of 127.0.0.1 is not free: {seen}")
+    seen = f"uses version 3 of the protocol, this side version {VERSION}: install the same gossipx on both"
+    the_one(found, "fail", "reach", f"127.0.0.1 → 127.0.0.2:{port}: the other side {seen}")
+    the_one(found, "fail", "ports", f"port {port} of 127.0.0.1 is not free: the other side {seen}")
     assert codes(found) == {1}
 
 
