@@ -18,7 +18,7 @@ DEADLINE = 120.0
 """Seconds after which a process that should have ended long ago fails the test."""
 
 PRELUDE = f"""\
-import json, os, signal, sys
+import contextlib, json, os, signal, sys
 from pathlib import Path
 
 signal.alarm({DEADLINE:.0f})  # ends a process that outlives a failed test
@@ -28,6 +28,12 @@ told = int(os.environ["GOSSIPX_PROGRESS_FD"])
 
 def tell(**word):
     os.write(told, json.dumps(word).encode() + b"\\n")
+
+def await_end(pid):
+    # Returns once "gossipx run" has noticed the end of another of its peers: until then it is a zombie.
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.kill(pid, 0)
 
 def train(step=5):
     tell(state="train", step=step, iterations=10, loss=0.5, accuracy=None, retrievals=rank, bytes=100 * rank)

@@ -132,7 +132,7 @@ def test_a_gradient_that_is_gone_is_not_waited_for() -> None:
     assert {one.progress for one in current} == {-1}, "it takes the current values"
 
 
-def test_a_long_wait_for_tables_is_told_with_whom_it_is_for() -> None:
+def test_a_worker_that_waits_long_names_the_shard_and_its_server() -> None:
     made = served.world(3, servers="0", servers_only=True, slow={2: 25.0}, iterations=3)
     made.crash(0, 60.0)
     made.restart(0, 85.0)

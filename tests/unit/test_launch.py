@@ -324,15 +324,18 @@ def test_a_peer_that_the_others_have_met_again_counts(
     run: Run, tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Peer 0 is killed and started again by hand, as peer 2 reports, before peer 1 is killed: 3 of 4 are left."""
-    os.mkfifo(tmp_path / "met")
+    for name in ("pid", "met"):
+        os.mkfifo(tmp_path / name)
     body = """
         train()
         if rank == 0:
+            (here / "pid").write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 1:
             assert (here / "met").read_text() == "yes"
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 2:
+            await_end(int((here / "pid").read_text()))
             tell(state="train", step=6, restarted=[0])
             (here / "met").write_text("yes")
         finish(_0=report(0))

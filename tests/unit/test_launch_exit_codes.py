@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -130,15 +131,16 @@ def test_a_stopped_run_without_room_for_its_summary_says_how_to_continue(
 
 @pytest.mark.fault(54)
 def test_the_last_line_has_the_iterations_of_a_peer_that_was_started_again(
-    run: Run, capsys: pytest.CaptureFixture[str]
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    os.mkfifo(tmp_path / "pid")
     body = """
         if rank == 1:
             train(3)
+            (here / "pid").write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGKILL)
-        for _ in range(2):
-            tell(state="train", step=9, restarted=[1])
-            import time; time.sleep(0.3)
+        await_end(int((here / "pid").read_text()))
+        tell(state="train", step=9, restarted=[1])
         finish(**{"_1": {**report(1), "iterations": 10}})
     """
     assert run(body, peers="localhost slots=2") == 0
