@@ -141,7 +141,7 @@ class Replication:
             return []
         chosen = next(iter(self._candidates()), NOBODY)
         was = self._pairs[index]
-        if was.order[1] == self._context.rank and was.replica == chosen == NOBODY:
+        if was.holder == self._context.rank and was.replica == chosen == NOBODY:
             return []
         return [*self._pair_with(index, chosen), self._note_choice(index, chosen)]
 
@@ -229,7 +229,7 @@ class Replication:
             if gone and others:
                 return self._ask_for_signs(self._unheard(others, now), now)
             steps_in = gone and (replica.has_copy or self._may_start(replica))
-        return self._take_over(request.shard, now, sender) if steps_in else []
+        return self._take_over(request.shard, now) if steps_in else []
 
     def _unheard(self, ranks: set[int], now: float) -> set[int]:
         """Return those of ``ranks`` that may have died unnoticed, as nothing was asked of them lately."""
@@ -240,10 +240,10 @@ class Replication:
         """Return whether no other peer can hold the shard: all have said so, or this peer was there from the start."""
         return not self._context.members.has_joined_late or not set(self._candidates()) - replica.refused
 
-    def _take_over(self, index: int, now: float, sender: int | None = None) -> list[Effect]:
-        """Become the holder of a shard that was followed, at the request of ``sender``."""
-        replica = self.replicas.pop(index)
-        self._replies.forget(() if replica.ticket is None else (replica.ticket,))
+    def _take_over(self, index: int, now: float) -> list[Effect]:
+        """Become the holder of a shard that was followed."""
+        replica = self.replicas[index]
+        dropped = self._drop_replica(index)
         shard = self._shards[index] = replica.shard
         gone = self._context.members.is_gone(replica.holder)
         answered = partial(self._record_answered, index)
@@ -254,8 +254,8 @@ class Replication:
         # A holder that has restarted gets the replica; else the next peer does.
         paired = self._choose(index) if gone else self._pair_with(index, replica.holder) if note else []
         if not replica.has_copy:  # no known peer has held it
-            return [*note, *self._begin(shard, now), *paired]
-        return [*replica.end(), *note, *shard.serve(now), *shard.update_members(self._training()), *paired]
+            return [*dropped, *note, *self._begin(shard, now), *paired]
+        return [*dropped, *note, *shard.serve(now), *shard.update_members(self._training()), *paired]
 
     def record_received(self, event: Received, now: float) -> list[Effect]:
         """Handle a record of what happened to a shard."""
