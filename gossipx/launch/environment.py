@@ -39,10 +39,11 @@ ENV_DEBUG = "GOSSIPX_DEBUG"
 
 
 def progress() -> Progress:
-    """Return the channel to the parent process. From now on, an error that ends this process is reported there too."""
-    if ENV_PROGRESS not in os.environ:
-        return Progress(None)
-    channel = Progress(_pipe(int(os.environ[ENV_PROGRESS])))
+    """Return the channel to the parent process, if any.
+
+    From now on, an error of gossipx that ends this process is reported there, or else printed, in one line.
+    """
+    channel = Progress(_pipe(int(os.environ[ENV_PROGRESS])) if ENV_PROGRESS in os.environ else None)
     channel.take_errors(with_traceback=bool(os.environ.get(ENV_DEBUG)))
     return channel
 

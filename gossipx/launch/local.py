@@ -294,7 +294,7 @@ class _Run:
         self._statuses[rank].state = "failed"
         if self._aborted:
             return
-        if code == NotEnoughPeersError.exit_code and self._began is not None and not self._settings.has_servers:
+        if code == NotEnoughPeersError.exit_code and self._began is not None:
             if self._stopping.code is None:
                 self._stopping.stop(code)
                 self._display.error(error)

@@ -128,7 +128,8 @@ def _at_exit() -> None:
             else:
                 peer.leave()
         except GossipxError as error:
-            sys.excepthook(type(error), error, error.__traceback__)
+            with contextlib.suppress(SystemExit):
+                sys.excepthook(type(error), error, error.__traceback__)
             exit_with(error.exit_code)
         except (SystemExit, KeyboardInterrupt):  # asked to stop during the finish; the script itself has ended
             peer.close()

@@ -226,13 +226,12 @@ class Lifecycle:
         """Wait until the role lets training continue; leave the run if a signal asked for it.
 
         Raises:
-            GossipxError: it cannot continue. If too few peers are left, this peer has left in order, as on request,
-                except in server mode.
+            GossipxError: it cannot continue. If too few peers are left, this peer has left in order, as on request.
         """
         try:
             self._driver.wait(self._poll)
         except NotEnoughPeersError:
-            if not self.steps or self.backward is not None:  # workers wait for tables in mid-iteration
+            if not self.steps:
                 raise
             self.leave_on_request()
         if self.asked_to_leave:
@@ -255,6 +254,7 @@ class Lifecycle:
             prepare()
         if self.steps or not self._role.trains:
             checkpoints.leaving(reporter.state_dict)
+            self._arena.fill_pending()  # no step boundary follows if a worker leaves while it waits for tables
         self._tell_leaving()
         with self._driver.committing:
             unsaved = self._save() or checkpoints.flush()

@@ -110,10 +110,11 @@ class Progress:
         os._exit(INTERRUPTED)
 
     def take_errors(self, with_traceback: bool = False) -> None:
-        """Install an exception hook that reports a GossipxError to the parent instead of printing its traceback.
+        """Install an exception hook for a GossipxError that ends this process.
 
-        A KeyboardInterrupt is not reported at all. Tracebacks of other exceptions are printed as usual. There is one
-        hook per process, from the first call on.
+        It tells the parent, or without a parent prints the message, instead of the traceback, and the process ends with
+        the error's exit code. Under a parent a KeyboardInterrupt is not shown at all. Tracebacks of other exceptions
+        are printed as usual. There is one hook per process, from the first call on.
 
         Args:
             with_traceback: also print the tracebacks of GossipxErrors and of KeyboardInterrupt.
@@ -123,10 +124,15 @@ class Progress:
             return
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            if isinstance(error, GossipxError):
-                self.tell(error=str(error), exit=error.exit_code)
-            if with_traceback or not isinstance(error, GossipxError | KeyboardInterrupt):
+            ours = isinstance(error, GossipxError)
+            if with_traceback or not (ours or (isinstance(error, KeyboardInterrupt) and self._fd is not None)):
                 print_others(kind, error, trace)
+            if isinstance(error, GossipxError):
+                if self._fd is not None:
+                    self.tell(error=str(error), exit=error.exit_code)
+                elif not with_traceback:
+                    print(error, file=sys.stderr)
+                raise SystemExit(error.exit_code)  # the interpreter ends with the code that a hook raises
 
         setattr(hook, TAKES_ERRORS, True)
         sys.excepthook = hook

@@ -375,7 +375,8 @@ tell(peer, asked=asked, retrievals=retrievals, weight=model.weight.flatten().tol
 def test_several_lines_of_this_machine_need_a_rank(two: Folder) -> None:
     script = two.script("gossipx.join(nn.Linear(4, 1), peers='hosts.txt')\n")
     ended = two.start(script, two.path).end()
-    assert ended.code == 1 and "give rank= or set GOSSIPX_RANK" in ended.errors, ended.shown
+    assert ended.code == 2 and ended.errors.endswith(": give rank= or set GOSSIPX_RANK\n"), ended.shown
+    assert ended.errors.count("\n") == 1 and ended.output == "", ended.shown
 
 
 def test_a_restarted_peer_gets_a_model_before_it_trains(three: Folder) -> None:

@@ -291,10 +291,11 @@ def test_a_peer_started_again_by_hand_counts_for_min_peers(tmp_path: Path) -> No
 
 @pytest.mark.fault(11)
 @pytest.mark.fault(53)
-def test_peers_that_notice_that_too_few_are_left_stop_in_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [("--policy", "tau:1"), ("--servers", "3", "--sync", "bsp")])
+def test_peers_that_notice_that_too_few_are_left_stop_in_order(tmp_path: Path, mode: tuple[str, ...]) -> None:
     """The two that leave on request are no losses for ``gossipx run``; the other two know better."""
     with folder(tmp_path, 4) as here:
-        run = training(here, "--policy", "tau:1", "--min-peers", "3", "--iterations", "100000", *BRIEF)
+        run = training(here, *mode, "--min-peers", "3", "--iterations", "100000", *BRIEF)
         peers = children(run.pid)
         for rank in (0, 1):
             os.kill(peers[rank], signal.SIGTERM)
@@ -302,6 +303,27 @@ def test_peers_that_notice_that_too_few_are_left_stop_in_order(tmp_path: Path) -
         assert ended.code == 4 and "peers left, fewer than min_peers = 3" in ended.errors, ended.shown
         assert ended.errors.count("peers left") == 1, ended.shown
         for rank in (2, 3):
+            assert (store(here, rank).find() or 0) > 0, ended.shown
+        assert "continue with: gossipx run --resume" in ended.output, ended.shown
+        assert (here.path / "x" / "summary.json").exists()
+
+
+@pytest.mark.fault(11)
+@pytest.mark.fault(53)
+@pytest.mark.parametrize(("lost", "code"), [("stop", 4), ("wait", 130)])
+def test_workers_that_wait_for_a_lost_server_stop_in_order(tmp_path: Path, lost: str, code: int) -> None:
+    """By themselves, or by Ctrl-C."""
+    with folder(tmp_path, 3) as here:
+        servers = ("--servers", "0", "--sync", "bsp", "--server-lost", lost)
+        run = training(here, *servers, "--iterations", "100000", *BRIEF, "--peer-timeout", "5")
+        os.kill(children(run.pid)[0], signal.SIGKILL)
+        if lost == "wait":
+            run.line("has waited for .* it does not answer")
+            run.signal(signal.SIGINT)
+        ended = run.end()
+        assert ended.code == code, ended.shown
+        assert ended.errors.count("is lost, and --server-lost is stop") == (lost == "stop"), ended.shown
+        for rank in (1, 2):
             assert (store(here, rank).find() or 0) > 0, ended.shown
         assert "continue with: gossipx run --resume" in ended.output, ended.shown
         assert (here.path / "x" / "summary.json").exists()

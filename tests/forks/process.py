@@ -125,8 +125,11 @@ def _run(arguments: Sequence[str]) -> int:
     except BaseException as error:
         code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
-        # Omit the frames of this file.
-        sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
+        try:
+            # Omit the frames of this file.
+            sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
+        except SystemExit as ended:
+            code = _exit_code(ended.code)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -421,10 +421,10 @@ def test_plain_lines_of_progress_are_not_more_than_one_can_read(capsys: pytest.C
 
 def test_without_a_parent_progress_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENV_PROGRESS, raising=False)
-    hook = sys.excepthook
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # restored after the test
     told = progress()
     told.tell(state="train")
-    assert not told.due and sys.excepthook is hook
+    assert not told.due
 
 
 def test_a_process_reports_to_its_parent_on_the_given_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,7 +436,9 @@ def test_a_process_reports_to_its_parent_on_the_given_pipe(monkeypatch: pytest.M
         assert told.due
         told.tell(state="train", step=1)
         error = UsageError("no such thing", "hosts.txt", 3)
-        sys.excepthook(UsageError, error, None)
+        with pytest.raises(SystemExit) as ended:
+            sys.excepthook(UsageError, error, None)
+        assert ended.value.code == 2
     finally:
         os.close(writing)
     with os.fdopen(reading, encoding="utf-8") as pipe:

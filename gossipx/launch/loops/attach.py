@@ -217,7 +217,7 @@ def get_solver(path: str | Path, *, net: nn.Module, loss: Objective, train: Iter
     Raises:
         UsageError: as :class:`gossipx.Solver`; or the file cannot be read (names line and column).
     """
-    progress()  # under 'gossipx run', errors from here on are reported in one line
+    progress()  # errors from here on are reported in one line
     return Solver(prototxt.read(Path(path)), net=net, loss=loss, train=train, **options)
 
 
@@ -253,7 +253,7 @@ def attach(
             pycaffe's.
         GossipxError: as :func:`gossipx.join`.
     """
-    progress()  # under 'gossipx run', errors from here on are reported in one line
+    progress()  # errors from here on are reported in one line
     run = settings_of(config_file, settings)
     served = run.sync.mode == "server" or run.server.servers is not None
     options = {"peers": peers, "policy": policy, "rank": rank, "config_file": config_file, **settings}

@@ -215,7 +215,7 @@ def initialize(
     Raises:
         UsageError: settings are invalid, or the run has no parameter server.
     """
-    progress()  # under 'gossipx run', errors from here on are reported in one line
+    progress()  # errors from here on are reported in one line
     settings.setdefault("mode", "server")
     run = settings_of(config_file, settings)
     if run.sync.mode != "server" and run.server.servers is None:
