@@ -379,7 +379,8 @@ class _Run:
         tell = self._display.line
         self._tell_lost(summary.lost, 1)
         if summary.agreed is False:
-            tell("the peers hold different models: see finish_timeout and peer_timeout in the docs")
+            why = "" if self._failures else ": see finish_timeout and peer_timeout in the docs"
+            tell(f"the peers hold different models{why}")
         if not self._results:
             tell("no peer finished")
             return

@@ -36,8 +36,8 @@ POLL_INTERVAL = 0.5
 """Seconds between two checks for signals and errors while the training thread waits for tables."""
 NO_WAIT_FREE = "give --no-wait-free (wait_free=False), which sends gradients at the optimizer's step"
 NO_SYNC = (
-    "put all but the last backward pass of an iteration into 'with peer.no_sync():';"
-    f" or, if the optimizer's step was skipped, {NO_WAIT_FREE}"
+    "put all but the last backward pass of an iteration into 'with peer.no_sync():'; if another optimizer than the"
+    f" joined one steps, join that one; if the optimizer's step was skipped, {NO_WAIT_FREE}"
 )
 
 NO_HOOK = "let the optimizer given to gossipx.join make the step, not a hook on the parameter that removes its gradient"

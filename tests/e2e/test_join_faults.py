@@ -111,6 +111,7 @@ with peer:
     said = [line for line in run.ended.output.splitlines() if "NaN" in line]
     assert len(said) == 2 and "ended with NaN or Inf in its model" in said[1], run.ended.shown
     assert run.summary["agreed"] is False
+    assert run.ended.output.count("the peers hold different models\n") == 1, "time limits were not the cause"
     assert "own model holds NaN or Inf since iteration 11" in said[0], run.ended.shown
     assert run.summary["poisoned"] == [0, 0, 0]
     assert run.summary["test_accuracy"] == [1.0, 0.0, 1.0]
