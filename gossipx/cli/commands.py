@@ -238,7 +238,7 @@ def compare_command(runs: tuple[Path, ...], logdir: Path, as_json: bool, plot: P
     """
     places = [run_directory(str(path), logdir) for path in runs]
     for path, place in zip(runs, places, strict=True):
-        if not place.exists():
+        if not place.exists() or (not (place / summary.FILE).exists() and any(place.glob(f"*/{summary.FILE}"))):
             raise no_run(str(path), logdir, summary.FILE)
     summaries = [summary.read(path) for path in places]
     if plot is not None:

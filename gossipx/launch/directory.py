@@ -46,11 +46,11 @@ def no_run(run: str, logdir: Path, having: str) -> UsageError:
     """Return the error for a run that does not exist; it says which runs there are.
 
     Args:
-        run, logdir: as for :func:`run_directory`.
+        run, logdir: as for :func:`run_directory`; a directory that is none of a run may be one of runs.
         having: the file that the other runs must have to be suitable.
     """
     path = Path(run)
-    place = logdir if path.name == run else path.parent
+    place = path if path.is_dir() else logdir if path.name == run else path.parent
     known = sorted(found.parent.name for found in place.glob(f"*/{having}"))
     near = suggest(path.name, dict.fromkeys(known))
     there = ", ".join(known[:_SHOWN]) + (", …" if len(known) > _SHOWN else "") or "none"

@@ -1,7 +1,8 @@
 """Fields that forks of Caffe have added, so that a file for such a fork is told from a typing error.
 
-The tables list the names in ``caffe.proto`` of NVIDIA's branches caffe-0.13 to caffe-0.17, and of the branch ssd of
-weiliu89/caffe (SSD, the Single Shot MultiBox Detector), that are not in the schema of BVLC's Caffe.
+The tables list the names in ``caffe.proto`` of NVIDIA's branches caffe-0.13 to caffe-0.17, of the branch ssd of
+weiliu89/caffe (SSD, the Single Shot MultiBox Detector), and of Intel's last release (without SSD's, which it includes),
+that are not in the schema of BVLC's Caffe.
 """
 
 from __future__ import annotations
@@ -36,7 +37,28 @@ _NVIDIA = {
     "BatchNormParameter": "bias_filler engine scale_bias scale_filler",
     "ELUParameter": "lambda",
 }
-_FORKS = {"SSD's fork of Caffe": _SSD, "NVIDIA's fork of Caffe": _NVIDIA}
+_INTEL = {
+    "SolverParameter": """disabled_update engine local_gw_ratio local_lr_auto stageiter stagelr test_offset warmup_iter
+        warmup_start_lr""",
+    "NetParameter": "bn_stats_batch_size compile_net_state engine multinode",
+    "LayerParameter": """box_annotator_ohem_param engine eval_detection_param mn_activation_param mn_grad_compress_param
+        multinode psroi_pooling_param quantization_param region_loss_param reorg_param roi_pooling_param
+        smooth_l1_loss_param spatial_dropout_param split_param""",
+    "TransformationParameter": "bgr2rgb flow pad random_aspect_ratio_param random_resize_param",
+    "FillerParameter": "scale",
+    "LossParameter": "label_smoothing pre_fixed_normalizer",
+    "ConcatParameter": "engine per_fla_fuse",
+    "BatchNormParameter": "bias_filler bias_term engine filler relu stats_batch_size use_weight_bias",
+    "ConvolutionParameter": "coeff conv_algorithm fusion_type negative_slope relu",
+    "DataParameter": "shuffle side",
+    "EltwiseParameter": "engine",
+    "ImageDataParameter": "min_height min_width",
+    "InnerProductParameter": "engine negative_slope relu",
+    "PoolingParameter": "avg_include_pad axis kernel_size_3d pad_3d stride_3d",
+    "ReLUParameter": "fuse",
+    "ReshapeParameter": "pixelshuffler",
+}
+_FORKS = {"SSD's fork of Caffe": _SSD, "NVIDIA's fork of Caffe": _NVIDIA, "Intel's fork of Caffe": _INTEL}
 
 
 def fork_of(message: str, name: str) -> str | None:

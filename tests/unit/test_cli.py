@@ -376,6 +376,8 @@ def test_compare_with_a_missing_run_is_one_line(place: Path) -> None:
         there = "runs has none; give a run's directory, or its name and --logdir"
         assert one_line(gossipx("compare", run, other)) == f"{other}: no such run: {there}"
     write(place / "done", summary("tau", 300.0), summary("travel", 30.0))
+    there = "done has tau, travel; give a run's directory, or its name and --logdir"
+    assert one_line(gossipx("compare", run, "done")) == f"done: no such run: {there}"
     near = "no such run (did you mean 'travel'?): done has tau, travel; "
     assert near in one_line(gossipx("compare", run, "done/travle"))
     assert near in one_line(gossipx("compare", run, "travle", "--logdir", "done"))

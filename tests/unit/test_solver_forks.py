@@ -11,7 +11,7 @@ from gossipx.solver import forks, schema
 from gossipx.solver.prototxt import parse
 
 PATH = Path("lenet_solver.prototxt")
-SSD, NVIDIA = "SSD's fork of Caffe", "NVIDIA's fork of Caffe"
+SSD, NVIDIA, INTEL = "SSD's fork of Caffe", "NVIDIA's fork of Caffe", "Intel's fork of Caffe"
 
 
 @pytest.mark.fault(62)
@@ -31,6 +31,7 @@ SSD, NVIDIA = "SSD's fork of Caffe", "NVIDIA's fork of Caffe"
         ("larc: true", "1:1", "'larc'", NVIDIA),
         ("momentum_power: 1", "1:1", "'momentum_power'", NVIDIA),
         ("net_param { global_grad_scale: 100 }", "1:13", "'global_grad_scale' in net_param", NVIDIA),
+        ("warmup_iter: 100", "1:1", "'warmup_iter'", INTEL),
     ],
 )
 def test_a_field_of_a_fork_is_named_as_that(text: str, place: str, field: str, fork: str) -> None:
