@@ -239,10 +239,11 @@ class ShardKeeper:
         return [*state[SERVERS]] == [*self._servers] and state.get(EPOCH) == self._epoch
 
     def resume(self, shard: Shard, at: int | None) -> None:
-        """Restore a shard from a checkpoint, if there is one, in a run that all peers resume together.
+        """Restore a shard from a checkpoint, if there is one, in a resumed run.
 
         Args:
-            at: the clock of the checkpoint; None: the newest complete one.
+            at: the clock of the checkpoint, from which all peers resume; None: the newest complete one. Then this peer
+                may have been restarted alone, and its journals must stay as they are until the shard begins.
 
         Raises:
             UsageError: the checkpoint is of other tables.
@@ -251,14 +252,11 @@ class ShardKeeper:
         if found is None:
             return
         state = unpack(found.parts[CLOCK])
+        if at is None and [*state[SERVERS]] != [*self._servers]:
+            log.warning("%s: shard %d is not resumed from it: it is of other servers", found.path, shard.index)
+            return
         self._restore(shard.index, found)
-        shard.resume(state)
-        clock = shard.clock.clock
-        if self._keeps_journals and self._is_of_this_layout(state):
-            self._begin_journal(shard.index, clock, after=clock)
-        elif self._keeps_journals:
-            # Epochs restart from 0 in a resumed run. A journal cannot continue a checkpoint of another layout or epoch.
-            self.save_checkpoint(shard.index, clock, shard.state_dict())
+        shard.resume(state, together=at is not None)
 
     def _restore(self, shard: int, found: Checkpoint) -> None:
         """Load the tables of a shard from a checkpoint."""

@@ -62,7 +62,12 @@ class HostedShards:
 
         If none were training, a journal on disk is from an earlier run.
         """
-        return self._settings.journals and self._context.members.has_joined_late
+        return self._settings.journals and self._is_restarted
+
+    @property
+    def _is_restarted(self) -> bool:
+        """Whether workers were training before this peer joined."""
+        return self._context.members.has_joined_late
 
     @property
     def sync_settings(self) -> set[str]:
@@ -85,8 +90,8 @@ class HostedShards:
         """Start the shards once all peers have reached START. If they may have moved elsewhere, ask the other peers
         first.
         """
-        again = self._context.members.has_joined_late and not any(shard.restored for shard in self.shards.values())
-        self.unconfirmed = bool(self.shards) and again and not self._settings.fixed
+        alone = self._is_restarted and not any(shard.run_resumes for shard in self.shards.values())
+        self.unconfirmed = bool(self.shards) and alone and not self._settings.fixed
         return [] if self.unconfirmed else self.start_shards(now)
 
     def start_shards(self, now: float) -> list[Effect]:
@@ -97,17 +102,20 @@ class HostedShards:
             for shard in self.shards.values()
             for effect in (
                 [self._restore_tables(shard)]
-                if self.is_being_restored and not shard.restored
+                if self.is_being_restored and not shard.run_resumes
                 else self.begin(shard, now)
             )
         ]
 
     def begin(self, shard: Shard, now: float) -> list[Effect]:
         """Start a shard. If workers were training before this peer joined, continue where they stand, less the
-        iteration that they may have begun.
+        iteration that they may have begun; or from a checkpoint, if there is one.
         """
-        again = self._context.members.has_joined_late and not shard.restored and self._context.step
-        return shard.begin_again(self._context.step - 1, now) if again else shard.begin(now)
+        if not self._is_restarted or shard.run_resumes:
+            return shard.begin(now)
+        if shard.restored:
+            return shard.begin_late(now)
+        return shard.begin_again(self._context.step - 1, now) if self._context.step else shard.begin(now)
 
     def _restore_tables(self, shard: Shard) -> RestoreTables:
         return RestoreTables(shard.index, self.epoch)
@@ -124,11 +132,12 @@ class HostedShards:
         if event.state is None and event.epoch:
             reason = "the servers were changed, and no checkpoint on this host has this peer's tables"
             return [Stop(reason), Resume()]
-        if event.state is not None:
-            shard.records = Journal(shard.index, event.epoch)
-            shard.load_state_dict(event.state)
-            shard.restarted_at = shard.clock.clock
-        return [*self.begin(shard, now), *shard.update_members(training)]
+        if event.state is None:
+            return [*self.begin(shard, now), *shard.update_members(training)]
+        shard.records = Journal(shard.index, event.epoch)
+        shard.load_state_dict(event.state)
+        shard.restarted_at = shard.clock.clock
+        return [*shard.serve(now), *shard.update_members(training)]
 
     # --- checkpoints and handover ------------------------------------------------------------------
 

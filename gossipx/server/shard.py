@@ -64,6 +64,7 @@ class Shard:
     Attributes:
         records: logs what happens to the shard, for its journal or replica.
         restored: the shard continues from a saved state.
+        run_resumes: all peers resume together from the checkpoint of this shard's clock.
         restarted_at: the clock at which it continued when its server was last restarted; see ``TablesReply``.
     """
 
@@ -83,7 +84,7 @@ class Shard:
         self._initial_sync = clock.model
         self._plan = deque(plan)
         self._schedule = CheckpointSchedule(every, leads)
-        self.restored = False
+        self.restored = self.run_resumes = False
         self.restarted_at = -1
         self._buckets = buckets
         self._requests = requests
@@ -94,8 +95,7 @@ class Shard:
     def begin(self, now: float) -> list[Effect]:
         """Start once all peers have reached START: fill the tables with this peer's own model, unless restored."""
         fill: list[Effect] = [] if self.restored else [FillTables(self.index)]
-        first = [] if self.restored else self.checkpoint(now, first=self.records.from_checkpoint)
-        return [*fill, *first, *self.serve(now)]
+        return [*fill, *self.checkpoint(now, first=self.records.from_checkpoint), *self.serve(now)]
 
     def begin_again(self, clock: int, now: float) -> list[Effect]:
         """Start without the state that the shard had when its server was killed, with the model of a worker that has
@@ -111,6 +111,12 @@ class Shard:
             f"model, the sync model {describe(self.clock.model)} and a new optimizer state"
         )
         return [Note("", text), *switched, *self.begin(now)]
+
+    def begin_late(self, now: float) -> list[Effect]:
+        """Start from a checkpoint, though workers have gone on since."""
+        self.restarted_at = self.clock.clock
+        text = f"shard {self.index} continues from clock {self.restarted_at}, and what it had applied since is lost"
+        return [Note("", text), *self.begin(now)]
 
     def serve(self, now: float) -> list[Effect]:
         """Answer workers from now on."""
@@ -179,8 +185,13 @@ class Shard:
         self.records.number = state[NEXT_RECORD]
         self._schedule.last_clock, self.restored = self.clock.clock, True
 
-    def resume(self, state: dict[str, Any]) -> None:
-        """Restore a checkpoint in a resumed run, in which all workers begin at the shard's clock."""
+    def resume(self, state: dict[str, Any], together: bool) -> None:
+        """Restore a checkpoint in a resumed run, in which all workers begin at the shard's clock.
+
+        Args:
+            together: whether all peers are known to do so. If not, this one may also have been restarted alone.
+        """
+        self.run_resumes = together
         clock = state["clock"]["clock"][0]
         workers = [[rank, clock - 1, 0, None, False, False] for rank, *_ in state["clock"]["workers"]]
         self.load_state_dict({**state, "clock": {**state["clock"], "workers": workers}, "workers": []})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -23,10 +24,10 @@ BRIEF = ("--batch-size", "8", "--eval-interval", "0", "--log-interval", "1", "--
 AGAIN = """
 import os, runpy, sys
 os.environ.update(GOSSIPX_CONFIG=sys.argv[1] + "/config.toml", GOSSIPX_PEERS=sys.argv[1] + "/hosts.txt")
-os.environ.update(GOSSIPX_RANK=sys.argv[2])
+os.environ.update(GOSSIPX_RANK=sys.argv[2], GOSSIPX_RESUME=",".join(sys.argv[3:]))
 runpy.run_module("gossipx.launch.loops.train", run_name="__main__")
 """
-"""Starts a peer of a run again, as docs/own-loop.md says."""
+"""Starts a peer of a run again, as docs/own-loop.md says; a third argument makes it resume from its checkpoints."""
 
 
 def killed(process: Process, here: Folder, rank: int) -> None:
@@ -72,13 +73,16 @@ def test_the_replica_that_took_its_place_is_killed_too(tmp_path: Path) -> None:
     same(whole, Run(here.path / "x", ended), [2, 3])
 
 
-def test_it_is_restored_from_its_checkpoint_and_its_journal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("resumes", [(), ("1",)], ids=["", "GOSSIPX_RESUME"])
+def test_it_is_restored_from_its_checkpoint_and_its_journal(tmp_path: Path, resumes: tuple[str, ...]) -> None:
     options = (*BRIEF, "--servers", "0", "--checkpoint-every", "40", "--iterations", "250")
     with folder(tmp_path, 3) as here:
         whole = here.run(*options, name="whole")
         process = here.start_run(*options)
+        if resumes:
+            process.line(rf"{here.names[-1]} train \d{{2,}}/")
         killed(process, here, 0)
-        again = here.start("-c", AGAIN, here.path / "x", "0", fresh=True)
+        again = here.start("-c", AGAIN, here.path / "x", "0", *resumes, fresh=True)
         ended = process.end()
         assert ended.code == 0, ended.shown
         came = again.end()
@@ -108,6 +112,23 @@ def test_workers_continue_with_a_server_that_lost_its_state(
         assert told in ended.output, ended.shown
 
 
+@pytest.mark.fault(44)
+def test_a_server_resumed_without_a_journal_tells_what_is_lost(tmp_path: Path) -> None:
+    options = (*BRIEF, "--servers", "0", "--checkpoint-every", "50", "--no-journal", "--iterations", "400")
+    with folder(tmp_path, 3) as here:
+        process = here.start_run(*options)
+        process.line(rf"{here.names[-1]} train [1-9]\d\d/")
+        killed(process, here, 0)
+        again = here.start("-c", AGAIN, here.path / "x", "0", "1")
+        ended, came = process.end(), again.end()
+    assert (ended.code, came.code) == (0, 0), ended.shown + came.shown
+    lost = r"shard 0 continues from clock [1-9]\d*, and what it had applied since is lost"
+    assert re.search(lost, came.errors), came.shown
+    for rank in (1, 2):
+        told = rf"\[{here.names[rank]}\] peer 0, a server, was restarted: {lost}"
+        assert re.search(told, ended.output), ended.shown
+
+
 CHANGES = """
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 33), nn.Tanh(), nn.Linear(33, 1))
@@ -131,7 +152,8 @@ tell(peer, values=values)
 SCRIPT_AGAIN = (
     AGAIN.partition("runpy.run_module")[0]
     + """
-sys.argv[:] = sys.argv[3:]
+os.environ["GOSSIPX_RESUME"] = sys.argv[3]
+sys.argv[:] = sys.argv[4:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 )
@@ -157,16 +179,18 @@ class Gate:
 
 
 @pytest.mark.parametrize(
-    ("servers", "then", "held"),
+    ("servers", "then", "held", "resumes"),
     [
-        ("0", "0,2", "shard 0"),
-        pytest.param("0,2", "2", "shard 0", marks=pytest.mark.slow),
-        pytest.param("2,0", "2,0,1", "shard 0", marks=pytest.mark.slow),
-        ("2", "0", ""),
+        ("0", "0,2", "shard 0", ""),
+        pytest.param("0,2", "2", "shard 0", "", marks=pytest.mark.slow),
+        pytest.param("2,0", "2,0,1", "shard 0", "1", marks=pytest.mark.slow),
+        ("2", "0", "", ""),
     ],
     ids=["a-new-one", "one-that-stays", "the-first-of-three", "one-that-is-none-any-more"],
 )
-def test_it_is_restored_after_a_change_of_servers(tmp_path: Path, servers: str, then: str, held: str) -> None:
+def test_it_is_restored_after_a_change_of_servers(
+    tmp_path: Path, servers: str, then: str, held: str, resumes: str
+) -> None:
     """It uses the layout in force, though its settings name the first servers.
 
     Pushes since the change are in the journal only, including those of an iteration that not all have pushed.
@@ -189,7 +213,7 @@ def test_it_is_restored_after_a_change_of_servers(tmp_path: Path, servers: str, 
         changed.open()
         waits.reached()
         os.kill(children(process.pid)[2], signal.SIGKILL)
-        started = here.start("-c", SCRIPT_AGAIN, here.path / "x", "2", script, tmp_path, fresh=True)
+        started = here.start("-c", SCRIPT_AGAIN, here.path / "x", "2", resumes, script, tmp_path, fresh=True)
         again.reached()
         killed.open()
         ended, came = process.end(), started.end()

@@ -93,7 +93,10 @@ def test_a_stopped_run_in_which_a_peer_failed_has_failed(
             sys.exit(rank == 1)
         signal.signal(signal.SIGTERM, leave)
         train()
+        (here / f"ready-{{rank}}").touch()
         if rank == 2:
+            while not all((here / f"ready-{{other}}").exists() for other in range(3)):
+                pass
             os.kill(os.getppid(), signal.{name})
         while True:
             signal.pause()

@@ -57,7 +57,9 @@ class Server:
         if state is not None:
             self.shard.load_state_dict(state)
             self.shard.records.number = state["next_record"]
-        if self.back or not epoch:
+        if self.back:
+            self._do(self.shard.serve(0.0))
+        elif not epoch:
             self._do(self.shard.begin(0.0))
 
     def fresh(self, index: int, servers: Sequence[int]) -> Shard:
