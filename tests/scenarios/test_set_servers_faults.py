@@ -349,3 +349,16 @@ def test_a_pure_server_that_leaves_hands_its_shard_over() -> None:
     done(made, [1, 2], 20)
     alike(made, [1, 2])
     torch.testing.assert_close(served.values(made.peers[1].module), served.joined([1, 2], 20), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.fault(53)
+@pytest.mark.parametrize("apart", [0.0, 0.02, 0.3])
+def test_servers_that_cannot_hand_over_leave_without_waiting(apart: float) -> None:
+    """Shards with different sync models cannot be moved. The second to leave asks a leader that is gone."""
+    made = served.world(2, servers="0,1", sync="ssp:staleness=2|asp", iterations=40)
+    for rank in (0, 1):
+        made.leave(rank, 5.5 + apart * rank)
+    made.run(5.5 + apart + toy.TIMEOUT)
+    assert made.over
+    for rank in (0, 1):
+        assert made.lines(rank, "has left")

@@ -155,16 +155,22 @@ class Coordinator:
         return self._obstacle
 
     def _ask_leader(self, number: int, now: float) -> list[Effect]:
+        leader = self._migration.layout.servers[0]
+        if number == LEAVING and self._context.members.is_gone(leader):
+            del self._submitted[number]
+            return self._outcome(number, f"peer {leader}, which holds shard 0, is gone")
         local_request, patience = self._submitted[number], self._context.timeout
         request = ServersRequest(local_request.number, local_request.servers, patience)
         handler = partial(self._request_answered, number)
-        send = self._replies.send(self._migration.layout.servers[0], request, now, now + patience, handler)
+        send = self._replies.send(leader, request, now, now + patience, handler)
         self._tickets[send.ticket] = number
         return [send]
 
     def _request_answered(self, number: int, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
         """Handle the leader's reply: the outcome of a change, or that it is still running."""
         del self._tickets[ticket]
+        if number in self._submitted and self._context.members.is_gone(to):
+            return [Forget(ticket), *self._ask_leader(number, now)]
         if reply is None or number not in self._submitted:
             return [Forget(ticket)]  # :meth:`watch` sends it again
         if isinstance(reply, BusyReply):
