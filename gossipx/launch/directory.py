@@ -46,7 +46,7 @@ def no_run(run: str, logdir: Path, having: str) -> UsageError:
     """Return the error for a run that does not exist; it says which runs there are.
 
     Args:
-        run, logdir: as for :func:`run_directory`; a directory that is none of a run may be one of runs.
+        run, logdir: as for :func:`run_directory`; it may also be a directory of runs.
         having: the file that the other runs must have to be suitable.
     """
     path = Path(run)

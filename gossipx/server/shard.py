@@ -113,7 +113,7 @@ class Shard:
         return [Note("", text), *switched, *self.begin(now)]
 
     def begin_late(self, now: float) -> list[Effect]:
-        """Start from a checkpoint, though workers have gone on since."""
+        """Start from a checkpoint, although workers have advanced since."""
         self.restarted_at = self.clock.clock
         text = f"shard {self.index} continues from clock {self.restarted_at}, and what it had applied since is lost"
         return [Note("", text), *self.begin(now)]

@@ -429,7 +429,7 @@ def test_without_a_parent_progress_is_dropped(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_process_reports_to_its_parent_on_the_given_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # restored after the test
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setenv(ENV_PROGRESS, str(writing))
     try:
         told = progress()
