@@ -20,7 +20,11 @@ tell(peer, modules=[name for name in {LARGE} if name in sys.modules])
 
 @pytest.mark.parametrize(
     "options",
-    [("--policy", "tau:5", "--topology", "ring"), ("--servers", "0"), ("--hub", "1", "--policy", "tau:5")],
+    [
+        ("--policy", "tau:5", "--topology", "ring"),
+        pytest.param(("--servers", "0"), marks=pytest.mark.slow),
+        pytest.param(("--hub", "1", "--policy", "tau:5"), marks=pytest.mark.slow),
+    ],
     ids=["gossip", "servers", "hub"],
 )
 def test_a_plain_run_imports_torch_and_tensorboard_in_its_peers_only(tmp_path: Path, options: tuple[str, ...]) -> None:

@@ -181,6 +181,7 @@ def test_a_job_script_without_srun_fails_at_once(tmp_path: Path, cluster: slurm.
     assert ended.returncode == 2 and "in a SLURM job, 'srun' starts one process per peer" in told, told
 
 
+@pytest.mark.slow
 def test_the_printed_job_keeps_the_others_when_one_dies(tmp_path: Path, cluster: slurm.Slurm) -> None:
     """On a cluster that by default ends all tasks when one fails."""
     script = tmp_path / "train.py"
@@ -278,7 +279,7 @@ sys.exit(one.returncode)
     assert "rank 1 aborted: KeyboardInterrupt" in ended.stdout and ended.returncode == 1, ended.stdout + ended.stderr
 
 
-@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize("wrong", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_error_of_one_rank_ends_all(tmp_path: Path, wrong: int) -> None:
     """Every process reports the reason, for either rank; the ranks are given by options."""
     (tmp_path / "there.py").write_text("")

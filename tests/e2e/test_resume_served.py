@@ -60,7 +60,11 @@ def killed_after(here: Folder, process: Process, iteration: int, shards: int = 1
 
 @pytest.mark.parametrize(
     "options",
-    [(), pytest.param(("--servers-only",), marks=pytest.mark.slow), ("--push-codec", "3lc:1.75")],
+    [
+        (),
+        pytest.param(("--servers-only",), marks=pytest.mark.slow),
+        pytest.param(("--push-codec", "3lc:1.75"), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 @pytest.mark.fault(29, 39)
@@ -150,6 +154,7 @@ tell(peer, began=began)
 """
 
 
+@pytest.mark.slow
 def test_a_transmit_buffers_residual_resumes_bit_for_bit(tmp_path: Path) -> None:
     """Code 4.2 sends a hundredth of each gradient: after 60 iterations most of the rest is still in the buffers."""
     servers = ("--servers", "0,1")
@@ -187,6 +192,7 @@ def test_a_damaged_shard_is_named_and_the_iteration_before_is_used(tmp_path: Pat
     assert max(differences(whole.model(0), cut.model(0)).values()) == 0
 
 
+@pytest.mark.slow
 def test_bsp_resumes_bit_for_bit_from_checkpoints_by_seconds(tmp_path: Path) -> None:
     """One shard announces the checkpoint two ticks ahead: all shards and workers take theirs at one iteration."""
     options = (*WITHOUT_CHECKPOINTS, "--servers", "0,1")

@@ -78,6 +78,7 @@ def test_the_one_with_the_wrong_secret_ends_by_exit_code_5_and_the_others_train(
         assert not any(value in text for text in shown)
 
 
+@pytest.mark.slow
 def test_the_one_whose_settings_differ_ends_by_exit_code_2_and_the_others_train(place: Folder) -> None:
     runs = {host: start(place, host) for host in (2, 3)}
     for run in runs.values():

@@ -265,6 +265,7 @@ def test_what_is_measured_is_what_was_shaped(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("network")
 @pytest.mark.fault(70)
+@pytest.mark.slow
 def test_a_path_that_is_cut_one_way_and_a_missing_host_are_reported(tmp_path: Path) -> None:
     """The second host's replies on the first host's connections are lost; its own connections to the first work."""
     with EmulatedNetwork(3, "100mbit") as net:

@@ -95,7 +95,9 @@ with gossipx.join(model, optimizer) as peer:
     assert 10 * model <= run.summary["bytes_received"][0] <= 11 * model
 
 
-@pytest.mark.parametrize(("lost", "code"), [("gossip", 0), ("wait", 0), ("stop", 4)])
+@pytest.mark.parametrize(
+    ("lost", "code"), [("gossip", 0), pytest.param("wait", 0, marks=pytest.mark.slow), ("stop", 4)]
+)
 @pytest.mark.fault(38)
 def test_a_hub_that_is_killed_blocks_nobody(tmp_path: Path, lost: str, code: int) -> None:
     with folder(tmp_path, 3) as here:

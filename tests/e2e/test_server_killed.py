@@ -55,6 +55,7 @@ def test_a_replica_takes_its_place(tmp_path: Path, servers: str, workers: list[i
 
 
 @pytest.mark.fault(56)
+@pytest.mark.slow
 def test_the_replica_that_took_its_place_is_killed_too(tmp_path: Path) -> None:
     """Both servers are killed, one after the other; a worker has taken the replica of both shards."""
     options = (*BRIEF, "--servers", "0,1", "--server-replicas", "1", "--iterations", "400")
@@ -73,9 +74,9 @@ def test_the_replica_that_took_its_place_is_killed_too(tmp_path: Path) -> None:
     same(whole, Run(here.path / "x", ended), [2, 3])
 
 
-@pytest.mark.parametrize("resumes", [(), ("1",)], ids=["", "GOSSIPX_RESUME"])
+@pytest.mark.parametrize("resumes", [pytest.param((), marks=pytest.mark.slow), ("1",)], ids=["", "GOSSIPX_RESUME"])
 def test_it_is_restored_from_its_checkpoint_and_its_journal(tmp_path: Path, resumes: tuple[str, ...]) -> None:
-    options = (*BRIEF, "--servers", "0", "--checkpoint-every", "40", "--iterations", "250")
+    options = (*BRIEF, "--servers", "0", "--checkpoint-every", "40", "--iterations", "150")
     with folder(tmp_path, 3) as here:
         whole = here.run(*options, name="whole")
         process = here.start_run(*options)
@@ -113,6 +114,7 @@ def test_workers_continue_with_a_server_that_lost_its_state(
 
 
 @pytest.mark.fault(44)
+@pytest.mark.slow
 def test_a_server_resumed_without_a_journal_tells_what_is_lost(tmp_path: Path) -> None:
     options = (*BRIEF, "--servers", "0", "--checkpoint-every", "50", "--no-journal", "--iterations", "400")
     with folder(tmp_path, 3) as here:
@@ -181,7 +183,7 @@ class Gate:
 @pytest.mark.parametrize(
     ("servers", "then", "held", "resumes"),
     [
-        ("0", "0,2", "shard 0", ""),
+        pytest.param("0", "0,2", "shard 0", "", marks=pytest.mark.slow),
         pytest.param("0,2", "2", "shard 0", "", marks=pytest.mark.slow),
         pytest.param("2,0", "2,0,1", "shard 0", "1", marks=pytest.mark.slow),
         ("2", "0", "", ""),
