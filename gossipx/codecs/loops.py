@@ -24,6 +24,7 @@ Indices are cast to ``np.uintp`` so that numba generates no code for negative in
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -46,13 +47,36 @@ _MAGNITUDE = np.int32(0x7FFFFFFF)
 
 LOOPS: list[Any] = []
 """All compiled loops."""
+log = logging.getLogger("gossipx")
+_told: list[str] = []
 
 
 def loop(function: _Loop) -> _Loop:
     """Decorate a compiled loop: it releases the GIL, and division by zero does not raise."""
-    made: Any = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
+    made: Any = numba.njit(nogil=True, error_model="numpy")(function)
+    try:
+        made.enable_caching()
+    except RuntimeError as error:  # neither the package nor the home directory is writable
+        _tell_uncached(str(error))
+    else:
+        save = made._cache.save_overload
+
+        def save_if_possible(*args: Any) -> None:
+            try:
+                save(*args)
+            except OSError as error:
+                _tell_uncached(str(error))
+
+        made._cache.save_overload = save_if_possible
     LOOPS.append(made)
     return cast(_Loop, made)
+
+
+def _tell_uncached(why: str) -> None:
+    """Log once that compiled loops cannot be cached."""
+    if not _told:
+        _told.append(why)
+        log.warning("compiled codecs cannot be kept (%s), so each start compiles them: set NUMBA_CACHE_DIR", why)
 
 
 def compilations() -> int:

@@ -118,15 +118,17 @@ def _parse(content: str, path: Path | None, number: int, rank: int) -> list[Peer
 
 def _dialect(content: str, first: str) -> str:
     """Return what to write instead of a line in the form of another tool's hosts file; empty: no known form."""
-    spaced = re.search(rf"\b({'|'.join(_KEYS)})(?:\s+=\s*|=\s+)([^\s=]+)(?!\S)", content)
+    spaced = re.search(rf"\b({'|'.join(_KEYS)})(?:\s+=\s*|=\s+|\s+)([^\s=]+)(?!\S)", content)
     if spaced:
         return f"'{spaced[0]}' has spaces: write {spaced[1]}={spaced[2]}"
+    if limit := re.search(r"\smax[-_]slots=\S+", content):  # Open MPI
+        return f"'{limit[0].strip()}' has no meaning here: leave it out"
     if re.fullmatch(r"\[[A-Za-z_][^\]:]*(:(vars|children))?\]", first):  # Ansible
         return f"'{first}' is not a host: groups have no meaning here; write one line per host"
     if "," in first:  # -H of mpirun and horovodrun
         return f"'{first}' is a list: write one line per host"
     if "@" in first:
-        host = first.rpartition("@")[2]
+        host = re.sub(r":(\d{1,3})$", r" slots=\1", first.rpartition("@")[2])
         return f"'{first}' names a user: gossipx does not log in to hosts; write {host}, and start the run on each host"
     if "[" in first[1:]:  # SLURM
         return f"'{first}' is a range: write one line per host, or start peers by srun, which needs no hosts file"

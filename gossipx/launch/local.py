@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gossipx.config.settings import RunConfig
-from gossipx.errors import DIFFERENT_MODELS, NotEnoughPeersError, UsageError
+from gossipx.errors import DIFFERENT_MODELS, GossipxError, NotEnoughPeersError, UsageError
 from gossipx.launch.children import Child, Spawn, command_of
 from gossipx.launch.cluster.world import World, find, why_none
 from gossipx.launch.directory import HOSTS_FILE
@@ -174,7 +174,7 @@ class _Run:
         self._tell_end(summary, written)
         if self._failures or not self._results:
             return 1
-        return DIFFERENT_MODELS if summary.agreed is False else 0
+        return self._stopping.code or (DIFFERENT_MODELS if summary.agreed is False else 0)
 
     def _end_stopped(self, seconds: float) -> int:
         """Write the summary of a run that was stopped, say how to continue it, and return the exit code."""
@@ -214,14 +214,18 @@ class _Run:
         environment[ENV_RESUME] = "1" if self._resumes else ""
         environment[ENV_RESUME_AT] = "" if self._resumes_at is None else str(self._resumes_at)
         name = self._peers[rank].name
-        child = Child(
-            command_of(self._script),
-            environment,
-            ENV_PROGRESS,
-            on_line=lambda line: self._display.line(f"[{name}] {line}"),
-            on_event=lambda event: self._handle(rank, event),
-            spawn=self._spawn,
-        )
+        try:
+            child = Child(
+                command_of(self._script),
+                environment,
+                ENV_PROGRESS,
+                on_line=lambda line: self._display.line(f"[{name}] {line}"),
+                on_event=lambda event: self._handle(rank, event),
+                spawn=self._spawn,
+            )
+        except OSError as error:
+            reason = f"{name} cannot be started: {error.strerror}"
+            raise GossipxError(f"{reason}; start fewer peers here, or raise the limits of this shell (ulimit)") from error
         child.register(selector)
         self._children[rank] = child
 
@@ -309,13 +313,16 @@ class _Run:
 
     def _ended(self, rank: int, child: Child) -> None:
         self._restarted.pop(rank, None)
-        if rank in self._departed or self._stopping.killed:
+        if self._stopping.killed:
             return
         code, status = child.process.returncode, self._statuses[rank]
-        if rank in self._results:
-            if child.crashed and rank not in self._failures:  # being killed after the finish does no harm
+        if rank in self._results or rank in self._departed:
+            if child.crashed and rank not in self._failures:  # being killed after that does no harm
                 self._failures.add(rank)
-                self._display.line(f"{status.name} finished, but its process ended: {child.describe_exit()}")
+                what = "finished" if rank in self._results else "left"
+                self._display.line(f"{status.name} {what}, but its process ended: {child.describe_exit()}")
+            elif code == -signal.SIGTERM and self._stopping.code is not None:
+                self._display.line(f"{status.name} had finished; what its script did then was stopped")
             return
         if code == 0 and status.state == "starting":
             error = f"{status.name}: its script ended without a call of gossipx.join, which makes it a peer"

@@ -93,8 +93,8 @@ class Stopping:
         elif now > self._remind_at:
             self._remind_at = now + self._patience
             self._display.line(
-                f"waiting for {self._named(running)} to end a step and write a checkpoint; killed in"
-                f" {self._kill_at - now:.0f} s, or at once by Ctrl-C"
+                f"waiting for {self._named(running)} to stop; killed in {self._kill_at - now:.0f} s, or at once by"
+                " Ctrl-C"
             )
 
     def _obey(self, number: int) -> None:
@@ -144,8 +144,9 @@ def how_to_continue(path: Path, iterations: Sequence[int], at_once: bool) -> str
     where = "at once" if at_once else f"at {min(iterations)}" if iterations else "before the first iteration"
     if not at_once and len(set(iterations)) > 1:
         where += f" to {max(iterations)}"
-    if not any(path.glob(CHECKPOINTS)):
+    found = [int(one.parent.name) for one in path.glob(CHECKPOINTS)]
+    if not found:
         return f"stopped {where}; there is no checkpoint to continue from"
     run = path.name if path.parent == Path(RunSettings().logdir) else str(path)
-    newest = " from the last checkpoints" if at_once else ""
+    newest = " from the last checkpoints" if at_once or max(found) < min(iterations, default=0) else ""
     return f"stopped {where}; continue{newest} with: gossipx run --resume {shlex.quote(run)}"

@@ -177,6 +177,7 @@ def test_a_malformed_line_is_reported_with_file_and_line(tmp_path: Path, line: s
         ("node1:1", "':1' is a port; for one peer: slots=1 "),
         ("node1:16 binding=core:1", "':16' is a port; for 16 peers: slots=16 "),
         ("a slots = 2", "'slots = 2' has spaces: write slots=2"),
+        ("a slots 2", "'slots 2' has spaces: write slots=2"),
         ("a slots =2 name=x", "'slots =2' has spaces: write slots=2"),
         ("a name=x slots= 2", "'slots= 2' has spaces: write slots=2"),
         (
@@ -191,7 +192,8 @@ def test_a_malformed_line_is_reported_with_file_and_line(tmp_path: Path, line: s
         ("[::1]:2", "':2' is a port; for two peers: slots=2"),
         ("node[1-4]", "'node[1-4]' is a range: write one line per host, or start peers by srun"),
         ("node[1-2,7]", "'node[1-2,7]' is a"),
-        ("a max_slots=4", "'max_slots=4' is not one of slots=N, device=cuda:0, name=TEXT (did you mean 'slots'?)"),
+        ("a max_slots=4", "'max_slots=4' has no meaning here: leave it out"),
+        ("a slots=2 max-slots=4", "'max-slots=4' has no meaning here: leave it out"),
     ],
 )
 def test_another_tools_form_is_told_with_what_to_write(tmp_path: Path, line: str, told: str) -> None:

@@ -59,7 +59,7 @@ def test_peers_that_do_not_stop_are_named_and_killed_at_last(
     printed = capsys.readouterr()
     assert not (mine / FILE).exists() and printed.err == ""
     lines = printed.out.splitlines()
-    assert lines[-3].startswith(f"waiting for {NAMES[0]} (train 5) to end a step and write a checkpoint; killed in ")
+    assert lines[-3].startswith(f"waiting for {NAMES[0]} (train 5) to stop; killed in ")
     assert lines[-2] == f"killed, because they did not stop: {NAMES[0]} (train 5)"
     assert lines[-1] == "stopped at once; there is no checkpoint to continue from"
 
