@@ -156,12 +156,12 @@ def test_frames_survive_being_damaged_on_purpose() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.fault(13, 14, 23, 43)
-@pytest.mark.parametrize("seed", range(1, 9))
-def test_a_million_damaged_and_random_frames(seed: int) -> None:
-    """One eighth of 100,000 mutated frames, and of 25,000 of random bytes, half of them with a valid magic number."""
-    assert fuzz(100_000, seed) > 0
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_many_damaged_and_random_frames(seed: int) -> None:
+    """One quarter of 320,000 mutated frames, and of 80,000 of random bytes, half of them with a valid magic number."""
+    assert fuzz(80_000, seed) > 0
     draws = np.random.default_rng(seed)
-    for number in range(25_000):
+    for number in range(20_000):
         noise = draws.bytes(int(draws.integers(0, 300)))
         if number % 2:
             start = struct.pack("<2sBBBBII", b"gx", 1, int(draws.integers(20)), 0, int(draws.integers(32)), 0, 2)

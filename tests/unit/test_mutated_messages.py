@@ -1,7 +1,7 @@
 """Mutated messages of every kind, and mutated content of their payloads: a ProtocolError or a valid value, no more.
 
-Mutated frames of codecs are in ``test_codec_frames.py``. Together they are 50,000 by default, and more than a million
-with ``bin/test --all``.
+Mutated frames of codecs are in ``test_codec_frames.py``. Together they are 50,000 by default, and more than
+500,000 with ``bin/test --all``.
 """
 
 from __future__ import annotations
@@ -177,8 +177,9 @@ def test_mutated_messages_of_every_kind_are_refused_or_valid() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.fault(13, 14, 15, 16, 17, 23)
 @pytest.mark.parametrize("seed", range(1, 5))
-def test_a_quarter_million_mutated_messages(seed: int) -> None:
-    assert fuzz(62_500, seed) > 0
+def test_many_mutated_messages(seed: int) -> None:
+    """One quarter of 180,000."""
+    assert fuzz(45_000, seed) > 0
 
 
 # --- content of payloads -----------------------------------------------------------------------------------------
