@@ -224,8 +224,8 @@ class _Run:
                 spawn=self._spawn,
             )
         except OSError as error:
-            reason = f"{name} cannot be started: {error.strerror}"
-            raise GossipxError(f"{reason}; start fewer peers here, or raise the limits of this shell (ulimit)") from error
+            what_to_do = "start fewer peers on this machine, or raise its limits (ulimit)"
+            raise GossipxError(f"{name} cannot be started: {error.strerror}; {what_to_do}") from error
         child.register(selector)
         self._children[rank] = child
 

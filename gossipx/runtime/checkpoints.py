@@ -75,7 +75,7 @@ class Checkpoints:
         self.found = store.load(at) if store is not None and resumes else None
         self.resumed = self.found is not None if resumes else None
         if store is not None and not resumes and store.find() is not None:
-            log.warning("%s: the checkpoints of an earlier run are replaced; GOSSIPX_RESUME=1 continues it", store.directory)
+            log.warning("%s: checkpoints of an earlier run are replaced; GOSSIPX_RESUME=1 resumes it", store.directory)
         self._last = -1 if self.found is None else self.found.iteration  # iteration of the newest checkpoint
         self._checked = max(self._last, 0)  # iteration of the last check whether one is due
         self._due = 0.0  # time.monotonic() at which the next is due, if the interval is in seconds

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import numpy as np
 import pytest
 import torch
 from encoded import normal
 from gradients import MODELS, recorded
+from numba.core import caching
 
 from gossipx import codecs
-from gossipx.codecs import ErrorFeedback, Tensors, decode, decode_into, encoded_bytes
+from gossipx.codecs import ErrorFeedback, Tensors, decode, decode_into, encoded_bytes, loops
 from gossipx.codecs.per_tensor import PerTensor
 from gossipx.codecs.sparse import DGC, Threshold, TopK
 
@@ -106,3 +110,28 @@ def test_adding_touches_what_was_sent_alone() -> None:
         out = torch.full_like(x, -0.0)  # adding zero would change the sign
         decode_into(frame, out, add=True)
         assert bool(out[~decode(frame).bool()].signbit().all())
+
+
+@pytest.mark.fault(57)
+@pytest.mark.parametrize("fault", ["no directory", "full disk"])
+def test_loops_work_where_they_cannot_be_cached(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    monkeypatch.setattr(loops, "_told", [])
+    if fault == "no directory":
+        monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    else:
+        monkeypatch.setattr(caching.IndexDataCacheFile, "save", raises)
+
+    def doubled(x: float) -> float:
+        return 2 * x
+
+    for _ in range(2):
+        assert loops.loop(doubled)(21.0) == 42.0
+    assert len(loops.LOOPS) > 2
+    del loops.LOOPS[-2:]
+    assert caplog.text.count("compiled codecs cannot be kept") == 1
+
+
+def raises(*given: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

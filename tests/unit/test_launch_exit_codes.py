@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -108,6 +109,59 @@ def test_a_stopped_run_in_which_a_peer_failed_has_failed(
         "stopped at 5; there is no checkpoint to continue from",
     ]
     assert read(mine).stopped == NAMES[:3]
+
+
+@pytest.mark.fault(55)
+def test_a_script_that_fails_after_it_has_left_has_failed(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    body = """
+        def leave(*_):
+            tell(state="left", step=5, report={**report(rank), "iterations": 5})
+            sys.exit(rank == 1)
+        signal.signal(signal.SIGTERM, leave)
+        train()
+        (here / f"ready-{rank}").touch()
+        if rank == 2:
+            while not all((here / f"ready-{other}").exists() for other in range(3)):
+                pass
+            os.kill(os.getppid(), signal.SIGTERM)
+        while True:
+            signal.pause()
+    """
+    assert run(body) == 1
+    assert f"{NAMES[1]} left, but its process ended: exit code 1" in capsys.readouterr().out
+
+
+@pytest.mark.fault(53)
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 0), ("SIGINT", 130)])
+def test_what_scripts_do_after_the_training_can_be_stopped(
+    run: Run, mine: Path, capsys: pytest.CaptureFixture[str], name: str, code: int
+) -> None:
+    body = f"""
+        train()
+        finish()
+        (here / f"ready-{{rank}}").touch()
+        if rank == 2:
+            while not all((here / f"ready-{{other}}").exists() for other in range(3)):
+                pass
+            os.kill(os.getppid(), signal.{name})
+        while True:
+            signal.pause()
+    """
+    assert run(body) == code
+    assert f"{NAMES[0]} had finished; what its script did then was stopped" in capsys.readouterr().out
+    assert read(mine).stopped == []
+
+
+def test_a_process_that_cannot_be_started_is_named(run: Run, mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of file descriptors, for example."""
+
+    def pipe() -> tuple[int, int]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("gossipx.launch.children.os.pipe", pipe)
+    with pytest.raises(GossipxError, match=rf"{NAMES[0]} cannot be started: Too many open files; start fewer peers"):
+        run("train()")
+    assert not mine.exists()
 
 
 @pytest.mark.fault(53)

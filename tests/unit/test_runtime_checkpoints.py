@@ -392,6 +392,17 @@ def test_parts_of_the_script(bench: Callable[..., Bench], caplog: pytest.LogCapt
     assert len(taken) == 1 and "has no part 'new': it keeps its initial state" in caplog.text
 
 
+def test_a_start_that_replaces_checkpoints_says_so(
+    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their run was to be resumed, and the option to do so was forgotten."""
+    for told in (0, 1):
+        made = bench()
+        made.begin()
+        made.step(10)
+        assert caplog.text.count("checkpoints of an earlier run are replaced; GOSSIPX_RESUME=1 resumes it") == told
+
+
 @pytest.mark.parametrize("name", ["", "a/b", "..", "twice", "ä"])
 def test_names_of_parts(bench: Callable[..., Bench], name: str) -> None:
     one = bench()
