@@ -118,9 +118,8 @@ class RunDirectory:
                     self._make(settings.run.overwrite)
                 self._write(settings, hosts, script)
             except OSError as error:
-                raise UsageError(
-                    f"cannot write the run: {error.strerror}; give another --logdir or --name", self.path
-                ) from error
+                what_to_do = "make room, or check its permissions" if resumes else "give another --logdir or --name"
+                raise UsageError(f"cannot write the run: {error.strerror}; {what_to_do}", self.path) from error
             undo.pop_all()
 
     def _make(self, overwrite: bool) -> None:
@@ -273,8 +272,13 @@ def _is_replaceable(directory: Path) -> bool:
 def replace(file: Path, content: bytes) -> None:
     """Replace the content of a file atomically."""
     unfinished = file.with_name(f"{file.name}.tmp")
-    unfinished.write_bytes(content)
-    unfinished.replace(file)
+    try:
+        unfinished.write_bytes(content)
+        unfinished.replace(file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
 
 
 def _remove(entry: Path) -> None:

@@ -108,6 +108,8 @@ class Checkpoints:
         """Restore the random number generators and start the interval, when training begins."""
         if self._store is not None:
             self._store.clean()
+            if problem := self._state.obstacle():
+                log.warning("%s: no checkpoint can be written, not even on Ctrl-C", problem)
         if self.found is not None:
             self._state.restore_random(self.found)
             own = {name: part for name, part in self.found.parts.items() if name.startswith((SCRIPT, OPTIMIZER))}

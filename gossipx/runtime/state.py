@@ -95,6 +95,14 @@ class TrainingState:
         centre = self._centre
         return self._driver.arena.step if centre is None or self._driver.role.trains else centre.step
 
+    def obstacle(self) -> str:
+        """Return why the optimizer's state cannot be saved, as far as its settings show; empty: it can."""
+        try:
+            pack([] if self.optimizer is None else self.optimizer.state_dict()["param_groups"], OPTIMIZER)
+        except UsageError as error:
+            return str(error)
+        return ""
+
     def capture(self, figures: Mapping[str, Any]) -> CapturedState:
         """Capture the state. Only the training thread may call this, at a step boundary.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from launches import DEADLINE, Run, hosts, launcher, script
 from gossipx.config import files as config_files
 from gossipx.errors import UsageError
 from gossipx.launch import local
-from gossipx.launch.directory import RunDirectory
+from gossipx.launch.directory import RunDirectory, replace
 from gossipx.launch.local import launch
 from gossipx.metrics.summary import FILE, read
 
@@ -197,6 +198,20 @@ def test_the_hosts_file_of_a_run_can_be_used_to_run_it_again(tmp_path: Path, run
     given = config_files.resolve({"logdir": str(mine.parent), "name": "mine", "overwrite": True})
     assert launch(given, mine / "hosts.txt", [str(tmp_path / "child.py")], {}) == 0
     assert read(mine).peers == 2
+
+
+def test_a_file_that_cannot_be_replaced_stays_and_leaves_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("old")
+
+    def fails(*given: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "replace", fails)
+    with pytest.raises(OSError, match="No space left"):
+        replace(tmp_path / "file", b"new")
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("file", "old")]
 
 
 def test_a_logdir_that_is_a_file_is_refused(run: Run, tmp_path: Path) -> None:

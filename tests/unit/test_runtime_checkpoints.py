@@ -350,6 +350,15 @@ def test_state_that_cannot_be_saved_is_logged_and_training_continues(
     assert isinstance(one.checkpoints.flush(), UsageError)
 
 
+def test_an_optimizer_that_cannot_be_saved_is_told_as_training_begins(
+    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    one = bench(every="0")
+    one.optimizer.param_groups[0]["schedule"] = object()
+    one.begin()
+    assert "schedule is of type object" in caplog.text and "no checkpoint can be written" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
