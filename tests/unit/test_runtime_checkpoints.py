@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import threading
 import time
@@ -13,112 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoint_bench import ABOUT, Bench
 from torch import nn
 
-from gossipx import policies, topology
-from gossipx.checkpoint import CheckpointError, CheckpointInterval, Part, Store
+from gossipx.checkpoint import CheckpointError, Part, Store
 from gossipx.errors import UsageError
-from gossipx.hub import Elastic, ElasticSettings
-from gossipx.model.arena import ParameterArena
-from gossipx.peer import PeerRole
+from gossipx.hub import ElasticSettings
 from gossipx.runtime import checkpoints
-from gossipx.runtime.checkpoints import Checkpoints
-from gossipx.runtime.driver import Driver
-from gossipx.runtime.state import TrainingState
-from gossipx.sync import SyncManager
 
 LONG = 30.0
-ABOUT = {"--policy": "never", "peers": 2}
-
-
-class Net(nn.Module):
-    """A model with trained, frozen and tied parameters, and integer and floating-point buffers."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32):
-        super().__init__()
-        self.one = nn.Linear(4, 4)
-        self.two = nn.Linear(4, 4, bias=False)
-        self.two.weight = self.one.weight
-        self.norm = nn.BatchNorm1d(4)
-        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
-        self.image = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        self.to(dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += 1
-        return self.norm(self.two(self.one(x))).sum() * self.image.sum() * 1e-3
-
-
-class Bench:
-    """The training of one peer that has no connection to others."""
-
-    def __init__(
-        self,
-        directory: Path | None,
-        every: str = "10",
-        resumes: bool = False,
-        dtype: torch.dtype = torch.float32,
-        policy: str = "never",
-        about: Mapping[str, Any] = ABOUT,
-        net: Callable[[torch.dtype], nn.Module] = Net,
-        sampled: int | None = None,
-        hub: ElasticSettings | None = None,
-    ):
-        self.module = net(dtype)
-        self.optimizer = torch.optim.Adam((p for p in self.module.parameters() if p.requires_grad), lr=0.01)
-        self.arena = ParameterArena(self.module, sampled=sampled)
-        graph = topology.load("full", 2)
-        exchange_of = None if hub is None else functools.partial(Elastic, settings=hub)
-        sync = SyncManager(policies.parse(policy), seed=1)
-        role = PeerRole(0, 2, sync, graph, random.Random(1), 1, exchange_of=exchange_of)
-        self.driver = Driver(role, self.arena)
-        self.store = None if directory is None else Store(directory)
-        state = TrainingState(self.module, self.optimizer, self.driver, about)
-        self.checkpoints = Checkpoints(self.store, CheckpointInterval.parse(every), state, resumes)
-
-    def begin(self) -> dict[str, Any]:
-        kept = self.checkpoints.restore()
-        self.checkpoints.start()
-        return kept
-
-    def step(self, count: int = 1, flush: bool = True) -> None:
-        for _ in range(count):
-            self.optimizer.zero_grad()
-            self.module(torch.randn(8, 4, dtype=self.module.one.weight.dtype)).backward()
-            self.optimizer.step()
-            delta = self.arena.step_done()
-            drift = (
-                self.driver.captures.drift(self.driver.role.pulling)
-                if self.driver.role.sync.policy.uses_drift
-                else None
-            )
-            self.driver.role.sync.step(self.arena.step, delta, drift)
-            self.checkpoints.step_done(lambda: {"steps": self.arena.step})
-            self.arena.leave_boundary()
-            if flush:
-                assert self.checkpoints.flush() is None
-
-    def all(self) -> list[torch.Tensor]:
-        """Return all values that the next training step depends on."""
-        masters = [section.values.clone() for section in self.arena.sections]
-        return [*masters, *(t.detach().clone() for t in [*self.module.parameters(), *self.module.buffers()])]
-
-    def centre(self) -> list[torch.Tensor]:
-        """Return the hub's centre; start the hub if it has none yet."""
-        exchange = self.driver.role.exchange
-        assert isinstance(exchange, Elastic) and exchange.centre is not None
-        for effect in exchange.start_serving(0.0):
-            self.driver._carry_out_locked(effect)
-        held = self.driver.captures.hold(exchange.centre.ticket)
-        assert held is not None
-        values = [vector.clone() for vector in held.buffer.vectors]
-        held.release()
-        return values
-
-    def close(self) -> None:
-        self.checkpoints.close()
-        self.driver.close()
 
 
 @pytest.fixture
@@ -151,7 +53,7 @@ class Slow(Store):
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("test_runtime_checkpoints.Store", Slow)
+    monkeypatch.setattr("checkpoint_bench.Store", Slow)
 
 
 # --- the same state -----------------------------------------------------------------------------------
@@ -404,7 +306,7 @@ def test_parts_of_the_script(bench: Callable[..., Bench], caplog: pytest.LogCapt
 def test_a_start_that_replaces_checkpoints_says_so(
     bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Their run was to be resumed, and the option to do so was forgotten."""
+    """The option to resume it may have been forgotten."""
     for told in (0, 1):
         made = bench()
         made.begin()
