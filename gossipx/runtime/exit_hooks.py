@@ -10,7 +10,10 @@ import contextlib
 import os
 import sys
 import threading
-from typing import NoReturn, Protocol
+from _sitebuiltins import Quitter
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NoReturn, Protocol
 
 from gossipx.errors import GossipxError, UsageError
 
@@ -41,7 +44,8 @@ _has_left = False
 _failed = False
 _code = 0
 _watching = False
-_exit = sys.exit
+_exit: Callable[[Any], NoReturn]
+_quit = Quitter.__call__
 
 
 def register(peer: Finishable, under_run: bool) -> None:
@@ -53,12 +57,11 @@ def register(peer: Finishable, under_run: bool) -> None:
     Raises:
         UsageError: the process has an open peer, or it has left the ``gossipx run`` that started it.
     """
-    global _watching, _exit, _pid, _thread
+    global _watching, _pid, _thread
     check_unregistered(under_run)
     if not _watching:
         _watching = True
-        # An exit hook cannot see the code that was given to sys.exit, so sys.exit is wrapped.
-        _exit, sys.exit = sys.exit, _record_exit
+        _watch_exits()
         _register()
     _open.append(peer)
     _pid = os.getpid()
@@ -110,10 +113,34 @@ def unregister(peer: Finishable) -> None:
         _has_left = True
 
 
+def _watch_exits() -> None:
+    """Record the code that is given to sys.exit, exit or quit: an exit hook cannot see it.
+
+    The interpreter has forgotten a SystemExit when it calls exit hooks, so one that the script raises itself is unseen.
+    """
+    global _exit
+    found = sys.exit
+    for module in list(sys.modules.values()):  # sys, and those that have imported the function
+        if isinstance(module, ModuleType):
+            for name in [name for name, value in list(vars(module).items()) if value is found]:
+                setattr(module, name, _record_exit)
+    _exit = found
+    Quitter.__call__ = _record_quit  # type: ignore[method-assign]
+
+
 def _record_exit(code: object = None, /) -> NoReturn:
+    _record(code)
+    _exit(code)
+
+
+def _record_quit(self: Quitter, code: object = None) -> NoReturn:
+    _record(code)
+    _quit(self, code)  # type: ignore[arg-type]
+
+
+def _record(code: object) -> None:
     global _failed
     _failed = bool(code) and threading.current_thread() is threading.main_thread()
-    _exit(code)  # type: ignore[arg-type]
 
 
 def _at_exit() -> None:
