@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import sys
 import threading
@@ -16,6 +17,7 @@ from types import ModuleType
 from typing import Any, NoReturn, Protocol
 
 from gossipx.errors import GossipxError, UsageError
+from gossipx.runtime.stop_signals import INTERRUPTED
 
 
 class Finishable(Protocol):
@@ -158,14 +160,16 @@ def _at_exit() -> None:
             with contextlib.suppress(SystemExit):
                 sys.excepthook(type(error), error, error.__traceback__)
             exit_with(error.exit_code)
-        except (SystemExit, KeyboardInterrupt):  # asked to stop during the finish; the script itself has ended
+        except (SystemExit, KeyboardInterrupt) as end:  # asked to stop during the finish; the script itself has ended
+            code = getattr(end, "code", INTERRUPTED)
+            exit_with(code if isinstance(code, int) else int(code is not None))
             peer.close()
 
 
 def _end() -> None:
     """Replace the exit code 0 of a script that has succeeded: an exit hook cannot do so in another way."""
     if _code and os.getpid() == _pid and getattr(sys, "last_value", None) is None and not _failed:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(_code)
+        # The C library calls these, the last one first, when all exit hooks have run and the script's files are closed.
+        libc = ctypes.CDLL(None)
+        libc.__cxa_atexit(libc._exit, ctypes.c_void_p(_code), None)
+        libc.__cxa_atexit(libc.fflush, None, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import ctypes
 import gc
 import importlib.util
 import inspect
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -69,7 +70,17 @@ def _become(call: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
     _name_it()
     command = [os.fspath(argument) for argument in call["args"]]
     _set_threads()
-    os._exit(_run(command[1:]))
+    _exit_with(lambda: _run(command[1:]))
+
+
+def _exit_with(run: Callable[[], int]) -> NoReturn:
+    """Exit with the code that ``run`` returns, by the program's exit handlers of the C library, not the parent's."""
+    libc, codes = ctypes.CDLL(None), [70]
+    end = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: os._exit(codes[-1]))
+    libc.__cxa_atexit(end, None, None)
+    codes.append(run())
+    libc.exit(codes[-1])
+    raise AssertionError("exit has returned")
 
 
 def _close_all_but(kept: Iterable[int]) -> None:
