@@ -62,7 +62,7 @@ class Lifecycle:
         self.steps = 0
         self.unhook: list[Callable[[], None]] = []
         self.before_leaving: list[Callable[[], None]] = []
-        self.signals = StopSignals(self._interrupted)
+        self.signals = StopSignals(None if options.under_run else self._tell_stopping)
         self._module = module
         self._driver = driver
         self._role = driver.role
@@ -213,9 +213,9 @@ class Lifecycle:
         """Whether a signal asked this peer to stop: the next :meth:`wait` leaves the run."""
         return self.signals.number is not None and not self._leaves
 
-    def _interrupted(self) -> None:
-        if not self._options.under_run:
-            log.warning("stopping %s after its step, with a checkpoint: Ctrl-C again stops at once", self._options.name)
+    def _tell_stopping(self, number: int) -> None:
+        name, again = self._options.name, "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        log.warning("stopping %s at the end of its step, with a checkpoint: %s again stops at once", name, again)
 
     def _orphaned(self, late: bool) -> bool:
         """Ask to leave, as the parent process has died. Return whether to wait: leaving has limits of its own."""

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from gossipx.errors import GossipxError
-from gossipx.runtime.stop_signals import INTERRUPTED
+from gossipx.runtime.stop_signals import INTERRUPTED, ORDERLY
 
 INTERVAL = 0.25
 """Minimum seconds between two progress lines; nobody can read them faster."""
@@ -113,8 +113,9 @@ class Progress:
         """Install an exception hook for a GossipxError that ends this process.
 
         It tells the parent, or without a parent prints the message, instead of the traceback, and the process ends with
-        the error's exit code. Under a parent a KeyboardInterrupt is not shown at all. Tracebacks of other exceptions
-        are printed as usual. There is one hook per process, from the first call on.
+        the error's exit code. A KeyboardInterrupt is not shown under a parent, nor after an orderly stop, which was
+        told. Tracebacks of other exceptions are printed as usual. There is one hook per process, from the first call
+        on.
 
         Args:
             with_traceback: also print the tracebacks of GossipxErrors and of KeyboardInterrupt.
@@ -124,8 +125,8 @@ class Progress:
             return
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            ours = isinstance(error, GossipxError)
-            if with_traceback or not (ours or (isinstance(error, KeyboardInterrupt) and self._fd is not None)):
+            stopped = isinstance(error, KeyboardInterrupt) and (self._fd is not None or hasattr(error, ORDERLY))
+            if with_traceback or not (stopped or isinstance(error, GossipxError)):
                 print_others(kind, error, trace)
             if isinstance(error, GossipxError):
                 if self._fd is not None:

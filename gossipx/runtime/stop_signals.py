@@ -1,7 +1,7 @@
 """SIGINT, SIGTERM and SIGHUP as requests to stop a peer: it ends its step, writes a checkpoint, and leaves the run.
 
 The first signal only records the request, which the training thread carries out at its next step boundary or while it
-waits. A second SIGINT interrupts the script at once. Signals that the process ignores stay ignored, and a handler that
+waits. A second one interrupts the script at once. Signals that the process ignores stay ignored, and a handler that
 was there before is called too.
 """
 
@@ -17,9 +17,12 @@ from typing import Any, NoReturn
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ONE_KEYSTROKE = 0.5
-"""Seconds within which a second SIGINT is the same Ctrl-C: a launcher may pass on what the terminal sends to all."""
+"""Seconds within which a second signal is the same request: a launcher may pass on what the terminal sends to all."""
 INTERRUPTED = 130
 """Exit code of an interrupted process: 128 and the number of SIGINT, as shells report it."""
+
+ORDERLY = "_orderly"
+"""Attribute of a KeyboardInterrupt that needs no traceback: the peer has stopped in order, and said so."""
 
 _installed: list[StopSignals] = []
 _masks = threading.local()
@@ -30,17 +33,19 @@ class StopSignals:
     """The requests to stop this process's peer.
 
     Args:
-        on_interrupt: called at the first SIGINT, in the signal handler.
+        on_request: called with the first signal, in the signal handler; it says that a second one acts at once. None:
+            a parent process decides that, and sends signals of its own, so only a second SIGINT does.
 
     Attributes:
         number: the first signal; None: no request yet.
-        at_once: whether a second SIGINT followed.
+        at_once: whether a second signal, which acts at once, followed.
     """
 
-    def __init__(self, on_interrupt: Callable[[], None] | None = None) -> None:
+    def __init__(self, on_request: Callable[[int], None] | None = None) -> None:
         self.number: int | None = None
         self.at_once = False
-        self._on_interrupt = on_interrupt or _nothing
+        self._urgent = (signal.SIGINT,) if on_request is None else NUMBERS  # as a second signal
+        self._on_request = on_request or _nothing
         self._received_at = 0.0
         self._before: dict[int, Any] = {}
 
@@ -58,7 +63,7 @@ class StopSignals:
 
     def restore(self) -> None:
         """Restore the handlers of before, except where the script has installed its own since."""
-        self._on_interrupt = _nothing  # break the reference cycle with the peer
+        self._on_request = _nothing  # break the reference cycle with the peer
         if self not in _installed or threading.current_thread() is not threading.main_thread():
             return
         _installed.remove(self)
@@ -80,23 +85,25 @@ class StopSignals:
             SystemExit: after other signals.
         """
         if self.number == signal.SIGINT:
-            raise KeyboardInterrupt
+            stopped = KeyboardInterrupt()
+            setattr(stopped, ORDERLY, True)
+            raise stopped
         raise SystemExit(0 if self.number == signal.SIGTERM else INTERRUPTED)
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         is_first, before = self.number is None, self._before[number]
-        again = number == signal.SIGINT and time.monotonic() - self._received_at >= ONE_KEYSTROKE
+        again = number in self._urgent and time.monotonic() - self._received_at >= ONE_KEYSTROKE
         self.request(number)
         self.at_once = self.at_once or (again and not is_first)
-        if is_first and number == signal.SIGINT:
-            self._on_interrupt()
+        if is_first:
+            self._on_request(number)
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
         elif self.at_once:
             raise KeyboardInterrupt
 
 
-def _nothing() -> None:
+def _nothing(number: int) -> None:
     """Do nothing."""
 
 

@@ -259,9 +259,26 @@ def test_a_peer_without_gossipx_run_stops_in_order(two: Folder, number: signal.S
     assert store(two, 0).find() == told["iteration"] >= 20 and told["handlers"] == [True] * 3
     assert f"stopped at {told['iteration']}; continue with GOSSIPX_RESUME=1 in the environment" in ended.errors
     assert (two.path / "x" / "peer-00" / "model.safetensors").exists()
-    assert ("KeyboardInterrupt" in ended.errors) == (number == signal.SIGINT), ended.shown
+    assert "stopping" in ended.errors and ended.errors.count("\n") == 2, "no traceback"
     peers[1].signal(signal.SIGINT)
     assert "is lost" not in peers[1].end().shown
+
+
+@pytest.mark.fault(53)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_peer_without_gossipx_run_that_makes_no_step_says_how_it_ends(tmp_path: Path, number: signal.Signals) -> None:
+    first = "import threading\nos.dup2(1, 2)\ngossipx.runtime.stop_signals.ONE_KEYSTROKE = 0.0"
+    script = ALONE.replace("HANDLERS", first).replace(
+        "train(peer, model, optimizer, 10**9)", "threading.Event().wait()"
+    )
+    with folder(tmp_path, 1) as here:
+        peer = here.start(here.script(script), here.path, "0")
+        peer.line("so far from 0")
+        peer.signal(number)
+        peer.line(f"stopping {here.names[0]} at the end of its step.*: {number.name} again stops at once")
+        peer.signal(number)
+        ended = peer.end()
+        assert ended.code == -signal.SIGINT and "KeyboardInterrupt" in ended.output, ended.shown
 
 
 # --- peers that come back -----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -44,7 +45,7 @@ def test_ctrl_c_that_arrives_twice_is_one(before: None, monkeypatch: pytest.Monk
     """From the terminal and from a launcher, which passes it on."""
     now, told = [100.0], []
     monkeypatch.setattr(stop_signals.time, "monotonic", lambda: now[0])
-    signals = StopSignals(lambda: told.append(now[0]))
+    signals = StopSignals(lambda number: told.append(now[0]))
     signals.install()
     signal.raise_signal(signal.SIGINT)
     now[0] += 0.1
@@ -58,6 +59,25 @@ def test_ctrl_c_that_arrives_twice_is_one(before: None, monkeypatch: pytest.Monk
     signals.restore()
     with pytest.raises(KeyboardInterrupt):
         signals.end()
+
+
+@pytest.mark.fault(53)
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_second_signal_of_any_kind_acts_at_once_where_that_was_said(
+    before: None, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Under a parent process, which sends signals of its own, only Ctrl-C does."""
+    monkeypatch.setattr(stop_signals, "ONE_KEYSTROKE", 0.0)
+    told: list[int] = []
+    acted = []
+    for signals in (StopSignals(told.append), StopSignals()):
+        signals.install()
+        signal.raise_signal(signal.SIGTERM)
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(number)
+        acted.append(signals.at_once)
+        signals.restore()
+    assert acted == [True, number == signal.SIGINT] and told == [signal.SIGTERM]
 
 
 @pytest.mark.fault(53)
