@@ -8,11 +8,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import sys
 import threading
 from _sitebuiltins import Quitter
 from collections.abc import Callable
+from multiprocessing import util
 from types import ModuleType
 from typing import Any, NoReturn, Protocol
 
@@ -97,6 +99,9 @@ def exit_with(code: int) -> None:
 
 
 def _register() -> None:
+    if multiprocessing.parent_process() is not None:  # forked by multiprocessing, it ends without exit hooks
+        util.Finalize(None, _at_process_end, exitpriority=0)
+        util.Finalize(None, _end_process, exitpriority=-sys.maxsize)  # the last one
     atexit.register(_end)  # before the next, so that it is called after it
     # The finish starts threads, which atexit callbacks cannot do from Python 3.12 on. Threading's own exit callbacks
     # run earlier, before the interpreter joins other threads; registering fails once the main thread has ended.
@@ -164,6 +169,19 @@ def _at_exit() -> None:
             code = getattr(end, "code", INTERRUPTED)
             exit_with(code if isinstance(code, int) else int(code is not None))
             peer.close()
+
+
+def _at_process_end() -> None:
+    """End the peer of a process of multiprocessing, which calls this while it handles the error of its function."""
+    global _failed
+    error = sys.exc_info()[1]
+    _failed = _failed or bool(error.code if isinstance(error, SystemExit) else error)
+    _at_exit()
+
+
+def _end_process() -> None:
+    if _code and not _failed:
+        raise SystemExit(_code)
 
 
 def _end() -> None:

@@ -6,8 +6,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
-from runs import TEN_LINES, Folder, folder
+from runs import TEN_LINES, Folder, differences, folder
 
 JOINS = TEN_LINES.replace(
     "(model, optimizer)",
@@ -57,3 +58,39 @@ if peer.rank == 1:
     assert ended.code == code and "stopped at 20" in ended.errors, ended.shown
     trains.signal(signal.SIGTERM)
     assert trains.end().code == 0
+
+
+@pytest.mark.fault(55)
+@pytest.mark.parametrize(
+    ("end", "code"), [("pass", 0), ("raise SystemExit(3)", 3), ("model[0].weight.data.fill_(float('nan'))", 1)]
+)
+def test_forked_processes_of_multiprocessing_take_part_in_the_finish_unless_they_fail(
+    two: Folder, end: str, code: int
+) -> None:
+    text = f"""
+import multiprocessing
+
+def work(RANK):
+    JOIN
+    train(peer, model, optimizer, 10)
+    if peer.rank == 1:
+        {end}
+
+def main():
+    context = multiprocessing.get_context("fork")
+    started = [context.Process(target=work, args=(rank,)) for rank in range(2)]
+    for one in started:
+        one.start()
+    for one in started:
+        one.join()
+    print([one.exitcode for one in started])
+
+main()
+"""
+    joins = JOINS.strip().replace("\n", "\n    ")
+    ended = two.start(two.script(text.replace("JOIN", joins)), two.path).end()
+    assert ended.output == f"[0, {code}]\n", ended.shown
+    models = [two.path / "x" / f"peer-{rank:02d}" / "model.safetensors" for rank in range(2)]
+    assert models[0].exists() and models[1].exists() == (code != 3), ended.shown
+    if not code:
+        assert max(differences(*map(load_file, models)).values()) <= 1e-6
