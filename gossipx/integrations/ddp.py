@@ -357,9 +357,11 @@ class GroupPeer:
         if error is None:
             self.finish()
             return
-        if self._peer is not None:
-            self._peer.__exit__(kind, error, trace)
-        self.close()
+        try:
+            if self._peer is not None:
+                self._peer.__exit__(kind, error, trace)
+        finally:
+            self.close()
 
 
 def _check(run: RunConfig) -> None:

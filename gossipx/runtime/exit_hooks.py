@@ -31,11 +31,18 @@ class Finishable(Protocol):
 
     finishes_at_exit: bool
 
+    @property
+    def leaves_in_order(self) -> bool:
+        """Whether a signal has asked it to leave, so that an error of the script does not count."""
+
     def finish(self) -> None:
         """End a completed training with the finish."""
 
     def leave(self) -> None:
         """End a failed training without a finish."""
+
+    def end_failed(self, error: BaseException) -> None:
+        """End as the script fails with ``error``."""
 
     def close(self) -> None:
         """End without a notice."""
@@ -96,6 +103,22 @@ def exit_with(code: int) -> None:
     """Make this process end with ``code``, unless its script fails by itself."""
     global _code
     _code = _code or code
+
+
+def script_failed(error: BaseException) -> BaseException:
+    """Let a peer that was asked to stop leave in order. Return with which error the script ends, by default the given.
+
+    For an exception hook: an exit hook comes after the traceback, and cannot change the exit code.
+    """
+    if os.getpid() == _pid and threading.current_thread() is _thread:
+        for peer in [one for one in _open if one.leaves_in_order]:
+            try:
+                peer.end_failed(error)
+            except KeyboardInterrupt:
+                return SystemExit(INTERRUPTED)
+            except (GossipxError, SystemExit) as end:
+                return end
+    return error
 
 
 def _register() -> None:

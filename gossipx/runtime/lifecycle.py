@@ -25,7 +25,7 @@ from gossipx.runtime.control import Control
 from gossipx.runtime.driver import Driver
 from gossipx.runtime.options import PeerOptions
 from gossipx.runtime.reporting import Reporter
-from gossipx.runtime.stop_signals import StopSignals
+from gossipx.runtime.stop_signals import StopSignals, children_may_die
 
 log = logging.getLogger("gossipx")
 
@@ -176,12 +176,47 @@ class Lifecycle:
         failed = self._checkpoints.failed + (0 if keeper is None else keeper.unwritten)
         return failed + (unsaved is not None and not self._checkpoints.failed)
 
-    def leave(self) -> None:
-        """Leave the run without a finish, and notify the other peers."""
-        if self.open:
+    def leave(self, reports: bool = False) -> None:
+        """Leave the run without a finish, and notify the other peers; in order if a signal has asked for it.
+
+        Args:
+            reports: report the figures until now: the script has ended well.
+
+        Raises:
+            GossipxError: a signal has asked for it, and checkpoint or model cannot be written.
+        """
+        if self.leaves_in_order:
+            self._leave_in_order()
+        elif self.open:
             self._arena.end_training()
             self._tell_leaving()
+            if reports:
+                self._reporter.training_ended()
+                self._reporter.report_left()
         self.close()
+
+    def end_failed(self, error: BaseException) -> None:
+        """Leave as the script raises ``error``.
+
+        If a signal has asked this peer to stop, it does so in order, and ends the script as the signal asks. The error
+        may be a consequence: the signal may have ended other processes of the script, too.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: see :meth:`gossipx.runtime.stop_signals.StopSignals.end`.
+            GossipxError: as :meth:`leave`.
+        """
+        if isinstance(error, SystemExit):  # the script chooses its exit code
+            self.leave(reports=not error.code)
+        elif self.leaves_in_order:
+            if not isinstance(error, KeyboardInterrupt):
+                what = f"{type(error).__name__}: {error}".partition("\n")[0]
+                log.warning("the script has failed since it was asked to stop: %s", what)
+            self.leave()
+            self.signals.end()
+        elif isinstance(error, KeyboardInterrupt):
+            self.close()
+        else:
+            self.leave()
 
     def close(self) -> None:
         """Leave the run without a finish or a notice. The weights stay as they are. Idempotent."""
@@ -217,6 +252,11 @@ class Lifecycle:
         name, again = self._options.name, "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         log.warning("stopping %s at the end of its step, with a checkpoint: %s again stops at once", name, again)
 
+    @property
+    def leaves_in_order(self) -> bool:
+        """Whether this peer, if it ends now, leaves in order: a signal asked for it, and nothing prevents it."""
+        return self.open and self.asked_to_leave and not self.signals.at_once and self._driver.error is None
+
     def _orphaned(self, late: bool) -> bool:
         """Ask to leave, as the parent process has died. Return whether to wait: leaving has limits of its own."""
         self.signals.request(signal.SIGHUP)
@@ -240,12 +280,24 @@ class Lifecycle:
     def leave_on_request(self) -> NoReturn:
         """Take a checkpoint, notify the other peers, save the model, report the figures, and end the script.
 
-        Call it at a step boundary. Other peers are told while the checkpoint is being written.
-
         Raises:
             GossipxError: checkpoint or model cannot be written, or why the run cannot continue.
             KeyboardInterrupt, SystemExit: see :meth:`gossipx.runtime.stop_signals.StopSignals.end`.
         """
+        self._leave_in_order()
+        self.signals.end()
+
+    def _leave_in_order(self) -> None:
+        """Do all that :meth:`leave_on_request` does, but do not end the script.
+
+        The checkpoint is that of a step boundary. If the script has failed within an iteration, it is that of the last
+        boundary where boundaries are kept; else the model as it is now, which is better than none. Other peers are told
+        while it is being written.
+        """
+        with children_may_die():
+            self._take_leave()
+
+    def _take_leave(self) -> None:
         self._leaves = True
         reporter, checkpoints = self._reporter, self._checkpoints
         reporter.training_ended()
@@ -263,7 +315,6 @@ class Lifecycle:
         self.close()
         if problem := unsaved or self._driver.error:
             raise problem
-        self.signals.end()
 
     def _tell_how_to_continue(self) -> None:
         """Log a line for a peer without a parent process, which would print it."""

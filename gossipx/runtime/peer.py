@@ -331,7 +331,13 @@ class Peer:
         self._lifecycle.before_leaving.append(prepare)
 
     def leave(self) -> None:
-        """Leave the run without a finish, and notify the other peers."""
+        """Leave the run without a finish, and notify the other peers.
+
+        If a signal has asked this peer to stop, it leaves with a checkpoint and its model.
+
+        Raises:
+            GossipxError: they cannot be written.
+        """
         self._lifecycle.leave()
 
     def close(self) -> None:
@@ -346,12 +352,11 @@ class Peer:
     ) -> None:
         if error is None:
             self.finish()
-        elif isinstance(error, KeyboardInterrupt):
-            self.close()
-        elif self._lifecycle.open:
-            self.leave()
-            if isinstance(error, SystemExit) and not error.code:
-                self._reporter.report_state("left")
+            return
+        try:
+            self._lifecycle.end_failed(error)
+        except (KeyboardInterrupt, SystemExit) as end:
+            raise end from None  # the script's error was told
 
 
 def check_own(state: Mapping[str, Any], rank: int, size: int) -> None:

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from gossipx.errors import GossipxError
+from gossipx.runtime import exit_hooks
 from gossipx.runtime.stop_signals import INTERRUPTED, ORDERLY
 
 INTERVAL = 0.25
@@ -114,8 +115,8 @@ class Progress:
 
         It tells the parent, or without a parent prints the message, instead of the traceback, and the process ends with
         the error's exit code. A KeyboardInterrupt is not shown under a parent, nor after an orderly stop, which was
-        told. Tracebacks of other exceptions are printed as usual. There is one hook per process, from the first call
-        on.
+        told. Tracebacks of other exceptions are printed as usual, unless a peer was asked to stop: it leaves in order,
+        and the process ends as after that. There is one hook per process, from the first call on.
 
         Args:
             with_traceback: also print the tracebacks of GossipxErrors and of KeyboardInterrupt.
@@ -125,6 +126,10 @@ class Progress:
             return
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            if (end := exit_hooks.script_failed(error)) is not error:
+                kind, error, trace = type(end), end, end.__traceback__
+            if isinstance(error, SystemExit):
+                raise error from None
             stopped = isinstance(error, KeyboardInterrupt) and (self._fd is not None or hasattr(error, ORDERLY))
             if with_traceback or not (stopped or isinstance(error, GossipxError)):
                 print_others(kind, error, trace)

@@ -7,11 +7,12 @@ was there before is called too.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -101,6 +102,21 @@ class StopSignals:
             before(number, frame)
         elif self.at_once:
             raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def children_may_die() -> Iterator[None]:
+    """Hold off the script's handler of SIGCHLD: torch's raises an error wherever the main thread is, if a worker of a
+    data loader dies, as one does that got the signal, too."""
+    handler = signal.getsignal(signal.SIGCHLD)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
 
 
 def _nothing(number: int) -> None:

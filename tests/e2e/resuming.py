@@ -10,6 +10,7 @@ import torch
 
 from gossipx.checkpoint import Store
 from gossipx.checkpoint.store import MANIFEST
+from gossipx.metrics import summary
 from runs import LONG, Folder, Process, Run
 
 BRIEF = ("--batch-size", "8", "--eval-interval", "0", "--peer-timeout", "20")
@@ -50,3 +51,23 @@ def resumed(here: Folder, *options: str | Path, name: str | Path = "x") -> Run:
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def kept(here: Folder) -> list[int | None]:
+    """Return the iteration of each peer's newest checkpoint."""
+    return [store(here, rank).find() for rank in range(len(here.names))]
+
+
+def check_stopped(here: Folder, output: str) -> list[int]:
+    """Check what a run that was stopped left behind; return each peer's iteration."""
+    figures = summary.read(here.path / "x")
+    found = [one for one in kept(here) if one is not None]
+    assert len(found) == len(here.names) and min(found) > 0
+    assert figures.stopped == here.names and figures.lost == []
+    assert figures.iterations == max(found)
+    assert None not in figures.retrievals and figures.test_accuracy == [None] * len(found)
+    span = str(found[0]) if len(set(found)) == 1 else f"{min(found)} to {max(found)}"
+    (line,) = [line for line in output.splitlines() if line.startswith("stopped")]
+    assert line == f"stopped at {span}; continue with: gossipx run --resume {here.path / 'x'}"
+    assert all((here.path / "x" / f"peer-{rank:02d}" / "model.safetensors").exists() for rank in range(len(found)))
+    return found

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from forks.client import readable
-from resuming import BRIEF, resume, resumed, store, wait_for
+from resuming import BRIEF, check_stopped, kept, resume, resumed, store, wait_for
 
 from gossipx.metrics import summary
 from runs import LONG, TEN_LINES, Folder, Process, Run, children, folder, is_running
@@ -24,26 +24,6 @@ def training(here: Folder, *options: str | Path, first: str = "train") -> Proces
     run = here.start_run(*options)
     run.line(".*".join(rf"{name} {first if not rank else 'train'} \d+" for rank, name in enumerate(here.names)))
     return run
-
-
-def kept(here: Folder) -> list[int | None]:
-    """Return the iteration of each peer's newest checkpoint."""
-    return [store(here, rank).find() for rank in range(len(here.names))]
-
-
-def check_stopped(here: Folder, output: str) -> list[int]:
-    """Check what a run that was stopped left behind; return each peer's iteration."""
-    figures = summary.read(here.path / "x")
-    found = [one for one in kept(here) if one is not None]
-    assert len(found) == len(here.names) and min(found) > 0
-    assert figures.stopped == here.names and figures.lost == []
-    assert figures.iterations == max(found)
-    assert None not in figures.retrievals and figures.test_accuracy == [None] * len(found)
-    span = str(found[0]) if len(set(found)) == 1 else f"{min(found)} to {max(found)}"
-    (line,) = [line for line in output.splitlines() if line.startswith("stopped")]
-    assert line == f"stopped at {span}; continue with: gossipx run --resume {here.path / 'x'}"
-    assert all((here.path / "x" / f"peer-{rank:02d}" / "model.safetensors").exists() for rank in range(len(found)))
-    return found
 
 
 # --- gossipx run --------------------------------------------------------------------------------------

@@ -1,0 +1,166 @@
+"""Errors of scripts that were asked to stop, and scripts that exit by themselves."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from resuming import check_stopped, resume, store
+
+from gossipx.metrics import summary
+from runs import TEN_LINES, Folder, folder
+
+ASKED = """
+import atexit
+
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(True) or END)
+"""
+"""The start of a script; END is what its own handler does."""
+
+
+@pytest.mark.fault(53)
+@pytest.mark.parametrize("block", ["with peer:", "if True:"])
+def test_an_error_after_the_signal_does_not_lose_the_checkpoint(two: Folder, block: str) -> None:
+    """A data loader raises one, for example, when the signal has killed its workers, too."""
+    script = two.script(
+        ASKED.replace("END", "None")
+        + TEN_LINES
+        + f"""
+{block}
+    train(peer, model, optimizer, 20)
+    print("so far")
+    while not asked:
+        os.sched_yield()
+    raise RuntimeError("a worker is gone\\nkilled")
+"""
+    )
+    run = two.start_run("--policy", "never", "--peer-timeout", "60", script, two.path)
+    for _ in two.names:
+        run.line("so far")
+    run.signal(signal.SIGINT)
+    ended = run.end()
+    assert ended.code == 130 and ended.errors == "" and "Traceback" not in ended.output, ended.shown
+    assert check_stopped(two, ended.output) == [20, 20]
+    line = "the script has failed since it was asked to stop: RuntimeError: a worker is gone\n"
+    assert ended.output.count(line) == 2, ended.shown
+
+
+@pytest.mark.fault(53)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        ("--policy", "tau:5", "--delta", "sampled"),
+        ("--servers", "0", "--sync", "asp"),
+        pytest.param(("--policy", "tau:5"), marks=pytest.mark.slow),
+    ],
+    ids=["sampled delta", "servers", "gossip"],
+)
+def test_an_error_in_the_middle_of_an_iteration(two: Folder, mode: tuple[str, ...]) -> None:
+    """Where no boundary is kept, the checkpoint is of the model as it is then."""
+    script = two.script(
+        ASKED.replace("END", "None")
+        + TEN_LINES
+        + """
+with peer:
+    train(peer, model, optimizer, 20)
+    print("so far")
+    while not asked:
+        os.sched_yield()
+    optimizer.zero_grad()
+    model(batch(peer)).sum().backward()
+    raise RuntimeError("a worker is gone")
+"""
+    )
+    run = two.start_run(*mode, "--peer-timeout", "60", script, two.path)
+    for _ in two.names:
+        run.line("so far")
+    run.signal(signal.SIGTERM)
+    ended = run.end()
+    assert ended.code == 0 and ended.errors == "" and "Traceback" not in ended.output, ended.shown
+    assert check_stopped(two, ended.output) == [20, 20]
+    again = resume(two)
+    again.line("so far")
+    again.signal(signal.SIGTERM)
+    assert again.end().code == 0
+
+
+@pytest.mark.fault(53)
+@pytest.mark.parametrize("block", ["with peer:", "if True:"])
+def test_a_handler_of_the_script_that_exits_does_not_lose_the_checkpoint(two: Folder, block: str) -> None:
+    script = two.script(
+        ASKED.replace("END", "sys.exit(0)")
+        + TEN_LINES
+        + f"""
+{block}
+    train(peer, model, optimizer, 20)
+    print("so far")
+    while True:
+        os.sched_yield()
+"""
+    )
+    run = two.start_run("--policy", "never", "--peer-timeout", "60", script, two.path)
+    for _ in two.names:
+        run.line("so far")
+    run.signal(signal.SIGTERM)
+    ended = run.end()
+    assert ended.code == 0 and ended.errors == "" and "Traceback" not in ended.output, ended.shown
+    assert check_stopped(two, ended.output) == [20, 20]
+
+
+@pytest.mark.fault(53)
+def test_a_script_that_exits_by_itself_is_counted(two: Folder) -> None:
+    """It asks for no checkpoint."""
+    script = two.script(TEN_LINES + "with peer:\n    train(peer, model, optimizer, 20)\n    sys.exit(0)\n")
+    ended = two.start_run("--policy", "never", script, two.path).end()
+    assert ended.code == 0 and ended.errors == "", ended.shown
+    assert "stopped at 20; there is no checkpoint to continue from" in ended.output, ended.shown
+    figures = summary.read(two.path / "x")
+    assert figures.iterations == 20 and figures.stopped == two.names and figures.lost == []
+
+
+WORKERS = """
+import multiprocessing
+
+torch.manual_seed(0)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        if index >= 20:
+            signal.pause()
+        return torch.ones(4)
+
+
+with gossipx.join(model, optimizer, peers="hosts.txt", rank=0, name="x", logdir=".") as peer:
+    for inputs in torch.utils.data.DataLoader(Data(), 1, num_workers=1):
+        model(inputs).sum().backward()
+        optimizer.step()
+        if peer.iteration == 20:
+            print("so far", *(worker.pid for worker in multiprocessing.active_children()), flush=True)
+"""
+
+
+@pytest.mark.fault(53)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 0)])
+def test_a_signal_that_reaches_the_workers_of_a_data_loader(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    """As one does that is sent to the process group."""
+    with folder(tmp_path, 1) as here:
+        peer = here.start(here.script(WORKERS), here.path)
+        *_, worker = peer.line("so far").split()
+        peer.signal(number)
+        os.kill(int(worker), number)
+        ended = peer.end()
+        assert ended.code == code and store(here, 0).find() == 20, ended.shown
+        assert "x stopped at 20; continue with GOSSIPX_RESUME=1 in the environment\n" in ended.errors.replace(
+            here.names[0], "x"
+        ), ended.shown
+        assert "has failed since it was asked to stop: RuntimeError: DataLoader worker" in ended.errors, ended.shown
+        assert ended.errors.count("Traceback") == (number == signal.SIGINT), ended.shown
