@@ -69,7 +69,7 @@ def join(
     if not isinstance(optimizer, AcceleratedOptimizer):
         raise UsageError("this optimizer is not prepared: give the one that accelerator.prepare returned")
     plain = accelerator.unwrap_model(model)
-    joining = Joining(peers, policy, rank, evaluate, config_file, settings)
+    joining = Joining(peers, policy, rank, evaluate, config_file, settings, "Accelerate")
     peer = joining.join(plain, optimizer.optimizer)
     accelerator.register_for_checkpointing(peer)
     _separate(accelerator, joining.own)

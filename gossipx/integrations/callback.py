@@ -27,6 +27,8 @@ class PeerCallback:
         peer: the peer; None before the first batch.
     """
 
+    _framework = ""  # its name in messages
+
     def __init__(
         self,
         *,
@@ -39,13 +41,15 @@ class PeerCallback:
         **settings: Any,
     ):
         self.peer: GroupPeer | None = None
-        self._joining = Joining(peers, policy, rank, evaluate, config_file, settings)
+        self._joining = Joining(peers, policy, rank, evaluate, config_file, settings, self._framework, defers=True)
         self._accuracy = accuracy
 
     @property
     def directory(self) -> Path:
-        """As :attr:`gossipx.Peer.directory`, available before training begins."""
-        return self._joining.directory
+        """As :attr:`gossipx.Peer.directory`, available before training begins; it exists."""
+        directory = self._joining.directory
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory
 
     def shard(self, dataset: Dataset[Any]) -> Subset[Any]:
         """Return this peer's part of a data set by the run's ``partition``. Call it before training begins."""

@@ -102,6 +102,8 @@ class Joining:
     evaluate: Callable[[nn.Module], float] | None = None
     config_file: str | Path | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    framework: str = "torch"
+    defers: bool = False  # as for gossipx.Peer.saved_by
     _named: set[str] = field(default_factory=set, init=False)  # directories of which a line was logged
 
     def __post_init__(self) -> None:
@@ -195,7 +197,7 @@ class GroupPeer:
         self._mixes = 0
         self._unhook: list[Callable[[], None]] = []
         self._signals = StopSignals()  # of a rank other than 0, which leaves when rank 0 does
-        self._open = False
+        self._open = self._asked = False
 
         status = self._run_on_rank_0(functools.partial(self._begin, joining, state) if self._group.rank == 0 else None)
         self.rank, self.size, self.iteration = status.rank, status.size, status.iteration
@@ -231,6 +233,7 @@ class GroupPeer:
             config_file=joining.config_file,
             **joining.settings,
         )
+        peer.saved_by(joining.framework, joining.defers)
         self._sections = peer.arena.sections
         if state is not None and own is not None:
             with torch.no_grad():
@@ -255,12 +258,18 @@ class GroupPeer:
                 raise
             peer = self._peer
             assert peer is not None
-            status = GroupStatus(peer.rank, peer.size, peer.iteration, peer.mixes > self._mixes)
+            entered = peer.mixes > self._mixes
+            status = GroupStatus(peer.rank, peer.size, peer.iteration, entered, asked=peer.asked)
             self._mixes = peer.mixes
         status = self._group.share(status)
         if status.exit_code is not None:
             status.end()
         return status
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal has asked the peer to stop; in a group as of the last step, so that all ranks agree."""
+        return self._asked if self._peer is None or self._group.size > 1 else self._peer.asked
 
     # --- the training loop --------------------------------------------------------------------------
 
@@ -273,7 +282,7 @@ class GroupPeer:
         if not self._open:
             return
         status = self._run_on_rank_0(None if self._peer is None else self._peer.step)
-        self.iteration = status.iteration
+        self.iteration, self._asked = status.iteration, status.asked
         if status.entered:
             self._broadcast_exchanged()
 
@@ -326,6 +335,11 @@ class GroupPeer:
         if self._peer is not None:
             self._peer.leave()
         self.close()
+
+    def leave_saved(self, kept: str) -> None:
+        """As :meth:`gossipx.Peer.leave_saved`, in all processes of the group."""
+        self._close_hooks()
+        self._run_on_rank_0(None if self._peer is None else functools.partial(self._peer.leave_saved, kept))
 
     def leave_at_exit(self) -> None:
         """As :meth:`gossipx.Peer.leave_at_exit`."""

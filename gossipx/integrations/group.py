@@ -36,6 +36,7 @@ class GroupStatus:
         entered: whether a received model was mixed since the last status; the weights follow then.
         exit_code: the exit code of rank 0, which is ending; None: it continues.
         reason: why it ends; empty if it left normally.
+        asked: whether a signal has asked rank 0 to stop.
     """
 
     rank: int
@@ -44,6 +45,7 @@ class GroupStatus:
     entered: bool = True
     exit_code: int | None = None
     reason: str = ""
+    asked: bool = False
 
     @staticmethod
     def of(error: BaseException) -> GroupStatus:
@@ -72,18 +74,20 @@ class GroupStatus:
         raise error
 
 
-FORM = struct.Struct("<iiq?h500s")
+FORM = struct.Struct("<iiq??h500s")
 
 
 def _packed(status: GroupStatus) -> bytes:
     code = -1 if status.exit_code is None else status.exit_code & 0xFF
-    return FORM.pack(status.rank, status.size, status.iteration, status.entered, code, status.reason.encode()[:500])
+    return FORM.pack(
+        status.rank, status.size, status.iteration, status.entered, status.asked, code, status.reason.encode()[:500]
+    )
 
 
 def _unpacked(data: bytes) -> GroupStatus:
-    rank, size, iteration, entered, code, reason = FORM.unpack(data)
+    rank, size, iteration, entered, asked, code, reason = FORM.unpack(data)
     text = reason.rstrip(b"\0").decode(errors="ignore")
-    return GroupStatus(rank, size, iteration, entered, None if code < 0 else code, text)
+    return GroupStatus(rank, size, iteration, entered, None if code < 0 else code, text, asked)
 
 
 def rank_in_group() -> int:

@@ -10,6 +10,7 @@ from torch import nn
 
 from gossipx.errors import UsageError
 from gossipx.integrations.callback import PeerCallback
+from gossipx.integrations.ddp import GroupPeer
 from gossipx.model.layout import can_be_mixed
 
 try:
@@ -22,6 +23,8 @@ except ImportError:
 
 KNOWN = {"SingleDeviceStrategy", "DDPStrategy"}
 """Strategies under which each process holds the whole model."""
+STOPPED = "stopped.ckpt"
+"""File in the peer's directory into which Lightning saves its state when a signal has asked to stop."""
 
 
 class GossipCallback(PeerCallback, Callback):
@@ -43,6 +46,7 @@ class GossipCallback(PeerCallback, Callback):
         peer: the peer; None before the first batch.
     """
 
+    _framework = "Lightning"
     _loaded: dict[str, Any] | None = None
     _every = 1
 
@@ -77,10 +81,12 @@ class GossipCallback(PeerCallback, Callback):
             self.peer = self._joining.join(pl_module, trainer.optimizers[-1], state)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Record the loss."""
+        """Record the loss; after a signal, save Lightning's state and leave."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else None
         if self.peer is not None and loss is not None and self.peer.iteration % self._every == 0:
             self.peer.log("train/loss", float(loss) * trainer.accumulate_grad_batches)
+        if self.peer is not None and self.peer.asked:
+            self._stop(self.peer, trainer)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Record the accuracy."""
@@ -88,8 +94,16 @@ class GossipCallback(PeerCallback, Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave after a failed training, so that the other peers continue without this one."""
+        # After SIGTERM Lightning itself ends the batch with an exception. Saving needs all ranks of a group.
+        if self.peer is not None and self.peer.asked and trainer.world_size == 1:
+            self._stop(self.peer, trainer)
         if self.peer is not None:
             self.peer.__exit__(type(exception), exception, exception.__traceback__)
+
+    def _stop(self, peer: GroupPeer, trainer: Any) -> None:
+        kept = str(peer.directory / STOPPED)
+        trainer.save_checkpoint(kept)
+        peer.leave_saved(kept)
 
     def state_dict(self) -> dict[str, Any]:
         """Return gossipx's state for Lightning's checkpoints."""

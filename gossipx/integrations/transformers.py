@@ -38,6 +38,9 @@ class GossipCallback(PeerCallback, TrainerCallback):
         peer: the peer; None before the first batch.
     """
 
+    _framework = "the Trainer"
+    _stops = False  # a signal has asked for it
+
     # --- called by the Trainer ----------------------------------------------------------------------
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -56,9 +59,17 @@ class GossipCallback(PeerCallback, TrainerCallback):
         self.peer.leave_at_exit()  # the Trainer does not notify callbacks of a failed training
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Update gossipx's state within the Trainer's state, since a checkpoint may follow."""
+        """Update gossipx's state within the Trainer's state, since a checkpoint may follow; it does after a signal."""
+        if self.peer is not None and self.peer.asked:
+            self._stops = control.should_save = control.should_training_stop = True
         if self.peer is not None and state.is_world_process_zero:
             state.stateful_callbacks[STATE_KEY] = json.dumps(self.peer.state_dict())
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Run the finish; after a signal, leave with the checkpoint that the Trainer has just saved."""
+        if self.peer is not None and self._stops:
+            self.peer.leave_saved(f"{args.output_dir}/checkpoint-{state.global_step}")
+        super().on_train_end(args, state, control, **kwargs)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Record the loss."""

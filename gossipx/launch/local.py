@@ -187,7 +187,9 @@ class _Run:
             lost = [self._peers[rank].name for rank in self._statuses if rank not in ended] if ended else []
             self._tell_lost(lost, code)
             iterations = [report["iterations"] for report in reports.values() if report["iterations"]]
-            self._display.line(how_to_continue(self._directory.path, iterations, self._stopping.killed))
+            first = next((reports[rank] for rank in sorted(reports)), {})
+            saved = str(first.get("framework", "")), str(first.get("kept", ""))
+            self._display.line(how_to_continue(self._directory.path, iterations, self._stopping.killed, *saved))
         if reports or self._results:
             self._directory.keep()
             self._directory.conclude(summary)

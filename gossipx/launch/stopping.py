@@ -13,6 +13,7 @@ from types import FrameType
 from gossipx.config.settings import RunSettings
 from gossipx.launch.children import Child
 from gossipx.launch.progress import Display, PeerStatus
+from gossipx.runtime.lifecycle import continue_by
 
 STOP_GRACE = 300.0
 """Seconds that peers have to stop, beyond ``peer_timeout``, before SIGKILL: as long as one waits for its checkpoint."""
@@ -133,17 +134,20 @@ class Stopping:
         return ", ".join(f"{status.name} ({status.state} {status.step})" for status in statuses)
 
 
-def how_to_continue(path: Path, iterations: Sequence[int], at_once: bool) -> str:
+def how_to_continue(path: Path, iterations: Sequence[int], at_once: bool, framework: str = "", kept: str = "") -> str:
     """Return the line that says where a run has stopped, and how to continue it.
 
     Args:
         path: the run's directory.
         iterations: of the peers that stopped in order.
         at_once: whether peers were killed.
+        framework, kept: as :attr:`gossipx.runtime.lifecycle.Lifecycle.framework` and ``kept``, of the first peer.
     """
     where = "at once" if at_once else f"at {min(iterations)}" if iterations else "before the first iteration"
     if not at_once and len(set(iterations)) > 1:
         where += f" to {max(iterations)}"
+    if framework:
+        return f"stopped {where}; {continue_by(framework, kept)}"
     found = [int(one.parent.name) for one in path.glob(CHECKPOINTS)]
     if not found:
         return f"stopped {where}; there is no checkpoint to continue from"

@@ -30,6 +30,13 @@ from gossipx.runtime.stop_signals import StopSignals, children_may_die
 log = logging.getLogger("gossipx")
 
 
+def continue_by(framework: str, kept: str) -> str:
+    """Say how a run continues whose state a framework saves; ``kept``: its checkpoint of one peer, empty if unknown."""
+    if not kept:
+        return f"continue from what your script has saved with {framework}"
+    return f"continue with {framework}, each peer from its own checkpoint, such as {kept}"
+
+
 class Lifecycle:
     """Joining, waiting and ending of one peer. The training loop in between is the caller's.
 
@@ -43,6 +50,9 @@ class Lifecycle:
         steps: iterations done in this process.
         backward: the module's hooks in server mode; None in other modes.
         unhook: functions that remove the caller's hooks, called on close.
+        framework: the framework that saves the state, so that no checkpoint is written here; empty: none does.
+        kept: the framework's checkpoint from which this peer continues; empty: unknown.
+        defers: whether the next :meth:`wait` does not leave, since the framework first saves its state.
         before_leaving: functions called when the peer leaves on request, before its checkpoint is taken.
         signals: requests to leave the run.
     """
@@ -61,6 +71,8 @@ class Lifecycle:
         self.finishes_at_exit = True
         self.steps = 0
         self.unhook: list[Callable[[], None]] = []
+        self.framework = self.kept = ""
+        self.defers = False
         self.before_leaving: list[Callable[[], None]] = []
         self.signals = StopSignals(None if options.under_run else self._tell_stopping)
         self._module = module
@@ -116,6 +128,7 @@ class Lifecycle:
             return
         if not self.steps and self._role.trains:
             log.warning("no iteration was counted: pass the optimizer to gossipx.join, or call peer.step() in the loop")
+        self.defers = False
         reporter = self._reporter
         reporter.training_ended()
         agrees = self._takes_part()
@@ -274,7 +287,9 @@ class Lifecycle:
             if not self.steps:
                 raise
             self.leave_on_request()
-        if self.asked_to_leave:
+        if self.asked_to_leave and self.defers:
+            self.defers = False
+        elif self.asked_to_leave:
             self.leave_on_request()
 
     def leave_on_request(self) -> NoReturn:
@@ -305,12 +320,13 @@ class Lifecycle:
         for prepare in self.before_leaving:
             prepare()
         if self.steps or not self._role.trains:
-            checkpoints.leaving(reporter.state_dict)
+            if not self.framework:
+                checkpoints.leaving(reporter.state_dict)
             self._arena.fill_pending()  # no step boundary follows if a worker leaves while it waits for tables
         self._tell_leaving()
         with self._driver.committing:
             unsaved = self._save() or checkpoints.flush()
-        reporter.report_left()
+        reporter.report_left(self.framework, self.kept)
         self._tell_how_to_continue()
         self.close()
         if problem := unsaved or self._driver.error:
@@ -321,6 +337,8 @@ class Lifecycle:
         if not self._options.under_run:
             written = self._checkpoints.newest >= 0
             how = "; continue with GOSSIPX_RESUME=1 in the environment" if written else ", without a checkpoint"
+            if self.framework:
+                how = f"; {continue_by(self.framework, self.kept)}"
             log.warning("%s stopped at %d%s", self._options.name, self._arena.step, how)
 
     def wait_for_tables(self, tables: Sequence[int] | None = None) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -325,6 +325,33 @@ class Peer:
         For frameworks that do not report a failed training which the script has caught.
         """
         self._lifecycle.finishes_at_exit = False
+
+    def saved_by(self, framework: str, defers: bool) -> None:
+        """Leave it to a framework to save the state, and write no checkpoint when a signal has asked to stop.
+
+        Args:
+            framework: its name.
+            defers: whether it then calls :meth:`leave_saved` before the next step. Otherwise this peer leaves by
+                itself, within the step.
+        """
+        self._lifecycle.framework, self._lifecycle.defers = framework, defers
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal has asked this peer to stop."""
+        return self._lifecycle.leaves_in_order
+
+    def leave_saved(self, kept: str) -> NoReturn:
+        """Leave as a signal has asked, after the framework has saved its state, and end the script.
+
+        Args:
+            kept: its checkpoint.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: always, as the signal asks.
+        """
+        self._lifecycle.kept = kept
+        self._lifecycle.leave_on_request()
 
     def before_leaving(self, prepare: Callable[[], None]) -> None:
         """Call ``prepare`` when a signal has asked this peer to leave, before its last checkpoint is taken."""

@@ -174,11 +174,15 @@ class Reporter:
             **more,
         )
 
-    def report_left(self) -> None:
-        """Report that the peer has left on request, with its figures until then."""
+    def report_left(self, framework: str = "", kept: str = "") -> None:
+        """Report that the peer has left on request, with its figures until then.
+
+        Args:
+            framework, kept: as :attr:`gossipx.runtime.lifecycle.Lifecycle.framework` and ``kept``.
+        """
         self.finished()
         figures = {**self.report(None, None), "seconds_before": self.figures.earlier.seconds}
-        self.report_state("left", report=figures)
+        self.report_state("left", report={**figures, "framework": framework, "kept": kept})
 
     def report_result(self, agreed: bool) -> None:
         """Report the final figures of this peer and of the others to the parent process.

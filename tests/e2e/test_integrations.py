@@ -7,6 +7,7 @@ Both peers leave everything that concerns directories at the framework's default
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -374,6 +375,37 @@ except ArithmeticError:
     assert ended.code == 0 and "caught" not in two.told(0), ended.shown
     assert "peer 1 has left" in ended.output + ended.errors, ended.shown
     assert "no longer waiting" not in ended.output + ended.errors, ended.shown
+
+
+@pytest.mark.fault(53)
+@pytest.mark.parametrize("name", ["lightning", "transformers"])
+def test_a_signal_leaves_a_checkpoint_of_the_framework(two: Folder, name: str) -> None:
+    """And the line says from where the framework continues."""
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    whole, call = LOOPS[name], {"lightning": "fit(2, kept)", "transformers": "train(2, kept)"}[name]
+    stops = f"""
+def stop(*given, **named):
+    if kept is None and gossip.peer.iteration == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+assert gossip.directory.is_dir()
+kept = sys.argv[4] if len(sys.argv) > 4 else None
+Began.on_train_batch_start = Began.on_step_begin = stop
+{call}
+(FOLDER / f"{{PEER}}.json").write_text(json.dumps(told))
+"""
+    script = two.script(BEGIN + whole[: whole.index("first")] + stops)
+    told = "stopped at ([34]); continue with .*, each peer from its own checkpoint, such as (.*)"
+    found = []
+    for peer, process in enumerate([two.start(script, two.path, str(peer), "1") for peer in range(2)]):
+        ended = process.end()
+        found += re.findall(told, ended.errors)
+        assert ended.code == 0 and len(found) == peer + 1 and f"peer-{peer:02d}" in found[peer][1], ended.shown
+    for peer, process in enumerate([two.start(script, two.path, str(peer), "1", found[peer][1]) for peer in range(2)]):
+        ended = process.end()
+        assert ended.code == 0 and two.told(peer)["at"] == int(found[peer][0]), ended.shown
 
 
 @pytest.mark.slow
