@@ -14,10 +14,10 @@ from gossipx.integrations.ddp import GroupPeer
 from gossipx.model.layout import can_be_mixed
 
 try:
-    from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoint
+    from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoint, OnExceptionCheckpoint
 except ImportError:
     try:
-        from pytorch_lightning.callbacks import BaseFinetuning, Callback, ModelCheckpoint
+        from pytorch_lightning.callbacks import BaseFinetuning, Callback, ModelCheckpoint, OnExceptionCheckpoint
     except ImportError as error:
         raise UsageError(f"Lightning cannot be imported ({error}): pip install 'gossipx[lightning]'") from error
 
@@ -61,6 +61,7 @@ class GossipCallback(PeerCallback, Callback):
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # that a shared directory is not empty
                     callback.setup(trainer, pl_module, stage)  # it chooses a directory; Lightning calls it again
+            if isinstance(callback, (ModelCheckpoint, OnExceptionCheckpoint)):
                 callback.dirpath = self._joining.own(callback.dirpath)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -377,6 +377,25 @@ except ArithmeticError:
     assert "no longer waiting" not in ended.output + ended.errors, ended.shown
 
 
+def test_lightnings_checkpoint_of_an_exception_is_each_peers_own(two: Folder) -> None:
+    if importlib.util.find_spec("lightning") is None:
+        pytest.skip("lightning is not installed")
+    body = """
+from types import SimpleNamespace
+
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+
+from gossipx.integrations.lightning import GossipCallback
+
+saves = OnExceptionCheckpoint("exc")
+for _ in range(2):
+    GossipCallback(**settings).setup(SimpleNamespace(checkpoint_callbacks=[saves]), None, "fit")
+(FOLDER / f"{PEER}.json").write_text(json.dumps(saves.ckpt_path))
+"""
+    ended = two.start(two.script(BEGIN + body), two.path, "1", "1").end()
+    assert ended.code == 0 and two.told(1) == "exc/peer-01/on_exception.ckpt", ended.shown
+
+
 @pytest.mark.fault(53)
 @pytest.mark.parametrize("name", ["lightning", "transformers"])
 def test_a_signal_leaves_a_checkpoint_of_the_framework(two: Folder, name: str) -> None:
