@@ -25,16 +25,9 @@ from gossipx.runtime.control import Control
 from gossipx.runtime.driver import Driver
 from gossipx.runtime.options import PeerOptions
 from gossipx.runtime.reporting import Reporter
-from gossipx.runtime.stop_signals import StopSignals, children_may_die
+from gossipx.runtime.stop_signals import StopSignals, children_may_die, continue_by
 
 log = logging.getLogger("gossipx")
-
-
-def continue_by(framework: str, kept: str) -> str:
-    """Say how a run continues whose state a framework saves; ``kept``: its checkpoint of one peer, empty if unknown."""
-    if not kept:
-        return f"continue from what your script has saved with {framework}"
-    return f"continue with {framework}, each peer from its own checkpoint, such as {kept}"
 
 
 class Lifecycle:

@@ -104,6 +104,13 @@ class StopSignals:
             raise KeyboardInterrupt
 
 
+def continue_by(framework: str, kept: str) -> str:
+    """Say how a run continues whose state a framework saves; ``kept``: its checkpoint of one peer, empty if unknown."""
+    if not kept:
+        return f"continue from what your script has saved with {framework}"
+    return f"continue with {framework}, each peer from its own checkpoint, such as {kept}"
+
+
 @contextlib.contextmanager
 def children_may_die() -> Iterator[None]:
     """Hold off the script's handler of SIGCHLD: torch's raises an error wherever the main thread is, if a worker of a
