@@ -124,3 +124,23 @@ def test_the_last_peer_continues_alone(seed: int) -> None:
     served.ended(made)
     assert made.peers[3].arena.step == ITERATIONS
     assert made.lines(3, "this peer now holds shard 0") and made.lines(3, "shard 0 has no replica any more")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_both_peers_of_a_shard_are_killed_and_return(seed: int) -> None:
+    """The shard is lost, so it continues from the workers' model, and every peer tells it."""
+    rng = random.Random(seed)
+    at = rng.uniform(4, 10)
+    made = served.world(3, servers="0,1", servers_only=True, server_replicas=1, iterations=ITERATIONS)
+    for rank in (0, 1):
+        made.crash(rank, at)
+        made.restart(rank, at + rng.uniform(1, 3))
+    served.ended(made)
+    assert made.fired["restart"] == 2
+    for rank in (0, 1):
+        (lost,) = made.lines(rank, f"shard {rank} was lost when this server was killed")
+        assert int(lost.split("clock ")[1].split()[0]) > 0
+        told = f"peer {rank}, a server, was restarted: the state of shard {rank} is lost, its optimizer's too"
+        assert made.lines(2, told)
+    counts = {index: shard.clock.clock for rank in (0, 1) for index, shard in mode(made, rank).shards.items()}
+    assert counts == {0: ITERATIONS, 1: ITERATIONS}

@@ -243,6 +243,7 @@ class Replication:
     def _take_over(self, index: int, now: float) -> list[Effect]:
         """Become the holder of a shard that was followed."""
         replica = self.replicas[index]
+        had_copy = replica.has_copy  # the shard's records say so, and are replaced below
         dropped = self._drop_replica(index)
         shard = self._shards[index] = replica.shard
         gone = self._context.members.is_gone(replica.holder)
@@ -253,7 +254,7 @@ class Replication:
         note = [] if replica.initial_holder else [Note("", text)]
         # A holder that has restarted gets the replica; else the next peer does.
         paired = self._choose(index) if gone else self._pair_with(index, replica.holder) if note else []
-        if not replica.has_copy:  # no known peer has held it
+        if not had_copy:  # no known peer has held it
             return [*dropped, *note, *self._begin(shard, now), *paired]
         return [*dropped, *note, *shard.serve(now), *shard.update_members(self._training()), *paired]
 
