@@ -16,6 +16,8 @@ from typing import Annotated, Any, TypeAlias, TypeVar, get_args, get_type_hints
 
 _T = TypeVar("_T")
 Check: TypeAlias = Callable[[object], Any]
+Setting: TypeAlias = float | tuple[float, ...]
+"""A setting of an optimizer: a number, or several, such as Adam's betas."""
 """A function from a plain JSON value to the value of the field. Its ValueError says what is wrong in a few words."""
 
 MAX_COUNT = 2**63 - 1
@@ -27,7 +29,8 @@ MAX_SETTINGS = 32
 MAX_PARTS = 65_536  # partitions of a shard
 MAX_SECTIONS = 16  # sections of a model: one per dtype
 MAX_SHARD_EVENTS = 1_000  # entries in one record
-MAX_GROUPS, MAX_GROUP = 1_000, 32  # parameter groups of an optimizer, and numbers in one
+MAX_GROUPS, MAX_GROUP = 1_000, 32  # parameter groups of an optimizer, and settings in one
+MAX_SETTING = 8  # numbers in one setting of an optimizer
 # Bytes of metadata. The largest legitimate messages: 65,536 ranks of five digits are 384 KiB, a report of a run of 100
 # peers is 5 KiB. The small bound is what an unauthenticated connection can make us allocate.
 MAX_METADATA = 512 * 1024
@@ -215,12 +218,20 @@ def _figures(value: object) -> object:
     return [_figure(item) for item in value] if type(value) is list else _figure(value)
 
 
-def _group(value: object) -> dict[str, float]:
+def _setting(value: object) -> Setting:
+    numbers: list[Any] = value if isinstance(value, list) else [value]
+    if not 1 <= len(numbers) <= MAX_SETTING or not all(map(is_finite, numbers)):
+        raise ValueError(f"has a value that is not a finite number, or at most {MAX_SETTING} of them")
+    if isinstance(value, list):
+        return tuple(numbers)
+    number: float = numbers[0]
+    return number
+
+
+def _group(value: object) -> dict[str, Setting]:
     if type(value) is not dict or len(value) > MAX_GROUP:
         raise ValueError(f"has an item that is not an object of at most {MAX_GROUP} numbers")
-    if not all(is_finite(number) for number in value.values()):
-        raise ValueError("has a value that is not a finite number")
-    return {_text(name): float(number) for name, number in value.items()}
+    return {_text(name): _setting(one) for name, one in value.items()}
 
 
 def _happening(value: object) -> tuple[object, ...]:
@@ -257,7 +268,7 @@ Texts = Annotated[Mapping[str, str], named(_text, "texts", MAX_SETTINGS)]
 Report = Annotated[dict[str, object], named(_figures, "figures", MAX_FIGURES)]
 Sections = Annotated[tuple[int, ...], listed(_count, "numbers", MAX_SECTIONS)]
 """One number for each section of a model."""
-Groups = Annotated[tuple[dict[str, float], ...], listed(_group, "groups", MAX_GROUPS)]
+Groups = Annotated[tuple[dict[str, Setting], ...], listed(_group, "groups", MAX_GROUPS)]
 """The settings of each parameter group of an optimizer, in order."""
 _part = pair(integer(0, MAX_PARTS), integer(0, MAX_MODEL), "a pair of numbers")
 Parts = Annotated[tuple[tuple[int, int], ...], listed(_part, "parts", MAX_PARTS)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gossipx.errors import UsageError
 
-ALL_GROUPS = "call add_param_group before it, since the servers have an optimizer with those groups"
+ALL_GROUPS = "complete its groups before it, for example by add_param_group, since the servers' optimizers have those"
 
 
 class OptimizerBypass:
@@ -27,7 +27,7 @@ class OptimizerBypass:
 
     def __init__(self, optimizer: torch.optim.Optimizer, before: Callable[[], None]):
         self._before = before
-        self._groups = len(optimizer.param_groups)
+        self._groups = _group_ids(optimizer)
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._handle = optimizer.register_step_pre_hook(self._hide)
 
@@ -38,8 +38,11 @@ class OptimizerBypass:
                 "a hook was added to the optimizer's step after gossipx.join, so it would see no gradients: call"
                 " register_step_pre_hook before gossipx.join"
             )
-        if len(optimizer.param_groups) != self._groups:
-            raise UsageError(f"the optimizer has other parameter groups than at gossipx.join: {ALL_GROUPS}")
+        if _group_ids(optimizer) != self._groups:
+            raise UsageError(
+                "the optimizer has other parameter groups than at gossipx.join, or other parameters in them:"
+                f" {ALL_GROUPS}"
+            )
         kept = _call_closure(args, kwargs)
         if not overflowed(optimizer):
             _unscale(optimizer)
@@ -65,6 +68,10 @@ def overflowed(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a fused optimizer skips its update because GradScaler reported an overflow."""
     overflow = getattr(optimizer, "found_inf", None)
     return overflow is not None and bool(float(overflow))
+
+
+def _group_ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

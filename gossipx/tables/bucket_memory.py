@@ -16,7 +16,7 @@ from gossipx.codecs.changes import FULL, checksum
 from gossipx.errors import ProtocolError
 from gossipx.memory import Memory, Source, copy
 from gossipx.model.buffers import typed
-from gossipx.protocol.fields import Parts
+from gossipx.protocol.fields import Parts, Setting
 from gossipx.protocol.messages import CarryingReply
 from gossipx.protocol.server_messages import TablesReply
 from gossipx.server.placement import Partition
@@ -24,7 +24,7 @@ from gossipx.tables.coding import PushEncoder
 from gossipx.tables.parts import ApplyBuffer, TransmitBuffer
 from gossipx.wire import Bytes, Sink
 
-Settings = tuple[dict[str, float], ...]
+Settings = tuple[dict[str, Setting], ...]
 """The numeric hyperparameters of an optimizer's parameter groups, one dict per group."""
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from gossipx.codecs import Codec, State, Tensors, describe, encoder
 from gossipx.codecs.feedback import ERROR, GATHERED, rescale
 from gossipx.errors import UsageError
+from gossipx.protocol.fields import Setting
 from gossipx.server.placement import Partition
 
 log = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class PushEncoder:
         self._frame = np.empty(self._encoder.most(self.state), np.uint8)
         self.rates: dict[int, float] = {}
 
-    def encode(self, settings: Sequence[Mapping[str, float]]) -> memoryview:
+    def encode(self, settings: Sequence[Mapping[str, Setting]]) -> memoryview:
         """Return the frame of the current gradients; valid until the next call.
 
         Args:
@@ -101,14 +102,15 @@ class PushEncoder:
             frame, _ = self._encoder.encode(self._values, self._encoder.init(self.state.tensors), self._frame)
         return frame
 
-    def _rescale_error(self, settings: Sequence[Mapping[str, float]]) -> None:
+    def _rescale_error(self, settings: Sequence[Mapping[str, Setting]]) -> None:
         """Rescale the error feedback so that it moves the model as far at the new learning rate as at the old one."""
         error = self.state.kept.get(ERROR)
         start = 0
         for one in self.partitions:
             stop = start + one.stop - one.start
             group = self._coding.groups[one.table]
-            rate = settings[group].get("lr", 0.0) if 0 <= group < len(settings) else 0.0
+            given = settings[group].get("lr", 0.0) if 0 <= group < len(settings) else 0.0
+            rate = 0.0 if isinstance(given, tuple) else given
             before = self.rates.get(one.table, rate)
             if error is not None and rate > 0 and before != rate:
                 rescale(error[start:stop], before / rate)

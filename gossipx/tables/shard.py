@@ -20,7 +20,7 @@ from gossipx.errors import ProtocolError, UsageError
 from gossipx.memory import Memory, Source, copy
 from gossipx.model import kernels
 from gossipx.model.buffers import typed
-from gossipx.protocol.fields import Parts
+from gossipx.protocol.fields import Parts, Setting
 from gossipx.protocol.server_messages import GradientRequest, RecordRequest
 from gossipx.server.placement import Partition
 from gossipx.server.placement.buckets import Bucket
@@ -242,7 +242,7 @@ class ShardStore:
             start += size
         return gradient
 
-    def apply(self, number: int, gradient: Tensor, scale: float, settings: Sequence[dict[str, float]]) -> None:
+    def apply(self, number: int, gradient: Tensor, scale: float, settings: Sequence[dict[str, Setting]]) -> None:
         """Do one optimizer step on one bucket; ``settings`` are the hyperparameters of each parameter group."""
         bucket = self.buckets[number]
         if scale != 1.0:
@@ -258,7 +258,7 @@ class ShardStore:
             bucket.gradient_buffer().copy_(gradient)
         bucket.count += 1
 
-    def apply_buffer(self, settings: Sequence[dict[str, float]]) -> None:
+    def apply_buffer(self, settings: Sequence[dict[str, Setting]]) -> None:
         """Do one optimizer step with the mean of each bucket's gradient buffer, and empty the buffers."""
         steps = []
         for bucket in self.buckets:
@@ -268,12 +268,13 @@ class ShardStore:
                 bucket.count = 0
         self._step(steps, settings)
 
-    def _step(self, steps: Sequence[tuple[BucketTables, Tensor]], settings: Sequence[dict[str, float]]) -> None:
+    def _step(self, steps: Sequence[tuple[BucketTables, Tensor]], settings: Sequence[dict[str, Setting]]) -> None:
         if self.optimizer is None:
             return
         for group, number in zip(self.optimizer.param_groups, self._groups, strict=True):
             if number < len(settings):
-                group.update(settings[number])
+                for name, value in settings[number].items():  # saved ones have lists in place of tuples
+                    group[name] = value if isinstance(value, int | float) else tuple(value)
         for bucket, gradient in steps:
             for place, slab in bucket.slabs:
                 slab.grad = gradient[place].view(slab.shape)

@@ -20,6 +20,7 @@ from gossipx.checkpoint import from_bytes, to_bytes
 from gossipx.errors import MALFORMED, GossipxError, ProtocolError, UsageError
 from gossipx.memory import PIECE, Memory, Source
 from gossipx.model import kernels
+from gossipx.protocol.fields import MAX_SETTING, Setting
 from gossipx.protocol.messages import CarryingReply
 from gossipx.protocol.server_messages import CopyReply, GradientRequest, RecordRequest
 from gossipx.protocol.table_effects import Pieces, RequestedBucket
@@ -147,16 +148,21 @@ class _Hosted:
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
-    """Return the optimizer's current numeric hyperparameters, such as a schedule's learning rate."""
+    """Return the optimizer's current numeric hyperparameters, such as a schedule's learning rate and betas."""
     return tuple(
-        {
-            name: float(value)
-            for name, value in group.items()
-            if (isinstance(value, int | float) and not isinstance(value, bool))
-            or (isinstance(value, Tensor) and value.numel() == 1)
-        }
+        {name: value for name, given in group.items() if name != "params" and (value := _setting(given)) is not None}
         for group in optimizer.param_groups
     )
+
+
+def _setting(value: object) -> Setting | None:
+    """Return a hyperparameter as it is sent; None: it is not numeric."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value)
+    if isinstance(value, tuple | list) and 1 <= len(value) <= MAX_SETTING:
+        numbers = [_setting(one) for one in value]
+        return tuple(one for one in numbers if isinstance(one, int | float)) if None not in numbers else None
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 class TableStore:

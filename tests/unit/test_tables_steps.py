@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,10 @@ from table_sides import OptimizerOf, side, values
 from torch import nn
 
 from gossipx.errors import UsageError
+from gossipx.protocol.fields import kind_of
+from gossipx.protocol.server_messages import GradientRequest
 from gossipx.protocol.table_effects import RequestedBucket
+from gossipx.tables.store import settings_of
 
 # --- optimizers -------------------------------------------------------------------------------------------
 
@@ -54,6 +58,38 @@ def test_optimizers_with_two_groups_on_tables_that_are_cut(name: str, place: str
     here.pull()
     for one, two in zip(here.parameters, alone, strict=True):
         torch.testing.assert_close(one.detach(), two.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_a_schedule_may_change_settings_of_several_numbers() -> None:
+    """OneCycleLR cycles Adam's betas."""
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=0.1)
+
+    here, alone = side(values(torch.float64), optimizer=make), [nn.Parameter(one) for one in values(torch.float64)]
+    optimizer = make(alone)
+    for step in range(5):
+        for group in (*optimizer.param_groups, *here.optimizer.param_groups):
+            group["betas"] = (0.5 + step / 10, 0.9)
+        gradients = values(torch.float64, seed=10 + step)
+        for own, gradient in zip(alone, gradients, strict=True):
+            own.grad = gradient
+        optimizer.step()
+        here.update(gradients)
+        here.push()
+    here.pull()
+    for one, two in zip(here.parameters, alone, strict=True):
+        torch.testing.assert_close(one.detach(), two.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_settings_arrive_with_their_types() -> None:
+    """Muon counts its steps, so ns_steps must not become a float."""
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))])
+    optimizer.param_groups[0]["ns_steps"] = 5
+    (group,) = settings_of(optimizer)
+    (arrived,) = kind_of(GradientRequest).checks["settings"](json.loads(json.dumps([group])))
+    assert type(arrived["ns_steps"]) is int and arrived["betas"] == (0.9, 0.999)
+    assert arrived == group
 
 
 class Norm(torch.optim.Optimizer):
