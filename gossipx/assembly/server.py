@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import random
 import time
@@ -75,6 +76,9 @@ class Served:
     sync: str
 
 
+_OPTIONAL = inspect.Parameter("closure", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+
+
 def serve(
     config: RunConfig,
     names: Sequence[str],
@@ -93,6 +97,11 @@ def serve(
         return None
     if optimizer is None:
         raise UsageError("in server mode the servers run the optimizer: pass it to gossipx.join")
+    if inspect.signature(optimizer.step).parameters.get("closure", _OPTIONAL).default is inspect.Parameter.empty:
+        raise UsageError(
+            f"{type(optimizer).__name__} computes gradients in its step, by a closure, and servers have none: give"
+            " another optimizer, or leave out the servers"
+        )
     tables = [(plain_name(name), value) for name, value in module.named_parameters() if value.requires_grad]
     layouts = _layouts(tables, config.server, own)
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]

@@ -22,6 +22,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -108,6 +109,7 @@ class Backward:
             name = self._names[number]
             if parameter.grad is None:
                 raise UsageError(f"'{name}' has no gradient after backward: {NO_HOOK}")
+            _check_dense(name, parameter.grad)
             if self._sending is Sending.OBSERVED:
                 if number in self._watch:
                     self._send_at_step(f"'{name}' gets several gradients before one step")
@@ -171,6 +173,7 @@ class Backward:
             self._unread = sorted(self._forwards.learn().intersection(self._watch)) if self._forwards else []
         for number, parameter in enumerate(self._parameters):
             if parameter.grad is not None and number not in sent:
+                _check_dense(self._names[number], parameter.grad)
                 self._send(self._client.update(number, parameter.grad))
         self._send([*self._deferred, *self._client.flush()])
         self._deferred.clear()
@@ -254,6 +257,14 @@ class Backward:
         """Remove all hooks."""
         self._remove_hooks()
         self._poll = lambda: None  # break the reference cycle with the peer
+
+
+def _check_dense(name: str, gradient: Tensor) -> None:
+    if gradient.layout is not torch.strided:
+        raise UsageError(
+            f"the gradient of '{name}' is sparse, which servers do not take: make its layer with sparse=False, or leave"
+            " out the servers"
+        )
 
 
 def _written(parameter: Tensor) -> tuple[int, int]:

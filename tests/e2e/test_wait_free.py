@@ -306,6 +306,21 @@ def test_steps_too_small_for_16_bits_add_up(join: Join, dtype: torch.dtype) -> N
     assert model.weight.item() == pytest.approx(1 - 2 * torch.finfo(dtype).eps, rel=0.1 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("wait_free", WAIT_FREE)
+def test_sparse_gradients_are_refused(join: Join, wait_free: bool):
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with join(model, optimizer, wait_free=wait_free), pytest.raises(UsageError, match=r"'0\.weight' is sparse, which"):
+        model(torch.arange(3)).sum().backward()
+        optimizer.step()
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_at_join(join: Join):
+    model = net()
+    with pytest.raises(UsageError, match="LBFGS computes gradients in its step, by a closure, and servers have none"):
+        join(model, torch.optim.LBFGS(model.parameters()))
+
+
 @pytest.mark.fault(49)
 def test_a_parameter_that_is_added_to_a_group_is_refused_at_the_next_step(join: Join):
     model = net()
