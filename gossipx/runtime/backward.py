@@ -92,7 +92,8 @@ class Backward:
         self._watch = GradientWatch()
         self._deferred: list[tuple[int, int]] = []  # buckets that are sent at the optimizer's step
         self._left: dict[int, tuple[int, int]] = {}  # by table: the state of its parameter when values came last
-        self._told_of_writes = False
+        self._told_of_writes = self._told_of_zeros = False
+        self._had_gradient: set[int] = set()
         self._unread: list[int] = []  # tables that are awaited after each step, since no module's forward reads them
         self._handles: list[RemovableHandle] = []
         self._forwards: Forwards | None = None
@@ -175,11 +176,31 @@ class Backward:
             if parameter.grad is not None and number not in sent:
                 _check_dense(self._names[number], parameter.grad)
                 self._send(self._client.update(number, parameter.grad))
+        self._warn_of_zeros()
         self._send([*self._deferred, *self._client.flush()])
         self._deferred.clear()
         self._watch.clear()
         self._used.clear()
         self._begun = False
+
+    def _warn_of_zeros(self) -> None:
+        """Name once a table that the servers will change although it has no gradient, which they take for zeros."""
+        if self._told_of_zeros:
+            return
+        without = self._client.without_gradient
+        for number in without:
+            settings = self._client.settings_of(number)
+            had = number in self._had_gradient
+            moves = settings.get("weight_decay") or (had and settings and settings.get("momentum", 1))
+            if moves and settings.get("lr", 1) and self._parameters[number].numel():
+                self._told_of_zeros = True
+                log.warning(
+                    "'%s' has no gradient in this iteration, which servers take for zeros: weight decay and momentum"
+                    " still change it; to keep it as it is, give it a parameter group of its own, with lr=0 now",
+                    self._names[number],
+                )
+                return
+        self._had_gradient.update(set(range(len(self._names))).difference(without))
 
     def _check_changes(self) -> None:
         """Send gradients at the optimizer's step if the loop has changed this iteration's since backward."""

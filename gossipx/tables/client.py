@@ -20,7 +20,7 @@ from torch import Tensor
 from gossipx.errors import UsageError
 from gossipx.memory import Memory, Source
 from gossipx.model.buffers import typed
-from gossipx.protocol.fields import Parts
+from gossipx.protocol.fields import Parts, Setting
 from gossipx.protocol.server_messages import MEASURED, TablesRequest
 from gossipx.server.placement import Partition
 from gossipx.server.placement.buckets import Bucket
@@ -176,6 +176,17 @@ class Client:
         one.updated = True
         one.table.update(gradient)
         return self._whole(table)
+
+    @property
+    def without_gradient(self) -> list[int]:
+        """The tables that have no gradient in this iteration yet."""
+        return [number for number, table in enumerate(self._tables) if not table.updated]
+
+    def settings_of(self, table: int) -> dict[str, Setting]:
+        """Return the optimizer's current hyperparameters of a table; none if it is not trained."""
+        group = self._coding.groups[table] if table < len(self._coding.groups) else -1
+        settings = self.settings_now()
+        return settings[group] if 0 <= group < len(settings) else {}
 
     def flush(self) -> list[Where]:
         """End the iteration: store zeros for tables without a gradient, and return the buckets that these complete."""

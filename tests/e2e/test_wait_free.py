@@ -315,6 +315,42 @@ def test_sparse_gradients_are_refused(join: Join, wait_free: bool):
         optimizer.step()
 
 
+@pytest.mark.parametrize(("decay", "told"), [(0.1, 1), (0.0, 0)])
+def test_a_frozen_layer_that_servers_still_move_is_named_once(
+    join: Join, caplog: pytest.LogCaptureFixture, decay: float, told: int
+):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=decay)
+    with join(model, optimizer):
+        model[0].requires_grad_(False)
+        loop(model, optimizer, plain, steps=3)
+    said = [one for one in caplog.messages if "'0.weight' has no gradient in this iteration" in one]
+    assert len(said) == told
+
+
+def test_momentum_that_moves_a_layer_without_a_gradient_is_named(join: Join, caplog: pytest.LogCaptureFixture):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with join(model, optimizer):
+        loop(model, optimizer, plain, steps=2)
+        model[0].requires_grad_(False)
+        loop(model, optimizer, plain, steps=2)
+    assert any("'0.weight' has no gradient in this iteration" in one for one in caplog.messages)
+
+
+def test_a_layer_with_lr_0_rests(join: Join, caplog: pytest.LogCaptureFixture):
+    """The remedy in that warning."""
+    model = net()
+    optimizer = torch.optim.AdamW([{"params": layer.parameters()} for layer in (model[0], model[2])], weight_decay=0.1)
+    before = model[0].weight.detach().clone()
+    with join(model, optimizer):
+        model[0].requires_grad_(False)
+        optimizer.param_groups[0]["lr"] = 0.0
+        loop(model, optimizer, plain, steps=3)
+    torch.testing.assert_close(model[0].weight.detach(), before, rtol=0, atol=0)
+    assert not any("has no gradient" in one for one in caplog.messages)
+
+
 def test_an_optimizer_that_needs_a_closure_is_refused_at_join(join: Join):
     model = net()
     with pytest.raises(UsageError, match="LBFGS computes gradients in its step, by a closure, and servers have none"):
