@@ -42,6 +42,7 @@ class Lifecycle:
         finishes_at_exit: whether a script that ends normally without closing the peer has completed its training.
         steps: iterations done in this process.
         backward: the module's hooks in server mode; None in other modes.
+        before_finish: functions called when the training loop has ended normally.
         unhook: functions that remove the caller's hooks, called on close.
         framework: the framework that saves the state, so that no checkpoint is written here; empty: none does.
         kept: the framework's checkpoint from which this peer continues; empty: unknown.
@@ -63,6 +64,7 @@ class Lifecycle:
         self.open = True
         self.finishes_at_exit = True
         self.steps = 0
+        self.before_finish: list[Callable[[], None]] = []
         self.unhook: list[Callable[[], None]] = []
         self.framework = self.kept = ""
         self.defers = False
@@ -122,6 +124,8 @@ class Lifecycle:
         if not self.steps and self._role.trains:
             log.warning("no iteration was counted: pass the optimizer to gossipx.join, or call peer.step() in the loop")
         self.defers = False
+        for prepare in self.before_finish:
+            prepare()
         reporter = self._reporter
         reporter.training_ended()
         agrees = self._takes_part()

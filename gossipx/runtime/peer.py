@@ -65,7 +65,8 @@ class Peer:
         self._backward = self._lifecycle.backward
         self._module = module
         self._bypass: OptimizerBypass | None = None
-        self._watch = StepWatch(module)
+        self._watch = StepWatch(module, copies=backward is None)
+        self._lifecycle.before_finish.append(self._watch.training_ended)
         self._lifecycle.unhook.append(self._watch.close)
         if optimizer is not None:
             self._watch.follow(optimizer, self._optimizer_stepped)

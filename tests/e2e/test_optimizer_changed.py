@@ -23,15 +23,16 @@ with peer:
     other = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=2)
     if sys.argv[2] == "joins":
         peer.join_optimizer(other)
-    for _ in range(40):
+    for _ in range(int(sys.argv[3])):
         other.step(closure)
 tell(peer, iteration=peer.iteration)
 """
 )
 
 
-def test_a_second_optimizer_is_told_of_and_ends_the_counting(two: Folder) -> None:
-    run = two.run(*BRIEF, two.script(CHANGES), two.path, "leaves")
+@pytest.mark.parametrize("updates", ["40", "5"])
+def test_a_second_optimizer_is_told_of_and_ends_the_counting(two: Folder, updates: str) -> None:
+    run = two.run(*BRIEF, two.script(CHANGES), two.path, "leaves", updates)
     lines = [line for line in run.ended.output.splitlines() if "the model changes without" in line]
     assert len(lines) == 2, run.ended.shown
     assert all(
@@ -41,7 +42,7 @@ def test_a_second_optimizer_is_told_of_and_ends_the_counting(two: Folder) -> Non
 
 
 def test_an_optimizer_that_is_joined_in_mid_run_counts(two: Folder) -> None:
-    run = two.run(*BRIEF, two.script(CHANGES), two.path, "joins")
+    run = two.run(*BRIEF, two.script(CHANGES), two.path, "joins", "40")
     assert "the model changes without" not in run.ended.output
     assert [two.told(rank)["iteration"] for rank in range(2)] == [80, 80] and run.summary["iterations"] == 80
     assert agree(run, 2)

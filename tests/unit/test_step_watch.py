@@ -109,6 +109,47 @@ def test_a_step_that_is_never_called_is_told(loop: Loop, caplog: Any) -> None:
     assert len(told(caplog)) == 1 and "since iteration 0" in told(caplog)[0]
 
 
+def subtracts(parameter: torch.Tensor, change: torch.Tensor) -> None:
+    parameter.data.sub_(change)
+
+
+def assigns(parameter: torch.Tensor, change: torch.Tensor) -> None:
+    parameter.data = parameter.data - change
+
+
+@pytest.mark.parametrize("write", [subtracts, assigns])
+def test_updates_through_data_are_told(loop: Loop, caplog: Any, write: Callable[..., None]) -> None:
+    """They do not change torch's version counter. What is written at an iteration, such as by a mix, does not count."""
+    optimizer = loop.join(sgd(loop.model))
+
+    def update() -> None:
+        loop.backward()
+        for parameter in loop.model.parameters():
+            write(parameter, 0.01 * parameter.grad)
+
+    for _ in range(2 * PATIENCE):
+        loop.train(optimizer, 1)
+        for parameter in loop.model.parameters():
+            write(parameter, torch.tensor(1e-3))
+    assert told(caplog) == []
+    for _ in range(2 * PATIENCE):
+        update()
+    (line,) = told(caplog)
+    assert line.startswith("the model changes without the joined optimizer's step: 20 updates since iteration 40; ")
+
+
+def test_updates_through_data_that_are_usual_are_not_told(loop: Loop, caplog: Any) -> None:
+    """As many as in a loop that calls ``peer.step()`` after each fifth."""
+    for number in range(5 * PATIENCE):
+        loop.backward()
+        for parameter in loop.model.parameters():
+            subtracts(parameter, 0.01 * parameter.grad)
+        if number % 5 == 4:
+            loop.step()
+    loop.watch.training_ended()
+    assert told(caplog) == []
+
+
 @pytest.mark.parametrize("joined", [False, True])
 def test_updates_without_any_optimizer_are_told(loop: Loop, caplog: Any, joined: bool) -> None:
     if joined:
@@ -137,6 +178,58 @@ def test_the_optimizer_that_is_joined_later_counts(loop: Loop, caplog: Any) -> N
     loop.train(loop.join(torch.optim.Adam(loop.model.parameters())), 10)
     loop.train(loop.join(sgd(loop.model)), 2 * PATIENCE)
     assert told(caplog) == [] and loop.iteration == 10 + 2 * PATIENCE
+
+
+@pytest.mark.parametrize("between", [0, 1])
+def test_a_few_updates_at_the_end_are_told_then_if_there_were_none_before(
+    loop: Loop, caplog: Any, between: int
+) -> None:
+    joined, other = loop.join(sgd(loop.model)), torch.optim.Adam(loop.model.parameters())
+    for _ in range(PATIENCE):
+        loop.train(other, between)
+        loop.train(joined, 1)
+    loop.train(other, PATIENCE - 1)
+    assert told(caplog) == []
+    loop.watch.training_ended()
+    expected = [] if between else ["the model changes without the joined optimizer's step: 19 updates by Adam since"]
+    assert [line[: len(start)] for line, start in zip(told(caplog), expected, strict=True)] == expected
+
+
+def test_values_that_are_loaded_at_the_end_are_not_told(loop: Loop, caplog: Any) -> None:
+    """Such as averaged weights, also if an attack on them computes gradients."""
+    loop.train(loop.join(sgd(loop.model)), PATIENCE)
+    loop.model.load_state_dict(copy.deepcopy(loop.model.state_dict()))
+    for _ in range(PATIENCE):
+        loop.backward()
+    loop.watch.training_ended()
+    assert told(caplog) == []
+
+
+def test_a_copy_that_is_trained_instead_of_the_joined_model_is_told(loop: Loop, caplog: Any) -> None:
+    loop.train(loop.join(sgd(loop.model)), 40)
+    copied = copy.deepcopy(loop.model)
+    groups = [{"params": [*copied[0].parameters()]}, {"params": [*copied[2].parameters()]}]
+    optimizer = torch.optim.Adam(reversed(groups))
+    for _ in range(2 * PATIENCE):
+        optimizer.zero_grad()
+        copied(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    (line,) = told(caplog)
+    assert line.startswith("20 steps of Adam since iteration 40 train a copy of the joined model, or ")
+
+
+def test_a_copy_that_is_trained_in_each_iteration_is_not_told(loop: Loop, caplog: Any) -> None:
+    """As in Reptile, and with two models that teach each other."""
+    joined = loop.join(sgd(loop.model))
+    for _ in range(PATIENCE):
+        copied = copy.deepcopy(loop.model)
+        optimizer = sgd(copied)
+        for _ in range(5):
+            copied(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+        loop.train(joined, 1)
+    loop.watch.training_ended()
+    assert told(caplog) == []
 
 
 def test_an_optimizer_of_another_model_is_not_told(loop: Loop, caplog: Any) -> None:
