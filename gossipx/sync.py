@@ -13,7 +13,9 @@ from typing import Any
 from gossipx.policies import Observation, Policy, describe
 
 QUIET = 100
-"""Iterations after which a policy that has not fired yet is told, early enough to mend a run of some hundred."""
+"""Iterations after which a policy that does not fire is told, early enough to mend a run of some hundred."""
+PERIODS = 3
+"""Multiple of the policy's longest earlier silence that is told: a policy that fires ever more rarely is as intended."""
 LOSSES = 10
 """Skipped decisions that are told, if they are also a share of all: a few are normal at the start of a run, when
 connections are still being made."""
@@ -37,16 +39,18 @@ class _Decisions:
     Attributes:
         overtaken: number of decisions that found an exchange in flight.
         declined: number of decisions that found all other peers busy.
-        fired: whether there was a decision to exchange, in an earlier process of this peer, too.
+        told_of_silence: whether it is told that the policy does not fire, or need not be told.
     """
 
     def __init__(self, policy: Policy):
-        self.fired = False
+        self.told_of_silence = not policy.depends_on_model or policy.max_silence > 0
         self.overtaken = 0
         self.declined = 0
         self._policy = policy
         self._iterations = 0
         self._made = 0  # decisions to exchange
+        self._silence = 0  # iterations since the last of them
+        self._longest = 0  # such silence before
         self._last: Observation | None = None
         self._lossy = False  # whether it is told that many decisions are skipped
 
@@ -55,15 +59,18 @@ class _Decisions:
         self._last = observation
         self._iterations += 1
         self._made += wanted
-        self.fired = self.fired or wanted
+        self._silence += 1
+        if wanted:
+            self._longest, self._silence = max(self._longest, self._silence), 0
 
     def warnings(self) -> dict[str, str]:
         """See :meth:`SyncManager.warnings`."""
         found = {}
-        if not self.fired and self._iterations >= QUIET and self._policy.depends_on_model and self._last is not None:
-            self.fired = True  # so that it is told once
+        if not self.told_of_silence and self._last is not None and self._is_silent(self._last):
+            self.told_of_silence = True
+            since = f", since iteration {self._last.step - self._silence}" if self._made else ""
             found["quiet"] = (
-                f"{describe(self._policy)} has not fired in {self._iterations} iterations:"
+                f"{describe(self._policy)} has not fired in {self._silence} iterations{since}:"
                 f" {self._policy.explain(self._last)}; lower its threshold, or give max_silence=N"
             )
         lost = self.overtaken + self.declined
@@ -75,6 +82,10 @@ class _Decisions:
                 " often, or give --blocking"
             )
         return found
+
+    def _is_silent(self, last: Observation) -> bool:
+        """Return whether neither the policy nor another peer, such as by a wave, has begun an exchange for long."""
+        return min(self._silence, last.silence) >= max(QUIET, PERIODS * self._longest)
 
 
 class SyncManager:
@@ -221,7 +232,7 @@ class SyncManager:
         self._before_request = None
         self._delta = state["delta"]
         self.retrievals, self.skipped, self.failed = state["counts"]
-        self._decisions.fired = any(state["counts"])
+        self._decisions.told_of_silence |= any(state["counts"])  # it has fired, but its earlier silence is not known
 
 
 def consensus_distance(squared_distances: Sequence[float], peers: int) -> float:

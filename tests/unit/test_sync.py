@@ -178,6 +178,61 @@ def test_a_policy_that_does_not_fire_is_told_once(spec, told: str | None):
         assert text.startswith(f"{policies.describe(policies.parse(spec))} has not fired in 100 iterations: {told}; ")
 
 
+def firing(until: int, every: int, steps: int, options: str = "", wave: int = 0) -> list[tuple[int, str]]:
+    """Return the warnings of a run whose policy fires every so many iterations, but not after ``until``.
+
+    Args:
+        wave: the number of iterations between two waves that other peers start.
+    """
+    manager = SyncManager(policies.parse(f"travel:distance=1{options}"))
+    found = []
+    for step in range(1, steps + 1):
+        if wave and step % wave == 0:
+            manager.requested(shared=True)
+            manager.completed()
+        if manager.step(step, 2.0 if step <= until and step % every == 0 else 0.0):
+            manager.requested()
+            manager.completed()
+        found += [(step, text) for text in manager.warnings().values()]
+    return found
+
+
+@pytest.mark.fault(47)
+def test_a_policy_that_fires_only_at_the_start_is_told_once():
+    ((step, text),) = firing(until=2, every=1, steps=600)
+    assert step == 102
+    assert "has not fired in 100 iterations, since iteration 2: the delta is 0 and the deltas add up to 0 of 1" in text
+
+
+@pytest.mark.fault(47)
+def test_the_first_step_makes_the_paper_s_rule_fire_once():
+    """Before the first retrieval Δ_r is 0, so the difference of delta is Δ itself."""
+    manager = SyncManager(policies.parse("adaptive:threshold=0.063"))
+    told = []
+    for step in range(1, 601):
+        if manager.step(step, 0.1):
+            manager.requested()
+            manager.completed()
+        told += manager.warnings().values()
+    assert manager.retrievals == 1 and len(told) == 1
+    assert "since iteration 1: the delta is 0.1 and its difference 0, the threshold 0.063; lower its" in told[0]
+
+
+@pytest.mark.fault(47)
+@pytest.mark.parametrize(
+    "run",
+    [
+        {"until": 600, "every": 90},
+        {"until": 270, "every": 90},  # silent for less than three times as long as before
+        {"until": 2, "every": 1, "options": ",max_silence=500"},
+        {"until": 2, "every": 1, "wave": 50},
+    ],
+    ids=str,
+)
+def test_silence_that_the_policy_or_others_mean_is_not_told(run):
+    assert firing(**run, steps=500) == []
+
+
 def test_a_warm_up_is_not_silence():
     ((step, _, text),) = warned("adaptive:threshold=0.02,warmup=50", 400)
     assert step == 150 and "in 100 iterations" in text
