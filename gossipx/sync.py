@@ -15,7 +15,7 @@ from gossipx.policies import Observation, Policy, describe
 QUIET = 100
 """Iterations after which a policy that does not fire is told, early enough to mend a run of some hundred."""
 PERIODS = 3
-"""Multiple of the policy's longest earlier silence that is told: a policy that fires ever more rarely is as intended."""
+"""Multiple of the longest earlier silence that is told: a policy that fires ever more rarely is as intended."""
 LOSSES = 10
 """Skipped decisions that are told, if they are also a share of all: a few are normal at the start of a run, when
 connections are still being made."""

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gossipx.errors import UsageError
 from gossipx.runtime.forwards import Forwards
-from gossipx.runtime.gradients import Change, GradientWatch
+from gossipx.runtime.gradients import Change, GradientWatch, fingerprint
 from gossipx.tables.client import Client
 
 log = logging.getLogger("gossipx")
@@ -94,6 +94,8 @@ class Backward:
         self._left: dict[int, tuple[int, int]] = {}  # by table: the state of its parameter when values came last
         self._told_of_writes = self._told_of_zeros = False
         self._had_gradient: set[int] = set()
+        self._values: dict[int, Tensor] = {}  # by table: a fingerprint of these values, if they will be compared
+        self._turn = 0  # the table whose values are noted: to compare all each time would cost as much as to copy them
         self._unread: list[int] = []  # tables that are awaited after each step, since no module's forward reads them
         self._handles: list[RemovableHandle] = []
         self._forwards: Forwards | None = None
@@ -182,6 +184,7 @@ class Backward:
         self._watch.clear()
         self._used.clear()
         self._begun = False
+        self._turn = (self._turn + 1) % max(1, len(self._parameters))
 
     def _warn_of_zeros(self) -> None:
         """Name once a table that the servers will change although it has no gradient, which they take for zeros."""
@@ -232,17 +235,32 @@ class Backward:
         """Wait for the new values of these tables (None: of all), and write them into the model."""
         self._wait_for_tables(tables)
         numbers = range(len(self._parameters)) if tables is None else tables
-        found = {number: _written(self._parameters[number]) for number in numbers}
-        for number in self._client.apply(tables):
-            if found[number] != self._left.get(number, found[number]) and not self._told_of_writes:
-                self._told_of_writes = True
-                log.warning(
-                    "the loop has written to '%s' itself, or moved it: the servers do not see this, and their values"
-                    " replace it",
-                    self._names[number],
-                )
-            self._left[number] = _written(self._parameters[number])
+        written: list[int] = []
+
+        def look(number: int) -> None:
+            if self._is_written(number):
+                written.append(number)
+
+        for number in self._client.apply(tables, look):
+            parameter = self._parameters[number]
+            self._left[number] = _written(parameter)
+            if number == self._turn and not self._told_of_writes:
+                self._values[number] = fingerprint(parameter)
+        if written and not self._told_of_writes:
+            self._told_of_writes = True
+            log.warning(
+                "the loop has written to '%s' itself, or moved it: the servers do not see this, and their values"
+                " replace it",
+                self._names[written[0]],
+            )
         self._used.update(numbers)
+
+    def _is_written(self, table: int) -> bool:
+        """Return whether the loop has written to a table since values came last."""
+        parameter = self._parameters[table]
+        state, values = _written(parameter), self._values.pop(table, None)
+        # A write through .data changes only the values.
+        return state != self._left.get(table, state) or (values is not None and bool(values != fingerprint(parameter)))
 
     def _begin(self) -> None:
         """Begin an iteration before its first gradient.

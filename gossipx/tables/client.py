@@ -310,8 +310,14 @@ class Client:
         with self._arrived:
             return self._arrived.wait_for(lambda: self.ready(tables), seconds)
 
-    def apply(self, tables: Sequence[int] | None = None) -> list[int]:
+    def apply(
+        self, tables: Sequence[int] | None = None, before: Callable[[int], object] = lambda table: None
+    ) -> list[int]:
         """Copy received values into the model. Called by the training thread once the tables are :meth:`ready`.
+
+        Args:
+            tables: numbers of the tables; None: all.
+            before: called with the number of each table that is replaced, just before it is.
 
         Returns:
             The tables whose values were replaced.
@@ -322,6 +328,7 @@ class Client:
                 table = self._tables[number]
                 if not table.fresh:
                     table.fresh = True
+                    before(number)
                     table.table.apply()
                     replaced.append(number)
         return replaced

@@ -179,7 +179,7 @@ def test_a_policy_that_does_not_fire_is_told_once(spec, told: str | None):
 
 
 def firing(until: int, every: int, steps: int, options: str = "", wave: int = 0) -> list[tuple[int, str]]:
-    """Return the warnings of a run whose policy fires every so many iterations, but not after ``until``.
+    """Return the warnings of a run whose policy fires every N iterations, but not after ``until``.
 
     Args:
         wave: the number of iterations between two waves that other peers start.
