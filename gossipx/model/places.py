@@ -76,6 +76,7 @@ class Places:
                 self._at[self._places[index].address] = index
                 if slot.kind in (Kind.MIXED, Kind.LOCAL):
                     self._buffers[slot.name] = index
+        self._at_join = {plain_name(name) for name, _ in module.named_buffers()}
         self._told: set[str] = set()
         self._remember()
 
@@ -96,6 +97,8 @@ class Places:
         for name, buffer in self._module.named_buffers():
             if buffer.numel() and buffer.data_ptr() not in self._at and plain_name(name) in self._buffers:
                 self._check_buffer(plain_name(name), buffer)
+            elif plain_name(name) not in self._at_join:
+                self._check_new_buffer(name, buffer)
         self._remember()
 
     def _remember(self) -> None:
@@ -139,6 +142,17 @@ class Places:
             return
         self._slots[index] = replace(self._slots[index], tensor=buffer)
         self._take_back(name, buffer, index)
+
+    def _check_new_buffer(self, name: str, buffer: Tensor) -> None:
+        """Tell of a buffer that changes what the model computes on this peer alone, such as the mask of pruning."""
+        outer, _, own = name.rpartition(".")
+        cache = own in self._module.get_submodule(outer)._non_persistent_buffers_set
+        if not cache and (buffer.is_floating_point() or buffer.is_complex()):
+            self._tell(
+                "added",
+                f"buffer '{plain_name(name)}' was added after gossipx.join: peers do not exchange it; register it"
+                " before gossipx.join",
+            )
 
     def _take_back(self, name: str, moved: Tensor, index: int) -> None:
         """Copy a tensor's values to its place, and let it and the tensors tied to it lie there again."""

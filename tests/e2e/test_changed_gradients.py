@@ -136,15 +136,11 @@ def loads_averages(model: nn.Module) -> None:
 
 
 WRITES = (clamps, sets_vector, clamps_data_of_weights, halves_one)
+WAYS = [(write, wait_free) for write in WRITES for wait_free in (True, False)]
 
 
-@pytest.mark.parametrize(
-    ("write", "wait_free"),
-    [
-        *[(write, wait_free) for write in WRITES for wait_free in (True, False)],
-        (loads_averages, True),  # otherwise the model is up to date, so nothing replaces the averages
-    ],
-)
+# Without wait-free backpropagation the model is up to date, so nothing replaces the averages.
+@pytest.mark.parametrize(("write", "wait_free"), [*WAYS, (loads_averages, True)])
 def test_values_that_a_loop_writes_itself_are_told_to_be_replaced(
     join: Join, caplog: pytest.LogCaptureFixture, write: Change, wait_free: bool
 ) -> None:

@@ -141,6 +141,31 @@ def test_a_buffer_that_grows_is_told_once_and_training_goes_on(caplog: pytest.Lo
     assert [record.getMessage() for record in caplog.records] == [told]
 
 
+def pruned(module: nn.Module) -> None:
+    prune.l1_unstructured(module[2], "weight", 0.5)
+
+
+def given_a_buffer(module: nn.Module) -> None:
+    module.register_buffer("cache", torch.ones(3), persistent=False)
+    module.register_buffer("steps", torch.zeros((), dtype=torch.int64))  # peers exchange no integers
+    module.register_buffer("mask", torch.ones(3))
+
+
+@pytest.mark.parametrize(("change", "name"), [(pruned, "2.weight_mask"), (given_a_buffer, "mask")])
+def test_a_buffer_that_is_added_is_told_once(
+    caplog: pytest.LogCaptureFixture, change: Callable[[nn.Module], None], name: str
+) -> None:
+    module = network()
+    arena = ParameterArena(module)
+    change(module)
+    for _ in range(2):
+        moved_by_data(module)
+        with caplog.at_level(logging.WARNING, "gossipx"):
+            arena.places.check()
+    told = f"buffer '{name}' was added after gossipx.join: peers do not exchange it; register it before gossipx.join"
+    assert [record.getMessage() for record in caplog.records] == [told]
+
+
 # --- refusals -----------------------------------------------------------------------------------------
 
 
