@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from gossipx.peer.exchange import PeerContext
-from gossipx.protocol.effects import Effect, Resume, Stop
+from gossipx.protocol.effects import Effect
 from gossipx.protocol.events import TablesRestored
 from gossipx.protocol.messages import Reply
 from gossipx.protocol.table_effects import RestoreTables
@@ -62,10 +62,10 @@ class HostedShards:
 
         If none were training, a journal on disk is from an earlier run.
         """
-        return self._settings.journals and self._is_restarted
+        return self._settings.journals and self.is_restarted
 
     @property
-    def _is_restarted(self) -> bool:
+    def is_restarted(self) -> bool:
         """Whether workers were training before this peer joined."""
         return self._context.members.has_joined_late
 
@@ -90,7 +90,7 @@ class HostedShards:
         """Start the shards once all peers have reached START. If they may have moved elsewhere, ask the other peers
         first.
         """
-        alone = self._is_restarted and not any(shard.run_resumes for shard in self.shards.values())
+        alone = self.is_restarted and not any(shard.run_resumes for shard in self.shards.values())
         self.unconfirmed = bool(self.shards) and alone and not self._settings.fixed
         return [] if self.unconfirmed else self.start_shards(now)
 
@@ -111,7 +111,7 @@ class HostedShards:
         """Start a shard. If workers were training before this peer joined, continue where they stand, less the
         iteration that they may have begun; or from a checkpoint, if there is one.
         """
-        if not self._is_restarted or shard.run_resumes:
+        if not self.is_restarted or shard.run_resumes:
             return shard.begin(now)
         if shard.restored:
             return shard.begin_late(now)
@@ -129,9 +129,6 @@ class HostedShards:
         shard = self.shards.get(event.shard)
         if shard is None or shard.is_serving or event.epoch != self.epoch:
             return []  # the servers were changed meanwhile, so this shard is another one, or lies elsewhere
-        if event.state is None and event.epoch:
-            reason = "the servers were changed, and no checkpoint on this host has this peer's tables"
-            return [Stop(reason), Resume()]
         if event.state is None:
             return [*self.begin(shard, now), *shard.update_members(training)]
         shard.records = Journal(shard.index, event.epoch)

@@ -249,18 +249,23 @@ def test_a_former_server_restarts_as_a_worker(every: str, seed: int) -> None:
     alike(made, [0, 1, 2])
 
 
+@pytest.mark.fault(44)
+@pytest.mark.parametrize("every", ["0", "100"])
+@pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:staleness=2", "hybrid:step=5"])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_server_without_a_checkpoint_of_its_tables_says_so(victim: int) -> None:
-    """There are no files in virtual time. It serves nothing, and takes no part in another change."""
-    made = served.world(3, servers="0", iterations=60, checkpoint_every="100")
+def test_a_server_without_a_checkpoint_of_its_tables_continues_with_a_workers_model(
+    victim: int, sync: str, every: str
+) -> None:
+    """There are no files in virtual time."""
+    made = served.world(3, servers="0", sync=sync, iterations=60, checkpoint_every=every)
     made.change_servers(1, 5.5, [0, 2])
     made.crash(victim, 12.2)
     made.restart(victim, 14.0)
-    made.run(14.0 + 4 * toy.TIMEOUT)
-    reason = "the servers were changed, and no checkpoint on this host has this peer's tables"
-    assert made.lines(victim, "must stop") == [f"must stop: {reason}"]
-    assert not [one for one in mode(made, victim).shards.values() if one.is_serving]
-    assert not mode(made, victim).hosted.ready
+    served.ended(made)
+    assert sorted(stand(made, [0, 1, 2])) == [0, 2]
+    done(made, [0, 1, 2], 60)
+    (shard,) = mode(made, victim).shards.values()
+    assert shard.restarted_at == 0, "the workers are told that its state is lost"
 
 
 @pytest.mark.parametrize("answers", [True, False])
