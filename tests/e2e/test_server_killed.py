@@ -30,9 +30,9 @@ runpy.run_module("gossipx.launch.loops.train", run_name="__main__")
 """Starts a peer of a run again, as docs/own-loop.md says; a third argument makes it resume from its checkpoints."""
 
 
-def killed(process: Process, here: Folder, rank: int) -> None:
-    """Kill the peer ``rank``, a server, once a worker has pulled something."""
-    process.line(rf"{here.names[-1]} train \d+/")
+def killed(process: Process, here: Folder, rank: int, least: int = 0) -> None:
+    """Kill the peer ``rank``, a server, once a worker has pulled something, and has made 10 ** ``least`` iterations."""
+    process.line(rf"{here.names[-1]} train \d{{{least + 1},}}/")
     os.kill(children(process.pid)[rank], signal.SIGKILL)
 
 
@@ -76,13 +76,11 @@ def test_the_replica_that_took_its_place_is_killed_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("resumes", [pytest.param((), marks=pytest.mark.slow), ("1",)], ids=["", "GOSSIPX_RESUME"])
 def test_it_is_restored_from_its_checkpoint_and_its_journal(tmp_path: Path, resumes: tuple[str, ...]) -> None:
-    options = (*BRIEF, "--servers", "0", "--checkpoint-every", "40", "--iterations", "150")
+    options = (*BRIEF, "--servers", "0", "--checkpoint-every", "40", "--iterations", "250")
     with folder(tmp_path, 3) as here:
         whole = here.run(*options, name="whole")
         process = here.start_run(*options)
-        if resumes:
-            process.line(rf"{here.names[-1]} train \d{{2,}}/")
-        killed(process, here, 0)
+        killed(process, here, 0, least=len(resumes))
         again = here.start("-c", AGAIN, here.path / "x", "0", *resumes, fresh=True)
         ended = process.end()
         assert ended.code == 0, ended.shown
@@ -119,8 +117,7 @@ def test_a_server_resumed_without_a_journal_tells_what_is_lost(tmp_path: Path) -
     options = (*BRIEF, "--servers", "0", "--checkpoint-every", "50", "--no-journal", "--iterations", "400")
     with folder(tmp_path, 3) as here:
         process = here.start_run(*options)
-        process.line(rf"{here.names[-1]} train [1-9]\d\d/")
-        killed(process, here, 0)
+        killed(process, here, 0, least=2)
         again = here.start("-c", AGAIN, here.path / "x", "0", "1")
         ended, came = process.end(), again.end()
     assert (ended.code, came.code) == (0, 0), ended.shown + came.shown

@@ -163,4 +163,4 @@ def test_a_signal_that_reaches_the_workers_of_a_data_loader(tmp_path: Path, numb
             here.names[0], "x"
         ), ended.shown
         assert "has failed since it was asked to stop: RuntimeError: DataLoader worker" in ended.errors, ended.shown
-        assert ended.errors.count("Traceback") == (number == signal.SIGINT), ended.shown
+        assert "Traceback" not in ended.errors, ended.shown
