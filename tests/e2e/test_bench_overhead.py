@@ -18,6 +18,7 @@ print(json.dumps(overhead.interval([float(value) for value in range(100)])))
 """
 
 
+@pytest.mark.slow
 def test_every_step_is_timed_and_pulls_succeed() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SMALLEST], cwd=BENCHES, capture_output=True, text=True, timeout=120, check=False

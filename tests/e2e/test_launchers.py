@@ -211,6 +211,7 @@ def test_mpirun_starts_gossipx_run(tmp_path: Path, bin_directory: Path) -> None:
 # --- several machines ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_machines_that_share_nothing_but_a_network(tmp_path: Path) -> None:
     """Each machine publishes the address by which it reached rank 0, and has its own directory of the run. Binding to
     all addresses requires a secret."""

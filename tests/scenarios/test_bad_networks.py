@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from seeds import seeds
 from torch import nn
 from toy import (
     ITERATIONS,
@@ -100,7 +101,7 @@ def test_one_way_partition_for_good():
     assert all(made.lines(rank, "ends") for rank in range(4))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_one_message_in_ten_is_lost(seed: int):
     made = world(4, seed, Network(loss=0.1), policy="tau:2", iterations=40, peer_timeout=3.0)
     ended(made, bound(4, 40))

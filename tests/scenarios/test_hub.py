@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import toy
+from seeds import seeds
 
 from gossipx.hub import ElasticSettings
 from gossipx.protocol.messages import Stage
@@ -137,7 +138,7 @@ def test_a_centre_that_holds_nan_on_its_way_is_not_mixed() -> None:
         assert bool(made.peers[rank].weights().isfinite().all())
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5))
 @pytest.mark.fault(26)
 def test_a_bad_network_stops_nobody(seed: int) -> None:
     network = Network(delay=0.3, loss=0.1, repeat=0.2)

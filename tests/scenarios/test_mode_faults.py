@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from modes import PAIRS, PUSH, PUSH_SUM, agree, both_ways, every_mode, nothing_left, slow
 from property_tests import examples
+from seeds import seeds
 from toy import SIZE, TIMEOUT, alone, before, bound, ended, maker, models, sgd, until, within, world
 
 from gossipx.protocol.events import Fault
@@ -284,7 +285,7 @@ def test_a_partner_that_is_heard_but_cannot_be_reached_is_not_awaited_for_ever(b
 
 
 @every_mode
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 @pytest.mark.fault(26)
 def test_lost_repeated_and_overtaking_messages(seed: int, mode: dict[str, Any]):
     """No exchange takes effect on one side only, or twice: averages stay averages, and the run ends."""

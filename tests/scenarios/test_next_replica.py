@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import served
 import torch
+from seeds import seeds
 
 from gossipx.server.mode import ServerMode
 from gossipx.sim import Network, World
@@ -19,8 +20,6 @@ from gossipx.sim import Network, World
 pytestmark = pytest.mark.fault(56)
 ITERATIONS = 60
 WORKERS = [1, 2, 4]
-FIRST_BY_DEFAULT = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))]
-"""Seeds, of which ``bin/test`` runs the first."""
 
 
 def world(**given: Any) -> World:
@@ -50,7 +49,7 @@ def exact(made: World, workers: list[int] = WORKERS) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 3])
-@pytest.mark.parametrize("seed", FIRST_BY_DEFAULT[:3])
+@pytest.mark.parametrize("seed", seeds(3))
 def test_both_servers_are_killed_one_after_the_other(first: int, seed: int) -> None:
     rng = random.Random(f"{first} {seed}")
     at = rng.uniform(1, 15)
@@ -65,7 +64,7 @@ def test_both_servers_are_killed_one_after_the_other(first: int, seed: int) -> N
     exact(made)
 
 
-@pytest.mark.parametrize("seed", FIRST_BY_DEFAULT)
+@pytest.mark.parametrize("seed", seeds(4))
 def test_a_server_that_returns_to_other_holders_holds_nothing(seed: int) -> None:
     """Its settings name it the first holder; the shard has had two holders since."""
     rng = random.Random(seed)
@@ -92,7 +91,7 @@ def test_the_lack_of_a_replica_is_told_and_ends_when_a_peer_returns() -> None:
 
 @pytest.mark.parametrize("servers_only", [True, False])
 @pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:staleness=2", "hybrid:step=5/lr"])
-@pytest.mark.parametrize("seed", FIRST_BY_DEFAULT[:3])
+@pytest.mark.parametrize("seed", seeds(3))
 def test_servers_and_workers_are_killed_and_return_again_and_again(sync: str, servers_only: bool, seed: int) -> None:
     """Kills are further apart than a copy takes, so no shard is ever lost."""
     rng = random.Random(f"{sync} {servers_only} {seed}")
@@ -112,7 +111,7 @@ def test_servers_and_workers_are_killed_and_return_again_and_again(sync: str, se
         torch.testing.assert_close(served.values(peer.module), served.values(workers[0].module), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("seed", FIRST_BY_DEFAULT)
+@pytest.mark.parametrize("seed", seeds(4))
 def test_the_last_peer_continues_alone(seed: int) -> None:
     """All others are killed, one after the other, each when the next has its copy. The last peer is slow, so that it
     learns of the next holder before it has found the former one dead; it asks nothing of that one any more.
@@ -126,7 +125,7 @@ def test_the_last_peer_continues_alone(seed: int) -> None:
     assert made.lines(3, "this peer now holds shard 0") and made.lines(3, "shard 0 has no replica any more")
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_both_peers_of_a_shard_are_killed_and_return(seed: int) -> None:
     """The shard is lost, so it continues from the workers' model, and every peer tells it."""
     rng = random.Random(seed)

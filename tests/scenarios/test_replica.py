@@ -13,6 +13,7 @@ import pytest
 import served
 import torch
 import toy
+from seeds import seeds
 from torch import Tensor
 
 from gossipx.protocol.messages import Stage
@@ -68,7 +69,7 @@ def test_a_replica_is_the_same_bit_for_bit(sync: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", [served.sgd, adam])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_the_holder_is_killed(seed: int, optimizer: served.Optimizer) -> None:
     at = random.Random(seed).uniform(0.5, 14.0)
     made = world(optimizer=optimizer)
@@ -80,7 +81,7 @@ def test_the_holder_is_killed(seed: int, optimizer: served.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("sync", ["asp", "ssp:staleness=1", "pssp:staleness=1,p=0.5", "hybrid:step=5/lr"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_each_push_counts_once_under_any_holder(sync: str, seed: int) -> None:
     rng = random.Random(f"{sync} {seed}")
     made = world(sync=sync, slow={2: rng.uniform(1.0, 3.0)}, network=Network(delay=0.05))
@@ -89,7 +90,7 @@ def test_each_push_counts_once_under_any_holder(sync: str, seed: int) -> None:
     assert mode(made, 1).taken_in == len(WORKERS) * served.ITERATIONS
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_replicas_follow_resolved_deadlocks(seed: int) -> None:
     rng = random.Random(seed)
     slow = {rank: rng.uniform(0.5, 1.5) for rank in range(4)}
@@ -103,7 +104,7 @@ def test_replicas_follow_resolved_deadlocks(seed: int) -> None:
             torch.testing.assert_close(followed, held, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_the_server_that_took_over_is_killed_too(seed: int) -> None:
     """A worker has taken the replica, before the first server came back."""
     rng = random.Random(seed)
@@ -121,7 +122,7 @@ def test_the_server_that_took_over_is_killed_too(seed: int) -> None:
         torch.testing.assert_close(served.values(made.peers[rank].module), wanted, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_a_replica_that_is_killed_is_not_waited_for(seed: int) -> None:
     at = random.Random(seed).uniform(0.5, 10.0)
     made = served.world(4, servers="0,3", servers_only=True, server_replicas=1)
@@ -133,7 +134,7 @@ def test_a_replica_that_is_killed_is_not_waited_for(seed: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_a_server_that_only_sleeps(rank: int, seed: int) -> None:
     """It sleeps longer than peer_timeout: another peer takes over its shard, and it has the replica when it wakes."""
     rng = random.Random(seed)
@@ -148,7 +149,7 @@ def test_a_server_that_only_sleeps(rank: int, seed: int) -> None:
         torch.testing.assert_close(served.values(made.peers[one].module), wanted, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_a_network_that_loses_and_repeats_messages(seed: int) -> None:
     rng = random.Random(seed)
     network = Network(delay=0.02, jitter=0.05, loss=0.03, repeat=0.05)

@@ -13,6 +13,7 @@ import pytest
 import served
 import torch
 import toy
+from seeds import seeds
 
 from gossipx.assembly.server import Parts
 from gossipx.protocol.effects import Answer, Effect
@@ -93,7 +94,7 @@ def test_a_plan_in_the_configuration() -> None:
 SYNCS = ["bsp", "asp", "ssp:staleness=1", "drop:n=2", "pssp:staleness=1,p=0.5", "hybrid:step=4", "dsps:staleness=1"]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_switches_lose_no_push_and_strand_no_pull(seed: int) -> None:
     rng = random.Random(seed)
     slow = {rank: rng.uniform(0.5, 4.0) for rank in range(4)}
@@ -109,7 +110,7 @@ def test_switches_lose_no_push_and_strand_no_pull(seed: int) -> None:
 
 
 @pytest.mark.parametrize("servers", ["0,3", "1,2,3", "0,1,2,3"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_deadlocks_among_shards_are_resolved(servers: str, seed: int) -> None:
     """Hybrid Approach, Algorithm 1, with several shards: their buffers hold different gradients when all wait."""
     rng = random.Random(f"{servers} {seed}")
@@ -125,7 +126,7 @@ def test_deadlocks_among_shards_are_resolved(servers: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("sync", SYNCS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_all_end_with_the_servers_values_after_the_slowest_worker(sync: str, seed: int) -> None:
     """The others wait for the slowest worker as long as it answers."""
     slow = {0: 1.0, 1: 0.2, 2: 0.3, 3: 4.0}
@@ -165,7 +166,7 @@ def test_custom_conditions_receive_significance_on_request() -> None:
 
 
 @pytest.mark.parametrize("servers", ["0", "0,1", "2,0,1"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_checkpoints_by_seconds_are_taken_at_one_iteration(
     servers: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,7 +379,7 @@ def test_a_worker_that_is_started_again_starts_at_the_current_clock() -> None:
     assert made.peers[2].role.stage is Stage.DONE
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 @pytest.mark.fault(26)
 def test_a_bad_network_loses_no_push_and_counts_none_twice(seed: int) -> None:
     network = Network(delay=0.2, loss=0.05, repeat=0.1, jitter=0.5)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import served
 import torch
+from seeds import seeds
 
 from gossipx.protocol.effects import Effect, Note, Send
 from gossipx.protocol.messages import AcceptReply
@@ -43,7 +44,7 @@ def ended(made: World) -> None:
 @pytest.mark.fault(44)
 @pytest.mark.parametrize("servers_only", [True, False])
 @pytest.mark.parametrize("sync", SYNCS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_workers_push_again_what_a_restarted_server_lacks(sync: str, servers_only: bool, seed: int) -> None:
     rng = random.Random(f"{sync} {seed}")
     made = world(3, rng, servers="0", servers_only=servers_only, sync=sync)
@@ -70,7 +71,7 @@ def test_the_lost_push_is_named_and_sent_again() -> None:
 
 
 @pytest.mark.fault(44)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_servers_and_workers_are_restarted_again_and_again(seed: int) -> None:
     rng = random.Random(seed)
     sync = SYNCS[seed % len(SYNCS)]
@@ -86,7 +87,7 @@ def test_servers_and_workers_are_restarted_again_and_again(seed: int) -> None:
 
 
 @pytest.mark.fault(44)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_a_server_takes_a_model_that_was_trained(seed: int) -> None:
     """Peer 0 only serves: its own model is the initial one, so peer 3 must not take that for its shard."""
     made = world(4, random.Random(seed), servers="0,3", servers_only=True)

@@ -9,6 +9,7 @@ import pytest
 import served
 import torch
 import toy
+from seeds import seeds
 
 from gossipx.assembly.server import Parts
 from gossipx.protocol.effects import Effect
@@ -54,7 +55,7 @@ def alike(made: World, ranks: list[int]) -> None:
 
 
 @pytest.mark.parametrize("sync", SYNCS)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_no_push_is_lost_and_no_pull_stranded(sync: str, seed: int) -> None:
     rng = random.Random(f"{sync} {seed}")
     slow = {rank: rng.uniform(0.5, 4.0) for rank in range(4)}
@@ -168,7 +169,7 @@ def test_a_new_server_that_dies_before_it_holds_tables_costs_nothing(after: floa
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_a_server_that_dies_leaves_no_mixed_state(victim: int, seed: int) -> None:
     """Its shard is lost, and the run stops or waits as without a change; all other peers use one layout."""
     made = served.world(4, seed, Network(delay=0.1), servers="0,1", iterations=20, server_lost="stop", min_peers=1)
@@ -235,7 +236,7 @@ def test_a_late_worker_finds_the_servers_when_its_configured_ones_are_gone(goes:
 
 
 @pytest.mark.parametrize("every", ["0", "100"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_a_former_server_restarts_as_a_worker(every: str, seed: int) -> None:
     """It was the only server when the run began, as its settings still say."""
     network = Network(delay=0.02, jitter=0.1)
