@@ -11,6 +11,8 @@ SMALLEST = """
 import json
 import overhead
 
+import pytest
+
 measured = overhead.measure("lenet", "tau:2", 30)
 whole = zip(measured.inside, measured.joined, strict=True)
 print(json.dumps([len(measured.plain), measured.pulls > 0, all(inside.wall < joined.wall for inside, joined in whole)]))
