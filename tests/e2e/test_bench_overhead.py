@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHES = Path(__file__).parents[2] / "bin" / "benches"
 SMALLEST = """
 import json
 import overhead
-
-import pytest
 
 measured = overhead.measure("lenet", "tau:2", 30)
 whole = zip(measured.inside, measured.joined, strict=True)
