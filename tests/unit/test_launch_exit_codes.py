@@ -94,13 +94,7 @@ def test_a_stopped_run_in_which_a_peer_failed_has_failed(
             sys.exit(rank == 1)
         signal.signal(signal.SIGTERM, leave)
         train()
-        (here / f"ready-{{rank}}").touch()
-        if rank == 2:
-            while not all((here / f"ready-{{other}}").exists() for other in range(3)):
-                pass
-            os.kill(os.getppid(), signal.{name})
-        while True:
-            signal.pause()
+        stop_run(signal.{name})
     """
     assert run(body) == code
     lines = capsys.readouterr().out.splitlines()
@@ -119,13 +113,7 @@ def test_a_script_that_fails_after_it_has_left_has_failed(run: Run, capsys: pyte
             sys.exit(rank == 1)
         signal.signal(signal.SIGTERM, leave)
         train()
-        (here / f"ready-{rank}").touch()
-        if rank == 2:
-            while not all((here / f"ready-{other}").exists() for other in range(3)):
-                pass
-            os.kill(os.getppid(), signal.SIGTERM)
-        while True:
-            signal.pause()
+        stop_run(signal.SIGTERM)
     """
     assert run(body) == 1
     assert f"{NAMES[1]} left, but its process ended: exit code 1" in capsys.readouterr().out
@@ -139,13 +127,7 @@ def test_what_scripts_do_after_the_training_can_be_stopped(
     body = f"""
         train()
         finish()
-        (here / f"ready-{{rank}}").touch()
-        if rank == 2:
-            while not all((here / f"ready-{{other}}").exists() for other in range(3)):
-                pass
-            os.kill(os.getppid(), signal.{name})
-        while True:
-            signal.pause()
+        stop_run(signal.{name})
     """
     assert run(body) == code
     assert f"{NAMES[0]} had finished; what its script did then was stopped" in capsys.readouterr().out
@@ -176,10 +158,7 @@ def test_a_stopped_run_without_room_for_its_summary_says_how_to_continue(
         signal.signal(signal.SIGTERM, leave)
         (here / "runs" / "mine" / "summary.json").mkdir(exist_ok=True)
         train()
-        if rank == 2:
-            os.kill(os.getppid(), signal.SIGTERM)
-        while True:
-            signal.pause()
+        stop_run(signal.SIGTERM)
     """
     with pytest.raises(GossipxError, match="the summary cannot be written"):
         run(body)
