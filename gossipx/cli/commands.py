@@ -307,6 +307,7 @@ def _print_table(rows: list[Row]) -> None:
         ("frames refused", lambda row: row.corrupted),
         ("strangers", lambda row: row.strangers),
         ("suspicions", lambda row: row.suspicions),
+        ("shards set back", lambda row: row.set_back),
         ("not written to disk", lambda row: row.unwritten),
     )
     table = Table()

@@ -32,6 +32,7 @@ class Row:
         corrupted: received frames refused because they did not match their checksums.
         strangers: connections turned away because their openers did not prove to belong to the run.
         suspicions: how often another peer stopped answering.
+        set_back: how often a shard's server came back without all of the shard's state; of the worker that saw most.
         unwritten: records of curves, checkpoints and models that could not be written.
     """
 
@@ -57,6 +58,7 @@ class Row:
     corrupted: float | None
     strangers: float | None
     suspicions: float | None
+    set_back: float | None
     unwritten: float | None
 
 
@@ -96,6 +98,7 @@ def _row(summary: Summary, first: float | None) -> Row:
         corrupted=_sum(summary.corrupted),
         strangers=_sum(summary.strangers),
         suspicions=_sum(summary.suspicions),
+        set_back=max((count for count in summary.set_back if count is not None), default=None),
         unwritten=_sum(summary.unwritten),
     )
 

@@ -58,6 +58,7 @@ class Summary:
         corrupted: received frames refused because they did not match their checksums.
         strangers: connections turned away because their openers did not prove to belong to the run.
         suspicions: how often another peer stopped answering; most of them answer again later.
+        set_back: how often a shard's server came back without all of the shard's state, as each worker saw it.
         unwritten: records of curves, checkpoints, changes for a server's journal and models that could not be written.
     """
 
@@ -92,6 +93,7 @@ class Summary:
     corrupted: Figures
     strangers: Figures
     suspicions: Figures
+    set_back: Figures
     unwritten: Figures
 
     def write(self, directory: Path, by: int | None = None) -> None:

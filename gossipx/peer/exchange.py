@@ -28,6 +28,7 @@ class PeerContext:
         timeout: peer_timeout, in seconds.
         blocking: whether training waits for each exchange.
         step: iterations that our model has seen.
+        set_back: how often a shard's server came back without all of the shard's state.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class PeerContext:
     requests: Requests
     sync: SyncManager
     step: int = 0
+    set_back: int = 0
 
 
 class Exchange(abc.ABC):

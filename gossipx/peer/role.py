@@ -150,6 +150,11 @@ class PeerRole:
             return Pushes(self._context, self.mixing, self.shares, settings.push_sum, settings.max_pushes)
         return Pairs(self._context) if settings.mode == "pushpull" else self.pulls
 
+    @property
+    def set_back(self) -> int:
+        """How often a shard's server came back without all of the shard's state."""
+        return self._context.set_back
+
     def handle(self, event: events.Event, now: float) -> list[Effect]:
         """Handle one event and return the effects to carry out, in order.
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gossipx.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 ALL_GROUPS = "complete its groups before it, for example by add_param_group, since the servers' optimizers have those"
 
@@ -29,6 +32,7 @@ class OptimizerBypass:
         self._before = before
         self._groups = _group_ids(optimizer)
         self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._told = False  # that the servers do not take its state
         self._handle = optimizer.register_step_pre_hook(self._hide)
 
     def _hide(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -42,6 +46,12 @@ class OptimizerBypass:
             raise UsageError(
                 "the optimizer has other parameter groups than at gossipx.join, or other parameters in them:"
                 f" {ALL_GROUPS}"
+            )
+        if not self._told and any(_has_stepped(state) for state in optimizer.state.values()):
+            self._told = True
+            log.warning(
+                "the optimizer has a state from earlier steps, such as momentum, and the servers do not take it: their"
+                " optimizers keep their own state, which is new in a new run"
             )
         kept = _call_closure(args, kwargs)
         if not overflowed(optimizer):
@@ -72,6 +82,10 @@ def overflowed(optimizer: torch.optim.Optimizer) -> bool:
 
 def _group_ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    return bool(state) and float(state.get("step", 1)) > 0  # Adagrad has a state before its first step
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

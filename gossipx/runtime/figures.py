@@ -22,9 +22,10 @@ class EarlierTotals:
     corrupted: int = 0
     strangers: int = 0
     suspicions: int = 0
+    set_back: int = 0
 
 
-FAULTS = ("poisoned", "corrupted", "strangers", "suspicions")
+FAULTS = ("poisoned", "corrupted", "strangers", "suspicions", "set_back")
 """The counters of faults, which :class:`~gossipx.metrics.summary.Summary` explains."""
 
 _SAVED = ("blocked", "waited", "overhead", "distance")

@@ -150,6 +150,7 @@ class Reporter:
             "corrupted": self._comm.corrupted,
             "strangers": self._comm.trust.strangers,
             "suspicions": self._role.members.suspicions,
+            "set_back": self._role.set_back,
         }
 
     # --- to the parent process ------------------------------------------------------------------------

@@ -315,9 +315,12 @@ class Worker:
         if other is None or not 0 <= reply.restarted_at < seen or other.incarnation == link.restart_of:
             return []
         link.restart_of = other.incarnation
+        self._context.set_back += 1
         back = f"shard {shard} continues from clock {reply.restarted_at}, and what it had applied since is lost"
         lost = back if reply.restarted_at else f"the state of shard {shard} is lost, its optimizer's too"
-        return [Note("", f"peer {link.server}, a server, was restarted: {lost}")]
+        sync = reply.sync or "the initial one"
+        switched = "" if reply.sync == link.sync_spec else f"; its sync model is now {sync}"
+        return [Note("", f"peer {link.server}, a server, was restarted: {lost}{switched}")]
 
     def _failed(self, ticket: int, shard: int, asked: int, now: float) -> Effect:
         """Handle a request without a reply: send it again after a delay."""

@@ -197,10 +197,15 @@ class ShardStore:
             if number in slabs
         ]
         self._groups = sorted(slabs)
+        if not made:
+            return None
         try:
-            return type(like)(made) if made else None  # type: ignore[call-arg]
+            optimizer: torch.optim.Optimizer = type(like)(made)  # type: ignore[call-arg]
         except (TypeError, ValueError) as error:
             raise UsageError(f"{type(like).__name__} cannot be constructed for a server's tables: {error}") from error
+        # Optimizers of users may keep hyperparameters as attributes, beside the parameter groups.
+        vars(optimizer).update((name, value) for name, value in vars(like).items() if _is_plain(value))
+        return optimizer
 
     # --- gradients --------------------------------------------------------------------------------
 
@@ -386,3 +391,8 @@ class ShardStore:
     def _parts(self) -> list[Replaceable]:
         tables = [table for bucket in self.buckets for table in bucket.tables]
         return [part for table in tables for part in (table, table.storage)]
+
+
+def _is_plain(value: object) -> bool:
+    items = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(item, bool | int | float | str | None) for item in items)

@@ -21,14 +21,26 @@ signal.signal(signal.SIGTERM, lambda *_: asked.append(True) or END)
 """The start of a script; END is what its own handler does."""
 
 
+def stop(two: Folder, script: str, *options: str, by: int = signal.SIGTERM, code: int = 0) -> str:
+    """Stop a script when both peers have printed "so far", after 20 iterations; return what they have printed.
+
+    Check that the peers left in order, without a traceback.
+    """
+    run = two.start_run(*options, "--peer-timeout", "60", two.script(script), two.path)
+    for _ in two.names:
+        run.line("so far")
+    run.signal(by)
+    ended = run.end()
+    assert ended.code == code and ended.errors == "" and "Traceback" not in ended.output, ended.shown
+    assert check_stopped(two, ended.output) == [20, 20]
+    return ended.output
+
+
 @pytest.mark.fault(53)
 @pytest.mark.parametrize("block", ["with peer:", "if True:"])
 def test_an_error_after_the_signal_does_not_lose_the_checkpoint(two: Folder, block: str) -> None:
     """A data loader raises one, for example, when the signal has killed its workers, too."""
-    script = two.script(
-        ASKED.replace("END", "None")
-        + TEN_LINES
-        + f"""
+    script = f"""
 {block}
     train(peer, model, optimizer, 20)
     print("so far")
@@ -36,16 +48,10 @@ def test_an_error_after_the_signal_does_not_lose_the_checkpoint(two: Folder, blo
         os.sched_yield()
     raise RuntimeError("a worker is gone\\nkilled")
 """
-    )
-    run = two.start_run("--policy", "never", "--peer-timeout", "60", script, two.path)
-    for _ in two.names:
-        run.line("so far")
-    run.signal(signal.SIGINT)
-    ended = run.end()
-    assert ended.code == 130 and ended.errors == "" and "Traceback" not in ended.output, ended.shown
-    assert check_stopped(two, ended.output) == [20, 20]
+    script = ASKED.replace("END", "None") + TEN_LINES + script
+    output = stop(two, script, "--policy", "never", by=signal.SIGINT, code=130)
     line = "the script has failed since it was asked to stop: RuntimeError: a worker is gone\n"
-    assert ended.output.count(line) == 2, ended.shown
+    assert output.count(line) == 2, output
 
 
 @pytest.mark.fault(53)
@@ -60,10 +66,7 @@ def test_an_error_after_the_signal_does_not_lose_the_checkpoint(two: Folder, blo
 )
 def test_an_error_in_the_middle_of_an_iteration(two: Folder, mode: tuple[str, ...]) -> None:
     """Where no boundary is kept, the checkpoint is of the model as it is then."""
-    script = two.script(
-        ASKED.replace("END", "None")
-        + TEN_LINES
-        + """
+    script = """
 with peer:
     train(peer, model, optimizer, 20)
     print("so far")
@@ -73,14 +76,7 @@ with peer:
     model(batch(peer)).sum().backward()
     raise RuntimeError("a worker is gone")
 """
-    )
-    run = two.start_run(*mode, "--peer-timeout", "60", script, two.path)
-    for _ in two.names:
-        run.line("so far")
-    run.signal(signal.SIGTERM)
-    ended = run.end()
-    assert ended.code == 0 and ended.errors == "" and "Traceback" not in ended.output, ended.shown
-    assert check_stopped(two, ended.output) == [20, 20]
+    stop(two, ASKED.replace("END", "None") + TEN_LINES + script, *mode)
     again = resume(two)
     again.line("so far")
     again.signal(signal.SIGTERM)
@@ -90,24 +86,14 @@ with peer:
 @pytest.mark.fault(53)
 @pytest.mark.parametrize("block", ["with peer:", "if True:"])
 def test_a_handler_of_the_script_that_exits_does_not_lose_the_checkpoint(two: Folder, block: str) -> None:
-    script = two.script(
-        ASKED.replace("END", "sys.exit(0)")
-        + TEN_LINES
-        + f"""
+    script = f"""
 {block}
     train(peer, model, optimizer, 20)
     print("so far")
     while True:
         os.sched_yield()
 """
-    )
-    run = two.start_run("--policy", "never", "--peer-timeout", "60", script, two.path)
-    for _ in two.names:
-        run.line("so far")
-    run.signal(signal.SIGTERM)
-    ended = run.end()
-    assert ended.code == 0 and ended.errors == "" and "Traceback" not in ended.output, ended.shown
-    assert check_stopped(two, ended.output) == [20, 20]
+    stop(two, ASKED.replace("END", "sys.exit(0)") + TEN_LINES + script, "--policy", "never")
 
 
 @pytest.mark.fault(53)

@@ -351,6 +351,20 @@ def test_a_layer_with_lr_0_rests(join: Join, caplog: pytest.LogCaptureFixture):
     assert not any("has no gradient" in one for one in caplog.messages)
 
 
+@pytest.mark.parametrize(
+    ("kind", "before", "told"), [(torch.optim.Adam, 2, 1), (torch.optim.Adam, 0, 0), (torch.optim.Adagrad, 0, 0)]
+)
+def test_the_state_of_earlier_steps_stays_behind_with_a_warning(
+    join: Join, caplog: pytest.LogCaptureFixture, kind: type[torch.optim.Adam], before: int, told: int
+):
+    model = net()
+    optimizer = kind(model.parameters())
+    loop(model, optimizer, plain, steps=before)
+    with join(model, optimizer):
+        loop(model, optimizer, plain, steps=3)
+    assert len([one for one in caplog.messages if "state from earlier steps" in one]) == told
+
+
 def test_an_optimizer_that_needs_a_closure_is_refused_at_join(join: Join):
     model = net()
     with pytest.raises(UsageError, match="LBFGS computes gradients in its step, by a closure, and servers have none"):

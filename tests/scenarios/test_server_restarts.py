@@ -56,6 +56,7 @@ def test_workers_push_again_what_a_restarted_server_lacks(sync: str, servers_onl
     assert made.lines(0, "shard 0 was lost when this server was killed: it continues from clock")
     told = "peer 0, a server, was restarted: the state of shard 0 is lost, its optimizer's too"
     assert all(made.lines(rank, told) for rank in (1, 2)), made.log
+    assert all(made.peers[rank].role.set_back == 1 for rank in (1, 2)), "and it is counted"
 
 
 @pytest.mark.fault(44)
@@ -106,6 +107,18 @@ def test_a_restarted_server_follows_the_plan() -> None:
     served.ended(made)
     (line,) = made.lines(0, "shard 0 was lost when this server was killed")
     assert "the sync model asp" in line
+
+
+@pytest.mark.fault(44)
+def test_a_switch_that_was_lost_with_its_server_is_told_to_the_workers() -> None:
+    made = served.world(3, servers="0", servers_only=True, iterations=ITERATIONS)
+    made.switch_sync(1, 3.0, "ssp:staleness=2")
+    made.crash(0, 9.0)
+    made.restart(0, 9.5)
+    served.ended(made)
+    for rank in (1, 2):
+        (line,) = made.lines(rank, "peer 0, a server, was restarted")
+        assert line.endswith("; its sync model is now the initial one")
 
 
 @pytest.mark.fault(44)

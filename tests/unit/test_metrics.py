@@ -59,6 +59,7 @@ REPORT = {
     "corrupted": 0,
     "strangers": 0,
     "suspicions": 0,
+    "set_back": 0,
 }
 """The report of one peer."""
 
@@ -263,6 +264,13 @@ def test_faults_of_all_peers_are_compared() -> None:
     faults = ("poisoned", "corrupted", "strangers", "suspicions", "unwritten")
     [row] = compare([summary({**REPORT, **dict.fromkeys(faults, 2)}, None, {**REPORT, **dict.fromkeys(faults, 3)})])
     assert [getattr(row, fault) for fault in faults] == [5] * 5
+
+
+@pytest.mark.fault(44)
+def test_a_shard_that_was_set_back_is_counted_once() -> None:
+    """Each worker sees it; one was restarted after the first time."""
+    [row] = compare([summary({**REPORT, "set_back": 2}, None, {**REPORT, "set_back": 1})])
+    assert row.set_back == 2
 
 
 def test_delayed_pulls_are_those_of_all_shards() -> None:

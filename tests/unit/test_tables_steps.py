@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from table_sides import OptimizerOf, side, values
+from table_sides import OptimizerOf, Side, side, values
 from torch import nn
 
 from gossipx.errors import UsageError
@@ -30,6 +30,24 @@ def two_groups(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> Op
     return made
 
 
+def follows(here: Side, make: OptimizerOf, schedule: Callable[[dict[str, Any], int], None]) -> None:
+    """Check that five steps of the shards, by a schedule of the groups' settings, are those of an optimizer alone."""
+    alone = [nn.Parameter(one) for one in values(torch.float64)]
+    optimizer = make(alone)
+    for step in range(5):
+        for group in (*optimizer.param_groups, *here.optimizer.param_groups):
+            schedule(group, step)
+        gradients = values(torch.float64, seed=10 + step)
+        for own, gradient in zip(alone, gradients, strict=True):
+            own.grad = gradient
+        optimizer.step()
+        here.update(gradients)
+        here.push()
+    here.pull()
+    for one, two in zip(here.parameters, alone, strict=True):
+        torch.testing.assert_close(one.detach(), two.detach(), rtol=1e-12, atol=1e-12)
+
+
 OPTIMIZERS: dict[str, OptimizerOf] = {
     "momentum": two_groups(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
     "adam": two_groups(torch.optim.Adam, lr=0.1),
@@ -42,22 +60,11 @@ OPTIMIZERS: dict[str, OptimizerOf] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("place", ["uniform", "heuristic", "sliced"])
 def test_optimizers_with_two_groups_on_tables_that_are_cut(name: str, place: str) -> None:
+    def schedule(group: dict[str, Any], step: int) -> None:
+        group["lr"] *= 0.9
+
     make = OPTIMIZERS[name]
-    here = side(values(torch.float64), place, 3, make)
-    alone = [nn.Parameter(one) for one in values(torch.float64)]
-    optimizer = make(alone)
-    for step in range(5):
-        for group in (*optimizer.param_groups, *here.optimizer.param_groups):
-            group["lr"] *= 0.9  # set by a schedule
-        gradients = values(torch.float64, seed=10 + step)
-        for own, gradient in zip(alone, gradients, strict=True):
-            own.grad = gradient
-        optimizer.step()
-        here.update(gradients)
-        here.push()
-    here.pull()
-    for one, two in zip(here.parameters, alone, strict=True):
-        torch.testing.assert_close(one.detach(), two.detach(), rtol=1e-12, atol=1e-12)
+    follows(side(values(torch.float64), place, 3, make), make, schedule)
 
 
 def test_a_schedule_may_change_settings_of_several_numbers() -> None:
@@ -66,20 +73,10 @@ def test_a_schedule_may_change_settings_of_several_numbers() -> None:
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, lr=0.1)
 
-    here, alone = side(values(torch.float64), optimizer=make), [nn.Parameter(one) for one in values(torch.float64)]
-    optimizer = make(alone)
-    for step in range(5):
-        for group in (*optimizer.param_groups, *here.optimizer.param_groups):
-            group["betas"] = (0.5 + step / 10, 0.9)
-        gradients = values(torch.float64, seed=10 + step)
-        for own, gradient in zip(alone, gradients, strict=True):
-            own.grad = gradient
-        optimizer.step()
-        here.update(gradients)
-        here.push()
-    here.pull()
-    for one, two in zip(here.parameters, alone, strict=True):
-        torch.testing.assert_close(one.detach(), two.detach(), rtol=1e-12, atol=1e-12)
+    def schedule(group: dict[str, Any], step: int) -> None:
+        group["betas"] = (0.5 + step / 10, 0.9)
+
+    follows(side(values(torch.float64), optimizer=make), make, schedule)
 
 
 def test_settings_arrive_with_their_types() -> None:
@@ -124,6 +121,28 @@ def test_an_optimizer_that_cannot_be_constructed_is_refused() -> None:
 
     with pytest.raises(UsageError, match="Needs cannot be constructed for a server's tables"):
         side([torch.ones(4)], "heuristic", 1, lambda parameters: Needs(parameters, "this"))
+
+
+def test_hyperparameters_that_are_no_settings_of_groups_reach_the_servers() -> None:
+    class Scaled(Norm):
+        def __init__(self, parameters: Any, scale: float = 1.0):
+            self.scale, self.signs = scale, (1, 1)
+            super().__init__(parameters)
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for one in self.param_groups[0]["params"]:
+                one.data -= self.scale * self.signs[1] * one.grad
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made = Scaled(parameters, scale=0.25)
+        made.signs = (1, -1)
+        return made
+
+    here = side([torch.zeros(4)], "heuristic", 1, make)
+    here.update([torch.ones(4)])
+    here.push()
+    here.pull()
+    torch.testing.assert_close(here.parameters[0].detach(), torch.full((4,), 0.25))
 
 
 # --- the gradient buffer ------------------------------------------------------------------------------------
