@@ -1,7 +1,7 @@
 """Settings of all tests: property tests draw the same examples every time and have no deadline.
 
-Property tests draw 30 examples, and 100 with ``--hypothesis-profile all``; those that specify a number draw three
-tenths of it, and all of it. Tests marked ``cuda`` are skipped without a CUDA device; ``bin/gpu-check`` runs them.
+Property tests draw 30 examples, and 100 with ``--hypothesis-profile all``; :mod:`property_tests` has those that specify
+a number. Tests marked ``cuda`` are skipped without a CUDA device; ``bin/gpu-check`` runs them.
 """
 
 from __future__ import annotations

@@ -5,6 +5,11 @@ from __future__ import annotations
 from hypothesis import settings
 
 
-def examples(count: int) -> settings:
-    """Return settings that draw ``count`` examples with ``--hypothesis-profile all``, else three tenths of them."""
-    return settings(max_examples=count * settings().max_examples // 100)
+def examples(count: int, few: int | None = None) -> settings:
+    """Return settings that draw ``count`` examples with ``--hypothesis-profile all``, else ``few``.
+
+    Args:
+        few: by default three tenths of ``count``.
+    """
+    draws_all = settings().max_examples == settings.get_profile("all").max_examples
+    return settings(max_examples=count if draws_all else count * 3 // 10 if few is None else few)

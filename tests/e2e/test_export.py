@@ -92,6 +92,7 @@ def test_a_run_that_was_stopped_gives_the_average_of_its_newest_checkpoints(two:
         torch.testing.assert_close(mean, (kept[0][name] + kept[1][name]) / 2)
 
 
+@pytest.mark.slow
 def test_models_from_before_a_resume_are_not_final(two: Folder) -> None:
     """Peers end at 10 and resume, and one of them is killed: its saved model is from before the resume."""
     script = """

@@ -37,6 +37,7 @@ def test_a_plain_run_imports_torch_and_tensorboard_in_its_peers_only(tmp_path: P
         assert not imported & set(LARGE)
 
 
+@pytest.mark.slow
 def test_a_star_needs_networkx_and_a_codec_needs_numba(tmp_path: Path) -> None:
     with folder(tmp_path, 2) as here:
         here.run("--topology", "star", "--codec", "int8", here.script(SCRIPT), tmp_path, fresh=True)

@@ -397,7 +397,7 @@ for _ in range(2):
 
 
 @pytest.mark.fault(53)
-@pytest.mark.parametrize("name", ["lightning", "transformers"])
+@pytest.mark.parametrize("name", [pytest.param("lightning", marks=pytest.mark.slow), "transformers"])
 def test_a_signal_leaves_a_checkpoint_of_the_framework(two: Folder, name: str) -> None:
     """And the line says from where the framework continues."""
     if importlib.util.find_spec(name) is None:

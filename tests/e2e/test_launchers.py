@@ -130,6 +130,7 @@ def test_torchrun_starts_a_script(tmp_path: Path, bin_directory: Path) -> None:
     check_joined(tmp_path, run(torchrun(written(tmp_path), tmp_path), tmp_path, bin_directory))
 
 
+@pytest.mark.slow
 def test_torchrun_starts_gossipx_run(tmp_path: Path, bin_directory: Path) -> None:
     command = torchrun("--no-python", *gossipx_run(tmp_path))
     check_run(tmp_path, run(command, tmp_path, bin_directory))
@@ -168,6 +169,7 @@ def test_srun_starts_a_script(tmp_path: Path, cluster: slurm.Slurm) -> None:
     check_joined(tmp_path, cluster.run(["srun", "-n2", "python", written(tmp_path), tmp_path], tmp_path))
 
 
+@pytest.mark.slow
 def test_srun_starts_gossipx_run(tmp_path: Path, cluster: slurm.Slurm) -> None:
     check_run(tmp_path, cluster.run(["srun", "-n2", *gossipx_run(tmp_path)], tmp_path))
 

@@ -103,6 +103,7 @@ tell(peer, values=[float(one) for parameter in model.parameters() for one in par
 """
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_its_last_servers(tmp_path: Path) -> None:
     """The servers were changed during the run: its three shards resume as three shards, bit for bit."""
     with folder(tmp_path, 3) as here:
@@ -171,6 +172,7 @@ def test_a_transmit_buffers_residual_resumes_bit_for_bit(tmp_path: Path) -> None
         assert max(differences(whole.model(rank), cut.model(rank)).values()) == 0, rank
 
 
+@pytest.mark.slow
 @pytest.mark.fault(30)
 def test_a_damaged_shard_is_named_and_the_iteration_before_is_used(tmp_path: Path) -> None:
     with folder(tmp_path, 2) as here:
@@ -234,6 +236,7 @@ def test_sigterm_keeps_shards_without_checkpoint_every(tmp_path: Path, servers: 
         assert Run(here.path / "cut", again).summary["iterations"] == int(until)
 
 
+@pytest.mark.slow
 def test_an_asynchronous_run_resumes(tmp_path: Path) -> None:
     with folder(tmp_path, 3) as here:
         options = ("--servers", "0,2", "--sync", "asp", "--sync-plan", "30=ssp:staleness=2", "--iterations", "150")

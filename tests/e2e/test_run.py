@@ -236,7 +236,7 @@ def test_sigterm_to_the_run_asks_all_to_leave(place: Any) -> None:
     "deaf",
     [
         pytest.param("", id="trains"),
-        pytest.param("queue.Queue().get()", id="waits"),
+        pytest.param("queue.Queue().get()", id="waits", marks=pytest.mark.slow),
         pytest.param("signal.signal(signal.SIGINT, signal.SIG_IGN)", id="ignores"),
     ],
 )

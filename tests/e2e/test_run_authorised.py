@@ -89,6 +89,7 @@ def test_the_one_whose_settings_differ_ends_by_exit_code_2_and_the_others_train(
     agreed(place, {host: run.end() for host, run in runs.items()})
 
 
+@pytest.mark.slow
 @pytest.mark.fault(21)
 def test_the_one_whose_model_differs_ends_by_exit_code_2_and_the_others_train(place: Folder) -> None:
     script = place.script(

@@ -7,6 +7,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from runs import Run, folder
 
+pytestmark = pytest.mark.slow
+
 EVERY_FIFTH = ("--policy", "tau:5")
 BRIEF = ("--iterations", "60", "--eval-interval", "0", "--log-interval", "5")
 AROUND = ("hub/", "server/", "sync/elastic_distance", "time/tables_fraction")

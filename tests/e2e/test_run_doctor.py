@@ -104,6 +104,7 @@ def greet_as_ssh(server: socket.socket) -> None:
             server.accept()[0].sendall(b"SSH-2.0-other\r\n" * 10)
 
 
+@pytest.mark.slow
 def test_a_run_at_work_reports_its_model_and_receives_no_load(place: Folder) -> None:
     running = place.start_run(place.script(JOINS_AND_WAITS), place.path)
     running.line("ready")

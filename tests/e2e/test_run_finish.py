@@ -39,6 +39,7 @@ def test_a_peer_killed_in_the_finish(tmp_path: Path) -> None:
     assert all(max(differences(run.model(0), run.model(rank)).values()) == 0.0 for rank in (2, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.fault(51)
 def test_a_peer_stopped_in_the_finish_that_comes_back_after_the_others_have_ended(tmp_path: Path) -> None:
     with folder(tmp_path, 4) as here:

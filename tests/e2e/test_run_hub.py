@@ -35,7 +35,14 @@ def test_all_end_with_the_centre(tmp_path: Path, only: bool) -> None:
     assert (summary["lost"], sum(summary["failed"])) == ([], 0)
 
 
-@pytest.mark.parametrize("codec", ["3lc:residual=0.3", "3lc:sparsity=1.75+zlib", "int8"])
+@pytest.mark.parametrize(
+    "codec",
+    [
+        pytest.param("3lc:residual=0.3", marks=pytest.mark.slow),
+        pytest.param("3lc:sparsity=1.75+zlib", marks=pytest.mark.slow),
+        "int8",
+    ],
+)
 def test_codecs_cut_the_bytes_of_elastic_averaging(tmp_path: Path, codec: str) -> None:
     references = ("--references", "0") if codec == "int8" else ()
     with folder(tmp_path, 3) as here:
@@ -96,7 +103,12 @@ with gossipx.join(model, optimizer) as peer:
 
 
 @pytest.mark.parametrize(
-    ("lost", "code"), [("gossip", 0), pytest.param("wait", 0, marks=pytest.mark.slow), ("stop", 4)]
+    ("lost", "code"),
+    [
+        pytest.param("gossip", 0, marks=pytest.mark.slow),
+        pytest.param("wait", 0, marks=pytest.mark.slow),
+        ("stop", 4),
+    ],
 )
 @pytest.mark.fault(38)
 def test_a_hub_that_is_killed_blocks_nobody(tmp_path: Path, lost: str, code: int) -> None:

@@ -17,7 +17,9 @@ MODES = {
 BRIEF = ("--policy", f"tau:{EVERY}", "--iterations", str(ITERATIONS), "--batch-size", "8", "--eval-interval", "0")
 
 
-@pytest.mark.parametrize(("mode", "blocking"), [("push", False), ("push-sum", True), ("pushpull", True)])
+@pytest.mark.parametrize(
+    ("mode", "blocking"), [pytest.param("push", False, marks=pytest.mark.slow), ("push-sum", True), ("pushpull", True)]
+)
 def test_four_peers_exchange_and_agree(tmp_path: Path, mode: str, blocking: bool) -> None:
     with folder(tmp_path, 4) as here:
         run = here.run(*BRIEF, *MODES[mode], *(["--blocking"] if blocking else []))
@@ -43,7 +45,7 @@ def test_four_peers_exchange_and_agree(tmp_path: Path, mode: str, blocking: bool
         pytest.param("push", ("--codec", "int8", "--references", "0"), 3, marks=pytest.mark.slow),
         pytest.param("pushpull", ("--codec", "int8+zlib", "--references", "2"), 3, marks=pytest.mark.slow),
         pytest.param("pull", ("--codec", "moniqua:theta=0.5", "--references", "0"), 3, marks=pytest.mark.slow),
-        ("pull", ("--codec", "3lc:small=100", "--mixing", "choco:gamma=0.2"), 10),
+        pytest.param("pull", ("--codec", "3lc:small=100", "--mixing", "choco:gamma=0.2"), 10, marks=pytest.mark.slow),
     ],
 )
 def test_codecs_of_models_cut_the_bytes(tmp_path: Path, mode: str, codec: tuple[str, ...], fewer: int) -> None:
@@ -94,6 +96,7 @@ def test_modes_that_conserve_the_average(tmp_path: Path, mode: str) -> None:
         assert len({one["weight"] for one in told}) > 1
 
 
+@pytest.mark.slow
 def test_drift_and_a_checkpoint_under_pushes(tmp_path: Path) -> None:
     script = (
         PRELUDE

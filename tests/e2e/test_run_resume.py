@@ -331,7 +331,7 @@ def test_a_peer_without_a_checkpoint_takes_a_model_of_those_that_have_one(place:
 
 @pytest.mark.parametrize(
     "mode",
-    ["push-sum", pytest.param("waves", marks=pytest.mark.slow), pytest.param("blocking", marks=pytest.mark.slow)],
+    [pytest.param(mode, marks=pytest.mark.slow) for mode in ("push-sum", "waves", "blocking")],
 )
 def test_other_modes_resume(place: Any, mode: str) -> None:
     here = place(3)

@@ -15,6 +15,7 @@ from runs import Run, children, differences, folder, one_line
 BRIEF = ("--iterations", "120", "--batch-size", "8", "--eval-interval", "0", "--log-interval", "1")
 
 
+@pytest.mark.slow
 def test_codecs_both_ways_move_a_fortieth_of_the_bytes(tmp_path: Path) -> None:
     """Journals and checkpoints contain frames as received; a squeezed one is no larger."""
     steps = (*BRIEF, "--servers", "0")
@@ -54,7 +55,7 @@ def test_a_wrong_codec_is_refused(tmp_path: Path) -> None:
             marks=pytest.mark.slow,
         ),
         pytest.param(("--servers", "0,1,2", "--sync", "drop:n=2", "--apply", "tick"), marks=pytest.mark.slow),
-        ("--mode", "server", "--sync", "pssp:staleness=1,alpha=significance"),
+        pytest.param(("--mode", "server", "--sync", "pssp:staleness=1,alpha=significance"), marks=pytest.mark.slow),
     ],
     ids=lambda options: " ".join(options[:4]),
 )
@@ -155,6 +156,7 @@ def test_apply_and_pull_modes_are_set_with_the_sync_model(tmp_path: Path) -> Non
     ]
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_not_waited_for(tmp_path: Path) -> None:
     with folder(tmp_path, 3) as here:
         process = here.start_run(*BRIEF, "--servers", "0", "--iterations", "300", "--peer-timeout", "3")

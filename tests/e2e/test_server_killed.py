@@ -74,7 +74,8 @@ def test_the_replica_that_took_its_place_is_killed_too(tmp_path: Path) -> None:
     same(whole, Run(here.path / "x", ended), [2, 3])
 
 
-@pytest.mark.parametrize("resumes", [pytest.param((), marks=pytest.mark.slow), ("1",)], ids=["", "GOSSIPX_RESUME"])
+@pytest.mark.slow
+@pytest.mark.parametrize("resumes", [(), ("1",)], ids=["", "GOSSIPX_RESUME"])
 def test_it_is_restored_from_its_checkpoint_and_its_journal(tmp_path: Path, resumes: tuple[str, ...]) -> None:
     options = (*BRIEF, "--servers", "0", "--checkpoint-every", "40", "--iterations", "250")
     with folder(tmp_path, 3) as here:
@@ -92,7 +93,11 @@ def test_it_is_restored_from_its_checkpoint_and_its_journal(tmp_path: Path, resu
 @pytest.mark.fault(44)
 @pytest.mark.parametrize(
     ("sync", "options"),
-    [("bsp", ("--servers-only",)), ("bsp", ()), ("asp", ("--checkpoint-every", "40", "--no-journal"))],
+    [
+        ("bsp", ("--servers-only",)),
+        pytest.param("bsp", (), marks=pytest.mark.slow),
+        pytest.param("asp", ("--checkpoint-every", "40", "--no-journal"), marks=pytest.mark.slow),
+    ],
     ids=["no checkpoints", "a server that trains", "no journal"],
 )
 def test_workers_continue_with_a_server_that_lost_its_state(
@@ -183,7 +188,7 @@ class Gate:
         pytest.param("0", "0,2", "shard 0", "", marks=pytest.mark.slow),
         pytest.param("0,2", "2", "shard 0", "", marks=pytest.mark.slow),
         pytest.param("2,0", "2,0,1", "shard 0", "1", marks=pytest.mark.slow),
-        ("2", "0", "", ""),
+        pytest.param("2", "0", "", "", marks=pytest.mark.slow),
     ],
     ids=["a-new-one", "one-that-stays", "the-first-of-three", "one-that-is-none-any-more"],
 )

@@ -62,7 +62,9 @@ def trains(here: Folder, process: Process, pulls: str = r"[1-9]\d*") -> None:
     process.line(rf"{here.names[0]} train .* pulls {pulls}")
 
 
-@pytest.mark.parametrize("options", [("--placement", "sliced"), ("--no-wait-free", "--bucket", "0")])
+@pytest.mark.parametrize(
+    "options", [("--placement", "sliced"), pytest.param(("--no-wait-free", "--bucket", "0"), marks=pytest.mark.slow)]
+)
 def test_bsp_ends_as_a_run_with_fixed_servers(tmp_path: Path, options: tuple[str, ...]) -> None:
     """FluentPS, section III-A: workloads are rebalanced among the present servers, and nothing else changes."""
     told = []
@@ -114,6 +116,7 @@ tell(peer, refused=refused if peer.rank == 0 else "", values=model.weight.flatte
 """
 
 
+@pytest.mark.slow
 def test_peers_that_were_started_by_hand_take_commands(tmp_path: Path) -> None:
     """A run that only uses gossipx.join leaves no settings, and is found by its peers' directories."""
     with folder(tmp_path, 3) as here:

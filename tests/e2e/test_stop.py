@@ -245,7 +245,7 @@ def test_a_peer_without_gossipx_run_stops_in_order(two: Folder, number: signal.S
 
 
 @pytest.mark.fault(53)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 def test_a_peer_without_gossipx_run_that_makes_no_step_says_how_it_ends(tmp_path: Path, number: signal.Signals) -> None:
     first = "import threading\nos.dup2(1, 2)\ngossipx.runtime.stop_signals.ONE_KEYSTROKE = 0.0"
     script = ALONE.replace("HANDLERS", first).replace(
@@ -288,7 +288,9 @@ def test_a_peer_started_again_by_hand_counts_for_min_peers(tmp_path: Path) -> No
 
 @pytest.mark.fault(11)
 @pytest.mark.fault(53)
-@pytest.mark.parametrize("mode", [("--policy", "tau:1"), ("--servers", "3", "--sync", "bsp")])
+@pytest.mark.parametrize(
+    "mode", [("--policy", "tau:1"), pytest.param(("--servers", "3", "--sync", "bsp"), marks=pytest.mark.slow)]
+)
 def test_peers_that_notice_that_too_few_are_left_stop_in_order(tmp_path: Path, mode: tuple[str, ...]) -> None:
     """The two that leave on request are no losses for ``gossipx run``; the other two know better."""
     with folder(tmp_path, 4) as here:
@@ -307,7 +309,7 @@ def test_peers_that_notice_that_too_few_are_left_stop_in_order(tmp_path: Path, m
 
 @pytest.mark.fault(11)
 @pytest.mark.fault(53)
-@pytest.mark.parametrize(("lost", "code"), [("stop", 4), ("wait", 130)])
+@pytest.mark.parametrize(("lost", "code"), [("stop", 4), pytest.param("wait", 130, marks=pytest.mark.slow)])
 def test_workers_that_wait_for_a_lost_server_stop_in_order(tmp_path: Path, lost: str, code: int) -> None:
     """By themselves, or by Ctrl-C."""
     with folder(tmp_path, 3) as here:

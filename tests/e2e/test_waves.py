@@ -56,6 +56,7 @@ tell(peer, waves=waves, warm=warm, made=trained, held=len(peer._driver.captures)
 """
 
 
+@pytest.mark.slow
 def test_a_wave_is_two_models_a_peer(four: Folder) -> None:
     """Four peers in lockstep, so that no wave starts while the last is under way or after some have ended."""
     text = """
@@ -172,6 +173,7 @@ tell(peer, own=own.tolist(), moved=(last - first).tolist(), waves=peer._role.syn
     np.testing.assert_allclose(moved.sum(0), own.sum(0), rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_killed_costs_a_round(four: Folder) -> None:
     """[1, 2] The others continue with waves among themselves, and end with one model."""
     killed = """

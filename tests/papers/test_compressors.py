@@ -28,7 +28,9 @@ def decoded(spec: str, x: Tensor, many: int = 1) -> list[Tensor]:
     return made
 
 
-@pytest.mark.parametrize(("levels", "block"), [(1, 0), (4, 0), (7, 64)])
+@pytest.mark.parametrize(
+    ("levels", "block"), [(4, 0), *(pytest.param(*given, marks=pytest.mark.slow) for given in [(1, 0), (7, 64)])]
+)
 def test_qsgd_rounds_to_a_level_by_chance(levels: int, block: int) -> None:
     """QSGD, Eq. 1 and Lemma 3.1: values are ‖v‖₂ · sgn(v_i) · ξ_i, unbiased, with the stated variance."""
     x = normal(128)

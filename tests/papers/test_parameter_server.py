@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import served
 import torch
+from seeds import seeds, some
 from torch import Tensor
 
 from gossipx.assembly.server import Parts
@@ -40,7 +41,7 @@ def test_bsp_is_one_process_on_the_joined_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("placed", ["range", "greedy", "uniform", "round-robin", "heuristic", "sliced"])
-@pytest.mark.parametrize("bucket", [0, 100, 10**6])
+@pytest.mark.parametrize("bucket", some([0, 100, 10**6], 0, 100))
 def test_placement_and_buckets_change_no_result(placed: str, bucket: int) -> None:
     options: dict[str, Any] = {"servers": "0,1,2", "placement": placed, "bucket": bucket}
     made = served.ended(served.world(3, **options))
@@ -88,7 +89,7 @@ PLAIN: served.Optimizer = OPTIMIZERS["sgd"]
     ],
 )
 @pytest.mark.parametrize("pulls", ["lazy", "soft"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_equal_models(one: dict[str, Any], other: dict[str, Any], pulls: str, seed: int) -> None:
     """Equal clocks, equal pulls answered at equal times, and equal parameters, for plain SGD.
 

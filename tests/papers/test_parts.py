@@ -16,6 +16,7 @@ import served
 import squares
 import torch
 from round_robin import RoundRobinPlacement
+from seeds import seeds
 from stale import SSPConsistency
 from top_percent import TopServerStorage, TopTransmitBuffer
 from torch import Tensor, nn
@@ -293,7 +294,7 @@ class Seldom(SyncModel):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_a_worker_that_does_not_pull_loses_no_gradient(overlap: bool, seed: int) -> None:
     """A push must arrive before the next one, over a network slower than the worker's steps."""
     made = run(

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from seeds import some
 from torch import Tensor, nn
 
 from gossipx.model.arena import ParameterArena
@@ -168,7 +169,7 @@ def storages(side: Side) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], torch.float32))
 @pytest.mark.parametrize("sampled", [None, 3])
 def test_results_equal_those_of_a_synchronous_device(device: str, dtype: torch.dtype, sampled: int | None):
     kinds = ("step", "step", "ask", "give", "pull", "half", "come", "drop", "push", "wave", "adopt")
