@@ -132,6 +132,12 @@ class Links:
             thread.start()
             self._threads.add(thread)
 
+    @property
+    def threads(self) -> int:
+        """Number of threads that :meth:`spawn` has started and that have not ended."""
+        with self._lock:
+            return len(self._threads)
+
     def abort(self) -> None:
         """Close all links at once, and accept no new ones. Threads that use them get errors and end."""
         with self._lock:

@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +250,20 @@ def test_facts_that_are_not_whole_are_refused() -> None:
             checkup.read(whole | {name: None})
 
 
-def test_a_probe_counts_for_every_host_name_of_a_machine() -> None:
+@pytest.fixture
+def many_threads() -> Iterator[None]:
+    """Threads of this process that are not the doctor's."""
+    done = threading.Event()
+    threads = [threading.Thread(target=done.wait) for _ in range(100)]
+    for thread in threads:
+        thread.start()
+    yield
+    done.set()
+    for thread in threads:
+        thread.join()
+
+
+def test_a_probe_counts_for_every_host_name_of_a_machine(many_threads: None) -> None:
     """Hosts b and c are one machine, whose load to host a counts as a probe by both."""
     peers = [PeerLine(rank, name, 0, None, f"{name}-0", rank + 1) for rank, name in enumerate("abc")]
     access = security.grant(ExchangeSettings(), "127.0.0.1")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -34,6 +35,15 @@ from gossipx.tables.store import Gradient
 EVERY = 2
 
 
+@pytest.fixture(autouse=True)
+def _ended() -> Iterator[None]:
+    """End the threads of all servers after the test."""
+    yield
+    for server in Server.started:
+        server.keeper.close()
+    Server.started.clear()
+
+
 class Server:
     """One process with one shard and one worker under asp; a checkpoint is taken every two ticks.
 
@@ -44,7 +54,10 @@ class Server:
         back: whether the shard was restored.
     """
 
+    started: ClassVar[list[Server]] = []
+
     def __init__(self, directory: Path, epoch: int = 0):
+        self.started.append(self)
         self.side: Side = side(values(), servers=1)
         self.store = Store(directory / "checkpoints", keep=5)
         self.keeper = ShardKeeper({0: self.store}, self.side.table_store, self.fresh, (0,), journals=True)

@@ -21,7 +21,7 @@ from gossipx.transports.link import Link
 from gossipx.wire import MAX_LOAD, CheckupReply, CheckupRequest, Hello, Message, frames
 
 _SILENT = 15.0  # seconds after which a silent connection is closed
-_MAX_THREADS = 64  # of this process, plus four per peer: each connection has its own thread
+_MAX_THREADS = 64  # of the doctor, plus four per peer: each connection has its own thread
 _ZEROS = memoryview(bytes(MAX_LOAD))  # the system allocates these pages when they are first read
 
 
@@ -61,7 +61,7 @@ class Listener:
             except GossipxError:
                 links.closed.wait(0.05)  # the system lacks a resource, such as file descriptors
                 continue
-            if threading.active_count() < _MAX_THREADS + 4 * len(self._prober.peers):
+            if links.threads < _MAX_THREADS + 4 * len(self._prober.peers):
                 links.spawn("answer", self._serve, stream, me)
             else:
                 stream.abort()
