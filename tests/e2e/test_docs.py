@@ -22,7 +22,7 @@ from pages import HOUSE, PAGES, Example, examples
 LONG = 150.0  # seconds, after which a hanging example fails; examples take up to ten
 PORTS = 16  # maximum number of peers on a page
 # The slowest pages, whose content other tests cover too; README.md has the commands of getting-started.
-SLOW = {"checkpoints", "codecs", "doctor", "getting-started", "hub", "integrations", "launchers", "results"}
+SLOW = {"checkpoints", "codecs", "doctor", "getting-started", "hub", "integrations", "launchers", "parts", "results"}
 
 _LOCAL = re.compile(r"\b(localhost|127\.0\.0\.1)(?::294(\d\d))?(?![\w.:-])")
 

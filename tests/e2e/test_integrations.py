@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from ports import free_ports
+from seeds import some
 
 from runs import Folder, folder
 
@@ -349,7 +350,7 @@ def test_a_refusal_before_joining_is_one_line(tmp_path: Path, arguments: tuple[s
     assert ended.code == 2 and ended.errors == f"{told}\n", ended.shown
 
 
-@pytest.mark.parametrize("name", ["lightning", "transformers"])
+@pytest.mark.parametrize("name", some(["lightning", "transformers"], "transformers"))
 def test_a_failed_training_does_not_finish(two: Folder, name: str) -> None:
     """This holds even if the script catches the failure and ends normally."""
     if importlib.util.find_spec(name) is None:
@@ -397,7 +398,7 @@ for _ in range(2):
 
 
 @pytest.mark.fault(53)
-@pytest.mark.parametrize("name", [pytest.param("lightning", marks=pytest.mark.slow), "transformers"])
+@pytest.mark.parametrize("name", some(["lightning", "transformers"], "transformers"))
 def test_a_signal_leaves_a_checkpoint_of_the_framework(two: Folder, name: str) -> None:
     """And the line says from where the framework continues."""
     if importlib.util.find_spec(name) is None:

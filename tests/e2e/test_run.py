@@ -344,6 +344,7 @@ tell(peer, before=before, after=peer.iteration)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.fault(25)
 def test_a_thousand_idle_connections_cost_training_no_step_and_no_model(tmp_path: Path) -> None:
     with folder(tmp_path, 2) as here, open_files(2000), contextlib.ExitStack() as crowd:

@@ -55,6 +55,7 @@ def agreed(here: Folder, ended: dict[int, Ended]) -> None:
         assert max(differences(models[0], model).values()) <= 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.fault(18)
 def test_the_one_with_the_wrong_secret_ends_by_exit_code_5_and_the_others_train(place: Folder) -> None:
     good, bad = secret(place, "good", SECRET), secret(place, "bad", WRONG)

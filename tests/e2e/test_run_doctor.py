@@ -150,6 +150,7 @@ with gossipx.join(model, optimizer) as peer:
 """
 
 
+@pytest.mark.slow
 def test_scripts_whose_models_differ_are_reported_with_the_first_tensor(place: Folder) -> None:
     machines(place, 2)
     script = place.script(JOINS)

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from seeds import some
 
 from runs import Run, children, differences, folder
 
@@ -14,7 +15,7 @@ BRIEF = ("--policy", "tau:10", "--batch-size", "8", "--eval-interval", "0", "--l
 ITERATIONS = ("--iterations", "150")
 
 
-@pytest.mark.parametrize("only", [False, True])
+@pytest.mark.parametrize("only", some([False, True], False))
 def test_all_end_with_the_centre(tmp_path: Path, only: bool) -> None:
     """A peer that does not wait for the centre may do many steps before it arrives, and exchanges less often."""
     with folder(tmp_path, 3) as here:
@@ -35,14 +36,7 @@ def test_all_end_with_the_centre(tmp_path: Path, only: bool) -> None:
     assert (summary["lost"], sum(summary["failed"])) == ([], 0)
 
 
-@pytest.mark.parametrize(
-    "codec",
-    [
-        pytest.param("3lc:residual=0.3", marks=pytest.mark.slow),
-        pytest.param("3lc:sparsity=1.75+zlib", marks=pytest.mark.slow),
-        "int8",
-    ],
-)
+@pytest.mark.parametrize("codec", some(["3lc:residual=0.3", "3lc:sparsity=1.75+zlib", "int8"], "int8"))
 def test_codecs_cut_the_bytes_of_elastic_averaging(tmp_path: Path, codec: str) -> None:
     references = ("--references", "0") if codec == "int8" else ()
     with folder(tmp_path, 3) as here:
@@ -56,6 +50,7 @@ def test_codecs_cut_the_bytes_of_elastic_averaging(tmp_path: Path, codec: str) -
     assert (summary["codec"], summary["lost"], sum(summary["failed"])) == (codec, [], 0)
 
 
+@pytest.mark.slow
 def test_a_script_need_not_mention_the_hub(tmp_path: Path) -> None:
     """If the hub only serves, ``join`` does that and exits the process: only workers run the loop below it."""
     script = """

@@ -82,6 +82,7 @@ tell(peer, before=value, after=[float(model.weight.min()), float(model.weight.ma
 """A script whose peers start at their rank and do not train, so that only mixing changes their models."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["push-sum", "pushpull"])
 def test_modes_that_conserve_the_average(tmp_path: Path, mode: str) -> None:
     with folder(tmp_path, 4) as here:

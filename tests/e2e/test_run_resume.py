@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from resuming import BRIEF, equal, kill, manifests, resumed, store, wait_for
+from seeds import some
 
 from gossipx.checkpoint.store import MANIFEST
 from runs import Folder, differences
@@ -331,7 +332,7 @@ def test_a_peer_without_a_checkpoint_takes_a_model_of_those_that_have_one(place:
 
 @pytest.mark.parametrize(
     "mode",
-    [pytest.param(mode, marks=pytest.mark.slow) for mode in ("push-sum", "waves", "blocking")],
+    some(["push-sum", "waves", "blocking"]),
 )
 def test_other_modes_resume(place: Any, mode: str) -> None:
     here = place(3)

@@ -44,7 +44,10 @@ def test_a_wrong_codec_is_refused(tmp_path: Path) -> None:
     "options",
     [
         ("--servers", "0"),
-        ("--servers", "0,1", "--push-codec", "int8:block=256", "--pull-codec", "bf16", "--sync", "asp"),
+        pytest.param(
+            ("--servers", "0,1", "--push-codec", "int8:block=256", "--pull-codec", "bf16", "--sync", "asp"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ("--servers", "0,2", "--sync", "ssp:staleness=2", "--pulls", "soft", "--placement", "sliced"),
             marks=pytest.mark.slow,
@@ -127,6 +130,7 @@ with gossipx.join(model, optimizer) as peer:
 """
 
 
+@pytest.mark.slow
 def test_apply_and_pull_modes_are_set_with_the_sync_model(tmp_path: Path) -> None:
     """From the command line for all shards, then by ``peer.set_sync`` for another peer's shard."""
     with folder(tmp_path, 2) as here:

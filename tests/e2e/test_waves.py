@@ -129,6 +129,7 @@ def test_waves_need_no_further_memory_once_warm(four: Folder) -> None:
         assert told["held"] == 0
 
 
+@pytest.mark.slow
 def test_the_sum_of_all_models_changes_by_own_steps_alone(four: Folder) -> None:
     """However the threads of the four processes interleave, while all of them train."""
     script = four.script("""

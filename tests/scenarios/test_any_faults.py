@@ -26,7 +26,7 @@ FAULTS = st.one_of(
 )
 
 
-@examples(400)
+@examples(400, few=60)
 @given(
     size=st.integers(2, 5),
     seed=st.integers(0, 100),

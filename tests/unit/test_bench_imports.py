@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from forks.client import TESTS, Piped
 
 BENCHES = TESTS.parent / "bin" / "benches"
 FOREIGN = "_hivemind"  # runs in an environment of its own, which contains hivemind
 
 
+@pytest.mark.slow
 def test_every_benchmark_can_be_imported() -> None:
     files = sorted(str(file) for file in BENCHES.glob("*.py") if file.stem != FOREIGN)
     assert str(BENCHES / "exchange.py") in files

@@ -13,6 +13,7 @@ from collections import Counter
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from seeds import some
 from shards import Answer, Message, Run
 
 from gossipx.server.sync_models.clock import Clock
@@ -291,7 +292,7 @@ def staleness_of(model: str, answer: Answer) -> float:
 @pytest.mark.parametrize(
     "model",
     [
-        *(f"ssp:{staleness}" for staleness in range(4)),
+        *some([f"ssp:{staleness}" for staleness in range(4)], "ssp:0", "ssp:2"),
         "pssp:staleness=1,p=1",
         "pssp:staleness=2,alpha=2",  # P is ½ · 2 at least
         "dsps:staleness=1,low=0,high=3,window=2",

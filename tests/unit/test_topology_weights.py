@@ -212,7 +212,7 @@ def test_a_graph_too_large_is_refused() -> None:
 
 def test_all_figures_of_a_full_graph_of_many_come_at_once() -> None:
     """The time is linear in the number of edges; quadratic time would take minutes."""
-    full = load("full", 200)
+    full = load("full", 120)
     for schedule, weights in itertools.product(SCHEDULES, ["uniform", "metropolis", "push-sum"]):
         found = analyse(full, schedule, weights)
         assert found.rounds_to_consensus is not None and found.keeps_mean
