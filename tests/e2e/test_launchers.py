@@ -174,6 +174,7 @@ def test_srun_starts_gossipx_run(tmp_path: Path, cluster: slurm.Slurm) -> None:
     check_run(tmp_path, cluster.run(["srun", "-n2", *gossipx_run(tmp_path)], tmp_path))
 
 
+@pytest.mark.slow
 def test_a_job_script_without_srun_fails_at_once(tmp_path: Path, cluster: slurm.Slurm) -> None:
     """SLURM's variables identify the script as the first of two tasks."""
     job = tmp_path / "job.sh"

@@ -58,6 +58,7 @@ def killed_after(here: Folder, process: Process, iteration: int, shards: int = 1
     process.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -206,6 +206,7 @@ def test_a_peer_killed_in_mid_run_is_named_and_the_others_finish(place: Any) -> 
     assert max(differences(run.model(0), run.model(2)).values()) <= 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.fault(4)
 def test_a_peer_that_leaves_keeps_its_model_and_the_others_finish(place: Any) -> None:
     here = place(3)

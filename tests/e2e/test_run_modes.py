@@ -18,7 +18,12 @@ BRIEF = ("--policy", f"tau:{EVERY}", "--iterations", str(ITERATIONS), "--batch-s
 
 
 @pytest.mark.parametrize(
-    ("mode", "blocking"), [pytest.param("push", False, marks=pytest.mark.slow), ("push-sum", True), ("pushpull", True)]
+    ("mode", "blocking"),
+    [
+        pytest.param("push", False, marks=pytest.mark.slow),
+        ("push-sum", True),
+        pytest.param("pushpull", True, marks=pytest.mark.slow),
+    ],
 )
 def test_four_peers_exchange_and_agree(tmp_path: Path, mode: str, blocking: bool) -> None:
     with folder(tmp_path, 4) as here:
@@ -38,14 +43,15 @@ def test_four_peers_exchange_and_agree(tmp_path: Path, mode: str, blocking: bool
     assert all(max(differences(run.model(0), run.model(rank)).values()) <= 1e-5 for rank in (1, 2, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "codec", "fewer"),
     [
         ("pull", ("--codec", "3lc:residual=0.3"), 3),
-        pytest.param("push", ("--codec", "int8", "--references", "0"), 3, marks=pytest.mark.slow),
-        pytest.param("pushpull", ("--codec", "int8+zlib", "--references", "2"), 3, marks=pytest.mark.slow),
-        pytest.param("pull", ("--codec", "moniqua:theta=0.5", "--references", "0"), 3, marks=pytest.mark.slow),
-        pytest.param("pull", ("--codec", "3lc:small=100", "--mixing", "choco:gamma=0.2"), 10, marks=pytest.mark.slow),
+        ("push", ("--codec", "int8", "--references", "0"), 3),
+        ("pushpull", ("--codec", "int8+zlib", "--references", "2"), 3),
+        ("pull", ("--codec", "moniqua:theta=0.5", "--references", "0"), 3),
+        ("pull", ("--codec", "3lc:small=100", "--mixing", "choco:gamma=0.2"), 10),
     ],
 )
 def test_codecs_of_models_cut_the_bytes(tmp_path: Path, mode: str, codec: tuple[str, ...], fewer: int) -> None:

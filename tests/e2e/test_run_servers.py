@@ -74,6 +74,7 @@ def test_three_peers_train_by_servers(tmp_path: Path, options: tuple[str, ...]) 
     assert (summary["lost"], sum(summary["failed"])) == ([], 0)
 
 
+@pytest.mark.slow
 def test_bsp_is_the_same_whenever_gradients_leave(tmp_path: Path) -> None:
     models = []
     with folder(tmp_path, 2) as here:

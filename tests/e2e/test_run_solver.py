@@ -127,6 +127,7 @@ def test_ctrl_c_writes_a_snapshot_of_each_peer(two: Folder) -> None:
         assert (two.path / "x" / f"peer-{rank:02d}" / f"lenet_iter_{last}.solverstate").exists()
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_its_solver(two: Folder) -> None:
     two.run("--solver", "solver.prototxt", "--iterations", "30", "--checkpoint-every", "30", "--policy", "tau:5")
     ended = two.start("-m", "gossipx", "run", "--resume", two.path / "x", "--iterations", "60").end()

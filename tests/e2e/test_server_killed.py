@@ -41,7 +41,8 @@ def same(whole: Run, other: Run, workers: list[int]) -> None:
         assert max(differences(whole.model(rank), other.model(rank)).values()) == 0, rank
 
 
-@pytest.mark.parametrize(("servers", "workers"), [("0", [1, 2]), pytest.param("0,1", [2], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("servers", "workers"), [("0", [1, 2]), ("0,1", [2])])
 def test_a_replica_takes_its_place(tmp_path: Path, servers: str, workers: list[int]) -> None:
     options = (*BRIEF, "--servers", servers, "--server-replicas", "1", "--iterations", "250")
     with folder(tmp_path, 3) as here:
@@ -182,13 +183,14 @@ class Gate:
         os.close(self._pipe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("servers", "then", "held", "resumes"),
     [
-        pytest.param("0", "0,2", "shard 0", "", marks=pytest.mark.slow),
-        pytest.param("0,2", "2", "shard 0", "", marks=pytest.mark.slow),
-        pytest.param("2,0", "2,0,1", "shard 0", "1", marks=pytest.mark.slow),
-        pytest.param("2", "0", "", "", marks=pytest.mark.slow),
+        ("0", "0,2", "shard 0", ""),
+        ("0,2", "2", "shard 0", ""),
+        ("2,0", "2,0,1", "shard 0", "1"),
+        ("2", "0", "", ""),
     ],
     ids=["a-new-one", "one-that-stays", "the-first-of-three", "one-that-is-none-any-more"],
 )

@@ -152,6 +152,7 @@ def test_ctrl_c_on_a_terminal(two: Folder) -> None:
     check_stopped(two, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", text))
 
 
+@pytest.mark.slow
 @pytest.mark.fault(53)
 def test_a_closed_terminal_stops_the_run_in_order(two: Folder) -> None:
     """SIGHUP, and nothing can be written to the terminal any more."""

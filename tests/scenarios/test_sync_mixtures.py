@@ -79,7 +79,7 @@ others = st.sampled_from([*SYNCS, "drop:n=2"])  # refused where it would wait fo
 switches = st.tuples(st.floats(1, 40), indices, indices, others, st.sampled_from(["", "lazy", "soft"]))
 
 
-@examples(150, few=15)
+@examples(150, few=8)
 @given(data=st.data())
 def test_every_pull_is_answered(data: st.DataObject) -> None:
     """Under any mixture of sync models, also when they are switched and when workers leave or die."""

@@ -253,7 +253,7 @@ ZLIB, PLAIN = 32, 4
 MANY = shapes([2**16] + [0] * 2**16)
 DAMAGING = {
     "many tensors, one after the other": lambda: [
-        of_shapes(shapes([2**16, *([1] * (2**16 - 1)), number]), b"", flags=PLAIN) for number in range(5, 12)
+        of_shapes(shapes([2**16, *([1] * (2**16 - 1)), number]), b"", flags=PLAIN) for number in (5, 11)
     ],
     "empty tensors, a squeezed body": lambda: [
         of_shapes(MANY + shapes([2**26]), zlib.compress(bytes(2**26)), codec=3, flags=ZLIB)

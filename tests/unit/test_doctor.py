@@ -7,7 +7,6 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,12 @@ from click.testing import CliRunner
 from ports import free_ports
 
 from gossipx.cli import main
-from gossipx.config import security
 from gossipx.config.settings import ExchangeSettings, RunConfig
 from gossipx.errors import NotAuthorisedError, PeerTimeoutError, ProtocolError, UsageError
 from gossipx.launch.hosts import PeerLine
 from gossipx.tools.doctor import examine, machine
 from gossipx.tools.doctor.findings import Findings, Host, Line, Measurement, Name, hosts_of
-from gossipx.tools.doctor.listener import Listener
-from gossipx.tools.doctor.probe import ENOUGH, PIECE, Load, Prober, probing
+from gossipx.tools.doctor.probe import ENOUGH, PIECE, Load
 from gossipx.tools.doctor.verdicts import REACH, verdicts
 from gossipx.transports import Address, checkup, handshake, tcp
 from gossipx.transports.links import Links
@@ -248,41 +245,6 @@ def test_facts_that_are_not_whole_are_refused() -> None:
     for name in whole:
         with pytest.raises(ProtocolError, match=f"no {name}"):
             checkup.read(whole | {name: None})
-
-
-@pytest.fixture
-def many_threads() -> Iterator[None]:
-    """Threads of this process that are not the doctor's."""
-    done = threading.Event()
-    threads = [threading.Thread(target=done.wait) for _ in range(100)]
-    for thread in threads:
-        thread.start()
-    yield
-    done.set()
-    for thread in threads:
-        thread.join()
-
-
-def test_a_probe_counts_for_every_host_name_of_a_machine(many_threads: None) -> None:
-    """Hosts b and c are one machine, whose load to host a counts as a probe by both."""
-    peers = [PeerLine(rank, name, 0, None, f"{name}-0", rank + 1) for rank, name in enumerate("abc")]
-    access = security.grant(ExchangeSettings(), "127.0.0.1")
-
-    def prober(rank: int, aliases: list[str]) -> Prober:
-        me = Hello(rank, peers[rank].name, 3, "digest", "")
-        return Prober(me, aliases, peers, b"one\nother", b"", access, Links("doctor", 0, 10.0), threading.Lock())
-
-    answering, asking = prober(0, []), prober(1, ["c-0"])
-    listener = Listener(peers[:1], {0: "127.0.0.1"}, answering)
-    try:
-        with probing(asking, peers[0], tcp.connect(listener._listening[0].address, time_limit())) as probe:
-            assert probe.read("peers") == b"one\nother" and (probe.measure().rate or 0) > 0
-        with listener.news:
-            assert listener.news.wait_for(lambda: listener.probed == {"b-0", "c-0"}, 10)
-    finally:
-        listener.close()
-        answering.links.abort()
-        asking.links.abort()
 
 
 # --- this machine -----------------------------------------------------------------------------------
