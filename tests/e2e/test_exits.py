@@ -21,6 +21,7 @@ def script_of(here: Folder, rank: int, text: str) -> Path:
     return here.script("import atexit\n" + text.replace("JOIN", JOINS.replace("RANK", str(rank))), f"{rank}.py")
 
 
+@pytest.mark.slow
 def test_an_exit_code_of_the_finish_keeps_exit_hooks_and_files(tmp_path: Path) -> None:
     """The model is NaN, which the finish at exit finds."""
     text = """

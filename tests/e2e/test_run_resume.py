@@ -34,7 +34,8 @@ def place(tmp_path: Path) -> Iterator[Callable[[int], Folder]]:
 # --- bit for bit --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("finish", ["none", pytest.param("consensus", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("finish", ["none", "consensus"])
 @pytest.mark.fault(29)
 def test_with_never_a_run_that_was_killed_ends_bit_for_bit_as_one_that_was_not(place: Any, finish: str) -> None:
     """Data order across epochs, learning rate steps and momenta are restored. Results cover the whole run."""

@@ -240,7 +240,7 @@ def test_a_peer_without_gossipx_run_stops_in_order(two: Folder, number: signal.S
     assert store(two, 0).find() == told["iteration"] >= 20 and told["handlers"] == [True] * 3
     assert f"stopped at {told['iteration']}; continue with GOSSIPX_RESUME=1 in the environment" in ended.errors
     assert (two.path / "x" / "peer-00" / "model.safetensors").exists()
-    assert "stopping" in ended.errors and ended.errors.count("\n") == 2, "no traceback"
+    assert "stopping" in ended.errors and "Traceback" not in ended.errors, ended.errors
     peers[1].signal(signal.SIGINT)
     assert "is lost" not in peers[1].end().shown
 

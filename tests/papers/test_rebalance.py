@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import pytest
 import served
 import torch
+from seeds import some
 from torch import Tensor
 
 from gossipx.server.mode import ServerMode
@@ -64,7 +65,7 @@ def test_bsp_stays_one_process_on_the_joined_batch(name: str, placed: str) -> No
 
 
 @pytest.mark.parametrize("placed", BUILT_IN)
-@pytest.mark.parametrize("bucket", [0, 100, 10**6])
+@pytest.mark.parametrize("bucket", some([0, 100, 10**6], 100))
 def test_every_placement_is_rebalanced(placed: str, bucket: int) -> None:
     made = changed(served.world(3, servers="0,1", placement=placed, bucket=bucket))
     torch.testing.assert_close(models(made), served.joined(range(3)).expand(3, -1), rtol=1e-9, atol=1e-9)

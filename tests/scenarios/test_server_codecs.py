@@ -59,6 +59,7 @@ def test_every_codec_both_ways_under_bsp(spec: str) -> None:
         assert loss(made) < 1.1 * loss(run())
 
 
+@pytest.mark.slow
 def test_random_codecs_train_as_well() -> None:
     """A single run may differ by a fifth."""
     losses = [
