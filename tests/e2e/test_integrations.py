@@ -270,11 +270,16 @@ def check(here: list[Any], iterations: int) -> None:
     assert sorted(one["part"] + other["part"]) == list(range(64))
 
 
+def require(framework: str) -> None:
+    """Skip the test if the framework, which is an extra, is not installed; importing it here would take seconds."""
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed")
+
+
 @pytest.mark.fault(60)
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_framework_gossips_and_resumes_from_its_own_checkpoint(two: Folder, name: str) -> None:
-    if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed")
+    require(name)
     script = two.script(BEGIN + LOOPS[name] + END)
     for process in [two.start(script, two.path, str(peer), "1") for peer in range(2)]:
         ended = process.end()
@@ -315,8 +320,7 @@ told["ended"] = values(module)
 
 @pytest.mark.fault(49)
 def test_a_backbone_that_lightning_unfreezes_is_exchanged(two: Folder) -> None:
-    if importlib.util.find_spec("lightning") is None:
-        pytest.skip("lightning is not installed")
+    require("lightning")
     script = two.script(BEGIN + LIGHTNING[: LIGHTNING.index("data = Data()")] + FINETUNING)
     for process in [two.start(script, two.path, str(peer), "1") for peer in range(2)]:
         ended = process.end()
@@ -353,8 +357,7 @@ def test_a_refusal_before_joining_is_one_line(tmp_path: Path, arguments: tuple[s
 @pytest.mark.parametrize("name", some(["lightning", "transformers"], "transformers"))
 def test_a_failed_training_does_not_finish(two: Folder, name: str) -> None:
     """This holds even if the script catches the failure and ends normally."""
-    if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed")
+    require(name)
     whole, call = LOOPS[name], {"lightning": "fit(2)", "transformers": "train(2)"}[name]
     fails = f"""
 def broken(*given, **named):
@@ -379,8 +382,7 @@ except ArithmeticError:
 
 
 def test_lightnings_checkpoint_of_an_exception_is_each_peers_own(two: Folder) -> None:
-    if importlib.util.find_spec("lightning") is None:
-        pytest.skip("lightning is not installed")
+    require("lightning")
     body = """
 from types import SimpleNamespace
 
@@ -401,8 +403,7 @@ for _ in range(2):
 @pytest.mark.parametrize("name", some(["lightning", "transformers"], "transformers"))
 def test_a_signal_leaves_a_checkpoint_of_the_framework(two: Folder, name: str) -> None:
     """And the line says from where the framework continues."""
-    if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed")
+    require(name)
     whole, call = LOOPS[name], {"lightning": "fit(2, kept)", "transformers": "train(2, kept)"}[name]
     stops = f"""
 def stop(*given, **named):
@@ -431,8 +432,7 @@ Began.on_train_batch_start = Began.on_step_begin = stop
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_same_with_two_processes_per_peer(two: Folder, name: str) -> None:
-    if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed")
+    require(name)
     script = two.script(BEGIN + LOOPS[name] + END)
     launched = name != "lightning"  # Lightning starts its processes itself
     by = [
