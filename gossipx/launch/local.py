@@ -136,8 +136,12 @@ class _Run:
 
     def go(self, notice: str | None = None) -> int:
         """Start the peers, follow them and write the summary; ``notice`` is shown first."""
+        with self._stopping.signals():  # also while the summary is written: launchers may send a signal twice
+            return self._go(notice)
+
+    def _go(self, notice: str | None) -> int:
         stopping = self._stopping
-        with selectors.DefaultSelector() as selector, stopping.signals(), self._display, kept_free(self._binds()):
+        with selectors.DefaultSelector() as selector, self._display, kept_free(self._binds()):
             if notice is not None:
                 self._display.line(notice)
             if self._script and "iterations" in self._settings.given and not self._quiet:

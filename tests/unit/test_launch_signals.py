@@ -15,7 +15,7 @@ import pytest
 from launches import DEADLINE, NAMES, Run, gone, hosts, launcher, script
 
 from gossipx.launch import local, stopping
-from gossipx.metrics.summary import FILE, read
+from gossipx.metrics.summary import FILE, Summary, read
 
 
 @pytest.fixture
@@ -102,6 +102,37 @@ def test_launchers_and_terminals_may_send_a_signal_twice(run: Run, mine: Path, n
     summary = read(mine)
     assert (summary.stopped, summary.lost, summary.iterations) == ([NAMES[0]], [], 5)
     assert summary.retrievals == [10]
+
+
+@pytest.mark.fault(53)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_while_the_summary_is_written_does_not_lose_it(
+    run: Run, mine: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Launchers may send a signal twice, the second time when the peers have ended already."""
+    write = Summary.write
+
+    def signalled(*given: Any, **named: Any) -> None:
+        os.kill(os.getpid(), number)
+        write(*given, **named)
+
+    monkeypatch.setattr(Summary, "write", signalled)
+    before = signal.signal(number, lambda *_: pytest.fail("the run did not take the signal"))
+    body = """
+        def leave(*_):
+            tell(state="left", step=5, report={**report(0), "iterations": 5})
+            sys.exit()
+        signal.signal(signal.SIGTERM, leave)
+        train()
+        os.kill(os.getppid(), signal.SIGTERM)
+        while True:
+            signal.pause()
+    """
+    try:
+        assert run(body, peers="localhost") == 0
+    finally:
+        signal.signal(number, before)
+    assert read(mine).stopped == [NAMES[0]]
 
 
 @pytest.mark.fault(53)
