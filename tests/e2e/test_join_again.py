@@ -43,8 +43,8 @@ for number in range(5):
 @pytest.mark.parametrize(
     "settings",
     [
-        '{"policy": "tau:5", "blocking": true}',
-        '{"policy": "tau:5", "hub": 0}',
+        pytest.param('{"policy": "tau:5", "blocking": true}', marks=pytest.mark.slow),
+        pytest.param('{"policy": "tau:5", "hub": 0}', marks=pytest.mark.slow),
         '{"mode": "server", "servers": [0, 1], "checkpoint_every": "0.2s"}',
     ],
 )

@@ -25,7 +25,7 @@ def test_at_most_two_snapshots_and_one_incoming_model(tmp_path: Path, transport:
     """This holds for any number of neighbours; models have 40 MB, and each pull follows the previous one."""
     with folder(tmp_path, peers) as here:
         options = ("--policy", "tau:1", "--transport", transport)
-        run = here.run(*options, SCRIPT, here.path, "10000", "60", "30", fresh=True)
+        run = here.run(*options, SCRIPT, here.path, "10000", "30", "15", fresh=True)
         assert min(run.summary["retrievals"]) > 1
         told = resident_memory.told(here.path, peers)
         assert resident_memory.growth(told) < 3 * 40 * MB + 64 * MB, told

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from seeds import some
 from served_loops import EACH_ALONE, STEPS, Join, Step, batch, loop, plain, same, sgd, with_zeros
 from torch import Tensor, nn
 from torch.nn import functional
@@ -130,7 +131,7 @@ def made(kind: Callable[[], nn.Module]) -> nn.Module:
     return kind()
 
 
-@pytest.mark.parametrize("wait_free", [True, False])
+@pytest.mark.parametrize("wait_free", some([True, False], True))
 @pytest.mark.parametrize("kind", MODELS)
 def test_training_and_evaluations(join: Join, kind: Callable[[], nn.Module], wait_free: bool) -> None:
     """Values are written into the model when they are waited for, so a module that does not wait reads old ones."""

@@ -52,7 +52,10 @@ def test_a_wrong_codec_is_refused(tmp_path: Path) -> None:
             ("--servers", "0,2", "--sync", "ssp:staleness=2", "--pulls", "soft", "--placement", "sliced"),
             marks=pytest.mark.slow,
         ),
-        ("--servers", "1", "--servers-only", "--sync", "hybrid:step=1/lr", "--no-wait-free"),
+        pytest.param(
+            ("--servers", "1", "--servers-only", "--sync", "hybrid:step=1/lr", "--no-wait-free"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ("--servers", "0,1", "--sync", "bsp|asp", "--bucket", "0", "--no-overlap", "--transport", "tcp"),
             marks=pytest.mark.slow,

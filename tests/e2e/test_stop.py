@@ -31,7 +31,14 @@ def training(here: Folder, *options: str | Path, first: str = "train") -> Proces
 
 @pytest.mark.fault(53)
 @pytest.mark.fault(4)
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 130), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGHUP, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_stopped_run_keeps_everything_and_says_how_to_continue(
     two: Folder, number: signal.Signals, code: int
 ) -> None:

@@ -92,8 +92,8 @@ with gossipx.join(model, optimizer) as peer:
 
 
 def test_a_run_with_waves_leaves_the_same_model_on_all(four: Folder) -> None:
-    brief = ("--iterations", "400", "--batch-size", "8", "--eval-interval", "0")
-    run = four.run("--policy", "tau:40", "--exchange", "waves", *brief)
+    brief = ("--iterations", "200", "--batch-size", "8", "--eval-interval", "0")
+    run = four.run("--policy", "tau:20", "--exchange", "waves", *brief)
     summary = run.summary
     assert summary["lost"] == []
     # The number of waves depends on the peers' pace: a slower one continues with those that are left.

@@ -115,10 +115,10 @@ def never() -> World:
 @pytest.mark.parametrize(
     ("policy", "mode"),
     [
-        ("tau:5", {}),
+        pytest.param("tau:5", {}, marks=pytest.mark.slow),
         ("adaptive:threshold=0.01", {}),
-        ("travel:distance=0.2", {}),
-        ("tau:5", {"mode": "push"}),
+        pytest.param("travel:distance=0.2", {}, marks=pytest.mark.slow),
+        pytest.param("tau:5", {"mode": "push"}, marks=pytest.mark.slow),
         ("travel:distance=0.2", {"mode": "push", "push_sum": True}),
         ("adaptive:threshold=0.01", {"mode": "pushpull"}),
     ],

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from seeds import seeds
+from seeds import seeds, some
 from torch import nn
 from toy import (
     ITERATIONS,
@@ -162,7 +162,7 @@ def test_straggler_that_arrives_as_the_others_time_out(pace: float):
     agree(made, [0, 1, 2])
 
 
-@pytest.mark.parametrize("size", [40, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", some([20, 40, 100], 20))
 def test_many_peers_on_a_ring_of_bad_links(size: int):
     made = world(size, 1, Network(loss=0.01), graph="ring", policy="tau:2", iterations=6, peer_timeout=3.0)
     ended(made, bound(size, 6))

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from property_tests import examples
+from seeds import some
 from toy import ITERATIONS, TIMEOUT, before, bound, ended, models, spread, world
 
 from gossipx.sim import Network
@@ -36,7 +37,7 @@ def test_no_faults_no_waiting():
     assert not made.fired
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 16, 40, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", some([1, 2, 3, 5, 7, 16, 40, 100], 1, 2, 3, 5, 7, 16))
 def test_any_number_of_peers(size: int):
     made = ended(world(size, iterations=6, policy="tau:2"), bound(size, 6))
     mean = before(made).mean(0)

@@ -49,7 +49,10 @@ def pulled(spec: str) -> str:
     return "none" if codecs.parse(spec).gradients_only else spec
 
 
-@pytest.mark.parametrize("spec", some(SPECS, *SPECS[::3]))
+SYNCS = ["asp", "ssp:staleness=2", "drop:n=1", "pssp:staleness=1,p=0.5", "hybrid:step=5"]
+
+
+@pytest.mark.parametrize("spec", some(SPECS, *SPECS[::8]))
 def test_every_codec_both_ways_under_bsp(spec: str) -> None:
     """All workers have the same model, bit for bit, with any codec."""
     made = run(push_codec=spec, pull_codec=pulled(spec))
@@ -68,7 +71,7 @@ def test_random_codecs_train_as_well() -> None:
     assert sum(losses[0]) < 1.1 * sum(losses[1])
 
 
-@pytest.mark.parametrize("sync", ["asp", "ssp:staleness=2", "drop:n=1", "pssp:staleness=1,p=0.5", "hybrid:step=5"])
+@pytest.mark.parametrize("sync", some(SYNCS, "ssp:staleness=2", "hybrid:step=5"))
 def test_codecs_go_with_all_sync_models(sync: str) -> None:
     """If workers have different values, each receives the change of its own."""
     made = run(sync=sync, push_codec="int8", pull_codec="int8", slow={2: 2.5})

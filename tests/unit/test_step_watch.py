@@ -258,8 +258,8 @@ def test_the_steps_of_one_iteration_are_not_told(loop: Loop, caplog: Any) -> Non
     """LBFGS changes the parameters for each of its evaluations; with gradient accumulation nothing changes."""
     loop.train(loop.join(torch.optim.LBFGS(loop.model.parameters(), lr=0.1, max_iter=100)), 5, closure=True)
     optimizer = loop.join(sgd(loop.model))
-    for _ in range(3):
-        for _ in range(4 * PATIENCE):
+    for _ in range(2):
+        for _ in range(2 * PATIENCE):
             (loop.model(torch.randn(8, 4)) - 1).square().mean().backward()
         optimizer.step()
     assert told(caplog) == []
