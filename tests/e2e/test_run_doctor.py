@@ -161,7 +161,11 @@ def test_scripts_whose_models_differ_are_reported_with_the_first_tensor(place: F
 
 
 @pytest.mark.parametrize(
-    ("theirs", "causes"), [("other", "the secrets differ"), (None, "this run has a secret|this peer has no secret")]
+    ("theirs", "causes"),
+    [
+        ("other", "the secrets differ"),
+        pytest.param(None, "this run has a secret|this peer has no secret", marks=pytest.mark.slow),
+    ],
 )
 def test_another_secret_ends_with_5_on_both_sides(place: Folder, theirs: str | None, causes: str) -> None:
     machines(place, 2)

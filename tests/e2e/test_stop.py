@@ -60,7 +60,7 @@ def test_a_stopped_run_keeps_everything_and_says_how_to_continue(
     [
         pytest.param(("--hub", "0"), "train", marks=pytest.mark.slow),
         pytest.param(("--hub", "0", "--hub-only"), "serve", marks=pytest.mark.slow),
-        (("--servers", "0", "--sync", "bsp"), "train"),
+        pytest.param(("--servers", "0", "--sync", "bsp"), "train", marks=pytest.mark.slow),
         pytest.param(("--servers", "0", "--servers-only", "--sync", "asp"), "serve", marks=pytest.mark.slow),
         pytest.param(("--exchange", "waves"), "train", marks=pytest.mark.slow),
         (("--solver", "lenet.prototxt"), "train"),

@@ -91,6 +91,7 @@ with gossipx.join(model, optimizer) as peer:
         assert 20 * model < received < 20 * model * 1.1
 
 
+@pytest.mark.slow
 def test_a_run_with_waves_leaves_the_same_model_on_all(four: Folder) -> None:
     brief = ("--iterations", "200", "--batch-size", "8", "--eval-interval", "0")
     run = four.run("--policy", "tau:20", "--exchange", "waves", *brief)

@@ -15,7 +15,7 @@ from torch import Tensor
 from gossipx import codecs
 from gossipx.codecs import ErrorFeedback, decode
 
-DRAWS = 4000
+DRAWS = 1500
 
 
 def decoded(spec: str, x: Tensor, many: int = 1) -> list[Tensor]:

@@ -239,7 +239,14 @@ def lead_when_stopped(model: str, seed: int) -> int:
     raise AssertionError("nothing stops it")
 
 
-@pytest.mark.parametrize(("staleness", "probability"), [(3, 0.5), (3, 0.2), (0, 1 / 3)])
+@pytest.mark.parametrize(
+    ("staleness", "probability"),
+    [
+        (3, 0.5),
+        pytest.param(3, 0.2, marks=pytest.mark.slow),
+        pytest.param(0, 1 / 3, marks=pytest.mark.slow),
+    ],
+)
 def test_constant_pssp_is_ssp_with_a_drawn_staleness(staleness: int, probability: float):
     """Theorem 1: it behaves like SSP with s_i ≥ s at a probability of c (1 − c)^(s_i − s).
 

@@ -88,7 +88,7 @@ PLAIN: served.Optimizer = OPTIMIZERS["sgd"]
         ({"parts": Parts(sync=Drop(4))}, {"sync": "bsp"}),
     ],
 )
-@pytest.mark.parametrize("pulls", ["lazy", "soft"])
+@pytest.mark.parametrize("pulls", some(["lazy", "soft"], "lazy"))
 @pytest.mark.parametrize("seed", seeds(3))
 def test_equal_models(one: dict[str, Any], other: dict[str, Any], pulls: str, seed: int) -> None:
     """Equal clocks, equal pulls answered at equal times, and equal parameters, for plain SGD.

@@ -85,7 +85,9 @@ def content(directory: Path) -> dict[str, bytes]:
     return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
 
 
-@pytest.mark.parametrize("error", [Killed(), OSError(28, "No space left on device")])
+@pytest.mark.parametrize(
+    "error", [Killed(), pytest.param(OSError(28, "No space left on device"), marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("method", ["rename", "mkdir", "replace", "write_bytes", "go"])
 def test_an_overwrite_that_is_cut_off_anywhere_loses_nothing(
     run: Run, mine: Path, monkeypatch: pytest.MonkeyPatch, method: str, error: BaseException

@@ -162,7 +162,15 @@ def test_the_global_seed_fixes_the_initial_weights(name: str) -> None:
     assert not torch.equal(weights(3), weights(4))
 
 
-@pytest.mark.parametrize(("name", "pixels"), [("alexnet", 38), ("googlenet", 30), ("lenet", 15), ("convnet", 7)])
+@pytest.mark.parametrize(
+    ("name", "pixels"),
+    [
+        pytest.param("alexnet", 38, marks=pytest.mark.slow),
+        pytest.param("googlenet", 30, marks=pytest.mark.slow),
+        ("lenet", 15),
+        ("convnet", 7),
+    ],
+)
 def test_images_that_are_too_small_are_scaled_to_the_smallest_that_do(name: str, pixels: int) -> None:
     torch.manual_seed(0)
     model = build_model(name, classes=10, channels=1, pixels=pixels).eval()
