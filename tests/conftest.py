@@ -1,6 +1,6 @@
 """Settings of all tests: property tests draw the same examples every time and have no deadline.
 
-Property tests draw 30 examples, and 100 with ``--hypothesis-profile all``; :mod:`property_tests` has those that specify
+Property tests draw 20 examples, and 100 with ``--hypothesis-profile all``; :mod:`property_tests` has those that specify
 a number. Tests marked ``cuda`` are skipped without a CUDA device; ``bin/gpu-check`` runs them.
 """
 
@@ -17,7 +17,7 @@ from small_disks import SmallDisk
 
 COMMON = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("all", COMMON)
-settings.register_profile("gossipx", COMMON, max_examples=30)
+settings.register_profile("gossipx", COMMON, max_examples=20)
 settings.load_profile("gossipx")
 torch.set_num_threads(1)  # models are tiny, and tests run beside each other: more threads only wait for each other
 

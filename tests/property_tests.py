@@ -9,7 +9,7 @@ def examples(count: int, few: int | None = None) -> settings:
     """Return settings that draw ``count`` examples with ``--hypothesis-profile all``, else ``few``.
 
     Args:
-        few: by default three tenths of ``count``.
+        few: by default a fifth of ``count``.
     """
     draws_all = settings().max_examples == settings.get_profile("all").max_examples
-    return settings(max_examples=count if draws_all else count * 3 // 10 if few is None else few)
+    return settings(max_examples=count if draws_all else count // 5 if few is None else few)

@@ -22,7 +22,7 @@ MODES = {
     "hybrid": ("--servers", "0", "--sync", "hybrid:fixed=2", "--iterations", "2500"),
 }
 SERVERS = {"bsp": (0,), "ssp": (0, 1), "hybrid": (0,)}
-PEERS, KILLS = 4, 3
+PEERS, KILLS = 4, 6
 BRIEF = ("--batch-size", "8", "--eval-interval", "0", "--log-interval", "1", "--peer-timeout", "3")
 AGAIN = """
 import os, runpy, sys
@@ -42,10 +42,12 @@ class Peers:
         self.again: list[Process] = []
 
     def kill(self, rng: random.Random) -> None:
-        """Kill one of those that run. A server, which workers wait for, is always started again, others mostly."""
-        rank = rng.choice([rank for rank, pid in self._pids.items() if is_running(pid)])
+        """Kill one of those that run. A server, which workers wait for, is always started again, others mostly, and
+        always where they would leave one peer alone."""
+        running = [rank for rank, pid in self._pids.items() if is_running(pid)]
+        rank = rng.choice(running)
         os.kill(self._pids[rank], signal.SIGKILL)
-        if rng.random() < 0.6 or rank in self._servers:
+        if rng.random() < 0.6 or rank in self._servers or len(running) == 2:
             self.again.append(self._here.start("-c", AGAIN, self._here.path / "x", str(rank)))
             self._pids[rank] = self.again[-1].pid
 
@@ -53,9 +55,9 @@ class Peers:
 @pytest.mark.fault(1, 39, 44, 51)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", list(MODES))
-@pytest.mark.parametrize("seed", [0, 1])
-def test_every_run_ends_with_equal_models_or_says_that_it_does_not(tmp_path: Path, mode: str, seed: int) -> None:
-    rng = random.Random(f"{mode} {seed}")
+def test_every_run_ends_with_equal_models_or_says_that_it_does_not(tmp_path: Path, mode: str) -> None:
+    """Thirty kills in all."""
+    rng = random.Random(mode)
     with folder(tmp_path, PEERS) as here:
         run = here.start_run(*BRIEF, *MODES[mode])
         run.line(r" train \d+/")

@@ -133,6 +133,7 @@ finally:
         assert f"[{name}] after the loop at {iteration}\n" in ended.output
 
 
+@pytest.mark.slow
 @pytest.mark.fault(53)
 def test_ctrl_c_on_a_terminal(two: Folder) -> None:
     """The terminal sends it to the whole foreground process group; with a table instead of lines."""

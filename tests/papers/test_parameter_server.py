@@ -31,7 +31,7 @@ OPTIMIZERS: dict[str, served.Optimizer] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", some(OPTIMIZERS, "momentum", "adamw"))
 def test_bsp_is_one_process_on_the_joined_batch(name: str) -> None:
     """N workers on N batches, one optimizer step per tick with the mean: modular paper, Algorithm 1, with a mean."""
     made = served.ended(served.world(4, servers="0,2", optimizer=OPTIMIZERS[name], slow={1: 1.7}))

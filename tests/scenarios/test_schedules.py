@@ -122,7 +122,7 @@ def test_metropolis_weights_keep_the_mean_where_uniform_ones_lose_it() -> None:
 
     def away(weights: str) -> float:
         offsets = []
-        for shift in range(12):
+        for shift in range(8):
             options = {"graph": "star", "weights": weights, "draws": 100 * shift}
             offsets.append(models(ran(5, 30, **options)).mean(0) - began(5).mean(0))
         return float(torch.stack(offsets).mean(0).norm())
