@@ -135,7 +135,9 @@ with gossipx.join(model, optimizer, peers="hosts.txt", rank=0, name="x", logdir=
 
 
 @pytest.mark.fault(53)
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, -signal.SIGINT), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow)]
+)
 def test_a_signal_that_reaches_the_workers_of_a_data_loader(tmp_path: Path, number: signal.Signals, code: int) -> None:
     """As one does that is sent to the process group."""
     with folder(tmp_path, 1) as here:

@@ -81,19 +81,23 @@ def asked(place: Path, line: str, after: str = "") -> set[str]:
         ("gossipx run --policy tau :", set()),  # bash splits --policy tau: so; it must not offer files
         ("gossipx run --policy tau : 1", set()),
         ("gossipx run --policy tau : 10 --codec 3", {"plain,3lc"}),
-        ("gossipx run --mode pu", {"plain,pull", "plain,push", "plain,pushpull"}),
-        ("gossipx run --model resnet", {"plain,resnet20", "plain,resnet56", "plain,resnet110"}),
+        pytest.param("gossipx run --mode pu", {"plain,pull", "plain,push", "plain,pushpull"}, marks=pytest.mark.slow),
+        pytest.param(
+            "gossipx run --model resnet",
+            {"plain,resnet20", "plain,resnet56", "plain,resnet110"},
+            marks=pytest.mark.slow,
+        ),
         ("gossipx run --peers h", {"file,h"}),
-        ("gossipx run --peers hosts.txt tr", {"file,tr"}),
+        pytest.param("gossipx run --peers hosts.txt tr", {"file,tr"}, marks=pytest.mark.slow),
         ("gossipx run --resume ", {"plain,adaptive", "plain,tau"}),
         ("gossipx run --logdir elsewhere --resume ", {"dir,"}),
         ("gossipx compare ", {"plain,adaptive"}),  # the other run has no summary
         ("gossipx compare runs/a", {"dir,runs/a"}),
         ("gossipx topology show h", {"plain,hypercube", "plain,hierarchical"}),
-        ("gossipx topology check ring --schedule one", {"plain,one-peer"}),
-        ("gossipx placement inc", {"plain,inception-v4"}),
-        ("gossipx server set-sync tau ds", {"plain,dsps"}),
-        ("gossipx completion ", {"plain,bash", "plain,zsh", "plain,fish"}),
+        pytest.param("gossipx topology check ring --schedule one", {"plain,one-peer"}, marks=pytest.mark.slow),
+        pytest.param("gossipx placement inc", {"plain,inception-v4"}, marks=pytest.mark.slow),
+        pytest.param("gossipx server set-sync tau ds", {"plain,dsps"}, marks=pytest.mark.slow),
+        pytest.param("gossipx completion ", {"plain,bash", "plain,zsh", "plain,fish"}, marks=pytest.mark.slow),
     ],
 )
 def test_commands_options_and_values_are_offered(place: Path, line: str, offered: set[str]) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_bench import ABOUT, Bench
+from seeds import some
 from torch import nn
 
 from gossipx.checkpoint import CheckpointError, Part, Store
@@ -61,7 +62,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("policy", ["never", "drift:distance=0.05", "adaptive:threshold=0.1", "random:p=0.5"])
 @pytest.mark.parametrize("sampled", [None, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], torch.float32), ids=str)
 def test_training_resumes_bit_for_bit(
     bench: Callable[..., Bench], dtype: torch.dtype, sampled: int | None, policy: str
 ) -> None:

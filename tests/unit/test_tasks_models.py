@@ -244,6 +244,7 @@ def test_residual_shortcut_pads_new_maps_evenly_on_both_sides() -> None:
     assert not out[:, :8].any() and not out[:, 24:].any()
 
 
+@pytest.mark.slow
 def test_lenet_learns_the_embedded_set() -> None:
     torch.manual_seed(0)
     train, test = load("fashion-mnist")

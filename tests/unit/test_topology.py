@@ -9,6 +9,7 @@ import networkx as nx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from gossipx.errors import UsageError
 from gossipx.topology import Topology, load
@@ -41,6 +42,7 @@ def test_all_generators_are_tested() -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS)
+@examples(100, few=6)
 @given(size=sizes, seed=seeds)
 def test_every_generator_fits_every_number_of_peers(spec: str, size: int, seed: int) -> None:
     """Every graph is simple, strongly connected, has the ranks as nodes, and depends on the seed only."""
