@@ -17,9 +17,9 @@ from runs import Folder, Process, Run, children, differences, folder, is_running
 MODES = {
     "gossip": ("--policy", "tau:20", "--iterations", "4000"),
     "hub": ("--hub", "0", "--iterations", "4000"),
-    "bsp": ("--servers", "0", "--sync", "bsp", "--iterations", "2500"),
-    "ssp": ("--servers", "0,1", "--sync", "ssp:staleness=3", "--iterations", "2500"),
-    "hybrid": ("--servers", "0", "--sync", "hybrid:fixed=2", "--iterations", "2500"),
+    "bsp": ("--servers", "0", "--sync", "bsp", "--iterations", "1500"),
+    "ssp": ("--servers", "0,1", "--sync", "ssp:staleness=3", "--iterations", "1500"),
+    "hybrid": ("--servers", "0", "--sync", "hybrid:fixed=2", "--iterations", "1500"),
 }
 SERVERS = {"bsp": (0,), "ssp": (0, 1), "hybrid": (0,)}
 PEERS, KILLS = 4, 6
@@ -39,13 +39,17 @@ class Peers:
         self._here = here
         self._servers = servers
         self._pids = children(run.pid)
+        self._first = set(self._pids.values())
         self.again: list[Process] = []
 
     def kill(self, rng: random.Random) -> None:
-        """Kill one of those that run. A server, which workers wait for, is always started again, others mostly, and
-        always where they would leave one peer alone."""
+        """Kill one of those that run, but not the last that the run has started itself, with which it would end.
+
+        A server, which workers wait for, is always started again, others mostly, and always if only one is left.
+        """
         running = [rank for rank, pid in self._pids.items() if is_running(pid)]
-        rank = rng.choice(running)
+        first = [rank for rank in running if self._pids[rank] in self._first]
+        rank = rng.choice([rank for rank in running if len(first) > 1 or rank not in first])
         os.kill(self._pids[rank], signal.SIGKILL)
         if rng.random() < 0.6 or rank in self._servers or len(running) == 2:
             self.again.append(self._here.start("-c", AGAIN, self._here.path / "x", str(rank)))

@@ -354,7 +354,7 @@ def launched(launcher: str, program: Sequence[str | Path]) -> list[str | Path]:
     if launcher == "torchrun":
         return torchrun(*(["--no-python"] if program[0] == "gossipx" else []), *program[program[0] == "python" :])
     if launcher == "mpirun":
-        return mpirun("--mca", "odls_base_sigkill_timeout", "5", *program)
+        return mpirun("--mca", "odls_base_sigkill_timeout", "12", *program)
     return ["srun", "--job-name", "stops", "--ntasks", "2", "--kill-on-bad-exit=0", "--wait=0", *program]
 
 

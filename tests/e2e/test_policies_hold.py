@@ -12,7 +12,7 @@ import pytest
 
 from runs import folder
 
-SEEDS = range(5)
+SEEDS = range(3)
 
 
 @pytest.mark.slow
