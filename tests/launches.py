@@ -56,6 +56,17 @@ def report(rank):
         "suspicions": 0, "set_back": 0,
     }}
 
+def stop_alone():
+    # Sends SIGTERM to "gossipx run", whose only peer here this is, and leaves when that asks for it.
+    def leave(*_):
+        tell(state="left", step=5, report={{**report(rank), "iterations": 5}})
+        sys.exit()
+    signal.signal(signal.SIGTERM, leave)
+    train()
+    os.kill(os.getppid(), signal.SIGTERM)
+    while True:
+        signal.pause()
+
 def finish(**reports):
     tell(result={{
         "report": report(rank), "reports": {{name.strip("_"): value for name, value in reports.items()}},

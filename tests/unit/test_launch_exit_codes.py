@@ -191,17 +191,7 @@ def test_a_stopped_run_does_not_call_peers_of_other_machines_lost(
 ) -> None:
     """Nothing is known about them: they may train on, or have been stopped too."""
     monkeypatch.setenv("GOSSIPX_SECRET", "which other machines need")
-    body = """
-        def leave(*_):
-            tell(state="left", step=5, report={**report(rank), "iterations": 5})
-            sys.exit()
-        signal.signal(signal.SIGTERM, leave)
-        train()
-        os.kill(os.getppid(), signal.SIGTERM)
-        while True:
-            signal.pause()
-    """
     peers = "203.0.113.1 name=here\n203.0.113.2 name=there"
-    assert run(body, peers=peers, advertise="203.0.113.1", bind="0.0.0.0") == 0
+    assert run("stop_alone()", peers=peers, advertise="203.0.113.1", bind="0.0.0.0") == 0
     assert "lost" not in capsys.readouterr().out
     assert read(mine).stopped == ["here"]

@@ -118,18 +118,8 @@ def test_a_signal_while_the_summary_is_written_does_not_lose_it(
 
     monkeypatch.setattr(Summary, "write", signalled)
     before = signal.signal(number, lambda *_: pytest.fail("the run did not take the signal"))
-    body = """
-        def leave(*_):
-            tell(state="left", step=5, report={**report(0), "iterations": 5})
-            sys.exit()
-        signal.signal(signal.SIGTERM, leave)
-        train()
-        os.kill(os.getppid(), signal.SIGTERM)
-        while True:
-            signal.pause()
-    """
     try:
-        assert run(body, peers="localhost") == 0
+        assert run("stop_alone()", peers="localhost") == 0
     finally:
         signal.signal(number, before)
     assert read(mine).stopped == [NAMES[0]]
