@@ -29,6 +29,16 @@ def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
         yield disk
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the tests with the longest limits start first: all processes wait for one that starts last."""
+    items.sort(key=_limit, reverse=True)
+
+
+def _limit(item: pytest.Item) -> float:
+    mark = item.get_closest_marker("timeout")
+    return mark.args[0] if mark else 0.0
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cuda") is not None and not torch.cuda.is_available():
         pytest.skip("no CUDA device is here; bin/gpu-check runs this where there is one")
