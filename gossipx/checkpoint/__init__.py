@@ -10,13 +10,14 @@ Loading never unpickles anything.
 from gossipx.checkpoint.every import CheckpointInterval
 from gossipx.checkpoint.packed import from_bytes, to_bytes
 from gossipx.checkpoint.plain import Part, pack, unpack
-from gossipx.checkpoint.store import KEEP, Checkpoint, CheckpointError, Store
+from gossipx.checkpoint.store import KEEP, Checkpoint, CheckpointError, NotRemovedError, Store
 
 __all__ = [
     "KEEP",
     "Checkpoint",
     "CheckpointError",
     "CheckpointInterval",
+    "NotRemovedError",
     "Part",
     "Store",
     "from_bytes",

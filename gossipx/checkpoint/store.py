@@ -40,6 +40,10 @@ class CheckpointError(GossipxError):
     """A checkpoint could not be written; earlier ones are intact."""
 
 
+class NotRemovedError(GossipxError):
+    """A checkpoint was written, but an older one could not be removed."""
+
+
 class DamagedError(GossipxError):
     """A directory is not a complete checkpoint; the message names the bad file and the problem."""
 
@@ -84,6 +88,7 @@ class Store:
 
         Raises:
             CheckpointError: it cannot be written, for example because the disk is full; no part of it remains.
+            NotRemovedError: it is written, but an old one cannot be removed.
         """
         target = self.directory / f"{iteration:08d}"
         try:
@@ -119,7 +124,7 @@ class Store:
                 if path not in kept:
                     _remove(path)
         except OSError as error:
-            raise CheckpointError(
+            raise NotRemovedError(
                 f"{error.filename}: an old checkpoint cannot be removed ({error.strerror})"
             ) from error
 

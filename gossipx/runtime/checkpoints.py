@@ -16,7 +16,16 @@ from typing import Any
 
 import torch
 
-from gossipx.checkpoint import KEEP, Checkpoint, CheckpointError, CheckpointInterval, Store, pack, unpack
+from gossipx.checkpoint import (
+    KEEP,
+    Checkpoint,
+    CheckpointError,
+    CheckpointInterval,
+    NotRemovedError,
+    Store,
+    pack,
+    unpack,
+)
 from gossipx.checkpoint.store import PART
 from gossipx.errors import GossipxError, UsageError
 from gossipx.runtime import models
@@ -223,6 +232,9 @@ class Checkpoints:
             try:
                 self._store.save(captured.iteration, {**captured.parts, MODEL: captured.model()})
                 self._error = None
+            except NotRemovedError as error:
+                self._error = None
+                self._warn("not removed", str(error))
             except GossipxError as error:
                 self._not_written(error)
             finally:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gossipx.checkpoint import KEEP, Checkpoint, CheckpointError, Store, journal, pack, unpack
+from gossipx.checkpoint import KEEP, Checkpoint, CheckpointError, NotRemovedError, Store, journal, pack, unpack
 from gossipx.checkpoint.journal import Journal
 from gossipx.errors import ProtocolError, UsageError
 from gossipx.protocol.fields import kind_of
@@ -122,8 +122,11 @@ class ShardKeeper:
             try:
                 store.save(clock, parts)
                 journal.drop(store.directory.parent, before=store.oldest() or 0)
+            except NotRemovedError as error:
+                self._warn(f"old checkpoint of {shard}", str(error))
             except OSError as error:
-                log.warning("%s: an old journal cannot be removed (%s)", error.filename, error.strerror)
+                why = f"{error.filename}: an old journal cannot be removed ({error.strerror})"
+                self._warn(f"old journal of {shard}", why)
             except CheckpointError as error:
                 self.unwritten += 1
                 self._warn(f"checkpoint of {shard}", str(error))

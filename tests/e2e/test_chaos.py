@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 from pathlib import Path
 
@@ -56,6 +57,11 @@ class Peers:
             self._pids[rank] = self.again[-1].pid
 
 
+def furthest(line: str) -> float:
+    """Return the largest part of their iterations that peers in training have made, from 0 to 1."""
+    return max(int(made) / int(of) for made, of in re.findall(r" train (\d+)/(\d+)", line))
+
+
 @pytest.mark.fault(1, 39, 44, 51)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", list(MODES))
@@ -66,9 +72,10 @@ def test_every_run_ends_with_equal_models_or_says_that_it_does_not(tmp_path: Pat
         run = here.start_run(*BRIEF, *MODES[mode])
         run.line(r" train \d+/")
         peers = Peers(here, run, SERVERS.get(mode, ()))
-        for _ in range(KILLS):
-            for _ in range(rng.randint(1, 3)):
-                run.line(r" train \d+/")
+        progress = 0.0
+        for when in sorted(rng.uniform(0.0, 0.8) for _ in range(KILLS)):
+            while progress < when:
+                progress = max(progress, furthest(run.line(r" train \d+/")))
             peers.kill(rng)
         ended = run.end()
         restarted = [process.end() for process in peers.again]

@@ -140,7 +140,7 @@ LONG = ((5121,), (20_000,), (6000, 9, 4100))
 
 
 def fuzz(many: int, seed: int, of: Sequence[tuple[int, ...]] = SMALL) -> int:
-    """Return how many of ``count`` mutated frames of all codecs still decode.
+    """Return how many of ``many`` mutated frames of all codecs still decode.
 
     Args:
         of: the tensors that a frame holds.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import threading
 import time
@@ -16,7 +18,7 @@ from checkpoint_bench import ABOUT, Bench
 from seeds import some
 from torch import nn
 
-from gossipx.checkpoint import CheckpointError, Part, Store
+from gossipx.checkpoint import KEEP, CheckpointError, Part, Store, store
 from gossipx.errors import UsageError
 from gossipx.hub import ElasticSettings
 from gossipx.runtime import checkpoints
@@ -239,6 +241,34 @@ def test_a_full_disk_is_logged_at_a_limited_rate_and_the_last_checkpoint_decides
     monkeypatch.setattr(one.store, "save", save)
     one.checkpoints.leaving(dict)
     assert one.checkpoints.flush() is None and one.store.find() == 40
+
+
+@pytest.mark.fault(28, 57)
+def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_hides_no_later_failure(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = bench()
+    one.begin()
+    one.step(10 * KEEP)
+
+    def kept(path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(store, "_remove", kept)
+    one.step(10)
+    old = f"{one.store.directory}/00000010: an old checkpoint cannot be removed (Read-only file system)"
+    assert caplog.messages == [old]
+    written = one.store.find()
+    assert one.checkpoints.newest == written == 10 * KEEP + 10, "the new one is complete"
+    assert one.checkpoints.failed == 0 and one.checkpoints.flush() is None
+
+    def full(iteration: int, parts: Mapping[str, Part]) -> None:
+        raise CheckpointError("no room")
+
+    monkeypatch.setattr(one.store, "save", full)
+    one.step(10, flush=False)
+    assert isinstance(one.checkpoints.flush(), CheckpointError)
+    assert caplog.messages == [old, "no room"] and one.checkpoints.failed == 1
 
 
 def test_state_that_cannot_be_saved_is_logged_and_training_continues(

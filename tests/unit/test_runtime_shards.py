@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +18,7 @@ from table_sides import Side, side, values
 from torch import nn
 
 from gossipx.assembly.peer import Place, build_peer
-from gossipx.checkpoint import CheckpointError, Store, journal
+from gossipx.checkpoint import CheckpointError, Store, journal, store
 from gossipx.config import files
 from gossipx.peer.membership import Requests
 from gossipx.protocol.effects import Effect
@@ -157,6 +159,21 @@ def test_a_disk_that_is_full_for_a_while(small_disk: SmallDisk, caplog: pytest.L
     pushed(before, range(60, 63))
     assert before.keeper.unwritten - missed <= 1, "until the next checkpoint"
     assert alike(before, Server(place))
+
+
+@pytest.mark.fault(57)
+def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def kept(path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(store, "_remove", kept)
+    before = pushed(Server(tmp_path), range(20))
+    assert [text.partition(": ")[2] for text in caplog.messages] == [
+        "an old checkpoint cannot be removed (Read-only file system)"
+    ]
+    assert before.keeper.unwritten == 0 and alike(before, Server(tmp_path))
 
 
 def damage(store: Store) -> int:
