@@ -8,6 +8,7 @@ import os
 import queue
 import re
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -163,9 +164,7 @@ class Process:
 
     def kill(self) -> None:
         """Kill it and the peers that it started."""
-        for pid in children(self.pid).values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_processes(*children(self.pid).values())
         self._process.kill()
 
     def end(self, within: float = LONG) -> Ended:
@@ -310,6 +309,19 @@ def children(parent: int) -> dict[int, int]:
 def stat_fields(directory: Path) -> list[str]:
     """Return the fields of ``/proc/PID/stat`` from the state on; the name before them may contain any character."""
     return (directory / "stat").read_text().rpartition(")")[2].split()
+
+
+def kill_processes(*pids: int) -> None:
+    """Kill processes at once, and wait until they are gone: until then a port that one listens at is in use."""
+    with contextlib.ExitStack() as stack:
+        opened = []
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                opened.append(os.pidfd_open(pid))
+                stack.callback(os.close, opened[-1])
+                signal.pidfd_send_signal(opened[-1], signal.SIGKILL)
+        for process in opened:
+            assert select.select([process], [], [], LONG)[0], f"one of {pids} does not end"
 
 
 def is_running(pid: int) -> bool:

@@ -5,7 +5,6 @@ All that finish hold the same model, or the run says that they do not, by exit c
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import signal
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import Folder, Process, Run, children, differences, folder, is_running
+from runs import Folder, Process, Run, children, differences, folder, is_running, kill_processes
 
 MODES = {
     "gossip": ("--policy", "tau:20", "--iterations", "4000"),
@@ -51,7 +50,7 @@ class Peers:
         running = [rank for rank, pid in self._pids.items() if is_running(pid)]
         first = [rank for rank in running if self._pids[rank] in self._first]
         rank = rng.choice([rank for rank in running if len(first) > 1 or rank not in first])
-        os.kill(self._pids[rank], signal.SIGKILL)
+        kill_processes(self._pids[rank])
         if rng.random() < 0.6 or rank in self._servers or len(running) == 2:
             self.again.append(self._here.start("-c", AGAIN, self._here.path / "x", str(rank)))
             self._pids[rank] = self.again[-1].pid

@@ -13,7 +13,7 @@ import pytest
 
 from gossipx.checkpoint import Store, unpack
 from gossipx.runtime.checkpoints import store_of
-from runs import LONG, Folder, Process, Run, children, differences, folder, is_running, one_line
+from runs import LONG, Folder, Process, Run, children, differences, folder, is_running, kill_processes, one_line
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WITHOUT_CHECKPOINTS = ("--batch-size", "8", "--eval-interval", "0", "--log-interval", "1", "--peer-timeout", "10")
@@ -52,9 +52,7 @@ def killed_after(here: Folder, process: Process, iteration: int, shards: int = 1
     while not all(any(found >= iteration for found in Store(path).find_complete()) for path in kept):
         assert time.monotonic() < by and is_running(process.pid), process.end().shown
         ended.wait(0.01)
-    for pid in children(process.pid).values():
-        os.kill(pid, signal.SIGKILL)
-    os.kill(process.pid, signal.SIGKILL)
+    kill_processes(*children(process.pid).values(), process.pid)
     process.end()
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 from pathlib import Path
 
 import pytest
 from forks.client import readable
 
-from runs import LONG, Folder, Process, Run, children, differences, folder, one_line
+from runs import LONG, Folder, Process, Run, children, differences, folder, kill_processes, one_line
 
 pytestmark = pytest.mark.fault(39)
 
@@ -33,7 +32,7 @@ runpy.run_module("gossipx.launch.loops.train", run_name="__main__")
 def killed(process: Process, here: Folder, rank: int, least: int = 0) -> None:
     """Kill the peer ``rank``, a server, once a worker has pulled something, and has made 10 ** ``least`` iterations."""
     process.line(rf"{here.names[-1]} train \d{{{least + 1},}}/")
-    os.kill(children(process.pid)[rank], signal.SIGKILL)
+    kill_processes(children(process.pid)[rank])
 
 
 def same(whole: Run, other: Run, workers: list[int]) -> None:
@@ -68,7 +67,7 @@ def test_the_replica_that_took_its_place_is_killed_too(tmp_path: Path) -> None:
             process.line(rf"{here.names[1]}\] peer 2 now has the replica of shard")
         for _ in range(3):
             process.line(rf"{here.names[-1]} train \d+/")
-        os.kill(children(process.pid)[1], signal.SIGKILL)
+        kill_processes(children(process.pid)[1])
         ended = process.end()
     assert ended.code == 0, ended.shown
     assert ended.output.count(f"[{here.names[2]}] this peer now holds shard") == 2, ended.shown
@@ -218,7 +217,7 @@ def test_it_is_restored_after_a_change_of_servers(
         assert set_.code == 0, set_.shown
         changed.open()
         waits.reached()
-        os.kill(children(process.pid)[2], signal.SIGKILL)
+        kill_processes(children(process.pid)[2])
         started = here.start("-c", SCRIPT_AGAIN, here.path / "x", "2", resumes, script, tmp_path, fresh=True)
         again.reached()
         killed.open()
