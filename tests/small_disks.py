@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +54,15 @@ def small_disk(place: Path) -> Iterator[SmallDisk]:
         yield SmallDisk(place)
     finally:
         namespaces.run("umount", "--lazy", str(place))
+
+
+def keep_old_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each removal of a checkpoint fail as on a read-only disk."""
+
+    def fail(path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr("gossipx.checkpoint.store._remove", fail)
 
 
 def _mount(*arguments: str) -> None:

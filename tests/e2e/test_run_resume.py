@@ -350,7 +350,8 @@ def test_other_modes_resume(place: Any, mode: str) -> None:
     again = resumed(here, "--iterations", str(until))
     counts = [one.parts["peer"].state["sync"]["counts"] for one in kept]
     completed, failed = (sum(one[place] for one in counts) for place in (0, 2))
+    failed, completed = sum(again.summary["failed"]) - failed, sum(again.summary["retrievals"]) - completed
     assert again.summary["lost"] == []
-    # Some fail where peers that are ahead meet peers that are behind, or on a busy machine; most do not.
-    assert sum(again.summary["failed"]) - failed < sum(again.summary["retrievals"]) - completed
+    # On a busy machine a peer may miss several rounds, each of which counts for its partner; most are not missed.
+    assert failed < completed if mode == "waves" else failed <= 3
     assert all(max(differences(again.model(0), again.model(rank)).values()) <= 1e-5 for rank in (1, 2))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import random
 import threading
 import time
@@ -16,9 +14,10 @@ import pytest
 import torch
 from checkpoint_bench import ABOUT, Bench
 from seeds import some
+from small_disks import keep_old_checkpoints
 from torch import nn
 
-from gossipx.checkpoint import KEEP, CheckpointError, Part, Store, store
+from gossipx.checkpoint import KEEP, CheckpointError, Part, Store
 from gossipx.errors import UsageError
 from gossipx.hub import ElasticSettings
 from gossipx.runtime import checkpoints
@@ -250,11 +249,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_hides_no_later_fai
     one = bench()
     one.begin()
     one.step(10 * KEEP)
-
-    def kept(path: Path) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-
-    monkeypatch.setattr(store, "_remove", kept)
+    keep_old_checkpoints(monkeypatch)
     one.step(10)
     old = f"{one.store.directory}/00000010: an old checkpoint cannot be removed (Read-only file system)"
     assert caplog.messages == [old]

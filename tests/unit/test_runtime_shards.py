@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,12 +11,12 @@ from typing import ClassVar
 import pytest
 import torch
 from managers import HERE
-from small_disks import SmallDisk
+from small_disks import SmallDisk, keep_old_checkpoints
 from table_sides import Side, side, values
 from torch import nn
 
 from gossipx.assembly.peer import Place, build_peer
-from gossipx.checkpoint import CheckpointError, Store, journal, store
+from gossipx.checkpoint import CheckpointError, Store, journal
 from gossipx.config import files
 from gossipx.peer.membership import Requests
 from gossipx.protocol.effects import Effect
@@ -165,10 +163,7 @@ def test_a_disk_that_is_full_for_a_while(small_disk: SmallDisk, caplog: pytest.L
 def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_not_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def kept(path: Path) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-
-    monkeypatch.setattr(store, "_remove", kept)
+    keep_old_checkpoints(monkeypatch)
     before = pushed(Server(tmp_path), range(20))
     assert [text.partition(": ")[2] for text in caplog.messages] == [
         "an old checkpoint cannot be removed (Read-only file system)"
