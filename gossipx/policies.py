@@ -44,7 +44,7 @@ class Observation:
         drift: ‖x_t − x_r‖₂, the distance covered by the peer's own steps since the last retrieval; None unless the
             policy has ``uses_drift``.
         silence: number of iterations since the last retrieval, up to and including t.
-        shared: whether the last retrieval was a wave.
+        shared: whether the last retrieval was a wave or a pair, which may have been begun by another peer.
         uniform: a random number in [0, 1), drawn for this iteration from the peer's seeded generator.
     """
 
@@ -113,8 +113,8 @@ class Never(Policy):
 class Tau(Policy):
     """Pull every τ iterations: when τ divides t (Algorithm 2, line 3).
 
-    After a wave, count τ iterations from the wave instead. Peers are at different iterations, so with the first rule
-    each would begin waves at its own multiples of τ.
+    After a wave or a pair, count τ iterations from that instead, on all peers that took part. Peers are at different
+    iterations, so with the first rule each would begin waves at its own multiples of τ.
 
     Attributes:
         period: τ.

@@ -171,7 +171,7 @@ class SyncManager:
         return self._decisions.warnings()
 
     def requested(self, *, shared: bool = False) -> None:
-        """Record that a pull was sent or, if ``shared``, that a wave began; restart the counters."""
+        """Record that a pull was sent or, if ``shared``, that a wave or a pair began; restart the counters."""
         self._before_request = self._since
         self._since = _Counters(delta=self._delta, shared=shared)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gossipx import policies, topology
+from gossipx import outer, policies, topology
 from gossipx.checkpoint import CheckpointInterval, Store
 from gossipx.hub import Elastic, ElasticSettings
 from gossipx.model.arena import ParameterArena
@@ -57,10 +57,13 @@ class Bench:
         net: Callable[[torch.dtype], nn.Module] = Net,
         sampled: int | None = None,
         hub: ElasticSettings | None = None,
+        rule: str = "none",
     ):
         self.module = net(dtype)
         self.optimizer = torch.optim.Adam((p for p in self.module.parameters() if p.requires_grad), lr=0.01)
         self.arena = ParameterArena(self.module, sampled=sampled)
+        if (parsed := outer.parse(rule)) is not None:
+            self.arena.use_outer(parsed)
         graph = topology.load("full", 2)
         exchange_of = None if hub is None else functools.partial(Elastic, settings=hub)
         sync = SyncManager(policies.parse(policy), seed=1)

@@ -42,6 +42,7 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
         "schedule": "one-peer",
         "weights": "metropolis",
         "mixing": "average:beta=0.25",
+        "outer": "momentum:gamma=0.5",
         "codec": "int8",
         "references": 3,
         "blocking": True,
@@ -128,6 +129,7 @@ exchange = "waves"
 topology = "ring"
 schedule = "one-peer"
 weights = "metropolis"
+outer = "momentum:gamma=0.5"
 mixing = "average:beta=0.25"
 codec = "int8"
 references = 3

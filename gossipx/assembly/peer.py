@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gossipx import codecs, mixing, policies
+from gossipx import codecs, mixing, outer, policies
 from gossipx.assembly.graph import build_schedule
 from gossipx.assembly.hub import elastic_settings
 from gossipx.assembly.server import Parts, Served, serve, warm_up
@@ -157,7 +157,10 @@ def _arena(config: RunConfig, place: Place, module: nn.Module) -> ParameterArena
     # In server mode only servers send tables, so the arena needs no copy of the model at each step boundary.
     sampled = config.sync.delta == "sampled" or server_ranks(config, place.names) is not None
     drawn = random.Random(f"delta {config.run.seed} {place.rank}").getrandbits(64) if sampled else None
-    return ParameterArena(module, mix_buffers=config.sync.buffers == "mix", sampled=drawn)
+    arena = ParameterArena(module, mix_buffers=config.sync.buffers == "mix", sampled=drawn)
+    if (rule := outer.parse(config.sync.outer)) is not None:
+        arena.use_outer(rule)
+    return arena
 
 
 def _driver(plan: _Plan, arena: ParameterArena) -> Driver:
@@ -258,7 +261,12 @@ def _options(plan: _Plan) -> PeerOptions:
 
 def _checkpoints(plan: _Plan, driver: Driver, options: PeerOptions) -> Checkpoints:
     run, place = plan.config.run, plan.place
-    about = {"--policy": options.policy.partition(":")[0], "peers": len(place.names), "--seed": run.seed}
+    about = {
+        "--policy": options.policy.partition(":")[0],
+        "--outer": plan.config.sync.outer,
+        "peers": len(place.names),
+        "--seed": run.seed,
+    }
     return Checkpoints(
         None if place.directory is None else store_of(place.directory, place.rank, run.keep_checkpoints),
         CheckpointInterval.parse(str(run.checkpoint_every)),
@@ -349,6 +357,7 @@ def _alike(config: RunConfig, turns: Schedule, hub: ElasticSettings | None, serv
         "--codec": codecs.describe(codecs.parse(sync.codec)),
         "--references": str(sync.references),
         "--exchange": sync.exchange,
+        "--outer": sync.outer,
         "--weights": sync.weights,
         "--schedule": schedules.describe(sync.schedule, turns),
         "--topology": turns.topology.fingerprint(),

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from gossipx import mixing, policies
+from gossipx import mixing, outer, policies
 from gossipx.assembly.graph import build_schedule
 from gossipx.config.settings import KEYS, RunConfig, SyncSettings, TaskSettings
 from gossipx.errors import UsageError
@@ -145,7 +145,7 @@ def _check_around(config: RunConfig) -> None:
     """Refuse settings of peer-to-peer exchanges in a run with a hub or servers."""
     sync = config.sync
     how = ["mode", "exchange"]
-    partners = ["topology", "schedule", "weights", "mixing"]
+    partners = ["topology", "schedule", "weights", "mixing", "outer"]
     if config.has_servers:
         around, partner = _around(config), "with the servers, as --sync says"
         names = [*how, *partners, "policy", "blocking", "max_served", "max_pushes", "serve_share"]
@@ -222,6 +222,23 @@ def _check_codec(config: RunConfig) -> None:
         raise UsageError(f"{option} is for models, and with references differences are encoded: give --references 0")
 
 
+def _check_outer(config: RunConfig) -> None:
+    """Refuse an outer optimizer that does not suit the exchange of the run."""
+    sync = config.sync
+    rule = outer.parse(sync.outer)
+    if rule is None:
+        return
+    option = f"--outer {sync.outer}"
+    if config.hub.hub is not None or config.has_servers:
+        raise UsageError(f"{option} is for peers that exchange with each other, not {_around(config)}: leave one out")
+    if sync.exchange == "pulls" and sync.mode == "push":
+        raise UsageError(f"{option} acts on exchanges that a peer begins, and a push is one of another: leave one out")
+    if rule.waves_only and sync.exchange != "waves":
+        raise UsageError(f"{option} needs the mean of all models: give --exchange waves, or --outer momentum:0.6")
+    if rule.from_start and sync.init == "own":
+        raise UsageError(f"{option} needs a common initial model: leave --init own out")
+
+
 def _codec(spec: str) -> Codec | None:
     """Return the codec of a spec; None for ``none``, which is handled without importing the codecs and torch."""
     if spec == "none":
@@ -268,6 +285,7 @@ def check_exchange(config: RunConfig) -> None:
     if (sync.mode == "pushpull" or sync.weights == "push-sum") and config.is_given("mixing"):
         given = "--mode pushpull" if sync.mode == "pushpull" else "--weights push-sum"
         raise UsageError(f"{given} sets the share of a received model itself: leave --mixing out")
+    _check_outer(config)
     _check_codec(config)
     pulls = sync.exchange == "pulls" and sync.mode == "pull"
     given = "--exchange waves" if sync.exchange == "waves" else f"--mode {sync.mode}"

@@ -82,6 +82,12 @@ def _codecs() -> Iterable[str]:
     return plugins.names(dict.fromkeys(CODECS, str), CODEC_PACKAGES)
 
 
+def _outers() -> Iterable[str]:
+    from gossipx.outer import OUTERS
+
+    return OUTERS
+
+
 def _mixings() -> Iterable[str]:
     from gossipx.mixing import MIXINGS
 
@@ -134,6 +140,7 @@ _BY_SETTING: dict[str, Completer] = {
     "topology": topologies,
     "schedule": schedules,
     "mixing": names(_mixings),
+    "outer": names(_outers),
     "sync": sync_models,
     "placement": placements,
 }

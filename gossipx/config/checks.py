@@ -32,6 +32,13 @@ def mixing(spec: str) -> None:
     mixing.parse(spec)
 
 
+def outer(spec: str) -> None:
+    """Check ``--outer``."""
+    from gossipx import outer
+
+    outer.parse(spec)
+
+
 def schedule(spec: str) -> None:
     """Check ``--schedule``."""
     from gossipx.topology import schedules

@@ -162,6 +162,11 @@ class SyncSettings:
         "How a model is mixed in: average:beta=0.5, aged:beta=0.5,half_life=100; with --codec choco:gamma=0.2.",
         check=checks.mixing,
     )
+    outer: str = setting(
+        "none",
+        "Momentum across exchanges: momentum:0.6, nesterov:lr=0.7,momentum=0.9 (with --exchange waves), or none.",
+        check=checks.outer,
+    )
     codec: str = setting(
         "none",
         "Codec of the models that peers exchange: none, 3lc:sparsity=1,residual=0.3, ...; see Codecs.",

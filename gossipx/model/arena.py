@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from gossipx.errors import UsageError
-from gossipx.memory import PIECE
 from gossipx.model import kernels, layout, master_weights, passes
 from gossipx.model.buffers import HostBuffer
 from gossipx.model.layout import Kind, Section, has_masters, lay_out, lengths, slots_of
+from gossipx.model.outer_state import OuterRule, OuterState, unchanged
 from gossipx.model.places import Places
 from gossipx.model.pool import Pool
 from gossipx.model.snapshots import Snapshot
@@ -52,6 +52,7 @@ class ParameterArena:
         digest: SHA-256 of the manifest, hexadecimal.
         step: number of iterations done.
         mixes: number of times that another model changed the weights.
+        outer: the outer optimizer with its state; None: exchanges are plain averages.
         slots: the tensors and their places in the layout.
         places: keeps the tensors in the flat buffers while the script changes the module.
         pool: memory for models of this module.
@@ -77,6 +78,7 @@ class ParameterArena:
         self.digest = hashlib.sha256("\n".join(self.manifest).encode()).hexdigest()
         self.step = 0
         self.mixes = 0
+        self.outer: OuterState | None = None
         self.sections: list[Section] = [lay_out(kind) for kind in kinds.values()]
         self.slots = slots
         self.places = Places(module, slots, self.sections)
@@ -323,7 +325,12 @@ class ParameterArena:
         self._streams.wait(self._streams.mark())
         return math.sqrt(sum(squares))
 
-    def commit(self, compared: HostBuffer, share: float) -> None:
+    def use_outer(self, rule: OuterRule) -> None:
+        """Apply an outer optimizer to the exchanges of this peer from now on."""
+        self.outer = OuterState(rule, self.sections, self._streams)
+        self.outer.start(is_initial=not self.step)
+
+    def commit(self, compared: HostBuffer, share: float, own: Snapshot | None = None) -> None:
         """Mix a received model in: x ← x + share · (x_j − base) for trained values. The result is a step boundary.
 
         Must run on the training thread, or while that waits. The base is x as of the request or, after
@@ -332,13 +339,23 @@ class ParameterArena:
 
         Args:
             compared: x_j − base for trained values, and x_j for module buffers; all finite or equal to this model's.
+            own: the base, if the outer optimizer takes part: x ← x̄ + (x − base), with its result x̄, which is left in
+                ``compared`` for :meth:`result_in`. None: without it.
         """
         changes = self.pool.upload(compared)
+        outer = None if own is None else self.outer
         self._update_masters()
         self.mixes += 1
         with self._next_boundary() as (_, after):
-            for section, change, new in zip(self.sections, changes, _or_none(after, changes), strict=True):
-                self._streams.train(functools.partial(passes.commit, section, change, share, new))
+            rows = zip(self.sections, changes, _or_none(after, changes), strict=True)
+            for number, (section, change, new) in enumerate(rows):
+                work = functools.partial(passes.commit, section, change, share, new)
+                if own is not None and outer is not None:
+                    added = own.vectors[number], outer.kept[number], outer.update
+                    work = functools.partial(passes.commit_outer, section, change, share, new, *added)
+                self._streams.train(work)
+        if outer is not None:
+            outer.begun = True
         self._keep_sample()
 
     def merge(self, received: HostBuffer, captured: HostBuffer, own: float, theirs: float) -> float:
@@ -354,36 +371,38 @@ class ParameterArena:
         Returns:
             ‖x_j − h‖₂ over the trained values; NaN if a value is not finite, and then ``received`` is unusable.
         """
-        a, b = own / (own + theirs), theirs / (own + theirs)
-        trained = others = 0.0
-        for section, their, ours in zip(self.sections, received.vectors, captured.vectors, strict=True):
-            cut = section.trainable
-            per_piece = PIECE // their.itemsize
-            for start in range(0, cut, per_piece):
-                piece = slice(start, min(start + per_piece, cut))
-                x, h = their[piece], ours[piece]
-                trained += kernels.squared_norm(x - h)
-                x.mul_(b).add_(h * a)
-            x, h = their[cut : section.mixed], ours[cut : section.mixed]
-            as_is = (x == h) | ~h.isfinite()
-            others += kernels.squared_norm((x - h).masked_fill(x == h, 0))
-            x.copy_(torch.where(as_is, h, b * x + a * h))
-        return math.sqrt(trained) if math.isfinite(trained + others) else math.nan
+        rows = zip(self.sections, received.vectors, captured.vectors, strict=True)
+        squares = [passes.merge(*row, own / (own + theirs), theirs / (own + theirs)) for row in rows]
+        is_finite = all(math.isfinite(sum(pair)) for pair in squares)
+        return math.sqrt(sum(trained for trained, _ in squares)) if is_finite else math.nan
 
-    def apply_merged(self, merged: Snapshot, captured: Snapshot) -> None:
+    def apply_merged(self, merged: Snapshot, captured: Snapshot, training: bool = True) -> None:
         """Write a merged model into the weights, and keep the steps that were made since the capture.
 
         Trained values: x ← merged + (x − captured), exactly ``merged`` if no step was made. Module buffers: as in
         ``merged``. The result is a step boundary; the thread is as for :meth:`commit`.
+
+        Args:
+            merged: nobody else may read it: the outer optimizer leaves its result there, for :meth:`result_in`.
+            training: whether the outer optimizer takes part; not in the finish, which is a plain average.
         """
         means = self.pool.upload(merged.buffer)
         self._update_masters()
         self.mixes += 1
+        outer = self.outer if training else None
+        update = unchanged if outer is None else outer.update
         with self._next_boundary() as (_, after):
             rows = zip(self.sections, means, captured.vectors, _or_none(after, means), strict=True)
-            for row in rows:
-                self._streams.train(functools.partial(passes.apply_merged, *row))
+            for number, row in enumerate(rows):
+                kept = [] if outer is None else outer.kept[number]
+                self._streams.train(functools.partial(passes.apply_merged, *row, kept, update))
+        if outer is not None:
+            outer.begun = True
         self._keep_sample()
+
+    def result_in(self, buffer: HostBuffer) -> list[Tensor]:
+        """Return, in host memory, what :meth:`commit` or :meth:`apply_merged` have left in ``buffer``."""
+        return [self._to_host(vector) for vector in self.pool.upload(buffer)]
 
     def snapshot_of(self, model: HostBuffer, step: int) -> Snapshot:
         """Return a snapshot that owns ``model``, a buffer of the pool; the last release of the snapshot frees it."""
@@ -406,6 +425,8 @@ class ParameterArena:
         self._streams.wait(self._streams.mark())
         self.mixes += 1
         self.set_boundary(step)
+        if self.outer is not None:
+            self.outer.start(is_initial=not step)
         return True
 
     def distance(self, reference: HostBuffer) -> float:
@@ -420,7 +441,7 @@ class ParameterArena:
         )
 
     def detach(self) -> None:
-        """Give every tensor memory of its own again; the arena is unusable afterwards."""
+        """Give every tensor memory of its own again. The arena is unusable afterwards."""
         layout.detach(self.slots)
         self.pool.close()
 

@@ -8,6 +8,7 @@ import torch
 
 from gossipx.model.arena import ParameterArena
 from gossipx.model.buffers import HostBuffer
+from gossipx.model.snapshots import Snapshot
 
 
 class DriftReference:
@@ -30,23 +31,32 @@ class DriftReference:
             return
         self.load(model.vectors)
 
-    def move(self, difference: HostBuffer, share: float, base: HostBuffer | None = None) -> None:
-        """Move x_r by a mix: x_r ← base + share · difference. Mixing is not drift.
+    def commit(self, difference: HostBuffer, share: float, base: Snapshot | None) -> None:
+        """Mix a received model into the weights, and move x_r with them. Mixing is not drift.
 
         Args:
-            difference: x_j minus our model at the request.
-            share: the fraction of it that was added to our model.
-            base: our model at the request, so that drift counts the steps since then; None: x_r.
+            difference, share: as for :meth:`gossipx.model.arena.ParameterArena.commit`.
+            base: our model at the request; x_r becomes what the exchange makes of it, so that drift counts the steps
+                since then. None: another peer pushed the model, and the share is added to x_r.
         """
+        self._arena.commit(difference, share, base)
+        if base is not None and self._arena.outer is not None:
+            self.load(self._arena.result_in(difference))
+            return
         if self._model is None:  # x_r is the last boundary, which contains the mix: keep a copy of it
             self.set()
             return
-        models = self._model, base or self._model, difference
+        models = self._model, self._model if base is None else base.buffer, difference
         for section, reference, begin, mixed in zip(
             self._arena.sections, *(model.vectors for model in models), strict=True
         ):
             cut = section.trainable
             torch.add(begin[:cut], mixed[:cut], alpha=share, out=reference[:cut])
+
+    def apply_merged(self, merged: Snapshot, captured: Snapshot) -> None:
+        """Write a merged model into the weights while training, and make its result x_r."""
+        self._arena.apply_merged(merged, captured)
+        self.load(self._arena.result_in(merged.buffer))
 
     def vectors(self) -> list[torch.Tensor]:
         """Return x_r as flat vectors, one per section; empty if x_r is the model of the last boundary."""

@@ -17,7 +17,7 @@ The functions ``*_on_device`` work on any device: they return a 0-dim float64 te
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -122,6 +122,33 @@ def commit(x: Tensor, difference: Tensor, share: float, boundary: Tensor | None)
         x.add_(difference, alpha=share)
     if boundary is not None:
         copy(x, boundary)
+
+
+def apply_outer(
+    x: Tensor,
+    own: Tensor,
+    mixed: Tensor,
+    kept: Sequence[Tensor],
+    update: Callable[[Tensor, Tensor, Sequence[Tensor]], None],
+    share: float | None = None,
+) -> None:
+    """Set ``x ← x̄ + (x − own)``, where ``update`` makes x̄ of ``mixed`` in place, on any device.
+
+    Without steps since the exchange began, x is exactly x̄. The pass over all vectors goes piece by piece, in cache.
+
+    Args:
+        x: the weights.
+        own: y_t, the weights as the exchange began.
+        mixed: the result of the exchange without an outer optimizer; with ``share``, the received model minus ``own``.
+        kept: vectors that the outer optimizer keeps.
+        update: see :class:`gossipx.outer.Outer`.
+        share: ``mixed`` first becomes own + share · mixed.
+    """
+    for now, before, target, *state in _pieces(x, own, mixed, *kept):
+        if share is not None:
+            target.mul_(share).add_(before)
+        update(before, target, state)
+        now.sub_(before).add_(target)
 
 
 def copy(x: Tensor, to: Tensor) -> None:

@@ -6,11 +6,15 @@ the masters back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from gossipx.memory import PIECE
 from gossipx.model import kernels, master_weights
 from gossipx.model.layout import Kind, Section, Slot
+from gossipx.model.outer_state import Update
 
 
 def copy(section: Section, to: Tensor) -> None:
@@ -52,27 +56,79 @@ def commit(section: Section, change: Tensor, share: float, boundary: Tensor | No
         change: as in :meth:`gossipx.model.arena.ParameterArena.commit`.
         boundary: receives a copy of the result; None: no copy.
     """
+    cut = section.trainable
+    kernels.commit(section.values[:cut], change[:cut], share, None if boundary is None else boundary[:cut])
+    _commit_buffers(section, change, share, boundary)
+    master_weights.write_back(section)
+
+
+def commit_outer(
+    section: Section,
+    change: Tensor,
+    share: float,
+    boundary: Tensor | None,
+    own: Tensor,
+    kept: Sequence[Tensor],
+    update: Update,
+) -> None:
+    """Like :func:`commit`, with an outer optimizer, which leaves its result for trained values in ``change``.
+
+    Args:
+        own, kept, update: as in :func:`gossipx.model.kernels.apply_outer`.
+    """
+    cut = section.trainable
+    kernels.apply_outer(section.values[:cut], own[:cut], change[:cut], kept, update, share)
+    if boundary is not None:
+        kernels.copy(section.values[:cut], boundary[:cut])
+    _commit_buffers(section, change, share, boundary)
+    master_weights.write_back(section)
+
+
+def _commit_buffers(section: Section, received: Tensor, share: float, boundary: Tensor | None) -> None:
     cut, end = section.trainable, section.mixed
-    values = section.values
-    kernels.commit(values[:cut], change[:cut], share, None if boundary is None else boundary[:cut])
     if cut < end:
-        own, other = values[cut:end], change[cut:end]
+        own, other = section.values[cut:end], received[cut:end]
         as_is = (own == other) | ~own.isfinite()
         own.copy_(torch.where(as_is, own, own + share * (other - own)))
         if boundary is not None:
             boundary[cut:].copy_(own)
-    master_weights.write_back(section)
 
 
-def apply_merged(section: Section, mean: Tensor, captured: Tensor, boundary: Tensor | None) -> None:
-    """x ← mean + (x − captured) for trained values; finite buffers become the mean's; ``boundary`` gets a copy."""
+def apply_merged(
+    section: Section, mean: Tensor, captured: Tensor, boundary: Tensor | None, kept: Sequence[Tensor], update: Update
+) -> None:
+    """x ← mean + (x − captured) for trained values; finite buffers become the mean's; ``boundary`` gets a copy.
+
+    Args:
+        kept, update: an outer optimizer as in :func:`gossipx.model.kernels.apply_outer`, which changes ``mean``.
+    """
     cut, end = section.trainable, section.mixed
-    section.values[:cut].sub_(captured[:cut]).add_(mean[:cut])
+    kernels.apply_outer(section.values[:cut], captured[:cut], mean[:cut], kept, update)
     own = section.values[cut:end]
     own.copy_(torch.where(own.isfinite(), mean[cut:end], own))
     master_weights.write_back(section)
     if boundary is not None:
         boundary.copy_(section.values[:end])
+
+
+def merge(section: Section, received: Tensor, captured: Tensor, a: float, b: float) -> tuple[float, float]:
+    """x_j ← a · h + b · x_j; return ‖x_j − h‖₂² as it was, of the trained values and of the buffers.
+
+    Args:
+        received: x_j, in host memory.
+        captured: h.
+    """
+    cut = section.trainable
+    trained = 0.0
+    pieces = (torch.split(vector[:cut], PIECE // vector.itemsize) for vector in (received, captured))
+    for x, h in zip(*pieces, strict=True):
+        trained += kernels.squared_norm(x - h)
+        x.mul_(b).add_(h * a)
+    x, h = received[cut : section.mixed], captured[cut : section.mixed]
+    as_is = (x == h) | ~h.isfinite()
+    others = kernels.squared_norm((x - h).masked_fill(x == h, 0))
+    x.copy_(torch.where(as_is, h, b * x + a * h))
+    return trained, others
 
 
 def adopt(section: Section, model: Tensor) -> None:

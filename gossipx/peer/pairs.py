@@ -92,7 +92,7 @@ class Pairs(Offers):
         if to is None:
             self._context.sync.skipped += 1
             return []
-        self._context.sync.requested()
+        self._context.sync.requested(shared=True)
         self._decided = True
         asked = self._ask(to, frozenset(), False, now)
         return [Wait(), *asked] if self._context.blocking else asked
@@ -149,7 +149,7 @@ class Pairs(Offers):
     def _enter(self, offers: list[Received], now: float) -> list[Effect]:
         """Accept the waiting offers, which are repetitions of one."""
         if not self._context.sync.in_flight:
-            self._context.sync.requested()  # it counts as a retrieval on both sides
+            self._context.sync.requested(shared=True)  # it counts as a retrieval on both sides
         self._inbound = InboundExchange(self._context, offers[0])
         answers = [self._accept(event.key, now) for event in offers]
         wait: list[Effect] = [Wait()] if self._context.blocking else []

@@ -84,11 +84,11 @@ class Captures:
     def snapshot_base(self, ticket: int) -> Snapshot:
         """Return a snapshot of the last step boundary, which will be subtracted from the received model.
 
-        If drift is used, also capture the snapshot under ``ticket``, as the next x_r. The caller must release the
-        result.
+        If drift is used, also capture the snapshot under ``ticket``, as the next x_r, and for an outer optimizer as
+        y_t. The caller must release the result.
         """
         base = self._arena.snapshot()
-        if self._uses_drift:
+        if self._uses_drift or self._arena.outer is not None:
             with self._arena.lock:
                 self._captured[ticket] = CapturedModel(base.hold())
         return base
@@ -150,9 +150,10 @@ class Captures:
         """
         with self._arena.lock:
             captured = self._captured.pop(ticket)
-        self._arena.apply_merged(captured.now, captured.base)
         if training and self._uses_drift:
-            self.reference.set(captured.now.buffer)
+            self.reference.apply_merged(captured.now, captured.base)
+        else:
+            self._arena.apply_merged(captured.now, captured.base, training)
         captured.release()
         return captured.retrievals if training else []
 
@@ -173,19 +174,17 @@ class Captures:
         else:
             self.forget(ticket)
 
-    def move_reference(self, transfer: Transfer, share: float, ticket: int | None) -> None:
-        """Move the reference x_r after a received model was mixed in, because mixing is not drift.
+    def commit(self, transfer: Transfer, share: float, ticket: int | None) -> None:
+        """Mix a received model into the weights.
 
         Args:
             transfer: holds the difference of the received model to its base.
-            share: the share of this difference that was added to the weights.
-            ticket: ticket under which the base is captured; x_r becomes the base plus the share. None: another peer
-                pushed the model, so the share is added to the current x_r.
+            share: the share of this difference that is added to the weights.
+            ticket: ticket under which the base may be captured; None: another peer pushed the model.
         """
-        if not self._uses_drift:
-            return
+        difference = transfer.incoming.buffer
         base = None if ticket is None else self.hold(ticket)
-        self.reference.move(transfer.incoming.buffer, share, None if base is None else base.buffer)
+        (self.reference if self._uses_drift else self._arena).commit(difference, share, base)
         if base is not None:
             base.release()
 

@@ -396,10 +396,9 @@ class Driver:
                 if not transfer.incoming.compares:
                     drifts = self.role.sync.policy.uses_drift
                     transfer.distance = self.arena.subtract(transfer.incoming.buffer, on_host=drifts)
-                self.arena.commit(transfer.incoming.buffer, share)
+                self.captures.commit(transfer, share, ticket if own else None)
             staleness, of_centre = self.arena.step - transfer.their_step, isinstance(transfer.request, ElasticRequest)
             self.on_retrieval(Retrieval(transfer.seconds, staleness, transfer.distance, of_centre))
-            self.captures.move_reference(transfer, share, ticket if own else None)
         transfer.incoming.release()
         self._forget(ticket)
         self.handle(Poisoned(ticket) if poisoned else Mixed(ticket))

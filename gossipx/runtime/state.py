@@ -25,7 +25,7 @@ from gossipx.model import layout
 from gossipx.model.arena import ParameterArena
 from gossipx.runtime.driver import Driver
 
-MODEL, OPTIMIZER, RANDOM, PEER, DRIFT, HUB = "model", "optimizer", "random", "peer", "drift", "hub"
+MODEL, OPTIMIZER, RANDOM, PEER, DRIFT, OUTER, HUB = "model", "optimizer", "random", "peer", "drift", "outer", "hub"
 TABLES = "tables"
 """Names of the parts of a checkpoint; ``tables`` is a worker's state towards a parameter server."""
 SCRIPT = "script."
@@ -132,6 +132,8 @@ class TrainingState:
             parts[PEER] = pack(peer, PEER)
             if driver.role.sync.policy.uses_drift:
                 parts[DRIFT] = pack(driver.captures.reference.vectors(), DRIFT)
+            if arena.outer is not None:
+                parts[OUTER] = pack(arena.outer.vectors(), OUTER)
             if (centre := self._centre) is not None and (held := driver.captures.hold(centre.ticket)) is not None:
                 with contextlib.ExitStack() as after:
                     after.callback(held.release)
@@ -175,6 +177,8 @@ class TrainingState:
         driver.load_state_dict(peer)
         if driver.role.sync.policy.uses_drift and (vectors := unpack(checkpoint.parts[DRIFT])):
             driver.captures.reference.load(vectors)
+        if (outer := driver.arena.outer) is not None and OUTER in checkpoint.parts:
+            outer.load(unpack(checkpoint.parts[OUTER]))
         if (centre := self._centre) is not None and HUB in checkpoint.parts:
             hub = unpack(checkpoint.parts[HUB])
             centre.load_state_dict(hub)

@@ -112,7 +112,7 @@ class SimModels:
                 captured = self.captures.get(send.ticket)
                 return None if captured is None else captured.base.hold()
             case PullRequest() | ElasticRequest():
-                if self._role.sync.policy.uses_drift:
+                if self._role.sync.policy.uses_drift or self._arena.outer is not None:
                     self.captures[send.ticket] = CapturedModel(self._arena.snapshot())
                 return self._arena.snapshot()
             case _:
@@ -135,22 +135,21 @@ class SimModels:
         else:
             if not exchange.incoming.compares:
                 distance = self._arena.subtract(exchange.incoming.buffer)
-            self._arena.commit(exchange.incoming.buffer, share)
+            own = ticket == self._role.pulling  # otherwise another peer pushed the model
+            captured = self.captures.get(ticket) if own else None
+            base = None if captured is None else captured.base
+            target = self.reference if self._role.sync.policy.uses_drift else self._arena
+            target.commit(exchange.incoming.buffer, share, base)
             self._note(f"mixes {exchange.send.to}")
             if isinstance(exchange.send.request, PullRequest | TakeRequest | ElasticRequest):
-                self._retrieved(exchange, distance, share, now)
+                self._retrieved(exchange, distance, now)
             self._handle(events.Mixed(ticket))
 
-    def _retrieved(self, exchange: Exchange, distance: float, share: float, now: float) -> None:
+    def _retrieved(self, exchange: Exchange, distance: float, now: float) -> None:
         step = self._arena.step
         staleness = step - exchange.their_step
         seconds = exchange.arrived - exchange.began
         self.retrievals.append(Retrieval(now, step, exchange.send.to, seconds, staleness, distance))
-        if self._role.sync.policy.uses_drift:
-            assert exchange.incoming is not None  # its buffer holds the difference, of which a share was added
-            own = exchange.send.ticket == self._role.pulling  # otherwise another peer pushed the model
-            base = self.captures[exchange.send.ticket].base.buffer if own else None
-            self.reference.move(exchange.incoming.buffer, share, base)
 
     def merge(self, exchange: Exchange, merge: effects.Merge, now: float) -> None:
         """Merge a received model into a captured one, or refuse it if it has a NaN."""
@@ -175,12 +174,14 @@ class SimModels:
     def apply_merged(self, ticket: int) -> None:
         """Write a merged model into the weights."""
         captured = self.captures[ticket]
-        self._arena.apply_merged(captured.now, captured.base)
+        training = self._role.stage is Stage.TRAIN
+        if training and self._role.sync.policy.uses_drift:
+            self.reference.apply_merged(captured.now, captured.base)
+        else:
+            self._arena.apply_merged(captured.now, captured.base, training)
         self._note("takes the mean in")
-        if self._role.stage is Stage.TRAIN:
+        if training:
             self.retrievals += captured.retrievals
-            if self._role.sync.policy.uses_drift:
-                self.reference.set(captured.now.buffer)
         self._handle(events.Mixed(ticket))
 
     def adopt(self, ticket: int, exchange: Exchange, step: int) -> None:

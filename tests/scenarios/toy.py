@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossipx import codecs, mixing, policies, topology
+from gossipx import codecs, mixing, outer, policies, topology
 from gossipx.compression import Coded, ElasticCodec, ModelCodec
 from gossipx.hub import Elastic, ElasticSettings
 from gossipx.model.arena import ParameterArena
@@ -80,9 +80,10 @@ def make(
     hub: ElasticSettings | None = None,
     codec: str = "none",
     references: int = 8,
+    across: str = "none",
     **settings: Any,
 ) -> SimPeer:
-    """Return one peer, not started; ``draws`` seeds its generator."""
+    """Return one peer, not started; ``draws`` seeds its generator, ``across`` is its outer optimizer."""
     graph = _graph(graph, size) if isinstance(graph, str) else graph
     plan = schedules.parse(schedule, graph)
     role = PeerRole(
@@ -110,6 +111,8 @@ def make(
             return Coded(models, around)
 
     made = SimPeer(role, module or Point(rank), gradient_step, iterations, compute, codec_of=codec_of)
+    if (rule := outer.parse(across)) is not None:
+        made.arena.use_outer(rule)
     if settings.get("init", "first") == "first":
         made.begin_codec()
     return made

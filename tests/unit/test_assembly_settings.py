@@ -132,6 +132,30 @@ def test_codecs_that_a_run_refuses(given: dict[str, Any], told: str) -> None:
     assert refused(**given).startswith(told)
 
 
+MOMENTUM = {"outer": "momentum:0.6"}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({**MOMENTUM, "hub": "0"}, "--outer momentum:0.6 is for peers that exchange with each other, not --hub 0:"),
+        ({**MOMENTUM, "servers": "0"}, "--outer momentum:0.6 is for peers that exchange with each other, and with"),
+        ({**MOMENTUM, "mode": "push"}, "--outer momentum:0.6 acts on exchanges that a peer begins"),
+        ({**MOMENTUM, "mode": "push", "weights": "push-sum"}, "--outer momentum:0.6 acts on exchanges that a peer"),
+        ({"outer": "nesterov"}, "--outer nesterov needs the mean of all models: give --exchange waves"),
+        ({"outer": "nesterov", "mode": "pushpull"}, "--outer nesterov needs the mean of all models"),
+        ({"outer": "nesterov", "exchange": "waves", "init": "own"}, "--outer nesterov needs a common initial model"),
+    ],
+)
+def test_outer_optimizers_that_a_run_refuses(given: dict[str, Any], told: str) -> None:
+    assert refused(**given).startswith(told)
+
+
+@pytest.mark.parametrize("given", [{}, {"mode": "pushpull"}, {"exchange": "waves"}, {"codec": "3lc"}])
+def test_momentum_suits_pulls_pairs_and_waves(given: dict[str, Any]) -> None:
+    effective(**MOMENTUM, **given)
+
+
 @pytest.mark.parametrize("codec", ["fp16", "bf16", "int8", "uint8-minmax", "natural", "int8+zlib", "moniqua"])
 def test_codecs_that_need_no_references(codec: str) -> None:
     effective(codec=codec, references=0)

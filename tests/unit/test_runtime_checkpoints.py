@@ -91,6 +91,37 @@ def test_training_resumes_bit_for_bit(
     assert int(again.module.seen) == 35
 
 
+@pytest.mark.parametrize("rule", ["momentum:0.6", "nesterov"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_outer_optimizer_resumes_with_its_state(bench: Callable[..., Bench], dtype: torch.dtype, rule: str) -> None:
+    torch.manual_seed(0)
+    straight = bench(dtype=dtype, rule=rule)
+    straight.begin()
+
+    def average_with(theirs: torch.Tensor, one: Bench) -> None:
+        """Exchange as in a wave of two, with a peer that has the model ``theirs``."""
+        captured = one.arena.snapshot()
+        mean = one.arena.pool.buffer()
+        for vector, own in zip(mean.vectors, captured.buffer.vectors, strict=True):
+            vector.copy_(own).add_(theirs.to(own.dtype)).mul_(0.5)
+        merged = one.arena.snapshot_of(mean, 0)
+        one.arena.apply_merged(merged, captured)
+        merged.release()
+        captured.release()
+
+    straight.step(5)
+    average_with(torch.tensor(2.0), straight)
+    straight.step(5)
+    again = bench(dtype=dtype, rule=rule, resumes=True)
+    again.begin()
+    assert again.arena.outer is not None and straight.arena.outer is not None
+    assert all(map(torch.equal, again.arena.outer.vectors(), straight.arena.outer.vectors()))
+    assert again.arena.outer.vectors()
+    for one in (straight, again):
+        average_with(torch.tensor(-1.0), one)
+    assert all(map(torch.equal, again.module.state_dict().values(), straight.module.state_dict().values()))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.fault(38)
 def test_a_hub_resumes_with_its_centre(bench: Callable[..., Bench], dtype: torch.dtype) -> None:

@@ -1,0 +1,182 @@
+"""Outer optimizers against references that are written out here: GASLoC's update and DiLoCo's outer optimizer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from toy import Point, bound, ended, maker, models, sgd, world
+
+from gossipx import outer
+from gossipx.sim import Network, World
+
+PAIRS: dict[str, Any] = {"mode": "pushpull"}
+GAMMA = 0.6
+
+
+def trained(x: torch.Tensor, rank: int, steps: int) -> torch.Tensor:
+    """Return x after training steps of peer ``rank`` without any exchange."""
+    module = Point(rank)
+    module.x.data.copy_(x)
+    for _ in range(steps):
+        sgd(module)
+    return module.x.detach().clone()
+
+
+# --- GASLoC (arXiv:2606.11081): θ_{t+1} = y_t − α Λ y_t + γ (y_t − y_{t−1}) --------------------------
+
+
+def gasloc(exchanges: int, period: int, laplacian: torch.Tensor, gamma: float) -> torch.Tensor:
+    """Return the models after ``exchanges`` of GASLoC with η = 1: y_t are the models after ``period`` local steps.
+
+    Args:
+        laplacian: α Λ, (N, N).
+    """
+    theta = torch.stack([Point(0).x.detach() for _ in range(len(laplacian))])
+    before: torch.Tensor | None = None
+    for _ in range(exchanges):
+        y = torch.stack([trained(x, rank, period) for rank, x in enumerate(theta)])
+        theta = y - laplacian @ y
+        if before is not None:  # "the last term is left out at the first exchange"
+            theta = theta + gamma * (y - before)
+        before = y
+    return theta
+
+
+@pytest.mark.parametrize("gamma", [0.0, GAMMA, 0.9])
+def test_pairs_do_gaslocs_update(gamma: float):
+    """Two peers average each other: α Λ = ½ (1, −1; −1, 1)."""
+    period, exchanges = 5, 4
+    options = {"policy": f"tau:{period}", "iterations": period * exchanges, "finish": "none", "blocking": True}
+    made = ended(world(2, across=f"momentum:{gamma}", **options, **PAIRS), bound(2, period * exchanges, waits=4))
+    expected = gasloc(exchanges, period, torch.tensor([[0.5, -0.5], [-0.5, 0.5]]), gamma)
+    torch.testing.assert_close(models(made).float(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("gamma", [0.0, GAMMA, 0.9])
+def test_pulls_do_gaslocs_update(gamma: float):
+    """The other peer does not pull: α Λ = ½ (1, −1; 0, 0). It does not train either, so that its model is known."""
+    options = {"finish": "none", "blocking": True, "init": "own", "across": f"momentum:{gamma}"}
+    made = World(0)
+    made.start(0, maker(0, 2, policy="tau:5", iterations=20, **options))
+    made.start(1, maker(1, 2, policy="never", iterations=25, gradient_step=lambda peer: None, **options))
+    ended(made, bound(2, 25, waits=4))
+    theta, theirs = Point(0).x.detach(), Point(1).x.detach()
+    before: torch.Tensor | None = None
+    for _ in range(4):
+        y = trained(theta, 0, 5)
+        theta = y + 0.5 * (theirs - y) + (0 if before is None else gamma * (y - before))
+        before = y
+    torch.testing.assert_close(models(made)[0].float(), theta, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_wave_does_gaslocs_update_over_the_complete_graph(size: int):
+    period, exchanges = 4, 3
+    options = {"policy": f"tau:{period}", "iterations": period * exchanges, "finish": "none", "blocking": True}
+    made = ended(world(size, exchange="waves", across=f"momentum:{GAMMA}", **options), bound(size, 12, waits=9))
+    averaging = torch.eye(size) - 1 / size
+    torch.testing.assert_close(models(made).float(), gasloc(exchanges, period, averaging, GAMMA), rtol=1e-5, atol=1e-5)
+
+
+def test_steps_during_an_exchange_are_added_to_its_result():
+    """y_t is the model as exchange t begins: x ← x̄ + γ (y_t − y_{t−1}) + (x − y_t)."""
+    options = {"policy": "tau:6", "iterations": 15, "finish": "none", "gradient_step": one_step}
+    made = World(0, Network(bandwidth=30, delay=0.05))  # 64 bytes in 2 s, at 1 s a step
+    for rank in range(2):
+        made.start(rank, maker(rank, 2, module=still(rank), across=f"momentum:{GAMMA}", init="own", **options, **PAIRS))
+    ended(made, bound(2, 15, waits=2))
+    # Peer i moves by i + 1 in each step. Both exchanges begin after steps 6 and 12.
+    x0, x1 = still(0).weight.detach().flatten(), still(1).weight.detach().flatten()
+    first = [x0 + 6, x1 + 12]
+    after = [y + 0.5 * (other - y) for y, other in zip(first, first[::-1], strict=True)]
+    second = [after[0] + 6, after[1] + 12]
+    last = [
+        y + 0.5 * (other - y) + GAMMA * (y - before)
+        for y, other, before in zip(second, second[::-1], first, strict=True)
+    ]
+    expected = torch.stack([last[0] + 3, last[1] + 6])
+    assert all(retrieval.step > 6 for peer in made.peers.values() for retrieval in peer.retrievals), "it overlapped"
+    torch.testing.assert_close(models(made).float(), expected, rtol=1e-5, atol=1e-5)
+
+
+def still(rank: int) -> torch.nn.Linear:
+    module = torch.nn.Linear(16, 1, bias=False)
+    module.weight.data.copy_(torch.randn(1, 16, generator=torch.Generator().manual_seed(rank)))
+    return module
+
+
+def one_step(peer: Any) -> None:
+    next(peer.module.parameters()).data.add_(float(peer.rank + 1))
+
+
+def rounds_to(accuracy: float, spectrum: torch.Tensor, alpha: float, gamma: float) -> int:
+    """Return the number of exchanges until all modes of y ← y − α λ y + γ (y_t − y_{t−1}) are below ``accuracy``."""
+    rule = outer.Momentum(gamma)
+    theta, kept = torch.ones_like(spectrum), [torch.empty_like(spectrum)]
+    for done in range(1, 100_000):
+        y = theta.clone()
+        theta = y - alpha * spectrum * y
+        (rule.step if done > 1 else rule.begin)(y, theta, kept)
+        if float(theta.abs().max()) < accuracy:
+            return done
+    raise AssertionError("it does not converge")
+
+
+@pytest.mark.parametrize("size", [8, 16, 32])
+def test_momentum_needs_sqrt_chi_exchanges_in_place_of_chi(size: int):
+    """Agreement over a ring is a quadratic with the ring Laplacian's spectrum, 2 − 2 cos(2πk/N), condition number χ.
+
+    The best fixed α without momentum contracts by (χ − 1)/(χ + 1) per exchange. With α = 4/(√L + √μ)² and
+    γ = ((√χ − 1)/(√χ + 1))² it is (√χ − 1)/(√χ + 1) (Polyak 1964; GASLoC's accelerated rate).
+    """
+    eigenvalues = 2 - 2 * torch.cos(2 * math.pi * torch.arange(1, size, dtype=torch.float64) / size)
+    low, high = float(eigenvalues.min()), float(eigenvalues.max())
+    root = math.sqrt(high / low)
+    plain = rounds_to(1e-6, eigenvalues, 2 / (low + high), 0.0)
+    momentum = ((root - 1) / (root + 1)) ** 2
+    fast = rounds_to(1e-6, eigenvalues, 4 / (math.sqrt(low) + math.sqrt(high)) ** 2, momentum)
+    assert plain == pytest.approx(math.log(1e6) / math.log((root**2 + 1) / (root**2 - 1)), rel=0.02)
+    # Two equal roots make the error t · rate^t: some more exchanges than the rate alone says.
+    theory = math.log(1e6) / math.log((root + 1) / (root - 1))
+    assert theory <= fast <= 1.5 * theory
+    assert plain / fast > root / 3.5
+
+
+# --- DiLoCo (arXiv:2311.08105, Algorithm 1) ------------------------------------------------------------
+
+
+def diloco(size: int, rounds: int, period: int, lr: float, momentum: float) -> torch.Tensor:
+    """Return θ after some rounds, by torch's own SGD with Nesterov momentum as the outer optimizer."""
+    theta = torch.nn.Parameter(Point(0).x.detach().clone())
+    optimizer = torch.optim.SGD([theta], lr=lr, momentum=momentum, nesterov=momentum > 0)
+    for _ in range(rounds):
+        workers = [trained(theta.detach(), rank, period) for rank in range(size)]
+        while len(workers) > 1:  # the order of a wave's rounds: neighbours first, then pairs of pairs
+            workers = [(one + other) * 0.5 for one, other in zip(workers[::2], workers[1::2], strict=True)]
+        theta.grad = theta.detach() - workers[0]  # the outer gradient, line 12
+        optimizer.step()
+    return theta.detach()
+
+
+@pytest.mark.parametrize(("lr", "momentum"), [(0.7, 0.9), (1.0, 0.0), (0.5, 0.5)])
+@pytest.mark.parametrize("size", [2, 4])
+def test_waves_with_nesterov_are_diloco_bit_for_bit(size: int, lr: float, momentum: float):
+    """Without a coordinator: every peer computes the same θ from the same mean."""
+    period, rounds = 5, 4
+    options = {"policy": f"tau:{period}", "iterations": period * rounds, "finish": "none", "blocking": True}
+    across = f"nesterov:lr={lr},momentum={momentum}"
+    made = ended(world(size, exchange="waves", across=across, **options), bound(size, period * rounds, waits=8))
+    expected = diloco(size, rounds, period, lr, momentum)
+    for rank in range(size):
+        assert torch.equal(models(made, [rank])[0].float(), expected), f"peer {rank}"
+
+
+def test_an_outer_learning_rate_of_one_without_momentum_is_plain_averaging():
+    options = {"policy": "tau:5", "iterations": 20, "finish": "none", "blocking": True, "exchange": "waves"}
+    plain, made = (
+        ended(world(4, across=one, **options), bound(4, waits=8)) for one in ("none", "nesterov:1,momentum=0")
+    )
+    torch.testing.assert_close(models(made), models(plain), rtol=1e-6, atol=1e-6)

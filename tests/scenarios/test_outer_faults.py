@@ -1,0 +1,143 @@
+"""Outer optimizers under loss, NaN, late arrival and restart: a failed exchange leaves no trace in their state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from modes import PAIRS, agree, nothing_left
+from property_tests import examples
+from toy import ITERATIONS, TIMEOUT, bound, ended, maker, models, spread, until, world
+
+from gossipx.sim import Network, SimPeer, World
+
+MOMENTUM = {"across": "momentum:0.6"}
+WAVES = {"exchange": "waves"}
+NESTEROV = {"across": "nesterov", **WAVES}
+KINDS: list[dict[str, Any]] = [
+    MOMENTUM,
+    {**MOMENTUM, **PAIRS},
+    {**MOMENTUM, **WAVES},
+    NESTEROV,
+]
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=["pulls", "pairs", "waves", "nesterov"])
+
+
+def kept(peer: SimPeer) -> list[torch.Tensor]:
+    """Return copies of the vectors that a peer's outer optimizer keeps."""
+    assert peer.arena.outer is not None
+    return [vector.clone() for vector in peer.arena.outer.vectors()]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@every_kind
+def test_without_faults_all_agree(kind: dict[str, Any]):
+    made = ended(world(4, policy="tau:3", **kind), bound(4))
+    agree(made, [0, 1, 2, 3])
+    nothing_left(made)
+    assert all(kept(peer) for peer in made.peers.values()), "every peer has exchanged with momentum"
+
+
+@pytest.mark.fault(69)
+@pytest.mark.parametrize("kind", [MOMENTUM, {**MOMENTUM, **PAIRS}], ids=["pulls", "pairs"])
+def test_a_partner_that_is_lost_leaves_no_trace(kind: dict[str, Any]):
+    """The state after the failed exchange is the state before it, bit by bit, and the weights too."""
+    slow = Network(bandwidth=64, delay=0.01)  # a model takes a second
+    options = {"policy": "tau:5", "iterations": 14, "gradient_step": lambda peer: None, "init": "own", **kind}
+    made = world(2, network=slow, **options)
+    until(made, 0, "mixes")
+    made.run(made.now + 2)
+    before, weights = kept(made.peers[0]), made.peers[0].weights()
+    assert before
+    made.crash(1, 10.6)  # both exchange at step 10
+    ended(made, bound(2, 14, waits=4))
+    assert made.peers[0].role.sync.failed == 1
+    assert same(kept(made.peers[0]), before)
+    assert torch.equal(made.peers[0].weights(), weights)
+
+
+@pytest.mark.fault(69)
+@every_kind
+def test_nan_leaves_no_trace(kind: dict[str, Any]):
+    options = {"policy": "tau:5", "iterations": 14, "gradient_step": lambda peer: None, "init": "own"}
+    if kind is NESTEROV:
+        options.pop("init")
+    made = world(2, **{**options, **kind})
+    until(made, 0, "takes the mean in" if "exchange" in kind else "mixes")
+    made.run(made.now + 2)
+    before = kept(made.peers[0])
+    assert before
+    made.poison(1, made.now)
+    ended(made, bound(2, 14, waits=8))
+    assert same(kept(made.peers[0]), before)
+    assert bool(made.peers[0].weights().isfinite().all())
+
+
+@pytest.mark.fault(69)
+@every_kind
+def test_a_peer_that_returns_begins_anew(kind: dict[str, Any]):
+    """It adopts another peer's model, and its first exchange then has no momentum; all agree in the finish."""
+    made = world(3, policy="tau:4", **{"iterations": 40, **kind})
+    made.crash(2, 9.5)
+    made.restart(2, 15.2)
+    made.run(15.5)
+    assert len(made.lines(2, "adopts")) == 2
+    assert kept(made.peers[2]) == []
+    ended(made, bound(3, 40, waits=4))
+    assert kept(made.peers[2])
+    agree(made, [0, 1, 2])
+    assert spread(models(made)) < 1e-5
+
+
+def test_peers_without_common_momentum_approach_each_other():
+    """Nesterov on a peer that joined late starts with θ = x̄: the difference of the θ dies out with each wave."""
+    options = {"policy": "tau:2", "iterations": 120, "finish": "none", "blocking": True, **NESTEROV}
+    made = world(2, **options)
+    made.crash(1, 20.5)
+    made.restart(1, 21.0)
+    distances = []
+    for time in (40.0, 60.0, 80.0):
+        made.run(time)
+        until(made, 0, "takes the mean in")
+        made.run(made.now + 0.5)
+        one, other = (kept(made.peers[rank])[0] for rank in (0, 1))
+        distances.append(float((one - other).norm()))
+    assert distances[0] > distances[1] > distances[2]
+    assert distances[2] < distances[0] / 10
+
+
+@examples(60, 15)
+@given(
+    size=st.integers(2, 6),
+    seed=st.integers(0, 10_000),
+    loss=st.sampled_from([0.0, 0.1, 0.3]),
+    blocking=st.booleans(),
+    kind=st.sampled_from(KINDS),
+)
+def test_any_loss_of_messages(size: int, seed: int, loss: float, blocking: bool, kind: dict[str, Any]):
+    """Every run ends, the survivors agree, and no state holds anything that is not finite."""
+    network = Network(bandwidth=4000, delay=0.02, loss=loss, repeat=loss / 2)
+    made = World(seed, network)
+    for rank in range(size):
+        made.start(rank, maker(rank, size, policy="random:p=0.4", iterations=12, blocking=blocking, draws=seed, **kind))
+    made.crash(size - 1, 6.0 + seed % 5)
+    ended(made, bound(size, 12, waits=40) + 40 * TIMEOUT)
+    for rank in range(size - 1):
+        assert all(bool(vector.isfinite().all()) for vector in kept(made.peers[rank]))
+
+
+@pytest.mark.parametrize("kind", KINDS[:3], ids=["pulls", "pairs", "waves"])
+def test_momentum_is_not_drift(kind: dict[str, Any]):
+    """A peer that does not train drifts nowhere, however far momentum moves it."""
+
+    def retrievals(policy: str) -> int:
+        options = {"policy": policy, "iterations": ITERATIONS, "init": "own", "gradient_step": lambda peer: None}
+        return ended(world(2, **options, **kind), bound(2, waits=4)).peers[0].role.sync.retrievals
+
+    assert retrievals("drift:distance=0.01,max_silence=4") == retrievals("never:max_silence=4") > 1
