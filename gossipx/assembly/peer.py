@@ -297,9 +297,10 @@ def _model_codec(
     seed = random.Random(f"codec {config.run.seed} {rank}").getrandbits(63)
     plain = norms(module)
     references = sync.references if hub is None else 0  # with a hub, workers do not exchange with each other
-    models = ModelCodec(codec, arena, references, plain, seed, mixing.parse(sync.mixing).public)
+    public, in_pairs = mixing.parse(sync.mixing).public, sync.mode == "pushpull"
+    models = ModelCodec(codec, arena, references, plain, seed, public and not in_pairs)
     if hub is None:
-        return Coded(models)
+        return Coded(models, in_pairs=public and in_pairs)
     return Coded(models, ElasticCodec(codec, arena, hub.rank == rank, bool(sync.references), plain, seed))
 
 

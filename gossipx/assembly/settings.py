@@ -192,8 +192,8 @@ def _check_codec(config: RunConfig) -> None:
             raise UsageError(
                 f"{option} mixes encoded differences: give --codec, such as 3lc, and --references, or leave it out"
             )
-        if sync.mode != "pull":
-            raise UsageError(f"{option} mixes pulled models: leave it out, or leave out --mode {sync.mode}")
+        if sync.mode not in ("pull", "pushpull"):
+            raise UsageError(f"{option} is for pulls and pairs: leave it out, or leave out --mode {sync.mode}")
     option = f"--codec {sync.codec}"
     if config.has_servers and config.is_given("codec"):
         raise UsageError(f"{option} is for models, and servers have --push-codec and --pull-codec: leave it out")
@@ -282,9 +282,10 @@ def check_exchange(config: RunConfig) -> None:
         required = {"push-sum": "push", "metropolis": "pull"}[sync.weights]
         if sync.mode != required:
             raise UsageError(f"--weights {sync.weights} needs --mode {required}, not {sync.mode}: leave one out")
-    if (sync.mode == "pushpull" or sync.weights == "push-sum") and config.is_given("mixing"):
-        given = "--mode pushpull" if sync.mode == "pushpull" else "--weights push-sum"
-        raise UsageError(f"{given} sets the share of a received model itself: leave --mixing out")
+    if sync.weights == "push-sum" and config.is_given("mixing"):
+        raise UsageError("--weights push-sum sets the share of a received model itself: leave --mixing out")
+    if sync.mode == "pushpull" and config.is_given("mixing") and not mixing.parse(sync.mixing).public:
+        raise UsageError("--mode pushpull averages two models equally: leave --mixing out, or give choco and a --codec")
     _check_outer(config)
     _check_codec(config)
     pulls = sync.exchange == "pulls" and sync.mode == "pull"

@@ -78,7 +78,8 @@ class Changes:
         self._state = self._codec.init(tensors, seed)
         self._buffer = np.empty(self._codec.most(self._state), np.uint8)
         self._bases: dict[int, Base] = {}  # by checksum
-        self._checks: dict[int, set[int]] = {}  # checksums of the bases of each receiver, least recent first
+        # Checksums of the bases of each receiver, of which it was sent the last; the receiver served last is last.
+        self._checks: dict[int, tuple[int, ...]] = {}
 
     def set_initial(self, values: Tensor | None) -> None:
         """Set the initial values, which every receiver has and nobody may modify; None: not available."""
@@ -105,7 +106,7 @@ class Changes:
             check = checksum(values)
             if check not in self._bases:
                 self._bases[check] = Base(values.clone())
-            self._retain(receiver, {check})
+            self._retain(receiver, (check,))
             return None
         change = known.change
         if change is None or change.version != version:
@@ -119,15 +120,20 @@ class Changes:
                 self._bases[change.check] = Base(values_after, known.frames)
         elif change.check not in self._bases:  # dropped since, as no receiver had it
             self._bases[change.check] = Base(self._apply(known, change.source.view), known.frames)
-        self._retain(receiver, {base, change.check})
+        self._retain(receiver, (base, change.check))
         return change
+
+    def sent(self, receiver: int) -> Tensor | None:
+        """Return the values that a receiver has if the last frame for it has arrived; None: it was sent none."""
+        checks = self._checks.get(receiver)
+        return None if checks is None else self._bases[checks[-1]].values
 
     def _apply(self, base: Base, frame: memoryview) -> Tensor:
         values_after = base.values.clone()
         decode_into(frame, values_after, add=True, tensors=self._state.tensors)
         return values_after
 
-    def _retain(self, receiver: int, checks: set[int]) -> None:
+    def _retain(self, receiver: int, checks: tuple[int, ...]) -> None:
         """Record the bases that a receiver may report next, and drop those that no receiver has."""
         self._checks.pop(receiver, None)
         self._checks[receiver] = checks

@@ -23,11 +23,13 @@ class Coded:
     Args:
         models: for exchanges between peers.
         elastic: for exchanges with a hub; None: the run has none.
+        in_pairs: whether a pair mixes x̂_j − x̂_i, what both have sent each other, rather than x̂_j − x_i.
     """
 
-    def __init__(self, models: ModelCodec, elastic: ElasticCodec | None = None):
+    def __init__(self, models: ModelCodec, elastic: ElasticCodec | None = None, in_pairs: bool = False):
         self.models = models
         self.elastic = elastic
+        self.in_pairs = in_pairs
 
     def begin(self, model: Sequence[Tensor] | None) -> None:
         """Set the initial model, which all peers share as their first reference.

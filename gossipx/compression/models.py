@@ -6,8 +6,9 @@ no longer has that reference, it sends the model in full. Each end keeps referen
 of the most recent exchanges. Without references each model is encoded by itself.
 
 A decoded model lags behind the true one and would pull back the model that it is mixed with. CHOCO-SGD therefore mixes
-the difference of two lagging models. For that, a receiver also keeps a *public* copy of its own model per sender: what
-the codec would have made of it.
+the difference of two lagging models. In a pair both of them are known, as each peer has sent its own: what one gains
+the other loses. For pulls, a receiver also keeps a *public* copy of its own model per sender: what the codec would have
+made of it.
 
 The trained values of each section are encoded, tensor by tensor. Buffers, such as BatchNorm's statistics, are sent
 unencoded.
@@ -56,7 +57,8 @@ class ModelCodec:
         references: number of receivers, and of senders, to keep references for; 0: no references.
         norms: names of the parameters of normalisation layers.
         seed: seeds the codec's random draws.
-        public: whether to mix x̂_j − x̂_i, with the public copy x̂_i, in place of x_j − x_i (CHOCO-SGD, Algorithm 2).
+        public: whether to mix pulled models as x̂_j − x̂_i, with the public copy x̂_i, in place of x_j − x_i (CHOCO-SGD,
+            Algorithm 2).
     """
 
     def __init__(
@@ -122,6 +124,12 @@ class ModelCodec:
             return as_bytes(values), FULL
         change = self._changes[number].frame(receiver, base, checksum(values), values)
         return (as_bytes(values), FULL) if change is None else (change.source.view, base)
+
+    def sent(self, receiver: int) -> list[Tensor] | None:
+        """Return x̂_i, this peer's model as ``receiver`` has decoded it last, by section; None: it was sent none."""
+        with self._lock:
+            values = [changes.sent(receiver) for changes in self._changes]
+        return [each for each in values if each is not None] or None
 
     # --- receiving --------------------------------------------------------------------------------
 

@@ -305,22 +305,23 @@ class ParameterArena:
             if end > cut:
                 yield theirs[cut:], self._to_host(section.values[cut:end])
 
-    def subtract(self, received: HostBuffer, on_host: bool = False) -> float:
+    def subtract(self, received: HostBuffer, on_host: bool = False, base: Sequence[Tensor] | None = None) -> float:
         """Subtract this model from a received one: x_j ← x_j − x for trained values, in place in ``received``.
 
         Must run on the training thread, or while that waits.
 
         Args:
             on_host: if the model is on a GPU, also update the copy of ``received`` in host memory.
+            base: trained values by section, in host memory, to subtract instead of x.
 
         Returns:
             ‖x_j − x‖₂ over the trained values; blocks until the device has computed it.
         """
         theirs = self.pool.upload(received)
-        host_copy = received.vectors if on_host and not self._streams.on_host else None
+        host_copy = passes.or_none(received.vectors if on_host and not self._streams.on_host else None, theirs)
         self._update_masters()
         squares: list[float] = []
-        rows = zip(self.sections, theirs, _or_none(host_copy, theirs), strict=True)
+        rows = zip(self.sections, theirs, host_copy, passes.or_none(base, theirs), strict=True)
         self._streams.train(lambda: squares.extend(passes.subtract(*row) for row in rows))
         self._streams.wait(self._streams.mark())
         return math.sqrt(sum(squares))
@@ -347,7 +348,7 @@ class ParameterArena:
         self._update_masters()
         self.mixes += 1
         with self._next_boundary() as (_, after):
-            rows = zip(self.sections, changes, _or_none(after, changes), strict=True)
+            rows = zip(self.sections, changes, passes.or_none(after, changes), strict=True)
             for number, (section, change, new) in enumerate(rows):
                 work = functools.partial(passes.commit, section, change, share, new)
                 if own is not None and outer is not None:
@@ -392,7 +393,7 @@ class ParameterArena:
         outer = self.outer if training else None
         update = unchanged if outer is None else outer.update
         with self._next_boundary() as (_, after):
-            rows = zip(self.sections, means, captured.vectors, _or_none(after, means), strict=True)
+            rows = zip(self.sections, means, captured.vectors, passes.or_none(after, means), strict=True)
             for number, row in enumerate(rows):
                 kept = [] if outer is None else outer.kept[number]
                 self._streams.train(functools.partial(passes.apply_merged, *row, kept, update))
@@ -441,10 +442,6 @@ class ParameterArena:
         )
 
     def detach(self) -> None:
-        """Give every tensor memory of its own again. The arena is unusable afterwards."""
+        """Give every tensor memory of its own again; the arena is unusable afterwards."""
         layout.detach(self.slots)
         self.pool.close()
-
-
-def _or_none(after: list[Tensor] | None, like: list[Tensor]) -> Sequence[Tensor | None]:
-    return [None] * len(like) if after is None else after

@@ -40,10 +40,18 @@ def sampled(sample: kernels.Sampled, section: Section, on_device: bool) -> float
     return sample.advance_on_device(x) if on_device else sample.advance(x)
 
 
-def subtract(section: Section, received: Tensor, host_copy: Tensor | None) -> float:
-    """x_j ← x_j − x for trained values; return ‖x_j − x‖₂². ``host_copy`` receives a copy of the result."""
+def subtract(section: Section, received: Tensor, host_copy: Tensor | None, base: Tensor | None) -> float:
+    """x_j ← x_j − base for trained values; return ‖x_j − base‖₂². ``host_copy`` receives a copy of the result.
+
+    Args:
+        base: in host memory; None: x.
+    """
     cut = section.trainable
-    squared = kernels.difference(received[:cut], section.values[:cut], received[:cut])
+    own = section.values[:cut]
+    if base is not None:
+        cut = len(base)
+        own = base.to(received.device)
+    squared = kernels.difference(received[:cut], own, received[:cut])
     if host_copy is not None:
         host_copy[:cut].copy_(received[:cut])
     return squared
@@ -142,3 +150,8 @@ def sampler(section: Section, slots: list[Slot], seed: int) -> kernels.Sampled:
     small = [slot for slot in slots if slot.kind is Kind.TRAINABLE and 0 < slot.tensor.numel() < kernels.SMALL]
     ranges = [(slot.start, slot.start + slot.tensor.numel()) for slot in small]
     return kernels.Sampled(section.storage[: section.trainable], seed, ranges)
+
+
+def or_none(vectors: Sequence[Tensor] | None, like: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Return the vectors of each section, or as many None without any."""
+    return [None] * len(like) if vectors is None else vectors

@@ -1,8 +1,9 @@
 """Push-pull: two peers average their models, both of them or neither.
 
 Each fetches the model that the other entered the exchange with, and adds half of the difference, ½ (x_other − x_own as
-of entering). One gains what the other loses, so the sum of both models is unchanged. If neither trains meanwhile
-(``blocking``), both end up equal (Boyd et al., Randomized Gossip Algorithms, 2006, section II: pairwise averaging).
+of entering), or with a lossy codec a smaller share of it. One gains what the other loses, so the sum of both models is
+unchanged. If neither trains meanwhile (``blocking``), both end up equal (Boyd et al., Randomized Gossip Algorithms,
+2006, section II: pairwise averaging).
 
 A peer takes part in one exchange at a time, and answers further offers with Busy. An initiator without a reply yet may
 let an offer wait, since its own may come to nothing. To prevent a cycle of such waits, only an offer from a higher rank
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from gossipx.mixing import Mixing
 from gossipx.peer.exchange import PeerContext
 from gossipx.peer.offers import OFFER, OFFER_SHARE, InboundExchange, Offers, Phase
 from gossipx.protocol.effects import Capture, Effect, Forget, Mix, Resume, SetTimer, Wait
@@ -29,9 +31,6 @@ from gossipx.protocol.messages import (
     SettleRequest,
     TakeRequest,
 )
-
-SHARE = 0.5
-"""Share of the other model in the mix; any other value would leave the two models apart."""
 
 
 @dataclass
@@ -64,12 +63,17 @@ class _OutboundExchange:
 
 
 class Pairs(Offers):
-    """Pairwise averaging of one peer: at most one outbound and one inbound exchange."""
+    """Pairwise averaging of one peer: at most one outbound and one inbound exchange.
+
+    Args:
+        mixing: the share of the other model; any other value than ½ leaves the two models apart.
+    """
 
     request_types = (PairRequest, TakeRequest, SettleRequest)
 
-    def __init__(self, context: PeerContext):
+    def __init__(self, context: PeerContext, mixing: Mixing):
         super().__init__(context)
+        self._mixing = mixing
         self._outbound: _OutboundExchange | None = None
         self._inbound: InboundExchange | None = None
         self._decided = False  # the current exchange serves a decision of our own policy
@@ -280,7 +284,8 @@ class Pairs(Offers):
         if current is None or current.phase is not Phase.SETTLED or current.ticket is None:
             return None
         current.phase = Phase.MIXING
-        return Mix(current.ticket, SHARE)
+        step = self._context.step
+        return Mix(current.ticket, self._mixing.share(step, step))
 
     def mixed(self, ticket: int) -> bool:
         current = self._inbound or self._outbound

@@ -148,7 +148,7 @@ class PeerRole:
             return self.exchange_of(self._context, self.pulls)
         if settings.mode == "push":
             return Pushes(self._context, self.mixing, self.shares, settings.push_sum, settings.max_pushes)
-        return Pairs(self._context) if settings.mode == "pushpull" else self.pulls
+        return Pairs(self._context, self.mixing) if settings.mode == "pushpull" else self.pulls
 
     @property
     def set_back(self) -> int:

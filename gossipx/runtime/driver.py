@@ -318,8 +318,9 @@ class Driver:
 
         None: the requested model is stored as received.
         """
+        codec = self.transfers.codec
         match send.request:
-            case TakeRequest():
+            case TakeRequest() if codec is None or not codec.in_pairs:
                 return self.captures.hold(send.ticket)
             case PullRequest() | ElasticRequest():
                 return self.captures.snapshot_base(send.ticket)
@@ -395,7 +396,8 @@ class Driver:
             with self.committing:
                 if not transfer.incoming.compares:
                     drifts = self.role.sync.policy.uses_drift
-                    transfer.distance = self.arena.subtract(transfer.incoming.buffer, on_host=drifts)
+                    base = self.transfers.sent_to(transfer.sender) if own else None
+                    transfer.distance = self.arena.subtract(transfer.incoming.buffer, drifts, base)
                 self.captures.commit(transfer, share, ticket if own else None)
             staleness, of_centre = self.arena.step - transfer.their_step, isinstance(transfer.request, ElasticRequest)
             self.on_retrieval(Retrieval(transfer.seconds, staleness, transfer.distance, of_centre))

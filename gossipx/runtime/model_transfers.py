@@ -6,6 +6,8 @@ import math
 import time
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from gossipx.compression import Coded, ModelSink, UploadedModelSink
 from gossipx.errors import ProtocolError
 from gossipx.model.arena import ParameterArena
@@ -35,6 +37,7 @@ class Transfer:
         request: the request whose reply, or whose payload, is the model.
         incoming: the buffer that receives it.
         began: time of the request, time.monotonic().
+        sender: rank of the model's peer, if this peer requested it.
         distance: the distance to the base once everything has arrived; NaN: the model has a NaN or Inf.
         seconds: from the request to the last byte.
         their_step: iterations that the model had done.
@@ -46,6 +49,7 @@ class Transfer:
     request: Request
     incoming: Incoming
     began: float
+    sender: int | None = None
     distance: float = math.nan
     seconds: float = 0.0
     their_step: int = 0
@@ -89,7 +93,7 @@ class Transfers:
             upload = base.hold()
         payload = Incoming(self._arena, base, whole=isinstance(send.request, InitialRequest))
         model_sink = None if self.codec is None else self.codec.model_sink(send.to, send.request, payload)
-        self._transfers[send.ticket] = Transfer(send.request, payload, time.monotonic(), model_sink=model_sink)
+        self._transfers[send.ticket] = Transfer(send.request, payload, time.monotonic(), send.to, model_sink=model_sink)
 
         def over() -> None:
             if upload is not None:
@@ -132,6 +136,10 @@ class Transfers:
         # In a take or an elastic exchange the other side relies on the mixing, so a NaN must be refused now.
         is_paired = isinstance(transfer.request, TakeRequest | ElasticRequest)
         return Fault.POISONED if is_paired and math.isnan(transfer.distance) else None
+
+    def sent_to(self, rank: int | None) -> list[Tensor] | None:
+        """Return this peer's model as another one has decoded it last; None: models are not encoded."""
+        return None if self.codec is None or rank is None else self.codec.models.sent(rank)
 
     # --- by ticket --------------------------------------------------------------------------------
 

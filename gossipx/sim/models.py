@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gossipx.compression import ModelSink, UploadedModelSink
+from gossipx.compression import Coded, ModelSink, UploadedModelSink
 from gossipx.model.arena import ParameterArena
 from gossipx.model.drift import DriftReference
 from gossipx.model.receive import Incoming
@@ -72,6 +72,7 @@ class SimModels:
     Args:
         role: the peer's role.
         arena: the peer's weights.
+        codec: encodes models; None: they are sent as raw values.
         note: adds a line to the log.
         handle: called with the events that result from an effect.
 
@@ -85,6 +86,7 @@ class SimModels:
         self,
         role: PeerRole,
         arena: ParameterArena,
+        codec: Coded | None,
         note: Callable[[str], None],
         handle: Callable[[events.Event], None],
     ):
@@ -93,6 +95,7 @@ class SimModels:
         self.retrievals: list[Retrieval] = []
         self._role = role
         self._arena = arena
+        self._codec = codec
         self._note = note
         self._handle = handle
 
@@ -108,7 +111,7 @@ class SimModels:
         None: the requested model is stored as received.
         """
         match send.request:
-            case TakeRequest():
+            case TakeRequest() if self._codec is None or not self._codec.in_pairs:
                 captured = self.captures.get(send.ticket)
                 return None if captured is None else captured.base.hold()
             case PullRequest() | ElasticRequest():
@@ -133,9 +136,10 @@ class SimModels:
             self._note(f"refuses the model of {exchange.send.to}")
             self._handle(events.Poisoned(ticket))
         else:
-            if not exchange.incoming.compares:
-                distance = self._arena.subtract(exchange.incoming.buffer)
             own = ticket == self._role.pulling  # otherwise another peer pushed the model
+            if not exchange.incoming.compares:
+                sent = self._codec.models.sent(exchange.send.to) if own and self._codec is not None else None
+                distance = self._arena.subtract(exchange.incoming.buffer, base=sent)
             captured = self.captures.get(ticket) if own else None
             base = None if captured is None else captured.base
             target = self.reference if self._role.sync.policy.uses_drift else self._arena

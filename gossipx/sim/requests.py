@@ -89,7 +89,7 @@ class SimRequests(abc.ABC):
         self.poisoned = False
         self.bytes_received = self.finish_bytes = 0
         self._events: deque[events.Event] = deque()
-        self.models = SimModels(role, arena, self._note, self._events.append)
+        self.models = SimModels(role, arena, codec, self._note, self._events.append)
         self.tables = None if table_store is None else SimTables(table_store, self._events.append)
         self._exchanges: dict[int, Exchange] = {}
         self._requests = 0  # number received; the key of the last one

@@ -112,6 +112,31 @@ def test_moniqua_converges_as_without_codecs(mode: str) -> None:
     assert float((toy.before(made) - toy.before(plain)).abs().max()) < 0.1
 
 
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("spec", ["3lc", "topk:ratio=0.1", "stochastic3", "int8"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_an_encoded_pair_leaves_its_sum_as_it_was(size: int, spec: str, blocking: bool) -> None:
+    """γ (x̂_j − x̂_i) is what one gains and the other loses (CHOCO-SGD, Algorithm 2), however coarse the codec is."""
+    options = {
+        "codec": spec,
+        "mix": "choco:gamma=0.3",
+        "mode": "pushpull",
+        "policy": "tau:2",
+        "init": "own",
+        "finish": "none",
+    }
+    network = Network(bandwidth=400, delay=0.02)
+    made = World(1, network)
+    for rank in range(size):
+        walks = {"gradient_step": lambda peer: None, "blocking": blocking, "compute": 1 + 0.1 * rank}
+        made.start(rank, toy.maker(rank, size, iterations=30, **options, **walks))
+    toy.ended(made, 1000.0)
+    start = torch.stack([toy.Point(rank).x.detach().double() for rank in range(size)])
+    assert sum(len(peer.models.retrievals) for peer in made.peers.values()) >= 10
+    assert float((toy.models(made) - start).abs().max()) > 0.1
+    torch.testing.assert_close(toy.models(made).sum(0), start.sum(0), rtol=1e-5, atol=1e-5)
+
+
 def test_more_neighbours_than_references(given: Delivered) -> None:
     """Many models are then sent in full; with as many references as neighbours only the first of each pair is."""
     options = {"codec": "topk:ratio=0.05", "policy": "tau:2", "init": "own", "iterations": 60}

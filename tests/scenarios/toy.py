@@ -106,9 +106,10 @@ def make(
         kind, public = codecs.parse(codec), mixing.parse(mix).public
 
         def codec_of(arena: ParameterArena) -> Coded:
-            models = ModelCodec(kind, arena, references, seed=rank, public=public)
+            in_pairs = public and settings.get("mode") == "pushpull"
+            models = ModelCodec(kind, arena, references, seed=rank, public=public and not in_pairs)
             around = None if hub is None else ElasticCodec(kind, arena, hub.rank == rank, bool(references), seed=rank)
-            return Coded(models, around)
+            return Coded(models, around, in_pairs)
 
     made = SimPeer(role, module or Point(rank), gradient_step, iterations, compute, codec_of=codec_of)
     if (rule := outer.parse(across)) is not None:

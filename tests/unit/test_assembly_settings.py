@@ -125,7 +125,8 @@ def test_join_refuses_a_custom_policy_with_servers() -> None:
         ({"references": 3}, "--references 3 needs a --codec: give one, or leave it out"),
         ({"mixing": "choco"}, "--mixing choco mixes encoded differences: give --codec, such as 3lc"),
         ({"mixing": "choco", "codec": "int8", "references": 0}, "--mixing choco mixes encoded differences:"),
-        ({"mixing": "choco", "codec": "3lc", "mode": "push"}, "--mixing choco mixes pulled models"),
+        ({"mixing": "choco", "codec": "3lc", "mode": "push"}, "--mixing choco is for pulls and pairs"),
+        ({"mixing": "choco", "mode": "pushpull"}, "--mixing choco mixes encoded differences: give --codec"),
     ],
 )
 def test_codecs_that_a_run_refuses(given: dict[str, Any], told: str) -> None:
@@ -211,7 +212,7 @@ WITHOUT_EFFECT = [
     ({"exchange": "waves", "mixing": "average"}, "--mixing average is for pulled models"),
     ({"exchange": "waves", "codec": "none"}, "--codec none is for exchanges between two peers"),
     ({"exchange": "waves", "max_served": 4}, "--max-served counts pulls, and with --exchange waves nobody pulls"),
-    ({"mode": "pushpull", "mixing": "average"}, "--mode pushpull sets the share of a received model itself"),
+    ({"mode": "pushpull", "mixing": "average"}, "--mode pushpull averages two models equally: leave --mixing out"),
     ({"references": 8}, "--references 8 needs a --codec"),
     ({"max_pushes": 1}, "--max-pushes needs --mode push, not pull"),
     ({"blocking": True, "serve_share": 0.03}, "--serve-share limits how much answers to pulls slow down training"),
