@@ -23,6 +23,8 @@ SPECS = [
     "onebit",
     "topk:ratio=0.05",
     "topk:ratio=0.05,sample=0.1",
+    "topk2:ratio=0.05,chunk=256",
+    "topk2:ratio=0.1,chunk=100,decay=1,small=32+zlib",
     "randomk:ratio=0.1",
     "threshold:value=0.5",
     "qsgd:levels=7",

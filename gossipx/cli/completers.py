@@ -19,8 +19,8 @@ Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]
 """A completion function, click's ``shell_complete``: from (context, parameter, typed text) to the offered items."""
 
 CODECS = (
-    *("none", "fp16", "bf16", "int8", "uint8-minmax", "3lc", "stochastic3", "onebit", "topk", "randomk", "threshold"),
-    *("qsgd", "natural", "signsgd", "efsignsgd", "powersgd", "dgc", "localsteps", "moniqua"),
+    *("none", "fp16", "bf16", "int8", "uint8-minmax", "3lc", "stochastic3", "onebit", "topk", "topk2", "randomk"),
+    *("threshold", "qsgd", "natural", "signsgd", "efsignsgd", "powersgd", "dgc", "localsteps", "moniqua"),
 )
 CODEC_PACKAGES = "gossipx.codecs"
 """Entry-point group by which installed packages add codecs."""

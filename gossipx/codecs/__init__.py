@@ -16,6 +16,7 @@ from typing import Any
 
 from gossipx import specs
 from gossipx.codecs.base import Codec, decode, decode_into, encoded_bytes
+from gossipx.codecs.chunked import TopK2
 from gossipx.codecs.feedback import ErrorFeedback, LocalSteps
 from gossipx.codecs.frames import SQUEEZERS, Tensors, zstandard
 from gossipx.codecs.levels import QSGD, BFloat16, Float16, Int8, Natural, UInt8MinMax
@@ -60,6 +61,7 @@ BUILT_IN: dict[str, Callable[..., Codec]] = {
     "stochastic3": Stochastic3,
     "onebit": OneBit,
     "topk": TopK,
+    "topk2": TopK2,
     "randomk": RandomK,
     "threshold": Threshold,
     "qsgd": QSGD,

@@ -68,13 +68,17 @@ class PerTensor(Codec):
         """
         return cls._values(data, shape, len(reference), reference.device)
 
+    def _wanted(self, values: Tensor, error: Tensor) -> Tensor:
+        """Return the values to encode, given the accumulated error of earlier frames."""
+        return values + error
+
     def _encode(
         self, x: Tensor, error: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
     ) -> int:
         for index, (start, count) in enumerate(zip(plan.starts.tolist(), plan.counts.tolist(), strict=True)):
             values = x[start : start + count]
             if error is not None:
-                values = values + error[start : start + count]
+                values = self._wanted(values, error[start : start + count])
             if not count or not bool(torch.isfinite(values).all()):
                 continue
             begin = end

@@ -125,7 +125,7 @@ class TopK(_Selected):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_ratio(self.ratio)
+        check_ratio(self.ratio)
         if not 0 <= self.sample <= 1:
             raise ValueError("sample is a fraction of the values, from 0 to 1")
 
@@ -141,7 +141,7 @@ class TopK(_Selected):
 
     def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
         if not self.sample:
-            wanted = _count_of(self.ratio, len(values))
+            wanted = count_of(self.ratio, len(values))
             return self._encode_at(values, values.abs().topk(wanted, sorted=False).indices.sort().values)
         threshold = sampled_threshold(values, self.ratio, self.sample, state.draws(values.device, index))
         return self._encode_at(values, (values.abs() >= threshold).nonzero().view(-1))
@@ -190,7 +190,7 @@ class RandomK(PerTensor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_ratio(self.ratio)
+        check_ratio(self.ratio)
 
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
         return 12 + 4 * count
@@ -239,7 +239,7 @@ class DGC(_Sparse):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_ratio(self.ratio)
+        check_ratio(self.ratio)
         if self.feedback:
             raise ValueError("dgc accumulates unsent values itself: feedback=true would count them twice")
         if not 0 <= self.momentum < 1:
@@ -301,11 +301,12 @@ def sampled_threshold(values: Tensor, ratio: float, sample: float, draws: torch.
     magnitudes = values.abs()
     if sampled < len(values):
         magnitudes = magnitudes[torch.randint(len(values), (sampled,), generator=draws, device=values.device)]
-    threshold = float(magnitudes.topk(_count_of(ratio, sampled), sorted=False).values.min())
+    threshold = float(magnitudes.topk(count_of(ratio, sampled), sorted=False).values.min())
     return max(threshold, 2.0**-149)
 
 
-def _count_of(ratio: float, count: int) -> int:
+def count_of(ratio: float, count: int) -> int:
+    """Return how many of ``count`` values a ratio selects, at least one."""
     return max(1, min(count, round(ratio * count)))
 
 
@@ -338,6 +339,7 @@ def _draw_indices(seed: int, below: int, count: int, enough: int) -> Tensor:
     return torch.from_numpy(np.concatenate(found or [np.empty(0, np.int64)]))
 
 
-def _check_ratio(ratio: float) -> None:
+def check_ratio(ratio: float) -> None:
+    """Raise ValueError if a ratio is not a fraction of values."""
     if not 0 < ratio <= 1:
         raise ValueError("ratio is a fraction of the values, above 0 and at most 1")

@@ -220,15 +220,19 @@ def test_tensors_of_a_vector_are_encoded_as_each_alone(spec: str) -> None:
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS + NEAR if not codecs.parse(spec).gradients_only])
 def test_error_feedback_loses_nothing(spec: str) -> None:
-    """The sum of all inputs equals all outputs plus the accumulated error (3LC, section 3.1, steps 1, a, b)."""
-    feedback = ErrorFeedback(codecs.parse(spec))
+    """The sum of all inputs equals all outputs plus the accumulated error (3LC, section 3.1, steps 1, a, b).
+
+    A codec with ``decay`` first forgets that part of the error (SparseLoCo, Algorithm 1).
+    """
+    codec = codecs.parse(spec)
+    feedback, decay = ErrorFeedback(codec), getattr(codec, "decay", 1.0)
     state = feedback.init(normal(20, 30))
     total, out = torch.zeros(20, 30), torch.zeros(20, 30)
     for seed in range(6):
         tensor = normal(20, 30, seed=seed)
+        total += tensor - (1 - decay) * state.kept["error"].view(20, 30)
         frame, state = feedback.encode(tensor, state)
         decode_into(frame, out, add=True, near=tensor)
-        total += tensor
     assert torch.allclose(out + state.kept["error"].view(20, 30), total, atol=1e-4)
 
 
