@@ -84,17 +84,17 @@ class Codec(abc.ABC):
         if self.squeezed not in SQUEEZERS:
             raise ValueError(f"squeezed is one of {', '.join(SQUEEZERS[1:])}, or nothing")
 
-    def init(self, tensor: Tensor | Tensors, seed: int = 0) -> State:
+    def init(self, tensor: Tensor | Tensors, seed: int = 0, device: torch.device | None = None) -> State:
         """Return the state before the first frame.
 
         Args:
             tensor: an example of the tensors to encode, or a description of several tensors in one vector.
             seed: seeds the random draws.
+            device: where the vector is that is described; None: in host memory. That of an example is known.
         """
         tensors = tensor if isinstance(tensor, Tensors) else Tensors.of(tensor)
-        device = torch.device("cpu") if isinstance(tensor, Tensors) else tensor.device
         self._planned(state := State(tensors, seed))
-        self._begin(state, device)
+        self._begin(state, device_of(tensor, device))
         return state
 
     def most(self, state: State) -> int:
@@ -309,6 +309,11 @@ def encoded_bytes(frame: Buffer) -> tuple[int, int]:
     """Return how many values of a frame are encoded, and how many bytes they take (3LC, Table 2)."""
     opened = open_frame(frame, 2**62)
     return int(opened.contents.counts.sum()), int(opened.offsets[-1] - opened.offsets[0])
+
+
+def device_of(tensor: Tensor | Tensors, device: torch.device | None) -> torch.device:
+    """Return the device of an example, or the given one of a description, as for :meth:`Codec.init`."""
+    return tensor.device if isinstance(tensor, Tensor) else device or torch.device("cpu")
 
 
 def _vector(tensor: Tensor, tensors: Tensors) -> Tensor:

@@ -14,7 +14,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from gossipx.codecs.base import Codec, decode, decode_into
+from gossipx.codecs.base import Codec, decode, decode_into, device_of
 from gossipx.codecs.frames import LIMIT, Array, Buffer, Tensors
 from gossipx.codecs.per_tensor import PerTensor, floats
 from gossipx.codecs.state import State
@@ -31,7 +31,8 @@ GATHERED = "gathered"
 class ErrorFeedback:
     """A codec with error feedback; the state holds the accumulated error of one direction of one link.
 
-    Input + error before = decoded output + error after, in float32. The error does not include what is lost when other
+    Input + error before = decoded output + error after, in float32; ``topk2`` first multiplies the error before by its
+    ``decay``. The error does not include what is lost when other
     dtypes are decoded. Frames are those of the codec.
 
     Attributes:
@@ -40,11 +41,11 @@ class ErrorFeedback:
 
     codec: Codec
 
-    def init(self, tensor: Tensor | Tensors, seed: int = 0) -> State:
+    def init(self, tensor: Tensor | Tensors, seed: int = 0, device: torch.device | None = None) -> State:
         """Return the initial state as :meth:`Codec.init` does, with an error of zero."""
-        state = self.codec.init(tensor, seed)
-        device = torch.device("cpu") if isinstance(tensor, Tensors) else tensor.device
-        state.kept[ERROR] = torch.zeros(state.tensors.length, dtype=torch.float32, device=device)
+        state = self.codec.init(tensor, seed, device)
+        place = device_of(tensor, device)
+        state.kept[ERROR] = torch.zeros(state.tensors.length, dtype=torch.float32, device=place)
         return state
 
     def most(self, state: State) -> int:

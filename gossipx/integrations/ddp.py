@@ -1,6 +1,8 @@
 """Gossip between DDP groups: the processes of a group are one peer, with DDP inside a host and gossip between hosts.
 
 Rank 0 of the group exchanges models with other peers and broadcasts its weights to the group afterwards.
+
+:func:`hook` is for DDP itself: it encodes the gradients that the processes of a group exchange.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch.utils.data import Dataset, Subset
 
 from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
+from gossipx.integrations.comm_hook import hook as hook
 from gossipx.integrations.group import Group, GroupStatus, rank_in_group
 from gossipx.launch.environment import ENV_PEERS, ENV_RESUME, progress
 from gossipx.launch.loops.join import join as join_alone

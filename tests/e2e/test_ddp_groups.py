@@ -31,6 +31,8 @@ torch.manual_seed(PEER)
 torch.set_num_threads(1)
 module = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
 model = DistributedDataParallel(module, gradient_as_bucket_view=True)
+if PEER == 1:  # one group encodes the gradients that its ranks exchange, the other does not
+    model.register_comm_hook(*ddp.hook("3lc:1.75"))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
 
