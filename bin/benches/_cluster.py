@@ -22,7 +22,7 @@ from gossipx import codecs
 from gossipx.codecs import Tensors, encoded_bytes
 from gossipx.codecs.changes import Changes, checksum
 from gossipx.codecs.sparse import DGC
-from gossipx.launch.loops.train import accuracy
+from gossipx.launch.loops.train import scores
 from gossipx.model.layout import norms
 from gossipx.server.placement import Partition
 from gossipx.tables.coding import Coding, PushEncoder
@@ -137,7 +137,7 @@ class Cluster:
     def judge(self) -> float:
         """Return the accuracy of the server's model on all test images."""
         self._place(self.table.detach())
-        return accuracy(self.module, self.test, torch.device("cpu"))
+        return scores(self.module, self.test, torch.device("cpu"))["accuracy"]
 
     @torch.no_grad()
     def _place(self, values: Tensor) -> None:

@@ -42,6 +42,7 @@ from gossipx.runtime.options import PeerOptions
 from gossipx.runtime.peer import Peer
 from gossipx.runtime.progress import Progress
 from gossipx.runtime.reporting import Reporter
+from gossipx.runtime.scores import Evaluate
 from gossipx.runtime.shards import ShardKeeper, store_of_shard
 from gossipx.runtime.state import TrainingState
 from gossipx.server.mode import ServerMode
@@ -93,7 +94,7 @@ def build_peer(
     config: RunConfig,
     place: Place,
     policy: Policy | None = None,
-    evaluate: Callable[[nn.Module], float] | None = None,
+    evaluate: Evaluate | None = None,
     parts: Parts | None = None,
 ) -> Peer:
     """Build a peer. It joins the run when it is started.

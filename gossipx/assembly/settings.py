@@ -13,7 +13,7 @@ from gossipx.config.settings import KEYS, RunConfig, SyncSettings, TaskSettings
 from gossipx.errors import UsageError
 from gossipx.solver import prototxt
 from gossipx.tasks import solvers
-from gossipx.tasks.presets import PRESETS, Preset
+from gossipx.tasks.presets import PRESETS, TEXT_MODEL, TEXT_TASK, Preset
 
 if TYPE_CHECKING:
     from gossipx.codecs import Codec
@@ -48,7 +48,7 @@ def effective_config(config: RunConfig, size: int, has_script: bool) -> RunConfi
     if has_script:
         _refuse_of_task(config)
     if not has_script:
-        config = _with_preset(config)
+        config = _with_preset(_with_task_of_model(config))
         if config.task.solver is not None:
             _check_solver(config.task.solver)
     steps = config.task.lr_steps or ()
@@ -82,6 +82,25 @@ def _check_solver(given: str) -> None:
         log.warning(warning)
 
 
+def _with_task_of_model(config: RunConfig) -> RunConfig:
+    """Return the configuration with the model of a given text task, or the task of a given model of text.
+
+    Raises:
+        UsageError: the model cannot train the task.
+    """
+    task = config.task
+    if (task.task == TEXT_TASK) != (task.model == TEXT_MODEL):
+        if config.is_given("model" if task.task == TEXT_TASK else "task"):
+            raise UsageError(
+                f"--model {task.model} cannot train --task {task.task}: {TEXT_MODEL} is for {TEXT_TASK}, and all other"
+                " models are for images"
+            )
+        task = dataclasses.replace(task, task=TEXT_TASK, model=TEXT_MODEL)
+    if task.task == TEXT_TASK and task.solver is not None:
+        raise UsageError(f"--solver {task.solver} is for images: leave it out, or leave out --task {TEXT_TASK}")
+    return dataclasses.replace(config, task=task)
+
+
 def _with_preset(config: RunConfig) -> RunConfig:
     task = config.task
     preset = PRESETS[task.model]
@@ -93,6 +112,12 @@ def _with_preset(config: RunConfig) -> RunConfig:
         if config.is_given(key):
             option = KEYS[key].option
             raise UsageError(f"{option} is set by the solver file: leave it out, or leave out --solver {task.solver}")
+    if preset.optimizer == "adamw":
+        reason = f"is for SGD, and AdamW trains --model {task.model}: leave it out"
+        _refuse_given(config, ("momentum", "nesterov"), reason)
+    if preset.schedule == "cosine":
+        reason = f"is for a learning rate with steps, and that of --model {task.model} follows a cosine: leave it out"
+        _refuse_given(config, ("gamma", "lr_steps"), reason)
     filled = {key: getattr(preset, key) for key in keys if getattr(task, key) is None}
     return dataclasses.replace(
         config,

@@ -29,8 +29,7 @@ TOPOLOGIES = (
     *("erdos-renyi", "hierarchical", "bipartite"),
 )
 SCHEDULES = ("random", "static", "one-peer", "inner-outer", "bandwidth-aware")
-PARTITIONS = ("iid", "dirichlet")
-TASKS = ("fashion-mnist", "mnist", "cifar10")
+PARTITIONS = ("iid", "dirichlet", "contiguous")
 UNTRAINED = ("inception-v4",)
 """Models that cannot be trained: commands use only the sizes of their tensors."""
 DEVICES = ("cpu", "cuda", "cuda:0")
@@ -112,6 +111,12 @@ def _solvers() -> Iterable[str]:
     return solvers.names()
 
 
+def _tasks() -> Iterable[str]:
+    from gossipx.tasks.presets import TASKS
+
+    return TASKS
+
+
 def _trained_models() -> Iterable[str]:
     from gossipx.tasks.presets import PRESETS
 
@@ -132,7 +137,7 @@ _BY_SETTING: dict[str, Completer] = {
     **dict.fromkeys(("codec", "push_codec", "pull_codec"), names(_codecs)),
     "name": runs(),
     "device": names(lambda: DEVICES),
-    "task": names(lambda: TASKS),
+    "task": names(_tasks),
     "model": names(_trained_models),
     "solver": names_or_files(_solvers),
     "partition": names(lambda: PARTITIONS),

@@ -93,9 +93,9 @@ def partition(spec: str) -> None:
 
 def task(name: str) -> None:
     """Check ``--task``."""
-    from gossipx.tasks.data import TASKS
+    from gossipx.tasks.presets import TASKS
 
-    known_word("task", name, TASKS)
+    known_word("task", name, dict.fromkeys(TASKS))
 
 
 def model(name: str) -> None:

@@ -70,7 +70,7 @@ class RunSettings:
     )
     log_interval: int = setting(10, "Iterations between two records of loss and delta.", 1, MOST_ITERATIONS)
     eval_interval: int = setting(
-        250, "Iterations between two test accuracies during training; 0: none.", 0, MOST_ITERATIONS
+        250, "Iterations between two evaluations during training; 0: none.", 0, MOST_ITERATIONS
     )
     save_model: bool = setting(True, "Save each peer's final model in the directory of the run.")
     checkpoint_every: str | int = setting(
@@ -89,17 +89,20 @@ class TaskSettings:
 
     task: str = setting(
         "fashion-mnist",
-        "Data set: fashion-mnist, mnist or cifar10.",
+        "Data set: fashion-mnist, mnist, cifar10 or text.",
         check=checks.task,
         common="Training",
         metavar="NAME",
     )
     data_dir: str | None = setting(
-        None, "Directory with the files of the full data set; not needed for fashion-mnist.", metavar="DIR"
+        None,
+        "Directory with the files of the full data set; of any text files for text. Not needed for fashion-mnist and"
+        " text.",
+        metavar="DIR",
     )
     model: str = setting(
         "lenet",
-        "Model: lenet, convnet, resnet20, resnet56, resnet110, alexnet or googlenet.",
+        "Model: lenet, convnet, resnet20, resnet56, resnet110, alexnet or googlenet; of text, transformer.",
         check=checks.model,
         common="Training",
         metavar="NAME",
@@ -109,19 +112,25 @@ class TaskSettings:
         "Train with a Caffe solver file (solver.prototxt), or with a built-in one: alexnet, convnet, googlenet.",
         check=checks.solver,
     )
-    batch_size: int | None = setting(None, "Batch size per peer, in images. Default: the model's.", 1, 60_000)
+    batch_size: int | None = setting(
+        None, "Batch size per peer, in images or windows of text. Default: the model's.", 1, 60_000
+    )
     base_lr: float | None = setting(None, "Initial learning rate. Default: the model's.", 0, LARGEST_FACTOR)
     gamma: float | None = setting(
         None, "Factor applied to the learning rate at each of --lr-steps. Default: the model's.", 0, LARGEST_FACTOR
     )
     momentum: float | None = setting(None, "Momentum of SGD. Default: the model's.", 0, LARGEST_FACTOR)
     nesterov: bool = setting(False, "Use Nesterov momentum; with --hub this is EAMSGD.")
-    weight_decay: float | None = setting(None, "Weight decay of SGD. Default: the model's.", 0, LARGEST_FACTOR)
+    weight_decay: float | None = setting(
+        None, "Weight decay of the optimizer. Default: the model's.", 0, LARGEST_FACTOR
+    )
     lr_steps: tuple[float, ...] | None = setting(
         None, "Where the learning rate changes, as fractions of the run: 0.5,0.75. Default: the model's.", 0, 1
     )
     partition: str = setting(
-        "iid", "How the data are split among the peers: iid or dirichlet:alpha=0.3.", check=checks.partition
+        "iid",
+        "How the data are split among the peers: iid, dirichlet:alpha=0.3 or contiguous.",
+        check=checks.partition,
     )
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from gossipx.errors import UsageError
 from gossipx.integrations.ddp import GroupPeer, Joining, PolicyLike, shard
+from gossipx.runtime.scores import Evaluate
 
 try:
     from accelerate import Accelerator, DistributedType
@@ -46,7 +47,7 @@ def join(
     peers: str | Path | None = None,
     policy: PolicyLike = None,
     rank: int | None = None,
-    evaluate: Callable[[nn.Module], float] | None = None,
+    evaluate: Evaluate | None = None,
     config_file: str | Path | None = None,
     **settings: Any,
 ) -> GroupPeer:
@@ -60,7 +61,7 @@ def join(
         accelerator: the accelerator that prepared the model and the optimizer.
         model, optimizer: as returned by ``accelerator.prepare``.
         peers, policy, rank, config_file, settings: as for :func:`gossipx.join`.
-        evaluate: returns the accuracy of the unwrapped model, from 0 to 1; called by the main process only.
+        evaluate: as for :func:`gossipx.join`, of the unwrapped model; called by the main process only.
 
     Raises:
         UsageError: as :func:`gossipx.integrations.ddp.join`; or the optimizer is not prepared.

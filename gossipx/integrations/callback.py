@@ -5,14 +5,13 @@ Both frameworks call methods of a callback during training; only the names and a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from torch.utils.data import Dataset, Subset
 
 from gossipx.integrations.ddp import GroupPeer, Joining, PolicyLike
+from gossipx.runtime.scores import Evaluate
 
 
 class PeerCallback:
@@ -20,7 +19,7 @@ class PeerCallback:
 
     Args:
         peers, policy, rank, config_file, settings: as for :func:`gossipx.join`.
-        evaluate: returns the model's accuracy from 0 to 1, for the figures before and after the finish.
+        evaluate: as for :func:`gossipx.join`.
         accuracy: name of a metric of the framework that is recorded as ``test/accuracy``.
 
     Attributes:
@@ -35,7 +34,7 @@ class PeerCallback:
         peers: str | Path | None = None,
         policy: PolicyLike = None,
         rank: int | None = None,
-        evaluate: Callable[[nn.Module], float] | None = None,
+        evaluate: Evaluate | None = None,
         config_file: str | Path | None = None,
         accuracy: str | None = None,
         **settings: Any,

@@ -36,6 +36,7 @@ from gossipx.runtime import models
 from gossipx.runtime.bypass import overflowed
 from gossipx.runtime.options import labels_of
 from gossipx.runtime.peer import Peer, check_own
+from gossipx.runtime.scores import Evaluate
 from gossipx.runtime.stop_signals import StopSignals
 from gossipx.tasks import partition
 
@@ -51,7 +52,7 @@ def join(
     peers: str | Path | None = None,
     policy: PolicyLike = None,
     rank: int | None = None,
-    evaluate: Callable[[nn.Module], float] | None = None,
+    evaluate: Evaluate | None = None,
     config_file: str | Path | None = None,
     **settings: Any,
 ) -> GroupPeer:
@@ -102,7 +103,7 @@ class Joining:
     peers: str | Path | None = None
     policy: PolicyLike = None
     rank: int | None = None
-    evaluate: Callable[[nn.Module], float] | None = None
+    evaluate: Evaluate | None = None
     config_file: str | Path | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     framework: str = "torch"

@@ -39,7 +39,7 @@ class GossipCallback(PeerCallback, Callback):
 
     Args:
         peers, policy, rank, config_file, settings: as for :func:`gossipx.join`.
-        evaluate: returns the LightningModule's accuracy from 0 to 1, for the figures before and after the finish.
+        evaluate: as for :func:`gossipx.join`, of the LightningModule.
         accuracy: name of a metric that the module logs in validation; it is recorded as ``test/accuracy``.
 
     Attributes:

@@ -30,7 +30,7 @@ class GossipCallback(PeerCallback, TrainerCallback):
 
     Args:
         peers, policy, rank, config_file, settings: as for :func:`gossipx.join`.
-        evaluate: returns the model's accuracy from 0 to 1, for the figures before and after the finish.
+        evaluate: as for :func:`gossipx.join`.
         accuracy: name of a metric of the Trainer's evaluation, such as ``eval_accuracy``; recorded as
             ``test/accuracy``.
 

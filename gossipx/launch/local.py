@@ -355,13 +355,14 @@ class _Run:
         """Return the summary; ``stopped``: figures of the peers with which the run was stopped, by rank."""
         stopped = {} if stopped is None else stopped
         reports: list[dict[str, Any] | None] = [stopped.get(rank) for rank in range(len(self._peers))]
-        accuracy = None
+        accuracy = loss = None
         for rank, result in sorted(self._results.items()):
             reports[rank] = result["report"]
             # Peers on other machines sent their reports to these peers.
             for other, report in result["reports"].items():
                 reports[int(other)] = reports[int(other)] or report
             accuracy = result["consensus_accuracy"] if accuracy is None else accuracy
+            loss = result["consensus_loss"] if loss is None else loss
         built_in = not self._script
         settings = self._settings
         assert settings.run.name is not None
@@ -380,11 +381,12 @@ class _Run:
             partition=settings.task.partition,
             # A script sets its own number of iterations, which only the reports show.
             iterations=max(done) if done and (stopped or not built_in) else settings.run.iterations,
-            consensus_accuracy=accuracy,
             agreed=agreed(finished),
             lost=[self._peers[rank].name for rank, report in enumerate(reports) if report is None],
             stopped=[self._peers[rank].name for rank in sorted(stopped.keys() - self._results.keys())],
             wall_seconds=before + seconds,
+            consensus_accuracy=accuracy,
+            consensus_loss=loss,
             **per_peer(reports),
         )
 

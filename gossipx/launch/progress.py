@@ -32,13 +32,21 @@ class PeerStatus:
     accuracy: float | None = None
     retrievals: int = 0
     bytes: int = 0
+    test_loss: float | None = None
 
     def done(self, report: Mapping[str, Any]) -> None:
         """Record the peer's final report."""
         self.state = "done"
         self.step = report.get("iterations", self.step)
-        self.accuracy = report.get("test_accuracy")
+        self.accuracy, self.test_loss = report.get("test_accuracy"), report.get("test_loss")
         self.retrievals = report.get("retrievals", self.retrievals)
+
+    @property
+    def score(self) -> str:
+        """The accuracy on the test set, or else the loss; empty before the first evaluation."""
+        if self.accuracy is not None:
+            return f"acc {self.accuracy:.3f}"
+        return "" if self.test_loss is None else f"loss {self.test_loss:.3f}"
 
 
 BAR = 10
@@ -133,13 +141,13 @@ class Display:
         if not status.step:
             served = f" pulls {status.retrievals}" if status.retrievals else ""
             return f"{status.name} {status.state}{served}"
-        accuracy = "" if status.accuracy is None else f" acc {status.accuracy:.3f}"
+        score = f" {status.score}" if status.score else ""
         steps = f"{status.step}/{status.iterations}" if status.iterations else str(status.step)
-        return f"{status.name} {status.state} {steps}{accuracy} pulls {status.retrievals}"
+        return f"{status.name} {status.state} {steps}{score} pulls {status.retrievals}"
 
     def _table(self) -> Table:
         table = Table(title=self._title, title_justify="left", box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
-        for heading in ("peer", "state", "", "iteration", "loss", "accuracy", "retrievals", "MB"):
+        for heading in ("peer", "state", "", "iteration", "loss", "test", "retrievals", "MB"):
             # On a narrow terminal the bar shrinks, not the names: truncated names could be equal.
             fixed = max(len(status.name) for status in self._statuses.values()) if heading == "peer" else None
             left = heading in ("peer", "state", "")
@@ -151,7 +159,7 @@ class Display:
                 ProgressBar(total=max(status.iterations, 1), completed=status.step, width=BAR),
                 f"{status.step}/{status.iterations}" if status.iterations else str(status.step),
                 "" if status.loss is None else f"{status.loss:.3f}",
-                "" if status.accuracy is None else f"{status.accuracy:.3f}",
+                status.score,
                 str(status.retrievals),
                 f"{status.bytes / 1e6:.1f}",
             )

@@ -40,9 +40,12 @@ class Summary:
             shard if they had to wait; 0 elsewhere.
         bytes_received: bytes on the wire while training.
         finish_bytes: bytes received in the finish.
-        test_accuracy: of each peer's own model, after the finish.
+        test_accuracy: of each peer's own model, after the finish; None where only the loss is measured.
         test_accuracy_before_finish: the same before the finish.
         consensus_accuracy: of the average of all final models.
+        test_loss: of each peer's own model, after the finish: nats per image, or per character of text.
+        test_loss_before_finish: the same before the finish.
+        consensus_loss: of the average of all final models.
         consensus_distance: each peer's estimate of Eq. 8 at the end of training.
         agreed: whether all peers that finished hold the same model, bit by bit; None: the run has no finish, so that
             nothing is claimed.
@@ -79,6 +82,9 @@ class Summary:
     test_accuracy: Figures
     test_accuracy_before_finish: Figures
     consensus_accuracy: float | None
+    test_loss: Figures
+    test_loss_before_finish: Figures
+    consensus_loss: float | None
     consensus_distance: Figures
     agreed: bool | None
     lost: list[str]

@@ -132,7 +132,7 @@ class Lifecycle:
         reporter.report_state("finish" if self._role.trains else "serve")
         if agrees:
             self._checkpoints.training_ended(reporter.state_dict)
-        before = reporter.accuracy() if self._role.trains else None
+        before = reporter.scores() if self._role.trains else {}
         self._driver.handle(TrainingEnded(agrees))
         self.wait()
         self.wait_for_tables()
@@ -141,14 +141,14 @@ class Lifecycle:
             reporter.training_ended()
         reporter.finished()
         averaged = self._role.stage in (Stage.AGREE, Stage.COMPARE)
-        after = reporter.accuracy() if averaged else before
-        if after is not None:
-            reporter.scalar("test/accuracy", after)
+        after = reporter.scores() if averaged else before
+        for name, value in after.items():
+            reporter.scalar(f"test/{name}", value)
         unsaved = self._save() or self._checkpoints.flush()
         self._driver.handle(FiguresReady(reporter.report(before, after, self._unwritten(unsaved))))
         self.wait()
         sound = not self._role.trains or digest(self._arena) != ""
-        reporter.report_result(averaged)
+        reporter.report_result(after if averaged else {})
         self.close()
         if unsaved is not None:
             raise unsaved

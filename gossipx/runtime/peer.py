@@ -24,7 +24,8 @@ from gossipx.runtime.checkpoints import Checkpoints
 from gossipx.runtime.driver import Driver
 from gossipx.runtime.lifecycle import Lifecycle
 from gossipx.runtime.options import PeerOptions
-from gossipx.runtime.reporting import Reporter, as_float
+from gossipx.runtime.reporting import Reporter
+from gossipx.runtime.scores import as_float
 from gossipx.runtime.step_watch import StepWatch, check_optimizer
 from gossipx.specs import rank_of
 

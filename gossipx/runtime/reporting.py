@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from gossipx.comm import CommManager
@@ -19,19 +16,18 @@ from gossipx.runtime.driver import Driver
 from gossipx.runtime.figures import Figures
 from gossipx.runtime.options import PeerOptions
 from gossipx.runtime.progress import Progress
+from gossipx.runtime.scores import Evaluate, scores
 from gossipx.sync import consensus_distance
-
-log = logging.getLogger("gossipx")
 
 
 class Reporter:
     """The reports of one peer. All public methods are for the training thread.
 
     Args:
-        module: the model whose accuracy is measured.
+        module: the model that is evaluated.
         recorder: records curves.
         progress: the pipe to the parent process.
-        evaluate: returns a model's accuracy from 0 to 1; None: accuracy is not measured.
+        evaluate: as for :func:`gossipx.join`; None: the model is not evaluated.
 
     Attributes:
         figures: the measured seconds and bytes.
@@ -47,7 +43,7 @@ class Reporter:
         recorder: Recorder,
         progress: Progress,
         options: PeerOptions,
-        evaluate: Callable[[nn.Module], float] | None = None,
+        evaluate: Evaluate | None = None,
     ):
         self.figures = Figures()
         self.progress = progress
@@ -168,6 +164,7 @@ class Reporter:
             step=self._arena.step,
             loss=self._last.get("train/loss"),
             accuracy=self._last.get("test/accuracy"),
+            test_loss=self._last.get("test/loss"),
             # a server that does not train shows the gradients that it has taken in
             retrievals=self._role.sync.retrievals if self._role.trains else self._role.server.taken_in,
             bytes=self._comm.bytes_received,
@@ -182,23 +179,25 @@ class Reporter:
             framework, kept: as :attr:`gossipx.runtime.lifecycle.Lifecycle.framework` and ``kept``.
         """
         self.finished()
-        figures = {**self.report(None, None), "seconds_before": self.figures.earlier.seconds}
+        figures = {**self.report({}, {}), "seconds_before": self.figures.earlier.seconds}
         self.report_state("left", report={**figures, "framework": framework, "kept": kept})
 
-    def report_result(self, agreed: bool) -> None:
+    def report_result(self, own: Mapping[str, float]) -> None:
         """Report the final figures of this peer and of the others to the parent process.
 
         Args:
-            agreed: whether this model was averaged in the finish.
+            own: the scores of this model if it was averaged in the finish; else empty.
         """
         missing = self._role.missing()
+        averaged = self._averaged_scores(missing, own)
         reports = {rank: other.report for rank, other in self._role.members.others.items() if rank not in missing}
         self.progress.tell(
             result={
                 "report": self._role.report,
                 "reports": reports,
                 "missing": missing,
-                "consensus_accuracy": self._averaged_accuracy(missing, agreed),
+                "consensus_accuracy": averaged.get("accuracy"),
+                "consensus_loss": averaged.get("loss"),
                 "consensus_distance": self.figures.distance,
                 "seconds_before": self.figures.earlier.seconds,
             }
@@ -206,28 +205,20 @@ class Reporter:
 
     # --- figures --------------------------------------------------------------------------------------
 
-    def accuracy(self) -> float | None:
-        """Measure the model's accuracy. Return None if it is not measured or not a finite number."""
+    def scores(self) -> dict[str, float]:
+        """Evaluate the model. Return its finite figures by name, such as ``accuracy``."""
         if self._evaluate is None:
-            return None
+            return {}
         # evaluate may change the model briefly. A snapshot makes the arena copy it, and other peers get that copy.
         self._arena.snapshot().release()
-        result = self._evaluate(self._module)
-        try:
-            accuracy = as_float(result)
-        except (TypeError, ValueError):  # a warning only: an error here would lose a completed training
-            log.warning("evaluate returned a %s: it must return a number from 0 to 1", type(result).__name__)
-            return None
-        return accuracy if math.isfinite(accuracy) else None
+        return scores(self._evaluate(self._module))
 
-    def report(
-        self, accuracy_before_finish: float | None, accuracy: float | None, unwritten: int = 0
-    ) -> dict[str, Any]:
+    def report(self, before: Mapping[str, float], after: Mapping[str, float], unwritten: int = 0) -> dict[str, Any]:
         """Return this peer's figures for the summary.
 
         Args:
-            accuracy_before_finish: the model's accuracy before the finish.
-            accuracy: the final model's accuracy.
+            before: the scores of the model before the finish.
+            after: the scores of the final model.
             unwritten: files that could not be written; the recorder's records are added.
         """
         figures, sync = self.figures, self._role.sync
@@ -242,8 +233,10 @@ class Reporter:
             "bytes_received": figures.received(figures.bytes_at_end),
             "bytes_sent": figures.earlier.bytes_sent + self._comm.bytes_sent,
             "finish_bytes": figures.finish_bytes,
-            "test_accuracy": accuracy,
-            "test_accuracy_before_finish": accuracy_before_finish,
+            "test_accuracy": after.get("accuracy"),
+            "test_accuracy_before_finish": before.get("accuracy"),
+            "test_loss": after.get("loss"),
+            "test_loss_before_finish": before.get("loss"),
             "blocked_seconds": figures.blocked if self._role.trains else None,
             "overhead_seconds": figures.overhead,
             "train_seconds": figures.seconds,
@@ -257,25 +250,19 @@ class Reporter:
             "unwritten": unwritten + self._recorder.unwritten(),
         }
 
-    def _averaged_accuracy(self, missing: Sequence[int], agreed: bool) -> float | None:
-        """Return the accuracy of the average of all final models.
+    def _averaged_scores(self, missing: Sequence[int], own: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the scores of the average of all final models.
 
-        The lowest present rank measures it if it can read all model files. Otherwise a peer that took part in the
-        finish returns the accuracy of its own model, which is the average then.
+        The lowest present rank measures them if it can read all model files. Otherwise a peer that took part in the
+        finish returns those of its ``own`` model, which is the average then.
         """
         present = [rank for rank in range(self._role.size) if rank not in missing]
         if self._evaluate is None or self._options.directory is None:
-            return None
-        own = self._last.get("test/accuracy") if agreed else None
+            return {}
         if self._role.rank != present[0]:
             return own
         files = [models.file_of(self._options.directory, rank) for rank in present]
         if not all(file.is_file() for file in files):
             return own
         with models.averaged(self._module, files) as is_averaged:
-            return self.accuracy() if is_averaged else None
-
-
-def as_float(value: Any) -> float:
-    """Return a number, or a tensor of one element, as a float; torch warns of one that requires a gradient."""
-    return float(value.detach() if isinstance(value, torch.Tensor) else value)
+            return self.scores() if is_averaged else {}

@@ -1,6 +1,6 @@
 """Data sets: read from the published files, normalised, held in memory and served in shuffled batches.
 
-Shapes: N images, C channels, H×W pixels, B images per batch.
+Shapes: N images, C channels, H×W pixels, B images per batch. Text is in :mod:`gossipx.tasks.text`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import math
 import os
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from gossipx.errors import UsageError
 from gossipx.specs import suggest
+from gossipx.tasks import text
 from gossipx.tasks.seeds import seeded
 
 Bytes = npt.NDArray[np.uint8]
@@ -55,9 +56,17 @@ class Dataset:
         index = torch.as_tensor(indices)
         return Dataset(self.images.index_select(0, index), self.labels.index_select(0, index), self.classes)
 
+    def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the images (B, C, H, W) and labels (B,) at ``index``."""
+        return self.images.index_select(0, index), self.labels.index_select(0, index)
+
+
+Samples = Dataset | text.Windows
+"""The data of a task; both kinds have ``labels``, ``classes``, ``take`` and ``batch``."""
+
 
 class Batches:
-    """An endless iterator over shuffled batches ``images (B, C, H, W), labels (B,)`` of exactly ``batch_size``.
+    """An endless iterator over shuffled batches of exactly ``batch_size`` samples, with what a model shall predict.
 
     Each epoch is a new shuffle of the whole set. The epochs form one stream, which is cut every ``batch_size`` samples.
     So a batch may span two epochs, no sample is left out, and a batch larger than the set spans several epochs.
@@ -71,11 +80,11 @@ class Batches:
         UsageError: the data set is empty, or the batch size is below 1.
     """
 
-    def __init__(self, dataset: Dataset, batch_size: int, generator_seed: int):
+    def __init__(self, dataset: Samples, batch_size: int, generator_seed: int):
         if not len(dataset):
-            raise UsageError("no training images for this peer: use fewer peers or more data")
+            raise UsageError("no training data for this peer: use fewer peers or more data")
         if batch_size < 1:
-            raise UsageError(f"a batch needs at least one image, not {batch_size}")
+            raise UsageError(f"a batch needs at least one sample, not {batch_size}")
         self._dataset, self._size, self._seed = dataset, batch_size, generator_seed
         self.seek(0)
 
@@ -92,7 +101,7 @@ class Batches:
             missing -= len(piece)
             pieces.append(piece)
         index = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return self._dataset.images.index_select(0, index), self._dataset.labels.index_select(0, index)
+        return self._dataset.batch(index)
 
     def seek(self, batch: int) -> None:
         """Continue with batch number ``batch``, from 0, so that a resumed run sees the same batches."""
@@ -110,24 +119,24 @@ class Task:
     """A built-in task: the source of its data and the dimensions that a model must fit.
 
     Attributes:
-        classes: number of classes.
-        channels: C.
-        pixels: H = W.
-        mean: mean of each channel over the full training set, for pixels from 0 to 1.
-        std: standard deviation of each channel, for the same pixels.
+        classes: number of classes; of text, the size of the embedded text's vocabulary.
+        channels: C; 0: text.
+        pixels: H = W; of text, the context T.
         model: the default model.
         source: the files to download and their location, for messages.
-        files: accepted md5 sums by the name of a file in ``--data-dir``.
+        mean: mean of each channel over the full training set, for pixels from 0 to 1; none: text.
+        std: standard deviation of each channel, for the same pixels; none: text.
+        files: accepted md5 sums by the name of a file in ``--data-dir``; none: any text files.
     """
 
     classes: int
     channels: int
     pixels: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
     model: str
     source: str
-    files: dict[str, tuple[str, ...]]
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    files: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
 
 
 IDX_FILES = (
@@ -188,24 +197,27 @@ TASKS: dict[str, Task] = {
         source=f"the binary version {CIFAR10_ARCHIVE} of https://www.cs.toronto.edu/~kriz/cifar.html",
         files={CIFAR10_ARCHIVE: ("c32a1d4ab5d03f1284b67883e8d87530",)},
     ),
+    "text": Task(classes=64, channels=0, pixels=text.CONTEXT, model="transformer", source="UTF-8 text files"),
 }
 
 
-def load(task_name: str, data_dir: Path | None = None) -> tuple[Dataset, Dataset]:
+def load(task_name: str, data_dir: Path | None = None) -> tuple[Samples, Samples]:
     """Return the training set and the test set of a built-in task.
 
     Args:
         task_name: a key of ``TASKS``.
         data_dir: the directory of the published files: the four ``.gz`` files of ``fashion-mnist`` or ``mnist``; for
             ``cifar10`` the archive of the binary version, or its unpacked folder. The md5 sums are checked, or the
-            sizes of unpacked files. None: the embedded subset of ``fashion-mnist``, with 12,000 training images and
-            all test images.
+            sizes of unpacked files. For ``text`` all files below it. None: the embedded text, or the embedded subset of
+            ``fashion-mnist``, with 12,000 training images and all test images.
 
     Raises:
         UsageError: the task is unknown, or a file is missing, damaged or not the published one.
     """
     if task_name not in TASKS:
         raise UsageError(f"unknown task '{task_name}'{suggest(task_name, TASKS)}: one of {', '.join(sorted(TASKS))}")
+    if task_name == "text":
+        return text.load(data_dir)
     task = TASKS[task_name]
     if data_dir is not None:
         return _load_cifar10(task, data_dir) if task_name == "cifar10" else _load_idx(task, data_dir)

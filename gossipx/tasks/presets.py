@@ -1,4 +1,4 @@
-"""Presets: the default training settings of each built-in model.
+"""Presets: the default training settings of each built-in model, and the tasks that it can train.
 
 The paper is Adaptive Communication. Its Table I has the base rate, gamma, momentum, weight decay and thresholds of
 three models. It omits the step sizes, which are taken from Caffe's examples as fractions of the run, because those have
@@ -7,9 +7,17 @@ other lengths than the paper's 50,000 iterations.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
+
+TASKS = ("fashion-mnist", "mnist", "cifar10", "text")
+"""The keys of ``gossipx.tasks.data.TASKS``."""
+TEXT_TASK, TEXT_MODEL = "text", "transformer"
+"""The task with text, and its model. All other models train all other tasks."""
+WARM_UP = 0.05
+"""Fraction of a run in which a cosine schedule raises the rate to its base: Adam's first steps have poor estimates."""
 
 
 class Schedule(Protocol):
@@ -30,25 +38,29 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True)
 class Preset:
-    """The settings of SGD and of the policies for one model.
+    """The settings of the optimizer and of the policies for one model.
 
     Attributes:
-        base_lr: learning rate at the start.
-        gamma: factor of the learning rate at each step.
-        momentum: SGD's momentum, 0 to 1.
-        weight_decay: L2 penalty.
-        lr_steps: steps of the learning rate as fractions of the run, ascending.
-        batch_size: images per batch on each peer.
+        base_lr: learning rate at the start, or after the warm-up.
+        gamma: factor of the learning rate at each step; None: it follows a cosine.
+        momentum: SGD's momentum, 0 to 1; None: AdamW has none.
+        weight_decay: L2 penalty; of AdamW, the decay in one step divided by the learning rate.
+        lr_steps: steps of the learning rate as fractions of the run, ascending; None: it follows a cosine.
+        batch_size: images, or windows of text, per batch on each peer.
         policies: spec with this model's arguments by policy name.
+        optimizer: SGD, or AdamW with torch's betas.
+        schedule: of the learning rate, :func:`learning_rate` or :func:`cosine_rate`.
     """
 
     base_lr: float
-    gamma: float
-    momentum: float
+    gamma: float | None
+    momentum: float | None
     weight_decay: float
-    lr_steps: tuple[float, ...]
+    lr_steps: tuple[float, ...] | None
     batch_size: int
     policies: Mapping[str, str] = field(hash=False)
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    schedule: Literal["steps", "cosine"] = "steps"
 
 
 def learning_rate(schedule: Schedule, step: int, iterations: int) -> float:
@@ -62,6 +74,22 @@ def learning_rate(schedule: Schedule, step: int, iterations: int) -> float:
     # The tolerance absorbs rounding of fractions such as 2/9, which would delay a step by an iteration.
     passed = sum(step >= fraction * iterations - 1e-6 for fraction in schedule.lr_steps)
     return schedule.base_lr * schedule.gamma**passed
+
+
+def cosine_rate(base_lr: float, step: int, iterations: int) -> float:
+    """Return the rate of one iteration: a linear warm-up, then half a cosine from ``base_lr`` to 0.
+
+    Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts" (2017), Eq. 5, with one period.
+
+    Args:
+        base_lr: the highest rate.
+        step: number of iterations before this one.
+        iterations: length of the run.
+    """
+    warm_up = round(WARM_UP * iterations)
+    if step < warm_up:
+        return base_lr * (step + 1) / warm_up
+    return base_lr * (1 + math.cos(math.pi * (step - warm_up) / (iterations - warm_up))) / 2
 
 
 def _policies(threshold: float) -> Mapping[str, str]:
@@ -106,5 +134,7 @@ PRESETS: dict[str, Preset] = {
     "alexnet": Preset(0.01, 0.1, 0.9, 5e-4, _every(100 / 450), 256, _policies(0.025)),
     # Table I; Caffe's models/bvlc_googlenet: steps every 320,000 of 10,000,000 iterations, batches of 32.
     "googlenet": Preset(0.01, 0.96, 0.9, 2e-4, _every(0.032), 32, _policies(0.02)),
+    # 0.05 is a fifth of the longest step; adaptive then pulls about ten times in 800 iterations.
+    "transformer": Preset(0.002, None, None, 0.1, None, 16, _policies(0.05), optimizer="adamw", schedule="cosine"),
 }
 """Presets by model name, with the keys of ``gossipx.tasks.models.MODELS``."""

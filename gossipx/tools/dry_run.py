@@ -166,8 +166,6 @@ def dry_run(
         check_size(world, len(checked.peers), hosts)
     settings = checked.settings
     check_name(settings)
-    if not script:
-        load(settings.task.task, None if settings.task.data_dir is None else Path(settings.task.data_dir))
     module = None if script else _module(settings)
     model = _model(settings, script, module, model_size)
     link = link or LINK
@@ -266,10 +264,15 @@ def _finish(settings: RunConfig, names: Sequence[str], nbytes: int) -> float | N
 
 
 def _module(settings: RunConfig) -> nn.Module:
-    """Return the built-in task's model with uninitialised values, so that a large one costs no memory and no time."""
-    spec = TASKS[settings.task.task]
+    """Return the built-in task's model with uninitialised values, so that a large one costs no memory and no time.
+
+    Raises:
+        UsageError: the task's data are missing or damaged.
+    """
+    task = settings.task
+    spec, data = TASKS[task.task], load(task.task, None if task.data_dir is None else Path(task.data_dir))[0]
     with torch.device("meta"):
-        module = build_model(settings.task.model, classes=spec.classes, channels=spec.channels, pixels=spec.pixels)
+        module = build_model(task.model, classes=data.classes, channels=spec.channels, pixels=spec.pixels)
     return module.to_empty(device="cpu")
 
 

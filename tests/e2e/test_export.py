@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from gossipx.checkpoint.store import Store
-from gossipx.launch.loops.train import accuracy
+from gossipx.launch.loops.train import scores
 from gossipx.tasks.data import load
 from gossipx.tasks.models import build_model
 from runs import Ended, Folder, folder, one_line
@@ -39,7 +39,7 @@ def test_the_averaged_model_is_what_the_run_says_it_is(two: Folder) -> None:
     model = build_model("lenet", classes=10, channels=1, pixels=28)
     model.load_state_dict(load_file(two.path / "model.safetensors"))
     test = load("fashion-mnist", None)[1].take(torch.arange(TEST_IMAGES))
-    found = accuracy(model, test, torch.device("cpu"))
+    found = scores(model, test, torch.device("cpu"))["accuracy"]
     assert found == pytest.approx(run.summary["consensus_accuracy"], abs=1e-9)
     assert found not in run.summary["test_accuracy"]
     for name, tensor in model.state_dict().items():

@@ -40,8 +40,8 @@ LOADED = (
 )
 """Modules that peers import, at once or later."""
 NOT_LOADED = ("gossipx.integrations", "gossipx.__main__")
-TEST_IMAGES = 500
-"""Images on which forked peers evaluate the built-in task: a peer evaluates three models at its end."""
+TEST_IMAGES, TEST_WINDOWS = 500, 50
+"""Images, or windows of text, on which forked peers evaluate a built-in task: a peer evaluates three models at its end."""
 LONGEST = 1 << 20
 
 
@@ -64,9 +64,10 @@ def load() -> None:
     whole = data.load
 
     @functools.cache
-    def load_short(task: str, folder: Path | None = None) -> tuple[data.Dataset, data.Dataset]:
+    def load_short(task: str, folder: Path | None = None) -> tuple[data.Samples, data.Samples]:
         own, test = whole(task, folder)
-        return own, test.take(torch.arange(min(TEST_IMAGES, len(test))))
+        most = TEST_WINDOWS if task == "text" else TEST_IMAGES
+        return own, test.take(torch.arange(min(most, len(test))))
 
     data.load = load_short
     load_short(TaskSettings().task, None)  # unpacking the built-in data takes a quarter of a second

@@ -219,12 +219,61 @@ WITHOUT_EFFECT = [
     ({"solver": "convnet", "momentum": 0.0}, "--momentum is set by the solver file"),
     ({"solver": "convnet", "nesterov": False}, "--nesterov is set by the solver file"),
     ({"solver": "convnet", "eval_interval": 250}, "--eval-interval is set by the solver file"),
+    (
+        {"task": "text", "momentum": 0.9},
+        "--momentum 0.9 is for SGD, and AdamW trains --model transformer: leave it out",
+    ),
+    (
+        {"task": "text", "nesterov": False},
+        "--no-nesterov is for SGD, and AdamW trains --model transformer: leave it out",
+    ),
+    ({"task": "text", "gamma": 0.1}, "--gamma 0.1 is for a learning rate with steps, and that of --model transformer"),
+    ({"model": "transformer", "lr_steps": (0.5, 0.7)}, "--lr-steps 0.5,0.7 is for a learning rate with steps, and"),
 ]
 
 
 @pytest.mark.fault(65)
 @pytest.mark.parametrize(("given", "told"), WITHOUT_EFFECT, ids=str)
 def test_a_given_setting_without_effect_is_refused_as_a_default_too(given: dict[str, Any], told: str) -> None:
+    text = refused(**given)
+    assert text.startswith(told) and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "given", [{"task": "text"}, {"model": "transformer"}, {"task": "text", "model": "transformer"}]
+)
+def test_text_selects_the_transformer_and_the_transformer_text(given: dict[str, Any], tmp_path: Path) -> None:
+    made = effective(**given, base_lr=0.01, weight_decay=0.0)
+    task = made.task
+    assert (task.task, task.model, task.batch_size) == ("text", "transformer", 16)
+    assert (task.base_lr, task.weight_decay) == (0.01, 0.0)
+    assert (task.momentum, task.gamma, task.lr_steps) == (None, None, None)
+    assert made.sync.policy == "adaptive:threshold=0.05"
+    assert effective_config(read_again(made, tmp_path), SIZE, has_script=False) == made, "a resumed run has the same"
+
+
+def test_the_default_task_is_lenet_on_fashion_mnist() -> None:
+    assert (effective().task.task, effective().task.model) == ("fashion-mnist", "lenet")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (
+            {"task": "text", "model": "lenet"},
+            "--model lenet cannot train --task text: transformer is for text, and all",
+        ),
+        (
+            {"task": "mnist", "model": "transformer"},
+            "--model transformer cannot train --task mnist: transformer is for",
+        ),
+        ({"task": "fashion-mnist", "model": "transformer"}, "--model transformer cannot train --task fashion-mnist:"),
+        ({"task": "text", "model": "transformer", "solver": "convnet"}, "--solver convnet is for images: leave it out"),
+        ({"task": "text", "solver": "convnet"}, "--model convnet cannot train --task text:"),
+    ],
+    ids=str,
+)
+def test_a_model_that_cannot_train_the_task_is_refused(given: dict[str, Any], told: str) -> None:
     text = refused(**given)
     assert text.startswith(told) and "\n" not in text
 

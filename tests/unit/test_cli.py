@@ -64,6 +64,7 @@ def summary(name: str, retrievals: float, **others: object) -> Summary:
             "finish_bytes": [250_000, None],
             "test_accuracy": [0.75, None],
             "consensus_accuracy": 0.8125,
+            "consensus_loss": 0.5,
             "train_seconds": [10.0, None],
             "blocked_seconds": [0.5, None],
             "agreed": True,

@@ -21,7 +21,6 @@ from gossipx.cli.completion import SHELLS, VARIABLE
 from gossipx.config import files as config_files
 from gossipx.config.settings import KEYS, Key
 from gossipx.tasks import partition
-from gossipx.tasks.data import TASKS
 from gossipx.tasks.models import UNTRAINED
 from gossipx.topology.generators import GENERATORS
 from gossipx.topology.schedules import SCHEDULES
@@ -116,7 +115,7 @@ def test_names_match_the_tables() -> None:
     """They are repeated so that completion does not import torch."""
     assert tuple(codecs.BUILT_IN) == completers.CODECS and completers.CODEC_PACKAGES == codecs.ENTRY_POINT_GROUP
     assert tuple(GENERATORS) == completers.TOPOLOGIES and tuple(SCHEDULES) == completers.SCHEDULES
-    assert tuple(partition.PARTITIONS) == completers.PARTITIONS and tuple(TASKS) == completers.TASKS
+    assert tuple(partition.PARTITIONS) == completers.PARTITIONS
     assert tuple(UNTRAINED) == completers.UNTRAINED
 
 

@@ -46,7 +46,7 @@ def test_when_all_finish_the_summary_is_complete(run: Run, mine: Path, capsys: p
     assert summary.bytes_received == [0, 1000, 2000]
     assert summary.test_accuracy == [0.5, 0.625, 0.75]
     assert summary.test_accuracy_before_finish == [0.25] * 3
-    assert summary.consensus_accuracy == 0.875
+    assert (summary.consensus_accuracy, summary.consensus_loss) == (0.875, 0.375)
     assert summary.blocked_seconds == [1.0] * 3 and summary.finish_bytes == [7] * 3
     assert summary.wall_seconds > 0
     printed = capsys.readouterr()
@@ -96,7 +96,8 @@ def test_a_number_of_threads_in_the_environment_stands(
 
 def test_a_script_sets_its_own_number_of_iterations(run: Run, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     body = """
-        tell(result={"report": {**report(rank), "iterations": 7 - rank}, "reports": {}, "consensus_accuracy": None})
+        own = {**report(rank), "iterations": 7 - rank}
+        tell(result={"report": own, "reports": {}, "consensus_accuracy": None, "consensus_loss": None})
     """
     told = "decides how long it trains: --iterations 5 has no effect"
     assert run(body, iterations=5) == 0
@@ -388,12 +389,13 @@ def test_plain_lines_of_progress_are_printed_when_something_has_changed(
     with Display("mine", standings) as display:
         display.refresh()
         display.refresh()
+        standings[0] = PeerStatus("anna", "train", 5, 10, 0.25, test_loss=1.75)
         standings[1] = PeerStatus("berta", "train", 5, 10, 0.25, 0.5, 3, 1_000_000)
         display.refresh()
         display.refresh()
     assert capsys.readouterr().out.splitlines() == [
         "anna starting  berta starting",
-        "anna starting  berta train 5/10 acc 0.500 pulls 3",
+        "anna train 5/10 loss 1.750 pulls 0  berta train 5/10 acc 0.500 pulls 3",
     ]
 
 
@@ -402,11 +404,11 @@ def test_on_a_terminal_of_80_columns_peers_are_distinguishable(
 ) -> None:
     for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}.items():
         monkeypatch.setenv(name, value)
-    figures = {"step": 2500, "iterations": 3000, "loss": 0.5, "accuracy": 0.75, "retrievals": 300, "bytes": 10**8}
+    figures = {"step": 2500, "iterations": 3000, "loss": 0.5, "test_loss": 0.75, "retrievals": 300, "bytes": 10**8}
     with Display("mine", {rank: PeerStatus(name, "joining", **figures) for rank, name in enumerate(NAMES)}):
         pass
     printed = capsys.readouterr().out
-    for word in (*NAMES, "joining", "2500/3000", "0.500", "0.750", "300", "100.0", "iteration", "retrievals"):
+    for word in (*NAMES, "joining", "2500/3000", "0.500", "loss 0.750", "300", "100.0", "iteration", "retrievals"):
         assert word in printed
 
 

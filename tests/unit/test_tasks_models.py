@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -9,12 +10,16 @@ import torch
 from torch import nn
 
 from gossipx import policies
+from gossipx.config.settings import TaskSettings
 from gossipx.errors import UsageError
-from gossipx.tasks.data import TASKS, load
+from gossipx.launch.loops.train import optimizer_of, rate_of, scores
+from gossipx.tasks import text
+from gossipx.tasks.data import TASKS, Batches, load
 from gossipx.tasks.models import MODELS, UNTRAINED, build_model, published_sizes
 from gossipx.tasks.models.convnet import LocalResponseNorm
 from gossipx.tasks.models.inception import InceptionV4, Shift
-from gossipx.tasks.presets import PRESETS, Preset, learning_rate
+from gossipx.tasks.presets import PRESETS, TEXT_MODEL, TEXT_TASK, Preset, cosine_rate, learning_rate
+from gossipx.tasks.presets import TASKS as TASK_NAMES
 
 
 def conv(before: int, maps: int, size: int, bias: bool = True) -> int:
@@ -76,6 +81,8 @@ BY_HAND = {
     + inception(832, 256, 160, 320, 32, 128, 128)
     + inception(832, 384, 192, 384, 48, 128, 128)
     + linear(1024, 1000),
+    # Three blocks of width 96: two normalisations, attention (12 is 3 + 1 + 4 + 4 matrices), and the dense layers.
+    "transformer": (64 + 64) * 96 + 3 * (2 * 2 * 96 + 12 * 96**2 + (3 + 1 + 4 + 1) * 96) + 2 * 96 + 96 * 64,
 }
 
 # The figures that the publications (or Caffe's files) state, in parameters, and how exactly they state them.
@@ -103,9 +110,11 @@ def test_parameter_count_is_that_of_the_layer_shapes_and_the_stated_one(name: st
     with torch.device("meta"):
         model = published(name)
         facts = MODELS[name].facts
-        logits = model(torch.empty(2, facts.channels, facts.pixels, facts.pixels))
+        of_text = name == "transformer"
+        images = (2, facts.channels, facts.pixels, facts.pixels)
+        logits = model(torch.empty(2, facts.pixels, dtype=torch.int64) if of_text else torch.empty(images))
     assert count(model) == BY_HAND[name] == facts.parameters
-    assert logits.shape == (2, facts.classes)
+    assert logits.shape == ((2, facts.classes, facts.pixels) if of_text else (2, facts.classes))
     if name in PUBLISHED:
         stated, exactness = PUBLISHED[name]
         assert abs(count(model) - stated) <= exactness
@@ -151,7 +160,21 @@ def test_forward_and_backward_reach_every_parameter(name: str, channels: int, pi
         assert gradient.is_contiguous() and parameter.is_contiguous(), parameter_name  # channels last stays inside
 
 
-@pytest.mark.parametrize("name", ["lenet", "convnet", "resnet20", "googlenet"])
+def test_the_transformer_predicts_from_earlier_characters_only_and_reaches_every_parameter() -> None:
+    torch.manual_seed(0)
+    model = build_model("transformer", classes=7, channels=0, pixels=16)
+    text = torch.randint(0, 7, (2, 16))
+    logits = model(text)
+    nn.functional.cross_entropy(logits, text).backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+    later = text.clone()
+    later[:, 9:] = (text[:, 9:] + 1) % 7
+    changed = (model(later) != logits).any(1)  # (2, 16)
+    assert not changed[:, :9].any() and changed[:, 9:].all()
+    assert model(text[:, :9]).shape == (2, 7, 9)
+
+
+@pytest.mark.parametrize("name", ["lenet", "convnet", "resnet20", "googlenet", "transformer"])
 def test_the_global_seed_fixes_the_initial_weights(name: str) -> None:
     def weights(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
@@ -265,12 +288,42 @@ def test_lenet_learns_the_embedded_set() -> None:
     assert right.float().mean() > reference.float().mean()
 
 
+@pytest.mark.slow
+def test_the_transformer_learns_more_of_the_embedded_text_than_pairs_of_characters() -> None:
+    """The reference is the held-out text's cross-entropy under the counts of pairs (a bigram model)."""
+    torch.manual_seed(0)
+    train, test = text.load()
+    settings, device = (
+        TaskSettings(task="text", model="transformer", base_lr=0.002, weight_decay=0.1),
+        torch.device("cpu"),
+    )
+    model = build_model("transformer", classes=train.classes, channels=0, pixels=text.CONTEXT)
+    optimizer, batches = optimizer_of(model, settings), Batches(train, 16, 0)
+    for step in range(400):
+        for group in optimizer.param_groups:
+            group["lr"] = rate_of(settings, step, 400)
+        inputs, following = next(batches)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), following).backward()
+        optimizer.step()
+    pairs = train.characters.long().unfold(1, 2, 1).flatten(0, 1)
+    counts = torch.bincount(pairs[:, 0] * train.classes + pairs[:, 1], minlength=train.classes**2).double() + 0.01
+    shares = counts.view(train.classes, -1) / counts.view(train.classes, -1).sum(1, keepdim=True)
+    inputs, following = test.batch(torch.arange(len(test)))
+    reference = -float(shares[inputs, following].log().mean())
+    found = scores(model, test, device)
+    assert found["loss"] < reference - 0.1
+    assert found["bits_per_character"] == pytest.approx(found["loss"] / math.log(2))
+
+
 # Presets
 
 
 def test_every_model_has_a_preset_and_every_task_a_model() -> None:
     assert PRESETS.keys() == MODELS.keys()
-    assert {task.model for task in TASKS.values()} <= MODELS.keys()
+    assert tuple(TASKS) == TASK_NAMES and TEXT_TASK in TASKS
+    assert {task.model for task in TASKS.values()} <= MODELS.keys() and TASKS[TEXT_TASK].model == TEXT_MODEL
+    assert TASKS[TEXT_TASK].classes == MODELS[TEXT_MODEL].facts.classes == text.load()[0].classes
 
 
 def test_table_1_of_the_paper() -> None:
@@ -321,3 +374,15 @@ def test_convnets_and_the_residual_nets_schedules_at_their_published_lengths() -
 def test_the_schedule_reads_any_settings_with_its_three_fields() -> None:
     settings = SimpleNamespace(base_lr=2.0, gamma=0.5, lr_steps=(0.7,))
     assert [learning_rate(settings, step, 10) for step in (0, 6, 7, 9)] == [2.0, 2.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("iterations", [1, 7, 800, 64_000])
+def test_a_cosine_rate_rises_to_the_base_and_falls_as_the_published_formula(iterations: int) -> None:
+    """Loshchilov and Hutter 2017, Eq. 5: η_min + ½ (η_max − η_min) (1 + cos(π T_cur / T_i)), η_min 0."""
+    rates = [cosine_rate(0.5, step, iterations) for step in range(iterations)]
+    warm_up = round(0.05 * iterations)
+    assert rates[:warm_up] == pytest.approx([0.5 * (step + 1) / warm_up for step in range(warm_up)])
+    length = iterations - warm_up
+    expected = [0.25 * (1 + math.cos(math.pi * step / length)) for step in range(length)]
+    assert rates[warm_up:] == pytest.approx(expected)
+    assert max(rates) == 0.5 and min(rates) > 0

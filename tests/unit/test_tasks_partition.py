@@ -8,11 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossipx.errors import UsageError
-from gossipx.tasks.partition import IID, Dirichlet, Partition
+from gossipx.tasks.partition import IID, Contiguous, Dirichlet, Partition
 from gossipx.tasks.partition import parse as parse_partition
 
 partitions = st.one_of(
-    st.just(IID()), st.floats(1e-6, 1e6).map(Dirichlet), st.sampled_from([Dirichlet(1e-6), Dirichlet(1e308)])
+    st.sampled_from([IID(), Contiguous()]),
+    st.floats(1e-6, 1e6).map(Dirichlet),
+    st.sampled_from([Dirichlet(1e-6), Dirichlet(1e308)]),
 )
 labellings = st.lists(st.integers(0, 12), max_size=120).map(lambda labels: np.array(labels, np.uint8))
 seeds = st.integers(0, 2**64 - 1)
@@ -106,7 +108,7 @@ def test_empty_parts_get_one_sample_each_from_the_largest() -> None:
 
 
 def test_specs() -> None:
-    assert parse_partition("iid") == IID()
+    assert parse_partition("iid") == IID() and parse_partition("contiguous") == Contiguous()
     assert parse_partition("dirichlet") == Dirichlet(0.3)
     assert parse_partition("dirichlet:alpha=0.5") == parse_partition("dirichlet:0.5") == Dirichlet(0.5)
 
@@ -129,7 +131,12 @@ def test_wrong_specs_say_what_would_be_right(spec: str, says: str) -> None:
         parse_partition(spec)
 
 
-@pytest.mark.parametrize("partition", [IID(), Dirichlet()])
+def test_contiguous_parts_are_the_data_set_in_order_whatever_the_seed() -> None:
+    parts = Contiguous().split(BALANCED[:11], 4, seed=7)
+    assert [part.tolist() for part in parts] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
+
+
+@pytest.mark.parametrize("partition", [IID(), Dirichlet(), Contiguous()])
 def test_no_parts_are_refused(partition: Partition) -> None:
     with pytest.raises(UsageError, match="at least one part, not 0"):
         partition.split(BALANCED, 0, 0)

@@ -26,6 +26,7 @@ from gossipx.launch.loops.initialize import OptimizerOf
 from gossipx.launch.loops.join import join, settings_of
 from gossipx.policies import Observation, Policy
 from gossipx.runtime.peer import Peer
+from gossipx.runtime.scores import Score
 from gossipx.solver import prototxt
 from gossipx.solver.net import Objective
 from gossipx.solver.solver import Solver
@@ -228,7 +229,7 @@ def attach(
     policy: str | Policy | Callable[[Observation], bool] | None = None,
     rank: int | None = None,
     optimizer: OptimizerOf | None = None,
-    evaluate: Callable[[Any], float] | None = None,
+    evaluate: Callable[[Any], Score] | None = None,
     config_file: str | Path | None = None,
     **settings: Any,
 ) -> AttachedPeer:
@@ -246,7 +247,7 @@ def attach(
         peers, policy, rank, config_file, settings: as for :func:`gossipx.join`.
         optimizer: with a parameter server and a solver that is not gossipx's: makes the servers' optimizer from the
             tables, such as ``functools.partial(torch.optim.SGD, lr=0.01)``.
-        evaluate: returns the accuracy of the net of the given solver, from 0 to 1.
+        evaluate: as for :func:`gossipx.join`, but of the net of the given solver.
 
     Raises:
         UsageError: as :func:`gossipx.join`; there is no net, its blobs cannot be exchanged, or add_callback is not
@@ -275,7 +276,7 @@ def attach(
 
 
 def _attach_own(
-    solver: Solver, served: bool, evaluate: Callable[[Any], float] | None, options: dict[str, Any]
+    solver: Solver, served: bool, evaluate: Callable[[Any], Score] | None, options: dict[str, Any]
 ) -> AttachedPeer:
     """Attach a gossipx solver: its module is joined directly, so no values need to be copied."""
     judge = None if evaluate is None else lambda module: evaluate(solver)
@@ -300,13 +301,13 @@ def _attach_own(
 
 
 def _attach_blobs(
-    solver: HasNet, optimizer: OptimizerOf | None, evaluate: Callable[[Any], float] | None, options: dict[str, Any]
+    solver: HasNet, optimizer: OptimizerOf | None, evaluate: Callable[[Any], Score] | None, options: dict[str, Any]
 ) -> AttachedPeer:
     add_callback = _add_callback(solver)
     blobs = Blobs(solver.net)
     made = None if optimizer is None else optimizer(list(blobs.parameters()))
 
-    def judge(module: nn.Module) -> float:
+    def judge(module: nn.Module) -> Score:
         assert evaluate is not None
         settle()
         return evaluate(solver)

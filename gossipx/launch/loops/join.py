@@ -37,6 +37,7 @@ from gossipx.policies import Observation, Policy
 from gossipx.runtime import exit_hooks
 from gossipx.runtime.peer import Peer
 from gossipx.runtime.progress import Progress
+from gossipx.runtime.scores import Evaluate
 from gossipx.runtime.step_watch import check_optimizer
 from gossipx.transports import Address
 
@@ -48,7 +49,7 @@ def join(
     peers: str | Path | None = None,
     policy: str | Policy | Callable[[Observation], bool] | None = None,
     rank: int | None = None,
-    evaluate: Callable[[nn.Module], float] | None = None,
+    evaluate: Evaluate | None = None,
     config_file: str | Path | None = None,
     parts: Parts | None = None,
     **settings: Any,
@@ -69,7 +70,7 @@ def join(
         policy: a spec such as ``adaptive:threshold=0.02``, a policy, or a function of an observation.
         rank: line of the hosts file of this process, from 0; required if several lines are this machine and the
             environment does not define the rank.
-        evaluate: returns a model's accuracy from 0 to 1, to be reported before and after the finish.
+        evaluate: returns a model's accuracy from 0 to 1, or ``accuracy``, ``loss`` and other test figures by name.
         config_file: TOML file with settings.
         parts: replacements for parts of the parameter server.
         settings: any other setting of ``gossipx run`` by its name: ``seed=1``, ``peer_timeout=10``.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -16,10 +17,11 @@ from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.launch.loops.attach import AttachedPeer, attach
 from gossipx.runtime.models import directory_of
+from gossipx.runtime.scores import Evaluate
 from gossipx.solver import prototxt
 from gossipx.solver.solver import Solver
 from gossipx.tasks import solvers
-from gossipx.tasks.data import Batches, Dataset
+from gossipx.tasks.data import Batches, Samples
 from gossipx.tasks.partition import parse
 
 TEST_BATCH = 100
@@ -43,9 +45,9 @@ def train(
     directory: Path,
     rank: int,
     model: nn.Module,
-    everything: Dataset,
-    test: Dataset,
-    evaluate: Callable[[nn.Module], float],
+    everything: Samples,
+    test: Samples,
+    evaluate: Evaluate,
 ) -> None:
     """Train the built-in model as peer ``rank``, to the end.
 
@@ -56,7 +58,7 @@ def train(
         model: the model, on its device; the run's device overrides the solver file's.
         everything: the training images of all peers.
         test: the test images.
-        evaluate: returns a model's accuracy on all test images.
+        evaluate: returns a model's figures on all test images.
     """
     assert run.task.solver is not None and run.task.batch_size is not None
     # SIGHUP requests a snapshot. Outside of training it must not end the process.
@@ -112,9 +114,8 @@ def _log_in(directory: Path) -> Iterator[TextIO]:
             stream.close()
 
 
-def _test_batches(test: Dataset) -> list[tuple[Tensor, Tensor]]:
-    starts = range(0, len(test), TEST_BATCH)
-    return [(test.images[start : start + TEST_BATCH], test.labels[start : start + TEST_BATCH]) for start in starts]
+def _test_batches(test: Samples) -> list[tuple[Tensor, Tensor]]:
+    return [test.batch(index) for index in torch.split(torch.arange(len(test)), TEST_BATCH)]
 
 
 def _log(attached: AttachedPeer, solver: Solver, every: int) -> None:

@@ -5,6 +5,7 @@ It is a training loop like a user's, and uses only the public interface.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -15,20 +16,22 @@ from torch import nn
 from torch.nn import functional
 
 from gossipx.config import files
-from gossipx.config.settings import RunConfig
+from gossipx.config.settings import RunConfig, TaskSettings
 from gossipx.launch.environment import ENV_CONFIG, ENV_DEVICE, ENV_RANK, progress
 from gossipx.launch.loops import solve
 from gossipx.launch.loops.join import join
 from gossipx.runtime.peer import Peer
-from gossipx.tasks.data import TASKS, Batches, Dataset, load
+from gossipx.tasks.data import TASKS, Batches, Samples, load
 from gossipx.tasks.models import build_model
 from gossipx.tasks.partition import parse
-from gossipx.tasks.presets import learning_rate
+from gossipx.tasks.presets import PRESETS, cosine_rate, learning_rate
+from gossipx.tasks.text import Windows
 
-TEST_BATCH = 500
-"""Images evaluated at once: large enough for full speed, small enough for the cache."""
-LIVE_IMAGES = 2000
-"""Test images used for an accuracy during training; the final accuracies use all."""
+TEST_BATCH, LIVE = 500, 2000
+"""Images evaluated at once: large enough for full speed, small enough for the cache; and in all, during training. The
+final figures use all test images."""
+TEST_BATCH_TEXT, LIVE_TEXT = 50, 100
+"""The same numbers for windows of text."""
 
 
 @dataclass(frozen=True)
@@ -59,65 +62,94 @@ def train(run: RunConfig, rank: int) -> None:
     spec = TASKS[task.task]
     # All peers start from one peer's weights; the seed per rank matters only with --init own.
     torch.manual_seed(run.run.seed * 1000 + rank)
-    model = build_model(task.model, classes=spec.classes, channels=spec.channels, pixels=spec.pixels).to(device)
+    model = build_model(task.model, classes=everything.classes, channels=spec.channels, pixels=spec.pixels).to(device)
 
-    def evaluate(module: nn.Module) -> float:
-        return accuracy(module, test, device)
+    def evaluate(module: nn.Module) -> dict[str, float]:
+        return scores(module, test, device)
 
     if task.solver is not None:
         solve.train(run, Path(os.environ[ENV_CONFIG]).parent, rank, model, everything, test, evaluate)
         return
-    assert task.base_lr is not None and task.momentum is not None and task.weight_decay is not None
-    optimizer = torch.optim.SGD(
+    optimizer = optimizer_of(model, task)
+    with join(model, optimizer, evaluate=evaluate) as peer:
+        parts = parse(task.partition).split(everything.labels.numpy(), peer.size, run.run.seed)
+        loop(peer, model, optimizer, everything.take(parts[peer.rank]), test, run)
+
+
+def optimizer_of(model: nn.Module, task: TaskSettings) -> torch.optim.Optimizer:
+    """Return the optimizer of the model's preset, with the settings of the run."""
+    assert task.base_lr is not None and task.weight_decay is not None
+    if PRESETS[task.model].optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=task.base_lr, weight_decay=task.weight_decay)
+    assert task.momentum is not None
+    return torch.optim.SGD(
         model.parameters(),
         lr=task.base_lr,
         momentum=task.momentum,
         weight_decay=task.weight_decay,
         nesterov=task.nesterov,
     )
-    with join(model, optimizer, evaluate=evaluate) as peer:
-        parts = parse(task.partition).split(everything.labels.numpy(), peer.size, run.run.seed)
-        loop(peer, model, optimizer, everything.take(parts[peer.rank]), test, run)
+
+
+def rate_of(task: TaskSettings, step: int, iterations: int) -> float:
+    """Return the learning rate of one iteration, by the schedule of the model's preset."""
+    assert task.base_lr is not None
+    if PRESETS[task.model].schedule == "cosine":
+        return cosine_rate(task.base_lr, step, iterations)
+    assert task.gamma is not None and task.lr_steps is not None
+    return learning_rate(Steps(task.base_lr, task.gamma, task.lr_steps), step, iterations)
 
 
 def loop(
-    peer: Peer, model: nn.Module, optimizer: torch.optim.Optimizer, own: Dataset, test: Dataset, run: RunConfig
+    peer: Peer, model: nn.Module, optimizer: torch.optim.Optimizer, own: Samples, test: Samples, run: RunConfig
 ) -> None:
-    """Train: batches of this peer's own images, SGD, and an evaluation from time to time."""
-    settings = run.run
+    """Train: batches of this peer's own data, and an evaluation from time to time."""
+    settings, task = run.run, run.task
     device = next(model.parameters()).device
-    task = run.task
-    assert task.batch_size is not None and task.base_lr is not None
-    assert task.gamma is not None and task.lr_steps is not None
-    schedule = Steps(task.base_lr, task.gamma, task.lr_steps)
+    assert task.batch_size is not None
     batches = Batches(own, task.batch_size, settings.seed * 1000 + peer.rank)
     batches.seek(peer.iteration)
-    live = Dataset(test.images[:LIVE_IMAGES], test.labels[:LIVE_IMAGES], test.classes)
+    live = test.take(torch.arange(min(LIVE_TEXT if isinstance(test, Windows) else LIVE, len(test))))
     while peer.iteration < settings.iterations:
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(schedule, peer.iteration, settings.iterations)
-        images, labels = next(batches)
+            group["lr"] = rate_of(task, peer.iteration, settings.iterations)
+        inputs, labels = next(batches)
         optimizer.zero_grad(set_to_none=True)
-        loss = functional.cross_entropy(model(images.to(device)), labels.to(device))
+        loss = functional.cross_entropy(model(inputs.to(device)), labels.to(device))
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if peer.iteration % settings.log_interval == 0:
             peer.log("train/loss", float(loss.detach()))
         if settings.eval_interval and peer.iteration % settings.eval_interval == 0:
-            peer.log("test/accuracy", accuracy(model, live, device))
+            for name, value in scores(model, live, device).items():
+                peer.log(f"test/{name}", value)
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, data: Dataset, device: torch.device) -> float:
-    """Return the fraction of images that are classified correctly, from 0 to 1."""
+def scores(model: nn.Module, data: Samples, device: torch.device) -> dict[str, float]:
+    """Return the figures of a model.
+
+    Returns:
+        ``loss``: mean cross-entropy, in nats per image or per character. Of images also ``accuracy``: the fraction that
+        is classified correctly, from 0 to 1. Of text also ``bits_per_character``: the loss divided by ln 2.
+    """
+    of_text = isinstance(data, Windows)
     training = model.training
     model.eval()
-    right = 0
-    for start in range(0, len(data), TEST_BATCH):
-        images, labels = data.images[start : start + TEST_BATCH], data.labels[start : start + TEST_BATCH]
-        right += int((model(images.to(device)).argmax(1) == labels.to(device)).sum())
+    loss, right, count = 0.0, 0, 0
+    for index in torch.split(torch.arange(len(data)), TEST_BATCH_TEXT if of_text else TEST_BATCH):
+        inputs, labels = (each.to(device) for each in data.batch(index))
+        logits = model(inputs)
+        loss += float(functional.cross_entropy(logits, labels, reduction="sum"))
+        right += int((logits.argmax(1) == labels).sum())
+        count += labels.numel()
     model.train(training)
-    return right / len(data)
+    loss /= count
+    return (
+        {"loss": loss, "bits_per_character": loss / math.log(2)}
+        if of_text
+        else {"accuracy": right / count, "loss": loss}
+    )
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from gossipx.tasks.models.googlenet import GoogLeNet
 from gossipx.tasks.models.inception import InceptionV4
 from gossipx.tasks.models.lenet import LeNet
 from gossipx.tasks.models.resnet import ResNet
+from gossipx.tasks.models.transformer import Transformer
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,10 @@ class Facts:
 
     Attributes:
         parameters: number of parameters with the published input and output sizes: the next three attributes.
-        classes: number of classes in the publication.
-        channels: number of channels of its input images.
-        pixels: height and width of its input images.
-        smallest: minimum height and width of an input image.
+        classes: number of classes in the publication; of text, the size of the embedded text's vocabulary.
+        channels: number of channels of its input images; 0: its input is text.
+        pixels: height and width of its input images; of text, the context.
+        smallest: minimum of ``pixels``.
         paper: approximate number of parameters according to Adaptive Communication (section VI); None: not mentioned.
         source: the publication that defines the model.
     """
@@ -68,6 +69,7 @@ MODELS: dict[str, Model] = {
         GoogLeNet,
         Facts(6_998_552, 1000, 3, 224, 31, 11_000_000, "Szegedy et al. 2014, without auxiliary heads; bvlc_googlenet"),
     ),
+    "transformer": Model(Transformer, Facts(354_144, 64, 0, 64, 1, None, "Radford et al. 2019, in small")),
 }
 """Models that ``gossipx run`` can train; each has a preset of training settings."""
 
@@ -80,7 +82,8 @@ UNTRAINED: dict[str, Model] = {
 def build_model(name: str, *, classes: int, channels: int, pixels: int) -> nn.Module:
     """Return a new model that maps images (N, ``channels``, ``pixels``, ``pixels``) to logits (N, ``classes``).
 
-    Images below the model's minimum size are scaled up to it.
+    Images below the model's minimum size are scaled up to it. A model of text maps (N, T), with T up to ``pixels``, to
+    logits (N, ``classes``, T).
 
     Raises:
         UsageError: the name is unknown.
