@@ -41,7 +41,7 @@ LOADED = (
 """Modules that peers import, at once or later."""
 NOT_LOADED = ("gossipx.integrations", "gossipx.__main__")
 TEST_IMAGES, TEST_WINDOWS = 500, 50
-"""Images, or windows of text, on which forked peers evaluate a built-in task: a peer evaluates three models at its end."""
+"""Images, or windows of text, on which forked peers evaluate a model; they do that three times at their end."""
 LONGEST = 1 << 20
 
 
