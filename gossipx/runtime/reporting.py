@@ -80,12 +80,19 @@ class Reporter:
     def step_done(self, delta: float) -> None:
         """Record the figures of an iteration that are due."""
         step, options, figures = self._arena.step, self._options, self.figures
+        scalar, sync = self._recorder.scalar, self._role.sync
         self._record_retrievals()
-        if step % options.log_interval == 0:
-            scalar = self._recorder.scalar
+        is_due = step % options.log_interval == 0
+        if is_due or sync.fired:  # at each decision, else the values that made the policy fire would rarely be recorded
             scalar("sync/delta", delta, step)
-            scalar("sync/delta_difference", self._role.sync.difference, step)
-            scalar("sync/retrievals", self._role.sync.retrievals, step)
+            if sync.observation is not None and sync.observation.step == step:  # else the model has diverged
+                scalar("sync/delta_difference", sync.observation.difference, step)
+                scalar("sync/travelled", sync.observation.travelled, step)
+            scalar("sync/decisions", sync.decisions, step)
+        if is_due:
+            scalar("sync/retrievals", sync.retrievals, step)
+            scalar("sync/skipped", sync.skipped, step)
+            scalar("sync/failed", sync.failed, step)
             scalar("comm/bytes_received", figures.received(self._comm.bytes_received), step)
             scalar("time/blocked_fraction", figures.fraction(figures.blocked), step)
             if self._driver.tables.transfers.table_store is not None:
