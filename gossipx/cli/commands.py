@@ -1,4 +1,4 @@
-"""The command group ``gossipx`` and its commands ``run``, ``compare`` and ``certs``, made with click.
+"""The command group ``gossipx`` and its commands ``run`` and ``certs``, made with click.
 
 The options of ``run`` are generated from the declarations in :mod:`gossipx.config.settings`.
 """
@@ -6,8 +6,6 @@ The options of ``run`` are generated from the declarations in :mod:`gossipx.conf
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import math
 import os
 import sys
@@ -17,7 +15,6 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from gossipx.cli import completers
 from gossipx.cli.options import Option, RunCommand, help_all, help_for, option
@@ -25,10 +22,7 @@ from gossipx.config import files
 from gossipx.config.settings import KEYS
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.cluster.world import with_options
-from gossipx.launch.directory import no_run, run_directory
 from gossipx.launch.environment import ENV_DEBUG
-from gossipx.metrics import summary
-from gossipx.metrics.compare import Row, compare
 
 _HELP: tuple[type[BaseException], ...] = tuple(filter(None, [getattr(click.exceptions, "NoArgsIsHelpError", None)]))
 """The exception by which click, from 8.2, shows the help of a group that is called without a command."""
@@ -214,45 +208,6 @@ def run(
     sys.exit(launch(resolved, hosts, list(script), environ))
 
 
-@main.command("compare", short_help="Compare runs in a table or a plot.")
-@click.argument(
-    "runs",
-    nargs=-1,
-    required=True,
-    type=click.Path(path_type=Path),
-    metavar="RUN...",
-    shell_complete=completers.ended_runs,
-)
-@click.option(
-    "--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Directory that contains the runs."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Also plot the runs into a .png or .svg file.")
-@debug
-def compare_command(runs: tuple[Path, ...], logdir: Path, as_json: bool, plot: Path | None) -> None:
-    """Compare runs, given by directory or name; reductions are relative to the first run.
-
-    \b
-    gossipx compare runs/tau runs/adaptive runs/travel
-    gossipx compare runs/tau runs/adaptive --plot runs.png
-    """
-    places = [run_directory(str(path), logdir) for path in runs]
-    for path, place in zip(runs, places, strict=True):
-        if not place.exists() or (not (place / summary.FILE).exists() and any(place.glob(f"*/{summary.FILE}"))):
-            raise no_run(str(path), logdir, summary.FILE)
-    summaries = [summary.read(path) for path in places]
-    if plot is not None:
-        from gossipx.tools import plot as plotting
-
-        plotting.draw(list(zip(places, summaries, strict=True)), plot)
-        print(f"{plot}: a plot of {', '.join(found.name for found in summaries)}", file=sys.stderr)
-    rows = compare(summaries)
-    if as_json:
-        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
-    else:
-        _print_table(rows)
-
-
 @main.group()
 def certs() -> None:
     """Certificates for mutual TLS.
@@ -276,54 +231,3 @@ def certs_new(directory: Path, hosts: Path) -> None:
 
     for line in authority.new(directory, hosts):
         print(line)
-
-
-def _print_table(rows: list[Row]) -> None:
-    """Print a row per figure and a column per run, which fits a terminal better than the transposed table.
-
-    Faults have a row only if they happened.
-    """
-    lines: tuple[tuple[str, Callable[[Row], str]], ...] = (
-        ("policy", lambda row: row.policy),
-        ("codec", lambda row: row.codec),
-        ("retrievals per peer", lambda row: _shown(row.retrievals, "{:.1f}")),
-        ("skipped per peer", lambda row: _shown(row.skipped, "{:.1f}")),
-        ("reduction", lambda row: _shown(row.reduction, "{:.1%}")),
-        ("delayed pulls (DPRs)", lambda row: _shown(row.delayed_pulls, "{:.0f}")),
-        ("MB received per peer", lambda row: _shown(row.received_mb, "{:.1f}")),
-        ("MB in the finish", lambda row: _shown(row.finish_mb, "{:.2f}")),
-        ("accuracy, mean", lambda row: _shown(row.accuracy, "{:.4f}")),
-        ("accuracy, worst peer", lambda row: _shown(row.accuracy_worst, "{:.4f}")),
-        ("accuracy before finish", lambda row: _shown(row.accuracy_before_finish, "{:.4f}")),
-        ("averaged model", lambda row: _shown(row.accuracy_averaged, "{:.4f}")),
-        ("wall time, s", lambda row: f"{row.wall_seconds:.1f}"),
-        ("time blocked", lambda row: _shown(row.blocked, "{:.2%}")),
-        ("one final model", lambda row: {None: "–", True: "yes", False: "no"}[row.agreed]),
-        ("lost peers", lambda row: str(row.lost)),
-        ("stopped peers", lambda row: str(row.stopped)),
-    )
-    faults: tuple[tuple[str, Callable[[Row], float | None]], ...] = (
-        ("models refused", lambda row: row.poisoned),
-        ("frames refused", lambda row: row.corrupted),
-        ("strangers", lambda row: row.strangers),
-        ("suspicions", lambda row: row.suspicions),
-        ("shards set back", lambda row: row.set_back),
-        ("not written to disk", lambda row: row.unwritten),
-    )
-    table = Table()
-    table.add_column(no_wrap=True)
-    for row in rows:
-        table.add_column(row.name, overflow="fold")  # truncated names could be equal
-    for heading, cell in lines:
-        table.add_row(heading, *(cell(row) for row in rows))
-    for heading, count in faults:
-        if any(count(row) for row in rows):
-            table.add_row(heading, *(_shown(count(row), "{:.0f}") for row in rows))
-    console = Console(highlight=False)
-    if not console.is_terminal:  # a file or a pipe has no width to fit
-        console.width = 40 * (len(rows) + 1)
-    console.print(table)
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "–" if value is None else form.format(value)

@@ -381,6 +381,7 @@ class _Run:
             # A script sets its own number of iterations, which only the reports show.
             iterations=max(done) if done and (stopped or not built_in) else settings.run.iterations,
             consensus_accuracy=accuracy,
+            consensus_loss=None,  # no built-in task measures one
             agreed=agreed(finished),
             lost=[self._peers[rank].name for rank, report in enumerate(reports) if report is None],
             stopped=[self._peers[rank].name for rank in sorted(stopped.keys() - self._results.keys())],

@@ -37,12 +37,14 @@ class Summary:
         retrievals: other peers' models mixed in while training, whichever side began the exchange.
         taken_in: models that a hub mixed into its centre.
         delayed_pulls: DPRs of the shards that this peer serves: one worker's pulls of one iteration count once per
-            shard if they had to wait; 0 elsewhere.
+            shard if they had to wait; None without servers.
         bytes_received: bytes on the wire while training.
         finish_bytes: bytes received in the finish.
         test_accuracy: of each peer's own model, after the finish.
         test_accuracy_before_finish: the same before the finish.
-        consensus_accuracy: of the average of all final models.
+        test_loss: of each peer's own model on test data, after the finish; None: it is not measured.
+        test_loss_before_finish: the same before the finish.
+        consensus_accuracy, consensus_loss: of the average of all final models.
         consensus_distance: each peer's estimate of Eq. 8 at the end of training.
         agreed: whether all peers that finished hold the same model, bit by bit; None: the run has no finish, so that
             nothing is claimed.
@@ -95,6 +97,18 @@ class Summary:
     suspicions: Figures
     set_back: Figures
     unwritten: Figures
+    test_loss: Figures
+    test_loss_before_finish: Figures
+    consensus_loss: float | None
+
+    def of_training(self, figures: Figures) -> Figures:
+        """Return the figures of the peers that train; peers that were lost are left out."""
+        return [value for value, blocked in zip(figures, self.blocked_seconds, strict=True) if blocked is not None]
+
+    def of_serving(self, figures: Figures) -> Figures:
+        """Return the figures of the peers that only serve others; there is nothing of theirs to block."""
+        present = zip(figures, self.blocked_seconds, self.train_seconds, strict=True)
+        return [value for value, blocked, seconds in present if blocked is None and seconds is not None]
 
     def write(self, directory: Path, by: int | None = None) -> None:
         """Write the file atomically.
@@ -132,6 +146,8 @@ class Summary:
         )
 
 
+OPTIONAL = ("test_loss", "test_loss_before_finish", "consensus_loss")
+"""Fields that a summary may lack: those of a task without a loss on test data."""
 PER_PEER = tuple(field.name for field in dataclasses.fields(Summary) if field.type == "Figures")
 """The fields with one entry per peer; peers' reports have a value under each of these names."""
 
@@ -163,8 +179,10 @@ def read(path: Path) -> Summary:
     names = {field.name for field in dataclasses.fields(Summary)}
     if not isinstance(data, dict):
         raise UsageError("not a summary: it is not a JSON object", file)
-    if not names <= data.keys():
-        raise UsageError(f"not a summary: it lacks '{min(names - data.keys())}'", file)
+    if lacking := names - data.keys() - set(OPTIONAL):
+        raise UsageError(f"not a summary: it lacks '{min(lacking)}'", file)
+    peers = data["peers"] if isinstance(data["peers"], int) else 0  # if it is not, that is told below
+    data = {**{name: [None] * peers if name in PER_PEER else None for name in OPTIONAL}, **data}
     for field in dataclasses.fields(Summary):
         if not _fits(str(field.type), data[field.name], data["peers"]):
             raise UsageError(f"not a summary: '{field.name}' is {_WANTED[str(field.type)]}", file)

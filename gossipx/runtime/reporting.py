@@ -238,6 +238,7 @@ class Reporter:
             unwritten: files that could not be written; the recorder's records are added.
         """
         figures, sync = self.figures, self._role.sync
+        has_servers = self._driver.tables.transfers.table_store is not None
         return {
             "name": self._options.name,
             "policy": self._options.policy,
@@ -245,7 +246,7 @@ class Reporter:
             "iterations": self._arena.step,
             "retrievals": sync.retrievals,
             "taken_in": self._role.server.taken_in,
-            "delayed_pulls": self._role.server.delayed_pulls,
+            "delayed_pulls": self._role.server.delayed_pulls if has_servers else None,
             "bytes_received": figures.received(figures.bytes_at_end),
             "bytes_sent": figures.earlier.bytes_sent + self._comm.bytes_sent,
             "finish_bytes": figures.finish_bytes,

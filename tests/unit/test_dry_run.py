@@ -255,7 +255,7 @@ def test_an_estimate_uses_earlier_runs_of_the_same_kind(place: Path) -> None:
         model = given.get("model", "lenet")
         kept = {**figures, **plain, "name": name, "model": model, "policy": policy, "iterations": iterations}
         results = {"retrievals": retrievals, "consensus_accuracy": None, "agreed": True, "wall_seconds": 1.0}
-        results["stopped"] = []
+        results |= {"stopped": [], "consensus_loss": None}
         (place / "runs" / name).mkdir(parents=True)
         Summary(**{**kept, **results}).write(place / "runs" / name)
         run = effective_config(files.resolve({"policy": policy, **given}), 4, has_script=False)

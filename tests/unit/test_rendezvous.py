@@ -391,7 +391,8 @@ def test_a_summary_that_cannot_be_locked_is_written_and_told(
 def figures(lost: list[str]) -> Summary:
     told = {"name": "x", "policy": "never", "codec": "none", "seed": 0, "peers": 2, "task": None, "model": None}
     more = {"partition": "iid", "iterations": 1, "consensus_accuracy": None, "lost": lost, "stopped": []}
-    return Summary(**told, **more, **summary.per_peer([None, None]), agreed=None, wall_seconds=1.0)
+    rest = {"agreed": None, "wall_seconds": 1.0, "consensus_loss": None}
+    return Summary(**told, **more, **summary.per_peer([None, None]), **rest)
 
 
 @pytest.mark.parametrize(
