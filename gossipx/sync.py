@@ -150,7 +150,7 @@ class SyncManager:
             delta=delta,
             delta_at_retrieval=self._since.delta,
             travelled=self._since.travelled,
-            drift=drift,
+            drift_measured=drift,
             silence=self._since.silence,
             uniform=self._coin.random(),
             shared=self._since.shared,

@@ -54,7 +54,8 @@ def effective_config(config: RunConfig, size: int, has_script: bool) -> RunConfi
     steps = config.task.lr_steps or ()
     if list(steps) != sorted(steps):
         raise UsageError(f"--lr-steps must be in ascending order: {', '.join(map(str, steps))}")
-    policies.parse(config.sync.policy)
+    if not has_script or not policies.is_object(config.sync.policy):
+        policies.parse(config.sync.policy)
     build_schedule(config, size)
     check_exchange(config)
     return with_policy(config)

@@ -157,6 +157,10 @@ class RunDirectory:
         """Return the path of the settings file."""
         return self.path / CONFIG_FILE
 
+    def record(self, settings: RunConfig) -> None:
+        """Replace the settings file, as some settings are known only since the run trains."""
+        record(self.config, settings)
+
     def conclude(self, summary: Summary) -> bool:
         """Write the run's summary."""
         summary.write(self.path)
@@ -279,6 +283,14 @@ def replace(file: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
         raise
+
+
+def record(file: Path, settings: RunConfig) -> None:
+    """Replace a settings file; log it if that fails, as the run continues."""
+    try:
+        replace(file, config_files.dump(settings).encode())
+    except OSError as error:
+        log.warning("%s: not up to date, as it cannot be written (%s)", file, error.strerror)
 
 
 def _remove(entry: Path) -> None:

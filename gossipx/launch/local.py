@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,7 @@ class _Run:
         elif "state" in event:
             self._follow_restarts(rank, set(event.pop("restarted", ())))
             report = event.pop("report", None)
+            self._record_policy(event.pop("policy", None))
             for key, value in event.items():
                 setattr(status, key, value)
             if status.state == "train" and self._began is None:
@@ -271,6 +273,15 @@ class _Run:
                 self._directory.keep()
             if status.state == "left":
                 self._departed[rank] = report
+
+    def _record_policy(self, policy: str | None) -> None:
+        """Record the policy with which a peer begins to train: a script may pass an object, which no setting names."""
+        settings = self._settings
+        if policy is None or settings.has_servers or policy == settings.sync.policy:
+            return
+        sync = replace(settings.sync, policy=policy)
+        self._settings = replace(settings, sync=sync, given=settings.given | {"policy"})
+        self._directory.record(self._settings)
 
     def _follow_restarts(self, by: int, restarted: set[int]) -> None:
         """Update the states of peers that were started again by hand, which only other peers know about.

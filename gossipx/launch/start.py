@@ -32,6 +32,9 @@ class Directory(Protocol):
     def config(self) -> Path:
         """Return the path of the settings file."""
 
+    def record(self, settings: RunConfig) -> None:
+        """Record settings that are known only since the run trains."""
+
     def keep(self) -> None:
         """Keep the directory, as the run trains."""
 

@@ -112,7 +112,7 @@ class Lifecycle:
         if self.backward is not None and self._options.directory is not None:
             self._control = Control(self._options.directory, command)
         self._reporter.training_begins()
-        self._reporter.report_state("train")
+        self._reporter.report_state("train", policy=self._options.policy)
         self._arena.leave_boundary()
 
     # --- ending -------------------------------------------------------------------------------------
@@ -133,6 +133,8 @@ class Lifecycle:
         if agrees:
             self._checkpoints.training_ended(reporter.state_dict)
         before = reporter.accuracy() if self._role.trains else None
+        if before is not None:
+            reporter.scalar("test/accuracy", before)
         self._driver.handle(TrainingEnded(agrees))
         self.wait()
         self.wait_for_tables()
@@ -142,13 +144,13 @@ class Lifecycle:
         reporter.finished()
         averaged = self._role.stage in (Stage.AGREE, Stage.COMPARE)
         after = reporter.accuracy() if averaged else before
-        if after is not None:
-            reporter.scalar("test/accuracy", after)
+        if averaged and after is not None and self._role.trains:
+            reporter.scalar("test/accuracy_after_finish", after)
         unsaved = self._save() or self._checkpoints.flush()
         self._driver.handle(FiguresReady(reporter.report(before, after, self._unwritten(unsaved))))
         self.wait()
         sound = not self._role.trains or digest(self._arena) != ""
-        reporter.report_result(averaged)
+        reporter.report_result(after if averaged else None)
         self.close()
         if unsaved is not None:
             raise unsaved

@@ -84,12 +84,12 @@ class Reporter:
         self._record_retrievals()
         is_due = step % options.log_interval == 0
         if is_due or sync.fired:  # at each decision, else the values that made the policy fire would rarely be recorded
-            scalar("sync/delta", delta, step)
             if sync.observation is not None and sync.observation.step == step:  # else the model has diverged
                 scalar("sync/delta_difference", sync.observation.difference, step)
                 scalar("sync/travelled", sync.observation.travelled, step)
             scalar("sync/decisions", sync.decisions, step)
         if is_due:
+            scalar("sync/delta", delta, step)
             scalar("sync/retrievals", sync.retrievals, step)
             scalar("sync/skipped", sync.skipped, step)
             scalar("sync/failed", sync.failed, step)
@@ -141,7 +141,8 @@ class Reporter:
     def finished(self) -> None:
         """Record the final figures, after the finish."""
         self._record_retrievals()  # the last one may have been mixed just now
-        self._recorder.scalar("sync/retrievals", self._role.sync.retrievals, self._arena.step)
+        if self._role.trains:
+            self._recorder.scalar("sync/retrievals", self._role.sync.retrievals, self._arena.step)
         self.record_server_metrics()
         self.figures.bytes_at_end = self._driver.received_before(Stage.AGREE)
         self.figures.finish_bytes = self._comm.bytes_received - self.figures.bytes_at_end
@@ -192,11 +193,11 @@ class Reporter:
         figures = {**self.report(None, None), "seconds_before": self.figures.earlier.seconds}
         self.report_state("left", report={**figures, "framework": framework, "kept": kept})
 
-    def report_result(self, agreed: bool) -> None:
+    def report_result(self, averaged: float | None) -> None:
         """Report the final figures of this peer and of the others to the parent process.
 
         Args:
-            agreed: whether this model was averaged in the finish.
+            averaged: accuracy of this model if it was averaged in the finish; None: it was not, or not measured.
         """
         missing = self._role.missing()
         reports = {rank: other.report for rank, other in self._role.members.others.items() if rank not in missing}
@@ -205,7 +206,7 @@ class Reporter:
                 "report": self._role.report,
                 "reports": reports,
                 "missing": missing,
-                "consensus_accuracy": self._averaged_accuracy(missing, agreed),
+                "consensus_accuracy": self._averaged_accuracy(missing, averaged),
                 "consensus_distance": self.figures.distance,
                 "seconds_before": self.figures.earlier.seconds,
             }
@@ -265,16 +266,18 @@ class Reporter:
             "unwritten": unwritten + self._recorder.unwritten(),
         }
 
-    def _averaged_accuracy(self, missing: Sequence[int], agreed: bool) -> float | None:
+    def _averaged_accuracy(self, missing: Sequence[int], own: float | None) -> float | None:
         """Return the accuracy of the average of all final models.
 
         The lowest present rank measures it if it can read all model files. Otherwise a peer that took part in the
         finish returns the accuracy of its own model, which is the average then.
+
+        Args:
+            own: that accuracy; None: it took no part.
         """
         present = [rank for rank in range(self._role.size) if rank not in missing]
         if self._evaluate is None or self._options.directory is None:
             return None
-        own = self._last.get("test/accuracy") if agreed else None
         if self._role.rank != present[0]:
             return own
         files = [models.file_of(self._options.directory, rank) for rank in present]
