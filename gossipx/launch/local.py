@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gossipx.config.settings import RunConfig
+from gossipx.config.settings import MOST_ITERATIONS, RunConfig
 from gossipx.errors import DIFFERENT_MODELS, GossipxError, NotEnoughPeersError, UsageError
 from gossipx.launch.children import Child, Spawn, command_of
 from gossipx.launch.cluster.world import World, find, why_none
@@ -34,7 +34,7 @@ from gossipx.launch.hosts import bind_host
 from gossipx.launch.ports import kept_free
 from gossipx.launch.progress import Display, PeerStatus
 from gossipx.launch.start import Start, from_hosts, policy_or_sync_model
-from gossipx.launch.stopping import Stopping, how_to_continue
+from gossipx.launch.stopping import Outcome, Stopping, how_to_continue
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.metrics.summary import Summary, agreed, per_peer
 from gossipx.transports import Address
@@ -89,6 +89,18 @@ def launch(
         UsageError: settings, hosts file or script are invalid; nothing was started.
         GossipxError: the processes of the run did not find each other in time.
     """
+    return run_to_end(given, hosts, script, environ, resumes, spawn).code
+
+
+def run_to_end(
+    given: RunConfig,
+    hosts: Path | None,
+    script: list[str],
+    environ: Mapping[str, str],
+    resumes: bool = False,
+    spawn: Spawn = subprocess.Popen,
+) -> Outcome:
+    """Do what :func:`launch` does, and also return whether the run was stopped."""
     hosts, world = peer_source(hosts, environ)
     if world is not None:
         from gossipx.launch.cluster.multi_process import from_world  # imports torch, for its TCPStore
@@ -114,7 +126,8 @@ class _Run:
         self._script = script
         self._resumes = start.resumes
         self._resumes_at = start.resumes_at
-        length = 0 if script else settings.run.iterations  # a script sets its own number of iterations
+        # A script sets its own number of iterations.
+        length = 0 if script or settings.run.iterations == MOST_ITERATIONS else settings.run.iterations
         self._statuses = {rank: PeerStatus(peers[rank].name, iterations=length) for rank in start.here}
         central = "" if settings.hub.hub is None else f", hub {settings.hub.hub}"
         if settings.has_servers:
@@ -135,10 +148,10 @@ class _Run:
         )
         self._began: float | None = None  # when the first peer began to train
 
-    def go(self, notice: str | None = None) -> int:
+    def go(self, notice: str | None = None) -> Outcome:
         """Start the peers, follow them and write the summary; ``notice`` is shown first."""
         with self._stopping.signals():  # also while the summary is written: launchers may send a signal twice
-            return self._go(notice)
+            return Outcome(self._go(notice), self._stopping.by_signal)
 
     def _go(self, notice: str | None) -> int:
         stopping = self._stopping
@@ -375,6 +388,7 @@ class _Run:
             accuracy = result["consensus_accuracy"] if accuracy is None else accuracy
         built_in = not self._script
         settings = self._settings
+        by_time = settings.run.seconds is not None
         assert settings.run.name is not None
         told = [*self._results.values(), *stopped.values()]
         before = max((one.get("seconds_before", 0.0) for one in told), default=0.0)
@@ -389,8 +403,8 @@ class _Run:
             task=settings.task.task if built_in else None,
             model=settings.task.model if built_in else None,
             partition=settings.task.partition,
-            # A script sets its own number of iterations, which only the reports show.
-            iterations=max(done) if done and (stopped or not built_in) else settings.run.iterations,
+            # The number of iterations that a script or a number of seconds allows is only in the reports.
+            iterations=max(done) if done and (stopped or not built_in or by_time) else settings.run.iterations,
             consensus_accuracy=accuracy,
             consensus_loss=None,  # no built-in task measures one
             agreed=agreed(finished),

@@ -51,13 +51,13 @@ class Preset:
     policies: Mapping[str, str] = field(hash=False)
 
 
-def learning_rate(schedule: Schedule, step: int, iterations: int) -> float:
+def learning_rate(schedule: Schedule, step: float, iterations: float) -> float:
     """Return the rate of one iteration: base_lr · gamma^(number of steps passed), as Caffe's "step" and "multistep".
 
     Args:
         schedule: a preset, or settings with the same fields.
-        step: number of iterations before this one.
-        iterations: length of the run.
+        step: number of iterations before this one, or seconds.
+        iterations: length of the run in the same unit.
     """
     # The tolerance absorbs rounding of fractions such as 2/9, which would delay a step by an iteration.
     passed = sum(step >= fraction * iterations - 1e-6 for fraction in schedule.lr_steps)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from gossipx.config import files
-from gossipx.config.settings import RunConfig
+from gossipx.config.settings import RunConfig, RunSettings
 from gossipx.launch.environment import ENV_CONFIG, ENV_DEVICE, ENV_RANK, progress
 from gossipx.launch.loops import solve
 from gossipx.launch.loops.join import join
@@ -93,9 +93,9 @@ def loop(
     batches = Batches(own, task.batch_size, settings.seed * 1000 + peer.rank)
     batches.seek(peer.iteration)
     live = Dataset(test.images[:LIVE_IMAGES], test.labels[:LIVE_IMAGES], test.classes)
-    while peer.iteration < settings.iterations:
+    while (used := used_of(peer, settings))[0] < used[1]:
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(schedule, peer.iteration, settings.iterations)
+            group["lr"] = learning_rate(schedule, *used)
         images, labels = next(batches)
         optimizer.zero_grad(set_to_none=True)
         loss = functional.cross_entropy(model(images.to(device)), labels.to(device))
@@ -105,6 +105,14 @@ def loop(
             peer.log("train/loss", float(loss.detach()))
         if settings.eval_interval and peer.iteration % settings.eval_interval == 0:
             peer.log("test/accuracy", accuracy(model, live, device))
+
+
+def used_of(peer: Peer, settings: RunSettings) -> tuple[float, float]:
+    """Return how much of the run's budget is used, and the budget: in iterations or seconds, whichever ends first."""
+    used: list[tuple[float, float]] = [(peer.iteration, settings.iterations)]
+    if settings.seconds is not None:
+        used.append((peer.seconds, settings.seconds))
+    return max(used, key=lambda one: one[0] / one[1])
 
 
 @torch.no_grad()
