@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from gossipx.config.settings import MOST_ITERATIONS, RunConfig
 from gossipx.errors import DIFFERENT_MODELS, GossipxError, NotEnoughPeersError, UsageError
 from gossipx.launch.children import Child, Spawn, command_of
 from gossipx.launch.cluster.world import World, find, why_none
+from gossipx.launch.curves import RunCurves, hparams_of
 from gossipx.launch.directory import HOSTS_FILE
 from gossipx.launch.environment import (
     ENV_CONFIG,
@@ -36,7 +38,7 @@ from gossipx.launch.progress import Display, PeerStatus
 from gossipx.launch.start import Start, from_hosts, policy_or_sync_model
 from gossipx.launch.stopping import Outcome, Stopping, how_to_continue
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
-from gossipx.metrics.summary import Summary, agreed, per_peer
+from gossipx.metrics.summary import Summary, agreed, per_peer, reported
 from gossipx.transports import Address
 
 POLL_INTERVAL = 0.1
@@ -135,6 +137,8 @@ class _Run:
         kind = "sync" if settings.has_servers else "policy"
         title = f"{settings.run.name}: {kind} {policy_or_sync_model(settings)}, {len(peers)} peers{central}"
         self._display = Display(title, self._statuses, plain=start.shared)
+        directory = None if start.shared else start.directory.path
+        self._curves = RunCurves(directory, self._statuses, self._hparams, start.resumes)
         self._children: dict[int, Child] = {}
         self._results: dict[int, dict[str, Any]] = {}
         self._departed: dict[int, dict[str, Any] | None] = {}  # left the run on request, with their figures
@@ -150,7 +154,10 @@ class _Run:
 
     def go(self, notice: str | None = None) -> Outcome:
         """Start the peers, follow them and write the summary; ``notice`` is shown first."""
-        with self._stopping.signals():  # also while the summary is written: launchers may send a signal twice
+        with (
+            closing(self._curves),
+            self._stopping.signals(),
+        ):  # also while the summary is written: launchers may send a signal twice
             return Outcome(self._go(notice), self._stopping.by_signal)
 
     def _go(self, notice: str | None) -> int:
@@ -188,8 +195,8 @@ class _Run:
         """Write the summary of a run that trained for ``seconds`` to its end, and return the exit code."""
         summary = self._sum_up(seconds)
         self._directory.keep()
-        written = self._directory.conclude(summary)
-        self._tell_end(summary, written)
+        self._curves.conclude(summary)
+        self._tell_end(summary, self._directory.conclude(summary))
         if self._failures or not self._results:
             return 1
         return self._stopping.code or (DIFFERENT_MODELS if summary.agreed is False else 0)
@@ -210,8 +217,12 @@ class _Run:
             self._display.line(how_to_continue(self._directory.path, iterations, self._stopping.killed, *saved))
         if reports or self._results:
             self._directory.keep()
+            self._curves.conclude(summary)
             self._directory.conclude(summary)
         return code
+
+    def _hparams(self) -> dict[str, str | float]:
+        return hparams_of(self._settings, len(self._peers))
 
     # --- processes ----------------------------------------------------------------------------------
 
@@ -265,7 +276,7 @@ class _Run:
 
     def _handle(self, rank: int, event: dict[str, Any]) -> None:
         """Handle a progress event of a peer."""
-        status = self._statuses[rank]
+        status, records = self._statuses[rank], event.pop("records", ())
         if "error" in event:
             self._failed(rank, str(event["error"]), int(event["exit"]))
         elif "result" in event:
@@ -286,6 +297,7 @@ class _Run:
                 self._directory.keep()
             if status.state == "left":
                 self._departed[rank] = report
+        self._curves.handle(rank, records)
 
     def _record_policy(self, policy: str | None) -> None:
         """Record the policy with which a peer begins to train: a script may pass an object, which no setting names."""
@@ -396,8 +408,8 @@ class _Run:
         done = [report["iterations"] for report in reports if report and "iterations" in report]
         return Summary(
             name=settings.run.name,
-            policy=_reported("policy", reports, policy_or_sync_model(settings)),
-            codec=_reported("codec", reports, settings.sync.codec),
+            policy=reported("policy", reports, policy_or_sync_model(settings)),
+            codec=reported("codec", reports, settings.sync.codec),
             seed=settings.run.seed,
             peers=len(self._peers),
             task=settings.task.task if built_in else None,
@@ -436,8 +448,3 @@ class _Run:
         if self._failures:
             failed = ", ".join(self._peers[rank].name for rank in sorted(self._failures))
             self._display.line(f"failed: {failed}" + ("; the exit code is 1" if code == 1 else ""))
-
-
-def _reported(key: str, reports: Sequence[Mapping[str, Any] | None], configured: str) -> str:
-    """Return the value that the peers report, if any: a script may pass an object that no setting names."""
-    return next((str(report[key]) for report in reports if report and key in report), configured)

@@ -163,6 +163,11 @@ def agreed(reports: Sequence[Mapping[str, Any] | None]) -> bool | None:
     return "" not in digests and len(set(digests)) == 1 if digests else None
 
 
+def reported(key: str, reports: Sequence[Mapping[str, Any] | None], configured: str) -> str:
+    """Return the value that the peers report, if any: a script may pass an object that no setting names."""
+    return next((str(report[key]) for report in reports if report and key in report), configured)
+
+
 def read(path: Path) -> Summary:
     """Read the summary of a run from its directory or its file.
 

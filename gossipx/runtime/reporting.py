@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gossipx.comm import CommManager
+from gossipx.metrics.aggregate import WORST, Record
 from gossipx.metrics.recorder import Recorder
 from gossipx.protocol.messages import Stage
 from gossipx.runtime import models
@@ -62,6 +63,7 @@ class Reporter:
         self._options = options
         self._evaluate = evaluate
         self._last: dict[str, float] = {}
+        self._records: list[Record] = []  # records for the parent's aggregate that wait for the next progress line
         self._recorded_at: dict[str, int] = {}  # by tag: the iteration of the last record
 
     # --- curves -------------------------------------------------------------------------------------
@@ -69,7 +71,12 @@ class Reporter:
     def scalar(self, tag: str, value: float) -> None:
         """Record a figure at the current iteration."""
         self._last[tag] = value
-        self._recorder.scalar(tag, value, self._arena.step)
+        self._record(tag, value, self._arena.step)
+
+    def _record(self, tag: str, value: float, step: int) -> None:
+        self._recorder.scalar(tag, value, step)
+        if tag in WORST and self.progress.has_parent:
+            self._records.append((tag, step, value))
 
     def _retrieved(self, retrieval: Retrieval) -> None:
         """Keep a retrieval until the training thread records it; the driver may call this on any thread."""
@@ -80,7 +87,7 @@ class Reporter:
     def step_done(self, delta: float) -> None:
         """Record the figures of an iteration that are due."""
         step, options, figures = self._arena.step, self._options, self.figures
-        scalar, sync = self._recorder.scalar, self._role.sync
+        scalar, sync = self._record, self._role.sync
         self._record_retrievals()
         is_due = step % options.log_interval == 0
         if is_due or sync.fired:  # at each decision, else the values that made the policy fire would rarely be recorded
@@ -101,7 +108,7 @@ class Reporter:
         if step % options.distance_interval == 0 and figures.squared_distances:
             figures.distance = consensus_distance(figures.squared_distances, self._role.size)
             figures.squared_distances.clear()
-            self._recorder.scalar("sync/consensus_distance", figures.distance, step)
+            scalar("sync/consensus_distance", figures.distance, step)
         if self.progress.due:
             self.report_state("train")
 
@@ -142,7 +149,7 @@ class Reporter:
         """Record the final figures, after the finish."""
         self._record_retrievals()  # the last one may have been mixed just now
         if self._role.trains:
-            self._recorder.scalar("sync/retrievals", self._role.sync.retrievals, self._arena.step)
+            self._record("sync/retrievals", self._role.sync.retrievals, self._arena.step)
         self.record_server_metrics()
         self.figures.bytes_at_end = self._driver.received_before(Stage.AGREE)
         self.figures.finish_bytes = self._comm.bytes_received - self.figures.bytes_at_end
@@ -180,8 +187,14 @@ class Reporter:
             retrievals=self._role.sync.retrievals if self._role.trains else self._role.server.taken_in,
             bytes=self._comm.bytes_received,
             restarted=self._role.members.restarted(),
+            records=self._taken(),
             **more,
         )
+
+    def _taken(self) -> list[Record]:
+        """Return the records that have not been sent to the parent process yet."""
+        taken, self._records = self._records, []
+        return taken
 
     def report_left(self, framework: str = "", kept: str = "") -> None:
         """Report that the peer has left on request, with its figures until then.
@@ -209,7 +222,8 @@ class Reporter:
                 "consensus_accuracy": self._averaged_accuracy(missing, averaged),
                 "consensus_distance": self.figures.distance,
                 "seconds_before": self.figures.earlier.seconds,
-            }
+            },
+            records=self._taken(),
         )
 
     # --- figures --------------------------------------------------------------------------------------

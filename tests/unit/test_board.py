@@ -8,10 +8,9 @@ import pytest
 from small_disks import SmallDisk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from gossipx.metrics import TensorBoardRecorder
-from gossipx.metrics.board import PAGE
+from gossipx.metrics import TensorBoardRecorder, records
+from gossipx.metrics.board import PAGE, PEERS, SERVERS, WHOLE
 
 
 def recorded(directory: Path) -> EventAccumulator:
@@ -20,10 +19,9 @@ def recorded(directory: Path) -> EventAccumulator:
     return events
 
 
-def test_scalars_settings_and_the_page_are_in_one_directory(tmp_path: Path) -> None:
-    """SummaryWriter.add_hparams would write a separate run in a subdirectory."""
+def test_scalars_and_the_page_are_in_one_file(tmp_path: Path) -> None:
     directory = tmp_path / "peer-00"
-    recorder = TensorBoardRecorder(directory, {"sync.policy": "tau:10", "run.seed": 3, "sync.blocking": True})
+    recorder = TensorBoardRecorder(directory)
     for step, value in ((10, 2.5), (20, 1.25)):
         recorder.scalar("train/loss", value, step)
     recorder.scalar("sync/delta", 0.5, 20)
@@ -37,22 +35,24 @@ def test_scalars_settings_and_the_page_are_in_one_directory(tmp_path: Path) -> N
     assert [(one.step, one.value) for one in events.Scalars("train/loss")] == [(10, 2.5), (20, 1.25)]
     assert [(one.step, one.value) for one in events.Scalars("sync/delta")] == [(20, 0.5)]
 
-    settings = HParamsPluginData.FromString(
-        events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
-    ).session_start_info.hparams
-    assert settings["sync.policy"].string_value == "tau:10"
-    assert settings["run.seed"].number_value == 3
-    experiment = HParamsPluginData.FromString(
-        events.SummaryMetadata("_hparams_/experiment").plugin_data.content
-    ).experiment
-    assert [metric.name.tag for metric in experiment.metric_infos] == ["test/accuracy"]
-    assert {one.name for one in experiment.hparam_infos} == {"sync.policy", "run.seed", "sync.blocking"}
+
+def test_records_are_those_of_torch() -> None:
+    """torch.utils.tensorboard's are read by each version of TensorBoard."""
+    from torch.utils.tensorboard import summary
+
+    assert records.scalar("train/loss", 0.5) == summary.scalar("train/loss", 0.5)
+    page = {part: {title: ["Multiline", tags] for title, tags in charts.items()} for part, charts in PAGE.items()}
+    assert records.page(PAGE) == summary.custom_scalars(page)
+    hparams = {"policy": "tau:10", "learning rate": 0.01}
+    theirs = summary.hparams(hparams, {"mean/test/accuracy": 0.0})
+    # torch names no type of a number in the experiment's list, and no domain; the session is all that is compared.
+    assert records.trial(hparams, ["mean/test/accuracy"])[1:] == list(theirs[1:])
 
 
 @pytest.mark.fault(57)
 def test_curves_survive_a_full_disk(small_disk: SmallDisk, caplog: pytest.LogCaptureFixture) -> None:
     """Records of that time follow when there is room, and the file has no part of a record."""
-    recorder = TensorBoardRecorder(small_disk.path / "peer-00", {})
+    recorder = TensorBoardRecorder(small_disk.path / "peer-00")
     recorder.scalar("train/loss", 1.0, 1)
     assert recorder.unwritten() == 0
     small_disk.fill()
@@ -71,7 +71,7 @@ def test_curves_survive_a_full_disk(small_disk: SmallDisk, caplog: pytest.LogCap
 
 @pytest.mark.fault(57)
 def test_curves_that_cannot_be_written_are_counted(small_disk: SmallDisk, caplog: pytest.LogCaptureFixture) -> None:
-    recorder = TensorBoardRecorder(small_disk.path / "peer-00", {})
+    recorder = TensorBoardRecorder(small_disk.path / "peer-00")
     recorder.scalar("train/loss", 1.0, 1)
     assert recorder.unwritten() == 0
     small_disk.allow_writing(False)
@@ -92,26 +92,34 @@ def page_of(events: EventAccumulator) -> dict[str, dict[str, list[str]]]:
 
 
 def test_the_page_lays_curves_over_each_other(tmp_path: Path) -> None:
-    TensorBoardRecorder(tmp_path, {}).close()
+    """First those of whole runs, one line each, then those of all peers."""
+    TensorBoardRecorder(tmp_path).close()
     page = page_of(recorded(tmp_path))
-    charts = page["gossipx"]
-    assert charts == {title: tags for title, (_, tags) in PAGE["gossipx"].items()}
-    assert list(page) == ["gossipx"], "no charts without curves"
-    shown = {tag.rstrip("$") for tags in charts.values() for tag in tags}
-    # Issue 2: accuracy, the paper's Figure 7, and its Figures 3 to 5.
+    assert list(page) == [WHOLE, PEERS], "no charts without curves"
+    assert page == {part: PAGE[part] for part in (WHOLE, PEERS)}
+    assert all(tag.startswith(("mean/", "worst/")) for tags in page[WHOLE].values() for tag in tags)
+    shown = {tag.rstrip("$") for tags in page[PEERS].values() for tag in tags}
+    # Accuracy, the paper's Figure 7, and its Figures 3 to 5.
     asked = ["test/accuracy", "sync/retrievals", "sync/delta", "sync/delta_difference", "sync/consensus_distance"]
     assert set(asked) <= shown
 
 
+def test_no_chart_mixes_tags_with_a_common_beginning() -> None:
+    """TensorBoard draws each tag that a pattern matches at its beginning."""
+    patterns = [tag for charts in PAGE.values() for tags in charts.values() for tag in tags]
+    for pattern in ("test/accuracy", "sync/delta", "mean/test/accuracy"):
+        assert f"{pattern}$" in patterns and pattern not in patterns
+
+
 def test_the_page_has_charts_of_a_hub_or_of_servers_where_the_run_has_them(tmp_path: Path) -> None:
-    TensorBoardRecorder(tmp_path, {}, ["gossipx", "gossipx: servers"]).close()
+    TensorBoardRecorder(tmp_path, [WHOLE, SERVERS]).close()
     page = page_of(recorded(tmp_path))
-    assert list(page) == ["gossipx", "gossipx: servers"]
-    assert ["server/clock/"] in page["gossipx: servers"].values()
+    assert list(page) == [WHOLE, SERVERS]
+    assert ["server/clock/"] in page[SERVERS].values()
 
 
 def test_close_flushes_the_records(tmp_path: Path) -> None:
-    recorder = TensorBoardRecorder(tmp_path, {})
+    recorder = TensorBoardRecorder(tmp_path)
     for step in range(1000):
         recorder.scalar("sync/retrievals", step, step)
     recorder.close()

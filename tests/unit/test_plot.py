@@ -22,7 +22,7 @@ NAMES = ("a", "b", "c", "d")
 def written(folder: Path, peers: int = 2, tests: tuple[int, ...] = (10, 20, 30), figure: str = "accuracy") -> Path:
     """Write a run's curves: peer p has accuracy .1·(p+1)·i/10 and receives 1 MB·(p+1) per 10 iterations."""
     for peer in range(peers):
-        recorder = TensorBoardRecorder(folder / f"peer-{peer:02d}", {})
+        recorder = TensorBoardRecorder(folder / f"peer-{peer:02d}")
         for step in (0, 10, 20, 30):
             recorder.scalar("comm/bytes_received", 1e5 * (peer + 1) * step, step)
             recorder.scalar("sync/retrievals", step // 10 * (peer + 1), step)
