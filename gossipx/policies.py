@@ -41,8 +41,7 @@ class Observation:
         delta: Δ_t = ‖x_t − x_{t−1}‖₂, the length of the last optimizer step (Eq. 6).
         delta_at_retrieval: Δ_r, the delta when the request of the last retrieval was sent; 0 before the first.
         travelled: the sum of all deltas since the last retrieval, up to and including Δ_t.
-        drift: ‖x_t − x_r‖₂, the distance covered by the peer's own steps since the last retrieval; None unless the
-            policy has ``uses_drift``.
+        drift_measured: :attr:`drift`; None unless the policy has ``uses_drift``.
         silence: number of iterations since the last retrieval, up to and including t.
         shared: whether the last retrieval was a wave or a pair, which may have been begun by another peer.
         uniform: a random number in [0, 1), drawn for this iteration from the peer's seeded generator.
@@ -52,7 +51,7 @@ class Observation:
     delta: float
     delta_at_retrieval: float
     travelled: float
-    drift: float | None
+    drift_measured: float | None
     silence: int
     uniform: float
     shared: bool = False
@@ -62,6 +61,20 @@ class Observation:
         """The difference of delta, ``|Δ_t − Δ_r|`` (section V-B)."""
         return abs(self.delta - self.delta_at_retrieval)
 
+    @property
+    def drift(self) -> float:
+        """‖x_t − x_r‖₂, the distance covered by the peer's own steps since the last retrieval.
+
+        Raises:
+            UsageError: the policy does not have ``uses_drift``.
+        """
+        if self.drift_measured is None:
+            raise UsageError(
+                "the policy reads observation.drift, which is not measured for it, as that costs memory for a model:"
+                " set uses_drift = True on the function or class"
+            )
+        return self.drift_measured
+
 
 @dataclass(frozen=True)
 class Policy(abc.ABC):
@@ -70,8 +83,8 @@ class Policy(abc.ABC):
     Attributes:
         warmup: number of iterations at the start in which the peer does not pull, whatever the policy decides.
         max_silence: number of iterations without a retrieval after which the peer pulls in any case; 0: no limit.
-        uses_drift: whether the policy needs ``Observation.drift``. Measuring it costs one pass over the model per step,
-            and memory for one more copy of the model.
+        uses_drift: whether the policy reads ``Observation.drift``. Measuring it costs one pass over the model per step,
+            and memory for one more copy of the model. A function has it as an attribute.
         depends_on_model: whether it depends on the model when the policy fires, so that it may never do so.
     """
 
@@ -241,19 +254,25 @@ class Drift(Policy):
         _at_least_zero("distance", self.distance)
 
     def decide(self, state: State, observation: Observation) -> tuple[bool, State]:
-        assert observation.drift is not None, "measured because of uses_drift"
         return observation.drift > self.distance, state
 
     def explain(self, observation: Observation) -> str:
-        return f"{super().explain(observation)} and the drift {observation.drift or 0.0:.3g} of {self.distance:g}"
+        return f"{super().explain(observation)} and the drift {observation.drift:.3g} of {self.distance:g}"
 
 
 @final
 @dataclass(frozen=True)
 class FunctionPolicy(Policy):
-    """A custom policy without state: pull when ``function(observation)`` is true."""
+    """A custom policy without state: pull when ``function(observation)`` is true.
+
+    The function may have the attribute ``uses_drift``, with the meaning of :attr:`Policy.uses_drift`.
+    """
 
     function: Callable[[Observation], bool]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "uses_drift", bool(getattr(self.function, "uses_drift", False)))
 
     def decide(self, state: State, observation: Observation) -> tuple[bool, State]:
         return bool(self.function(observation)), state
@@ -288,6 +307,11 @@ def parse(spec: str | Policy | Callable[[Observation], bool]) -> Policy:
         raise UsageError(f"policy: a spec such as 'tau:10', a policy or a function is required, not {what}")
     if callable(spec):
         return FunctionPolicy(spec)
+    if is_object(spec):
+        raise UsageError(
+            f"the policy is the {spec} of a script, which no setting can name: pass it as gossipx.join(policy=...), or"
+            " give another --policy"
+        )
     built = plugins.build(spec, BUILT_IN, ENTRY_POINT_GROUP, "policy")
     if isinstance(built, Policy):
         return built
@@ -298,6 +322,8 @@ def parse(spec: str | Policy | Callable[[Observation], bool]) -> Policy:
 
 def complete(spec: str) -> str:
     """Return the spec with the values that its policy chooses itself: ``adaptive`` without a threshold has some."""
+    if is_object(spec):
+        return spec
     policy = parse(spec)
     return describe(policy) if isinstance(policy, Adaptive) else spec
 
@@ -308,11 +334,19 @@ def names() -> dict[str, Callable[..., Any]]:
 
 
 def describe(policy: Policy) -> str:
-    """Return the spec of a policy, for display; for a custom policy, the name of its function or class."""
+    """Return the spec of a policy; for a custom one, the name of its function or class, as :func:`is_object` knows it.
+
+    Such as ``function mine`` or ``object Late:period=10``.
+    """
     if isinstance(policy, FunctionPolicy):
         return f"function {getattr(policy.function, '__qualname__', type(policy.function).__name__)}"
     names: dict[object, str] = {**{kind: name for name, kind in BUILT_IN.items()}, Adaptive: "adaptive"}
-    return specs.text(policy, names.get(type(policy), type(policy).__name__))
+    return specs.text(policy, names.get(type(policy), f"object {type(policy).__name__}"))
+
+
+def is_object(spec: str) -> bool:
+    """Return whether ``spec`` is the description of a policy that a script passed as an object or a function."""
+    return spec.startswith(("function ", "object "))
 
 
 def _at_least_zero(name: str, value: float) -> None:

@@ -102,6 +102,9 @@ class SyncManager:
         seed: seeds ``Observation.uniform``.
 
     Attributes:
+        observation: what the policy decided on after the last step, with Δ_r as it was then; None before the first.
+        fired: whether :meth:`step` then returned that the caller should exchange.
+        decisions: number of decisions to exchange after the warm-up, including skipped ones.
         retrievals: number of mixed models of other peers, including pushed ones.
         skipped: number of decisions to pull that had no effect, because an exchange was in flight or no peer was
             available or willing.
@@ -110,6 +113,9 @@ class SyncManager:
 
     def __init__(self, policy: Policy, seed: int = 0):
         self.policy = policy
+        self.observation: Observation | None = None
+        self.fired = False
+        self.decisions = 0
         self.retrievals = 0
         self.skipped = 0
         self.failed = 0
@@ -125,11 +131,6 @@ class SyncManager:
         """Whether a pull is in flight."""
         return self._before_request is not None
 
-    @property
-    def difference(self) -> float:
-        """``|Δ_t − Δ_r|`` after the last step."""
-        return abs(self._delta - self._since.delta)
-
     def step(self, step: int, delta: float, drift: float | None = None) -> bool:
         """Record one finished iteration and decide whether to pull now.
 
@@ -144,12 +145,12 @@ class SyncManager:
         self._delta = delta
         self._since.travelled += delta
         self._since.silence += 1
-        observation = Observation(
+        self.observation = observation = Observation(
             step=step,
             delta=delta,
             delta_at_retrieval=self._since.delta,
             travelled=self._since.travelled,
-            drift=drift,
+            drift_measured=drift,
             silence=self._since.silence,
             uniform=self._coin.random(),
             shared=self._since.shared,
@@ -157,13 +158,16 @@ class SyncManager:
         wanted, self._policy_state = self.policy.decide(self._policy_state, observation)
         if self.policy.max_silence and self._since.silence >= self.policy.max_silence:
             wanted = True
+        self.fired = False
         if step <= self.policy.warmup:
             return False
         self._decisions.observe(observation, wanted)
+        self.decisions += wanted
         if wanted and self.in_flight:
             self.skipped += 1
             self._decisions.overtaken += 1
             return False
+        self.fired = wanted
         return wanted
 
     def warnings(self) -> dict[str, str]:
@@ -220,7 +224,7 @@ class SyncManager:
             "since": dataclasses.asdict(since),
             "delta": self._delta,
             "coin": [version, list(words), gauss],
-            "counts": [self.retrievals, self.skipped, self.failed],
+            "counts": [self.decisions, self.retrievals, self.skipped, self.failed],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -231,7 +235,7 @@ class SyncManager:
         self._since = _Counters(**state["since"])
         self._before_request = None
         self._delta = state["delta"]
-        self.retrievals, self.skipped, self.failed = state["counts"]
+        self.decisions, self.retrievals, self.skipped, self.failed = state["counts"]
         self._decisions.told_of_silence |= any(state["counts"])  # it has fired, but its earlier silence is not known
 
 

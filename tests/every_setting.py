@@ -12,6 +12,7 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
         "overwrite": True,
         "seed": 7,
         "iterations": 11,
+        "seconds": 600.0,
         "threads": 2,
         "device": "cuda:0",
         "log_interval": 3,
@@ -100,6 +101,7 @@ logdir = "elsewhere"
 overwrite = true
 seed = 7
 iterations = 11
+seconds = 600.0
 threads = 2
 device = "cuda:0"
 log_interval = 3

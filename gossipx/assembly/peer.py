@@ -26,6 +26,7 @@ from gossipx.config.settings import ExchangeSettings, RunConfig
 from gossipx.errors import UsageError
 from gossipx.hub import Elastic, ElasticSettings
 from gossipx.metrics import TensorBoardRecorder
+from gossipx.metrics.board import HUB, PEERS, SERVERS, WHOLE
 from gossipx.metrics.recorder import NullRecorder, Recorder
 from gossipx.model.arena import ParameterArena
 from gossipx.model.layout import norms
@@ -379,17 +380,10 @@ def _recorder(plan: _Plan, resumed_at: int | None) -> Recorder:
     config, place = plan.config, plan.place
     if place.directory is None:
         return NullRecorder()
-    settings = {
-        f"{section}.{key}": value
-        for section, values in config.tables.items()
-        for key, value in values.items()
-        if isinstance(value, str | int | float | bool)
-    }
-    hparams = {**settings, "rank": place.rank}
-    around = {"gossipx: hub": config.hub.hub is not None, "gossipx: servers": plan.served is not None}
-    parts = ["gossipx", *(part for part, used in around.items() if used)]
+    parts = [WHOLE, PEERS]
+    parts += [part for part, used in ((HUB, config.hub.hub is not None), (SERVERS, plan.served is not None)) if used]
     own = models.directory_of(place.directory, place.rank)
     try:
-        return TensorBoardRecorder(own, hparams, parts, resumed_at)
+        return TensorBoardRecorder(own, parts, resumed_at)
     except OSError as error:
         raise UsageError(f"cannot write there: {error.strerror}; give another --logdir", own) from error

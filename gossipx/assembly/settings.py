@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from gossipx import mixing, outer, policies
 from gossipx.assembly.graph import build_schedule
-from gossipx.config.settings import KEYS, RunConfig, SyncSettings, TaskSettings
+from gossipx.config.settings import KEYS, MOST_ITERATIONS, RunConfig, SyncSettings, TaskSettings
 from gossipx.errors import UsageError
 from gossipx.solver import prototxt
 from gossipx.tasks import solvers
@@ -26,7 +26,10 @@ REPLACED = {
     "random_seed": "--seed sets the seed of everything random",
 }
 """Fields of a solver file that options of the run replace."""
-OF_TASK = (*(field.name for field in dataclasses.fields(TaskSettings) if field.name != "partition"), "eval_interval")
+OF_TASK = (
+    *(field.name for field in dataclasses.fields(TaskSettings) if field.name != "partition"),
+    *("eval_interval", "seconds"),
+)
 """Settings of the built-in task, which have no effect on a script."""
 OF_RUN = ("overwrite", "iterations", "threads", "device")
 """Settings of ``gossipx run`` that have no effect on a script without it."""
@@ -54,7 +57,8 @@ def effective_config(config: RunConfig, size: int, has_script: bool) -> RunConfi
     steps = config.task.lr_steps or ()
     if list(steps) != sorted(steps):
         raise UsageError(f"--lr-steps must be in ascending order: {', '.join(map(str, steps))}")
-    policies.parse(config.sync.policy)
+    if not has_script or not policies.is_object(config.sync.policy):
+        policies.parse(config.sync.policy)
     build_schedule(config, size)
     check_exchange(config)
     return with_policy(config)
@@ -108,7 +112,7 @@ def _with_preset(config: RunConfig) -> RunConfig:
     in_solver_file = ("base_lr", "gamma", "momentum", "weight_decay", "lr_steps")
     if task.solver is None:
         keys += in_solver_file
-    for key in (*in_solver_file, "nesterov", "eval_interval") if task.solver is not None else ():
+    for key in (*in_solver_file, "nesterov", "eval_interval", "seconds") if task.solver is not None else ():
         if config.is_given(key):
             option = KEYS[key].option
             raise UsageError(f"{option} is set by the solver file: leave it out, or leave out --solver {task.solver}")
@@ -118,9 +122,13 @@ def _with_preset(config: RunConfig) -> RunConfig:
     if preset.schedule == "cosine":
         reason = f"is for a learning rate with steps, and that of --model {task.model} follows a cosine: leave it out"
         _refuse_given(config, ("gamma", "lr_steps"), reason)
+    run = config.run
+    if run.seconds is not None and not config.is_given("iterations"):
+        run = dataclasses.replace(run, iterations=MOST_ITERATIONS)
     filled = {key: getattr(preset, key) for key in keys if getattr(task, key) is None}
     return dataclasses.replace(
         config,
+        run=run,
         task=dataclasses.replace(task, **filled),
         sync=dataclasses.replace(config.sync, policy=_policy_for(preset, config.sync.policy)),
     )

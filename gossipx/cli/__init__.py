@@ -1,6 +1,7 @@
 """The command line: parsing of arguments and printing of results; the work is done by the packages below."""
 
 from gossipx.cli.commands import main
+from gossipx.cli.compare import compare
 from gossipx.cli.completion import completion
 from gossipx.cli.doctor import doctor
 from gossipx.cli.export import export
@@ -9,6 +10,7 @@ from gossipx.cli.placement import placement
 from gossipx.cli.server import server
 from gossipx.cli.topology import topology
 
+main.add_command(compare)
 main.add_command(completion)
 main.add_command(doctor)
 main.add_command(export)

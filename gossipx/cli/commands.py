@@ -1,4 +1,4 @@
-"""The command group ``gossipx`` and its commands ``run``, ``compare`` and ``certs``, made with click.
+"""The command group ``gossipx`` and its commands ``run`` and ``certs``, made with click.
 
 The options of ``run`` are generated from the declarations in :mod:`gossipx.config.settings`.
 """
@@ -6,29 +6,23 @@ The options of ``run`` are generated from the declarations in :mod:`gossipx.conf
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from gossipx.cli import completers
 from gossipx.cli.options import Option, RunCommand, help_all, help_for, option
 from gossipx.config import files
-from gossipx.config.settings import KEYS
+from gossipx.config.settings import KEYS, RunConfig
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.cluster.world import with_options
-from gossipx.launch.directory import no_run, run_directory
 from gossipx.launch.environment import ENV_DEBUG
-from gossipx.metrics import summary
-from gossipx.metrics.compare import Row, compare
 
 _HELP: tuple[type[BaseException], ...] = tuple(filter(None, [getattr(click.exceptions, "NoArgsIsHelpError", None)]))
 """The exception by which click, from 8.2, shows the help of a group that is called without a command."""
@@ -131,6 +125,13 @@ def _all_settings(command: Callable[..., None]) -> Callable[..., None]:
     help="Resume a run, given by name or directory, from its checkpoints.",
     shell_complete=completers.runs(),
 )
+@click.option(
+    "--seeds",
+    cls=Option,
+    common="Run",
+    metavar="SEEDS",
+    help="One run per seed, one after the other, such as 0-4 or 0,2,5; their names end with the seed.",
+)
 @click.option("--dry-run", is_flag=True, help="Show the peers and the expected traffic; start nothing.")
 @click.option(
     "--link", metavar="RATE", help="With --dry-run: bandwidth between machines, such as 100mbit.  [default: 1gbit]"
@@ -155,6 +156,7 @@ def _all_settings(command: Callable[..., None]) -> Callable[..., None]:
 def run(
     config_file: Path | None,
     resume: str | None,
+    seeds: str | None,
     dry_run: bool,
     link: str | None,
     model_size: str | None,
@@ -175,6 +177,8 @@ def run(
     gossipx run --peers hosts.txt --policy tau:10 train.py --epochs 3
     # several machines: the same command on each
     gossipx run --peers hosts.txt --bind 0.0.0.0 --secret-file secret train.py
+    # five runs, which gossipx compare shows as one with 95 % intervals
+    gossipx run --peers hosts.txt --policy adaptive --seeds 0-4
     # resume a run from its checkpoints
     gossipx run --resume tau
     # peers, topology and expected traffic; starts nothing
@@ -183,13 +187,9 @@ def run(
     torchrun --nproc-per-node 4 --no-python gossipx run --policy adaptive
     srun gossipx run --policy adaptive
     """
-    from gossipx.launch.local import launch, peer_source
+    from gossipx.launch.local import launch
 
-    for name, is_given in (("--link", link), ("--model-size", model_size), ("--json", as_json)):
-        if is_given and not dry_run:
-            raise UsageError(f"{name} requires --dry-run: add that, or leave it out")
-    if dry_run and resume is not None:
-        raise UsageError("--dry-run shows a new run: leave --resume out")
+    _check_together(resume, seeds, settings["seed"], dry_run, link, model_size, as_json)
     environ = with_options(os.environ, rank, size, master)
     if resume is not None:
         from gossipx.launch.resume import settings_of
@@ -201,56 +201,56 @@ def run(
     resolved = files.resolve(given, settings)
     hosts = None if resolved.run.peers is None else Path(resolved.run.peers)
     if dry_run:
-        from gossipx.cli.dry_run import show_dry_run
-        from gossipx.tools.dry_run import dry_run as examine
+        _dry_run(resolved, hosts, list(script), environ, link, model_size, as_json)
+    elif seeds is not None:
+        from gossipx.launch.seeds import launch_each, parse
 
-        hosts, world = peer_source(hosts, environ)
-        if hosts is None:
-            raise UsageError("--dry-run requires a hosts file: give --peers hosts.txt")
-        with Console(stderr=True).status("with many peers this may take minutes"):  # shown on a terminal only
-            found = examine(resolved, hosts, list(script), link, model_size, world)
-        show_dry_run(found, as_json)
-        return
-    sys.exit(launch(resolved, hosts, list(script), environ))
-
-
-@main.command("compare", short_help="Compare runs in a table or a plot.")
-@click.argument(
-    "runs",
-    nargs=-1,
-    required=True,
-    type=click.Path(path_type=Path),
-    metavar="RUN...",
-    shell_complete=completers.ended_runs,
-)
-@click.option(
-    "--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Directory that contains the runs."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Also plot the runs into a .png or .svg file.")
-@debug
-def compare_command(runs: tuple[Path, ...], logdir: Path, as_json: bool, plot: Path | None) -> None:
-    """Compare runs, given by directory or name; reductions are relative to the first run.
-
-    \b
-    gossipx compare runs/tau runs/adaptive runs/travel
-    gossipx compare runs/tau runs/adaptive --plot runs.png
-    """
-    places = [run_directory(str(path), logdir) for path in runs]
-    for path, place in zip(runs, places, strict=True):
-        if not place.exists() or (not (place / summary.FILE).exists() and any(place.glob(f"*/{summary.FILE}"))):
-            raise no_run(str(path), logdir, summary.FILE)
-    summaries = [summary.read(path) for path in places]
-    if plot is not None:
-        from gossipx.tools import plot as plotting
-
-        plotting.draw(list(zip(places, summaries, strict=True)), plot)
-        print(f"{plot}: a plot of {', '.join(found.name for found in summaries)}", file=sys.stderr)
-    rows = compare(summaries)
-    if as_json:
-        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
+        sys.exit(launch_each(resolved, parse(seeds), hosts, list(script), environ))
     else:
-        _print_table(rows)
+        sys.exit(launch(resolved, hosts, list(script), environ))
+
+
+def _check_together(
+    resume: str | None,
+    seeds: str | None,
+    seed: int | None,
+    dry_run: bool,
+    link: str | None,
+    model_size: str | None,
+    as_json: bool,
+) -> None:
+    """Refuse options of ``gossipx run`` that exclude or require each other."""
+    for name, is_given in (("--link", link), ("--model-size", model_size), ("--json", as_json)):
+        if is_given and not dry_run:
+            raise UsageError(f"{name} requires --dry-run: add that, or leave it out")
+    if dry_run and resume is not None:
+        raise UsageError("--dry-run shows a new run: leave --resume out")
+    if seeds is None:
+        return
+    for other, is_given in (("--resume", resume is not None), ("--dry-run", dry_run), ("--seed", seed is not None)):
+        if is_given:
+            raise UsageError(f"--seeds starts several new runs, and {other} is for one: leave one out")
+
+
+def _dry_run(
+    settings: RunConfig,
+    hosts: Path | None,
+    script: list[str],
+    environ: Mapping[str, str],
+    link: str | None,
+    model_size: str | None,
+    as_json: bool,
+) -> None:
+    from gossipx.cli.dry_run import show_dry_run
+    from gossipx.launch.local import peer_source
+    from gossipx.tools.dry_run import dry_run as examine
+
+    hosts, world = peer_source(hosts, environ)
+    if hosts is None:
+        raise UsageError("--dry-run requires a hosts file: give --peers hosts.txt")
+    with Console(stderr=True).status("with many peers this may take minutes"):  # shown on a terminal only
+        found = examine(settings, hosts, script, link, model_size, world)
+    show_dry_run(found, as_json)
 
 
 @main.group()
@@ -276,54 +276,3 @@ def certs_new(directory: Path, hosts: Path) -> None:
 
     for line in authority.new(directory, hosts):
         print(line)
-
-
-def _print_table(rows: list[Row]) -> None:
-    """Print a row per figure and a column per run, which fits a terminal better than the transposed table.
-
-    Faults have a row only if they happened.
-    """
-    lines: tuple[tuple[str, Callable[[Row], str]], ...] = (
-        ("policy", lambda row: row.policy),
-        ("codec", lambda row: row.codec),
-        ("retrievals per peer", lambda row: _shown(row.retrievals, "{:.1f}")),
-        ("skipped per peer", lambda row: _shown(row.skipped, "{:.1f}")),
-        ("reduction", lambda row: _shown(row.reduction, "{:.1%}")),
-        ("delayed pulls (DPRs)", lambda row: _shown(row.delayed_pulls, "{:.0f}")),
-        ("MB received per peer", lambda row: _shown(row.received_mb, "{:.1f}")),
-        ("MB in the finish", lambda row: _shown(row.finish_mb, "{:.2f}")),
-        ("accuracy, mean", lambda row: _shown(row.accuracy, "{:.4f}")),
-        ("accuracy, worst peer", lambda row: _shown(row.accuracy_worst, "{:.4f}")),
-        ("accuracy before finish", lambda row: _shown(row.accuracy_before_finish, "{:.4f}")),
-        ("averaged model", lambda row: _shown(row.accuracy_averaged, "{:.4f}")),
-        ("wall time, s", lambda row: f"{row.wall_seconds:.1f}"),
-        ("time blocked", lambda row: _shown(row.blocked, "{:.2%}")),
-        ("one final model", lambda row: {None: "–", True: "yes", False: "no"}[row.agreed]),
-        ("lost peers", lambda row: str(row.lost)),
-        ("stopped peers", lambda row: str(row.stopped)),
-    )
-    faults: tuple[tuple[str, Callable[[Row], float | None]], ...] = (
-        ("models refused", lambda row: row.poisoned),
-        ("frames refused", lambda row: row.corrupted),
-        ("strangers", lambda row: row.strangers),
-        ("suspicions", lambda row: row.suspicions),
-        ("shards set back", lambda row: row.set_back),
-        ("not written to disk", lambda row: row.unwritten),
-    )
-    table = Table()
-    table.add_column(no_wrap=True)
-    for row in rows:
-        table.add_column(row.name, overflow="fold")  # truncated names could be equal
-    for heading, cell in lines:
-        table.add_row(heading, *(cell(row) for row in rows))
-    for heading, count in faults:
-        if any(count(row) for row in rows):
-            table.add_row(heading, *(_shown(count(row), "{:.0f}") for row in rows))
-    console = Console(highlight=False)
-    if not console.is_terminal:  # a file or a pipe has no width to fit
-        console.width = 40 * (len(rows) + 1)
-    console.print(table)
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "–" if value is None else form.format(value)

@@ -60,7 +60,14 @@ class RunSettings:
         0, "Seed of all random numbers: data split, batches, initial weights, draws.", 0, 2**32 - 1, common="Run"
     )
     iterations: int = setting(
-        3000, "Iterations per peer. Default with --solver: its max_iter.", 1, MOST_ITERATIONS, common="Training"
+        3000,
+        "Iterations per peer. Default with --solver: its max_iter; with --seconds: no limit.",
+        1,
+        MOST_ITERATIONS,
+        common="Training",
+    )
+    seconds: float | None = setting(
+        None, "Seconds of training per peer, evaluations included; --iterations may end it before.", 1e-3, 1e9
     )
     threads: int = setting(
         1, "Compute threads per peer; all peers of a machine together should not exceed its cores.", 1, 1024

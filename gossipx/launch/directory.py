@@ -17,6 +17,7 @@ from typing import Any
 from gossipx.config import files as config_files
 from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
+from gossipx.metrics.aggregate import DIRECTORY as AGGREGATE
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.metrics.summary import Summary
 from gossipx.specs import suggest
@@ -29,7 +30,7 @@ SCRIPT_FILE = "script.json"
 """The user's script and its arguments, if there is one; ``--resume`` reads it."""
 WRITTEN = re.compile(
     "|".join(rf"{re.escape(name)}(\.tmp)?" for name in (CONFIG_FILE, HOSTS_FILE, SCRIPT_FILE, SUMMARY_FILE))
-    + rf"|config-\d+\.toml(\.tmp)?|{re.escape(SUMMARY_FILE)}\.\d+\.tmp|peer-\d+"
+    + rf"|config-\d+\.toml(\.tmp)?|{re.escape(SUMMARY_FILE)}\.\d+\.tmp|peer-\d+|{AGGREGATE}"
 )
 """Names of the files that a run writes into its directory; nothing else in it is ever removed."""
 _SHOWN = 20
@@ -157,6 +158,10 @@ class RunDirectory:
         """Return the path of the settings file."""
         return self.path / CONFIG_FILE
 
+    def record(self, settings: RunConfig) -> None:
+        """Replace the settings file, as some settings are known only since the run trains."""
+        record(self.config, settings)
+
     def conclude(self, summary: Summary) -> bool:
         """Write the run's summary."""
         summary.write(self.path)
@@ -279,6 +284,14 @@ def replace(file: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
         raise
+
+
+def record(file: Path, settings: RunConfig) -> None:
+    """Replace a settings file; log it if that fails, as the run continues."""
+    try:
+        replace(file, config_files.dump(settings).encode())
+    except OSError as error:
+        log.warning("%s: not up to date, as it cannot be written (%s)", file, error.strerror)
 
 
 def _remove(entry: Path) -> None:

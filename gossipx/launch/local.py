@@ -12,13 +12,16 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gossipx.config.settings import RunConfig
+from gossipx.config.settings import MOST_ITERATIONS, RunConfig
 from gossipx.errors import DIFFERENT_MODELS, GossipxError, NotEnoughPeersError, UsageError
 from gossipx.launch.children import Child, Spawn, command_of
 from gossipx.launch.cluster.world import World, find, why_none
+from gossipx.launch.curves import RunCurves, hparams_of
 from gossipx.launch.directory import HOSTS_FILE
 from gossipx.launch.environment import (
     ENV_CONFIG,
@@ -33,9 +36,9 @@ from gossipx.launch.hosts import bind_host
 from gossipx.launch.ports import kept_free
 from gossipx.launch.progress import Display, PeerStatus
 from gossipx.launch.start import Start, from_hosts, policy_or_sync_model
-from gossipx.launch.stopping import Stopping, how_to_continue
+from gossipx.launch.stopping import Outcome, Stopping, how_to_continue
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
-from gossipx.metrics.summary import Summary, agreed, per_peer
+from gossipx.metrics.summary import Summary, agreed, per_peer, reported
 from gossipx.transports import Address
 
 POLL_INTERVAL = 0.1
@@ -88,6 +91,18 @@ def launch(
         UsageError: settings, hosts file or script are invalid; nothing was started.
         GossipxError: the processes of the run did not find each other in time.
     """
+    return run_to_end(given, hosts, script, environ, resumes, spawn).code
+
+
+def run_to_end(
+    given: RunConfig,
+    hosts: Path | None,
+    script: list[str],
+    environ: Mapping[str, str],
+    resumes: bool = False,
+    spawn: Spawn = subprocess.Popen,
+) -> Outcome:
+    """Do what :func:`launch` does, and also return whether the run was stopped."""
     hosts, world = peer_source(hosts, environ)
     if world is not None:
         from gossipx.launch.cluster.multi_process import from_world  # imports torch, for its TCPStore
@@ -113,7 +128,8 @@ class _Run:
         self._script = script
         self._resumes = start.resumes
         self._resumes_at = start.resumes_at
-        length = 0 if script else settings.run.iterations  # a script sets its own number of iterations
+        # A script sets its own number of iterations.
+        length = 0 if script or settings.run.iterations == MOST_ITERATIONS else settings.run.iterations
         self._statuses = {rank: PeerStatus(peers[rank].name, iterations=length) for rank in start.here}
         central = "" if settings.hub.hub is None else f", hub {settings.hub.hub}"
         if settings.has_servers:
@@ -121,6 +137,8 @@ class _Run:
         kind = "sync" if settings.has_servers else "policy"
         title = f"{settings.run.name}: {kind} {policy_or_sync_model(settings)}, {len(peers)} peers{central}"
         self._display = Display(title, self._statuses, plain=start.shared)
+        directory = None if start.shared else start.directory.path
+        self._curves = RunCurves(directory, self._statuses, self._hparams, start.resumes)
         self._children: dict[int, Child] = {}
         self._results: dict[int, dict[str, Any]] = {}
         self._departed: dict[int, dict[str, Any] | None] = {}  # left the run on request, with their figures
@@ -134,10 +152,13 @@ class _Run:
         )
         self._began: float | None = None  # when the first peer began to train
 
-    def go(self, notice: str | None = None) -> int:
+    def go(self, notice: str | None = None) -> Outcome:
         """Start the peers, follow them and write the summary; ``notice`` is shown first."""
-        with self._stopping.signals():  # also while the summary is written: launchers may send a signal twice
-            return self._go(notice)
+        with (
+            closing(self._curves),
+            self._stopping.signals(),
+        ):  # also while the summary is written: launchers may send a signal twice
+            return Outcome(self._go(notice), self._stopping.by_signal)
 
     def _go(self, notice: str | None) -> int:
         stopping = self._stopping
@@ -174,8 +195,8 @@ class _Run:
         """Write the summary of a run that trained for ``seconds`` to its end, and return the exit code."""
         summary = self._sum_up(seconds)
         self._directory.keep()
-        written = self._directory.conclude(summary)
-        self._tell_end(summary, written)
+        self._curves.conclude(summary)
+        self._tell_end(summary, self._directory.conclude(summary))
         if self._failures or not self._results:
             return 1
         return self._stopping.code or (DIFFERENT_MODELS if summary.agreed is False else 0)
@@ -196,8 +217,12 @@ class _Run:
             self._display.line(how_to_continue(self._directory.path, iterations, self._stopping.killed, *saved))
         if reports or self._results:
             self._directory.keep()
+            self._curves.conclude(summary)
             self._directory.conclude(summary)
         return code
+
+    def _hparams(self) -> dict[str, str | float]:
+        return hparams_of(self._settings, len(self._peers))
 
     # --- processes ----------------------------------------------------------------------------------
 
@@ -251,7 +276,7 @@ class _Run:
 
     def _handle(self, rank: int, event: dict[str, Any]) -> None:
         """Handle a progress event of a peer."""
-        status = self._statuses[rank]
+        status, records = self._statuses[rank], event.pop("records", ())
         if "error" in event:
             self._failed(rank, str(event["error"]), int(event["exit"]))
         elif "result" in event:
@@ -264,6 +289,7 @@ class _Run:
         elif "state" in event:
             self._follow_restarts(rank, set(event.pop("restarted", ())))
             report = event.pop("report", None)
+            self._record_policy(event.pop("policy", None))
             for key, value in event.items():
                 setattr(status, key, value)
             if status.state == "train" and self._began is None:
@@ -271,6 +297,16 @@ class _Run:
                 self._directory.keep()
             if status.state == "left":
                 self._departed[rank] = report
+        self._curves.handle(rank, records)
+
+    def _record_policy(self, policy: str | None) -> None:
+        """Record the policy with which a peer begins to train: a script may pass an object, which no setting names."""
+        settings = self._settings
+        if policy is None or settings.has_servers or policy == settings.sync.policy:
+            return
+        sync = replace(settings.sync, policy=policy)
+        self._settings = replace(settings, sync=sync, given=settings.given | {"policy"})
+        self._directory.record(self._settings)
 
     def _follow_restarts(self, by: int, restarted: set[int]) -> None:
         """Update the states of peers that were started again by hand, which only other peers know about.
@@ -372,15 +408,17 @@ class _Run:
         done = [report["iterations"] for report in reports if report and "iterations" in report]
         return Summary(
             name=settings.run.name,
-            policy=_reported("policy", reports, policy_or_sync_model(settings)),
-            codec=_reported("codec", reports, settings.sync.codec),
+            policy=reported("policy", reports, policy_or_sync_model(settings)),
+            codec=reported("codec", reports, settings.sync.codec),
             seed=settings.run.seed,
             peers=len(self._peers),
             task=settings.task.task if built_in else None,
             model=settings.task.model if built_in else None,
             partition=settings.task.partition,
-            # A script sets its own number of iterations, which only the reports show.
-            iterations=max(done) if done and (stopped or not built_in) else settings.run.iterations,
+            # The number of iterations that a script or a number of seconds allows is only in the reports.
+            iterations=max(done)
+            if done and (stopped or not built_in or settings.run.seconds)
+            else settings.run.iterations,
             agreed=agreed(finished),
             lost=[self._peers[rank].name for rank, report in enumerate(reports) if report is None],
             stopped=[self._peers[rank].name for rank in sorted(stopped.keys() - self._results.keys())],
@@ -412,8 +450,3 @@ class _Run:
         if self._failures:
             failed = ", ".join(self._peers[rank].name for rank in sorted(self._failures))
             self._display.line(f"failed: {failed}" + ("; the exit code is 1" if code == 1 else ""))
-
-
-def _reported(key: str, reports: Sequence[Mapping[str, Any] | None], configured: str) -> str:
-    """Return the value that the peers report, if any: a script may pass an object that no setting names."""
-    return next((str(report[key]) for report in reports if report and key in report), configured)

@@ -22,7 +22,7 @@ from gossipx.runtime.shards import servers_of, store_of_shard
 log = logging.getLogger("gossipx")
 
 CHANGEABLE = {
-    *("peers", "logdir", "iterations", "threads", "device", "log_interval", "eval_interval", "save_model"),
+    *("peers", "logdir", "iterations", "seconds", "threads", "device", "log_interval", "eval_interval", "save_model"),
     *("checkpoint_every", "keep_checkpoints", "data_dir", "finish", "min_peers", "distance_interval"),
     *("bind", "advertise", "secret_file", "tls_cert", "tls_key", "tls_ca", "transport", "max_rate"),
     *("max_served", "max_pushes", "serve_share", "peer_timeout", "rendezvous_timeout"),

@@ -32,6 +32,9 @@ class Directory(Protocol):
     def config(self) -> Path:
         """Return the path of the settings file."""
 
+    def record(self, settings: RunConfig) -> None:
+        """Record settings that are known only since the run trains."""
+
     def keep(self) -> None:
         """Keep the directory, as the run trains."""
 
@@ -191,12 +194,17 @@ def with_name(settings: RunConfig) -> RunConfig:
     first free number."""
     if settings.run.name is not None:
         return settings
-    stem = re.split(r"\W", policy_or_sync_model(settings))[0]
+    stem = stem_of(settings)
     name, number = stem, 1
     while (Path(settings.run.logdir) / name).exists():
         number += 1
         name = f"{stem}-{number}"
     return replace(settings, run=replace(settings.run, name=name))
+
+
+def stem_of(settings: RunConfig) -> str:
+    """Return the name of a run's policy or sync model."""
+    return re.split(r"\W", policy_or_sync_model(settings))[0]
 
 
 def policy_or_sync_model(settings: RunConfig) -> str:

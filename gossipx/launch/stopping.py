@@ -7,6 +7,7 @@ import shlex
 import signal
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -21,6 +22,14 @@ CODES = {signal.SIGINT: 130, signal.SIGHUP: 130, signal.SIGTERM: 0}
 """Exit codes of a run by the signal that stopped it. SIGTERM is obeyed; SIGINT and a closed terminal interrupt."""
 CHECKPOINTS = "peer-*/checkpoints/*/manifest.json"
 """Files of complete checkpoints in the run's directory."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a run: its exit code, and whether a signal has asked to stop it."""
+
+    code: int
+    stopped: bool
 
 
 class Stopping:
@@ -57,6 +66,7 @@ class Stopping:
         self._snapshots = snapshots
         self._quiet = quiet
         self._received: list[int] = []
+        self._obeyed = False
         self._told: set[int] = set()  # ranks of the children that were told to stop
         self._remind_at = self._kill_at = 0.0
 
@@ -72,6 +82,11 @@ class Stopping:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    @property
+    def by_signal(self) -> bool:
+        """Whether a signal has asked to stop, also one that arrived when the peers had ended."""
+        return self._obeyed or bool(self._received)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received.append(number)
@@ -106,6 +121,7 @@ class Stopping:
         elif self.code is None:
             if not self._quiet:
                 self._display.line("stopping: peers end their step and write a checkpoint; Ctrl-C again stops at once")
+            self._obeyed = True
             self.stop(CODES[signal.Signals(number)])
         elif number == signal.SIGINT:  # launchers and terminals may send the others more than once
             self.kill(CODES[signal.SIGINT])

@@ -1,35 +1,50 @@
-"""The recorder that writes a peer's metrics to TensorBoard."""
+"""The recorder that writes a peer's metrics to TensorBoard, and the page that overlays the curves of runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-PAGE = {
-    "gossipx": {
-        "Accuracy against iterations": ["Multiline", ["test/accuracy"]],
-        "Accumulated retrievals (Figure 7)": ["Multiline", ["sync/retrievals"]],
-        "Delta (Figure 3)": ["Multiline", ["sync/delta$"]],
-        "Consensus distance (Eq. 8, Figure 4)": ["Multiline", ["sync/consensus_distance"]],
-        "Difference of delta (Figure 5)": ["Multiline", ["sync/delta_difference"]],
-        "Training loss": ["Multiline", ["train/loss"]],
-        "Bytes received": ["Multiline", ["comm/bytes_received"]],
-        "Share of time blocked": ["Multiline", ["time/blocked_fraction"]],
+WHOLE = "gossipx"
+"""The page's part with one curve a run."""
+PEERS = "gossipx: peers"
+HUB = "gossipx: hub"
+SERVERS = "gossipx: servers"
+
+PAGE: dict[str, dict[str, list[str]]] = {
+    WHOLE: {
+        "Test accuracy, or loss: mean over peers": ["mean/test/accuracy$", "mean/test/loss$"],
+        "Test accuracy, or loss: worst peer": ["worst/test/accuracy$", "worst/test/loss$"],
+        "Accumulated retrievals: mean over peers (Figure 7)": ["mean/sync/retrievals"],
+        "Bytes received: mean over peers": ["mean/comm/bytes_received"],
+        "Consensus distance: mean over peers (Eq. 8, Figure 4)": ["mean/sync/consensus_distance"],
+        "Training loss: mean over peers": ["mean/train/loss"],
+        "Share of time blocked: mean over peers": ["mean/time/blocked_fraction"],
     },
-    "gossipx: hub": {
-        "Distance to the centre before each exchange": ["Multiline", ["sync/elastic_distance"]],
-        "The centre's exchanges": ["Multiline", ["hub/exchanges"]],
+    PEERS: {
+        "Test accuracy, or loss, against iterations": ["test/accuracy$", "test/loss$"],
+        "Accumulated retrievals (Figure 7)": ["sync/retrievals"],
+        "Delta (Figure 3)": ["sync/delta$"],
+        "Consensus distance (Eq. 8, Figure 4)": ["sync/consensus_distance"],
+        "Difference of delta (Figure 5)": ["sync/delta_difference"],
+        "Distance travelled since the last retrieval": ["sync/travelled"],
+        "Training loss": ["train/loss"],
+        "Bytes received": ["comm/bytes_received"],
+        "Share of time blocked": ["time/blocked_fraction"],
     },
-    "gossipx: servers": {
-        "Clock of each shard": ["Multiline", ["server/clock/"]],
-        "Delayed pulls (DPRs) of each shard": ["Multiline", ["server/delayed_pulls/"]],
-        "Gradients that each shard took in": ["Multiline", ["server/gradients/"]],
-        "Share of time that workers wait for tables": ["Multiline", ["time/tables_fraction"]],
+    HUB: {
+        "Distance to the centre before each exchange": ["sync/elastic_distance"],
+        "The centre's exchanges": ["hub/exchanges"],
+    },
+    SERVERS: {
+        "Clock of each shard": ["server/clock/"],
+        "Delayed pulls (DPRs) of each shard": ["server/delayed_pulls/"],
+        "Gradients that each shard took in": ["server/gradients/"],
+        "Share of time that workers wait for tables": ["time/tables_fraction"],
     },
 }
-"""Parts of the custom-scalars page; each chart overlays all peers of all runs. Figure and equation numbers are those of
-Adaptive Communication."""
+"""Parts of the custom-scalars page. The charts of the first part have one curve a run; those of the others overlay all
+peers of all runs. Figure and equation numbers are those of Adaptive Communication."""
 
 
 class TensorBoardRecorder:
@@ -37,7 +52,6 @@ class TensorBoardRecorder:
 
     Args:
         directory: directory of this peer.
-        hparams: settings by which TensorBoard's HPARAMS page compares runs.
         parts: parts of :data:`PAGE` that this run has curves for.
         goes_on_from: iteration to resume from; later records in the directory are hidden. None: a new run.
 
@@ -45,29 +59,18 @@ class TensorBoardRecorder:
         OSError: nothing can be written there.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        hparams: Mapping[str, Any],
-        parts: Sequence[str] = ("gossipx",),
-        goes_on_from: int | None = None,
-    ):
-        # Imported here: reading summaries and comparing runs needs no torch.
-        from torch.utils.tensorboard import summary
-
+    def __init__(self, directory: Path, parts: Sequence[str] = (WHOLE, PEERS), goes_on_from: int | None = None):
+        # Imported here: reading summaries and comparing runs needs no TensorBoard.
+        from gossipx.metrics import records
         from gossipx.metrics.event_file import EventFile
 
-        self._scalar = summary.scalar
+        self._scalar = records.scalar
         self._file = EventFile(directory, goes_on_from)
-        self._file.add(summary.custom_scalars({part: PAGE[part] for part in parts}))  # type: ignore[no-untyped-call]
-        # SummaryWriter.add_hparams would create a separate run beside this one. Only the name of the metric is used,
-        # not its value.
-        for part in summary.hparams(dict(hparams), {"test/accuracy": 0.0}):  # type: ignore[no-untyped-call]
-            self._file.add(part)
+        self._file.add(records.page({part: PAGE[part] for part in parts}))
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         """Record ``value`` under ``tag`` at iteration ``step``."""
-        self._file.add(self._scalar(tag, value), step)  # type: ignore[no-untyped-call]
+        self._file.add(self._scalar(tag, value), step)
 
     def unwritten(self) -> int:
         """Write what waits for the disk. Return how many records could not be written."""

@@ -1,4 +1,4 @@
-"""The curves of a run, read from the TensorBoard files of its peers."""
+"""The curves of a run or of several seeds, read from the TensorBoard files of the peers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Band:
-    """One metric of all peers at common points: mean, minimum and maximum, (n,) each; ``x`` is a mean over peers."""
+    """One metric of all peers at common points, (n,) each: mean, minimum and maximum; ``x`` is a mean over peers."""
 
     x: Values
     mean: Values
@@ -39,48 +39,58 @@ EMPTY = Band(*(np.empty(0) for _ in range(4)))
 
 @dataclass(frozen=True)
 class Curves:
-    """The curves that are drawn for a run.
+    """The curves that are drawn for a run, or for runs that differ only in their seeds.
 
     Attributes:
-        by_megabytes: accuracy of peers' own models against 10⁶ bytes received per peer while training.
-        by_seconds: the same accuracy against seconds since the first record.
+        by_megabytes: test figure of peers' own models against 10⁶ bytes received per peer while training.
+        by_seconds: the same figure against seconds since the first record.
         retrievals: accumulated retrievals against iterations.
+        figure: what is measured on test data: ``accuracy``, or ``loss`` where no accuracy is recorded.
     """
 
     by_megabytes: Band
     by_seconds: Band
     retrievals: Band
+    figure: str = "accuracy"
 
 
-def read(directory: Path) -> Curves:
-    """Read the curves of a run's peers; those of accuracy are empty if no peer has evaluated its model.
+FIGURES = ("accuracy", "loss")
+"""Figures that peers measure on test data during training, under ``test/``; the first one found is drawn."""
 
-    If some peers have evaluated their models, those that were lost before are left out.
+
+def read(*directories: Path) -> Curves:
+    """Read the curves of the peers of runs; those of test data are empty if no peer has evaluated its model.
+
+    If some peers have evaluated their models, those that were lost before are left out. A peer that only serves others
+    records none of these curves.
 
     Args:
-        directory: directory of the run.
+        directories: directories of the runs, at least one.
 
     Raises:
-        UsageError: the peers have recorded no curves.
+        UsageError: the peers of a run have recorded no curves.
     """
-    peers = [_scalars(one) for one in sorted(directory.glob("peer-*")) if any(one.glob("events.out.tfevents.*"))]
-    peers = [one for one in peers if {"comm/bytes_received", "sync/retrievals"} <= one.keys()]
-    if not peers:
-        raise UsageError("nothing to plot: its peers have recorded no curves of sync/retrievals", directory)
-    tested = [one for one in peers if "test/accuracy" in one]
-    retrievals = [one["sync/retrievals"] for one in tested or peers]
+    peers = []
+    for directory in directories:
+        found = [_scalars(one) for one in sorted(directory.glob("peer-*")) if any(one.glob("events.out.tfevents.*"))]
+        found = [one for one in found if {"comm/bytes_received", "sync/retrievals"} <= one.keys()]
+        if not found:
+            raise UsageError("nothing to plot: its peers have recorded no curves of sync/retrievals", directory)
+        began = min(float(series.moments[0]) for one in found for series in one.values())
+        peers += [(began, one) for one in found]
+    figure = next((name for name in FIGURES if any(f"test/{name}" in one for _, one in peers)), FIGURES[0])
+    tested = [(began, one) for began, one in peers if f"test/{figure}" in one]
+    retrievals = [one["sync/retrievals"] for _, one in tested or peers]
     taken = _band(retrievals, [one.iterations for one in retrievals])
     if not tested:
         return Curves(EMPTY, EMPTY, taken)
-    accuracy = [one["test/accuracy"] for one in tested]
-    traffic = [one["comm/bytes_received"] for one in tested]
+    seen = [one[f"test/{figure}"] for _, one in tested]
+    traffic = [one["comm/bytes_received"] for _, one in tested]
     megabytes = [
-        np.interp(seen.iterations, sent.iterations, sent.values) / 1e6
-        for seen, sent in zip(accuracy, traffic, strict=True)
+        np.interp(at.iterations, sent.iterations, sent.values) / 1e6 for at, sent in zip(seen, traffic, strict=True)
     ]
-    began = min(float(one.moments[0]) for peer in tested for one in peer.values())
-    seconds = [one.moments - began for one in accuracy]
-    return Curves(_band(accuracy, megabytes), _band(accuracy, seconds), taken)
+    seconds = [at.moments - began for at, (began, _) in zip(seen, tested, strict=True)]
+    return Curves(_band(seen, megabytes), _band(seen, seconds), taken, figure)
 
 
 def _scalars(directory: Path) -> dict[str, Series]:

@@ -1,4 +1,4 @@
-"""Plots that compare runs: accuracy against traffic and time, retrievals, and the graph of exchanges."""
+"""Plots that compare runs: accuracy or loss against traffic and time, retrievals, and the graph of exchanges."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gossipx.errors import GossipxError, UsageError
-from gossipx.metrics.curves import Band, Curves
+from gossipx.metrics.curves import EMPTY, FIGURES, Band, Curves
 
 SUFFIXES = (".png", ".svg")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -47,7 +47,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class Drawn:
-    """One run to draw: its name, its policy or sync model (``by``), its curves and its graph."""
+    """A run, or runs that differ only in their seeds: name, policy or sync model (``by``), curves and graph."""
 
     name: str
     by: str
@@ -84,11 +84,16 @@ def draw(runs: Sequence[Drawn], target: Path) -> None:
         figure = Figure(figsize=(11, 7.6), layout="constrained")
         cells = figure.add_gridspec(2, 2)
         panels = [figure.add_subplot(cells[place]) for place in ((0, 0), (0, 1), (1, 0))]
-        _curves(panels[0], [run.curves.by_megabytes for run in runs], "MB received per peer", "test accuracy")
-        _curves(panels[1], [run.curves.by_seconds for run in runs], "seconds", "test accuracy")
+        figure_drawn = min((run.curves.figure for run in runs), key=FIGURES.index)
+        drawn = [run.curves.figure == figure_drawn for run in runs]  # a loss has no place on an axis of accuracies
+        traffic = [run.curves.by_megabytes if is_drawn else EMPTY for run, is_drawn in zip(runs, drawn, strict=True)]
+        seconds = [run.curves.by_seconds if is_drawn else EMPTY for run, is_drawn in zip(runs, drawn, strict=True)]
+        _curves(panels[0], traffic, "MB received per peer", f"test {figure_drawn}")
+        _curves(panels[1], seconds, "seconds", f"test {figure_drawn}")
         _curves(panels[2], [run.curves.retrievals for run in runs], "iterations", "retrievals per peer")
-        for panel, title in zip(panels, ("Accuracy by traffic", "Accuracy by time", "Retrievals"), strict=True):
-            panel.set_title(title)
+        titles = (f"{figure_drawn} by traffic", f"{figure_drawn} by time", "retrievals")
+        for panel, title in zip(panels, titles, strict=True):
+            panel.set_title(title.capitalize())
         handles = panels[0].get_lines()
         labels = [_labelled(run) for run in runs]
         columns = max(1, min(len(runs), 3))

@@ -37,15 +37,15 @@ class Summary:
         retrievals: other peers' models mixed in while training, whichever side began the exchange.
         taken_in: models that a hub mixed into its centre.
         delayed_pulls: DPRs of the shards that this peer serves: one worker's pulls of one iteration count once per
-            shard if they had to wait; 0 elsewhere.
+            shard if they had to wait; None without servers.
         bytes_received: bytes on the wire while training.
         finish_bytes: bytes received in the finish.
         test_accuracy: of each peer's own model, after the finish; None where only the loss is measured.
         test_accuracy_before_finish: the same before the finish.
-        consensus_accuracy: of the average of all final models.
-        test_loss: of each peer's own model, after the finish: nats per image, or per character of text.
+        test_loss: of each peer's own model, after the finish, in nats per image, or per character of text; None: it is
+            not measured.
         test_loss_before_finish: the same before the finish.
-        consensus_loss: of the average of all final models.
+        consensus_accuracy, consensus_loss: of the average of all final models.
         consensus_distance: each peer's estimate of Eq. 8 at the end of training.
         agreed: whether all peers that finished hold the same model, bit by bit; None: the run has no finish, so that
             nothing is claimed.
@@ -102,6 +102,15 @@ class Summary:
     set_back: Figures
     unwritten: Figures
 
+    def of_training(self, figures: Figures) -> Figures:
+        """Return the figures of the peers that train; peers that were lost are left out."""
+        return [value for value, blocked in zip(figures, self.blocked_seconds, strict=True) if blocked is not None]
+
+    def of_serving(self, figures: Figures) -> Figures:
+        """Return the figures of the peers that only serve others; there is nothing of theirs to block."""
+        present = zip(figures, self.blocked_seconds, self.train_seconds, strict=True)
+        return [value for value, blocked, seconds in present if blocked is None and seconds is not None]
+
     def write(self, directory: Path, by: int | None = None) -> None:
         """Write the file atomically.
 
@@ -151,6 +160,11 @@ def agreed(reports: Sequence[Mapping[str, Any] | None]) -> bool | None:
     """Return whether the peers' reports name the same final model; None: no report makes a claim."""
     digests = [str(report["digest"]) for report in reports if report and report.get("digest") is not None]
     return "" not in digests and len(set(digests)) == 1 if digests else None
+
+
+def reported(key: str, reports: Sequence[Mapping[str, Any] | None], configured: str) -> str:
+    """Return the value that the peers report, if any: a script may pass an object that no setting names."""
+    return next((str(report[key]) for report in reports if report and key in report), configured)
 
 
 def read(path: Path) -> Summary:

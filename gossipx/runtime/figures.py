@@ -71,6 +71,11 @@ class Figures:
         self._bytes_at_start = received - self.earlier.bytes_received
         self._began = time.perf_counter() - self.earlier.seconds
 
+    @property
+    def elapsed(self) -> float:
+        """Seconds of training so far."""
+        return time.perf_counter() - self._began
+
     def all_faults(self, here: Mapping[str, int]) -> dict[str, int]:
         """Return the counters of faults for the whole run, given those of this process."""
         return {name: getattr(self.earlier, name) + here[name] for name in FAULTS}
@@ -82,9 +87,8 @@ class Figures:
             received, sent: bytes that this process has received and sent.
             faults: the counters of faults of this process.
         """
-        seconds = time.perf_counter() - self._began
         earlier = EarlierTotals(
-            self.received(received), self.earlier.bytes_sent + sent, seconds, **self.all_faults(faults)
+            self.received(received), self.earlier.bytes_sent + sent, self.elapsed, **self.all_faults(faults)
         )
         own = {name: getattr(self, name) for name in _SAVED}
         return {"before": dataclasses.asdict(earlier), **own, "squared_distances": list(self.squared_distances)}
@@ -98,7 +102,7 @@ class Figures:
 
     def end(self) -> None:
         """Stop the clock, after the last iteration."""
-        self.seconds = time.perf_counter() - self._began
+        self.seconds = self.elapsed
 
     def received(self, received: int) -> int:
         """Return the bytes received while training, given all bytes that this process has received."""
@@ -106,4 +110,4 @@ class Figures:
 
     def fraction(self, seconds: float) -> float:
         """Return ``seconds`` as a fraction of the training's wall time so far."""
-        return seconds / (time.perf_counter() - self._began)
+        return seconds / self.elapsed

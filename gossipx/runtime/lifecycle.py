@@ -112,7 +112,7 @@ class Lifecycle:
         if self.backward is not None and self._options.directory is not None:
             self._control = Control(self._options.directory, command)
         self._reporter.training_begins()
-        self._reporter.report_state("train")
+        self._reporter.report_state("train", policy=self._options.policy)
         self._arena.leave_boundary()
 
     # --- ending -------------------------------------------------------------------------------------
@@ -133,6 +133,8 @@ class Lifecycle:
         if agrees:
             self._checkpoints.training_ended(reporter.state_dict)
         before = reporter.scores() if self._role.trains else {}
+        for name, value in before.items():
+            reporter.scalar(f"test/{name}", value)
         self._driver.handle(TrainingEnded(agrees))
         self.wait()
         self.wait_for_tables()
@@ -142,8 +144,8 @@ class Lifecycle:
         reporter.finished()
         averaged = self._role.stage in (Stage.AGREE, Stage.COMPARE)
         after = reporter.scores() if averaged else before
-        for name, value in after.items():
-            reporter.scalar(f"test/{name}", value)
+        for name, value in after.items() if averaged and self._role.trains else ():
+            reporter.scalar(f"test/{name}_after_finish", value)
         unsaved = self._save() or self._checkpoints.flush()
         self._driver.handle(FiguresReady(reporter.report(before, after, self._unwritten(unsaved))))
         self.wait()

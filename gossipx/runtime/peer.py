@@ -83,6 +83,11 @@ class Peer:
         return self._arena.step
 
     @property
+    def seconds(self) -> float:
+        """Seconds of training so far, with those before the checkpoint from which a run resumed."""
+        return self._reporter.figures.elapsed
+
+    @property
     def directory(self) -> Path:
         """This peer's own directory for files that the script writes, ``runs/NAME/peer-00``."""
         assert self._options.directory is not None  # without one, only parts of a peer are tested

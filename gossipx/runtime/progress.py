@@ -47,6 +47,11 @@ class Progress:
         self._stop: Callable[[bool], bool] = _no_peer
 
     @property
+    def has_parent(self) -> bool:
+        """Whether there is a parent process to write to."""
+        return self._fd is not None
+
+    @property
     def due(self) -> bool:
         """Whether the next line may be written: :data:`INTERVAL` has passed since the last one."""
         return self._fd is not None and time.monotonic() - self._last >= INTERVAL

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from gossipx.comm import CommManager
+from gossipx.metrics.aggregate import WORST, Record
 from gossipx.metrics.recorder import Recorder
 from gossipx.protocol.messages import Stage
 from gossipx.runtime import models
@@ -58,6 +59,7 @@ class Reporter:
         self._options = options
         self._evaluate = evaluate
         self._last: dict[str, float] = {}
+        self._records: list[Record] = []  # records for the parent's aggregate that wait for the next progress line
         self._recorded_at: dict[str, int] = {}  # by tag: the iteration of the last record
 
     # --- curves -------------------------------------------------------------------------------------
@@ -65,7 +67,12 @@ class Reporter:
     def scalar(self, tag: str, value: float) -> None:
         """Record a figure at the current iteration."""
         self._last[tag] = value
-        self._recorder.scalar(tag, value, self._arena.step)
+        self._record(tag, value, self._arena.step)
+
+    def _record(self, tag: str, value: float, step: int) -> None:
+        self._recorder.scalar(tag, value, step)
+        if tag in WORST and self.progress.has_parent:
+            self._records.append((tag, step, value))
 
     def _retrieved(self, retrieval: Retrieval) -> None:
         """Keep a retrieval until the training thread records it; the driver may call this on any thread."""
@@ -76,12 +83,19 @@ class Reporter:
     def step_done(self, delta: float) -> None:
         """Record the figures of an iteration that are due."""
         step, options, figures = self._arena.step, self._options, self.figures
+        scalar, sync = self._record, self._role.sync
         self._record_retrievals()
-        if step % options.log_interval == 0:
-            scalar = self._recorder.scalar
+        is_due = step % options.log_interval == 0
+        if is_due or sync.fired:  # at each decision, else the values that made the policy fire would rarely be recorded
+            if sync.observation is not None and sync.observation.step == step:  # else the model has diverged
+                scalar("sync/delta_difference", sync.observation.difference, step)
+                scalar("sync/travelled", sync.observation.travelled, step)
+            scalar("sync/decisions", sync.decisions, step)
+        if is_due:
             scalar("sync/delta", delta, step)
-            scalar("sync/delta_difference", self._role.sync.difference, step)
-            scalar("sync/retrievals", self._role.sync.retrievals, step)
+            scalar("sync/retrievals", sync.retrievals, step)
+            scalar("sync/skipped", sync.skipped, step)
+            scalar("sync/failed", sync.failed, step)
             scalar("comm/bytes_received", figures.received(self._comm.bytes_received), step)
             scalar("time/blocked_fraction", figures.fraction(figures.blocked), step)
             if self._driver.tables.transfers.table_store is not None:
@@ -90,7 +104,7 @@ class Reporter:
         if step % options.distance_interval == 0 and figures.squared_distances:
             figures.distance = consensus_distance(figures.squared_distances, self._role.size)
             figures.squared_distances.clear()
-            self._recorder.scalar("sync/consensus_distance", figures.distance, step)
+            scalar("sync/consensus_distance", figures.distance, step)
         if self.progress.due:
             self.report_state("train")
 
@@ -130,7 +144,8 @@ class Reporter:
     def finished(self) -> None:
         """Record the final figures, after the finish."""
         self._record_retrievals()  # the last one may have been mixed just now
-        self._recorder.scalar("sync/retrievals", self._role.sync.retrievals, self._arena.step)
+        if self._role.trains:
+            self._record("sync/retrievals", self._role.sync.retrievals, self._arena.step)
         self.record_server_metrics()
         self.figures.bytes_at_end = self._driver.received_before(Stage.AGREE)
         self.figures.finish_bytes = self._comm.bytes_received - self.figures.bytes_at_end
@@ -169,8 +184,14 @@ class Reporter:
             retrievals=self._role.sync.retrievals if self._role.trains else self._role.server.taken_in,
             bytes=self._comm.bytes_received,
             restarted=self._role.members.restarted(),
+            records=self._taken(),
             **more,
         )
+
+    def _taken(self) -> list[Record]:
+        """Return the records that have not been sent to the parent process yet."""
+        taken, self._records = self._records, []
+        return taken
 
     def report_left(self, framework: str = "", kept: str = "") -> None:
         """Report that the peer has left on request, with its figures until then.
@@ -200,7 +221,8 @@ class Reporter:
                 "consensus_loss": averaged.get("loss"),
                 "consensus_distance": self.figures.distance,
                 "seconds_before": self.figures.earlier.seconds,
-            }
+            },
+            records=self._taken(),
         )
 
     # --- figures --------------------------------------------------------------------------------------
@@ -222,6 +244,7 @@ class Reporter:
             unwritten: files that could not be written; the recorder's records are added.
         """
         figures, sync = self.figures, self._role.sync
+        has_servers = self._driver.tables.transfers.table_store is not None
         return {
             "name": self._options.name,
             "policy": self._options.policy,
@@ -229,7 +252,7 @@ class Reporter:
             "iterations": self._arena.step,
             "retrievals": sync.retrievals,
             "taken_in": self._role.server.taken_in,
-            "delayed_pulls": self._role.server.delayed_pulls,
+            "delayed_pulls": self._role.server.delayed_pulls if has_servers else None,
             "bytes_received": figures.received(figures.bytes_at_end),
             "bytes_sent": figures.earlier.bytes_sent + self._comm.bytes_sent,
             "finish_bytes": figures.finish_bytes,

@@ -63,32 +63,32 @@ class Preset:
     schedule: Literal["steps", "cosine"] = "steps"
 
 
-def learning_rate(schedule: Schedule, step: int, iterations: int) -> float:
+def learning_rate(schedule: Schedule, step: float, iterations: float) -> float:
     """Return the rate of one iteration: base_lr · gamma^(number of steps passed), as Caffe's "step" and "multistep".
 
     Args:
         schedule: a preset, or settings with the same fields.
-        step: number of iterations before this one.
-        iterations: length of the run.
+        step: number of iterations before this one, or seconds.
+        iterations: length of the run in the same unit.
     """
     # The tolerance absorbs rounding of fractions such as 2/9, which would delay a step by an iteration.
     passed = sum(step >= fraction * iterations - 1e-6 for fraction in schedule.lr_steps)
     return schedule.base_lr * schedule.gamma**passed
 
 
-def cosine_rate(base_lr: float, step: int, iterations: int) -> float:
+def cosine_rate(base_lr: float, step: float, iterations: float) -> float:
     """Return the rate of one iteration: a linear warm-up, then half a cosine from ``base_lr`` to 0.
 
     Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts" (2017), Eq. 5, with one period.
 
     Args:
         base_lr: the highest rate.
-        step: number of iterations before this one.
-        iterations: length of the run.
+        step: number of iterations before this one, or seconds.
+        iterations: length of the run in the same unit.
     """
     warm_up = round(WARM_UP * iterations)
     if step < warm_up:
-        return base_lr * (step + 1) / warm_up
+        return base_lr * min(step + 1, warm_up) / warm_up
     return base_lr * (1 + math.cos(math.pi * (step - warm_up) / (iterations - warm_up))) / 2
 
 

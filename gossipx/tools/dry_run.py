@@ -15,7 +15,7 @@ from gossipx.assembly.graph import build_schedule
 from gossipx.assembly.hub import elastic_settings
 from gossipx.assembly.peer import codec_of
 from gossipx.assembly.server_settings import server_ranks
-from gossipx.config.settings import RunConfig
+from gossipx.config.settings import MOST_ITERATIONS, RunConfig
 from gossipx.errors import UsageError
 from gossipx.launch.cluster.world import World, check_size
 from gossipx.launch.directory import check_name
@@ -170,6 +170,8 @@ def dry_run(
     model = _model(settings, script, module, model_size)
     link = link or LINK
     rate = parse_rate(link, "--link")
+    if settings.run.iterations == MOST_ITERATIONS and not script:
+        raise UsageError("--dry-run cannot tell how many iterations --seconds allows: give --iterations too")
     most = settings.exchange.max_rate
     max_rate = None if most is None else parse_rate(most)
     names = [peer.name for peer in checked.peers]

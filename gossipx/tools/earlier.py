@@ -1,4 +1,5 @@
-"""Earlier runs in ``--logdir`` with the same task and policy, whose retrieval counts predict those of the next run."""
+"""Runs that have something in common: earlier ones with the same task and policy predict the retrievals of the next
+run, and those with the same settings but another seed or policy are compared with each other."""
 
 from __future__ import annotations
 
@@ -48,6 +49,31 @@ def _is_alike(found: Summary, directory: Path, settings: RunConfig, script: list
     except (OSError, *MALFORMED):  # it had no script, or the file is not ours
         return False
     return isinstance(command, list) and command[:1] == [str(Path(script[0]).absolute())]
+
+
+OF_ONE_RUN = {"run": ("peers", "name", "logdir", "overwrite", "seed"), "sync": ("policy",)}
+"""Settings, by table, in which runs of one :func:`setting_of` may differ."""
+
+
+def setting_of(run: Path) -> str | None:
+    """Return the settings and the script of a run as text, without its seed, its policy and where it was written.
+
+    Args:
+        run: its directory, or a file in it.
+
+    Returns:
+        Equal texts for runs of the same setting; None: the directory does not have the settings.
+    """
+    directory = run if run.is_dir() else run.parent
+    try:
+        tables = files.resolve(settings_in(directory)).tables
+    except UsageError:  # for example, only the summary was kept
+        return None
+    for table, names in OF_ONE_RUN.items():
+        for name in names:
+            del tables[table][name]
+    script = directory / SCRIPT_FILE
+    return json.dumps([tables, script.read_text() if script.is_file() else None], sort_keys=True)
 
 
 def _exchange(settings: RunConfig) -> tuple[object, ...]:

@@ -15,14 +15,16 @@ from gossipx.errors import UsageError
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE
 from gossipx.launch.hosts import read_hosts
 from gossipx.metrics import curves, plot
+from gossipx.metrics.compare import Group, grouped
 from gossipx.metrics.plot import Drawn, Graph
 from gossipx.metrics.summary import Summary
+from gossipx.tools.earlier import setting_of
 
 log = logging.getLogger("gossipx")
 
 
 def draw(runs: Sequence[tuple[Path, Summary]], target: Path) -> None:
-    """Plot runs to an image file.
+    """Plot runs to an image file; runs that differ only in their seeds share a line.
 
     Args:
         runs: the runs' directories and summaries.
@@ -33,16 +35,19 @@ def draw(runs: Sequence[tuple[Path, Summary]], target: Path) -> None:
         GossipxError: the image cannot be written.
     """
     plot.check_target(target)
-    plot.draw([_drawn(path, summary) for path, summary in runs], target)
+    places = {id(summary): path if path.is_dir() else path.parent for path, summary in runs}
+    summaries = [summary for _, summary in runs]
+    groups = grouped(summaries, [setting_of(path) for path, _ in runs])
+    plot.draw([_drawn(group, [places[id(run)] for run in group.runs]) for group in groups], target)
 
 
-def _drawn(path: Path, summary: Summary) -> Drawn:
-    directory = path if path.is_dir() else path.parent
-    if not (directory / CONFIG_FILE).is_file():
-        raise UsageError("nothing to plot: the directory has no run", directory)
-    settings = files.resolve(files.load(directory / CONFIG_FILE))
-    names = tuple(line.name for line in read_hosts(directory / HOSTS_FILE))
-    return Drawn(summary.name, summary.policy, curves.read(directory), graph_of(settings, names))
+def _drawn(group: Group, directories: Sequence[Path]) -> Drawn:
+    for directory in directories:
+        if not (directory / CONFIG_FILE).is_file():
+            raise UsageError("nothing to plot: the directory has no run", directory)
+    settings = files.resolve(files.load(directories[0] / CONFIG_FILE))
+    names = tuple(line.name for line in read_hosts(directories[0] / HOSTS_FILE))
+    return Drawn(group.shown, group.policy, curves.read(*directories), graph_of(settings, names))
 
 
 def graph_of(settings: RunConfig, names: tuple[str, ...]) -> Graph:

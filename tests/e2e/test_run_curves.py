@@ -85,6 +85,7 @@ def test_all_three_are_compared_in_one_table(three: dict[str, Run]) -> None:
     table = {row[0]: row[1:] for row in rows if len(row) == 4}
     assert table[""] == ["gossip", "hub", "server"]
     delayed = three["server"].summary["delayed_pulls"][0]
-    assert table["delayed pulls (DPRs)"] == ["0", "0", str(delayed)]
+    assert table["delayed pulls (DPRs)"] == ["–", "–", str(delayed)]
+    assert table["MB per serving peer"][0] == "–" and float(table["MB per serving peer"][1]) > 0
     assert all(share.endswith("%") for share in table["time blocked"])
     assert three["server"].summary["blocked_seconds"][0] is None, "it has no training that could be stopped"

@@ -64,7 +64,9 @@ def summary(name: str, retrievals: float, **others: object) -> Summary:
             "finish_bytes": [250_000, None],
             "test_accuracy": [0.75, None],
             "consensus_accuracy": 0.8125,
-            "consensus_loss": 0.5,
+            "test_loss": [None, None],
+            "test_loss_before_finish": [None, None],
+            "consensus_loss": None,
             "train_seconds": [10.0, None],
             "blocked_seconds": [0.5, None],
             "agreed": True,
@@ -116,10 +118,10 @@ def test_the_help_of_run_shows_only_the_common_options_under_their_headings() ->
     }
     assert list(shown) == [*get_args(Group), "Help"]
     assert shown.pop("Help") == ["--help", "--help-all"]
-    assert {"--config", "--resume"} < set(shown["Run"])
+    assert {"--config", "--resume", "--seeds"} < set(shown["Run"])
     for heading, options in shown.items():
         declared = {key.option for key in KEYS.values() if key.common == heading}
-        assert declared == set(options) - {"--config", "--resume"}
+        assert declared == set(options) - {"--config", "--resume", "--seeds"}
     assert 10 <= sum(map(len, shown.values())) <= 15
 
 
@@ -312,7 +314,8 @@ def test_compare_prints_a_table(tmp_path: Path) -> None:
     assert table["MB in the finish"] == ["0.25", "0.25"]
     assert table["accuracy, mean"] == table["accuracy, worst peer"] == ["0.7500", "0.7500"]
     assert table["averaged model"] == ["0.8125", "0.8125"]
-    assert table["wall time, s"] == ["12.3", "12.3"]
+    assert (table["training, s"], table["wall time, s"]) == (["10.0", "10.0"], ["12.3", "12.3"])
+    assert table["failed per peer"] == ["1.0", "1.0"]
     assert table["time blocked"] == ["5.00%", "5.00%"]
     assert table["one final model"] == ["yes", "yes"]
     assert table["lost peers"] == ["1", "1"]
@@ -342,6 +345,35 @@ def test_compare_shows_a_dash_for_missing_figures(tmp_path: Path) -> None:
     result = gossipx("compare", *write(tmp_path, summary("own", 0.0, test_accuracy=[None, None])))
     table = cells(result.stdout)
     assert table["reduction"] == ["–"] and table["accuracy, mean"] == ["–"] and table["retrievals per peer"] == ["0.0"]
+
+
+def test_compare_shows_servers_and_serving_peers_only_where_there_are_some(tmp_path: Path) -> None:
+    gossip = summary("gossip", 300.0, delayed_pulls=[None, None])
+    served = {"train_seconds": [10.0, 11.0], "bytes_received": [2_000_000, 16_000_000], "lost": []}
+    hub = summary("hub", 300.0, delayed_pulls=[None, None], **served)
+    runs = write(tmp_path, gossip, hub, summary("server", 0.0))
+    assert {"delayed pulls (DPRs)", "MB per serving peer"}.isdisjoint(cells(gossipx("compare", runs[0]).stdout))
+    table = cells(gossipx("compare", *runs).stdout)
+    assert table["delayed pulls (DPRs)"] == ["–", "–", "7"]
+    assert table["MB per serving peer"] == ["–", "16.0", "–"] and table["MB received per peer"] == ["2.0"] * 3
+
+
+def test_compare_shows_the_loss_of_runs_without_an_accuracy(tmp_path: Path) -> None:
+    text = {
+        "test_accuracy": [None, None],
+        "test_accuracy_before_finish": [None, None],
+        "consensus_accuracy": None,
+        "test_loss": [1.5, None],
+        "test_loss_before_finish": [1.75, None],
+        "consensus_loss": 1.25,
+    }
+    runs = write(tmp_path, summary("text", 30.0, **text), summary("images", 30.0))
+    alone = cells(gossipx("compare", runs[0]).stdout)
+    assert (alone["loss, mean"], alone["loss before finish"]) == (["1.5000"], ["1.7500"])
+    assert alone["loss of averaged model"] == ["1.2500"] and "accuracy, mean" not in alone
+    both = cells(gossipx("compare", *runs).stdout)
+    assert (both["accuracy, mean"], both["loss, mean"]) == (["–", "0.7500"], ["1.5000", "–"])
+    assert "loss, mean" not in cells(gossipx("compare", runs[1]).stdout)
 
 
 def test_a_run_may_be_compared_by_its_name(tmp_path: Path) -> None:

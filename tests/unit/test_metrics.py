@@ -1,4 +1,4 @@
-"""The summary of a run, the comparison of runs, and TensorBoard's files."""
+"""The summary of a run, and the comparison of runs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_disks import SmallDisk
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from gossipx.errors import UsageError
-from gossipx.metrics import Summary, TensorBoardRecorder
-from gossipx.metrics.board import PAGE
+from gossipx.metrics import Summary
 from gossipx.metrics.compare import compare
 from gossipx.metrics.summary import FILE, PER_PEER, per_peer, read
 
@@ -279,6 +274,10 @@ def test_a_shard_that_was_set_back_is_counted_once() -> None:
     assert row.set_back == 2
 
 
+def test_a_run_without_servers_has_no_delayed_pulls() -> None:
+    assert compare([summary({**REPORT, "delayed_pulls": None})])[0].delayed_pulls is None
+
+
 def test_delayed_pulls_are_those_of_all_shards() -> None:
     """Two servers, a worker, and a lost peer: the number of peers does not matter."""
     servers = ({**REPORT, "delayed_pulls": 30}, {**REPORT, "delayed_pulls": 12})
@@ -287,131 +286,56 @@ def test_delayed_pulls_are_those_of_all_shards() -> None:
 
 def test_values_that_a_run_does_not_have_are_none() -> None:
     """All peers were lost; or the first run has no retrievals to save."""
-    [lost] = compare([summary(None, None, consensus_accuracy=None, agreed=None)])
+    [lost] = compare([summary(None, None, consensus_accuracy=None, consensus_loss=None, agreed=None)])
     assert lost.lost == 2
     for field in dataclasses.fields(lost):
-        if field.name not in ("name", "policy", "codec", "wall_seconds", "lost", "stopped"):
-            assert getattr(lost, field.name) is None, field.name
+        if field.name not in ("name", "runs", "seeds", "policy", "codec", "wall_seconds", "lost", "stopped"):
+            assert not getattr(lost, field.name), field.name
     never, tau = compare([summary({**REPORT, "retrievals": 0}), summary(REPORT)])
     assert never.reduction is None and tau.reduction is None
     assert never.retrievals == 0.0 and tau.retrievals == 30.0
 
 
-def test_a_peer_that_only_serves_others_does_not_count_as_unblocked() -> None:
-    assert compare([summary({**REPORT, "blocked_seconds": None}, REPORT)])[0].blocked == 0.25
+SERVING = {
+    **REPORT,
+    "retrievals": 0,
+    "skipped": 0,
+    "failed": 0,
+    "bytes_received": 16_000_000,
+    "finish_bytes": 900_000,
+    "test_accuracy": 0.875,
+    "test_accuracy_before_finish": None,
+    "blocked_seconds": None,
+    "train_seconds": 11.0,
+}
+"""The report of a peer that only serves others."""
+
+
+def test_averages_are_over_the_peers_that_train() -> None:
+    """Four workers that pull 30 times each are no saving against five peers that pull 30 times."""
+    peers, hub = compare([summary(*[REPORT] * 5), summary(SERVING, *[REPORT] * 4, name="hub")])
+    for name in ("retrievals", "skipped", "failed", "received_mb", "finish_mb", "accuracy", "accuracy_worst"):
+        assert getattr(hub, name) == getattr(peers, name), name
+    assert hub.reduction == 0.0 and hub.accuracy_before_finish == 0.5 and hub.blocked == 0.25
+    assert (peers.serving_mb, hub.serving_mb) == (None, 16.0)
+    assert (hub.train_seconds, hub.wall_seconds) == (8.0, 12.5), "of the workers; and to the end of the last peer"
+
+
+def test_training_seconds_are_those_of_the_peer_that_took_longest() -> None:
+    [row] = compare([summary(REPORT, {**REPORT, "train_seconds": 9.5}, None)])
+    assert row.train_seconds == 9.5
+
+
+def test_a_loss_is_compared_as_an_accuracy_is() -> None:
+    text = {"test_accuracy": None, "test_accuracy_before_finish": None}
+    losses = {"test_loss": 1.5, "test_loss_before_finish": 2.0}
+    other = {"test_loss": 2.5, "test_loss_before_finish": 3.0}
+    [row] = compare([summary({**REPORT, **text, **losses}, {**REPORT, **text, **other}, consensus_loss=1.25)])
+    assert (row.loss, row.loss_worst, row.loss_before_finish, row.loss_averaged) == (2.0, 2.5, 2.5, 1.25)
+    assert row.accuracy is None
 
 
 def test_a_peer_that_trained_no_time_has_no_blocked_share() -> None:
     idle = {**REPORT, "train_seconds": 0.0, "blocked_seconds": 0.0}
     assert compare([summary(idle)])[0].blocked is None
     assert compare([summary(idle, REPORT)])[0].blocked == 0.25
-
-
-# --- TensorBoard --------------------------------------------------------------------------------------
-
-
-def recorded(directory: Path) -> EventAccumulator:
-    events = EventAccumulator(str(directory))
-    events.Reload()
-    return events
-
-
-def test_scalars_settings_and_the_page_are_in_one_directory(tmp_path: Path) -> None:
-    """SummaryWriter.add_hparams would write a separate run in a subdirectory."""
-    directory = tmp_path / "peer-00"
-    recorder = TensorBoardRecorder(directory, {"sync.policy": "tau:10", "run.seed": 3, "sync.blocking": True})
-    for step, value in ((10, 2.5), (20, 1.25)):
-        recorder.scalar("train/loss", value, step)
-    recorder.scalar("sync/delta", 0.5, 20)
-    recorder.close()
-
-    [file] = list(tmp_path.rglob("events.*"))
-    assert [path for path in tmp_path.rglob("*") if path.is_dir()] == [directory] and file.parent == directory
-
-    events = recorded(directory)
-    assert sorted(events.Tags()["scalars"]) == ["sync/delta", "train/loss"]
-    assert [(one.step, one.value) for one in events.Scalars("train/loss")] == [(10, 2.5), (20, 1.25)]
-    assert [(one.step, one.value) for one in events.Scalars("sync/delta")] == [(20, 0.5)]
-
-    settings = HParamsPluginData.FromString(
-        events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
-    ).session_start_info.hparams
-    assert settings["sync.policy"].string_value == "tau:10"
-    assert settings["run.seed"].number_value == 3
-    experiment = HParamsPluginData.FromString(
-        events.SummaryMetadata("_hparams_/experiment").plugin_data.content
-    ).experiment
-    assert [metric.name.tag for metric in experiment.metric_infos] == ["test/accuracy"]
-    assert {one.name for one in experiment.hparam_infos} == {"sync.policy", "run.seed", "sync.blocking"}
-
-
-@pytest.mark.fault(57)
-def test_curves_survive_a_full_disk(small_disk: SmallDisk, caplog: pytest.LogCaptureFixture) -> None:
-    """Records of that time follow when there is room, and the file has no part of a record."""
-    recorder = TensorBoardRecorder(small_disk.path / "peer-00", {})
-    recorder.scalar("train/loss", 1.0, 1)
-    assert recorder.unwritten() == 0
-    small_disk.fill()
-    for step in range(2, 500):
-        recorder.scalar("train/loss", float(step), step)
-    assert recorder.unwritten() == 498 == recorder.unwritten()
-    assert [one.step for one in recorded(small_disk.path / "peer-00").Scalars("train/loss")] == [1]
-    small_disk.free()
-    recorder.scalar("train/loss", 500.0, 500)
-    assert recorder.unwritten() == 0
-    recorder.close()
-    assert [one.step for one in recorded(small_disk.path / "peer-00").Scalars("train/loss")] == [*range(1, 501)]
-    [warning] = caplog.messages
-    assert "No space left on device" in warning and "peer-00/events" in warning
-
-
-@pytest.mark.fault(57)
-def test_curves_that_cannot_be_written_are_counted(small_disk: SmallDisk, caplog: pytest.LogCaptureFixture) -> None:
-    recorder = TensorBoardRecorder(small_disk.path / "peer-00", {})
-    recorder.scalar("train/loss", 1.0, 1)
-    assert recorder.unwritten() == 0
-    small_disk.allow_writing(False)
-    for step in range(2, 30_000):
-        recorder.scalar("train/loss", float(step), step)
-    recorder.close()
-    assert [one.step for one in recorded(small_disk.path / "peer-00").Scalars("train/loss")] == [1]
-    begun, ended = caplog.messages
-    assert "Read-only file system" in begun
-    assert "29998 records of curves were not written" in ended
-
-
-def page_of(events: EventAccumulator) -> dict[str, dict[str, list[str]]]:
-    """Return the tags of each chart and part of the custom-scalars page."""
-    assert events.SummaryMetadata("custom_scalars__config__").plugin_data.plugin_name == "custom_scalars"
-    layout = Layout.FromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
-    return {part.title: {chart.title: list(chart.multiline.tag) for chart in part.chart} for part in layout.category}
-
-
-def test_the_page_lays_curves_over_each_other(tmp_path: Path) -> None:
-    TensorBoardRecorder(tmp_path, {}).close()
-    page = page_of(recorded(tmp_path))
-    charts = page["gossipx"]
-    assert charts == {title: tags for title, (_, tags) in PAGE["gossipx"].items()}
-    assert list(page) == ["gossipx"], "no charts without curves"
-    shown = {tag.rstrip("$") for tags in charts.values() for tag in tags}
-    # Issue 2: accuracy, the paper's Figure 7, and its Figures 3 to 5.
-    asked = ["test/accuracy", "sync/retrievals", "sync/delta", "sync/delta_difference", "sync/consensus_distance"]
-    assert set(asked) <= shown
-
-
-def test_the_page_has_charts_of_a_hub_or_of_servers_where_the_run_has_them(tmp_path: Path) -> None:
-    TensorBoardRecorder(tmp_path, {}, ["gossipx", "gossipx: servers"]).close()
-    page = page_of(recorded(tmp_path))
-    assert list(page) == ["gossipx", "gossipx: servers"]
-    assert ["server/clock/"] in page["gossipx: servers"].values()
-
-
-def test_close_flushes_the_records(tmp_path: Path) -> None:
-    recorder = TensorBoardRecorder(tmp_path, {})
-    for step in range(1000):
-        recorder.scalar("sync/retrievals", step, step)
-    recorder.close()
-    # By default the accumulator keeps only a sample of these.
-    events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
-    events.Reload()
-    assert [one.step for one in events.Scalars("sync/retrievals")] == list(range(1000))

@@ -19,15 +19,15 @@ from gossipx.tools.plot import graph_of
 NAMES = ("a", "b", "c", "d")
 
 
-def written(folder: Path, peers: int = 2, tests: tuple[int, ...] = (10, 20, 30)) -> Path:
+def written(folder: Path, peers: int = 2, tests: tuple[int, ...] = (10, 20, 30), figure: str = "accuracy") -> Path:
     """Write a run's curves: peer p has accuracy .1·(p+1)·i/10 and receives 1 MB·(p+1) per 10 iterations."""
     for peer in range(peers):
-        recorder = TensorBoardRecorder(folder / f"peer-{peer:02d}", {})
+        recorder = TensorBoardRecorder(folder / f"peer-{peer:02d}")
         for step in (0, 10, 20, 30):
             recorder.scalar("comm/bytes_received", 1e5 * (peer + 1) * step, step)
             recorder.scalar("sync/retrievals", step // 10 * (peer + 1), step)
         for step in tests[: len(tests) - peer]:
-            recorder.scalar("test/accuracy", 0.01 * (peer + 1) * step, step)
+            recorder.scalar(f"test/{figure}", 0.01 * (peer + 1) * step, step)
         recorder.close()
     return folder
 
@@ -47,6 +47,28 @@ def test_curves_are_means_over_peers_with_the_least_and_the_most(tmp_path: Path)
 def test_traffic_between_two_records_is_interpolated(tmp_path: Path) -> None:
     found = curves.read(written(tmp_path, peers=1, tests=(5, 25)))
     np.testing.assert_allclose(found.by_megabytes.x, [0.5, 2.5])
+
+
+def test_seeds_share_a_curve(tmp_path: Path) -> None:
+    """Two peers of one run and one of another: the band covers all three."""
+    found = curves.read(written(tmp_path / "one"), written(tmp_path / "two", peers=1))
+    np.testing.assert_allclose(found.by_megabytes.mean, np.array([0.1 + 0.2 + 0.1, 0.2 + 0.4 + 0.2]) / 3, rtol=1e-6)
+    np.testing.assert_allclose(found.by_megabytes.most, [0.2, 0.4], rtol=1e-6)
+    np.testing.assert_allclose(found.retrievals.mean, np.array([0, 4, 8, 12]) / 3)
+    assert (found.by_seconds.x < 60).all(), "seconds count from the beginning of each run"
+
+
+def test_a_run_without_accuracies_has_its_losses_drawn(tmp_path: Path) -> None:
+    text = curves.read(written(tmp_path / "text", figure="loss"))
+    assert text.figure == "loss" and len(text.by_megabytes.x) == 2
+    images = curves.read(written(tmp_path / "images"))
+    drawn = {}
+    for name, found in {"loss": [text], "accuracy": [text, images]}.items():
+        runs = [Drawn(f"run-{number}", "tau:10", one, Graph("full", ("a",), ())) for number, one in enumerate(found)]
+        plot.draw(runs, tmp_path / f"{name}.svg")
+        drawn[name] = (tmp_path / f"{name}.svg").read_text()
+    assert "Loss by traffic" in drawn["loss"] and "test loss" in drawn["loss"]
+    assert "Accuracy by traffic" in drawn["accuracy"] and "test loss" not in drawn["accuracy"]
 
 
 def test_a_run_without_curves_is_reported(tmp_path: Path) -> None:

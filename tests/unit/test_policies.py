@@ -19,7 +19,14 @@ from gossipx.sync import SyncManager
 
 
 def observed(step: int = 1, **values: float) -> Observation:
-    shown = {"delta": 1.0, "delta_at_retrieval": 0.0, "travelled": 1.0, "drift": None, "silence": 1, "uniform": 0.5}
+    shown = {
+        "delta": 1.0,
+        "delta_at_retrieval": 0.0,
+        "travelled": 1.0,
+        "drift_measured": None,
+        "silence": 1,
+        "uniform": 0.5,
+    }
     return Observation(step=step, **{**shown, **values})
 
 
@@ -114,7 +121,7 @@ def test_when_each_pulls():
     assert wants(Random(1.0), uniform=0.999) and not wants(Random(0.0), uniform=0.0)
     assert wants(Random(0.3), uniform=0.29) and not wants(Random(0.3), uniform=0.3)
     assert wants(Travel(2.0), travelled=2.1) and not wants(Travel(2.0), travelled=2.0)
-    assert wants(Drift(2.0), drift=2.1) and not wants(Drift(2.0), drift=2.0)
+    assert wants(Drift(2.0), drift_measured=2.1) and not wants(Drift(2.0), drift_measured=2.0)
     assert wants(Tau(10), step=20, silence=4) and not wants(Tau(10), step=24, silence=10)
     assert wants(Tau(10), step=24, silence=10, shared=True), "after a wave it counts from that wave"
     assert not wants(Tau(10), step=20, silence=6, shared=True)

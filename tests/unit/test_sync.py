@@ -61,7 +61,7 @@ def test_from_its_state_it_decides_the_same(spec, deltas: list[float], data: st.
     again.load_state_dict(json.loads(state))
     assert play(again, deltas[cut:], cut + 1) == play(manager, deltas[cut:], cut + 1)
     assert (again.retrievals, again.skipped, again.failed) == (manager.retrievals, manager.skipped, manager.failed)
-    assert again.difference == manager.difference
+    assert again.decisions == manager.decisions
     assert again.state_dict() == manager.state_dict()
 
 
@@ -125,16 +125,38 @@ def test_a_wave_counts_once_and_each_of_its_models_as_one():
     assert manager.failed == 1 and manager.step(7, 1.0) is False and manager.step(8, 1.0), "4 and 6 after the last"
 
 
+def difference_seen(manager: SyncManager, step: int, delta: float) -> float:
+    """Return the difference of delta on which the policy decides after a step."""
+    manager.step(step, delta)
+    assert manager.observation is not None and manager.observation.step == step
+    return manager.observation.difference
+
+
+def test_what_a_policy_decided_on_is_kept_until_its_next_decision():
+    """Section V-B: |Δ_t − Δ_r| with the Δ_r of the decision, although the request sets Δ_r to Δ_t."""
+    manager = SyncManager(policies.parse("adaptive:threshold=0.3"))
+    assert difference_seen(manager, 1, delta=0.5) == 0.5 and manager.fired
+    manager.requested()
+    assert manager.observation is not None
+    assert (manager.observation.difference, manager.observation.travelled) == (0.5, 0.5)
+    assert difference_seen(manager, 2, delta=1.0) == 0.5 and not manager.fired, "one is in flight"
+    assert (manager.decisions, manager.skipped) == (2, 1)
+    manager.completed()
+    assert difference_seen(manager, 3, delta=0.5) == 0.0 and not manager.fired
+    assert manager.decisions == 2
+
+
 def test_what_others_push_is_a_retrieval_and_no_exchange_of_ours():
     """Policies count from the last exchange that this peer began, also from a push, which brings no model."""
     manager = SyncManager(policies.parse("never"))
     for step in (1, 2, 3):
         manager.step(step, 0.5)
     manager.retrieved()
-    assert (manager.retrievals, manager.difference, manager.in_flight) == (1, 0.5, False)
+    assert (manager.retrievals, manager.in_flight) == (1, False)
     manager.requested()
     manager.completed(models=0)
-    assert (manager.retrievals, manager.difference, manager.in_flight) == (1, 0.0, False)
+    assert (manager.retrievals, manager.in_flight) == (1, False)
+    assert difference_seen(manager, 4, delta=0.75) == 0.25, "Δ_r is that of our push"
 
 
 def test_a_decision_that_finds_nobody_is_skipped_as_if_it_had_not_been_taken():
@@ -142,7 +164,8 @@ def test_a_decision_that_finds_nobody_is_skipped_as_if_it_had_not_been_taken():
     manager.step(1, 0.5)
     manager.requested()
     manager.found_nobody()
-    assert (manager.skipped, manager.failed, manager.difference, manager.in_flight) == (1, 0, 0.5, False)
+    assert (manager.skipped, manager.failed, manager.in_flight) == (1, 0, False)
+    assert difference_seen(manager, 2, delta=0.75) == 0.75, "Δ_r is still that of no retrieval"
 
 
 def warned(policy: str | Policy, steps: int, delta: float = 0.01) -> list[tuple[int, str, str]]:

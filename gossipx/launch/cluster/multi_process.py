@@ -28,7 +28,7 @@ from gossipx.launch import resume
 from gossipx.launch.cluster import membership
 from gossipx.launch.cluster.rendezvous import Rendezvous
 from gossipx.launch.cluster.world import World, check_size, is_loopback
-from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, RunDirectory, checked_name
+from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, RunDirectory, checked_name, record
 from gossipx.launch.directory import replace as replace_file
 from gossipx.launch.hosts import PeerLine, read_hosts
 from gossipx.launch.start import Start, check_here, check_names, check_script, presets, with_name
@@ -174,6 +174,10 @@ class SharedDirectory:
         """Keep the directory once all have met: others may train here now, so an overwritten run is removed."""
         if self._created is not None:
             self._created.keep()
+
+    def record(self, settings: RunConfig) -> None:
+        """Replace the settings file of this process; others that use the same one write the same."""
+        record(self.config, settings)
 
     def keep(self) -> None:
         """Do nothing: :meth:`begin` has kept it."""

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from gossipx.config import files
-from gossipx.config.settings import RunConfig, TaskSettings
+from gossipx.config.settings import RunConfig, RunSettings, TaskSettings
 from gossipx.launch.environment import ENV_CONFIG, ENV_DEVICE, ENV_RANK, progress
 from gossipx.launch.loops import solve
 from gossipx.launch.loops.join import join
@@ -91,7 +91,7 @@ def optimizer_of(model: nn.Module, task: TaskSettings) -> torch.optim.Optimizer:
     )
 
 
-def rate_of(task: TaskSettings, step: int, iterations: int) -> float:
+def rate_of(task: TaskSettings, step: float, iterations: float) -> float:
     """Return the learning rate of one iteration, by the schedule of the model's preset."""
     assert task.base_lr is not None
     if PRESETS[task.model].schedule == "cosine":
@@ -110,9 +110,9 @@ def loop(
     batches = Batches(own, task.batch_size, settings.seed * 1000 + peer.rank)
     batches.seek(peer.iteration)
     live = test.take(torch.arange(min(LIVE_TEXT if isinstance(test, Windows) else LIVE, len(test))))
-    while peer.iteration < settings.iterations:
+    while (used := used_of(peer, settings))[0] < used[1]:
         for group in optimizer.param_groups:
-            group["lr"] = rate_of(task, peer.iteration, settings.iterations)
+            group["lr"] = rate_of(task, *used)
         inputs, labels = next(batches)
         optimizer.zero_grad(set_to_none=True)
         loss = functional.cross_entropy(model(inputs.to(device)), labels.to(device))
@@ -123,6 +123,14 @@ def loop(
         if settings.eval_interval and peer.iteration % settings.eval_interval == 0:
             for name, value in scores(model, live, device).items():
                 peer.log(f"test/{name}", value)
+
+
+def used_of(peer: Peer, settings: RunSettings) -> tuple[float, float]:
+    """Return how much of the run's budget is used, and the budget: in iterations or seconds, whichever ends first."""
+    used: list[tuple[float, float]] = [(peer.iteration, settings.iterations)]
+    if settings.seconds is not None:
+        used.append((peer.seconds, settings.seconds))
+    return max(used, key=lambda one: one[0] / one[1])
 
 
 @torch.no_grad()

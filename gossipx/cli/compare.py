@@ -1,0 +1,178 @@
+"""``gossipx compare``: a table of runs, as the paper's Table II, and a plot."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from gossipx.cli import completers
+from gossipx.cli.commands import debug
+from gossipx.launch.directory import no_run, run_directory
+from gossipx.metrics import summary
+from gossipx.metrics.compare import Row
+from gossipx.metrics.compare import compare as compared
+
+Cell = Callable[[Row], str]
+
+
+@click.command("compare", short_help="Compare runs in a table or a plot.")
+@click.argument(
+    "runs",
+    nargs=-1,
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="RUN...",
+    shell_complete=completers.ended_runs,
+)
+@click.option(
+    "--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Directory that contains the runs."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Also plot the runs into a .png or .svg file.")
+@debug
+def compare(runs: tuple[Path, ...], logdir: Path, as_json: bool, plot: Path | None) -> None:
+    """Compare runs, given by directory or name; reductions are relative to the first run.
+
+    Runs that differ only in their seeds share a column, with means and 95 % intervals over the seeds.
+
+    \b
+    gossipx compare runs/tau runs/adaptive runs/travel
+    gossipx compare runs/tau-seed* runs/adaptive-seed*
+    gossipx compare runs/tau runs/adaptive --plot runs.png
+    """
+    places = [run_directory(str(path), logdir) for path in runs]
+    for path, place in zip(runs, places, strict=True):
+        if not place.exists() or (not (place / summary.FILE).exists() and any(place.glob(f"*/{summary.FILE}"))):
+            raise no_run(str(path), logdir, summary.FILE)
+    summaries = [summary.read(path) for path in places]
+    if plot is not None:
+        from gossipx.tools import plot as plotting
+
+        plotting.draw(list(zip(places, summaries, strict=True)), plot)
+        print(f"{plot}: a plot of {', '.join(found.name for found in summaries)}", file=sys.stderr)
+    from gossipx.tools.earlier import setting_of  # imports numpy, which a completion must not
+
+    rows = compared(summaries, [setting_of(place) for place in places])
+    if as_json:
+        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
+    else:
+        _print_table(rows)
+
+
+def _print_table(rows: Sequence[Row]) -> None:
+    """Print a line per figure and a column per row, which fits a terminal better than the transposed table."""
+    table = Table()
+    table.add_column(no_wrap=True)
+    for row in rows:
+        seeds = f", {len(row.seeds)} seeds" if len(row.seeds) > 1 else ""
+        table.add_column(f"{row.name}{seeds}", overflow="fold")  # truncated names could be equal
+    for heading, cell in _lines(rows):
+        table.add_row(heading, *map(cell, rows))
+    console = Console(highlight=False)
+    if not console.is_terminal:  # a file or a pipe has no width to fit
+        console.width = 40 * (len(rows) + 1)
+    console.print(table)
+
+
+def _lines(rows: Sequence[Row]) -> list[tuple[str, Cell]]:
+    """Return heading and cells of each line; figures that no run has, such as those of servers, have no line."""
+    quality = [*_quality(rows, "loss")]
+    if not quality or any(row.accuracy is not None for row in rows):
+        quality = [*_quality(rows, "accuracy", always=True), *quality]
+    return [
+        ("policy", lambda row: row.policy),
+        ("codec", lambda row: row.codec),
+        _figure("retrievals per peer", "retrievals", "{:.1f}"),
+        _figure("skipped per peer", "skipped", "{:.1f}"),
+        _figure("failed per peer", "failed", "{:.1f}"),
+        ("reduction", lambda row: _shown(row.reduction, "{:.1%}")),
+        *_if_any(rows, "delayed pulls (DPRs)", "delayed_pulls", "{:.0f}"),
+        _figure("MB received per peer", "received_mb", "{:.1f}"),
+        *_if_any(rows, "MB per serving peer", "serving_mb", "{:.1f}"),
+        _figure("MB in the finish", "finish_mb", "{:.2f}"),
+        *quality,
+        _figure("training, s", "train_seconds", "{:.1f}"),
+        _figure("wall time, s", "wall_seconds", "{:.1f}"),
+        _figure("time blocked", "blocked", "{:.2%}"),
+        ("one final model", lambda row: {None: "–", True: "yes", False: "no"}[row.agreed]),
+        ("lost peers", lambda row: str(row.lost)),
+        ("stopped peers", lambda row: str(row.stopped)),
+        *_faults(rows),
+    ]
+
+
+def _quality(rows: Sequence[Row], name: str, always: bool = False) -> list[tuple[str, Cell]]:
+    """Return the lines of accuracy or loss, if a run has them or ``always``."""
+    headings = {
+        name: f"{name}, mean",
+        f"{name}_worst": f"{name}, worst peer",
+        f"{name}_before_finish": f"{name} before finish",
+        f"{name}_averaged": "averaged model" if name == "accuracy" else f"{name} of averaged model",
+    }
+    shown = [name for name in headings if always or any(getattr(row, name) is not None for row in rows)]
+    lines = [_figure(headings[name], name, "{:.4f}") for name in shown]
+    has_seeds = any(len(row.seeds) > 1 for row in rows)
+    for one in (name, f"{name}_before_finish"):
+        if has_seeds and any(one in row.paired for row in rows):
+            lines.append((f"{headings[one]}, paired", partial(_paired, one)))
+    for one in (name, f"{name}_before_finish"):
+        if any(row.fixed_period and one in row.fixed_period.figures for row in rows):
+            lines.append((f"{headings[one]}, tau interpolated", partial(_interpolated, one)))
+    return lines
+
+
+def _faults(rows: Sequence[Row]) -> list[tuple[str, Cell]]:
+    """Return the lines of faults that happened."""
+    headings = {
+        "poisoned": "models refused",
+        "corrupted": "frames refused",
+        "strangers": "strangers",
+        "suspicions": "suspicions",
+        "set_back": "shards set back",
+        "unwritten": "not written to disk",
+    }
+    return [
+        _figure(heading, name, "{:.0f}")
+        for name, heading in headings.items()
+        if any(getattr(row, name) for row in rows)
+    ]
+
+
+def _if_any(rows: Sequence[Row], heading: str, name: str, form: str) -> list[tuple[str, Cell]]:
+    return [_figure(heading, name, form)] if any(getattr(row, name) is not None for row in rows) else []
+
+
+def _figure(heading: str, name: str, form: str) -> tuple[str, Cell]:
+    """Return the line of a figure, with its interval where there are several seeds."""
+
+    def cell(row: Row) -> str:
+        interval = row.intervals.get(name)
+        return _shown(getattr(row, name), form) + ("" if interval is None else f" ± {form.format(interval)}")
+
+    return heading, cell
+
+
+def _paired(name: str, row: Row) -> str:
+    """Return the difference from the first row over the same seeds."""
+    difference = row.paired.get(name)
+    if difference is None:
+        return "–"
+    interval = "" if difference.interval is None else f" ± {difference.interval:.4f}"
+    return f"{difference.mean:+.4f}{interval}"
+
+
+def _interpolated(name: str, row: Row) -> str:
+    """Return what a fixed period with as many retrievals reached."""
+    return _shown(None if row.fixed_period is None else row.fixed_period.figures.get(name), "{:.4f}")
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "–" if value is None else form.format(value)

@@ -1,0 +1,94 @@
+"""The aggregate curves that ``gossipx run`` writes from the reports of the peers on this machine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from gossipx.config.settings import KEYS, RunConfig
+from gossipx.launch.progress import PeerStatus
+from gossipx.launch.start import policy_or_sync_model
+from gossipx.metrics.aggregate import Aggregate, Record
+from gossipx.metrics.summary import Summary
+
+log = logging.getLogger("gossipx")
+
+GONE = ("lost", "failed", "restarted", "serve")
+"""States of peers whose iterations are not awaited: no records of theirs will come."""
+
+
+class RunCurves:
+    """The aggregate curves of a run.
+
+    Args:
+        directory: the run's directory; None: several processes write there, each with one peer, so nothing is written.
+        statuses: states of the peers, by rank.
+        hparams: returns the run's hyperparameters, when the first curve begins.
+        resumes: whether the run resumes.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        statuses: Mapping[int, PeerStatus],
+        hparams: Callable[[], dict[str, str | float]],
+        resumes: bool,
+    ):
+        self._statuses = statuses
+        self._serving: set[int] = set()
+        self._curves = None if directory is None else Aggregate(directory, hparams, resumes)
+
+    def handle(self, rank: int, records: Sequence[Record]) -> None:
+        """Take in the records of a peer whose state has just been updated."""
+        if self._statuses[rank].state == "serve":
+            self._serving.add(rank)
+        if self._curves is None:
+            return
+        self._curves.add(rank, records)
+        steps = [
+            status.step
+            for other, status in self._statuses.items()
+            if status.state not in GONE and other not in self._serving
+        ]
+        self._attempt(lambda curves: curves.write(min(steps, default=0)))
+
+    def conclude(self, summary: Summary) -> None:
+        """Write the figures of the final models."""
+        self._attempt(lambda curves: curves.conclude(summary))
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        if self._curves is not None:
+            self._curves.close()
+
+    def _attempt(self, write: Callable[[Aggregate], None]) -> None:
+        try:
+            if self._curves is not None:
+                write(self._curves)
+        except OSError as error:
+            log.warning("%s: the aggregate curves cannot be written (%s)", error.filename, error.strerror)
+            self._curves = None
+
+
+def hparams_of(settings: RunConfig, peers: int) -> dict[str, str | float]:
+    """Return the hyperparameters by which runs are compared.
+
+    Args:
+        settings: settings of the run.
+        peers: number of peers.
+    """
+    sync, server = settings.sync, settings.server
+    exchange = "server" if settings.has_servers else "hub" if settings.hub.hub is not None else None
+    codec = f"push {server.push_codec}, pull {server.pull_codec}" if settings.has_servers else sync.codec
+    found: dict[str, str | float | None] = {
+        "policy": policy_or_sync_model(settings),
+        "exchange": exchange or (sync.exchange if sync.exchange == "waves" else sync.mode),
+        "codec": codec,
+        "outer": settings.value("outer") if "outer" in KEYS else None,
+        "topology": None if exchange else sync.topology,
+        "seed": settings.run.seed,
+        "peers": peers,
+        "learning rate": settings.task.base_lr,
+    }
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,89 @@
+"""``gossipx run --seeds``: one run per seed, one after the other."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from gossipx.config.settings import KEYS, RunConfig
+from gossipx.errors import NotAuthorisedError, UsageError
+from gossipx.launch.directory import check_name
+from gossipx.launch.local import peer_source, run_to_end
+from gossipx.launch.start import stem_of
+
+MOST = 1000
+"""Maximum number of seeds; more are a typing error."""
+FOR_THE_USER = (UsageError.exit_code, NotAuthorisedError.exit_code)
+"""Exit codes of errors that the next seed would only repeat."""
+
+
+def parse(text: str) -> tuple[int, ...]:
+    """Return the seeds of ``0-4``, ``0,2,5`` or a mixture of both.
+
+    Raises:
+        UsageError: it is neither, or names a seed twice.
+    """
+    seeds: list[int] = []
+    for part in text.split(","):
+        first, dash, last = (one.strip() for one in part.partition("-"))
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise UsageError(f"--seeds {text}: seeds such as 0-4 or 0,2,5 are required, not '{part.strip()}'")
+        begin, end = int(first), int(last or first)
+        most = KEYS["seed"].most
+        assert most is not None
+        if end > most:
+            raise UsageError(f"--seeds {text}: a seed is at most {most}")
+        if not 0 <= end - begin < MOST:
+            what = "ends before it begins" if end < begin else f"names more than {MOST} seeds"
+            raise UsageError(f"--seeds {text}: '{part.strip()}' {what}")
+        seeds += range(begin, end + 1)
+    if len(set(seeds)) < len(seeds):
+        twice = next(seed for seed in seeds if seeds.count(seed) > 1)
+        raise UsageError(f"--seeds {text}: seed {twice} is given twice")
+    return tuple(seeds)
+
+
+def launch_each(
+    given: RunConfig, seeds: Sequence[int], hosts: Path | None, script: list[str], environ: Mapping[str, str]
+) -> int:
+    """Run the peers of this machine once per seed; a signal ends the run in progress and all that would follow.
+
+    Args:
+        given, hosts, script, environ: as for :func:`gossipx.launch.local.launch`.
+        seeds: at least one.
+
+    Returns:
+        The highest exit code of the runs.
+
+    Raises:
+        UsageError: an argument is invalid or a name is in use; nothing was started.
+    """
+    hosts, world = peer_source(hosts, environ)
+    if world is not None:
+        raise UsageError(f"--seeds starts all peers of a hosts file, and {world.source} starts one run: give --seed")
+    runs = _named(given, seeds)
+    for run in runs:
+        check_name(run)
+    worst = 0
+    for run in runs:
+        print(f"seed {run.run.seed}: {run.run.name}", flush=True)
+        outcome = run_to_end(run, hosts, script, environ)
+        worst = max(worst, outcome.code)
+        if outcome.stopped or outcome.code in FOR_THE_USER:
+            return worst
+    paths = [shlex.quote(str(Path(run.run.logdir) / str(run.run.name))) for run in runs]
+    print(f"compare the seeds: gossipx compare {' '.join(paths)}", flush=True)
+    return worst
+
+
+def _named(given: RunConfig, seeds: Sequence[int]) -> list[RunConfig]:
+    """Return the settings of each run: the given name, or the policy's with a number if taken, and the seed."""
+    base, number = given.run.name or stem_of(given), 1
+    logdir = Path(given.run.logdir)
+    while given.run.name is None and any((logdir / f"{base}-seed{seed}").exists() for seed in seeds):
+        number += 1
+        base = f"{stem_of(given)}-{number}"
+    seeded = [replace(given.run, seed=seed, name=f"{base}-seed{seed}") for seed in seeds]
+    return [replace(given, run=run, given=given.given | {"seed"}) for run in seeded]

@@ -1,0 +1,125 @@
+"""The curves of a whole run: mean and worst over its peers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+from gossipx.config import files
+from gossipx.launch.curves import RunCurves, hparams_of
+from gossipx.launch.progress import PeerStatus
+from gossipx.metrics.aggregate import DIRECTORY, METRICS, Aggregate, Record
+
+Curve = list[tuple[int, float]]
+
+
+def read(run: Path) -> dict[str, Curve]:
+    events = EventAccumulator(str(run / DIRECTORY), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def accuracy(*points: tuple[int, float]) -> list[Record]:
+    return [("test/accuracy", step, value) for step, value in points]
+
+
+def test_mean_and_worst_over_peers(tmp_path: Path) -> None:
+    """The worst accuracy is the least, the worst loss the largest; of retrievals none is bad."""
+    curves = Aggregate(tmp_path, dict)
+    for rank, share in enumerate((0.5, 0.75)):
+        curves.add(rank, [("test/accuracy", 10, share), ("test/loss", 10, share), ("sync/retrievals", 10, share)])
+        curves.add(rank, [("sync/delta", 10, 1.0)])
+    curves.write(10)
+    curves.close()
+    assert read(tmp_path) == {
+        "mean/test/accuracy": [(10, 0.625)],
+        "worst/test/accuracy": [(10, 0.5)],
+        "mean/test/loss": [(10, 0.625)],
+        "worst/test/loss": [(10, 0.75)],
+        "mean/sync/retrievals": [(10, 0.625)],
+    }
+
+
+def test_an_iteration_waits_until_all_peers_have_passed_it(tmp_path: Path) -> None:
+    statuses = {rank: PeerStatus(f"peer {rank}") for rank in range(3)}
+    curves = RunCurves(tmp_path, statuses, dict, resumes=False)
+
+    def handle(rank: int, state: str, step: int, *points: tuple[int, float]) -> None:
+        statuses[rank].state, statuses[rank].step = state, step
+        curves.handle(rank, accuracy(*points))
+
+    handle(0, "train", 25, (10, 0.5), (20, 0.5))
+    handle(1, "train", 12, (10, 0.75))
+    assert not (tmp_path / DIRECTORY).exists(), "the third one has not begun"
+    handle(2, "serve", 0)
+    handle(1, "train", 20, (20, 1.0))
+    handle(0, "train", 30, (30, 0.25))
+    handle(1, "lost", 20)
+    handle(0, "train", 40, (40, 0.25))
+    curves.close()
+    assert read(tmp_path)["mean/test/accuracy"] == [(10, 0.625), (20, 0.75), (30, 0.25), (40, 0.25)]
+
+
+def test_a_resumed_run_hides_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+    for resumes, steps in ((False, (10, 20, 30)), (True, (20, 30, 40))):
+        curves = Aggregate(tmp_path, dict, resumes)
+        curves.add(0, accuracy(*((step, 0.5 if resumes else 0.25) for step in steps)))
+        curves.write(100)
+        curves.close()
+    assert read(tmp_path)["mean/test/accuracy"] == [(10, 0.25), (20, 0.5), (30, 0.5), (40, 0.5)]
+
+
+def test_several_processes_that_write_one_run_have_no_aggregate(tmp_path: Path) -> None:
+    curves = RunCurves(None, {0: PeerStatus("a", "train", 10)}, dict, resumes=False)
+    curves.handle(0, accuracy((10, 0.5)))
+    curves.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_written_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / DIRECTORY).write_text("in the way")
+    curves = RunCurves(tmp_path, {0: PeerStatus("a", "train", 10)}, dict, resumes=False)
+    for step in (10, 20):
+        curves.handle(0, accuracy((step, 0.5)))
+    curves.close()
+    [told] = caplog.messages
+    assert "aggregate curves cannot be written" in told and str(tmp_path / DIRECTORY) in told
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            {"policy": "tau:10", "base_lr": 0.01, "codec": "fp16", "topology": "ring"},
+            {"policy": "tau:10", "exchange": "pull", "codec": "fp16", "topology": "ring", "learning rate": 0.01},
+        ),
+        ({"exchange": "waves"}, {"exchange": "waves"}),
+        ({"mode": "pushpull"}, {"exchange": "pushpull"}),
+        ({"hub": "0"}, {"exchange": "hub"}),
+        ({"servers": "0", "sync": "asp"}, {"policy": "asp", "exchange": "server", "codec": "push none, pull none"}),
+    ],
+)
+def test_a_run_is_one_trial(given: dict[str, object], expected: dict[str, object]) -> None:
+    found = hparams_of(files.resolve(given), 4)
+    assert found.items() >= {**expected, "seed": 0, "peers": 4}.items()
+    names = {"policy", "exchange", "codec", "outer", "topology", "seed", "peers", "learning rate"}
+    assert found.keys() <= names and ("topology" in found) == (found["exchange"] not in ("hub", "server"))
+
+
+def test_hyperparameters_are_written_once(tmp_path: Path) -> None:
+    curves = Aggregate(tmp_path, lambda: {"policy": "tau:10", "seed": 3})
+    curves.add(0, accuracy((10, 0.5)))
+    curves.write(10)
+    curves.close()
+    events = EventAccumulator(str(tmp_path / DIRECTORY))
+    events.Reload()
+    start, experiment = (
+        HParamsPluginData.FromString(events.SummaryMetadata(f"_hparams_/{name}").plugin_data.content)
+        for name in ("session_start_info", "experiment")
+    )
+    hparams = start.session_start_info.hparams
+    assert (hparams["policy"].string_value, hparams["seed"].number_value, len(hparams)) == ("tau:10", 3, 2)
+    assert [metric.name.tag for metric in experiment.experiment.metric_infos] == list(METRICS)

@@ -1,0 +1,129 @@
+"""TensorBoard's files: curves, the page that lays them over each other, and hyperparameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from small_disks import SmallDisk
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+from gossipx.metrics import TensorBoardRecorder, records
+from gossipx.metrics.board import PAGE, PEERS, SERVERS, WHOLE
+
+
+def recorded(directory: Path) -> EventAccumulator:
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    return events
+
+
+def test_scalars_and_the_page_are_in_one_file(tmp_path: Path) -> None:
+    directory = tmp_path / "peer-00"
+    recorder = TensorBoardRecorder(directory)
+    for step, value in ((10, 2.5), (20, 1.25)):
+        recorder.scalar("train/loss", value, step)
+    recorder.scalar("sync/delta", 0.5, 20)
+    recorder.close()
+
+    [file] = list(tmp_path.rglob("events.*"))
+    assert [path for path in tmp_path.rglob("*") if path.is_dir()] == [directory] and file.parent == directory
+
+    events = recorded(directory)
+    assert sorted(events.Tags()["scalars"]) == ["sync/delta", "train/loss"]
+    assert [(one.step, one.value) for one in events.Scalars("train/loss")] == [(10, 2.5), (20, 1.25)]
+    assert [(one.step, one.value) for one in events.Scalars("sync/delta")] == [(20, 0.5)]
+
+
+def test_records_are_those_of_torch() -> None:
+    """torch.utils.tensorboard's are read by each version of TensorBoard."""
+    from torch.utils.tensorboard import summary
+
+    assert records.scalar("train/loss", 0.5) == summary.scalar("train/loss", 0.5)
+    page = {part: {title: ["Multiline", tags] for title, tags in charts.items()} for part, charts in PAGE.items()}
+    assert records.page(PAGE) == summary.custom_scalars(page)
+    hparams = {"policy": "tau:10", "learning rate": 0.01}
+    theirs = summary.hparams(hparams, {"mean/test/accuracy": 0.0})
+    # torch names no type of a number in the experiment's list, and no domain; the session is all that is compared.
+    assert records.trial(hparams, ["mean/test/accuracy"])[1:] == list(theirs[1:])
+
+
+@pytest.mark.fault(57)
+def test_curves_survive_a_full_disk(small_disk: SmallDisk, caplog: pytest.LogCaptureFixture) -> None:
+    """Records of that time follow when there is room, and the file has no part of a record."""
+    recorder = TensorBoardRecorder(small_disk.path / "peer-00")
+    recorder.scalar("train/loss", 1.0, 1)
+    assert recorder.unwritten() == 0
+    small_disk.fill()
+    for step in range(2, 500):
+        recorder.scalar("train/loss", float(step), step)
+    assert recorder.unwritten() == 498 == recorder.unwritten()
+    assert [one.step for one in recorded(small_disk.path / "peer-00").Scalars("train/loss")] == [1]
+    small_disk.free()
+    recorder.scalar("train/loss", 500.0, 500)
+    assert recorder.unwritten() == 0
+    recorder.close()
+    assert [one.step for one in recorded(small_disk.path / "peer-00").Scalars("train/loss")] == [*range(1, 501)]
+    [warning] = caplog.messages
+    assert "No space left on device" in warning and "peer-00/events" in warning
+
+
+@pytest.mark.fault(57)
+def test_curves_that_cannot_be_written_are_counted(small_disk: SmallDisk, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = TensorBoardRecorder(small_disk.path / "peer-00")
+    recorder.scalar("train/loss", 1.0, 1)
+    assert recorder.unwritten() == 0
+    small_disk.allow_writing(False)
+    for step in range(2, 30_000):
+        recorder.scalar("train/loss", float(step), step)
+    recorder.close()
+    assert [one.step for one in recorded(small_disk.path / "peer-00").Scalars("train/loss")] == [1]
+    begun, ended = caplog.messages
+    assert "Read-only file system" in begun
+    assert "29998 records of curves were not written" in ended
+
+
+def page_of(events: EventAccumulator) -> dict[str, dict[str, list[str]]]:
+    """Return the tags of each chart and part of the custom-scalars page."""
+    assert events.SummaryMetadata("custom_scalars__config__").plugin_data.plugin_name == "custom_scalars"
+    layout = Layout.FromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    return {part.title: {chart.title: list(chart.multiline.tag) for chart in part.chart} for part in layout.category}
+
+
+def test_the_page_lays_curves_over_each_other(tmp_path: Path) -> None:
+    """First those of whole runs, one line each, then those of all peers."""
+    TensorBoardRecorder(tmp_path).close()
+    page = page_of(recorded(tmp_path))
+    assert list(page) == [WHOLE, PEERS], "no charts without curves"
+    assert page == {part: PAGE[part] for part in (WHOLE, PEERS)}
+    assert all(tag.startswith(("mean/", "worst/")) for tags in page[WHOLE].values() for tag in tags)
+    shown = {tag.rstrip("$") for tags in page[PEERS].values() for tag in tags}
+    # Accuracy, the paper's Figure 7, and its Figures 3 to 5.
+    asked = ["test/accuracy", "sync/retrievals", "sync/delta", "sync/delta_difference", "sync/consensus_distance"]
+    assert set(asked) <= shown
+
+
+def test_no_chart_mixes_tags_with_a_common_beginning() -> None:
+    """TensorBoard draws each tag that a pattern matches at its beginning."""
+    patterns = [tag for charts in PAGE.values() for tags in charts.values() for tag in tags]
+    for pattern in ("test/accuracy", "sync/delta", "mean/test/accuracy"):
+        assert f"{pattern}$" in patterns and pattern not in patterns
+
+
+def test_the_page_has_charts_of_a_hub_or_of_servers_where_the_run_has_them(tmp_path: Path) -> None:
+    TensorBoardRecorder(tmp_path, [WHOLE, SERVERS]).close()
+    page = page_of(recorded(tmp_path))
+    assert list(page) == [WHOLE, SERVERS]
+    assert ["server/clock/"] in page[SERVERS].values()
+
+
+def test_close_flushes_the_records(tmp_path: Path) -> None:
+    recorder = TensorBoardRecorder(tmp_path)
+    for step in range(1000):
+        recorder.scalar("sync/retrievals", step, step)
+    recorder.close()
+    # By default the accumulator keeps only a sample of these.
+    events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
+    events.Reload()
+    assert [one.step for one in events.Scalars("sync/retrievals")] == list(range(1000))

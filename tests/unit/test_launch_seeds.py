@@ -1,0 +1,151 @@
+"""``gossipx run --seeds`` and ``--seconds``: arguments, the runs' names, and the share of a budget that is used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
+
+from gossipx.assembly.settings import effective_config
+from gossipx.cli import main
+from gossipx.config import files
+from gossipx.config.settings import MOST_ITERATIONS, RunSettings
+from gossipx.errors import UsageError
+from gossipx.launch import seeds
+from gossipx.launch.loops.train import used_of
+from gossipx.launch.stopping import Outcome
+from gossipx.tasks.presets import PRESETS, learning_rate
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("0-4", (0, 1, 2, 3, 4)), ("0,2,5", (0, 2, 5)), ("7", (7,)), ("0-1, 9", (0, 1, 9)), ("3-3", (3,))],
+)
+def test_what_seeds_mean(text: str, expected: tuple[int, ...]) -> None:
+    assert seeds.parse(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("4-0", "'4-0' ends before it begins"),
+        ("0-4,2", "seed 2 is given twice"),
+        ("", "seeds such as 0-4 or 0,2,5 are required, not ''"),
+        ("0,,1", "are required, not ''"),
+        ("-1", "are required, not '-1'"),
+        ("a", "are required, not 'a'"),
+        ("0-", "are required, not '0-'"),
+        ("0-4294967295", "names more than 1000 seeds"),
+        ("4294967296", "a seed is at most 4294967295"),
+    ],
+)
+def test_wrong_seeds_are_refused(text: str, told: str) -> None:
+    with pytest.raises(UsageError, match=f"^--seeds {text}: ") as raised:
+        seeds.parse(text)
+    assert told in str(raised.value)
+
+
+@pytest.mark.parametrize("other", [["--seed", "1"], ["--resume", "x"], ["--dry-run"]])
+def test_seeds_exclude_what_is_for_one_run(other: list[str]) -> None:
+    done = CliRunner().invoke(main, ["run", "--peers", "hosts.txt", "--seeds", "0-4", *other])
+    assert done.exit_code == 2
+    assert done.stderr == f"--seeds starts several new runs, and {other[0]} is for one: leave one out\n"
+
+
+@pytest.fixture
+def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, Outcome]:
+    """Replace runs by the outcomes in this dict, by seed; those that ran are left in it."""
+    monkeypatch.chdir(tmp_path)
+    Path("hosts.txt").write_text("localhost slots=2\n")
+    outcomes: dict[int, Outcome] = {}
+
+    def run_to_end(given, hosts, script, environ):
+        Path(given.run.logdir, given.run.name).mkdir(parents=True)
+        return outcomes.get(given.run.seed, Outcome(0, stopped=False))
+
+    monkeypatch.setattr(seeds, "run_to_end", run_to_end)
+    return outcomes
+
+
+def launch(text: str, **given: object) -> tuple[int, list[str]]:
+    """Return the exit code, and the names of all runs so far."""
+    settings = files.resolve({"policy": "tau:10", "logdir": "runs", **given})
+    code = seeds.launch_each(settings, seeds.parse(text), Path("hosts.txt"), [], {})
+    return code, sorted(path.name for path in Path("runs").iterdir())
+
+
+def test_each_seed_has_a_run_and_the_worst_exit_code_counts(ran: dict[int, Outcome]) -> None:
+    ran[1] = Outcome(3, stopped=False)
+    assert launch("0-2") == (3, ["tau-seed0", "tau-seed1", "tau-seed2"])
+
+
+def test_a_signal_ends_all(ran: dict[int, Outcome]) -> None:
+    """SIGTERM, too, although its exit code is 0."""
+    ran[1] = Outcome(0, stopped=True)
+    assert launch("0-2") == (0, ["tau-seed0", "tau-seed1"])
+
+
+@pytest.mark.parametrize("code", [2, 5])
+def test_an_error_that_each_seed_would_repeat_ends_all(ran: dict[int, Outcome], code: int) -> None:
+    ran[0] = Outcome(code, stopped=False)
+    assert launch("0-2") == (code, ["tau-seed0"])
+
+
+def test_names_that_are_taken_get_a_number_together(ran: dict[int, Outcome]) -> None:
+    Path("runs/tau-seed1").mkdir(parents=True)
+    assert launch("0-1") == (0, ["tau-2-seed0", "tau-2-seed1", "tau-seed1"])
+
+
+def test_a_given_name_that_is_taken_is_refused_before_the_first_run(ran: dict[int, Outcome]) -> None:
+    Path("runs/mine-seed1").mkdir(parents=True)
+    with pytest.raises(UsageError, match="a run 'mine-seed1' already exists"):
+        launch("0-1", name="mine")
+    assert [path.name for path in Path("runs").iterdir()] == ["mine-seed1"]
+
+
+def test_launchers_start_one_run(ran: dict[int, Outcome]) -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": "0"}
+    with pytest.raises(UsageError, match=r"--seeds starts all peers of a hosts file, and .* starts one run"):
+        seeds.launch_each(files.resolve({}), (0, 1), None, [], environ)
+
+
+# --- seconds ------------------------------------------------------------------------------------------
+
+
+def used(iteration: int, elapsed: float, **given: float) -> tuple[float, float]:
+    return used_of(SimpleNamespace(iteration=iteration, seconds=elapsed), RunSettings(**given))
+
+
+def test_whichever_budget_ends_first_counts() -> None:
+    assert used(30, 5.0, iterations=100) == (30, 100)
+    assert used(30, 5.0, iterations=100, seconds=10.0) == (5.0, 10.0)
+    assert used(60, 5.0, iterations=100, seconds=10.0) == (60, 100)
+
+
+def test_the_learning_rate_follows_the_share_of_the_budget() -> None:
+    preset = PRESETS["lenet"]  # a step at 70 %
+    for share, rate in ((0.69, 0.01), (0.71, 0.001)):
+        assert learning_rate(preset, *used(5, share * 60, iterations=10**6, seconds=60.0)) == pytest.approx(rate)
+
+
+def test_seconds_alone_leave_iterations_without_a_limit() -> None:
+    assert effective_config(files.resolve({"seconds": 60}), 2, has_script=False).run.iterations == MOST_ITERATIONS
+    both = effective_config(files.resolve({"seconds": 60, "iterations": 500}), 2, has_script=False)
+    assert both.run.iterations == 500
+
+
+def test_seconds_are_for_the_built_in_task() -> None:
+    with pytest.raises(UsageError, match=r"--seconds 60.0 is for the built-in task, and a script decides that itself"):
+        effective_config(files.resolve({"seconds": 60}), 2, has_script=True)
+    with pytest.raises(UsageError, match="--seconds is set by the solver file"):
+        effective_config(files.resolve({"seconds": 60, "solver": "convnet"}), 2, has_script=False)
+
+
+def test_a_dry_run_needs_iterations(ran: dict[int, Outcome]) -> None:
+    done = CliRunner().invoke(main, ["run", "--peers", "hosts.txt", "--seconds", "60", "--dry-run"])
+    assert (done.exit_code, done.stderr) == (
+        2,
+        "--dry-run cannot tell how many iterations --seconds allows: give --iterations too\n",
+    )
