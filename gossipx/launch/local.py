@@ -399,8 +399,8 @@ class _Run:
                 reports[int(other)] = reports[int(other)] or report
             accuracy = result["consensus_accuracy"] if accuracy is None else accuracy
             loss = result["consensus_loss"] if loss is None else loss
-        built_in = not self._script
-        settings = self._settings
+        settings, built_in = self._settings, not self._script
+        is_counted = built_in and settings.run.seconds is None
         assert settings.run.name is not None
         told = [*self._results.values(), *stopped.values()]
         before = max((one.get("seconds_before", 0.0) for one in told), default=0.0)
@@ -416,9 +416,7 @@ class _Run:
             model=settings.task.model if built_in else None,
             partition=settings.task.partition,
             # The number of iterations that a script or a number of seconds allows is only in the reports.
-            iterations=max(done)
-            if done and (stopped or not built_in or settings.run.seconds)
-            else settings.run.iterations,
+            iterations=max(done) if done and (stopped or not is_counted) else settings.run.iterations,
             agreed=agreed(finished),
             lost=[self._peers[rank].name for rank, report in enumerate(reports) if report is None],
             stopped=[self._peers[rank].name for rank in sorted(stopped.keys() - self._results.keys())],
