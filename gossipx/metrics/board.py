@@ -25,6 +25,9 @@ PAGE = {
         "Clock of each shard": ["Multiline", ["server/clock/"]],
         "Delayed pulls (DPRs) of each shard": ["Multiline", ["server/delayed_pulls/"]],
         "Gradients that each shard took in": ["Multiline", ["server/gradients/"]],
+        "Staleness of the gradients that each shard applied": ["Multiline", ["server/staleness/"]],
+        "Gradients in each shard's buffer": ["Multiline", ["server/buffered/"]],
+        "Threshold K of each shard's buffer (hybrid)": ["Multiline", ["server/threshold/"]],
         "Share of time that workers wait for tables": ["Multiline", ["time/tables_fraction"]],
     },
 }

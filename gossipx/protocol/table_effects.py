@@ -70,9 +70,10 @@ class BufferGradient:
 
 @dataclass(frozen=True)
 class ApplyBuffer:
-    """Do one optimizer step on a shard with the mean of its gradient buffer, and clear the buffer."""
+    """Do one optimizer step on a shard with the mean of its gradient buffer (``sums``: with its sum), and clear it."""
 
     shard: int
+    sums: bool = False
 
 
 @dataclass(frozen=True)

@@ -103,8 +103,8 @@ class TableWork:
             case BufferGradient(ticket):
                 added = self.transfers.gradient(ticket)
                 put(lambda: self._report_poisoned(table_store.buffer(added)))
-            case ApplyBuffer(shard):
-                put(lambda: table_store.apply_buffer(shard))
+            case ApplyBuffer(shard, sums):
+                put(lambda: table_store.apply_buffer(shard, sums))
             case FillTables(shard):
                 put(lambda: table_store.fill(shard))
             case Share(ticket, other):

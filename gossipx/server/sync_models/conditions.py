@@ -117,6 +117,11 @@ class SyncModel(abc.ABC):
         return False
 
     @property
+    def sums(self) -> bool:
+        """Whether a step with the gradient buffer uses its sum in place of its mean."""
+        return False
+
+    @property
     def drops_late(self) -> bool:
         """Whether a late push, of an iteration that the clock has passed, is dropped."""
         return False
@@ -147,10 +152,10 @@ class SyncModel(abc.ABC):
         """Return whether the pull may be answered now: the pull condition."""
 
     def fetches(self, progress: int, fetched: int) -> bool:
-        """Return whether a worker pulls after iteration ``progress``; if not, it computes with the tables that it has.
+        """Return whether a worker pulls after its push of iteration ``progress``; if not, it computes with the tables
+        that it has.
 
-        Called on the worker (Modularized Parameter Server, Code 4.4, AfterClientUpdate), which pushes every gradient in
-        any case. After a switch, it learns of the new sync model with the next tables that it receives.
+        Called on the worker. After a switch, it learns of the new sync model with the next tables that it receives.
 
         Args:
             progress: i, the iteration that it pushed last.
