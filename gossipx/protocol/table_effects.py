@@ -15,6 +15,7 @@ TakeCopy        the replica                      replaces its tables by a copy
 KeepShard       the shard                        writes a checkpoint
 RestoreTables   hosted_shards                    reads checkpoint and journal; reports TablesRestored
 FillTables      the shard                        initializes tables with the values of our model
+Gather          the worker                       keeps an iteration's gradients, which are not pushed
 Fetch           the worker                       makes training wait for buckets before it uses them
 Unchanged       the worker                       lets training use buckets as they are
 Fetched         the worker                       writes a pulled bucket into our model
@@ -139,6 +140,11 @@ class FillTables:
 
 
 @dataclass(frozen=True)
+class Gather:
+    """Keep all gradients of the iteration that has ended in the transmit buffers, and add those of the next one."""
+
+
+@dataclass(frozen=True)
 class Fetch:
     """Make training wait for these buckets, each a shard and a number, before it uses their tables again."""
 
@@ -219,6 +225,7 @@ TableEffect = (
     | KeepShard
     | RestoreTables
     | FillTables
+    | Gather
     | Fetch
     | Unchanged
     | Fetched

@@ -435,7 +435,8 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     def end(self, now: float) -> list[Effect]:
         self._ending = True
         self.worker.stop()
-        return [*self.members_changed(now), *self.migration.worker_advanced(now)]
+        pushed = self.worker.push_gathered(now)
+        return [*pushed, *self.members_changed(now), *self.migration.worker_advanced(now)]
 
     def drop(self, now: float) -> list[Effect]:
         return []

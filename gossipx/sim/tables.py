@@ -109,6 +109,8 @@ class SimTables:
                 self._handle(events.TablesRestored(shard, epoch, None))  # the simulator has no files
             case table_effects.FillTables(shard):
                 table_store.fill(shard)
+            case table_effects.Gather():
+                table_store.client.gather()
             case table_effects.Fetch(buckets):
                 table_store.client.expect(buckets)
             case table_effects.Unchanged(buckets):
