@@ -153,12 +153,12 @@ class Run:
     def _do(self, decisions: list[Decision], at_once: bool = False) -> None:
         for decision in decisions:
             match decision:
-                case ApplyBuffer(count):
+                case ApplyBuffer(count, sums):
                     assert self.buffer, "there is something to apply"
-                    self._step(1 / count, self.buffer)
+                    self._step(1.0 if sums else 1 / count, self.buffer)
                     for table in range(self.tables):
                         held = sum(message.table == table for message in self.buffer)
-                        self.weights[table] -= RATE * self.sums[table] / max(1, held)
+                        self.weights[table] -= RATE * self.sums[table] / (1 if sums else max(1, held))
                         self.sums[table] = 0.0
                     self.buffer = []
                 case Tick(clock):

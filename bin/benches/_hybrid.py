@@ -29,8 +29,13 @@ MOMENTS = 12
 """Number of moments in a round at which the servers' model is evaluated."""
 JUDGED = 2000
 """Maximum number of test samples, and of training samples, for an evaluation."""
-HYBRIDS = {"hybrid 5/lr": "hybrid:step=5/lr", "hybrid 1/lr": "hybrid:step=1/lr"}
-OTHERS = {"asp": "asp", "bsp": "bsp"}
+HYBRIDS = (
+    "hybrid:step=5/lr",
+    "hybrid:step=5/lr,reduce=sum",
+    "hybrid:step=5/lr,wait=true",
+    "hybrid:step=1/lr,wait=true",
+)
+OTHERS = ("asp", "bsp")
 TASKS = ("fashion-mnist, lenet", "random, 20 dimensions, MLP")
 METRICS = {"accuracy": "test accuracy", "loss": "test loss", "train": "train loss"}
 Curves = dict[str, list[float]]
@@ -49,15 +54,15 @@ def measure(pool: ProcessPool, rounds: int, seconds: float, tasks: tuple[str, ..
     for task in tasks:
         curves: dict[str, list[Curves]] = {}
         gradients: dict[str, list[int]] = {}
-        models = list((HYBRIDS | OTHERS).items())
+        models = [*HYBRIDS, *OTHERS]
         for number in range(rounds):
-            for name, model in models[number % len(models) :] + models[: number % len(models)]:  # rotate the order
+            for model in models[number % len(models) :] + models[: number % len(models)]:  # rotate the order
                 settings = {"servers": "0,1", "servers_only": True, "sync": model, "seed": number, "finish": "none"}
-                if name == "asp":
+                if model == "asp":
                     settings["apply"] = "each"  # the paper's asynchronous baseline
                 done = pool.run("_hybrid:train", task=task, seed=number, seconds=seconds, settings=settings)
-                curves.setdefault(name, []).append(next(one["curves"] for one in done if one.get("curves")))
-                gradients.setdefault(name, []).append(sum(one.get("iterations", 0) for one in done))
+                curves.setdefault(model, []).append(next(one["curves"] for one in done if one.get("curves")))
+                gradients.setdefault(model, []).append(sum(one.get("iterations", 0) for one in done))
         more = _told(task, curves, gradients)
         rows += more[0]
         figures += more[1]

@@ -1,7 +1,7 @@
 """Benchmarks of the parameter server with real processes, four workers and two servers.
 
 bin/bench server              all parts, short (about 10 minutes)
-bin/bench server --full       the tables of docs/figures-server.md (about 31 minutes)
+bin/bench server --full       the tables of docs/figures-server.md (about 35 minutes)
 bin/bench server --only throughput|links|safe|wait-free|staleness|hybrid
     throughput    pushes and pulls of tensors of 64 KiB to 16 MiB, compared with plain sockets
     links         the same from 1 MiB on, over emulated links of 1 Gbit/s

@@ -18,7 +18,7 @@ from typing import Literal
 from gossipx.hub.centre import Centre
 from gossipx.peer.exchange import Exchange, PeerContext
 from gossipx.peer.pulls import Pulls
-from gossipx.peer.server_role import ServerRole
+from gossipx.peer.server_role import Metrics, ServerRole
 from gossipx.protocol.effects import Adopt, Answer, Cancel, Effect, Forget, Mix, Note, Resume, Stop, Wait
 from gossipx.protocol.events import Merged, Received
 from gossipx.protocol.messages import BusyReply, CentreRequest, ElasticRequest, ModelReply, NotReadyReply, Reply
@@ -161,7 +161,7 @@ class Elastic(Exchange, ServerRole):
         return self.centre.exchanges if self.centre else 0
 
     @property
-    def metrics(self) -> dict[str, tuple[int, float]]:
+    def metrics(self) -> Metrics:
         return {"hub/exchanges": (self.centre.step, self.centre.exchanges)} if self.centre else {}
 
     @property

@@ -40,6 +40,9 @@ PAGE: dict[str, dict[str, list[str]]] = {
         "Clock of each shard": ["server/clock/"],
         "Delayed pulls (DPRs) of each shard": ["server/delayed_pulls/"],
         "Gradients that each shard took in": ["server/gradients/"],
+        "Staleness of the gradients that each shard applied": ["server/staleness/"],
+        "Gradients in each shard's buffer": ["server/buffered/"],
+        "Threshold K of each shard's buffer (hybrid)": ["server/threshold/"],
         "Share of time that workers wait for tables": ["time/tables_fraction"],
     },
 }

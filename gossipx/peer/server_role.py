@@ -6,9 +6,21 @@ Plain gossip has no such work, so the methods here do nothing. A hub and a param
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from gossipx.protocol.effects import Effect, ReportSwitch
 from gossipx.protocol.events import ChangeServers, Merged, Prepared, Received, SwitchSync, TablesRestored
+
+
+class Total(NamedTuple):
+    """A sum over ``number`` items so far: the mean since the last record is recorded."""
+
+    sum: float
+    number: int
+
+
+Metrics = dict[str, tuple[int, float | Total]]
+"""Figures of a server by tag, each with the iteration that the workers have reached."""
 
 NO_SERVER = "this run has no parameter server"
 
@@ -44,8 +56,8 @@ class ServerRole:
         return 0
 
     @property
-    def metrics(self) -> dict[str, tuple[int, float]]:
-        """Metrics of this server for all peers: by tag, the iteration that the workers have reached, and the value."""
+    def metrics(self) -> Metrics:
+        """The figures of this server's part of the run."""
         return {}
 
     # --- during training --------------------------------------------------------------------------

@@ -15,6 +15,7 @@ TakeCopy        the replica                      replaces its tables by a copy
 KeepShard       the shard                        writes a checkpoint
 RestoreTables   hosted_shards                    reads checkpoint and journal; reports TablesRestored
 FillTables      the shard                        initializes tables with the values of our model
+Gather          the worker                       keeps an iteration's gradients, which are not pushed
 Fetch           the worker                       makes training wait for buckets before it uses them
 Unchanged       the worker                       lets training use buckets as they are
 Fetched         the worker                       writes a pulled bucket into our model
@@ -70,9 +71,10 @@ class BufferGradient:
 
 @dataclass(frozen=True)
 class ApplyBuffer:
-    """Do one optimizer step on a shard with the mean of its gradient buffer, and clear the buffer."""
+    """Do one optimizer step on a shard with the mean of its gradient buffer (``sums``: with its sum), and clear it."""
 
     shard: int
+    sums: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,11 @@ class FillTables:
     """Initialize the tables of a shard with the values of our model."""
 
     shard: int
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Keep all gradients of the iteration that has ended in the transmit buffers, and add those of the next one."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +225,7 @@ TableEffect = (
     | KeepShard
     | RestoreTables
     | FillTables
+    | Gather
     | Fetch
     | Unchanged
     | Fetched

@@ -30,6 +30,7 @@ from gossipx.memory import Source
 from gossipx.model.arena import ParameterArena
 from gossipx.model.snapshots import Snapshot
 from gossipx.peer import PeerRole
+from gossipx.peer.server_role import Metrics
 from gossipx.protocol.effects import (
     Adopt,
     Answer,
@@ -187,8 +188,8 @@ class Driver:
         except TimeoutError:
             return "no answer within peer_timeout"
 
-    def metrics(self) -> dict[str, tuple[int, float]]:
-        """Return the counters of the hub or the shards on this peer; see ``ServerRole.metrics``."""
+    def metrics(self) -> Metrics:
+        """Return the figures of the hub or the shards on this peer; see ``ServerRole.metrics``."""
         with self._lock:
             return self.role.server.metrics
 

@@ -10,6 +10,7 @@ from torch import nn
 from gossipx.comm import CommManager
 from gossipx.metrics.aggregate import WORST, Record
 from gossipx.metrics.recorder import Recorder
+from gossipx.peer.server_role import Total
 from gossipx.protocol.messages import Stage
 from gossipx.runtime import models
 from gossipx.runtime.captures import Retrieval
@@ -61,6 +62,7 @@ class Reporter:
         self._last: dict[str, float] = {}
         self._records: list[Record] = []  # records for the parent's aggregate that wait for the next progress line
         self._recorded_at: dict[str, int] = {}  # by tag: the iteration of the last record
+        self._totals: dict[str, Total] = {}  # by tag: the total at the last record
 
     # --- curves -------------------------------------------------------------------------------------
 
@@ -117,15 +119,21 @@ class Reporter:
         self.figures.retrievals.clear()
 
     def record_server_metrics(self, every: int = 0) -> None:
-        """Record the counters of the hub or the shards on this peer, at the iterations of the workers they serve.
+        """Record the figures of the hub or the shards on this peer, at the iterations of the workers they serve.
 
         Args:
-            every: minimum iterations between two records of one counter.
+            every: minimum iterations between two records of one figure.
         """
         for tag, (step, value) in self._driver.metrics().items():
-            if step >= self._recorded_at.get(tag, -every) + every:
-                self._recorded_at[tag] = step
-                self._recorder.scalar(tag, value, step)
+            if step < self._recorded_at.get(tag, -every) + every:
+                continue
+            if isinstance(value, Total):
+                before, self._totals[tag] = self._totals.get(tag, Total(0, 0)), value
+                if value.number <= before.number:  # nothing new
+                    continue
+                value = (value.sum - before.sum) / (value.number - before.number)
+            self._recorded_at[tag] = step
+            self._recorder.scalar(tag, value, step)
 
     def close(self) -> None:
         """Flush and close the recorder."""

@@ -229,8 +229,8 @@ class ShardKeeper:
                         self._table_store.apply(gradient, scale)
                     case BufferGradient():
                         self._table_store.buffer(gradient)
-                    case ApplyBuffer():
-                        self._table_store.apply_buffer(index)
+                    case ApplyBuffer(_, sums):
+                        self._table_store.apply_buffer(index, sums)
         last = max(journal.clocks(self._stores[index].directory.parent), default=clock)
         last = max(last, clock)
         self._begin_journal(index, last, after=last, append=True)

@@ -23,6 +23,7 @@ from gossipx.protocol.table_effects import (
     Fetch,
     Fetched,
     FillTables,
+    Gather,
     KeepShard,
     Pieces,
     PlaceTables,
@@ -90,6 +91,8 @@ class TableWork:
         """Carry out an effect, or queue it behind the effects of earlier decisions. Called under the driver's lock."""
         table_store, put = self._table_store, self._serial_worker.put
         match effect:
+            case Gather():
+                table_store.client.gather()
             case Fetch(buckets):
                 table_store.client.expect(buckets)
             case Unchanged(buckets):
@@ -103,8 +106,8 @@ class TableWork:
             case BufferGradient(ticket):
                 added = self.transfers.gradient(ticket)
                 put(lambda: self._report_poisoned(table_store.buffer(added)))
-            case ApplyBuffer(shard):
-                put(lambda: table_store.apply_buffer(shard))
+            case ApplyBuffer(shard, sums):
+                put(lambda: table_store.apply_buffer(shard, sums))
             case FillTables(shard):
                 put(lambda: table_store.fill(shard))
             case Share(ticket, other):

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 
 from gossipx.peer.exchange import PeerContext
+from gossipx.peer.server_role import Metrics, Total
 from gossipx.protocol.effects import Effect
 from gossipx.protocol.events import TablesRestored
 from gossipx.protocol.messages import Reply
@@ -15,6 +16,26 @@ from gossipx.server.placement.layout import Layout
 from gossipx.server.settings import ServerSettings
 from gossipx.server.shard import Shard
 from gossipx.server.sync_models.clock import Clock
+from gossipx.server.sync_models.models import Hybrid
+
+
+def figures(clock: Clock) -> Metrics:
+    """Return a shard's figures by name: its clock, the number of delayed pulls (DPRs) and of gradients, the staleness
+    of the gradients that were applied, and the gradient buffer's fill and threshold K, if it has them.
+    """
+    counts = clock.counts
+    made: dict[str, float | Total] = {
+        "clock": clock.clock,
+        "delayed_pulls": counts.delayed,
+        "gradients": counts.gradients,
+        "staleness": Total(counts.staleness, counts.applied),
+    }
+    if clock.apply.buffers:
+        made["buffered"] = clock.buffered
+    if isinstance(clock.model, Hybrid):
+        made["threshold"] = clock.model.threshold(clock.view())
+    furthest = max([clock.clock, *(progress + 1 for progress in clock.progress.values())])
+    return {name: (furthest, value) for name, value in made.items()}
 
 
 class HostedShards:
@@ -83,6 +104,15 @@ class HostedShards:
     def delayed_pulls(self) -> int:
         """The number of DPRs, including those of shards hosted before the last change of servers."""
         return self._counted_before[1] + sum(shard.clock.counts.delayed for shard in self.shards.values())
+
+    @property
+    def metrics(self) -> Metrics:
+        """The figures of the hosted shards; see :func:`figures`."""
+        return {
+            f"server/{name}/shard-{index:02d}": figure
+            for index, shard in self.shards.items()
+            for name, figure in figures(shard.clock).items()
+        }
 
     # --- start ------------------------------------------------------------------------------------
 

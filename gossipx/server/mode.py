@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from gossipx.peer.exchange import Exchange, PeerContext
 from gossipx.peer.pulls import Pulls
-from gossipx.peer.server_role import ServerRole
+from gossipx.peer.server_role import Metrics, ServerRole
 from gossipx.protocol.effects import Effect, Mix, Note, Resume, SetTimer, Stop
 from gossipx.protocol.events import ChangeServers, Prepared, Received, SwitchSync, TablesRestored
 from gossipx.protocol.messages import AcceptReply, ArriveRequest, NotReadyReply, Reply, Stage
@@ -156,8 +156,8 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         return self.hosted.delayed_pulls
 
     @property
-    def metrics(self) -> dict[str, tuple[int, float]]:
-        return {tag: figure for shard in self.shards.values() for tag, figure in shard.metrics.items()}
+    def metrics(self) -> Metrics:
+        return self.hosted.metrics
 
     # --- the worker -------------------------------------------------------------------------------
 
@@ -435,7 +435,8 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     def end(self, now: float) -> list[Effect]:
         self._ending = True
         self.worker.stop()
-        return [*self.members_changed(now), *self.migration.worker_advanced(now)]
+        pushed = self.worker.push_gathered(now)
+        return [*pushed, *self.members_changed(now), *self.migration.worker_advanced(now)]
 
     def drop(self, now: float) -> list[Effect]:
         return []

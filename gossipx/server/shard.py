@@ -139,14 +139,6 @@ class Shard:
         """The workers that pulls wait for."""
         return self.clock.holding_up if self.clock.waiting else []
 
-    @property
-    def metrics(self) -> dict[str, tuple[int, float]]:
-        """The clock, the number of delayed pulls (DPRs) and of gradients, by tag; see ``ServerRole.metrics``."""
-        clock = self.clock
-        furthest = max([clock.clock, *(progress + 1 for progress in clock.progress.values())])
-        figures = {"clock": clock.clock, "delayed_pulls": clock.counts.delayed, "gradients": clock.counts.gradients}
-        return {f"server/{name}/shard-{self.index:02d}": (furthest, value) for name, value in figures.items()}
-
     # --- checkpoints ------------------------------------------------------------------------------
 
     def checkpoint(self, now: float, last: bool = False, first: bool = False, leaves: bool = False) -> list[Effect]:
@@ -193,7 +185,7 @@ class Shard:
         """
         self.run_resumes = together
         clock = state["clock"]["clock"][0]
-        workers = [[rank, clock - 1, 0, None, False, False] for rank, *_ in state["clock"]["workers"]]
+        workers = [[rank, clock - 1, 0, None, False, False, 0] for rank, *_ in state["clock"]["workers"]]
         self.load_state_dict({**state, "clock": {**state["clock"], "workers": workers}, "workers": []})
 
     def apply_record(self, record: RecordRequest, ticket: int) -> list[Effect]:
@@ -327,7 +319,8 @@ class Shard:
         worker = self._workers[event.sender]
         waiting = WaitingPull(defer(event.key, request.patience, now), requested_bucket(event))
         if request.progress <= worker.released:
-            return [self._answer(waiting)]
+            applied = self._pulled_now(event.sender) if request.progress < 0 else []
+            return [*applied, self._answer(waiting)]
         if request.pushed and request.progress > self.clock.progress[event.sender]:
             return [waiting.deferred.answer(PushAgainReply())]
         worker.significance = request.significance
@@ -347,9 +340,16 @@ class Shard:
 
     def answer_at_once(self, event: Received, now: float) -> list[Effect]:
         """Answer a pull at once with the current values, for a peer that no longer trains."""
-        request = event.request
-        assert isinstance(request, TablesRequest)
-        return [self._answer(WaitingPull(Deferred(event.key, now + request.patience), requested_bucket(event)))]
+        applied = self._pulled_now(event.sender)
+        answer = self._answer(WaitingPull(Deferred(event.key, _patience(event, now)), requested_bucket(event)))
+        return self.records.delay_answers([*applied, answer]) if applied else [answer]
+
+    def _pulled_now(self, rank: int) -> list[Effect]:
+        made = self.clock.pull_now(rank)
+        if not made:
+            return []
+        self.records.log("apply")
+        return [*self._carry_out(made), *self.records.flush()]
 
     def put_off(self, now: float) -> list[Effect]:
         """Answer pulls that have waited for long with a BusyReply, so that their senders see that this peer lives."""
@@ -406,8 +406,8 @@ class Shard:
         effects: list[Effect] = []
         for decision in made:
             match decision:
-                case decisions.ApplyBuffer():
-                    effects.append(ApplyBuffer(self.index))
+                case decisions.ApplyBuffer(_, sums):
+                    effects.append(ApplyBuffer(self.index, sums))
                 case decisions.Release(key):
                     assert isinstance(key, tuple)
                     effects += self._release(*key)

@@ -16,7 +16,7 @@ from gossipx.peer.membership import FIRST_BACKOFF
 from gossipx.protocol.effects import Cancel, Effect, Forget, Note, Resume, Send, SetTimer, Stop
 from gossipx.protocol.messages import AcceptReply, BusyReply, NotReadyReply, Reply
 from gossipx.protocol.server_messages import MEASURED, GradientRequest, PushAgainReply, TablesReply, TablesRequest
-from gossipx.protocol.table_effects import Fetch, Fetched, Unchanged
+from gossipx.protocol.table_effects import Fetch, Fetched, Gather, Unchanged
 from gossipx.server.replies import Handler, Replies
 from gossipx.server.shard_link import PullState, ShardLink
 from gossipx.server.sync_models.conditions import SyncModel
@@ -69,6 +69,7 @@ class Worker:
         self._progress = 0  # the iteration whose gradients are being pushed, or were last
         self._next = 0  # the next iteration; it jumps ahead to a clock that has passed us
         self._is_mid_iteration = False  # some gradients of an iteration have been computed
+        self._gathers = False  # the gradients of this iteration, or of the last one, stay in the transmit buffers
         # The shard and the receiver of each open request; None: it is of an earlier layout.
         self._by_ticket: dict[int, tuple[int, int] | None] = {}
         self._since = 0.0  # when the current pulls began
@@ -151,13 +152,21 @@ class Worker:
             return []
         if not self._is_mid_iteration:
             self._is_mid_iteration, self._progress = True, self._next
-        for shard, bucket in buckets:
+            self._gathers = not any(
+                link.sync is None or link.sync.pushes(self._progress, link.fetched)
+                for link in self._links
+                if link.buckets
+            )
+        for shard, bucket in buckets if not self._gathers else ():
             self._links[shard].ready.append(bucket)
         return self._send_ready(now)
 
     def iteration_done(self, now: float) -> list[Effect]:
         """End the iteration, whose gradients are all computed, and pull all tables."""
         self._is_mid_iteration = self._is_dropped = False
+        if self._gathers:
+            self._next = max(self._next, self._progress + 1)
+            return [Gather()]
         self._since = now
         for link in self._links:
             link.pulled = self._progress
@@ -167,6 +176,15 @@ class Worker:
                 link.pull = PullState.SKIPPED
         kept = [effect for shard in range(len(self._links)) for effect in self._advance_skipped(shard)]
         return [Fetch(self._all()), *kept, *self._send_ready(now)]
+
+    def push_gathered(self, now: float) -> list[Effect]:
+        """Between two iterations, push the gradients that have gathered."""
+        if not self._gathers or self._is_mid_iteration:
+            return []
+        self._gathers = False
+        for link in self._links:
+            link.ready.extend(range(link.buckets))
+        return self._send_ready(now)
 
     def _advance_skipped(self, shard: int) -> list[Effect]:
         """If the shard is not pulled from, start the next iteration once its pushes are acknowledged."""

@@ -103,12 +103,14 @@ class SimTables:
                 self._report_poisoned(table_store.apply(self._gradients.pop(ticket), scale))
             case table_effects.BufferGradient(ticket):
                 self._report_poisoned(table_store.buffer(self._gradients.pop(ticket)))
-            case table_effects.ApplyBuffer(shard):
-                table_store.apply_buffer(shard)
+            case table_effects.ApplyBuffer(shard, sums):
+                table_store.apply_buffer(shard, sums)
             case table_effects.RestoreTables(shard, epoch):
                 self._handle(events.TablesRestored(shard, epoch, None))  # the simulator has no files
             case table_effects.FillTables(shard):
                 table_store.fill(shard)
+            case table_effects.Gather():
+                table_store.client.gather()
             case table_effects.Fetch(buckets):
                 table_store.client.expect(buckets)
             case table_effects.Unchanged(buckets):

@@ -229,7 +229,16 @@ class Client:
                     encoded = [memoryview(sender.encode()).cast("B") for sender in bucket_memory.senders]
                     sizes, source = [len(one) for one in encoded], Source(memoryview(bytearray().join(encoded)))
                 bucket_memory.is_new, bucket_memory.encoded = False, (tuple(enumerate(sizes)), source)
+                for sender in bucket_memory.senders:
+                    sender.gathers = False
             return bucket_memory.encoded
+
+    def gather(self) -> None:
+        """Keep the gradients of the iteration that has ended, which are not sent: those of the next one are added."""
+        for bucket_memory in self._bucket_memories.values():
+            bucket_memory.is_new = False
+            for sender in bucket_memory.senders:
+                sender.gathers = True
 
     def settings(self, place: Where) -> Settings:
         """Return the optimizer's hyperparameters from when the bucket's gradients were computed.

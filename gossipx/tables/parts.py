@@ -43,20 +43,38 @@ class TransmitBuffer(Replaceable):
 
     Args:
         data: its values, flat; initially zeros.
+
+    Attributes:
+        gathers: the last gradient was not sent, because the sync model's ``pushes`` returned False.
     """
+
+    gathers = False
 
     def __init__(self, data: Tensor):
         self.data = data
 
     def add(self, gradient: Tensor) -> None:
-        """Take an iteration's gradient, flat, in place of the one before. A subclass may add a residual to it."""
-        self.data.copy_(gradient)
+        """Take an iteration's gradient, flat, in place of the one before; if that was not sent, add to it.
+
+        A subclass may add a residual.
+        """
+        if self.gathers:
+            self.data += gradient
+        else:
+            self.data.copy_(gradient)
 
     def encode(self) -> Encoded:
-        """Return the bytes to send, valid until the next :meth:`add`. Called once per iteration, even if sent
+        """Return the bytes to send, valid until the next :meth:`add`. Called once per push, even if sent
         repeatedly.
         """
         return raw(self.data)
+
+    def state_dict(self) -> object:
+        return self.data if self.gathers else None
+
+    def load_state_dict(self, state: Any) -> None:
+        self.data.copy_(state)
+        self.gathers = True
 
 
 class GradientStorage(Replaceable):

@@ -263,13 +263,13 @@ class ShardStore:
             bucket.gradient_buffer().copy_(gradient)
         bucket.count += 1
 
-    def apply_buffer(self, settings: Sequence[dict[str, Setting]]) -> None:
-        """Do one optimizer step with the mean of each bucket's gradient buffer, and empty the buffers."""
+    def apply_buffer(self, settings: Sequence[dict[str, Setting]], sums: bool = False) -> None:
+        """Do one optimizer step with the mean of each bucket's gradient buffer (``sums``: its sum), and empty them."""
         steps = []
         for bucket in self.buckets:
             if bucket.count:
                 assert bucket.buffer is not None
-                steps.append((bucket, bucket.buffer.div_(bucket.count).to(bucket.values.dtype)))
+                steps.append((bucket, bucket.buffer.div_(1 if sums else bucket.count).to(bucket.values.dtype)))
                 bucket.count = 0
         self._step(steps, settings)
 

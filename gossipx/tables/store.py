@@ -283,10 +283,10 @@ class TableStore:
             do(hosted, request.bucket, decoded)
         return None
 
-    def apply_buffer(self, shard: int) -> None:
-        """Do one optimizer step with the mean of the gradient buffer."""
+    def apply_buffer(self, shard: int, sums: bool = False) -> None:
+        """Do one optimizer step with the mean of the gradient buffer; ``sums``: with its sum."""
         hosted = self._hosted[shard]
-        hosted.store.apply_buffer(hosted.settings)
+        hosted.store.apply_buffer(hosted.settings, sums)
 
     def encode(self, asked: RequestedBucket) -> EncodedBucket:
         """Return a bucket as the requesting worker receives it; to be returned by :meth:`release`."""

@@ -19,7 +19,7 @@ MODES = {
     "hub": ("--hub", "0", "--iterations", "4000"),
     "bsp": ("--servers", "0", "--sync", "bsp", "--iterations", "1500"),
     "ssp": ("--servers", "0,1", "--sync", "ssp:staleness=3", "--iterations", "1500"),
-    "hybrid": ("--servers", "0", "--sync", "hybrid:fixed=2", "--iterations", "1500"),
+    "hybrid": ("--servers", "0", "--sync", "hybrid:fixed=2,wait=true", "--iterations", "1500"),
 }
 SERVERS = {"bsp": (0,), "ssp": (0, 1), "hybrid": (0,)}
 PEERS, KILLS = 4, 6

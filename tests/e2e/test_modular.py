@@ -104,6 +104,37 @@ def test_a_torch_loop_and_a_program_have_the_same_result_with_and_without_wait_f
     assert all(max(differences(models[0], other).values()) == 0 for other in models[1:])
 
 
+GATHERS = """
+from dataclasses import dataclass
+from gossipx.parts import Parts, SyncModel
+
+@dataclass(frozen=True)
+class EveryThird(SyncModel):
+    def pushes(self, progress, fetched):
+        return progress % 3 == 2
+
+    def may_pull(self, state, view, pull):
+        return True
+
+model = nn.Linear(4, 3)
+nn.init.zeros_(model.weight)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+with gossipx.join(model, optimizer, parts=Parts(sync=EveryThird())) as peer:
+    while peer.iteration < 25:
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("free", [[], ["--no-wait-free"]])
+def test_gradients_gather_until_the_controller_asks_for_a_push(two: Folder, free: list[str]) -> None:
+    """Figure 2.3d: eight pushes and the rest at the end; every gradient, of ones, counts once."""
+    run = two.run(*BRIEF, "--apply", "each", *free, two.script(GATHERS), two.path)
+    assert run.summary["taken_in"] == [18, 18] and run.summary["retrievals"] == [8, 8]
+    assert run.model(0)["weight"].unique().tolist() == [-0.125 * 2 * 25]
+
+
 BRANCH = """
 class Branch(nn.Module):
     def __init__(self):

@@ -62,12 +62,15 @@ def test_curves_of_a_hub(three: dict[str, Run]) -> None:
 def test_curves_of_a_shard_and_of_its_workers(three: dict[str, Run]) -> None:
     run = three["server"]
     shard, *workers = (curves(run, rank) for rank in range(3))
-    assert list(shard) == ["server/clock/shard-00", "server/delayed_pulls/shard-00", "server/gradients/shard-00"]
-    clock, delayed, gradients = shard.values()
-    assert all(map(grows, shard.values()))
+    names = ("clock", "delayed_pulls", "gradients", "staleness", "buffered")
+    assert list(shard) == [f"server/{name}/shard-00" for name in names]
+    clock, delayed, gradients, staleness, buffered = shard.values()
+    assert all(map(grows, (clock, delayed, gradients)))
     assert all(value <= step for step, value in clock), "the clock is behind the fastest worker, or with it"
     assert clock[-1] == (60, 60) and gradients[-1] == (60, 120), "two workers, 60 iterations"
     assert delayed[-1][1] == run.summary["delayed_pulls"][0] > 0, "bsp: the first of two waits for the other"
+    assert {value for _, value in staleness} == {0}, "bsp: every gradient is of the values that it changes"
+    assert {value for _, value in buffered} <= {0, 1}, "that of the first of the two"
     for worker in workers:
         assert list(worker) == ["time/tables_fraction"]
         assert all(0 <= value < 1 for _, value in worker["time/tables_fraction"])

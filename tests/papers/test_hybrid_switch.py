@@ -8,6 +8,7 @@ import random
 import pytest
 from shards import RATE, Run
 
+from gossipx.server.sync_models.clock import ApplyBuffer, Clock
 from gossipx.server.sync_models.conditions import View
 from gossipx.server.sync_models.growth import Double, Growth, Step
 from gossipx.server.sync_models.models import Hybrid, parse
@@ -53,10 +54,10 @@ def test_any_growth_is_monotonic_starts_at_one_and_ends_at_all_workers(growth: G
 
 
 def test_the_threshold_is_never_above_the_living():
-    """The buffer needs K living workers: with fewer, all would wait for ever."""
+    """Section 3: the synchronous approach collects a gradient of each worker. With fewer than K, all would wait."""
     model = Hybrid(Step(1))
     assert [model.threshold(seen(1000, workers)) for workers in (5, 2, 1, 0)] == [5, 2, 1, 1]
-    run = Run("hybrid:fixed=3", range(3))
+    run = Run("hybrid:fixed=3,wait=true", range(3))
     run.iterate(0)
     run.iterate(1)
     assert run.steps == [] and run.able == [2]
@@ -67,9 +68,10 @@ def test_the_threshold_is_never_above_the_living():
 # --- Algorithm 1 --------------------------------------------------------------------------------------
 
 
-def test_updates_go_smoothly_from_asynchronous_to_synchronous():
-    """Step 2: a buffer of K gradients is applied; at first each alone, in the end one of every worker."""
-    taken = taken_in_turns(Run("hybrid:step=8", range(WORKERS)), 20)
+@pytest.mark.parametrize("wait", ["false", "true"])
+def test_updates_go_smoothly_from_asynchronous_to_synchronous(wait: str):
+    """Step 2: a buffer of K gradients is applied; at first each alone, in the end as many as there are workers."""
+    taken = taken_in_turns(Run(f"hybrid:step=8,wait={wait}", range(WORKERS)), 20)
     assert taken[:8] == [1] * 8, "the first 8"
     assert taken[8:12] == [2] * 4, "the next 8, two by two"
     assert taken[12:] == sorted(taken[12:])
@@ -88,9 +90,62 @@ def test_asynchronous_at_first():
     assert run.clock.clock == 1
 
 
+def test_below_the_threshold_workers_continue_with_stale_values():
+    """Step 2 (2): "continue with asynchronous updates ... Might cause frequent stale reads"."""
+    run = Run("hybrid:fixed=3", range(3))
+    run.iterate(0)
+    run.iterate(0)
+    assert run.events == ["answer 0 0", "answer 0 1"] and run.clock.counts.delayed == 0
+    assert run.weights == run.workers[0].seen == [1.0], "its own gradients are not applied yet"
+    assert run.clock.buffered == 2, "one worker may have several gradients in the buffer"
+
+
+def test_at_the_threshold_the_whole_buffer_is_applied():
+    """Step 2 (1): "synchronize all the gradients in the gradient buffer ... (reduction in stale reads)"."""
+    run = Run("hybrid:fixed=3", range(3))
+    for rank in (0, 0, 2):
+        run.iterate(rank)
+    assert [message[:2] for message in run.steps[0][1]] == [(0, 0), (0, 1), (2, 0)] and run.clock.buffered == 0
+    assert run.workers[0].seen == [1.0] and run.workers[2].seen == run.weights == [1.0 - RATE * (1 + 1 - 1) / 3]
+    run.iterate(1)
+    assert run.workers[1].seen == run.weights, "and the next gradient waits in the buffer for two more"
+
+
+def test_no_worker_ever_waits():
+    """Section 4: "if the threshold has not been reached, asynchronous updates continue", up to K = N."""
+    choose = random.Random(5)
+    run = Run("hybrid:step=10", range(WORKERS))
+    for _ in itertools.repeat(None, 400):
+        run.iterate(choose.choice((0, 0, 1, 2, 3)))
+    assert run.able == list(range(WORKERS)) and run.clock.counts.delayed == 0
+    assert len(run.steps[-1][1]) == WORKERS
+
+
+def test_staleness_counts_the_steps_since_a_gradients_values_were_read():
+    """Section 3: "faster workers might end up providing too many stale updates"."""
+    run = Run("hybrid:fixed=2", range(3))
+    for rank in (0, 0, 0, 1, 2):  # steps after the second and the fourth
+        run.iterate(rank)
+    counts = run.clock.counts
+    assert (counts.steps, counts.applied, counts.staleness) == (2, 4, 0 + 0 + 0 + 1)
+    run.iterate(0)
+    assert (counts.steps, counts.applied, counts.staleness) == (3, 6, 1 + 2 + 1), "0 read after the first step"
+
+
+def test_a_worker_that_begins_or_ends_takes_what_is_in_the_buffer():
+    """The loop of step 2 ends with fewer than K gradients in the buffer: they are in the final values, too."""
+    clock = Clock(parse("hybrid:fixed=3"), workers=range(3))
+    clock.push_part(0, 0)
+    clock.pushed(0, 0)
+    assert clock.pull_now(1) == [ApplyBuffer(1)] and clock.pull_now(2) == [] and clock.buffered == 0
+
+
+# --- section 3: workers that wait for their gradients ---------------------------------------------------
+
+
 def test_synchronous_in_the_end():
     """Section 3: with gradients of all workers, each worker waits for the update, as with bsp."""
-    hybrid, bsp = Run("hybrid:step=1", range(3)), Run("bsp", range(3))
+    hybrid, bsp = Run("hybrid:step=1,wait=true", range(3)), Run("bsp", range(3))
     taken_in_turns(hybrid, 6)
     while hybrid.clock.waiting:
         hybrid.iterate(hybrid.able[0])
@@ -107,19 +162,20 @@ def test_synchronous_in_the_end():
     assert len(answered) == 6
 
 
-def test_a_buffer_is_applied_by_its_mean():
-    """Section 6: the learning rate does not depend on K, so a buffer counts as one gradient."""
-    run = Run("hybrid:fixed=2", range(3))
+@pytest.mark.parametrize(("reduce", "divisor"), [("mean", 2), ("sum", 1)])
+def test_a_buffer_is_applied_by_its_mean_or_its_sum(reduce: str, divisor: int):
+    """Section 6: the learning rate does not depend on K. A mean counts as one gradient, a sum as all of them."""
+    run = Run(f"hybrid:fixed=2,wait=true,reduce={reduce}", range(3))
     run.iterate(0)
     assert run.weights == [1.0], "one of two"
-    run.iterate(2)
-    assert run.weights == [1.0 - RATE * ((1 - 0) + (1 - 2)) / 2]
-    assert run.events == ["answer 0 0", "answer 2 0"]
+    run.iterate(1)
+    assert run.weights == [1.0 - RATE * ((1 - 0) + (1 - 1)) / divisor]
+    assert run.events == ["answer 0 0", "answer 1 0"]
 
 
 def test_a_pull_is_answered_when_the_workers_own_gradient_is_applied():
     """Not earlier, or it would push a second one into the buffer; not later, however slow the others are."""
-    run = Run("hybrid:fixed=2", range(3))
+    run = Run("hybrid:fixed=2,wait=true", range(3))
     for rank in (0, 1, 0):
         run.iterate(rank)
     assert run.able == [1, 2] and run.events == ["answer 0 0", "answer 1 0"]
@@ -130,7 +186,7 @@ def test_a_pull_is_answered_when_the_workers_own_gradient_is_applied():
 def test_no_worker_waits_for_ever_at_any_speeds():
     """Step 2 repeats until convergence: with K up to N, some worker can always continue."""
     choose = random.Random(3)
-    run = Run("hybrid:step=10", range(WORKERS))
+    run = Run("hybrid:step=10,wait=true", range(WORKERS))
     for _ in itertools.repeat(None, 400):
         assert run.able
         run.iterate(choose.choice(run.able))

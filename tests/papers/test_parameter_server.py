@@ -84,7 +84,7 @@ PLAIN: served.Optimizer = OPTIMIZERS["sgd"]
         ({"sync": "pssp:staleness=2,p=1"}, {"sync": "ssp:staleness=2"}),
         ({"sync": "pssp:staleness=2,p=0"}, {"sync": "asp"}),
         ({"sync": "hybrid:fixed=1"}, {"sync": "asp", "apply": "each"}),
-        ({"sync": "hybrid:fixed=4"}, {"sync": "bsp"}),
+        ({"sync": "hybrid:fixed=4,wait=true"}, {"sync": "bsp"}),
         ({"parts": Parts(sync=Drop(4))}, {"sync": "bsp"}),
     ],
 )
@@ -131,10 +131,24 @@ def test_asp_applies_each_push_by_its_share_as_it_comes() -> None:
     torch.testing.assert_close(models(made), served.values(module).expand(2, -1), rtol=1e-9, atol=1e-9)
 
 
-def test_hybrid_grows_from_asynchronous_to_synchronous() -> None:
-    """K grows by the step function: the first gradients are applied alone, the last ones in means of all workers."""
-    made = served.ended(served.world(4, optimizer=PLAIN, sync="hybrid:step=6", iterations=20, slow={1: 1.5}))
+@pytest.mark.parametrize("seed", some(range(4), 2))
+@pytest.mark.parametrize("wait", ["true", "false"])
+def test_hybrid_grows_from_asynchronous_to_synchronous(wait: str, seed: int) -> None:
+    """K grows by the step function: the first gradients are applied alone, the last ones in means of four.
+
+    By the words of Algorithm 1 no worker waits. The last gradients do not always fill the buffer, but are in the final
+    values of all peers.
+    """
+    sync = f"hybrid:step=6,wait={wait}"
+    network = Network(delay=0.05, jitter=0.5)
+    options: dict[str, Any] = {"optimizer": PLAIN, "sync": sync, "iterations": 20, "bucket": 10**6}
+    slow = {1: 1.01, 2: 1.02, 3: 1.03}
+    made = served.ended(served.world(4, seed, network, slow, servers="0,2", **options))
     torch.testing.assert_close(models(made), models(made)[:1].expand(4, -1), rtol=0, atol=0)
+    for rank, index in ((0, 0), (2, 1)):
+        clock = made.peers[rank].role.exchange.shards[index].clock  # type: ignore[union-attr]
+        assert clock.buffered == 0 and clock.counts.applied == clock.counts.gradients == 4 * 20
+        assert wait == "true" or clock.counts.delayed == 0
 
 
 def test_ssp_limits_the_lead_to_its_staleness() -> None:
@@ -159,7 +173,16 @@ def test_drop_continues_without_the_slowest() -> None:
 
 
 @pytest.mark.parametrize(
-    "sync", ["bsp", "ssp:staleness=2", "drop:n=2", "hybrid:step=5", "dsps", "pssp:staleness=1,p=0.5"]
+    "sync",
+    [
+        "bsp",
+        "ssp:staleness=2",
+        "drop:n=2",
+        "hybrid:step=5",
+        "hybrid:step=5,wait=true",
+        "dsps",
+        "pssp:staleness=1,p=0.5",
+    ],
 )
 def test_shards_may_have_different_models(sync: str) -> None:
     made = served.ended(served.world(3, servers="0,1", sync=f"{sync}|asp", slow={2: 2.2}))

@@ -364,7 +364,7 @@ def test_a_custom_growth_function() -> None:
     assert [squares.parts.sync.threshold(View(0, 0, 3, 0, 0, 0, n)) for n in (1, 4, 9, 36)] == [1, 2, 3, 3]
 
 
-@pytest.mark.parametrize("example", ["round_robin", "top_percent", "stale", "squares", "program"])
+@pytest.mark.parametrize("example", ["round_robin", "top_percent", "stale", "adaptive", "squares", "program"])
 def test_the_documentation_shows_the_examples_as_they_are_tested(example: str) -> None:
     text = (HOUSE / "tests" / "examples" / f"{example}.py").read_text(encoding="utf-8")
     assert f"```python\n{text}```\n" in (HOUSE / "docs" / "parts.md").read_text(encoding="utf-8")

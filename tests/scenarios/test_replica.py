@@ -58,7 +58,10 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.05)
 
 
-@pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:staleness=2", "hybrid:step=5/lr", "drop:n=1", "dsps"])
+@pytest.mark.parametrize(
+    "sync",
+    ["bsp", "asp", "ssp:staleness=2", "hybrid:step=5,reduce=sum", "hybrid:step=5/lr,wait=true", "drop:n=1", "dsps"],
+)
 def test_a_replica_is_the_same_bit_for_bit(sync: str) -> None:
     made = world(sync=sync, slow={2: 1.7})
     served.ended(made)
@@ -95,7 +98,13 @@ def test_replicas_follow_resolved_deadlocks(seed: int) -> None:
     rng = random.Random(seed)
     slow = {rank: rng.uniform(0.5, 1.5) for rank in range(4)}
     made = served.world(
-        4, seed, Network(delay=0.05, jitter=0.3), slow, servers="0,2", server_replicas=1, sync="hybrid:fixed=3"
+        4,
+        seed,
+        Network(delay=0.05, jitter=0.3),
+        slow,
+        servers="0,2",
+        server_replicas=1,
+        sync="hybrid:fixed=3,wait=true",
     )
     served.ended(made, 100)
     for index, (holder, follower) in enumerate(((0, 2), (2, 0))):

@@ -91,7 +91,10 @@ def test_a_plan_in_the_configuration() -> None:
     done(made, range(3))
 
 
-SYNCS = ["bsp", "asp", "ssp:staleness=1", "drop:n=2", "pssp:staleness=1,p=0.5", "hybrid:step=4", "dsps:staleness=1"]
+SYNCS = [
+    *("bsp", "asp", "ssp:staleness=1", "drop:n=2", "pssp:staleness=1,p=0.5", "dsps:staleness=1"),
+    *("hybrid:step=4", "hybrid:step=4,wait=true"),
+]
 
 
 @pytest.mark.parametrize("seed", seeds(12))
@@ -115,7 +118,7 @@ def test_deadlocks_among_shards_are_resolved(servers: str, seed: int) -> None:
     """Hybrid Approach, Algorithm 1, with several shards: their buffers hold different gradients when all wait."""
     rng = random.Random(f"{servers} {seed}")
     slow = {rank: rng.uniform(0.5, 1.5) for rank in range(4)}
-    sync = rng.choice(["hybrid:fixed=2", "hybrid:fixed=3", "hybrid:step=4"])
+    sync = rng.choice(["hybrid:fixed=2,wait=true", "hybrid:fixed=3,wait=true", "hybrid:step=4,wait=true"])
     made = served.world(4, seed, Network(delay=0.05, jitter=0.3), slow, servers=servers, sync=sync)
     served.ended(
         made, served.ITERATIONS * (2 * max(slow.values()) + 2)
@@ -241,7 +244,7 @@ def test_a_gradient_that_is_not_finite_is_skipped(sync: str, monkeypatch: pytest
         torch.testing.assert_close(end, served.values(module), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("sync", ["bsp", "asp", "hybrid:fixed=2"])
+@pytest.mark.parametrize("sync", ["bsp", "asp", "hybrid:fixed=2", "hybrid:fixed=2,wait=true"])
 def test_diverging_training_ends(sync: str) -> None:
     def steep(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=1e300)
@@ -318,7 +321,7 @@ def test_pushes_and_pulls_of_different_shards_overlap_or_not(sync: str, overlap:
 # --- workers join and leave ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sync", ["bsp", "ssp:staleness=1", "hybrid:fixed=3"])
+@pytest.mark.parametrize("sync", ["bsp", "ssp:staleness=1", "hybrid:fixed=3", "hybrid:fixed=3,wait=true"])
 @pytest.mark.fault(1, 39)
 def test_a_worker_killed_is_not_waited_for_beyond_peer_timeout(sync: str) -> None:
     made = served.world(3, sync=sync)

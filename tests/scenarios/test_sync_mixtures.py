@@ -31,7 +31,7 @@ def trained(made: World, limit: float) -> None:
 @pytest.mark.parametrize("servers", some(["0,1", "2,3"], "0,1"))
 def test_hybrid_beside_another_sync_model_with_a_slow_worker(servers: str, other: str) -> None:
     """Fast workers wait at one shard for the slow one, whose gradient waits at the other shard for theirs."""
-    sync = f"hybrid:fixed=2|{other}"
+    sync = f"hybrid:fixed=2,wait=true|{other}"
     made = served.world(4, network=Network(delay=0.05), slow={2: 3.0}, servers=servers, sync=sync)
     trained(made, served.ITERATIONS * 3.0 + 12.0)
 
@@ -39,15 +39,19 @@ def test_hybrid_beside_another_sync_model_with_a_slow_worker(servers: str, other
 @pytest.mark.parametrize("seed", range(2))
 def test_one_shard_of_a_hybrid_run_is_switched(seed: int) -> None:
     slow = {0: 1.0, 1: 1.1, 2: 3.0}
-    made = served.world(3, seed, Network(delay=0.05), slow, servers="0,1", sync="hybrid:fixed=2")
+    made = served.world(3, seed, Network(delay=0.05), slow, servers="0,1", sync="hybrid:fixed=2,wait=true")
     made.switch_sync(0, 4.0 + seed, "dsps", shard=1)
     trained(made, served.ITERATIONS * 3.0 + 12.0)
-    assert made.lines(1, "shard 1 switches from hybrid:fixed=2 to dsps")
+    assert made.lines(1, "shard 1 switches from hybrid:fixed=2,wait=true to dsps")
 
 
 @pytest.mark.parametrize(
     ("servers", "sync"),
-    [("0", "hybrid:step=2"), ("0,1", "hybrid:step=2"), ("0,1", "hybrid:step=2|ssp:staleness=3")],
+    [
+        ("0", "hybrid:step=2,wait=true"),
+        ("0,1", "hybrid:step=2,wait=true"),
+        ("0,1", "hybrid:step=2,wait=true|ssp:staleness=3"),
+    ],
 )
 def test_a_buffer_does_not_wait_for_a_dead_worker_that_was_ahead(servers: str, sync: str) -> None:
     """Its pushes are ahead of the clock, and it waits nowhere."""
@@ -68,10 +72,12 @@ SYNCS = [
     "drop:n=1,late=add",
     "pssp:staleness=1,p=0.5",
     "pssp:staleness=1,alpha=significance",
-    "hybrid:fixed=2",
+    "hybrid:fixed=2,wait=true",
+    "hybrid:fixed=3,wait=true",
+    "hybrid:step=4,wait=true",
+    "hybrid:double=5,wait=true",
     "hybrid:fixed=3",
-    "hybrid:step=4",
-    "hybrid:double=5",
+    "hybrid:step=4,reduce=sum",
 ]
 ITERATIONS = 8
 syncs = st.sampled_from(SYNCS)

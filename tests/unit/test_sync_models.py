@@ -12,6 +12,8 @@ import pytest
 from shards import Run
 
 from gossipx.errors import UsageError
+from gossipx.peer.server_role import Total
+from gossipx.server.hosted_shards import figures
 from gossipx.server.sync_models.clock import ApplyBuffer, Clock, Handling, Part, Release, Tick
 from gossipx.server.sync_models.conditions import Apply, Conditions, Pull, SyncModel, View
 from gossipx.server.sync_models.growth import Double, Fixed, Growth, Step
@@ -65,6 +67,8 @@ class Squares(Growth):
         ("hybrid:step=2.50/lr", Hybrid(Step("2.5/lr"))),
         ("hybrid:double=300", Hybrid(Double(300))),
         ("hybrid:fixed=4", Hybrid(Fixed(4))),
+        ("hybrid:wait=true", Hybrid(wait=True)),
+        ("hybrid:9,wait=true,reduce=sum", Hybrid(Step(9), wait=True, reduce="sum")),
     ],
 )
 def test_specs(spec: str, expected: SyncModel):
@@ -76,6 +80,7 @@ def test_specs(spec: str, expected: SyncModel):
 def test_a_description_is_short():
     described = [describe(parse(spec)) for spec in ("ssp:3.0", "ssp:2", "pssp:p=0.25", "drop:3,late=drop", "hybrid:9")]
     assert described == ["ssp", "ssp:staleness=2", "pssp:p=0.25", "drop:n=3", "hybrid:step=9"]
+    assert describe(parse("hybrid:reduce=sum,wait=true,double=5")) == "hybrid:double=5,wait=true,reduce=sum"
     own = Conditions(pull=lambda seen, pull: True, push=lambda seen: True)
     assert "conditions" in describe(own) and "Squares" in describe(Hybrid(Squares()))
 
@@ -107,6 +112,8 @@ def test_a_description_is_short():
         ("hybrid:fixed=0", "at least 1"),
         ("hybrid:fixed=all", "is not a number of gradients"),
         ("hybrid:step=5,fixed=2", "give one of them"),
+        ("hybrid:reduce=max", "reduce='max' is neither mean nor sum"),
+        ("hybrid:wait=1", "wait='1' is not true|false"),
     ],
 )
 def test_wrong_specs(spec: str, told: str):
@@ -283,7 +290,7 @@ def test_a_jump_ahead_is_several_ticks():
 
 @pytest.mark.fault(45)
 def test_a_buffer_that_no_worker_can_fill():
-    clock = Clock(parse("hybrid:fixed=3"), workers=range(4))
+    clock = Clock(parse("hybrid:fixed=3,wait=true"), workers=range(4))
     for progress in (0, 1):
         for rank in (0, 1, 2):
             clock.push_part(rank, progress)
@@ -298,6 +305,25 @@ def test_a_buffer_that_no_worker_can_fill():
     assert clock.is_deadlocked([(0, 1), (1, 1), (2, 1), (4, 0)]), "a worker that is not known here changes nothing"
     assert clock.apply_now() == [ApplyBuffer(1), Release("pull")] and clock.blocked == ()
     assert not clock.is_deadlocked([(0, 1), (1, 1), (2, 1)])
+
+
+def test_figures_of_a_shard_by_the_clock():
+    clock = Clock(parse("hybrid:step=2"), workers=range(2))
+    for rank, progress in ((0, 0), (0, 1), (0, 2)):
+        clock.push_part(rank, progress)
+        clock.pushed(rank, progress)
+    assert figures(clock) == {
+        "clock": (3, 0),
+        "delayed_pulls": (3, 0),
+        "gradients": (3, 3),
+        "staleness": (3, Total(0 + 1, 2)),
+        "buffered": (3, 1),
+        "threshold": (3, 2),
+    }
+    clock.switch(parse("bsp"))
+    assert figures(clock).keys() == {"clock", "delayed_pulls", "gradients", "staleness", "buffered"}
+    clock.switch(parse("asp"))
+    assert figures(clock).keys() == {"clock", "delayed_pulls", "gradients", "staleness"}
 
 
 # --- dsps ---------------------------------------------------------------------------------------------

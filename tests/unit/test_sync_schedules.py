@@ -39,6 +39,8 @@ MODELS = [
     "hybrid:fixed=3",
     "hybrid:step=4",
     "hybrid:double=5",
+    "hybrid:fixed=3,wait=true",
+    "hybrid:step=4,wait=true,reduce=sum",
 ]
 WAYS = [None, "push", "each", "tick"]
 
@@ -106,7 +108,8 @@ def play(run: Run, event: Event) -> None:
         (("pssp:staleness=2,alpha=0", None), ("asp", None)),
         (("pssp:staleness=2,alpha=2", None), ("ssp:2", None)),  # P is ½ · 2 at least
         (("hybrid:fixed=1", None), ("asp", "each")),
-        (("hybrid:fixed=100", None), ("bsp", "tick")),
+        (("hybrid:fixed=1,wait=true,reduce=sum", None), ("asp", "each")),
+        (("hybrid:fixed=100,wait=true", None), ("bsp", "tick")),
         (("drop:100", "tick"), ("bsp", "tick")),
     ],
 )
@@ -145,7 +148,7 @@ def condition(run: Run, progress: int, draw: float, applied: bool) -> bool:
     if name == "asp":
         return True
     if name == "hybrid":
-        return applied
+        return applied or "wait" not in run.model
     if name == "dsps":
         return lead < run.clock.state_dict()["model"]["staleness"]
     if name == "ssp":

@@ -117,3 +117,27 @@ def test_the_state_of_other_parts_is_refused() -> None:
         made(dataclasses.replace(KEEPING, transmit=TransmitBuffer)).client.load_state_dict(worker)
     with pytest.raises(ValueError, match="longer"):
         side([torch.zeros(8)], storages=KEEPING).client.load_state_dict(worker)
+
+
+@pytest.mark.parametrize("storages", [Storages(), KEEPING])
+def test_gradients_that_gather_are_in_checkpoints(storages: Storages) -> None:
+    """They are neither encoded nor lost: the next push carries the sum of both iterations."""
+    whole, cut = made(storages), made(storages)
+    for one in (whole, cut):
+        iteration(one)
+        one.update([torch.ones(8), torch.ones(5)])
+        one.client.gather()
+    worker, shards = states(cut)
+    assert worker is not None and any(isinstance(state, Tensor) for state in worker["states"])
+    again = made(storages)
+    again.client.load_state_dict(worker)
+    for shard, state in enumerate(shards):
+        again.table_store.load_state_dict(shard, state)
+    for one in (whole, again):
+        iteration(one)
+        iteration(one)
+        one.pull()
+    assert all(map(torch.equal, whole.parameters, again.parameters))
+    if storages == Storages():
+        assert whole.parameters[0].tolist() == [-0.5 * 4] * 8, "four iterations, and the last one is sent once"
+        assert whole.client.state_dict() is None

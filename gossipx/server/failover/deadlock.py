@@ -1,9 +1,9 @@
 """Detection of deadlocks among shards, whose cause is a gradient buffer that is applied by a threshold.
 
-With the hybrid sync model a buffer is applied once it holds K gradients (Hybrid Approach, Algorithm 1, which has one
-server only), and each worker waits for its own gradient. With several shards, the workers that could fill the buffer
-may all wait elsewhere: for the buffer of another shard, or as the fastest at a shard with bsp, ssp, dsps, drop or pssp.
-So a buffer is also applied once each worker has a gradient in it or waits at any shard.
+With the sync model ``hybrid:wait=true`` a buffer is applied once it holds K gradients (Hybrid Approach, Algorithm 1,
+which has one server only), and each worker waits for its own gradient. With several shards, the workers that could fill
+the buffer may all wait elsewhere: for the buffer of another shard, or as the fastest at a shard with bsp, ssp, dsps,
+drop or pssp. So a buffer is also applied once each worker has a gradient in it or waits at any shard.
 
 This is complete: if all workers wait, the slowest one waits for a buffer, since every other sync model lets the slowest
 continue. To know who waits, a shard with such a buffer keeps a question open to each shard elsewhere. It is answered

@@ -4,7 +4,7 @@ FluentPS, section III-A: "when the number of servers changes, EPS can also rebal
 servers". Every layout has an epoch, and a change leads from one layout to the next between two iterations of every
 worker. The leader (:mod:`gossipx.server.failover.coordinator`) sends, in this order::
 
-    PauseRequest    all      finish the pushes of the current iteration, begin no other; acknowledged once that is done
+    PauseRequest    all      finish all pushes up to the current iteration, begin no other; acknowledged after that
     PrepareRequest  servers  fetch the tables of the new layout by RangesRequest from the peers that hold them
     PlaceRequest    all      the new layout is in force, or the old one still is
 
@@ -168,10 +168,13 @@ class Migration:
         self._blocked = False
 
     def worker_advanced(self, now: float) -> list[Effect]:
-        """Acknowledge the PauseRequest if the worker has become quiet."""
+        """Acknowledge the PauseRequest if the worker has become quiet. Let it push what it has gathered before."""
         change = self._change
-        if change is None or change.pausing is None or not self.host.worker.quiet:
+        if change is None or change.pausing is None:
             return []
+        pushed = self.host.worker.push_gathered(now)
+        if not self.host.worker.quiet:
+            return pushed
         asked, change.pausing = change.pausing, None
         return [asked.answer(AcceptReply())]
 
@@ -410,8 +413,7 @@ class Migration:
         late = [asked for _, asked in self._held if asked.put_off_at <= now]
         self._held = [one for one in self._held if one[1] not in late]
         effects += [effect for asked in late for effect in put_off(asked)]
-        if change.pending:
-            effects += self._fetch(change, now)
+        effects += self._fetch(change, now) if change.pending else []
         return [*effects, *self._ask_layout_in_force(change, now)]
 
     def _ask_layout_in_force(self, change: _Change, now: float) -> list[Effect]:
@@ -443,8 +445,6 @@ class Migration:
         return all(rank in self._confirmed or members.is_gone(rank) for rank in members.awaited())
 
     def _ask_layout_of(self, ranks: Sequence[int], now: float) -> list[Effect]:
-        asked = self._context.requests.open_ranks(PlaceRequest)
-        question = PlaceRequest(self.epoch, self.layout.servers, self.decided)
-        deadline = now + self._context.timeout
-        send = self._replies.send
+        asked, deadline = self._context.requests.open_ranks(PlaceRequest), now + self._context.timeout
+        question, send = PlaceRequest(self.epoch, self.layout.servers, self.decided), self._replies.send
         return [send(to, question, now, deadline, self._layout_answered) for to in ranks if to not in asked]

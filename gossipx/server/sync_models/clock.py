@@ -32,6 +32,7 @@ class _Worker:
         receiving: the iteration of the push being received; None: none yet.
         dropped: whether that push is dropped. The first message decides it for the whole push.
         partly: whether a part of that push is in the gradient buffer.
+        read: the number of optimizer steps in the values that it has.
     """
 
     progress: int
@@ -39,6 +40,7 @@ class _Worker:
     receiving: int | None = None
     dropped: bool = False
     partly: bool = False
+    read: int = 0
 
 
 class Clock:
@@ -79,7 +81,7 @@ class Clock:
         self._workers = {worker: _Worker(-1) for worker in workers}
         self._delayed: list[tuple[Pull, Hashable]] = []  # in order of arrival
         self._holds_any = False  # whether the gradient buffer holds anything, even a part of a push
-        self._complete = 0  # complete pushes in it, including those of workers that are gone
+        self._reads: list[int] = []  # of complete pushes in it, also of workers that are gone: see _Worker.read
         self._pulls = _mode(pulls)
         self._install(model, apply)
 
@@ -112,7 +114,7 @@ class Clock:
     @property
     def buffered(self) -> int:
         """The number of complete pushes in the gradient buffer, including those of workers that are gone."""
-        return self._complete
+        return len(self._reads)
 
     @property
     def progress(self) -> dict[int, int]:
@@ -197,8 +199,11 @@ class Clock:
             self.counts.late += 1
         else:
             self.counts.gradients += 1
-            self._complete += one.partly
-            one.waiting += one.partly
+            if one.partly:
+                one.waiting += 1
+                self._reads.append(one.read)
+            else:
+                self._count_step([one.read])
         one.progress = progress
         return self._settle()
 
@@ -212,7 +217,7 @@ class Clock:
             key: identifies the pull in the :class:`Release` that answers it, now or later.
             significance: |g| / |w| of its last push, if the sync model asks for it.
         """
-        self._known(worker)
+        one = self._known(worker)
         pull = Pull(worker, progress, self._rng.random(), significance)
         passes = self._may_pull(self.view(), pull)
         self.counts.pulls += 1
@@ -220,9 +225,22 @@ class Clock:
         pulls, waited = self._since_tick
         self._since_tick = (pulls + 1, waited + (not passes))
         if passes:
+            one.read = self.counts.steps
             return [Release(key)]
         self._delayed.append((pull, key))
         return []
+
+    def pull_now(self, worker: int) -> list[Decision]:
+        """Handle a pull of the current values, which is answered at once, by a worker that begins or has ended.
+
+        A buffer with a threshold is applied first, unless pulls may wait for it. Otherwise the last gradients of a run,
+        fewer than the threshold, would be in no worker's final values.
+        """
+        rest = self._apply is Apply.THRESHOLD and not self._model.answers_by_condition and self._reads
+        made = self.apply_now() if rest else []
+        if worker in self._workers:
+            self._workers[worker].read = self.counts.steps
+        return made
 
     def apply_now(self) -> list[Decision]:
         """Apply the gradient buffer as it is."""
@@ -234,7 +252,7 @@ class Clock:
         """Add a worker. It starts at the clock: it may pull at once, with progress ``clock`` − 1."""
         if worker in self._workers:
             raise ValueError(f"worker {worker} has joined already")
-        self._workers[worker] = _Worker(self.clock - 1)
+        self._workers[worker] = _Worker(self.clock - 1, read=self.counts.steps)
         return self._settle()
 
     def lost(self, worker: int) -> list[Decision]:
@@ -324,6 +342,7 @@ class Clock:
             if not passes and (by_condition or not by_clock):
                 passes = self._may_pull(view, pull)
             if passes:
+                self._workers[pull.worker].read = self.counts.steps
                 made.append(Release(key))
             else:
                 kept.append((pull, key))
@@ -335,11 +354,18 @@ class Clock:
         return self._model.may_pull(self._state, view, dataclasses.replace(pull, applied=applied))
 
     def _empty_buffer(self) -> ApplyBuffer:
-        count = max(1, self._complete)
-        self._complete, self._holds_any = 0, False
+        count = max(1, len(self._reads))
+        self._count_step(self._reads)
+        self._reads, self._holds_any = [], False
         for one in self._workers.values():
             one.waiting, one.partly = 0, False
-        return ApplyBuffer(count)
+        return ApplyBuffer(count, self._model.sums)
+
+    def _count_step(self, reads: list[int]) -> None:
+        """Count an optimizer step with these gradients; ``reads``: see :class:`_Worker`."""
+        self.counts.applied += len(reads)
+        self.counts.staleness += sum(self.counts.steps - read for read in reads)
+        self.counts.steps += 1
 
     # --- checkpoints ------------------------------------------------------------------------------
 
@@ -354,7 +380,7 @@ class Clock:
             "model": copy.deepcopy(self._state),  # a custom model may update its state in place
             "workers": [[worker, *dataclasses.astuple(one)] for worker, one in self._workers.items()],
             "clock": [self.clock, self.epoch, self._before, *self._since_tick],
-            "buffer": [self._complete, self._holds_any],
+            "buffer": [list(self._reads), self._holds_any],
             "counts": dataclasses.astuple(self.counts),
             "draws": [version, list(words), gauss],
         }
@@ -377,7 +403,8 @@ class Clock:
         self._workers = {worker: _Worker(*rest) for worker, *rest in state["workers"]}
         self.clock, self.epoch, self._before, pulls, delayed = state["clock"]
         self._since_tick = (pulls, delayed)
-        self._complete, self._holds_any = state["buffer"]
+        reads, self._holds_any = state["buffer"]
+        self._reads = list(reads)
         self.counts = Counts(*state["counts"])
         self._delayed = []
 

@@ -117,6 +117,11 @@ class SyncModel(abc.ABC):
         return False
 
     @property
+    def sums(self) -> bool:
+        """Whether a step with the gradient buffer uses its sum in place of its mean."""
+        return False
+
+    @property
     def drops_late(self) -> bool:
         """Whether a late push, of an iteration that the clock has passed, is dropped."""
         return False
@@ -146,11 +151,25 @@ class SyncModel(abc.ABC):
     def may_pull(self, state: State, view: View, pull: Pull) -> bool:
         """Return whether the pull may be answered now: the pull condition."""
 
-    def fetches(self, progress: int, fetched: int) -> bool:
-        """Return whether a worker pulls after iteration ``progress``; if not, it computes with the tables that it has.
+    def pushes(self, progress: int, fetched: int) -> bool:
+        """Return whether a worker pushes in iteration ``progress``; if not, its gradients gather in the transmit
+        buffers until the next push, and it does not pull either.
 
-        Called on the worker (Modularized Parameter Server, Code 4.4, AfterClientUpdate), which pushes every gradient in
-        any case. After a switch, it learns of the new sync model with the next tables that it receives.
+        Called on the worker before the first gradient of the iteration (Modularized Parameter Server, Code 4.4,
+        AfterClientUpdate; Figure 2.3d). If shards have different sync models, the worker pushes to all of them when one
+        asks for it. A push counts for all iterations up to its own. What has gathered at the end of training is pushed.
+
+        Args:
+            progress: i, the iteration.
+            fetched: the clock, V_train, of the tables that it has.
+        """
+        return True
+
+    def fetches(self, progress: int, fetched: int) -> bool:
+        """Return whether a worker pulls after its push of iteration ``progress``; if not, it computes with the tables
+        that it has.
+
+        Called on the worker. After a switch, it learns of the new sync model with the next tables that it receives.
 
         Args:
             progress: i, the iteration that it pushed last.

@@ -48,9 +48,11 @@ class ApplyBuffer:
         count: the number of complete pushes in the buffer, at least 1: the divisor of the sum. If a step cuts a push of
             several messages in two, some tables hold one push more or less than that; for the exact mean, a shard
             counts the gradients that it adds to each table.
+        sums: use the sum in place of the mean.
     """
 
     count: int
+    sums: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,16 @@ class Counts:
         delayed: pulls that had to wait (DPRs).
         late: pushes dropped because they were late.
         gradients: complete pushes that were not dropped.
+        applied: those that are not in the gradient buffer any more.
+        steps: optimizer steps, if one push counts as one step where it is applied in several messages.
+        staleness: the sum over ``applied`` of the steps between the pull that the gradient was computed with and the
+            step that applies it.
     """
 
     pulls: int = 0
     delayed: int = 0
     late: int = 0
     gradients: int = 0
+    applied: int = 0
+    steps: int = 0
+    staleness: int = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, final
 
 from gossipx import specs
@@ -231,14 +231,32 @@ class DynamicPSSP(SyncModel):
 class Hybrid(SyncModel):
     """From asynchronous to synchronous by a growing threshold on a gradient buffer (Hybrid Approach, Algorithm 1).
 
-    The buffer is applied when it holds K gradients; a pull is answered when the worker's own gradient is applied. The
-    clock is the slowest worker's, and nothing waits for it.
+    A gradient enters the buffer, which makes one optimizer step as soon as it holds K gradients (step 2 (1)). The clock
+    is the slowest worker's, and nothing waits for it. The paper can be read in two ways where a worker's gradient stays
+    in the buffer:
+
+    - By its words, the worker continues at once, with values that lack its gradient: "if the threshold has not been
+      reached, continue with asynchronous updates ... might cause frequent stale reads" (step 2 (2), section 4). No
+      worker ever waits, and one may have several gradients in the buffer. This is the default.
+    - The worker waits until its gradient is applied (``wait``), as section 3 says of the synchronous approach: "each
+      worker waits till updated parameters are not received". With K = N this is BSP exactly.
+
+    The paper does not say how the gradients of a buffer are combined.
 
     Attributes:
         growth: gives K as a function of the number of gradients received; see :class:`~gossipx.parts.Growth`.
+        wait: whether a pull waits until the worker's own gradients are applied.
+        reduce: ``mean``, with which a step does not grow with K, or ``sum``, with which each gradient counts as much as
+            in an asynchronous update.
     """
 
     growth: Growth = field(default_factory=growth.Step)
+    wait: bool = False
+    reduce: Literal["mean", "sum"] = "mean"
+
+    def __post_init__(self) -> None:
+        if self.reduce not in ("mean", "sum"):
+            raise ValueError(f"reduce='{self.reduce}' is neither mean nor sum")
 
     @property
     def default_apply(self) -> Apply:
@@ -246,21 +264,25 @@ class Hybrid(SyncModel):
 
     @property
     def answers_by_condition(self) -> bool:
-        return True
+        return self.wait
+
+    @property
+    def sums(self) -> bool:
+        return self.reduce == "sum"
 
     @property
     def needs_rate(self) -> bool:
         return self.growth.needs_rate
 
     def resolved(self, learning_rate: float) -> Hybrid:
-        return Hybrid(self.growth.resolved(learning_rate))
+        return replace(self, growth=self.growth.resolved(learning_rate))
 
     def threshold(self, view: View) -> int:
-        """Return K: the growth function's value, limited to the number of workers, which fill the buffer."""
+        """Return K: the growth function's value, limited to the number of workers, as in the synchronous approach."""
         return max(1, min(self.growth.threshold(view.gradients), view.workers))
 
     def may_pull(self, state: State, view: View, pull: Pull) -> bool:
-        return pull.applied
+        return pull.applied or not self.wait
 
     def may_apply(self, state: State, view: View) -> bool:
         return view.buffered >= self.threshold(view)
@@ -277,8 +299,10 @@ def _pssp(staleness: float = 3, p: str = "", alpha: str = "") -> SyncModel:
     return ConstantPSSP(staleness, _number(p, f"p='{p}' is not a number")) if p else ConstantPSSP(staleness)
 
 
-def _hybrid(step: str = "", double: str = "", fixed: str = "") -> Hybrid:
-    """Build the hybrid model from a spec's growth function; by default, the paper's."""
+def _hybrid(
+    step: str = "", double: str = "", fixed: str = "", wait: bool = False, reduce: Literal["mean", "sum"] = "mean"
+) -> Hybrid:
+    """Build the hybrid model from a spec's keys; by default, with the paper's growth function."""
     made: list[Growth] = []
     if step:
         made.append(growth.Step(step))
@@ -288,7 +312,7 @@ def _hybrid(step: str = "", double: str = "", fixed: str = "") -> Hybrid:
         made.append(growth.fixed(fixed))
     if len(made) > 1:
         raise ValueError("step, double and fixed are growth functions: give one of them")
-    return Hybrid(*made)
+    return Hybrid(made[0] if made else growth.Step(), wait, reduce)
 
 
 SYNC_MODELS: dict[str, Callable[..., SyncModel]] = {
@@ -308,7 +332,7 @@ def parse(spec: str | SyncModel) -> SyncModel:
     Args:
         spec: ``bsp``, ``asp``, ``ssp:staleness=3``, ``dsps:staleness=3,low=0,high=12,window=10``,
             ``drop:n=3,late=add``, ``pssp:staleness=3,p=0.5``, ``pssp:staleness=3,alpha=significance``,
-            ``hybrid:step=5/lr`` (also ``double=`` and ``fixed=``); or a sync model.
+            ``hybrid:step=5/lr,wait=false,reduce=mean`` (also ``double=`` and ``fixed=``); or a sync model.
 
     Raises:
         UsageError: naming a valid spec.
@@ -322,7 +346,8 @@ def describe(model: SyncModel) -> str:
         names = (getattr(one, "__qualname__", type(one).__name__) for one in (model.pull, model.push))
         return f"conditions {' '.join(names)}"
     if isinstance(model, Hybrid):
-        return f"hybrid:{model.growth.describe()}"
+        wait, reduce = ",wait=true" * model.wait, f",reduce={model.reduce}" * model.sums
+        return f"hybrid:{model.growth.describe()}{wait}{reduce}"
     if isinstance(model, ConstantPSSP | DynamicPSSP):
         return specs.text(model, "pssp")
     known: dict[object, str] = {kind: name for name, kind in SYNC_MODELS.items()}
