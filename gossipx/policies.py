@@ -309,8 +309,8 @@ def parse(spec: str | Policy | Callable[[Observation], bool]) -> Policy:
         return FunctionPolicy(spec)
     if is_object(spec):
         raise UsageError(
-            f"the policy is the {spec} of a script, which no setting can name: pass it as gossipx.join(policy=...), or"
-            " give another --policy"
+            f"the policy is the {spec} of a script, which no setting can name: pass it as gossipx.join(policy=...) or"
+            " sync_manager=..., or give another --policy"
         )
     built = plugins.build(spec, BUILT_IN, ENTRY_POINT_GROUP, "policy")
     if isinstance(built, Policy):

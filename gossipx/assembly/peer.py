@@ -15,6 +15,7 @@ from torch import nn
 from gossipx import codecs, mixing, outer, policies
 from gossipx.assembly.graph import build_schedule
 from gossipx.assembly.hub import elastic_settings
+from gossipx.assembly.managers import Managers
 from gossipx.assembly.server import Parts, Served, serve, warm_up
 from gossipx.assembly.server_settings import server_ranks
 from gossipx.assembly.settings import check_exchange, with_policy
@@ -47,7 +48,6 @@ from gossipx.runtime.scores import Evaluate
 from gossipx.runtime.shards import ShardKeeper, store_of_shard
 from gossipx.runtime.state import TrainingState
 from gossipx.server.mode import ServerMode
-from gossipx.sync import SyncManager
 from gossipx.tasks import partition
 from gossipx.topology import schedules, weights
 from gossipx.topology.schedules import Schedule
@@ -97,6 +97,7 @@ def build_peer(
     policy: Policy | None = None,
     evaluate: Evaluate | None = None,
     parts: Parts | None = None,
+    managers: Managers | None = None,
 ) -> Peer:
     """Build a peer. It joins the run when it is started.
 
@@ -104,18 +105,21 @@ def build_peer(
         module, optimizer, evaluate: as for :func:`gossipx.join`.
         policy: a custom policy; None: the configured one.
         parts: custom parts of the parameter server; None: none.
+        managers: custom managers; None: the built-in ones.
 
     Raises:
         UsageError: settings exclude each other, or a parameter cannot be joined.
     """
     granted = grant(config.exchange, place.bind.host)
     check_exchange(config)
-    config = with_policy(config)
+    managers = managers or Managers()
+    spec = managers.configured(config.sync.policy)
+    config = with_policy(dataclasses.replace(config, sync=dataclasses.replace(config.sync, policy=spec)))
     hub = elastic_settings(config, place.names)
     arena = _arena(config, place, module)
     served = serve(config, place.names, place.rank, module, optimizer, parts or Parts())
     turns = build_schedule(config, len(place.names), [address.host for address in place.addresses])
-    plan = _Plan(module, optimizer, config, place, policy, hub, served, turns)
+    plan = _Plan(module, optimizer, config, place, policy, managers, hub, served, turns)
     driver = _driver(plan, arena)
     comm = driver.comm = _comm(plan, driver, granted)
     options = _options(plan)
@@ -134,6 +138,7 @@ class _Plan:
 
     Attributes:
         policy: a custom policy; None: the configured one.
+        managers: custom managers.
         hub: settings of elastic SGD; None: the run has no hub.
         served: the server-mode parts; None: the run has no parameter server.
         turns: the exchange schedule.
@@ -144,6 +149,7 @@ class _Plan:
     config: RunConfig
     place: Place
     policy: Policy | None
+    managers: Managers
     hub: ElasticSettings | None
     served: Served | None
     turns: Schedule
@@ -185,7 +191,7 @@ def _role(plan: _Plan, model_bytes: int) -> PeerRole:
     return PeerRole(
         rank=place.rank,
         size=len(place.names),
-        sync=SyncManager(policy, rng.getrandbits(64)),
+        sync=plan.managers.sync_manager(policy, rng.getrandbits(64)),
         topology=turns.topology,
         rng=rng,
         incarnation=secrets.randbits(48),
@@ -219,7 +225,7 @@ def _role_settings(config: RunConfig, model_bytes: int, max_rate: float | None) 
 def _comm(plan: _Plan, driver: Driver, granted: Access) -> CommManager:
     """Return the CommManager that connects the driver to the other peers."""
     exchange, place = plan.config.exchange, plan.place
-    return CommManager(
+    return plan.managers.comm_manager(
         rank=place.rank,
         names=place.names,
         addresses=place.addresses,
@@ -246,6 +252,7 @@ def _options(plan: _Plan) -> PeerOptions:
         policy = plan.served.sync
     else:
         policy = plan.config.sync.policy if plan.policy is None else policies.describe(plan.policy)
+        policy = plan.managers.describe(policy)
     return PeerOptions(
         name=place.names[place.rank],
         directory=place.directory,

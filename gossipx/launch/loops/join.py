@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from gossipx import policies
+from gossipx.assembly.managers import Managers
 from gossipx.assembly.peer import Place, build_peer
 from gossipx.assembly.server import Parts
 from gossipx.assembly.settings import check_without_run
+from gossipx.comm import CommManager
 from gossipx.config import files
 from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
@@ -39,6 +41,7 @@ from gossipx.runtime.peer import Peer
 from gossipx.runtime.progress import Progress
 from gossipx.runtime.scores import Evaluate
 from gossipx.runtime.step_watch import check_optimizer
+from gossipx.sync import SyncManager
 from gossipx.transports import Address
 
 
@@ -52,16 +55,18 @@ def join(
     evaluate: Evaluate | None = None,
     config_file: str | Path | None = None,
     parts: Parts | None = None,
+    sync_manager: type[SyncManager] | SyncManager | None = None,
+    comm_manager: Callable[..., CommManager] | None = None,
     **settings: Any,
 ) -> Peer:
     """Make this process a peer: from now on, each step of ``optimizer`` is an iteration of the run.
 
-    The model's parameters move into one flat buffer (the Parameter objects stay the same) and take the initial values
-    of the run. Returns when the other peers are connected or ``peer_timeout`` has passed. A peer that only
-    serves the others (``hub_only``, ``servers_only``) serves here until their training is over, and exits.
+    The model's parameters move into one flat buffer (the Parameter objects stay the same) and take the run's initial
+    values. Returns when the other peers are connected or ``peer_timeout`` has passed. A peer that only serves the
+    others (``hub_only``, ``servers_only``) serves here until their training is over, and exits.
 
     Under ``gossipx run`` rank, peers and all settings are the run's, and override the arguments. Only a policy that is
-    an object or a function, which no command line can name, is used.
+    an object or a function, and managers, which no command line can name, are used.
 
     Args:
         model: any module whose parameters are dense, on one device.
@@ -73,6 +78,8 @@ def join(
         evaluate: returns a model's accuracy from 0 to 1, or ``accuracy``, ``loss`` and other test figures by name.
         config_file: TOML file with settings.
         parts: replacements for parts of the parameter server.
+        sync_manager: a subclass of :class:`SyncManager`, or an object with its methods, which has its own policy.
+        comm_manager: a subclass of :class:`CommManager`, or a function that returns an object with its methods.
         settings: any other setting of ``gossipx run`` by its name: ``seed=1``, ``peer_timeout=10``.
 
     Raises:
@@ -89,19 +96,36 @@ def join(
     if isinstance(policy, str):
         settings["policy"] = policy
     run = settings_of(config_file, settings)
-    if own is not None and not under_run and run.has_servers:
-        raise UsageError("a parameter server uses sync= instead of policy=: leave policy= out")
+    if not under_run and run.has_servers:
+        _refuse_with_servers(policy=own, sync_manager=sync_manager)
+    _describe_if_asked(model, run, channel)
+    managers = Managers(sync_manager, comm_manager)
+    with contextlib.ExitStack() as until_started:
+        place = _place(run, peers, rank, channel, under_run, until_started)
+        peer = build_peer(model, optimizer, run, place, own, evaluate, parts, managers)
+        peer.start()
+    return _serve_if_that_is_all(peer)
+
+
+def _describe_if_asked(model: nn.Module, run: RunConfig, channel: Progress) -> None:
+    """Tell a parent process that asks for it the tensors of the model, and end the script."""
     if os.environ.get(ENV_DESCRIBE):
         channel.tell(manifest="\n".join(ParameterArena(model, mix_buffers=run.sync.buffers == "mix").manifest))
         raise SystemExit(0)
-    with contextlib.ExitStack() as until_started:
-        place = _place(run, peers, rank, channel, under_run, until_started)
-        peer = build_peer(model, optimizer, run, place, own, evaluate, parts)
-        peer.start()
-    if not peer.trains:
-        peer.finish()
-        raise SystemExit(0)
-    return peer
+
+
+def _serve_if_that_is_all(peer: Peer) -> Peer:
+    """Return a peer that trains; one that does not serves until the training of the others is over, and exits."""
+    if peer.trains:
+        return peer
+    peer.finish()
+    raise SystemExit(0)
+
+
+def _refuse_with_servers(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise UsageError(f"a parameter server uses sync= instead of {name}=: leave {name}= out")
 
 
 def settings_of(config_file: str | Path | None, settings: Mapping[str, Any]) -> RunConfig:
