@@ -24,7 +24,7 @@ class RunCurves:
     Args:
         directory: the run's directory; None: several processes write there, each with one peer, so nothing is written.
         statuses: states of the peers, by rank.
-        hparams: returns the run's hyperparameters, when the first curve begins.
+        hparams: returns the run's hyperparameters, when the training begins.
         resumes: whether the run resumes.
     """
 
@@ -43,19 +43,25 @@ class RunCurves:
         """Take in the records of a peer whose state has just been updated."""
         if self._statuses[rank].state == "serve":
             self._serving.add(rank)
-        if self._curves is None:
-            return
-        self._curves.add(rank, records)
-        steps = [
-            status.step
-            for other, status in self._statuses.items()
-            if status.state not in GONE and other not in self._serving
-        ]
-        self._attempt(lambda curves: curves.write(min(steps, default=0)))
+        if self._statuses[rank].state == "train":
+            self._attempt(Aggregate.begin)
+        self._attempt(lambda curves: curves.add(rank, records))
+        # The figures of the iteration that a peer is at may still follow.
+        self._attempt(lambda curves: curves.write(self._slowest() - 1))
 
     def conclude(self, summary: Summary) -> None:
-        """Write the figures of the final models."""
+        """Write the last iterations and the figures of the final models."""
+        self._attempt(lambda curves: curves.write(self._slowest()))
         self._attempt(lambda curves: curves.conclude(summary))
+
+    def _slowest(self) -> int:
+        """Return the iteration of the slowest peer that trains, or has trained to its end."""
+        steps = [
+            status.step
+            for rank, status in self._statuses.items()
+            if status.state not in GONE and rank not in self._serving
+        ]
+        return min(steps, default=0)
 
     def close(self) -> None:
         """Flush and close the file."""
@@ -67,7 +73,9 @@ class RunCurves:
             if self._curves is not None:
                 write(self._curves)
         except OSError as error:
-            log.warning("%s: the aggregate curves cannot be written (%s)", error.filename, error.strerror)
+            log.warning(
+                "the aggregate curves cannot be written (%s): the run has only those of its peers", error.strerror
+            )
             self._curves = None
 
 

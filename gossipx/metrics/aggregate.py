@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gossipx.metrics.summary import Summary
 
@@ -37,7 +37,7 @@ class Aggregate:
 
     Args:
         directory: directory of the run.
-        hparams: returns the hyperparameters of the run, when the first curve begins.
+        hparams: returns the hyperparameters of the run, when the file begins.
         resumes: whether the run resumes: later records in the directory are then hidden.
     """
 
@@ -47,22 +47,39 @@ class Aggregate:
         self._resumes = resumes
         self._file: EventFile | None = None
         self._waiting: dict[tuple[int, str], dict[int, float]] = {}  # by iteration and tag, values by rank
+        self._passed = 0
         self._last: dict[str, tuple[int, float]] = {}  # by tag: what was written last
 
+    def begin(self) -> None:
+        """Begin the file of a new run; that of a resumed run begins with its first record, which says where it resumes.
+
+        Raises:
+            OSError: the file cannot be created; the same in :meth:`write` and :meth:`conclude`.
+        """
+        if self._file is None and not self._resumes:
+            self._file = self._opened(None)
+
     def add(self, rank: int, records: Sequence[Record]) -> None:
-        """Add records of a peer; other tags than those of :data:`WORST` are left out."""
+        """Add records of a peer; other tags than those of :data:`WORST` are left out.
+
+        The first record of an iteration counts. A later one, or one of an iteration that is already written, is a
+        figure of the final model, which :meth:`conclude` writes for all peers at once.
+        """
         for tag, step, value in records:
-            if tag in WORST:
-                self._waiting.setdefault((step, tag), {})[rank] = value
+            if tag in WORST and step > self._passed:
+                self._waiting.setdefault((step, tag), {}).setdefault(rank, value)
 
     def write(self, passed: int) -> None:
         """Write the iterations that all peers have ``passed``."""
+        self._passed = max(self._passed, passed)
         for step, tag in sorted(key for key in self._waiting if key[0] <= passed):
             self._add(tag, list(self._waiting.pop((step, tag)).values()), step)
 
     def conclude(self, summary: Summary) -> None:
-        """Write the figures of the final models, for which peers need not have made equally many iterations."""
+        """Write the final figures, at which peers need not have made equally many iterations."""
         figures = {
+            "sync/retrievals": summary.retrievals,
+            "comm/bytes_received": summary.bytes_received,
             "test/accuracy": summary.test_accuracy_before_finish,
             "test/accuracy_after_finish": summary.test_accuracy,
             "test/loss": summary.test_loss_before_finish,
@@ -91,15 +108,15 @@ class Aggregate:
         from gossipx.metrics import records
 
         if self._file is None:
-            self._file = self._begun(step)
+            self._file = self._opened(step - 1 if self._resumes else None)
         self._file.add(records.scalar(tag, value), step)
 
-    def _begun(self, step: int) -> Any:
+    def _opened(self, goes_on_from: int | None) -> EventFile:
         # Imported here: reading summaries and comparing runs needs no TensorBoard.
         from gossipx.metrics import records
         from gossipx.metrics.event_file import EventFile
 
-        file = EventFile(self._directory, step - 1 if self._resumes else None)
+        file = EventFile(self._directory, goes_on_from)
         for part in records.trial(self._hparams(), METRICS):
             file.add(part)
         return file

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 WHOLE = "gossipx"
-"""The page's part with one curve a run."""
+"""The page's part with one curve per run."""
 PEERS = "gossipx: peers"
 HUB = "gossipx: hub"
 SERVERS = "gossipx: servers"
@@ -46,8 +46,8 @@ PAGE: dict[str, dict[str, list[str]]] = {
         "Share of time that workers wait for tables": ["time/tables_fraction"],
     },
 }
-"""Parts of the custom-scalars page. The charts of the first part have one curve a run; those of the others overlay all
-peers of all runs. Figure and equation numbers are those of Adaptive Communication."""
+"""Parts of the custom-scalars page. The charts of the first part have one curve per run; those of the others overlay
+all peers of all runs. Figure and equation numbers are those of Adaptive Communication."""
 
 
 class TensorBoardRecorder:

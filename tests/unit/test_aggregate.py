@@ -12,6 +12,7 @@ from gossipx.config import files
 from gossipx.launch.curves import RunCurves, hparams_of
 from gossipx.launch.progress import PeerStatus
 from gossipx.metrics.aggregate import DIRECTORY, METRICS, Aggregate, Record
+from gossipx.metrics.summary import Summary, per_peer
 
 Curve = list[tuple[int, float]]
 
@@ -53,14 +54,39 @@ def test_an_iteration_waits_until_all_peers_have_passed_it(tmp_path: Path) -> No
 
     handle(0, "train", 25, (10, 0.5), (20, 0.5))
     handle(1, "train", 12, (10, 0.75))
-    assert not (tmp_path / DIRECTORY).exists(), "the third one has not begun"
+    assert read(tmp_path) == {}, "the third one has not begun"
     handle(2, "serve", 0)
-    handle(1, "train", 20, (20, 1.0))
+    handle(1, "train", 20)
+    handle(1, "train", 20, (20, 1.0))  # the figures of an iteration may come after it
     handle(0, "train", 30, (30, 0.25))
     handle(1, "lost", 20)
-    handle(0, "train", 40, (40, 0.25))
+    handle(0, "train", 41, (40, 0.25))
     curves.close()
     assert read(tmp_path)["mean/test/accuracy"] == [(10, 0.625), (20, 0.75), (30, 0.25), (40, 0.25)]
+
+
+def test_figures_of_the_final_model_are_written_for_all_peers_at_once(tmp_path: Path) -> None:
+    """Peers evaluate it at the last iteration too, on other images and at different times."""
+    curves = Aggregate(tmp_path, dict)
+    curves.add(0, accuracy((10, 0.5), (10, 0.125)))
+    curves.add(1, accuracy((10, 0.75)))
+    curves.write(10)
+    curves.add(1, accuracy((10, 0.25)))
+    curves.write(10)
+    reports = [
+        {"retrievals": 2, "blocked_seconds": 1.0, "test_accuracy": 0.25, "test_accuracy_before_finish": before}
+        for before in (0.125, 0.25)
+    ]
+    serving = {"retrievals": 0, "blocked_seconds": None, "test_accuracy": 0.25}
+    about = {"name": "x", "policy": "tau:10", "codec": "none", "seed": 0, "peers": 3, "task": None, "model": None}
+    ended = {"partition": "iid", "agreed": True, "lost": [], "stopped": [], "wall_seconds": 1.0, "iterations": 10}
+    averaged = {"consensus_accuracy": None, "consensus_loss": None}
+    curves.conclude(Summary(**about, **ended, **averaged, **per_peer([*reports, serving])))
+    curves.close()
+    found = read(tmp_path)
+    assert found["mean/test/accuracy"] == [(10, 0.625), (10, 0.1875)]
+    assert found["mean/test/accuracy_after_finish"] == [(10, 0.25)]
+    assert found["mean/sync/retrievals"] == [(10, 2.0)]
 
 
 def test_a_resumed_run_hides_what_came_after_its_checkpoint(tmp_path: Path) -> None:
@@ -86,7 +112,7 @@ def test_a_directory_that_cannot_be_written_is_told_once(tmp_path: Path, caplog:
         curves.handle(0, accuracy((step, 0.5)))
     curves.close()
     [told] = caplog.messages
-    assert "aggregate curves cannot be written" in told and str(tmp_path / DIRECTORY) in told
+    assert "the aggregate curves cannot be written (File exists): the run has only those of its peers" in told
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_overwrite_leaves_nothing_of_the_previous_run(run: Run, mine: Path) -> N
     (mine / "peer-00" / "model.safetensors").touch()
     assert run("finish()", seed=2, overwrite=True) == 0
     assert read(mine).seed == 2
-    assert sorted(file.name for file in mine.iterdir()) == ["config.toml", "hosts.txt", "script.json", FILE]
+    assert sorted(file.name for file in mine.iterdir()) == ["all", "config.toml", "hosts.txt", "script.json", FILE]
 
 
 def test_overwrite_keeps_what_no_run_has_written(run: Run, mine: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_failed_overwrite_leaves_the_previous_run(run: Run, mine: Path, body: 
     assert {file: file.read_bytes() for file in mine.rglob("*") if file.is_file()} == before
     assert run("train(); finish()", seed=3, overwrite=True) == 0
     assert read(mine).seed == 3
-    assert sorted(file.name for file in mine.iterdir()) == ["config.toml", "hosts.txt", "script.json", FILE]
+    assert sorted(file.name for file in mine.iterdir()) == ["all", "config.toml", "hosts.txt", "script.json", FILE]
 
 
 class Killed(BaseException):
@@ -111,6 +111,7 @@ def test_an_overwrite_that_is_cut_off_anywhere_loses_nothing(
     assert run("train(); finish()", seed=4, overwrite=True) == 0
     assert read(mine).seed == 4
     assert sorted(file.name for file in mine.iterdir()) == [
+        "all",
         "config.toml",
         "hosts.txt",
         "notes.txt",
