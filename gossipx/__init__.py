@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gossipx import codecs, parts, policies
+    from gossipx import codecs, parts, policies, recorders
     from gossipx.comm import CommManager
     from gossipx.launch.loops.attach import attach, get_solver
     from gossipx.launch.loops.initialize import initialize
@@ -30,6 +30,7 @@ __all__ = [
     "join",
     "parts",
     "policies",
+    "recorders",
 ]
 
 _HOMES = {
@@ -47,6 +48,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in ("codecs", "parts", "policies"):
+    if name in ("codecs", "parts", "policies", "recorders"):
         return importlib.import_module(f"gossipx.{name}")
     raise AttributeError(f"module 'gossipx' has no attribute '{name}'")

@@ -17,6 +17,7 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
         "device": "cuda:0",
         "log_interval": 3,
         "eval_interval": 0,
+        "recorder": "csv",
         "save_model": False,
         "checkpoint_every": "60s",
         "keep_checkpoints": 5,
@@ -106,6 +107,7 @@ threads = 2
 device = "cuda:0"
 log_interval = 3
 eval_interval = 0
+recorder = "csv"
 save_model = false
 checkpoint_every = "60s"
 keep_checkpoints = 5

@@ -9,6 +9,7 @@ from typing import Any
 from gossipx import policies
 from gossipx.comm import CommManager
 from gossipx.errors import UsageError
+from gossipx.metrics.recorder import Recorder
 from gossipx.policies import Policy
 from gossipx.sync import SyncManager
 
@@ -23,16 +24,18 @@ WITHIN = ":policy="
 
 @dataclass(frozen=True)
 class Managers:
-    """The managers that a script passes to :func:`gossipx.join`; None: the built-in one.
+    """The managers and the recorder that a script passes to :func:`gossipx.join`; None: the built-in one.
 
     Attributes:
         sync: a subclass of SyncManager, which is called with a policy and a seed, or an object with its interface.
         comm: a subclass of CommManager, or a function: called with CommManager's arguments by keyword, it returns an
             object with its interface.
+        recorder: records the curves, in place of the configured recorders.
     """
 
     sync: Any = None
     comm: Callable[..., Any] | None = None
+    recorder: Recorder | None = None
 
     def sync_manager(self, policy: Policy, seed: int) -> SyncManager:
         """Return the SyncManager of a peer.

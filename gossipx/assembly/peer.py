@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gossipx import codecs, mixing, outer, policies
+from gossipx import codecs, mixing, outer, policies, recorders
 from gossipx.assembly.graph import build_schedule
 from gossipx.assembly.hub import elastic_settings
 from gossipx.assembly.managers import Managers
@@ -22,11 +22,11 @@ from gossipx.assembly.settings import check_exchange, with_policy
 from gossipx.checkpoint import CheckpointInterval
 from gossipx.comm import CommManager
 from gossipx.compression import Coded, ElasticCodec, ModelCodec
+from gossipx.config.hyperparameters import hyperparameters
 from gossipx.config.security import Access, grant
 from gossipx.config.settings import ExchangeSettings, RunConfig
 from gossipx.errors import UsageError
 from gossipx.hub import Elastic, ElasticSettings
-from gossipx.metrics import TensorBoardRecorder
 from gossipx.metrics.board import HUB, PEERS, SERVERS, WHOLE
 from gossipx.metrics.recorder import NullRecorder, Recorder
 from gossipx.model.arena import ParameterArena
@@ -36,6 +36,7 @@ from gossipx.peer.exchange import Exchange, PeerContext
 from gossipx.peer.pulls import Pulls
 from gossipx.policies import Policy
 from gossipx.protocol.events import GradientsReady
+from gossipx.recorders import Recorded
 from gossipx.runtime import models
 from gossipx.runtime.backward import Backward
 from gossipx.runtime.checkpoints import Checkpoints, store_of
@@ -390,7 +391,10 @@ def _recorder(plan: _Plan, resumed_at: int | None) -> Recorder:
     parts = [WHOLE, PEERS]
     parts += [part for part, used in ((HUB, config.hub.hub is not None), (SERVERS, plan.served is not None)) if used]
     own = models.directory_of(place.directory, place.rank)
+    name = config.run.name or place.directory.name
+    settings = hyperparameters(config, len(place.names))
+    of = Recorded(name, place.names[place.rank], place.rank, own, settings, parts, resumed_at)
     try:
-        return TensorBoardRecorder(own, parts, resumed_at)
+        return recorders.open_all(config.run.recorder, plan.managers.recorder, of)
     except OSError as error:
         raise UsageError(f"cannot write there: {error.strerror}; give another --logdir", own) from error

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 from click.shell_completion import CompletionItem
 
-from gossipx.config.settings import Key
+from gossipx.config.keys import Key
 
 Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 """A completion function, click's ``shell_complete``: from (context, parameter, typed text) to the offered items."""
@@ -81,6 +81,12 @@ def _codecs() -> Iterable[str]:
     return plugins.names(dict.fromkeys(CODECS, str), CODEC_PACKAGES)
 
 
+def _recorders() -> Iterable[str]:
+    from gossipx import recorders
+
+    return recorders.names()
+
+
 def _outers() -> Iterable[str]:
     from gossipx.outer import OUTERS
 
@@ -146,6 +152,7 @@ _BY_SETTING: dict[str, Completer] = {
     "schedule": schedules,
     "mixing": names(_mixings),
     "outer": names(_outers),
+    "recorder": names(_recorders),
     "sync": sync_models,
     "placement": placements,
 }

@@ -12,7 +12,8 @@ from typing import Any, get_args
 import click
 
 from gossipx.cli import completers
-from gossipx.config.settings import KEYS, Group, Key
+from gossipx.config.keys import Group, Key
+from gossipx.config.settings import KEYS
 
 _ALL = "gossipx.help-all"
 """Key in a context's ``meta``; set while the help must show every option."""

@@ -41,6 +41,13 @@ def outer(spec: str) -> None:
     outer.parse(spec)
 
 
+def recorder(spec: str) -> None:
+    """Check ``--recorder``."""
+    from gossipx import recorders
+
+    recorders.parse(spec)
+
+
 def schedule(spec: str) -> None:
     """Check ``--schedule``."""
     from gossipx.topology import schedules

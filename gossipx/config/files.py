@@ -15,7 +15,8 @@ from typing import Any
 
 import tomli_w
 
-from gossipx.config.settings import KEYS, TABLES, Key, RunConfig
+from gossipx.config.keys import Key
+from gossipx.config.settings import KEYS, TABLES, RunConfig
 from gossipx.errors import UsageError
 from gossipx.specs import suggest, toml
 

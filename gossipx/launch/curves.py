@@ -6,9 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from gossipx.config.settings import KEYS, RunConfig
 from gossipx.launch.progress import PeerStatus
-from gossipx.launch.start import policy_or_sync_model
 from gossipx.metrics.aggregate import Aggregate, Record
 from gossipx.metrics.summary import Summary
 
@@ -77,26 +75,3 @@ class RunCurves:
                 "the aggregate curves cannot be written (%s): the run has only those of its peers", error.strerror
             )
             self._curves = None
-
-
-def hparams_of(settings: RunConfig, peers: int) -> dict[str, str | float]:
-    """Return the hyperparameters by which runs are compared.
-
-    Args:
-        settings: settings of the run.
-        peers: number of peers.
-    """
-    sync, server = settings.sync, settings.server
-    exchange = "server" if settings.has_servers else "hub" if settings.hub.hub is not None else None
-    codec = f"push {server.push_codec}, pull {server.pull_codec}" if settings.has_servers else sync.codec
-    found: dict[str, str | float | None] = {
-        "policy": policy_or_sync_model(settings),
-        "exchange": exchange or (sync.exchange if sync.exchange == "waves" else sync.mode),
-        "codec": codec,
-        "outer": settings.value("outer") if "outer" in KEYS else None,
-        "topology": None if exchange else sync.topology,
-        "seed": settings.run.seed,
-        "peers": peers,
-        "learning rate": settings.task.base_lr,
-    }
-    return {name: value for name, value in found.items() if value is not None}

@@ -17,11 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gossipx.config.hyperparameters import hyperparameters
 from gossipx.config.settings import MOST_ITERATIONS, RunConfig
 from gossipx.errors import DIFFERENT_MODELS, GossipxError, NotEnoughPeersError, UsageError
 from gossipx.launch.children import Child, Spawn, command_of
 from gossipx.launch.cluster.world import World, find, why_none
-from gossipx.launch.curves import RunCurves, hparams_of
+from gossipx.launch.curves import RunCurves
 from gossipx.launch.directory import HOSTS_FILE
 from gossipx.launch.environment import (
     ENV_CONFIG,
@@ -138,7 +139,9 @@ class _Run:
         title = f"{settings.run.name}: {kind} {policy_or_sync_model(settings)}, {len(peers)} peers{central}"
         self._display = Display(title, self._statuses, plain=start.shared)
         directory = None if start.shared else start.directory.path
-        self._curves = RunCurves(directory, self._statuses, self._hparams, start.resumes)
+        self._curves = RunCurves(
+            directory, self._statuses, lambda: hyperparameters(self._settings, len(peers)), start.resumes
+        )
         self._children: dict[int, Child] = {}
         self._results: dict[int, dict[str, Any]] = {}
         self._departed: dict[int, dict[str, Any] | None] = {}  # left the run on request, with their figures
@@ -220,9 +223,6 @@ class _Run:
             self._curves.conclude(summary)
             self._directory.conclude(summary)
         return code
-
-    def _hparams(self) -> dict[str, str | float]:
-        return hparams_of(self._settings, len(self._peers))
 
     # --- processes ----------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from gossipx.config import files
-from gossipx.launch.curves import RunCurves, hparams_of
+from gossipx.config.hyperparameters import hyperparameters
+from gossipx.launch.curves import RunCurves
 from gossipx.launch.progress import PeerStatus
 from gossipx.metrics.aggregate import DIRECTORY, METRICS, Aggregate, Record
 from gossipx.metrics.summary import Summary, per_peer
@@ -129,7 +130,7 @@ def test_a_directory_that_cannot_be_written_is_told_once(tmp_path: Path, caplog:
     ],
 )
 def test_a_run_is_one_trial(given: dict[str, object], expected: dict[str, object]) -> None:
-    found = hparams_of(files.resolve(given), 4)
+    found = hyperparameters(files.resolve(given), 4)
     assert found.items() >= {**expected, "seed": 0, "peers": 4}.items()
     names = {"policy", "exchange", "codec", "outer", "topology", "seed", "peers", "learning rate"}
     assert found.keys() <= names and ("topology" in found) == (found["exchange"] not in ("hub", "server"))

@@ -34,6 +34,7 @@ from gossipx.launch.environment import (
     progress,
 )
 from gossipx.launch.hosts import PeerLine, bind_host, local_ranks, peers_digest, read_hosts
+from gossipx.metrics.recorder import Recorder
 from gossipx.model.arena import ParameterArena
 from gossipx.policies import Observation, Policy
 from gossipx.runtime import exit_hooks
@@ -57,6 +58,7 @@ def join(
     parts: Parts | None = None,
     sync_manager: type[SyncManager] | SyncManager | None = None,
     comm_manager: Callable[..., CommManager] | None = None,
+    recorder: str | Recorder | None = None,
     **settings: Any,
 ) -> Peer:
     """Make this process a peer: from now on, each step of ``optimizer`` is an iteration of the run.
@@ -65,8 +67,8 @@ def join(
     values. Returns when the other peers are connected or ``peer_timeout`` has passed. A peer that only serves the
     others (``hub_only``, ``servers_only``) serves here until their training is over, and exits.
 
-    Under ``gossipx run`` rank, peers and all settings are the run's, and override the arguments. Only a policy that is
-    an object or a function, and managers, which no command line can name, are used.
+    Under ``gossipx run`` rank, peers and all settings are the run's, and override the arguments. Only objects and
+    functions, which no command line can name, are used.
 
     Args:
         model: any module whose parameters are dense, on one device.
@@ -80,6 +82,7 @@ def join(
         parts: replacements for parts of the parameter server.
         sync_manager: a subclass of :class:`SyncManager`, or an object with its methods, which has its own policy.
         comm_manager: a subclass of :class:`CommManager`, or a function that returns an object with its methods.
+        recorder: a spec such as ``tensorboard+csv``, or an object with the methods of a :class:`Recorder`.
         settings: any other setting of ``gossipx run`` by its name: ``seed=1``, ``peer_timeout=10``.
 
     Raises:
@@ -93,13 +96,11 @@ def join(
     # Before the peer is built, which changes a model that may belong to another peer.
     exit_hooks.check_unregistered(under_run)
     own = None if policy is None or isinstance(policy, str) else policies.parse(policy)
-    if isinstance(policy, str):
-        settings["policy"] = policy
-    run = settings_of(config_file, settings)
+    run = settings_of(config_file, settings | _named(policy=policy, recorder=recorder))
     if not under_run and run.has_servers:
         _refuse_with_servers(policy=own, sync_manager=sync_manager)
     _describe_if_asked(model, run, channel)
-    managers = Managers(sync_manager, comm_manager)
+    managers = Managers(sync_manager, comm_manager, None if isinstance(recorder, str) else recorder)
     with contextlib.ExitStack() as until_started:
         place = _place(run, peers, rank, channel, under_run, until_started)
         peer = build_peer(model, optimizer, run, place, own, evaluate, parts, managers)
@@ -120,6 +121,11 @@ def _serve_if_that_is_all(peer: Peer) -> Peer:
         return peer
     peer.finish()
     raise SystemExit(0)
+
+
+def _named(**given: object) -> dict[str, Any]:
+    """Return those arguments that are specs, and so settings."""
+    return {name: value for name, value in given.items() if isinstance(value, str)}
 
 
 def _refuse_with_servers(**given: object) -> None:

@@ -1,0 +1,81 @@
+"""The declaration of one setting, from which its command-line option and its TOML key are made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+Group = Literal["Peers", "Exchange", "Training", "Run"]
+"""Headings of the common options in ``gossipx run --help``, in order of display."""
+
+
+def setting(
+    default: Any,
+    help: str,
+    least: float | None = None,
+    most: float | None = None,
+    check: Callable[[str], object] | None = None,
+    peers: Literal[0, 1, 2] = 0,
+    common: Group | None = None,
+    metavar: str | None = None,
+) -> Any:
+    """Declare a setting: its default, help and limits, and the other attributes of a :class:`Key`."""
+    meta = {"help": help, "least": least, "most": most, "check": check, "peers": peers}
+    return field(default=default, metadata={**meta, "common": common, "metavar": metavar})
+
+
+@dataclass(frozen=True)
+class Key:
+    """A setting as the command line and the TOML file see it.
+
+    Attributes:
+        table: ``run``, ``task``, ``sync``, ``hub``, ``server`` or ``exchange``.
+        name: ``peer_timeout``, for example; the option is then ``--peer-timeout``.
+        kind: type of a value, or of an element of a list; without None.
+        choices: the allowed values; empty: not restricted to a few.
+        many: whether it is a list of values.
+        check: raises UsageError for an invalid value; None: ``least`` and ``most`` suffice.
+        numbers: a text setting that also accepts a number, in TOML and in Python.
+        peers: 1: text that names one peer; 2: text or a list that names several; 0: names no peers.
+        common: heading under which ``gossipx run --help`` shows it; None: only ``--help-all`` shows it.
+        metavar: placeholder for the value in the help; None: derived from the type.
+    """
+
+    table: str
+    name: str
+    kind: type
+    choices: tuple[str, ...]
+    many: bool
+    default: Any
+    help: str
+    least: float | None
+    most: float | None
+    check: Callable[[str], object] | None
+    numbers: bool = False
+    peers: int = 0
+    common: Group | None = None
+    metavar: str | None = None
+
+    @property
+    def option(self) -> str:
+        """Return the option's name on the command line."""
+        return "--" + self.name.replace("_", "-")
+
+
+def keys_of(tables: Mapping[str, Any]) -> dict[str, Key]:
+    """Return the settings that the classes of the tables declare, by name."""
+    keys = {}
+    for table, section in tables.items():
+        hints = get_type_hints(section)
+        for declared in dataclasses.fields(section):
+            name, meta, hint = declared.name, declared.metadata, hints[declared.name]
+            kind = next((part for part in get_args(hint) if part is not type(None)), None)
+            kind = hint if kind is None or get_origin(hint) is Literal else kind
+            choices = get_args(kind) if get_origin(kind) is Literal else ()
+            many = get_origin(kind) is tuple
+            plain = str if choices else float if many else kind
+            numbers = meta["peers"] > 0 or (plain is str and int in get_args(hint))
+            keys[name] = Key(table, name, plain, choices, many, declared.default, numbers=numbers, **meta)
+    return keys

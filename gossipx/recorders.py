@@ -1,0 +1,315 @@
+"""Recorders: where a peer's curves go, such as TensorBoard or Weights & Biases.
+
+A spec names one, or several that are joined by ``+``: ``tensorboard+csv``. Installed packages add names by entry points
+of the group ``gossipx.recorders``, each of which loads a :class:`RecorderKind`.
+"""
+
+from __future__ import annotations
+
+import abc
+import csv
+import importlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TextIO, final
+
+from gossipx.errors import UsageError
+from gossipx.metrics import TensorBoardRecorder
+from gossipx.metrics.recorder import NullRecorder, Recorder
+from gossipx.specs import plugins
+
+log = logging.getLogger("gossipx")
+
+ENTRY_POINT_GROUP = "gossipx.recorders"
+FLUSH = 10.0
+"""Seconds between two writes of curves to a file: short enough to watch a run of one minute."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The peer whose curves are recorded.
+
+    Attributes:
+        run: name of the run.
+        peer: name of the peer.
+        rank: its rank.
+        directory: its directory, ``runs/NAME/peer-00``.
+        settings: hyperparameters, by name.
+        parts: the kinds of curves that it has; see ``gossipx.metrics.board.PAGE``.
+        resumes_at: iteration that a resumed run continues from; None: a new run.
+    """
+
+    run: str
+    peer: str
+    rank: int
+    directory: Path
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    parts: Sequence[str] = ()
+    resumes_at: int | None = None
+
+
+@dataclass(frozen=True)
+class RecorderKind(abc.ABC):
+    """A kind of recorder, with its settings."""
+
+    @abc.abstractmethod
+    def open(self, of: Recorded) -> Recorder:
+        """Begin to record the curves of a peer.
+
+        Raises:
+            OSError: nothing can be written in its directory.
+            UsageError: the package of this kind is not installed, or its service refuses.
+        """
+
+
+@final
+@dataclass(frozen=True)
+class TensorBoard(RecorderKind):
+    """``tensorboard``: an event file in the peer's directory."""
+
+    def open(self, of: Recorded) -> Recorder:
+        return TensorBoardRecorder(of.directory, of.parts, of.resumes_at)
+
+
+@final
+@dataclass(frozen=True)
+class CSV(RecorderKind):
+    """``csv``: the file ``metrics.csv`` in the peer's directory, with the columns of :attr:`COLUMNS`."""
+
+    COLUMNS: ClassVar[tuple[str, ...]] = ("iteration", "seconds", "tag", "value")
+
+    def open(self, of: Recorded) -> Recorder:
+        return _CSVRecorder(of.directory / "metrics.csv", of.resumes_at)
+
+
+class _CSVRecorder:
+    """Appends rows to a CSV file. Rows that cannot be written wait, and are tried again.
+
+    Args:
+        resumes_at: later rows, of work that was lost, are removed; None: a new file.
+    """
+
+    def __init__(self, path: Path, resumes_at: int | None):
+        self._path = path
+        self._began = time.time()
+        self._written = time.monotonic()
+        self._rows: list[tuple[int, float, str, float]] = []
+        self._has_warned = False
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept: list[Sequence[object]] = []
+        if resumes_at is not None and path.exists():
+            with path.open(newline="", encoding="utf-8") as file:
+                kept = [row for row in csv.reader(file) if row and row[0].isdecimal() and int(row[0]) <= resumes_at]
+            self._began -= max((float(str(row[1])) for row in kept), default=0.0)
+        with self._opened("w") as file:
+            csv.writer(file).writerows([CSV.COLUMNS, *kept])
+
+    def _opened(self, mode: Literal["a", "w"]) -> TextIO:
+        return self._path.open(mode, newline="", encoding="utf-8")
+
+    def scalar(self, tag: str, value: float, step: int) -> None:
+        self._rows.append((step, round(time.time() - self._began, 3), tag, value))
+        if time.monotonic() - self._written >= FLUSH:
+            self.unwritten()
+
+    def unwritten(self) -> int:
+        self._written = time.monotonic()
+        size = self._path.stat().st_size if self._path.exists() else 0
+        try:
+            with self._opened("a") as file:
+                csv.writer(file).writerows(self._rows)
+            self._rows = []
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning("%s: curves cannot be written (%s); training continues", self._path, error.strerror)
+            self._cut(size)
+        return len(self._rows)
+
+    def _cut(self, size: int) -> None:
+        """Remove rows of which a part was written."""
+        try:
+            with self._path.open("r+b") as file:
+                file.truncate(size)
+        except OSError:  # the next attempt writes them once more
+            pass
+
+    def close(self) -> None:
+        self.unwritten()
+
+
+@final
+@dataclass(frozen=True)
+class WandB(RecorderKind):
+    """``wandb``: a run of Weights & Biases per peer, in a group per gossipx run. Needs ``gossipx[wandb]``.
+
+    ``wandb login``, ``WANDB_MODE=offline`` and wandb's other settings apply.
+
+    Attributes:
+        project: wandb's project.
+        entity: user or team; empty: wandb's default.
+    """
+
+    project: str = "gossipx"
+    entity: str = ""
+
+    def open(self, of: Recorded) -> Recorder:
+        wandb = _imported("wandb", "wandb")
+        run = wandb.init(
+            project=self.project,
+            entity=self.entity or None,
+            group=of.run,
+            name=f"{of.run}/{of.peer}",
+            config={**of.settings, "rank": of.rank},
+            dir=of.directory,
+            reinit="create_new",
+        )
+        # An x axis of our own: wandb drops what is logged at an earlier step than its last one.
+        run.define_metric("iteration", hidden=True)
+        run.define_metric("*", step_metric="iteration")
+        return Guarded(lambda tag, value, step: run.log({"iteration": step, tag: value}), run.finish, "wandb")
+
+
+@final
+@dataclass(frozen=True)
+class MLflow(RecorderKind):
+    """``mlflow``: a run of MLflow per peer. Needs ``gossipx[mlflow]``.
+
+    Attributes:
+        experiment: MLflow's experiment, which is created if necessary.
+        uri: tracking server or store; empty: ``MLFLOW_TRACKING_URI``, or MLflow's default.
+    """
+
+    experiment: str = "gossipx"
+    uri: str = ""
+
+    def open(self, of: Recorded) -> Recorder:
+        mlflow = _imported("mlflow", "mlflow")
+        try:
+            client = mlflow.MlflowClient(self.uri or None)
+            found = client.get_experiment_by_name(self.experiment)
+            number = client.create_experiment(self.experiment) if found is None else found.experiment_id
+            run = client.create_run(number, run_name=f"{of.run}/{of.peer}").info.run_id
+            for name, value in {"run": of.run, "rank": of.rank, **of.settings}.items():
+                client.log_param(run, name, value)
+        except mlflow.exceptions.MlflowException as error:
+            raise UsageError(f"--recorder mlflow: {str(error).splitlines()[0]}") from error
+
+        def scalar(tag: str, value: float, step: int) -> None:
+            client.log_metric(run, tag, value, step=step, synchronous=False)
+
+        def close() -> None:
+            mlflow.flush_async_logging()
+            client.set_terminated(run)
+
+        return Guarded(scalar, close, "mlflow")
+
+
+class Guarded:
+    """A recorder over a foreign service, whose errors do not end the training: they are told once, and counted.
+
+    Args:
+        scalar: records one value.
+        close: ends the record.
+        name: of the service, for messages.
+    """
+
+    def __init__(self, scalar: Callable[[str, float, int], object], close: Callable[[], object], name: str):
+        self._scalar = scalar
+        self._close = close
+        self._name = name
+        self._lost = 0
+
+    def scalar(self, tag: str, value: float, step: int) -> None:
+        """Record ``value`` under ``tag`` at iteration ``step``."""
+        self._call(lambda: self._scalar(tag, value, step))
+
+    def unwritten(self) -> int:
+        """Return how many records the service has refused."""
+        return self._lost
+
+    def close(self) -> None:
+        """End the record."""
+        self._call(self._close)
+
+    def _call(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:  # whatever it is, curves are worth less than training
+            if not self._lost:
+                log.warning("%s refuses curves (%s); training continues", self._name, error)
+            self._lost += 1
+
+
+class Several:
+    """Records everything with each of several recorders."""
+
+    def __init__(self, recorders: Sequence[Recorder]):
+        self._recorders = recorders
+
+    def scalar(self, tag: str, value: float, step: int) -> None:
+        """Record ``value`` under ``tag`` at iteration ``step``."""
+        for each in self._recorders:
+            each.scalar(tag, value, step)
+
+    def unwritten(self) -> int:
+        """Flush. Return how many records could not be written."""
+        return sum(each.unwritten() for each in self._recorders)
+
+    def close(self) -> None:
+        """Flush and close."""
+        for each in self._recorders:
+            each.close()
+
+
+BUILT_IN: dict[str, type[RecorderKind]] = {"tensorboard": TensorBoard, "csv": CSV, "wandb": WandB, "mlflow": MLflow}
+
+
+def parse(spec: str) -> list[RecorderKind]:
+    """Return the recorders of a spec: ``tensorboard``, ``csv+wandb:project=mine``; none for ``none``.
+
+    Raises:
+        UsageError: the spec is wrong, or the plugin of a name is not a kind of recorder.
+    """
+    if spec.strip() == "none":
+        return []
+    kinds = [plugins.build(part, BUILT_IN, ENTRY_POINT_GROUP, "recorder") for part in spec.split("+")]
+    for part, kind in zip(spec.split("+"), kinds, strict=True):
+        if not isinstance(kind, RecorderKind):
+            raise UsageError(f"recorder '{part}': its entry point returns a {type(kind).__name__}, not a RecorderKind")
+    return kinds
+
+
+def names() -> dict[str, Callable[..., Any]]:
+    """Return all recorders by name: the built-in ones and those of installed packages, which are not imported yet."""
+    return plugins.names(BUILT_IN, ENTRY_POINT_GROUP)
+
+
+def open_all(spec: str, own: Recorder | None, of: Recorded) -> Recorder:
+    """Begin to record the curves of a peer.
+
+    Args:
+        spec: the run's recorders.
+        own: a recorder that a script passes, in place of these.
+
+    Raises:
+        OSError: nothing can be written in the peer's directory.
+        UsageError: a recorder cannot begin, or the script's lacks a method.
+    """
+    if own is not None:
+        missing = [name for name in ("scalar", "unwritten", "close") if not callable(getattr(own, name, None))]
+        if missing:
+            raise UsageError(f"recorder= of type {type(own).__name__} has no method '{missing[0]}'")
+        return own
+    opened = [kind.open(of) for kind in parse(spec)]
+    return opened[0] if len(opened) == 1 else Several(opened) if opened else NullRecorder()
+
+
+def _imported(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(f"--recorder {module} needs {module}: pip install 'gossipx[{extra}]'") from error

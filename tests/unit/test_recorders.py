@@ -1,0 +1,198 @@
+"""Recorders of curves: CSV files, foreign services, objects of a script's own."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from managers import HERE
+from torch import nn
+
+from gossipx import recorders
+from gossipx.assembly.managers import Managers
+from gossipx.assembly.peer import Place, build_peer
+from gossipx.config import files
+from gossipx.errors import UsageError
+from gossipx.recorders import Recorded
+from gossipx.runtime.progress import Progress
+from gossipx.transports import Address
+
+
+def of(directory: Path, **more: Any) -> Recorded:
+    return Recorded("mine", "peer-a", 0, directory, {"policy": "tau:10", "seed": 1}, **more)
+
+
+def rows(directory: Path) -> list[list[str]]:
+    with (directory / "metrics.csv").open(newline="") as file:
+        return list(csv.reader(file))
+
+
+def test_csv_has_a_row_per_value(tmp_path: Path) -> None:
+    recorder = recorders.open_all("csv", None, of(tmp_path / "peer-00"))
+    recorder.scalar("train/loss", 1.5, 10)
+    recorder.scalar("sync/delta", 0.25, 10)
+    assert recorder.unwritten() == 0
+    recorder.scalar("train/loss", 1.25, 20)
+    recorder.close()
+    head, *values = rows(tmp_path / "peer-00")
+    assert head == ["iteration", "seconds", "tag", "value"]
+    assert [(row[0], *row[2:]) for row in values] == [
+        ("10", "train/loss", "1.5"),
+        ("10", "sync/delta", "0.25"),
+        ("20", "train/loss", "1.25"),
+    ]
+    assert all(float(row[1]) >= 0 for row in values)
+
+
+def test_a_resumed_run_continues_its_csv_file_without_lost_work(tmp_path: Path) -> None:
+    first = recorders.open_all("csv", None, of(tmp_path))
+    for step in (10, 20, 30):
+        first.scalar("train/loss", step / 10, step)
+    first.close()
+    again = recorders.open_all("csv", None, of(tmp_path, resumes_at=20))
+    again.scalar("train/loss", 9.0, 30)
+    again.close()
+    assert [(row[0], row[3]) for row in rows(tmp_path)[1:]] == [("10", "1.0"), ("20", "2.0"), ("30", "9.0")]
+
+
+@pytest.mark.fault(57)
+def test_rows_that_cannot_be_written_wait(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One warning; the rows are counted, and written once that is possible."""
+    recorder = recorders.open_all("csv", None, of(tmp_path))
+    path = tmp_path / "metrics.csv"
+    kept = path.read_bytes()
+    path.unlink()
+    path.mkdir()  # nothing can be appended to it, even by root
+    with caplog.at_level(logging.WARNING, "gossipx"):
+        recorder.scalar("train/loss", 1.0, 1)
+        assert recorder.unwritten() == 1
+        recorder.scalar("train/loss", 2.0, 2)
+        assert recorder.unwritten() == 2
+    assert len(caplog.records) == 1 and "curves cannot be written" in caplog.text
+    path.rmdir()
+    path.write_bytes(kept)
+    assert recorder.unwritten() == 0
+    assert [row[0] for row in rows(tmp_path)[1:]] == ["1", "2"]
+
+
+def test_several_recorders_get_the_same_curves(tmp_path: Path) -> None:
+    recorder = recorders.open_all("csv+tensorboard", None, of(tmp_path, parts=("gossipx",)))
+    recorder.scalar("train/loss", 1.0, 1)
+    recorder.close()
+    assert len(rows(tmp_path)) == 2 and any(tmp_path.glob("events.out.tfevents.*"))
+
+
+def test_none_records_nothing(tmp_path: Path) -> None:
+    recorder = recorders.open_all("none", None, of(tmp_path))
+    recorder.scalar("train/loss", 1.0, 1)
+    recorder.close()
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ("tensorbord", "unknown recorder 'tensorbord' (did you mean 'tensorboard'?)"),
+        ("csv+", "unknown recorder ''"),
+        ("csv:path=x", "recorder 'csv:path=x': unknown key 'path'"),
+    ],
+)
+def test_a_wrong_recorder_is_one_line(spec: str, told: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        recorders.parse(spec)
+    assert str(caught.value).startswith(told) and "\n" not in str(caught.value)
+
+
+class Kept:
+    """A recorder of a script's own."""
+
+    def __init__(self) -> None:
+        self.values: list[tuple[str, float, int]] = []
+
+    def scalar(self, tag: str, value: float, step: int) -> None:
+        self.values.append((tag, value, step))
+
+    def unwritten(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        self.values.append(("closed", 0.0, 0))
+
+
+def test_a_scripts_own_recorder_gets_the_curves(tmp_path: Path) -> None:
+    place = Place(0, ("a",), (Address("127.0.0.1", 1),), HERE, "list", tmp_path, Progress(None), False)
+    kept = Kept()
+    peer = build_peer(nn.Linear(2, 1), None, files.resolve({}), place, managers=Managers(recorder=kept))
+    peer.log("train/loss", 0.5)
+    peer.close()
+    assert ("train/loss", 0.5, 0) in kept.values
+    assert not any((tmp_path / "peer-00").glob("events.out.tfevents.*"))
+
+
+@pytest.mark.fault(66)
+def test_an_object_that_is_no_recorder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^recorder= of type list has no method 'scalar'$"):
+        recorders.open_all("csv", [], of(tmp_path))
+
+
+def test_errors_of_a_service_are_told_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    def scalar(tag: str, value: float, step: int) -> None:
+        raise ConnectionError("no route")
+
+    guarded = recorders.Guarded(scalar, lambda: None, "wandb")
+    with caplog.at_level(logging.WARNING, "gossipx"):
+        for step in range(3):
+            guarded.scalar("train/loss", 1.0, step)
+    assert guarded.unwritten() == 3
+    assert [record.getMessage() for record in caplog.records] == ["wandb refuses curves (no route); training continues"]
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_service_that_is_not_installed_names_its_extra(name: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(name) is not None:
+        pytest.skip(f"{name} is installed")
+    with pytest.raises(UsageError, match=rf"^--recorder {name} needs {name}: pip install 'gossipx\[{name}\]'$"):
+        recorders.open_all(name, None, of(tmp_path))
+
+
+def test_a_service_that_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "false")
+    with pytest.raises(UsageError, match=r"^--recorder mlflow: ") as caught:
+        recorders.open_all(f"mlflow:uri={tmp_path.as_uri()}", None, of(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_wandb_records_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    recorder = recorders.open_all("wandb:project=tests", None, of(tmp_path))
+    recorder.scalar("train/loss", 1.0, 10)
+    recorder.scalar("train/loss", 0.5, 5)
+    recorder.close()
+    assert recorder.unwritten() == 0
+    assert list(tmp_path.rglob("*.wandb"))
+
+
+def test_mlflow_records_in_a_local_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database needs more than mlflow-skinny
+    store = (tmp_path / "runs").as_uri()
+    recorder = recorders.open_all(f"mlflow:experiment=tests,uri={store}", None, of(tmp_path))
+    recorder.scalar("train/loss", 1.0, 10)
+    recorder.scalar("train/loss", 0.5, 20)
+    recorder.close()
+    assert recorder.unwritten() == 0
+    client = mlflow.MlflowClient(store)
+    number = client.get_experiment_by_name("tests").experiment_id
+    (run,) = client.search_runs([number])
+    assert [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, "train/loss")] == [
+        (10, 1.0),
+        (20, 0.5),
+    ]
+    assert run.data.params["policy"] == "tau:10"
