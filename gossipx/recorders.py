@@ -189,7 +189,7 @@ class MLflow(RecorderKind):
     def open(self, of: Recorded) -> Recorder:
         mlflow = _imported("mlflow", "mlflow")
         try:
-            client = mlflow.MlflowClient(self.uri or None)
+            client = mlflow.MlflowClient(self.uri or None, self.uri or None)
             found = client.get_experiment_by_name(self.experiment)
             number = client.create_experiment(self.experiment) if found is None else found.experiment_id
             run = client.create_run(number, run_name=f"{of.run}/{of.peer}").info.run_id
