@@ -224,7 +224,7 @@ class SyncManager:
             "since": dataclasses.asdict(since),
             "delta": self._delta,
             "coin": [version, list(words), gauss],
-            "counts": [self.decisions, self.retrievals, self.skipped, self.failed],
+            "counts": [self.retrievals, self.skipped, self.failed, self.decisions],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -235,7 +235,7 @@ class SyncManager:
         self._since = _Counters(**state["since"])
         self._before_request = None
         self._delta = state["delta"]
-        self.decisions, self.retrievals, self.skipped, self.failed = state["counts"]
+        self.retrievals, self.skipped, self.failed, self.decisions = state["counts"]
         self._decisions.told_of_silence |= any(state["counts"])  # it has fired, but its earlier silence is not known
 
 

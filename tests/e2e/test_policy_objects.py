@@ -61,7 +61,8 @@ def test_a_function_may_look_at_the_drift_if_it_says_so(two: Folder) -> None:
     told = two.refused(two.script(training("far", far)), two.path)
     assert "reads observation.drift, which is not measured for it" in told
     assert told.endswith("set uses_drift = True on the function or class")
-    run = two.run(two.script(training("far", f"{far}far.uses_drift = True\n")), two.path, name="measured")
+    script = two.script(training("far", f"{far}far.uses_drift = True\n"))
+    run = two.run("--blocking", script, two.path, name="measured")
     assert run.summary["policy"] == "function far" and min(run.summary["retrievals"]) > 0
 
 
