@@ -198,11 +198,14 @@ class MLflow(RecorderKind):
         except mlflow.exceptions.MlflowException as error:
             raise UsageError(f"--recorder mlflow: {str(error).splitlines()[0]}") from error
 
+        last: list[Any] = []  # the last value that MLflow's thread has to send; it sends them in order
+
         def scalar(tag: str, value: float, step: int) -> None:
-            client.log_metric(run, tag, value, step=step, synchronous=False)
+            last[:] = [client.log_metric(run, tag, value, step=step, synchronous=False)]
 
         def close() -> None:
-            mlflow.flush_async_logging()
+            for operation in last:
+                operation.wait()
             client.set_terminated(run)
 
         return Guarded(scalar, close, "mlflow")
