@@ -17,6 +17,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 PORT = 29400
+ONE_BUCKET_MB = 1000
 FULL_STEPS = 2
 """Steps before PowerSGD compresses: the fewest that torch allows with error feedback, for the fewest bytes."""
 
@@ -25,8 +26,10 @@ def main() -> None:
     run, rank = Assignment.read(sys.argv[1]), int(sys.argv[2])
     model, optimizer = run.prepare()
     dist.init_process_group("gloo", f"tcp://{run.addresses[0]}:{PORT}", rank=rank, world_size=run.peers)
-    wrapped = DistributedDataParallel(model)
     kind = run.options["kind"]
+    # PowerSGD starts collectives in callbacks. With two buckets their order differs between processes, which gloo
+    # refuses ("Received data size doesn't match expected size"); one bucket holds all of a small model.
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB if kind == "powersgd" else None)
     if kind == "local":
         optimizer = _post_local(run, wrapped, optimizer)
     elif kind == "fp16":

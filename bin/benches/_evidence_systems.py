@@ -16,8 +16,6 @@ PERIODS = (10, 20, 50, 100, 200)
 SHORT_PERIOD = 50
 """The period of the short form, the middle one. ``bin/bench evidence --full --rate 1000mbit --seeds 1`` finds the best
 of each system and shows it in its table."""
-WITHIN = 0.01
-"""A longer period is better if its loss is not higher by more than this: two seeds of one setting differ by more."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,8 @@ class Workload:
     Attributes:
         task, model, partition: settings of ``gossipx run``.
         steps: iterations of each peer.
-        figure: the test figure that the table shows.
+        figure: the test figure that the table shows, ``loss`` or ``accuracy``.
+        noise: a difference of it that two seeds of one setting easily have.
     """
 
     task: str
@@ -48,12 +49,17 @@ class Workload:
     partition: str
     steps: int
     figure: str
+    noise: float
+
+    def error(self, point: Mapping[str, float]) -> float:
+        """Return the loss of a point, or one minus its accuracy: lower is better."""
+        return point["loss"] if self.figure == "loss" else 1 - point["accuracy"]
 
 
 WORKLOADS = {
-    "text": Workload("text", "transformer", "iid", 800, "loss"),
-    "text-contiguous": Workload("text", "transformer", "contiguous", 800, "loss"),
-    "fashion-mnist": Workload("fashion-mnist", "lenet", "dirichlet:alpha=0.3", 3000, "accuracy"),
+    "text": Workload("text", "transformer", "iid", 800, "loss", 0.01),
+    "text-contiguous": Workload("text", "transformer", "contiguous", 800, "loss", 0.01),
+    "fashion-mnist": Workload("fashion-mnist", "lenet", "dirichlet:alpha=0.3", 3000, "accuracy", 0.005),
 }
 
 
