@@ -1,4 +1,4 @@
-"""Figures 3 to 6 of 3LC from the runs of bin/bench compression."""
+"""Figures 3 to 6 of 3LC from the runs of bin/bench compression, and the curves of bin/bench evidence."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import _links
 import matplotlib as mpl
 from _cached_runs import CachedRuns
+from _evidence_systems import SYSTEMS, shown
 
 mpl.use("Agg")
 from matplotlib import pyplot, ticker
@@ -107,3 +108,39 @@ def _bits(plan: Any, kept: CachedRuns) -> Any:
 
 def _steps(count: int, last: int) -> list[float]:
     return [last * (place + 1) / count for place in range(count)]
+
+
+def evidence(comparison: Any, folder: Path) -> None:
+    """Write two pictures: the loss or accuracy of the averaged models against bytes, and against seconds.
+
+    Args:
+        comparison: of systems over one link.
+        folder: receives ``TASK-RATE-bytes.png`` and ``TASK-RATE-seconds.png``.
+    """
+    for axis, scale, label in (("bytes", 1e6, "MB sent per peer"), ("seconds", 1.0, "seconds of training")):
+        figure, panel = pyplot.subplots(figsize=(9, 5), layout="constrained")
+        for name in comparison.runs:
+            place = list(SYSTEMS).index(name)  # so that a system looks the same in all pictures
+            points = [point for point in comparison.curve(name) if point[axis] > 0]  # the axis is logarithmic
+            along = [point[axis] / scale for point in points]
+            values = [point[comparison.workload.figure] for point in points]
+            own = SYSTEMS[name].is_gossipx
+            look = {"color": COLOURS[place % len(COLOURS)], "marker": MARKS[place % len(MARKS)]}
+            line = {"linewidth": 2.2, "zorder": 3} if own else {"linewidth": 1, "linestyle": "--", "alpha": 0.7}
+            panel.plot(
+                along,
+                values,
+                markevery=[len(points) - 1],
+                markersize=10 if own else 6,
+                label=shown(name),
+                **look,
+                **line,
+            )
+        panel.set_xscale("log")
+        panel.set_xlabel(f"{label}, {comparison.rate.replace('mbit', ' Mbit/s')}")
+        panel.set_ylabel(f"test {comparison.workload.figure} of the averaged model")
+        panel.set_title(f"{comparison.task}: {comparison.peers} peers, {comparison.steps} steps", fontsize=10)
+        panel.grid(alpha=0.3)
+        figure.legend(loc="outside right center", fontsize=8)
+        figure.savefig(folder / f"{comparison.task}-{comparison.rate}-{axis}.png", dpi=120)
+        pyplot.close(figure)

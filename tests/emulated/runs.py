@@ -12,10 +12,12 @@ from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
 
 LONGEST = 600.0
-"""Maximum seconds of a run."""
+"""Maximum seconds of most runs."""
 
 
-def train(net: EmulatedNetwork, folder: Path, name: str, *options: str | Path) -> list[Summary]:
+def train(
+    net: EmulatedNetwork, folder: Path, name: str, *options: str | Path, longest: float = LONGEST
+) -> list[Summary]:
     """Run ``gossipx run`` on every host as on separate machines: same hosts file and options, separate folders.
 
     Args:
@@ -23,6 +25,7 @@ def train(net: EmulatedNetwork, folder: Path, name: str, *options: str | Path) -
         folder: folder in which each host writes its part, ``host-0/NAME``.
         name: name of the run.
         options: options of ``gossipx run``; the last ones may be a script with its arguments.
+        longest: maximum seconds of the run.
 
     Returns:
         The summary of each host.
@@ -46,6 +49,6 @@ def train(net: EmulatedNetwork, folder: Path, name: str, *options: str | Path) -
             whole = [*map(str, command), "--bind", host.address, "--secret-file", str(secret), *map(str, options)]
             started.append((host.popen(whole, stdout=written, stderr=subprocess.STDOUT), output))
     for process, output in started:
-        if process.wait(LONGEST):
+        if process.wait(longest):
             raise RuntimeError(f"gossipx run ended with {process.returncode} ({output}):\n{output.read_text()}")
     return [summary.read(folder / f"host-{number}" / name) for number in range(len(net.hosts))]

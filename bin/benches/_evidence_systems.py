@@ -1,0 +1,93 @@
+"""The systems of bin/bench evidence, and the periods with which they run."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+from _evidence_task import WORKLOADS
+
+from gossipx.tasks.presets import PRESETS
+
+GOSSIPX = "_evidence_gossipx.py"
+PERIODS = (10, 20, 50, 100, 200)
+"""Steps between two exchanges, of which each system gets its best."""
+SHORT_PERIOD = 50
+"""The period of the short form, the middle one. ``bin/bench evidence --full --rate 1000mbit --seeds 1`` finds the best
+of each system and shows it in its table."""
+
+
+@dataclass(frozen=True)
+class System:
+    """A system.
+
+    Attributes:
+        program: file of the program of one peer; of gossipx the script that ``gossipx run`` starts.
+        options: of gossipx, options of ``gossipx run``, with ``{period}``; ``{adaptive}``, the paper's rule with the
+            threshold of the model's preset; and ``{everyone}``, all ranks. Of others, what the program reads.
+        periodic: whether it has a period.
+        package: the package that it needs; None: only torch.
+    """
+
+    program: str
+    options: tuple[str, ...] | dict[str, Any]
+    periodic: bool = False
+    package: str | None = None
+
+    @property
+    def is_gossipx(self) -> bool:
+        """Whether it is gossipx itself."""
+        return self.program == GOSSIPX
+
+    def arguments(self, workload: str, period: int | None, peers: int) -> list[str]:
+        """Return the options of ``gossipx run``."""
+        adaptive = PRESETS[WORKLOADS[workload].model].policies["adaptive"]
+        everyone = ",".join(map(str, range(peers)))
+        return [option.format(period=period, adaptive=adaptive, everyone=everyone) for option in self.options]
+
+
+def _run(*options: str, periodic: bool = False) -> System:
+    return System(GOSSIPX, options, periodic)
+
+
+PAIRS = ("--mode", "pushpull", "--policy", "tau:{period}", "--outer", "momentum:0.6")
+CODEC = ("--codec", "3lc:sparsity=1,residual=0.3", "--mixing", "choco:gamma=0.5")
+SERVER_CODEC = ("--push-codec", "3lc:1.75", "--pull-codec", "3lc:1.75")
+DDP = "ddp"
+SYSTEMS = {
+    DDP: System("_evidence_ddp.py", {"kind": "plain"}),
+    "ddp-fp16": System("_evidence_ddp.py", {"kind": "fp16"}),
+    "ddp-powersgd": System("_evidence_ddp.py", {"kind": "powersgd", "rank": 1}),
+    "ddp-powersgd-4": System("_evidence_ddp.py", {"kind": "powersgd", "rank": 4}),
+    "local-sgd": System("_evidence_ddp.py", {"kind": "local", "averaged": 0.0}, periodic=True),
+    "post-local-sgd": System("_evidence_ddp.py", {"kind": "local", "averaged": 0.05}, periodic=True),
+    "diloco": System("_evidence_torchft.py", {}, periodic=True, package="torchft"),
+    "hivemind": System("_evidence_hivemind.py", {}, periodic=True, package="hivemind"),
+    "tau:10": _run("--policy", "tau:10"),
+    "paper": _run("--policy", "{adaptive}", "--outer", "none", "--finish", "none", "--blocking"),
+    "pairs": _run(*PAIRS, periodic=True),
+    "pairs-3lc": _run(*PAIRS, *CODEC, periodic=True),
+    "waves": _run(
+        "--exchange", "waves", "--policy", "tau:{period}", "--outer", "nesterov:lr=0.7,momentum=0.9", periodic=True
+    ),
+    "hub": _run("--hub", "0", "--policy", "tau:{period}", periodic=True),
+    "bsp": _run("--servers", "{everyone}", "--sync", "bsp"),
+    "bsp-3lc": _run("--servers", "{everyone}", "--sync", "bsp", *SERVER_CODEC),
+    "ssp": _run("--servers", "{everyone}", "--sync", "ssp:3"),
+    "ssp-3lc": _run("--servers", "{everyone}", "--sync", "ssp:3", *SERVER_CODEC),
+}
+"""By name. The hub and the servers train too, so that every system has the same machines."""
+SHORT = (DDP, "ddp-powersgd", "diloco", "tau:10", "pairs", "pairs-3lc")
+"""Systems without --full."""
+
+
+def shown(name: str) -> str:
+    """Return the name of a system in the table."""
+    return f"gossipx {name}" if SYSTEMS[name].is_gossipx else name
+
+
+def missing(names: list[str]) -> dict[str, str]:
+    """Return the package that is missing, by the name of each system that cannot run without it."""
+    needed = {name: SYSTEMS[name].package for name in names}
+    return {name: one for name, one in needed.items() if one and importlib.util.find_spec(one) is None}

@@ -1,0 +1,221 @@
+"""Table and figures of bin/bench evidence, from the points of all runs over one link."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from _evidence_systems import DDP, SYSTEMS, shown
+from _evidence_task import WORKLOADS
+from _report import figure
+from _sums import interval
+
+from gossipx.tasks.models import MODELS
+
+Point = Mapping[str, float]
+"""The state of a run after a step; see :func:`_evidence_task.curve`."""
+NEAR = 0.1
+"""How far above DDP's final loss a system counts as close to it."""
+MARGIN = 0.05
+"""Share of bytes or seconds that is noise."""
+LOSS_GOALS = {0.05: 500, 0.10: 1000, 0.15: 3000}
+"""How many times fewer bytes than DDP gossipx must need, by how much higher the loss of text may be."""
+ACCURACY_GOALS = {0.0: 300, 0.005: 1000}
+"""The same for images, by how much lower the accuracy may be than that of ``tau:10``."""
+SOONER = ("100mbit", 20)
+"""The link over which gossipx must be close to DDP's loss this many times sooner than DDP."""
+BASE = "tau:10"
+
+
+class Comparison:
+    """Systems that trained the same task over the same links.
+
+    Args:
+        task: a key of ``WORKLOADS``.
+        rate: of the links.
+        peers, steps: of the runs.
+        runs: points by system, one list per seed.
+        periods: by system.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        rate: str,
+        peers: int,
+        steps: int,
+        runs: dict[str, list[Sequence[Point]]],
+        periods: Mapping[str, int],
+    ):
+        self.task, self.rate, self.peers, self.steps, self.runs = task, rate, peers, steps, runs
+        self.workload = WORKLOADS[task]
+        self._periods = periods
+        self._reached = {name: self._reach(name) for name in runs}
+
+    def title(self) -> str:
+        """Return what was compared, and what the table leaves out."""
+        model = self.workload.model
+        average = 2 * (self.peers - 1) / self.peers * 4 * MODELS[model].facts.parameters / 1e6
+        seeds = max(map(len, self.runs.values()), default=0)
+        return (
+            f"{self.task} ({self.workload.partition}), {model}, {self.peers} peers, {self.rate}, {self.steps} steps,"
+            f" seeds: {seeds}\n{self.workload.figure} of the average of all models; that last average is not in the"
+            f" bytes (an all-reduce: {average:.1f} MB per peer)"
+        )
+
+    def headings(self) -> list[str]:
+        """Return the headings of :meth:`rows`."""
+        near = f"DDP's loss + {NEAR:g}"
+        return [
+            "system",
+            "period",
+            self.workload.figure,
+            "MB per peer",
+            "of DDP's",
+            "s",
+            f"s to {near}",
+            f"MB to {near}",
+            "ahead of gossipx",
+        ]
+
+    def rows(self) -> list[list[str]]:
+        """Return a row per system."""
+        ahead = {axis: self.ahead(axis) for axis in ("bytes", "seconds")}
+        rows = []
+        for name, runs in self.runs.items():
+            last = [points[-1][self.workload.figure] for points in runs]
+            half = f" ± {interval(last):.3f}" if len(last) > 1 else ""
+            reached = self._reached[name]
+            whole = self._share(name)
+            rows.append(
+                [
+                    shown(name),
+                    str(self._periods.get(name, "")),
+                    f"{statistics.fmean(last):.3f}{half}",
+                    f"{self.mean(name, 'bytes') / 1e6:.2f}",
+                    "" if whole is None else f"1/{1 / whole:.0f}" if whole < 0.5 else f"{whole:.2f}",
+                    f"{self.mean(name, 'seconds'):.1f}",
+                    "–" if reached is None else f"{reached['seconds']:.1f}",
+                    "–" if reached is None else f"{reached['bytes'] / 1e6:.2f}",
+                    ", ".join(axis for axis, names in ahead.items() if name in names),
+                ]
+            )
+        return rows
+
+    def mean(self, name: str, key: str) -> float:
+        """Return the mean over seeds of a value at the end."""
+        return statistics.fmean(points[-1][key] for points in self.runs[name])
+
+    def error(self, name: str) -> float:
+        """Return the mean over seeds of the loss, or of one minus the accuracy, at the end."""
+        return statistics.fmean(self.workload.error(points[-1]) for points in self.runs[name])
+
+    def curve(self, name: str) -> list[dict[str, float]]:
+        """Return the mean over seeds of each point."""
+        return [
+            {key: statistics.fmean(point[key] for point in each) for key in each[0]}
+            for each in zip(*self.runs[name], strict=True)
+        ]
+
+    def ahead(self, axis: str) -> list[str]:
+        """Return the other systems with both lower loss and fewer bytes or seconds than one of the best of gossipx.
+
+        The best of gossipx are those that no other system of gossipx is ahead of. One is ahead if it is lower in both,
+        and in one of them by more than noise.
+
+        Args:
+            axis: ``bytes`` or ``seconds``.
+        """
+        own = self._own()
+        best = [name for name in own if not any(self._is_ahead(other, name, axis) for other in own)]
+        rivals = [name for name in self.runs if not SYSTEMS[name].is_gossipx]
+        return [name for name in rivals if any(self._is_ahead(name, other, axis) for other in best)]
+
+    def _is_ahead(self, one: str, other: str, axis: str) -> bool:
+        less, cheaper = self.error(other) - self.error(one), self.mean(one, axis) / max(self.mean(other, axis), 1.0)
+        return less > 0 and cheaper < 1 and (less > self.workload.noise or cheaper < 1 - MARGIN)
+
+    def _share(self, name: str) -> float | None:
+        """Return bytes as a share of DDP's."""
+        return self.mean(name, "bytes") / self.mean(DDP, "bytes") if DDP in self.runs else None
+
+    def _reach(self, name: str) -> dict[str, float] | None:
+        """Return mean seconds and bytes to DDP's loss + NEAR with the same seed; None: not reached with some seed."""
+        if DDP not in self.runs:
+            return None
+        pairs = zip(self.runs[name], self.runs[DDP], strict=True)
+        each = [reach(points, ddp[-1]["loss"] + NEAR) for points, ddp in pairs]
+        found = [one for one in each if one is not None]
+        if len(found) < len(each):
+            return None
+        return {key: statistics.fmean(one[key] for one in found) for key in ("seconds", "bytes")}
+
+    def figures(self) -> list[dict[str, Any]]:
+        """Return the figures, with the goals that apply."""
+        where, figures = f"{self.task}, {self.rate}", []
+        for name in self.runs:
+            for key, unit in ((self.workload.figure, ""), ("bytes", "bytes"), ("seconds", "s")):
+                reference = self.mean(DDP, key) if DDP in self.runs else None
+                figures.append(
+                    figure(f"{where}, {shown(name)}: {key}", self.mean(name, key), unit, reference=reference)
+                )
+        if not self._own():
+            return figures
+        for axis in ("bytes", "seconds"):
+            count = len(self.ahead(axis))
+            name = f"{where}: systems with lower error and fewer {axis} than the best of gossipx"
+            figures.append(figure(name, count, "", goal=0, met=count == 0))
+        return figures + self._goals(where)
+
+    def _goals(self, where: str) -> list[dict[str, Any]]:
+        if DDP not in self.runs:
+            return []
+        figures = []
+        if self.workload.figure == "loss":
+            for more, times in LOSS_GOALS.items():
+                name = f"{where}: fewer bytes than DDP, at most {more:g} above its loss"
+                figures.append(_at_least(name, self._fewest(self.error(DDP) + more), times))
+        elif BASE in self.runs:
+            for less, times in ACCURACY_GOALS.items():
+                name = f"{where}: fewer bytes than DDP, at most {less:g} below the accuracy of {BASE}"
+                figures.append(_at_least(name, self._fewest(self.error(BASE) + less), times))
+        if self.rate == SOONER[0] and self.workload.figure == "loss":
+            figures.append(_at_least(f"{where}: sooner than DDP at its loss + {NEAR:g}", self._soonest(), SOONER[1]))
+        return figures
+
+    def _fewest(self, error: float) -> float:
+        """Return DDP's bytes divided by the fewest of gossipx with at most this error; 0: it is never that low."""
+        fewest = [self.mean(name, "bytes") for name in self._own() if self.error(name) <= error]
+        return self.mean(DDP, "bytes") / max(min(fewest), 1.0) if fewest else 0.0
+
+    def _soonest(self) -> float:
+        """Return DDP's seconds to come close to its loss, divided by the fewest of gossipx; 0: it never does."""
+        seconds = [one["seconds"] for name in self._own() if (one := self._reached[name]) is not None]
+        ddp = self._reached[DDP]
+        assert ddp is not None  # its last point is below its loss + NEAR
+        return ddp["seconds"] / min(seconds) if seconds else 0.0
+
+    def _own(self) -> list[str]:
+        return [name for name in self.runs if SYSTEMS[name].is_gossipx]
+
+
+def _at_least(name: str, value: float, goal: float) -> dict[str, Any]:
+    return figure(name, value, "times", goal=goal, met=value >= goal)
+
+
+def reach(points: Sequence[Point], loss: float) -> dict[str, float] | None:
+    """Return seconds and bytes at which a curve first has a loss, on straight lines between its points.
+
+    Args:
+        points: of one run, by step.
+        loss: the loss of the averaged model to reach.
+    """
+    for place, point in enumerate(points):
+        if point["loss"] <= loss:
+            if place == 0:
+                return {key: point[key] for key in ("seconds", "bytes")}
+            before = points[place - 1]
+            share = (before["loss"] - loss) / (before["loss"] - point["loss"])
+            return {key: before[key] + share * (point[key] - before[key]) for key in ("seconds", "bytes")}
+    return None

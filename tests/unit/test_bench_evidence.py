@@ -1,0 +1,90 @@
+"""What bin/bench evidence makes of its runs: goals, and which systems are ahead; and that its rows are valid runs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from gossipx.cli import main
+
+BENCHES = Path(__file__).parents[2] / "bin" / "benches"
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Any]:
+    """Import the module; the benchmarks are no package, and have names of the standard library, so they come last."""
+    before = set(sys.modules)
+    sys.path.append(str(BENCHES))
+    yield importlib.import_module("_evidence_table")
+    sys.path.remove(str(BENCHES))
+    for name in set(sys.modules) - before:
+        if str(BENCHES) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def points(*each: tuple[float, float, float]) -> list[dict[str, float]]:
+    """Return the points of a run from loss, seconds and bytes."""
+    return [{"loss": loss, "seconds": seconds, "bytes": count, "accuracy": 0.0} for loss, seconds, count in each]
+
+
+def compared(bench: Any, rate: str = "100mbit", **runs: tuple[float, float, float]) -> Any:
+    """Return a comparison of systems by the ends of their runs."""
+    made: dict[str, list[Sequence[Any]]] = {name.replace("_", "-"): [points(end)] for name, end in runs.items()}
+    return bench.Comparison("text", rate, 4, 800, made, {})
+
+
+def test_a_loss_is_reached_on_the_line_between_two_points(bench: Any) -> None:
+    run = points((3.0, 10.0, 100.0), (2.0, 20.0, 300.0), (1.0, 30.0, 500.0))
+    assert bench.reach(run, 1.75) == {"seconds": 22.5, "bytes": 350.0}
+    assert bench.reach(run, 3.5) == {"seconds": 10.0, "bytes": 100.0}
+    assert bench.reach(run, 0.5) is None
+
+
+def test_a_system_is_ahead_if_it_is_lower_in_both(bench: Any) -> None:
+    comparison = compared(bench, ddp=(1.8, 100, 1e9), diloco=(1.9, 10, 4e7), pairs=(1.95, 20, 2e7))
+    assert comparison.ahead("seconds") == ["diloco"]
+    assert comparison.ahead("bytes") == []
+
+
+def test_noise_puts_nobody_ahead(bench: Any) -> None:
+    comparison = compared(bench, ddp=(1.8000, 100, 1.00e9), bsp=(1.8001, 101, 1.01e9))
+    assert comparison.ahead("seconds") == comparison.ahead("bytes") == []
+
+
+def test_only_the_best_of_gossipx_count(bench: Any) -> None:
+    runs = {"diloco": (1.95, 50, 5e7), "tau:10": (2.0, 60, 1e8), "pairs": (1.9, 20, 2e7)}
+    assert compared(bench, **runs).ahead("bytes") == []
+    del runs["pairs"]
+    assert compared(bench, **runs).ahead("bytes") == ["diloco"]
+
+
+def test_goals_are_relative_to_ddp(bench: Any) -> None:
+    comparison = compared(bench, ddp=(1.8, 400, 1.5e9), pairs=(1.84, 25, 3e6), pairs_3lc=(1.89, 19, 1e6))
+    goals = {one["name"].partition(": ")[2]: one for one in comparison.figures() if one["goal"]}
+    near, far, further, sooner = goals.values()
+    assert (near["value"], near["met"]) == (pytest.approx(500), True)
+    assert (far["value"], far["met"]) == (pytest.approx(1500), True)
+    assert (further["value"], further["met"]) == (pytest.approx(1500), False)
+    assert (sooner["value"], sooner["met"]) == (pytest.approx(400 / 19), True)
+
+
+def test_a_goal_that_no_run_reaches_is_not_met(bench: Any) -> None:
+    goals = [one for one in compared(bench, ddp=(1.8, 4, 1e9), pairs=(2.5, 1, 1e6)).figures() if one["goal"]]
+    assert [(one["value"], one["met"]) for one in goals] == [(0, False)] * 4
+
+
+def test_gossipx_accepts_the_options_of_each_of_its_rows(bench: Any, tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.txt"
+    hosts.write_text("localhost slots=4\n")
+    task = ("--peers", str(hosts), "--logdir", str(tmp_path), "--task", "text", "--model", "transformer", "--dry-run")
+    own = {name: one for name, one in bench.SYSTEMS.items() if one.is_gossipx}
+    assert len(own) > 5
+    for name, system in own.items():
+        done = CliRunner().invoke(main, ["run", *task, *system.arguments("text", 50, 4)])
+        assert done.exit_code == 0, f"{name}: {done.output}"
