@@ -1,4 +1,4 @@
-"""What bin/bench evidence makes of its runs: goals, and which systems are ahead; and that its rows are valid runs."""
+"""The figures that bin/bench evidence computes from the points of runs."""
 
 from __future__ import annotations
 
