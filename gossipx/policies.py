@@ -265,7 +265,7 @@ class Drift(Policy):
 class FunctionPolicy(Policy):
     """A custom policy without state: pull when ``function(observation)`` is true.
 
-    The function may have the attribute ``uses_drift``, with the meaning of :attr:`Policy.uses_drift`.
+    The function may have the attribute ``uses_drift``, with the meaning that it has for :class:`Policy`.
     """
 
     function: Callable[[Observation], bool]

@@ -45,7 +45,7 @@ class Summary:
         test_loss: of each peer's own model, after the finish, in nats per image, or per character of text; None: it is
             not measured.
         test_loss_before_finish: the same before the finish.
-        consensus_accuracy, consensus_loss: of the average of all final models.
+        consensus_accuracy: of the average of all final models.
         consensus_distance: each peer's estimate of Eq. 8 at the end of training.
         agreed: whether all peers that finished hold the same model, bit by bit; None: the run has no finish, so that
             nothing is claimed.
@@ -63,6 +63,7 @@ class Summary:
         suspicions: how often another peer stopped answering; most of them answer again later.
         set_back: how often a shard's server came back without all of the shard's state, as each worker saw it.
         unwritten: records of curves, checkpoints, changes for a server's journal and models that could not be written.
+        consensus_loss: loss on test data of the average of all final models.
     """
 
     name: str
