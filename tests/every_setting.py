@@ -37,6 +37,7 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
         "partition": "dirichlet:alpha=0.3",
     },
     "sync": {
+        "preset": "paper",
         "policy": "tau:10",
         "mode": "push",
         "exchange": "waves",
@@ -127,6 +128,7 @@ lr_steps = [0.5, 0.75]
 partition = "dirichlet:alpha=0.3"
 
 [sync]
+preset = "paper"
 policy = "tau:10"
 mode = "push"
 exchange = "waves"

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gossipx")
 
+PAPERS_RULE = "adaptive:threshold=0.02"
+"""The paper's rule for models other than the built-in ones: the middle one of its thresholds (Adaptive Communication,
+Table I)."""
 REPLACED = {
     "solver_mode": "--device and the hosts file set the device",
     "device_id": "--device and the hosts file set the device",
@@ -68,9 +71,10 @@ def with_policy(config: RunConfig) -> RunConfig:
     """Return the configuration with the complete spec of its policy; unchanged with servers, which replace it."""
     if config.has_servers:
         return config
-    return dataclasses.replace(
-        config, sync=dataclasses.replace(config.sync, policy=policies.complete(config.sync.policy))
-    )
+    spec = config.sync.policy
+    if config.sync.preset == "paper" and spec == "adaptive":  # of a script's model, of which no threshold is known
+        spec = PAPERS_RULE
+    return dataclasses.replace(config, sync=dataclasses.replace(config.sync, policy=policies.complete(spec)))
 
 
 def _check_solver(given: str) -> None:

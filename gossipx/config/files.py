@@ -20,6 +20,11 @@ from gossipx.config.settings import KEYS, TABLES, RunConfig
 from gossipx.errors import UsageError
 from gossipx.specs import suggest, toml
 
+PRESETS: Mapping[Any, Mapping[str, Any]] = {
+    "paper": {"policy": "adaptive", "blocking": True, "finish": "none", "outer": "none"},
+}
+"""Settings that a preset gives to all that a user has not given. The paper is Adaptive Communication: Algorithm 2 with
+the rule of section IV, whose threshold is that of the model (Table I)."""
 GIVEN = "given"
 """Name of the list of the settings that a user has given; its table is in files that hold all settings of a run."""
 
@@ -82,6 +87,7 @@ def resolve(*layers: Mapping[str, Any]) -> RunConfig:
         by_user.update(layer.get(GIVEN, own))
     if "solver" in given:
         given = _with_solver(given)
+    given = {**PRESETS.get(given.get("preset"), {}), **given}
     sections: dict[str, dict[str, Any]] = {}
     for name, value in given.items():
         if name not in KEYS:
@@ -99,12 +105,11 @@ def _with_solver(given: dict[str, Any]) -> dict[str, Any]:
         UsageError: the file does not exist or is invalid.
     """
     from gossipx.solver.prototxt import read
-    from gossipx.tasks import solvers
-    from gossipx.tasks.presets import PRESETS
+    from gossipx.tasks import presets, solvers
 
     param = read(solvers.find(str(given["solver"])))
     from_file: dict[str, Any] = {}
-    if param.net in PRESETS:
+    if param.net in presets.PRESETS:
         from_file["model"] = param.net
     if param.max_iter > 0:
         from_file["iterations"] = param.max_iter

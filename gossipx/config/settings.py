@@ -131,6 +131,11 @@ class TaskSettings:
 class SyncSettings:
     """When and with which peers models are exchanged; the TOML table ``[sync]``."""
 
+    preset: Literal["paper"] | None = setting(
+        None,
+        "paper: settings that are not given are those of Adaptive Communication: its rule, --blocking, --finish none,"
+        " --outer none.",
+    )
     policy: str = setting(
         "adaptive",
         "When to exchange: never, tau:N, random:p, adaptive:threshold, travel:distance, drift:distance.",

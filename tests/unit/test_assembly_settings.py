@@ -199,6 +199,22 @@ def test_the_policy_that_really_runs_is_recorded(given: str, has_script: bool, r
     assert effective_config(made, SIZE, has_script).sync.policy == ran, "a resumed run has the same"
 
 
+@pytest.mark.parametrize(
+    ("given", "has_script", "ran"),
+    [
+        ({}, False, ("adaptive:threshold=0.025", True, "none", "none")),
+        ({"model": "googlenet"}, False, ("adaptive:threshold=0.02", True, "none", "none")),
+        ({}, True, ("adaptive:threshold=0.02", True, "none", "none")),
+        ({"policy": "tau:10", "finish": "consensus"}, False, ("tau:10", True, "consensus", "none")),
+        ({"blocking": False, "policy": "never"}, True, ("never", False, "none", "none")),
+    ],
+)  # fmt: skip
+def test_the_papers_preset(given: dict[str, Any], has_script: bool, ran: tuple[str, bool, str, str]) -> None:
+    """Adaptive Communication: Algorithm 2 with the rule of section IV, Table I; given settings take precedence."""
+    sync = effective(has_script, preset="paper", **given).sync
+    assert (sync.policy, sync.blocking, sync.finish, sync.outer) == ran
+
+
 WITHOUT_EFFECT = [
     ({"servers": "0", "blocking": False}, "--no-blocking is for peers that exchange with each other, and with"),
     ({"servers": "0", "max_served": 4}, "--max-served 4 is for peers that exchange with each other, and with"),
