@@ -260,6 +260,58 @@ class Drift(Policy):
         return f"{super().explain(observation)} and the drift {observation.drift:.3g} of {self.distance:g}"
 
 
+CREDIT = 4.0
+"""Exchanges that ``auto`` may spend in advance: enough for the fast start of a training, a small part of any budget."""
+ROUNDING = 1e-9
+"""Relative error of sums of deltas; without it, a model that moves evenly might exchange one iteration late."""
+
+
+@final
+@dataclass(frozen=True)
+class Auto(Policy):
+    """Spend a budget of exchanges where the model moves most. It needs no length in the units of the weights.
+
+    After t iterations the peer has earned b · t exchanges, and has had n. The policy fires when the distance travelled
+    since the last one exceeds S / (b · t) · exp((n + 1 − b · t) / G), with S the whole distance travelled so far: the
+    average distance per earned exchange, more where the budget is overdrawn, and less where it is not used. A model
+    that moves evenly exchanges every 1/b iterations. One that moves more now than on average exchanges more often, up
+    to G exchanges in advance; :data:`CREDIT` is G.
+
+    Attributes:
+        budget: b, as a share of exchanging in every iteration: ``1%`` or 0.01.
+    """
+
+    budget: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self._share <= 1:
+            raise ValueError("budget is a share of all iterations, above 0% and up to 100%")
+
+    @property
+    def _share(self) -> float:
+        text = self.budget.strip()
+        try:
+            return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        except ValueError:
+            return math.nan
+
+    def init(self) -> State:
+        return [0, 0, 0.0]  # iterations, exchanges, S
+
+    def decide(self, state: State, observation: Observation) -> tuple[bool, State]:
+        iterations, exchanges, length = state
+        exchanges += observation.silence == 1 and iterations > 0  # also those that other peers have begun
+        iterations, length = iterations + 1, length + observation.delta
+        earned = self._share * iterations
+        ahead = exchanges + 1 - earned  # if the policy fires now
+        limit = length / earned * math.exp(ahead / CREDIT) * (1 - ROUNDING)
+        return ahead <= CREDIT and 0 < limit <= observation.travelled, [iterations, exchanges, length]
+
+    def explain(self, observation: Observation) -> str:
+        return f"{super().explain(observation)} and the deltas add up to {observation.travelled:.3g}"
+
+
 @final
 @dataclass(frozen=True)
 class FunctionPolicy(Policy):
@@ -285,6 +337,7 @@ BUILT_IN: dict[str, Callable[..., Policy]] = {
     "adaptive": _adaptive,
     "travel": Travel,
     "drift": Drift,
+    "auto": Auto,
 }
 ENTRY_POINT_GROUP = "gossipx.policies"
 

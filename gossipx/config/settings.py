@@ -138,7 +138,7 @@ class SyncSettings:
     )
     policy: str = setting(
         "adaptive",
-        "When to exchange: never, tau:N, random:p, adaptive:threshold, travel:distance, drift:distance.",
+        "When to exchange: never, tau:N, auto:budget, random:p, adaptive:threshold, travel:distance, drift:distance.",
         check=checks.policy,
         common="Exchange",
         metavar="SPEC",

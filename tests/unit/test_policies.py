@@ -13,7 +13,7 @@ import pytest
 
 from gossipx import policies, specs
 from gossipx.errors import GossipxError, UsageError
-from gossipx.policies import Adaptive, Drift, FunctionPolicy, Never, Observation, Policy, Random, Tau, Travel
+from gossipx.policies import CREDIT, Adaptive, Drift, FunctionPolicy, Never, Observation, Policy, Random, Tau, Travel
 from gossipx.specs import plugins as packages
 from gossipx.sync import SyncManager
 
@@ -66,12 +66,16 @@ def test_what_a_spec_means(spec: str, expected: Policy):
         ("tau:2.5", "not INTEGER"),
         ("tau:5,warmup=-1", "not negative"),
         ("random:p=1.5", "from 0 to 1"),
+        ("auto", "'auto' takes budget=TEXT"),
+        ("auto:0", "budget is a share of all iterations, above 0% and up to 100%"),
+        ("auto:budget=101%", "budget is a share of all iterations, above 0% and up to 100%"),
+        ("auto:often", "budget is a share of all iterations, above 0% and up to 100%"),
         ("random:p=nan", "from 0 to 1"),
         ("adaptive:threshold=-1", "a finite number of at least 0"),
         ("adaptive:threshold=low", "threshold='low' is not NUMBER"),
         ("adaptive:relative=false", "no absolute threshold suits every model: give threshold="),
         ("travel:distance=inf", "a finite number of at least 0"),
-        ("nothing-like-it", "one of adaptive, drift, never, random, tau, travel"),
+        ("nothing-like-it", "one of adaptive, auto, drift, never, random, tau, travel"),
     ],
 )
 def test_what_a_wrong_spec_is_told(spec: str, told: str):
@@ -99,6 +103,32 @@ def test_adaptive_alone_suits_steps_of_any_length(scale: float):
     assert fired("adaptive:threshold=0.02", falling) == []
     assert fired("adaptive", [scale * delta for delta in falling]) == [1, 101, 201]
     assert fired("adaptive", [scale] * 320) == [1, 101, 201, 301]
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize(("budget", "period"), [("2%", 50), ("0.1", 10), ("100%", 1)])
+def test_auto_is_a_fixed_period_where_the_model_moves_evenly(budget: str, period: int, scale: float):
+    """Whatever the length of the steps is."""
+    assert fired(f"auto:{budget}", [scale] * 200) == list(range(period, 201, period))
+
+
+def test_auto_spends_its_budget_where_the_model_moves():
+    """Steps that are four times as long for a while get more exchanges, and few are spent in advance."""
+    deltas = [1.0] * 300 + [4.0] * 300 + [1.0] * 400
+    taken = fired("auto:budget=2%", deltas)
+    calm, busy, after = (sum(low < step <= high for step in taken) for low, high in ((0, 300), (300, 600), (600, 900)))
+    assert busy >= calm + 2 and after <= calm
+    assert all(number <= 0.02 * step + CREDIT for number, step in enumerate(taken, 1))
+
+
+@pytest.mark.parametrize("power", [-1.0, -0.5, 0.5])
+def test_auto_spends_about_all_of_its_budget(power: float):
+    taken = fired("auto:5%", [step**power for step in range(1, 2001)])
+    assert 90 <= len(taken) <= 104
+
+
+def test_a_model_that_stands_still_is_not_worth_an_exchange():
+    assert fired("auto:10%", [0.0] * 100) == []
 
 
 def test_a_spec_is_completed_with_what_its_policy_chooses():
