@@ -164,8 +164,8 @@ class Comparison:
             return figures
         for axis in ("bytes", "seconds"):
             count = len(self.ahead(axis))
-            name = f"{where}: systems with lower error and fewer {axis} than the best of gossipx"
-            figures.append(figure(name, count, "", goal=0, met=count == 0))
+            name = f"{where}: ahead of gossipx in error and {axis}"
+            figures.append(figure(name, count, "systems", goal=0, met=count == 0))
         return figures + self._goals(where)
 
     def _goals(self, where: str) -> list[dict[str, Any]]:

@@ -125,7 +125,7 @@ def evidence(comparison: Any, folder: Path) -> None:
             along = [point[axis] / scale for point in points]
             values = [point[comparison.workload.figure] for point in points]
             own = SYSTEMS[name].is_gossipx
-            look = {"color": COLOURS[place % len(COLOURS)], "marker": MARKS[place % len(MARKS)]}
+            look = {"color": COLOURS[place % len(COLOURS)], "marker": MARKS[(place + 5 * own) % len(MARKS)]}
             line = {"linewidth": 2.2, "zorder": 3} if own else {"linewidth": 1, "linestyle": "--", "alpha": 0.7}
             panel.plot(
                 along,
@@ -137,6 +137,8 @@ def evidence(comparison: Any, folder: Path) -> None:
                 **line,
             )
         panel.set_xscale("log")
+        least = min((comparison.mean(name, axis) for name in comparison.runs), default=1.0)
+        panel.set_xlim(left=least / scale / 20)  # before its first exchange a system sends next to nothing
         panel.set_xlabel(f"{label}, {comparison.rate.replace('mbit', ' Mbit/s')}")
         panel.set_ylabel(f"test {comparison.workload.figure} of the averaged model")
         panel.set_title(f"{comparison.task}: {comparison.peers} peers, {comparison.steps} steps", fontsize=10)
