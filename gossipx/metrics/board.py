@@ -13,8 +13,10 @@ SERVERS = "gossipx: servers"
 
 PAGE: dict[str, dict[str, list[str]]] = {
     WHOLE: {
-        "Test accuracy, or loss: mean over peers": ["mean/test/accuracy$", "mean/test/loss$"],
-        "Test accuracy, or loss: worst peer": ["worst/test/accuracy$", "worst/test/loss$"],
+        "Test accuracy: mean over peers": ["mean/test/accuracy$"],
+        "Test loss: mean over peers": ["mean/test/loss$"],
+        "Test accuracy: worst peer": ["worst/test/accuracy$"],
+        "Test loss: worst peer": ["worst/test/loss$"],
         "Accumulated retrievals: mean over peers (Figure 7)": ["mean/sync/retrievals"],
         "Bytes received: mean over peers": ["mean/comm/bytes_received"],
         "Consensus distance: mean over peers (Eq. 8, Figure 4)": ["mean/sync/consensus_distance"],
@@ -22,7 +24,8 @@ PAGE: dict[str, dict[str, list[str]]] = {
         "Share of time blocked: mean over peers": ["mean/time/blocked_fraction"],
     },
     PEERS: {
-        "Test accuracy, or loss, against iterations": ["test/accuracy$", "test/loss$"],
+        "Test accuracy against iterations": ["test/accuracy$"],
+        "Test loss against iterations": ["test/loss$"],
         "Accumulated retrievals (Figure 7)": ["sync/retrievals"],
         "Delta (Figure 3)": ["sync/delta$"],
         "Consensus distance (Eq. 8, Figure 4)": ["sync/consensus_distance"],

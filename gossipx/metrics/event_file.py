@@ -33,6 +33,7 @@ TIMEOUT = 10.0
 VERSION = "brain.Event:2"
 """The format's version; readers expect it in the first record."""
 _serial = itertools.count()
+"""Numbers of a process's files, of fixed width in their names: readers order files of one second by name."""
 
 
 class EventFile:
@@ -48,7 +49,7 @@ class EventFile:
     """
 
     def __init__(self, directory: Path, goes_on_from: int | None = None):
-        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_serial)}"
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_serial):06d}"
         self._path = directory / name
         self._size = 0  # bytes of the file; what is behind them is part of a record that could not be written
         self._frames = b""  # encoded records that wait for the disk
