@@ -169,7 +169,7 @@ def _shown(config: RunConfig, name: str) -> str:
 def _check_around(config: RunConfig) -> None:
     """Refuse settings of peer-to-peer exchanges in a run with a hub or servers."""
     sync = config.sync
-    how = ["mode", "exchange"]
+    how = ["mode", "exchange", "fragments"]
     partners = ["topology", "schedule", "weights", "mixing", "outer"]
     if config.has_servers:
         around, partner = _around(config), "with the servers, as --sync says"
@@ -311,6 +311,10 @@ def check_exchange(config: RunConfig) -> None:
         raise UsageError("--weights push-sum sets the share of a received model itself: leave --mixing out")
     if sync.mode == "pushpull" and config.is_given("mixing") and not mixing.parse(sync.mixing).public:
         raise UsageError("--mode pushpull averages two models equally: leave --mixing out, or give choco and a --codec")
+    if sync.weights == "push-sum" and config.is_given("fragments"):
+        raise UsageError(
+            f"--weights push-sum has one weight for the whole model: leave --fragments {sync.fragments} out"
+        )
     _check_outer(config)
     _check_codec(config)
     pulls = sync.exchange == "pulls" and sync.mode == "pull"

@@ -28,8 +28,8 @@ every_kind = pytest.mark.parametrize("kind", KINDS, ids=["pulls", "pairs", "wave
 
 def kept(peer: SimPeer) -> list[torch.Tensor]:
     """Return copies of the vectors that a peer's outer optimizer keeps."""
-    assert peer.arena.outer is not None
-    return [vector.clone() for vector in peer.arena.outer.vectors()]
+    assert peer.arena.exchanged.outer is not None
+    return [vector.clone() for vector in peer.arena.exchanged.outer.vectors()]
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:

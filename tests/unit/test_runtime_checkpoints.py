@@ -104,8 +104,8 @@ def test_an_outer_optimizer_resumes_with_its_state(bench: Callable[..., Bench], 
         mean = one.arena.pool.buffer()
         for vector, own in zip(mean.vectors, captured.buffer.vectors, strict=True):
             vector.copy_(own).add_(theirs.to(own.dtype)).mul_(0.5)
-        merged = one.arena.snapshot_of(mean, 0)
-        one.arena.apply_merged(merged, captured)
+        merged = one.arena.exchanged.snapshot_of(mean, 0)
+        one.arena.exchanged.apply_merged(merged, captured)
         merged.release()
         captured.release()
 
@@ -114,9 +114,9 @@ def test_an_outer_optimizer_resumes_with_its_state(bench: Callable[..., Bench], 
     straight.step(5)
     again = bench(dtype=dtype, rule=rule, resumes=True)
     again.begin()
-    assert again.arena.outer is not None and straight.arena.outer is not None
-    assert all(map(torch.equal, again.arena.outer.vectors(), straight.arena.outer.vectors()))
-    assert again.arena.outer.vectors()
+    assert again.arena.exchanged.outer is not None and straight.arena.exchanged.outer is not None
+    assert all(map(torch.equal, again.arena.exchanged.outer.vectors(), straight.arena.exchanged.outer.vectors()))
+    assert again.arena.exchanged.outer.vectors()
     for one in (straight, again):
         average_with(torch.tensor(-1.0), one)
     assert all(map(torch.equal, again.module.state_dict().values(), straight.module.state_dict().values()))

@@ -128,7 +128,7 @@ class Side:
         self.coming.take(self.done, memoryview(bytearray(model[self.done :])))
         self.done = 0
         distance = self.coming.norm()
-        self.arena.commit(self.coming.buffer, 0.25)
+        self.arena.exchanged.commit(self.coming.buffer, 0.25)
         self.coming.release()
         self.coming = None
         return distance
@@ -137,8 +137,8 @@ class Side:
         pushed = Incoming(self.arena, None)
         pushed.take(0, memoryview(bytearray(model)))
         assert math.isfinite(pushed.norm())
-        distance = self.arena.subtract(pushed.buffer)
-        self.arena.commit(pushed.buffer, 0.25)
+        distance = self.arena.exchanged.subtract(pushed.buffer)
+        self.arena.exchanged.commit(pushed.buffer, 0.25)
         pushed.release()
         return distance
 
@@ -148,9 +148,9 @@ class Side:
             return
         received = self.arena.pool.buffer()
         received.view[:] = model
-        self.arena.merge(received, self.captured.buffer, 1.0, 3.0)
-        merged = self.arena.snapshot_of(received, 0)
-        self.arena.apply_merged(merged, self.captured)
+        self.arena.exchanged.merge(received, self.captured.buffer, 1.0, 3.0)
+        merged = self.arena.exchanged.snapshot_of(received, 0)
+        self.arena.exchanged.apply_merged(merged, self.captured)
         merged.release()
         self.captured.release()
         self.captured = None
@@ -237,7 +237,7 @@ def test_a_model_that_moves_to_the_bases_memory_is_uploaded_whole():
         assert first.on_device is None, "freed without its device copy"
         arena.pool.buffer().view[:] = bytes(len(model))
         incoming.norm()
-        arena.commit(incoming.buffer, 0.5)
+        arena.exchanged.commit(incoming.buffer, 0.5)
         incoming.release()
         arena.pool.finish_uploads()
         streams.wait(streams.mark())
@@ -269,7 +269,7 @@ def test_training_does_not_wait_for_copies_or_the_delta(device: str):
         for _ in range(20) if device == "cuda" else ():
             slow = slow @ slow  # keeps the stream busy for longer than it takes to submit what follows
         before = None if device == "cuda" else dict(streams._done)
-        arena.commit(incoming.buffer, 0.5)
+        arena.exchanged.commit(incoming.buffer, 0.5)
         arena.step_done()  # reads the previous step's number, which is complete
         assert device == "late" or not streams.mark().query(), "the stream is still at work"
         assert before is None or streams._done == before
