@@ -264,6 +264,13 @@ def _check_outer(config: RunConfig) -> None:
         raise UsageError(f"{option} needs a common initial model: leave --init own out")
 
 
+def _check_fragments(config: RunConfig) -> None:
+    """Refuse fragments in a run whose peers have one weight for the whole model."""
+    if config.sync.weights == "push-sum":
+        reason = "is for parts of a model, and --weights push-sum has one weight for all of it: leave one out"
+        _refuse_given(config, ["fragments"], reason)
+
+
 def _codec(spec: str) -> Codec | None:
     """Return the codec of a spec; None for ``none``, which is handled without importing the codecs and torch."""
     if spec == "none":
@@ -311,10 +318,7 @@ def check_exchange(config: RunConfig) -> None:
         raise UsageError("--weights push-sum sets the share of a received model itself: leave --mixing out")
     if sync.mode == "pushpull" and config.is_given("mixing") and not mixing.parse(sync.mixing).public:
         raise UsageError("--mode pushpull averages two models equally: leave --mixing out, or give choco and a --codec")
-    if sync.weights == "push-sum" and config.is_given("fragments"):
-        raise UsageError(
-            f"--weights push-sum has one weight for the whole model: leave --fragments {sync.fragments} out"
-        )
+    _check_fragments(config)
     _check_outer(config)
     _check_codec(config)
     pulls = sync.exchange == "pulls" and sync.mode == "pull"

@@ -24,7 +24,7 @@ OTHER_FRAGMENTS = "it exchanges other fragments of its model: give all peers the
 
 
 class Turns:
-    """Whose turn it is among the fragments of one peer's model.
+    """The turns of the fragments of one peer's model.
 
     Args:
         fragments: number of fragments; 1: exchanges move the whole model.
