@@ -22,7 +22,11 @@ GAMMA = 0.6
 
 
 def made(
-    seed: int, dtype: torch.dtype = torch.float32, rule: str = "none", fragments: int = COUNT, sampled: int | None = None
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    rule: str = "none",
+    fragments: int = COUNT,
+    sampled: int | None = None,
 ) -> tuple[Net, ParameterArena]:
     module = Net(seed)
     if dtype != torch.float32:
@@ -229,5 +233,5 @@ def test_the_distance_of_a_fragment_estimates_that_of_the_model() -> None:
 
 
 def test_more_fragments_than_cache_lines_are_refused() -> None:
-    with pytest.raises(UsageError, match="^--fragments 5 is too many for this model: give at most 4$"):
+    with pytest.raises(UsageError, match=r"^--fragments 5 is too many for this model: give at most 4$"):
         ParameterArena(nn.Linear(64, 1, bias=False), fragments=5)
