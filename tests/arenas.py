@@ -18,8 +18,8 @@ def mix_in(arena: ParameterArena, model: bytes, share: float) -> float:
     incoming.take(0, memoryview(bytearray(model)))
     distance = incoming.norm()
     if math.isfinite(distance):
-        distance = arena.subtract(incoming.buffer)
-        arena.commit(incoming.buffer, share)
+        distance = arena.exchanged.subtract(incoming.buffer)
+        arena.exchanged.commit(incoming.buffer, share)
     incoming.release()
     return distance
 
@@ -34,7 +34,7 @@ def mix(arena: ParameterArena, model: bytes, share: float, base: Snapshot | None
     incoming.take(0, memoryview(bytearray(model)))
     distance = incoming.norm()
     if math.isfinite(distance):
-        arena.commit(incoming.buffer, share)
+        arena.exchanged.commit(incoming.buffer, share)
     incoming.release()
     return distance
 

@@ -15,7 +15,7 @@ from gossipx import outer, policies, topology
 from gossipx.checkpoint import CheckpointInterval, Store
 from gossipx.hub import Elastic, ElasticSettings
 from gossipx.model.arena import ParameterArena
-from gossipx.peer import PeerRole
+from gossipx.peer import PeerRole, PeerSettings
 from gossipx.runtime.checkpoints import Checkpoints
 from gossipx.runtime.driver import Driver
 from gossipx.runtime.state import TrainingState
@@ -58,16 +58,18 @@ class Bench:
         sampled: int | None = None,
         hub: ElasticSettings | None = None,
         rule: str = "none",
+        fragments: int = 1,
     ):
         self.module = net(dtype)
         self.optimizer = torch.optim.Adam((p for p in self.module.parameters() if p.requires_grad), lr=0.01)
-        self.arena = ParameterArena(self.module, sampled=sampled)
+        self.arena = ParameterArena(self.module, sampled=sampled, fragments=fragments)
         if (parsed := outer.parse(rule)) is not None:
             self.arena.use_outer(parsed)
         graph = topology.load("full", 2)
         exchange_of = None if hub is None else functools.partial(Elastic, settings=hub)
         sync = SyncManager(policies.parse(policy), seed=1)
-        role = PeerRole(0, 2, sync, graph, random.Random(1), 1, exchange_of=exchange_of)
+        settings = PeerSettings(fragments=fragments)
+        role = PeerRole(0, 2, sync, graph, random.Random(1), 1, settings=settings, exchange_of=exchange_of)
         self.driver = Driver(role, self.arena)
         self.store = None if directory is None else Store(directory)
         state = TrainingState(self.module, self.optimizer, self.driver, about)

@@ -46,6 +46,7 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
         "weights": "metropolis",
         "mixing": "average:beta=0.25",
         "outer": "momentum:gamma=0.5",
+        "fragments": 3,
         "codec": "int8",
         "references": 3,
         "blocking": True,
@@ -136,6 +137,7 @@ topology = "ring"
 schedule = "one-peer"
 weights = "metropolis"
 outer = "momentum:gamma=0.5"
+fragments = 3
 mixing = "average:beta=0.25"
 codec = "int8"
 references = 3

@@ -69,7 +69,7 @@ class Averaging:
     def commit(self, incoming: Incoming) -> None:
         """Check the complete pull, and mix it into the weights."""
         incoming.norm()
-        self.arena.commit(incoming.buffer, 0.5)
+        self.arena.exchanged.commit(incoming.buffer, 0.5)
         incoming.release()
 
 

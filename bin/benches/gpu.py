@@ -98,7 +98,7 @@ def _moves(width: int, device: torch.device) -> tuple[int, dict[str, float]]:
         there: HostBuffer = incoming.buffer
         loop.finish()
         found["brought to the device"].append(_timed(lambda one=there: arena.pool.upload(one)))
-        found["mixed"].append(_timed(lambda one=there: (arena.commit(one, 0.5), loop.finish())))
+        found["mixed"].append(_timed(lambda one=there: (arena.exchanged.commit(one, 0.5), loop.finish())))
         arena.leave_boundary()
         incoming.release()
     return len(model), {name: statistics.median(values) for name, values in found.items()}

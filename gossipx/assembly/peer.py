@@ -166,7 +166,8 @@ def _arena(config: RunConfig, place: Place, module: nn.Module) -> ParameterArena
     # In server mode only servers send tables, so the arena needs no copy of the model at each step boundary.
     sampled = config.sync.delta == "sampled" or server_ranks(config, place.names) is not None
     drawn = random.Random(f"delta {config.run.seed} {place.rank}").getrandbits(64) if sampled else None
-    arena = ParameterArena(module, mix_buffers=config.sync.buffers == "mix", sampled=drawn)
+    buffers, fragments = config.sync.buffers == "mix", config.sync.fragments
+    arena = ParameterArena(module, mix_buffers=buffers, sampled=drawn, fragments=fragments)
     if (rule := outer.parse(config.sync.outer)) is not None:
         arena.use_outer(rule)
     return arena
@@ -214,6 +215,7 @@ def _role_settings(config: RunConfig, model_bytes: int, max_rate: float | None) 
         serve_share=exchange.serve_share,
         exchange=sync.exchange,
         mode="pull" if sync.mode == "server" else sync.mode,
+        fragments=sync.fragments,
         push_sum=sync.weights == "push-sum",
         blocking=sync.blocking,
         finish=sync.finish,
@@ -274,6 +276,7 @@ def _checkpoints(plan: _Plan, driver: Driver, options: PeerOptions) -> Checkpoin
     about = {
         "--policy": options.policy.partition(":")[0],
         "--outer": plan.config.sync.outer,
+        "--fragments": plan.config.sync.fragments,
         "peers": len(place.names),
         "--seed": run.seed,
     }
@@ -308,7 +311,10 @@ def _model_codec(
     plain = norms(module)
     references = sync.references if hub is None else 0  # with a hub, workers do not exchange with each other
     public, in_pairs = mixing.parse(sync.mixing).public, sync.mode == "pushpull"
-    models = ModelCodec(codec, arena, references, plain, seed, public and not in_pairs)
+    models = [
+        ModelCodec(codec, arena, references, plain, seed + 1000 * number, public and not in_pairs, number)
+        for number in (fragment.number for fragment in arena.fragments)
+    ]
     if hub is None:
         return Coded(models, in_pairs=public and in_pairs)
     return Coded(models, ElasticCodec(codec, arena, hub.rank == rank, bool(sync.references), plain, seed))
@@ -369,6 +375,7 @@ def _alike(config: RunConfig, turns: Schedule, hub: ElasticSettings | None, serv
         "--references": str(sync.references),
         "--exchange": sync.exchange,
         "--outer": sync.outer,
+        "--fragments": str(sync.fragments),
         "--weights": sync.weights,
         "--schedule": schedules.describe(sync.schedule, turns),
         "--topology": turns.topology.fingerprint(),

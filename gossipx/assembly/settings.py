@@ -181,7 +181,7 @@ def _shown(config: RunConfig, name: str) -> str:
 def _check_around(config: RunConfig) -> None:
     """Refuse settings of peer-to-peer exchanges in a run with a hub or servers."""
     sync = config.sync
-    how = ["mode", "exchange"]
+    how = ["mode", "exchange", "fragments"]
     partners = ["topology", "schedule", "weights", "mixing", "outer"]
     if config.has_servers:
         around, partner = _around(config), "with the servers, as --sync says"
@@ -276,6 +276,13 @@ def _check_outer(config: RunConfig) -> None:
         raise UsageError(f"{option} needs a common initial model: leave --init own out")
 
 
+def _check_fragments(config: RunConfig) -> None:
+    """Refuse fragments in a run whose peers have one weight for the whole model."""
+    if config.sync.weights == "push-sum":
+        reason = "is for parts of a model, and --weights push-sum has one weight for all of it: leave one out"
+        _refuse_given(config, ["fragments"], reason)
+
+
 def _codec(spec: str) -> Codec | None:
     """Return the codec of a spec; None for ``none``, which is handled without importing the codecs and torch."""
     if spec == "none":
@@ -323,6 +330,7 @@ def check_exchange(config: RunConfig) -> None:
         raise UsageError("--weights push-sum sets the share of a received model itself: leave --mixing out")
     if sync.mode == "pushpull" and config.is_given("mixing") and not mixing.parse(sync.mixing).public:
         raise UsageError("--mode pushpull averages two models equally: leave --mixing out, or give choco and a --codec")
+    _check_fragments(config)
     _check_outer(config)
     _check_codec(config)
     pulls = sync.exchange == "pulls" and sync.mode == "pull"

@@ -89,6 +89,9 @@ def _notes(found: DryRun) -> list[str]:
         is_fixed = most is not None and most - model.encoded_bytes < FIXED_WITHIN * most
         assuming = "" if is_fixed else f" for normally distributed values{bound}"
         notes[0] += f": {model.encoded_bytes / 1e6:.4g} MB{assuming}"
+    if found.fragments > 1:
+        part = model.encoded_bytes / found.fragments
+        notes.append(f"an exchange moves one of {found.fragments} fragments: {part / 1e6:.4g} MB")
     notes.append(f"one exchange alone takes {found.exchange_seconds:.3g} s, at {found.exchange_rate}")
     if not found.between_machines:
         notes.append("all peers are on one machine: seconds assume a separate link for each")

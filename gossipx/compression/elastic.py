@@ -57,7 +57,7 @@ class ElasticCodec:
         self._references = references
         self._seed = seed
         self._lock = threading.Lock()
-        self._sections = Sections(codec, arena, norms)
+        self._sections = Sections(codec, arena.exchanged, arena.slots, norms)
         self._changes = self._sections.changes(seed)
         self._known = [FULL] * len(self._changes)  # checksums of what the hub certainly has
         self._sent = list(self._known)  # checksums of what it has if the last upload arrived

@@ -11,7 +11,7 @@ the other loses. For pulls, a receiver also keeps a *public* copy of its own mod
 made of it.
 
 The trained values of each section are encoded, tensor by tensor. Buffers, such as BatchNorm's statistics, are sent
-unencoded.
+unencoded. If the model is exchanged in fragments, each has a codec with references of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gossipx.errors import ProtocolError
 from gossipx.memory import Source
 from gossipx.model.arena import ParameterArena
 from gossipx.model.receive import Incoming
-from gossipx.protocol.messages import ModelReply, PullRequest, Request, TakeRequest
+from gossipx.protocol.messages import WHOLE, ModelReply, PullRequest, Request, TakeRequest
 
 
 @dataclass
@@ -59,6 +59,10 @@ class ModelCodec:
         seed: seeds the codec's random draws.
         public: whether to mix pulled models as x̂_j − x̂_i, with the public copy x̂_i, in place of x_j − x_i (CHOCO-SGD,
             Algorithm 2).
+        fragment: number of the fragment of the model that it encodes.
+
+    Attributes:
+        fragment: that fragment.
     """
 
     def __init__(
@@ -69,10 +73,12 @@ class ModelCodec:
         norms: Collection[str] = (),
         seed: int = 0,
         public: bool = False,
+        fragment: int = WHOLE,
     ):
         self._references = references
         self._lock = threading.Lock()
-        self._sections = Sections(codec, arena, norms)
+        self.fragment = arena.fragment(fragment)
+        self._sections = Sections(codec, self.fragment, arena.slots, norms)
         self._changes = self._sections.changes(seed, references)
         self._states = self._sections.states(seed)
         self._public = public

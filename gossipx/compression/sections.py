@@ -14,28 +14,31 @@ from torch import Tensor
 from gossipx.codecs import Codec, State, Tensors, decode_into
 from gossipx.codecs.changes import ALONE, FULL, Changes, checksum
 from gossipx.errors import ProtocolError
-from gossipx.model.arena import ParameterArena
 from gossipx.model.buffers import typed
+from gossipx.model.fragments import Fragment
 from gossipx.model.layout import Kind, Section, Slot
 
 
 class Sections:
-    """The sections of a peer's model, with the codec that encodes them.
+    """The sections of a fragment of a peer's model, with the codec that encodes them.
 
     Args:
         codec: encodes them.
-        arena: the peer's parameters.
+        fragment: the fragment.
+        slots: the places of all tensors in the sections of the model.
         norms: names of the parameters of normalisation layers.
 
     Attributes:
         codec: the codec, set up for error feedback.
-        tensors: layout of the trained tensors in each section.
+        tensors: layout of the trained tensors in each section; of a tensor that lies in several fragments, the piece
+            in this one, as a flat vector.
     """
 
-    def __init__(self, codec: Codec, arena: ParameterArena, norms: Collection[str] = ()):
-        self.tensors = [_tensors(section, arena.slots, norms) for section in arena.sections]
+    def __init__(self, codec: Codec, fragment: Fragment, slots: Sequence[Slot], norms: Collection[str] = ()):
+        rows = zip(fragment.sections, fragment.ranges, strict=True)
+        self.tensors = [_tensors(section, own, slots, norms) for section, own in rows]
         self.codec = codec.in_feedback()
-        self._arena = arena
+        self._fragment = fragment
         self._max_bytes = [self.codec.longest(tensors) for tensors in self.tensors]
 
     def states(self, seed: int) -> list[State]:
@@ -64,7 +67,7 @@ class Sections:
 
     def joined(self, parts: Sequence[memoryview], model: Sequence[Tensor]) -> memoryview:
         """Return the payload: the encoded values of each section, followed by its buffers."""
-        rows = zip(parts, model, self._arena.sections, strict=True)
+        rows = zip(parts, model, self._fragment.sections, strict=True)
         pieces = [piece for part, vector, section in rows for piece in (part, as_bytes(vector[section.trainable :]))]
         return memoryview(bytearray().join(pieces))
 
@@ -81,7 +84,7 @@ class Sections:
     def laid_out(self, values: Sequence[Tensor], buffers: Sequence[memoryview]) -> list[memoryview]:
         """Return a model in its memory layout, in pieces."""
         views = []
-        for section, vector, others in zip(self._arena.sections, values, buffers, strict=True):
+        for section, vector, others in zip(self._fragment.sections, values, buffers, strict=True):
             trained = torch.zeros(section.trainable, dtype=vector.dtype)
             trained[: len(vector)] = vector
             views += [as_bytes(trained), others]
@@ -123,7 +126,7 @@ class Sections:
 
     def _buffers(self) -> list[int]:
         """Return the size of each section's buffers in bytes."""
-        return [(one.mixed - one.trainable) * one.values.itemsize for one in self._arena.sections]
+        return [(one.mixed - one.trainable) * one.values.itemsize for one in self._fragment.sections]
 
 
 def as_bytes(vector: Tensor) -> memoryview:
@@ -132,16 +135,23 @@ def as_bytes(vector: Tensor) -> memoryview:
     return memoryview(flat.data) if len(flat) else memoryview(b"")
 
 
-def _tensors(section: Section, slots: Sequence[Slot], norms: Collection[str]) -> Tensors:
-    """Return the layout of the trained tensors in a section; tied ones are listed once."""
-    found: dict[int, Slot] = {}
+def _tensors(section: Section, own: slice, slots: Sequence[Slot], norms: Collection[str]) -> Tensors:
+    """Return the layout of the trained tensors in a section of a fragment; tied ones are listed once.
+
+    Args:
+        own: the range of the model's section that belongs to the fragment.
+    """
+    found: dict[int, tuple[tuple[int, ...], bool]] = {}  # by start: shape, and whether it is sent unencoded
     for slot in slots:
-        if slot.kind is Kind.TRAINABLE and slot.tensor.dtype == section.storage.dtype and slot.tensor.numel():
-            found.setdefault(slot.start, slot)
+        if slot.kind is not Kind.TRAINABLE or slot.tensor.dtype != section.storage.dtype:
+            continue
+        count = slot.tensor.numel()
+        begin, end = max(slot.start, own.start), min(slot.start + count, own.stop)
+        if begin < end:
+            is_cut = end - begin < count
+            flat = is_cut or not slot.tensor.is_contiguous()
+            shape = (end - begin,) if flat else tuple(slot.tensor.shape)
+            found.setdefault(begin - own.start, (shape, slot.name in norms))
     starts = tuple(sorted(found))
-    shapes = tuple(
-        tuple(found[start].tensor.shape) if found[start].tensor.is_contiguous() else (found[start].tensor.numel(),)
-        for start in starts
-    )
-    plain = tuple(found[start].name in norms for start in starts)
-    return Tensors(shapes, section.values.dtype, starts, plain)
+    shapes = tuple(found[start][0] for start in starts)
+    return Tensors(shapes, section.values.dtype, starts, tuple(found[start][1] for start in starts))

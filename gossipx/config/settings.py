@@ -174,6 +174,9 @@ class SyncSettings:
         "Momentum across exchanges: momentum:0.6, nesterov:lr=0.7,momentum=0.9 (with --exchange waves), or none.",
         check=checks.outer,
     )
+    fragments: int = setting(
+        1, "Number of parts of the model, of which each exchange moves one in turn; 1: it moves the model.", 1, 1000
+    )
     codec: str = setting(
         "none",
         "Codec of the models that peers exchange: none, 3lc:sparsity=1,residual=0.3, ...; see Codecs.",

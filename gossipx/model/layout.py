@@ -75,6 +75,12 @@ class Section:
     trainable: int
     mixed: int
 
+    def part(self, start: int, stop: int) -> Section:
+        """Return a range of the values that a retrieval exchanges, as views of the same memory."""
+        storage = self.storage[start:stop]
+        values = storage if self.values is self.storage else self.values[start:stop]
+        return Section(storage, values, min(max(self.trainable - start, 0), stop - start), stop - start)
+
 
 def slots_of(module: nn.Module, mix_buffers: bool) -> Iterator[Slot]:
     """Yield all tensors of a module that a joining peer needs, checked, in the order of the layout."""

@@ -61,7 +61,7 @@ def commit(section: Section, change: Tensor, share: float, boundary: Tensor | No
     """Add a share of the changes to trained values, and move buffers towards those of another model.
 
     Args:
-        change: as in :meth:`gossipx.model.arena.ParameterArena.commit`.
+        change: as in :meth:`gossipx.model.fragments.Fragment.commit`.
         boundary: receives a copy of the result; None: no copy.
     """
     cut = section.trainable

@@ -10,6 +10,9 @@ takes over its memory. If others read it, the incoming model starts in a second 
 
 A snapshot's memory is in use as long as it has holders. If the last boundary has readers, the next one needs other
 memory. The waits in this module keep that from being newly allocated memory.
+
+Each fragment of a model that is exchanged in fragments has a pool. They share their free memory, so that it is that of
+the fragments under way, rather than of all.
 """
 
 from __future__ import annotations
@@ -34,8 +37,11 @@ class Pool:
     """Allocates and reuses memory for models; owns that of snapshots (:class:`gossipx.model.snapshots.BufferOwner`).
 
     Args:
-        sections: sections of the module.
+        sections: sections of the module, or of a fragment of it.
         streams: work queues of its device.
+        fragment: number of the fragment; 0: the whole model.
+        lock: guards reference counts; None: a new one.
+        free: unused buffers, shared with other fragments of the same size; None: a list of its own.
 
     Attributes:
         lock: guards reference counts.
@@ -44,14 +50,22 @@ class Pool:
         now: the last boundary, if it was copied; a further reference to it may be requested at any time.
     """
 
-    def __init__(self, sections: Sequence[Section], streams: DeviceStreams):
-        self.lock = threading.RLock()
+    def __init__(
+        self,
+        sections: Sequence[Section],
+        streams: DeviceStreams,
+        fragment: int = 0,
+        lock: threading.RLock | None = None,
+        free: list[HostBuffer] | None = None,
+    ):
+        self.lock = lock or threading.RLock()
         self.copying = threading.Lock()
         self.has_more = lengths(sections, whole=True) != lengths(sections, whole=False)
         self.now: Snapshot | None = None
         self._sections = sections
         self._streams = streams
-        self._free: list[HostBuffer] = []
+        self._fragment = fragment
+        self._free: list[HostBuffer] = [] if free is None else free
         self._allocated = 0  # number of buffers, including free ones
         self._copying = 0  # number of incoming models that are copying their base, to release it
         self._shared_bases: list[Snapshot] = []  # bases that others read: their incoming models are in a second buffer
@@ -67,9 +81,12 @@ class Pool:
             return HostBuffer(lengths(self._sections, whole=True), whole=True)  # needed once per run: not reused
         with self.lock:
             if self._free:
-                return self._free.pop()
+                free = self._free.pop()
+                if free.fragment != self._fragment:
+                    free.lay_out(lengths(self._sections, whole=False), self._fragment)
+                return free
             self._allocated += 1
-            made = HostBuffer(lengths(self._sections, whole=False), whole=False)
+            made = HostBuffer(lengths(self._sections, whole=False), whole=False, fragment=self._fragment)
             self._streams.pin(made)
             return made
 
@@ -77,10 +94,15 @@ class Pool:
         """Take back a buffer from :meth:`buffer`."""
         with self.lock:
             if buffer.on_device is not None:
-                self._free_vectors.append((buffer.on_device, self._streams.mark()))
+                self._free_device(buffer.on_device)
                 buffer.on_device = None
             if not buffer.whole:
                 self._free.append(buffer)
+
+    def _free_device(self, vectors: list[Tensor]) -> None:
+        """Keep unused vectors for reuse; those of a fragment return to torch, which reuses them for other fragments."""
+        if not self._fragment:
+            self._free_vectors.append((vectors, self._streams.mark()))
 
     def close(self) -> None:
         """Drop all free memory, and the last boundary: it refers to this pool, and so would keep both alive."""
@@ -122,7 +144,7 @@ class Pool:
             self.free(buffer)
         if buffer is None or buffer.vectors is not vectors:
             with self.lock:
-                self._free_vectors.append((vectors, self._streams.mark()))
+                self._free_device(vectors)
 
     def take_over(self, snapshot: Snapshot) -> HostBuffer | None:
         """Take the memory of a snapshot and return it. None: others hold the snapshot, or it is the last boundary."""
@@ -132,7 +154,7 @@ class Pool:
                 return None
             snapshot.holders = 0
             if buffer.vectors is not snapshot.vectors:
-                self._free_vectors.append((snapshot.vectors, self._streams.mark()))
+                self._free_device(snapshot.vectors)
             return buffer
 
     def is_needed_for_boundary(self, base: Snapshot) -> bool:

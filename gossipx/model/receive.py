@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from gossipx.memory import STAGED, copy
 from gossipx.model import kernels
 from gossipx.model.arena import ParameterArena
 from gossipx.model.buffers import HostBuffer, typed
+from gossipx.model.layout import Section
 from gossipx.model.snapshots import Snapshot
 
 
@@ -38,24 +40,27 @@ class Incoming:
     Args:
         arena: arena of the model that it will be mixed into.
         whole: whether a whole model is received, to replace this peer's.
+        fragment: number of the fragment that is received otherwise; 0: all that exchanges move.
         base: model to subtract from trained values; takes ownership of the caller's reference. None: values are
             stored as they arrive.
 
     Attributes:
         nbytes: number of bytes to receive.
+        fragment: the fragment that is received.
         compares: whether a base is subtracted.
     """
 
-    def __init__(self, arena: ParameterArena, base: Snapshot | None, whole: bool = False):
-        self.nbytes = arena.nbytes(whole)
-        self._arena, self._pool = arena, arena.pool
+    def __init__(self, arena: ParameterArena, base: Snapshot | None, whole: bool = False, fragment: int = 0):
+        self.fragment = arena.fragment(fragment)
+        self.nbytes = arena.nbytes(whole=True) if whole else self.fragment.nbytes
+        self._pool = self.fragment.pool
         self.compares = base is not None
         self._whole = whole
         self._base = base
         self._buffer: HostBuffer | None = None
         self._squared = 0.0
         self._uploading = False
-        self._segments = _segments(arena, whole, self.compares)
+        self._segments = _segments(self.fragment.sections, whole, self.compares)
         self._starts = [segment.start for segment in self._segments]
         self._staging: memoryview | None = None
 
@@ -108,7 +113,7 @@ class Incoming:
 
     def _compare(self, segment: _Segment, start: int, view: memoryview) -> None:
         """Subtract the base from a piece of trained values."""
-        dtype = self._arena.sections[segment.section].values.dtype
+        dtype = self.fragment.sections[segment.section].values.dtype
         theirs = typed(view, dtype)
         first = segment.first + (start - segment.start) // dtype.itemsize
         here = slice(first, first + len(theirs))
@@ -120,7 +125,7 @@ class Incoming:
     def _upload(self, segment: _Segment, start: int, stop: int) -> None:
         """Start to copy finished bytes to the device, if they will be mixed."""
         if self.compares:
-            size = self._arena.sections[segment.section].values.itemsize
+            size = self.fragment.sections[segment.section].values.itemsize
             first = segment.first + (start - segment.start) // size
             self._pool.upload_piece(self.buffer, segment.section, slice(first, first + (stop - start) // size))
             self._uploading = True
@@ -132,11 +137,11 @@ class Incoming:
         """
         self._release_base()
         if not self.compares:
-            rows = zip(self._arena.sections, self.buffer.vectors, strict=True)
+            rows = zip(self.fragment.sections, self.buffer.vectors, strict=True)
             self._squared = sum(kernels.squared_norm(vector[: section.trainable]) for section, vector in rows)
         others = sum(
             kernels.squared_norm(theirs.masked_fill(theirs == ours, 0))
-            for theirs, ours in self._arena.buffers_of(self.buffer)
+            for theirs, ours in self.fragment.buffers_of(self.buffer)
         )
         if not math.isfinite(self._squared + others):
             return math.nan
@@ -201,10 +206,10 @@ class Incoming:
             self._base = None
 
 
-def _segments(arena: ParameterArena, whole: bool, compares: bool) -> list[_Segment]:
+def _segments(sections: Sequence[Section], whole: bool, compares: bool) -> list[_Segment]:
     found = []
     start = 0
-    for number, section in enumerate(arena.sections):
+    for number, section in enumerate(sections):
         size = section.values.itemsize
         ends = [0, len(section.storage)] if whole else [0, section.trainable, section.mixed]
         for first, last in itertools.pairwise(ends):

@@ -62,6 +62,15 @@ class DeviceStreams(abc.ABC):
     def wait(self, mark: Mark) -> None:
         """Block the calling thread until the work before the mark is complete."""
 
+    def to_host(self, values: Tensor) -> Tensor:
+        """Return values as the training stream leaves them, in host memory: themselves on a CPU, else a copy."""
+        if self.on_host:
+            return values
+        there = torch.empty_like(values, device="cpu")
+        self.train(lambda: there.copy_(values))
+        self.wait(self.mark())
+        return there
+
     @abc.abstractmethod
     def late(self, work: Callable[[], Tensor]) -> float:
         """Submit ``work``, which computes one number, to the training stream; return the previous number if possible.

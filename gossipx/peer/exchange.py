@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from gossipx.peer.membership import Membership, Requests
 from gossipx.peer.serving import Outgoing
+from gossipx.peer.turns import Turns
 from gossipx.protocol.effects import Answer, Effect, Mix, Resume
 from gossipx.protocol.events import Answered, Received
 from gossipx.protocol.messages import Reply
@@ -27,6 +28,7 @@ class PeerContext:
         incarnation: distinguishes this process from an earlier one of the same rank.
         timeout: peer_timeout, in seconds.
         blocking: whether training waits for each exchange.
+        turns: chooses the fragment of our model that is exchanged next.
         step: iterations that our model has seen.
         set_back: how often a shard's server came back without all of the shard's state.
     """
@@ -39,6 +41,7 @@ class PeerContext:
     outgoing: Outgoing
     requests: Requests
     sync: SyncManager
+    turns: Turns
     step: int = 0
     set_back: int = 0
 

@@ -35,6 +35,7 @@ from gossipx.protocol.messages import (
     ModelReply,
     NotReadyReply,
     PairRequest,
+    PushRequest,
     Reply,
     SettleRequest,
     Stage,
@@ -65,13 +66,15 @@ class InboundExchange:
         sender: rank of the initiator.
         ticket: of our request for its model; in a pair, our own model is captured under it too.
         reply: the reply that brought the model.
+        fragment: the part of the models that is exchanged.
         phase: its progress.
     """
 
     def __init__(self, context: PeerContext, offer: Received):
-        assert isinstance(offer.request, ExchangeRequest)
+        assert isinstance(offer.request, PushRequest | PairRequest)
         self.sender = offer.sender
         self.ticket = 0
+        self.fragment = offer.request.fragment
         self.reply = ModelReply(0)
         self.phase = Phase.FETCHING
         self._incarnation, self._number = offer.request.incarnation, offer.request.number
@@ -88,18 +91,16 @@ class InboundExchange:
         return self.phase is Phase.SETTLING and self._context.members.others[self.sender].lost
 
     def repeats(self, offer: Received) -> bool:
-        """Return whether ``offer`` repeats the offer of this exchange."""
-        assert isinstance(offer.request, ExchangeRequest)
-        name = offer.request.incarnation, offer.request.number
-        return (offer.sender, *name) == (self.sender, self._incarnation, self._number)
+        """Return whether ``offer`` repeats the offer of this exchange, or is another request about it."""
+        return _names(offer, self.sender, self._incarnation, self._number, self.fragment)
 
     def start(self, now: float) -> list[Effect]:
         """Request the model."""
-        take = TakeRequest(self._incarnation, self._number)
+        take = TakeRequest(self._incarnation, self._number, fragment=self.fragment)
         deadline = now + self._context.members.patience(self.sender)
         send = self._context.requests.send(self.sender, take, now, deadline)
         self.ticket, self._fetching = send.ticket, True
-        return [Capture(send.ticket), send] if self._is_pair else [send]
+        return [Capture(send.ticket, fragment=self.fragment), send] if self._is_pair else [send]
 
     def awaits(self, ticket: int) -> bool:
         """Return whether ``ticket`` is an open request of this exchange."""
@@ -222,6 +223,10 @@ class Offers(Exchange):
             exclude.add(self.last)
         return self._context.members.draw(now, exclude=tried | exclude, again=bool(tried), outgoing=outgoing)
 
+    def _is_about(self, event: Received, partner: int, number: int, fragment: int) -> bool:
+        """Return whether ``event`` is a request of ``partner`` about our offer of this number."""
+        return _names(event, partner, self._context.incarnation, number, fragment)
+
     def _is_settled(self, event: Received) -> bool:
         """Return whether ``event`` repeats the SettleRequest of an offer that is settled."""
         assert isinstance(event.request, ExchangeRequest)
@@ -236,3 +241,12 @@ class Offers(Exchange):
 
     def _refuse(self, key: Hashable, now: float) -> Answer:
         return self._answer(key, NotReadyReply("the exchange was given up"), now)
+
+
+def _names(event: Received, sender: int, incarnation: int, number: int, fragment: int) -> bool:
+    """Return whether a request of ``sender`` names the offer with this incarnation, number and fragment."""
+    request = event.request
+    assert isinstance(request, ExchangeRequest)
+    if not isinstance(request, SettleRequest) and request.fragment != fragment:
+        return False
+    return (event.sender, request.incarnation, request.number) == (sender, incarnation, number)

@@ -40,6 +40,7 @@ class _OutboundExchange:
     Attributes:
         partner: rank of the acceptor.
         number: of the offer.
+        fragment: the part of the models that is exchanged.
         offer: ticket of our PairRequest.
         tried: ranks asked so far for this decision.
         fault: whether one of these failed, rather than declined.
@@ -52,6 +53,7 @@ class _OutboundExchange:
 
     partner: int
     number: int
+    fragment: int
     offer: int
     tried: frozenset[int]
     fault: bool
@@ -102,11 +104,12 @@ class Pairs(Offers):
         return [Wait(), *asked] if self._context.blocking else asked
 
     def _ask(self, to: int, tried: frozenset[int], fault: bool, now: float) -> list[Effect]:
-        number = next(self._numbers)
+        number, fragment = next(self._numbers), self._context.turns.next
         # In blocking mode a peer replies at its next step boundary.
         patience = self._context.timeout * (1 if self._context.blocking else OFFER_SHARE)
-        send = self._context.requests.send(to, PairRequest(self._context.incarnation, number), now, now + patience)
-        self._outbound = _OutboundExchange(to, number, send.ticket, tried | {to}, fault)
+        request = PairRequest(self._context.incarnation, number, fragment)
+        send = self._context.requests.send(to, request, now, now + patience)
+        self._outbound = _OutboundExchange(to, number, fragment, send.ticket, tried | {to}, fault)
         return [send]
 
     def _accepted(self, now: float) -> list[Effect]:
@@ -116,12 +119,12 @@ class Pairs(Offers):
         if outbound.ticket is not None:
             return []
         incoming, outgoing = (self._context.members.patience(outbound.partner, sending) for sending in (False, True))
-        take = TakeRequest(self._context.incarnation, outbound.number)
+        take = TakeRequest(self._context.incarnation, outbound.number, fragment=outbound.fragment)
         send = self._context.requests.send(outbound.partner, take, now, now + incoming)
         outbound.ticket, outbound.is_fetching = send.ticket, True
         waiting, self._waiting = self._waiting, []
         return [
-            Capture(send.ticket),
+            Capture(send.ticket, fragment=outbound.fragment),
             send,
             SetTimer(OFFER, now + max(incoming, outgoing)),
             *(self._busy(event.key, now) for event in waiting),
@@ -209,8 +212,7 @@ class Pairs(Offers):
         outbound, request = self._outbound, event.request
         if self._inbound and self._inbound.repeats(event) and isinstance(request, TakeRequest):
             return [self._context.outgoing.answer(event, ModelReply(0), self._inbound.ticket, now)]
-        name = event.sender, request.incarnation, request.number
-        if outbound is None or name != (outbound.partner, self._context.incarnation, outbound.number):
+        if outbound is None or not self._is_about(event, outbound.partner, outbound.number, outbound.fragment):
             if isinstance(request, SettleRequest) and self._is_settled(event):
                 return [self._accept(event.key, now)]
             return [self._refuse(event.key, now)]
@@ -292,6 +294,7 @@ class Pairs(Offers):
         if current is None or current.ticket != ticket:
             return False
         self.last = self._inbound.sender if self._inbound else self._outbound.partner if self._outbound else None
+        self._context.turns.exchanged(current.fragment)
         self._inbound = self._outbound = None
         self._decided = False
         self._context.sync.completed()

@@ -29,6 +29,7 @@ class _Pull:
         tried: ranks asked so far for this decision.
         fault: whether one of these failed, rather than declined.
         decided: time when the policy fired.
+        fragment: the part of the model that is requested.
         reply: set once the model has arrived and waits to be mixed.
     """
 
@@ -37,6 +38,7 @@ class _Pull:
     tried: frozenset[int]
     fault: bool
     decided: float
+    fragment: int
     reply: ModelReply | None = None
     mixing: bool = False
 
@@ -77,9 +79,10 @@ class Pulls(Exchange):
         return [Wait(), request] if self._context.blocking else [request]
 
     def _ask(self, to: int, tried: frozenset[int], fault: bool, decided: float, now: float) -> Send:
-        patience = self._context.members.patience(to)
-        send = self._context.requests.send(to, PullRequest(self._context.step, patience), now, now + patience)
-        self._pull = _Pull(send.ticket, to, tried | {to}, fault, decided)
+        patience, fragment = self._context.members.patience(to), self._context.turns.next
+        request = PullRequest(self._context.step, patience, fragment=fragment)
+        send = self._context.requests.send(to, request, now, now + patience)
+        self._pull = _Pull(send.ticket, to, tried | {to}, fault, decided, fragment)
         return send
 
     def _try_next(self, now: float, fault: bool = True) -> list[Effect]:
@@ -132,8 +135,9 @@ class Pulls(Exchange):
         return Mix(pull.ticket, share * self._shares.get(pull.to, 1.0))
 
     def mixed(self, ticket: int) -> bool:
-        if ticket != self.captured_ticket:
+        if self._pull is None or ticket != self._pull.ticket:
             return False
+        self._context.turns.exchanged(self._pull.fragment)
         self._context.sync.completed()
         self._pull = None
         return True

@@ -48,6 +48,7 @@ class _Offer:
     Attributes:
         to: rank of the receiver.
         number: of the offer.
+        fragment: the part of our model that is pushed.
         ticket: of the offer; our model is captured under it.
         weight: push-sum weight that goes with it.
         tried: ranks asked so far for this decision.
@@ -59,6 +60,7 @@ class _Offer:
 
     to: int
     number: int
+    fragment: int
     ticket: int
     weight: float
     tried: frozenset[int]
@@ -115,13 +117,13 @@ class Pushes(Offers):
         return [Wait(), *offered] if self._context.blocking else offered
 
     def _send(self, to: int, tried: frozenset[int], fault: bool, now: float) -> list[Effect]:
-        number = next(self._numbers)
-        request = PushRequest(self._context.incarnation, number)
+        number, fragment = next(self._numbers), self._context.turns.next
+        request = PushRequest(self._context.incarnation, number, fragment)
         deadline = now + self._context.members.patience(to, outgoing=True)
         send = self._context.requests.send(to, request, now, now + self._context.timeout * OFFER_SHARE)
         weight = self.weight / 2 if self._push_sum else 1.0
-        self._offer = _Offer(to, number, send.ticket, weight, tried | {to}, fault)
-        return [Capture(send.ticket), send, SetTimer(OFFER, deadline)]
+        self._offer = _Offer(to, number, fragment, send.ticket, weight, tried | {to}, fault)
+        return [Capture(send.ticket, fragment=fragment), send, SetTimer(OFFER, deadline)]
 
     def _try_next(self, now: float, fault: bool = True) -> list[Effect]:
         """Offer the model to another neighbour after a push that came to nothing."""
@@ -146,8 +148,7 @@ class Pushes(Offers):
             return self._offered(event, now)
         assert isinstance(event.request, ExchangeRequest)
         offer, request = self._offer, event.request
-        name = event.sender, request.incarnation, request.number
-        if offer is None or name != (offer.to, self._context.incarnation, offer.number):
+        if offer is None or not self._is_about(event, offer.to, offer.number, offer.fragment):
             if isinstance(request, SettleRequest) and self._is_settled(event):
                 return [self._accept(event.key, now)]
             return [self._refuse(event.key, now)]
@@ -162,6 +163,7 @@ class Pushes(Offers):
         self._offer = None
         self._settled[offer.to] = offer.number
         self.last = offer.to
+        self._context.turns.exchanged(offer.fragment)
         if self._push_sum:
             self.weight -= offer.weight
         self._context.sync.completed(models=0)

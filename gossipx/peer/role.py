@@ -55,6 +55,7 @@ from gossipx.peer.serving import Outgoing, Serving
 from gossipx.peer.settings import PeerSettings
 from gossipx.peer.stages import Stages
 from gossipx.peer.training import UNSOUND, Training
+from gossipx.peer.turns import OTHER_FRAGMENTS, Turns
 from gossipx.peer.wave import TIMER, Wave
 from gossipx.peer.waves import Waves
 from gossipx.protocol import events
@@ -131,9 +132,10 @@ class PeerRole:
         self.barrier = Barrier(self.members, self._requests, timeout)
         self.joining = Joining(self.rank, self.members, self._requests, self.barrier, settings, self._model_timeout)
         self.agreement = Agreement(self.rank, self.members, self._requests)
-        self.waves = Waves(self.rank, self.members, self._requests, self.sync, timeout)
+        turns = Turns(settings.fragments)
+        self.waves = Waves(self.rank, self.members, self._requests, self.sync, timeout, turns)
         own = self.rank, self.incarnation, timeout, settings.blocking
-        self._context = PeerContext(*own, self.members, self.outgoing, self._requests, self.sync)
+        self._context = PeerContext(*own, self.members, self.outgoing, self._requests, self.sync, turns)
         self.pulls = Pulls(self._context, self.mixing, self.shares)
         self.exchange = self._build_exchange()
         self.server = self.exchange if isinstance(self.exchange, ServerRole) else ServerRole()
@@ -275,6 +277,8 @@ class PeerRole:
             case LeaveRequest():
                 answer = self._answer(event.key, self.stages.here(), now)
                 return [answer, *self.stages.peer_left(event.sender, now)]
+            case _ if not self._context.turns.fits(event.request):
+                return [self._answer(event.key, NotReadyReply(OTHER_FRAGMENTS), now)]
             case RoundRequest():
                 return self.stages.round_requested(event, event.request, now)
             case InitialRequest() | PullRequest() if self.stage in (Stage.JOINING, Stage.LEFT):

@@ -4,8 +4,8 @@ At most ``most`` pulls are answered at a time, one per peer; further ones get Bu
 To avoid starvation, a peer that was turned away has precedence: each peer that was served after it is told Busy once
 too, until the waiting peer returns. A slot is thus hardly ever left unused for a peer that does not return.
 
-All pulls under way get the same captured version of the model, so one copy is enough. Others may join until the first
-receiver has the whole model; after that, only while it is still the latest version. So no peer gets a model that is
+All pulls of one fragment under way get the same captured version of it, so one copy is enough. Others may join until
+the first receiver has all of it; after that, only while it is still the latest version. So no peer gets a model that is
 older than one transfer.
 
 Each served model costs training a moment. While a peer trains, models are therefore spaced so that these moments stay a
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 from gossipx.peer.membership import Membership, Requests
 from gossipx.protocol.effects import Answer, Capture, Effect, Forget
@@ -30,6 +31,23 @@ SECONDS_PER_MODEL = 0.0008
 (``bin/bench exchange --only served``)."""
 SAVED = 0.2
 """Seconds for which unused serving time accumulates."""
+
+
+@dataclass
+class _Version:
+    """The captured version of one fragment of the model that pulls under way get.
+
+    Attributes:
+        ticket: it is captured under this.
+        step: iterations that it has seen.
+        is_delivered: whether a receiver has all of it.
+        keys: of the requests that are being answered.
+    """
+
+    ticket: int
+    step: int
+    is_delivered: bool = False
+    keys: set[Hashable] = field(default_factory=set)
 
 
 class Serving:
@@ -53,9 +71,7 @@ class Serving:
         self._requests = requests
         self._outgoing = outgoing
         self._served: dict[Hashable, int] = {}  # request key to rank
-        self._ticket = 0  # of the captured version that these get
-        self._step = 0  # iterations that it has seen
-        self._is_delivered = False  # whether a receiver has all of it
+        self._versions: dict[int, _Version] = {}  # by fragment
         self._turns: dict[int, int] = {}  # by rank, the sequence number of its last answer
         self._waiting: dict[int, set[int]] = {}  # by rank turned away, those that made way for it
 
@@ -67,20 +83,22 @@ class Serving:
             trains: whether this peer is training, so that models must be spaced.
         """
         assert isinstance(event.request, PullRequest)
-        patience = event.request.patience
-        if not self._has_room_for(event.sender, step):
+        patience, fragment = event.request.patience, event.request.fragment
+        version = self._versions.get(fragment)
+        if not self._has_room_for(event.sender, version, step):
             self.turned_away += 1
             self._waiting[event.sender] = set()
             return [Answer(event.key, BusyReply(), now + patience)]
         effects: list[Effect] = []
-        if not self._served:
-            self._ticket, self._step, self._is_delivered = self._requests.ticket(), step, False
-            effects.append(Capture(self._ticket))
+        if version is None:
+            version = self._versions[fragment] = _Version(self._requests.ticket(), step)
+            effects.append(Capture(version.ticket, fragment=fragment))
+        version.keys.add(event.key)
         self._served[event.key] = event.sender
         self._turns[event.sender] = 1 + max(self._turns.values(), default=0)
         self._waiting.pop(event.sender, None)
         begins = self._turn(now) if trains else 0.0
-        return [*effects, self._outgoing.answer(event, ModelReply(step), self._ticket, now, patience, begins)]
+        return [*effects, self._outgoing.answer(event, ModelReply(step), version.ticket, now, patience, begins)]
 
     def _turn(self, now: float) -> float:
         """Reserve the time at which the next model may be served."""
@@ -88,10 +106,10 @@ class Serving:
         self._free_at = begins + self._spacing
         return max(begins, now)
 
-    def _has_room_for(self, sender: int, step: int) -> bool:
+    def _has_room_for(self, sender: int, version: _Version | None, step: int) -> bool:
         if len(self._served) >= self._most or sender in self._served.values():
             return False
-        if self._served and self._is_delivered and step > self._step:
+        if version is not None and version.is_delivered and step > version.step:
             return False
         own = self._turns.get(sender, 0)
         before = [yielded for rank, yielded in self._waiting.items() if self._turns.get(rank, 0) < own]
@@ -104,8 +122,13 @@ class Serving:
         """Handle the end of an answer, delivered or not; ignore those to other requests."""
         if self._served.pop(event.key, None) is None:
             return []
-        self._is_delivered = self._is_delivered or event.whole
-        return [] if self._served else [Forget(self._ticket)]
+        fragment, version = next(item for item in self._versions.items() if event.key in item[1].keys)
+        version.keys.discard(event.key)
+        version.is_delivered = version.is_delivered or event.whole
+        if version.keys:
+            return []
+        del self._versions[fragment]
+        return [Forget(version.ticket)]
 
 
 class Outgoing:

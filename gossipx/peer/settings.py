@@ -20,6 +20,7 @@ class PeerSettings:
         serve_share: share of training time that answering pulls may take; 1: no limit.
         exchange: what starts when the policy fires: an exchange with one peer, or a wave of all.
         mode: ``pull``: fetch another peer's model; ``push``: send ours; ``pushpull``: average a pair.
+        fragments: number of fragments of the model, of which each exchange moves one; 1: exchanges move all of it.
         push_sum: a push transfers half of the push-sum weight, which preserves the average on directed graphs too.
         blocking: training waits for each exchange or wave, as Algorithm 2 is printed, instead of continuing meanwhile.
         finish: ``consensus``: average all models at the end; ``none``: do not, as in the paper.
@@ -36,6 +37,7 @@ class PeerSettings:
     serve_share: float = 0.03
     exchange: Literal["pulls", "waves"] = "pulls"
     mode: Literal["pull", "push", "pushpull"] = "pull"
+    fragments: int = 1
     push_sum: bool = False
     blocking: bool = False
     finish: Literal["consensus", "none"] = "consensus"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from gossipx.peer.membership import Requests
 from gossipx.protocol.effects import Answer, Capture, Effect, Forget, Merge, Note, SetTimer
 from gossipx.protocol.events import Answered, Received
-from gossipx.protocol.messages import LAST_WAVE, HereReply, ModelReply, NotReadyReply, RoundRequest, Stage
+from gossipx.protocol.messages import LAST_WAVE, WHOLE, HereReply, ModelReply, NotReadyReply, RoundRequest, Stage
 from gossipx.topology import RoundPart, part_in_round, wave_rounds
 
 TIMER = "round"
@@ -68,6 +68,7 @@ class Wave:
         patience: timeout of a round, in seconds.
         missing: ranks that are not waited for.
         weight: of our model in the mean: 1, or the push-sum weight.
+        fragment: the part of the model that is averaged.
 
     Attributes:
         ticket: our captured model, which becomes the average.
@@ -88,12 +89,14 @@ class Wave:
         patience: float,
         missing: Iterable[int] = (),
         weight: float = 1.0,
+        fragment: int = WHOLE,
     ):
         self.number = number
         self.members = members
         self.ticket = requests.ticket()
         self.merged = self.lost = 0
         self.over = self.has_exchanged = False
+        self._fragment = fragment
         self._position = members.index(rank)
         self._step = step
         self._requests = requests
@@ -123,7 +126,7 @@ class Wave:
             starts: whether this peer starts the wave, so that it must tell its first partner in any case.
         """
         self._began = now
-        return [Capture(self.ticket), *self._next_round(now, starts)]
+        return [Capture(self.ticket, fragment=self._fragment), *self._next_round(now, starts)]
 
     def _next_round(self, now: float, starts: bool = False) -> list[Effect]:
         """Enter the next round if there is one, and answer requests that arrived early for it."""
@@ -137,7 +140,8 @@ class Wave:
             deadline = self._began + (1 + number * ROUND_SLACK) * self._patience
             ticket = None
             if part.receives or starts:
-                send = self._requests.send(partner, RoundRequest(self.number, number, self.members), now, deadline)
+                request = RoundRequest(self.number, number, self.members, self._fragment)
+                send = self._requests.send(partner, request, now, deadline)
                 ticket = send.ticket
                 effects.append(send)
             is_received, is_sent = not part.receives, not part.sends

@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from gossipx.peer.membership import Membership, Requests
+from gossipx.peer.turns import Turns
 from gossipx.peer.wave import Wave
 from gossipx.protocol.effects import Answer, ApplyWave, Effect, Forget
 from gossipx.protocol.events import Received
-from gossipx.protocol.messages import LAST_WAVE, MAX_WAVE, NotReadyReply, RoundRequest
+from gossipx.protocol.messages import LAST_WAVE, MAX_WAVE, WHOLE, NotReadyReply, RoundRequest
 from gossipx.sync import SyncManager
 
 ROUND_DOUBLINGS = 2
@@ -36,13 +37,22 @@ class Waves:
         requests: the role's open requests.
         sync: counts waves as retrievals.
         timeout: peer_timeout, in seconds.
+        turns: says which fragment of the model a wave averages.
 
     Attributes:
         current: the wave that this peer takes part in, until its mean is in the weights; the last wave remains.
         lost: rounds of waves while training that were skipped because the partner was missing.
     """
 
-    def __init__(self, rank: int, members: Membership, requests: Requests, sync: SyncManager, timeout: float):
+    def __init__(
+        self,
+        rank: int,
+        members: Membership,
+        requests: Requests,
+        sync: SyncManager,
+        timeout: float,
+        turns: Turns | None = None,
+    ):
         self.current: Wave | None = None
         self.lost = 0
         self._rank = rank
@@ -50,6 +60,7 @@ class Waves:
         self._requests = requests
         self._sync = sync
         self._timeout = timeout
+        self._turns = turns or Turns()
         self._seen = 0  # highest wave that we took part in, except the last wave
         self._heard = 0  # highest wave that others have announced as over
         self._taking_in = False
@@ -95,9 +106,10 @@ class Waves:
             named = [_round_request(event).members for event in early if without is not None and self.may_join(event)]
             members = min(named, key=_order, default=tuple(sorted(here)))
         # No rank counts as missing: a peer at the finish is met even if it was silent before.
-        self.current = Wave(
-            LAST_WAVE, self._rank, members, step, self._requests, self._patience(members), weight=weight
-        )
+        patience = self._patience(members)
+        if WHOLE not in self._turns:  # the models of measured transfers were fragments
+            patience = max(patience, self._members.model_timeout)
+        self.current = Wave(LAST_WAVE, self._rank, members, step, self._requests, patience, weight=weight)
         effects = self.current.begin(now)
         return effects + [effect for event in early for effect in self.current.requested(event, now)]
 
@@ -110,8 +122,9 @@ class Waves:
         return wave.begin(now, starts)
 
     def _new_wave(self, number: int, members: tuple[int, ...], step: int, now: float) -> Wave:
-        missing = self._members.unavailable(now)
-        return Wave(number, self._rank, members, step, self._requests, self._patience(members), missing)
+        missing, fragment = self._members.unavailable(now), self._turns.of_wave(number)
+        patience = self._patience(members)
+        return Wave(number, self._rank, members, step, self._requests, patience, missing, fragment=fragment)
 
     def _patience(self, members: tuple[int, ...]) -> float:
         """Return the timeout of a round: peer_timeout where all peers are fast, so that all give up together."""

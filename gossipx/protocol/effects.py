@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from gossipx.protocol.messages import Reply, Request
+from gossipx.protocol.messages import WHOLE, Reply, Request
 from gossipx.protocol.table_effects import Pieces, RequestedBucket, TableEffect
 
 
@@ -111,10 +111,12 @@ class Capture:
 
     Attributes:
         saved: use the captured model of the checkpoint instead, if there is one.
+        fragment: the part of the model to capture.
     """
 
     ticket: int
     saved: bool = False
+    fragment: int = WHOLE
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ Terms:
 - *hub*: a peer that holds the *centre* of elastic averaging, a model that moves towards the workers' models.
 - *incarnation*: a number of a peer's process; a restarted peer has another one.
 - *section*: the part of a model with one dtype.
+- *fragment*: the part of a model that one exchange moves, by number from 1; :data:`WHOLE`: all of it.
 - *base*: with a codec, the version of a section to which an encoded difference must be added. Both sides keep it.
 
 The number in ``kind`` identifies a class on the wire. Field types such as ``Count`` check each received value.
@@ -92,6 +93,8 @@ class Stage(enum.IntEnum):
     LEFT = 7  # takes no further part
 
 
+WHOLE = 0
+"""The number of the fragment that is the whole of what exchanges move."""
 LAST_WAVE = 2**63 - 1
 """The number of the wave at the end of a run, the finish; above the numbers of all waves during training."""
 MAX_WAVE = 2**32
@@ -130,11 +133,13 @@ class PullRequest:
         patience: seconds that the sender waits for the whole model.
         bases: if models have a codec: for each section, the checksum of the version that the sender keeps as a base; 0:
             none. Empty: the model must not be encoded as a difference.
+        fragment: the part of the model that is requested.
     """
 
     step: Count
     patience: Seconds
     bases: Sections = ()
+    fragment: Count = WHOLE
 
 
 @kind(18, MAX_METADATA)
@@ -146,11 +151,13 @@ class RoundRequest:
         wave: number of the wave, from 1 to :data:`MAX_WAVE`; :data:`LAST_WAVE` is the finish.
         round: number of the round, from 0.
         members: ranks of the peers that take part, ascending; both partners must have the same.
+        fragment: the part of the model that the wave averages, as its number implies.
     """
 
     wave: AnyWave
     round: Count
     members: Ranks
+    fragment: Count = WHOLE
 
 
 @kind(32, payload=MAX_MODEL)
@@ -184,10 +191,12 @@ class PushRequest:
     Attributes:
         incarnation: the sender's incarnation; with ``number`` it identifies the exchange.
         number: number of this offer among the sender's, from 1.
+        fragment: the part of the model that is offered.
     """
 
     incarnation: Count
     number: Count
+    fragment: Count = WHOLE
 
 
 @kind(22)
@@ -196,11 +205,12 @@ class PairRequest:
     """Offers to average the sender's and the receiver's models; each side then fetches the other's.
 
     Attributes:
-        incarnation, number: as in :class:`PushRequest`.
+        incarnation, number, fragment: as in :class:`PushRequest`.
     """
 
     incarnation: Count
     number: Count
+    fragment: Count = WHOLE
 
 
 @kind(23)
@@ -209,13 +219,14 @@ class TakeRequest:
     """Requests the model that the partner captured when it entered the exchange.
 
     Attributes:
-        incarnation, number: those of the offer, also if the side that accepted it sends this request.
+        incarnation, number, fragment: those of the offer, also if the side that accepted it sends this request.
         bases: as in :class:`PullRequest`.
     """
 
     incarnation: Count
     number: Count
     bases: Sections = ()
+    fragment: Count = WHOLE
 
 
 @kind(24)
@@ -380,3 +391,11 @@ CarryingReply = ModelReply | TablesReply | CopyReply
 Refusal = BusyReply | NotReadyReply | PushAgainReply
 """Replies that say no."""
 Reply = CarryingReply | PlacedReply | WaitingReply | AcceptReply | HereReply | Refusal
+
+
+def fragment_of(request: Request) -> int:
+    """Return the fragment of the model that a request is about."""
+    match request:
+        case PullRequest() | PushRequest() | PairRequest() | TakeRequest() | RoundRequest():
+            return request.fragment
+    return WHOLE

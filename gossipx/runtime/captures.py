@@ -19,7 +19,7 @@ from torch import Tensor
 from gossipx.model.arena import ParameterArena
 from gossipx.model.drift import DriftReference
 from gossipx.model.snapshots import CapturedModel, Snapshot
-from gossipx.protocol.messages import RoundRequest
+from gossipx.protocol.messages import WHOLE, RoundRequest
 from gossipx.runtime.model_transfers import Transfer
 
 
@@ -31,7 +31,9 @@ class Retrieval:
         seconds: time from the request to the last byte of the reply.
         staleness: number of iterations of this peer minus that of the received model.
         distance: ‖x_j − base‖₂ over the trained values. The base is this peer's model at the time of the request; for a
-            pushed model, at the time of mixing. None: one of the two models is a mean of several peers' models.
+            pushed model, at the time of mixing. Of a fragment, it is the estimate for the whole model that Eq. 8 needs
+            (:meth:`gossipx.model.fragments.Fragment.distance_of_model`). None: one of the two models is a mean of
+            several peers' models, or the fragment has no trained values.
         of_centre: whether the model was a hub's centre, as it was before this exchange changed it.
     """
 
@@ -66,29 +68,34 @@ class Captures:
     def __len__(self) -> int:
         return len(self._captured)
 
-    def capture(self, ticket: int, saved: bool = False) -> None:
+    def capture(self, ticket: int, saved: bool = False, fragment: int = WHOLE) -> None:
         """Capture the model of the last step boundary under ``ticket``.
 
         Args:
             saved: capture the model in :attr:`saved` instead, if there is one.
+            fragment: number of the part that is captured.
         """
         if saved and self.saved is not None:
             vectors, step = self.saved
             buffer = self._arena.pool.buffer()
             for target, source in zip(buffer.vectors, vectors, strict=True):
                 target.copy_(source)
-            self._captured[ticket] = CapturedModel(self._arena.snapshot_of(buffer, step))
+            self._captured[ticket] = CapturedModel(self._arena.exchanged.snapshot_of(buffer, step))
         else:
-            self._captured[ticket] = CapturedModel(self._arena.snapshot())
+            self._captured[ticket] = CapturedModel(self._arena.snapshot(of=self._arena.fragment(fragment)))
 
-    def snapshot_base(self, ticket: int) -> Snapshot:
+    def snapshot_base(self, ticket: int, number: int) -> Snapshot:
         """Return a snapshot of the last step boundary, which will be subtracted from the received model.
 
         If drift is used, also capture the snapshot under ``ticket``, as the next x_r, and for an outer optimizer as
         y_t. The caller must release the result.
+
+        Args:
+            number: that of the fragment which is received.
         """
-        base = self._arena.snapshot()
-        if self._uses_drift or self._arena.outer is not None:
+        fragment = self._arena.fragment(number)
+        base = self._arena.snapshot(of=fragment)
+        if self._uses_drift or fragment.outer is not None:
             with self._arena.lock:
                 self._captured[ticket] = CapturedModel(base.hold())
         return base
@@ -118,21 +125,23 @@ class Captures:
         if before is None:
             transfer.incoming.release()
             return None
-        distance = self._arena.merge(transfer.incoming.buffer, before.buffer, own, theirs)
+        fragment = transfer.incoming.fragment
+        distance = fragment.merge(transfer.incoming.buffer, before.buffer, own, theirs)
         before.release()
         if math.isnan(distance):
             transfer.incoming.release()
             return False
         in_wave = isinstance(transfer.request, RoundRequest)  # otherwise a hub merges a worker's model into its centre
         step = before.step if in_wave else max(before.step, transfer.their_step)
-        merged = self._arena.snapshot_of(transfer.incoming.give_away(), step)
+        merged = fragment.snapshot_of(transfer.incoming.give_away(), step)
         staleness = self._arena.step - transfer.their_step
         with self._arena.lock:
             captured = self._captured.get(into)
             if captured is not None:
                 two_models = captured.now is captured.base and transfer.weight == 1
                 if in_wave:
-                    captured.retrievals.append(Retrieval(transfer.seconds, staleness, distance if two_models else None))
+                    known = fragment.distance_of_model(distance) if two_models else None
+                    captured.retrievals.append(Retrieval(transfer.seconds, staleness, known))
                 captured.now, merged = merged, captured.now
         merged.release()
         return True
@@ -153,7 +162,8 @@ class Captures:
         if training and self._uses_drift:
             self.reference.apply_merged(captured.now, captured.base)
         else:
-            self._arena.apply_merged(captured.now, captured.base, training)
+            fragment = self._arena.fragment(captured.now.buffer.fragment)
+            fragment.apply_merged(captured.now, captured.base, training)
         captured.release()
         return captured.retrievals if training else []
 
@@ -184,7 +194,7 @@ class Captures:
         """
         difference = transfer.incoming.buffer
         base = None if ticket is None else self.hold(ticket)
-        (self.reference if self._uses_drift else self._arena).commit(difference, share, base)
+        (self.reference if self._uses_drift else transfer.incoming.fragment).commit(difference, share, base)
         if base is not None:
             base.release()
 
@@ -204,8 +214,7 @@ class Captures:
             with self._arena.lock:
                 captured = self._captured.get(pulling)
                 base = None if captured is None else captured.base.hold()
-        if base is None:
-            return self.reference.distance()
-        distance = self._arena.distance(base.buffer)
-        base.release()
+        distance = self.reference.distance(None if base is None else base.buffer)
+        if base is not None:
+            base.release()
         return distance

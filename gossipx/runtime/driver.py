@@ -74,6 +74,7 @@ from gossipx.protocol.messages import (
     Request,
     Stage,
     TakeRequest,
+    fragment_of,
 )
 from gossipx.protocol.table_effects import Fetched, TableEffect
 from gossipx.runtime.captures import Captures, Retrieval
@@ -259,8 +260,8 @@ class Driver:
                 self._resumed.set()
             case Stop(reason):
                 self.fail(self.rejection or NotEnoughPeersError(reason))
-            case Capture(ticket, saved):
-                self.captures.capture(ticket, saved)
+            case Capture(ticket, saved, fragment):
+                self.captures.capture(ticket, saved, fragment)
             case Answer(captured=int(ticket)):
                 return self.captures.hold(ticket)
             case Keep(key, ticket):
@@ -324,7 +325,7 @@ class Driver:
             case TakeRequest() if codec is None or not codec.in_pairs:
                 return self.captures.hold(send.ticket)
             case PullRequest() | ElasticRequest():
-                return self.captures.snapshot_base(send.ticket)
+                return self.captures.snapshot_base(send.ticket, fragment_of(send.request))
             case _:
                 return None
 
@@ -387,21 +388,22 @@ class Driver:
             return upload_sink.answered(snapshot.buffer.vectors, reply)
         if codec is None or answer.receiver is None:
             return reply, snapshot.source
-        return codec.models.give(*answer.receiver, snapshot.buffer.vectors, reply)
+        return codec.of(snapshot.buffer.fragment).give(*answer.receiver, snapshot.buffer.vectors, reply)
 
     def _mix(self, ticket: int, share: float) -> None:
         own = ticket == self.role.pulling  # else another peer has pushed the model, and drift keeps its reference
         transfer = self.transfers.pop(ticket)
-        poisoned = math.isnan(transfer.distance)
+        poisoned, fragment = math.isnan(transfer.distance), transfer.incoming.fragment
         if not poisoned:
             with self.committing:
                 if not transfer.incoming.compares:
                     drifts = self.role.sync.policy.uses_drift
-                    base = self.transfers.sent_to(transfer.sender) if own else None
-                    transfer.distance = self.arena.subtract(transfer.incoming.buffer, drifts, base)
+                    base = self.transfers.sent_to(transfer.sender, fragment.number) if own else None
+                    transfer.distance = fragment.subtract(transfer.incoming.buffer, drifts, base)
                 self.captures.commit(transfer, share, ticket if own else None)
             staleness, of_centre = self.arena.step - transfer.their_step, isinstance(transfer.request, ElasticRequest)
-            self.on_retrieval(Retrieval(transfer.seconds, staleness, transfer.distance, of_centre))
+            distance = fragment.distance_of_model(transfer.distance)
+            self.on_retrieval(Retrieval(transfer.seconds, staleness, distance, of_centre))
         transfer.incoming.release()
         self._forget(ticket)
         self.handle(Poisoned(ticket) if poisoned else Mixed(ticket))

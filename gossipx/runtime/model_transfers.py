@@ -25,6 +25,7 @@ from gossipx.protocol.messages import (
     Reply,
     Request,
     TakeRequest,
+    fragment_of,
 )
 from gossipx.runtime.requests import Outbox, Prepared
 
@@ -91,7 +92,8 @@ class Transfers:
         if isinstance(send.request, CarryingRequest):
             assert base is not None
             upload = base.hold()
-        payload = Incoming(self._arena, base, whole=isinstance(send.request, InitialRequest))
+        is_whole, fragment = isinstance(send.request, InitialRequest), fragment_of(send.request)
+        payload = Incoming(self._arena, base, is_whole, fragment)
         model_sink = None if self.codec is None else self.codec.model_sink(send.to, send.request, payload)
         self._transfers[send.ticket] = Transfer(send.request, payload, time.monotonic(), send.to, model_sink=model_sink)
 
@@ -137,9 +139,9 @@ class Transfers:
         is_paired = isinstance(transfer.request, TakeRequest | ElasticRequest)
         return Fault.POISONED if is_paired and math.isnan(transfer.distance) else None
 
-    def sent_to(self, rank: int | None) -> list[Tensor] | None:
-        """Return this peer's model as another one has decoded it last; None: models are not encoded."""
-        return None if self.codec is None or rank is None else self.codec.models.sent(rank)
+    def sent_to(self, rank: int | None, fragment: int) -> list[Tensor] | None:
+        """Return a fragment of this model as another peer has decoded it last; None: models are not encoded."""
+        return None if self.codec is None or rank is None else self.codec.of(fragment).sent(rank)
 
     # --- by ticket --------------------------------------------------------------------------------
 

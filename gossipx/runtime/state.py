@@ -132,8 +132,8 @@ class TrainingState:
             parts[PEER] = pack(peer, PEER)
             if driver.role.sync.policy.uses_drift:
                 parts[DRIFT] = pack(driver.captures.reference.vectors(), DRIFT)
-            if arena.outer is not None:
-                parts[OUTER] = pack(arena.outer.vectors(), OUTER)
+            if outers := [fragment.outer.vectors() for fragment in arena.fragments if fragment.outer is not None]:
+                parts[OUTER] = pack(outers, OUTER)
             if (centre := self._centre) is not None and (held := driver.captures.hold(centre.ticket)) is not None:
                 with contextlib.ExitStack() as after:
                     after.callback(held.release)
@@ -177,8 +177,10 @@ class TrainingState:
         driver.load_state_dict(peer)
         if driver.role.sync.policy.uses_drift and (vectors := unpack(checkpoint.parts[DRIFT])):
             driver.captures.reference.load(vectors)
-        if (outer := driver.arena.outer) is not None and OUTER in checkpoint.parts:
-            outer.load(unpack(checkpoint.parts[OUTER]))
+        if OUTER in checkpoint.parts:
+            for fragment, vectors in zip(driver.arena.fragments, unpack(checkpoint.parts[OUTER]), strict=True):
+                if fragment.outer is not None:
+                    fragment.outer.load(vectors)
         if (centre := self._centre) is not None and HUB in checkpoint.parts:
             hub = unpack(checkpoint.parts[HUB])
             centre.load_state_dict(hub)

@@ -17,7 +17,7 @@ from gossipx.model.receive import Incoming
 from gossipx.model.snapshots import CapturedModel, Snapshot
 from gossipx.peer import PeerRole
 from gossipx.protocol import effects, events
-from gossipx.protocol.messages import ElasticRequest, PullRequest, RoundRequest, Stage, TakeRequest
+from gossipx.protocol.messages import ElasticRequest, PullRequest, RoundRequest, Stage, TakeRequest, fragment_of
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Retrieval:
         sender: rank of the model's peer.
         seconds: from the request to the last byte.
         staleness: this peer's iterations minus the model's.
-        distance: ‖x_j − base‖₂ over the trained values.
+        distance: ‖x_j − base‖₂ over the trained values; of a fragment, the estimate for the model that it gives.
     """
 
     time: float
@@ -63,7 +63,7 @@ class Retrieval:
     sender: int
     seconds: float
     staleness: int
-    distance: float
+    distance: float | None
 
 
 class SimModels:
@@ -101,9 +101,9 @@ class SimModels:
 
     # --- captured models --------------------------------------------------------------------------
 
-    def capture(self, ticket: int) -> None:
-        """Capture the model as of the last step boundary under ``ticket``."""
-        self.captures[ticket] = CapturedModel(self._arena.snapshot())
+    def capture(self, ticket: int, fragment: int) -> None:
+        """Capture the model, or a fragment of it, as of the last step boundary under ``ticket``."""
+        self.captures[ticket] = CapturedModel(self._arena.snapshot(of=self._arena.fragment(fragment)))
 
     def snapshot_base(self, send: effects.Send) -> Snapshot | None:
         """Return a snapshot of the model that the requested one is subtracted from; the caller must release it.
@@ -115,9 +115,11 @@ class SimModels:
                 captured = self.captures.get(send.ticket)
                 return None if captured is None else captured.base.hold()
             case PullRequest() | ElasticRequest():
-                if self._role.sync.policy.uses_drift or self._arena.outer is not None:
-                    self.captures[send.ticket] = CapturedModel(self._arena.snapshot())
-                return self._arena.snapshot()
+                fragment = self._arena.fragment(fragment_of(send.request))
+                base = self._arena.snapshot(of=fragment)
+                if self._role.sync.policy.uses_drift or fragment.outer is not None:
+                    self.captures[send.ticket] = CapturedModel(base.hold())
+                return base
             case _:
                 return None
 
@@ -131,25 +133,26 @@ class SimModels:
     def mix(self, ticket: int, exchange: Exchange, share: float, now: float) -> None:
         """Mix a share of a received model into the weights, or refuse it if it has a NaN."""
         assert exchange.incoming is not None
-        distance = exchange.incoming.norm()
+        fragment, distance = exchange.incoming.fragment, exchange.incoming.norm()
         if math.isnan(distance):
             self._note(f"refuses the model of {exchange.send.to}")
             self._handle(events.Poisoned(ticket))
         else:
             own = ticket == self._role.pulling  # otherwise another peer pushed the model
             if not exchange.incoming.compares:
-                sent = self._codec.models.sent(exchange.send.to) if own and self._codec is not None else None
-                distance = self._arena.subtract(exchange.incoming.buffer, base=sent)
+                codec = self._codec if own else None
+                sent = None if codec is None else codec.of(fragment.number).sent(exchange.send.to)
+                distance = fragment.subtract(exchange.incoming.buffer, base=sent)
             captured = self.captures.get(ticket) if own else None
             base = None if captured is None else captured.base
-            target = self.reference if self._role.sync.policy.uses_drift else self._arena
+            target = self.reference if self._role.sync.policy.uses_drift else fragment
             target.commit(exchange.incoming.buffer, share, base)
             self._note(f"mixes {exchange.send.to}")
             if isinstance(exchange.send.request, PullRequest | TakeRequest | ElasticRequest):
-                self._retrieved(exchange, distance, now)
+                self._retrieved(exchange, fragment.distance_of_model(distance), now)
             self._handle(events.Mixed(ticket))
 
-    def _retrieved(self, exchange: Exchange, distance: float, now: float) -> None:
+    def _retrieved(self, exchange: Exchange, distance: float | None, now: float) -> None:
         step = self._arena.step
         staleness = step - exchange.their_step
         seconds = exchange.arrived - exchange.began
@@ -159,7 +162,8 @@ class SimModels:
         """Merge a received model into a captured one, or refuse it if it has a NaN."""
         captured = self.captures[merge.into]
         assert exchange.incoming is not None
-        distance = self._arena.merge(exchange.incoming.buffer, captured.now.buffer, merge.own, merge.theirs)
+        fragment = exchange.incoming.fragment
+        distance = fragment.merge(exchange.incoming.buffer, captured.now.buffer, merge.own, merge.theirs)
         sound = not math.isnan(distance)
         in_wave = isinstance(exchange.send.request, RoundRequest)
         taken = "mixes" if in_wave else "takes in"
@@ -167,12 +171,13 @@ class SimModels:
         if sound:
             seconds = exchange.arrived - exchange.began
             staleness = self._arena.step - exchange.their_step
-            retrieval = Retrieval(now, self._arena.step, exchange.send.to, seconds, staleness, distance)
+            estimate = fragment.distance_of_model(distance)
+            retrieval = Retrieval(now, self._arena.step, exchange.send.to, seconds, staleness, estimate)
             if in_wave:
                 captured.retrievals.append(retrieval)
             step = captured.base.step if in_wave else max(captured.now.step, exchange.their_step)
             captured.now.release()
-            captured.now = self._arena.snapshot_of(exchange.incoming.give_away(), step)
+            captured.now = fragment.snapshot_of(exchange.incoming.give_away(), step)
         self._handle(events.Merged(merge.ticket, merge.into, sound))
 
     def apply_merged(self, ticket: int) -> None:
@@ -182,7 +187,8 @@ class SimModels:
         if training and self._role.sync.policy.uses_drift:
             self.reference.apply_merged(captured.now, captured.base)
         else:
-            self._arena.apply_merged(captured.now, captured.base, training)
+            fragment = self._arena.fragment(captured.now.buffer.fragment)
+            fragment.apply_merged(captured.now, captured.base, training)
         self._note("takes the mean in")
         if training:
             self.retrievals += captured.retrievals
@@ -210,4 +216,4 @@ class SimModels:
         if not self._role.sync.policy.uses_drift:
             return None
         captured = None if self._role.pulling is None else self.captures.get(self._role.pulling)
-        return self.reference.distance() if captured is None else self._arena.distance(captured.base.buffer)
+        return self.reference.distance(None if captured is None else captured.base.buffer)

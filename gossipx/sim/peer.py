@@ -55,7 +55,7 @@ class SimPeer(SimRequests):
         table_store_of: Callable[[nn.Module], TableStore] | None = None,
         codec_of: Callable[[ParameterArena], Coded] | None = None,
     ):
-        arena = ParameterArena(module, mix_buffers)
+        arena = ParameterArena(module, mix_buffers, fragments=role.settings.fragments)
         table_store, codec = (
             None if table_store_of is None else table_store_of(module),
             None if codec_of is None else codec_of(arena),
@@ -223,8 +223,8 @@ class SimPeer(SimRequests):
                 self._answer(effect)
             case effects.Keep(key, ticket):
                 self._exchanges[ticket] = self._uploads.pop(key)
-            case effects.Capture(ticket, _):
-                self.models.capture(ticket)
+            case effects.Capture(ticket, _, fragment):
+                self.models.capture(ticket, fragment)
             case effects.Merge():
                 self.models.merge(self._exchanges[effect.ticket], effect, now)
                 self._forget(effect.ticket)

@@ -34,6 +34,7 @@ from gossipx.protocol.messages import (
     Request,
     RoundRequest,
     TakeRequest,
+    fragment_of,
 )
 from gossipx.protocol.server_messages import (
     CopyReply,
@@ -126,7 +127,8 @@ class SimRequests(abc.ABC):
             if isinstance(send.request, ElasticRequest):
                 assert base is not None
                 upload += self._poison(bytearray(base.buffer.view))
-            incoming = Incoming(self.arena, base, whole=isinstance(send.request, InitialRequest))
+            is_whole, fragment = isinstance(send.request, InitialRequest), fragment_of(send.request)
+            incoming = Incoming(self.arena, base, is_whole, fragment)
             if self.codec is not None:
                 model_sink = self.codec.model_sink(send.to, send.request, incoming)
             if self.codec is not None and model_sink is not None:
@@ -283,7 +285,8 @@ class SimRequests(abc.ABC):
                 reply, source = differs.answered(snapshot.buffer.vectors, reply)
                 payload += source.view
             elif self.codec is not None and answer.receiver is not None:
-                reply, source = self.codec.models.give(*answer.receiver, snapshot.buffer.vectors, reply)
+                codec = self.codec.of(snapshot.buffer.fragment)
+                reply, source = codec.give(*answer.receiver, snapshot.buffer.vectors, reply)
                 payload += source.view
             else:
                 payload += self._poison(bytearray(snapshot.buffer.view))

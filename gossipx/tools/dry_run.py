@@ -114,7 +114,8 @@ class DryRun:
         link: rate of the link, as given.
         between_machines: True: peers of one machine share a link to the others. False: all peers are on one machine,
             and the figures assume one link per peer.
-        exchange_seconds: seconds that one model takes alone, at ``exchange_rate``.
+        fragments: number of fragments of the model, of which an exchange moves one.
+        exchange_seconds: seconds that the model or the fragment of one exchange takes alone, at ``exchange_rate``.
         exchange_rate: the link's rate, or a lower ``--max-rate``.
         traffic: traffic by policy.
         start_bytes: bytes that each peer but the first receives before training.
@@ -132,6 +133,7 @@ class DryRun:
     model: ModelPlan
     link: str
     between_machines: bool
+    fragments: int
     exchange_seconds: float
     exchange_rate: str
     traffic: list[Traffic]
@@ -189,7 +191,8 @@ def dry_run(
         model=model,
         link=link,
         between_machines=apart,
-        exchange_seconds=model.encoded_bytes / min(rate, max_rate or rate),
+        fragments=settings.sync.fragments,
+        exchange_seconds=model.encoded_bytes / settings.sync.fragments / min(rate, max_rate or rate),
         exchange_rate=link if most is None or parse_rate(most) >= rate else most,
         traffic=[_traffic(policy, count, per_round, seconds) for policy, count in counted],
         start_bytes=model.whole_bytes if settings.sync.init == "first" and len(names) > 1 else 0,
@@ -221,7 +224,7 @@ def _rounds(
         policy = policies.parse(spec)
         found = traffic.counts(policy, iterations, of, earlier.seen(settings, script, policy))
         counted += [(spec, count) for count in found]
-    return models * model.encoded_bytes, counted
+    return models * (model.encoded_bytes / settings.sync.fragments), counted
 
 
 def _served(

@@ -69,7 +69,7 @@ def test_models_without_references(spec: str) -> None:
     """Without references: no peer keeps the model of another."""
     made, plain = run(codec=spec, references=0), run()
     assert float((toy.before(made) - toy.before(plain)).abs().max()) < 0.5
-    assert all(not peer.codec.models._taken for peer in made.peers.values() if peer.codec is not None)
+    assert all(not peer.codec.of(0)._taken for peer in made.peers.values() if peer.codec is not None)
 
 
 @pytest.mark.parametrize("network", [Network(delay=0.01, loss=0.05), Network(delay=0.2, jitter=0.5, repeat=0.2)])
@@ -95,7 +95,7 @@ def test_a_late_or_restarted_peer_first_sends_and_receives_models_in_full(again:
     made.at(9.1, lambda: before.append(len(given)))
     toy.ended(made, 1000.0)
     assert made.fired["crash"] and made.fired["restart"]
-    ranks = {peer.codec.models: rank for rank, peer in made.peers.items() if peer.codec is not None}
+    ranks = {peer.codec.of(0): rank for rank, peer in made.peers.items() if peer.codec is not None}
     first: dict[tuple[int, int], bool] = {}
     for sender, receiver, is_whole in given[before[0] :]:
         if sender in ranks:  # the surviving peers

@@ -17,19 +17,24 @@ from gossipx.sim import Network, SimPeer, World
 MOMENTUM = {"across": "momentum:0.6"}
 WAVES = {"exchange": "waves"}
 NESTEROV = {"across": "nesterov", **WAVES}
+PARTS = {"fragments": 3}
 KINDS: list[dict[str, Any]] = [
     MOMENTUM,
     {**MOMENTUM, **PAIRS},
     {**MOMENTUM, **WAVES},
     NESTEROV,
+    {**MOMENTUM, **PAIRS, **PARTS},
+    {**NESTEROV, **PARTS},
 ]
-every_kind = pytest.mark.parametrize("kind", KINDS, ids=["pulls", "pairs", "waves", "nesterov"])
+NAMES = ["pulls", "pairs", "waves", "nesterov", "pairs in parts", "nesterov in parts"]
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=NAMES)
 
 
 def kept(peer: SimPeer) -> list[torch.Tensor]:
-    """Return copies of the vectors that a peer's outer optimizer keeps."""
-    assert peer.arena.outer is not None
-    return [vector.clone() for vector in peer.arena.outer.vectors()]
+    """Return copies of the vectors that a peer's outer optimizer keeps, of all fragments."""
+    outers = [fragment.outer for fragment in peer.arena.fragments if fragment.outer is not None]
+    assert len(outers) == len(peer.arena.fragments)
+    return [vector.clone() for one in outers for vector in one.vectors()]
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -45,7 +50,7 @@ def test_without_faults_all_agree(kind: dict[str, Any]):
 
 
 @pytest.mark.fault(69)
-@pytest.mark.parametrize("kind", [MOMENTUM, {**MOMENTUM, **PAIRS}], ids=["pulls", "pairs"])
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[1], KINDS[4]], ids=["pulls", "pairs", "pairs in parts"])
 def test_a_partner_that_is_lost_leaves_no_trace(kind: dict[str, Any]):
     """The state after the failed exchange is the state before it, bit by bit, and the weights too."""
     slow = Network(bandwidth=64, delay=0.01)  # a model takes a second
@@ -66,7 +71,7 @@ def test_a_partner_that_is_lost_leaves_no_trace(kind: dict[str, Any]):
 @every_kind
 def test_nan_leaves_no_trace(kind: dict[str, Any]):
     options = {"policy": "tau:5", "iterations": 14, "gradient_step": lambda peer: None, "init": "own"}
-    if kind is NESTEROV:
+    if kind["across"] == "nesterov":
         options.pop("init")
     made = world(2, **{**options, **kind})
     until(made, 0, "takes the mean in" if "exchange" in kind else "mixes")
@@ -132,7 +137,7 @@ def test_any_loss_of_messages(size: int, seed: int, loss: float, blocking: bool,
         assert all(bool(vector.isfinite().all()) for vector in kept(made.peers[rank]))
 
 
-@pytest.mark.parametrize("kind", KINDS[:3], ids=["pulls", "pairs", "waves"])
+@pytest.mark.parametrize("kind", [*KINDS[:3], KINDS[4]], ids=[*NAMES[:3], NAMES[4]])
 def test_momentum_is_not_drift(kind: dict[str, Any]):
     """A peer that does not train drifts nowhere, however far momentum moves it."""
 

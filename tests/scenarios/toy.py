@@ -29,13 +29,13 @@ ITERATIONS = 20
 
 
 class Point(nn.Module):
-    """A point in space, with the loss ½‖x − target‖²."""
+    """A point in a space of ``size`` dimensions, with the loss ½‖x − target‖²."""
 
-    def __init__(self, rank: int):
+    def __init__(self, rank: int, size: int = SIZE):
         super().__init__()
         generator = torch.Generator().manual_seed(rank)
-        self.x = nn.Parameter(torch.randn(SIZE, generator=generator))
-        self.target = torch.randn(SIZE, generator=generator)
+        self.x = nn.Parameter(torch.randn(size, generator=generator))
+        self.target = torch.randn(size, generator=generator)
 
     def forward(self) -> Tensor:
         return 0.5 * (self.x - self.target).square().sum()
@@ -107,11 +107,13 @@ def make(
 
         def codec_of(arena: ParameterArena) -> Coded:
             in_pairs = public and settings.get("mode") == "pushpull"
-            models = ModelCodec(kind, arena, references, seed=rank, public=public and not in_pairs)
+            one = functools.partial(ModelCodec, kind, arena, references, seed=rank, public=public and not in_pairs)
+            models = [one(fragment=fragment.number) for fragment in arena.fragments]
             around = None if hub is None else ElasticCodec(kind, arena, hub.rank == rank, bool(references), seed=rank)
             return Coded(models, around, in_pairs)
 
-    made = SimPeer(role, module or Point(rank), gradient_step, iterations, compute, codec_of=codec_of)
+    module = module or Point(rank, SIZE * settings.get("fragments", 1))
+    made = SimPeer(role, module, gradient_step, iterations, compute, codec_of=codec_of)
     if (rule := outer.parse(across)) is not None:
         made.arena.use_outer(rule)
     if settings.get("init", "first") == "first":

@@ -161,9 +161,9 @@ def test_distance_to_a_reference():
     arena, their_arena = ParameterArena(module), ParameterArena(other)
     reference = arena.pool.buffer()
     reference.view[:] = model_of(their_arena)
-    far = arena.distance(reference)
+    far = math.sqrt(arena.exchanged.squared_distance(reference.vectors))
     assert far == pytest.approx(mix(arena, model_of(their_arena), 0.5), rel=1e-6)
-    assert arena.distance(arena.snapshot().buffer) == 0.0
+    assert arena.exchanged.squared_distance(arena.snapshot().buffer.vectors) == 0.0
 
 
 # --- buffers ------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def test_frozen_values_of_any_dtype_are_carried(dtype: torch.dtype):
     base = arena.snapshot()
     assert mix(arena, model_of(arena), 0.5) == 0.0
     assert adopt(arena, arena, 7)
-    assert arena.distance(base.buffer) == 0.0
+    assert arena.exchanged.squared_distance(base.buffer.vectors) == 0.0
     assert module.codes.float().tolist() == [1.0] * 5
 
 
@@ -225,7 +225,7 @@ def test_an_infinite_buffer_stays_and_spreads_no_nan():
 def merged(arena: ParameterArena, other: ParameterArena, own: int, theirs: int) -> HostBuffer:
     """Return the result of a round: the other's model from the wire, with ours merged into it."""
     held, buffer = arena.snapshot(), received(arena, other)
-    assert arena.merge(buffer, held.buffer, own, theirs) > 0
+    assert arena.exchanged.merge(buffer, held.buffer, own, theirs) > 0
     held.release()
     return buffer
 
@@ -257,7 +257,7 @@ def test_a_model_that_is_not_finite_is_not_merged(name: str, value: float):
     their_arena.set_boundary(1)
     held = arena.snapshot()
     before = bytes(held.buffer.view)
-    assert math.isnan(arena.merge(received(arena, their_arena), held.buffer, 1, 1))
+    assert math.isnan(arena.exchanged.merge(received(arena, their_arena), held.buffer, 1, 1))
     assert bytes(held.buffer.view) == before, "the captured model does not change"
 
 
@@ -265,9 +265,9 @@ def test_without_a_step_since_the_capture_the_result_is_exactly_the_mean():
     module = Net(1)
     arena, other = ParameterArena(module), ParameterArena(Net(2))
     captured = arena.snapshot()
-    mean = arena.snapshot_of(merged(arena, other, 1, 1), captured.step)
+    mean = arena.exchanged.snapshot_of(merged(arena, other, 1, 1), captured.step)
     frozen = module.frozen.clone()
-    arena.apply_merged(mean, captured)
+    arena.exchanged.apply_merged(mean, captured)
     for mine, wanted in zip(arena.snapshot().vectors, mean.vectors, strict=True):
         assert torch.equal(mine, wanted)
     assert torch.equal(module.frozen, frozen)
@@ -279,11 +279,11 @@ def test_own_steps_since_the_capture_are_kept():
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     captured = arena.snapshot()
     before = [vector.clone() for vector in captured.vectors]
-    mean = arena.snapshot_of(merged(arena, other, 1, 1), captured.step)
+    mean = arena.exchanged.snapshot_of(merged(arena, other, 1, 1), captured.step)
     train(module, optimizer)
     arena.step_done()
     own = [section.storage[: section.trainable].clone() for section in arena.sections]
-    arena.apply_merged(mean, captured)
+    arena.exchanged.apply_merged(mean, captured)
     for section, mine, base, wanted in zip(arena.sections, own, before, mean.vectors, strict=True):
         cut = section.trainable
         assert cut == 0 or not torch.equal(mine, base[:cut])
@@ -301,5 +301,5 @@ def test_masks_of_minus_infinity_do_not_prevent_a_wave():
     module = Masked(1.0)
     arena, other = ParameterArena(module), ParameterArena(Masked(3.0))
     captured = arena.snapshot()
-    arena.apply_merged(arena.snapshot_of(merged(arena, other, 1, 1), 0), captured)
+    arena.exchanged.apply_merged(arena.exchanged.snapshot_of(merged(arena, other, 1, 1), 0), captured)
     assert module.weight.tolist() == [2.0] * 3 and module.mask.tolist() == [0.0, -math.inf, 2.0]

@@ -35,7 +35,7 @@ def pull(arena: ParameterArena, model: bytes, share: float, steps: Any = lambda:
     incoming = Incoming(arena, base)
     incoming.take(0, memoryview(bytearray(model)))
     assert incoming.norm() >= 0
-    arena.commit(incoming.buffer, share, own)
+    arena.exchanged.commit(incoming.buffer, share, own)
     own.release()
     incoming.release()
 
@@ -112,9 +112,9 @@ def test_a_pushed_model_does_not_touch_the_state() -> None:
     incoming = Incoming(arena, arena.snapshot())
     incoming.take(0, memoryview(bytearray(model_of(theirs))))
     incoming.norm()
-    arena.commit(incoming.buffer, 0.5)
+    arena.exchanged.commit(incoming.buffer, 0.5)
     incoming.release()
-    assert arena.outer is not None and arena.outer.vectors() == []
+    assert arena.exchanged.outer is not None and arena.exchanged.outer.vectors() == []
 
 
 def test_masters_of_16_bit_models_take_small_momentum() -> None:
@@ -142,7 +142,7 @@ def test_a_replaced_model_begins_anew(rule: str) -> None:
     whole.take(0, memoryview(bytearray(model_of(theirs, whole=True))))
     assert arena.adopt(whole.buffer, 7)
     whole.release()
-    assert arena.outer is not None and arena.outer.vectors() == []
+    assert arena.exchanged.outer is not None and arena.exchanged.outer.vectors() == []
     pull(arena, model_of(theirs), 0.5)
     after, expected = values(module), values(other)
     assert all(torch.allclose(after[name], expected[name]) for name in after if not name.startswith("norm.num"))
@@ -153,12 +153,12 @@ def test_the_finish_is_a_plain_average() -> None:
     module, arena = made(0, "momentum:0.6")
     other, theirs = made(1)
     pull(arena, model_of(theirs), 0.5)
-    kept = [vector.clone() for vector in arena.outer.vectors()]
+    kept = [vector.clone() for vector in arena.exchanged.outer.vectors()]
     captured = arena.snapshot()
     mean = arena.pool.buffer()
     mean.view[:] = model_of(theirs)
-    merged = arena.snapshot_of(mean, 1)
-    arena.apply_merged(merged, captured, training=False)
+    merged = arena.exchanged.snapshot_of(mean, 1)
+    arena.exchanged.apply_merged(merged, captured, training=False)
     captured.release()
     merged.release()
     after, expected = values(module), values(other)
@@ -166,7 +166,7 @@ def test_the_finish_is_a_plain_average() -> None:
         {name: after[name] for name, p in module.named_parameters() if p.requires_grad},
         {name: expected[name] for name, p in module.named_parameters() if p.requires_grad},
     )
-    assert all(map(torch.equal, arena.outer.vectors(), kept))
+    assert all(map(torch.equal, arena.exchanged.outer.vectors(), kept))
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,25 @@ def test_outer_optimizers_that_a_run_refuses(given: dict[str, Any], told: str) -
     assert refused(**given).startswith(told)
 
 
+@pytest.mark.parametrize(
+    ("around", "told"),
+    [
+        ({"hub": "0"}, "is for peers that exchange with each other, and with --hub 0"),
+        ({"servers": "0"}, "is for peers that exchange with each other, and with --servers 0"),
+        ({"mode": "push", "weights": "push-sum"}, "is for parts of a model, and --weights push-sum has one weight"),
+    ],
+)
+def test_runs_that_refuse_fragments(around: dict[str, Any], told: str) -> None:
+    for fragments in (1, 4):
+        said = refused(fragments=fragments, **around)
+        assert said.startswith(f"--fragments {fragments} {told}") and said.endswith("leave one out")
+
+
+@pytest.mark.parametrize("given", [{}, {"mode": "push"}, {"mode": "pushpull"}, {"exchange": "waves"}, {"codec": "3lc"}])
+def test_fragments_suit_every_exchange_between_peers(given: dict[str, Any]) -> None:
+    effective(fragments=4, **given)
+
+
 @pytest.mark.parametrize("given", [{}, {"mode": "pushpull"}, {"exchange": "waves"}, {"codec": "3lc"}])
 def test_momentum_suits_pulls_pairs_and_waves(given: dict[str, Any]) -> None:
     effective(**MOMENTUM, **given)

@@ -264,7 +264,7 @@ class Around:
         self.module.load_state_dict(bench.module.state_dict())
         self.arena = ParameterArena(self.module)
         self.worker = ElasticCodec(codec, self.arena, is_hub=False)
-        bench.driver.transfers.codec = Coded(ModelCodec(codec, bench.arena, 8), self.hub)
+        bench.driver.transfers.codec = Coded([ModelCodec(codec, bench.arena, 8)], self.hub)
         bench.driver.begin_codec()
         self.worker.begin(self.arena.snapshot().buffer.vectors)
         self.module.weight.data += torch.arange(16.0)

@@ -207,6 +207,16 @@ def test_peers_of_this_machine_and_of_others(place: Path) -> None:
     assert slower.traffic[0].link_seconds[0] == pytest.approx(2 * row.link_seconds[0])
 
 
+def test_an_exchange_of_fragments_moves_a_part(place: Path) -> None:
+    """The finish and the start are of the whole model."""
+    whole, parts = (look(policy="tau:10", iterations=1000, fragments=number) for number in (1, 4))
+    assert parts.traffic[0].received_bytes[0] == whole.traffic[0].received_bytes[0] / 4 == 25 * LENET
+    assert parts.exchange_seconds == whole.exchange_seconds / 4
+    assert (parts.start_bytes, parts.finish_bytes) == (whole.start_bytes, whole.finish_bytes)
+    said = CliRunner().invoke(main, ["run", "--dry-run", "--peers", "hosts.txt", "--fragments", "4"]).output
+    assert "an exchange moves one of 4 fragments: 0.1029 MB" in said
+
+
 def test_figures_of_a_script_are_per_megabyte_or_for_the_given_model_size(place: Path) -> None:
     unknown = look("train.py", policy="tau:10", iterations=1000)
     assert not unknown.model.is_known and unknown.traffic[0].received_bytes == (100 * ASSUMED, 100 * ASSUMED)

@@ -121,7 +121,7 @@ def test_a_wave_leaves_what_was_merged_and_own_steps_are_kept(dtype: torch.dtype
     now.add_(0.25)
     arena.step_done()
     moved = halves(arena)[1].clone() if sampled is None else None
-    arena.apply_merged(arena.snapshot_of(mean, 0), captured)
+    arena.exchanged.apply_merged(arena.exchanged.snapshot_of(mean, 0), captured)
     step = 0.25 if moved is None else moved - captured.vectors[arena.sections.index(_section(arena))][: len(moved)]
     torch.testing.assert_close(master, halves(other)[1] + step, rtol=0, atol=0.01)
     assert rounded(arena)

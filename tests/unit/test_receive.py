@@ -168,7 +168,7 @@ def test_memory_stays_at_the_model_two_boundaries_and_one_buffer() -> None:
         done = receive(model, incoming, 0, 2 * STAGED)
         step(arena, 0.01)
         receive(model, incoming, done)
-        arena.commit(incoming.buffer, 0.5)
+        arena.exchanged.commit(incoming.buffer, 0.5)
         now = arena.snapshot()
         places |= {v.vectors[0].data_ptr() for v in (now, reader)} | {incoming.buffer.vectors[0].data_ptr()}
         now.release()

@@ -91,32 +91,40 @@ def test_training_resumes_bit_for_bit(
     assert int(again.module.seen) == 35
 
 
+@pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("rule", ["momentum:0.6", "nesterov"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_outer_optimizer_resumes_with_its_state(bench: Callable[..., Bench], dtype: torch.dtype, rule: str) -> None:
+def test_an_outer_optimizer_resumes_with_its_state(
+    bench: Callable[..., Bench], dtype: torch.dtype, rule: str, fragments: int
+) -> None:
+    """In a run with fragments, the state of each of them; here the first one was not exchanged yet."""
     torch.manual_seed(0)
-    straight = bench(dtype=dtype, rule=rule)
+    straight = bench(dtype=dtype, rule=rule, fragments=fragments)
     straight.begin()
 
     def average_with(theirs: torch.Tensor, one: Bench) -> None:
-        """Exchange as in a wave of two, with a peer that has the model ``theirs``."""
-        captured = one.arena.snapshot()
-        mean = one.arena.pool.buffer()
-        for vector, own in zip(mean.vectors, captured.buffer.vectors, strict=True):
-            vector.copy_(own).add_(theirs.to(own.dtype)).mul_(0.5)
-        merged = one.arena.snapshot_of(mean, 0)
-        one.arena.apply_merged(merged, captured)
-        merged.release()
-        captured.release()
+        """Exchange the last fragments as in waves of two, with a peer that has the model ``theirs``."""
+        for fragment in one.arena.fragments[-2:]:
+            captured = one.arena.snapshot(of=fragment)
+            mean = fragment.pool.buffer()
+            for vector, own in zip(mean.vectors, captured.buffer.vectors, strict=True):
+                vector.copy_(own).add_(theirs.to(own.dtype)).mul_(0.5)
+            merged = fragment.snapshot_of(mean, 0)
+            fragment.apply_merged(merged, captured)
+            merged.release()
+            captured.release()
+
+    def kept(one: Bench) -> list[list[torch.Tensor]]:
+        return [fragment.outer.vectors() for fragment in one.arena.fragments if fragment.outer is not None]
 
     straight.step(5)
     average_with(torch.tensor(2.0), straight)
     straight.step(5)
-    again = bench(dtype=dtype, rule=rule, resumes=True)
+    again = bench(dtype=dtype, rule=rule, resumes=True, fragments=fragments)
     again.begin()
-    assert again.arena.outer is not None and straight.arena.outer is not None
-    assert all(map(torch.equal, again.arena.outer.vectors(), straight.arena.outer.vectors()))
-    assert again.arena.outer.vectors()
+    assert [len(vectors) for vectors in kept(again)] == [len(vectors) for vectors in kept(straight)]
+    assert all(all(map(torch.equal, *both)) for both in zip(kept(again), kept(straight), strict=True))
+    assert kept(again)[-1] and bool(kept(again)[0]) == (fragments == 1 or rule == "nesterov")
     for one in (straight, again):
         average_with(torch.tensor(-1.0), one)
     assert all(map(torch.equal, again.module.state_dict().values(), straight.module.state_dict().values()))

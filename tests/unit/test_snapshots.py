@@ -92,7 +92,7 @@ def test_nothing_is_copied_without_a_request():
     def refuse(*_: object) -> None:
         raise AssertionError("a copy")
 
-    arena._copy = refuse  # type: ignore[method-assign]
+    arena.exchanged.fill = refuse  # type: ignore[method-assign]
     for _ in range(3):
         step(arena)
     arena.snapshot()
@@ -181,7 +181,7 @@ def test_mixing_is_the_same_with_and_without_a_boundary(how: str):
             captured, mean = arena.snapshot(), arena.pool.buffer()
             mean.view[:] = other.snapshot().buffer.view
             step(arena, 0.125)
-            arena.apply_merged(arena.snapshot_of(mean, 3), captured)
+            arena.exchanged.apply_merged(arena.exchanged.snapshot_of(mean, 3), captured)
         models.append((model_of(arena), bytes(arena.snapshot().buffer.view)))
     assert models[0] == models[1] and models[1][0] == models[1][1]
 

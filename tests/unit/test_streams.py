@@ -83,9 +83,10 @@ class Net(nn.Module):
 class Side:
     """A peer's arena and the models that it exchanges; the same on every device if all work is ordered."""
 
-    def __init__(self, dtype: torch.dtype, sampled: int | None, streams: DeviceStreams, device: str):
+    def __init__(self, dtype: torch.dtype, sampled: int | None, streams: DeviceStreams, device: str, fragments: int):
         self.streams = streams
-        self.arena = ParameterArena(Net(0, dtype).to(device), sampled=sampled, streams=streams)
+        self.arena = ParameterArena(Net(0, dtype).to(device), sampled=sampled, streams=streams, fragments=fragments)
+        self.part = self.arena.fragments[fragments // 2]
         self.read: list[Snapshot] = []
         self.coming: Incoming | None = None
         self.done = 0  # bytes received of it
@@ -110,7 +111,7 @@ class Side:
 
     def pull(self) -> None:
         if self.coming is None:
-            self.coming = Incoming(self.arena, self.arena.snapshot())
+            self.coming = Incoming(self.arena, self.arena.snapshot(of=self.part), fragment=self.part.number)
 
     def half(self, model: bytes) -> None:
         if self.coming is not None and not self.done:
@@ -128,29 +129,29 @@ class Side:
         self.coming.take(self.done, memoryview(bytearray(model[self.done :])))
         self.done = 0
         distance = self.coming.norm()
-        self.arena.commit(self.coming.buffer, 0.25)
+        self.part.commit(self.coming.buffer, 0.25)
         self.coming.release()
         self.coming = None
         return distance
 
     def push(self, model: bytes) -> float:
-        pushed = Incoming(self.arena, None)
+        pushed = Incoming(self.arena, None, fragment=self.part.number)
         pushed.take(0, memoryview(bytearray(model)))
         assert math.isfinite(pushed.norm())
-        distance = self.arena.subtract(pushed.buffer)
-        self.arena.commit(pushed.buffer, 0.25)
+        distance = self.part.subtract(pushed.buffer)
+        self.part.commit(pushed.buffer, 0.25)
         pushed.release()
         return distance
 
     def wave(self, model: bytes) -> None:
         if self.captured is None:
-            self.captured = self.arena.snapshot()
+            self.captured = self.arena.snapshot(of=self.part)
             return
-        received = self.arena.pool.buffer()
+        received = self.part.pool.buffer()
         received.view[:] = model
-        self.arena.merge(received, self.captured.buffer, 1.0, 3.0)
-        merged = self.arena.snapshot_of(received, 0)
-        self.arena.apply_merged(merged, self.captured)
+        self.part.merge(received, self.captured.buffer, 1.0, 3.0)
+        merged = self.part.snapshot_of(received, 0)
+        self.part.apply_merged(merged, self.captured)
         merged.release()
         self.captured.release()
         self.captured = None
@@ -171,18 +172,22 @@ def storages(side: Side) -> list[Tensor]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], torch.float32))
 @pytest.mark.parametrize("sampled", [None, 3])
-def test_results_equal_those_of_a_synchronous_device(device: str, dtype: torch.dtype, sampled: int | None):
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_results_equal_those_of_a_synchronous_device(
+    device: str, dtype: torch.dtype, sampled: int | None, fragments: int
+):
     kinds = ("step", "step", "ask", "give", "pull", "half", "come", "drop", "push", "wave", "adopt")
     exact = {"rtol": 1e-2, "atol": 1e-2} if device == "cuda" else {"rtol": 0, "atol": 0}
     for seed in range(3 if device == "cuda" else 60):
         coin = random.Random(seed)
         late = Lazy(seed) if device == "late" else streams_of(torch.device("cuda"))
         sides = [
-            Side(dtype, sampled, Synchronous(on_host=True), "cpu"),
-            Side(dtype, sampled, late, "cpu" if device == "late" else device),
+            Side(dtype, sampled, Synchronous(on_host=True), "cpu", fragments),
+            Side(dtype, sampled, late, "cpu" if device == "late" else device, fragments),
         ]
-        other = ParameterArena(Net(seed + 1, dtype))
-        model, whole = (bytes(other.snapshot(kind).buffer.view) for kind in (False, True))
+        other = ParameterArena(Net(seed + 1, dtype), fragments=fragments)
+        model = bytes(other.snapshot(of=other.fragments[fragments // 2]).buffer.view)
+        whole = bytes(other.snapshot(whole=True).buffer.view)
         deltas: list[list[float]] = [[], []]
         for _ in range(40):
             what = coin.choice(kinds)
@@ -237,7 +242,7 @@ def test_a_model_that_moves_to_the_bases_memory_is_uploaded_whole():
         assert first.on_device is None, "freed without its device copy"
         arena.pool.buffer().view[:] = bytes(len(model))
         incoming.norm()
-        arena.commit(incoming.buffer, 0.5)
+        arena.exchanged.commit(incoming.buffer, 0.5)
         incoming.release()
         arena.pool.finish_uploads()
         streams.wait(streams.mark())
@@ -269,7 +274,7 @@ def test_training_does_not_wait_for_copies_or_the_delta(device: str):
         for _ in range(20) if device == "cuda" else ():
             slow = slow @ slow  # keeps the stream busy for longer than it takes to submit what follows
         before = None if device == "cuda" else dict(streams._done)
-        arena.commit(incoming.buffer, 0.5)
+        arena.exchanged.commit(incoming.buffer, 0.5)
         arena.step_done()  # reads the previous step's number, which is complete
         assert device == "late" or not streams.mark().query(), "the stream is still at work"
         assert before is None or streams._done == before

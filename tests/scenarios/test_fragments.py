@@ -1,0 +1,211 @@
+"""Exchanges of fragments in virtual time: all come round in turn, and both sides of an exchange move the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from encoded import SPECS
+from hypothesis import given
+from hypothesis import strategies as st
+from modes import PAIRS, PUSH, agree, nothing_left
+from property_tests import examples
+from seeds import some
+from toy import SIZE, TIMEOUT, bound, ended, make, maker, models, spread, until, world
+
+from gossipx import codecs
+from gossipx.compression import ModelCodec
+from gossipx.protocol.events import JoinRun, Received, Restored
+from gossipx.protocol.messages import (
+    LAST_WAVE,
+    NotReadyReply,
+    PairRequest,
+    PullRequest,
+    PushRequest,
+    RoundRequest,
+)
+from gossipx.sim import Network, SimPeer, World
+
+K = 3
+PARTS = {"fragments": K}
+STILL = {"gradient_step": lambda peer: None, "init": "own"}
+"""No training: the weights change by exchanges alone."""
+GOSSIP = [spec for spec in SPECS if not codecs.parse(spec).gradients_only]
+MODES: list[dict[str, Any]] = [{}, PUSH, PAIRS, {"exchange": "waves"}]
+every_mode = pytest.mark.parametrize("mode", MODES, ids=["pull", "push", "pushpull", "waves"])
+
+
+def moved(before: torch.Tensor, after: torch.Tensor) -> list[int]:
+    """Return the fragments in which two models differ."""
+    pieces = enumerate(zip(before.split(SIZE), after.split(SIZE), strict=True), 1)
+    return [number for number, (one, other) in pieces if not torch.equal(one, other)]
+
+
+def again(made: World, what: str) -> None:
+    """Run until peer 0 logs ``what`` once more."""
+    count = len(made.lines(0, what))
+    made.run(1000.0, until=lambda: len(made.lines(0, what)) > count)
+    assert len(made.lines(0, what)) > count
+
+
+@every_mode
+@pytest.mark.parametrize("blocking", [False, True])
+def test_all_fragments_come_round_and_the_finish_is_of_the_whole_model(mode: dict[str, Any], blocking: bool) -> None:
+    made = ended(world(4, policy="tau:2", iterations=30, blocking=blocking, **PARTS, **mode), bound(4, 30, waits=8))
+    agree(made, [0, 1, 2, 3])
+    nothing_left(made)
+    for peer in made.peers.values():
+        assert len(peer.retrievals) >= K
+        received = peer.bytes_received
+        assert received and received % (4 * SIZE) == 0, "fragments of 64 bytes each"
+        assert peer.finish_bytes == 2 * K * 4 * SIZE, "two rounds of whole models"
+
+
+@pytest.mark.parametrize("mode", [{}, PAIRS], ids=["pull", "pushpull"])
+def test_an_exchange_moves_the_fragment_exchanged_longest_ago(mode: dict[str, Any]) -> None:
+    made = world(2, policy="tau:4", iterations=60, **STILL, **PARTS, **mode)
+    seen: list[list[int]] = []
+    made.run(0.5)
+    for _ in range(K):
+        before = made.peers[0].weights()
+        again(made, "mixes")
+        seen.append(moved(before, made.peers[0].weights()))
+    assert seen == [[1], [2], [3]]
+    again(made, "mixes")
+    made.run(made.now + 0.1)
+    assert made.peers[0].role._context.turns.order == [2, 3, 1]
+
+
+def test_pairs_leave_the_sum_of_each_fragment_unchanged() -> None:
+    """Boyd et al., Randomized Gossip Algorithms: what one gains the other loses; the fragments agree in the end."""
+    made = world(4, policy="tau:2", iterations=120, finish="none", **STILL, **PARTS, **PAIRS)
+    made.run(0.5)
+    begun = torch.stack([made.peers[rank].weights() for rank in range(4)])
+    ended(made, bound(4, 120, waits=8))
+    torch.testing.assert_close(models(made).sum(0), begun.sum(0), rtol=1e-5, atol=1e-5)
+    assert spread(models(made)) < 1e-2 < spread(begun)
+
+
+def test_k_waves_give_all_peers_the_mean_of_the_whole_model() -> None:
+    """A wave gives the exact mean of one fragment: its number modulo K."""
+    made = world(4, policy="tau:6", iterations=40, finish="none", **STILL, **PARTS, exchange="waves")
+    made.run(0.5)
+    begun = models(made)
+    mean = begun.mean(0)
+    for wave in range(1, K + 1):
+        before = made.peers[0].weights()
+        again(made, "takes the mean in")
+        made.run(made.now + 2)
+        now = models(made)
+        assert moved(before, made.peers[0].weights()) == [wave]
+        torch.testing.assert_close(now[:, : wave * SIZE], mean[: wave * SIZE].expand(4, -1), rtol=1e-6, atol=1e-6)
+        assert torch.equal(now[:, wave * SIZE :], begun[:, wave * SIZE :])
+
+
+@pytest.mark.parametrize("mode", [{}, PAIRS], ids=["pull", "pushpull"])
+def test_a_fragment_whose_exchange_failed_is_next_again(mode: dict[str, Any]) -> None:
+    made = world(2, network=Network(bandwidth=64), policy="tau:6", iterations=60, **STILL, **PARTS, **mode)
+    until(made, 0, "mixes")
+    made.crash(1, made.now + 4.5)
+    made.run(made.now + 3 * TIMEOUT)
+    assert made.peers[0].role.sync.failed + made.peers[0].role.sync.skipped > 0
+    assert made.peers[0].role._context.turns.order == [2, 3, 1]
+
+
+@pytest.mark.parametrize("fragment", [0, K + 1, 2**40])
+@pytest.mark.parametrize(
+    ("mode", "request_"),
+    [
+        ({}, lambda number: PullRequest(1, 5.0, fragment=number)),
+        (PUSH, lambda number: PushRequest(1, 1, number)),
+        (PAIRS, lambda number: PairRequest(1, 1, number)),
+        ({"exchange": "waves"}, lambda number: RoundRequest(1, 0, (0, 1), number)),
+        ({"exchange": "waves"}, lambda number: RoundRequest(LAST_WAVE, 0, (0, 1), number or 1)),
+    ],
+    ids=["pull", "push", "pushpull", "wave", "finish"],
+)
+def test_another_fragment_than_the_runs_is_refused(mode: dict[str, Any], request_: Any, fragment: int) -> None:
+    role = make(0, 2, **PARTS, **mode).role
+    role.handle(JoinRun(), 0.0)
+    (answer,) = role.handle(Received(1, "key", request_(fragment)), 0.1)
+    assert isinstance(answer.reply, NotReadyReply) and "--fragments" in answer.reply.reason
+
+
+def test_a_run_that_resumes_continues_in_turn() -> None:
+    """The order is in the state that checkpoints save; that of another number of fragments is ignored."""
+    made = world(2, policy="tau:2", iterations=60, **PARTS)
+    until(made, 0, "mixes")
+    made.run(made.now + 0.1)
+    role = made.peers[0].role
+    order, draws = role._context.turns.order, role.training.draws()
+    assert order != [1, 2, 3]
+    sync = role.sync.state_dict()
+    same, other = make(0, 2, **PARTS).role, make(0, 2, fragments=2).role
+    for one in (same, other):
+        one.handle(Restored(3, sync, 1.0, draws), 0.0)
+    assert same._context.turns.order == order
+    assert other._context.turns.order == [1, 2]
+
+
+@pytest.mark.parametrize("mode", ["pull", "push", "pushpull"])
+@pytest.mark.parametrize("spec", some(GOSSIP, *GOSSIP[::6]))
+def test_every_codec_in_every_mode(spec: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each fragment has references of its own, which both ends of an exchange hold: no base is refused."""
+    given: Counter[int] = Counter()
+    give = ModelCodec.give
+
+    def noted(self: ModelCodec, receiver: int, *rest: Any) -> Any:
+        given[self.fragment.number] += 1
+        return give(self, receiver, *rest)
+
+    monkeypatch.setattr(ModelCodec, "give", noted)
+    made = ended(world(3, policy="tau:2", iterations=24, codec=spec, mode=mode, **PARTS), 1000.0)
+    assert bool(models(made).isfinite().all())
+    assert spec == "none" or set(given) == {1, 2, 3}
+    assert not any("cannot decode" in entry.what for entry in made.log)
+    assert sum(len(peer.retrievals) >= K for peer in made.peers.values()) >= 2
+
+
+@pytest.mark.parametrize(("mode", "mix"), [({}, "choco:gamma=0.4"), (PAIRS, "choco:gamma=0.4")], ids=["pull", "pair"])
+def test_choco_mixing_of_fragments(mode: dict[str, Any], mix: str) -> None:
+    """Without training, the differences of what was sent bring the models together, fragment by fragment."""
+    options = {"codec": "3lc:sparsity=1", "mix": mix, "policy": "tau:2", "finish": "none", **PARTS, **mode}
+    made = world(3, iterations=240, gradient_step=apart, **options)
+    made.run(2.5)
+    begun = spread(models(made))
+    ended(made, 1000.0)
+    assert spread(models(made)) < begun / 5
+
+
+def apart(peer: SimPeer) -> None:
+    """Move the peers apart in the first step, from their common beginning; then no training."""
+    if peer.arena.step == 0:
+        with torch.no_grad():
+            for parameter in peer.module.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(peer.rank)))
+
+
+@examples(60, 15)
+@given(
+    size=st.integers(2, 5),
+    seed=st.integers(0, 10_000),
+    fragments=st.integers(2, 5),
+    loss=st.sampled_from([0.0, 0.1, 0.3]),
+    blocking=st.booleans(),
+    mode=st.sampled_from(MODES),
+    policy=st.sampled_from(["random:p=0.4", "drift:distance=0.5,max_silence=5"]),
+)
+def test_any_loss_of_messages(
+    size: int, seed: int, fragments: int, loss: float, blocking: bool, mode: dict[str, Any], policy: str
+) -> None:
+    """Every run ends, the survivors are finite, and nothing of an exchange is left."""
+    network = Network(bandwidth=4000, delay=0.02, loss=loss, repeat=loss / 2)
+    made = World(seed, network)
+    options = {"policy": policy, "iterations": 12, "blocking": blocking, "fragments": fragments, "draws": seed, **mode}
+    for rank in range(size):
+        made.start(rank, maker(rank, size, **options))
+    made.crash(size - 1, 6.0 + seed % 5)
+    ended(made, bound(size, 12, waits=40) + 40 * TIMEOUT)
+    assert bool(models(made, range(size - 1)).isfinite().all())
