@@ -34,7 +34,9 @@ def test_the_figure_of_text_is_its_loss(two: Folder) -> None:
         board = EventAccumulator(str(run.directory / f"peer-{rank:02d}")).Reload()
         assert "test/accuracy" not in board.Tags()["scalars"]
         loss, bits = (board.Scalars(f"test/{name}") for name in ("loss", "bits_per_character"))
-        assert loss[0].step == 10 and loss[-1].value == pytest.approx(summary["test_loss"][rank])
+        assert loss[0].step == 10 and loss[-1].value == pytest.approx(summary["test_loss_before_finish"][rank])
+        (after,) = board.Scalars("test/loss_after_finish")
+        assert after.value == pytest.approx(summary["test_loss"][rank])
         assert [one.value for one in bits] == pytest.approx([one.value / math.log(2) for one in loss])
     assert f"done 20/20 loss {summary['test_loss'][0]:.3f}" in run.ended.output
 
