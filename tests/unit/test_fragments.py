@@ -92,6 +92,9 @@ def test_fragments_cover_the_model_and_are_nearly_equal(count: int, dtype: torch
         ranges = [fragment.ranges[number] for fragment in arena.fragments]
         assert [ranges[0].start, *(own.stop for own in ranges)] == [*(own.start for own in ranges), section.mixed]
     assert sum(part.trainable for one in arena.fragments for part in one.sections) == arena.parameters
+    for fragment in arena.fragments:
+        for whole, part in zip(arena.sections, fragment.sections, strict=True):
+            assert (part.values is part.storage) == (whole.values is whole.storage), "masters where the model has them"
 
 
 @pytest.mark.parametrize("sampled", [None, 3], ids=["exact", "sampled"])

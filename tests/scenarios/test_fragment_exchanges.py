@@ -168,6 +168,14 @@ def test_every_codec_in_every_mode(spec: str, mode: str, monkeypatch: pytest.Mon
     assert sum(len(peer.retrievals) >= K for peer in made.peers.values()) >= 2
 
 
+def test_the_first_reference_of_a_fragment_is_that_part_of_the_initial_model() -> None:
+    peer = make(0, 2, codec="3lc", **PARTS)
+    assert peer.codec is not None
+    for fragment, values in enumerate(peer.weights().split(SIZE), 1):
+        (begun,) = peer.codec.of(fragment)._begun or ()
+        assert torch.equal(begun.double(), values)
+
+
 @pytest.mark.parametrize(("mode", "mix"), [({}, "choco:gamma=0.4"), (PAIRS, "choco:gamma=0.4")], ids=["pull", "pair"])
 def test_choco_mixing_of_fragments(mode: dict[str, Any], mix: str) -> None:
     """Without training, the differences of what was sent bring the models together, fragment by fragment."""
