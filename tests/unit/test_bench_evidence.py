@@ -1,4 +1,4 @@
-"""What bin/bench evidence makes of its runs: goals, and which systems are ahead; and that its rows are valid runs."""
+"""The figures of bin/bench evidence: goals, and which systems are ahead of gossipx; and its rows are valid runs."""
 
 from __future__ import annotations
 
