@@ -21,8 +21,8 @@ def main() -> None:
 
     run, rank = Assignment.read(sys.argv[1]), int(sys.argv[2])
     model, optimizer = run.prepare()
-    # One peer after the other connects to all before it. libp2p does not pass on addresses of the emulated network, which
-    # are reserved for measurements, so that peers cannot find each other through a third one.
+    # One peer after the other connects to all before it. Groups of more than two failed when all knew only the first
+    # peer, probably because libp2p does not pass on the emulated network's addresses, reserved for measurements.
     known = run.wait("address", rank)
     dht = hivemind.DHT(start=True, initial_peers=known, host_maddrs=[f"/ip4/{run.addresses[rank]}/tcp/0"])
     run.tell("address", rank, str(dht.get_visible_maddrs()[0]))

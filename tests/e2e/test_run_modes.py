@@ -46,9 +46,8 @@ def test_four_peers_exchange_and_agree(tmp_path: Path, mode: str, blocking: bool
 def test_an_exchange_of_fragments_moves_a_part_of_the_model(tmp_path: Path) -> None:
     """A quarter of the bytes each time, and all peers hold one model in the end."""
     with folder(tmp_path, 3) as here:
-        run = here.run(
-            *BRIEF, "--fragments", "4", "--transport", "tcp", "--mode", "pushpull", "--outer", "momentum:0.3"
-        )
+        often = (*BRIEF, "--policy", "tau:5", "--transport", "tcp")
+        run = here.run(*often, "--fragments", "4", "--mode", "pushpull", "--outer", "momentum:0.3")
     summary = run.summary
     quarter = sum(tensor.nbytes for tensor in run.model(0).values()) / 4
     for received, retrievals, finish in zip(

@@ -1,4 +1,4 @@
-"""The figures that bin/bench evidence computes from the points of runs."""
+"""The figures of bin/bench evidence: goals, and which systems are ahead of gossipx; and its rows are valid runs."""
 
 from __future__ import annotations
 
