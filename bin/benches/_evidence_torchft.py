@@ -1,11 +1,6 @@
 """DiLoCo (arXiv:2311.08105) by torchft for bin/bench evidence, if torchft is installed (tested with 0.2.0).
 
-<<<<<<< HEAD
-Each peer is a replica group of one process. The lighthouse, which decides on the members of each round, runs in the
-process of peer 0.
-=======
 Each peer is a replica group of one process. The lighthouse, which decides on participants, runs in peer 0.
->>>>>>> h-evid
 
 Usage: _evidence_torchft.py FOLDER RANK
 """
