@@ -106,6 +106,7 @@ def _policies(threshold: float) -> Mapping[str, str]:
         "adaptive": f"adaptive:threshold={threshold:g}",
         "travel": f"travel:distance={100 * threshold:g}",
         "drift": f"drift:distance={50 * threshold:g}",
+        "auto": "auto:budget=2%",
     }
 
 
