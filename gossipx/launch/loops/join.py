@@ -82,7 +82,7 @@ def join(
         parts: replacements for parts of the parameter server.
         sync_manager: a subclass of :class:`SyncManager`, or an object with its methods, which has its own policy.
         comm_manager: a subclass of :class:`CommManager`, or a function that returns an object with its methods.
-        recorder: a spec such as ``tensorboard+csv``, or an object with the methods of a :class:`Recorder`.
+        recorder: a spec such as ``tensorboard+csv``, or an object with the methods of a recorder.
         settings: any other setting of ``gossipx run`` by its name: ``seed=1``, ``peer_timeout=10``.
 
     Raises:
