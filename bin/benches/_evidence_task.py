@@ -238,7 +238,7 @@ def curve(run: Assignment) -> list[dict[str, float]]:
     torch.set_num_threads(1)
     _, test = load(workload.task)
     model = model_of(workload, test.classes, run.seed)
-    peers = [torch.load(run.folder / f"peer-{rank}.pt") for rank in range(run.peers)]
+    peers = [torch.load(run.folder / f"peer-{rank}.pt", weights_only=True) for rank in range(run.peers)]
     points = []
     for made in zip(*peers, strict=True):
         average = torch.stack([one["model"].double() for one in made]).mean(0).float()

@@ -47,3 +47,9 @@ def test_a_run_has_aggregate_curves(two: Folder) -> None:
 
 def test_the_aggregate_is_over_the_peers_that_train(three: Folder) -> None:
     check(three.run(*BRIEF, "--hub", "0", "--hub-only"), range(1, 3))
+
+
+def test_a_run_without_tensorboard_has_no_curves_of_the_whole_run(two: Folder) -> None:
+    run = two.run(*BRIEF, "--recorder", "csv")
+    assert not any(run.directory.rglob("events.out.tfevents.*")) and not (run.directory / "all").exists()
+    assert all((run.directory / f"peer-{rank:02d}" / "metrics.csv").stat().st_size > 100 for rank in (0, 1))
