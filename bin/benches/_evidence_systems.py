@@ -28,12 +28,14 @@ class System:
             threshold of the model's preset; and ``{everyone}``, all ranks. Of others, what the program reads.
         periodic: whether it has a period.
         package: the package that it needs; None: only torch.
+        is_synchronous: whether all peers wait for each other in each step, so that its losses are those of any link.
     """
 
     program: str
     options: tuple[str, ...] | dict[str, Any]
     periodic: bool = False
     package: str | None = None
+    is_synchronous: bool = False
 
     @property
     def is_gossipx(self) -> bool:
@@ -47,8 +49,12 @@ class System:
         return [option.format(period=period, adaptive=adaptive, everyone=everyone) for option in self.options]
 
 
-def _run(*options: str, periodic: bool = False) -> System:
-    return System(GOSSIPX, options, periodic)
+def _run(*options: str, periodic: bool = False, is_synchronous: bool = False) -> System:
+    return System(GOSSIPX, options, periodic, is_synchronous=is_synchronous)
+
+
+def _ddp(**options: Any) -> System:
+    return System("_evidence_ddp.py", options, is_synchronous=True)
 
 
 PAIRS = ("--mode", "pushpull", "--policy", "tau:{period}", "--outer", "momentum:0.6")
@@ -56,10 +62,10 @@ CODEC = ("--codec", "3lc:sparsity=1,residual=0.3", "--mixing", "choco:gamma=0.5"
 SERVER_CODEC = ("--push-codec", "3lc:1.75", "--pull-codec", "3lc:1.75")
 DDP = "ddp"
 SYSTEMS = {
-    DDP: System("_evidence_ddp.py", {"kind": "plain"}),
-    "ddp-fp16": System("_evidence_ddp.py", {"kind": "fp16"}),
-    "ddp-powersgd": System("_evidence_ddp.py", {"kind": "powersgd", "rank": 1}),
-    "ddp-powersgd-4": System("_evidence_ddp.py", {"kind": "powersgd", "rank": 4}),
+    DDP: _ddp(kind="plain"),
+    "ddp-fp16": _ddp(kind="fp16"),
+    "ddp-powersgd": _ddp(kind="powersgd", rank=1),
+    "ddp-powersgd-4": _ddp(kind="powersgd", rank=4),
     "local-sgd": System("_evidence_ddp.py", {"kind": "local", "averaged": 0.0}, periodic=True),
     "post-local-sgd": System("_evidence_ddp.py", {"kind": "local", "averaged": 0.05}, periodic=True),
     "diloco": System("_evidence_torchft.py", {}, periodic=True, package="torchft"),
@@ -72,8 +78,8 @@ SYSTEMS = {
         "--exchange", "waves", "--policy", "tau:{period}", "--outer", "nesterov:lr=0.7,momentum=0.9", periodic=True
     ),
     "hub": _run("--hub", "0", "--policy", "tau:{period}", periodic=True),
-    "bsp": _run("--servers", "{everyone}", "--sync", "bsp"),
-    "bsp-3lc": _run("--servers", "{everyone}", "--sync", "bsp", *SERVER_CODEC),
+    "bsp": _run("--servers", "{everyone}", "--sync", "bsp", is_synchronous=True),
+    "bsp-3lc": _run("--servers", "{everyone}", "--sync", "bsp", *SERVER_CODEC, is_synchronous=True),
     "ssp": _run("--servers", "{everyone}", "--sync", "ssp:3"),
     "ssp-3lc": _run("--servers", "{everyone}", "--sync", "ssp:3", *SERVER_CODEC),
 }

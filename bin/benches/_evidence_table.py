@@ -204,6 +204,19 @@ def _at_least(name: str, value: float, goal: float) -> dict[str, Any]:
     return figure(name, value, "times", goal=goal, met=value >= goal)
 
 
+def stretched(whole: Sequence[Point], timed: Sequence[Point]) -> list[dict[str, float]]:
+    """Return the points of a synchronous system's run with the seconds of another link.
+
+    Args:
+        whole: of a run over a fast link.
+        timed: of the first steps of the same run over the other link; their mean after the first point is the time of a
+            step.
+    """
+    first, last = timed[0], timed[-1]
+    seconds = (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])
+    return [{**point, "seconds": point["step"] * seconds} for point in whole]
+
+
 def reach(points: Sequence[Point], loss: float) -> dict[str, float] | None:
     """Return seconds and bytes at which a curve first has a loss, on straight lines between its points.
 

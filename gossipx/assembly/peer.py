@@ -21,7 +21,7 @@ from gossipx.assembly.server_settings import server_ranks
 from gossipx.assembly.settings import check_exchange, with_policy
 from gossipx.checkpoint import CheckpointInterval
 from gossipx.comm import CommManager
-from gossipx.compression import Coded, ElasticCodec, ModelCodec
+from gossipx.compression import Coded, ElasticCodec, ModelCodec, WaveCodec
 from gossipx.config.hyperparameters import hyperparameters
 from gossipx.config.security import Access, grant
 from gossipx.config.settings import ExchangeSettings, RunConfig
@@ -178,7 +178,7 @@ def _driver(plan: _Plan, arena: ParameterArena) -> Driver:
     config, place = plan.config, plan.place
     driver = Driver(_role(plan, arena.nbytes()), arena, config.exchange.max_served)
     driver.tables.transfers.table_store = None if plan.served is None else plan.served.table_store
-    driver.transfers.codec = _model_codec(config, arena, plan.module, place.rank, plan.hub)
+    driver.transfers.codec = _model_codec(config, arena, plan.module, place, plan.hub)
     if config.sync.init == "first" and not place.resumes:
         driver.begin_codec()
     return driver
@@ -299,7 +299,7 @@ def codec_of(config: RunConfig) -> str:
 
 
 def _model_codec(
-    config: RunConfig, arena: ParameterArena, module: nn.Module, rank: int, hub: ElasticSettings | None
+    config: RunConfig, arena: ParameterArena, module: nn.Module, place: Place, hub: ElasticSettings | None
 ) -> Coded | None:
     """Return the encoder of models; None: models are sent as raw values."""
     sync = config.sync
@@ -307,13 +307,17 @@ def _model_codec(
     if codec == codecs.NoCodec():
         return None
     warm_up(codec)
+    rank, peers = place.rank, len(place.names)
     seed = random.Random(f"codec {config.run.seed} {rank}").getrandbits(63)
     plain = norms(module)
     references = sync.references if hub is None else 0  # with a hub, workers do not exchange with each other
     public, in_pairs = mixing.parse(sync.mixing).public, sync.mode == "pushpull"
+    numbers = [fragment.number for fragment in arena.fragments]
+    if sync.exchange == "waves":
+        return Coded([], waves=[WaveCodec(codec, arena, rank, peers, plain, seed + 1000 * one, one) for one in numbers])
     models = [
         ModelCodec(codec, arena, references, plain, seed + 1000 * number, public and not in_pairs, number)
-        for number in (fragment.number for fragment in arena.fragments)
+        for number in numbers
     ]
     if hub is None:
         return Coded(models, in_pairs=public and in_pairs)

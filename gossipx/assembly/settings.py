@@ -18,6 +18,7 @@ from gossipx.tasks.presets import PRESETS, TEXT_MODEL, TEXT_TASK, Preset
 if TYPE_CHECKING:
     from gossipx.codecs import Codec
 
+
 log = logging.getLogger("gossipx")
 
 PAPERS_RULE = "adaptive:threshold=0.02"
@@ -234,8 +235,6 @@ def _check_codec(config: RunConfig) -> None:
     option = f"--codec {sync.codec}"
     if config.has_servers and config.is_given("codec"):
         raise UsageError(f"{option} is for models, and servers have --push-codec and --pull-codec: leave it out")
-    if sync.exchange == "waves" and config.is_given("codec"):
-        raise UsageError(f"{option} is for exchanges between two peers, and a wave is among all: leave one out")
     if codec is None:
         if config.is_given("references"):
             raise UsageError(f"--references {sync.references} needs a --codec: give one, or leave it out")
@@ -244,6 +243,9 @@ def _check_codec(config: RunConfig) -> None:
         raise UsageError(f"{option} is lossy, and --weights push-sum needs exact values: leave one out")
     if codec.gradients_only:
         raise UsageError(f"{option} is for gradients only, which workers push to servers: leave it out")
+    if sync.exchange == "waves":
+        _check_coded_waves(config, codec)
+        return
     if not sync.references and not codec.alone:
         from gossipx import codecs
 
@@ -257,6 +259,19 @@ def _check_codec(config: RunConfig) -> None:
         raise UsageError(f"{option} is decoded with the puller's own model, and a push has no puller: leave one out")
     if sync.references and codec.near:
         raise UsageError(f"{option} is for models, and with references differences are encoded: give --references 0")
+
+
+def _check_coded_waves(config: RunConfig, codec: Codec) -> None:
+    option = f"--codec {config.sync.codec}"
+    if config.is_given("references"):
+        raise UsageError("--references are models of other peers, and a wave needs none: leave it out")
+    if codec.near:
+        raise UsageError(f"{option} is for models, and a wave encodes changes: leave one out")
+    if config.sync.outer != "none":
+        raise UsageError(
+            f"--outer {config.sync.outer} is for waves of whole models, and with a --codec the error that it leaves out"
+            " takes the place of momentum: leave one out"
+        )
 
 
 def _check_outer(config: RunConfig) -> None:

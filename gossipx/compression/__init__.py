@@ -9,12 +9,24 @@ from torch import Tensor
 from gossipx.compression.elastic import ElasticCodec, UploadedModelSink
 from gossipx.compression.models import ModelCodec
 from gossipx.compression.receive import ModelSink
+from gossipx.compression.waves import WaveCodec, WaveSink
 from gossipx.memory import Source
 from gossipx.model.arena import ParameterArena
 from gossipx.model.receive import Incoming
-from gossipx.protocol.messages import ElasticRequest, PullRequest, Request, TakeRequest, fragment_of
+from gossipx.model.snapshots import Snapshot
+from gossipx.protocol.effects import Answer
+from gossipx.protocol.messages import (
+    LAST_WAVE,
+    ElasticRequest,
+    ModelReply,
+    PullRequest,
+    Request,
+    RoundRequest,
+    TakeRequest,
+    fragment_of,
+)
 
-__all__ = ["Coded", "ElasticCodec", "ModelCodec", "ModelSink", "UploadedModelSink"]
+__all__ = ["Coded", "ElasticCodec", "ModelCodec", "ModelSink", "UploadedModelSink", "WaveCodec", "WaveSink"]
 
 
 class Coded:
@@ -24,12 +36,20 @@ class Coded:
         models: for exchanges between peers: the codec of each fragment of the model, in the order of their numbers.
         elastic: for exchanges with a hub; None: the run has none.
         in_pairs: whether a pair mixes x̂_j − x̂_i, what both have sent each other, rather than x̂_j − x_i.
+        waves: for waves in place of exchanges between two peers: the codec of each fragment.
     """
 
-    def __init__(self, models: Sequence[ModelCodec], elastic: ElasticCodec | None = None, in_pairs: bool = False):
+    def __init__(
+        self,
+        models: Sequence[ModelCodec],
+        elastic: ElasticCodec | None = None,
+        in_pairs: bool = False,
+        waves: Sequence[WaveCodec] = (),
+    ):
         self.elastic = elastic
         self.in_pairs = in_pairs
         self._models = {codec.fragment.number: codec for codec in models}
+        self._waves = {codec.fragment.number: codec for codec in waves}
 
     def of(self, fragment: int) -> ModelCodec:
         """Return the codec of a fragment of the model."""
@@ -41,7 +61,8 @@ class Coded:
         Args:
             model: the values of each section, in host memory; None: this peer joined later and does not have it.
         """
-        for codec in self._models.values():
+        codecs: list[ModelCodec | WaveCodec] = [*self._models.values(), *self._waves.values()]
+        for codec in codecs:
             codec.begin(None if model is None else codec.fragment.vectors_of(model))
         if self.elastic is not None:
             self.elastic.begin(model)
@@ -55,11 +76,38 @@ class Coded:
         self.begin(snapshot.buffer.vectors)
         snapshot.release()
 
+    def captured(self, ticket: int, fragment: int) -> None:
+        """Record that a model was captured, which enters a wave if the exchanges of this peer are waves."""
+        if fragment in self._waves:
+            self._waves[fragment].enter(ticket)
+
+    def wave_ended(self, ticket: int, average: Snapshot) -> None:
+        """Record the result of a wave, which becomes the weights now."""
+        buffer = average.buffer
+        if buffer.fragment in self._waves:
+            self._waves[buffer.fragment].applied(ticket, buffer.vectors)
+
+    def give(self, answer: Answer, reply: ModelReply, model: Snapshot) -> tuple[ModelReply, Source]:
+        """Encode the model of an answer; return the completed reply and the payload.
+
+        Raises:
+            LocalFaultError: it belongs to a wave that is over.
+        """
+        if answer.receiver is None:
+            return reply, model.source
+        buffer, (receiver, bases) = model.buffer, answer.receiver
+        if buffer.fragment in self._waves:
+            assert answer.captured is not None
+            return self._waves[buffer.fragment].give(answer.captured, bases, buffer.vectors, reply)
+        return self.of(buffer.fragment).give(receiver, bases, buffer.vectors, reply)
+
     def model_sink(self, to: int, request: Request, incoming: Incoming) -> ModelSink | None:
         """Return the sink that decodes the reply to a request; None: the model arrives uncompressed."""
         match request:
             case PullRequest() | TakeRequest():
                 return self.of(request.fragment).model_sink(to, incoming)
+            case RoundRequest() if request.wave != LAST_WAVE and self._waves:
+                return self._waves[request.fragment].model_sink(incoming)
             case ElasticRequest() if self.elastic is not None and not self.elastic.is_hub:
                 return self.elastic.model_sink(incoming)
         return None
@@ -73,6 +121,8 @@ class Coded:
         if isinstance(request, ElasticRequest):
             assert self.elastic is not None
             return self.elastic.bring(request, model)
+        if isinstance(request, RoundRequest):
+            return self._waves[request.fragment].prepared(request), None
         return self.of(fragment_of(request)).prepared(to, request), None
 
     def upload_sink(self, sender: int, request: ElasticRequest, incoming: Incoming) -> UploadedModelSink | None:

@@ -36,11 +36,15 @@ class ModelSink:
 
     def fit(self, reply: CarryingReply) -> Sink:
         """Return the sink of the reply's payload. Raises ProtocolError if it does not fit this run's model."""
-        if not isinstance(reply, ModelReply) or not self._sections.fit(reply.sizes, reply.bases):
+        if not isinstance(reply, ModelReply) or not self.fits(reply):
             raise ProtocolError("it replied with a model that does not fit this run's layout")
         self._reply = reply
         self._content = memoryview(bytearray(self._sections.nbytes(reply.sizes)))
         return Bytes(self._content)
+
+    def fits(self, reply: ModelReply) -> bool:
+        """Return whether the payload of a reply may have its size."""
+        return self._sections.fit(reply.sizes, reply.bases)
 
     def decode(self) -> None:
         """Decode the complete payload and pass the model on. Raises ProtocolError if it is malformed."""

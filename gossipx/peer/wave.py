@@ -254,7 +254,9 @@ class Wave:
             return [self._refuse(event, now)]
         self.has_exchanged = True
         current.answering = event.key
-        return [Answer(event.key, ModelReply(self._step, self.weight), current.deadline, captured=self.ticket)]
+        receiver = None if self.number == LAST_WAVE else (event.sender, request.bases)
+        reply = ModelReply(self._step, self.weight)
+        return [Answer(event.key, reply, current.deadline, captured=self.ticket, receiver=receiver)]
 
     def _refuse(self, event: Received, now: float) -> Answer:
         refusal = NotReadyReply("it is not in that round, or has other members for that wave")

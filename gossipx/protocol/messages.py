@@ -152,12 +152,15 @@ class RoundRequest:
         round: number of the round, from 0.
         members: ranks of the peers that take part, ascending; both partners must have the same.
         fragment: the part of the model that the wave averages, as its number implies.
+        bases: if models have a codec: for each section, the checksum of the result of the sender's last wave, from
+            which its average is encoded. Empty: its average is not encoded.
     """
 
     wave: AnyWave
     round: Count
     members: Ranks
     fragment: Count = WHOLE
+    bases: Sections = ()
 
 
 @kind(32, payload=MAX_MODEL)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gossipx.compression import WaveSink
 from gossipx.model.arena import ParameterArena
 from gossipx.model.drift import DriftReference
 from gossipx.model.snapshots import CapturedModel, Snapshot
@@ -125,8 +126,11 @@ class Captures:
         if before is None:
             transfer.incoming.release()
             return None
-        fragment = transfer.incoming.fragment
-        distance = fragment.merge(transfer.incoming.buffer, before.buffer, own, theirs)
+        fragment, sink = transfer.incoming.fragment, transfer.model_sink
+        if isinstance(sink, WaveSink):
+            distance = sink.merge(into, before.buffer, own, theirs)
+        else:
+            distance = fragment.merge(transfer.incoming.buffer, before.buffer, own, theirs)
         before.release()
         if math.isnan(distance):
             transfer.incoming.release()
@@ -138,7 +142,7 @@ class Captures:
         with self._arena.lock:
             captured = self._captured.get(into)
             if captured is not None:
-                two_models = captured.now is captured.base and transfer.weight == 1
+                two_models = captured.now is captured.base and transfer.weight == 1 and sink is None
                 if in_wave:
                     known = fragment.distance_of_model(distance) if two_models else None
                     captured.retrievals.append(Retrieval(transfer.seconds, staleness, known))

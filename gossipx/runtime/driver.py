@@ -262,6 +262,8 @@ class Driver:
                 self.fail(self.rejection or NotEnoughPeersError(reason))
             case Capture(ticket, saved, fragment):
                 self.captures.capture(ticket, saved, fragment)
+                if self.transfers.codec is not None:
+                    self.transfers.codec.captured(ticket, fragment)
             case Answer(captured=int(ticket)):
                 return self.captures.hold(ticket)
             case Keep(key, ticket):
@@ -386,9 +388,7 @@ class Driver:
         upload_sink = None if answer.difference_from is None else self.transfers.upload_sink(answer.difference_from)
         if upload_sink is not None:
             return upload_sink.answered(snapshot.buffer.vectors, reply)
-        if codec is None or answer.receiver is None:
-            return reply, snapshot.source
-        return codec.of(snapshot.buffer.fragment).give(*answer.receiver, snapshot.buffer.vectors, reply)
+        return (reply, snapshot.source) if codec is None else codec.give(answer, reply, snapshot)
 
     def _mix(self, ticket: int, share: float) -> None:
         own = ticket == self.role.pulling  # else another peer has pushed the model, and drift keeps its reference
@@ -414,6 +414,9 @@ class Driver:
             self.handle(Merged(merge.ticket, merge.into, sound))
 
     def _apply_merged(self, ticket: int) -> None:
+        if self.transfers.codec is not None and (average := self.captures.hold(ticket)) is not None:
+            self.transfers.codec.wave_ended(ticket, average)
+            average.release()
         with self.committing:
             taken = self.captures.apply_merged(ticket, self.role.stage is Stage.TRAIN)
         for retrieval in taken:

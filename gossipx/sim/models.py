@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gossipx.compression import Coded, ModelSink, UploadedModelSink
+from gossipx.compression import Coded, ModelSink, UploadedModelSink, WaveSink
 from gossipx.model.arena import ParameterArena
 from gossipx.model.drift import DriftReference
 from gossipx.model.receive import Incoming
@@ -104,6 +104,8 @@ class SimModels:
     def capture(self, ticket: int, fragment: int) -> None:
         """Capture the model, or a fragment of it, as of the last step boundary under ``ticket``."""
         self.captures[ticket] = CapturedModel(self._arena.snapshot(of=self._arena.fragment(fragment)))
+        if self._codec is not None:
+            self._codec.captured(ticket, fragment)
 
     def snapshot_base(self, send: effects.Send) -> Snapshot | None:
         """Return a snapshot of the model that the requested one is subtracted from; the caller must release it.
@@ -163,7 +165,10 @@ class SimModels:
         captured = self.captures[merge.into]
         assert exchange.incoming is not None
         fragment = exchange.incoming.fragment
-        distance = fragment.merge(exchange.incoming.buffer, captured.now.buffer, merge.own, merge.theirs)
+        if isinstance(exchange.model_sink, WaveSink):
+            distance = exchange.model_sink.merge(merge.into, captured.now.buffer, merge.own, merge.theirs)
+        else:
+            distance = fragment.merge(exchange.incoming.buffer, captured.now.buffer, merge.own, merge.theirs)
         sound = not math.isnan(distance)
         in_wave = isinstance(exchange.send.request, RoundRequest)
         taken = "mixes" if in_wave else "takes in"
@@ -184,6 +189,8 @@ class SimModels:
         """Write a merged model into the weights."""
         captured = self.captures[ticket]
         training = self._role.stage is Stage.TRAIN
+        if self._codec is not None:
+            self._codec.wave_ended(ticket, captured.now)
         if training and self._role.sync.policy.uses_drift:
             self.reference.apply_merged(captured.now, captured.base)
         else:

@@ -285,8 +285,7 @@ class SimRequests(abc.ABC):
                 reply, source = differs.answered(snapshot.buffer.vectors, reply)
                 payload += source.view
             elif self.codec is not None and answer.receiver is not None:
-                codec = self.codec.of(snapshot.buffer.fragment)
-                reply, source = codec.give(*answer.receiver, snapshot.buffer.vectors, reply)
+                reply, source = self.codec.give(answer, reply, snapshot)
                 payload += source.view
             else:
                 payload += self._poison(bytearray(snapshot.buffer.view))

@@ -108,10 +108,12 @@ def test_a_run_with_waves_leaves_the_same_model_on_all(four: Folder) -> None:
     assert set(summary["test_accuracy"]) == {summary["consensus_accuracy"]}
 
 
-def test_after_each_blocking_wave_all_hold_the_same_bits(four: Folder) -> None:
+@pytest.mark.parametrize("codec", ["none", "topk2:ratio=0.1", "3lc"])
+def test_after_each_blocking_wave_all_hold_the_same_bits(four: Folder, codec: str) -> None:
     """At any progress, and with statistics too; only peers that have ended may miss the last waves."""
     script = four.script(WATCHED.replace("ITERATIONS", "100"))
-    four.run("--policy", "tau:10", "--exchange", "waves", "--blocking", "--iterations", "100", script, four.path)
+    options = ("--policy", "tau:10", "--exchange", "waves", "--codec", codec, "--blocking", "--iterations", "100")
+    four.run(*options, script, four.path)
     told = [four.told(rank) for rank in range(4)]
     common = set.intersection(*(set(one["waves"]) for one in told))
     assert len(common) >= 6, [len(one["waves"]) for one in told]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gossipx import codecs, mixing, outer, policies, topology
-from gossipx.compression import Coded, ElasticCodec, ModelCodec
+from gossipx.compression import Coded, ElasticCodec, ModelCodec, WaveCodec
 from gossipx.hub import Elastic, ElasticSettings
 from gossipx.model.arena import ParameterArena
 from gossipx.peer import PeerRole, PeerSettings
@@ -106,9 +106,12 @@ def make(
         kind, public = codecs.parse(codec), mixing.parse(mix).public
 
         def codec_of(arena: ParameterArena) -> Coded:
+            numbers = [fragment.number for fragment in arena.fragments]
+            if settings.get("exchange") == "waves":
+                return Coded([], waves=[WaveCodec(kind, arena, rank, size, seed=rank, fragment=one) for one in numbers])
             in_pairs = public and settings.get("mode") == "pushpull"
             one = functools.partial(ModelCodec, kind, arena, references, seed=rank, public=public and not in_pairs)
-            models = [one(fragment=fragment.number) for fragment in arena.fragments]
+            models = [one(fragment=number) for number in numbers]
             around = None if hub is None else ElasticCodec(kind, arena, hub.rank == rank, bool(references), seed=rank)
             return Coded(models, around, in_pairs)
 

@@ -107,7 +107,9 @@ def test_join_refuses_a_custom_policy_with_servers() -> None:
     ("given", "told"),
     [
         ({"codec": "3lc", "servers": "0"}, "--codec 3lc is for models, and servers have --push-codec and --pull-codec"),
-        ({"codec": "3lc", "exchange": "waves"}, "--codec 3lc is for exchanges between two peers"),
+        ({"codec": "moniqua", "exchange": "waves"}, "--codec moniqua is for models, and a wave encodes changes"),
+        ({"codec": "topk2", "exchange": "waves", "outer": "nesterov"}, "--outer nesterov is for waves of whole models"),
+        ({"codec": "topk2", "exchange": "waves", "references": 3}, "--references are models of other peers"),
         ({"codec": "3lc", "mode": "push", "weights": "push-sum"}, "--codec 3lc is lossy, and --weights push-sum"),
         ({"codec": "dgc"}, "--codec dgc is for gradients only"),
         ({"codec": "topk", "references": 0}, "--codec topk loses too much of a model to be used without"),
@@ -245,7 +247,6 @@ WITHOUT_EFFECT = [
     ({"exchange": "waves", "topology": "full"}, "--topology full limits which peers exchange"),
     ({"exchange": "waves", "weights": "uniform"}, "--weights uniform weights the models of two peers"),
     ({"exchange": "waves", "mixing": "average"}, "--mixing average is for pulled models"),
-    ({"exchange": "waves", "codec": "none"}, "--codec none is for exchanges between two peers"),
     ({"exchange": "waves", "max_served": 4}, "--max-served counts pulls, and with --exchange waves nobody pulls"),
     ({"mode": "pushpull", "mixing": "average"}, "--mode pushpull averages two models equally: leave --mixing out"),
     ({"references": 8}, "--references 8 needs a --codec"),

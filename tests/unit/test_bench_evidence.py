@@ -88,3 +88,12 @@ def test_gossipx_accepts_the_options_of_each_of_its_rows(bench: Any, tmp_path: P
     for name, system in own.items():
         done = CliRunner().invoke(main, ["run", *task, *system.arguments("text", 50, 4)])
         assert done.exit_code == 0, f"{name}: {done.output}"
+
+
+def test_a_synchronous_system_has_the_losses_of_any_link(bench: Any) -> None:
+    fast = [{**point, "step": step} for step, point in zip((100, 200), points((3, 1, 10), (2, 2, 20)), strict=True)]
+    slow = [{**point, "step": step} for step, point in zip((4, 8), points((5, 9, 1), (4, 11, 1)), strict=True)]
+    assert [(one["loss"], one["seconds"], one["bytes"]) for one in bench.stretched(fast, slow)] == [
+        (3, 50, 10),
+        (2, 100, 20),
+    ]
