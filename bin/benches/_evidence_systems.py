@@ -44,7 +44,7 @@ class System:
 
     def arguments(self, workload: str, period: int | None, peers: int) -> list[str]:
         """Return the options of ``gossipx run``."""
-        adaptive = PRESETS[WORKLOADS[workload].model].policies["adaptive"]
+        adaptive = f"adaptive:threshold={PRESETS[WORKLOADS[workload].model].threshold:g}"
         everyone = ",".join(map(str, range(peers)))
         return [option.format(period=period, adaptive=adaptive, everyone=everyone) for option in self.options]
 
@@ -57,8 +57,7 @@ def _ddp(**options: Any) -> System:
     return System("_evidence_ddp.py", options, is_synchronous=True)
 
 
-PAIRS = ("--mode", "pushpull", "--policy", "tau:{period}", "--outer", "momentum:0.6")
-CODEC = ("--codec", "3lc:sparsity=1,residual=0.3", "--mixing", "choco:gamma=0.5")
+WAVES = ("--exchange", "waves", "--policy", "tau:{period}")
 SERVER_CODEC = ("--push-codec", "3lc:1.75", "--pull-codec", "3lc:1.75")
 DDP = "ddp"
 SYSTEMS = {
@@ -72,11 +71,13 @@ SYSTEMS = {
     "hivemind": System("_evidence_hivemind.py", {}, periodic=True, package="hivemind"),
     "tau:10": _run("--policy", "tau:10"),
     "paper": _run("--policy", "{adaptive}", "--outer", "none", "--finish", "none", "--blocking"),
-    "pairs": _run(*PAIRS, periodic=True),
-    "pairs-3lc": _run(*PAIRS, *CODEC, periodic=True),
-    "waves": _run(
-        "--exchange", "waves", "--policy", "tau:{period}", "--outer", "nesterov:lr=0.7,momentum=0.9", periodic=True
-    ),
+    "tau:50": _run("--policy", "tau:50"),
+    "default": _run(),
+    "default-3lc": _run("--codec", "3lc:sparsity=1,residual=0.3"),
+    "pairs": _run("--mode", "pushpull", "--policy", "tau:{period}", "--outer", "momentum:0.6", periodic=True),
+    "waves": _run(*WAVES, "--outer", "nesterov:lr=0.7,momentum=0.9", periodic=True),
+    "waves-mean": _run(*WAVES, periodic=True),
+    "waves-topk2": _run(*WAVES, "--codec", "topk2", periodic=True),
     "hub": _run("--hub", "0", "--policy", "tau:{period}", periodic=True),
     "bsp": _run("--servers", "{everyone}", "--sync", "bsp", is_synchronous=True),
     "bsp-3lc": _run("--servers", "{everyone}", "--sync", "bsp", *SERVER_CODEC, is_synchronous=True),
@@ -84,7 +85,7 @@ SYSTEMS = {
     "ssp-3lc": _run("--servers", "{everyone}", "--sync", "ssp:3", *SERVER_CODEC),
 }
 """By name. The hub and the servers train too, so that every system has the same machines."""
-SHORT = (DDP, "ddp-powersgd", "diloco", "tau:10", "pairs", "pairs-3lc")
+SHORT = (DDP, "ddp-powersgd", "diloco", "tau:10", "default", "waves-topk2")
 """Systems without --full."""
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import _links
 import matplotlib as mpl
 from _cached_runs import CachedRuns
-from _evidence_systems import SYSTEMS, shown
+from _evidence_systems import PERIODS, SYSTEMS, shown
+from _evidence_task import WORKLOADS
 
 mpl.use("Agg")
 from matplotlib import pyplot, ticker
@@ -120,22 +121,10 @@ def evidence(comparison: Any, folder: Path) -> None:
     for axis, scale, label in (("bytes", 1e6, "MB sent per peer"), ("seconds", 1.0, "seconds of training")):
         figure, panel = pyplot.subplots(figsize=(9, 5), layout="constrained")
         for name in comparison.runs:
-            place = list(SYSTEMS).index(name)  # so that a system looks the same in all pictures
             points = [point for point in comparison.curve(name) if point[axis] > 0]  # the axis is logarithmic
             along = [point[axis] / scale for point in points]
             values = [point[comparison.workload.figure] for point in points]
-            own = SYSTEMS[name].is_gossipx
-            look = {"color": COLOURS[place % len(COLOURS)], "marker": MARKS[(place + 5 * own) % len(MARKS)]}
-            line = {"linewidth": 2.2, "zorder": 3} if own else {"linewidth": 1, "linestyle": "--", "alpha": 0.7}
-            panel.plot(
-                along,
-                values,
-                markevery=[len(points) - 1],
-                markersize=10 if own else 6,
-                label=shown(name),
-                **look,
-                **line,
-            )
+            panel.plot(along, values, markevery=[len(points) - 1], label=shown(name), **_look(name))
         panel.set_xscale("log")
         least = min((comparison.mean(name, axis) for name in comparison.runs), default=1.0)
         panel.set_xlim(left=least / scale / 20)  # before its first exchange a system sends next to nothing
@@ -146,3 +135,35 @@ def evidence(comparison: Any, folder: Path) -> None:
         figure.legend(loc="outside right center", fontsize=8)
         figure.savefig(folder / f"{comparison.task}-{comparison.rate}-{axis}.png", dpi=120)
         pyplot.close(figure)
+
+
+def periods(plan: Any, folder: Path) -> None:
+    """Write a picture of the end of each run of the search for periods: loss or accuracy against bytes.
+
+    Args:
+        plan: of a task.
+        folder: receives ``TASK-periods.png``.
+    """
+    workload = WORKLOADS[plan.task]
+    figure, panel = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    for name in plan.systems:
+        ends = plan.ends(name)
+        if ends:
+            along, values = [one["bytes"] / 1e6 for one in ends], [one[workload.figure] for one in ends]
+            panel.plot(along, values, label=shown(name), **_look(name))
+    panel.set_xscale("log")
+    panel.set_xlabel(f"MB sent per peer; a line joins periods of {', '.join(map(str, PERIODS))} steps")
+    panel.set_ylabel(f"final test {workload.figure} of the averaged model")
+    panel.set_title(f"{plan.task}: {plan.peers} peers, {plan.steps} steps", fontsize=10)
+    panel.grid(alpha=0.3)
+    figure.legend(loc="outside right center", fontsize=8)
+    figure.savefig(folder / f"{plan.task}-periods.png", dpi=120)
+    pyplot.close(figure)
+
+
+def _look(name: str) -> dict[str, Any]:
+    """Return how a system looks, which is the same in all pictures."""
+    place, own = list(SYSTEMS).index(name), SYSTEMS[name].is_gossipx
+    line = {"linewidth": 2.2, "zorder": 3} if own else {"linewidth": 1, "linestyle": "--", "alpha": 0.7}
+    mark = {"marker": MARKS[(place + 5 * own) % len(MARKS)], "markersize": 9 if own else 6}
+    return {"color": COLOURS[place % len(COLOURS)], **mark, **line}

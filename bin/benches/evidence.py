@@ -77,6 +77,11 @@ class Plan:
         """Return whether a system's losses at this rate are those of the fastest link, so that only a part is run."""
         return SYSTEMS[name].is_synchronous and rate != FASTEST and FASTEST in self._rates
 
+    def ends(self, name: str) -> list[dict[str, float]]:
+        """Return the last points of a system's runs over the fastest link with seed 0, by period."""
+        jobs = [self._job(name, FASTEST, 0, period) for period in (PERIODS if SYSTEMS[name].periodic else (None,))]
+        return [self._kept[one][-1] for one in jobs if one in self._kept]
+
     def _is_made(self, name: str, one: Job) -> bool:
         return one in self._kept and (not self._is_timed(name, one["rate"]) or self._whole(name, one) in self._kept)
 
@@ -143,6 +148,8 @@ def main() -> None:
                 report(comparison.title(), comparison.headings(), comparison.rows(), comparison.figures())
             if given.keep is not None:
                 _plots.evidence(comparison, given.keep)
+        if given.keep is not None and FASTEST in given.rate:
+            _plots.periods(plan, given.keep)
     if given.json:
         print(json.dumps({"figures": figures}, indent=2))
 

@@ -29,7 +29,7 @@ RATES = ("10mbit", "100mbit", "1gbit")
 KINDS = {
     "never": ("--policy", "never"),
     "tau:10": ("--policy", "tau:10"),
-    "adaptive": ("--policy", "adaptive"),
+    "adaptive:threshold=0.025": ("--policy", "adaptive:threshold=0.025"),
     "tau:10, blocking": ("--policy", "tau:10", "--blocking"),
 }
 """Overlapped pulls, and for comparison the paper's Algorithm 2, which waits for each pull."""

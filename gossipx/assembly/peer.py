@@ -112,10 +112,10 @@ def build_peer(
         UsageError: settings exclude each other, or a parameter cannot be joined.
     """
     granted = grant(config.exchange, place.bind.host)
-    check_exchange(config)
     managers = managers or Managers()
-    spec = managers.configured(config.sync.policy)
-    config = with_policy(dataclasses.replace(config, sync=dataclasses.replace(config.sync, policy=spec)))
+    sync = dataclasses.replace(config.sync, policy=managers.configured(config.sync.policy))
+    config = with_policy(dataclasses.replace(config, sync=sync), has_script=True)
+    check_exchange(config)
     hub = elastic_settings(config, place.names)
     arena = _arena(config, place, module)
     served = serve(config, place.names, place.rank, module, optimizer, parts or Parts())
@@ -168,7 +168,7 @@ def _arena(config: RunConfig, place: Place, module: nn.Module) -> ParameterArena
     drawn = random.Random(f"delta {config.run.seed} {place.rank}").getrandbits(64) if sampled else None
     buffers, fragments = config.sync.buffers == "mix", config.sync.fragments
     arena = ParameterArena(module, mix_buffers=buffers, sampled=drawn, fragments=fragments)
-    if (rule := outer.parse(config.sync.outer)) is not None:
+    if (rule := outer.parse(config.sync.outer or "none")) is not None:
         arena.use_outer(rule)
     return arena
 
@@ -275,7 +275,7 @@ def _checkpoints(plan: _Plan, driver: Driver, options: PeerOptions) -> Checkpoin
     run, place = plan.config.run, plan.place
     about = {
         "--policy": options.policy.partition(":")[0],
-        "--outer": plan.config.sync.outer,
+        "--outer": plan.config.sync.outer or "none",
         "--fragments": plan.config.sync.fragments,
         "peers": len(place.names),
         "--seed": run.seed,
@@ -378,7 +378,7 @@ def _alike(config: RunConfig, turns: Schedule, hub: ElasticSettings | None, serv
         "--codec": codecs.describe(codecs.parse(sync.codec)),
         "--references": str(sync.references),
         "--exchange": sync.exchange,
-        "--outer": sync.outer,
+        "--outer": sync.outer or "none",
         "--fragments": str(sync.fragments),
         "--weights": sync.weights,
         "--schedule": schedules.describe(sync.schedule, turns),

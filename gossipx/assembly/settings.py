@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from gossipx import mixing, outer, policies
 from gossipx.assembly.graph import build_schedule
-from gossipx.config.settings import KEYS, MOST_ITERATIONS, RunConfig, SyncSettings, TaskSettings
+from gossipx.config.settings import KEYS, MOST_ITERATIONS, RunConfig, TaskSettings
 from gossipx.errors import UsageError
 from gossipx.solver import prototxt
 from gossipx.tasks import solvers
@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gossipx")
 
-PAPERS_RULE = "adaptive:threshold=0.02"
-"""The paper's rule for models other than the built-in ones: the middle one of its thresholds (Adaptive Communication,
-Table I)."""
+DEFAULT_OUTER = "momentum:0.6"
+"""The outer optimizer of the default policy; docs/outer.md has the measurements. Other policies have none by default,
+because a policy that exchanges more often needs a smaller momentum."""
+SCRIPTS_THRESHOLD = 0.02
+"""Threshold of the paper's rule for models other than the built-in ones: the middle one of Table I of Adaptive
+Communication."""
 REPLACED = {
     "solver_mode": "--device and the hosts file set the device",
     "device_id": "--device and the hosts file set the device",
@@ -64,18 +67,33 @@ def effective_config(config: RunConfig, size: int, has_script: bool) -> RunConfi
     if not has_script or not policies.is_object(config.sync.policy):
         policies.parse(config.sync.policy)
     build_schedule(config, size)
+    config = with_policy(config, has_script)
     check_exchange(config)
-    return with_policy(config)
+    return config
 
 
-def with_policy(config: RunConfig) -> RunConfig:
-    """Return the configuration with the complete spec of its policy; unchanged with servers, which replace it."""
+def with_policy(config: RunConfig, has_script: bool) -> RunConfig:
+    """Return the configuration with the complete spec of its policy, and the outer optimizer of the default one.
+
+    Servers replace the policy, which is unchanged then.
+    """
+    if "outer" not in config.given and config.sync.preset is None:
+        suited = DEFAULT_OUTER if _is_default_exchange(config) else None
+        config = dataclasses.replace(config, sync=dataclasses.replace(config.sync, outer=suited))
     if config.has_servers:
         return config
     spec = config.sync.policy
-    if config.sync.preset == "paper" and spec == "adaptive":  # of a script's model, of which no threshold is known
-        spec = PAPERS_RULE
+    if config.sync.preset == "paper" and spec == "adaptive":
+        spec = f"adaptive:threshold={SCRIPTS_THRESHOLD if has_script else PRESETS[config.task.model].threshold:g}"
     return dataclasses.replace(config, sync=dataclasses.replace(config.sync, policy=policies.complete(spec)))
+
+
+def _is_default_exchange(config: RunConfig) -> bool:
+    """Return whether peers exchange by the default policy, and in a way that an outer optimizer suits."""
+    sync = config.sync
+    with_each_other = not config.has_servers and config.hub.hub is None and sync.mode != "push"
+    is_default = not config.is_given("policy") and not policies.is_object(sync.policy)
+    return with_each_other and is_default and (sync.exchange == "pulls" or sync.codec == "none")
 
 
 def _check_solver(given: str) -> None:
@@ -189,10 +207,6 @@ def _check_around(config: RunConfig) -> None:
         names = [*how, *partners, "policy", "blocking", "max_served", "max_pushes", "serve_share"]
         if sync.mode == "server":
             names.remove("mode")
-        # A policy that no user has given may come from the model's preset.
-        preset = PRESETS[config.task.model].policies.get(SyncSettings().policy)
-        if "policy" not in config.given and sync.policy == preset:
-            names.remove("policy")
     elif config.hub.hub is not None:
         around, partner, names = _around(config), "with the hub", how
         if config.hub.hub_lost != "gossip":  # with gossip, workers pull from each other while the hub is down
@@ -267,7 +281,7 @@ def _check_coded_waves(config: RunConfig, codec: Codec) -> None:
         raise UsageError("--references are models of other peers, and a wave needs none: leave it out")
     if codec.near:
         raise UsageError(f"{option} is for models, and a wave encodes changes: leave one out")
-    if config.sync.outer != "none":
+    if outer.parse(config.sync.outer or "none") is not None:
         raise UsageError(
             f"--outer {config.sync.outer} is for waves of whole models, and with a --codec the error that it leaves out"
             " takes the place of momentum: leave one out"
@@ -277,7 +291,7 @@ def _check_coded_waves(config: RunConfig, codec: Codec) -> None:
 def _check_outer(config: RunConfig) -> None:
     """Refuse an outer optimizer that does not suit the exchange of the run."""
     sync = config.sync
-    rule = outer.parse(sync.outer)
+    rule = outer.parse(sync.outer or "none")
     if rule is None:
         return
     option = f"--outer {sync.outer}"

@@ -203,8 +203,12 @@ def test_a_solver_file_is_refused_with_a_script() -> None:
 @pytest.mark.parametrize(
     ("given", "has_script", "ran"),
     [
-        ("adaptive", False, "adaptive:threshold=0.025"),
-        ("adaptive:warmup=9,max_silence=50", False, "adaptive:threshold=0.025,warmup=9,max_silence=50"),
+        ("adaptive", False, "adaptive:threshold=0.75,relative=true,max_silence=100"),
+        (
+            "adaptive:warmup=9,max_silence=50",
+            False,
+            "adaptive:threshold=0.75,relative=true,warmup=9,max_silence=50",
+        ),
         ("adaptive:relative=true", False, "adaptive:threshold=0.75,relative=true,max_silence=100"),
         ("adaptive", True, "adaptive:threshold=0.75,relative=true,max_silence=100"),
         ("adaptive:0.02", True, "adaptive:threshold=0.02"),
@@ -214,7 +218,7 @@ def test_a_solver_file_is_refused_with_a_script() -> None:
     ],
 )
 def test_the_policy_that_really_runs_is_recorded(given: str, has_script: bool, ran: str) -> None:
-    """The built-in tasks have thresholds of their own; a script's model has none."""
+    """``adaptive`` alone suits any model; ``travel`` and ``drift`` of a built-in one have distances of their own."""
     made = effective(has_script, policy=given)
     assert made.sync.policy == ran
     assert effective_config(made, SIZE, has_script).sync.policy == ran, "a resumed run has the same"
@@ -279,12 +283,12 @@ def test_a_given_setting_without_effect_is_refused_as_a_default_too(given: dict[
     "given", [{"task": "text"}, {"model": "transformer"}, {"task": "text", "model": "transformer"}]
 )
 def test_text_selects_the_transformer_and_the_transformer_text(given: dict[str, Any], tmp_path: Path) -> None:
-    made = effective(**given, base_lr=0.01, weight_decay=0.0)
+    made = effective(**given, base_lr=0.01, weight_decay=0.0, policy="travel")
     task = made.task
     assert (task.task, task.model, task.batch_size) == ("text", "transformer", 16)
     assert (task.base_lr, task.weight_decay) == (0.01, 0.0)
     assert (task.momentum, task.gamma, task.lr_steps) == (None, None, None)
-    assert made.sync.policy == "adaptive:threshold=0.05"
+    assert made.sync.policy == "travel:distance=20"
     assert effective_config(read_again(made, tmp_path), SIZE, has_script=False) == made, "a resumed run has the same"
 
 
@@ -350,7 +354,7 @@ def test_settings_of_the_parent_process_are_refused_without_it(name: str, value:
 def test_a_file_and_a_command_line_are_alike(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('[sync]\npolicy = "adaptive"\n[server]\nservers = "0"\n')
-    with pytest.raises(UsageError, match=r"^--policy adaptive:threshold=0\.025 is for peers that exchange"):
+    with pytest.raises(UsageError, match=r"^--policy adaptive is for peers that exchange"):
         effective_config(files.resolve(files.load(file)), SIZE, has_script=False)
 
 
@@ -358,7 +362,7 @@ def test_a_file_and_a_command_line_are_alike(tmp_path: Path) -> None:
 def test_a_recorded_configuration_knows_what_was_given(tmp_path: Path) -> None:
     """Its defaults are not refused when another setting leaves them without effect, but what was given is."""
     again = read_again(effective(seed=0), tmp_path)
-    assert again.given == {"seed"} and again.sync.policy == "adaptive:threshold=0.025"
+    assert again.given == {"seed"} and again.sync.policy == "tau:50"
     recorded = files.load(tmp_path / "config.toml")
     effective_config(files.resolve(recorded, {"servers": "0"}), SIZE, has_script=False)
     with pytest.raises(UsageError, match=r"^--topology full is for peers that exchange with each other"):
@@ -386,3 +390,28 @@ def test_drop_stragglers_must_leave_out_a_worker(given: dict[str, Any], workers:
         server_ranks(files.resolve(given), names)
     fewer = {**given, "sync": "drop:n=1", "sync_plan": "500=drop:n=1"}
     assert server_ranks(files.resolve(fewer), names) is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "across"),
+    [
+        ({}, "momentum:0.6"),
+        ({"mode": "pushpull"}, "momentum:0.6"),
+        ({"exchange": "waves"}, "momentum:0.6"),
+        ({"policy": "tau:50"}, None),
+        ({"policy": "adaptive", "outer": "momentum:0.3"}, "momentum:0.3"),
+        ({"outer": "none"}, "none"),
+        ({"preset": "paper"}, "none"),
+        ({"mode": "push"}, None),
+        ({"hub": "0"}, None),
+        ({"servers": "0"}, None),
+        ({"exchange": "waves", "codec": "topk2"}, None),
+    ],
+)
+def test_the_default_policy_has_momentum_where_it_suits(
+    given: dict[str, Any], across: str | None, tmp_path: Path
+) -> None:
+    """Also when the settings of a run are read again, by its peers or to resume it."""
+    made = effective(**given)
+    assert made.sync.outer == across
+    assert effective_config(read_again(made, tmp_path), SIZE, has_script=False) == made

@@ -230,7 +230,7 @@ def test_a_policy_is_compared_with_the_reference(place: Path) -> None:
     assert [row.policy for row in look(policy="tau:period=10").traffic] == ["tau:period=10"]
     assert [row.policy for row in look(policy="never").traffic] == ["tau:10", "never"]
     assert [row.policy for row in look(servers="0").traffic] == ["bsp"]
-    assert {row.policy for row in look(policy="adaptive").traffic} == {"tau:10", "adaptive:threshold=0.025"}
+    assert {row.policy for row in look(policy="adaptive:0.025").traffic} == {"tau:10", "adaptive:threshold=0.025"}
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_an_estimate_uses_earlier_runs_of_the_same_kind(place: Path) -> None:
         (place / "runs" / name / "config.toml").write_text(files.dump(run))
     (place / "runs" / "broken").mkdir()
     (place / "runs" / "broken" / "summary.json").write_text("{")
-    _, seen, bounds = look(policy="adaptive", iterations=500).traffic
+    _, seen, bounds = look(policy=default, iterations=500).traffic
     assert seen.known == "as in one of 1,000 iterations, two" and seen.exchanges == (10.0, 20.0)
     assert bounds.exchanges == (0, 500)
 

@@ -246,14 +246,14 @@ def starts(world: World, folders: Sequence[Path], **settings: Any) -> list[Any]:
 
 def test_one_directory_on_a_shared_file_system(world: World, tmp_path: Path) -> None:
     made = starts(world, [tmp_path] * 3)
-    assert {one.settings.run.name for one in made} == {"adaptive"} and {one.directory.path for one in made} == {
-        tmp_path / "adaptive"
+    assert {one.settings.run.name for one in made} == {"tau"} and {one.directory.path for one in made} == {
+        tmp_path / "tau"
     }
     assert [one.here for one in made] == [[0], [1], [2]]
     assert sorted(entry.name for entry in made[0].directory.path.iterdir()) == ["config.toml", "hosts.txt"]
     again = starts(world, [tmp_path] * 3)
-    assert {one.settings.run.name for one in again} == {"adaptive-2"}
-    refused = starts(world, [tmp_path] * 3, name="adaptive")
+    assert {one.settings.run.name for one in again} == {"tau-2"}
+    refused = starts(world, [tmp_path] * 3, name="tau")
     assert "already exists: give another --name, or --overwrite" in str(refused[0])
     assert all(str(one) == f"rank 0 aborted: {refused[0]}" and one.exit_code == 2 for one in refused[1:])
 

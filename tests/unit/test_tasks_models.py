@@ -333,10 +333,10 @@ def test_table_1_of_the_paper() -> None:
     assert row(PRESETS["alexnet"]) == (0.01, 0.1, 0.9, 0.0005)
     assert row(PRESETS["googlenet"]) == (0.01, 0.96, 0.9, 0.0002)
     assert row(PRESETS["convnet"]) == (0.001, 0.1, 0.9, 0.004)
-    thresholds = {name: preset.policies["adaptive"] for name, preset in PRESETS.items()}
-    assert thresholds["alexnet"] == "adaptive:threshold=0.025"
-    assert thresholds["googlenet"] == "adaptive:threshold=0.02"
-    assert thresholds["convnet"] == "adaptive:threshold=0.01"
+    thresholds = {name: preset.threshold for name, preset in PRESETS.items()}
+    assert thresholds["alexnet"] == 0.025
+    assert thresholds["googlenet"] == 0.02
+    assert thresholds["convnet"] == 0.01
 
 
 @pytest.mark.parametrize("name", PRESETS)
