@@ -219,6 +219,7 @@ with gossipx.join(model, optimizer) as peer:
 """
 
 
+@pytest.mark.slow
 def test_two_workers_train_torchs_encoder_layer_as_one_process_does(two: Folder) -> None:
     run = two.run("--servers", "0,1", "--peer-timeout", "20", two.script(TWO_WORKERS), two.path)
     torch.manual_seed(3)

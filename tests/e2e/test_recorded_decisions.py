@@ -52,11 +52,11 @@ def test_a_decision_between_two_records_is_recorded_with_what_made_the_policy_fi
 
 
 def test_decisions_are_retrievals_skipped_or_failed(two: Folder) -> None:
-    script = steps_of("1e-6").replace("< 40", "< 2000")
+    script = steps_of("1e-6").replace("< 40", "< 500")
     run = two.run("--policy", "tau:1", "--log-interval", "1", two.script(script), two.path)
     for rank in range(2):
         last = {name: curve(run, rank, f"sync/{name}")[-1] for name in ("decisions", "skipped", "failed", "retrievals")}
-        assert last["decisions"] == (2000, 2000)
+        assert last["decisions"] == (500, 500)
         assert last["skipped"][1] > 0
         begun = last["decisions"][1] - last["skipped"][1]
         assert 0 <= begun - last["failed"][1] - last["retrievals"][1] <= 1, "the last one may be under way"

@@ -38,7 +38,7 @@ tell(peer, came=came)
 MODEL = 1088  # bytes: 4 · 50 + 50 values, with alignment
 
 
-@pytest.mark.parametrize("victim", [-1, 2])
+@pytest.mark.parametrize("victim", [pytest.param(-1, marks=pytest.mark.slow), 2])
 def test_peers_exchange_by_gloo_to_the_end_and_one_may_die(tmp_path: Path, victim: int) -> None:
     with folder(tmp_path, 3) as here:
         script = here.script(COUNTING)

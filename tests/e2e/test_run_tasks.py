@@ -62,7 +62,8 @@ def test_text_files_of_the_user(two: Folder) -> None:
     assert told == "texts/b.txt: not UTF-8 text (at byte 0): convert or remove it"
 
 
-@pytest.mark.parametrize("partition", [pytest.param("iid", marks=pytest.mark.slow), "dirichlet:alpha=0.1"])
+@pytest.mark.slow
+@pytest.mark.parametrize("partition", ["iid", "dirichlet:alpha=0.1"])
 def test_resnet20_with_its_statistics_on_one_channel(two: Folder, partition: str) -> None:
     options = ("--model", "resnet20", "--partition", partition, "--policy", "tau:2", "--blocking")
     run = two.run(*options, "--iterations", "4", "--batch-size", "16", "--eval-interval", "0")

@@ -6,7 +6,9 @@ import json
 import signal
 
 import pytest
+from click.testing import CliRunner
 
+from gossipx.cli import main
 from runs import Folder
 
 
@@ -18,14 +20,19 @@ def test_seeds_are_run_and_compared(two: Folder) -> None:
     assert [one["seed"] for one in found.values()] == [0, 3]
     paths = [str(two.path / name) for name in found]
     assert f"compare the seeds: gossipx compare {' '.join(paths)}" in ended.output
-    compared = two.start("-m", "gossipx", "compare", *paths, "--json").end()
-    [row] = json.loads(compared.output)
+    [row] = json.loads(CliRunner().invoke(main, ["compare", *paths, "--json"]).stdout)
     assert (row["name"], row["seeds"]) == ("x", [0, 3]) and row["intervals"]["accuracy"] > 0
-    table = two.start("-m", "gossipx", "compare", *paths).end()
-    assert "x, 2 seeds" in table.output and " ± " in table.output
+    table = CliRunner().invoke(main, ["compare", *paths]).stdout
+    assert "x, 2 seeds" in table and " ± " in table
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, id="SIGINT", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 0, id="SIGTERM"),
+    ],
+)
 def test_a_signal_ends_the_seeds(two: Folder, number: int, code: int) -> None:
     started = two.start_run("--seeds", "0-4", "--iterations", "1000000", "--policy", "tau:50")
     started.line(r"train \d")
