@@ -2,7 +2,7 @@
 
 The result of a wave, θ, is a *reference* that all its members hold. In the next wave a peer whose model is y encodes
 θ − y, with error feedback, to the change q, and gives θ − q in place of y. What the codec leaves out stays with the
-peer, in the accumulated error, and its model goes on from the new mean: so peers agree after each wave, however coarse
+peer, in the accumulated error, and training continues from the new mean: so peers agree after each wave, however coarse
 the codec is. With ``topk2`` this is SparseLoCo (Sarfi et al., 2025, arXiv:2508.15706, Algorithm 1) with an outer
 learning rate of 1, and without the all-gather: a peer passes on the encoded changes of all peers whose models it has
 averaged, so that after log2 N rounds each member has received each change once.

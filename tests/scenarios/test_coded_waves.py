@@ -114,7 +114,7 @@ def test_different_references_become_equal(given: Given) -> None:
 
 
 def test_a_restored_peer_forgets_the_wave_that_it_was_in(given: Given) -> None:
-    """What was encoded for a wave that is given up is not lost: the error is as it was before."""
+    """A change that was encoded for an abandoned wave is not lost: the error is as it was before."""
     made = world(2, policy="tau:4", network=Network(bandwidth=2 * SIZE), peer_timeout=TIMEOUT, **WAVES)
     until(made, 0, "meets 1 in round 0 of wave 1")
     codec = made.peers[0].codec._waves[0]

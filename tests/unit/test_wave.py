@@ -31,8 +31,8 @@ def sent(effects: list[Effect]) -> Send:
     return next(effect for effect in effects if isinstance(effect, Send))
 
 
-def given(wave: Wave, key: str = "k", weight: int = 1, deadline: float = TIMEOUT) -> Answer:
-    return Answer(key, ModelReply(100, weight), deadline, captured=wave.ticket)
+def given(wave: Wave, to: int, key: str = "k", weight: int = 1, deadline: float = TIMEOUT) -> Answer:
+    return Answer(key, ModelReply(100, weight), deadline, captured=wave.ticket, receiver=(to, ()))
 
 
 def test_both_models_cross_before_either_is_merged():
@@ -40,7 +40,7 @@ def test_both_models_cross_before_either_is_merged():
     assert effects[0] == Capture(wave.ticket) and effects[2] == SetTimer(TIMER, TIMEOUT)
     assert sent(effects).to == 1
     assert wave.model_received(1, 0.1) == [], "ours is not with the other yet"
-    assert wave.requested(asks(1, 0, 2), 0.2) == [given(wave)]
+    assert wave.requested(asks(1, 0, 2), 0.2) == [given(wave, 1)]
     assert wave.is_answering("k") and not wave.is_answering("other")
     assert wave.answered(Answered("k", True), 0.3) == [Merge(sent(effects).ticket, wave.ticket, 1, 1)]
     assert not wave.over
@@ -52,7 +52,7 @@ def test_an_answer_that_was_not_delivered_may_be_requested_again():
     wave.model_received(1, 0.1)
     wave.requested(asks(1, 0, 2, key="first"), 0.2)
     assert wave.answered(Answered("first", False), 0.3) == []
-    assert wave.requested(asks(1, 0, 2, key="again"), 0.4) == [given(wave, "again")]
+    assert wave.requested(asks(1, 0, 2, key="again"), 0.4) == [given(wave, 1, "again")]
     assert wave.answered(Answered("again", True), 0.5) == [Merge(sent(effects).ticket, wave.ticket, 1, 1)]
 
 
@@ -64,7 +64,7 @@ def test_a_request_for_a_later_round_waits():
     wave.answered(Answered("k", True), 0.3)
     entered = wave.merge_ended(True, 0.4)
     assert sent(entered).request == RoundRequest(7, 1, (0, 1, 2, 3)) and sent(entered).to == 2
-    assert entered[-1] == given(wave, "later", 2, 1.5 * TIMEOUT)
+    assert entered[-1] == given(wave, 2, "later", 2, 1.5 * TIMEOUT)
 
 
 def test_requests_of_another_round_or_wave_are_refused():
@@ -95,7 +95,7 @@ def test_each_round_may_end_a_little_later_than_the_one_before():
     other.requested(asks(3, 0, 4), 0.1)
     other.answered(Answered("k", True), 0.1)
     assert sent(other.merge_ended(True, 0.2)).deadline == 1.5 * TIMEOUT
-    assert wave.lost == 1 and wave.requested(asks(1, 0, 4), TIMEOUT) != [given(wave)]
+    assert wave.lost == 1 and wave.requested(asks(1, 0, 4), TIMEOUT) != [given(wave, 1)]
 
 
 def test_weights_after_a_lost_round():
@@ -118,7 +118,7 @@ def test_a_received_model_is_merged_even_if_ours_was_not_delivered():
 def test_a_peer_beyond_the_power_of_two_sends_first_and_receives_the_mean_last():
     wave, effects = begun(2, 3)
     assert not any(isinstance(effect, Send) for effect in effects)
-    assert wave.requested(asks(0, 0, 3), 0.1) == [given(wave)]
+    assert wave.requested(asks(0, 0, 3), 0.1) == [given(wave, 0)]
     last = wave.answered(Answered("k", True), 0.2)
     assert sent(last).request == RoundRequest(7, 2, (0, 1, 2))
     assert wave.model_received(3, 0.3) == [Merge(sent(last).ticket, wave.ticket, 0, 3)]
@@ -131,7 +131,7 @@ def test_a_starter_that_only_sends_first_announces_its_wave():
     (answer,) = core.requested(asks(2, 0, 3), 0.1)
     assert isinstance(answer, Answer) and isinstance(answer.reply, HereReply)
     assert starter.model_received(1, 0.1) == [Forget(sent(effects).ticket)], "it asked for none"
-    assert starter.requested(asks(0, 0, 3), 0.2) == [given(starter)]
+    assert starter.requested(asks(0, 0, 3), 0.2) == [given(starter, 0)]
 
 
 def test_a_peer_that_leaves_is_not_waited_for():
@@ -179,7 +179,8 @@ def test_a_peer_that_sent_none_switches_and_requests_anew():
     effects = waves.requested(meant(1, (0, 1, 2, 3)), 5, 0.1)
     assert waves.current is not few and waves.current.members == (0, 1, 2, 3)
     assert effects[0] == Forget(few.ticket) and effects[1] == Capture(waves.current.ticket)
-    assert effects[-1] == Answer("k", ModelReply(5, 1), 0.1 + TIMEOUT, captured=waves.current.ticket)
+    own = waves.current.ticket
+    assert effects[-1] == Answer("k", ModelReply(5, 1), 0.1 + TIMEOUT, captured=own, receiver=(1, ()))
 
 
 def test_of_several_waiting_waves_the_latest_is_joined():
