@@ -241,7 +241,7 @@ class WaveCodec:
             if frames is None or wave.frames is None:
                 wave.frames = None
             else:
-                wave.frames = {**(wave.frames if own else {}), **frames}
+                wave.frames = {**frames, **wave.frames} if own else frames
                 _write(self._mean_of(wave.frames), incoming.buffer)
             return distance
 

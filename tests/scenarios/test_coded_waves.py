@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from gossipx import codecs
 from gossipx.codecs import decode, encoder
 from gossipx.codecs.changes import FULL
 from gossipx.compression import WaveCodec
+from gossipx.errors import LocalFaultError, ProtocolError
+from gossipx.protocol.messages import ModelReply, RoundRequest
 from gossipx.sim import Network, SimPeer, World
 
 TOPK2 = "topk2:ratio=0.2,chunk=8"
@@ -138,3 +142,46 @@ def test_a_model_with_nan_is_refused() -> None:
     ended(made, bound(4, waits=5))
     assert models(made, [0, 2, 3]).isfinite().all()
     assert made.peers[1].arena.step == ITERATIONS
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda data: data[:5], "end within a header"),
+        (lambda data: data[:-1], "are malformed"),
+        (lambda data: data * 2, "are malformed"),
+        (lambda data: b"", "not of the same peers"),
+        (lambda data: b"\1" + data[1:], None),
+    ],
+    ids=["cut in a header", "cut in a frame", "twice", "none", "of another rank"],
+)
+def test_malformed_changes_are_refused(change: Callable[[bytes], bytes], told: str | None) -> None:
+    arena = maker(0, 2)(0).arena
+    codec = WaveCodec(codecs.parse("int8"), arena, 0, 2)
+    codec.begin([torch.zeros(SIZE)])
+    codec.enter(1)
+    request = codec.prepared(RoundRequest(1, 0, (0, 1)))
+    reply, source = codec.give(1, request.bases, [torch.ones(SIZE)], ModelReply(5))
+    content = change(bytes(source.view))
+    reply = dataclasses.replace(reply, sizes=(len(content),))
+    if told is None:
+        frames, (values, _) = codec.decoded(reply, memoryview(content))
+        assert list(frames) == [1] and values.cast("B") == memoryview(torch.ones(SIZE).numpy()).cast("B")
+        return
+    with pytest.raises(ProtocolError, match=told):
+        codec.decoded(reply, memoryview(content))
+
+
+def test_a_change_from_another_reference_is_refused() -> None:
+    one, other = (WaveCodec(codecs.parse("int8"), maker(rank, 2)(0).arena, rank, 2) for rank in range(2))
+    for codec, start in ((one, torch.zeros(SIZE)), (other, torch.ones(SIZE))):
+        codec.begin([start])
+        codec.enter(1)
+    bases = one.prepared(RoundRequest(1, 0, (0, 1))).bases
+    reply, source = one.give(1, bases, [torch.ones(SIZE)], ModelReply(5))
+    with pytest.raises(ProtocolError, match="a change from another model"):
+        other.decoded(reply, source.view)
+    reply, _ = one.give(1, other.prepared(RoundRequest(1, 0, (0, 1))).bases, [torch.ones(SIZE)], ModelReply(5))
+    assert reply.bases == (FULL,)
+    with pytest.raises(LocalFaultError, match="the wave is over"):
+        one.give(2, bases, [torch.ones(SIZE)], ModelReply(5))
