@@ -22,6 +22,8 @@ PAPERS = "adaptive:threshold=0.025"
 """The paper's rule with the threshold of LeNet's preset."""
 KINDS = {
     **{policy: ("--policy", policy) for policy in ("tau:10", "tau:100", PAPERS, "travel", "drift", "never")},
+    "default": (),
+    "auto:budget=2%, momentum:0.6": ("--policy", "auto:budget=2%", "--outer", "momentum:0.6"),
     **{f"waves, {policy}": ("--exchange", "waves", "--policy", policy) for policy in ("tau:100", "tau:400")},
 }
 """Options by the name of a row."""
@@ -71,7 +73,7 @@ def _report(partition: str, runs: dict[str, list[Summary]], arguments: argparse.
         averaged = statistics.fmean(float(one.consensus_accuracy or 0.0) for one in summaries)
         rows.append(
             (
-                f"waves, {summaries[0].policy}" if policy.startswith("waves") else summaries[0].policy,
+                policy if policy == "default" or "," in policy else summaries[0].policy,
                 f"{pulls:.1f}",
                 f"{saved:.1%}",
                 f"{_mean(summaries, 'bytes_received') / 1e6:.1f}",
