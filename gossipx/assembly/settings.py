@@ -93,7 +93,7 @@ def _is_default_exchange(config: RunConfig) -> bool:
     sync = config.sync
     with_each_other = not config.has_servers and config.hub.hub is None and sync.mode != "push"
     is_default = not config.is_given("policy") and not policies.is_object(sync.policy)
-    return with_each_other and is_default and (sync.exchange == "pulls" or sync.codec == "none")
+    return with_each_other and is_default and sync.exchange == "pulls"  # after a wave, all peers hold the mean
 
 
 def _check_solver(given: str) -> None:

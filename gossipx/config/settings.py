@@ -172,7 +172,7 @@ class SyncSettings:
     outer: str | None = setting(
         None,
         "Momentum across exchanges: momentum:0.6, nesterov:lr=0.7,momentum=0.9 (with --exchange waves), or none."
-        " Default: momentum:0.6 without --policy, if peers pull or exchange in pairs or waves; else none.",
+        " Default: momentum:0.6 without --policy, if peers pull or exchange in pairs; else none.",
         check=checks.outer,
     )
     fragments: int = setting(

@@ -397,7 +397,7 @@ def test_drop_stragglers_must_leave_out_a_worker(given: dict[str, Any], workers:
     [
         ({}, "momentum:0.6"),
         ({"mode": "pushpull"}, "momentum:0.6"),
-        ({"exchange": "waves"}, "momentum:0.6"),
+        ({"exchange": "waves"}, None),
         ({"policy": "tau:50"}, None),
         ({"policy": "adaptive", "outer": "momentum:0.3"}, "momentum:0.3"),
         ({"outer": "none"}, "none"),
