@@ -165,5 +165,5 @@ def _look(name: str) -> dict[str, Any]:
     """Return how a system looks, which is the same in all pictures."""
     place, own = list(SYSTEMS).index(name), SYSTEMS[name].is_gossipx
     line = {"linewidth": 2.2, "zorder": 3} if own else {"linewidth": 1, "linestyle": "--", "alpha": 0.7}
-    mark = {"marker": MARKS[(place + 5 * own) % len(MARKS)], "markersize": 9 if own else 6}
+    mark = {"marker": MARKS[(place + place // len(COLOURS)) % len(MARKS)], "markersize": 9 if own else 6}
     return {"color": COLOURS[place % len(COLOURS)], **mark, **line}

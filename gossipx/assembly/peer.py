@@ -114,7 +114,8 @@ def build_peer(
     granted = grant(config.exchange, place.bind.host)
     managers = managers or Managers()
     sync = dataclasses.replace(config.sync, policy=managers.configured(config.sync.policy))
-    config = with_policy(dataclasses.replace(config, sync=sync), has_script=True)
+    has_own = policy is not None or managers.sync is not None
+    config = with_policy(dataclasses.replace(config, sync=sync), has_script=True, has_own=has_own)
     check_exchange(config)
     hub = elastic_settings(config, place.names)
     arena = _arena(config, place, module)

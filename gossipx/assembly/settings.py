@@ -72,19 +72,25 @@ def effective_config(config: RunConfig, size: int, has_script: bool) -> RunConfi
     return config
 
 
-def with_policy(config: RunConfig, has_script: bool) -> RunConfig:
+def with_policy(config: RunConfig, has_script: bool, has_own: bool = False) -> RunConfig:
     """Return the configuration with the complete spec of its policy, and the outer optimizer of the default one.
 
     Servers replace the policy, which is unchanged then.
+
+    Args:
+        config: the configuration.
+        has_script: whether the run trains a user's script.
+        has_own: whether a script decides when to exchange, by an object that no setting names.
     """
-    if "outer" not in config.given and config.sync.preset is None:
-        suited = DEFAULT_OUTER if _is_default_exchange(config) else None
+    if "outer" not in config.given:
+        suited = DEFAULT_OUTER if not has_own and _is_default_exchange(config) else None
         config = dataclasses.replace(config, sync=dataclasses.replace(config.sync, outer=suited))
     if config.has_servers:
         return config
     spec = config.sync.policy
-    if config.sync.preset == "paper" and spec == "adaptive":
-        spec = f"adaptive:threshold={SCRIPTS_THRESHOLD if has_script else PRESETS[config.task.model].threshold:g}"
+    if config.sync.preset == "paper":
+        threshold = SCRIPTS_THRESHOLD if has_script else PRESETS[config.task.model].threshold
+        spec = _completed("adaptive", f"adaptive:threshold={threshold:g}", spec)
     return dataclasses.replace(config, sync=dataclasses.replace(config.sync, policy=policies.complete(spec)))
 
 
@@ -92,7 +98,7 @@ def _is_default_exchange(config: RunConfig) -> bool:
     """Return whether peers exchange by the default policy, and in a way that an outer optimizer suits."""
     sync = config.sync
     with_each_other = not config.has_servers and config.hub.hub is None and sync.mode != "push"
-    is_default = not config.is_given("policy") and not policies.is_object(sync.policy)
+    is_default = not config.is_given("policy") and sync.preset is None
     return with_each_other and is_default and sync.exchange == "pulls"  # after a wave, all peers hold the mean
 
 
@@ -159,12 +165,18 @@ def _with_preset(config: RunConfig) -> RunConfig:
 
 def _policy_for(preset: Preset, spec: str) -> str:
     """Return the spec with the preset's arguments, unless it has arguments other than those that all policies have."""
-    name, _, given = spec.partition(":")
-    of_model = preset.policies.get(name.strip())
+    for name, of_model in preset.policies.items():
+        spec = _completed(name, of_model, spec)
+    return spec
+
+
+def _completed(name: str, complete: str, spec: str) -> str:
+    """Return ``complete`` with the arguments of a spec of this name, if these are ones that all policies have."""
+    own, _, given = spec.partition(":")
     keys = {part.partition("=")[0].strip() for part in given.split(",")} - {""}
-    if of_model is None or not keys <= {"warmup", "max_silence"}:
+    if own.strip() != name or not keys <= {"warmup", "max_silence"}:
         return spec
-    return f"{of_model}{',' if ':' in of_model else ':'}{given}" if keys else of_model
+    return f"{complete}{',' if ':' in complete else ':'}{given}" if keys else complete
 
 
 def check_without_run(config: RunConfig) -> None:

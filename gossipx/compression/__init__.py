@@ -10,6 +10,7 @@ from gossipx.compression.elastic import ElasticCodec, UploadedModelSink
 from gossipx.compression.models import ModelCodec
 from gossipx.compression.receive import ModelSink
 from gossipx.compression.waves import WaveCodec, WaveSink
+from gossipx.errors import LocalFaultError
 from gossipx.memory import Source
 from gossipx.model.arena import ParameterArena
 from gossipx.model.receive import Incoming
@@ -91,13 +92,14 @@ class Coded:
         """Encode the model of an answer; return the completed reply and the payload.
 
         Raises:
-            LocalFaultError: it belongs to a wave that is over.
+            LocalFaultError: it belongs to a wave that is over, or to no wave in a run of waves.
         """
         if answer.receiver is None:
             return reply, model.source
         buffer, (receiver, bases) = model.buffer, answer.receiver
         if buffer.fragment in self._waves:
-            assert answer.captured is not None
+            if answer.captured is None:
+                raise LocalFaultError("in this run models are exchanged in waves")
             return self._waves[buffer.fragment].give(answer.captured, bases, buffer.vectors, reply)
         return self.of(buffer.fragment).give(receiver, bases, buffer.vectors, reply)
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gossipx.codecs import Codec, State, decode_into, encoder
+from gossipx.codecs import Codec, ErrorFeedback, State, decode_into
 from gossipx.codecs.changes import FULL, checksum
 from gossipx.compression.receive import ModelSink
 from gossipx.compression.sections import Sections, as_bytes
@@ -85,7 +85,7 @@ class WaveCodec:
     ):
         self.fragment = arena.fragment(fragment)
         self._sections = Sections(codec, self.fragment, arena.slots, norms)
-        self._encoder = encoder(codec)
+        self._encoder = ErrorFeedback(self._sections.codec)
         self._rank = rank
         self._seed = seed
         self._longest = [peers * (_FRAME.size + codec.longest(tensors)) for tensors in self._sections.tensors]
@@ -150,14 +150,17 @@ class WaveCodec:
         wave = self._wave
         if wave.ticket != ticket:
             raise LocalFaultError("the wave is over")
+        self._encode(wave, model)
+        return wave
+
+    def _encode(self, wave: _Wave, model: Sequence[Tensor]) -> None:
         if wave.states is None:
             wave.states = [_copied(state) for state in self._states]
             if self._reference is not None:
                 rows = zip(self._reference, self._sections.trained(model), wave.states, strict=True)
                 encoded = [self._encoder.encode(was - now, state) for was, now, state in rows]
                 wave.states = [state for _, state in encoded]
-                wave.frames = {self._rank: [frame for frame, _ in encoded]}
-        return wave
+                wave.frames = {self._rank: [memoryview(bytes(frame)) for frame, _ in encoded]}  # without spare memory
 
     def _average(self, wave: _Wave, model: Sequence[Tensor]) -> list[Tensor]:
         """Return the trained values of the current average; ``model`` as for :meth:`give`."""
@@ -186,7 +189,7 @@ class WaveCodec:
         """Return whether the sizes of a reply are possible."""
         if reply.bases == (FULL,) * len(self._longest):
             return self._sections.fit(reply.sizes, reply.bases)
-        is_complete = len(reply.sizes) == len(reply.bases) == len(self._longest)
+        is_complete = len(reply.sizes) == len(reply.bases) == len(self._longest) and FULL not in reply.bases
         return is_complete and all(map(int.__le__, reply.sizes, self._longest))
 
     def decoded(self, reply: ModelReply, content: memoryview) -> tuple[Frames | None, list[memoryview]]:
@@ -224,9 +227,10 @@ class WaveCodec:
             A number; NaN if a value is not finite, and then the average is unchanged.
         """
         with self._lock:
-            if self._wave.ticket != ticket:  # the wave is over, and nobody needs the result
+            wave = self._wave
+            if wave.ticket != ticket:  # the wave is over, and nobody needs the result
                 return self.fragment.merge(incoming.buffer, before, own, theirs)
-            wave = self._entered(ticket, before.vectors)
+            self._encode(wave, before.vectors)
             average = before
             if not wave.merged and wave.frames is not None:
                 average = self.fragment.pool.buffer()
@@ -257,6 +261,7 @@ class WaveCodec:
             if wave.ticket == ticket and wave.states is not None:
                 self._states = wave.states
                 self._set_reference(average)
+                wave.frames = None
 
 
 class WaveSink(ModelSink):

@@ -21,7 +21,7 @@ from gossipx.errors import UsageError
 from gossipx.specs import suggest, toml
 
 PRESETS: Mapping[Any, Mapping[str, Any]] = {
-    "paper": {"policy": "adaptive", "blocking": True, "finish": "none", "outer": "none"},
+    "paper": {"policy": "adaptive", "blocking": True, "finish": "none"},
 }
 """Settings that a preset gives to all that a user has not given. The paper is Adaptive Communication: Algorithm 2 with
 the rule of section IV, whose threshold is that of the model (Table I)."""

@@ -38,11 +38,12 @@ def training(policy: str, before: str = "") -> str:
 )
 def test_a_policy_object_is_recorded_as_that(two: Folder, script: str, recorded: str) -> None:
     """And a run by the settings file needs the object again, or another policy, unless a spec can name it."""
-    run = two.run("--policy", "tau:10", "--blocking", two.script(script), two.path)
+    run = two.run("--blocking", two.script(script), two.path)
     assert min(run.summary["retrievals"]) > 0
     assert run.summary["policy"] == recorded
     config = run.directory / "config.toml"
-    assert files.resolve(files.load(config)).sync.policy == recorded
+    sync = files.resolve(files.load(config)).sync
+    assert sync.policy == recorded and sync.outer is None, "momentum belongs to the default policy alone"
 
     again = two.run("--config", config, two.script(script), two.path, name="again")
     assert again.summary["retrievals"] == run.summary["retrievals"]

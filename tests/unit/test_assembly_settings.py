@@ -227,14 +227,14 @@ def test_the_policy_that_really_runs_is_recorded(given: str, has_script: bool, r
 @pytest.mark.parametrize(
     ("given", "has_script", "ran"),
     [
-        ({}, False, ("adaptive:threshold=0.025", True, "none", "none")),
-        ({"model": "googlenet"}, False, ("adaptive:threshold=0.02", True, "none", "none")),
-        ({}, True, ("adaptive:threshold=0.02", True, "none", "none")),
-        ({"policy": "tau:10", "finish": "consensus"}, False, ("tau:10", True, "consensus", "none")),
-        ({"blocking": False, "policy": "never"}, True, ("never", False, "none", "none")),
+        ({}, False, ("adaptive:threshold=0.025", True, "none", None)),
+        ({"model": "googlenet"}, False, ("adaptive:threshold=0.02", True, "none", None)),
+        ({}, True, ("adaptive:threshold=0.02", True, "none", None)),
+        ({"policy": "tau:10", "finish": "consensus"}, False, ("tau:10", True, "consensus", None)),
+        ({"blocking": False, "policy": "never"}, True, ("never", False, "none", None)),
     ],
 )  # fmt: skip
-def test_the_papers_preset(given: dict[str, Any], has_script: bool, ran: tuple[str, bool, str, str]) -> None:
+def test_the_papers_preset(given: dict[str, Any], has_script: bool, ran: tuple[str, bool, str, None]) -> None:
     """Adaptive Communication: Algorithm 2 with the rule of section IV, Table I; given settings take precedence."""
     sync = effective(has_script, preset="paper", **given).sync
     assert (sync.policy, sync.blocking, sync.finish, sync.outer) == ran
@@ -401,7 +401,8 @@ def test_drop_stragglers_must_leave_out_a_worker(given: dict[str, Any], workers:
         ({"policy": "tau:50"}, None),
         ({"policy": "adaptive", "outer": "momentum:0.3"}, "momentum:0.3"),
         ({"outer": "none"}, "none"),
-        ({"preset": "paper"}, "none"),
+        ({"preset": "paper"}, None),
+        ({"preset": "paper", "hub": "0", "hub_lost": "wait"}, None),
         ({"mode": "push"}, None),
         ({"hub": "0"}, None),
         ({"servers": "0"}, None),
@@ -415,3 +416,11 @@ def test_the_default_policy_has_momentum_where_it_suits(
     made = effective(**given)
     assert made.sync.outer == across
     assert effective_config(read_again(made, tmp_path), SIZE, has_script=False) == made
+
+
+@pytest.mark.parametrize(("has_script", "threshold"), [(False, "0.025"), (True, "0.02")])
+def test_the_papers_preset_has_the_papers_rule(has_script: bool, threshold: str) -> None:
+    assert effective(has_script, preset="paper").sync.policy == f"adaptive:threshold={threshold}"
+    made = effective(has_script, preset="paper", policy="adaptive:warmup=9")
+    assert made.sync.policy == f"adaptive:threshold={threshold},warmup=9"
+    assert effective(has_script, preset="paper", policy="tau:5").sync.policy == "tau:5"
