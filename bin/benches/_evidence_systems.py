@@ -75,6 +75,10 @@ SYSTEMS = {
     "default": _run(),
     "default-3lc": _run("--codec", "3lc:sparsity=1,residual=0.3"),
     "pairs": _run("--mode", "pushpull", "--policy", "tau:{period}", "--outer", "momentum:0.6", periodic=True),
+    "pairs-sign": _run(
+        *("--mode", "pushpull", "--policy", "tau:{period}", "--codec", "efsignsgd", "--mixing", "choco:gamma=0.5"),
+        periodic=True,
+    ),
     "waves": _run(*WAVES, "--outer", "nesterov:lr=0.7,momentum=0.9", periodic=True),
     "waves-mean": _run(*WAVES, periodic=True),
     "waves-topk2": _run(*WAVES, "--codec", "topk2", periodic=True),
