@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ def ddp(config: Path, target: Path) -> None:
 
     The traffic is computed: a ring all-reduce of N processes sends 2 (N − 1)/N gradients in each step.
     """
+    warnings.filterwarnings("ignore", message="Grad strides do not match")  # of a layer with one channel; it is fast
     run = files.resolve(files.load(config))
     settings, task = run.run, run.task
     assert task.batch_size is not None
@@ -70,7 +72,7 @@ def draw(picture: Path, of_ddp: Path, runs: list[Path]) -> None:
     figure, panel = pyplot.subplots(figsize=(9, 5), layout="constrained")
     for run in runs:
         seen = curves.read(run).by_megabytes
-        panel.plot(seen.x, seen.mean, marker="o", markersize=4, label=summary.read(run).policy)
+        panel.plot(seen.x, seen.mean, marker="o", markersize=4, label=f"{run.name}: {summary.read(run).policy}")
     points = json.loads(of_ddp.read_text())
     panel.plot(
         *zip(*points, strict=True), marker="s", markersize=4, color="black", label="DDP, all gradients each step"
