@@ -11,7 +11,6 @@ import _links
 import matplotlib as mpl
 from _cached_runs import CachedRuns
 from _evidence_systems import PERIODS, SYSTEMS, shown
-from _evidence_task import WORKLOADS
 
 mpl.use("Agg")
 from matplotlib import pyplot, ticker
@@ -125,16 +124,10 @@ def evidence(comparison: Any, folder: Path) -> None:
             along = [point[axis] / scale for point in points]
             values = [point[comparison.workload.figure] for point in points]
             panel.plot(along, values, markevery=[len(points) - 1], label=shown(name), **_look(name))
-        panel.set_xscale("log")
         least = min((comparison.mean(name, axis) for name in comparison.runs), default=1.0)
         panel.set_xlim(left=least / scale / 20)  # before its first exchange a system sends next to nothing
-        panel.set_xlabel(f"{label}, {comparison.rate.replace('mbit', ' Mbit/s')}")
-        panel.set_ylabel(f"test {comparison.workload.figure} of the averaged model")
-        panel.set_title(f"{comparison.task}: {comparison.peers} peers, {comparison.steps} steps", fontsize=10)
-        panel.grid(alpha=0.3)
-        figure.legend(loc="outside right center", fontsize=8)
-        figure.savefig(folder / f"{comparison.task}-{comparison.rate}-{axis}.png", dpi=120)
-        pyplot.close(figure)
+        label = f"{label}, {comparison.rate.replace('mbit', ' Mbit/s')}"
+        _save(figure, panel, comparison, label, folder / f"{comparison.task}-{comparison.rate}-{axis}.png")
 
 
 def periods(plan: Any, folder: Path) -> None:
@@ -144,20 +137,25 @@ def periods(plan: Any, folder: Path) -> None:
         plan: of a task.
         folder: receives ``TASK-periods.png``.
     """
-    workload = WORKLOADS[plan.task]
     figure, panel = pyplot.subplots(figsize=(9, 5), layout="constrained")
     for name in plan.systems:
         ends = plan.ends(name)
         if ends:
-            along, values = [one["bytes"] / 1e6 for one in ends], [one[workload.figure] for one in ends]
+            along, values = [one["bytes"] / 1e6 for one in ends], [one[plan.workload.figure] for one in ends]
             panel.plot(along, values, label=shown(name), **_look(name))
+    label = f"MB sent per peer; a line joins periods of {', '.join(map(str, PERIODS))} steps"
+    _save(figure, panel, plan, label, folder / f"{plan.task}-periods.png")
+
+
+def _save(figure: Any, panel: Any, of: Any, label: str, target: Path) -> None:
+    """Finish a picture of a comparison or a plan, and write it."""
     panel.set_xscale("log")
-    panel.set_xlabel(f"MB sent per peer; a line joins periods of {', '.join(map(str, PERIODS))} steps")
-    panel.set_ylabel(f"final test {workload.figure} of the averaged model")
-    panel.set_title(f"{plan.task}: {plan.peers} peers, {plan.steps} steps", fontsize=10)
+    panel.set_xlabel(label)
+    panel.set_ylabel(f"test {of.workload.figure} of the averaged model")
+    panel.set_title(f"{of.task}: {of.peers} peers, {of.steps} steps", fontsize=10)
     panel.grid(alpha=0.3)
     figure.legend(loc="outside right center", fontsize=8)
-    figure.savefig(folder / f"{plan.task}-periods.png", dpi=120)
+    figure.savefig(target, dpi=120)
     pyplot.close(figure)
 
 

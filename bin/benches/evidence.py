@@ -48,7 +48,7 @@ class Plan:
     """
 
     def __init__(self, task: str, given: argparse.Namespace, systems: Sequence[str], kept: CachedRuns):
-        self.task, self.systems = task, systems
+        self.task, self.workload, self.systems = task, WORKLOADS[task], systems
         self.steps = given.steps or (WORKLOADS[task].steps if given.full else SHORT_STEPS)
         self.peers, self.seeds, self._rates = given.peers, range(given.seeds), given.rate
         self._kept = kept
