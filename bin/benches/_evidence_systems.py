@@ -58,6 +58,8 @@ def _ddp(**options: Any) -> System:
 
 
 WAVES = ("--exchange", "waves", "--policy", "tau:{period}")
+LOW_BITS = ("--codec", "3lc:sparsity=1,residual=0.3")
+ONE_BIT = ("--mode", "pushpull", "--codec", "efsignsgd", "--mixing", "choco:gamma=0.5")
 SERVER_CODEC = ("--push-codec", "3lc:1.75", "--pull-codec", "3lc:1.75")
 DDP = "ddp"
 SYSTEMS = {
@@ -73,23 +75,26 @@ SYSTEMS = {
     "paper": _run("--policy", "{adaptive}", "--outer", "none", "--finish", "none", "--blocking"),
     "tau:50": _run("--policy", "tau:50"),
     "default": _run(),
-    "default-3lc": _run("--codec", "3lc:sparsity=1,residual=0.3"),
+    "default-3lc": _run(*LOW_BITS),
+    "tau:10-3lc": _run("--policy", "tau:10", *LOW_BITS),
     "pairs": _run("--mode", "pushpull", "--policy", "tau:{period}", "--outer", "momentum:0.6", periodic=True),
-    "pairs-sign": _run(
-        *("--mode", "pushpull", "--policy", "tau:{period}", "--codec", "efsignsgd", "--mixing", "choco:gamma=0.5"),
-        periodic=True,
-    ),
+    "pairs-sign": _run("--policy", "tau:{period}", *ONE_BIT, periodic=True),
+    "pairs-sign:5": _run("--policy", "tau:5", *ONE_BIT),
+    "pairs-sign:2": _run("--policy", "tau:2", *ONE_BIT),
     "waves": _run(*WAVES, "--outer", "nesterov:lr=0.7,momentum=0.9", periodic=True),
-    "waves-mean": _run(*WAVES, periodic=True),
     "waves-topk2": _run(*WAVES, "--codec", "topk2", periodic=True),
     "hub": _run("--hub", "0", "--policy", "tau:{period}", periodic=True),
     "bsp": _run("--servers", "{everyone}", "--sync", "bsp", is_synchronous=True),
+    "bsp-int8": _run(
+        *("--servers", "{everyone}", "--sync", "bsp", "--push-codec", "int8", "--pull-codec", "int8"),
+        is_synchronous=True,
+    ),
     "bsp-3lc": _run("--servers", "{everyone}", "--sync", "bsp", *SERVER_CODEC, is_synchronous=True),
     "ssp": _run("--servers", "{everyone}", "--sync", "ssp:3"),
     "ssp-3lc": _run("--servers", "{everyone}", "--sync", "ssp:3", *SERVER_CODEC),
 }
 """By name. The hub and the servers train too, so that every system has the same machines."""
-SHORT = (DDP, "ddp-powersgd", "diloco", "tau:10", "default", "waves-topk2")
+SHORT = (DDP, "ddp-powersgd", "diloco", "tau:10", "default", "pairs-sign:5", "waves-topk2")
 """Systems without --full."""
 
 
