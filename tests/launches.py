@@ -93,7 +93,7 @@ def launcher(directory: Path) -> Run:
 
     def launched(body: str, *arguments: str, peers: str = "localhost slots=3", **settings: Any) -> int:
         given = config_files.resolve({"logdir": str(directory / "runs"), "name": "mine", **settings})
-        return launch(given, hosts(directory, peers), [str(script(directory, body)), *arguments], {})
+        return launch(given, hosts(directory, peers), [str(script(directory, body)), *arguments], {}).code
 
     return launched
 

@@ -196,7 +196,7 @@ def run(
 
         if config_file:
             raise UsageError("--config is for a new run, but --resume uses the settings of the run: leave one out")
-        sys.exit(launch(*settings_of(resume, settings, list(script), environ), environ, resumes=True))
+        sys.exit(launch(*settings_of(resume, settings, list(script), environ), environ, resumes=True).code)
     given = files.load(config_file) if config_file else {}
     resolved = files.resolve(given, settings)
     hosts = None if resolved.run.peers is None else Path(resolved.run.peers)
@@ -207,7 +207,7 @@ def run(
 
         sys.exit(launch_each(resolved, parse(seeds), hosts, list(script), environ))
     else:
-        sys.exit(launch(resolved, hosts, list(script), environ))
+        sys.exit(launch(resolved, hosts, list(script), environ).code)
 
 
 def _check_together(

@@ -72,7 +72,7 @@ def launch(
     environ: Mapping[str, str],
     resumes: bool = False,
     spawn: Spawn = subprocess.Popen,
-) -> int:
+) -> Outcome:
     """Run the peers of this machine to their end, or under torchrun, srun or mpirun the one peer that is this process.
 
     Args:
@@ -84,7 +84,7 @@ def launch(
         spawn: starts the process of a peer; called like :class:`subprocess.Popen`.
 
     Returns:
-        The exit code: 0; 1 if no peer finished, or a script failed or a peer crashed; 3 if the peers hold different
+        Whether the run was stopped, and the exit code: 0; 1 if no peer finished, or a script failed or a peer crashed; 3 if the peers hold different
         models; 2, 4 or 5 if a peer ended with it; 130 if interrupted, by SIGINT or SIGHUP; 0 if SIGTERM
         stopped the run.
 
@@ -92,18 +92,6 @@ def launch(
         UsageError: settings, hosts file or script are invalid; nothing was started.
         GossipxError: the processes of the run did not find each other in time.
     """
-    return run_to_end(given, hosts, script, environ, resumes, spawn).code
-
-
-def run_to_end(
-    given: RunConfig,
-    hosts: Path | None,
-    script: list[str],
-    environ: Mapping[str, str],
-    resumes: bool = False,
-    spawn: Spawn = subprocess.Popen,
-) -> Outcome:
-    """Do what :func:`launch` does, and also return whether the run was stopped."""
     hosts, world = peer_source(hosts, environ)
     if world is not None:
         from gossipx.launch.cluster.multi_process import from_world  # imports torch, for its TCPStore

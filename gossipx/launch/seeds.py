@@ -10,7 +10,7 @@ from pathlib import Path
 from gossipx.config.settings import KEYS, RunConfig
 from gossipx.errors import NotAuthorisedError, UsageError
 from gossipx.launch.directory import check_name
-from gossipx.launch.local import peer_source, run_to_end
+from gossipx.launch.local import launch, peer_source
 from gossipx.launch.start import stem_of
 
 MOST = 1000
@@ -69,7 +69,7 @@ def launch_each(
     worst = 0
     for run in runs:
         print(f"seed {run.run.seed}: {run.run.name}", flush=True)
-        outcome = run_to_end(run, hosts, script, environ)
+        outcome = launch(run, hosts, script, environ)
         worst = max(worst, outcome.code)
         if outcome.stopped or outcome.code in FOR_THE_USER:
             return worst

@@ -61,11 +61,11 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, Outcome]:
     Path("hosts.txt").write_text("localhost slots=2\n")
     outcomes: dict[int, Outcome] = {}
 
-    def run_to_end(given, hosts, script, environ):
+    def launched(given, hosts, script, environ):
         Path(given.run.logdir, given.run.name).mkdir(parents=True)
         return outcomes.get(given.run.seed, Outcome(0, stopped=False))
 
-    monkeypatch.setattr(seeds, "run_to_end", run_to_end)
+    monkeypatch.setattr(seeds, "launch", launched)
     return outcomes
 
 
