@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 Job = dict[str, Any]
 """The parameters of a run, as JSON. Runs with equal jobs are the same run."""
+PACKAGE = Path(__file__).parents[2] / "gossipx"
 
 
 class CachedRuns:
@@ -19,17 +21,22 @@ class CachedRuns:
 
     Args:
         file: a file with one line per run, which is read first and appended to; None: results are kept in memory only.
+            If other code than today's has made some of them, this prints a line.
     """
 
     def __init__(self, file: Path | None):
         self._file = file
         self._made: dict[str, Any] = {}
+        self._code, older = _digest(PACKAGE), 0
         for number, line in enumerate(file.read_text().splitlines() if file is not None and file.exists() else (), 1):
             try:
                 kept = json.loads(line)
                 self._made[_key(kept["job"])] = kept["made"]
+                older += kept["code"] != self._code
             except (ValueError, KeyError, TypeError):
                 print(f"{file}, line {number} is invalid and skipped: it may be truncated", file=sys.stderr)
+        if older:
+            print(f"{file}: {older} of {len(self._made)} results are of other code in {PACKAGE.name}/", file=sys.stderr)
 
     def __getitem__(self, job: Job) -> Any:
         return self._made[_key(job)]
@@ -44,7 +51,7 @@ class CachedRuns:
             with self._file.open("a") as file:
                 if file.tell() and not self._file.read_bytes().endswith(b"\n"):
                     file.write("\n")
-                file.write(json.dumps({"job": job, "made": made}) + "\n")
+                file.write(json.dumps({"job": job, "code": self._code, "made": made}) + "\n")
 
     def complete(self, jobs: Sequence[Job], work: Callable[[Job], Any], processes: int) -> None:
         """Run all ``jobs`` that have no result yet, in their order.
@@ -68,6 +75,12 @@ def _results(jobs: Sequence[Job], work: Callable[[Job], Any], processes: int) ->
         running = {pool.submit(work, job): job for job in jobs}
         for future in as_completed(running):
             yield running[future], future.result()
+
+
+def _digest(package: Path) -> str:
+    """Return a hash of a package's source code."""
+    files = sorted(package.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 def _key(job: Job) -> str:

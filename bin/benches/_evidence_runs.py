@@ -22,14 +22,17 @@ LONGEST = 4 * 3600.0
 
 def job(workload: str, system: str, rate: str, peers: int, seed: int, steps: int, period: int | None) -> Job:
     """Return the job of one run."""
+    of = SYSTEMS[system]
+    options = of.arguments(workload, period, peers) if of.is_gossipx else of.options
     return {
         "task": workload,
         "system": system,
+        "options": options,
         "rate": rate,
         "peers": peers,
         "seed": seed,
         "steps": steps,
-        "period": period if SYSTEMS[system].periodic else None,
+        "period": period if of.periodic else None,
     }
 
 

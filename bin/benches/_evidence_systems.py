@@ -78,6 +78,10 @@ SYSTEMS = {
     "default-3lc": _run(*LOW_BITS),
     "tau:10-3lc": _run("--policy", "tau:10", *LOW_BITS),
     "pairs": _run("--mode", "pushpull", "--policy", "tau:{period}", "--outer", "momentum:0.6", periodic=True),
+    "pairs-3lc": _run(
+        *("--mode", "pushpull", "--policy", "tau:50", "--outer", "momentum:0.6", *LOW_BITS),
+        *("--mixing", "choco:gamma=0.5"),
+    ),
     "pairs-sign": _run("--policy", "tau:{period}", *ONE_BIT, periodic=True),
     "pairs-sign:5": _run("--policy", "tau:5", *ONE_BIT),
     "pairs-sign:2": _run("--policy", "tau:2", *ONE_BIT),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -60,6 +60,7 @@ WORKLOADS = {
     "text": Workload("text", "transformer", "iid", 800, "loss", 0.01),
     "text-contiguous": Workload("text", "transformer", "contiguous", 800, "loss", 0.01),
     "fashion-mnist": Workload("fashion-mnist", "lenet", "dirichlet:alpha=0.3", 3000, "accuracy", 0.005),
+    "fashion-mnist-resnet20": Workload("fashion-mnist", "resnet20", "dirichlet:alpha=0.1", 800, "accuracy", 0.01),
 }
 
 
@@ -153,7 +154,7 @@ class Assignment:
         parts = parse(run.task.partition).split(train.labels.numpy(), self.peers, self.seed)
         assert run.task.batch_size is not None
         batches = Batches(train.take(parts[rank]), run.task.batch_size, self.seed * 1000 + rank)
-        recorder = Recorder(self, rank, [parameter for parameter in model.parameters() if parameter.requires_grad])
+        recorder = Recorder(self, rank, averaged(model))
         recorder.start()
         for step in range(self.steps):
             for group in optimizer.param_groups:
@@ -180,8 +181,8 @@ class Recorder:
     They stay in memory until the end; a copy of a small model takes less than a millisecond.
     """
 
-    def __init__(self, run: Assignment, rank: int, parameters: list[nn.Parameter]):
-        self._run, self._rank, self._parameters = run, rank, parameters
+    def __init__(self, run: Assignment, rank: int, tensors: list[Tensor]):
+        self._run, self._rank, self._tensors = run, rank, tensors
         self.due = {round(run.steps * place / POINTS) for place in range(1, POINTS + 1)} - {0}
         self._made: list[dict[str, Any]] = []
         self._began, self._before = 0.0, 0
@@ -195,7 +196,7 @@ class Recorder:
     def record(self, step: int) -> None:
         """Record the state after a step."""
         point = {"step": step, "seconds": time.monotonic() - self._began, "sent": sent_bytes() - self._before}
-        self._made.append({**point, "model": parameters_to_vector(self._parameters).detach().clone()})
+        self._made.append({**point, "model": parameters_to_vector(self._tensors).detach().clone()})
 
     def end(self) -> None:
         """Write the snapshots.
@@ -210,6 +211,12 @@ class Recorder:
             total = sum((sent_bytes(one["pid"]) or one["sent"]) - one["before"] for one in marks)
             self._run.tell("total", self._rank, str(total))
         torch.save(self._made, self._run.folder / f"peer-{self._rank}.pt")
+
+
+def averaged(model: nn.Module) -> list[Tensor]:
+    """Return the tensors of a model of which an average is made: trained parameters, and statistics of BatchNorm."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [*trained, *(buffer for buffer in model.buffers() if buffer.is_floating_point())]
 
 
 def sent_bytes(pid: int | str = "self") -> int | None:
@@ -242,7 +249,7 @@ def curve(run: Assignment) -> list[dict[str, float]]:
     points = []
     for made in zip(*peers, strict=True):
         average = torch.stack([one["model"].double() for one in made]).mean(0).float()
-        vector_to_parameters(average, [parameter for parameter in model.parameters() if parameter.requires_grad])
+        vector_to_parameters(average, averaged(model))
         points.append(
             {
                 "step": made[0]["step"],

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,13 @@ class Plan:
     Args:
         task: a key of ``WORKLOADS``.
         given: the options.
-        systems: names of the systems.
+        absent: names of systems whose packages are not installed.
         kept: results.
     """
 
-    def __init__(self, task: str, given: argparse.Namespace, systems: Sequence[str], kept: CachedRuns):
-        self.task, self.workload, self.systems = task, WORKLOADS[task], systems
+    def __init__(self, task: str, given: argparse.Namespace, absent: Collection[str], kept: CachedRuns):
+        self.task, self.workload, self._absent = task, WORKLOADS[task], absent
+        self.systems = systems = [name for name in given.systems if name not in absent]
         self.steps = given.steps or (WORKLOADS[task].steps if given.full else SHORT_STEPS)
         self.peers, self.seeds, self._rates = given.peers, range(given.seeds), given.rate
         self._kept = kept
@@ -67,7 +68,9 @@ class Plan:
             for name, each in jobs.items()
             if all(self._is_made(name, one) for one in each)
         }
-        return Comparison(self.task, rate, self.peers, self.steps, made, self.periods)
+        ends = {name: self.ends(name) for name in made} if rate == FASTEST else {}
+        left_out = [name for name in (*self._absent, *self.systems) if name not in made]
+        return Comparison(self.task, rate, self.peers, self.steps, made, self.periods, ends, left_out)
 
     def _job(self, name: str, rate: str, seed: int, period: int | None) -> Job:
         steps = min(self.steps, TIMED_STEPS) if self._is_timed(name, rate) else self.steps
@@ -134,13 +137,12 @@ def main() -> None:
             f" '{sys.executable} -m pip install {packages}'",
             file=sys.stderr,
         )
-    systems = [name for name in given.systems if name not in absent]
     if given.keep is not None:
         given.keep.mkdir(parents=True, exist_ok=True)
     kept = CachedRuns(None if given.keep is None else given.keep / "runs.jsonl")
     figures: list[Any] = []
     for task in given.task:
-        plan = Plan(task, given, systems, kept)
+        plan = Plan(task, given, absent, kept)
         for rate in sorted(given.rate, key=RATES.index, reverse=True):  # FASTEST first, see Plan
             comparison = plan.compare(rate)
             figures += comparison.figures()

@@ -64,6 +64,24 @@ def test_only_the_best_of_gossipx_count(bench: Any) -> None:
     assert compared(bench, **runs).ahead("bytes") == ["diloco"]
 
 
+def test_all_periods_count(bench: Any) -> None:
+    made = {name: [points((loss, 50, 2e7))] for name, loss in (("pairs", 1.9), ("diloco", 1.95))}
+    for ends, ahead in (
+        ({}, []),
+        ({"diloco": points((1.8, 60, 1e7))}, ["diloco"]),
+        ({"diloco": points((1.8, 60, 1e7)), "pairs": points((1.8, 60, 1e7))}, []),
+    ):
+        assert bench.Comparison("text", "1000mbit", 4, 800, made, {}, ends).ahead("bytes") == ahead
+
+
+def test_a_rival_without_results_leaves_the_goal_unmet(bench: Any) -> None:
+    made = {"pairs": [points((1.9, 50, 2e7))]}
+    for left_out, met in (((), True), (("hub",), True), (("hivemind",), False)):
+        comparison = bench.Comparison("text", "1000mbit", 4, 800, made, {}, None, left_out)
+        assert [one["met"] for one in comparison.figures() if "ahead" in one["name"]] == [met, met]
+        assert all(bench.shown(name) in comparison.title() for name in left_out)
+
+
 def test_goals_are_relative_to_ddp(bench: Any) -> None:
     comparison = compared(bench, ddp=(1.8, 400, 1.5e9), pairs=(1.84, 25, 3e6), default_3lc=(1.89, 19, 1e6))
     goals = {one["name"].partition(": ")[2]: one for one in comparison.figures() if one["goal"]}
