@@ -308,6 +308,10 @@ class Auto(Policy):
         limit = length / earned * math.exp(ahead / CREDIT) * (1 - ROUNDING)
         return ahead <= CREDIT and 0 < limit <= observation.travelled, [iterations, exchanges, length]
 
+    def most(self, iterations: int) -> int:
+        """Return the greatest number of exchanges that the policy begins in a run of this length."""
+        return math.floor(self._share * iterations + CREDIT)
+
     def explain(self, observation: Observation) -> str:
         return f"{super().explain(observation)} and the deltas add up to {observation.travelled:.3g}"
 

@@ -11,6 +11,7 @@ import csv
 import importlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,8 @@ log = logging.getLogger("gossipx")
 ENTRY_POINT_GROUP = "gossipx.recorders"
 FLUSH = 10.0
 """Seconds between two writes of curves to a file: short enough to watch a run of one minute."""
+PENDING = 1000
+"""Values that a service may still have to send before training waits for it."""
 
 
 @dataclass(frozen=True)
@@ -198,53 +201,59 @@ class MLflow(RecorderKind):
         except mlflow.exceptions.MlflowException as error:
             raise UsageError(f"--recorder mlflow: {str(error).splitlines()[0]}") from error
 
-        last: list[Any] = []  # the last value that MLflow's thread has to send; it sends them in order
-
-        def scalar(tag: str, value: float, step: int) -> None:
-            last[:] = [client.log_metric(run, tag, value, step=step, synchronous=False)]
-
-        def close() -> None:
-            for operation in last:
-                operation.wait()
-            client.set_terminated(run)
-
-        return Guarded(scalar, close, "mlflow")
+        return Guarded(
+            lambda tag, value, step: client.log_metric(run, tag, value, step=step, synchronous=False),
+            lambda: client.set_terminated(run),
+            "mlflow",
+        )
 
 
 class Guarded:
     """A recorder over a foreign service, whose errors do not end the training: they are told once, and counted.
 
     Args:
-        scalar: records one value.
+        scalar: records one value. If a thread of the service sends it later, this returns an object whose ``wait()``
+            waits for that and raises its error.
         close: ends the record.
         name: of the service, for messages.
     """
 
-    def __init__(self, scalar: Callable[[str, float, int], object], close: Callable[[], object], name: str):
+    def __init__(self, scalar: Callable[[str, float, int], Any], close: Callable[[], object], name: str):
         self._scalar = scalar
         self._close = close
         self._name = name
         self._lost = 0
+        self._pending: deque[Any] = deque()  # what a thread of the service sends, in order
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         """Record ``value`` under ``tag`` at iteration ``step``."""
-        self._call(lambda: self._scalar(tag, value, step))
+        operation = self._call(lambda: self._scalar(tag, value, step))
+        if hasattr(operation, "wait"):
+            self._pending.append(operation)
+            self._settle(PENDING)
 
     def unwritten(self) -> int:
-        """Return how many records the service has refused."""
+        """Return how many records the service has refused, once it has all."""
+        self._settle(0)
         return self._lost
 
     def close(self) -> None:
         """End the record."""
+        self._settle(0)
         self._call(self._close)
 
-    def _call(self, work: Callable[[], object]) -> None:
+    def _settle(self, most: int) -> None:
+        while len(self._pending) > most:
+            self._call(self._pending.popleft().wait)
+
+    def _call(self, work: Callable[[], object]) -> object:
         try:
-            work()
+            return work()
         except Exception as error:  # whatever it is, curves are worth less than training
             if not self._lost:
                 log.warning("%s refuses curves (%s); training continues", self._name, error)
             self._lost += 1
+            return None
 
 
 class Several:

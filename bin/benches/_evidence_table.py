@@ -138,7 +138,9 @@ class Comparison:
         best = [end for end in own if not any(self._is_ahead(other, end, axis) for other in own)]
         rivals = [name for name in self.runs if not SYSTEMS[name].is_gossipx]
         return [
-            name for name in rivals if any(self._is_ahead(end, other, axis) for end in self._ends[name] for other in best)
+            name
+            for name in rivals
+            if any(self._is_ahead(end, other, axis) for end in self._ends[name] for other in best)
         ]
 
     def _end(self, name: str) -> Point:

@@ -1,7 +1,11 @@
-"""Retrievals and accuracy of the policies, for the tables of docs/figures.md.
+"""Retrievals and accuracy, or loss of text, of the policies, for the tables of docs/figures.md.
 
-bin/bench policies            one seed of each policy, iid (about 3 minutes on 2 cores)
-bin/bench policies --full     five seeds, iid and Dirichlet 0.3 (about half an hour)
+bin/bench policies                  one seed of each policy, lenet on iid images (about 5 minutes on 2 cores)
+bin/bench policies --full           five seeds, iid and Dirichlet 0.3 (about an hour)
+bin/bench policies --task text      the transformer (about 25 minutes; --full: iid and contiguous, half a day)
+
+    --only ROW         rows in addition to tau:10; it may be repeated
+    --partition, --seeds, --iterations    other than the above
 """
 
 from __future__ import annotations
@@ -10,117 +14,132 @@ import argparse
 import json
 import statistics
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from _report import figure, report
 from _runs import train
+from _sums import interval
 
 from gossipx.metrics.summary import Summary
+from gossipx.tasks.presets import PRESETS
 
-PAPERS = "adaptive:threshold=0.025"
-"""The paper's rule with the threshold of LeNet's preset."""
+
+@dataclass(frozen=True)
+class Task:
+    """A task that the policies train.
+
+    Attributes:
+        model: its model.
+        iterations: of each peer.
+        partitions: of its data; the first one without --full.
+        measured: what the summaries are judged by, ``accuracy`` or ``loss``.
+    """
+
+    model: str
+    iterations: int
+    partitions: tuple[str, str]
+    measured: str
+
+
+TASKS = {
+    "fashion-mnist": Task("lenet", 3000, ("iid", "dirichlet:alpha=0.3"), "accuracy"),
+    "text": Task("transformer", 800, ("iid", "contiguous"), "loss"),
+}
+PAPERS = "adaptive:threshold={threshold:g}"
+"""The paper's rule with the threshold of the model's preset."""
+MOMENTUM = ("--outer", "momentum:0.6")
+ALONE = ("tau:10", "tau:50", "tau:100", PAPERS, "adaptive", "travel", "drift", "never")
 KINDS = {
-    **{policy: ("--policy", policy) for policy in ("tau:10", "tau:100", PAPERS, "travel", "drift", "never")},
-    "default": (),
-    "auto:budget=2%, momentum:0.6": ("--policy", "auto:budget=2%", "--outer", "momentum:0.6"),
+    **{policy: ("--policy", policy) for policy in ALONE},
+    "tau:50, momentum:0.6": (),
+    "auto:budget=2%, momentum:0.6": ("--policy", "auto:budget=2%", *MOMENTUM),
     **{f"waves, {policy}": ("--exchange", "waves", "--policy", policy) for policy in ("tau:100", "tau:400")},
 }
-"""Options by the name of a row."""
+"""Options by the name of a row. ``tau:50`` with momentum is what ``gossipx run`` does without options."""
+GOALS = {PAPERS: (0.90, 0.010), "travel": (0.85, 0.005)}
+"""The least share of retrievals saved, and the most accuracy lost, of LeNet on iid images."""
 PEERS = 4
-T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
-"""Student's t for a two-sided 95 % interval, by the number of seeds."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="bin/bench policies", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="bin/bench policies", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--iterations", type=int, default=3000)
+    parser.add_argument("--task", choices=list(TASKS), default="fashion-mnist")
+    parser.add_argument("--iterations", type=int)
     parser.add_argument("--seeds", type=int, choices=range(1, 6), help="default: 1, with --full 5")
-    parser.add_argument("--partition", help="only this one, instead of iid, or of both with --full")
+    parser.add_argument("--partition", help="only this one")
     parser.add_argument("--only", action="append", choices=list(KINDS), help="rows in addition to tau:10; default: all")
-    arguments = parser.parse_args()
-    seeds = range(arguments.seeds or (5 if arguments.full else 1))
-    partitions = ("iid", "dirichlet:alpha=0.3") if arguments.full else ("iid",)
-    if arguments.partition:
-        partitions = (arguments.partition,)
-    kinds = [kind for kind in KINDS if not arguments.only or kind in ("tau:10", *arguments.only)]
+    given = parser.parse_args()
+    task = TASKS[given.task]
+    iterations = given.iterations or task.iterations
+    seeds = range(given.seeds or (5 if given.full else 1))
+    partitions = (given.partition,) if given.partition else task.partitions if given.full else task.partitions[:1]
+    kinds = [kind for kind in KINDS if not given.only or kind in ("tau:10", *given.only)]
     figures: list[Any] = []
     for partition in partitions:
+        common = ("--task", given.task, "--partition", partition, "--iterations", str(iterations))
         with tempfile.TemporaryDirectory() as scratch:
-            runs = {kind: _train(Path(scratch), KINDS[kind], partition, seeds, arguments) for kind in kinds}
-        figures += _report(partition, runs, arguments)
-    if arguments.json:
+            runs = {kind: _train(Path(scratch), task, KINDS[kind], common, seeds) for kind in kinds}
+        rows, found = _compared(task, partition, runs)
+        figures += found
+        if not given.json:
+            title = f"{partition}: {task.model}, {PEERS} peers, {iterations} iterations, {len(seeds)} seeds"
+            own = f"own {task.measured}"
+            headings = ("policy", "models", "saved", "MB", f"{own}, before finish", f"{own}, after", "of the average")
+            report(f"{title}; models and MB per peer", headings, rows, found)
+    if given.json:
         print(json.dumps({"figures": figures}, indent=2))
 
 
-def _train(
-    scratch: Path, kind: tuple[str, ...], partition: str, seeds: range, arguments: argparse.Namespace
-) -> list[Summary]:
-    options = (*kind, "--partition", partition, "--iterations", str(arguments.iterations))
+def _train(scratch: Path, task: Task, kind: tuple[str, ...], common: tuple[str, ...], seeds: range) -> list[Summary]:
+    options = [option.format(threshold=PRESETS[task.model].threshold) for option in (*kind, *common)]
     return [train(scratch, "run", PEERS, *options, "--eval-interval", "0", "--seed", str(seed)) for seed in seeds]
 
 
-def _report(partition: str, runs: dict[str, list[Summary]], arguments: argparse.Namespace) -> list[Any]:
+def _compared(task: Task, partition: str, runs: dict[str, list[Summary]]) -> tuple[list[Any], list[Any]]:
+    """Return the rows of the table and the figures."""
     rows, figures = [], []
-    reference = _mean(runs["tau:10"], "retrievals")
-    accuracy = _mean(runs["tau:10"], "test_accuracy")
-    for policy, summaries in runs.items():
-        pulls = _mean(summaries, "retrievals")
-        saved = 1 - pulls / reference
-        own = _mean(summaries, "test_accuracy")
-        averaged = statistics.fmean(float(one.consensus_accuracy or 0.0) for one in summaries)
+    key, tau = f"test_{task.measured}", runs["tau:10"]
+    retrievals = _mean(tau, "retrievals")
+    sign = 1 if task.measured == "accuracy" else -1
+    for kind, summaries in runs.items():
+        pulls, own = _mean(summaries, "retrievals"), _mean(summaries, key)
+        saved, lost = 1 - pulls / retrievals, sign * (_mean(tau, key) - own)
+        ends = [statistics.fmean(getattr(one, key)) for one in summaries]
+        half = f" ± {interval(ends):.4f}" if len(ends) > 1 else ""
+        averaged = statistics.fmean(getattr(one, f"consensus_{task.measured}") or 0.0 for one in summaries)
         rows.append(
             (
-                policy if policy == "default" or "," in policy else summaries[0].policy,
+                kind if "," in kind else summaries[0].policy,
                 f"{pulls:.1f}",
                 f"{saved:.1%}",
                 f"{_mean(summaries, 'bytes_received') / 1e6:.1f}",
-                f"{_mean(summaries, 'test_accuracy_before_finish'):.4f}",
-                f"{own:.4f}{_interval(summaries)}",
+                f"{_mean(summaries, f'{key}_before_finish'):.4f}",
+                f"{own:.4f}{half}",
                 f"{averaged:.4f}",
             )
         )
-        goals = {PAPERS: (0.90, 0.010), "travel": (0.85, 0.005)}.get(policy) if partition == "iid" else None
-        figures.append(figure(f"{partition} {policy} retrievals per peer", pulls, "", reference=reference))
-        figures.append(
-            figure(
-                f"{partition} {policy} retrievals saved",
-                saved,
-                "of tau:10's",
-                goal=goals[0] if goals else None,
-                met=saved >= goals[0] if goals else None,
-            )
-        )
-        figures.append(
-            figure(
-                f"{partition} {policy} accuracy lost",
-                accuracy - own,
-                "against tau:10",
-                goal=goals[1] if goals else None,
-                met=accuracy - own <= goals[1] if goals else None,
-            )
-        )
-    headings = ("policy", "models per peer", "saved", "MB per peer", "own, before finish", "own, after", "averaged")
-    count = len(runs["tau:10"])
-    title = f"{partition}: {PEERS} peers, {arguments.iterations} iterations, {count} seeds, 10,000 test images"
-    if not arguments.json:
-        report(title, headings, rows, figures)
-    return figures
+        goals = GOALS.get(kind) if task.model == "lenet" and partition == "iid" else None
+        name = f"{partition} {kind.format(threshold=PRESETS[task.model].threshold)}"
+        figures.append(figure(f"{name} retrievals per peer", pulls, "", reference=retrievals))
+        figures.append(_goal(f"{name} retrievals saved", saved, "of tau:10's", goals and goals[0], float.__ge__))
+        figures.append(_goal(f"{name} {task.measured} worse", lost, "than tau:10", goals and goals[1], float.__le__))
+    return rows, figures
+
+
+def _goal(name: str, value: float, unit: str, goal: float | None, meets: Callable[[float, float], bool]) -> Any:
+    return figure(name, value, unit, goal=goal, met=None if goal is None else meets(value, goal))
 
 
 def _mean(summaries: list[Summary], key: str) -> float:
     """Return the mean of a per-peer figure over peers and seeds."""
     return statistics.fmean(statistics.fmean(getattr(one, key)) for one in summaries)
-
-
-def _interval(summaries: list[Summary]) -> str:
-    """Return half the 95 % interval of the mean accuracy over seeds."""
-    if len(summaries) < 2:
-        return ""
-    means = [statistics.fmean(float(value or 0.0) for value in one.test_accuracy) for one in summaries]
-    return f" ± {T_95[len(means)] * statistics.stdev(means) / len(means) ** 0.5:.4f}"
 
 
 if __name__ == "__main__":

@@ -99,6 +99,7 @@ def _lines(rows: Sequence[Row]) -> list[tuple[str, Cell]]:
         *_if_any(rows, "MB per serving peer", "serving_mb", "{:.1f}"),
         _figure("MB in the finish", "finish_mb", "{:.2f}"),
         *quality,
+        *_if_any(rows, "bits per character, mean", "bits_per_character", "{:.4f}"),
         _figure("training, s", "train_seconds", "{:.1f}"),
         _figure("wall time, s", "wall_seconds", "{:.1f}"),
         _figure("time blocked", "blocked", "{:.2%}"),

@@ -53,7 +53,8 @@ def hook(
 def average_encoded(state: "HookState", bucket: GradBucket) -> Future:
     """Average a bucket's gradients over all ranks; the hook that :func:`hook` returns.
 
-    A gradient that is not finite becomes NaN on all ranks, and leaves the error feedback of its bucket as it was.
+    A gradient that is not finite becomes NaN on all ranks, and leaves the error feedback of its bucket as it was on the
+    rank that has it.
 
     Returns:
         The bucket's buffer with the average, the same bits on all ranks.

@@ -126,7 +126,8 @@ class _Run:
         kind = "sync" if settings.has_servers else "policy"
         title = f"{settings.run.name}: {kind} {policy_or_sync_model(settings)}, {len(peers)} peers{central}"
         self._display = Display(title, self._statuses, plain=start.shared)
-        directory = None if start.shared or "tensorboard" not in settings.run.recorder else start.directory.path
+        recorders = [part.partition(":")[0].strip() for part in settings.run.recorder.split("+")]
+        directory = None if start.shared or "tensorboard" not in recorders else start.directory.path
         self._curves = RunCurves(
             directory, self._statuses, lambda: hyperparameters(self._settings, len(peers)), start.resumes
         )

@@ -84,6 +84,8 @@ class Aggregate:
             "test/accuracy_after_finish": summary.test_accuracy,
             "test/loss": summary.test_loss_before_finish,
             "test/loss_after_finish": summary.test_loss,
+            "test/bits_per_character": summary.test_bits_per_character_before_finish,
+            "test/bits_per_character_after_finish": summary.test_bits_per_character,
         }
         for tag, values in figures.items():
             present = [value for value in summary.of_training(values) if value is not None]

@@ -15,6 +15,7 @@ PAGE: dict[str, dict[str, list[str]]] = {
     WHOLE: {
         "Test accuracy: mean over peers": ["mean/test/accuracy$"],
         "Test loss: mean over peers": ["mean/test/loss$"],
+        "Test loss in bits per character of text: mean over peers": ["mean/test/bits_per_character$"],
         "Test accuracy: worst peer": ["worst/test/accuracy$"],
         "Test loss: worst peer": ["worst/test/loss$"],
         "Accumulated retrievals: mean over peers (Figure 7)": ["mean/sync/retrievals"],

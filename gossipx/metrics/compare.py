@@ -52,6 +52,7 @@ class Row:
         accuracy_before_finish: the same before the finish.
         accuracy_averaged: of the average of all models.
         loss, loss_worst, loss_before_finish, loss_averaged: the same of the loss on test data.
+        bits_per_character: the same as ``loss``, of text.
         train_seconds: from the first iteration to the last, of the peer that took longest.
         wall_seconds: from the first iteration to the end of the last peer, with finish and evaluations.
         blocked: share of the training time in which gossipx blocked the training thread.
@@ -91,6 +92,7 @@ class Row:
     loss_worst: float | None
     loss_before_finish: float | None
     loss_averaged: float | None
+    bits_per_character: float | None
     train_seconds: float | None
     wall_seconds: float | None
     blocked: float | None
@@ -232,6 +234,7 @@ def _measured(run: Summary) -> dict[str, float | None]:
         "loss_worst": max(losses, default=None),
         "loss_before_finish": _mean(of(run.test_loss_before_finish)),
         "loss_averaged": run.consensus_loss,
+        "bits_per_character": _mean(of(run.test_bits_per_character)),
         "train_seconds": max(_present(of(run.train_seconds)), default=None),
         "wall_seconds": run.wall_seconds,
         "blocked": _mean(fractions),

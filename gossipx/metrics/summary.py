@@ -45,6 +45,8 @@ class Summary:
         test_loss: of each peer's own model, after the finish, in nats per image, or per character of text; None: it is
             not measured.
         test_loss_before_finish: the same before the finish.
+        test_bits_per_character: ``test_loss`` of text in bits; None for other data.
+        test_bits_per_character_before_finish: the same before the finish.
         consensus_accuracy: of the average of all final models.
         consensus_distance: each peer's estimate of Eq. 8 at the end of training.
         agreed: whether all peers that finished hold the same model, bit by bit; None: the run has no finish, so that
@@ -85,6 +87,8 @@ class Summary:
     consensus_accuracy: float | None
     test_loss: Figures
     test_loss_before_finish: Figures
+    test_bits_per_character: Figures
+    test_bits_per_character_before_finish: Figures
     consensus_loss: float | None
     consensus_distance: Figures
     agreed: bool | None

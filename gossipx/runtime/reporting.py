@@ -268,6 +268,8 @@ class Reporter:
             "test_accuracy_before_finish": before.get("accuracy"),
             "test_loss": after.get("loss"),
             "test_loss_before_finish": before.get("loss"),
+            "test_bits_per_character": after.get("bits_per_character"),
+            "test_bits_per_character_before_finish": before.get("bits_per_character"),
             "blocked_seconds": figures.blocked if self._role.trains else None,
             "overhead_seconds": figures.overhead,
             "train_seconds": figures.seconds,

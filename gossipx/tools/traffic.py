@@ -12,7 +12,7 @@ import numpy as np
 
 from gossipx.assembly.graph import build_schedule
 from gossipx.config.settings import RunConfig
-from gossipx.policies import Adaptive, Never, Policy, Random, Tau
+from gossipx.policies import Adaptive, Auto, Never, Policy, Random, Tau
 from gossipx.server import placement
 from gossipx.server.placement import Table, bytes_by_server, checked
 from gossipx.topology import part_in_round, wave_rounds
@@ -88,7 +88,8 @@ def counts(policy: Policy, iterations: int, model: str | None, seen: ObservedRet
         shown = " to ".join(str(papers[place]) for place in sorted({0, len(papers) - 1}))
         source = f"Table II, {shown} of {PAPERS_TAU_RETRIEVALS}"
         found.append(_within(source, papers[0] * share, papers[-1] * share, forced, after))
-    return [*found, Count("at least, at most", forced, after)]
+    most = min(after, policy.most(iterations) + forced) if isinstance(policy, Auto) else after
+    return [*found, Count("at least, at most", forced, most)]
 
 
 def _within(source: str, least: float, most: float, forced: float, after: float) -> Count:

@@ -65,6 +65,11 @@ def test_a_comm_manager_of_a_scripts_own_sends_and_receives(two: Folder) -> None
     [
         ("sync_manager=object()", "of type object has no 'policy': give a subclass of gossipx.SyncManager"),
         ("sync_manager=type('Empty', (), {'__init__': lambda *args: None})", "of type Empty has no 'policy': give a"),
+        (
+            "sync_manager=type('Old', (), {name: 0 for name in dir(gossipx.SyncManager(gossipx.policies.parse('never')))"
+            " if name[0] != '_' and name != 'fired'})()",
+            "of type Old has no 'fired': give a subclass",
+        ),
         ("comm_manager=3", "comm_manager= is of type int: give a subclass of gossipx.CommManager, or a function"),
         ("comm_manager=lambda **rest: rest", "comm_manager= of type dict has no 'trust': give a subclass of"),
     ],

@@ -28,6 +28,9 @@ def test_the_figure_of_text_is_its_loss(two: Folder) -> None:
     assert summary["test_accuracy"] == summary["test_accuracy_before_finish"] == [None, None]
     assert summary["consensus_accuracy"] is None
     assert len(set(summary["test_loss_before_finish"])) == 2
+    for when in ("", "_before_finish"):
+        in_bits = [one / math.log(2) for one in summary[f"test_loss{when}"]]
+        assert summary[f"test_bits_per_character{when}"] == pytest.approx(in_bits)
     assert summary["test_loss"] == [summary["consensus_loss"]] * 2
     assert summary["consensus_loss"] < math.log(64) - 1, "equal probabilities of 64 characters lose ln 64 nats"
     for rank in (0, 1):

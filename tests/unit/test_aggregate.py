@@ -75,7 +75,13 @@ def test_figures_of_the_final_model_are_written_for_all_peers_at_once(tmp_path: 
     curves.add(1, accuracy((10, 0.25)))
     curves.write(10)
     reports = [
-        {"retrievals": 2, "blocked_seconds": 1.0, "test_accuracy": 0.25, "test_accuracy_before_finish": before}
+        {
+            "retrievals": 2,
+            "blocked_seconds": 1.0,
+            "test_accuracy": 0.25,
+            "test_accuracy_before_finish": before,
+            "test_bits_per_character": 2 * before,
+        }
         for before in (0.125, 0.25)
     ]
     serving = {"retrievals": 0, "blocked_seconds": None, "test_accuracy": 0.25}
@@ -87,6 +93,8 @@ def test_figures_of_the_final_model_are_written_for_all_peers_at_once(tmp_path: 
     found = read(tmp_path)
     assert found["mean/test/accuracy"] == [(10, 0.625), (10, 0.1875)]
     assert found["mean/test/accuracy_after_finish"] == [(10, 0.25)]
+    assert found["mean/test/bits_per_character_after_finish"] == [(10, 0.375)]
+    assert found["worst/test/bits_per_character_after_finish"] == [(10, 0.5)]
     assert found["mean/sync/retrievals"] == [(10, 2.0)]
 
 

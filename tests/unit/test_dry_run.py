@@ -103,6 +103,9 @@ def test_policies_on_weights_are_estimated_by_the_paper_by_runs_and_by_bounds() 
     for spec in ("travel:distance=2,max_silence=100", "adaptive"):
         (found,) = traffic.counts(policies.parse(spec), 5000, "alexnet", None)
         assert (found.least, found.most) == (50, 5000), "no run of the paper was like it"
+    for spec, least, most in (("auto:budget=1%", 0, 54), ("auto:1%,max_silence=500", 10, 64), ("auto:100%", 0, 5000)):
+        (found,) = traffic.counts(policies.parse(spec), 5000, "alexnet", None)
+        assert (found.least, found.most) == (least, most)
 
 
 # --- traffic --------------------------------------------------------------------------------------

@@ -48,6 +48,8 @@ REPORT = {
     "test_accuracy_before_finish": 0.5,
     "test_loss": 0.625,
     "test_loss_before_finish": 1.25,
+    "test_bits_per_character": None,
+    "test_bits_per_character_before_finish": None,
     "consensus_distance": 0.125,
     "train_seconds": 8.0,
     "blocked_seconds": 2.0,
@@ -328,10 +330,11 @@ def test_training_seconds_are_those_of_the_peer_that_took_longest() -> None:
 
 def test_a_loss_is_compared_as_an_accuracy_is() -> None:
     text = {"test_accuracy": None, "test_accuracy_before_finish": None}
-    losses = {"test_loss": 1.5, "test_loss_before_finish": 2.0}
-    other = {"test_loss": 2.5, "test_loss_before_finish": 3.0}
+    losses = {"test_loss": 1.5, "test_loss_before_finish": 2.0, "test_bits_per_character": 2.25}
+    other = {"test_loss": 2.5, "test_loss_before_finish": 3.0, "test_bits_per_character": 3.75}
     [row] = compare([summary({**REPORT, **text, **losses}, {**REPORT, **text, **other}, consensus_loss=1.25)])
     assert (row.loss, row.loss_worst, row.loss_before_finish, row.loss_averaged) == (2.0, 2.5, 2.5, 1.25)
+    assert row.bits_per_character == 3.0
     assert row.accuracy is None
 
 

@@ -151,6 +151,29 @@ def test_errors_of_a_service_are_told_once_and_counted(caplog: pytest.LogCapture
     assert [record.getMessage() for record in caplog.records] == ["wandb refuses curves (no route); training continues"]
 
 
+class Sent:
+    """What a thread of a service sends; refused if the value is negative."""
+
+    def __init__(self, value: float):
+        self._value = value
+
+    def wait(self) -> None:
+        if self._value < 0:
+            raise ConnectionError("no route")
+
+
+def test_values_that_a_service_refuses_later_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    guarded = recorders.Guarded(lambda tag, value, step: Sent(value), lambda: None, "mlflow")
+    with caplog.at_level(logging.WARNING, "gossipx"):
+        for step, value in enumerate((1.0, -1.0, 2.0, -2.0)):
+            guarded.scalar("train/loss", value, step)
+        assert guarded.unwritten() == 2
+        guarded.scalar("train/loss", -3.0, 4)
+        guarded.close()
+    assert guarded.unwritten() == 3
+    assert len(caplog.records) == 1
+
+
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_service_that_is_not_installed_names_its_extra(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
