@@ -84,9 +84,9 @@ def launch(
         spawn: starts the process of a peer; called like :class:`subprocess.Popen`.
 
     Returns:
-        Whether the run was stopped, and the exit code: 0; 1 if no peer finished, or a script failed or a peer crashed; 3 if the peers hold different
-        models; 2, 4 or 5 if a peer ended with it; 130 if interrupted, by SIGINT or SIGHUP; 0 if SIGTERM
-        stopped the run.
+        Whether the run was stopped, and the exit code: 0; 1 if no peer finished, or a script failed or a peer crashed;
+        3 if the peers hold different models; 2, 4 or 5 if a peer ended with it; 130 if interrupted, by SIGINT or
+        SIGHUP; 0 if SIGTERM stopped the run.
 
     Raises:
         UsageError: settings, hosts file or script are invalid; nothing was started.

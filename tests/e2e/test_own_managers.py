@@ -66,7 +66,7 @@ def test_a_comm_manager_of_a_scripts_own_sends_and_receives(two: Folder) -> None
         ("sync_manager=object()", "of type object has no 'policy': give a subclass of gossipx.SyncManager"),
         ("sync_manager=type('Empty', (), {'__init__': lambda *args: None})", "of type Empty has no 'policy': give a"),
         (
-            "sync_manager=type('Old', (), {name: 0 for name in dir(gossipx.SyncManager(gossipx.policies.parse('never')))"
+            "sync_manager=type('Old', (), {name: 0 for name in dir(gossipx.SyncManager(gossipx.policies.Never()))"
             " if name[0] != '_' and name != 'fired'})()",
             "of type Old has no 'fired': give a subclass",
         ),
