@@ -1,6 +1,6 @@
 """Time and bytes of the policies on emulated networks: real peers, each in its own namespace, and links shaped by tc.
 
-bin/bench network                       four peers, lenet; 10 Mbit/s, 100 Mbit/s, 1 Gbit/s (about 7 minutes on 2 cores)
+bin/bench network                       four peers, lenet; 10 Mbit/s, 100 Mbit/s, 1 Gbit/s (about 9 minutes on 2 cores)
 bin/bench network --full                three rounds of longer runs (about half an hour)
 bin/bench network --scenario overlap    two peers, a model of 240 MB, 1 Gbit/s, a stand-in for a step (about 6 minutes)
 
@@ -30,6 +30,7 @@ KINDS = {
     "never": ("--policy", "never"),
     "tau:10": ("--policy", "tau:10"),
     "adaptive:threshold=0.025": ("--policy", "adaptive:threshold=0.025"),
+    "tau:10, 4 fragments": ("--policy", "tau:10", "--fragments", "4"),
     "tau:10, blocking": ("--policy", "tau:10", "--blocking"),
 }
 """Overlapped pulls, and for comparison the paper's Algorithm 2, which waits for each pull."""

@@ -16,11 +16,14 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Series:
-    """One metric of one peer: iterations, seconds since the epoch, and values, (n,) each."""
+    """One metric of one peer: iterations and values, (n,) each."""
 
     iterations: Values
-    moments: Values
     values: Values
+
+    def at(self, iterations: Values) -> Values:
+        """Return the values at other iterations, on straight lines between the own ones."""
+        return np.interp(iterations, self.iterations, self.values)
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Curves:
 
     Attributes:
         by_megabytes: test figure of peers' own models against 10⁶ bytes received per peer while training.
-        by_seconds: the same figure against seconds since the first record.
+        by_seconds: the same figure against seconds of training.
         retrievals: accumulated retrievals against iterations.
         figure: what is measured on test data: ``accuracy``, or ``loss`` where no accuracy is recorded.
     """
@@ -54,6 +57,7 @@ class Curves:
     figure: str = "accuracy"
 
 
+NEEDED = {"comm/bytes_received", "sync/retrievals", "time/train_seconds"}
 FIGURES = ("accuracy", "loss")
 """Figures that peers measure on test data during training, under ``test/``; the first one found is drawn."""
 
@@ -70,26 +74,26 @@ def read(*directories: Path) -> Curves:
     Raises:
         UsageError: the peers of a run have recorded no curves.
     """
-    peers = []
+    peers: list[dict[str, Series]] = []
     for directory in directories:
         found = [_scalars(one) for one in sorted(directory.glob("peer-*")) if any(one.glob("events.out.tfevents.*"))]
-        found = [one for one in found if {"comm/bytes_received", "sync/retrievals"} <= one.keys()]
+        found = [one for one in found if NEEDED <= one.keys()]
         if not found:
-            raise UsageError("nothing to plot: its peers have recorded no curves of sync/retrievals", directory)
-        began = min(float(series.moments[0]) for one in found for series in one.values())
-        peers += [(began, one) for one in found]
-    figure = next((name for name in FIGURES if any(f"test/{name}" in one for _, one in peers)), FIGURES[0])
-    tested = [(began, one) for began, one in peers if f"test/{figure}" in one]
-    retrievals = [one["sync/retrievals"] for _, one in tested or peers]
+            raise UsageError(
+                f"nothing to plot: none of its peers has recorded all of {', '.join(sorted(NEEDED))}", directory
+            )
+        peers += found
+    figure = next((name for name in FIGURES if any(f"test/{name}" in one for one in peers)), FIGURES[0])
+    tested = [one for one in peers if f"test/{figure}" in one]
+    retrievals = [one["sync/retrievals"] for one in tested or peers]
     taken = _band(retrievals, [one.iterations for one in retrievals])
     if not tested:
         return Curves(EMPTY, EMPTY, taken)
-    seen = [one[f"test/{figure}"] for _, one in tested]
-    traffic = [one["comm/bytes_received"] for _, one in tested]
-    megabytes = [
-        np.interp(at.iterations, sent.iterations, sent.values) / 1e6 for at, sent in zip(seen, traffic, strict=True)
-    ]
-    seconds = [at.moments - began for at, (began, _) in zip(seen, tested, strict=True)]
+    seen = [one[f"test/{figure}"] for one in tested]
+    places = [one.iterations for one in seen]
+    rows = list(zip(tested, places, strict=True))
+    megabytes = [one["comm/bytes_received"].at(place) / 1e6 for one, place in rows]
+    seconds = [one["time/train_seconds"].at(place) for one, place in rows]
     return Curves(_band(seen, megabytes), _band(seen, seconds), taken, figure)
 
 
@@ -103,7 +107,7 @@ def _scalars(directory: Path) -> dict[str, Series]:
     for tag in events.Tags()["scalars"]:
         rows = {event.step: event for event in events.Scalars(tag)}  # a later record of an iteration replaces the first
         ordered = [rows[step] for step in sorted(rows)]
-        columns = [[float(getattr(row, name)) for row in ordered] for name in ("step", "wall_time", "value")]
+        columns = [[float(getattr(row, name)) for row in ordered] for name in ("step", "value")]
         found[tag] = Series(*(np.array(column) for column in columns))
     return found
 

@@ -47,12 +47,22 @@ class Graph:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A run, or runs that differ only in their seeds: name, policy or sync model (``by``), curves and graph."""
+    """A run, or runs that differ only in their seeds.
+
+    Attributes:
+        name: of the run.
+        by: policy or sync model.
+        curves: of its peers.
+        graph: of its exchanges.
+        skipped, failed: decisions to exchange that had no effect, and failed exchanges, means over peers.
+    """
 
     name: str
     by: str
     curves: Curves
     graph: Graph
+    skipped: float = 0.0
+    failed: float = 0.0
 
 
 def check_target(target: Path) -> None:
@@ -170,7 +180,9 @@ def _graph(panel: Any, graph: Graph, has_names: bool, has_numbers: bool) -> None
 
 def _labelled(run: Drawn) -> str:
     """Return the legend entry of a run; the policy is shortened last, because runs differ in it."""
-    return _short(f"{_short(run.name, max(LONGEST - len(run.by) - 2, LONGEST // 3))}: {run.by}")
+    name = _short(f"{_short(run.name, max(LONGEST - len(run.by) - 2, LONGEST // 3))}: {run.by}")
+    counts = [f"{count:.1f} {what}" for count, what in ((run.skipped, "skipped"), (run.failed, "failed")) if count]
+    return "\n".join([name, *([", ".join(counts)] if counts else [])])
 
 
 def _short(text: str, most: int = LONGEST) -> str:

@@ -99,6 +99,7 @@ class Reporter:
             scalar("sync/skipped", sync.skipped, step)
             scalar("sync/failed", sync.failed, step)
             scalar("comm/bytes_received", figures.received(self._comm.bytes_received), step)
+            scalar("time/train_seconds", figures.elapsed, step)
             scalar("time/blocked_fraction", figures.fraction(figures.blocked), step)
             if self._driver.tables.transfers.table_store is not None:
                 scalar("time/tables_fraction", figures.fraction(figures.waited), step)

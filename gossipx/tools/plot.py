@@ -47,7 +47,10 @@ def _drawn(group: Group, directories: Sequence[Path]) -> Drawn:
             raise UsageError("nothing to plot: the directory has no run", directory)
     settings = files.resolve(files.load(directories[0] / CONFIG_FILE))
     names = tuple(line.name for line in read_hosts(directories[0] / HOSTS_FILE))
-    return Drawn(group.shown, group.policy, curves.read(*directories), graph_of(settings, names))
+    own = group.estimates()
+    skipped, failed = (own[name].mean if name in own else 0.0 for name in ("skipped", "failed"))
+    graph = graph_of(settings, names)
+    return Drawn(group.shown, group.policy, curves.read(*directories), graph, skipped, failed)
 
 
 def graph_of(settings: RunConfig, names: tuple[str, ...]) -> Graph:

@@ -40,6 +40,7 @@ TAGS = {
     "comm/pull_seconds",
     "comm/staleness",
     "time/blocked_fraction",
+    "time/train_seconds",
 }
 
 
