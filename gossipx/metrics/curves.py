@@ -77,7 +77,7 @@ def read(*directories: Path) -> Curves:
     peers: list[dict[str, Series]] = []
     for directory in directories:
         found = [_scalars(one) for one in sorted(directory.glob("peer-*")) if any(one.glob("events.out.tfevents.*"))]
-        found = [one for one in found if NEEDED <= one.keys()]
+        found = [one for one in found if one.keys() >= NEEDED]
         if not found:
             raise UsageError(
                 f"nothing to plot: none of its peers has recorded all of {', '.join(sorted(NEEDED))}", directory
