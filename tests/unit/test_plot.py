@@ -20,7 +20,7 @@ NAMES = ("a", "b", "c", "d")
 
 
 def written(folder: Path, peers: int = 2, tests: tuple[int, ...] = (10, 20, 30), figure: str = "accuracy") -> Path:
-    """Write a run's curves: peer p has accuracy .1·(p+1)·i/10, and receives 1 MB·(p+1) in 10·(p+1) s, in 10 iterations."""
+    """Write a run's curves: peer p has accuracy .1·(p+1)·i/10, and receives 1 MB·(p+1) in 10·(p+1) s, per 10 steps."""
     for peer in range(peers):
         recorder = TensorBoardRecorder(folder / f"peer-{peer:02d}")
         for step in (0, 10, 20, 30):
