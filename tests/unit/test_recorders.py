@@ -152,7 +152,7 @@ def test_errors_of_a_service_are_told_once_and_counted(caplog: pytest.LogCapture
 
 
 class Sent:
-    """What a thread of a service sends; refused if the value is negative."""
+    """A value that a thread of a service sends; it is refused if it is negative."""
 
     def __init__(self, value: float):
         self._value = value
