@@ -60,6 +60,8 @@ def _ddp(**options: Any) -> System:
 WAVES = ("--exchange", "waves", "--policy", "tau:{period}")
 LOW_BITS = ("--codec", "3lc:sparsity=1,residual=0.3")
 ONE_BIT = ("--mode", "pushpull", "--codec", "efsignsgd", "--mixing", "choco:gamma=0.5")
+SSP = ("--sync", "ssp:3", "--apply", "tick")
+"""One step of the optimizer per clock: with one per gradient, which is the default, Adam makes N steps per clock."""
 SERVER_CODEC = ("--push-codec", "3lc:1.75", "--pull-codec", "3lc:1.75")
 DDP = "ddp"
 SYSTEMS = {
@@ -94,8 +96,8 @@ SYSTEMS = {
         is_synchronous=True,
     ),
     "bsp-3lc": _run("--servers", "{everyone}", "--sync", "bsp", *SERVER_CODEC, is_synchronous=True),
-    "ssp": _run("--servers", "{everyone}", "--sync", "ssp:3"),
-    "ssp-3lc": _run("--servers", "{everyone}", "--sync", "ssp:3", *SERVER_CODEC),
+    "ssp": _run("--servers", "{everyone}", *SSP),
+    "ssp-3lc": _run("--servers", "{everyone}", *SSP, *SERVER_CODEC),
 }
 """By name. The hub and the servers train too, so that every system has the same machines."""
 SHORT = (DDP, "ddp-powersgd", "diloco", "tau:10", "default", "pairs-sign:5", "waves-topk2")
