@@ -71,8 +71,9 @@ def draw(picture: Path, of_ddp: Path, runs: list[Path]) -> None:
 
     figure, panel = pyplot.subplots(figsize=(9, 5), layout="constrained")
     for run in runs:
-        seen = curves.read(run).by_megabytes
-        panel.plot(seen.x, seen.mean, marker="o", markersize=4, label=f"{run.name}: {summary.read(run).policy}")
+        seen, found = curves.read(run).by_megabytes, summary.read(run)
+        how = found.policy if found.codec == "none" else f"{found.policy}, {found.codec}"
+        panel.plot(seen.x, seen.mean, marker="o", markersize=4, label=f"{run.name}: {how}")
     points = json.loads(of_ddp.read_text())
     panel.plot(
         *zip(*points, strict=True), marker="s", markersize=4, color="black", label="DDP, all gradients each step"

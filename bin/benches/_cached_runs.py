@@ -32,7 +32,7 @@ class CachedRuns:
             try:
                 kept = json.loads(line)
                 self._made[_key(kept["job"])] = kept["made"]
-                older += kept["code"] != self._code
+                older += kept.get("code") != self._code
             except (ValueError, KeyError, TypeError):
                 print(f"{file}, line {number} is invalid and skipped: it may be truncated", file=sys.stderr)
         if older:

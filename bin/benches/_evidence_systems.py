@@ -58,6 +58,8 @@ def _ddp(**options: Any) -> System:
 
 
 WAVES = ("--exchange", "waves", "--policy", "tau:{period}")
+RARE = ("--policy", "tau:50")
+MOMENTUM = ("--outer", "momentum:0.6")
 LOW_BITS = ("--codec", "3lc:sparsity=1,residual=0.3")
 ONE_BIT = ("--mode", "pushpull", "--codec", "efsignsgd", "--mixing", "choco:gamma=0.5")
 SSP = ("--sync", "ssp:3", "--apply", "tick")
@@ -75,13 +77,13 @@ SYSTEMS = {
     "hivemind": System("_evidence_hivemind.py", {}, periodic=True, package="hivemind"),
     "tau:10": _run("--policy", "tau:10"),
     "paper": _run("--policy", "{adaptive}", "--outer", "none", "--finish", "none", "--blocking"),
-    "tau:50": _run("--policy", "tau:50"),
-    "default": _run(),
-    "default-3lc": _run(*LOW_BITS),
+    "tau:50": _run(*RARE),
     "tau:10-3lc": _run("--policy", "tau:10", *LOW_BITS),
-    "pairs": _run("--mode", "pushpull", "--policy", "tau:{period}", "--outer", "momentum:0.6", periodic=True),
+    "momentum": _run(*RARE, *MOMENTUM),
+    "momentum-3lc": _run(*RARE, *MOMENTUM, *LOW_BITS),
+    "pairs": _run("--mode", "pushpull", "--policy", "tau:{period}", *MOMENTUM, periodic=True),
     "pairs-3lc": _run(
-        *("--mode", "pushpull", "--policy", "tau:50", "--outer", "momentum:0.6", *LOW_BITS),
+        *("--mode", "pushpull", *RARE, *MOMENTUM, *LOW_BITS),
         *("--mixing", "choco:gamma=0.5"),
     ),
     "pairs-sign": _run("--policy", "tau:{period}", *ONE_BIT, periodic=True),
@@ -100,7 +102,7 @@ SYSTEMS = {
     "ssp-3lc": _run("--servers", "{everyone}", *SSP, *SERVER_CODEC),
 }
 """By name. The hub and the servers train too, so that every system has the same machines."""
-SHORT = (DDP, "ddp-powersgd", "diloco", "tau:10", "default", "pairs-sign:5", "waves-topk2")
+SHORT = (DDP, "ddp-powersgd", "diloco", "tau:10", "tau:10-3lc", "pairs-sign:5", "waves-topk2")
 """Systems without --full."""
 
 

@@ -114,8 +114,7 @@ def build_peer(
     granted = grant(config.exchange, place.bind.host)
     managers = managers or Managers()
     sync = dataclasses.replace(config.sync, policy=managers.configured(config.sync.policy))
-    has_own = policy is not None or managers.sync is not None
-    config = with_policy(dataclasses.replace(config, sync=sync), has_script=True, has_own=has_own)
+    config = with_policy(dataclasses.replace(config, sync=sync), has_script=True)
     check_exchange(config)
     hub = elastic_settings(config, place.names)
     arena = _arena(config, place, module)
@@ -169,7 +168,7 @@ def _arena(config: RunConfig, place: Place, module: nn.Module) -> ParameterArena
     drawn = random.Random(f"delta {config.run.seed} {place.rank}").getrandbits(64) if sampled else None
     buffers, fragments = config.sync.buffers == "mix", config.sync.fragments
     arena = ParameterArena(module, mix_buffers=buffers, sampled=drawn, fragments=fragments)
-    if (rule := outer.parse(config.sync.outer or "none")) is not None:
+    if (rule := outer.parse(config.sync.outer)) is not None:
         arena.use_outer(rule)
     return arena
 
@@ -276,7 +275,7 @@ def _checkpoints(plan: _Plan, driver: Driver, options: PeerOptions) -> Checkpoin
     run, place = plan.config.run, plan.place
     about = {
         "--policy": options.policy.partition(":")[0],
-        "--outer": plan.config.sync.outer or "none",
+        "--outer": plan.config.sync.outer,
         "--fragments": plan.config.sync.fragments,
         "peers": len(place.names),
         "--seed": run.seed,
@@ -379,7 +378,7 @@ def _alike(config: RunConfig, turns: Schedule, hub: ElasticSettings | None, serv
         "--codec": codecs.describe(codecs.parse(sync.codec)),
         "--references": str(sync.references),
         "--exchange": sync.exchange,
-        "--outer": sync.outer or "none",
+        "--outer": sync.outer,
         "--fragments": str(sync.fragments),
         "--weights": sync.weights,
         "--schedule": schedules.describe(sync.schedule, turns),

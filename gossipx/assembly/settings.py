@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gossipx")
 
-DEFAULT_OUTER = "momentum:0.6"
-"""The outer optimizer of the default policy; docs/outer.md has the measurements. Other policies have none by default,
-because a policy that exchanges more often needs a smaller momentum."""
 SCRIPTS_THRESHOLD = 0.02
 """Threshold of the paper's rule for models other than the built-in ones: the middle one of Table I of Adaptive
 Communication."""
@@ -72,19 +69,13 @@ def effective_config(config: RunConfig, size: int, has_script: bool) -> RunConfi
     return config
 
 
-def with_policy(config: RunConfig, has_script: bool, has_own: bool = False) -> RunConfig:
-    """Return the configuration with the complete spec of its policy, and the outer optimizer of the default one.
-
-    Servers replace the policy, which is unchanged then.
+def with_policy(config: RunConfig, has_script: bool) -> RunConfig:
+    """Return the configuration with the complete spec of its policy; servers replace the policy, which is unchanged.
 
     Args:
         config: the configuration.
         has_script: whether the run trains a user's script.
-        has_own: whether a script decides when to exchange, by an object that no setting names.
     """
-    if "outer" not in config.given:
-        suited = DEFAULT_OUTER if not has_own and _is_default_exchange(config) else None
-        config = dataclasses.replace(config, sync=dataclasses.replace(config.sync, outer=suited))
     if config.has_servers:
         return config
     spec = config.sync.policy
@@ -92,14 +83,6 @@ def with_policy(config: RunConfig, has_script: bool, has_own: bool = False) -> R
         threshold = SCRIPTS_THRESHOLD if has_script else PRESETS[config.task.model].threshold
         spec = _completed("adaptive", f"adaptive:threshold={threshold:g}", spec)
     return dataclasses.replace(config, sync=dataclasses.replace(config.sync, policy=policies.complete(spec)))
-
-
-def _is_default_exchange(config: RunConfig) -> bool:
-    """Return whether peers exchange by the default policy, and in a way that an outer optimizer suits."""
-    sync = config.sync
-    with_each_other = not config.has_servers and config.hub.hub is None and sync.mode != "push"
-    is_default = not config.is_given("policy") and sync.preset is None
-    return with_each_other and is_default and sync.exchange == "pulls"  # after a wave, all peers hold the mean
 
 
 def _check_solver(given: str) -> None:
@@ -293,7 +276,7 @@ def _check_coded_waves(config: RunConfig, codec: Codec) -> None:
         raise UsageError("--references are models of other peers, and a wave needs none: leave it out")
     if codec.near:
         raise UsageError(f"{option} is for models, and a wave encodes changes: leave one out")
-    if outer.parse(config.sync.outer or "none") is not None:
+    if outer.parse(config.sync.outer) is not None:
         raise UsageError(
             f"--outer {config.sync.outer} is for waves of whole models, and with a --codec the error that it leaves out"
             " takes the place of momentum: leave one out"
@@ -303,7 +286,7 @@ def _check_coded_waves(config: RunConfig, codec: Codec) -> None:
 def _check_outer(config: RunConfig) -> None:
     """Refuse an outer optimizer that does not suit the exchange of the run."""
     sync = config.sync
-    rule = outer.parse(sync.outer or "none")
+    rule = outer.parse(sync.outer)
     if rule is None:
         return
     option = f"--outer {sync.outer}"

@@ -19,7 +19,7 @@ def hyperparameters(settings: RunConfig, peers: int) -> dict[str, str | float]:
         "policy": settings.server.sync if settings.has_servers else sync.policy,
         "exchange": exchange or (sync.exchange if sync.exchange == "waves" else sync.mode),
         "codec": codec,
-        "outer": None if exchange else sync.outer or "none",
+        "outer": None if exchange else sync.outer,
         "topology": None if exchange else sync.topology,
         "seed": settings.run.seed,
         "peers": peers,

@@ -137,7 +137,7 @@ class SyncSettings:
         " --outer none.",
     )
     policy: str = setting(
-        "tau:50",
+        "tau:10",
         "When to exchange: never, tau:N, auto:budget, random:p, adaptive:threshold, travel:distance, drift:distance.",
         check=checks.policy,
         common="Exchange",
@@ -169,10 +169,9 @@ class SyncSettings:
         "How a model is mixed in: average:beta=0.5, aged:beta=0.5,half_life=100; with --codec choco:gamma=0.2.",
         check=checks.mixing,
     )
-    outer: str | None = setting(
-        None,
-        "Momentum across exchanges: momentum:0.6, nesterov:lr=0.7,momentum=0.9 (with --exchange waves), or none."
-        " Default: momentum:0.6 without --policy, if peers pull or exchange in pairs; else none.",
+    outer: str = setting(
+        "none",
+        "Momentum across exchanges: momentum:0.6, nesterov:lr=0.7,momentum=0.9 (with --exchange waves), or none.",
         check=checks.outer,
     )
     fragments: int = setting(

@@ -289,11 +289,11 @@ class _Run:
         self._curves.handle(rank, records)
 
     def _record_policy(self, policy: str | None) -> None:
-        """Record the policy of a script, such as an object, which no setting names; it has no momentum by default."""
+        """Record the policy with which a peer begins to train: a script may pass an object, which no setting names."""
         settings = self._settings
         if policy is None or settings.has_servers or policy == settings.sync.policy:
             return
-        sync = replace(settings.sync, policy=policy, outer=settings.sync.outer if "outer" in settings.given else None)
+        sync = replace(settings.sync, policy=policy)
         self._settings = replace(settings, sync=sync, given=settings.given | {"policy"})
         self._directory.record(self._settings)
 

@@ -53,8 +53,6 @@ def settings_of(
     if not path.is_dir():
         raise no_run(run, logdir, CONFIG_FILE)
     before = settings_in(path)
-    if "outer" in before:  # also as the default of a policy that is given now; checkpoints contain its state
-        before = {**before, files.GIVEN: [*before.get(files.GIVEN, before), "outer"]}
     given = {name: value for name, value in given.items() if value is not None}
     place = {"name": path.resolve().name, "logdir": str(path.parent)}
     settings = files.resolve(before, given, place)

@@ -83,7 +83,7 @@ def test_a_rival_without_results_leaves_the_goal_unmet(bench: Any) -> None:
 
 
 def test_goals_are_relative_to_ddp(bench: Any) -> None:
-    comparison = compared(bench, ddp=(1.8, 400, 1.5e9), pairs=(1.84, 25, 3e6), default_3lc=(1.89, 19, 1e6))
+    comparison = compared(bench, ddp=(1.8, 400, 1.5e9), pairs=(1.84, 25, 3e6), momentum_3lc=(1.89, 19, 1e6))
     goals = {one["name"].partition(": ")[2]: one for one in comparison.figures() if one["goal"]}
     near, far, further, sooner = goals.values()
     assert (near["value"], near["met"]) == (pytest.approx(500), True)

@@ -12,7 +12,7 @@ from gossipx.config import files
 from gossipx.launch import resume
 
 
-def resumed(directory: Path, given: dict[str, Any], **first: Any) -> tuple[str, str | None]:
+def resumed(directory: Path, given: dict[str, Any], **first: Any) -> tuple[str, str]:
     """Return policy and outer optimizer of a run with settings ``first`` that resumes with ``given``."""
     began = effective_config(files.resolve({"name": directory.name, **first}), 2, has_script=False)
     (directory / "config.toml").write_text(files.dump(began))
@@ -22,13 +22,8 @@ def resumed(directory: Path, given: dict[str, Any], **first: Any) -> tuple[str, 
     return made.sync.policy, made.sync.outer
 
 
-@pytest.mark.parametrize("period", ["tau:50", "tau:20"])
-def test_another_period_keeps_the_momentum_that_checkpoints_contain(tmp_path: Path, period: str) -> None:
-    """Also that of the default policy, although a given policy has none by default."""
-    assert resumed(tmp_path, {"policy": period}) == (period, "momentum:0.6")
-    assert resumed(tmp_path, {}) == ("tau:50", "momentum:0.6")
-
-
-def test_a_run_without_momentum_resumes_without(tmp_path: Path) -> None:
-    assert resumed(tmp_path, {}, policy="tau:10") == ("tau:10", None)
-    assert resumed(tmp_path, {"policy": "tau:20"}, policy="tau:10") == ("tau:20", None)
+@pytest.mark.parametrize("across", ["momentum:0.6", "none"])
+def test_another_period_keeps_the_momentum_that_checkpoints_contain(tmp_path: Path, across: str) -> None:
+    first = {"policy": "tau:50", "outer": across}
+    assert resumed(tmp_path, {"policy": "tau:20"}, **first) == ("tau:20", across)
+    assert resumed(tmp_path, {}, **first) == ("tau:50", across)
