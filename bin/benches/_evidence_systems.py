@@ -75,6 +75,7 @@ SYSTEMS = {
     "post-local-sgd": System("_evidence_ddp.py", {"kind": "local", "averaged": 0.05}, periodic=True),
     "diloco": System("_evidence_torchft.py", {}, periodic=True, package="torchft"),
     "hivemind": System("_evidence_hivemind.py", {}, periodic=True, package="hivemind"),
+    "never": _run("--policy", "never"),
     "tau:10": _run("--policy", "tau:10"),
     "paper": _run("--policy", "{adaptive}", "--outer", "none", "--finish", "none", "--blocking"),
     "tau:50": _run(*RARE),

@@ -239,24 +239,28 @@ def curve(run: Assignment) -> list[dict[str, float]]:
     """Return the points of a run from all peers' snapshots, with the figures of the average of all models.
 
     Returns:
-        Points by step: ``step``, ``seconds`` of the slowest peer, ``bytes`` sent per peer, and the test figures.
+        Points by step: ``step``, ``seconds`` of the slowest peer, ``bytes`` sent per peer, and the test figures. The last
+        one also has ``own``, the mean of the figure of the peers' own models.
     """
     workload = WORKLOADS[run.workload]
     torch.set_num_threads(1)
     _, test = load(workload.task)
     model = model_of(workload, test.classes, run.seed)
     peers = [torch.load(run.folder / f"peer-{rank}.pt", weights_only=True) for rank in range(run.peers)]
-    points = []
-    for made in zip(*peers, strict=True):
-        average = torch.stack([one["model"].double() for one in made]).mean(0).float()
-        vector_to_parameters(average, averaged(model))
-        points.append(
-            {
-                "step": made[0]["step"],
-                "seconds": max(one["seconds"] for one in made),
-                "bytes": sum(one["sent"] for one in made) / run.peers,
-                **scores(model, test, torch.device("cpu")),
-            }
-        )
+
+    def measured(values: Tensor) -> dict[str, float]:
+        vector_to_parameters(values, averaged(model))
+        return scores(model, test, torch.device("cpu"))
+
+    points = [
+        {
+            "step": made[0]["step"],
+            "seconds": max(one["seconds"] for one in made),
+            "bytes": sum(one["sent"] for one in made) / run.peers,
+            **measured(torch.stack([one["model"].double() for one in made]).mean(0).float()),
+        }
+        for made in zip(*peers, strict=True)
+    ]
     total = min(map(int, run.told("total")))  # of two peers that end at once, both may be the last
-    return [*points[:-1], {**points[-1], "bytes": total / run.peers}]
+    own = sum(measured(made[-1]["model"])[workload.figure] for made in peers) / run.peers
+    return [*points[:-1], {**points[-1], "bytes": total / run.peers, "own": own}]

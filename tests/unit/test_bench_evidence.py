@@ -30,7 +30,10 @@ def bench() -> Iterator[Any]:
 
 def points(*each: tuple[float, float, float]) -> list[dict[str, float]]:
     """Return the points of a run from loss, seconds and bytes."""
-    return [{"loss": loss, "seconds": seconds, "bytes": count, "accuracy": 0.0} for loss, seconds, count in each]
+    return [
+        {"loss": loss, "seconds": seconds, "bytes": count, "accuracy": 0.0, "own": loss + 0.5}
+        for loss, seconds, count in each
+    ]
 
 
 def compared(bench: Any, rate: str = "100mbit", **runs: tuple[float, float, float]) -> Any:
@@ -50,6 +53,13 @@ def test_a_system_is_ahead_if_it_is_lower_in_both(bench: Any) -> None:
     comparison = compared(bench, ddp=(1.8, 100, 1e9), diloco=(1.9, 10, 4e7), pairs=(1.95, 20, 2e7))
     assert comparison.ahead("seconds") == ["diloco"]
     assert comparison.ahead("bytes") == []
+
+
+def test_a_row_has_the_figures_of_the_average_and_of_own_models(bench: Any) -> None:
+    comparison = compared(bench, ddp=(1.8, 100, 1e9), pairs=(1.85, 20, 2e7))
+    (_, pairs) = (dict(zip(comparison.headings(), row, strict=True)) for row in comparison.rows())
+    shown = {"system": "gossipx pairs", "loss": "1.850", "own models": "2.350", "of DDP's": "1/50", "s": "20.0"}
+    assert shown.items() <= pairs.items()
 
 
 def test_noise_puts_nobody_ahead(bench: Any) -> None:
