@@ -239,8 +239,8 @@ def curve(run: Assignment) -> list[dict[str, float]]:
     """Return the points of a run from all peers' snapshots, with the figures of the average of all models.
 
     Returns:
-        Points by step: ``step``, ``seconds`` of the slowest peer, ``bytes`` sent per peer, and the test figures. The last
-        one also has ``own``, the mean of the figure of the peers' own models.
+        Points by step: ``step``, ``seconds`` of the slowest peer, ``bytes`` sent per peer, and the test figures. The
+        last one also has ``own``, the mean of the figure of the peers' own models.
     """
     workload = WORKLOADS[run.workload]
     torch.set_num_threads(1)
