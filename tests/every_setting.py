@@ -38,7 +38,7 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
     },
     "sync": {
         "preset": "paper",
-        "policy": "tau:10",
+        "policy": "tau:20",
         "mode": "push",
         "exchange": "waves",
         "topology": "ring",
@@ -130,7 +130,7 @@ partition = "dirichlet:alpha=0.3"
 
 [sync]
 preset = "paper"
-policy = "tau:10"
+policy = "tau:20"
 mode = "push"
 exchange = "waves"
 topology = "ring"
