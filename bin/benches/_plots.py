@@ -138,6 +138,11 @@ def periods(plan: Any, folder: Path) -> None:
         folder: receives ``TASK-periods.png``.
     """
     figure, panel = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    own = [end for name in plan.systems if SYSTEMS[name].is_gossipx for end in plan.ends(name)]
+    best = [end for end in own if not any(_is_below(other, end, plan.workload) for other in own)]
+    best.sort(key=lambda end: end["bytes"])
+    along, values = [one["bytes"] / 1e6 for one in best], [one[plan.workload.figure] for one in best]
+    panel.step(along, values, where="post", color="#0072B2", alpha=0.2, linewidth=8, label="best of gossipx", zorder=0)
     for name in plan.systems:
         ends = plan.ends(name)
         if ends:
@@ -145,6 +150,11 @@ def periods(plan: Any, folder: Path) -> None:
             panel.plot(along, values, label=shown(name), **_look(name))
     label = f"MB sent per peer; a line joins periods of {', '.join(map(str, PERIODS))} steps"
     _save(figure, panel, plan, label, folder / f"{plan.task}-periods.png")
+
+
+def _is_below(one: Any, other: Any, workload: Any) -> bool:
+    """Return whether one run has both a lower loss, or a higher accuracy, and fewer bytes than another."""
+    return bool(one["bytes"] < other["bytes"] and workload.error(one) < workload.error(other))
 
 
 def _save(figure: Any, panel: Any, of: Any, label: str, target: Path) -> None:
