@@ -10,11 +10,12 @@ import abc
 import csv
 import importlib
 import logging
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, ClassVar, Literal, TextIO, final
 
 from gossipx.errors import UsageError
@@ -27,8 +28,8 @@ log = logging.getLogger("gossipx")
 ENTRY_POINT_GROUP = "gossipx.recorders"
 FLUSH = 10.0
 """Seconds between two writes of curves to a file: short enough to watch a run of one minute."""
-PENDING = 1000
-"""Values that a service may still have to send before training waits for it."""
+PATIENCE = 30.0
+"""Seconds that the end of a run waits for values that a service still has to send."""
 
 
 @dataclass(frozen=True)
@@ -223,36 +224,53 @@ class Guarded:
         self._close = close
         self._name = name
         self._lost = 0
-        self._pending: deque[Any] = deque()  # what a thread of the service sends, in order
+        self._unconfirmed = 0  # values that a thread of the service still has to send
+        self._pending: SimpleQueue[Any] = SimpleQueue()
+        self._changed = threading.Condition()  # guards the counters
+        self._confirming: threading.Thread | None = None
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         """Record ``value`` under ``tag`` at iteration ``step``."""
         operation = self._call(lambda: self._scalar(tag, value, step))
         if hasattr(operation, "wait"):
-            self._pending.append(operation)
-            self._settle(PENDING)
+            if self._confirming is None:
+                self._confirming = threading.Thread(target=self._confirm, name=f"{self._name} values", daemon=True)
+                self._confirming.start()
+            with self._changed:
+                self._unconfirmed += 1
+            self._pending.put(operation)
 
     def unwritten(self) -> int:
-        """Return how many records the service has refused, once it has all."""
-        self._settle(0)
-        return self._lost
+        """Return how many records the service has refused, or has not taken within :data:`PATIENCE`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._unconfirmed, PATIENCE):
+                log.warning(
+                    "%s has not taken all curves within %g s: %d values are missing",
+                    *(self._name, PATIENCE, self._unconfirmed),
+                )
+            return self._lost + self._unconfirmed
 
     def close(self) -> None:
         """End the record."""
-        self._settle(0)
+        self.unwritten()
         self._call(self._close)
 
-    def _settle(self, most: int) -> None:
-        while len(self._pending) > most:
-            self._call(self._pending.popleft().wait)
+    def _confirm(self) -> None:
+        while True:
+            self._call(self._pending.get().wait)
+            with self._changed:
+                self._unconfirmed -= 1
+                self._changed.notify_all()
 
     def _call(self, work: Callable[[], object]) -> object:
         try:
             return work()
         except Exception as error:  # whatever it is, curves are worth less than training
-            if not self._lost:
+            with self._changed:
+                self._lost += 1
+                is_first = self._lost == 1
+            if is_first:
                 log.warning("%s refuses curves (%s); training continues", self._name, error)
-            self._lost += 1
             return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import logging
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +171,21 @@ def test_values_that_a_service_refuses_later_are_counted(caplog: pytest.LogCaptu
         assert guarded.unwritten() == 2
         guarded.scalar("train/loss", -3.0, 4)
         guarded.close()
-    assert guarded.unwritten() == 3
+        assert guarded.unwritten() == 3
     assert len(caplog.records) == 1
+
+
+def test_the_end_does_not_wait_for_ever_for_a_service(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorders, "PATIENCE", 0.01)
+    guarded = recorders.Guarded(lambda tag, value, step: threading.Event(), lambda: None, "mlflow")
+    guarded.scalar("train/loss", 1.0, 0)
+    with caplog.at_level(logging.WARNING, "gossipx"):
+        assert guarded.unwritten() == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "mlflow has not taken all curves within 0.01 s: 1 values are missing"
+    ]
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
