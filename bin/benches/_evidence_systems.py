@@ -90,7 +90,7 @@ SYSTEMS = {
     "pairs-sign": _run("--policy", "tau:{period}", *ONE_BIT, periodic=True),
     "pairs-sign:5": _run("--policy", "tau:5", *ONE_BIT),
     "pairs-sign:2": _run("--policy", "tau:2", *ONE_BIT),
-    "pairs-sign:1": _run("--policy", "tau:1", *ONE_BIT),
+    "pairs-sign:1": _run("--policy", "tau:1", "--blocking", *ONE_BIT),
     "waves": _run(*WAVES, "--outer", "nesterov:lr=0.7,momentum=0.9", periodic=True),
     "waves-topk2": _run(*WAVES, "--codec", "topk2", periodic=True),
     "hub": _run("--hub", "0", "--policy", "tau:{period}", periodic=True),
