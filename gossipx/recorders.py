@@ -29,7 +29,7 @@ ENTRY_POINT_GROUP = "gossipx.recorders"
 FLUSH = 10.0
 """Seconds between two writes of curves to a file: short enough to watch a run of one minute."""
 PATIENCE = 30.0
-"""Seconds that the end of a run waits for values that a service still has to send."""
+"""Seconds that the end of a run waits for a service that still has to send values or to end its record."""
 
 
 @dataclass(frozen=True)
@@ -162,15 +162,18 @@ class WandB(RecorderKind):
 
     def open(self, of: Recorded) -> Recorder:
         wandb = _imported("wandb", "wandb")
-        run = wandb.init(
-            project=self.project,
-            entity=self.entity or None,
-            group=of.run,
-            name=f"{of.run}/{of.peer}",
-            config={**of.settings, "rank": of.rank},
-            dir=of.directory,
-            reinit="create_new",
-        )
+        try:
+            run = wandb.init(
+                project=self.project,
+                entity=self.entity or None,
+                group=of.run,
+                name=f"{of.run}/{of.peer}",
+                config={**of.settings, "rank": of.rank},
+                dir=of.directory,
+                reinit="create_new",
+            )
+        except (wandb.errors.Error, OSError) as error:
+            raise _refused("wandb", error) from error
         # An x axis of our own: wandb drops what is logged at an earlier step than its last one.
         run.define_metric("iteration", hidden=True)
         run.define_metric("*", step_metric="iteration")
@@ -199,8 +202,8 @@ class MLflow(RecorderKind):
             run = client.create_run(number, run_name=f"{of.run}/{of.peer}").info.run_id
             for name, value in {"run": of.run, "rank": of.rank, **of.settings}.items():
                 client.log_param(run, name, value)
-        except mlflow.exceptions.MlflowException as error:
-            raise UsageError(f"--recorder mlflow: {str(error).splitlines()[0]}") from error
+        except (mlflow.exceptions.MlflowException, OSError) as error:
+            raise _refused("mlflow", error) from error
 
         return Guarded(
             lambda tag, value, step: client.log_metric(run, tag, value, step=step, synchronous=False),
@@ -228,6 +231,8 @@ class Guarded:
         self._pending: SimpleQueue[Any] = SimpleQueue()
         self._changed = threading.Condition()  # guards the counters
         self._confirming: threading.Thread | None = None
+        self._deadline: float | None = None  # of the end of the run
+        self._is_late = False
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         """Record ``value`` under ``tag`` at iteration ``step``."""
@@ -243,17 +248,28 @@ class Guarded:
     def unwritten(self) -> int:
         """Return how many records the service has refused, or has not taken within :data:`PATIENCE`."""
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._unconfirmed, PATIENCE):
-                log.warning(
-                    "%s has not taken all curves within %g s: %d values are missing",
-                    *(self._name, PATIENCE, self._unconfirmed),
-                )
+            if not self._changed.wait_for(lambda: not self._unconfirmed, self._remaining()):
+                self._late(f"has not taken all curves within {PATIENCE:g} s; missing values: {self._unconfirmed}")
             return self._lost + self._unconfirmed
 
     def close(self) -> None:
-        """End the record."""
+        """End the record, by the time that :meth:`unwritten` has waited for if it was called before."""
         self.unwritten()
-        self._call(self._close)
+        ending = threading.Thread(target=self._call, args=(self._close,), name=f"{self._name} end", daemon=True)
+        ending.start()
+        ending.join(self._remaining())
+        if ending.is_alive():
+            self._late(f"has not ended the record of this peer within {PATIENCE:g} s")
+
+    def _remaining(self) -> float:
+        if self._deadline is None:
+            self._deadline = time.monotonic() + PATIENCE
+        return max(0.0, self._deadline - time.monotonic())
+
+    def _late(self, what: str) -> None:
+        if not self._is_late:
+            self._is_late = True
+            log.warning("%s %s", self._name, what)
 
     def _confirm(self) -> None:
         while True:
@@ -336,6 +352,11 @@ def open_all(spec: str, own: Recorder | None, of: Recorded) -> Recorder:
         return own
     opened = [kind.open(of) for kind in parse(spec)]
     return opened[0] if len(opened) == 1 else Several(opened) if opened else NullRecorder()
+
+
+def _refused(name: str, error: Exception) -> UsageError:
+    lines = str(error).splitlines()
+    return UsageError(f"--recorder {name}: {lines[0] if lines else type(error).__name__}")
 
 
 def _imported(module: str, extra: str) -> Any:

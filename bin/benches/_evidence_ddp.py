@@ -29,7 +29,9 @@ def main() -> None:
     kind = run.options["kind"]
     # PowerSGD starts collectives in callbacks. With two buckets their order differs between processes, which gloo
     # refuses ("Received data size doesn't match expected size"); one bucket holds all of a small model.
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB if kind == "powersgd" else None)
+    cap = ONE_BUCKET_MB if kind == "powersgd" else None
+    # Local SGD communicates only when it averages: no statistics of BatchNorm before each forward pass.
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=cap, broadcast_buffers=kind != "local")
     if kind == "local":
         optimizer = _post_local(run, wrapped, optimizer)
     elif kind == "fp16":

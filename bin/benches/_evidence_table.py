@@ -101,7 +101,7 @@ class Comparison:
                     shown(name),
                     str(self._periods.get(name, "")),
                     f"{statistics.fmean(last):.3f}{half}",
-                    f"{self.mean(name, 'own'):.3f}",
+                    f"{self.mean(name, 'own'):.3f}" if all("own" in points[-1] for points in runs) else "",
                     f"{self.mean(name, 'bytes') / 1e6:.2f}",
                     "" if whole is None else f"1/{1 / whole:.0f}" if whole < 0.5 else f"{whole:.2f}",
                     f"{self.mean(name, 'seconds'):.1f}",

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Sequence
 
-T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
-"""Student's t for a two-sided 95 % interval, by the number of values."""
+from gossipx.metrics.intervals import estimate
 
 
 def interval(values: Sequence[float]) -> float:
-    """Return half the 95 % interval of the mean; NaN for one value, or more than the table of t covers."""
-    if len(values) not in T_95:
-        return float("nan")
-    return T_95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
+    """Return half the 95 % interval of the mean; NaN for one value."""
+    found = estimate(values).interval
+    return math.nan if found is None else found
 
 
 def held_at(times: Sequence[float], moments: Sequence[float]) -> list[int]:

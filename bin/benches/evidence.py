@@ -166,7 +166,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rate", type=_some_of(RATES), help=", ".join(RATES))
     parser.add_argument("--systems", type=_some_of(SYSTEMS), help=", ".join(SYSTEMS))
     parser.add_argument("--seeds", type=int, choices=range(1, 9), help="default: 1, with --full 3")
-    parser.add_argument("--steps", type=int, help="default: 200, with --full 800 for text and 3000 for images")
+    parser.add_argument("--steps", type=int, help="default: 200, with --full 800, for LeNet 3000")
     parser.add_argument("--peers", type=int, default=PEERS)
     parser.add_argument("--keep", type=Path)
     given = parser.parse_args()

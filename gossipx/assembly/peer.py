@@ -127,7 +127,7 @@ def build_peer(
     if served is not None and place.directory is not None:
         _keep_shards(driver, served, place, config.run.keep_checkpoints)
     checkpoints = _checkpoints(plan, driver, options)
-    recorder = _recorder(plan, None if checkpoints.found is None else checkpoints.found.iteration)
+    recorder = _recorder(plan, options.policy, None if checkpoints.found is None else checkpoints.found.iteration)
     backward = None if served is None else _backward(module, driver, served, config.server.wait_free)
     reporter = Reporter(module, driver, comm, recorder, place.progress, options, evaluate)
     return Peer(module, optimizer, driver, comm, reporter, checkpoints, options, backward)
@@ -395,7 +395,7 @@ def _carriers(exchange: ExchangeSettings, module: nn.Module) -> Carriers | None:
     return process_group.ProcessGroups(transport, next(module.parameters()).device)
 
 
-def _recorder(plan: _Plan, resumed_at: int | None) -> Recorder:
+def _recorder(plan: _Plan, policy: str, resumed_at: int | None) -> Recorder:
     config, place = plan.config, plan.place
     if place.directory is None:
         return NullRecorder()
@@ -403,7 +403,7 @@ def _recorder(plan: _Plan, resumed_at: int | None) -> Recorder:
     parts += [part for part, used in ((HUB, config.hub.hub is not None), (SERVERS, plan.served is not None)) if used]
     own = models.directory_of(place.directory, place.rank)
     name = config.run.name or place.directory.name
-    settings = hyperparameters(config, len(place.names))
+    settings = {**hyperparameters(config, len(place.names)), "policy": policy}
     of = Recorded(name, place.names[place.rank], place.rank, own, settings, parts, resumed_at)
     try:
         return recorders.open_all(config.run.recorder, plan.managers.recorder, of)

@@ -199,7 +199,7 @@ def _check_around(config: RunConfig) -> None:
     partners = ["topology", "schedule", "weights", "mixing", "outer"]
     if config.has_servers:
         around, partner = _around(config), "with the servers, as --sync says"
-        names = [*how, *partners, "policy", "blocking", "max_served", "max_pushes", "serve_share"]
+        names = ["preset", *how, *partners, "policy", "blocking", "max_served", "max_pushes", "serve_share"]
         if sync.mode == "server":
             names.remove("mode")
     elif config.hub.hub is not None:

@@ -80,7 +80,9 @@ def read(*directories: Path) -> Curves:
         found = [one for one in found if one.keys() >= NEEDED]
         if not found:
             raise UsageError(
-                f"nothing to plot: none of its peers has recorded all of {', '.join(sorted(NEEDED))}", directory
+                f"nothing to plot: none of its peers has recorded all of {', '.join(sorted(NEEDED))} with"
+                " --recorder tensorboard",
+                directory,
             )
         peers += found
     figure = next((name for name in FIGURES if any(f"test/{name}" in one for one in peers)), FIGURES[0])

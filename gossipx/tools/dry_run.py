@@ -204,7 +204,7 @@ def dry_run(
 def _rounds(
     checked: Checked, script: list[str], module: nn.Module | None, model: ModelPlan
 ) -> tuple[Matrix, list[tuple[str, Count]]]:
-    """Return the bytes sent when each peer fires once, [receiver, sender], and the counts by policy."""
+    """Return the bytes sent when each peer exchanges once, [receiver, sender], and the counts by policy."""
     settings, size = checked.settings, len(checked.peers)
     names = [peer.name for peer in checked.peers]
     iterations = settings.run.iterations
@@ -216,13 +216,14 @@ def _rounds(
     hub = elastic_settings(settings, names)
     hosts = [peer.host for peer in checked.peers]
     models = traffic.gossip(settings, hosts) if hub is None else traffic.around_hub(hub.rank, size)
+    deciders = traffic.deciders(settings, size) if hub is None else 1
     of = None if module is None else settings.task.model
     counted = []
     own = policies.parse(settings.sync.policy)
     reference = [REFERENCE] if own != policies.parse(REFERENCE) else []  # the same policy has several spellings
     for spec in (*reference, settings.sync.policy):
         policy = policies.parse(spec)
-        found = traffic.counts(policy, iterations, of, earlier.seen(settings, script, policy))
+        found = traffic.counts(policy, iterations, of, earlier.seen(settings, script, policy), deciders)
         counted += [(spec, count) for count in found]
     return models * (model.encoded_bytes / settings.sync.fragments), counted
 

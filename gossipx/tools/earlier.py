@@ -14,11 +14,11 @@ from gossipx.errors import MALFORMED, UsageError
 from gossipx.launch.directory import SCRIPT_FILE, settings_in
 from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
-from gossipx.tools.traffic import ObservedRetrievals
+from gossipx.tools.traffic import ObservedRetrievals, wave
 
 
 def seen(settings: RunConfig, script: list[str], policy: policies.Policy) -> ObservedRetrievals | None:
-    """Return the retrievals of runs in ``logdir`` with the same training and policy, or None without such runs."""
+    """Return the exchanges of runs in ``logdir`` with the same training and policy, or None without such runs."""
     rates: dict[str, float] = {}
     for file in sorted(Path(settings.run.logdir).glob(f"*/{summary.FILE}")):
         try:
@@ -29,7 +29,9 @@ def seen(settings: RunConfig, script: list[str], policy: policies.Policy) -> Obs
         done = [count for count in found.retrievals if count is not None]
         if same and done and found.iterations and _is_alike(found, file.parent, settings, script):
             other = "" if found.iterations == settings.run.iterations else f" of {found.iterations:,} iterations"
-            rates[f"{found.name}{other}"] = sum(done) / len(done) / found.iterations
+            size = len(found.retrievals)
+            models = float(wave(size).sum()) if settings.sync.exchange == "waves" else size
+            rates[f"{found.name}{other}"] = sum(done) / len(done) / found.iterations * size / models
     return ObservedRetrievals(tuple(rates), min(rates.values()), max(rates.values())) if rates else None
 
 

@@ -1,6 +1,7 @@
-"""Expected traffic of a run: how often its policy fires, and which peers send models to which. Pure arithmetic.
+"""Expected traffic of a run: how often its peers exchange, and which peers send models to which. Pure arithmetic.
 
-Traffic is a matrix [receiver, sender]: the mean number of models that travel when each peer's policy fires once.
+Traffic is a matrix [receiver, sender]: the mean number of models that travel when each peer exchanges once. A pair is an
+exchange of both its peers, and a wave one of all, whichever peer's policy has fired.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PAPERS_THRESHOLDS = (0.025, 0.02, 0.01)
 
 @dataclass(frozen=True)
 class Count:
-    """The number of times that a policy fires at one peer.
+    """The number of exchanges of one peer.
 
     Attributes:
         source: where the numbers come from, in words.
@@ -48,7 +49,7 @@ class ObservedRetrievals:
 
     Attributes:
         runs: the runs' names.
-        least, most: range over runs of the retrievals per iteration, mean over peers.
+        least, most: range over runs of the exchanges per iteration, mean over peers.
     """
 
     runs: tuple[str, ...]
@@ -56,21 +57,34 @@ class ObservedRetrievals:
     most: float
 
 
-def counts(policy: Policy, iterations: int, model: str | None, seen: ObservedRetrievals | None) -> list[Count]:
-    """Return how often a policy fires: one count if it is known before the run, else estimates and bounds.
+def deciders(settings: RunConfig, size: int) -> int:
+    """Return the number of peers whose policies begin the exchanges of one peer, on average.
 
-    Counts are decisions. A decision made while an exchange is still in progress is skipped at run time.
+    Args:
+        settings: the run's settings.
+        size: number of peers.
+    """
+    return size if settings.sync.exchange == "waves" else min(size, 2) if settings.sync.mode == "pushpull" else 1
+
+
+def counts(
+    policy: Policy, iterations: int, model: str | None, seen: ObservedRetrievals | None, deciders: int = 1
+) -> list[Count]:
+    """Return how often a peer exchanges: one count if it is known before the run, else estimates and bounds.
+
+    A decision made while an exchange is still in progress is skipped at run time, and counted here.
 
     Args:
         policy: the policy.
         iterations: iterations of the run.
         model: the built-in model; None: a user's model.
         seen: retrievals of earlier runs; None: no such runs.
+        deciders: see :func:`deciders`.
     """
     warmup, silence = min(policy.warmup, iterations), policy.max_silence
     after = iterations - warmup
     forced = after // silence if silence else 0
-    predictable = _predictable(policy, iterations, warmup)
+    predictable = _predictable(policy, iterations, warmup, deciders)
     if predictable is not None:
         source, decisions = predictable
         if not silence:
@@ -81,15 +95,19 @@ def counts(policy: Policy, iterations: int, model: str | None, seen: ObservedRet
     if seen is not None:
         source = f"as in {', '.join(seen.runs)}"
         found.append(_within(source, seen.least * iterations, seen.most * iterations, forced, after))
-    elif isinstance(policy, Adaptive) and policy.threshold in PAPERS_THRESHOLDS and not policy.relative:
+    elif _is_papers(policy) and deciders == 1:
         papers = [PAPERS_ADAPTIVE[model]] if model in PAPERS_ADAPTIVE else sorted(PAPERS_ADAPTIVE.values())
         # The same share of the retrievals of tau:10 as in the paper's run.
         share = iterations / PAPERS_TAU / PAPERS_TAU_RETRIEVALS
         shown = " to ".join(str(papers[place]) for place in sorted({0, len(papers) - 1}))
         source = f"Table II, {shown} of {PAPERS_TAU_RETRIEVALS}"
         found.append(_within(source, papers[0] * share, papers[-1] * share, forced, after))
-    most = min(after, policy.most(iterations) + forced) if isinstance(policy, Auto) else after
+    most = min(after, deciders * (policy.most(iterations) + forced)) if isinstance(policy, Auto) else after
     return [*found, Count("at least, at most", forced, most)]
+
+
+def _is_papers(policy: Policy) -> bool:
+    return isinstance(policy, Adaptive) and policy.threshold in PAPERS_THRESHOLDS and not policy.relative
 
 
 def _within(source: str, least: float, most: float, forced: float, after: float) -> Count:
@@ -97,30 +115,30 @@ def _within(source: str, least: float, most: float, forced: float, after: float)
     return Count(source, min(max(least, forced), after), min(max(most, forced), after))
 
 
-def _predictable(policy: Policy, iterations: int, warmup: int) -> tuple[str, float] | None:
-    """Return the source and the number of a policy's own decisions to pull, without those that max_silence forces."""
+def _predictable(policy: Policy, iterations: int, warmup: int, deciders: int) -> tuple[str, float] | None:
+    """Return the source and the number of exchanges, without those that max_silence forces."""
     match policy:
         case Never():
             return "exact", 0.0
-        case Tau(period=period):
-            return "exact", float(iterations // period - warmup // period)
+        case Tau(period=period):  # in pairs and waves it counts from the last one, whichever peer has begun it
+            return "exact" if deciders == 1 else "expected", float(iterations // period - warmup // period)
         case Random(p=p):
-            return "expected", p * (iterations - warmup)
+            return "expected", min(1.0, deciders * p) * (iterations - warmup)
     return None  # depends on the weights, or is a custom policy
 
 
 def gossip(settings: RunConfig, hosts: Sequence[str]) -> Matrix:
-    """Return the models sent when each peer fires once: [receiver, sender].
+    """Return the models sent when each peer exchanges once: [receiver, sender].
 
     Args:
         settings: the run's settings.
         hosts: host names by rank.
     """
     sync, size = settings.sync, len(hosts)
-    if sync.exchange == "waves":
-        return wave(size)
+    if sync.exchange == "waves":  # with a codec, each peer receives the encoded change of every other
+        return wave(size) if sync.codec == "none" else np.ones((size, size)) - np.eye(size)
     pulled = traffic_of(build_schedule(settings, size, hosts))
-    return {"push": pulled.T, "pushpull": pulled + pulled.T}.get(sync.mode, pulled)
+    return {"push": pulled.T, "pushpull": (pulled + pulled.T) / 2}.get(sync.mode, pulled)
 
 
 def wave(size: int) -> Matrix:

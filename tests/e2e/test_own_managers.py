@@ -47,9 +47,22 @@ def test_a_sync_manager_of_a_scripts_own_decides(two: Folder) -> None:
 @pytest.mark.fault(66)
 def test_an_object_with_the_interface_has_a_policy_of_its_own(two: Folder) -> None:
     made = "sync_manager=Spare(gossipx.policies.parse('tau:10'), seed=1)"
-    run = two.run("--policy", "tau:5", "--blocking", two.script(training(made, SPARE)), two.path)
+    script = two.script(training(made, SPARE))
+    run = two.run("--blocking", script, two.path)
     assert run.summary["retrievals"] == [2, 2]
     assert run.summary["policy"] == "object Spare"
+    config = run.directory / "config.toml"
+    again = two.run("--config", config, script, two.path, name="again")
+    assert again.summary["retrievals"] == [2, 2]
+    told = "has no effect, since sync_manager= is an object with a policy of its own: leave one out"
+    assert f"--policy tau:5 {told}" in two.refused("--policy", "tau:5", script, two.path, name="given")
+    both = two.script(training(f"policy=lambda seen: True, {made}", SPARE))
+    assert f"policy= {told}" in two.refused(both, two.path, name="both")
+
+
+def test_with_servers_a_sync_manager_is_told_that_it_has_no_effect(two: Folder) -> None:
+    run = two.run("--servers", "0", two.script(training("sync_manager=Spare", SPARE)), two.path)
+    assert "sync_manager= has no effect, since a parameter server uses --sync instead" in run.ended.shown
 
 
 def test_a_comm_manager_of_a_scripts_own_sends_and_receives(two: Folder) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from gossipx.config import files
 from runs import TEN_LINES, Folder
@@ -41,6 +42,10 @@ def test_a_policy_object_is_recorded_as_that(two: Folder, script: str, recorded:
     run = two.run("--blocking", two.script(script), two.path)
     assert min(run.summary["retrievals"]) > 0
     assert run.summary["policy"] == recorded
+    events = EventAccumulator(str(run.directory / "all"))
+    events.Reload()
+    began = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    assert HParamsPluginData.FromString(began).session_start_info.hparams["policy"].string_value == recorded
     config = run.directory / "config.toml"
     sync = files.resolve(files.load(config)).sync
     assert sync.policy == recorded

@@ -32,7 +32,8 @@ def test_four_peers_exchange_and_agree(tmp_path: Path, mode: str, blocking: bool
     model = sum(tensor.nbytes for tensor in run.model(0).values())
     decisions = 4 * ITERATIONS // EVERY
     mixed = sum(summary["retrievals"])
-    assert decisions / 3 < mixed <= decisions * (2 if mode == "pushpull" else 1), summary
+    # Peers at different iterations pair before the period of one of them is over.
+    assert decisions / 3 < mixed <= decisions * (1.5 if mode == "pushpull" else 1), summary
     for received, retrievals, finish in zip(
         summary["bytes_received"], summary["retrievals"], summary["finish_bytes"], strict=True
     ):

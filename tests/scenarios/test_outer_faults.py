@@ -80,6 +80,7 @@ def test_nan_leaves_no_trace(kind: dict[str, Any]):
     assert before
     made.poison(1, made.now)
     ended(made, bound(2, 14, waits=8))
+    assert made.fired["poison"] > 0
     assert same(kept(made.peers[0]), before)
     assert bool(made.peers[0].weights().isfinite().all())
 

@@ -22,8 +22,8 @@ def sums() -> ModuleType:
 
 
 def test_the_interval_of_five_seeds(sums: ModuleType) -> None:
-    """Computed by hand: mean 3, standard deviation √2.5, t = 2.78."""
-    assert sums.interval([1, 2, 3, 4, 5]) == pytest.approx(2.78 * math.sqrt(2.5 / 5))
+    """Computed by hand: mean 3, standard deviation √2.5, t = 2.776."""
+    assert sums.interval([1, 2, 3, 4, 5]) == pytest.approx(2.776 * math.sqrt(2.5 / 5))
     assert sums.interval([4.0, 4.0, 4.0]) == 0
     assert math.isnan(sums.interval([1.0]))
 

@@ -84,6 +84,17 @@ def test_a_random_policy_has_its_expected_count() -> None:
     assert (count.source, count.least, count.most) == ("expected", 100.0, 100.0)
 
 
+def test_exchanges_that_other_peers_begin_count_too() -> None:
+    """In pairs, the partner's decisions; in waves those of all. A period counts from the last one in any case."""
+    for deciders, expected in ((1, 100.0), (2, 200.0), (4, 400.0), (20, 1000.0)):
+        (count,) = traffic.counts(policies.parse("random:p=0.1"), 1000, None, None, deciders)
+        assert (count.source, count.least, count.most) == ("expected", expected, expected)
+        (count,) = traffic.counts(policies.parse("tau:10"), 1000, None, None, deciders)
+        assert (count.least, count.most) == (100, 100)
+    of = {"mode": "pull"}, {"mode": "push"}, {"mode": "pushpull"}, {"exchange": "waves"}
+    assert [traffic.deciders(files.resolve(given), 8) for given in of] == [1, 1, 2, 8]
+
+
 def test_policies_on_weights_are_estimated_by_the_paper_by_runs_and_by_bounds() -> None:
     """Adaptive Communication, Table II: AlexNet makes 365 of 5,000 retrievals in 50,000 iterations."""
     adaptive = policies.parse("adaptive:threshold=0.02")
@@ -120,7 +131,9 @@ def test_traffic_follows_the_mode() -> None:
     pushed = traffic.gossip(files.resolve({"topology": "star", "mode": "push"}), ["h"] * 4)
     assert np.allclose(pushed, expected.T)
     both = traffic.gossip(files.resolve({"topology": "star", "mode": "pushpull"}), ["h"] * 4)
-    assert np.allclose(both, expected + expected.T)
+    assert np.allclose(both, (expected + expected.T) / 2)
+    coded = traffic.gossip(files.resolve({"exchange": "waves", "codec": "topk2"}), ["h"] * 4)
+    assert np.allclose(coded, 1 - np.eye(4)), "each peer receives the changes of all others"
     hub = traffic.around_hub(1, 3)
     assert hub.tolist() == [[0, 1, 0], [1, 0, 1], [0, 1, 0]]
 

@@ -6,19 +6,21 @@ import csv
 import logging
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from managers import HERE
 from torch import nn
 
-from gossipx import recorders
+from gossipx import policies, recorders
 from gossipx.assembly.managers import Managers
 from gossipx.assembly.peer import Place, build_peer
 from gossipx.config import files
 from gossipx.errors import UsageError
-from gossipx.recorders import Recorded
+from gossipx.recorders import Recorded, RecorderKind
 from gossipx.runtime.progress import Progress
 from gossipx.transports import Address
 
@@ -134,6 +136,22 @@ def test_a_scripts_own_recorder_gets_the_curves(tmp_path: Path) -> None:
     assert not any((tmp_path / "peer-00").glob("events.out.tfevents.*"))
 
 
+def test_a_recorder_is_told_the_policy_that_a_script_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Recorded] = []
+
+    @dataclass(frozen=True)
+    class Told(RecorderKind):
+        def open(self, of: Recorded) -> Kept:
+            told.append(of)
+            return Kept()
+
+    monkeypatch.setitem(recorders.BUILT_IN, "told", Told)
+    place = Place(0, ("a",), (Address("127.0.0.1", 1),), HERE, "list", tmp_path, Progress(None), False)
+    config = files.resolve({"recorder": "told"})
+    build_peer(nn.Linear(2, 1), None, config, place, policy=policies.Tau(7)).close()
+    assert [one.settings["policy"] for one in told] == ["tau:period=7"]
+
+
 @pytest.mark.fault(66)
 def test_an_object_that_is_no_recorder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"^recorder= of type list has no method 'scalar'$"):
@@ -183,9 +201,48 @@ def test_the_end_does_not_wait_for_ever_for_a_service(
     guarded.scalar("train/loss", 1.0, 0)
     with caplog.at_level(logging.WARNING, "gossipx"):
         assert guarded.unwritten() == 1
+        guarded.close()
     assert [record.getMessage() for record in caplog.records] == [
-        "mlflow has not taken all curves within 0.01 s: 1 values are missing"
+        "mlflow has not taken all curves within 0.01 s; missing values: 1"
     ]
+
+
+def test_the_end_does_not_wait_for_ever_for_the_end_of_a_record(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorders, "PATIENCE", 0.01)
+    ended = threading.Event()
+    guarded = recorders.Guarded(lambda tag, value, step: None, ended.wait, "wandb")
+    with caplog.at_level(logging.WARNING, "gossipx"):
+        guarded.close()
+    ended.set()
+    assert [record.getMessage() for record in caplog.records] == [
+        "wandb has not ended the record of this peer within 0.01 s"
+    ]
+
+
+class Refusal(Exception):
+    """An error of a service."""
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (Refusal("no API key\nrun wandb login"), "--recorder wandb: no API key"),
+        (ConnectionRefusedError(), "--recorder wandb: ConnectionRefusedError"),
+    ],
+)
+def test_wandb_that_refuses_is_one_line(
+    error: Exception, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**arguments: Any) -> None:
+        raise error
+
+    errors = SimpleNamespace(Error=Refusal)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, errors=errors))
+    with pytest.raises(UsageError) as caught:
+        recorders.open_all("wandb", None, of(tmp_path))
+    assert str(caught.value) == told
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -44,6 +45,8 @@ from gossipx.runtime.scores import Evaluate
 from gossipx.runtime.step_watch import check_optimizer
 from gossipx.sync import SyncManager
 from gossipx.transports import Address
+
+log = logging.getLogger("gossipx")
 
 
 def join(
@@ -97,8 +100,7 @@ def join(
     exit_hooks.check_unregistered(under_run)
     own = None if policy is None or isinstance(policy, str) else policies.parse(policy)
     run = settings_of(config_file, settings | _named(policy=policy, recorder=recorder))
-    if not under_run and run.has_servers:
-        _refuse_with_servers(policy=own, sync_manager=sync_manager)
+    _check_deciders(run, under_run, own, sync_manager)
     _describe_if_asked(model, run, channel)
     managers = Managers(sync_manager, comm_manager, None if isinstance(recorder, str) else recorder)
     with contextlib.ExitStack() as until_started:
@@ -128,10 +130,20 @@ def _named(**given: object) -> dict[str, Any]:
     return {name: value for name, value in given.items() if isinstance(value, str)}
 
 
-def _refuse_with_servers(**given: object) -> None:
-    for name, value in given.items():
-        if value is not None:
+def _check_deciders(run: RunConfig, under_run: bool, policy: Policy | None, sync_manager: object) -> None:
+    """Refuse a policy or a SyncManager without effect; a script under ``gossipx run --servers`` is only told so."""
+    for name, value in (("policy", policy), ("sync_manager", sync_manager)):
+        if value is None or not run.has_servers:
+            continue
+        if not under_run:
             raise UsageError(f"a parameter server uses sync= instead of {name}=: leave {name}= out")
+        log.warning("%s= has no effect, since a parameter server uses --sync instead", name)
+    is_given = policy is not None or (run.is_given("policy") and not policies.is_object(run.sync.policy))
+    if sync_manager is not None and not isinstance(sync_manager, type) and is_given:
+        given = "policy=" if policy is not None else f"--policy {run.sync.policy}"
+        raise UsageError(
+            f"{given} has no effect, since sync_manager= is an object with a policy of its own: leave one out"
+        )
 
 
 def settings_of(config_file: str | Path | None, settings: Mapping[str, Any]) -> RunConfig:
