@@ -1,7 +1,7 @@
 """Expected traffic of a run: how often its peers exchange, and which peers send models to which. Pure arithmetic.
 
-Traffic is a matrix [receiver, sender]: the mean number of models that travel when each peer exchanges once. A pair is an
-exchange of both its peers, and a wave one of all, whichever peer's policy has fired.
+Traffic is a matrix [receiver, sender]: the mean number of models that travel when each peer exchanges once. A pair is
+an exchange of both its peers, and a wave one of all, whichever peer's policy has fired.
 """
 
 from __future__ import annotations

@@ -150,12 +150,12 @@ def test_a_replaced_model_begins_anew(rule: str) -> None:
 
 @pytest.mark.parametrize(("rule", "models"), [("momentum:0.6", 1), ("nesterov:lr=0.7,momentum=0.9", 2)])
 def test_the_memory_of_the_state(rule: str, models: int) -> None:
-    """One vector of trained values, or two, however many exchanges there were."""
-    module, arena = made(0, rule)
+    """One vector of trained values or two (with alignment), however many exchanges there were."""
+    _, arena = made(0, rule)
     _, theirs = made(1)
     for _ in range(3):
         pull(arena, model_of(theirs), 0.5)
-    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    trained = sum(section.trainable for section in arena.sections)
     assert sum(vector.numel() for vector in arena.exchanged.outer.vectors()) == models * trained
 
 

@@ -221,14 +221,14 @@ def test_the_end_does_not_wait_for_ever_for_the_end_of_a_record(
     ]
 
 
-class Refusal(Exception):
+class RefusedError(Exception):
     """An error of a service."""
 
 
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (Refusal("no API key\nrun wandb login"), "--recorder wandb: no API key"),
+        (RefusedError("no API key\nrun wandb login"), "--recorder wandb: no API key"),
         (ConnectionRefusedError(), "--recorder wandb: ConnectionRefusedError"),
     ],
 )
@@ -238,7 +238,7 @@ def test_wandb_that_refuses_is_one_line(
     def init(**arguments: Any) -> None:
         raise error
 
-    errors = SimpleNamespace(Error=Refusal)
+    errors = SimpleNamespace(Error=RefusedError)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, errors=errors))
     with pytest.raises(UsageError) as caught:
         recorders.open_all("wandb", None, of(tmp_path))
