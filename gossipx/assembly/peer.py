@@ -27,7 +27,7 @@ from gossipx.config.security import Access, grant
 from gossipx.config.settings import ExchangeSettings, RunConfig
 from gossipx.errors import UsageError
 from gossipx.hub import Elastic, ElasticSettings
-from gossipx.metrics.board import HUB, PEERS, SERVERS, WHOLE
+from gossipx.metrics.board import HUB, PEERS, SERVERS, TEXT, WHOLE
 from gossipx.metrics.recorder import NullRecorder, Recorder
 from gossipx.model.arena import ParameterArena
 from gossipx.model.layout import norms
@@ -50,6 +50,7 @@ from gossipx.runtime.shards import ShardKeeper, store_of_shard
 from gossipx.runtime.state import TrainingState
 from gossipx.server.mode import ServerMode
 from gossipx.tasks import partition
+from gossipx.tasks.presets import TEXT_TASK
 from gossipx.topology import schedules, weights
 from gossipx.topology.schedules import Schedule
 from gossipx.transports import Address, Carriers
@@ -399,8 +400,14 @@ def _recorder(plan: _Plan, policy: str, resumed_at: int | None) -> Recorder:
     config, place = plan.config, plan.place
     if place.directory is None:
         return NullRecorder()
-    parts = [WHOLE, PEERS]
-    parts += [part for part, used in ((HUB, config.hub.hub is not None), (SERVERS, plan.served is not None)) if used]
+    used = {
+        WHOLE: True,
+        TEXT: config.task.task == TEXT_TASK,
+        PEERS: True,
+        HUB: config.hub.hub is not None,
+        SERVERS: plan.served is not None,
+    }
+    parts = [part for part, is_used in used.items() if is_used]
     own = models.directory_of(place.directory, place.rank)
     name = config.run.name or place.directory.name
     settings = {**hyperparameters(config, len(place.names)), "policy": policy}

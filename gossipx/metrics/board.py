@@ -7,6 +7,7 @@ from pathlib import Path
 
 WHOLE = "gossipx"
 """The page's part with one curve per run."""
+TEXT = "gossipx: text"
 PEERS = "gossipx: peers"
 HUB = "gossipx: hub"
 SERVERS = "gossipx: servers"
@@ -15,7 +16,6 @@ PAGE: dict[str, dict[str, list[str]]] = {
     WHOLE: {
         "Test accuracy: mean over peers": ["mean/test/accuracy$"],
         "Test loss: mean over peers": ["mean/test/loss$"],
-        "Test loss in bits per character of text: mean over peers": ["mean/test/bits_per_character$"],
         "Test accuracy: worst peer": ["worst/test/accuracy$"],
         "Test loss: worst peer": ["worst/test/loss$"],
         "Accumulated retrievals: mean over peers (Figure 7)": ["mean/sync/retrievals"],
@@ -24,6 +24,7 @@ PAGE: dict[str, dict[str, list[str]]] = {
         "Training loss: mean over peers": ["mean/train/loss"],
         "Share of time blocked: mean over peers": ["mean/time/blocked_fraction"],
     },
+    TEXT: {"Test loss in bits per character: mean over peers": ["mean/test/bits_per_character$"]},
     PEERS: {
         "Test accuracy against iterations": ["test/accuracy$"],
         "Test loss against iterations": ["test/loss$"],
@@ -50,8 +51,8 @@ PAGE: dict[str, dict[str, list[str]]] = {
         "Share of time that workers wait for tables": ["time/tables_fraction"],
     },
 }
-"""Parts of the custom-scalars page. The charts of the first part have one curve per run; those of the others overlay
-all peers of all runs. Figure and equation numbers are those of Adaptive Communication."""
+"""Parts of the custom-scalars page. The charts of the first two have one curve per run; those of the others overlay all
+peers of all runs. Figure and equation numbers are those of Adaptive Communication."""
 
 
 class TensorBoardRecorder:
