@@ -204,7 +204,8 @@ class Comparison:
 
     def _fewest(self, error: float) -> float:
         """Return DDP's bytes divided by the fewest of gossipx with at most this error; 0: it is never that low."""
-        fewest = [self.mean(name, "bytes") for name in self._own() if self.error(name) <= error]
+        ends = [end for name in self._own() for end in self._ends[name]]
+        fewest = [end["bytes"] for end in ends if self.workload.error(end) <= error]
         return self.mean(DDP, "bytes") / max(min(fewest), 1.0) if fewest else 0.0
 
     def _soonest(self) -> float:

@@ -68,7 +68,7 @@ class Plan:
             for name, each in jobs.items()
             if all(self._is_made(name, one) for one in each)
         }
-        ends = {name: self.ends(name) for name in made} if rate == FASTEST else {}
+        ends = {name: self.ends(name, but=self.periods.get(name)) for name in made} if rate == FASTEST else {}
         left_out = [name for name in (*self._absent, *self.systems) if name not in made]
         return Comparison(self.task, rate, self.peers, self.steps, made, self.periods, ends, left_out)
 
@@ -80,9 +80,10 @@ class Plan:
         """Return whether a system's losses at this rate are those of the fastest link, so that only a part is run."""
         return SYSTEMS[name].is_synchronous and rate != FASTEST and FASTEST in self._rates
 
-    def ends(self, name: str) -> list[dict[str, float]]:
-        """Return the last points of a system's runs over the fastest link with seed 0, by period."""
-        jobs = [self._job(name, FASTEST, 0, period) for period in (PERIODS if SYSTEMS[name].periodic else (None,))]
+    def ends(self, name: str, but: int | None = 0) -> list[dict[str, float]]:
+        """Return the last points of a system's runs over the fastest link with seed 0, by period, but for one."""
+        periods: tuple[int | None, ...] = PERIODS if SYSTEMS[name].periodic else (None,)
+        jobs = [self._job(name, FASTEST, 0, period) for period in periods if period != but]
         return [self._kept[one][-1] for one in jobs if one in self._kept]
 
     def _is_made(self, name: str, one: Job) -> bool:

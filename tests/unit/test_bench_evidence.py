@@ -102,6 +102,12 @@ def test_goals_are_relative_to_ddp(bench: Any) -> None:
     assert (sooner["value"], sooner["met"]) == (pytest.approx(400 / 19), True)
 
 
+def test_a_goal_may_be_met_with_any_period(bench: Any) -> None:
+    made = {"ddp": [points((1.8, 400, 1.5e9))], "pairs": [points((1.81, 25, 3e7))]}
+    comparison = bench.Comparison("text", "1000mbit", 4, 800, made, {}, {"pairs": points((1.84, 25, 3e6))})
+    assert [one["value"] for one in comparison.figures() if one["name"].endswith("0.05 above its loss")] == [500]
+
+
 def test_a_goal_that_no_run_reaches_is_not_met(bench: Any) -> None:
     goals = [one for one in compared(bench, ddp=(1.8, 4, 1e9), pairs=(2.5, 1, 1e6)).figures() if one["goal"]]
     assert [(one["value"], one["met"]) for one in goals] == [(0, False)] * 4
