@@ -20,6 +20,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKS = "osv^D<>PX*"
 RUNNING = ("none", "stochastic3", "topk:ratio=0.05,sample=0.01", "localsteps:k=2", "3lc:sparsity=1")
 """Designs of Figure 4."""
+NOTHING = 1e5
+"""Bytes of a run without exchanges, at most; it is not drawn, since it would stretch the logarithmic axis."""
 SHOWN = 6
 """Range of the accuracy axis below the best, in points: designs that do not learn would compress the others."""
 SEEN = ("3lc:sparsity=1,small=1", "3lc:sparsity=1.75,small=1")
@@ -119,12 +121,13 @@ def evidence(comparison: Any, folder: Path) -> None:
     """
     for axis, scale, label in (("bytes", 1e6, "MB sent per peer"), ("seconds", 1.0, "seconds of training")):
         figure, panel = pyplot.subplots(figsize=(9, 5), layout="constrained")
-        for name in comparison.runs:
+        drawn = [name for name in comparison.runs if comparison.mean(name, "bytes") > NOTHING]
+        for name in drawn:
             points = [point for point in comparison.curve(name) if point[axis] > 0]  # the axis is logarithmic
             along = [point[axis] / scale for point in points]
             values = [point[comparison.workload.figure] for point in points]
             panel.plot(along, values, markevery=[len(points) - 1], label=shown(name), **_look(name))
-        least = min((comparison.mean(name, axis) for name in comparison.runs), default=1.0)
+        least = min((comparison.mean(name, axis) for name in drawn), default=1.0)
         panel.set_xlim(left=least / scale / 20)  # before its first exchange a system sends next to nothing
         label = f"{label}, {comparison.rate.replace('mbit', ' Mbit/s')}"
         _save(figure, panel, comparison, label, folder / f"{comparison.task}-{comparison.rate}-{axis}.png")
@@ -138,13 +141,13 @@ def periods(plan: Any, folder: Path) -> None:
         folder: receives ``TASK-periods.png``.
     """
     figure, panel = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    own = [end for name in plan.systems if SYSTEMS[name].is_gossipx for end in plan.ends(name)]
+    drawn = {name: [end for end in plan.ends(name) if end["bytes"] > NOTHING] for name in plan.systems}
+    own = [end for name, ends in drawn.items() if SYSTEMS[name].is_gossipx for end in ends]
     best = [end for end in own if not any(_is_below(other, end, plan.workload) for other in own)]
     best.sort(key=lambda end: end["bytes"])
     along, values = [one["bytes"] / 1e6 for one in best], [one[plan.workload.figure] for one in best]
     panel.step(along, values, where="post", color="#0072B2", alpha=0.2, linewidth=8, label="best of gossipx", zorder=0)
-    for name in plan.systems:
-        ends = plan.ends(name)
+    for name, ends in drawn.items():
         if ends:
             along, values = [one["bytes"] / 1e6 for one in ends], [one[plan.workload.figure] for one in ends]
             panel.plot(along, values, label=shown(name), **_look(name))
