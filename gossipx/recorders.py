@@ -231,7 +231,7 @@ class Guarded:
         self._pending: SimpleQueue[Any] = SimpleQueue()
         self._changed = threading.Condition()  # guards the counters
         self._confirming: threading.Thread | None = None
-        self._deadline: float | None = None  # of the end of the run
+        self._patience = PATIENCE  # what is left of it: waits for other peers come between those of the end
         self._is_late = False
 
     def scalar(self, tag: str, value: float, step: int) -> None:
@@ -248,23 +248,24 @@ class Guarded:
     def unwritten(self) -> int:
         """Return how many records the service has refused, or has not taken within :data:`PATIENCE`."""
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._unconfirmed, self._remaining()):
+            if not self._patiently(lambda left: self._changed.wait_for(lambda: not self._unconfirmed, left)):
                 self._late(f"has not taken all curves within {PATIENCE:g} s; missing values: {self._unconfirmed}")
             return self._lost + self._unconfirmed
 
     def close(self) -> None:
-        """End the record, by the time that :meth:`unwritten` has waited for if it was called before."""
+        """End the record. All waits together, with those of :meth:`unwritten`, take :data:`PATIENCE` at most."""
         self.unwritten()
         ending = threading.Thread(target=self._call, args=(self._close,), name=f"{self._name} end", daemon=True)
         ending.start()
-        ending.join(self._remaining())
+        self._patiently(ending.join)
         if ending.is_alive():
             self._late(f"has not ended the record of this peer within {PATIENCE:g} s")
 
-    def _remaining(self) -> float:
-        if self._deadline is None:
-            self._deadline = time.monotonic() + PATIENCE
-        return max(0.0, self._deadline - time.monotonic())
+    def _patiently(self, wait: Callable[[float], object]) -> object:
+        began = time.monotonic()
+        found = wait(self._patience)
+        self._patience = max(0.0, self._patience - (time.monotonic() - began))
+        return found
 
     def _late(self, what: str) -> None:
         if not self._is_late:

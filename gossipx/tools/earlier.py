@@ -30,7 +30,7 @@ def seen(settings: RunConfig, script: list[str], policy: policies.Policy) -> Obs
         if same and done and found.iterations and _is_alike(found, file.parent, settings, script):
             other = "" if found.iterations == settings.run.iterations else f" of {found.iterations:,} iterations"
             size = len(found.retrievals)
-            models = float(wave(size).sum()) if settings.sync.exchange == "waves" else size
+            models = float(wave(size).sum()) if settings.sync.exchange == "waves" and size > 1 else size
             rates[f"{found.name}{other}"] = sum(done) / len(done) / found.iterations * size / models
     return ObservedRetrievals(tuple(rates), min(rates.values()), max(rates.values())) if rates else None
 

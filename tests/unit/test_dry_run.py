@@ -23,7 +23,7 @@ from gossipx.model.layout import nbytes
 from gossipx.server.placement import Table
 from gossipx.sync import SyncManager
 from gossipx.tasks.models import MODELS, build_model
-from gossipx.tools import traffic
+from gossipx.tools import earlier, traffic
 from gossipx.tools.dry_run import ASSUMED, DryRun, dry_run, parse_size
 from gossipx.tools.traffic import ObservedRetrievals
 
@@ -263,6 +263,22 @@ def test_the_finish_is_an_agreement_or_the_centre(place: Path, settings: dict[st
     found = look(**settings)
     assert found.finish_bytes == (None if finish is None else finish * LENET)
     assert found.start_bytes == LENET
+
+
+@pytest.mark.parametrize(("peers", "retrievals", "waves"), [(1, [0.0], 0.0), (4, [20.0] * 4, 10.0)])
+def test_an_estimate_of_waves_counts_waves(place: Path, peers: int, retrievals: list[float], waves: float) -> None:
+    """A summary counts the models that were merged, two in a wave of four peers."""
+    figures = {field.name: [1.0] * peers for field in dataclasses.fields(Summary) if field.type == "Figures"}
+    named = {"name": "one", "codec": "none", "seed": 0, "peers": peers, "task": "fashion-mnist", "partition": "iid"}
+    ends = {"consensus_accuracy": None, "consensus_loss": None, "agreed": True, "wall_seconds": 1.0, "stopped": []}
+    policy, given = "adaptive:threshold=0.025", {"exchange": "waves"}
+    kept = {"model": "lenet", "policy": policy, "iterations": 1000, "lost": [], "retrievals": retrievals}
+    (place / "runs" / "one").mkdir(parents=True)
+    Summary(**{**figures, **named, **ends, **kept}).write(place / "runs" / "one")
+    run = effective_config(files.resolve({"policy": policy, **given}), peers, has_script=False)
+    (place / "runs" / "one" / "config.toml").write_text(files.dump(run))
+    seen = earlier.seen(run, [], policies.parse(policy))
+    assert seen is not None and seen.most * 1000 == pytest.approx(waves)
 
 
 def test_an_estimate_uses_earlier_runs_of_the_same_kind(place: Path) -> None:

@@ -221,6 +221,23 @@ def test_the_end_does_not_wait_for_ever_for_the_end_of_a_record(
     ]
 
 
+def test_the_time_between_the_waits_of_the_end_does_not_count(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer waits for others between its report and its end."""
+    now = 0.0
+    monkeypatch.setattr(recorders, "time", SimpleNamespace(monotonic=lambda: now))
+    guarded = recorders.Guarded(lambda tag, value, step: None, lambda: None, "wandb")
+    assert guarded.unwritten() == 0
+    now = 10 * recorders.PATIENCE
+    begun = threading.Event()
+    guarded._close = lambda: begun.wait(5)
+    threading.Timer(0.01, begun.set).start()
+    with caplog.at_level(logging.WARNING, "gossipx"):
+        guarded.close()
+    assert not caplog.records
+
+
 class RefusedError(Exception):
     """An error of a service."""
 
