@@ -55,6 +55,14 @@ PAGE: dict[str, dict[str, list[str]]] = {
 peers of all runs. Figure and equation numbers are those of Adaptive Communication."""
 
 
+def page(parts: Sequence[str]) -> dict[str, dict[str, list[str]]]:
+    """Return the charts of some parts of :data:`PAGE`: without those of accuracy in a run on text, which has none."""
+    return {
+        part: {title: tags for title, tags in PAGE[part].items() if TEXT not in parts or "accuracy" not in tags[0]}
+        for part in parts
+    }
+
+
 class TensorBoardRecorder:
     """Writes scalars to a TensorBoard directory (a :class:`~gossipx.metrics.recorder.Recorder`).
 
@@ -74,7 +82,7 @@ class TensorBoardRecorder:
 
         self._scalar = records.scalar
         self._file = EventFile(directory, goes_on_from)
-        self._file.add(records.page({part: PAGE[part] for part in parts}))
+        self._file.add(records.page(page(parts)))
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         """Record ``value`` under ``tag`` at iteration ``step``."""

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from gossipx.metrics import TensorBoardRecorder, records
-from gossipx.metrics.board import PAGE, PEERS, SERVERS, WHOLE
+from gossipx.metrics.board import PAGE, PEERS, SERVERS, TEXT, WHOLE
 
 
 def recorded(directory: Path) -> EventAccumulator:
@@ -116,6 +116,14 @@ def test_the_page_has_charts_of_a_hub_or_of_servers_where_the_run_has_them(tmp_p
     page = page_of(recorded(tmp_path))
     assert list(page) == [WHOLE, SERVERS]
     assert ["server/clock/"] in page[SERVERS].values()
+
+
+def test_the_page_of_a_run_on_text_has_no_charts_of_accuracy(tmp_path: Path) -> None:
+    TensorBoardRecorder(tmp_path, [WHOLE, TEXT, PEERS]).close()
+    page = page_of(recorded(tmp_path))
+    tags = [tag for charts in page.values() for chart in charts.values() for tag in chart]
+    assert "mean/test/bits_per_character$" in tags and "mean/test/loss$" in tags
+    assert not [tag for tag in tags if "accuracy" in tag]
 
 
 def test_close_flushes_the_records(tmp_path: Path) -> None:
