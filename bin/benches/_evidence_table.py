@@ -37,7 +37,7 @@ class Comparison:
         peers, steps: of the runs.
         runs: points by system, one list per seed.
         periods: by system.
-        ends: last points of runs with other periods too, by system.
+        ends: last points of runs with other periods too, by system, means over seeds.
         left_out: names of the systems without results.
     """
 
@@ -122,10 +122,7 @@ class Comparison:
 
     def curve(self, name: str) -> list[dict[str, float]]:
         """Return the mean over seeds of each point."""
-        return [
-            {key: statistics.fmean(point[key] for point in each) for key in each[0]}
-            for each in zip(*self.runs[name], strict=True)
-        ]
+        return [mean(points) for points in zip(*self.runs[name], strict=True)]
 
     def ahead(self, axis: str) -> list[str]:
         """Return the other systems with both lower loss and fewer bytes or seconds than one of the best of gossipx.
@@ -221,6 +218,11 @@ class Comparison:
 
 def _at_least(name: str, value: float, goal: float) -> dict[str, Any]:
     return figure(name, value, "times", goal=goal, met=value >= goal)
+
+
+def mean(points: Sequence[Point]) -> dict[str, float]:
+    """Return the mean of each value of the points, for example of several seeds."""
+    return {key: statistics.fmean(point[key] for point in points) for key in points[0]}
 
 
 def stretched(whole: Sequence[Point], timed: Sequence[Point]) -> list[dict[str, float]]:

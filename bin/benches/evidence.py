@@ -5,6 +5,7 @@ bin/bench evidence --full   all tasks, links and systems, three seeds, each syst
 
     --task, --rate, --systems    parts of it, separated by commas
     --seeds, --steps, --peers    numbers: 1 to 8 seeds, steps of each peer, peers
+    --period                     of the systems that have one, in place of the best one
     --keep FOLDER                results of finished runs, which are not repeated, even if the code has changed; and the
                                  pictures; default: runs/evidence with --full, else none
 
@@ -24,7 +25,7 @@ import _plots
 from _cached_runs import CachedRuns, Job
 from _evidence_runs import job, run
 from _evidence_systems import PERIODS, SHORT, SHORT_PERIOD, SYSTEMS, missing
-from _evidence_table import Comparison, stretched
+from _evidence_table import Comparison, mean, stretched
 from _evidence_task import WORKLOADS
 from _report import report
 from emulated import lacking
@@ -54,7 +55,7 @@ class Plan:
         self.peers, self.seeds, self._rates = given.peers, range(given.seeds), given.rate
         self._kept = kept
         periodic = [name for name in systems if SYSTEMS[name].periodic]
-        self.periods = {name: self._best_period(name) if given.full else self._short_period() for name in periodic}
+        self.periods = {name: given.period or self._default_period(name, given.full) for name in periodic}
 
     def compare(self, rate: str) -> Comparison:
         """Run what is missing at one rate, and return the comparison of the systems all of whose runs succeeded."""
@@ -81,10 +82,15 @@ class Plan:
         return SYSTEMS[name].is_synchronous and rate != FASTEST and FASTEST in self._rates
 
     def ends(self, name: str, but: int | None = 0) -> list[dict[str, float]]:
-        """Return the last points of a system's runs over the fastest link with seed 0, by period, but for one."""
+        """Return a system's last points over the fastest link, means over seeds, by period.
+
+        Args:
+            name: of the system.
+            but: a period that is left out. So are those that not all seeds have a run of.
+        """
         periods: tuple[int | None, ...] = PERIODS if SYSTEMS[name].periodic else (None,)
-        jobs = [self._job(name, FASTEST, 0, period) for period in periods if period != but]
-        return [self._kept[one][-1] for one in jobs if one in self._kept]
+        each = [[self._job(name, FASTEST, seed, one) for seed in self.seeds] for one in periods if one != but]
+        return [mean([self._kept[job][-1] for job in jobs]) for jobs in each if all(job in self._kept for job in jobs)]
 
     def _is_made(self, name: str, one: Job) -> bool:
         return one in self._kept and (not self._is_timed(name, one["rate"]) or self._whole(name, one) in self._kept)
@@ -111,7 +117,9 @@ class Plan:
                     file=sys.stderr,
                 )
 
-    def _short_period(self) -> int:
+    def _default_period(self, name: str, full: bool) -> int:
+        if full:
+            return self._best_period(name)
         return max((one for one in PERIODS if one <= min(SHORT_PERIOD, self.steps // 4)), default=PERIODS[0])
 
     def _best_period(self, name: str) -> int:
@@ -169,6 +177,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, choices=range(1, 9), help="default: 1, with --full 3")
     parser.add_argument("--steps", type=int, help="default: 200, with --full 800, for LeNet 3000")
     parser.add_argument("--peers", type=int, default=PEERS)
+    parser.add_argument("--period", type=int, choices=PERIODS, help="default: the best one, without --full 50 or less")
     parser.add_argument("--keep", type=Path)
     given = parser.parse_args()
     given.task = given.task or (list(WORKLOADS) if given.full else ["text"])

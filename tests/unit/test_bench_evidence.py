@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -106,6 +107,23 @@ def test_a_goal_may_be_met_with_any_period(bench: Any) -> None:
     made = {"ddp": [points((1.8, 400, 1.5e9))], "pairs": [points((1.81, 25, 3e7))]}
     comparison = bench.Comparison("text", "1000mbit", 4, 800, made, {}, {"pairs": points((1.84, 25, 3e6))})
     assert [one["value"] for one in comparison.figures() if one["name"].endswith("0.05 above its loss")] == [500]
+
+
+def test_other_periods_count_with_the_same_seeds_only(bench: Any) -> None:
+    """A run of seed 0 would be compared with the mean over all seeds."""
+    evidence = importlib.import_module("evidence")
+    kept = evidence.CachedRuns(None)
+    for period, losses in ((10, (1.5, 1.7)), (20, (1.6,))):
+        for seed, loss in enumerate(losses):
+            job = evidence.job("text", "pairs", "1000mbit", 4, seed, 800, period)
+            kept.add(job, points((3.0, 1, 1), (loss, 9, 4e6)))
+    for seeds, expected in ((1, [1.5, 1.6]), (2, [1.6])):
+        given = argparse.Namespace(
+            systems=["pairs"], full=True, steps=800, peers=4, seeds=seeds, rate=["1000mbit"], period=10
+        )
+        plan = evidence.Plan("text", given, (), kept)
+        assert plan.periods == {"pairs": 10}
+        assert [end["loss"] for end in plan.ends("pairs")] == pytest.approx(expected)
 
 
 def test_a_goal_that_no_run_reaches_is_not_met(bench: Any) -> None:
