@@ -78,7 +78,7 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """The training task; the TOML table ``[task]``. None: the defaults of the model (Table I for those of the paper)."""
+    """The training task; the TOML table ``[task]``. None: the defaults of the model (Table I for the paper's)."""
 
     task: str = setting(
         "fashion-mnist",
