@@ -167,7 +167,7 @@ def _save(figure: Any, panel: Any, of: Any, label: str, target: Path) -> None:
     panel.set_ylabel(f"test {of.workload.figure} of the averaged model")
     panel.set_title(f"{of.task}: {of.peers} peers, {of.steps} steps", fontsize=10)
     panel.grid(alpha=0.3)
-    figure.legend(loc="outside right center", fontsize=8)
+    figure.legend(loc="outside right center", fontsize=8, labelspacing=0.3)
     figure.savefig(target, dpi=120)
     pyplot.close(figure)
 
