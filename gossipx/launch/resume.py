@@ -160,11 +160,14 @@ def _served(
     trained = {rank: found for rank in workers if (found := store_of(path, rank).find_complete(log_damaged=True))}
     shards = _shards(path, servers)
     best: tuple[int, int, tuple[int, ...]] | None = None  # iteration, minus the number of shards without, servers
+    known = {index for kept in shards.values() for index in kept}
     for then, kept in shards.items():
-        held = [kept.get(index, set()) for index, rank in enumerate(then) if rank in here]
-        having = [one for one in (*trained.values(), *held) if one or then != servers]
+        held = {index: kept.get(index, set()) for index, rank in enumerate(then) if rank in here}
+        # A shard may begin anew only if it has no checkpoint at all, also not of other servers.
+        needed = [one for index, one in held.items() if one or then != servers or index in known]
+        having = [*trained.values(), *needed]
         at = max(set.intersection(*having), default=None) if having else None
-        lacking = held.count(set())
+        lacking = list(held.values()).count(set())
         if at is not None and (best is None or (at, -lacking) > best[:2]):
             best = at, -lacking, then
     if best is not None:

@@ -97,7 +97,7 @@ def options(command: click.Command) -> Iterator[str]:
 
 # Options of bin/bench, bin/test and other programs.
 OTHERS = {"--all", "--full", "--json", "--keep", "--logdir", "--only", "--rate", "--scenario", "--seeds"}
-OTHERS |= {"--steps", "--systems"}
+OTHERS |= {"--period", "--steps", "--systems"}
 OTHERS |= {"--nproc-per-node", "--standalone", "--no-python", "--max-restarts"}  # torchrun's
 OTHERS |= {"--ntasks", "--kill-on-bad-exit", "--from-literal", "--mca"}  # srun's, kubectl's, mpirun's
 

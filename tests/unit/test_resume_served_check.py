@@ -69,6 +69,15 @@ def test_shards_of_other_servers_go_on_by_these(tmp_path: Path) -> None:
     assert check(tmp_path, {0: [90], 1: [96], 2: [98]}, shards) == (None, "2")
 
 
+def test_workers_that_agree_do_not_outweigh_the_shards_of_other_servers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As SIGTERM came, peer 2 was handed both shards; all workers happened to be at the same iteration."""
+    caplog.set_level(logging.WARNING, "gossipx")
+    assert check(tmp_path, {0: [28], 1: [28], 2: [28]}, {0: [(27, (2,))]}) == (None, "2")
+    assert "has no checkpoint" not in caplog.text
+
+
 def test_servers_of_which_all_shards_are_there_come_first(tmp_path: Path) -> None:
     shards: Shards = {0: [(50, (1,))], 1: [(50, (0, 1))]}
     assert check(tmp_path, {0: [50], 1: [50], 2: [50]}, shards) == (50, "1")
