@@ -90,7 +90,6 @@ class WaveCodec:
         self._seed = seed
         self._longest = [peers * (_FRAME.size + codec.longest(tensors)) for tensors in self._sections.tensors]
         self._lock = threading.Lock()
-        self._wave = _Wave(-1, None)
         self.begin(None)
 
     def begin(self, model: Sequence[Tensor] | None) -> None:
@@ -100,6 +99,7 @@ class WaveCodec:
             model: the values of each section, in host memory; None: this peer joined later and does not have it.
         """
         with self._lock:
+            self._wave = _Wave(-1, None)  # one under way belongs to another model
             self._set_reference(model)
             layouts = enumerate(self._sections.tensors)
             self._states: Sequence[State] = [

@@ -340,11 +340,18 @@ class ParameterArena:
             self.streams.train(functools.partial(passes.adopt, section, vector))
         self.streams.wait(self.streams.mark())
         self.mixes += 1
+        self.start_from(step)
+        return True
+
+    def start_from(self, step: int) -> None:
+        """Continue from weights that replaced this model, and have done ``step`` iterations: a boundary.
+
+        The outer optimizer starts anew.
+        """
         self.set_boundary(step)
         for fragment in self.fragments:
             if fragment.outer is not None:
                 fragment.outer.start(is_initial=not step)
-        return True
 
     def detach(self) -> None:
         """Give every tensor memory of its own again; the arena is unusable afterwards."""

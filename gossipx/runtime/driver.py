@@ -432,15 +432,19 @@ class Driver:
     # --- checkpoints --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that the role's next decision depends on, as plain data."""
+        """Return the state that the role's next decision depends on, as plain data; no models."""
         with self._lock:
             sync = self.role.sync.state_dict()
             draws = self.role.training.draws()
             return {"iteration": self.arena.step, "sync": sync, "weight": self.role.weight, "draws": draws}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned. The weights must have been restored before."""
-        self.arena.set_boundary(state["iteration"])
+        """Restore what :meth:`state_dict` returned. The weights must have been restored before.
+
+        The outer optimizer and the codecs start anew: what they kept belongs to the earlier weights.
+        """
+        self.arena.start_from(state["iteration"])
+        self.begin_codec()
         self.handle(Restored(state["iteration"], state["sync"], state["weight"], state["draws"]))
         if self.role.sync.policy.uses_drift:
             self.captures.reference.set()

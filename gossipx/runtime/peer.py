@@ -250,6 +250,8 @@ class Peer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state. Call it after joining and after loading the model's values.
 
+        An outer optimizer and a codec start anew, since what they keep belongs to the earlier values.
+
         Args:
             state: what :meth:`state_dict` returned, under the same policy.
 

@@ -214,3 +214,29 @@ def test_a_peer_that_is_killed_costs_a_round(four: Folder) -> None:
 )
 def test_options_that_a_wave_would_ignore_are_refused(four: Folder, options: tuple[str, str], told: str) -> None:
     assert told in four.refused("--exchange", "waves", *options)
+
+
+RESTORED = """
+model = nn.Linear(4, 50)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+with gossipx.join(model, optimizer) as peer:
+    while peer._role.sync.retrievals < 2:  # until the second wave, and both peers before the third
+        train(peer, model, optimizer, peer.iteration + 1)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 10.0)
+    peer.load_state_dict(peer.state_dict())
+    train(peer, model, optimizer, peer.iteration + 12)
+tell(peer, values=[float(one) for parameter in model.parameters() for one in (parameter.min(), parameter.max())])
+"""
+
+
+@pytest.mark.parametrize("options", [("--outer", "nesterov"), ("--codec", "topk2")], ids=" ".join)
+def test_a_restored_model_is_not_moved_by_what_was_kept_of_the_last_one(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """Both peers hold it and do not train, so no wave may change it: neither by momentum nor by an earlier reference."""
+    with folder(tmp_path, 2) as two:
+        waves = ("--exchange", "waves", "--policy", "tau:3", "--blocking", *options)
+        two.run(*waves, two.script(RESTORED), two.path)
+        for rank in range(2):
+            assert two.told(rank)["values"] == pytest.approx([10.0] * 4, rel=1e-5)
