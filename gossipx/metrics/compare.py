@@ -8,8 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gossipx import policies
+from gossipx.errors import UsageError
 from gossipx.metrics.intervals import Estimate, estimate
 from gossipx.metrics.summary import Figures, Summary
+from gossipx.policies import Policy, Tau
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,11 @@ class Group:
         return self.runs[0].policy
 
     @property
+    def is_cut(self) -> bool:
+        """Whether the run was stopped before its end; then it is the only one."""
+        return bool(self.runs[0].stopped)
+
+    @property
     def name(self) -> str:
         """The common part of the names: ``tau`` for ``tau-seed0``, ``tau-seed1``; else the first one."""
         stems = {run.name.removesuffix(f"-seed{run.seed}") for run in self.runs}
@@ -167,11 +175,13 @@ def compare(summaries: Sequence[Summary], settings: Sequence[object] | None = No
     """
     groups = grouped(summaries, settings)
     means = [group.estimates() for group in groups]
-    first = means[0].get("retrievals")
+    first = None if groups[0].is_cut else means[0].get("retrievals")
     rows = []
     for group, own in zip(groups, means, strict=True):
         taken = own.get("retrievals")
-        saved = None if first is None or taken is None or not first.mean else 1 - taken.mean / first.mean
+        saved = None
+        if first is not None and taken is not None and first.mean and not group.is_cut:
+            saved = 1 - taken.mean / first.mean
         rows.append(
             Row(
                 name=group.name,
@@ -193,14 +203,16 @@ def compare(summaries: Sequence[Summary], settings: Sequence[object] | None = No
 def grouped(summaries: Sequence[Summary], settings: Sequence[object] | None = None) -> list[Group]:
     """Return the groups of runs that differ only in their seeds, in order of their first runs.
 
-    Two runs of one seed are never in one group: they were made to be compared.
+    Two runs of one seed are never in one group: they were made to be compared. A run that was stopped is alone in its
+    group, since it trained less.
     """
     groups: list[Group] = []
     for number, run in enumerate(summaries):
         own = (run.codec, run.peers, run.task, run.model, run.partition, run.iterations)
         setting = own if settings is None or settings[number] is None else settings[number]
         for group in groups:
-            is_alike = group.setting == setting and group.policy == run.policy and group.runs[0].peers == run.peers
+            is_alike = group.setting == setting and _policy(group.policy) == _policy(run.policy)
+            is_alike = is_alike and group.runs[0].peers == run.peers and not (run.stopped or group.is_cut)
             if is_alike and run.seed not in {other.seed for other in group.runs}:
                 group.runs.append(run)
                 group.measured.append(_measured(run))
@@ -266,7 +278,9 @@ def _counted(runs: Sequence[Summary]) -> dict[str, Any]:
 
 
 def _paired(group: Group, first: Group) -> dict[str, Estimate]:
-    """Return the mean differences from the runs of another group with the same seeds."""
+    """Return the mean differences from the runs of another group with the same seeds; none if one was stopped."""
+    if group.is_cut or first.is_cut:
+        return {}
     others = {run.seed: figures for run, figures in zip(first.runs, first.measured, strict=True)}
     found = {}
     for name in group.measured[0]:
@@ -285,13 +299,13 @@ def _fixed_period(
 ) -> FixedPeriod | None:
     """Return what a fixed period with as many retrievals reached; nothing is assumed beyond the measured periods."""
     taken = own.get("retrievals")
-    if _is_fixed(group.policy) or taken is None or taken.mean <= 0:
+    if group.is_cut or _is_fixed(group.policy) or taken is None or taken.mean <= 0:
         return None
     periods = sorted(
         (
             (found["retrievals"].mean, other.name, found)
             for other, found in zip(groups, means, strict=True)
-            if other.setting == group.setting and _is_fixed(other.policy) and "retrievals" in found
+            if other.setting == group.setting and _is_fixed(other.policy) and not other.is_cut and "retrievals" in found
         ),
         key=lambda period: period[0],
     )
@@ -304,9 +318,18 @@ def _fixed_period(
     return None
 
 
-def _is_fixed(policy: str) -> bool:
+def _policy(spec: str) -> Policy | str:
+    """Return the policy of a run, which may be written in several ways; one that only its script knows, as text."""
+    try:
+        return policies.parse(spec)
+    except UsageError:
+        return spec
+
+
+def _is_fixed(spec: str) -> bool:
     """Return whether a policy is a plain fixed period."""
-    return policy.startswith("tau:") and "," not in policy
+    policy = _policy(spec)
+    return isinstance(policy, Tau) and policy == Tau(policy.period)
 
 
 def _present(figures: Figures) -> list[float]:

@@ -234,7 +234,7 @@ tell(peer, values=[float(one) for parameter in model.parameters() for one in (pa
 def test_a_restored_model_is_not_moved_by_what_was_kept_of_the_last_one(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    """Both peers hold it and do not train, so no wave may change it: neither by momentum nor by an earlier reference."""
+    """Both peers hold it and do not train, so no wave may change it: neither by momentum nor by a reference."""
     with folder(tmp_path, 2) as two:
         waves = ("--exchange", "waves", "--policy", "tau:3", "--blocking", *options)
         two.run(*waves, two.script(RESTORED), two.path)

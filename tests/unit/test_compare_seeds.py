@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 
@@ -112,6 +113,29 @@ def test_means_over_seeds_are_interpolated() -> None:
     runs = [*PERIODS[:2], run("tau:100", 1, 0.7, 10), run("tau:10", 1, 0.9, 100), run("adaptive:0.02", 0, 0.7, 100)]
     found = compare(runs)[-1].fixed_period
     assert found is not None and found.figures["accuracy"] == pytest.approx(0.85)
+
+
+def test_a_run_that_was_stopped_is_compared_with_none() -> None:
+    """It trained less: it is no seed of the others, and neither its retrievals nor its accuracy compare with theirs."""
+    cut = run("tau:10", 1, 0.3, 5, stopped=["a"])
+    whole, early, other = compare([run("tau:10", 0, 0.5), cut, run("adaptive:0.02", 1, 0.6)])
+    assert names([whole, early]) == [("tau-seed0", (0,)), ("tau-seed1", (1,))] and early.stopped == 1
+    assert (whole.accuracy, early.reduction, early.paired, other.paired) == (0.5, None, {}, {})
+    assert [row.reduction for row in compare([cut, run("tau:20", 1, 0.5)])] == [None, None]
+    adaptive = run("adaptive:0.02", 0, 0.7, 30)
+    assert compare([*PERIODS, dataclasses.replace(adaptive, stopped=["a"])])[-1].fixed_period is None
+    assert compare([dataclasses.replace(PERIODS[0], stopped=["a"]), *PERIODS[1:], adaptive])[-1].fixed_period is None
+
+
+@pytest.mark.parametrize("spec", ["tau:period=10", "tau: 10", "tau:period=10,warmup=0"])
+def test_a_policy_may_be_written_in_several_ways(spec: str) -> None:
+    assert len(compare([run("tau:10", 0, 0.5), run(spec, 1, 0.6)])) == 1
+    periods = (run(spec, 0, 0.8, 100), *PERIODS[::2])
+    assert compare([*periods, run("adaptive:0.02", 0, 0.7, 50)])[-1].fixed_period is not None
+
+
+def test_policies_of_scripts_are_told_apart_by_their_text() -> None:
+    assert len(compare([run(f"function {name}", seed, 0.5) for name in ("a", "b") for seed in (0, 1)])) == 2
 
 
 def test_a_model_that_differs_in_one_run_differs() -> None:
