@@ -261,7 +261,7 @@ class Drift(Policy):
 
 
 CREDIT = 4.0
-"""Exchanges that ``auto`` may spend in advance: enough for the fast start of a training, a small part of any budget."""
+"""Exchanges that ``auto`` may spend in advance, after its first: a small part of any budget."""
 ROUNDING = 1e-9
 """Relative error of sums of deltas; without it, a model that moves evenly might exchange one iteration late."""
 
@@ -275,7 +275,8 @@ class Auto(Policy):
     since the last one exceeds S / (b · t) · exp((n + 1 − b · t) / G), with S the whole distance travelled so far: the
     average distance per earned exchange, more where the budget is overdrawn, and less where it is not used. A model
     that moves evenly exchanges every 1/b iterations. One that moves more now than on average exchanges more often, up
-    to G exchanges in advance; :data:`CREDIT` is G.
+    to G exchanges in advance; :data:`CREDIT` is G. The first exchange comes after 1/b iterations in any case, since
+    until then the model has no other distance to be compared with.
 
     Attributes:
         budget: b, as a share of exchanging in every iteration: ``1%`` or 0.01.

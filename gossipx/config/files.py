@@ -21,7 +21,7 @@ from gossipx.errors import UsageError
 from gossipx.specs import suggest, toml
 
 PRESETS: Mapping[Any, Mapping[str, Any]] = {
-    "paper": {"policy": "adaptive", "blocking": True, "finish": "none"},
+    "paper": {"policy": "adaptive", "blocking": True, "finish": "none", "outer": "none"},
 }
 """Settings that a preset gives to all that a user has not given. The paper is Adaptive Communication: Algorithm 2 with
 the rule of section IV, whose threshold is that of the model (Table I)."""
@@ -74,7 +74,8 @@ def resolve(*layers: Mapping[str, Any]) -> RunConfig:
 
     Args:
         layers: values by name of the setting; a later layer overrides an earlier one, None means not given. Under the
-            name :data:`GIVEN` a layer may list those of its settings that a user has given; without it, all are.
+            name :data:`GIVEN` a layer may list those of its settings that a user has given; without it, all are. These
+            take precedence over the preset of their layer.
 
     Raises:
         UsageError: a setting is unknown or a value is invalid.
@@ -83,11 +84,12 @@ def resolve(*layers: Mapping[str, Any]) -> RunConfig:
     by_user: set[str] = set()
     for layer in layers:
         own = {name: value for name, value in layer.items() if value is not None and name != GIVEN}
-        given.update(own)
-        by_user.update(layer.get(GIVEN, own))
+        preset = PRESETS.get(own.get("preset"), {})
+        named = set(layer.get(GIVEN, own))
+        given |= own | preset | {name: own[name] for name in named & own.keys()}
+        by_user = by_user - preset.keys() | named
     if "solver" in given:
         given = _with_solver(given)
-    given = {**PRESETS.get(given.get("preset"), {}), **given}
     sections: dict[str, dict[str, Any]] = {}
     for name, value in given.items():
         if name not in KEYS:

@@ -172,6 +172,19 @@ def test_the_command_line_overrides_the_file_and_the_file_overrides_the_default(
     assert config.exchange.peer_timeout == KEYS["peer_timeout"].default
 
 
+def test_a_preset_overrides_the_file_of_a_run(tmp_path: Path) -> None:
+    """A run writes all of its settings, and which of them were given; options beside the preset take precedence."""
+    (tmp_path / "config.toml").write_text(dump(resolve({"policy": "tau:20", "outer": "momentum:0.6", "seed": 3})))
+    file = load(tmp_path / "config.toml")
+    found = resolve(file, {"preset": "paper", "finish": "consensus"})
+    sync = found.sync
+    assert (sync.policy, sync.blocking, sync.finish, found.run.seed) == ("adaptive", True, "consensus", 3)
+    assert sync.outer == "none" and "policy" not in found.given
+    (tmp_path / "config.toml").write_text(dump(found))
+    again = resolve(load(tmp_path / "config.toml"), {"policy": "tau:5"})
+    assert (again.sync.policy, again.sync.blocking, again.sync.finish) == ("tau:5", True, "consensus")
+
+
 def test_a_given_value_applies_even_if_it_is_the_default_or_false(tmp_path: Path) -> None:
     file = load(written(tmp_path, "[run]\nseed = 1\n[sync]\nblocking = true"))
     config = resolve(file, {"seed": 0, "blocking": False})
