@@ -220,7 +220,7 @@ def test_results_equal_those_of_a_synchronous_device(
         for one, two in zip(*map(storages, sides), strict=True):
             torch.testing.assert_close(two, one, **exact)
         at_once, later = deltas
-        rel = 5e-2 if device == "cuda" else 1e-3  # a device may round 16-bit weights otherwise, percents of a short step
+        rel = 5e-2 if device == "cuda" else 1e-3  # 16-bit weights may be rounded otherwise: percents of a short step
         assert later == pytest.approx([at_once[0], *at_once[:-1]] if at_once else [], rel=rel), "a step late"
 
 
