@@ -84,24 +84,35 @@ def _moves(width: int, device: torch.device) -> tuple[int, dict[str, float]]:
     """Return the bytes of a model, and the median seconds of each operation on it."""
     loop = Loop(width, device, sampled=False)
     assert loop.arena is not None
-    arena, found = loop.arena, {"snapshot": [], "brought to the device": [], "mixed": []}
-    snapshot = arena.snapshot()
-    model = bytearray(snapshot.buffer.view)
-    snapshot.release()
+    arena, model = loop.arena, _model(loop.arena)
+    found: dict[str, list[float]] = {"snapshot": [], "received, to the device": [], "mixed": []}
     for _ in range(ROUNDS):
         loop.step()
         snapshot = arena.snapshot()
         found["snapshot"].append(_timed(lambda one=snapshot: one.buffer))
         snapshot.release()
         incoming = Incoming(arena, arena.snapshot())
-        incoming.take(0, memoryview(model))
-        there: HostBuffer = incoming.buffer
         loop.finish()
-        found["brought to the device"].append(_timed(lambda one=there: arena.pool.upload(one)))
+        found["received, to the device"].append(_timed(lambda one=incoming: _receive(one, model)))
+        there: HostBuffer = incoming.buffer
         found["mixed"].append(_timed(lambda one=there: (arena.exchanged.commit(one, 0.5), loop.finish())))
         arena.leave_boundary()
         incoming.release()
     return len(model), {name: statistics.median(values) for name, values in found.items()}
+
+
+def _model(arena: ParameterArena) -> bytearray:
+    """Return the current model as a peer would receive it."""
+    snapshot = arena.snapshot()
+    model = bytearray(snapshot.buffer.view)
+    snapshot.release()
+    return model
+
+
+def _receive(incoming: Incoming, model: bytearray) -> None:
+    """Take in a model in host memory, which is compared and copied to the device in pieces, and wait for the copies."""
+    incoming.take(0, memoryview(model))
+    incoming.norm()
 
 
 def _overlap(width: int, device: torch.device) -> tuple[float, float, float]:
@@ -109,12 +120,13 @@ def _overlap(width: int, device: torch.device) -> tuple[float, float, float]:
     loop = Loop(width, device, sampled=False)
     assert loop.arena is not None
     arena, stop, moved = loop.arena, threading.Event(), [0]
+    model = _model(arena)
 
     def move() -> None:
         while not stop.is_set():
-            snapshot = arena.snapshot()
-            arena.pool.upload(snapshot.buffer)
-            snapshot.release()
+            incoming = Incoming(arena, arena.snapshot())
+            _receive(incoming, model)
+            incoming.release()
             moved[0] += 1
 
     loop.seconds(3)
@@ -164,8 +176,8 @@ def _measure(name: str, width: int, device: torch.device, quiet: bool) -> list[A
         tell(what, seconds * 1e3, "ms")
         tell(f"{what}, rate", nbytes / seconds / 1e9, "GB/s")
     alone, busy, models = _overlap(width, device)
-    tell("step, models read and brought in all the time", busy * 1e3, "ms", alone * 1e3)
-    tell("models read and brought in", models, "a second")
+    tell("step, models read and received all the time", busy * 1e3, "ms", alone * 1e3)
+    tell("models read and received", models, "a second")
     if not quiet:
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
         report(f"{name} parameters on {where}; medians", ("what", "value", "unit", "to undisturbed"), rows, figures)
