@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -44,12 +45,20 @@ class Managers:
             policy: of the run; an object has one of its own.
 
         Raises:
-            UsageError: the script's lacks a part of the interface.
+            UsageError: the script's lacks a part of the interface, or takes other arguments.
         """
         if self.sync is None:
             return SyncManager(policy, seed)
-        made: SyncManager = self.sync(policy, seed) if isinstance(self.sync, type) else self.sync
-        _check(made, SyncManager, "sync_manager", "a subclass of gossipx.SyncManager or an object with its methods")
+        wanted = "a subclass of gossipx.SyncManager or an object with its methods"
+        made: SyncManager = self.sync
+        if isinstance(self.sync, type):
+            if not issubclass(self.sync, SyncManager):
+                raise UsageError(f"sync_manager= is the class {self.sync.__name__}: give {wanted}")
+            made = _make(self.sync, SyncManager, "sync_manager", wanted, policy, seed)
+        _check(made, SyncManager, "sync_manager", wanted)
+        if not isinstance(own := getattr(made, "policy", None), Policy):
+            types = f"{type(made).__name__} has a policy of type {type(own).__name__}"
+            raise UsageError(f"sync_manager= of type {types}: give it one such as gossipx.policies.parse('tau:10')")
         return made
 
     def comm_manager(self, **arguments: Any) -> CommManager:
@@ -59,7 +68,7 @@ class Managers:
         wanted = "a subclass of gossipx.CommManager, or a function that takes its arguments and returns such an object"
         if not callable(self.comm):
             raise UsageError(f"comm_manager= is of type {type(self.comm).__name__}: give {wanted}")
-        made: CommManager = self.comm(**arguments)
+        made: CommManager = _make(self.comm, CommManager, "comm_manager", wanted, **arguments)
         _check(made, CommManager, "comm_manager", wanted)
         return made
 
@@ -76,6 +85,18 @@ class Managers:
         if self.sync is None or not policies.is_object(policy):
             return policy
         return policy.partition(WITHIN)[2] or "never"  # an object has a policy of its own
+
+
+def _make(maker: Callable[..., Any], kind: type, argument: str, wanted: str, *given: Any, **named: Any) -> Any:
+    """Call ``maker``, if it takes the arguments; an error in its own code is the script's, and keeps its traceback."""
+    try:
+        inspect.signature(maker).bind(*given, **named)
+    except (TypeError, ValueError) as error:  # ValueError: a built-in class without a signature
+        name = getattr(maker, "__name__", type(maker).__name__)
+        raise UsageError(
+            f"{argument}= {name} does not take {kind.__name__}'s arguments ({error}): give {wanted}"
+        ) from None
+    return maker(*given, **named)
 
 
 def _check(made: object, kind: type, argument: str, wanted: str) -> None:

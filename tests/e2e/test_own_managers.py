@@ -77,13 +77,28 @@ def test_a_comm_manager_of_a_scripts_own_sends_and_receives(two: Folder) -> None
     ("arguments", "told"),
     [
         ("sync_manager=object()", "of type object has no 'policy': give a subclass of gossipx.SyncManager"),
-        ("sync_manager=type('Empty', (), {'__init__': lambda *args: None})", "of type Empty has no 'policy': give a"),
+        (
+            "sync_manager=type('Empty', (gossipx.SyncManager,), {'__init__': lambda *args: None})",
+            "of type Empty has no 'policy': give a",
+        ),
         (
             "sync_manager=type('Old', (), {name: 0 for name in dir(gossipx.SyncManager(gossipx.policies.Never()))"
             " if name[0] != '_' and name != 'fired'})()",
             "of type Old has no 'fired': give a subclass",
         ),
+        ("sync_manager=dict", "sync_manager= is the class dict: give a subclass of gossipx.SyncManager or an object"),
+        (
+            "sync_manager=type('Odd', (gossipx.SyncManager,), {'__init__': lambda self, policy, seed, more: None})",
+            "sync_manager= Odd does not take SyncManager's arguments (missing a required argument: 'more'): give a",
+        ),
+        (
+            "sync_manager=type('Told', (), {name: 'tau:10' for name in"
+            " dir(gossipx.SyncManager(gossipx.policies.Never())) if name[0] != '_'})()",
+            "sync_manager= of type Told has a policy of type str: give it one such as gossipx.policies.parse('tau:10')",
+        ),
         ("comm_manager=3", "comm_manager= is of type int: give a subclass of gossipx.CommManager, or a function"),
+        ("comm_manager=int", "comm_manager= int does not take CommManager's arguments ("),
+        ("comm_manager=lambda rank: rank", "does not take CommManager's arguments (got an unexpected keyword argument"),
         ("comm_manager=lambda **rest: rest", "comm_manager= of type dict has no 'trust': give a subclass of"),
     ],
 )  # fmt: skip
