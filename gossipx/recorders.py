@@ -344,9 +344,11 @@ def open_all(spec: str, own: Recorder | None, of: Recorded) -> Recorder:
 
     Raises:
         OSError: nothing can be written in the peer's directory.
-        UsageError: a recorder cannot begin, or the script's lacks a method.
+        UsageError: a recorder cannot begin, or the script's is a class or lacks a method.
     """
     if own is not None:
+        if isinstance(own, type):
+            raise UsageError(f"recorder= is the class {own.__name__}: give an object of it, such as {own.__name__}()")
         missing = [name for name in ("scalar", "unwritten", "close") if not callable(getattr(own, name, None))]
         if missing:
             raise UsageError(f"recorder= of type {type(own).__name__} has no method '{missing[0]}'")

@@ -158,6 +158,12 @@ def test_an_object_that_is_no_recorder_is_refused(tmp_path: Path) -> None:
         recorders.open_all("csv", [], of(tmp_path))
 
 
+def test_a_class_in_place_of_a_recorder_is_refused(tmp_path: Path) -> None:
+    """It has all methods, but they need an object."""
+    with pytest.raises(UsageError, match=r"^recorder= is the class Kept: give an object of it, such as Kept\(\)$"):
+        recorders.open_all("csv", Kept, of(tmp_path))
+
+
 def test_errors_of_a_service_are_told_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     def scalar(tag: str, value: float, step: int) -> None:
         raise ConnectionError("no route")
