@@ -87,7 +87,7 @@ def learning_rate(schedule: Schedule, step: float, iterations: float) -> float:
 
     Args:
         schedule: a preset, or settings with the same fields.
-        step: number of iterations before this one, or seconds.
+        step: number of iterations before this one, or milliseconds.
         iterations: length of the run in the same unit.
     """
     # The tolerance absorbs rounding of fractions such as 2/9, which would delay a step by an iteration.
@@ -102,7 +102,7 @@ def cosine_rate(base_lr: float, step: float, iterations: float) -> float:
 
     Args:
         base_lr: the highest rate.
-        step: number of iterations before this one, or seconds.
+        step: number of iterations before this one, or milliseconds: the warm-up is a whole number of them.
         iterations: length of the run in the same unit.
     """
     warm_up = round(WARM_UP * iterations)

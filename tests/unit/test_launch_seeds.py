@@ -16,7 +16,7 @@ from gossipx.errors import UsageError
 from gossipx.launch import seeds
 from gossipx.launch.loops.train import used_of
 from gossipx.launch.stopping import Outcome
-from gossipx.tasks.presets import PRESETS, learning_rate
+from gossipx.tasks.presets import PRESETS, cosine_rate, learning_rate
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def used(iteration: int, elapsed: float, **given: float) -> tuple[float, float]:
 
 def test_whichever_budget_ends_first_counts() -> None:
     assert used(30, 5.0, iterations=100) == (30, 100)
-    assert used(30, 5.0, iterations=100, seconds=10.0) == (5.0, 10.0)
+    assert used(30, 5.0, iterations=100, seconds=10.0) == (5_000, 10_000)
     assert used(60, 5.0, iterations=100, seconds=10.0) == (60, 100)
 
 
@@ -128,6 +128,13 @@ def test_the_learning_rate_follows_the_share_of_the_budget() -> None:
     preset = PRESETS["lenet"]  # a step at 70 %
     for share, rate in ((0.69, 0.01), (0.71, 0.001)):
         assert learning_rate(preset, *used(5, share * 60, iterations=10**6, seconds=60.0)) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("seconds", [10.0, 25.0, 60.0, 3600.0])
+def test_the_warm_up_of_a_cosine_is_the_same_share_of_any_number_of_seconds(seconds: float) -> None:
+    for share, rate in ((0.0005, 0.01), (0.0125, 0.25), (0.0375, 0.75), (0.05, 1.0), (0.525, 0.5)):
+        now = cosine_rate(1.0, *used(5, share * seconds, iterations=MOST_ITERATIONS, seconds=seconds))
+        assert now == pytest.approx(rate, abs=0.005)
 
 
 def test_seconds_alone_leave_iterations_without_a_limit() -> None:

@@ -33,6 +33,9 @@ final figures use all test images."""
 TEST_BATCH_TEXT, LIVE_TEXT = 50, 100
 """The same numbers for windows of text."""
 
+PER_SECOND = 1000
+"""Units of a budget of seconds: a schedule counts whole units, and the warm-up of a short run takes about a second."""
+
 
 @dataclass(frozen=True)
 class Steps:
@@ -126,10 +129,10 @@ def loop(
 
 
 def used_of(peer: Peer, settings: RunSettings) -> tuple[float, float]:
-    """Return how much of the run's budget is used, and the budget: in iterations or seconds, whichever ends first."""
+    """Return how much of the run's budget is used, and the budget: iterations or milliseconds, whichever end first."""
     used: list[tuple[float, float]] = [(peer.iteration, settings.iterations)]
     if settings.seconds is not None:
-        used.append((peer.seconds, settings.seconds))
+        used.append((peer.seconds * PER_SECOND, settings.seconds * PER_SECOND))
     return max(used, key=lambda one: one[0] / one[1])
 
 
