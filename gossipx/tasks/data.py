@@ -212,10 +212,14 @@ def load(task_name: str, data_dir: Path | None = None) -> tuple[Samples, Samples
             ``fashion-mnist``, with 12,000 training images and all test images.
 
     Raises:
-        UsageError: the task is unknown, or a file is missing, damaged or not the published one.
+        UsageError: the task is unknown, ``data_dir`` is a file, or a file is missing, damaged or not the published one.
     """
     if task_name not in TASKS:
         raise UsageError(f"unknown task '{task_name}'{suggest(task_name, TASKS)}: one of {', '.join(sorted(TASKS))}")
+    if data_dir is not None:
+        with _reading(data_dir):
+            if data_dir.is_file():
+                raise UsageError("is a file: give the directory of the files as --data-dir", file=data_dir)
     if task_name == "text":
         return text.load(data_dir)
     task = TASKS[task_name]

@@ -72,14 +72,20 @@ def load(folder: Path | None = None) -> tuple[Windows, Windows]:
             embedded text, most of the King James Bible.
 
     Raises:
-        UsageError: there are no files, one of them cannot be read or is not UTF-8 text, or the text is too short.
+        UsageError: there are no files, one of them cannot be read or is not UTF-8 text, or text or files are too short.
     """
     texts = _embedded() if folder is None else [_read(path) for path in _files(folder)]
     cuts = [len(text) - round(len(text) * HELD_OUT) for text in texts]
     ends = [text[cut:] for text, cut in zip(texts, cuts, strict=True)]
-    if sum(map(len, ends)) <= CONTEXT:
+    if (count := sum(map(len, ends))) <= CONTEXT:
         total, least = sum(map(len, texts)), round((CONTEXT + 1) / HELD_OUT)
-        raise UsageError(f"has {total} characters of text: give at least {least} as --data-dir", file=folder)
+        if total < least:
+            raise UsageError(f"has {total} characters of text: give at least {least} as --data-dir", file=folder)
+        raise UsageError(
+            f"has {total} characters of text, but the held-out ends of its {len(texts)} files, {HELD_OUT:.0%} of each,"
+            f" have {count}, and a test set needs {CONTEXT + 1}: join the files of --data-dir into longer ones",
+            file=folder,
+        )
     begins = [text[:cut] for text, cut in zip(texts, cuts, strict=True)]
     vocabulary = np.flatnonzero(np.bincount(np.concatenate(begins)))
     train, held_out = _windows(begins, vocabulary), _windows(ends, vocabulary)

@@ -136,6 +136,27 @@ def test_a_missing_directory_and_an_unreadable_file_are_named(tmp_path: Path) ->
         load("text", tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize(("length", "files", "held_out"), [(5, 200, 0), (14, 64, 64)])
+def test_files_too_short_for_a_test_set_are_told_as_such(
+    tmp_path: Path, length: int, files: int, held_out: int
+) -> None:
+    """However many characters they have together; in one file these would be enough."""
+    write(tmp_path, **{str(number): "x" * length for number in range(files)})
+    told = (
+        f"has {files * length} characters of text, but the held-out ends of its {files} files, 10% of each, have"
+        f" {held_out}, and a test set needs 65: join the files of --data-dir into longer ones"
+    )
+    with pytest.raises(UsageError, match=f"{told}$"):
+        load("text", tmp_path)
+
+
+@pytest.mark.parametrize("task", ["text", "mnist", "cifar10"])
+def test_a_file_in_place_of_the_directory_is_told_as_such(tmp_path: Path, task: str) -> None:
+    path = write(tmp_path, a="x" * 1000) / "a"
+    with pytest.raises(UsageError, match=f"^{path}: is a file: give the directory of the files as --data-dir$"):
+        load(task, path)
+
+
 def test_the_least_text_is_enough(tmp_path: Path) -> None:
     train, test = load("text", write(tmp_path, a="x" * 650))
     assert len(train) == 9 and len(test) == 1
