@@ -12,6 +12,7 @@ from gossipx.errors import NotAuthorisedError, UsageError
 from gossipx.launch.directory import check_name
 from gossipx.launch.local import launch, peer_source
 from gossipx.launch.start import stem_of
+from gossipx.metrics.summary import FILE as SUMMARY_FILE
 
 MOST = 1000
 """Maximum number of seeds; more are a typing error."""
@@ -73,8 +74,10 @@ def launch_each(
         worst = max(worst, outcome.code)
         if outcome.stopped or outcome.code in FOR_THE_USER:
             return worst
-    paths = [shlex.quote(str(Path(run.run.logdir) / str(run.run.name))) for run in runs]
-    print(f"compare the seeds: gossipx compare {' '.join(paths)}", flush=True)
+    paths = [Path(run.run.logdir) / str(run.run.name) for run in runs]
+    ended = [shlex.quote(str(path)) for path in paths if (path / SUMMARY_FILE).is_file()]  # others failed
+    if ended:
+        print(f"compare the seeds: gossipx compare {' '.join(ended)}", flush=True)
     return worst
 
 

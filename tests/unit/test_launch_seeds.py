@@ -56,14 +56,18 @@ def test_seeds_exclude_what_is_for_one_run(other: list[str]) -> None:
 
 @pytest.fixture
 def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, Outcome]:
-    """Replace runs by the outcomes in this dict, by seed; those that ran are left in it."""
+    """Replace runs by the outcomes in this dict, by seed; a run that failed leaves no summary."""
     monkeypatch.chdir(tmp_path)
     Path("hosts.txt").write_text("localhost slots=2\n")
     outcomes: dict[int, Outcome] = {}
 
     def launched(given, hosts, script, environ):
-        Path(given.run.logdir, given.run.name).mkdir(parents=True)
-        return outcomes.get(given.run.seed, Outcome(0, stopped=False))
+        directory = Path(given.run.logdir, given.run.name)
+        directory.mkdir(parents=True)
+        outcome = outcomes.get(given.run.seed, Outcome(0, stopped=False))
+        if outcome.code != 1:
+            (directory / "summary.json").touch()
+        return outcome
 
     monkeypatch.setattr(seeds, "launch", launched)
     return outcomes
@@ -79,6 +83,22 @@ def launch(text: str, **given: object) -> tuple[int, list[str]]:
 def test_each_seed_has_a_run_and_the_worst_exit_code_counts(ran: dict[int, Outcome]) -> None:
     ran[1] = Outcome(3, stopped=False)
     assert launch("0-2") == (3, ["tau-seed0", "tau-seed1", "tau-seed2"])
+
+
+@pytest.mark.parametrize(
+    ("failed", "told"),
+    [
+        ((), ["compare the seeds: gossipx compare runs/tau-seed0 runs/tau-seed1 runs/tau-seed2"]),
+        ((1,), ["compare the seeds: gossipx compare runs/tau-seed0 runs/tau-seed2"]),
+        ((0, 1, 2), []),
+    ],
+)
+def test_only_runs_with_a_summary_are_named_for_the_comparison(
+    ran: dict[int, Outcome], capsys: pytest.CaptureFixture[str], failed: tuple[int, ...], told: list[str]
+) -> None:
+    ran.update(dict.fromkeys(failed, Outcome(1, stopped=False)))
+    launch("0-2")
+    assert capsys.readouterr().out.splitlines()[3:] == told
 
 
 def test_a_signal_ends_all(ran: dict[int, Outcome]) -> None:
