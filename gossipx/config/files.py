@@ -86,7 +86,7 @@ def resolve(*layers: Mapping[str, Any]) -> RunConfig:
         own = {name: value for name, value in layer.items() if value is not None and name != GIVEN}
         preset = PRESETS.get(own.get("preset"), {})
         named = set(layer.get(GIVEN, own))
-        given |= own | preset | {name: own[name] for name in named & own.keys()}
+        given.update({**own, **preset, **{name: own[name] for name in named & own.keys()}})
         by_user = by_user - preset.keys() | named
     if "solver" in given:
         given = _with_solver(given)
