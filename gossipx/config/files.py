@@ -74,8 +74,8 @@ def resolve(*layers: Mapping[str, Any]) -> RunConfig:
 
     Args:
         layers: values by name of the setting; a later layer overrides an earlier one, None means not given. Under the
-            name :data:`GIVEN` a layer may list those of its settings that a user has given; without it, all are. These
-            take precedence over the preset of their layer.
+            name :data:`GIVEN` a layer may list those of its settings that a user has given; without it, all are. A
+            preset overrides earlier layers, and values of its own layer override the preset.
 
     Raises:
         UsageError: a setting is unknown or a value is invalid.
@@ -85,9 +85,8 @@ def resolve(*layers: Mapping[str, Any]) -> RunConfig:
     for layer in layers:
         own = {name: value for name, value in layer.items() if value is not None and name != GIVEN}
         preset = PRESETS.get(own.get("preset"), {})
-        named = set(layer.get(GIVEN, own))
-        given.update({**own, **preset, **{name: own[name] for name in named & own.keys()}})
-        by_user = by_user - preset.keys() | named
+        given.update({**preset, **own})
+        by_user = by_user - preset.keys() | set(layer.get(GIVEN, own))
     if "solver" in given:
         given = _with_solver(given)
     sections: dict[str, dict[str, Any]] = {}

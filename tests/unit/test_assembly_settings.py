@@ -48,6 +48,15 @@ def read_again(config: RunConfig, directory: Path) -> RunConfig:
     return files.resolve(files.load(file))
 
 
+@pytest.mark.parametrize("model", [*sorted(PRESETS), None])
+def test_the_file_of_a_run_with_a_preset_has_its_policy(tmp_path: Path, model: str | None) -> None:
+    """Peers read the file that the launcher writes: the threshold is that of the model (Table I), or of scripts."""
+    made = effective(model is None, preset="paper", **({} if model is None else {"model": model}))
+    (tmp_path / "config.toml").write_text(files.dump(made))
+    again = files.resolve(files.load(tmp_path / "config.toml"))
+    assert again == made and again.sync.policy.startswith("adaptive:threshold=")
+
+
 def refused(**given: Any) -> str:
     with pytest.raises(UsageError) as caught:
         effective(**given)
