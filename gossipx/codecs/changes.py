@@ -81,13 +81,10 @@ class Changes:
         # Checksums of the bases of each receiver, of which it was sent the last; the receiver served last is last.
         self._checks: dict[int, tuple[int, ...]] = {}
 
-    def set_initial(self, values: Tensor | None) -> None:
-        """Set the initial values, which every receiver has and nobody may modify; None: not available."""
-        self._bases.pop(self.initial, None)
-        self.initial = FULL
-        if values is not None:
-            self.initial = checksum(values)
-            self._bases[self.initial] = Base(values)
+    def set_initial(self, values: Tensor) -> None:
+        """Set the initial values, which every receiver has and nobody may modify, before the first frame."""
+        self.initial = checksum(values)
+        self._bases[self.initial] = Base(values)
 
     def frame(self, receiver: int, base: int, version: int, values: Tensor) -> Frame | None:
         """Return the change from a receiver's base to ``values``, encoded.

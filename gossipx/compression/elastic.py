@@ -58,25 +58,26 @@ class ElasticCodec:
         self._seed = seed
         self._lock = threading.Lock()
         self._sections = Sections(codec, arena.exchanged, arena.slots, norms)
-        self._changes = self._sections.changes(seed)
-        self._known = [FULL] * len(self._changes)  # checksums of what the hub certainly has
-        self._sent = list(self._known)  # checksums of what it has if the last upload arrived
-        self._states: dict[int, list[State]] = {}  # codec states of differences, by worker
-        self._alone = self._sections.states(seed)
-        self._begun: list[Tensor] | None = None  # the initial model
-        self._copies: dict[int, list[Tensor]] = {}  # the hub's copy of each worker's model
+        self.begin(None)
 
     def begin(self, model: Sequence[Tensor] | None) -> None:
-        """Set the initial model, which all peers share as their first reference.
+        """Set the initial model, which all peers share as their first reference, and forget all others.
 
         Args:
             model: the values of each section, in host memory; None: this peer joined later and does not have it.
         """
         with self._lock:
-            self._begun = None if model is None else [values.clone() for values in self._sections.trained(model)]
-            for number, changes in enumerate(self._changes):
-                changes.set_initial(None if self._begun is None else self._begun[number])
-            self._known = [changes.initial for changes in self._changes]
+            self._changes = self._sections.changes(self._seed)
+            self._states: dict[int, list[State]] = {}  # codec states of differences, by worker
+            self._alone = self._sections.states(self._seed)
+            self._copies: dict[int, list[Tensor]] = {}  # the hub's copy of each worker's model
+            self._begun: list[Tensor] | None = None  # the initial model
+            if model is not None:
+                self._begun = [values.clone() for values in self._sections.trained(model)]
+                for changes, values in zip(self._changes, self._begun, strict=True):
+                    changes.set_initial(values)
+            self._known = [changes.initial for changes in self._changes]  # checksums of what the hub certainly has
+            self._sent = list(self._known)  # checksums of what it has if the last upload arrived
 
     # --- a worker ---------------------------------------------------------------------------------
 

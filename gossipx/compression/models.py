@@ -79,26 +79,27 @@ class ModelCodec:
         self._lock = threading.Lock()
         self.fragment = arena.fragment(fragment)
         self._sections = Sections(codec, self.fragment, arena.slots, norms)
-        self._changes = self._sections.changes(seed, references)
-        self._states = self._sections.states(seed)
+        self._seed = seed
         self._public = public
-        self._begun: list[Tensor] | None = None  # the initial model
-        self._taken: dict[int, _Reference] = {}  # by sender, least recently used first
-        self._met: set[int] = set()  # senders of an earlier model, whose reference is no longer the initial one
-        self._apart: set[int] = set()  # senders whose last model was too far from this peer's to be decoded
+        self.begin(None)
 
     def begin(self, model: Sequence[Tensor] | None) -> None:
-        """Set the initial model, which all peers share as their first reference.
+        """Set the initial model, which all peers share as their first reference, and forget all others.
 
         Args:
             model: the values of each section, in host memory; None: this peer joined later and does not have it.
         """
-        if not self._references:
-            return
         with self._lock:
-            self._begun = None if model is None else [values.clone() for values in self._sections.trained(model)]
-            for number, changes in enumerate(self._changes):
-                changes.set_initial(None if self._begun is None else self._begun[number])
+            self._changes = self._sections.changes(self._seed, self._references)
+            self._states = self._sections.states(self._seed)
+            self._begun: list[Tensor] | None = None  # the initial model
+            self._taken: dict[int, _Reference] = {}  # by sender, least recently used first
+            self._met: set[int] = set()  # senders of an earlier model, whose reference is no longer the initial one
+            self._apart: set[int] = set()  # senders whose last model was too far from this peer's to be decoded
+            if model is not None and self._references:
+                self._begun = [values.clone() for values in self._sections.trained(model)]
+                for changes, values in zip(self._changes, self._begun, strict=True):
+                    changes.set_initial(values)
 
     # --- sending ----------------------------------------------------------------------------------
 

@@ -250,7 +250,8 @@ class Peer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state. Call it after joining and after loading the model's values.
 
-        An outer optimizer and a codec start anew, since what they keep belongs to the earlier values.
+        An outer optimizer and a codec start anew, since what they keep belongs to the earlier values. The centre of a
+        hub stays as it is.
 
         Args:
             state: what :meth:`state_dict` returned, under the same policy.

@@ -235,6 +235,29 @@ def test_buffers_and_padding_between_tensors_are_sent_unchanged() -> None:
     assert torch.equal(incoming.buffer.vectors[0][cut:], two.arenas[0].snapshot().buffer.vectors[0][cut:])
 
 
+@pytest.mark.parametrize("restored", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("spec", ["3lc", "efsignsgd", "topk:ratio=0.1"])
+def test_a_peer_whose_model_was_replaced_forgets_all_references(spec: str, restored: tuple[int, ...]) -> None:
+    """Nothing of the earlier models enters the next exchange, which is of a whole model; the one after is encoded."""
+    two = Two(spec)
+    for seed in range(3):
+        two.train(seed)
+        two.take(*two.give())
+    for module in two.modules:
+        for parameter in module.parameters():
+            parameter.data.fill_(10.0)
+    for rank, arena in enumerate(two.arenas):
+        arena.set_boundary(3)
+        if rank in restored:
+            two.codecs[rank].begin(None)
+    cut = two.arenas[0].sections[0].trainable
+    for is_whole in (True, False):
+        reply, content = two.give()
+        assert (FULL in reply.bases) is is_whole
+        here, there = two.take(reply, content).buffer.vectors[0], two.arenas[0].snapshot().buffer.vectors[0]
+        torch.testing.assert_close(here[:cut], there[:cut], rtol=1e-5, atol=1e-5)
+
+
 def test_without_a_common_initial_model_it_is_sent_in_full_once() -> None:
     two = Two("3lc", begun=False)
     reply, content = two.give()

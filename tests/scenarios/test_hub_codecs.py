@@ -134,6 +134,30 @@ class Two:
         return incoming.buffer.vectors[0][: self.arenas[1].sections[0].trainable].clone()
 
 
+@pytest.mark.parametrize("restored", ["hub", "worker", "both"])
+def test_a_peer_whose_model_was_replaced_forgets_all_references(restored: str) -> None:
+    """The next upload is of a whole model, and equal models do not move, whatever was kept of earlier ones."""
+    two = Two("topk:ratio=0.1")
+    for seed in range(3):
+        two.train(seed)
+        two.take(*two.arrive(*two.bring())[1:])
+    for module, arena in zip(two.modules, two.arenas, strict=True):
+        for parameter in module.parameters():
+            parameter.data.fill_(10.0)
+        arena.set_boundary(3)
+    for codec in {"hub": [two.hub], "worker": [two.worker], "both": [two.hub, two.worker]}[restored]:
+        codec.begin(None)
+    try:
+        request, content = two.bring()
+        answer = two.arrive(request, content)[1:]
+    except ProtocolError:  # the hub has another copy: the worker's next upload is of a whole model
+        assert restored == "hub"
+        request, content = two.bring()
+        answer = two.arrive(request, content)[1:]
+    assert set(request.bases) == {FULL}
+    assert float(two.take(*answer).norm()) < 1e-4
+
+
 @pytest.mark.parametrize("spec", ["3lc", NEAR, "topk:ratio=0.1", "onebit", "int8"])
 @pytest.mark.parametrize("references", [True, False])
 def test_both_move_by_one_difference(spec: str, references: bool) -> None:
