@@ -361,7 +361,7 @@ def parse(spec: str | Policy | Callable[[Observation], bool]) -> Policy:
     if isinstance(spec, Policy):
         return spec
     if isinstance(spec, type) or not (isinstance(spec, str) or callable(spec)):
-        what = f"the class {spec.__name__}" if isinstance(spec, type) else f"a {type(spec).__name__}"
+        what = f"the class {spec.__name__}" if isinstance(spec, type) else f"one of type {type(spec).__name__}"
         raise UsageError(f"policy: a spec such as 'tau:10', a policy or a function is required, not {what}")
     if callable(spec):
         return FunctionPolicy(spec)

@@ -6,11 +6,11 @@ import copy
 import dataclasses
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gossipx.policies import Observation, Policy, describe
+from gossipx.policies import Observation, Policy, describe, parse
 
 QUIET = 100
 """Iterations after which a policy that does not fire is told, early enough to mend a run of some hundred."""
@@ -98,10 +98,14 @@ class SyncManager:
     wave brings counts as one retrieval, so that statistics of pulls and waves are comparable.
 
     Args:
-        policy: see :mod:`gossipx.policies`.
+        policy: what :func:`gossipx.policies.parse` accepts: a spec such as ``tau:10``, a policy or a function.
         seed: seeds ``Observation.uniform``.
 
+    Raises:
+        UsageError: the policy is something else, or its spec is wrong.
+
     Attributes:
+        policy: the policy.
         observation: what the policy decided on after the last step, with Δ_r as it was then; None before the first.
         fired: whether :meth:`step` then returned that the caller should exchange.
         decisions: number of decisions to exchange after the warm-up, including skipped ones.
@@ -111,8 +115,8 @@ class SyncManager:
         failed: number of exchanges that did not complete, and of waves that met no other peer.
     """
 
-    def __init__(self, policy: Policy, seed: int = 0):
-        self.policy = policy
+    def __init__(self, policy: str | Policy | Callable[[Observation], bool], seed: int = 0):
+        self.policy = parse(policy)
         self.observation: Observation | None = None
         self.fired = False
         self.decisions = 0
@@ -120,11 +124,11 @@ class SyncManager:
         self.skipped = 0
         self.failed = 0
         self._coin = random.Random(seed)
-        self._policy_state = policy.init()
+        self._policy_state = self.policy.init()
         self._since = _Counters()
         self._before_request: _Counters | None = None
         self._delta = 0.0
-        self._decisions = _Decisions(policy)
+        self._decisions = _Decisions(self.policy)
 
     @property
     def in_flight(self) -> bool:

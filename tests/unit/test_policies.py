@@ -244,9 +244,9 @@ def test_installed_policies_do_not_replace_built_in_ones(installed: list[str]):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (5, "not a int"),
+        (5, "not one of type int"),
         (Tau, "not the class Tau"),
-        (SyncManager(policies.parse("never")), "not a SyncManager"),
+        (SyncManager(policies.parse("never")), "not one of type SyncManager"),
     ],
 )
 def test_an_object_that_is_no_policy_is_refused(given: Any, told: str):
