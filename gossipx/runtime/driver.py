@@ -444,7 +444,7 @@ class Driver:
         The outer optimizer and the codecs start anew: what they kept belongs to the earlier weights.
         """
         self.arena.start_from(state["iteration"])
-        self.begin_codec()
         self.handle(Restored(state["iteration"], state["sync"], state["weight"], state["draws"]))
+        self.begin_codec()  # after all exchanges under way were dropped, whose models refer to earlier references
         if self.role.sync.policy.uses_drift:
             self.captures.reference.set()
