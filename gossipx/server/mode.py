@@ -330,7 +330,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         training = self._training()
         removed = [effect for shard in self.shards.values() for effect in shard.update_members(training)]
         changed = [*removed, *self._begin_confirmed(now), *self._replication.members_changed()]
-        return self._follow_up([*changed, *self.coordinator.check_members(now)], now)
+        return self._follow_up([*changed, *self.worker.send_ready(now), *self.coordinator.check_members(now)], now)
 
     def peer_lost(self, rank: int, now: float) -> list[Effect]:
         gone = any(rank in holders and self._are_gone(holders) for holders in self._holders)

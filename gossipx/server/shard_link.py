@@ -35,6 +35,7 @@ class ShardLink:
         buckets: the number of its buckets.
         holder_index: the index of the holder that requests are sent to.
         ready: buckets whose gradients wait to be pushed.
+        pushed_to: the rank and the incarnation of the server that this iteration's gradients were first pushed to.
         pushing: open pushes by ticket, each with its bucket and iteration.
         to_pull: buckets to pull; -1 asks whether the shard would answer.
         pulling: open pulls by ticket, each with its bucket and progress.
@@ -52,6 +53,7 @@ class ShardLink:
     buckets: int
     holder_index: int = 0
     ready: deque[int] = field(default_factory=deque)
+    pushed_to: tuple[int, int | None] | None = None
     pushing: dict[int, tuple[int, int]] = field(default_factory=dict)
     to_pull: deque[int] = field(default_factory=deque)
     pulling: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -70,7 +72,12 @@ class ShardLink:
 
     @property
     def idle(self) -> bool:
-        return not (self.ready or self.pushing or self.to_pull or self.pulling)
+        return not (self.ready or self.pushing or self.waits)
+
+    @property
+    def waits(self) -> bool:
+        """Whether any of its tables have not arrived."""
+        return bool(self.to_pull or self.pulling)
 
     def start(self, asks_first: bool) -> None:
         """Start pulling all buckets; ``asks_first``: only after the shard has replied that it would answer."""

@@ -109,7 +109,7 @@ class Worker:
             link.ready.clear()
             link.pulled = -1
             link.start(asks_first=False)
-        return [Fetch(self._all()), *self._send_ready(now)]
+        return [Fetch(self._all()), *self.send_ready(now)]
 
     def _all(self) -> tuple[tuple[int, int], ...]:
         return tuple((shard, bucket) for shard, link in enumerate(self._links) for bucket in range(link.buckets))
@@ -121,7 +121,7 @@ class Worker:
         self._forget_requests()
         holders = [(rank,) for rank in servers]
         pulled, fetched = self._links[0].pulled, min(link.fetched for link in self._links)
-        pulls = any(link.to_pull or link.pulling for link in self._links)
+        pulls = any(link.waits for link in self._links)
         self._epoch = epoch
         # A layout only changes if all shards have the same sync model, so the first one's applies to all.
         spec, sync = self._links[0].sync_spec, self._links[0].sync
@@ -132,7 +132,7 @@ class Worker:
         ]
         for link in self._links if pulls else ():
             link.start(asks_first=not self._overlap and link.pulled >= 0)
-        return self._send_ready(now)
+        return self.send_ready(now)
 
     def drop_iteration(self) -> None:
         """Drop this iteration's gradients, since their layout is no longer in force."""
@@ -157,9 +157,11 @@ class Worker:
                 for link in self._links
                 if link.buckets
             )
+            for link in self._links:
+                link.pushed_to = self._process(link)
         for shard, bucket in buckets if not self._gathers else ():
             self._links[shard].ready.append(bucket)
-        return self._send_ready(now)
+        return self.send_ready(now)
 
     def iteration_done(self, now: float) -> list[Effect]:
         """End the iteration, whose gradients are all computed, and pull all tables."""
@@ -175,7 +177,7 @@ class Worker:
             else:
                 link.pull = PullState.SKIPPED
         kept = [effect for shard in range(len(self._links)) for effect in self._advance_skipped(shard)]
-        return [Fetch(self._all()), *kept, *self._send_ready(now)]
+        return [Fetch(self._all()), *kept, *self.send_ready(now)]
 
     def push_gathered(self, now: float) -> list[Effect]:
         """Between two iterations, push the gradients that have gathered."""
@@ -184,7 +186,7 @@ class Worker:
         self._gathers = False
         for link in self._links:
             link.ready.extend(range(link.buckets))
-        return self._send_ready(now)
+        return self.send_ready(now)
 
     def _advance_skipped(self, shard: int) -> list[Effect]:
         """If the shard is not pulled from, start the next iteration once its pushes are acknowledged."""
@@ -195,8 +197,8 @@ class Worker:
         self._next = max(self._next, link.pulled + 1)
         return [Unchanged(tuple((shard, bucket) for bucket in range(link.buckets)))]
 
-    def _send_ready(self, now: float) -> list[Effect]:
-        """Send what may be sent."""
+    def send_ready(self, now: float) -> list[Effect]:
+        """Send what may be sent, as after any event."""
         if not any(link.pull is PullState.ASKED for link in self._links):
             for link in self._links:
                 if link.pull is PullState.READY and not link.pulling:
@@ -212,6 +214,7 @@ class Worker:
         effects: list[Effect] = []
         if link.backing_off:
             return effects
+        effects += self._push_to_restarted(shard, link)
         patience = self._context.members.model_timeout
         incarnation = self._context.incarnation
         while link.ready and len(link.pushing) < MAX_OPEN:
@@ -269,7 +272,7 @@ class Worker:
         if ticket in link.pushing:
             push = link.pushing.pop(ticket)
             if isinstance(reply, AcceptReply):
-                return [Forget(ticket), *self._advance_skipped(shard), *self._send_ready(now)]
+                return [Forget(ticket), *self._advance_skipped(shard), *self.send_ready(now)]
             self._requeue_push(link, *push)
             return [Forget(ticket), self._not_ready(shard, asked, now)]
         return self._pulled(ticket, shard, asked, reply, now)
@@ -279,14 +282,14 @@ class Worker:
         link = self._links[shard]
         bucket, pulled = link.pulling.pop(ticket)
         if pulled != link.pulled:  # of an earlier iteration: the bucket is pulled again
-            return [Forget(ticket), *self._send_ready(now)]
+            return [Forget(ticket), *self.send_ready(now)]
         if not isinstance(reply, TablesReply):
             link.to_pull.appendleft(bucket)
             if isinstance(reply, PushAgainReply):
-                return [Forget(ticket), *self._push_again(shard, pulled), *self._send_ready(now)]
+                return [Forget(ticket), *self._push_again(shard, pulled), *self.send_ready(now)]
             if isinstance(reply, BusyReply):
                 waits = self._note_wait(shard, "other workers' pushes are missing there", now)
-                return [Forget(ticket), *waits, *self._send_ready(now)]
+                return [Forget(ticket), *waits, *self.send_ready(now)]
             waits = self._note_wait(shard, reply.reason if isinstance(reply, NotReadyReply) else "", now)
             return [Forget(ticket), *waits, self._not_ready(shard, asked, now)]
         restart = self._note_restart(shard, reply)
@@ -297,10 +300,10 @@ class Worker:
         if bucket < 0:
             if link.pull is PullState.ASKED:
                 link.advance()
-            return [Forget(ticket), *restart, *self._send_ready(now)]
+            return [Forget(ticket), *restart, *self.send_ready(now)]
         link.fetched = min(link.fetched, reply.clock)
-        effects = [Fetched(ticket), *restart, *self._send_ready(now)]
-        if link.pulled >= 0 and not any(one.to_pull or one.pulling for one in self._links):
+        effects = [Fetched(ticket), *restart, *self.send_ready(now)]
+        if link.pulled >= 0 and not any(one.waits for one in self._links):
             self._context.sync.retrieved()
         return effects
 
@@ -313,9 +316,31 @@ class Worker:
             return []
         if link.ready or link.pushing:
             return []  # they are on their way
+        link.pushed_to = self._process(link)
         link.ready.extend(range(link.buckets))
         text = f"peer {link.server} has lost pushes of iteration {progress} to shard {shard}: they are sent again"
         return [Note("", text)]
+
+    def _push_to_restarted(self, shard: int, link: ShardLink) -> list[Effect]:
+        """While tables of any shard are missing, push the last gradients again to a shard that another process serves.
+
+        The tables of that shard may all be here, so no pull would find that it lacks the push. But other workers may
+        wait for it there, and this worker for theirs at another shard.
+        """
+        process = self._process(link)
+        if link.pushed_to in (None, process) or link.ready or link.pushing or not any(one.waits for one in self._links):
+            return []
+        if self._is_mid_iteration or link.pulled != self._progress:
+            return []
+        link.pushed_to = process
+        link.ready.extend(range(link.buckets))
+        at = f"another process, of peer {link.server}, serves shard {shard} now"
+        return [Note("", f"{at}: iteration {link.pulled} is pushed again")]
+
+    def _process(self, link: ShardLink) -> tuple[int, int | None]:
+        """Return the rank and the incarnation of the process that requests for a shard are sent to."""
+        other = self._context.members.others.get(link.server)
+        return link.server, self._context.incarnation if other is None else other.incarnation
 
     def _note_wait(self, shard: int, reason: str, now: float) -> list[Effect]:
         """Report a pull that has waited for longer than peer_timeout, and stop training after :data:`LONGEST_WAIT`."""
@@ -392,4 +417,4 @@ class Worker:
         """Resume requests to a shard after its retry delay."""
         if shard < len(self._links):
             self._links[shard].backing_off = False
-        return self._send_ready(now)
+        return self.send_ready(now)

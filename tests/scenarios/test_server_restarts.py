@@ -15,8 +15,8 @@ import torch
 from seeds import seeds, some
 
 from gossipx.protocol.effects import Effect, Note, Send
-from gossipx.protocol.messages import AcceptReply
-from gossipx.protocol.server_messages import GradientRequest, PushAgainReply, TablesRequest
+from gossipx.protocol.messages import AcceptReply, ArriveRequest, Reply, Stage
+from gossipx.protocol.server_messages import GradientRequest, PushAgainReply, TablesReply, TablesRequest
 from gossipx.server.mode import ServerMode
 from gossipx.server.worker import LONGEST_WAIT
 from gossipx.sim import Network, World
@@ -25,10 +25,10 @@ SYNCS = ["bsp", "asp", "ssp:staleness=1", "dsps", "drop:n=1", "pssp:staleness=1,
 ITERATIONS = 30
 
 
-def world(size: int, rng: random.Random, **given: Any) -> World:
+def world(size: int, rng: random.Random, iterations: int = ITERATIONS, **given: Any) -> World:
     slow = {rank: rng.uniform(0.5, 2.0) for rank in range(size)}
     return served.world(
-        size, rng.getrandbits(30), Network(delay=0.05, jitter=0.1), slow, iterations=ITERATIONS, **given
+        size, rng.getrandbits(30), Network(delay=0.05, jitter=0.1), slow, iterations=iterations, **given
     )
 
 
@@ -66,9 +66,9 @@ def test_the_lost_push_is_named_and_sent_again() -> None:
     made.crash(0, 8.0)  # worker 1 has pushed the iteration that worker 2 computes
     made.restart(0, 8.5)
     assert served.clocks(served.ended(made)) == {0: served.ITERATIONS}
-    (again,) = made.lines(1, "peer 0 has lost pushes of iteration")
-    assert again.endswith("to shard 0: they are sent again")
-    assert not made.lines(2, "peer 0 has lost pushes"), "worker 2 had not pushed"
+    (again,) = made.lines(1, "another process, of peer 0, serves shard 0 now: iteration")
+    assert again.endswith(" is pushed again")
+    assert not made.lines(2, "another process"), "worker 2 had not pushed"
 
 
 @pytest.mark.fault(44)
@@ -85,6 +85,22 @@ def test_servers_and_workers_are_restarted_again_and_again(seed: int) -> None:
         at += rng.uniform(0.1, 6)
     ended(made)
     assert made.fired["restart"] == 3
+
+
+@pytest.mark.fault(44)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [187, *seeds(3)])
+def test_servers_that_train_are_restarted_many_times(seed: int) -> None:
+    """With seed 187, workers 0 and 3 would wait at shard 1 for a push of worker 2, and it for theirs at shard 0."""
+    rng = random.Random(seed)
+    made = world(4, rng, iterations=150, servers="0,1", sync=rng.choice(["ssp:staleness=1", "ssp:staleness=3"]))
+    at = rng.uniform(3, 6)
+    for rank in rng.choices([0, 1], k=14):
+        made.crash(rank, at)
+        at += rng.choice([0.01, 0.3, 2, 4])
+        made.restart(rank, at)
+        at += rng.uniform(0.5, 12)
+    ended(made)
 
 
 @pytest.mark.fault(44)
@@ -144,6 +160,48 @@ def test_a_gradient_that_is_gone_is_not_waited_for() -> None:
     assert not [one for one in effects if isinstance(one, Note)]
     current = pulled([*effects, *worker.answered(second.ticket, PushAgainReply(), 0.0)])
     assert {one.progress for one in current} == {-1}, "it takes the current values"
+
+
+@pytest.mark.fault(44)
+@pytest.mark.parametrize("has_tables_of_lost", [True, False])
+def test_a_worker_that_waits_at_one_shard_pushes_again_to_the_restarted_server_of_another(
+    has_tables_of_lost: bool,
+) -> None:
+    """Others may wait at that shard for a push which only the killed server had, and this worker for theirs."""
+    exchange = served.make(2, 3, servers="0,1", servers_only=True).role.exchange
+    assert isinstance(exchange, ServerMode)
+    worker, members = exchange.worker, exchange._context.members.others
+    places = [(shard, bucket) for shard in range(2) for bucket in range(exchange.migration.layout.buckets[shard])]
+
+    def sent(effects: list[Effect], kind: type) -> list[Send]:
+        return [one for one in effects if isinstance(one, Send) and isinstance(one.request, kind)]
+
+    def answer(requests: list[Send], reply: Reply) -> list[Effect]:
+        """Answer these requests, and those of their kind that follow; return the other effects."""
+        others: list[Effect] = []
+        while requests:
+            one = requests.pop(0)
+            effects = worker.answered(one.ticket, reply, 0.0)
+            following = sent(effects, type(one.request))
+            requests += [ask for ask in following if ask.to == one.to]
+            others += [effect for effect in effects if effect not in following or effect.to != one.to]
+        return others
+
+    for rank in (0, 1):
+        members[rank].record(ArriveRequest(Stage.TRAIN, 1), 0.0)
+    pushes = sent(worker.gradients_ready(places, 0.0), GradientRequest)
+    answer(pushes, AcceptReply())
+    pulls = sent(worker.iteration_done(0.0), TablesRequest)
+    if has_tables_of_lost:
+        answer([one for one in pulls if one.to == 1], TablesReply(0, ()))
+    assert not sent(exchange.members_changed(0.0), GradientRequest), "no server was restarted"
+    members[1].record(ArriveRequest(Stage.TRAIN, 2), 0.0)
+    effects = exchange.members_changed(0.0)
+    pushes = sent(effects, GradientRequest)
+    assert {one.to for one in pushes} == {1}
+    assert any("another process, of peer 1, serves shard 1 now" in one.text for one in effects if isinstance(one, Note))
+    answer(pushes, AcceptReply())
+    assert not sent(exchange.members_changed(0.0), GradientRequest), "once"
 
 
 def test_a_worker_that_waits_long_names_the_shard_and_its_server() -> None:
