@@ -176,10 +176,11 @@ class Comparison:
                 )
         if not self._own():
             return figures
+        rivals = [name for name in self._left_out if not SYSTEMS[name].is_gossipx]
+        unknown = f", without a result of {', '.join(rivals)}" if rivals else ""
         for axis in ("bytes", "seconds"):
             count = len(self.ahead(axis))
-            name = f"{where}: ahead of gossipx in error and {axis}"
-            rivals = [name for name in self._left_out if not SYSTEMS[name].is_gossipx]
+            name = f"{where}: ahead of gossipx in error and {axis}{unknown}"
             figures.append(figure(name, count, "systems", goal=0, met=count == 0 and not rivals))
         return figures + self._goals(where)
 

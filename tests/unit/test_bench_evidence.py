@@ -89,7 +89,9 @@ def test_a_rival_without_results_leaves_the_goal_unmet(bench: Any) -> None:
     made = {"pairs": [points((1.9, 50, 2e7))]}
     for left_out, met in (((), True), (("hub",), True), (("hivemind",), False)):
         comparison = bench.Comparison("text", "1000mbit", 4, 800, made, {}, None, left_out)
-        assert [one["met"] for one in comparison.figures() if "ahead" in one["name"]] == [met, met]
+        goals = [one for one in comparison.figures() if "ahead" in one["name"]]
+        assert [one["met"] for one in goals] == [met, met]
+        assert all(met != one["name"].endswith(", without a result of hivemind") for one in goals), "it says why"
         assert all(bench.shown(name) in comparison.title() for name in left_out)
 
 
