@@ -35,7 +35,8 @@ class ShardLink:
         buckets: the number of its buckets.
         holder_index: the index of the holder that requests are sent to.
         ready: buckets whose gradients wait to be pushed.
-        pushed_to: the rank and the incarnation of the server that this iteration's gradients were first pushed to.
+        pushed_to: the rank and the incarnation of the server that this iteration's gradients were first pushed to;
+            None: none yet.
         pushing: open pushes by ticket, each with its bucket and iteration.
         to_pull: buckets to pull; -1 asks whether the shard would answer.
         pulling: open pulls by ticket, each with its bucket and progress.

@@ -130,8 +130,10 @@ class Worker:
             ShardLink(*one, pulled=pulled, fetched=fetched, sync_spec=spec, sync=sync)
             for one in zip(holders, buckets, strict=True)
         ]
-        for link in self._links if pulls else ():
-            link.start(asks_first=not self._overlap and link.pulled >= 0)
+        for link in self._links:
+            link.pushed_to = self._process(link)  # it has taken over all pushes
+            if pulls:
+                link.start(asks_first=not self._overlap and link.pulled >= 0)
         return self.send_ready(now)
 
     def drop_iteration(self) -> None:
@@ -328,9 +330,9 @@ class Worker:
         wait for it there, and this worker for theirs at another shard.
         """
         process = self._process(link)
-        if link.pushed_to in (None, process) or link.ready or link.pushing or not any(one.waits for one in self._links):
+        if process == link.pushed_to or self._is_mid_iteration or link.pulled != self._progress:
             return []
-        if self._is_mid_iteration or link.pulled != self._progress:
+        if link.ready or link.pushing or not any(one.waits for one in self._links):
             return []
         link.pushed_to = process
         link.ready.extend(range(link.buckets))

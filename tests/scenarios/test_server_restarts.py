@@ -164,34 +164,34 @@ def test_a_gradient_that_is_gone_is_not_waited_for() -> None:
 
 @pytest.mark.fault(44)
 @pytest.mark.parametrize("has_tables_of_lost", [True, False])
+@pytest.mark.parametrize("changes_servers", [True, False])
 def test_a_worker_that_waits_at_one_shard_pushes_again_to_the_restarted_server_of_another(
-    has_tables_of_lost: bool,
+    has_tables_of_lost: bool, changes_servers: bool
 ) -> None:
     """Others may wait at that shard for a push which only the killed server had, and this worker for theirs."""
     exchange = served.make(2, 3, servers="0,1", servers_only=True).role.exchange
     assert isinstance(exchange, ServerMode)
     worker, members = exchange.worker, exchange._context.members.others
-    places = [(shard, bucket) for shard in range(2) for bucket in range(exchange.migration.layout.buckets[shard])]
+    buckets = exchange.migration.layout.buckets
+    places = [(shard, bucket) for shard in range(2) for bucket in range(buckets[shard])]
 
     def sent(effects: list[Effect], kind: type) -> list[Send]:
         return [one for one in effects if isinstance(one, Send) and isinstance(one.request, kind)]
 
-    def answer(requests: list[Send], reply: Reply) -> list[Effect]:
-        """Answer these requests, and those of their kind that follow; return the other effects."""
-        others: list[Effect] = []
+    def answer(requests: list[Send], reply: Reply) -> None:
+        """Answer these requests, and those to the same server that follow."""
         while requests:
             one = requests.pop(0)
             effects = worker.answered(one.ticket, reply, 0.0)
-            following = sent(effects, type(one.request))
-            requests += [ask for ask in following if ask.to == one.to]
-            others += [effect for effect in effects if effect not in following or effect.to != one.to]
-        return others
+            requests += [ask for ask in sent(effects, type(one.request)) if ask.to == one.to]
 
     for rank in (0, 1):
         members[rank].record(ArriveRequest(Stage.TRAIN, 1), 0.0)
     pushes = sent(worker.gradients_ready(places, 0.0), GradientRequest)
     answer(pushes, AcceptReply())
     pulls = sent(worker.iteration_done(0.0), TablesRequest)
+    if changes_servers:
+        pulls = sent(worker.switch_layout((0, 1), buckets, 1, 0.0), TablesRequest)
     if has_tables_of_lost:
         answer([one for one in pulls if one.to == 1], TablesReply(0, ()))
     assert not sent(exchange.members_changed(0.0), GradientRequest), "no server was restarted"

@@ -19,7 +19,7 @@ from gossipx.model.arena import ParameterArena
 from gossipx.model.buffers import HostBuffer
 from gossipx.model.receive import Incoming
 from gossipx.protocol.effects import Answer, Cancel, Capture, Effect, Forget, Keep, Merge, Mix, MoveReference, Send
-from gossipx.protocol.events import Answered, Event, Failed, Fault, JoinRun, Merged, Mixed, Received, Replied
+from gossipx.protocol.events import Answered, Event, Failed, Fault, JoinRun, Merged, Mixed, Received, Replied, Restored
 from gossipx.protocol.messages import (
     AcceptReply,
     BusyReply,
@@ -248,6 +248,13 @@ def test_a_model_mixed_while_training_is_a_retrieval(bench: Bench, request_: Any
     assert bench.role.told[-1] == Mixed(5)
     assert [(one.staleness, one.distance) for one in found] == [(1, pytest.approx(2 * math.sqrt(16)))]
     assert bench.module.weight.flatten().tolist() == [0.5] * 16
+
+
+def test_codecs_start_anew_once_exchanges_under_way_are_dropped(bench: Bench):
+    told: list[Event] = []
+    bench.driver.transfers.codec = SimpleNamespace(begin_from=lambda _: told.extend(bench.role.told))  # type: ignore
+    bench.driver.load_state_dict({"iteration": 3, "sync": {}, "weight": 1.0, "draws": {}})
+    assert told == [Restored(3, {}, 1.0, {})], "models that arrive before refer to the earlier weights"
 
 
 # --- a hub with codecs ----------------------------------------------------------------------------------------------
