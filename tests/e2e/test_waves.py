@@ -217,15 +217,20 @@ def test_options_that_a_wave_would_ignore_are_refused(four: Folder, options: tup
 
 
 RESTORED = """
+import torch.distributed as dist
+
 model = nn.Linear(4, 50)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 with gossipx.join(model, optimizer) as peer:
-    while peer._role.sync.retrievals < 2:  # until the second wave, and both peers before the third
+    dist.init_process_group("gloo", f"file://{FOLDER}/pace", rank=peer.rank, world_size=2)
+    while peer._role.sync.retrievals < 2:
         train(peer, model, optimizer, peer.iteration + 1)
     for parameter in model.parameters():
         nn.init.constant_(parameter, 10.0)
     peer.load_state_dict(peer.state_dict())
+    dist.barrier()  # else the faster peer would start a wave that the other joins with its earlier model
     train(peer, model, optimizer, peer.iteration + 12)
+    dist.destroy_process_group()
 tell(peer, values=[float(one) for parameter in model.parameters() for one in (parameter.min(), parameter.max())])
 """
 
