@@ -67,18 +67,25 @@ def launch_each(
     runs = _named(given, seeds)
     for run in runs:
         check_name(run)
-    worst = 0
+    worst, ended = 0, []
     for run in runs:
         print(f"seed {run.run.seed}: {run.run.name}", flush=True)
+        directory = Path(run.run.logdir) / str(run.run.name)
+        earlier = _time_of_summary(directory)  # of a run to be overwritten, which stays if the new one does not start
         outcome = launch(run, hosts, script, environ)
+        if _time_of_summary(directory) not in (None, earlier):
+            ended.append(shlex.quote(str(directory)))
         worst = max(worst, outcome.code)
         if outcome.stopped or outcome.code in FOR_THE_USER:
             return worst
-    paths = [Path(run.run.logdir) / str(run.run.name) for run in runs]
-    ended = [shlex.quote(str(path)) for path in paths if (path / SUMMARY_FILE).is_file()]  # others failed
     if ended:
         print(f"compare the seeds: gossipx compare {' '.join(ended)}", flush=True)
     return worst
+
+
+def _time_of_summary(directory: Path) -> int | None:
+    file = directory / SUMMARY_FILE
+    return file.stat().st_mtime_ns if file.is_file() else None
 
 
 def _named(given: RunConfig, seeds: Sequence[int]) -> list[RunConfig]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,13 +62,17 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, Outcome]:
     monkeypatch.chdir(tmp_path)
     Path("hosts.txt").write_text("localhost slots=2\n")
     outcomes: dict[int, Outcome] = {}
+    times = itertools.count(1_000_000_000)
 
     def launched(given, hosts, script, environ):
         directory = Path(given.run.logdir, given.run.name)
-        directory.mkdir(parents=True)
+        directory.mkdir(parents=True, exist_ok=True)
         outcome = outcomes.get(given.run.seed, Outcome(0, stopped=False))
         if outcome.code != 1:
+            (directory / "hosts.txt").touch()
+            (directory / "config.toml").write_text("[run]\n")
             (directory / "summary.json").touch()
+            os.utime(directory / "summary.json", (0, next(times)))
         return outcome
 
     monkeypatch.setattr(seeds, "launch", launched)
@@ -99,6 +105,15 @@ def test_only_runs_with_a_summary_are_named_for_the_comparison(
     ran.update(dict.fromkeys(failed, Outcome(1, stopped=False)))
     launch("0-2")
     assert capsys.readouterr().out.splitlines()[3:] == told
+
+
+def test_an_earlier_run_that_a_failed_one_should_have_overwritten_is_not_compared(
+    ran: dict[int, Outcome], capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch("0-1", name="mine")
+    ran[1] = Outcome(1, stopped=False)
+    launch("0-1", name="mine", overwrite=True)
+    assert capsys.readouterr().out.splitlines()[-1] == "compare the seeds: gossipx compare runs/mine-seed0"
 
 
 def test_a_signal_ends_all(ran: dict[int, Outcome]) -> None:
