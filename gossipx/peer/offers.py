@@ -240,6 +240,9 @@ class Offers(Exchange):
         return self._answer(key, BusyReply(), now)
 
     def _refuse(self, key: Hashable, now: float) -> Answer:
+        """Return the answer to a request about an exchange that we have given up: Busy, if training has ended."""
+        if self._ending:  # which is no failure of the partner's exchange
+            return self._busy(key, now)
         return self._answer(key, NotReadyReply("the exchange was given up"), now)
 
 

@@ -23,6 +23,7 @@ from gossipx.protocol.effects import Capture, Effect, Forget, Mix, Resume, SetTi
 from gossipx.protocol.events import Received
 from gossipx.protocol.messages import (
     AcceptReply,
+    BusyReply,
     ExchangeRequest,
     ModelReply,
     NotReadyReply,
@@ -243,7 +244,7 @@ class Pairs(Offers):
 
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
         if self._inbound and self._inbound.awaits(ticket):
-            return self._prune(self._inbound.replied(ticket, reply, now))
+            return self._prune(self._inbound.replied(ticket, reply, now), fault=not isinstance(reply, BusyReply))
         outbound = self._outbound
         if outbound is not None and ticket == outbound.offer:
             if isinstance(reply, AcceptReply):
@@ -256,7 +257,9 @@ class Pairs(Offers):
         if outbound is not None and ticket == outbound.ticket:
             outbound.is_fetching = False
             outbound.has_model = isinstance(reply, ModelReply)
-            return self._settle(now) if outbound.has_model else self._try_next(now)
+            if outbound.has_model:
+                return self._settle(now)
+            return self._try_next(now, fault=not isinstance(reply, BusyReply))
         return [Forget(ticket)]
 
     def failed(self, ticket: int, now: float) -> list[Effect]:
@@ -270,13 +273,16 @@ class Pairs(Offers):
             return self._try_next(now)
         return [Forget(ticket)]
 
-    def _prune(self, effects: list[Effect]) -> list[Effect]:
-        """Clear the inbound exchange if it was abandoned."""
+    def _prune(self, effects: list[Effect], fault: bool = True) -> list[Effect]:
+        """Clear the inbound exchange if it was abandoned; ``fault``: it failed, rather than was declined."""
         if self._inbound is None or self._inbound.phase is not Phase.OVER:
             return effects
         self._inbound = None
-        failed, self._decided = self._decided, False
-        self._context.sync.abandoned(failed=failed)
+        decided, self._decided = self._decided, False
+        if decided and not fault:
+            self._context.sync.found_nobody()
+        else:
+            self._context.sync.abandoned(failed=decided)
         return [*effects, Resume()] if self._context.blocking and not self._ending else effects
 
     def mix(self, at_boundary: bool) -> Mix | None:

@@ -375,7 +375,8 @@ class AcceptReply:
 @kind(36)
 @dataclass(frozen=True)
 class BusyReply:
-    """Refuses a request for now: another exchange is under way, so the requester tries another peer.
+    """Refuses a request without a fault: another exchange is under way, or training has ended, which ends an exchange
+    that is not settled. The requester tries another peer.
 
     A parameter server answers a worker's pull with it while the pull is delayed; the worker then repeats the pull. A
     standby server that receives records of a shard answers with it if it hosts that shard itself by now.

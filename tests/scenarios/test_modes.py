@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from toy import ITERATIONS, SIZE, alone, before, bound, ended, maker, models, sp
 from gossipx import policies
 from gossipx.peer.offers import Phase
 from gossipx.sim import Network, SimPeer, World
+from gossipx.sim.network import Delivery
 from gossipx.tools import traffic
 from gossipx.topology import Topology
 
@@ -160,6 +162,35 @@ def test_a_partner_that_ends_its_training_is_not_a_failure(mode: dict[str, Any],
     sync = made.peers[0].role.sync
     completed = int(blocking and mode is PAIRS)
     assert (sync.retrievals, sync.skipped, sync.failed) == (completed, 1 - completed, 0)
+
+
+def test_a_settlement_refused_by_a_partner_that_ends_its_training_is_not_a_failure():
+    """Peer 1 accepted instead of its own offer, and has the model of peer 0; its decision was skipped."""
+    made = World(0, slow())
+    for rank, iterations in enumerate((5, 9)):
+        made.start(rank, maker(rank, 2, policy="tau:4", iterations=iterations, init="own", **PAIRS))
+    ended(made, bound(2, 9))
+    sync = made.peers[1].role.sync
+    assert made.lines(1, "takes from") and not made.lines(1, "mixes 0")[1:], "only in the finish"
+    assert (sync.retrievals, sync.skipped, sync.failed) == (0, 2, 0)
+
+
+class DeclineLate(Network):
+    """A network in which what rank 1 says as its training ends arrives late, after what it says later."""
+
+    def send(self, sender: int, receiver: int, nbytes: int, now: float, rng: Any) -> Delivery:
+        journey = super().send(sender, receiver, nbytes, now, rng)
+        late = sender == 1 and not nbytes and 6.0 < now < 6.2
+        return replace(journey, arrives=journey.arrives + 0.5 * late)
+
+
+def test_a_fetch_refused_by_a_partner_that_ends_its_training_is_not_a_failure():
+    made = World(0, DeclineLate(delay=0.3))
+    for rank, options in enumerate(({"policy": "tau:5", "iterations": 9}, {"policy": "never", "iterations": 5})):
+        made.start(rank, maker(rank, 2, compute=1 + 0.1 * rank, init="own", **options, **PAIRS))
+    ended(made, bound(2, 9))
+    sync = made.peers[0].role.sync
+    assert (sync.retrievals, sync.skipped, sync.failed) == (0, 1, 0)
 
 
 def test_a_peer_with_room_for_two_mixes_both_at_one_step():
