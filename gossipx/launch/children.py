@@ -107,9 +107,9 @@ class Child:
         if not data:
             self._end(pipe, selector)
             return False
-        *lines, self._unfinished[pipe] = (self._unfinished[pipe] + data).split(b"\n")
+        *lines, self._unfinished[pipe] = (_shown(line) for line in (self._unfinished[pipe] + data).split(b"\n"))
         for line in lines:
-            self._pipes[pipe](line)
+            self._pipes[pipe](line.removesuffix(b"\r"))
         return True
 
     def _end(self, pipe: int, selector: selectors.BaseSelector) -> None:
@@ -122,6 +122,11 @@ class Child:
             handle(rest)
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+def _shown(line: bytes) -> bytes:
+    """Return what a terminal would show of a line: a progress bar writes itself anew after each carriage return."""
+    return line[line.rfind(b"\r", 0, -1) + 1 :]
 
 
 def command_of(script: list[str]) -> list[str]:

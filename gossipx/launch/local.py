@@ -35,7 +35,7 @@ from gossipx.launch.environment import (
 )
 from gossipx.launch.hosts import bind_host
 from gossipx.launch.ports import kept_free
-from gossipx.launch.progress import Display, PeerStatus
+from gossipx.launch.progress import LOADING_TORCH, STARTING, Display, PeerStatus
 from gossipx.launch.start import Start, from_hosts, policy_or_sync_model
 from gossipx.launch.stopping import Outcome, Stopping, how_to_continue
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
@@ -119,7 +119,8 @@ class _Run:
         self._resumes_at = start.resumes_at
         # A script sets its own number of iterations.
         length = 0 if script or settings.run.iterations == MOST_ITERATIONS else settings.run.iterations
-        self._statuses = {rank: PeerStatus(peers[rank].name, iterations=length) for rank in start.here}
+        state = STARTING if script else LOADING_TORCH
+        self._statuses = {rank: PeerStatus(peers[rank].name, state, iterations=length) for rank in start.here}
         central = "" if settings.hub.hub is None else f", hub {settings.hub.hub}"
         if settings.has_servers:
             central = f", servers {settings.server.servers or 0}"
@@ -279,10 +280,9 @@ class _Run:
             self._follow_restarts(rank, set(event.pop("restarted", ())))
             report = event.pop("report", None)
             self._record_policy(event.pop("policy", None))
-            for key, value in event.items():
-                setattr(status, key, value)
+            status.update(event, time.monotonic())
             if status.state == "train" and self._began is None:
-                self._began = time.monotonic()
+                self._began = self._display.began = time.monotonic()
                 self._directory.keep()
             if status.state == "left":
                 self._departed[rank] = report
@@ -355,11 +355,11 @@ class _Run:
             elif code == -signal.SIGTERM and self._stopping.code is not None:
                 self._display.line(f"{status.name} had finished; what its script did then was stopped")
             return
-        if code == 0 and status.state == "starting":
+        if code == 0 and not status.joins:
             error = f"{status.name}: its script ended without a call of gossipx.join, which makes it a peer"
             self._failed(rank, error, 1)
             return
-        if code == -signal.SIGTERM and status.state == "starting":  # before it could report that it leaves
+        if code == -signal.SIGTERM and not status.joins:  # before it could report that it leaves
             status.state = "left"
             self._departed[rank] = None
             return

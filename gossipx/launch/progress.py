@@ -6,18 +6,27 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 LINES_EVERY = 2.0
 """Seconds between two progress lines."""
+RATE_OVER = 10.0
+"""Seconds over which the iterations per second are measured: long enough for a steady figure, even with evaluations in
+between, and short enough to show a peer that has become slow."""
+
+
+STARTING, LOADING_TORCH, LOADING_DATA = "starting", "loading torch", "loading data"
+"""States of a process that has not called ``gossipx.join`` yet: a user's script, and the two of the built-in task."""
 
 
 @dataclass
@@ -25,7 +34,7 @@ class PeerStatus:
     """Latest state of a peer, from its progress events."""
 
     name: str
-    state: str = "starting"
+    state: str = STARTING
     step: int = 0
     iterations: int = 0
     loss: float | None = None
@@ -33,13 +42,51 @@ class PeerStatus:
     retrievals: int = 0
     bytes: int = 0
     test_loss: float | None = None
+    _steps: deque[tuple[float, int]] = field(default_factory=deque, repr=False)  # (time, step), newest last
+
+    def update(self, event: Mapping[str, Any], now: float) -> None:
+        """Take over the fields of a progress event, received ``now``."""
+        for key, value in event.items():
+            setattr(self, key, value)
+        if self.state != "train":
+            self._steps.clear()
+            return
+        self._steps.append((now, self.step))
+        while now - self._steps[0][0] > RATE_OVER and len(self._steps) > 2:
+            self._steps.popleft()
+
+    @property
+    def joins(self) -> bool:
+        """Whether the process has called ``gossipx.join``."""
+        return self.state not in (STARTING, LOADING_TORCH, LOADING_DATA)
+
+    @property
+    def rate(self) -> float | None:
+        """Iterations per second in the last :data:`RATE_OVER` seconds; None: unknown."""
+        if len(self._steps) < 2:
+            return None
+        (began, first), (now, last) = self._steps[0], self._steps[-1]
+        return (last - first) / (now - began) if now > began else None
+
+    def left(self, now: float) -> float | None:
+        """Return the seconds until the peer has trained, at its current rate; None: unknown."""
+        rate = self.rate
+        if not rate or not self.iterations:
+            return None
+        return max(0.0, (self.iterations - self.step) / rate - (now - self._steps[-1][0]))
 
     def done(self, report: Mapping[str, Any]) -> None:
         """Record the peer's final report."""
         self.state = "done"
+        self._steps.clear()
         self.step = report.get("iterations", self.step)
         self.accuracy, self.test_loss = report.get("test_accuracy"), report.get("test_loss")
         self.retrievals = report.get("retrievals", self.retrievals)
+
+    @property
+    def steps(self) -> str:
+        """The iterations done, and of how many if that is known."""
+        return f"{self.step}/{self.iterations}" if self.iterations else str(self.step)
 
     @property
     def score(self) -> str:
@@ -50,7 +97,37 @@ class PeerStatus:
 
 
 BAR = 10
-"""Width of a progress bar in columns; with it the table fits a terminal of 80 columns."""
+"""Width of a progress bar in columns."""
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A column of the table. On a narrow terminal whole columns are left out, those with the highest ``rank`` first."""
+
+    heading: str
+    rank: int
+    cell: Callable[[PeerStatus], RenderableType]
+    left: bool = False
+
+
+_COLUMNS = (
+    _Column("peer", 0, lambda status: status.name, left=True),
+    _Column("state", 2, lambda status: status.state, left=True),
+    _Column("", 8, lambda status: ProgressBar(max(status.iterations, 1), status.step, width=BAR), left=True),
+    _Column("iteration", 1, lambda status: status.steps),
+    _Column("it/s", 4, lambda status: "" if status.rate is None else f"{status.rate:.3g}"),
+    _Column("loss", 3, lambda status: "" if status.loss is None else f"{status.loss:.3f}"),
+    _Column("test", 5, lambda status: status.score),
+    _Column("retrievals", 6, lambda status: str(status.retrievals)),
+    _Column("MB", 7, lambda status: f"{status.bytes / 1e6:.1f}"),
+)
+
+
+def _clock(seconds: float) -> str:
+    """Return a duration as ``1:05``, or ``2:01:05``."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def _print(stream: TextIO | None, text: str) -> None:
@@ -75,6 +152,9 @@ class Display:
         title: title of the table.
         statuses: states of the peers to show, by rank; read on each refresh.
         plain: print lines on a terminal too, because other processes write to it.
+
+    Attributes:
+        began: when the first peer began to train, on time.monotonic(); None: none has.
     """
 
     def __init__(self, title: str, statuses: dict[int, PeerStatus], plain: bool = False):
@@ -85,6 +165,7 @@ class Display:
         self._live: Live | None = None
         self._last = ""
         self._next = 0.0
+        self.began: float | None = None
 
     def __enter__(self) -> Display:
         if self.console.is_terminal and not self._plain_lines:
@@ -135,32 +216,49 @@ class Display:
         text = "  ".join(self._plain(status) for status in self._statuses.values())
         if text != self._last:
             self._last = text
-            self.line(text)
+            self.line(f"{text}  {times}" if (times := self._times()) else text)
+
+    def _times(self) -> str:
+        """Return how long the run has trained, and how long it will if all peers keep their rates; empty: it does not
+        train."""
+        if self.began is None:
+            return ""
+        now = time.monotonic()
+        left = [status.left(now) for status in self._statuses.values() if status.state == "train"]
+        known = [one for one in left if one is not None]
+        remaining = f", about {_clock(max(known))} left" if known else ""
+        return f"{_clock(now - self.began)} elapsed{remaining}"
 
     def _plain(self, status: PeerStatus) -> str:
         if not status.step:
             served = f" pulls {status.retrievals}" if status.retrievals else ""
             return f"{status.name} {status.state}{served}"
-        score = f" {status.score}" if status.score else ""
-        steps = f"{status.step}/{status.iterations}" if status.iterations else str(status.step)
-        return f"{status.name} {status.state} {steps}{score} pulls {status.retrievals}"
+        loss = "" if status.loss is None else f" loss {status.loss:.3f}"
+        score = f" test {status.score}" if status.score else ""
+        rate = "" if status.rate is None else f" {status.rate:.3g} it/s"
+        return f"{status.name} {status.state} {status.steps}{rate}{loss}{score} pulls {status.retrievals}"
 
     def _table(self) -> Table:
-        table = Table(title=self._title, title_justify="left", box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
-        for heading in ("peer", "state", "", "iteration", "loss", "test", "retrievals", "MB"):
-            # On a narrow terminal the bar shrinks, not the names: truncated names could be equal.
-            fixed = max(len(status.name) for status in self._statuses.values()) if heading == "peer" else None
-            left = heading in ("peer", "state", "")
-            table.add_column(heading, justify="left" if left else "right", min_width=fixed, no_wrap=heading != "")
+        """Return the table, with as many columns as the terminal has room for."""
+        unlimited = self.console.options.update(max_width=sys.maxsize)
+        for most in sorted((column.rank for column in _COLUMNS), reverse=True):
+            table = self._table_of([column for column in _COLUMNS if column.rank <= most])
+            if Measurement.get(self.console, unlimited, table).maximum <= self.console.width:
+                break
+        return table
+
+    def _table_of(self, columns: Sequence[_Column]) -> Table:
+        table = Table(
+            title=self._title,
+            title_justify="left",
+            caption=self._times(),
+            caption_justify="left",
+            box=box.SIMPLE,
+            pad_edge=False,
+            padding=(0, 1, 0, 0),
+        )
+        for column in columns:
+            table.add_column(column.heading, justify="left" if column.left else "right", no_wrap=True)
         for status in self._statuses.values():
-            table.add_row(
-                status.name,
-                status.state,
-                ProgressBar(total=max(status.iterations, 1), completed=status.step, width=BAR),
-                f"{status.step}/{status.iterations}" if status.iterations else str(status.step),
-                "" if status.loss is None else f"{status.loss:.3f}",
-                status.score,
-                str(status.retrievals),
-                f"{status.bytes / 1e6:.1f}",
-            )
+            table.add_row(*(column.cell(status) for column in columns))
         return table

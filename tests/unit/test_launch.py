@@ -8,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 from launches import NAMES, Run, gone, hosts, launcher, script
@@ -395,21 +396,87 @@ def test_plain_lines_of_progress_are_printed_when_something_has_changed(
         display.refresh()
     assert capsys.readouterr().out.splitlines() == [
         "anna starting  berta starting",
-        "anna train 5/10 loss 1.750 pulls 0  berta train 5/10 acc 0.500 pulls 3",
+        "anna train 5/10 loss 0.250 test loss 1.750 pulls 0  berta train 5/10 loss 0.250 test acc 0.500 pulls 3",
     ]
 
 
-def test_on_a_terminal_of_80_columns_peers_are_distinguishable(
+@pytest.mark.parametrize(
+    ("columns", "absent"),
+    [
+        (120, set()),
+        (80, {"bar"}),
+        (60, {"bar", "MB", "retrievals"}),
+        (40, {"bar", "MB", "retrievals", "test", "it/s", "loss"}),
+    ],
+)
+def test_a_narrow_terminal_lacks_whole_columns_and_no_digits(
+    columns: int, absent: set[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": str(columns), "LINES": "24"}.items():
+        monkeypatch.setenv(name, value)
+    statuses = {rank: PeerStatus(name, "train", iterations=3000) for rank, name in enumerate(NAMES)}
+    figures = {"loss": 0.5, "test_loss": 0.75, "retrievals": 300, "bytes": 10**8}
+    for status in statuses.values():
+        status.update({"step": 2400, **figures}, 10.0)
+        status.update({"step": 2500, **figures}, 12.0)
+    with Display("mine", statuses):
+        pass
+    printed = click.unstyle(capsys.readouterr().out)
+    shown = {
+        "bar": "\N{BOX DRAWINGS HEAVY HORIZONTAL}",
+        "iteration": "2500/3000",
+        "loss": " 0.500",
+        "test": "loss 0.750",
+        "it/s": " 50",
+        "retrievals": " 300",
+        "MB": "100.0",
+    }
+    assert {name for name, figure in shown.items() if figure not in printed} == absent
+    assert {name for name in shown if name != "bar" and name not in printed.split()} == absent - {"bar"}
+    assert all(name in printed for name in NAMES)
+    assert "\N{HORIZONTAL ELLIPSIS}" not in printed
+
+
+def test_the_rate_is_that_of_the_last_seconds_and_gives_the_time_left() -> None:
+    status = PeerStatus("anna", iterations=1000)
+    assert status.rate is None
+    for second in range(31):  # 10 iterations per second, then 2
+        status.update({"state": "train", "step": min(second, 15) * 10 + max(second - 15, 0) * 2}, float(second))
+    assert status.rate == 2.0
+    assert status.left(30.0) == (1000 - 180) / 2
+    status.update({"state": "finish"}, 31.0)
+    assert status.rate is None
+
+
+def test_plain_lines_say_how_long_the_run_has_trained_and_how_long_it_will(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}.items():
-        monkeypatch.setenv(name, value)
-    figures = {"step": 2500, "iterations": 3000, "loss": 0.5, "test_loss": 0.75, "retrievals": 300, "bytes": 10**8}
-    with Display("mine", {rank: PeerStatus(name, "joining", **figures) for rank, name in enumerate(NAMES)}):
-        pass
-    printed = capsys.readouterr().out
-    for word in (*NAMES, "joining", "2500/3000", "0.500", "loss 0.750", "300", "100.0", "iteration", "retrievals"):
-        assert word in printed
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: 104.0)
+    status = PeerStatus("anna", iterations=500)
+    for second, step in ((102.0, 80), (104.0, 100)):
+        status.update({"state": "train", "step": step}, second)
+    with Display("mine", {0: status}) as display:
+        display.began = 30.0
+        display.refresh()
+    assert capsys.readouterr().out == "anna train 100/500 10 it/s pulls 0  1:14 elapsed, about 0:40 left\n"
+
+
+def test_a_progress_bar_of_a_script_is_shown_as_a_terminal_shows_it(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A framework's bar writes itself anew after each carriage return: its states must not run together."""
+    body = """
+        for done in range(0, 101, 20):
+            sys.stderr.write(f"\\r{done:3}% |" + "#" * (done // 20))
+            sys.stderr.flush()
+        sys.stderr.write("\\n")
+        print("dos\\r")
+        print("50%\\rdone")
+        finish()
+    """
+    assert run(body, peers="localhost name=anna") == 0
+    lines = [line for line in capsys.readouterr().out.split("\n") if line.startswith("[anna]")]
+    assert lines == ["[anna] 100% |#####", "[anna] dos", "[anna] done"]
 
 
 def test_plain_lines_of_progress_are_not_more_than_one_can_read(capsys: pytest.CaptureFixture[str]) -> None:

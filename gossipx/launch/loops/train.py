@@ -20,6 +20,7 @@ from gossipx.config.settings import RunConfig, RunSettings, TaskSettings
 from gossipx.launch.environment import ENV_CONFIG, ENV_DEVICE, ENV_RANK, progress
 from gossipx.launch.loops import solve
 from gossipx.launch.loops.join import join
+from gossipx.launch.progress import LOADING_DATA
 from gossipx.runtime.peer import Peer
 from gossipx.tasks.data import TASKS, Batches, Samples, load
 from gossipx.tasks.models import build_model
@@ -48,7 +49,7 @@ class Steps:
 
 def main() -> None:
     """Train one peer, as defined by environment variables (see :mod:`gossipx.launch.loops.join`)."""
-    progress()
+    progress().tell(state=LOADING_DATA)
     run = files.resolve(files.load(Path(os.environ[ENV_CONFIG])))
     try:
         train(run, int(os.environ[ENV_RANK]))
