@@ -14,9 +14,11 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
         "iterations": 11,
         "seconds": 600.0,
         "threads": 2,
+        "restart": 3,
         "device": "cuda:0",
         "log_interval": 3,
         "eval_interval": 0,
+        "metrics_port": "9400",
         "recorder": "csv",
         "save_model": False,
         "checkpoint_every": "60s",
@@ -107,8 +109,10 @@ iterations = 11
 seconds = 600.0
 threads = 2
 device = "cuda:0"
+restart = 3
 log_interval = 3
 eval_interval = 0
+metrics_port = "9400"
 recorder = "csv"
 save_model = false
 checkpoint_every = "60s"

@@ -27,6 +27,7 @@ from gossipx.config.security import Access, grant
 from gossipx.config.settings import ExchangeSettings, RunConfig
 from gossipx.errors import UsageError
 from gossipx.hub import Elastic, ElasticSettings
+from gossipx.metrics import prometheus
 from gossipx.metrics.board import HUB, PEERS, SERVERS, TEXT, WHOLE
 from gossipx.metrics.recorder import NullRecorder, Recorder
 from gossipx.model.arena import ParameterArena
@@ -269,7 +270,16 @@ def _options(plan: _Plan) -> PeerOptions:
         save_model=run.save_model,
         under_run=place.under_run,
         codec=codec_of(plan.config),
+        metrics=None if run.metrics_port is None else _metrics_of(run.metrics_port, place.rank),
     )
+
+
+def _metrics_of(given: str, rank: int) -> tuple[str, int]:
+    """Return where the peer serves its figures: several peers of a machine cannot share a port."""
+    host, port = prometheus.parse(given)
+    if port + rank > 65535:
+        raise UsageError(f"--metrics-port {given}: the port of rank {rank} would be above 65535; give a lower one")
+    return host, port + rank
 
 
 def _checkpoints(plan: _Plan, driver: Driver, options: PeerOptions) -> Checkpoints:

@@ -35,7 +35,7 @@ OF_TASK = (
     *("eval_interval", "seconds"),
 )
 """Settings of the built-in task, which have no effect on a script."""
-OF_RUN = ("overwrite", "iterations", "threads", "device")
+OF_RUN = ("overwrite", "iterations", "threads", "device", "restart")
 """Settings of ``gossipx run`` that have no effect on a script without it."""
 
 

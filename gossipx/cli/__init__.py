@@ -6,15 +6,20 @@ from gossipx.cli.completion import completion
 from gossipx.cli.doctor import doctor
 from gossipx.cli.export import export
 from gossipx.cli.launch import launch
+from gossipx.cli.peer import peer
 from gossipx.cli.placement import placement
 from gossipx.cli.server import server
+from gossipx.cli.status import runs, status
 from gossipx.cli.topology import topology
 
 main.add_command(compare)
 main.add_command(completion)
 main.add_command(doctor)
 main.add_command(export)
+main.add_command(runs)
+main.add_command(status)
 main.add_command(topology)
+main.add_command(peer)
 main.add_command(placement)
 main.add_command(server)
 main.add_command(launch)

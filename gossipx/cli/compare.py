@@ -15,7 +15,7 @@ from rich.table import Table
 
 from gossipx.cli import completers
 from gossipx.cli.commands import debug
-from gossipx.launch.directory import no_run, run_directory
+from gossipx.launch.directory import CONFIG_FILE, no_run, run_directory
 from gossipx.metrics import summary
 from gossipx.metrics.compare import Row
 from gossipx.metrics.compare import compare as compared
@@ -30,7 +30,7 @@ Cell = Callable[[Row], str]
     required=True,
     type=click.Path(path_type=Path),
     metavar="RUN...",
-    shell_complete=completers.ended_runs,
+    shell_complete=completers.runs(),
 )
 @click.option(
     "--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Directory that contains the runs."
@@ -41,18 +41,22 @@ Cell = Callable[[Row], str]
 def compare(runs: tuple[Path, ...], logdir: Path, as_json: bool, plot: Path | None) -> None:
     """Compare runs, given by directory or name; reductions are relative to the first run.
 
-    Runs that differ only in their seeds share a column, with means and 95 % intervals over the seeds.
+    Runs that differ only in their seeds share a column, with means and 95 % intervals over the seeds. A run that was
+    stopped or killed, or is in progress, has the figures that its peers last recorded.
 
     \b
     gossipx compare runs/tau runs/adaptive runs/travel
     gossipx compare runs/tau-seed* runs/adaptive-seed*
     gossipx compare runs/tau runs/adaptive --plot runs.png
     """
+    from gossipx.tools import recorded
+
     places = [run_directory(str(path), logdir) for path in runs]
     for path, place in zip(runs, places, strict=True):
-        if not place.exists() or (not (place / summary.FILE).exists() and any(place.glob(f"*/{summary.FILE}"))):
+        is_run = (place / summary.FILE).exists() or (place / CONFIG_FILE).exists()
+        if not place.exists() or (not is_run and any(place.glob(f"*/{summary.FILE}"))):
             raise no_run(str(path), logdir, summary.FILE)
-    summaries = [summary.read(path) for path in places]
+    summaries = [recorded.read(path) for path in places]
     if plot is not None:
         from gossipx.tools import plot as plotting
 

@@ -51,18 +51,14 @@ def names_or_files(known: Callable[[], Iterable[str]]) -> Completer:
     return lambda *typed: complete_names(*typed) or complete_files(*typed)
 
 
-def runs(marker: str = "config.toml") -> Completer:
-    """Return a completion function that offers names of runs in ``--logdir``; if none matches, directories.
-
-    Args:
-        marker: name of a file; only directories that contain it are offered as runs.
-    """
+def runs() -> Completer:
+    """Return a completion function that offers names of runs in ``--logdir``; if none matches, directories."""
 
     def complete(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
         logdir = Path(ctx.params.get("logdir") or "runs")
         value = ctx.params.get(parameter.name or "") or ()  # a tuple if several may be given
         given = {str(name) for name in value} if isinstance(value, tuple) else set()
-        found = (file.parent.name for file in sorted(logdir.glob(f"*/{marker}")))
+        found = (file.parent.name for file in sorted(logdir.glob("*/config.toml")))
         offered = [CompletionItem(name) for name in found if name.startswith(typed) and name not in given]
         return offered or [CompletionItem(typed, type="dir")]
 
@@ -129,8 +125,6 @@ def _trained_models() -> Iterable[str]:
     return PRESETS
 
 
-ended_runs = runs("summary.json")
-"""Offers runs that have ended; a run writes its summary at the end."""
 topologies = names(lambda: TOPOLOGIES)
 schedules = names(lambda: SCHEDULES)
 models = names(lambda: (*_trained_models(), *UNTRAINED))

@@ -67,6 +67,8 @@ class CommManager:
 
     Attributes:
         trust: which peers and strangers were turned away.
+        visits: answers to requests from outside the run: by part of a CheckupRequest, a function that returns the
+            report. It is called on a connection's thread, after authentication.
 
     Raises:
         UsageError: the manifest exceeds the 16 MiB that can be sent.
@@ -110,6 +112,7 @@ class CommManager:
         )
         most = 32 + 4 * len(names) if max_connections is None else max_connections
         self._listener = Listener(self._member, bind, on_request, sink_for, most)
+        self.visits = self._listener.visits
         self._client = Client(self._member, only_memory, self._listener)
 
     @property
@@ -200,6 +203,7 @@ class CommManager:
         """End all connections; pending calls receive an error or False. May be called any number of times."""
         self._member.links.abort()
         self._listener.end()
+        self.visits.clear()  # break reference cycles
         self._client.wake()
         self._member.links.join(_CLOSE)
         self._client.give_up()

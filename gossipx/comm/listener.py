@@ -110,6 +110,9 @@ class Listener:
         sink_for: returns the buffer for a request's payload; may block, and raises if there is no memory.
         most: limit on inbound connections. Above it, and above a limit on connections without a finished handshake, the
             oldest one without a finished handshake is closed.
+
+    Attributes:
+        visits: as :attr:`gossipx.comm.CommManager.visits`.
     """
 
     def __init__(self, member: Member, bind: Address, on_request: OnRequest, sink_for: SinkFor, most: int):
@@ -127,6 +130,7 @@ class Listener:
         self._listener: TransportListener | None = None
         self._local_listener: TransportListener | None = None
         # The lock guards everything below.
+        self.visits: dict[str, Callable[[], dict[str, object]]] = {}
         self._lock = threading.Lock()
         self._slots: dict[Hashable, _Slot] = {}
         self._tell_corrupted_at = 0.0
@@ -222,7 +226,7 @@ class Listener:
                     handshake.challenge(link, member.secret, member.me, deadline)
                 hosts = [address.host for address in member.addresses]
                 welcome = Welcome(member.me.rank, member.me.name, member.me.model, member.machine, self._local.host)
-                they = handshake.admit(link, member.me, member.names, hosts, welcome, deadline)
+                they = handshake.admit(link, member.me, member.names, hosts, welcome, self.visits, deadline)
                 if they.model == member.me.model:  # else it may only ask for the manifest
                     member.trust.record_admission()
                 with self._lock:

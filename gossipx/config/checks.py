@@ -48,6 +48,13 @@ def recorder(spec: str) -> None:
     recorders.parse(spec)
 
 
+def metrics_port(text: str) -> None:
+    """Check ``--metrics-port``."""
+    from gossipx.metrics import prometheus
+
+    prometheus.parse(text)
+
+
 def schedule(spec: str) -> None:
     """Check ``--schedule``."""
     from gossipx.topology import schedules

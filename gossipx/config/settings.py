@@ -56,11 +56,25 @@ class RunSettings:
     device: str = setting(
         "cpu", "Device to train on, unless the line of the hosts file has device=.", common="Training", metavar="DEVICE"
     )
+    restart: int = setting(
+        0,
+        "How often a peer that dies is started again, with growing pauses: from its last checkpoint, or else with the"
+        " model of another peer. 0: never.",
+        0,
+        1000,
+    )
     log_interval: int = setting(10, "Iterations between two records of loss and delta.", 1, MOST_ITERATIONS)
     recorder: str = setting(
         "tensorboard",
         "Where curves are recorded: tensorboard, csv, wandb, mlflow, several joined by +, or none.",
         check=checks.recorder,
+    )
+    metrics_port: str | None = setting(
+        None,
+        "Serve each peer's figures to Prometheus, on this port plus the peer's rank; on loopback unless an address is"
+        " given, as in 0.0.0.0:9400.",
+        check=checks.metrics_port,
+        metavar="[HOST:]PORT",
     )
     eval_interval: int = setting(
         250, "Iterations between two evaluations during training; 0: none.", 0, MOST_ITERATIONS

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ WRITTEN = re.compile(
     + rf"|config-\d+\.toml(\.tmp)?|{re.escape(SUMMARY_FILE)}\.\d+\.tmp|peer-\d+|{AGGREGATE}"
 )
 """Names of the files that a run writes into its directory; nothing else in it is ever removed."""
+_ATTEMPTS, _PAUSE = 3, 0.02
+"""Attempts to lock a run's directory, and seconds between two."""
 _SHOWN = 20
 """Maximum number of runs to list in a message."""
 
@@ -41,6 +44,20 @@ def run_directory(run: str, logdir: Path) -> Path:
     """Return the path of a run that is given by its directory or by its name in ``logdir``."""
     path = Path(run)
     return path if path.is_dir() or not (logdir / run).is_dir() else logdir / run
+
+
+def is_in_progress(run: Path) -> bool:
+    """Return whether a process of this run holds its directory's lock; False where the file system has no locks."""
+    lock = os.open(run, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return False
 
 
 def no_run(run: str, logdir: Path, having: str) -> UsageError:
@@ -221,7 +238,13 @@ class RunDirectory:
         """Lock the directory for the life of this process, so that no other process replaces a run in progress."""
         lock = os.open(self.path, os.O_RDONLY)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for _ in range(_ATTEMPTS):  # is_in_progress() holds a lock for a moment
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                time.sleep(_PAUSE)
+            else:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
             raise UsageError(f"a run '{self.path.name}' is in progress: {self._advice}", self.path) from None

@@ -1,7 +1,7 @@
 """``gossipx run``: the parent process of the peers on this machine. It starts them, shows progress and writes the
 summary.
 
-It does not restart peers, and it is not involved in their communication with each other.
+It is not involved in their communication with each other.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ from gossipx.launch.environment import (
 )
 from gossipx.launch.hosts import bind_host
 from gossipx.launch.ports import kept_free
-from gossipx.launch.progress import LOADING_TORCH, STARTING, Display, PeerStatus
+from gossipx.launch.progress import Display, PeerStatus
+from gossipx.launch.restarts import Restarts
+from gossipx.launch.results import sum_up
 from gossipx.launch.start import Start, from_hosts, policy_or_sync_model
 from gossipx.launch.stopping import Outcome, Stopping, how_to_continue
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
-from gossipx.metrics.summary import Summary, agreed, per_peer, reported
+from gossipx.metrics.summary import Summary
 from gossipx.transports import Address
 
 POLL_INTERVAL = 0.1
@@ -119,8 +121,9 @@ class _Run:
         self._resumes_at = start.resumes_at
         # A script sets its own number of iterations.
         length = 0 if script or settings.run.iterations == MOST_ITERATIONS else settings.run.iterations
-        state = STARTING if script else LOADING_TORCH
-        self._statuses = {rank: PeerStatus(peers[rank].name, state, iterations=length) for rank in start.here}
+        self._statuses = {rank: PeerStatus(peers[rank].name, iterations=length) for rank in start.here}
+        for status in self._statuses.values():
+            status.begins(script)
         central = "" if settings.hub.hub is None else f", hub {settings.hub.hub}"
         if settings.has_servers:
             central = f", servers {settings.server.servers or 0}"
@@ -143,6 +146,7 @@ class _Run:
         self._stopping = Stopping(
             self._children, self._statuses, self._display, settings.exchange.peer_timeout, snapshots, self._quiet
         )
+        self._restarts = Restarts(start.directory.path, self._statuses, settings.run.restart, self._display.line)
         self._began: float | None = None  # when the first peer began to train
 
     def go(self, notice: str | None = None) -> Outcome:
@@ -221,7 +225,7 @@ class _Run:
         here = [self._peers[rank] for rank in self._statuses]
         return [Address(bind_host(peer, self._settings.exchange.bind, None), peer.port) for peer in here]
 
-    def _start(self, rank: int, selector: selectors.BaseSelector) -> None:
+    def _start(self, rank: int, selector: selectors.BaseSelector, again: bool = False) -> None:
         threads = str(self._settings.run.threads)
         environment = {
             "OMP_NUM_THREADS": threads,
@@ -232,8 +236,8 @@ class _Run:
             ENV_RANK: str(rank),
             ENV_DEVICE: self._peers[rank].device or self._settings.run.device,
         }
-        environment[ENV_RESUME] = "1" if self._resumes else ""
-        environment[ENV_RESUME_AT] = "" if self._resumes_at is None else str(self._resumes_at)
+        environment[ENV_RESUME] = "1" if self._resumes or again else ""
+        environment[ENV_RESUME_AT] = "" if self._resumes_at is None or again else str(self._resumes_at)
         name = self._peers[rank].name
         try:
             child = Child(
@@ -252,7 +256,7 @@ class _Run:
 
     def _follow(self, selector: selectors.BaseSelector) -> None:
         running = dict(self._children)
-        while running:
+        while running or self._restarts.pending:
             for key, _ in selector.select(POLL_INTERVAL):
                 if key.fd in selector.get_map():
                     key.data()
@@ -262,7 +266,23 @@ class _Run:
                     child.drain(selector)
                     self._ended(rank, child)
             self._stopping.check(running)
+            self._restart(running, selector)
             self._display.refresh()
+
+    def _restart(self, running: dict[int, Child], selector: selectors.BaseSelector) -> None:
+        """Start peers again that have died, or that somebody has asked to restart."""
+        if self._stopping.code is not None:
+            self._restarts.give_up()
+            return
+        now = time.monotonic()
+        for rank in self._restarts.asked(now, running):
+            running[rank].signal(signal.SIGTERM)
+        for rank in self._restarts.due(now):
+            self._departed.pop(rank, None)
+            self._failures.discard(rank)
+            self._statuses[rank].begins(self._script)
+            self._start(rank, selector, again=True)
+            running[rank] = self._children[rank]
 
     def _handle(self, rank: int, event: dict[str, Any]) -> None:
         """Handle a progress event of a peer."""
@@ -347,6 +367,9 @@ class _Run:
         if self._stopping.killed:
             return
         code, status = child.process.returncode, self._statuses[rank]
+        died = self._began is not None and rank not in self._departed
+        if rank not in self._results and self._restarts.ended(rank, died, child.describe_exit(), time.monotonic()):
+            return
         if rank in self._results or rank in self._departed:
             if child.crashed and rank not in self._failures:  # being killed after that does no harm
                 self._failures.add(rank)
@@ -378,42 +401,7 @@ class _Run:
 
     def _sum_up(self, seconds: float, stopped: Mapping[int, dict[str, Any]] | None = None) -> Summary:
         """Return the summary; ``stopped``: figures of the peers with which the run was stopped, by rank."""
-        stopped = {} if stopped is None else stopped
-        reports: list[dict[str, Any] | None] = [stopped.get(rank) for rank in range(len(self._peers))]
-        accuracy = loss = None
-        for rank, result in sorted(self._results.items()):
-            reports[rank] = result["report"]
-            # Peers on other machines sent their reports to these peers.
-            for other, report in result["reports"].items():
-                reports[int(other)] = reports[int(other)] or report
-            accuracy = result["consensus_accuracy"] if accuracy is None else accuracy
-            loss = result["consensus_loss"] if loss is None else loss
-        settings, built_in = self._settings, not self._script
-        is_counted = built_in and settings.run.seconds is None
-        assert settings.run.name is not None
-        told = [*self._results.values(), *stopped.values()]
-        before = max((one.get("seconds_before", 0.0) for one in told), default=0.0)
-        finished = [report for rank, report in enumerate(reports) if rank in self._results or rank not in stopped]
-        done = [report["iterations"] for report in reports if report and "iterations" in report]
-        return Summary(
-            name=settings.run.name,
-            policy=reported("policy", reports, policy_or_sync_model(settings)),
-            codec=reported("codec", reports, settings.sync.codec),
-            seed=settings.run.seed,
-            peers=len(self._peers),
-            task=settings.task.task if built_in else None,
-            model=settings.task.model if built_in else None,
-            partition=settings.task.partition,
-            # The number of iterations that a script or a number of seconds allows is only in the reports.
-            iterations=max(done) if done and (stopped or not is_counted) else settings.run.iterations,
-            agreed=agreed(finished),
-            lost=[self._peers[rank].name for rank, report in enumerate(reports) if report is None],
-            stopped=[self._peers[rank].name for rank in sorted(stopped.keys() - self._results.keys())],
-            wall_seconds=before + seconds,
-            consensus_accuracy=accuracy,
-            consensus_loss=loss,
-            **per_peer(reports),
-        )
+        return sum_up(self._settings, self._peers, not self._script, seconds, self._results, stopped or {})
 
     def _tell_end(self, summary: Summary, written: bool) -> None:
         tell = self._display.line

@@ -55,6 +55,11 @@ class PeerStatus:
         while now - self._steps[0][0] > RATE_OVER and len(self._steps) > 2:
             self._steps.popleft()
 
+    def begins(self, script: Sequence[str]) -> None:
+        """Show that the peer's process has been started, for a user's ``script`` or for the built-in task."""
+        self.state = STARTING if script else LOADING_TORCH
+        self._steps.clear()
+
     @property
     def joins(self) -> bool:
         """Whether the process has called ``gossipx.join``."""

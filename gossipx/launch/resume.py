@@ -23,6 +23,7 @@ log = logging.getLogger("gossipx")
 
 CHANGEABLE = {
     *("peers", "logdir", "iterations", "seconds", "threads", "device", "log_interval", "eval_interval", "save_model"),
+    *("metrics_port", "restart"),
     *("checkpoint_every", "keep_checkpoints", "data_dir", "finish", "min_peers", "distance_interval"),
     *("bind", "advertise", "secret_file", "tls_cert", "tls_key", "tls_ca", "transport", "max_rate"),
     *("max_served", "max_pushes", "serve_share", "peer_timeout", "rendezvous_timeout"),

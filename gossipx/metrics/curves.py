@@ -76,7 +76,7 @@ def read(*directories: Path) -> Curves:
     """
     peers: list[dict[str, Series]] = []
     for directory in directories:
-        found = [_scalars(one) for one in sorted(directory.glob("peer-*")) if any(one.glob("events.out.tfevents.*"))]
+        found = [scalars(one) for one in sorted(directory.glob("peer-*")) if any(one.glob("events.out.tfevents.*"))]
         found = [one for one in found if one.keys() >= NEEDED]
         if not found:
             raise UsageError(
@@ -99,7 +99,8 @@ def read(*directories: Path) -> Curves:
     return Curves(_band(seen, megabytes), _band(seen, seconds), taken, figure)
 
 
-def _scalars(directory: Path) -> dict[str, Series]:
+def scalars(directory: Path) -> dict[str, Series]:
+    """Return the curves of one peer by tag, read from its directory."""
     # Imported here: comparing runs by their summaries needs no TensorBoard.
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -127,7 +127,12 @@ class OtherPeer:
     @property
     def silent(self) -> bool:
         """Whether it is suspected, lost or has left."""
-        return self.lost or self.silent_since is not None or self.stage is Stage.LEFT
+        return self.is_out or self.silent_since is not None
+
+    @property
+    def is_out(self) -> bool:
+        """Whether it is lost or has left."""
+        return self.lost or self.stage is Stage.LEFT
 
     @property
     def has_ended(self) -> bool:
@@ -171,6 +176,7 @@ class Membership:
         timeout: peer_timeout.
         model_timeout: seconds to wait for a model when no transfer was measured.
         suspicions: how often a peer that had been heard from became suspected.
+        last_transfer: the rank of the peer to or from which a model was last sent, and when; None: none was.
     """
 
     def __init__(
@@ -191,6 +197,7 @@ class Membership:
         self.timeout = peer_timeout
         self.model_timeout = max(peer_timeout, model_timeout)
         self.suspicions = 0
+        self.last_transfer: tuple[int, float] | None = None
         self._rng = rng
 
     def draw(
@@ -213,8 +220,9 @@ class Membership:
         rates = {rank: rate for rank in free if (rate := others[rank].transfers(outgoing).rate) is not None}
         return self._schedule.partner(self._rank, self._round, free, self._rng, rates)
 
-    def record_transfer(self, rank: int, seconds: float, outgoing: bool = False) -> None:
+    def record_transfer(self, rank: int, seconds: float, now: float, outgoing: bool = False) -> None:
         """Record that a model took ``seconds`` from ``rank`` to us (``outgoing``: from us to ``rank``)."""
+        self.last_transfer = rank, now
         self.others[rank].transfers(outgoing).record(seconds)
 
     def patience(self, rank: int, outgoing: bool = False, doublings: int = PATIENCE_DOUBLINGS) -> float:
@@ -288,7 +296,7 @@ class Membership:
 
     def alive(self) -> int:
         """Return the number of peers that are neither lost nor have left, including this one."""
-        return 1 + sum(not other.lost and other.stage is not Stage.LEFT for other in self.others.values())
+        return 1 + sum(not other.is_out for other in self.others.values())
 
     def restarted(self) -> list[int]:
         """Return the ranks, ascending, whose process ended and was started again, and that are present now."""
@@ -301,7 +309,7 @@ class Membership:
 
     def awaited(self) -> list[int]:
         """Return the ranks that are neither lost nor have left."""
-        return [rank for rank, other in self.others.items() if not other.lost and other.stage is not Stage.LEFT]
+        return [rank for rank, other in self.others.items() if not other.is_out]
 
     def heard_from(self, rank: int) -> None:
         """Record a request or reply of ``rank``, which proves that it is alive: end its back-off and its loss."""
@@ -369,3 +377,7 @@ class Requests:
     def open_ranks(self, kind: type[Request]) -> set[int]:
         """Return the ranks to which requests of type ``kind`` are open."""
         return {to for to, request, _ in self._open.values() if isinstance(request, kind)}
+
+    def open_ranks_except(self, *kinds: type[Request]) -> set[int]:
+        """Return the ranks to which requests of other types than ``kinds`` are open."""
+        return {to for to, request, _ in self._open.values() if not isinstance(request, kinds)}

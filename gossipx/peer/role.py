@@ -104,6 +104,7 @@ class PeerRole:
 
     Attributes:
         poisoned: number of models refused because they held NaN or Inf.
+        requests: the requests of this peer that await a reply.
     """
 
     rank: int
@@ -119,7 +120,7 @@ class PeerRole:
     exchange_of: Callable[[PeerContext, Pulls], Exchange] | None = None
 
     poisoned: int = field(default=0, init=False)
-    _requests: Requests = field(default_factory=Requests, init=False)
+    requests: Requests = field(default_factory=Requests, init=False)
     _leaving: bool = field(default=False, init=False)  # set by LeaveRun until the hand-over is complete
 
     def __post_init__(self) -> None:
@@ -128,21 +129,21 @@ class PeerRole:
         schedule = self.schedule or Random(self.topology)
         self.members = Membership(self.rank, self.size, schedule, timeout, self.rng, self._model_timeout)
         self.outgoing = Outgoing(self.members)
-        self.serving = Serving(settings.max_served, settings.serve_share, self._requests, self.outgoing)
-        self.barrier = Barrier(self.members, self._requests, timeout)
-        self.joining = Joining(self.rank, self.members, self._requests, self.barrier, settings, self._model_timeout)
-        self.agreement = Agreement(self.rank, self.members, self._requests)
+        self.serving = Serving(settings.max_served, settings.serve_share, self.requests, self.outgoing)
+        self.barrier = Barrier(self.members, self.requests, timeout)
+        self.joining = Joining(self.rank, self.members, self.requests, self.barrier, settings, self._model_timeout)
+        self.agreement = Agreement(self.rank, self.members, self.requests)
         turns = Turns(settings.fragments)
-        self.waves = Waves(self.rank, self.members, self._requests, self.sync, timeout, turns)
+        self.waves = Waves(self.rank, self.members, self.requests, self.sync, timeout, turns)
         own = self.rank, self.incarnation, timeout, settings.blocking
-        self._context = PeerContext(*own, self.members, self.outgoing, self._requests, self.sync, turns)
+        self._context = PeerContext(*own, self.members, self.outgoing, self.requests, self.sync, turns)
         self.pulls = Pulls(self._context, self.mixing, self.shares)
         self.exchange = self._build_exchange()
         self.server = self.exchange if isinstance(self.exchange, ServerRole) else ServerRole()
         waves = self.waves, settings.exchange == "waves"
         self.training = Training(self._context, self.barrier, self.exchange, *waves)
         parts = self.agreement, self.barrier, self.joining, self.training, self.waves, self.exchange, self.server
-        self.stages = Stages(self.incarnation, settings, self.members, self._requests, *parts)
+        self.stages = Stages(self.incarnation, settings, self.members, self.requests, *parts)
 
     def _build_exchange(self) -> Exchange:
         settings = self.settings
@@ -306,11 +307,11 @@ class PeerRole:
         return Answer(key, reply, now + (self._model_timeout if whole else self.settings.peer_timeout), whole)
 
     def _replied(self, event: events.Replied, now: float) -> list[Effect]:
-        to, request, asked = self._requests.close(event.ticket)
+        to, request, asked = self.requests.close(event.ticket)
         if to != self.rank:
             self.members.heard_from(to)
             if isinstance(event.reply, ModelReply) and isinstance(request, TIMED_REQUESTS):
-                self.members.record_transfer(to, now - asked)
+                self.members.record_transfer(to, now - asked, now)
         match request, event.reply:
             case ArriveRequest(), HereReply():
                 self.barrier.replied(to, request, event.reply, now)
@@ -338,7 +339,7 @@ class PeerRole:
                 return [Forget(event.ticket)]
 
     def _failed(self, event: events.Failed, now: float) -> list[Effect]:
-        to, request, _ = self._requests.close(event.ticket)
+        to, request, _ = self.requests.close(event.ticket)
         if isinstance(request, LeaveRequest):
             return self.stages.resume_if_announced()
         if event.fault is events.Fault.POISONED and to != self.rank:

@@ -170,6 +170,6 @@ class Outgoing:
             return
         to, since, patience = self._under_way.pop(event.key)
         if event.whole:
-            self._members.record_transfer(to, now - since, outgoing=True)
+            self._members.record_transfer(to, now - since, now, outgoing=True)
         elif now - since >= patience:
             self._members.record_late(to, outgoing=True)

@@ -46,26 +46,28 @@ class Control:
     def _work(self) -> None:
         while not self._closed.wait(POLL_INTERVAL):
             for command in sorted(self._directory.glob(f"*{COMMAND}")):
-                self._take(command)
+                take(command, self._carry_out)
 
-    def _take(self, command: Path) -> None:
-        taken = command.with_suffix(TAKEN)
-        try:
-            command.rename(taken)  # atomic: of several peers on this directory one succeeds
-        except OSError:
-            return
-        try:
-            with taken.open("rb") as file:
-                content = json.loads(file.read(MAX_BYTES))
-            if not isinstance(content, dict):
-                raise ValueError("it is not a JSON object")
-            problem = self._carry_out(content)
-        except Exception as error:  # a malformed command must not end the training
-            log.warning("%s is not a command: %s", command, error)
-            problem = f"not a command: {error}"
-        with contextlib.suppress(OSError):
-            write(command.with_suffix(ANSWER), {"problem": problem})
-            taken.unlink()
+
+def take(command: Path, carry_out: Callable[[Mapping[str, Any]], str]) -> None:
+    """Take a command and answer it, unless another process has just taken it; ``carry_out`` as for :class:`Control`."""
+    taken = command.with_suffix(TAKEN)
+    try:
+        command.rename(taken)  # atomic: of several processes on this directory one succeeds
+    except OSError:
+        return
+    try:
+        with taken.open("rb") as file:
+            content = json.loads(file.read(MAX_BYTES))
+        if not isinstance(content, dict):
+            raise ValueError("it is not a JSON object")
+        problem = carry_out(content)
+    except Exception as error:  # a malformed command must not end the training
+        log.warning("%s is not a command: %s", command, error)
+        problem = f"not a command: {error}"
+    with contextlib.suppress(OSError):
+        write(command.with_suffix(ANSWER), {"problem": problem})
+        taken.unlink()
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from gossipx.comm import CommManager
 from gossipx.errors import (
@@ -30,7 +30,6 @@ from gossipx.memory import Source
 from gossipx.model.arena import ParameterArena
 from gossipx.model.snapshots import Snapshot
 from gossipx.peer import PeerRole
-from gossipx.peer.server_role import Metrics
 from gossipx.protocol.effects import (
     Adopt,
     Answer,
@@ -89,6 +88,7 @@ from gossipx.wire import UploadSink
 
 LOG_INTERVAL = 10.0
 """Minimum seconds between two log lines on one topic."""
+T = TypeVar("T")
 POLL_INTERVAL = 0.5
 """Seconds between two checks for signals and errors while the training thread waits."""
 
@@ -189,10 +189,10 @@ class Driver:
         except TimeoutError:
             return "no answer within peer_timeout"
 
-    def metrics(self) -> Metrics:
-        """Return the figures of the hub or the shards on this peer; see ``ServerRole.metrics``."""
+    def read(self, look: Callable[[PeerRole], T]) -> T:
+        """Return what ``look`` reads from the role, between two events."""
         with self._lock:
-            return self.role.server.metrics
+            return look(self.role)
 
     def received_before(self, stage: Stage) -> int:
         """Return the bytes received before the role reached ``stage``; all so far if it has not.

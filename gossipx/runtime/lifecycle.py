@@ -15,6 +15,7 @@ from torch import nn
 
 from gossipx.comm import CommManager
 from gossipx.errors import DIFFERENT_MODELS, GossipxError, NotEnoughPeersError, UsageError
+from gossipx.metrics.prometheus import Exporter
 from gossipx.model.digest import digest
 from gossipx.protocol.events import FiguresReady, FinalModel, JoinRun, LeaveRun, TrainingEnded
 from gossipx.protocol.messages import Stage
@@ -23,6 +24,7 @@ from gossipx.runtime.backward import Backward
 from gossipx.runtime.checkpoints import Checkpoints
 from gossipx.runtime.control import Control
 from gossipx.runtime.driver import Driver
+from gossipx.runtime.inspection import Inspection
 from gossipx.runtime.options import PeerOptions
 from gossipx.runtime.reporting import Reporter
 from gossipx.runtime.stop_signals import StopSignals, children_may_die, continue_by
@@ -80,6 +82,7 @@ class Lifecycle:
         self._options = options
         self._leaves = False
         self._control: Control | None = None
+        self._exporter: Exporter | None = None
         self.backward = None if backward is None else backward(self._poll_while_waiting)
 
     # --- joining ------------------------------------------------------------------------------------
@@ -97,6 +100,7 @@ class Lifecycle:
             exit_hooks.register(self, self._options.under_run)
             self.signals.install()
             self._reporter.progress.watch_parent(self._options.peer_timeout, self._orphaned)
+            self._answer_visits()
             self._comm.start()
             self._reporter.report_state("joining")
             self._driver.handle(JoinRun(self._checkpoints.resumed))
@@ -114,6 +118,20 @@ class Lifecycle:
         self._reporter.training_begins()
         self._reporter.report_state("train", policy=self._options.policy)
         self._arena.leave_boundary()
+
+    def _answer_visits(self) -> None:
+        """Answer ``gossipx status``, ``gossipx peer drain`` and Prometheus."""
+
+        def drain() -> dict[str, object]:
+            self.signals.request(signal.SIGTERM)
+            return {"iteration": self._arena.step}
+
+        inspection, options = Inspection(self._driver, self._reporter), self._options
+        if isinstance(self._comm, CommManager):  # a script's own may answer no visits
+            self._comm.visits.update(status=inspection.status, drain=drain)
+        if options.metrics is not None:
+            run = "" if options.directory is None else options.directory.name
+            self._exporter = Exporter(*options.metrics, run, options.name, inspection.status)
 
     # --- ending -------------------------------------------------------------------------------------
 
@@ -238,6 +256,9 @@ class Lifecycle:
         if self._control is not None:
             self._control.close()
             self._control = None  # break the reference cycle with the peer
+        if self._exporter is not None:
+            self._exporter.close()
+            self._exporter = None  # likewise
         self._arena.end_training()
         exit_hooks.unregister(self)
         self._reporter.progress.peer_closed()

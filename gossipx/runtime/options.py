@@ -28,6 +28,7 @@ class PeerOptions:
         by_label: whether ``split`` uses the values of the labels, or only their number.
         save_model: whether the final model is written.
         under_run: whether ``gossipx run`` started this process.
+        metrics: address at which this peer serves its figures to Prometheus; None: it does not.
         peer_timeout: seconds; a peer whose parent process has died ends its step within them.
     """
 
@@ -42,6 +43,7 @@ class PeerOptions:
     save_model: bool = True
     under_run: bool = False
     codec: str = "none"
+    metrics: tuple[str, int] | None = None
 
     def part(self, dataset: Dataset[Any], rank: int) -> list[int]:
         """Return the indices of a peer's samples.

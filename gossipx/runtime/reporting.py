@@ -71,6 +71,10 @@ class Reporter:
         self._last[tag] = value
         self._record(tag, value, self._arena.step)
 
+    def last(self, tag: str) -> float | None:
+        """Return the last value that :meth:`scalar` recorded, or None."""
+        return self._last.get(tag)
+
     def _record(self, tag: str, value: float, step: int) -> None:
         self._recorder.scalar(tag, value, step)
         if tag in WORST and self.progress.has_parent:
@@ -125,7 +129,7 @@ class Reporter:
         Args:
             every: minimum iterations between two records of one figure.
         """
-        for tag, (step, value) in self._driver.metrics().items():
+        for tag, (step, value) in self._driver.read(lambda role: role.server.metrics).items():
             if step < self._recorded_at.get(tag, -every) + every:
                 continue
             if isinstance(value, Total):
@@ -161,10 +165,10 @@ class Reporter:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the figures for a checkpoint, as plain data."""
-        return self.figures.state_dict(self._comm.bytes_received, self._comm.bytes_sent, self._faults())
+        return self.figures.state_dict(self._comm.bytes_received, self._comm.bytes_sent, self.faults())
 
-    def _faults(self) -> dict[str, int]:
-        """Return the counters of faults of this process."""
+    def faults(self) -> dict[str, int]:
+        """Return the counters of faults of this process; for any thread."""
         return {
             "poisoned": self._role.poisoned,
             "corrupted": self._comm.corrupted,
@@ -186,9 +190,9 @@ class Reporter:
         self.progress.tell(
             state=state,
             step=self._arena.step,
-            loss=self._last.get("train/loss"),
-            accuracy=self._last.get("test/accuracy"),
-            test_loss=self._last.get("test/loss"),
+            loss=self.last("train/loss"),
+            accuracy=self.last("test/accuracy"),
+            test_loss=self.last("test/loss"),
             # a server that does not train shows the gradients that it has taken in
             retrievals=self._role.sync.retrievals if self._role.trains else self._role.server.taken_in,
             bytes=self._comm.bytes_received,
@@ -276,7 +280,7 @@ class Reporter:
             "train_seconds": figures.seconds,
             "skipped": sync.skipped,
             "failed": sync.failed,
-            **figures.all_faults(self._faults()),
+            **figures.all_faults(self.faults()),
             "finish_rounds_lost": self._role.rounds_lost,
             # None: nothing is claimed; empty: it takes no part in the comparison, so its model is another
             "digest": self._role.agreement.digest if self._role.claims_agreement else None,

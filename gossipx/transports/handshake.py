@@ -7,8 +7,8 @@ The opener calls :func:`prove` (only if the run has a secret), then :func:`greet
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias, cast
 
 from gossipx.errors import (
     ModelMismatchError,
@@ -38,6 +38,8 @@ from gossipx.wire import (
     frames,
 )
 from gossipx.wire.agreement import difference, objection
+
+Visits: TypeAlias = Mapping[str, Callable[[], dict[str, object]]]
 
 
 def prove(link: Link, secret: auth.Secret, me: Hello, to: str, deadline: float) -> None:
@@ -111,13 +113,20 @@ def greet(link: Link, me: Hello, to: int, name: str, manifest: bytes, deadline: 
 
 
 def admit(
-    link: Link, me: Hello, names: Sequence[str], hosts: Sequence[str], welcome: Welcome, deadline: float
+    link: Link,
+    me: Hello,
+    names: Sequence[str],
+    hosts: Sequence[str],
+    welcome: Welcome,
+    visits: Visits,
+    deadline: float,
 ) -> Hello:
     """Accept a connection, as counterpart of :func:`greet`: check the opener, and welcome or refuse it.
 
     Args:
         names, hosts: names and hosts of the run's peers, by rank.
         welcome: the reply to an opener that is admitted.
+        visits: the parts of a checkup, besides the facts, that this peer answers, each with what returns its report.
 
     Raises:
         StrangerError: the opener is not the peer that it claims to be.
@@ -126,9 +135,7 @@ def admit(
     """
     they = _unproven(link, deadline)
     while isinstance(they, CheckupRequest):
-        if they.part != "facts":
-            raise ProtocolError(f"it asked for {they.part}, which only a doctor answers")
-        link.send(frames.encode(CheckupReply(checkup.facts(me, "run")), 0, checks=link.checks), deadline)
+        link.send(frames.encode(_visited(me, they.part, visits), 0, checks=link.checks), deadline)
         they = _first(link, deadline)
     if not isinstance(they, Hello):
         raise ProtocolError(f"it began with {type(they).__name__}, not Hello")
@@ -143,6 +150,14 @@ def admit(
     link.send(frames.encode(welcome, 0, checks=link.checks), deadline)
     link.admitted()
     return they
+
+
+def _visited(me: Hello, part: str, visits: Visits) -> CheckupReply:
+    if part == "facts":
+        return CheckupReply(checkup.facts(me, "run"))
+    if part not in visits:
+        raise ProtocolError(f"it asked for {part}, which this peer does not answer")
+    return CheckupReply(visits[part]())
 
 
 def visited(link: Link, names: Sequence[str], hosts: Sequence[str], deadline: float) -> CheckupRequest:

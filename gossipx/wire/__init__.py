@@ -62,7 +62,7 @@ from gossipx.protocol.server_messages import (
 MAX_DESCRIPTION = 16 * 2**20
 # Bytes of payload in one frame of a checkup: enough to fill a link of 10 Gbit/s for longer than its round trip.
 MAX_LOAD = 16 * 2**20
-CHECKUP_PARTS = ("facts", "peers", "model", "load")
+CHECKUP_PARTS = ("facts", "peers", "model", "load", "status", "drain")
 MAX_NOTE = 4096  # bytes; gloo needs 170, NCCL 128
 _Load = Annotated[int, integer(0, MAX_LOAD)]
 
@@ -181,13 +181,15 @@ class Description:
 @kind(49)
 @dataclass(frozen=True)
 class CheckupRequest:
-    """A question of ``gossipx doctor``; may be the first frame, in place of Hello.
+    """A question from outside the run; may be the first frame, in place of Hello.
 
-    A running peer answers only for "facts", and does not count the opener as a member.
+    ``gossipx doctor`` asks for all parts up to "load", ``gossipx status`` and ``gossipx peer`` for the others. A doctor
+    answers only the former, a running peer only "facts" and the latter; it does not count the opener as a member.
 
     Attributes:
         name: of the peer whose line of the hosts file is checked.
-        part: "facts" about the answerer, the "peers" in its hosts file, the description of its "model", or a "load".
+        part: "facts" about the answerer, the "peers" in its hosts file, the description of its "model", a "load", the
+            "status" of a running peer (:func:`gossipx.peer.status.status`), or "drain", which asks it to leave.
         back: bytes of the load.
     """
 
@@ -202,7 +204,7 @@ class CheckupReply:
     """The reply to :class:`CheckupRequest`.
 
     Attributes:
-        report: the facts by name; otherwise empty.
+        report: facts or status by name; otherwise empty.
         size: bytes of the payload.
     """
 

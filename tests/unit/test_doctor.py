@@ -344,7 +344,7 @@ def asked(first: CheckupRequest, secret: Secret | None = None) -> tuple[Any, Bas
         try:
             if secret is not None:
                 handshake.challenge(link, secret, me, time_limit())
-            handshake.admit(link, me, "ab", ["127.0.0.1"] * 2, Welcome(0, "a", "model"), time_limit())
+            handshake.admit(link, me, "ab", ["127.0.0.1"] * 2, Welcome(0, "a", "model"), {}, time_limit())
             ended.append(None)
         except Exception as error:
             ended.append(error)

@@ -36,28 +36,28 @@ def test_before_any_measurement_the_deadline_allows_for_the_slowest_network(mode
 def test_deadlines_follow_the_median_and_deviation_of_recent_transfers():
     made = members()
     for seconds in (40.0, 41.0, 42.0, 43.0, 400.0):
-        made.record_transfer(1, seconds)
+        made.record_transfer(1, seconds, 0.0)
     assert made.patience(1) == pytest.approx(2 * (42 + 4 * DEVIATION * 1.0)), "one that took long counts for little"
     assert made.patience(2) == made.patience(1), "of another nothing else is known"
-    made.record_transfer(2, 100.0)
+    made.record_transfer(2, 100.0, 0.0)
     assert made.patience(2) == pytest.approx(200.0)
 
 
 def test_a_fast_network_leaves_room_for_an_overloaded_machine():
     made = members()
-    made.record_transfer(1, 0.001)
+    made.record_transfer(1, 0.001, 0.0)
     assert made.patience(1) == TIMEOUT / 4
 
 
 def test_deadlines_adapt_to_a_slower_network():
     made = members()
     for _ in range(MAX_TRANSFERS):
-        made.record_transfer(1, 0.1)
+        made.record_transfer(1, 0.1, 0.0)
     for doublings in range(PATIENCE_DOUBLINGS + 3):
         assert made.patience(1) == TIMEOUT / 4 * 2 ** min(doublings, PATIENCE_DOUBLINGS)
         made.record_late(1)
     for _ in range(MAX_TRANSFERS):
-        made.record_transfer(1, 60.0)
+        made.record_transfer(1, 60.0, 0.0)
     assert made.patience(1) == pytest.approx(120.0)
 
 
@@ -65,7 +65,7 @@ def test_deadlines_adapt_to_a_slower_network():
 def test_a_transfer_as_slow_as_before_is_in_time(seconds: list[float]):
     made = members()
     for one in seconds:
-        made.record_transfer(1, one)
+        made.record_transfer(1, one, 0.0)
     last = sorted(seconds[-MAX_TRANSFERS:])
     assert made.patience(1) >= 2 * last[(len(last) - 1) // 2]
 
@@ -73,20 +73,20 @@ def test_a_transfer_as_slow_as_before_is_in_time(seconds: list[float]):
 def test_outgoing_transfers_are_measured_separately_and_allow_at_least_peer_timeout():
     """A link may be faster in one direction than in the other; the receiver gives up before the sender."""
     made = members(300.0)
-    made.record_transfer(1, 40.0, outgoing=True)
+    made.record_transfer(1, 40.0, 0.0, outgoing=True)
     assert made.patience(1, outgoing=True) == made.patience(2, outgoing=True) == 80.0
     assert made.patience(1) == 300.0, "of what comes nothing is known"
     made.record_late(1, outgoing=True)
     assert (made.patience(1, outgoing=True), made.patience(1)) == (160.0, 300.0)
-    made.record_transfer(2, 0.001, outgoing=True)
+    made.record_transfer(2, 0.001, 0.0, outgoing=True)
     assert made.patience(2, outgoing=True) == TIMEOUT
 
 
 def test_the_draw_uses_the_rates_of_the_models_direction():
     made = Membership(0, 3, BandwidthAware(load("full", 3)), TIMEOUT, random.Random(0))
     for rank, comes, goes in ((1, 1.0, 1e6), (2, 1e6, 1.0)):
-        made.record_transfer(rank, comes)
-        made.record_transfer(rank, goes, outgoing=True)
+        made.record_transfer(rank, comes, 0.0)
+        made.record_transfer(rank, goes, 0.0, outgoing=True)
     assert {made.draw(0.0) for _ in range(50)} == {1}
     assert {made.draw(0.0, outgoing=True) for _ in range(50)} == {2}
 

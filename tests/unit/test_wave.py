@@ -204,9 +204,9 @@ def test_the_round_timeout_follows_transfers_and_doubles_at_most_twice():
     waves = peer(0, 4)
     known = waves._members
     for rank in (1, 3):
-        known.record_transfer(rank, 0.1)
+        known.record_transfer(rank, 0.1, 0.0)
     assert patience((0, 1, 2, 3)) == TIMEOUT, "where all are fast, all give up at one time"
-    known.record_transfer(2, 40.0)
+    known.record_transfer(2, 40.0, 0.0)
     assert patience((0, 1, 2, 3)) == 80.0 and patience((0, 1)) == TIMEOUT
     for _ in range(9):
         known.record_late(2)

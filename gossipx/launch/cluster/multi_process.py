@@ -41,7 +41,7 @@ log = logging.getLogger("gossipx")
 LOCK_INTERVAL = 0.05
 """Seconds between two attempts to lock the summary, which others write within milliseconds."""
 PER_PROCESS = {
-    *("peers", "name", "logdir", "overwrite", "threads", "device", "data_dir"),
+    *("peers", "name", "logdir", "overwrite", "threads", "device", "data_dir", "metrics_port"),
     *("bind", "advertise", "secret_file", "tls_cert", "tls_key", "tls_ca", "rendezvous_timeout"),
 }
 """Settings that may differ between the processes of a run, as they describe the machine."""

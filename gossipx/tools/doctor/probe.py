@@ -102,6 +102,11 @@ class Probe:
         payload = self._ask(part, LOAD).payload
         return bytes(payload.view) if isinstance(payload, Bytes) else b""
 
+    def report(self, part: str) -> dict[str, Any]:
+        """Return the answer of a run's peer to "status" or "drain"."""
+        reply = self._ask(part, CONNECT).message
+        return reply.report if isinstance(reply, CheckupReply) else {}
+
     def measure(self) -> Measurement:
         """Measure the round trip, the clock's offset and, with a doctor, the rate."""
         quiet = self._prober.sending.acquire(timeout=BUSY)  # without it the latency may be measured too high

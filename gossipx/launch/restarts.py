@@ -1,0 +1,119 @@
+"""When ``gossipx run`` starts a peer again: one that died (``--restart``), or on request (``gossipx peer restart``)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+from gossipx.errors import MALFORMED
+from gossipx.launch.control import RESTART
+from gossipx.launch.progress import PeerStatus
+from gossipx.runtime.control import DIRECTORY, MAX_BYTES, take
+
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+"""Seconds before the first restart of a peer that died, which double with each one, and their limit: a fault that is
+over by itself, such as a lack of memory, may take some time, and a fault that stays must not keep a machine busy."""
+LOOK_EVERY = 0.5
+"""Seconds between two looks for requests."""
+WAITING = "restarts"
+"""State of a peer that will be started again."""
+
+
+class Restarts:
+    """The restarts of the peers of this machine. They are started by the caller, when :meth:`due` names them.
+
+    Args:
+        directory: the run's directory.
+        statuses: states of the peers of this machine, by rank.
+        most: how often each peer that dies is started again.
+        tell: shows a line.
+    """
+
+    def __init__(
+        self, directory: Path, statuses: Mapping[int, PeerStatus], most: int, tell: Callable[[str], None]
+    ) -> None:
+        self._directory = directory / DIRECTORY
+        self._statuses = statuses
+        self._most = most
+        self._tell = tell
+        self._died: dict[int, int] = {}  # by rank: how often it was started again because it died
+        self._at: dict[int, float] = {}  # by rank: when it is started again
+        self._asked: set[int] = set()  # ranks that end because somebody asked for a restart
+        self._look_at = 0.0
+
+    @property
+    def pending(self) -> bool:
+        """Whether a peer that has ended will be started again."""
+        return bool(self._at)
+
+    def asked(self, now: float, running: Collection[int]) -> list[int]:
+        """Return the ranks that somebody has asked to restart since the last call; they have to end first.
+
+        Args:
+            running: ranks whose processes run.
+        """
+        if now < self._look_at:
+            return []
+        self._look_at = now + LOOK_EVERY
+        found: list[int] = []
+        for command in sorted(self._directory.glob(f"*{RESTART}")):
+            if (rank := self._meant(command)) is not None:
+                take(command, lambda _, rank=rank: self._carry_out(rank, now, running, found))  # type: ignore[misc]
+        return found
+
+    def _meant(self, command: Path) -> int | None:
+        """Return the rank of the peer that a command is about; None: it is not one of this machine."""
+        with contextlib.suppress(OSError, *MALFORMED, AttributeError):
+            name = json.loads(command.read_bytes()[:MAX_BYTES]).get("peer")
+            return next((rank for rank, status in self._statuses.items() if status.name == name), None)
+        return None
+
+    def _carry_out(self, rank: int, now: float, running: Collection[int], found: list[int]) -> str:
+        status = self._statuses[rank]
+        if status.state == "done":
+            return f"{status.name} has finished"
+        if rank in running:
+            self._asked.add(rank)
+            found.append(rank)
+        else:
+            self._at[rank] = now
+            status.state = WAITING
+        self._tell(f"{status.name} is restarted, as asked")
+        return ""
+
+    def ended(self, rank: int, died: bool, how: str, now: float) -> bool:
+        """Handle the end of a peer's process before it has finished.
+
+        Args:
+            died: whether it was not asked to end, and training has begun.
+            how: how it ended, for messages.
+
+        Returns:
+            Whether it will be started again.
+        """
+        status = self._statuses[rank]
+        if rank in self._asked:
+            self._asked.discard(rank)
+            self._at[rank] = now
+        elif died and (count := self._died.get(rank, 0)) < self._most:
+            self._died[rank] = count + 1
+            pause = min(FIRST_PAUSE * 2**count, LONGEST_PAUSE)
+            self._at[rank] = now + pause
+            self._tell(f"{status.name} has died ({how}): restart {count + 1} of {self._most} in {pause:g} s")
+        else:
+            return False
+        status.state = WAITING
+        return True
+
+    def due(self, now: float) -> list[int]:
+        """Return the ranks to start now."""
+        due = [rank for rank, at in self._at.items() if at <= now]
+        for rank in due:
+            del self._at[rank]
+        return due
+
+    def give_up(self) -> None:
+        """Start no peer any more: the run is being stopped."""
+        self._at.clear()

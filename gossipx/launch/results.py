@@ -1,0 +1,63 @@
+"""The summary of a run, from the reports of the peers of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gossipx.config.settings import RunConfig
+from gossipx.launch.hosts import PeerLine
+from gossipx.launch.start import policy_or_sync_model
+from gossipx.metrics.summary import Summary, agreed, per_peer, reported
+
+
+def sum_up(
+    settings: RunConfig,
+    peers: Sequence[PeerLine],
+    built_in: bool,
+    seconds: float,
+    results: Mapping[int, dict[str, Any]],
+    stopped: Mapping[int, dict[str, Any]],
+) -> Summary:
+    """Return the summary of a run that trained for ``seconds``.
+
+    Args:
+        peers: all peers, by rank.
+        built_in: whether the run trains the built-in task.
+        results: what the peers of this machine that finished have reported, by rank.
+        stopped: figures of the peers with which the run was stopped, by rank.
+    """
+    reports: list[dict[str, Any] | None] = [stopped.get(rank) for rank in range(len(peers))]
+    accuracy = loss = None
+    for rank, result in sorted(results.items()):
+        reports[rank] = result["report"]
+        # Peers on other machines sent their reports to these peers.
+        for other, report in result["reports"].items():
+            reports[int(other)] = reports[int(other)] or report
+        accuracy = result["consensus_accuracy"] if accuracy is None else accuracy
+        loss = result["consensus_loss"] if loss is None else loss
+    is_counted = built_in and settings.run.seconds is None
+    assert settings.run.name is not None
+    told = [*results.values(), *stopped.values()]
+    before = max((one.get("seconds_before", 0.0) for one in told), default=0.0)
+    finished = [report for rank, report in enumerate(reports) if rank in results or rank not in stopped]
+    done = [report["iterations"] for report in reports if report and "iterations" in report]
+    return Summary(
+        name=settings.run.name,
+        policy=reported("policy", reports, policy_or_sync_model(settings)),
+        codec=reported("codec", reports, settings.sync.codec),
+        seed=settings.run.seed,
+        peers=len(peers),
+        task=settings.task.task if built_in else None,
+        model=settings.task.model if built_in else None,
+        partition=settings.task.partition,
+        # The number of iterations that a script or a number of seconds allows is only in the reports.
+        iterations=max(done) if done and (stopped or not is_counted) else settings.run.iterations,
+        agreed=agreed(finished),
+        lost=[peers[rank].name for rank, report in enumerate(reports) if report is None],
+        stopped=[peers[rank].name for rank in sorted(stopped.keys() - results.keys())],
+        wall_seconds=before + seconds,
+        consensus_accuracy=accuracy,
+        consensus_loss=loss,
+        **per_peer(reports),
+    )

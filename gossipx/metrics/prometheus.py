@@ -1,0 +1,119 @@
+"""The figures of a running peer for Prometheus: ``--metrics-port``.
+
+Each peer serves its own, so that they are there as long as the peer is, also without ``gossipx run``.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from gossipx.errors import UsageError
+
+COUNTERS = {
+    "iterations": ("iteration", "Iterations done."),
+    "retrievals": ("retrievals", "Models of other peers mixed in."),
+    "skipped": ("skipped", "Decisions to exchange that came to nothing."),
+    "failed": ("failed", "Exchanges that did not complete."),
+    "received_bytes": ("bytes_received", "Bytes received from other peers by this process."),
+    "sent_bytes": ("bytes_sent", "Bytes sent to other peers by this process."),
+    "training_seconds": ("seconds", "Seconds of training."),
+    "blocked_seconds": ("blocked_seconds", "Seconds of training that gossipx blocked the training thread."),
+    "poisoned_models": ("poisoned", "Received models refused because of NaN or Inf."),
+    "corrupted_frames": ("corrupted", "Received frames refused because they did not match their checksums."),
+    "strangers": ("strangers", "Connections turned away because their openers did not prove to belong to the run."),
+    "suspicions": ("suspicions", "How often another peer stopped answering."),
+}
+"""Counters by name, each with the figure of a peer's status and a description."""
+GAUGES = {
+    "loss": ("loss", "Last loss on training data."),
+    "accuracy": ("accuracy", "Last accuracy on test data."),
+    "last_exchange_age_seconds": ("last_exchange_seconds", "Seconds since a model was last exchanged."),
+    "waiting": ("waiting", "Whether gossipx blocks the training thread now: 1 or 0."),
+    "peers_suspected": ("suspects", "Peers that have not answered since a request failed."),
+    "peers_lost": ("lost", "Peers that are considered dead."),
+    "peers_left": ("left", "Peers that have left the run in order."),
+}
+"""Gauges, likewise; of a list its length counts."""
+
+
+def parse(text: str) -> tuple[str, int]:
+    """Return the address of ``[HOST:]PORT``; without a host it is on loopback.
+
+    Raises:
+        UsageError: it is something else, or prometheus-client is not installed.
+    """
+    host, _, port = text.rpartition(":")
+    host = host.strip("[]") or "127.0.0.1"
+    try:
+        ipaddress.ip_address(host)
+        number = int(port)
+    except ValueError:
+        raise UsageError(f"--metrics-port {text}: give a port, or an address and a port as in 0.0.0.0:9400") from None
+    if not 1 <= number <= 65535:
+        raise UsageError(f"--metrics-port {text}: a port is a number from 1 to 65535")
+    _library()
+    return host, number
+
+
+def _library() -> Any:
+    try:
+        import prometheus_client.core
+    except ImportError as error:
+        raise UsageError("--metrics-port needs prometheus-client: pip install 'gossipx[metrics]'") from error
+    return prometheus_client
+
+
+class Exporter:
+    """A web server with one peer's figures.
+
+    Args:
+        host, port: where it listens.
+        run, peer: names of the run and the peer, as labels of each figure.
+        status: returns the peer's figures, as :meth:`gossipx.runtime.inspection.Inspection.status` does; called on the
+            server's threads.
+
+    Raises:
+        UsageError: the port is not available.
+    """
+
+    def __init__(self, host: str, port: int, run: str, peer: str, status: Callable[[], Mapping[str, Any]]):
+        self._prometheus = library = _library()
+        self._labels = {"run": run, "peer": peer}
+        self._status = status
+        registry = library.CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, self._thread = library.start_http_server(port, host, registry)
+        except OSError as error:
+            raise UsageError(
+                f"--metrics-port: {peer} cannot listen at {host}:{port} ({error.strerror}); its port is the given one"
+                " plus its rank: give another port"
+            ) from error
+
+    def describe(self) -> list[Any]:
+        """Return nothing: the registry would otherwise collect the figures when it is made."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the metric families; called by the registry for each request."""
+        core, figures = self._prometheus.core, self._status()
+        for kinds, family in ((COUNTERS, core.CounterMetricFamily), (GAUGES, core.GaugeMetricFamily)):
+            for name, (key, text) in kinds.items():
+                value = figures.get(key)
+                if value is not None:
+                    yield self._sample(family, name, text, len(value) if isinstance(value, list) else value)
+        yield self._sample(core.GaugeMetricFamily, "stage", "The stage that the peer is in.", 1, stage=figures["stage"])
+
+    def _sample(self, family: Any, name: str, text: str, value: float, **labels: str) -> Any:
+        labels = {**self._labels, **labels}
+        made = family(f"gossipx_{name}", text, labels=list(labels))
+        made.add_metric(list(labels.values()), value)
+        return made
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,99 @@
+"""Requests to running peers from outside their run: for their status, or to leave.
+
+They use the ports of the hosts file and authenticate as a peer does. A visitor is not a member of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from gossipx.config import security
+from gossipx.config.settings import ExchangeSettings
+from gossipx.errors import GossipxError, NotAuthorisedError, PeerTimeoutError, PeerUnreachableError
+from gossipx.launch.hosts import PeerLine, peers_digest
+from gossipx.tools.doctor.probe import CONNECT, Prober, connect, fit, probing
+from gossipx.transports.links import Links
+from gossipx.wire import Hello
+
+RANKS = ("exchanges_with", "waits_for", "suspects", "lost", "left")
+"""Fields of a status that are lists of ranks; ``last_exchange`` is one rank or None."""
+_AT_ONCE = 32  # peers that are asked at the same time
+
+
+@dataclass(frozen=True)
+class Visit:
+    """The answer of one peer.
+
+    Attributes:
+        peer: its line of the hosts file.
+        report: the answer by name, with names of peers in place of ranks; empty: it did not answer.
+        why: why it did not answer.
+        authorised: whether it did not turn the visitor away.
+    """
+
+    peer: PeerLine
+    report: dict[str, Any]
+    why: str = ""
+    authorised: bool = True
+
+
+def visit(peers: Sequence[PeerLine], exchange: ExchangeSettings, part: str, only: Sequence[PeerLine]) -> list[Visit]:
+    """Ask peers of a run, several at a time, each within a few seconds.
+
+    Args:
+        peers: all peers of the run, by rank.
+        exchange: has the secret or the certificates of the run.
+        part: "status" or "drain"; see :class:`gossipx.wire.CheckupRequest`.
+        only: the peers to ask.
+
+    Raises:
+        UsageError: the secret or the certificates cannot be used.
+    """
+    granted = security.grant(exchange, "127.0.0.1")  # a visitor listens nowhere
+    links = Links("visitor", 0, timeout=CONNECT)
+    digest = peers_digest(peers)
+
+    def ask(to: PeerLine) -> Visit:
+        me = Hello(to.rank, to.name, len(peers), digest, "")
+        prober = Prober(me, (), peers, b"", b"", granted, links, threading.Lock())
+        try:
+            with probing(prober, to, connect(prober, to)) as probe:
+                facts = probe.facts
+                if facts["role"] != "run":
+                    return Visit(to, {}, "a doctor answers there")
+                if (facts["peers"], facts["size"], facts["name"]) != (digest, len(peers), to.name):
+                    return Visit(to, {}, f"a peer of another run answers there: {fit(facts['name'])}")
+                return Visit(to, _named(probe.report(part), peers))
+        except NotAuthorisedError as error:
+            return Visit(to, {}, fit(str(error)), authorised=False)
+        except PeerTimeoutError:
+            return Visit(to, {}, f"no answer within {CONNECT:g} s")
+        except PeerUnreachableError as error:
+            return Visit(to, {}, f"not running ({fit(str(error).rpartition(': ')[2])})")
+        except GossipxError as error:
+            return Visit(to, {}, fit(str(error)))
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(links.abort)
+        pool = stack.enter_context(ThreadPoolExecutor(min(_AT_ONCE, len(only))))
+        return list(pool.map(ask, only))
+
+
+def _named(report: dict[str, Any], peers: Sequence[PeerLine]) -> dict[str, Any]:
+    """Return the report with the names of peers in place of their ranks."""
+
+    def name(rank: Any) -> str:
+        return peers[rank].name if isinstance(rank, int) and 0 <= rank < len(peers) else fit(str(rank))
+
+    named = {key: fit(value) if isinstance(value, str) else value for key, value in report.items()}
+    for key in RANKS:
+        if isinstance(ranks := named.get(key), list):
+            named[key] = [name(rank) for rank in ranks]
+    if named.get("last_exchange") is not None:
+        named["last_exchange"] = name(named["last_exchange"])
+    return named

@@ -1,0 +1,41 @@
+"""The status of a peer during a run: what it does, and what it knows of the others."""
+
+from __future__ import annotations
+
+from toy import TIMEOUT, ended, until, world
+
+from gossipx.peer.status import status
+from gossipx.sim import Network
+
+
+def test_a_status_names_the_partner_and_the_last_exchange() -> None:
+    made = until(world(2, network=Network(bandwidth=1000.0, delay=0.1)), 0, "pulls 1")
+    role = made.peers[0].role
+    asking = status(role, made.now)
+    assert (asking["stage"], asking["exchanges_with"], asking["last_exchange"]) == ("train", [1], None)
+    made = until(made, 0, "mixes 1")
+    after = status(role, made.now)
+    assert (after["exchanges_with"], after["last_exchange"]) == ([], 1)
+    assert after["retrievals"] == 1 and after["iteration"] == role.training.step
+    ago = after["last_exchange_seconds"]
+    assert isinstance(ago, float) and 0 <= ago <= 1, "it arrived within the iteration"
+    assert status(role, made.now + 5)["last_exchange_seconds"] == ago + 5
+
+
+def test_a_status_tells_suspected_lost_and_left_peers_apart() -> None:
+    made = world(3, policy="tau:2")
+    made.crash(1, 4.5)
+    suspected = until(made, 0, "has no answer of 1")
+    role = made.peers[0].role
+    found = status(role, suspected.now)
+    assert (found["suspects"], found["lost"], found["left"]) == ([1], [], [])
+    ended(made, 60 * TIMEOUT)
+    found = status(role, made.now)
+    assert (found["suspects"], found["lost"]) == ([], [1])
+
+
+def test_a_status_says_whom_a_peer_waits_for_and_why() -> None:
+    made = world(3, policy="never", slow={2: 4.0})
+    until(made, 0, "waiting for peer 2")
+    found = status(made.peers[0].role, made.now)
+    assert (found["stage"], found["waits_for"], found["waits_to"]) == ("finish", [2], "end its training")
