@@ -37,8 +37,9 @@ Cell = Callable[[Row], str]
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Also plot the runs into a .png or .svg file.")
+@click.option("--html", type=click.Path(path_type=Path), help="Also write plot and tables into one .html file.")
 @debug
-def compare(runs: tuple[Path, ...], logdir: Path, as_json: bool, plot: Path | None) -> None:
+def compare(runs: tuple[Path, ...], logdir: Path, as_json: bool, plot: Path | None, html: Path | None) -> None:
     """Compare runs, given by directory or name; reductions are relative to the first run.
 
     Runs that differ only in their seeds share a column, with means and 95 % intervals over the seeds. A run that was
@@ -47,10 +48,14 @@ def compare(runs: tuple[Path, ...], logdir: Path, as_json: bool, plot: Path | No
     \b
     gossipx compare runs/tau runs/adaptive runs/travel
     gossipx compare runs/tau-seed* runs/adaptive-seed*
-    gossipx compare runs/tau runs/adaptive --plot runs.png
+    gossipx compare runs/tau runs/adaptive --plot runs.png --html runs.html
     """
     from gossipx.tools import recorded
 
+    if html is not None:
+        from gossipx.tools import report
+
+        report.check_target(html)
     places = [run_directory(str(path), logdir) for path in runs]
     for path, place in zip(runs, places, strict=True):
         is_run = (place / summary.FILE).exists() or (place / CONFIG_FILE).exists()
@@ -65,6 +70,11 @@ def compare(runs: tuple[Path, ...], logdir: Path, as_json: bool, plot: Path | No
     from gossipx.tools.earlier import setting_of  # imports numpy, which a completion must not
 
     rows = compared(summaries, [setting_of(place) for place in places])
+    if html is not None:
+        lines = [(heading, [cell(row) for row in rows]) for heading, cell in _lines(rows)]
+        table = report.Compared([_column(row) for row in rows], lines)
+        report.write(list(zip(places, summaries, strict=True)), table, html)
+        print(f"{html}: a report on {', '.join(found.name for found in summaries)}", file=sys.stderr)
     if as_json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
     else:
@@ -76,14 +86,17 @@ def _print_table(rows: Sequence[Row]) -> None:
     table = Table()
     table.add_column(no_wrap=True)
     for row in rows:
-        seeds = f", {len(row.seeds)} seeds" if len(row.seeds) > 1 else ""
-        table.add_column(f"{row.name}{seeds}", overflow="fold")  # truncated names could be equal
+        table.add_column(_column(row), overflow="fold")  # truncated names could be equal
     for heading, cell in _lines(rows):
         table.add_row(heading, *map(cell, rows))
     console = Console(highlight=False)
     if not console.is_terminal:  # a file or a pipe has no width to fit
         console.width = 40 * (len(rows) + 1)
     console.print(table)
+
+
+def _column(row: Row) -> str:
+    return f"{row.name}, {len(row.seeds)} seeds" if len(row.seeds) > 1 else row.name
 
 
 def _lines(rows: Sequence[Row]) -> list[tuple[str, Cell]]:

@@ -75,10 +75,19 @@ def check_target(target: Path) -> None:
         raise UsageError(f"--plot {target}: a plot's name ends with {' or '.join(SUFFIXES)}")
     if target.is_dir() or not target.parent.is_dir():
         raise UsageError(f"--plot {target}: it must name a file in an existing directory")
+    check_library("--plot")
+
+
+def check_library(option: str) -> None:
+    """Check that matplotlib is installed.
+
+    Raises:
+        UsageError: it is not; names the option that needs it.
+    """
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise UsageError("--plot needs matplotlib: pip install 'gossipx[plots]'") from error
+        raise UsageError(f"{option} needs matplotlib: pip install 'gossipx[plots]'") from error
 
 
 def draw(runs: Sequence[Drawn], target: Path) -> None:

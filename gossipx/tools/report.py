@@ -1,0 +1,160 @@
+"""``gossipx compare --html``: a comparison as one HTML file, with its pictures and tables, that needs no network."""
+
+from __future__ import annotations
+
+import html
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gossipx.config import files
+from gossipx.errors import GossipxError, UsageError
+from gossipx.launch.directory import HOSTS_FILE, settings_in
+from gossipx.launch.hosts import read_hosts
+from gossipx.metrics import plot
+from gossipx.metrics.summary import Figures, Summary
+from gossipx.tools import plot as plotting
+
+PER_PEER = {
+    "retrievals": ("retrievals", 1.0, "{:.0f}"),
+    "bytes_received": ("MB received", 1e-6, "{:.1f}"),
+    "test_accuracy": ("accuracy", 1.0, "{:.4f}"),
+    "test_accuracy_before_finish": ("accuracy before finish", 1.0, "{:.4f}"),
+    "test_loss": ("loss", 1.0, "{:.4f}"),
+    "test_loss_before_finish": ("loss before finish", 1.0, "{:.4f}"),
+    "train_seconds": ("training, s", 1.0, "{:.1f}"),
+    "blocked_seconds": ("blocked, s", 1.0, "{:.2f}"),
+    "skipped": ("skipped", 1.0, "{:.0f}"),
+    "failed": ("failed", 1.0, "{:.0f}"),
+}
+"""Figures in the table of a run's peers: heading, factor and format. Columns without a value are left out."""
+NOT_COMPARED = ("name", "peers", "logdir", "overwrite")
+"""Settings in which all runs differ, or that say only where a run is."""
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #1a1a1a; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .2rem .8rem .2rem 0; text-align: right; border-bottom: 1px solid #ddd; }
+th:first-child, td:first-child { text-align: left; }
+thead th { border-bottom: 2px solid #888; vertical-align: bottom; }
+.scroll { overflow-x: auto; } svg { width: 100%; height: auto; } .note { color: #555; }
+"""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The table of a comparison as text: a heading per column, and per line a heading and its cells."""
+
+    columns: Sequence[str]
+    lines: Sequence[tuple[str, Sequence[str]]]
+
+
+def check_target(target: Path) -> None:
+    """Check that a report can be written to ``target``, before any work is done.
+
+    Raises:
+        UsageError: it cannot, or matplotlib is not installed.
+    """
+    if target.suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"--html {target}: a report's name ends with .html")
+    if target.is_dir() or not target.parent.is_dir():
+        raise UsageError(f"--html {target}: it must name a file in an existing directory")
+    plot.check_library("--html")
+
+
+def write(runs: Sequence[tuple[Path, Summary]], compared: Compared, target: Path) -> None:
+    """Write the report.
+
+    Args:
+        runs: the runs' directories and summaries.
+        compared: their comparison.
+        target: the file.
+
+    Raises:
+        GossipxError: it cannot be written.
+    """
+    names = ", ".join(summary.name for _, summary in runs)
+    parts = [
+        f"<h1>gossipx: {html.escape(names)}</h1>",
+        _picture(runs),
+        "<h2>Comparison</h2>",
+        _table(["", *compared.columns], [[heading, *cells] for heading, cells in compared.lines]),
+        *_settings(runs),
+    ]
+    for path, summary in runs:
+        parts += [f"<h2>Peers of {html.escape(summary.name)}</h2>", _peers(path, summary)]
+    page = (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width">\n'
+        f"<title>gossipx: {html.escape(names)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        + "\n".join(parts)
+        + "\n</body>\n</html>\n"
+    )
+    try:
+        target.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise GossipxError(f"{target}: the report cannot be written ({error.strerror})") from error
+
+
+def _picture(runs: Sequence[tuple[Path, Summary]]) -> str:
+    """Return the plot as an element of the page, or a note why there is no plot."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "plot.svg"
+        try:
+            plotting.draw(runs, file)
+        except UsageError as error:
+            return f'<p class="note">No curves: {html.escape(str(error))}</p>'
+        drawn = file.read_text(encoding="utf-8")
+    return drawn[drawn.index("<svg") :]  # without the prologue, which belongs to a file of its own
+
+
+def _settings(runs: Sequence[tuple[Path, Summary]]) -> list[str]:
+    """Return the table of the settings in which the runs differ."""
+    found: list[Mapping[str, Any]] = []
+    for path, _ in runs:
+        try:
+            tables = files.resolve(settings_in(path if path.is_dir() else path.parent)).tables
+        except UsageError:  # only the summary was kept
+            return []
+        found.append({name: value for table in tables.values() for name, value in table.items()})
+    differing = [
+        name
+        for name in found[0]
+        if name not in NOT_COMPARED and any(settings[name] != found[0][name] for settings in found)
+    ]
+    if not differing:
+        return []
+    rows = [[name, *("–" if one[name] is None else str(one[name]) for one in found)] for name in differing]
+    return ["<h2>Settings that differ</h2>", _table(["", *(summary.name for _, summary in runs)], rows)]
+
+
+def _peers(path: Path, summary: Summary) -> str:
+    directory = path if path.is_dir() else path.parent
+    hosts = directory / HOSTS_FILE
+    names = [line.name for line in read_hosts(hosts)] if hosts.is_file() else []
+    if len(names) != summary.peers:
+        names = [f"peer {rank}" for rank in range(summary.peers)]
+    shown = {name: how for name, how in PER_PEER.items() if any(one is not None for one in getattr(summary, name))}
+    states = [_state(name, summary) for name in names]
+    rows = [
+        [name, state, *(_cell(getattr(summary, figure), rank, how) for figure, how in shown.items())]
+        for rank, (name, state) in enumerate(zip(names, states, strict=True))
+    ]
+    return _table(["peer", "", *(heading for heading, _, _ in shown.values())], rows)
+
+
+def _state(name: str, summary: Summary) -> str:
+    return "lost" if name in summary.lost else "stopped" if name in summary.stopped else ""
+
+
+def _cell(figures: Figures, rank: int, how: tuple[str, float, str]) -> str:
+    value, (_, factor, form) = figures[rank], how
+    return "–" if value is None else form.format(value * factor)
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{html.escape(heading)}</th>" for heading in headings)
+    body = "\n".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'

@@ -1,0 +1,114 @@
+"""Pages as people see them: the report of ``gossipx compare --html`` and TensorBoard, in headless Chromium.
+
+A page that is blank, or that lacks its curves, passes all other tests.
+"""
+
+from __future__ import annotations
+
+import collections
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ports import free_ports
+from resuming import BRIEF
+
+from gossipx.metrics.plot import COLOURS
+from runs import LONG, Folder
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="pages are drawn by Chromium: apt install chromium"),
+]
+
+
+@pytest.fixture
+def two_runs(two: Folder) -> Folder:
+    """A folder with the runs ``tau`` and ``adaptive``."""
+    for policy in ("tau:5", "adaptive"):
+        name = policy.partition(":")[0]
+        two.run("--policy", policy, "--iterations", "120", *BRIEF, "--eval-interval", "20", name=name)
+    return two
+
+
+def screenshot(page: str, target: Path, *options: str) -> collections.Counter[tuple[int, ...]]:
+    """Draw a page without access to other hosts, and return the number of pixels of each colour."""
+    image = pytest.importorskip("PIL.Image", reason="Pillow reads the picture")
+    subprocess.run(
+        [
+            str(CHROMIUM),
+            *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=1"),
+            *(
+                "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+                f"--user-data-dir={target.parent / 'profile'}",
+            ),
+            *(f"--screenshot={target}", *options, page),
+        ],
+        check=True,
+        capture_output=True,
+        timeout=LONG,
+    )
+    with image.open(target) as opened:
+        return collections.Counter(zip(*[iter(opened.convert("RGB").tobytes())] * 3, strict=True))
+
+
+def rgb(colour: str) -> tuple[int, ...]:
+    return tuple(bytes.fromhex(colour[1:]))
+
+
+def test_the_report_shows_curves_and_tables_without_a_network(two_runs: Folder) -> None:
+    report = two_runs.path / "report.html"
+    made = two_runs.start(
+        *("-m", "gossipx", "compare", "--logdir", two_runs.path, "tau", "adaptive", "--html", report)
+    ).end()
+    assert made.code == 0, made.shown
+    pixels = screenshot(f"file://{report}", two_runs.path / "report.png", "--window-size=1200,1700")
+    first, second = (rgb(colour) for colour in COLOURS[:2])
+    assert pixels[first] > 500 and pixels[second] > 500, "a line of each run"
+    dark = sum(count for colour, count in pixels.items() if max(colour) < 90)
+    assert dark > 5000, "text"
+
+
+@pytest.fixture
+def tensorboard(two_runs: Folder) -> Iterator[str]:
+    """The address of a TensorBoard that shows both runs."""
+    (port,) = free_ports(1)
+    address = f"http://127.0.0.1:{port}"
+    serving = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tensorboard.main", "--logdir", str(two_runs.path), "--port", str(port)),
+            *("--host", "127.0.0.1", "--load_fast=false"),
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    by = time.monotonic() + LONG
+    try:
+        while True:
+            assert serving.poll() is None and time.monotonic() < by, "TensorBoard does not serve"
+            try:
+                with urllib.request.urlopen(f"{address}/data/runs", timeout=LONG) as answer:
+                    if b"adaptive/peer-01" in answer.read():
+                        break
+            except OSError:
+                pass
+            time.sleep(0.2)
+        yield address
+    finally:
+        serving.kill()
+        serving.wait()
+
+
+def test_tensorboard_shows_the_first_chart(two_runs: Folder, tensorboard: str) -> None:
+    target = two_runs.path / "tensorboard.png"
+    options = ("--window-size=1400,900", "--virtual-time-budget=60000")
+    pixels = screenshot(f"{tensorboard}/#custom_scalars", target, *options)
+    vivid = sum(count for colour, count in pixels.items() if max(colour) - min(colour) > 100)
+    orange = sum(count for (red, green, blue), count in pixels.items() if red > 220 and 80 < green < 150 and blue < 40)
+    assert vivid - orange > 300, "curves, besides the orange of TensorBoard's own bar"
