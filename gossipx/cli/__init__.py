@@ -11,6 +11,7 @@ from gossipx.cli.placement import placement
 from gossipx.cli.server import server
 from gossipx.cli.status import runs, status
 from gossipx.cli.topology import topology
+from gossipx.cli.tune import tune
 
 main.add_command(compare)
 main.add_command(completion)
@@ -19,6 +20,7 @@ main.add_command(export)
 main.add_command(runs)
 main.add_command(status)
 main.add_command(topology)
+main.add_command(tune)
 main.add_command(peer)
 main.add_command(placement)
 main.add_command(server)

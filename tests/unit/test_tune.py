@@ -1,0 +1,75 @@
+"""``gossipx tune``: the choice from measured figures, and the file with the chosen settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gossipx.config import files
+from gossipx.config.settings import RunConfig
+from gossipx.errors import UsageError
+from gossipx.tools.tune import CANDIDATES, Measured, Tuned, choose, write
+
+
+def measured(*exchange_seconds: float, step_seconds: float = 0.1) -> list[Measured]:
+    """Return figures of the candidates with these durations of exchanges; a negative one has no figures."""
+    return [
+        Measured(candidate.name, "", why="failed")
+        if seconds < 0
+        else Measured(
+            candidate.name,
+            "",
+            step_seconds=step_seconds,
+            model_bytes=1e6,
+            exchange_seconds=seconds,
+            blocked=0.02,
+            period=int(str(candidate.settings["policy"]).removeprefix("tau:")),
+        )
+        for candidate, seconds in zip(CANDIDATES, exchange_seconds, strict=True)
+    ]
+
+
+def test_figures_per_thousand_iterations() -> None:
+    """By hand: 1 MB every 10 iterations of 0.1 s, 0.25 s each, 2 % blocked."""
+    [pulls, _, _] = measured(0.25, 0.1, 0.1)
+    assert pulls.share == pytest.approx(0.25)
+    assert pulls.megabytes == pytest.approx(100.0)
+    assert pulls.blocked_seconds == pytest.approx(2.0)
+    assert pulls.rate == pytest.approx(4e6)
+
+
+def test_a_link_that_carries_the_default_gets_the_default() -> None:
+    chosen, reason = choose(measured(0.5, 0.01, 0.01))
+    assert chosen == {"policy": "tau:10"}
+    assert reason == "an exchange of pulls takes 50% of the time between two of them"
+
+
+def test_a_slower_link_gets_the_first_codec_that_it_carries() -> None:
+    chosen, reason = choose(measured(0.6, 0.1, 0.02))
+    assert chosen == {"policy": "tau:10", "codec": "3lc:sparsity=1,residual=0.3"}
+    assert "that of pulls 60%" in reason
+
+
+def test_a_link_that_carries_none_gets_a_longer_period() -> None:
+    """Pairs of 1 s each need 20 iterations of 0.1 s to take half of the time."""
+    chosen, reason = choose(measured(30.0, 5.0, 1.0))
+    assert (chosen["policy"], chosen["mode"]) == ("tau:20", "pushpull")
+    assert "200%" in reason
+
+
+def test_a_candidate_without_figures_is_not_chosen() -> None:
+    assert choose(measured(-1, 0.1, 0.1))[0]["codec"] == "3lc:sparsity=1,residual=0.3"
+
+
+def test_the_file_has_the_chosen_settings_and_those_given(tmp_path: Path) -> None:
+    chosen, _ = choose(measured(30.0, 5.0, 1.0))
+    given = files.resolve({}, {"peers": "hosts.txt", "batch_size": 16})
+    target = tmp_path / "run.toml"
+    write(Tuned([], chosen, "", True), given, target)
+    found = files.resolve(files.load(target))
+    assert (found.run.peers, found.task.batch_size) == ("hosts.txt", 16)
+    assert {name: getattr(found.sync, name) for name in chosen} == chosen
+    assert found.given == {"peers", "batch_size", *chosen}
+    with pytest.raises(UsageError, match="the file exists"):
+        write(Tuned([], chosen, "", True), RunConfig(), target)
