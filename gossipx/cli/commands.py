@@ -132,6 +132,9 @@ def _all_settings(command: Callable[..., None]) -> Callable[..., None]:
     metavar="SEEDS",
     help="One run per seed, one after the other, such as 0-4 or 0,2,5; their names end with the seed.",
 )
+@click.option(
+    "--ssh", cls=Option, common="Peers", is_flag=True, help="Start the peers of the other hosts, too, by ssh."
+)
 @click.option("--dry-run", is_flag=True, help="Show the peers and the expected traffic; start nothing.")
 @click.option(
     "--link", metavar="RATE", help="With --dry-run: bandwidth between machines, such as 100mbit.  [default: 1gbit]"
@@ -157,6 +160,7 @@ def run(
     config_file: Path | None,
     resume: str | None,
     seeds: str | None,
+    ssh: bool,
     dry_run: bool,
     link: str | None,
     model_size: str | None,
@@ -175,7 +179,7 @@ def run(
     gossipx run --peers hosts.txt --policy adaptive
     # your own script, with its arguments
     gossipx run --peers hosts.txt --policy tau:10 train.py --epochs 3
-    # several machines: the same command on each
+    # several machines: the same command on each, or --ssh on one of them
     gossipx run --peers hosts.txt --bind 0.0.0.0 --secret-file secret train.py
     # five runs, which gossipx compare shows as one with 95 % intervals
     gossipx run --peers hosts.txt --policy adaptive --seeds 0-4
@@ -188,15 +192,18 @@ def run(
     srun gossipx run --policy adaptive
     """
     from gossipx.launch.local import launch
+    from gossipx.launch.remote import Command
 
-    _check_together(resume, seeds, settings["seed"], dry_run, link, model_size, as_json)
+    _check_together(resume, seeds, settings["seed"], dry_run, ssh, link, model_size, as_json)
     environ = with_options(os.environ, rank, size, master)
+    over_ssh = Command(settings, config_file, resume, script) if ssh else None
     if resume is not None:
         from gossipx.launch.resume import settings_of
 
         if config_file:
             raise UsageError("--config is for a new run, but --resume uses the settings of the run: leave one out")
-        sys.exit(launch(*settings_of(resume, settings, list(script), environ), environ, resumes=True).code)
+        resumed = settings_of(resume, settings, list(script), environ)
+        sys.exit(launch(*resumed, environ, resumes=True, over_ssh=over_ssh).code)
     given = files.load(config_file) if config_file else {}
     resolved = files.resolve(given, settings)
     hosts = None if resolved.run.peers is None else Path(resolved.run.peers)
@@ -207,7 +214,7 @@ def run(
 
         sys.exit(launch_each(resolved, parse(seeds), hosts, list(script), environ))
     else:
-        sys.exit(launch(resolved, hosts, list(script), environ).code)
+        sys.exit(launch(resolved, hosts, list(script), environ, over_ssh=over_ssh).code)
 
 
 def _check_together(
@@ -215,6 +222,7 @@ def _check_together(
     seeds: str | None,
     seed: int | None,
     dry_run: bool,
+    ssh: bool,
     link: str | None,
     model_size: str | None,
     as_json: bool,
@@ -223,6 +231,9 @@ def _check_together(
     for name, is_given in (("--link", link), ("--model-size", model_size), ("--json", as_json)):
         if is_given and not dry_run:
             raise UsageError(f"{name} requires --dry-run: add that, or leave it out")
+    for other, is_given in (("--dry-run", dry_run), ("--seeds", seeds is not None)):
+        if ssh and is_given:
+            raise UsageError(f"--ssh starts one run, and {other} does not: leave one out")
     if dry_run and resume is not None:
         raise UsageError("--dry-run shows a new run: leave --resume out")
     if seeds is None:
@@ -242,7 +253,7 @@ def _dry_run(
     as_json: bool,
 ) -> None:
     from gossipx.cli.dry_run import show_dry_run
-    from gossipx.launch.local import peer_source
+    from gossipx.launch.start import peer_source
     from gossipx.tools.dry_run import dry_run as examine
 
     hosts, world = peer_source(hosts, environ)

@@ -14,7 +14,7 @@ from gossipx.launch.cluster.world import MOST
 if TYPE_CHECKING:
     from gossipx.tools.jobs import Job
 
-NOT_OF_A_JOB = ("seeds", "dry_run", "link", "model_size", "as_json", "rank", "size", "master")
+NOT_OF_A_JOB = ("seeds", "ssh", "dry_run", "link", "model_size", "as_json", "rank", "size", "master")
 """Options of ``gossipx run`` that have no use in a job, where the scheduler defines the peers."""
 
 

@@ -107,7 +107,7 @@ class Child:
         if not data:
             self._end(pipe, selector)
             return False
-        *lines, self._unfinished[pipe] = (_shown(line) for line in (self._unfinished[pipe] + data).split(b"\n"))
+        *lines, self._unfinished[pipe] = (shown_of(line) for line in (self._unfinished[pipe] + data).split(b"\n"))
         for line in lines:
             self._pipes[pipe](line.removesuffix(b"\r"))
         return True
@@ -124,7 +124,7 @@ class Child:
         self.process.stdout.close()
 
 
-def _shown(line: bytes) -> bytes:
+def shown_of(line: bytes) -> bytes:
     """Return what a terminal would show of a line: a progress bar writes itself anew after each carriage return."""
     return line[line.rfind(b"\r", 0, -1) + 1 :]
 

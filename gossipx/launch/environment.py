@@ -34,6 +34,8 @@ ENV_PROGRESS = "GOSSIPX_PROGRESS_FD"
 """File descriptor of the pipe for progress events to the parent process."""
 ENV_DESCRIBE = "GOSSIPX_DESCRIBE"
 """Set and not empty: ``gossipx.join`` reports the model's tensors and ends the process."""
+ENV_STOP_WITH_INPUT = "GOSSIPX_STOP_WITH_INPUT"
+"""Set and not empty: ``gossipx run`` was started by ssh from another host, and stops when its standard input ends."""
 ENV_DEBUG = "GOSSIPX_DEBUG"
 """Set and not empty: gossipx's own errors are shown with a traceback."""
 

@@ -20,8 +20,7 @@ from typing import Any
 from gossipx.config.hyperparameters import hyperparameters
 from gossipx.config.settings import MOST_ITERATIONS, RunConfig
 from gossipx.errors import DIFFERENT_MODELS, GossipxError, NotEnoughPeersError, UsageError
-from gossipx.launch.children import Child, Spawn, command_of
-from gossipx.launch.cluster.world import World, find, why_none
+from gossipx.launch.children import READ, Child, Spawn, command_of
 from gossipx.launch.curves import RunCurves
 from gossipx.launch.directory import HOSTS_FILE
 from gossipx.launch.environment import (
@@ -32,13 +31,15 @@ from gossipx.launch.environment import (
     ENV_RANK,
     ENV_RESUME,
     ENV_RESUME_AT,
+    ENV_STOP_WITH_INPUT,
 )
 from gossipx.launch.hosts import bind_host
 from gossipx.launch.ports import kept_free
 from gossipx.launch.progress import Display, PeerStatus
+from gossipx.launch.remote import Command, Remote
 from gossipx.launch.restarts import Restarts
 from gossipx.launch.results import sum_up
-from gossipx.launch.start import Start, from_hosts, policy_or_sync_model
+from gossipx.launch.start import Start, from_hosts, peer_source, policy_or_sync_model
 from gossipx.launch.stopping import Outcome, Stopping, how_to_continue
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.metrics.summary import Summary
@@ -50,23 +51,6 @@ RESTARTED = "restarted"
 """State of a peer whose process ended, and which the others meet again: a process that this one did not start."""
 
 
-def peer_source(hosts: Path | None, environ: Mapping[str, str]) -> tuple[Path | None, World | None]:
-    """Return the hosts file, given or named by GOSSIPX_PEERS, and the world of a launcher; whichever defines the peers.
-
-    Raises:
-        UsageError: neither is given, or variables of a launcher contradict each other.
-    """
-    world = find(environ)
-    if hosts is None and environ.get(ENV_PEERS) and not environ.get(ENV_CONFIG):
-        hosts = Path(environ[ENV_PEERS])
-    if world is None and hosts is None:
-        raise UsageError(
-            "no peers given: use --peers hosts.txt with one line per host, such as 'localhost slots=4'"
-            + why_none(environ)
-        )
-    return hosts, None if hosts is not None and world is not None and world.size == 1 else world
-
-
 def launch(
     given: RunConfig,
     hosts: Path | None,
@@ -74,6 +58,7 @@ def launch(
     environ: Mapping[str, str],
     resumes: bool = False,
     spawn: Spawn = subprocess.Popen,
+    over_ssh: Command | None = None,
 ) -> Outcome:
     """Run the peers of this machine to their end, or under torchrun, srun or mpirun the one peer that is this process.
 
@@ -84,6 +69,7 @@ def launch(
         environ: environment with the variables of torchrun, srun or mpirun; GOSSIPX_RANK and its like override these.
         resumes: the run of that name resumes from its checkpoints; see :mod:`gossipx.launch.resume`.
         spawn: starts the process of a peer; called like :class:`subprocess.Popen`.
+        over_ssh: this command, to be started on the other hosts too; None: it is not.
 
     Returns:
         Whether the run was stopped, and the exit code: 0; 1 if no peer finished, or a script failed or a peer crashed;
@@ -95,6 +81,8 @@ def launch(
         GossipxError: the processes of the run did not find each other in time.
     """
     hosts, world = peer_source(hosts, environ)
+    if world is not None and over_ssh is not None:
+        raise UsageError("--ssh starts the lines of a hosts file; here a launcher has started the processes: omit it")
     if world is not None:
         from gossipx.launch.cluster.multi_process import from_world  # imports torch, for its TCPStore
 
@@ -103,7 +91,12 @@ def launch(
         assert hosts is not None
         start = from_hosts(given, hosts, script, resumes)
     try:
-        return _Run(start, script, spawn).go(start.notice)
+        try:
+            remote = {} if over_ssh is None else over_ssh.on_others(start)
+        except UsageError:
+            start.directory.give_up()
+            raise
+        return _Run(start, script, spawn, remote).go(start.notice)
     finally:
         start.directory.release()
 
@@ -111,7 +104,7 @@ def launch(
 class _Run:
     """The peers of this machine, from their start to their end."""
 
-    def __init__(self, start: Start, script: list[str], spawn: Spawn) -> None:
+    def __init__(self, start: Start, script: list[str], spawn: Spawn, remote: Mapping[str, Sequence[str]]) -> None:
         self._spawn = spawn
         self._settings = settings = start.settings
         self._directory = start.directory
@@ -147,6 +140,7 @@ class _Run:
             self._children, self._statuses, self._display, settings.exchange.peer_timeout, snapshots, self._quiet
         )
         self._restarts = Restarts(start.directory.path, self._statuses, settings.run.restart, self._display.line)
+        self._remote = Remote(remote, self._display.line)
         self._began: float | None = None  # when the first peer began to train
 
     def go(self, notice: str | None = None) -> Outcome:
@@ -168,12 +162,14 @@ class _Run:
             try:
                 for rank in self._statuses:
                     self._start(rank, selector)
+                self._remote.start(selector)
                 self._follow(selector)
                 self._display.refresh(last=stopping.code is None)
             finally:
                 for child in self._children.values():
                     child.signal(signal.SIGKILL)
                     child.process.wait()
+                self._remote.end(self._settings.exchange.peer_timeout)
                 trained = self._began is not None or bool(self._results)
                 if not trained:
                     self._directory.give_up()
@@ -196,7 +192,8 @@ class _Run:
         self._tell_end(summary, self._directory.conclude(summary))
         if self._failures or not self._results:
             return 1
-        return self._stopping.code or (DIFFERENT_MODELS if summary.agreed is False else 0)
+        elsewhere = max(self._remote.codes.values(), default=0)
+        return self._stopping.code or (DIFFERENT_MODELS if summary.agreed is False else elsewhere)
 
     def _end_stopped(self, seconds: float) -> int:
         """Write the summary of a run that was stopped, say how to continue it, and return the exit code."""
@@ -256,7 +253,9 @@ class _Run:
 
     def _follow(self, selector: selectors.BaseSelector) -> None:
         running = dict(self._children)
-        while running or self._restarts.pending:
+        if os.environ.get(ENV_STOP_WITH_INPUT):
+            selector.register(0, selectors.EVENT_READ, lambda: self._input(selector))
+        while running or self._restarts.pending or self._remote.running:
             for key, _ in selector.select(POLL_INTERVAL):
                 if key.fd in selector.get_map():
                     key.data()
@@ -267,7 +266,30 @@ class _Run:
                     self._ended(rank, child)
             self._stopping.check(running)
             self._restart(running, selector)
+            self._follow_remote(bool(running))
             self._display.refresh()
+
+    def _input(self, selector: selectors.BaseSelector) -> None:
+        """Stop when the standard input ends, because the ``gossipx run --ssh`` at its other end stops or is gone."""
+        if not os.read(0, READ):
+            selector.unregister(0)
+            self._stopping.request(signal.SIGTERM)
+
+    def _follow_remote(self, waits_for_own: bool) -> None:
+        """Pass a stop on to other hosts, and report those that have failed."""
+        for host in self._remote.check():
+            if self._stopping.code is not None:
+                continue
+            if self._began is None:
+                self._aborted = True
+                self._stopping.kill(1)
+                self._display.error(self._remote.why(host))
+            else:
+                self._display.line(self._remote.why(host))
+        if self._stopping.code is not None:
+            self._remote.stop()
+        if not waits_for_own and self._remote.running:
+            self._remote.remind(time.monotonic(), self._settings.exchange.peer_timeout)
 
     def _restart(self, running: dict[int, Child], selector: selectors.BaseSelector) -> None:
         """Start peers again that have died, or that somebody has asked to restart."""

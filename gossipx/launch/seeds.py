@@ -10,8 +10,8 @@ from pathlib import Path
 from gossipx.config.settings import KEYS, RunConfig
 from gossipx.errors import NotAuthorisedError, UsageError
 from gossipx.launch.directory import check_name
-from gossipx.launch.local import launch, peer_source
-from gossipx.launch.start import stem_of
+from gossipx.launch.local import launch
+from gossipx.launch.start import peer_source, stem_of
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 
 MOST = 1000

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +18,9 @@ from gossipx.config import security
 from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.launch.children import script_exists
+from gossipx.launch.cluster.world import World, find, why_none
 from gossipx.launch.directory import RunDirectory
+from gossipx.launch.environment import ENV_CONFIG, ENV_PEERS
 from gossipx.launch.hosts import PeerLine, bind_host, local_ranks, read_hosts
 from gossipx.metrics.summary import Summary
 
@@ -73,6 +75,23 @@ class Start:
     notice: str | None = None
     shared: bool = False
     reserved: socket.socket | None = None
+
+
+def peer_source(hosts: Path | None, environ: Mapping[str, str]) -> tuple[Path | None, World | None]:
+    """Return the hosts file, given or named by GOSSIPX_PEERS, and the world of a launcher; whichever defines the peers.
+
+    Raises:
+        UsageError: neither is given, or variables of a launcher contradict each other.
+    """
+    world = find(environ)
+    if hosts is None and environ.get(ENV_PEERS) and not environ.get(ENV_CONFIG):
+        hosts = Path(environ[ENV_PEERS])
+    if world is None and hosts is None:
+        raise UsageError(
+            "no peers given: use --peers hosts.txt with one line per host, such as 'localhost slots=4'"
+            + why_none(environ)
+        )
+    return hosts, None if hosts is not None and world is not None and world.size == 1 else world
 
 
 def from_hosts(given: RunConfig, hosts: Path, script: list[str], resumes: bool) -> Start:

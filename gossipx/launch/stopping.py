@@ -89,6 +89,10 @@ class Stopping:
         return self._obeyed or bool(self._received)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        self.request(number)
+
+    def request(self, number: int) -> None:
+        """Do at the next :meth:`check` what a signal asks for."""
         self._received.append(number)
 
     def check(self, running: Collection[int]) -> None:

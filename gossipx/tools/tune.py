@@ -66,7 +66,8 @@ CANDIDATES = (
         {"policy": "tau:5", "mode": "pushpull", "codec": "efsignsgd", "mixing": "choco:gamma=0.5"},
     ),
 )
-"""What is measured, in the order of preference: each needs fewer bytes than the one before, and loses more."""
+"""The kinds of exchange to measure, in order of preference: each needs fewer bytes than the one before, and loses
+more."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,180 @@
+"""``gossipx run --ssh``: with a real sshd on this machine, and with a program that stands in for ssh.
+
+127.0.0.1 and 127.0.0.2 stand for two machines.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ports import free_ports
+from safetensors.torch import load_file
+
+from gossipx.metrics import summary
+from runs import LONG, Folder, Process, differences, folder, one_line
+
+SSHD = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
+BRIEF = ("--batch-size", "8", "--eval-interval", "0", "--peer-timeout", "20", "--policy", "tau:5")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is loopback on Linux alone")
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Folder]:
+    """A folder whose two peers are two hosts."""
+    with folder(tmp_path, 1) as here:
+        here.names = [f"127.0.0.{host}:{port}" for host, port in enumerate(free_ports(2), 1)]
+        here.hosts.write_text("".join(f"{name}\n" for name in here.names))
+        yield here
+
+
+def program(here: Folder, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Make ``ssh`` a shell script."""
+    path = here.path / "bin" / "ssh"
+    path.parent.mkdir()
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
+
+
+@pytest.fixture
+def stand_in(hosts: Folder, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    """The hosts, with an ``ssh`` that notes its arguments and runs the command here."""
+    program(hosts, monkeypatch, f'printf "%s\\n" "$@" >> {hosts.path}/asked\nshift\nexec sh -c "$1"')
+    return hosts
+
+
+@pytest.fixture
+def sshd(hosts: Folder, monkeypatch: pytest.MonkeyPatch) -> Iterator[Folder]:
+    """The hosts, with a real sshd on the second one, and the real ssh with a key of its own."""
+    ssh = shutil.which("ssh")
+    if SSHD is None or ssh is None:
+        pytest.skip("openssh-server and openssh-client are not installed")
+    (port,) = free_ports(1)
+    keys = hosts.path / "keys"
+    keys.mkdir(mode=0o700)
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", keys / name], check=True, timeout=LONG)
+    (keys / "sshd_config").write_text(
+        f"ListenAddress 127.0.0.2:{port}\nHostKey {keys}/host\nAuthorizedKeysFile {keys}/user.pub\nPidFile none\n"
+        "StrictModes no\nUsePAM no\nPasswordAuthentication no\nSetEnv "
+        + " ".join(f'{name}="{os.environ[name]}"' for name in ("PYTHONPATH", "OMP_NUM_THREADS") if name in os.environ)
+        + "\n"
+    )
+    (keys / "config").write_text(
+        f"Host 127.0.0.2\nPort {port}\nUser {getpass.getuser()}\nIdentityFile {keys}/user\nIdentitiesOnly yes\n"
+        f"BatchMode yes\nUserKnownHostsFile {keys}/known\nStrictHostKeyChecking accept-new\nLogLevel ERROR\n"
+    )
+    if os.getuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)  # sshd wants it, which its package makes at boot
+    serving = subprocess.Popen([SSHD, "-D", "-e", "-f", keys / "sshd_config"], stderr=subprocess.PIPE)
+    try:
+        by = time.monotonic() + LONG
+        while not answers(port):
+            assert serving.poll() is None, serving.stderr and serving.stderr.read()
+            assert time.monotonic() < by
+        program(hosts, monkeypatch, f'exec {ssh} -F {keys}/config "$@"')
+        yield hosts
+    finally:
+        serving.terminate()
+        serving.wait(LONG)
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.2", port)) == 0
+
+
+def start(here: Folder, *options: str | Path) -> Process:
+    """Start ``gossipx run --ssh`` as on the first host."""
+    return here.start_run("--advertise", "127.0.0.1", "--ssh", *BRIEF, *options, fresh=True)
+
+
+def whole(here: Folder) -> None:
+    """Check that both hosts have the same model, and a summary of both peers."""
+    for directory in (here.path / "x", here.path / "127.0.0.2" / "x"):
+        found = summary.read(directory)
+        assert found.lost == [] and found.agreed is True and None not in found.retrievals
+    models = [
+        load_file(directory / f"peer-{rank:02d}" / "model.safetensors")
+        for rank, directory in enumerate((here.path / "x", here.path / "127.0.0.2" / "x"))
+    ]
+    assert max(differences(*models).values()) == 0
+
+
+def test_both_hosts_train_and_the_others_lines_are_shown(sshd: Folder) -> None:
+    ended = start(sshd, "--iterations", "30").end()
+    assert ended.code == 0 and "Traceback" not in ended.output, ended.shown
+    assert "[127.0.0.2] wrote" in ended.output, ended.shown
+    whole(sshd)
+
+
+def test_the_command_is_the_same_with_the_name_and_the_place_of_the_host(stand_in: Folder) -> None:
+    script = stand_in.script(
+        """
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with gossipx.join(model, optimizer) as peer:
+    tell(peer, arguments=sys.argv[2:])
+    train(peer, model, optimizer, 30)
+"""
+    )
+    run = stand_in.start_run(
+        *("--advertise", "127.0.0.1", "--ssh", "--peer-timeout", "20", "--no-save-model", script, stand_in.path),
+        *("two words", "--flag"),
+        fresh=True,
+    )
+    ended = run.end()
+    assert ended.code == 0, ended.shown
+    assert stand_in.told(0) == stand_in.told(1) == {"arguments": ["two words", "--flag"]}
+    host, command = (stand_in.path / "asked").read_text().splitlines()
+    assert host == "127.0.0.2"
+    assert f"cd {stand_in.path} && exec env GOSSIPX_STOP_WITH_INPUT=1" in command
+    for part in ("--name x", f"--logdir {stand_in.path}/127.0.0.2", "--advertise 127.0.0.2", "--no-save-model"):
+        assert part in command, command
+    assert "--ssh" not in command and "'two words' --flag" in command
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow)]
+)
+def test_all_hosts_stop_in_order(stand_in: Folder, number: signal.Signals, code: int) -> None:
+    run = start(stand_in, "--iterations", "1000000")
+    run.line(rf"{stand_in.names[0]} train \d+")
+    run.line(rf"\[127.0.0.2\] {stand_in.names[1]} train \d+")
+    run.signal(number)
+    ended = run.end()
+    assert ended.code == code, ended.shown
+    assert "[127.0.0.2] stopped at" in ended.output, ended.shown
+    for rank, directory in enumerate((stand_in.path / "x", stand_in.path / "127.0.0.2" / "x")):
+        assert stand_in.names[rank] in summary.read(directory).stopped
+        assert any(directory.glob(f"peer-{rank:02d}/checkpoints/*/manifest.json"))
+
+
+def test_a_host_that_ssh_does_not_reach_ends_the_run_before_it_trains(
+    hosts: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(hosts, monkeypatch, "echo 'ssh: connect to host 127.0.0.2 port 22: Connection refused'; exit 255")
+    ended = start(hosts, "--iterations", "30").end()
+    assert ended.code == 1, ended.shown
+    assert "[127.0.0.2] ssh: connect to host" in ended.output
+    assert ended.errors == "127.0.0.2: ssh has failed, or its connection was lost\n"
+    assert not (hosts.path / "x").exists(), "the name stays free"
+
+
+def test_what_ssh_cannot_start_is_refused_in_one_line(two: Folder) -> None:
+    refused = two.refused("--ssh", "--iterations", "10")
+    assert "all lines of the hosts file are this machine" in refused
+    assert not (two.path / "x").exists()
+    assert "--seeds" in two.refused("--ssh", "--seeds", "0-1")
+    help_ = two.start("-m", "gossipx", "run", "--ssh", "--dry-run", "--peers", two.hosts).end()
+    assert "--dry-run" in one_line(help_, 2)
