@@ -35,7 +35,7 @@ CONNECTION_FAILED = 255
 
 @dataclass(frozen=True)
 class Command:
-    """What is needed to repeat a ``gossipx run`` on another host.
+    """A ``gossipx run`` as given, to be repeated on other hosts.
 
     Attributes:
         settings: given options by name; None: not given.
@@ -170,7 +170,7 @@ class Remote:
         return f"{host}: its gossipx run ended with exit code {code}"
 
     def remind(self, now: float, every: float) -> None:
-        """Say which hosts are waited for, every so many seconds."""
+        """Say which hosts are waited for, once per ``every`` seconds."""
         if self._remind_at and now > self._remind_at:
             self._tell(f"waiting for the peers of {', '.join(self.running)} to end")
         if now > self._remind_at:
