@@ -132,9 +132,7 @@ def _all_settings(command: Callable[..., None]) -> Callable[..., None]:
     metavar="SEEDS",
     help="One run per seed, one after the other, such as 0-4 or 0,2,5; their names end with the seed.",
 )
-@click.option(
-    "--ssh", cls=Option, common="Peers", is_flag=True, help="Start the peers of the other hosts, too, by ssh."
-)
+@click.option("--ssh", is_flag=True, help="Start the peers of the other hosts, too, with your ssh.")
 @click.option("--dry-run", is_flag=True, help="Show the peers and the expected traffic; start nothing.")
 @click.option(
     "--link", metavar="RATE", help="With --dry-run: bandwidth between machines, such as 100mbit.  [default: 1gbit]"
