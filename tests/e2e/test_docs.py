@@ -4,61 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
-import re
 import shutil
-import signal
-import socket
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from forks import client as forks
+import shells
 from forks.client import readable
 from pages import HOUSE, PAGES, Example, examples
 
 LONG = 150.0  # seconds, after which a hanging example fails; examples take up to ten
-PORTS = 16  # maximum number of peers on a page
 # The slowest pages, whose content other tests cover too; README.md has the commands of getting-started.
 SLOW = {"checkpoints", "codecs", "doctor", "getting-started", "hub", "integrations", "launchers", "parts", "results"}
-
-_LOCAL = re.compile(r"\b(localhost|127\.0\.0\.1)(?::294(\d\d))?(?![\w.:-])")
-
-
-@contextlib.contextmanager
-def ports() -> Iterator[int]:
-    """Yield the first of a range of ports that no other page uses, since pages run in parallel."""
-    places = list(range(20_000, 32_000, 20))  # below the ephemeral ports
-    random.SystemRandom().shuffle(places)
-    for first in places:
-        with contextlib.ExitStack() as probes:
-            held = socket.socket()  # reserves the range while the page runs
-            try:
-                for number in range(PORTS):
-                    probe = probes.enter_context(socket.socket())
-                    probe.bind(("127.0.0.1", first + number))
-                held.bind(("127.0.0.1", first + PORTS))
-            except OSError:
-                held.close()
-                continue
-        with held:
-            yield first
-        return
-    raise OSError("no ports are free")
-
-
-def environment() -> dict[str, str]:
-    """Return an environment whose ``gossipx`` and ``python`` are those of this test and its source tree."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("GOSSIPX_")}
-    path = os.pathsep.join([str(forks.commands()), str(Path(sys.executable).parent), kept.get("PATH", "")])
-    return kept | {"PATH": path, "PYTHONPATH": str(HOUSE), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 
 
 def run(example: Example, first_port: int, folder: Path) -> None:
     """Run an example, or write it to the file that it shows; processes that it leaves in the background are ended."""
-    text = _LOCAL.sub(lambda found: f"{found[1]}:{first_port + int(found[2] or 0)}", example.text)
+    text = shells.with_ports(example.text, first_port)
     if example.file is not None:
         (folder / example.file).write_text(text, encoding="utf-8")
         return
@@ -67,23 +28,9 @@ def run(example: Example, first_port: int, folder: Path) -> None:
         script.write_text(text, encoding="utf-8")
         command = ["python", script.name]
     else:
-        command = ["bash", "-e", "-o", "pipefail", "-c", text]
-    output = folder / ".output"
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment(), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            code: int | str = process.wait(LONG)
-        except subprocess.TimeoutExpired:
-            code = f"nothing after {LONG:.0f} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        command = shells.bash(text)
+    code, said = shells.run(command, folder, LONG)
     if code != 0:
-        said = output.read_text(encoding="utf-8", errors="replace")
         pytest.fail(f"{example.place} ended with {code}\n\n{text}\n--- said\n{said}", pytrace=False)
 
 
@@ -105,7 +52,7 @@ def is_run(example: Example) -> bool:
 @pytest.mark.parametrize("page", pages())
 def test_the_examples_of_a_page_run(page: Path, tmp_path: Path) -> None:
     assert shutil.which("bash") is not None, "examples are bash's"
-    with ports() as first:
+    with shells.ports() as first:
         for example in filter(is_run, examples(page)):
             run(example, first, tmp_path)
 

@@ -73,7 +73,7 @@ def test_the_architecture_page_has_the_packages_of_the_import_contract() -> None
 def test_nothing_that_looks_like_a_command_escapes_the_tests(page: Path) -> None:
     """tests/e2e/test_docs.py runs bash and Python; the output of a command is text."""
     for one in examples(page):
-        known = one.language in LANGUAGES or (one.language.startswith("{") and one.language.endswith("}"))
+        known = one.language in LANGUAGES or re.match(r"\{[\w-]+\}", one.language)
         assert known, f"{one.place}: the language of a fence is one of {', '.join(LANGUAGES)}, not '{one.language}'"
         assert one.reason is None or len(one.reason) > 10, f"{one.place}: give the reason why it is not run"
         commands = [line for line in one.text.split("\n") if re.match(r"\s*(\$ |gossipx \w|python )", line)]

@@ -12,7 +12,7 @@ FILE, FUNCTION = 450, 60
 
 
 def sources() -> Iterator[Path]:
-    for folder in ("gossipx", "tests", "bin", "docs"):
+    for folder in ("gossipx", "tests", "bin", "docs", "examples"):
         yield from (path for path in (ROOT / folder).rglob("*.py") if "_build" not in path.parts)
 
 

@@ -46,7 +46,7 @@ PATTERN = re.compile(
 def files() -> Iterator[Path]:
     """All that people read here, but for what is generated."""
     yield from (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "setup.cfg", ".ci/run"))
-    for folder in ("gossipx", "tests", "bin", "docs", "topologies"):
+    for folder in ("gossipx", "tests", "bin", "docs", "examples", "topologies"):
         for path in sorted((ROOT / folder).rglob("*")):
             if (
                 path.is_file()
