@@ -46,6 +46,7 @@ from gossipx.runtime.options import PeerOptions
 from gossipx.runtime.peer import Peer
 from gossipx.runtime.progress import Progress
 from gossipx.runtime.reporting import Reporter
+from gossipx.runtime.schedule_free import ScheduleFree
 from gossipx.runtime.scores import Evaluate
 from gossipx.runtime.shards import ShardKeeper, store_of_shard
 from gossipx.runtime.state import TrainingState
@@ -101,6 +102,7 @@ def build_peer(
     evaluate: Evaluate | None = None,
     parts: Parts | None = None,
     managers: Managers | None = None,
+    schedule_free: ScheduleFree | None = None,
 ) -> Peer:
     """Build a peer. It joins the run when it is started.
 
@@ -109,6 +111,7 @@ def build_peer(
         policy: a custom policy; None: the configured one.
         parts: custom parts of the parameter server; None: none.
         managers: custom managers; None: the built-in ones.
+        schedule_free: what the optimizer exchanges beside the weights; None: nothing.
 
     Raises:
         UsageError: settings exclude each other, or a parameter cannot be joined.
@@ -132,7 +135,7 @@ def build_peer(
     recorder = _recorder(plan, options.policy, None if checkpoints.found is None else checkpoints.found.iteration)
     backward = None if served is None else _backward(module, driver, served, config.server.wait_free)
     reporter = Reporter(module, driver, comm, recorder, place.progress, options, evaluate)
-    return Peer(module, optimizer, driver, comm, reporter, checkpoints, options, backward)
+    return Peer(module, optimizer, driver, comm, reporter, checkpoints, options, backward, schedule_free)
 
 
 @dataclasses.dataclass(frozen=True)

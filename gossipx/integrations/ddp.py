@@ -32,7 +32,7 @@ from gossipx.model import layout
 from gossipx.model.layout import Section, Slot
 from gossipx.model.places import Places
 from gossipx.policies import Observation, Policy
-from gossipx.runtime import models
+from gossipx.runtime import models, schedule_free
 from gossipx.runtime.bypass import overflowed
 from gossipx.runtime.options import labels_of
 from gossipx.runtime.peer import Peer, check_own
@@ -192,6 +192,7 @@ class GroupPeer:
         run = joining.run
         _check(run)
         self._module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        self._averages = schedule_free.of(self._module, optimizer, has_servers=False)
         self._group = Group()
         self._peer: Peer | None = None
         # The model's layout on ranks other than 0; on rank 0 the peer's arena has it.
@@ -330,6 +331,8 @@ class GroupPeer:
         if not self._open:
             return
         self._close_hooks()
+        if self._averages is not None:
+            self._averages.training_ended()
         self._run_on_rank_0(None if self._peer is None else self._peer.finish)
         self._broadcast_exchanged()
         self.close()
@@ -359,6 +362,9 @@ class GroupPeer:
             layout.detach(self._slots)
         self._signals.restore()
         self._slots, self._sections = [], []
+        if self._averages is not None:
+            self._averages.close()
+            self._averages = None
         self._group.close()
 
     def _close_hooks(self) -> None:

@@ -25,6 +25,7 @@ from gossipx.runtime.driver import Driver
 from gossipx.runtime.lifecycle import Lifecycle
 from gossipx.runtime.options import PeerOptions
 from gossipx.runtime.reporting import Reporter
+from gossipx.runtime.schedule_free import ScheduleFree
 from gossipx.runtime.scores import as_float
 from gossipx.runtime.step_watch import StepWatch, check_optimizer
 from gossipx.specs import rank_of
@@ -52,6 +53,7 @@ class Peer:
         checkpoints: Checkpoints,
         options: PeerOptions,
         backward: Callable[[Callable[[], None]], Backward] | None = None,
+        schedule_free: ScheduleFree | None = None,
     ):
         self.rank = driver.role.rank
         self.size = driver.role.size
@@ -69,6 +71,9 @@ class Peer:
         self._watch = StepWatch(module, copies=backward is None)
         self._lifecycle.before_finish.append(self._watch.training_ended)
         self._lifecycle.unhook.append(self._watch.close)
+        if schedule_free is not None:
+            self._lifecycle.before_finish.append(schedule_free.training_ended)
+            self._lifecycle.unhook.append(schedule_free.close)
         if optimizer is not None:
             self._watch.follow(optimizer, self._optimizer_stepped)
             if self._backward is not None:

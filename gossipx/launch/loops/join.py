@@ -38,7 +38,7 @@ from gossipx.launch.hosts import PeerLine, bind_host, local_ranks, peers_digest,
 from gossipx.metrics.recorder import Recorder
 from gossipx.model.arena import ParameterArena
 from gossipx.policies import Observation, Policy
-from gossipx.runtime import exit_hooks
+from gossipx.runtime import exit_hooks, schedule_free
 from gossipx.runtime.peer import Peer
 from gossipx.runtime.progress import Progress
 from gossipx.runtime.scores import Evaluate
@@ -101,11 +101,12 @@ def join(
     own = None if policy is None or isinstance(policy, str) else policies.parse(policy)
     run = settings_of(config_file, settings | _named(policy=policy, recorder=recorder))
     _check_deciders(run, under_run, own, sync_manager)
+    averages = schedule_free.of(model, optimizer, run.has_servers)
     _describe_if_asked(model, run, channel)
     managers = Managers(sync_manager, comm_manager, None if isinstance(recorder, str) else recorder)
     with contextlib.ExitStack() as until_started:
         place = _place(run, peers, rank, channel, under_run, until_started)
-        peer = build_peer(model, optimizer, run, place, own, evaluate, parts, managers)
+        peer = build_peer(model, optimizer, run, place, own, evaluate, parts, managers, averages)
         peer.start()
     return _serve_if_that_is_all(peer)
 
