@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gossipx.errors import UsageError
 
@@ -101,6 +102,12 @@ def _packed_tensor(tensor: Tensor, path: tuple[str, ...], tensors: dict[str, Ten
     if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
         found = f"a tensor of layout {tensor.layout}, dtype {tensor.dtype} on {tensor.device}"
         raise UsageError(f"{'.'.join(path)} is {found}: a checkpoint keeps dense tensors of the usual dtypes")
+    whole: object = tensor
+    if is_traceable_wrapper_subclass(whole):  # made of other tensors
+        raise UsageError(
+            f"{'.'.join(path)} is a {type(tensor).__name__}: a checkpoint keeps plain tensors; leave out"
+            " --checkpoint-every, or use an optimizer with plain tensors in its state"
+        )
     copied = copy_of(tensor)
     name = ".".join(path[1:]) or "tensor"
     while name in tensors or name == "__metadata__":  # a reserved name of the format

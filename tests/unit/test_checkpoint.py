@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from small_disks import SmallDisk
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from gossipx.checkpoint import CheckpointError, CheckpointInterval, Part, Store, files, pack, unpack
 from gossipx.checkpoint.plain import DTYPES
@@ -161,6 +162,7 @@ def test_packed_state_is_a_copy() -> None:
         ({"f": print}, "state.f is of type builtin_function_or_method"),
         ({"g": torch.Generator()}, "state.g is of type torch"),
         ({(1, 2): 3}, "state has a key of type tuple"),
+        ({"w": TwoTensor(torch.ones(2), torch.ones(2))}, "state.w is a TwoTensor"),
         ({"s": torch.eye(3).to_sparse()}, "state.s is a tensor of layout torch.sparse_coo"),
         ({"c": torch.zeros(1, dtype=torch.complex128)}, "dtype torch.complex128"),
     ],
