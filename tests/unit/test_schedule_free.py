@@ -1,4 +1,4 @@
-"""What a schedule-free optimizer keeps beside the weights, as buffers of the module."""
+"""The second set of weights of schedule-free optimizers, as buffers of the module."""
 
 from __future__ import annotations
 
