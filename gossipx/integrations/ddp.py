@@ -190,7 +190,7 @@ class GroupPeer:
         state: Mapping[str, Any] | None,
     ):
         run = joining.run
-        _check(run)
+        check(run)
         self._module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         self._averages = schedule_free.of(self._module, optimizer, has_servers=False)
         self._group = Group()
@@ -388,7 +388,12 @@ class GroupPeer:
             self.close()
 
 
-def _check(run: RunConfig) -> None:
+def check(run: RunConfig) -> None:
+    """Check that a run is one for groups of processes.
+
+    Raises:
+        UsageError: it has a parameter server, checkpoints, or resumes.
+    """
     if run.has_servers:
         raise UsageError("a parameter server needs a loop of your own with gossipx.join: leave out --servers here")
     if str(run.run.checkpoint_every) != "0" or os.environ.get(ENV_RESUME):

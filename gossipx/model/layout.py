@@ -123,7 +123,10 @@ def _refusal(tensor: Tensor) -> str | None:
     if kinds & {"UninitializedParameter", "UninitializedBuffer"}:
         return "it is not initialised yet (a lazy module): run one batch through the model before joining"
     if "DTensor" in kinds or getattr(tensor, "_is_flat_param", False) or "FlatParameter" in kinds:
-        return "it is sharded (FSDP or DTensor), so no process has all of it: join a replicated model"
+        return (
+            "it is sharded (FSDP or DTensor), so no process has all of it: with fully_shard use"
+            " gossipx.integrations.fsdp.join, else join a replicated model"
+        )
     if tensor.is_meta:
         return "it is on the meta device and has no values: materialise the model before joining"
     if tensor.layout != torch.strided:

@@ -69,8 +69,7 @@ def of(module: nn.Module, optimizer: torch.optim.Optimizer | None, has_servers: 
     Raises:
         UsageError: it is, and the run has a parameter server, whose servers make the steps.
     """
-    groups = () if optimizer is None else optimizer.param_groups
-    if not groups or not all("train_mode" in group for group in groups):
+    if optimizer is None or not is_one(optimizer):
         return None
     if has_servers:
         raise UsageError(
@@ -78,6 +77,11 @@ def of(module: nn.Module, optimizer: torch.optim.Optimizer | None, has_servers: 
             " out --servers, or use another optimizer"
         )
     return ScheduleFree(module, optimizer)
+
+
+def is_one(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is schedule-free."""
+    return all("train_mode" in group for group in optimizer.param_groups)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
