@@ -237,6 +237,10 @@ class Checkpoints:
                 self._warn("not removed", str(error))
             except GossipxError as error:
                 self._not_written(error)
+            except Exception as error:  # the thread must not end: later checkpoints would wait for it in vain
+                log.debug("a checkpoint has failed", exc_info=True)
+                kind = type(error).__name__
+                self._not_written(CheckpointError(f"a checkpoint cannot be written: {kind}: {error}"))
             finally:
                 captured.release()
                 self._idle.set()
