@@ -317,24 +317,18 @@ def test_state_that_cannot_be_saved_is_logged_and_training_continues(
     assert isinstance(one.checkpoints.flush(), UsageError)
 
 
-def test_an_unexpected_error_costs_one_checkpoint_and_not_the_later_ones(
+def test_an_unexpected_error_costs_one_checkpoint(
     bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It once ended the thread that writes, and each later checkpoint waited 300 s for it."""
-    one = bench()
-    one.begin()
-    save = one.store.save
-
-    def fail(iteration: int, parts: Mapping[str, Part]) -> None:
-        raise RuntimeError("a tensor of another kind")
-
-    monkeypatch.setattr(one.store, "save", fail)
+    (one := bench()).begin()
+    with monkeypatch.context() as broken:
+        broken.setattr(one.store, "save", lambda iteration, parts: 1 / 0)
+        one.step(10, flush=False)
+        assert isinstance(one.checkpoints.flush(), CheckpointError)
+    assert caplog.messages == ["a checkpoint cannot be written: ZeroDivisionError: division by zero"]
     one.step(10, flush=False)
-    assert isinstance(one.checkpoints.flush(), CheckpointError)
-    assert caplog.messages == ["a checkpoint cannot be written: RuntimeError: a tensor of another kind"]
-    monkeypatch.setattr(one.store, "save", save)
-    one.step(10)
-    assert one.checkpoints.flush() is None and one.store.find() == 20 and one.checkpoints.failed == 1
+    assert one.checkpoints.flush() is None and one.store.find() == 20
 
 
 def test_an_optimizer_that_cannot_be_saved_is_told_as_training_begins(
