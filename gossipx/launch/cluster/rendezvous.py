@@ -242,7 +242,8 @@ class Rendezvous:
         def store(listening: int | None = None) -> TCPStore:
             longest = timedelta(seconds=max(1.0, self._left()))
             serves = listening is not None
-            return TCPStore(host, port, None, serves, longest, wait_for_workers=False, master_listen_fd=listening)
+            # The other backend, libuv, takes no listening socket in older versions of torch.
+            return TCPStore(host, port, None, serves, longest, False, master_listen_fd=listening, use_libuv=False)
 
         served = store(_listen(world).detach()) if self._hosts_store else None
         self.own, self.reached = self._reach(host, port)
