@@ -9,6 +9,7 @@ encoding error of one frame to the input of the next.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import re
 import sys
 from collections.abc import Callable
@@ -92,6 +93,8 @@ def parse(spec: str | Codec) -> Codec:
     codec = plugins.build(plain, BUILT_IN, ENTRY_POINT_GROUP, "codec")
     if not isinstance(codec, Codec):
         raise UsageError(f"codec '{spec}': its entry point returns a {type(codec).__name__}, not a codec")
+    if codec.needs_numba and importlib.util.find_spec("numba") is None:  # it takes long to import
+        raise UsageError(f"codec '{spec}' needs numba: pip install 'gossipx[codecs]', or use one without, such as fp16")
     if not after:
         return codec
     squeezed = after[0].strip()

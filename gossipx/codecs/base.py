@@ -58,6 +58,7 @@ class Codec(abc.ABC):
         gradients_only: whether it encodes gradients only, and no changes of a model.
         alone: whether it is precise enough to encode a model itself, not only its changes.
         near: whether it encodes models only, and its decoder needs nearby reference values.
+        needs_numba: whether it uses loops that numba compiles.
     """
 
     small: int = field(default=0, kw_only=True)
@@ -67,6 +68,7 @@ class Codec(abc.ABC):
     gradients_only: ClassVar[bool] = False
     alone: ClassVar[bool] = False
     near: ClassVar[bool] = False
+    needs_numba: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

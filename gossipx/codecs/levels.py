@@ -73,6 +73,7 @@ class Int8(Codec):
     block: int = 0
     number: ClassVar[int] = 5
     alone: ClassVar[bool] = True
+    needs_numba: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -28,13 +28,19 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar, cast
 
-import numba
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic, overload
+
+from gossipx.errors import UsageError
+
+try:
+    import numba
+    from llvmlite import ir
+    from numba import types
+    from numba.core import cgutils
+    from numba.extending import intrinsic, overload
+except ImportError as error:
+    raise UsageError(f"compiled codecs need numba ({error}): pip install 'gossipx[codecs]'") from error
 
 Array: TypeAlias = npt.NDArray[Any]
 _Loop = TypeVar("_Loop", bound=Callable[..., Any])

@@ -38,6 +38,8 @@ class _Sparse(PerTensor):
     is smaller), and the values.
     """
 
+    needs_numba: ClassVar[bool] = True
+
     def _most(self, count: int, shape: tuple[int, ...]) -> int:
         return 8 + packing.bits_bytes(count, 1) + 4 * count
 

@@ -95,6 +95,7 @@ class ThreeLC(Codec):
     sparsity: float = 1.0
     residual: float = 1.0
     number: ClassVar[int] = 3
+    needs_numba: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 from forks.process import Forked
@@ -39,7 +40,7 @@ LOADED = (
     "torch.utils.tensorboard",
 )
 """Modules that peers import, at once or later."""
-NOT_LOADED = ("gossipx.integrations", "gossipx.__main__")
+NOT_LOADED = ("gossipx.integrations", "gossipx.__main__", *([] if find_spec("numba") else ["gossipx.codecs.loops"]))
 TEST_IMAGES, TEST_WINDOWS = 500, 50
 """Images, or windows of text, on which forked peers evaluate a model; they do that three times at their end."""
 LONGEST = 1 << 20
@@ -52,7 +53,7 @@ def load() -> None:
     import gossipx
     from gossipx.config.settings import TaskSettings
 
-    for name in LOADED:
+    for name in filter(lambda name: find_spec(name.partition(".")[0]), LOADED):
         importlib.import_module(name)
     for module in pkgutil.walk_packages(gossipx.__path__, "gossipx.", onerror=lambda name: None):
         if not module.name.startswith(NOT_LOADED):
