@@ -20,6 +20,7 @@ from gossipx.server.placement import BUILT_IN
 from gossipx.server.sync_models.models import SYNC_MODELS
 
 DOCS = HOUSE / "docs"
+REPOSITORY = "https://github.com/gossipx/gossipx"
 # The pages that document each section of settings.
 SECTIONS = {"hub": ["hub.md"], "server": ["server.md", "placement.md"]}
 
@@ -97,7 +98,8 @@ def options(command: click.Command) -> Iterator[str]:
 
 # Options of bin/bench, bin/test and other programs.
 OTHERS = {"--all", "--full", "--json", "--keep", "--logdir", "--only", "--rate", "--scenario", "--seeds"}
-OTHERS |= {"--period", "--steps", "--systems"}
+OTHERS |= {"--period", "--steps", "--systems", "--lowest", "--python", "--quick"}
+OTHERS |= {"--index-url", "--no-isolation", "--strict"}  # pip's, build's, twine's
 OTHERS |= {"--nproc-per-node", "--standalone", "--no-python", "--max-restarts"}  # torchrun's
 OTHERS |= {"--ntasks", "--kill-on-bad-exit", "--from-literal", "--mca"}  # srun's, kubectl's, mpirun's
 
@@ -112,10 +114,32 @@ def test_every_option_that_is_named_is_there(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent == HOUSE], ids=lambda page: page.stem)
 def test_every_link_leads_somewhere(page: Path) -> None:
-    """Pages of the repository root; Sphinx checks those of docs/."""
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
-    assert links
-    assert not [link for link in links if not link.startswith("http") and not (HOUSE / link).exists()]
+    """Pages of the repository root; Sphinx checks those of docs/. Links to the repository lead to files here."""
+    text = page.read_text(encoding="utf-8")
+    targets = dict(re.findall(r"^\[([^\]]+)\]: (\S+)$", text, re.MULTILINE))
+    links = re.findall(r"\]\(([^)]+)\)", text) + [
+        targets.get(label, label) for label in re.findall(r"\]\[(.+?)\]", text)
+    ]
+    assert links and set(targets.values()) <= set(links)
+    for link in links:
+        path, _, anchor = re.sub(rf"^{REPOSITORY}/(blob|raw)/main/", "", link).partition("#")
+        if not path.startswith("https://"):
+            assert (HOUSE / path).exists(), link
+            assert not anchor or anchor in headings(HOUSE / path), link
+
+
+def headings(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in found}
+
+
+def test_links_of_the_readme_work_on_a_package_index() -> None:
+    """It is the long description of the package, beside which there are no other files."""
+    text = (HOUSE / "README.md").read_text(encoding="utf-8")
+    labels = re.findall(r"^\[([^\]]+)\]: https://", text, re.MULTILINE)
+    assert set(re.findall(r"\]\[(.+?)\]", text)) == set(labels)
+    assert not [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("https://")]
 
 
 # --- reading a page --------------------------------------------------------------------------------------------
