@@ -62,7 +62,11 @@ def slurm(time: str | None, partition: str | None, **options: Any) -> None:
 
 @launch.command("kubernetes", short_help="Print a manifest for kubectl apply.")
 @click.option("--peers", "nodes", type=click.IntRange(1, MOST), required=True, help="Number of peers, one pod each.")
-@click.option("--image", required=True, help="Container image that contains gossipx and your script.")
+@click.option(
+    "--image",
+    required=True,
+    help="Container image that contains gossipx, as the repository's Dockerfile makes, and your script.",
+)
 @click.option("--claim", help="PersistentVolumeClaim for the run's directory, writable by all pods.")
 @_job
 def kubernetes(image: str, claim: str | None, **options: Any) -> None:
