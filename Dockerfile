@@ -9,11 +9,12 @@ COPY topologies topologies
 COPY gossipx gossipx
 # PyTorch's own index has the builds without CUDA, which are preferred: their version, such as 2.13.0+cpu, is higher.
 RUN pip install --no-cache-dir --constraint constraints.txt \
-    --extra-index-url https://download.pytorch.org/whl/cpu ".[certs,codecs,zstd]"
+    --extra-index-url https://download.pytorch.org/whl/cpu ".[certs,codecs,zstd]" \
+    && useradd --create-home --uid 1000 gossipx \
+    && echo "localhost slots=2" > /home/gossipx/hosts.txt
 
-RUN useradd --create-home gossipx
-USER gossipx
 WORKDIR /home/gossipx
-RUN echo "localhost slots=2" > hosts.txt
+# A number, so that Kubernetes sees that it is not root.
+USER 1000
 ENTRYPOINT ["gossipx"]
 CMD ["run", "--peers", "hosts.txt"]
