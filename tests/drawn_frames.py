@@ -70,6 +70,7 @@ FITS: dict[object, st.SearchStrategy[object]] = {
     fields.Text: lines,
     fields.Ascii: words,
     fields.Key: st.binary(min_size=32, max_size=32).map(bytes.hex),
+    fields.Proofs: st.lists(st.binary(min_size=32, max_size=32).map(bytes.hex), min_size=1, max_size=2).map(tuple),
     fields.Digest: st.just("") | st.binary(min_size=16, max_size=16).map(bytes.hex),
     fields.Texts: st.dictionaries(lines, lines, max_size=16),
     fields.Report: st.dictionaries(lines, figures | st.lists(figures, max_size=5), max_size=8),

@@ -25,7 +25,7 @@ from gossipx.protocol.messages import CarryingRequest, HereReply, ModelReply, Pu
 from gossipx.transports import Address
 from gossipx.transports.process_group import ProcessGroups
 from gossipx.wire import Bytes, Hello, UploadSink, frames
-from gossipx.wire.auth import Secret
+from gossipx.wire.auth import FixedSecrets, Secret
 
 HERE = Address("127.0.0.1", 0)
 MANIFEST = ("weight float32 (10, 5) (5, 1)", "bias float32 (10,) (1,)")
@@ -172,7 +172,7 @@ shares_memory = pytest.mark.skipif(
 """Marks tests of shared memory; all other tests of a manager also run on systems without it."""
 TRANSPORTS = ("tcp", "tcp, secret", "tls", "shm", "shm, secret", "gloo", "gloo, secret", "gloo, tls", "nccl")
 """Transports for models, with the authentication of peers."""
-SECRET = Secret(b"known to all peers of these tests")
+SECRET = FixedSecrets((Secret(b"known to all peers of these tests"),))
 
 
 def certify(way: str, folder: Path) -> None:

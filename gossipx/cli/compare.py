@@ -153,6 +153,7 @@ def _faults(rows: Sequence[Row]) -> list[tuple[str, Cell]]:
         "poisoned": "models refused",
         "corrupted": "frames refused",
         "strangers": "strangers",
+        "expiry_warnings": "expiry warnings",
         "suspicions": "suspicions",
         "set_back": "shards set back",
         "unwritten": "not written to disk",

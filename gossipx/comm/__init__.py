@@ -26,7 +26,7 @@ from gossipx.comm.member import Member
 from gossipx.errors import GossipxError
 from gossipx.memory import Source
 from gossipx.protocol.messages import Reply, Request
-from gossipx.transports import Address, Carriers, Transport, tcp, unix
+from gossipx.transports import Address, Carriers, Expiring, Transport, tcp, unix
 from gossipx.transports.links import Links
 from gossipx.transports.pace import Pace
 from gossipx.transports.trust import Trust
@@ -60,7 +60,8 @@ class CommManager:
         carriers: builds a side channel for models (gloo, NCCL) per connection. Where that fails, models use the
             connection itself and one line per peer is logged. Excludes ``share_memory``.
         max_rate: limit on model bytes per second sent over networks, to all peers together; None: unlimited.
-        secret: shared by all peers of the run. Each connection then starts with a proof, and each frame has a MAC.
+        secret: shared by all peers of the run, one or two while one is replaced. Each connection then starts with a
+            proof, and each frame has a MAC.
         max_connections: limit on inbound connections; above it the oldest one without a finished handshake is closed.
             Default: 32 plus four per peer (two idle, two in use). Connections without a finished handshake are
             limited to 32, or two per peer if that is more.
@@ -92,7 +93,7 @@ class CommManager:
         only_memory: bool = False,
         carriers: Carriers | None = None,
         max_rate: float | None = None,
-        secret: auth.Secret | None = None,
+        secret: auth.Secrets | None = None,
         max_connections: int | None = None,
     ):
         described = manifest_bytes(manifest)
@@ -139,6 +140,12 @@ class CommManager:
     def corrupted(self) -> int:
         """Received frames that were refused because they did not match their checksums."""
         return self._member.links.corrupted
+
+    @property
+    def expiry_warnings(self) -> int:
+        """How often this peer has warned that a certificate expires."""
+        transport = self._member.transport
+        return transport.expiry_warnings if isinstance(transport, Expiring) else 0
 
     def start(self) -> None:
         """Listen and serve requests; GossipxError if the address is not available."""

@@ -28,7 +28,7 @@ class Member:
         transport: makes the connections.
         machine: identifier of this machine; empty: memory is not shared.
         carriers: builds side channels for models; None: models use the connections.
-        secret: shared secret of the run; None: no authentication.
+        secret: shared secrets of the run; None: no authentication.
         trust: records which peers and strangers were turned away.
         links: all open connections.
     """
@@ -41,7 +41,7 @@ class Member:
     transport: Transport
     machine: str
     carriers: Carriers | None
-    secret: auth.Secret | None
+    secret: auth.Secrets | None
     trust: Trust
     links: Links
 

@@ -8,26 +8,34 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import logging
 import os
 import shlex
 import socket
 import stat
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gossipx.config.settings import ExchangeSettings
 from gossipx.errors import UsageError
+from gossipx.protocol.fields import MAX_SECRETS
 from gossipx.transports import Transport, tcp
 from gossipx.transports.tls import Tls
-from gossipx.wire.auth import Secret
+from gossipx.transports.watched import WatchedFiles
+from gossipx.wire.auth import FixedSecrets, Secret, Secrets
+
+log = logging.getLogger("gossipx")
 
 SECRET_VARIABLE = "GOSSIPX_SECRET"
-"""Environment variable with the secret; used if --secret-file is not given."""
+"""Environment variable with the secret, or with two on two lines; used if --secret-file is not given."""
 LEAST_SECRET = 16
 """Minimum length of a secret in bytes: 128 bits if they are random, which cannot be guessed."""
 MOST_SECRET = 4096
 """Maximum length of a secret in bytes; a longer file is probably not a secret."""
+_MOST_CONTENT = MAX_SECRETS * (MOST_SECRET + 2)  # with the ends of the lines
 MAKE_SECRET = "(umask 077; openssl rand -hex 32 > secret)"
 _TLS = ("tls_cert", "tls_key", "tls_ca")
 
@@ -38,13 +46,13 @@ class Access:
 
     Attributes:
         transport: TCP, or mutual TLS over TCP.
-        secret: the shared secret; None: there is no authentication by secret.
+        secret: the shared secrets; None: there is no authentication by secret.
         share_memory: whether peers on one machine may use shared memory instead of TCP. False with TLS, whose
             connection authenticates the peers.
     """
 
     transport: Transport
-    secret: Secret | None
+    secret: Secrets | None
     share_memory: bool
 
 
@@ -112,22 +120,56 @@ def is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in found)
 
 
-def _secret(exchange: ExchangeSettings) -> Secret | None:
+class SecretFile:
+    """The secrets in a file, one per line, which are read again when the file has changed; thread-safe.
+
+    Args:
+        file: readable by its owner only.
+
+    Raises:
+        UsageError: the file cannot be used.
+    """
+
+    def __init__(self, file: Path):
+        self._file = file
+        self._watched = WatchedFiles(file)
+        self._lock = threading.Lock()
+        self._secrets = self._read()
+
+    def valid(self) -> Sequence[Secret]:
+        """Return the secrets in the file; those that it had before, with a warning, if it cannot be used any more."""
+        with self._lock:
+            if self._watched.have_changed():
+                try:
+                    self._secrets = self._read()
+                except UsageError as error:
+                    log.warning("%s; the secrets that it had before stay valid", error)
+            return self._secrets
+
+    def _read(self) -> tuple[Secret, ...]:
+        return _checked(_read_own(self._file, "--secret-file"), "--secret-file", self._file)
+
+
+def _secret(exchange: ExchangeSettings) -> Secrets | None:
     if exchange.secret_file is not None:
-        file = Path(exchange.secret_file)
-        return _checked(_read_own(file, "--secret-file"), "--secret-file", file)
+        return SecretFile(Path(exchange.secret_file))
     value = os.environ.get(SECRET_VARIABLE)
-    return None if value is None else _checked(os.fsencode(value), SECRET_VARIABLE)
+    return None if value is None else FixedSecrets(_checked(os.fsencode(value), SECRET_VARIABLE))
 
 
-def _checked(content: bytes, source: str, file: Path | None = None) -> Secret:
-    value = content.rstrip(b"\r\n")
-    if len(value) < LEAST_SECRET:
-        least = f"at least {LEAST_SECRET}, and random: {MAKE_SECRET}"
-        raise UsageError(f"{source} holds {len(value)} bytes, which could be guessed; {least}", file)
-    if len(value) > MOST_SECRET:
+def _checked(content: bytes, source: str, file: Path | None = None) -> tuple[Secret, ...]:
+    """Return the secrets, one per line, of which none may be guessable."""
+    values = [line for line in content.splitlines() if line] or [b""]
+    if len(content) > _MOST_CONTENT or max(map(len, values)) > MOST_SECRET:
         raise UsageError(f"{source} holds more than {MOST_SECRET} bytes: is it another file?", file)
-    return Secret(value)
+    if len(values) > MAX_SECRETS:
+        raise UsageError(f"{source} has {len(values)} lines: one secret per line, and at most {MAX_SECRETS}", file)
+    shortest = min(map(len, values))
+    if shortest < LEAST_SECRET:
+        where = "" if len(values) == 1 else " on a line"
+        least = f"at least {LEAST_SECRET}, and random: {MAKE_SECRET}"
+        raise UsageError(f"{source} holds {shortest} bytes{where}, which could be guessed; {least}", file)
+    return tuple(map(Secret, values))
 
 
 def _read_own(file: Path, option: str) -> bytes:
@@ -140,7 +182,7 @@ def _read_own(file: Path, option: str) -> bytes:
                 raise UsageError(f"{option} is not a regular file", file)
             if mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise UsageError(f"others can read {option}: chmod 600 {shlex.quote(str(file))}", file)
-            return os.read(opened, MOST_SECRET + 3)  # one byte too many, and a line end
+            return os.read(opened, _MOST_CONTENT + 1)
         finally:
             os.close(opened)
     except OSError as error:

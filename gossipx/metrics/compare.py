@@ -65,6 +65,7 @@ class Row:
         poisoned: received models refused because of NaN or Inf; this and the following are summed over peers.
         corrupted: received frames refused because they did not match their checksums.
         strangers: connections turned away because their openers did not prove to belong to the run.
+        expiry_warnings: warnings that a certificate expires.
         suspicions: how often another peer stopped answering.
         set_back: how often a shard's server came back without all of the shard's state; of the worker that saw most.
         unwritten: records of curves, checkpoints and models that could not be written.
@@ -105,6 +106,7 @@ class Row:
     poisoned: float | None
     corrupted: float | None
     strangers: float | None
+    expiry_warnings: float | None
     suspicions: float | None
     set_back: float | None
     unwritten: float | None
@@ -271,6 +273,7 @@ def _counted(runs: Sequence[Summary]) -> dict[str, Any]:
         "poisoned": total(lambda run: run.poisoned),
         "corrupted": total(lambda run: run.corrupted),
         "strangers": total(lambda run: run.strangers),
+        "expiry_warnings": total(lambda run: run.expiry_warnings),
         "suspicions": total(lambda run: run.suspicions),
         "set_back": _sum([max(_present(run.set_back), default=None) for run in runs]),
         "unwritten": total(lambda run: run.unwritten),

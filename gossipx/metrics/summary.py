@@ -62,6 +62,7 @@ class Summary:
         poisoned: received models refused because of NaN or Inf.
         corrupted: received frames refused because they did not match their checksums.
         strangers: connections turned away because their openers did not prove to belong to the run.
+        expiry_warnings: how often a peer has warned that a certificate expires, from 14 days before on.
         suspicions: how often another peer stopped answering; most of them answer again later.
         set_back: how often a shard's server came back without all of the shard's state, as each worker saw it.
         unwritten: records of curves, checkpoints, changes for a server's journal and models that could not be written.
@@ -103,6 +104,7 @@ class Summary:
     poisoned: Figures
     corrupted: Figures
     strangers: Figures
+    expiry_warnings: Figures
     suspicions: Figures
     set_back: Figures
     unwritten: Figures

@@ -26,6 +26,7 @@ MAX_TEXT = 1_000  # characters
 MAX_SECONDS = 7 * 86_400
 MAX_FIGURES = 1_000  # entries in a report
 MAX_SETTINGS = 32
+MAX_SECRETS = 2  # that are valid at a time, so that one can follow the other during a run
 MAX_PARTS = 65_536  # partitions of a shard
 MAX_SECTIONS = 16  # sections of a model: one per dtype
 MAX_SHARD_EVENTS = 1_000  # entries in one record
@@ -262,6 +263,7 @@ Flag = Annotated[bool, _flag]
 Text = Annotated[str, _text]
 Ascii = Annotated[str, _ascii]
 Key = Annotated[str, hexadecimal(64)]
+Proofs = Annotated[tuple[str, ...], listed(hexadecimal(64), "proofs", MAX_SECRETS, 1)]
 Digest = Annotated[str, _digest]
 """The checksum of a model, of 128 bits; empty: no model."""
 Texts = Annotated[Mapping[str, str], named(_text, "texts", MAX_SETTINGS)]

@@ -21,11 +21,12 @@ class EarlierTotals:
     poisoned: int = 0
     corrupted: int = 0
     strangers: int = 0
+    expiry_warnings: int = 0
     suspicions: int = 0
     set_back: int = 0
 
 
-FAULTS = ("poisoned", "corrupted", "strangers", "suspicions", "set_back")
+FAULTS = ("poisoned", "corrupted", "strangers", "expiry_warnings", "suspicions", "set_back")
 """The counters of faults, which :class:`~gossipx.metrics.summary.Summary` explains."""
 
 _SAVED = ("blocked", "waited", "overhead", "distance")

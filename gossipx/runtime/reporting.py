@@ -173,6 +173,7 @@ class Reporter:
             "poisoned": self._role.poisoned,
             "corrupted": self._comm.corrupted,
             "strangers": self._comm.trust.strangers,
+            "expiry_warnings": self._comm.expiry_warnings,
             "suspicions": self._role.members.suspicions,
             "set_back": self._role.set_back,
         }

@@ -104,6 +104,15 @@ class SharesMemory(Protocol):
         """
 
 
+@runtime_checkable
+class Expiring(Protocol):
+    """A transport whose certificates expire."""
+
+    @property
+    def expiry_warnings(self) -> int:
+        """How often this peer has warned that a certificate expires."""
+
+
 class Carrier(Protocol):
     """A side channel for payloads, from the side that accepted a connection to the side that opened it.
 

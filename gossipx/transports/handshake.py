@@ -42,23 +42,23 @@ from gossipx.wire.agreement import difference, objection
 Visits: TypeAlias = Mapping[str, Callable[[], dict[str, object]]]
 
 
-def prove(link: Link, secret: auth.Secret, me: Hello, to: str, deadline: float) -> None:
-    """Open a connection of a run with a secret: both sides prove that they know it. :func:`greet` follows.
+def prove(link: Link, secrets: auth.Secrets, me: Hello, to: str, deadline: float) -> None:
+    """Open a connection of a run with a secret: both sides prove that they know one. :func:`greet` follows.
 
     Raises:
         NotAuthorisedError: one side failed to prove it.
     """
-    opener = auth.Opener(secret, run=me.peers, name=me.name, to=to, nonce=os.urandom(auth.NONCE_BYTES))
+    opener = auth.Opener(secrets.valid(), run=me.peers, name=me.name, to=to, nonce=os.urandom(auth.NONCE_BYTES))
     asked = cast(Challenge, link.request(opener.opened, 0, deadline).message)
     accepted = cast(Accepted, link.request(opener.challenged(asked), 0, deadline).message)
     link.secure(opener.accepted(accepted))
 
 
-def challenge(link: Link, secret: auth.Secret, me: Hello, deadline: float) -> None:
+def challenge(link: Link, secrets: auth.Secrets, me: Hello, deadline: float) -> None:
     """Accept a connection of a run with a secret, as counterpart of :func:`prove`. :func:`admit` follows.
 
     Raises:
-        NotAuthorisedError: the opener did not prove that it knows the secret.
+        NotAuthorisedError: the opener did not prove that it knows a secret of the run.
         ProtocolError: the opener did not try, or meant another peer.
     """
     opened = _first(link, deadline)
@@ -66,7 +66,7 @@ def challenge(link: Link, secret: auth.Secret, me: Hello, deadline: float) -> No
         raise _turn_away(link, "this run has a secret; give every peer the same --secret-file", deadline)
     if not isinstance(opened, Open):
         raise ProtocolError(f"it began with {type(opened).__name__}, not Open")
-    answerer = auth.Answerer(secret, os.urandom(auth.NONCE_BYTES))
+    answerer = auth.Answerer(secrets.valid(), os.urandom(auth.NONCE_BYTES))
     link.send(frames.encode(answerer.opened(opened), 0, checks=link.checks), deadline)
     proof = link.receive(deadline).message
     if not isinstance(proof, Proof):

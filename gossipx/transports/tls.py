@@ -10,6 +10,9 @@ not know yet which peer connects, so it checks all but the host; :meth:`TlsStrea
 makes its handshake on its first receive or send, so the thread that accepts connections never waits for a remote side
 that is not authenticated yet.
 
+Files that are replaced during a run are read again for the next connection. If they cannot be used, such as a new
+certificate whose key has not been copied yet, what was read before stays in use.
+
 The server sends no session tickets. A client that writes and closes would leave them unread, and closing a TCP
 connection with unread bytes may discard what was written, without an error from TLS. Callers that must know that their
 bytes have arrived ask for an acknowledgement.
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import ssl
 import threading
 import time
@@ -38,7 +42,10 @@ from gossipx.errors import (
 )
 from gossipx.memory import ByteObserver
 from gossipx.transports import Address, Listener, Stream, Transport, tcp, validity
-from gossipx.transports.validity import Reminder
+from gossipx.transports.validity import Reminder, Validity
+from gossipx.transports.watched import WatchedFiles
+
+log = logging.getLogger("gossipx")
 
 # Bytes of plain text encrypted per send: enough to make the system call cheap in comparison.
 _PIECE = 256 * 1024
@@ -336,15 +343,16 @@ class Tls:
     def __init__(self, certificate: Path, key: Path, authority: Path, below: Transport = tcp):
         self._below = below
         self._files = certificate, key, authority
-        self._server = self._context(ssl.PROTOCOL_TLS_SERVER)
-        self._server.num_tickets = 0
-        self._client = self._context(ssl.PROTOCOL_TLS_CLIENT)
-        # Only subject alternative names count; the common name is for people to read.
-        self._client.hostname_checks_common_name = False
+        self._watched = WatchedFiles(*self._files)
+        self._lock = threading.Lock()  # held while the files are read
+        self._server, self._client, certificates = self._load()
         self._spare: list[memoryview] = []
-        authorities = validity.read(authority)
-        # Of several CAs, only one may matter.
-        self._dates = Reminder([*validity.read(certificate), *(authorities if len(authorities) == 1 else [])])
+        self._dates = Reminder(certificates)
+
+    @property
+    def expiry_warnings(self) -> int:
+        """How often this peer has warned that a certificate expires."""
+        return self._dates.warnings
 
     def listen(self, address: Address) -> TlsListener:
         """Listen; see :class:`gossipx.transports.Transport`. Warns if a certificate expires soon."""
@@ -366,12 +374,40 @@ class Tls:
         return stream
 
     def _wrap(self, below: Stream, host: str | None = None) -> TlsStream:
+        self._renew()
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         if host is None:
             tls = self._server.wrap_bio(incoming, outgoing, server_side=True)
         else:
             tls = self._client.wrap_bio(incoming, outgoing, server_hostname=host)
         return TlsStream(below, tls, incoming, outgoing, host, self._spare, self._dates)
+
+    def _renew(self) -> None:
+        """Read the files again if one has changed."""
+        with self._lock:
+            if not self._watched.have_changed():
+                return
+            try:
+                self._server, self._client, certificates = self._load()
+            except UsageError as error:
+                log.warning("%s; what was read before stays in use", error)
+                return
+            self._dates.renew(certificates)
+
+    def _load(self) -> tuple[ssl.SSLContext, ssl.SSLContext, list[Validity]]:
+        """Read the files; return OpenSSL's state of either side, and when the certificates are valid."""
+        certificate, _, authority = self._files
+        server = self._context(ssl.PROTOCOL_TLS_SERVER)
+        server.num_tickets = 0
+        client = self._context(ssl.PROTOCOL_TLS_CLIENT)
+        # Only subject alternative names count; the common name is for people to read.
+        client.hostname_checks_common_name = False
+        with _reading(certificate, "--tls-cert", "a certificate"):
+            own = validity.read(certificate)
+        with _reading(authority, "--tls-ca", "a CA's certificate"):
+            authorities = validity.read(authority)
+        # Of several CAs, only one may matter.
+        return server, client, [*own, *(authorities if len(authorities) == 1 else [])]
 
     def _context(self, protocol: ssl._SSLMethod) -> ssl.SSLContext:
         certificate, key, authority = self._files

@@ -18,7 +18,7 @@ from pathlib import Path
 
 log = logging.getLogger("gossipx")
 
-WARN_AT = (7 * 86400.0, 86400.0, 3600.0, 0.0)
+WARN_AT = (14 * 86400.0, 7 * 86400.0, 86400.0, 3600.0, 0.0)
 """Seconds before the end at which the user is warned: in time to issue a new certificate, then as a reminder."""
 _PEM = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _CONTEXT, _UTC_TIME = 0xA0, 0x17  # tags of DER: the optional version, and a time with a year of two digits
@@ -54,14 +54,23 @@ class Reminder:
 
     Args:
         certificates: their validity.
+
+    Attributes:
+        warnings: number of warnings so far.
     """
 
     def __init__(self, certificates: Sequence[Validity]):
-        self._certificates = certificates
-        self._first = min(certificates, key=lambda one: one.ends, default=None)
+        self.warnings = 0
         self._lock = threading.Lock()
-        # Of a certificate that has expired already the other side tells in the handshake.
-        self._due = math.inf if self.fault() else self._next_after(0.0)
+        self.renew(certificates)
+
+    def renew(self, certificates: Sequence[Validity]) -> None:
+        """Warn of these certificates from now on."""
+        with self._lock:
+            self._certificates = certificates
+            self._first = min(certificates, key=lambda one: one.ends, default=None)
+            # Of a certificate that has expired already the other side tells in the handshake.
+            self._due = math.inf if self.fault() else self._next_after(0.0)
 
     def fault(self) -> str:
         """Return what is wrong with the dates of the certificates by this machine's clock; empty: nothing."""
@@ -76,13 +85,16 @@ class Reminder:
             if now < self._due:
                 return
             self._due = self._next_after(now)
-        assert self._first is not None
-        ends = datetime.datetime.fromtimestamp(self._first.ends, datetime.timezone.utc)
-        what = "has expired" if now >= self._first.ends else f"expires in {_span(self._first.ends - now)}"
+            self.warnings += 1
+            first = self._first
+        assert first is not None
+        ends = datetime.datetime.fromtimestamp(first.ends, datetime.timezone.utc)
+        what = "has expired" if now >= first.ends else f"expires in {_span(first.ends - now)}"
         message = (
-            "%s: the certificate %s (%s UTC), and new connections then fail: issue another one, and restart with it"
+            "%s: the certificate %s (%s UTC), and new connections then fail: replace the file and its key by new ones,"
+            " which running peers read"
         )
-        log.warning(message, self._first.file, what, f"{ends:%Y-%m-%d %H:%M}")
+        log.warning(message, first.file, what, f"{ends:%Y-%m-%d %H:%M}")
 
     def _next_after(self, now: float) -> float:
         """Return the time of the first warning that is due after ``now``; infinite: no warning is left."""

@@ -15,7 +15,7 @@ from typing import Annotated, Protocol, runtime_checkable
 
 from gossipx.errors import NotAuthorisedError, ProtocolError, RefusedError
 from gossipx.memory import copy
-from gossipx.protocol.fields import MAX_RANKS, Key, Rank, Report, Text, Texts, integer, kind, octets, one_of
+from gossipx.protocol.fields import MAX_RANKS, Key, Proofs, Rank, Report, Text, Texts, integer, kind, octets, one_of
 from gossipx.protocol.messages import (
     AcceptReply,
     ArriveRequest,
@@ -135,15 +135,18 @@ class Challenge:
 @kind(8)
 @dataclass(frozen=True)
 class Proof:
-    """The opener's proof that it knows the secret, 64 hexadecimal digits."""
+    """The opener's proofs that it knows the secret, 64 hexadecimal digits each: one for each secret that it has."""
 
-    proof: Key
+    proofs: Proofs
 
 
 @kind(9)
 @dataclass(frozen=True)
 class Accepted:
-    """The reply to :class:`Proof`: the answerer's own proof. All later frames are authenticated."""
+    """The reply to :class:`Proof`: the answerer's own proof, by one of the opener's secrets.
+
+    All later frames are authenticated.
+    """
 
     proof: Key
 

@@ -7,7 +7,7 @@ It keeps processes that do not know the secret out of a run. It opens no socket,
     opener                                      answerer
       Open(nonce, run, opener, answerer)  ────→
                                           ←────  Challenge(nonce)
-      Proof(proof)                        ────→  if wrong: NotAuthorised, without details
+      Proof(proofs)                       ────→  if wrong: NotAuthorised, without details
       if wrong: close                     ←────  Accepted(proof)
       Hello and all later frames, each part of each frame with a MAC, both ways
 
@@ -15,6 +15,9 @@ Both proofs and both keys are derived from the secret by HKDF with SHA-256 (RFC 
 salt, and expanded over a label that contains the purpose, the side, the protocol version, the run and both names. Each
 value is thus an HMAC-SHA256 over all of these, and none can stand in for another: a reflected proof is that of the
 wrong side, and a replayed one belongs to other nonces.
+
+While a secret is replaced, a peer has two. The opener proves both, and the answerer uses the first of its own that
+the opener has proven. So the order in which machines get the new secret does not matter.
 
 The opener proves first, because anybody may connect, but only the owner of a peer's address can be connected to. A
 process without the secret learns nothing but a nonce.
@@ -30,7 +33,9 @@ from __future__ import annotations
 import enum
 import hashlib
 import hmac
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from gossipx.errors import NotAuthorisedError, ProtocolError, StrangerError
 from gossipx.wire import Accepted, Challenge, Open, Proof, frames
@@ -49,6 +54,23 @@ class Secret:
 
     def __repr__(self) -> str:
         return "Secret(...)"
+
+
+class Secrets(Protocol):
+    """The secrets of a run, which may be replaced while it continues."""
+
+    def valid(self) -> Sequence[Secret]:
+        """Return the secrets that are accepted now, of which the first is preferred."""
+
+
+@dataclass(frozen=True)
+class FixedSecrets:
+    """Secrets that stay the same during the run."""
+
+    secrets: tuple[Secret, ...]
+
+    def valid(self) -> Sequence[Secret]:
+        return self.secrets
 
 
 class Side(enum.Enum):
@@ -95,7 +117,7 @@ class Opener:
     """The side that connects.
 
     Args:
-        secret: shared by the run.
+        secrets: shared by the run.
         run: id of the run.
         name: of this peer.
         to: name of the peer that should answer.
@@ -105,58 +127,58 @@ class Opener:
         opened: the first message to send.
     """
 
-    def __init__(self, secret: Secret, *, run: str, name: str, to: str, nonce: bytes):
+    def __init__(self, secrets: Sequence[Secret], *, run: str, name: str, to: str, nonce: bytes):
         self.opened = Open(nonce.hex(), run, name, to)
-        self._secret = secret
-        self._keys: _Keys | None = None
+        self._secrets = secrets
+        self._keys: list[_Keys] = []
 
     def challenged(self, challenge: Challenge) -> Proof:
-        """Handle the answerer's nonce; return the proof to send."""
-        self._keys = _Keys(self._secret, self.opened, challenge.nonce)
-        return Proof(self._keys.derive(b"proof", Side.OPENER).hex())
+        """Handle the answerer's nonce; return the proofs to send."""
+        self._keys = [_Keys(secret, self.opened, challenge.nonce) for secret in self._secrets]
+        return Proof(tuple(keys.derive(b"proof", Side.OPENER).hex() for keys in self._keys))
 
     def accepted(self, accepted: Accepted) -> Session:
         """Check the answerer's proof.
 
         Raises:
-            StrangerError: it is wrong; a peer that knows the secret would have rejected our proof instead.
+            StrangerError: it is wrong; a peer that knows a secret would have rejected our proofs instead.
         """
-        keys = _known(self._keys)
-        if not keys.proves(accepted.proof, Side.ANSWERER):
-            raise StrangerError("not authorised: the process at this address does not know the run's secret")
-        return keys.session(Side.OPENER)
+        for keys in _known(self._keys):
+            if keys.proves(accepted.proof, Side.ANSWERER):
+                return keys.session(Side.OPENER)
+        raise StrangerError("not authorised: the process at this address does not know the run's secret")
 
 
 class Answerer:
     """The side that was connected to.
 
     Args:
-        secret: shared by the run.
+        secrets: shared by the run.
         nonce: random, of NONCE_BYTES.
     """
 
-    def __init__(self, secret: Secret, nonce: bytes):
-        self._secret = secret
+    def __init__(self, secrets: Sequence[Secret], nonce: bytes):
+        self._secrets = secrets
         self._nonce = nonce.hex()
-        self._keys: _Keys | None = None
+        self._keys: list[_Keys] = []
 
     def opened(self, opened: Open) -> Challenge:
         """Return the challenge by which the other side proves that it is ``opened.opener``."""
-        self._keys = _Keys(self._secret, opened, self._nonce)
+        self._keys = [_Keys(secret, opened, self._nonce) for secret in self._secrets]
         return Challenge(self._nonce)
 
     def proven(self, proof: Proof) -> tuple[Accepted, Session]:
-        """Check the opener's proof; return the reply, after which all frames are authenticated.
+        """Check the opener's proofs; return the reply, after which all frames are authenticated.
 
         The caller must still check with :func:`misdirected` that ``session.opened`` is meant for this peer.
 
         Raises:
-            NotAuthorisedError: it is wrong. The opener may be sent :data:`REFUSAL`.
+            NotAuthorisedError: all are wrong. The opener may be sent :data:`REFUSAL`.
         """
-        keys = _known(self._keys)
-        if not keys.proves(proof.proof, Side.OPENER):
-            raise NotAuthorisedError(f"not authorised: {REFUSAL}")
-        return Accepted(keys.derive(b"proof", Side.ANSWERER).hex()), keys.session(Side.ANSWERER)
+        for keys in _known(self._keys):
+            if any(keys.proves(one, Side.OPENER) for one in proof.proofs):
+                return Accepted(keys.derive(b"proof", Side.ANSWERER).hex()), keys.session(Side.ANSWERER)
+        raise NotAuthorisedError(f"not authorised: {REFUSAL}")
 
 
 def misdirected(opened: Open, name: str) -> str | None:
@@ -170,7 +192,7 @@ def misdirected(opened: Open, name: str) -> str | None:
 
 
 class _Keys:
-    """Derives keys and proofs of one connection; ``nonce`` is the answerer's."""
+    """Derives keys and proofs of one connection from one secret; ``nonce`` is the answerer's."""
 
     def __init__(self, secret: Secret, opened: Open, nonce: str):
         self._opened = opened
@@ -194,8 +216,8 @@ class _Keys:
         return Session(checks[side], checks[other], self._opened)
 
 
-def _known(keys: _Keys | None) -> _Keys:
-    if keys is None:
+def _known(keys: Sequence[_Keys]) -> Sequence[_Keys]:
+    if not keys:
         raise ProtocolError("a proof was received before both nonces")
     return keys
 

@@ -7,7 +7,9 @@ import dataclasses
 import logging
 import os
 import random
+import shutil
 import socket
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,20 +17,22 @@ from typing import Any
 
 import managers
 import pytest
-from certificates import Authority
+from certificates import Authority, Identity
 from managers import LONG, Heard, Host, Run, frame, knock, read_frame
 
+from gossipx.config.security import SecretFile
 from gossipx.errors import GossipxError, NotAuthorisedError, ProtocolError, StrangerError
 from gossipx.protocol.fields import SMALL_METADATA, kind_of
 from gossipx.protocol.messages import HereReply, LeaveRequest, ModelReply, PullRequest, RoundRequest, Stage
 from gossipx.transports import Address, handshake
 from gossipx.transports.link import Link
 from gossipx.wire import Challenge, Hello, NotAuthorised, Open, Proof, Refused, frames
-from gossipx.wire.auth import Secret
+from gossipx.wire.auth import FixedSecrets, Secret
 from runs import open_files
 
 start, heard = managers.start, managers.heard
-SECRET, WRONG = Secret(b"the secret of these tests"), Secret(b"another one, of somebody else")
+SECRET = FixedSecrets((Secret(b"the secret of these tests"),))
+WRONG = FixedSecrets((Secret(b"another one, of somebody else"),))
 Start = Callable[[int], Run]
 
 
@@ -105,12 +109,83 @@ def test_a_wrong_secret_is_refused_and_logged_once(start: Start, heard: Heard) -
 
 
 @pytest.mark.parametrize(("own", "others"), [(SECRET, None), (None, SECRET)])
-def test_a_secret_on_one_side_alone_is_refused(start: Start, own: Secret | None, others: Secret | None) -> None:
+def test_a_secret_on_one_side_alone_is_refused(
+    start: Start, own: FixedSecrets | None, others: FixedSecrets | None
+) -> None:
     run = start(2)
     a, _ = run.host(0, secret=own), run.host(1, secret=others)
     error = failure(a, 1)
     assert isinstance(error, NotAuthorisedError)
     assert "give every peer the same --secret-file" in str(error)
+
+
+def hang_up(host: Host, to: int) -> None:
+    """Close idle connections, so that the next request opens a new one."""
+    for link in host.comm._member.links._idle[to]:
+        link.stream.abort()
+
+
+def both_connect(run: Run) -> None:
+    for one, other in ((0, 1), (1, 0)):
+        hang_up(run.hosts[one], other)
+        assert run.hosts[one].ask(other, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+
+
+def test_a_secret_is_rotated_while_peers_connect(start: Start, tmp_path: Path) -> None:
+    """By the commands of docs/security.md, one machine after the other; every connection between is new."""
+    run, files = start(2), [tmp_path / "secret-0", tmp_path / "secret-1"]
+    new = tmp_path / "new"
+    new.write_text("the new secret of this run\n")
+    for file in files:
+        file.touch(0o600)
+        file.write_text("the old secret of this run\n")
+    a, b = (run.host(rank, secret=SecretFile(file)) for rank, file in enumerate(files))
+    a.serve(b"")
+    b.serve(b"")
+    both_connect(run)
+    for command in ("cat new >> {}", "cat new > {}"):
+        for file in files:
+            subprocess.run(command.format(file), shell=True, check=True, cwd=tmp_path)
+            both_connect(run)
+    assert files[0].read_text() == new.read_text()
+    assert a.comm.trust.strangers == b.comm.trust.strangers == 0
+    stale = run.host(1, secret=FixedSecrets((Secret(b"the old secret of this run"),)))
+    assert isinstance(failure(stale, 0), NotAuthorisedError)
+
+
+def copied(identity: Identity, folder: Path) -> Identity:
+    folder.mkdir()
+    own = Identity(folder / "cert.pem", folder / "key.pem", folder / "ca.pem")
+    shutil.copy(identity.certificate, own.certificate)
+    shutil.copy(identity.key, own.key)
+    shutil.copy(identity.authority, own.authority)
+    return own
+
+
+def test_certificates_are_replaced_while_peers_connect(start: Start, heard: Heard, tmp_path: Path) -> None:
+    """A second CA is trusted first; then its certificates replace those of the first, and then the first CA goes."""
+    old, new, run = Authority(tmp_path / "old"), Authority(tmp_path / "new", "another CA"), start(2)
+    own = [copied(old.issue(), tmp_path / f"host-{number}") for number in range(2)]
+    a, b = (run.host(rank, transport=identity.transport()) for rank, identity in enumerate(own))
+    a.serve(b"")
+    b.serve(b"")
+    both_connect(run)
+    for identity in own:
+        identity.authority.write_bytes(old.file.read_bytes() + new.file.read_bytes())
+        both_connect(run)
+    for identity in own:
+        issued = new.issue()
+        shutil.copy(issued.certificate, identity.certificate)
+        both_connect(run)  # the certificate's key is still missing, so the old pair stays in use
+        assert "is not the private key of" in heard.wait("what was read before stays in use").getMessage()
+        shutil.copy(issued.key, identity.key)
+        both_connect(run)
+    for identity in own:
+        shutil.copy(new.file, identity.authority)
+        both_connect(run)
+    assert a.comm.trust.strangers == b.comm.trust.strangers == 0
+    stale = run.host(1, transport=dataclasses.replace(old.issue(), authority=new.file).transport())
+    assert isinstance(failure(stale, 0), NotAuthorisedError)
 
 
 def test_one_stranger_makes_nobody_an_outcast(start: Start) -> None:
@@ -149,7 +224,7 @@ def test_a_stranger_is_told_nothing_about_the_run(start: Start) -> None:
     assert answer.message == NotAuthorised("this run has a secret; give every peer the same --secret-file")
     with knock(b) as stream:
         stream.sendall(frame(Open("0" * 64, "the same list", "peer-00", "another")))
-        stream.sendall(frame(Proof("0" * 64)))
+        stream.sendall(frame(Proof(("0" * 64,))))
         stream.shutdown(socket.SHUT_WR)
         told = everything(stream)
     assert b"peer-0" not in told
@@ -163,7 +238,7 @@ GARBAGE = {
     "random": random.Random(0).randbytes(300),
     "half an opening": frame(Open("0" * 64, "the same list", "peer-00", "peer-01"))[:-5],
     "a request": frame(PullRequest(1, 30.0)),
-    "a proof at once": frame(Proof("0" * 64)),
+    "a proof at once": frame(Proof(("0" * 64,))),
     "a challenge": frame(Challenge("0" * 64)),
     "no proof": frame(Open("0" * 64, "a", "b", "c")) + frame(PullRequest(1, 30.0)),
     "huge lengths": frames._HEADER.pack(b"GSPX", frames.VERSION, 6, 0, 2**32 - 1, 2**63) + bytes(8),
@@ -198,7 +273,7 @@ def test_a_peer_of_another_version_learns_ours(start: Start) -> None:
 
 @pytest.mark.parametrize("secret", [None, SECRET])
 @pytest.mark.fault(14)
-def test_a_stranger_cannot_make_a_peer_allocate(start: Start, heard: Heard, secret: Secret | None) -> None:
+def test_a_stranger_cannot_make_a_peer_allocate(start: Start, heard: Heard, secret: FixedSecrets | None) -> None:
     """Not even with messages that may be large between members."""
     b = start(2).host(1, secret=secret)
     with knock(b) as stream:

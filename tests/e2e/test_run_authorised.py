@@ -15,11 +15,12 @@ import pytest
 from certificates import Authority, Identity
 from seeds import some
 
-from runs import Ended, Folder, Process, Run, differences, folder, free_ports, one_line
+from runs import TEN_LINES, Ended, Folder, Process, Run, differences, folder, free_ports, one_line
 
 WITH_SCRIPT = ("--peer-timeout", "10", "--policy", "tau:5")
 BRIEF = ("--iterations", "30", "--batch-size", "8", "--eval-interval", "0", *WITH_SCRIPT)
 SECRET, WRONG = "the secret of this run, which is long", "another secret, of somebody else"
+NEXT = "the next secret of this run, as long"
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is loopback on Linux alone")
 
@@ -78,6 +79,35 @@ def test_the_one_with_the_wrong_secret_ends_by_exit_code_5_and_the_others_train(
     for value in (SECRET, WRONG):
         assert not any(value.encode() in content for content in files)
         assert not any(value in text for text in shown)
+
+
+def test_a_peer_with_the_next_secret_joins_a_run_that_began_with_the_last_one(place: Folder) -> None:
+    """The peers that train get the new secret, and lose the old one, as docs/security.md says, without a restart."""
+    script = place.script(
+        TEN_LINES
+        + """
+with peer:
+    print("trains", flush=True)
+    while not all_have(peer, "mixed", peer._role.sync.retrievals > 0, range(3)):
+        train(peer, model, optimizer, peer.iteration + 20)
+"""
+    )
+    owned = {host: secret(place, f"secret-{host}", SECRET) for host in (1, 2)}
+    new = secret(place, "new", NEXT)
+    options = ("--peer-timeout", "5", script, place.path)
+    runs = {host: start(place, host, "--secret-file", file, *options) for host, file in owned.items()}
+    for run in runs.values():
+        run.line("trains")
+    for file in owned.values():
+        file.write_text(file.read_text() + new.read_text())
+    for file in owned.values():
+        file.write_text(new.read_text())
+    runs[3] = start(place, 3, "--secret-file", new, *options)
+    ended = {host: run.end() for host, run in runs.items()}
+    agreed(place, ended)
+    for host, end in ended.items():
+        assert not any(Run(place.path / f"host{host}", end).summary["strangers"]), end.shown
+        assert SECRET not in end.output + end.errors and NEXT not in end.output + end.errors
 
 
 @pytest.mark.slow

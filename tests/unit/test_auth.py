@@ -23,12 +23,12 @@ SECRET = Secret(b"sixteen bytes or more of it")
 NONCES = bytes(range(32)), bytes(range(100, 132))
 
 
-def opener(secret: Secret = SECRET, nonce: bytes = NONCES[0]) -> Opener:
-    return Opener(secret, run="the list", name="ada", to="bob", nonce=nonce)
+def opener(*secrets: Secret, nonce: bytes = NONCES[0]) -> Opener:
+    return Opener(secrets or (SECRET,), run="the list", name="ada", to="bob", nonce=nonce)
 
 
-def answerer(secret: Secret = SECRET, nonce: bytes = NONCES[1]) -> Answerer:
-    return Answerer(secret, nonce)
+def answerer(*secrets: Secret, nonce: bytes = NONCES[1]) -> Answerer:
+    return Answerer(secrets or (SECRET,), nonce)
 
 
 def shake_hands(
@@ -88,7 +88,7 @@ def test_a_proof_is_the_hmac_of_both_nonces_the_run_the_side_the_names_and_the_v
     key = hmac.digest(NONCES[0] + NONCES[1], SECRET.value, "sha256")  # RFC 5869, extract
     parts = [b"gossipx", b"proof", b"opener", frames.VERSION.to_bytes(2, "big"), b"the list", b"ada", b"bob"]
     info = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
-    assert proof.proof == hmac.digest(key, info + b"\1", "sha256").hex()  # ... and expand
+    assert proof.proofs == (hmac.digest(key, info + b"\1", "sha256").hex(),)  # ... and expand
 
 
 def test_a_stranger_learns_a_nonce_and_nothing_else() -> None:
@@ -107,6 +107,24 @@ def test_a_wrong_secret_is_refused_by_either_side() -> None:
     accepted, _ = impostor[1].proven(impostor[0].challenged(impostor[1].opened(impostor[0].opened)))
     with pytest.raises(StrangerError):
         one.accepted(accepted)
+
+
+OLD, NEW = Secret(b"the old secret of the run"), Secret(b"the new secret of the run")
+STAGES = [(OLD,), (OLD, NEW), (NEW, OLD), (NEW,)]
+
+
+@pytest.mark.parametrize("own", range(4))
+@pytest.mark.parametrize("others", range(4))
+def test_machines_one_step_apart_in_a_rotation_admit_each_other(own: int, others: int) -> None:
+    """The operator's steps: add the new secret as the second line, swap the lines, remove the old one."""
+    one, other = opener(*STAGES[own]), answerer(*STAGES[others])
+    if {own, others} == {0, 3}:  # no secret in common
+        with pytest.raises(NotAuthorisedError, match="secrets differ"):
+            shake_hands(one, other)
+        return
+    session, theirs = shake_hands(one, other)
+    assert Receiver(theirs).take(whole(session, PullRequest(1, 30.0))) == [PullRequest(1, 30.0)]
+    assert Receiver(session).take(whole(theirs, PullRequest(2, 30.0))) == [PullRequest(2, 30.0)]
 
 
 @pytest.mark.parametrize("field", ["nonce", "run", "opener", "answerer"])
@@ -134,7 +152,9 @@ def test_no_bit_of_a_nonce_or_a_proof_can_be_changed_on_the_way(which: type, bit
     def flip(message: Message) -> Message:
         if not isinstance(message, which):
             return message
-        name = "nonce" if isinstance(message, Open | Challenge) else "proof"
+        if isinstance(message, Proof):
+            return Proof((f"{int(message.proofs[0], 16) ^ 1 << bit:064x}",))
+        name = "proof" if isinstance(message, Accepted) else "nonce"
         value = int(getattr(message, name), 16) ^ 1 << bit
         return dataclasses.replace(message, **{name: f"{value:064x}"})
 
@@ -163,7 +183,7 @@ def test_a_reflected_proof_is_refused() -> None:
     one = opener()
     proof = one.challenged(Challenge(NONCES[1].hex()))
     with pytest.raises(StrangerError):
-        one.accepted(Accepted(proof.proof))
+        one.accepted(Accepted(proof.proofs[0]))
 
 
 @pytest.mark.fault(19)
@@ -171,7 +191,7 @@ def test_a_reflected_nonce_is_useless() -> None:
     one = opener()
     proof = one.challenged(Challenge(one.opened.nonce))
     with pytest.raises(StrangerError):
-        one.accepted(Accepted(proof.proof))
+        one.accepted(Accepted(proof.proofs[0]))
 
 
 @pytest.mark.fault(19)
@@ -185,7 +205,7 @@ def test_a_connection_relayed_to_its_opener_or_to_a_third_peer_is_refused() -> N
 
 def test_proofs_out_of_order_are_refused() -> None:
     with pytest.raises(ProtocolError):
-        answerer().proven(Proof("0" * 64))
+        answerer().proven(Proof(("0" * 64,)))
     with pytest.raises(ProtocolError):
         opener().accepted(Accepted("0" * 64))
 

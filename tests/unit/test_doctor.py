@@ -25,7 +25,7 @@ from gossipx.tools.doctor.verdicts import REACH, verdicts
 from gossipx.transports import Address, checkup, handshake, tcp
 from gossipx.transports.links import Links
 from gossipx.wire import CheckupRequest, Hello, Welcome
-from gossipx.wire.auth import Secret
+from gossipx.wire.auth import FixedSecrets, Secret
 from gossipx.wire.frames import VERSION
 
 FACTS = {"role": "doctor", "gossipx": "1.0", "torch": "2.13.0+cpu", "python": "3.11.7", "protocol": 4, "model": ""}
@@ -332,7 +332,10 @@ def test_the_command_prints_one_verdict_per_line_and_json_for_programs(tmp_path:
 # --- requests to a run ------------------------------------------------------------------------------
 
 
-def asked(first: CheckupRequest, secret: Secret | None = None) -> tuple[Any, BaseException | None]:
+SECRET = FixedSecrets((Secret(b"0123456789abcdef"),))
+
+
+def asked(first: CheckupRequest, secret: FixedSecrets | None = None) -> tuple[Any, BaseException | None]:
     """Return the reply of a run's peer to the first request on a connection, and the error that the peer raised."""
     me, other = (Hello(rank, name, 2, "digest", "model") for rank, name in enumerate("ab"))
     links = Links("a", 2, 10.0)
@@ -373,8 +376,8 @@ def time_limit() -> float:
     return time.monotonic() + 10
 
 
-@pytest.mark.parametrize("secret", [None, Secret(b"0123456789abcdef")])
-def test_a_peer_of_a_run_reveals_its_facts_and_nothing_else(secret: Secret | None) -> None:
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_a_peer_of_a_run_reveals_its_facts_and_nothing_else(secret: FixedSecrets | None) -> None:
     answer, ended = asked(CheckupRequest("b", "facts"), secret)
     assert ended is None, "the connection is still good for a peer's Hello"
     assert answer.report["role"] == "run" and answer.report["model"] == "model" and answer.report["protocol"] == VERSION
@@ -391,7 +394,7 @@ def test_a_stranger_learns_nothing() -> None:
     def serve() -> None:
         link = links.add(listener.accept())
         try:
-            handshake.challenge(link, Secret(b"0123456789abcdef"), Hello(0, "a", 2, "", ""), time_limit())
+            handshake.challenge(link, SECRET, Hello(0, "a", 2, "", ""), time_limit())
         except NotAuthorisedError as error:
             refused.append(error)
         finally:

@@ -60,6 +60,7 @@ REPORT = {
     "poisoned": 0,
     "corrupted": 0,
     "strangers": 0,
+    "expiry_warnings": 0,
     "suspicions": 0,
     "set_back": 0,
 }
@@ -264,9 +265,9 @@ def test_skipped_decisions_are_compared() -> None:
 
 @pytest.mark.fault(12, 15, 22, 57)
 def test_faults_of_all_peers_are_compared() -> None:
-    faults = ("poisoned", "corrupted", "strangers", "suspicions", "unwritten")
+    faults = ("poisoned", "corrupted", "strangers", "expiry_warnings", "suspicions", "unwritten")
     [row] = compare([summary({**REPORT, **dict.fromkeys(faults, 2)}, None, {**REPORT, **dict.fromkeys(faults, 3)})])
-    assert [getattr(row, fault) for fault in faults] == [5] * 5
+    assert [getattr(row, fault) for fault in faults] == [5] * 6
 
 
 @pytest.mark.fault(44)

@@ -45,7 +45,9 @@ PATTERN = re.compile(
 
 def files() -> Iterator[Path]:
     """All that people read here, but for what is generated."""
-    yield from (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "setup.cfg", ".ci/run"))
+    yield from (
+        ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "setup.cfg", ".ci/run")
+    )
     for folder in ("gossipx", "tests", "bin", "docs", "examples", "topologies"):
         for path in sorted((ROOT / folder).rglob("*")):
             if (

@@ -8,6 +8,7 @@ import os
 import socket
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from gossipx.errors import UsageError
 from gossipx.tools import certs
 from gossipx.transports import Address, tcp
 from gossipx.transports.tls import Tls
+from gossipx.wire.auth import Secret, Secrets
 
 SECRET = "0123456789abcdef" * 4
 
@@ -104,7 +106,7 @@ def test_tls_needs_all_three_files_and_excludes_a_secret(tmp_path: Path, monkeyp
 def test_a_secret_is_the_file_without_the_end_of_its_line(end: str, tmp_path: Path) -> None:
     granted = grant(ExchangeSettings(secret_file=secret_file(tmp_path, SECRET + end)), "0.0.0.0")
     assert granted.secret is not None
-    assert granted.secret.value == SECRET.encode()
+    assert granted.secret.valid() == (Secret(SECRET.encode()),)
     assert SECRET not in repr(granted)
 
 
@@ -114,10 +116,10 @@ def test_a_secret_from_the_environment_is_overridden_by_the_file(
     monkeypatch.setenv(SECRET_VARIABLE, "sixteen bytes of it")
     granted = grant(ExchangeSettings(), "0.0.0.0").secret
     assert granted is not None
-    assert granted.value == b"sixteen bytes of it"
+    assert granted.valid() == (Secret(b"sixteen bytes of it"),)
     granted = grant(ExchangeSettings(secret_file=secret_file(tmp_path)), "0.0.0.0").secret
     assert granted is not None
-    assert granted.value == SECRET.encode()
+    assert granted.valid() == (Secret(SECRET.encode()),)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +143,65 @@ def test_a_short_secret_of_the_environment_is_refused(monkeypatch: pytest.Monkey
     with pytest.raises(UsageError, match="GOSSIPX_SECRET holds 7 bytes") as refused:
         grant(ExchangeSettings(), "127.0.0.1")
     assert "hunter2" not in str(refused.value)
+
+
+OLD, NEW = "the old secret of the run", "the new secret of the run"
+
+
+def secrets_of(file: str) -> Secrets:
+    granted = grant(ExchangeSettings(secret_file=file), "0.0.0.0").secret
+    assert granted is not None
+    return granted
+
+
+def values(secrets: Secrets) -> list[str]:
+    return [secret.value.decode() for secret in secrets.valid()]
+
+
+def test_the_lines_of_a_secret_file_are_followed_while_it_changes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    secrets = secrets_of(secret_file(tmp_path, OLD))
+    assert values(secrets) == [OLD]
+    for content in (f"{OLD}\n{NEW}\n", f"{NEW}\n{OLD}\n", NEW):
+        secret_file(tmp_path, content)
+        assert values(secrets) == content.split("\n")[:2][: 2 if OLD in content else 1]
+    assert not caplog.records
+
+
+def replace_by_nothing(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (replace_by_nothing, "holds 0 bytes"),
+        (Path.unlink, "cannot read --secret-file: No such file"),
+        (lambda file: file.write_text(f"{OLD}\nshort\n"), "holds 5 bytes on a line"),
+        (lambda file: file.write_text(f"{OLD}\n{NEW}\n{SECRET}\n"), "has 3 lines: one secret per line, and at most 2"),
+        (lambda file: file.chmod(0o644), "others can read --secret-file"),
+    ],
+)
+def test_a_secret_file_that_is_spoilt_in_mid_run_keeps_the_old_secrets_and_says_so_once(
+    spoil: Callable[[Path], object], told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = Path(secret_file(tmp_path, OLD))
+    secrets = secrets_of(str(file))
+    spoil(file)
+    assert [values(secrets) for _ in range(3)] == [[OLD]] * 3
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert told in line and line.endswith("; the secrets that it had before stay valid") and "\n" not in line
+    assert OLD not in line and NEW not in line
+    file.unlink(missing_ok=True)
+    secret_file(tmp_path, NEW)
+    assert values(secrets) == [NEW]
+
+
+def test_the_environment_may_hold_two_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, f"{NEW}\n{OLD}\n")
+    granted = grant(ExchangeSettings(), "0.0.0.0").secret
+    assert granted is not None and values(granted) == [NEW, OLD]
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o777])

@@ -56,13 +56,21 @@ def test_a_certificate_that_expires_in_mid_run_is_warned_of_before(
         told += [(hours - 30 * 24, record.getMessage()) for record in caplog.records]
         caplog.clear()
         clock.now += HOUR
-    assert [hours for hours, _ in told] == [-7 * 24, -24, -1, 0]
+    assert [hours for hours, _ in told] == [-14 * 24, -7 * 24, -24, -1, 0]
     assert told[0][1] == (
-        "cert.pem: the certificate expires in 7 days (2027-02-14 08:00 UTC), and new connections then fail:"
-        " issue another one, and restart with it"
+        "cert.pem: the certificate expires in 14 days (2027-02-14 08:00 UTC), and new connections then fail:"
+        " replace the file and its key by new ones, which running peers read"
     )
-    assert "expires in 24 hours" in told[1][1] and "has expired (" in told[3][1]
+    assert "expires in 24 hours" in told[2][1] and "has expired (" in told[4][1]
     assert dates.fault() == "has expired"
+    assert dates.warnings == 5
+    dates.renew([Validity(0.0, clock.now + 20 * DAY, Path("cert.pem"))])
+    assert dates.fault() == ""
+    dates.remind()
+    assert dates.warnings == 5
+    clock.now += 7 * DAY
+    dates.remind()
+    assert dates.warnings == 6
 
 
 @pytest.mark.fault(63)
