@@ -12,7 +12,8 @@ other peer ("there")::
       Link.request  here    ... receives the reply, a model straight into the payload buffer
       _finish       here    calls done(reply) or done(error)
 
-A connection carries one request at a time, always from the side that opened it. Callbacks run without locks held.
+A connection carries one request at a time, always from the side that opened it, unless it was handed over to the other
+side (:mod:`gossipx.comm.reversed`). Callbacks run without locks held.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from gossipx.comm.client import Client, Job
 from gossipx.comm.listener import Listener, OnRequest, Response, SinkFor, no_sink
 from gossipx.comm.member import Member
+from gossipx.comm.reversed import StandBy
 from gossipx.errors import GossipxError
 from gossipx.memory import Source
 from gossipx.protocol.messages import Reply, Request
@@ -115,6 +117,7 @@ class CommManager:
         self._listener = Listener(self._member, bind, on_request, sink_for, most)
         self.visits = self._listener.visits
         self._client = Client(self._member, only_memory, self._listener)
+        self._stand_by = StandBy(self._member, self._client, self._listener.serve_reversed)
 
     @property
     def address(self) -> Address:
@@ -150,6 +153,7 @@ class CommManager:
     def start(self) -> None:
         """Listen and serve requests; GossipxError if the address is not available."""
         self._listener.start()
+        self._stand_by.start()
 
     def request(
         self,
@@ -206,11 +210,22 @@ class CommManager:
         """
         self._listener.answer(key, Response(reply, payload, deadline, done, begins))
 
+    def linger(self, stop: Callable[[], bool]) -> None:
+        """Wait, at most peer_timeout, until peers behind NAT have ended, which may reach each other only through this.
+
+        Args:
+            stop: polled; returns whether to wait no longer.
+        """
+        hosts = {address.host for address in self._member.addresses if address.behind_nat}
+        if len(hosts) > 1 and not self._member.is_cut_off_itself:
+            self._listener.kept.linger(self._member.timeout, stop)
+
     def close(self) -> None:
         """End all connections; pending calls receive an error or False. May be called any number of times."""
         self._member.links.abort()
         self._listener.end()
         self.visits.clear()  # break reference cycles
         self._client.wake()
+        self._listener.kept.wake()
         self._member.links.join(_CLOSE)
         self._client.give_up()

@@ -20,6 +20,7 @@ from typing import cast
 
 from gossipx.comm.listener import Listener, LoopbackRequest
 from gossipx.comm.member import Member, call_back, call_back_in_thread
+from gossipx.comm.reversed import WAIT
 from gossipx.errors import (
     CancelledError,
     GossipxError,
@@ -32,10 +33,11 @@ from gossipx.errors import (
     UsageError,
 )
 from gossipx.memory import Source
-from gossipx.protocol.messages import Reply, Request
+from gossipx.protocol.messages import NotReadyReply, Reply, Request
 from gossipx.transports import Address, handshake, unix
 from gossipx.transports.link import Link
 from gossipx.wire import DescribeRequest, Sink, SinkFactory, Welcome, frames
+from gossipx.wire.reversal import RelayRequest
 
 log = logging.getLogger("gossipx")
 
@@ -214,7 +216,8 @@ class Client:
         return self._ask_over(self._open(job.to, job.deadline), job, without_carrier)
 
     def _ask_over(self, link: Link, job: Job, without_carrier: bool) -> Reply:
-        carriers = self._member.carriers
+        member = self._member
+        carriers = None if member.crosses_nat(job.to) else member.carriers
         with self._lock:
             without_carrier = without_carrier or job.to in self._without_carrier
         with self._links.dropped_on_failure(link), self._registered(link, job):
@@ -224,7 +227,10 @@ class Client:
                 by = (time.monotonic() + self._setup_deadline(job.deadline)) / 2
                 link.request_carrier(carriers, next(self._numbers), by)
             frame = link.request(job.request, next(self._numbers), job.deadline, job.payload, job.upload)
-        self._links.release(job.to, link)
+        if member.is_cut_off(job.to) and member.is_cut_off_itself:
+            self._links.drop(link)  # an idle one would occupy threads of the gateway
+        else:
+            self._links.release(job.to, link)
         return cast(Reply, frame.message)
 
     @contextlib.contextmanager
@@ -246,11 +252,20 @@ class Client:
         if job.cancelled:  # _cancel may be about to abort the link, so it must not be reused
             raise self._cancelled_error(job)
 
-    def _open(self, to: int, deadline: float) -> Link:
+    def connect(self, to: int, deadline: float) -> tuple[Link, Welcome]:
         """Open a connection to peer ``to`` and complete the handshake."""
-        member, deadline = self._member, self._setup_deadline(deadline)
+        member = self._member
         link = self._links.add(member.transport.connect(member.addresses[to], deadline))
-        welcome = self._greet(link, to, deadline)
+        return link, self._greet(link, to, deadline)
+
+    def _open(self, to: int, deadline: float) -> Link:
+        """Return a new connection to peer ``to``, in shared memory if it is on this machine."""
+        member, deadline = self._member, self._setup_deadline(deadline)
+        if member.is_cut_off(to):
+            if member.is_cut_off_itself:
+                return self._open_by_gateway(to, deadline)
+            return self._own.kept.take(to, min(deadline, time.monotonic() + WAIT * member.timeout))
+        link, welcome = self.connect(to, deadline)
         here = self._record_process(welcome, to)
         with self._links.dropped_on_failure(link):
             local = self._open_local(welcome, to, link, deadline) if here else None
@@ -261,6 +276,27 @@ class Client:
             self._links.drop(link)
             raise UsageError(f"--transport shm: no memory can be shared with {member.names[to]}; use --transport auto")
         return link
+
+    def _open_by_gateway(self, to: int, deadline: float) -> Link:
+        """Open a connection to a peer behind NAT, as this peer is, through the first gateway that reaches it."""
+        gateways = self._member.gateways()
+        start = (self._member.me.rank + to) % len(gateways)  # so that not all use the same one
+        cause: PeerFaultError | None = None
+        for number, gateway in enumerate(gateways[start:] + gateways[:start]):
+            now = time.monotonic()
+            by = now + (deadline - now) / (len(gateways) - number)
+            try:
+                link, _ = self.connect(gateway, by)
+                with self._links.dropped_on_failure(link):
+                    reply = link.request(RelayRequest(to), next(self._numbers), by).message
+                    if isinstance(reply, NotReadyReply):
+                        raise PeerUnreachableError(reply.reason)
+                    link = self._links.renew(link)
+                self._greet(link, to, by)
+                return link
+            except PeerFaultError as error:
+                cause = error
+        raise PeerUnreachableError(f"it is behind NAT, as this peer is: {cause}")
 
     def _record_process(self, welcome: Welcome, to: int) -> bool:
         """Record which process of peer ``to`` answered; return whether it seems to be on this machine.

@@ -12,11 +12,12 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from gossipx.comm.member import Member, call_back, call_back_in_thread
+from gossipx.comm.reversed import WAIT, Kept
 from gossipx.errors import (
     CorruptedError,
     GossipxError,
@@ -28,7 +29,7 @@ from gossipx.errors import (
     StrangerError,
 )
 from gossipx.memory import Source
-from gossipx.protocol.messages import CarryingReply, CarryingRequest, Reply, Request
+from gossipx.protocol.messages import AcceptReply, CarryingReply, CarryingRequest, NotReadyReply, Reply, Request
 from gossipx.transports import Address, Stream, handshake, unix
 from gossipx.transports import Listener as TransportListener
 from gossipx.transports.link import Link
@@ -44,6 +45,7 @@ from gossipx.wire import (
     Welcome,
     frames,
 )
+from gossipx.wire.reversal import RelayedRequest, RelayRequest, ReverseRequest
 
 log = logging.getLogger("gossipx")
 
@@ -113,9 +115,11 @@ class Listener:
 
     Attributes:
         visits: as :attr:`gossipx.comm.CommManager.visits`.
+        kept: connections that peers behind NAT have handed over to this one.
     """
 
     def __init__(self, member: Member, bind: Address, on_request: OnRequest, sink_for: SinkFor, most: int):
+        self.kept = Kept(member.me.size, member.links)
         self._member = member
         self._bind = bind
         self._on_request = on_request
@@ -215,16 +219,20 @@ class Listener:
             victim.abort()
         return count if full else 0
 
-    def _serve(self, stream: Stream) -> None:
-        """Serve an inbound connection from its handshake to its end."""
+    def _serve(self, stream: Stream, hosts: Sequence[str] = ()) -> None:
+        """Serve an inbound connection from its handshake to its end, or until it is handed over to this side.
+
+        Args:
+            hosts: for which its certificate may be, by rank; empty: the hosts of the peers.
+        """
         member = self._member
-        try:
+        with self._told(stream):
             link = self._links.add(stream)
-            try:
+            with self._links.dropped_on_failure(link):
                 deadline = time.monotonic() + member.timeout
                 if member.secret is not None:
                     handshake.challenge(link, member.secret, member.me, deadline)
-                hosts = [address.host for address in member.addresses]
+                hosts = hosts or [address.host for address in member.addresses]
                 welcome = Welcome(member.me.rank, member.me.name, member.me.model, member.machine, self._local.host)
                 they = handshake.admit(link, member.me, member.names, hosts, welcome, self.visits, deadline)
                 if they.model == member.me.model:  # else it may only ask for the manifest
@@ -232,10 +240,59 @@ class Listener:
                 with self._lock:
                     if stream in self._inbound:
                         self._inbound[stream] = True
-                while True:
-                    self._serve_one(link, they)
-            finally:
-                self._links.drop(link)
+                while not isinstance(self._serve_one(link, they), ReverseRequest):
+                    pass
+            self.kept.put(they.rank, link)
+
+    def serve_reversed(self, link: Link, they: Welcome, used: Callable[[], None]) -> None:
+        """Serve a connection that this peer has opened and handed over to peer ``they``, until it ends.
+
+        Args:
+            used: called when the first request has arrived.
+        """
+        with self._told(link.stream), self._links.dropped_on_failure(link):
+            frame, upload = self._receive(link, they)
+            used()
+            if isinstance(frame.message, RelayedRequest):
+                self._serve_relayed(link, they.rank, frame.message.sender, frame.request)
+                return
+            self._serve_frame(link, they, frame, upload)
+            while True:
+                self._serve_one(link, they)
+
+    def _serve_relayed(self, link: Link, gateway: int, sender: int, number: int) -> None:
+        """Serve peer ``sender``, which speaks on this connection with peer ``gateway`` from now on."""
+        link.send(frames.encode(AcceptReply(), number, checks=link.checks), time.monotonic() + self._member.timeout)
+        hosts = [""] * self._member.me.size
+        hosts[sender] = self._member.addresses[gateway].host  # whose certificate it is: the gateway vouches
+        self._serve(link.stream, hosts)
+
+    def _relay(self, link: Link, they: Hello, to: int, number: int) -> None:
+        """Connect a peer behind NAT to another one, and pass on what they send until one of them ends."""
+        member = self._member
+        if not member.addresses[to].behind_nat:
+            raise ProtocolError(f"it asked for a connection to {member.names[to]}, which any peer can connect to")
+        deadline = time.monotonic() + member.timeout
+        try:
+            other = self.kept.take(to, time.monotonic() + WAIT * member.timeout)
+            with self._links.dropped_on_failure(other):
+                other.request(RelayedRequest(they.rank), number, deadline)
+        except GossipxError as error:
+            reason = NotReadyReply(f"{member.names[member.me.rank]} does not reach it: {error}")
+            link.send(frames.encode(reason, number, checks=link.checks), deadline)
+            return
+        try:
+            link.send(frames.encode(AcceptReply(), number, checks=link.checks), deadline)
+            self.kept.pass_on(link.stream, other.stream)
+        finally:
+            self._links.drop(other)
+
+    @contextlib.contextmanager
+    def _told(self, stream: Stream) -> Iterator[None]:
+        """Return a context that ends the errors of a connection: it counts and logs those that matter."""
+        member = self._member
+        try:
+            yield
         except (NotAuthorisedError, StrangerError) as error:
             member.trust.record_stranger(stream.remote, error)
         except CorruptedError as error:
@@ -257,7 +314,7 @@ class Listener:
             self._tell_corrupted_at = now + _TELL_EVERY
         log.warning("%s sent %s: it is refused (%d refused so far)", remote, error, self._links.corrupted)
 
-    def _receive(self, link: Link, they: Hello) -> tuple[frames.Frame, UploadSink | None]:
+    def _receive(self, link: Link, they: Hello | Welcome) -> tuple[frames.Frame, UploadSink | None]:
         """Return the next frame and its payload, which the caller must release."""
         sinks: list[UploadSink] = []
 
@@ -275,8 +332,13 @@ class Listener:
             undo.pop_all()
         return frame, sinks[0] if sinks else None
 
-    def _serve_one(self, link: Link, they: Hello) -> None:
+    def _serve_one(self, link: Link, they: Hello | Welcome) -> Message:
+        """Receive a message, and serve it if it is a request; return it."""
         frame, upload = self._receive(link, they)
+        self._serve_frame(link, they, frame, upload)
+        return frame.message
+
+    def _serve_frame(self, link: Link, they: Hello | Welcome, frame: frames.Frame, upload: UploadSink | None) -> None:
         deadline = time.monotonic() + self._member.timeout
         if isinstance(frame.message, DescribeRequest):
             manifest = Source(memoryview(self._member.manifest))
@@ -288,6 +350,10 @@ class Listener:
             self._respond(link, they.rank, frame.request, frame.message, upload)
         elif isinstance(frame.message, CarrierRequest):
             self._build_carrier(link, frame.message.kind, frame.request, deadline)
+        elif isinstance(frame.message, RelayRequest) and isinstance(they, Hello):
+            self._relay(link, they, frame.message.to, frame.request)
+        elif isinstance(frame.message, ReverseRequest) and self._member.is_cut_off(they.rank):
+            link.send(frames.encode(AcceptReply(), frame.request, checks=link.checks), deadline)
         else:
             raise ProtocolError(f"it sent {type(frame.message).__name__}, not a request")
 

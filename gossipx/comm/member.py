@@ -45,6 +45,25 @@ class Member:
     trust: Trust
     links: Links
 
+    def is_cut_off(self, rank: int) -> bool:
+        """Return whether this peer cannot connect to the peer of this rank, which is behind NAT on another host."""
+        return self.addresses[rank].behind_nat and self.crosses_nat(rank)
+
+    def crosses_nat(self, rank: int) -> bool:
+        """Return whether a connection between this peer and another one leaves a host that is behind NAT."""
+        own, other = self.addresses[self.me.rank], self.addresses[rank]
+        return (own.behind_nat or other.behind_nat) and own.host != other.host
+
+    @property
+    def is_cut_off_itself(self) -> bool:
+        """Whether this peer is behind NAT."""
+        return self.addresses[self.me.rank].behind_nat
+
+    def gateways(self) -> list[int]:
+        """Return the ranks of the peers of other hosts that any peer can connect to."""
+        own = self.addresses[self.me.rank].host
+        return [rank for rank, one in enumerate(self.addresses) if not one.behind_nat and one.host != own]
+
 
 def call_back(done: Callable[[Any], None], result: object) -> None:
     """Call ``done``; an exception from it is logged."""

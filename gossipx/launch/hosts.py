@@ -1,4 +1,4 @@
-"""The hosts file: one line per host, ``host[:port] [slots=N] [device=cuda:0] [name=...]``."""
+"""The hosts file: one line per host, ``host[:port] [slots=N] [device=cuda:0] [name=...] [nat]``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ LONGEST = 500
 """Maximum characters per line; names are sent over the network and written to logs."""
 _LINE = re.compile(r"(?P<host>\[[^\]]*\]|[^\s:\[\]]+)(?::(?P<port>[^\s:]*))?")
 _WORDS = ("", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+NAT = "nat"
+"""Word on the line of a host to which other hosts cannot connect."""
 _KEYS = {"slots": "slots=N", "device": "device=cuda:0", "name": "name=TEXT"}
 
 
@@ -35,6 +37,7 @@ class PeerLine:
         device: device to train on; None: the one in the run's settings.
         name: name of the peer in messages and results.
         line: line number in the file, from 1.
+        behind_nat: whether other hosts cannot connect to its host, which connects to them instead.
     """
 
     rank: int
@@ -43,6 +46,7 @@ class PeerLine:
     device: str | None
     name: str
     line: int
+    behind_nat: bool = False
 
 
 def read_hosts(path: Path) -> list[PeerLine]:
@@ -77,7 +81,21 @@ def parse_hosts(text: str, path: Path | None) -> list[PeerLine]:
             peers.append(peer)
     if not peers:
         raise UsageError("no peers in the file: write one line per host, such as 'localhost slots=4'", path, 1)
+    _check_nat(peers, path)
     return peers
+
+
+def _check_nat(peers: Sequence[PeerLine], path: Path | None) -> None:
+    first: dict[str, PeerLine] = {}
+    for peer in peers:
+        before = first.setdefault(peer.host, peer)
+        if peer.behind_nat is not before.behind_nat:
+            reason = (
+                f"'{peer.host}' is also on line {before.line}: '{NAT}' is for a host, so write it on both or neither"
+            )
+            raise UsageError(reason, path, peer.line)
+    if len(first) > 1 and all(peer.behind_nat for peer in peers):
+        raise UsageError(f"every host has '{NAT}': the others must be able to connect to one of them", path, 1)
 
 
 def _parse(content: str, path: Path | None, number: int, rank: int) -> list[PeerLine]:
@@ -95,11 +113,12 @@ def _parse(content: str, path: Path | None, number: int, rank: int) -> list[Peer
             raise UsageError(f"'{match['host']}' is not an IPv6 address", path, number) from None
     port = DEFAULT_PORT if match["port"] is None else _number(match["port"], "port", LEAST_PORT, 65535, path, number)
     given: dict[str, str] = {}
-    for part in rest:
+    behind_nat = NAT in rest
+    for part in (one for one in rest if one != NAT):
         key, equals, value = part.partition("=")
         if not equals or key not in _KEYS or not value:
-            known = ", ".join(_KEYS.values())
-            raise UsageError(f"'{part}' is not one of {known}{suggest(key, _KEYS)}", path, number)
+            known = ", ".join([*_KEYS.values(), NAT])
+            raise UsageError(f"'{part}' is not one of {known}{suggest(key, {**_KEYS, NAT: NAT})}", path, number)
         if key in given:
             raise UsageError(f"'{key}' is given twice", path, number)
         given[key] = value
@@ -112,7 +131,7 @@ def _parse(content: str, path: Path | None, number: int, rank: int) -> list[Peer
     for slot in range(slots):
         name = given.get("name")
         name = _shown(host, port + slot) if name is None else name if slots == 1 else f"{name}-{slot}"
-        peers.append(PeerLine(rank + slot, host, port + slot, given.get("device"), name, number))
+        peers.append(PeerLine(rank + slot, host, port + slot, given.get("device"), name, number, behind_nat))
     return peers
 
 
@@ -160,14 +179,15 @@ def _shown(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def line_of(host: str, port: int, name: str, device: str | None) -> str:
+def line_of(host: str, port: int, name: str, device: str | None, behind_nat: bool = False) -> str:
     """Return one peer as a line of a hosts file."""
-    return f"{_shown(host, port)} name={name}" + ("" if device is None else f" device={device}")
+    more = ("" if device is None else f" device={device}") + (f" {NAT}" if behind_nat else "")
+    return f"{_shown(host, port)} name={name}{more}"
 
 
 def peers_digest(peers: Sequence[PeerLine]) -> str:
     """Return a digest of the peers' names and addresses, on which all peers of a run must agree."""
-    text = "\n".join(f"{peer.name} {_shown(peer.host, peer.port)}" for peer in peers)
+    text = "\n".join(line_of(peer.host, peer.port, peer.name, None, peer.behind_nat) for peer in peers)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -189,18 +209,31 @@ def local_ranks(peers: Sequence[PeerLine], advertise: str | None, path: Path) ->
         # Compares text, without name resolution.
         _refuse_mixture([peer for peer in peers if _is_loopback_word(peer.host)], peers, path)
         return ranks
-    addresses = {peer.host: _resolve(peer, path) for peer in peers}
+    addresses = _resolve_all(peers, path)
     lines: dict[tuple[_Address, int], PeerLine] = {}
-    for peer in peers:
+    known = [peer for peer in peers if peer.host in addresses]
+    for peer in known:
         first = lines.setdefault((addresses[peer.host], peer.port), peer)
         if first is not peer:
             this, other = _shown(peer.host, peer.port), _shown(first.host, first.port)
             raise UsageError(f"'{this}' is the same address as '{other}' on line {first.line}", path, peer.line)
-    _refuse_mixture([peer for peer in peers if addresses[peer.host].is_loopback], peers, path)
-    ranks = [peer.rank for peer in peers if is_here(addresses[peer.host])]
+    _refuse_mixture([peer for peer in known if addresses[peer.host].is_loopback], peers, path)
+    ranks = [peer.rank for peer in known if is_here(addresses[peer.host])]
     if not ranks:
         raise UsageError("no line is this machine: add one, or name its host by --advertise HOST", path)
     return ranks
+
+
+def _resolve_all(peers: Sequence[PeerLine], path: Path) -> dict[str, _Address]:
+    """Return the address of each host; a name behind NAT may be known to its own host alone."""
+    found = {}
+    for peer in peers:
+        try:
+            found[peer.host] = _resolve(peer, path)
+        except UsageError:
+            if not peer.behind_nat:
+                raise
+    return found
 
 
 def bind_host(peer: PeerLine, bind: str, path: Path | None) -> str:

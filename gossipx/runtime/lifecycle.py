@@ -169,6 +169,7 @@ class Lifecycle:
         self.wait()
         sound = not self._role.trains or digest(self._arena) != ""
         reporter.report_result(after if averaged else {})
+        self._comm.linger(lambda: self.asked_to_leave)
         self.close()
         if unsaved is not None:
             raise unsaved

@@ -20,10 +20,12 @@ class Address:
     Attributes:
         host: a name, an IPv4 or an IPv6 address without brackets; "" means all interfaces.
         port: when listening, 0 lets the system choose a port.
+        behind_nat: whether other hosts cannot connect to it.
     """
 
     host: str
     port: int
+    behind_nat: bool = False
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

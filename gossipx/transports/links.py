@@ -74,6 +74,16 @@ class Links:
         stream.abort()
         raise self.closed_error()
 
+    def renew(self, link: Link) -> Link:
+        """Return a new link over the stream of ``link``, where another peer speaks from now on.
+
+        Raises:
+            PeerUnreachableError: as :meth:`add`.
+        """
+        with self._lock:
+            self._links.discard(link)
+        return self.add(link.stream)
+
     def drop(self, link: Link) -> None:
         """Close a link and remove it from the collection."""
         link.abort()

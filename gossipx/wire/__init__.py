@@ -57,6 +57,7 @@ from gossipx.protocol.server_messages import (
     WaitingReply,
     WaitingRequest,
 )
+from gossipx.wire import reversal
 
 # Bytes of a manifest: enough for 200,000 tensors. Bounds what an untrusted peer can make us allocate.
 MAX_DESCRIPTION = 16 * 2**20
@@ -291,6 +292,7 @@ Message = (
     | CarrierReply
     | NoCarrierReply
     | Carried
+    | reversal.Messages
     | Request
     | Reply
 )
@@ -302,6 +304,7 @@ ANSWERS: dict[type, tuple[type, ...]] = {
     Proof: (Accepted,),
     DescribeRequest: (Description,),
     CheckupRequest: (CheckupReply, BusyReply),
+    **reversal.ANSWERS,
     InitialRequest: (ModelReply, NotReadyReply),
     PullRequest: (ModelReply, BusyReply, NotReadyReply),
     PushRequest: (AcceptReply, BusyReply, NotReadyReply),

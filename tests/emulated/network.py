@@ -16,7 +16,7 @@ from typing import Any
 
 from emulated import namespaces
 from emulated.namespaces import GONE_WITHIN, NetworkUnavailableError, lacking, run, sweep, works
-from emulated.shaping import TokenBucket, Ways, netem, nft_rules
+from emulated.shaping import HIDING, TokenBucket, Ways, netem, nft_rules
 
 SUBNET = "198.18.0"
 """Reserved for measurements of networks (RFC 2544), so that a stray packet reaches nobody."""
@@ -54,6 +54,10 @@ class Host:
         self.port = port
         self.lan = lan
         self._processes: list[subprocess.Popen[Any]] = []
+
+    def hide(self) -> None:
+        """Drop each packet that would open a TCP connection to this host, as NAT or a firewall does; needs nft."""
+        run("ip", "netns", "exec", self.namespace, "nft", "--file", "-", given=HIDING)
 
     def popen(self, command: Sequence[str | Path], **options: Any) -> subprocess.Popen[Any]:
         """Start a command on the host. It and its child processes are killed when the network is removed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from emulated.network import EmulatedNetwork
@@ -16,7 +17,12 @@ LONGEST = 600.0
 
 
 def train(
-    net: EmulatedNetwork, folder: Path, name: str, *options: str | Path, longest: float = LONGEST
+    net: EmulatedNetwork,
+    folder: Path,
+    name: str,
+    *options: str | Path,
+    longest: float = LONGEST,
+    hidden: Collection[int] = (),
 ) -> list[Summary]:
     """Run ``gossipx run`` on every host as on separate machines: same hosts file and options, separate folders.
 
@@ -26,6 +32,7 @@ def train(
         name: name of the run.
         options: options of ``gossipx run``; the last ones may be a script with its arguments.
         longest: maximum seconds of the run.
+        hidden: numbers of the hosts that have ``nat`` in the hosts file.
 
     Returns:
         The summary of each host.
@@ -35,7 +42,8 @@ def train(
     """
     folder.mkdir(parents=True, exist_ok=True)
     hosts = folder / "hosts.txt"
-    hosts.write_text("".join(f"{host.address}\n" for host in net.hosts))
+    words = ["nat" if number in hidden else "" for number in range(len(net.hosts))]
+    hosts.write_text("".join(f"{host.address} {word}\n" for host, word in zip(net.hosts, words, strict=True)))
     secret = folder / "secret"
     secret.touch(mode=0o600)
     secret.write_text(secrets.token_hex(32))

@@ -99,6 +99,17 @@ def netem(ways: Ways, bucket: TokenBucket, delay_ms: float, loss: float) -> list
     return arguments
 
 
+HIDING = """
+table inet hiding {
+  chain received {
+    type filter hook input priority 0;
+    iif != "lo" tcp flags & (syn | ack) == syn drop
+  }
+}
+"""
+"""nftables' rules that drop each packet that would open a TCP connection from another host."""
+
+
 def nft_rules(loss: float) -> str:
     """Return a ruleset that drops and counts a fraction of the frames received on eth0."""
     drop = f"numgen random mod 1000000 < {round(loss * 1e6)} counter drop"

@@ -53,6 +53,18 @@ def well(count: int = 2, slots: int = 1, **changed: Any) -> Findings:
     return found
 
 
+def hidden(*numbers: int, own: int = 0, count: int = 3) -> Findings:
+    """Findings of host ``own`` in a file with ``nat`` on these hosts; nothing is wrong."""
+    lines = [PeerLine(n, "abc"[n], 29400, None, "abc"[n], n + 1, behind_nat=n in numbers) for n in range(count)]
+    others = {n for n in range(count) if n != own}
+    found = well(count, hosts=hosts_of(lines), here=[own])
+    found.ports = [Line(own, "open")]
+    found.reached = {n: Line(n, "ok", "", FACTS) for n in others - set(numbers)}
+    found.ways = {n: Measurement(1e-3, 0.0, 1e8) for n in found.reached}
+    found.heard = set() if own in numbers else others
+    return found
+
+
 def failed(rank: int, state: str, text: str = "", count: int = 2, slots: int = 1, **changed: Any) -> Findings:
     found = well(count, slots, **changed)
     found.reached[rank] = Line(rank, state, text)
@@ -89,6 +101,35 @@ def test_a_name_that_does_not_resolve_is_reported_once() -> None:
     found = failed(1, "name", names=[Name(0, ("10.0.0.1",)), Name(1, (), "Name or service not known")])
     the_one(found, "fail", "names", "b does not resolve on a (Name or service not known)")
     assert shown(found, "reach") == []
+
+
+def test_hosts_behind_nat_are_named_and_must_reach_this_one() -> None:
+    found = hidden(1, 2)
+    assert {one.level for one in verdicts(found)} <= {"ok", "note"}
+    assert shown(found, "reach")[0] == ("ok", "b, c → a: behind NAT, and connects to this host: ")
+    found.heard = {1}
+    found.names = [Name(0, ("10.0.0.1",)), Name(1, (), "unknown"), Name(2, (), "unknown")]
+    told = [text for level, text in shown(found, "reach") if level == "fail"]
+    assert told == ["c → a: behind NAT, and no probe has arrived: start the same command there, and see its report"]
+    the_one(found, "ok", "names", "1 host resolved on a")
+    assert codes(found) == {1}
+
+
+def test_a_host_behind_nat_expects_no_probe() -> None:
+    found = hidden(1, 2, own=1)
+    assert {one.level for one in verdicts(found)} <= {"ok", "note"}
+    text = "b is behind NAT: it connects to a, and through these to c, which is behind NAT too"
+    assert ("note", f"{text}: no other host can connect to it") in shown(found, "reach")
+
+
+def test_a_host_that_connects_and_cannot_be_reached_seems_to_be_behind_nat() -> None:
+    ((level, text),) = shown(failed(1, "timeout", "why"), "reach")
+    assert level == "fail" and text == (
+        "a → b:29400: why (the other way works): it seems to be behind NAT or a firewall: allow TCP port 29400 there"
+        " and check its --bind, or write 'nat' on its line on all hosts"
+    )
+    found = well(heard=set())
+    assert shown(found, "reach")[0][1].endswith("if a is behind NAT, write 'nat' on its line on all hosts")
 
 
 def test_a_name_that_is_loopback_beside_other_machines() -> None:
@@ -143,6 +184,8 @@ def test_a_port_that_a_run_holds_is_no_failure() -> None:
 @pytest.mark.parametrize("heard", [True, False])
 def test_a_line_that_is_not_reached(state: str, heard: bool, words: tuple[str, ...]) -> None:
     found = failed(1, state, "what was seen", heard={1} if heard else set())
+    if heard and state in ("refused", "timeout", "no route"):
+        words = ("behind NAT or a firewall: allow TCP port 29400 there and check its --bind",)
     the_one(found, "fail", "reach", "what was seen", *words)
     assert ("the other way works" in shown(found, "reach")[0][1]) == heard
     assert codes(found) == {5 if state == "authorised" else 1} and state in REACH

@@ -58,6 +58,7 @@ def no_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
         ("[2001:db8::7]:8080", PeerLine(0, "2001:db8::7", 8080, None, "[2001:db8::7]:8080", 1)),
         ("node1 device=cuda:1", PeerLine(0, "node1", DEFAULT_PORT, "cuda:1", f"node1:{DEFAULT_PORT}", 1)),
         ("node1 name=anna", PeerLine(0, "node1", DEFAULT_PORT, None, "anna", 1)),
+        ("node1 nat", PeerLine(0, "node1", DEFAULT_PORT, None, f"node1:{DEFAULT_PORT}", 1, behind_nat=True)),
         ("  node1:1024\tname=anna  slots=1 device=cpu  # the first", PeerLine(0, "node1", 1024, "cpu", "anna", 1)),
     ],
 )
@@ -131,7 +132,7 @@ def test_one_host_may_have_several_lines_with_different_ports(tmp_path: Path) ->
         ("[1.2.3.4]", "'[1.2.3.4]' is not an IPv6 address"),
         # Keys.
         ("a:" + "9" * 5000, "is not an integer from 1024 to 65535"),
-        ("a slot=2", "'slot=2' is not one of slots=N, device=cuda:0, name=TEXT (did you mean 'slots'?)"),
+        ("a slot=2", "'slot=2' is not one of slots=N, device=cuda:0, name=TEXT, nat (did you mean 'slots'?)"),
         ("a slots", "'slots' is not one of"),
         ("a slots=", "'slots=' is not one of"),
         ("a slots= name=x", "'slots=' is not one of"),
@@ -367,6 +368,29 @@ def test_an_invalid_address_to_bind(tmp_path: Path, bind: str) -> None:
         bind_host(read_hosts(file)[0], bind, file)
 
 
+@pytest.mark.parametrize(
+    ("text", "line", "told"),
+    [
+        ("a nat\nb nat slots=2", 1, "every host has 'nat': the others must be able to connect to one of them"),
+        ("a nat\nb\na:5000", 3, "'a' is also on line 1: 'nat' is for a host, so write it on both or neither"),
+        ("a\nb nta", 2, "'nta' is not one of slots=N, device=cuda:0, name=TEXT, nat (did you mean 'nat'?)"),
+    ],
+)
+def test_a_file_in_which_hosts_cannot_meet_is_refused(tmp_path: Path, text: str, line: int, told: str) -> None:
+    file = hosts(tmp_path, text)
+    with pytest.raises(UsageError) as caught:
+        read_hosts(file)
+    assert str(caught.value) == f"{file}:{line}: {told}"
+
+
+def test_a_name_behind_nat_may_be_known_to_its_own_host_alone(tmp_path: Path) -> None:
+    text = f"{ELSEWHERE}:5000\n{NO_SUCH_NAME}:5000 nat"
+    with pytest.raises(UsageError, match="no line is this machine"):
+        local_ranks(read(tmp_path, text), None, tmp_path / "hosts.txt")
+    with pytest.raises(UsageError, match="does not resolve"):
+        local_ranks(read(tmp_path, text.replace(" nat", "")), None, tmp_path / "hosts.txt")
+
+
 def test_a_byte_order_mark_is_not_part_of_the_first_name(tmp_path: Path) -> None:
     """Windows editors write one, and end lines with two characters."""
     file = tmp_path / "hosts.txt"
@@ -378,7 +402,7 @@ def test_a_byte_order_mark_is_not_part_of_the_first_name(tmp_path: Path) -> None
 
 
 def test_different_lists_have_different_digests(tmp_path: Path) -> None:
-    texts = ["a\nb", "b\na", "a", "a\nb:5001", "a name=x\nb", "a slots=2\nb", "a\nc"]
+    texts = ["a\nb", "a nat\nb", "a\nb nat", "b\na", "a", "a\nb:5001", "a name=x\nb", "a slots=2\nb", "a\nc"]
     assert len({peers_digest(read(tmp_path, text)) for text in texts}) == len(texts)
 
 

@@ -220,7 +220,7 @@ def _place(
     return Place(
         rank=rank,
         names=tuple(line.name for line in lines),
-        addresses=tuple(Address(line.host, line.port) for line in lines),
+        addresses=tuple(Address(line.host, line.port, line.behind_nat) for line in lines),
         bind=Address(bind_host(lines[rank], run.exchange.bind, file), lines[rank].port),
         digest=peers_digest(lines),
         directory=run_directory_of(run),

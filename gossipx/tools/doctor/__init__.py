@@ -62,7 +62,7 @@ def examine(
         found.devices = machine.devices(found.own, lines, settings.run.device)
         links = Links("doctor", 0, timeout=10.0)
         stack.callback(links.abort)
-        listing = "\n".join(line_of(peer.host, peer.port, peer.name, None) for peer in peers).encode()
+        listing = "\n".join(line_of(peer.host, peer.port, peer.name, None, peer.behind_nat) for peer in peers).encode()
         aliases = [host.peers[0].name for host in here[1:]]
         prober = Prober(me, aliases, peers, listing, manifest, granted, links, threading.Lock())
         listener = Listener(lines, binds, prober)
@@ -92,7 +92,8 @@ class _Checkup:
         answering = {"run"} if len(own) == 1 and len(self.prober.peers) > 1 else {"run", "open"}
         until = time.monotonic() + wait
         for host in found.hosts:
-            targets = [peer for peer in host.peers if own.get(peer.rank, "run") in answering]
+            reachable = host.number not in found.hidden
+            targets = [peer for peer in host.peers if reachable and own.get(peer.rank, "run") in answering]
             if targets:
                 self.pending.add(host.number)
                 self.prober.links.spawn(f"probe-{host.number}", self._probe, host, targets, until)
@@ -103,7 +104,7 @@ class _Checkup:
                     self._missing(absent, "start the same command there")
             until = time.monotonic() + _STAY + _STAY_PER_HOST * len(found.others)
             stays = any(state == "open" for state in own.values())
-            while (left := found.met - self._probed()) and stays and time.monotonic() < until:
+            while (left := found.expected - self._probed()) and stays and time.monotonic() < until:
                 if not news.wait(_POLL):
                     self._missing(left, "it has not probed this host yet")
             found.heard = self._probed()

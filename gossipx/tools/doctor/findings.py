@@ -20,6 +20,11 @@ class Host:
     name: str
     peers: tuple[PeerLine, ...]
 
+    @property
+    def behind_nat(self) -> bool:
+        """Whether the file says that other hosts cannot connect to it."""
+        return any(peer.behind_nat for peer in self.peers)
+
 
 def hosts_of(peers: Sequence[PeerLine]) -> list[Host]:
     """Return the hosts of a hosts file, in the file's order."""
@@ -108,6 +113,21 @@ class Findings:
     def met(self) -> set[int]:
         """The other hosts whose doctors have answered."""
         return {host.number for host in self.others if any(line.role == "doctor" for line in self.seen(host))}
+
+    @property
+    def is_behind_nat(self) -> bool:
+        """Whether the file says that other hosts cannot connect to this one."""
+        return self.hosts[self.here[0]].behind_nat
+
+    @property
+    def hidden(self) -> set[int]:
+        """The other hosts to which the file says that this one cannot connect."""
+        return {host.number for host in self.others if host.behind_nat}
+
+    @property
+    def expected(self) -> set[int]:
+        """The other hosts whose doctors should probe this host, as far as is known."""
+        return set() if self.is_behind_nat else self.met | self.hidden
 
     def names_of(self, hosts: Iterable[int]) -> str:
         """Return the names of hosts, in the file's order."""

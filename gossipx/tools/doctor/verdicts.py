@@ -22,7 +22,8 @@ def names(found: Findings) -> Iterator[Verdict]:
     """Check that each name resolves, and to loopback only if all do."""
     loopback = {name.host: [item for item in name.addresses if ip_address(item).is_loopback] for name in found.names}
     alone = all(len(loopback[name.host]) == len(name.addresses) for name in found.names)
-    for name in found.names:
+    needed = [name for name in found.names if name.addresses or name.host not in found.hidden]
+    for name in needed:
         host = found.hosts[name.host].name
         if not name.addresses:
             advice = "correct it in the hosts file, or add it to DNS or to this machine's /etc/hosts"
@@ -30,8 +31,8 @@ def names(found: Findings) -> Iterator[Verdict]:
         elif loopback[name.host] and not alone:
             text = f"{host} is {loopback[name.host][0]} on {found.own}, which other machines cannot reach"
             yield Verdict("fail", "names", text, "put its address in the network into /etc/hosts or the hosts file")
-    if all(name.addresses for name in found.names) and (alone or not any(loopback.values())):
-        yield Verdict("ok", "names", f"{_count(found.hosts, 'host')} resolved on {found.own}")
+    if all(name.addresses for name in needed) and (alone or not any(loopback.values())):
+        yield Verdict("ok", "names", f"{_count(needed, 'host')} resolved on {found.own}")
 
 
 _LOOK = "find the program that listens there (ss -ltnp)"
@@ -51,13 +52,23 @@ REACH = {
     "doctor": ("another gossipx doctor", "stop it, or give the line another port"),
 }
 """Observation and advice by state, for a line that this host cannot reach or a port that it cannot listen on."""
+CUT_OFF = (
+    "it seems to be behind NAT or a firewall: allow TCP port {} there and check its --bind, or write 'nat' on its line"
+    " on all hosts"
+)
+"""Advice where nothing answers at a host whose doctor has reached this host."""
 
 
-def _failures(found: Findings, about: str, place: str, lines: Collection[Line], more: str = "") -> Iterator[Verdict]:
+def _failures(
+    found: Findings, about: str, place: str, lines: Collection[Line], heard: bool = False
+) -> Iterator[Verdict]:
     for state, text in dict.fromkeys((line.state, line.text) for line in lines if line.state in REACH):
         ports = _ports(found, [line for line in lines if (line.state, line.text) == (state, text)])
         what, advice = REACH[state]
-        seen = ": ".join(filter(None, (place.replace("{}", ports), what, text))) + more
+        seen = ": ".join(filter(None, (place.replace("{}", ports), what, text)))
+        if heard:
+            seen += " (the other way works)"
+            advice = CUT_OFF if state in ("refused", "timeout", "no route") else advice
         yield Verdict("fail", about, seen, advice.format(ports), 5 if state == "authorised" else 1)
 
 
@@ -76,14 +87,34 @@ def ports(found: Findings) -> Iterator[Verdict]:
 def reach(found: Findings) -> Iterator[Verdict]:
     """Check that this host reaches each line, and that each doctor that answers has reached this host."""
     for host in found.hosts:
-        more = " (the other way works)" if host.number in found.heard else ""
-        yield from _failures(found, "reach", f"{found.own} → {host.name}:{{}}", found.seen(host), more)
-    unheard = found.met - found.heard
+        heard = host.number in found.heard
+        yield from _failures(found, "reach", f"{found.own} → {host.name}:{{}}", found.seen(host), heard)
+    yield from _behind_nat(found)
+    unheard = found.expected - found.heard - found.hidden
     if unheard and any(port.state == "open" for port in found.ports):
         text = f"{found.names_of(unheard)} → {found.own}: no probe has arrived (the other way works)"
-        yield Verdict("warn", "reach", text, "see the report of the doctor there")
+        nat = "" if found.heard else f"; if {found.own} is behind NAT, write 'nat' on its line on all hosts"
+        yield Verdict("warn", "reach", text, f"see the report of the doctor there{nat}")
     elif all(line.state == "ok" for line in found.reached.values()):
         yield Verdict("ok", "reach", f"{_count(found.reached, 'peer')} reached from {found.own}")
+
+
+def _behind_nat(found: Findings) -> Iterator[Verdict]:
+    """Say which hosts are behind NAT according to the file, and which of these have reached this host."""
+    if found.is_behind_nat:
+        gateways = found.names_of(host.number for host in found.others if not host.behind_nat)
+        text = f"{found.own} is behind NAT: it connects to {gateways}"
+        if found.hidden:
+            text += f", and through these to {found.names_of(found.hidden)}, which is behind NAT too"
+        yield Verdict("note", "reach", text, "no other host can connect to it")
+        return
+    if connected := found.hidden & found.heard:
+        yield Verdict(
+            "ok", "reach", f"{found.names_of(connected)} → {found.own}: behind NAT, and connects to this host"
+        )
+    if missing := found.hidden - found.heard:
+        text = f"{found.names_of(missing)} → {found.own}: behind NAT, and no probe has arrived"
+        yield Verdict("fail", "reach", text, "start the same command there, and see its report")
 
 
 def _hosts_by_value(found: Findings, fact: str) -> dict[str, str]:

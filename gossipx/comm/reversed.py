@@ -1,0 +1,190 @@
+"""Connections to peers that others cannot connect to, because they are behind NAT or a firewall.
+
+Such a peer opens connections to each peer that it reaches, and hands them over: the other side sends requests on them,
+as if it had opened them itself. Two peers behind NAT meet at a third one that both reach, the gateway, which passes the
+bytes of a connection on. Hello, and with a secret Open, are repeated between the two, as on a new connection::
+
+    B, behind NAT                     gateway                       A, behind NAT
+      ReverseRequest       ────→  keeps the connection
+                                         ←────  RelayRequest(to B)
+             ←────  RelayedRequest(from A)
+      AcceptReply          ────→    AcceptReply  ────→
+             ←────────────────────────────────────  Hello, and all that follows
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from gossipx.comm.member import Member
+from gossipx.errors import GossipxError, PeerUnreachableError
+from gossipx.transports import Stream
+from gossipx.transports.link import Link
+from gossipx.transports.links import Links
+from gossipx.wire import Welcome
+from gossipx.wire.reversal import ReverseRequest
+
+log = logging.getLogger("gossipx")
+
+# Connections that a peer behind NAT keeps ready per gateway: one for a model, and one for a message meanwhile. Each is
+# replaced as soon as it is used.
+_READY = 2
+# Connections kept per peer behind NAT; more than it opens, so that only those of an ended process are dropped.
+_MOST_KEPT = 8
+# Shares of peer_timeout: how long a request waits for a connection from a peer behind NAT; and the longest pause after
+# such a peer failed to open one, first and at most. So a request fails where no such peer is running, as at an address
+# where nothing listens.
+WAIT, _PAUSE = 1 / 10, (1 / 300, 1 / 30)
+_PIECE = 256 * 1024  # bytes passed on at a time
+_POLL, _QUIET = 0.05, 0.5  # seconds between two looks, and until a peer without a connection counts as ended
+
+
+class Kept:
+    """The connections that peers behind NAT have handed over and that are not in use, by rank; thread-safe.
+
+    Args:
+        peers: number of peers in the run.
+        links: all connections of this peer.
+    """
+
+    def __init__(self, peers: int, links: Links):
+        self._links = links
+        self._arrived = threading.Condition()
+        self._kept: list[deque[Link]] = [deque() for _ in range(peers)]
+        self._passing_on = 0  # connections of others under way
+
+    def put(self, rank: int, link: Link) -> None:
+        """Keep a connection that peer ``rank`` has handed over."""
+        with self._arrived:
+            self._kept[rank].append(link)
+            oldest = self._kept[rank].popleft() if len(self._kept[rank]) > _MOST_KEPT else None
+            self._arrived.notify_all()
+        if oldest is not None:
+            self._links.drop(oldest)
+
+    def take(self, rank: int, until: float) -> Link:
+        """Return a connection from peer ``rank``, for the caller's use; wait for one.
+
+        Raises:
+            PeerUnreachableError: none arrived, or all connections have ended.
+        """
+        while True:
+            with self._arrived:
+                self._arrived.wait_for(
+                    lambda: self._kept[rank] or self._links.closed.is_set(), until - time.monotonic()
+                )
+                if self._links.closed.is_set():
+                    raise self._links.closed_error()
+                if not self._kept[rank]:
+                    raise PeerUnreachableError("it is behind NAT, and has not connected to this peer")
+                link = self._kept[rank].popleft()
+            if link.stream.quiet():
+                return link
+            self._links.drop(link)
+
+    def wake(self) -> None:
+        """Wake waiting calls after all connections have ended."""
+        with self._arrived:
+            self._arrived.notify_all()
+
+    def pass_on(self, one: Stream, other: Stream) -> None:
+        """Send all that arrives on either stream to the other, until one of them ends."""
+        with self._arrived:
+            self._passing_on += 1
+        try:
+            self._links.spawn("relay", self._pump, other, one)
+            self._pump(one, other)
+        finally:
+            with self._arrived:
+                self._passing_on -= 1
+
+    def _pump(self, source: Stream, target: Stream) -> None:
+        links, buffer = self._links, memoryview(bytearray(_PIECE))
+        target.tune()
+        try:
+            while True:
+                count = source.receive_into(buffer, float("inf"))
+                for part in (buffer[:count],) if links.pace is None else links.pace.parts([buffer[:count]]):
+                    if links.pace is not None:
+                        links.closed.wait(links.pace.reserve(len(part)))
+                    target.send([part], time.monotonic() + links.timeout)
+                links.count(count, count)
+        except GossipxError as error:
+            log.debug("a connection between two other peers has ended: %s", error)
+        finally:
+            source.abort()
+            target.abort()
+
+    def linger(self, seconds: float, stop: Callable[[], bool]) -> None:
+        """Wait until the peers behind NAT have ended, which may still need this peer to reach each other.
+
+        Args:
+            seconds: to wait at most.
+            stop: polled; returns whether to wait no longer.
+        """
+        until, seen = time.monotonic() + seconds, time.monotonic()
+        while not stop() and time.monotonic() < min(until, seen + _QUIET):
+            with self._arrived:
+                kept = [link for links in self._kept for link in links]
+                if self._passing_on or not all(link.stream.hung_up() for link in kept):
+                    seen = time.monotonic()
+            self._links.closed.wait(_POLL)
+
+
+class Connecting(Protocol):
+    """The sending side of a peer; :class:`gossipx.comm.client.Client`."""
+
+    def connect(self, to: int, deadline: float) -> tuple[Link, Welcome]:
+        """Open a connection to peer ``to`` and complete the handshake."""
+
+
+class StandBy:
+    """Opens connections from a peer behind NAT to all peers that it reaches, and serves requests on them.
+
+    Args:
+        member: identity and connections of this peer.
+        client: opens the connections.
+        serve: serves a connection that was handed over, until it ends. Its last argument is called at the first
+            request.
+    """
+
+    def __init__(self, member: Member, client: Connecting, serve: Callable[[Link, Welcome, Callable[[], None]], None]):
+        self._member = member
+        self._links = member.links
+        self._client = client
+        self._serve = serve
+
+    def start(self) -> None:
+        """Begin to connect, if this peer is behind NAT."""
+        if self._member.is_cut_off_itself:
+            for rank in self._member.gateways() * _READY:
+                self._links.spawn("stand-by", self._stand_by, rank)
+
+    def _stand_by(self, rank: int) -> None:
+        """Keep one connection to peer ``rank`` ready; return once it was used, as another one takes its place."""
+        shortest, longest = (share * self._member.timeout for share in _PAUSE)
+        pause, is_replaced = shortest, False
+
+        def replace() -> None:
+            nonlocal is_replaced
+            self._links.spawn("stand-by", self._stand_by, rank)
+            is_replaced = True
+
+        while not is_replaced and not self._links.closed.is_set():
+            try:
+                deadline = time.monotonic() + WAIT * self._member.timeout
+                link, welcome = self._client.connect(rank, deadline)
+                with self._links.dropped_on_failure(link):
+                    link.request(ReverseRequest(), 0, deadline)
+                pause = shortest
+                self._serve(link, welcome, replace)
+            except GossipxError as error:
+                log.debug("no connection is ready for requests of %s: %s", self._member.names[rank], error)
+            if not is_replaced:
+                self._links.closed.wait(pause)
+                pause = min(2 * pause, longest)
