@@ -20,7 +20,6 @@ from typing import cast
 
 from gossipx.comm.listener import Listener, LoopbackRequest
 from gossipx.comm.member import Member, call_back, call_back_in_thread
-from gossipx.comm.reversed import WAIT
 from gossipx.errors import (
     CancelledError,
     GossipxError,
@@ -262,9 +261,11 @@ class Client:
         """Return a new connection to peer ``to``, in shared memory if it is on this machine."""
         member, deadline = self._member, self._setup_deadline(deadline)
         if member.is_cut_off(to):
+            if self._only_memory:
+                raise self._no_memory(to)
             if member.is_cut_off_itself:
                 return self._open_by_gateway(to, deadline)
-            return self._own.kept.take(to, min(deadline, time.monotonic() + WAIT * member.timeout))
+            return self._own.kept.take(to, deadline)
         link, welcome = self.connect(to, deadline)
         here = self._record_process(welcome, to)
         with self._links.dropped_on_failure(link):
@@ -274,8 +275,12 @@ class Client:
             return local
         if self._only_memory:
             self._links.drop(link)
-            raise UsageError(f"--transport shm: no memory can be shared with {member.names[to]}; use --transport auto")
+            raise self._no_memory(to)
         return link
+
+    def _no_memory(self, to: int) -> UsageError:
+        name = self._member.names[to]
+        return UsageError(f"--transport shm: no memory can be shared with {name}; use --transport auto")
 
     def _open_by_gateway(self, to: int, deadline: float) -> Link:
         """Open a connection to a peer behind NAT, as this peer is, through the first gateway that reaches it."""

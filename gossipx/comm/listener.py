@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from gossipx.comm.member import Member, call_back, call_back_in_thread
-from gossipx.comm.reversed import WAIT, Kept
+from gossipx.comm.reversed import Kept
 from gossipx.errors import (
     CorruptedError,
     GossipxError,
@@ -274,7 +274,7 @@ class Listener:
             raise ProtocolError(f"it asked for a connection to {member.names[to]}, which any peer can connect to")
         deadline = time.monotonic() + member.timeout
         try:
-            other = self.kept.take(to, time.monotonic() + WAIT * member.timeout)
+            other = self.kept.take(to, deadline)
             with self._links.dropped_on_failure(other):
                 other.request(RelayedRequest(they.rank), number, deadline)
         except GossipxError as error:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from gossipx.comm.member import Member
-from gossipx.errors import GossipxError, PeerUnreachableError
+from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
 from gossipx.transports import Stream
 from gossipx.transports.link import Link
 from gossipx.transports.links import Links
@@ -45,7 +45,7 @@ _POLL, _QUIET = 0.05, 0.5  # seconds between two looks, and until a peer without
 
 
 class Kept:
-    """The connections that peers behind NAT have handed over and that are not in use, by rank; thread-safe.
+    """The connections that peers behind NAT have handed over; thread-safe.
 
     Args:
         peers: number of peers in the run.
@@ -55,37 +55,57 @@ class Kept:
     def __init__(self, peers: int, links: Links):
         self._links = links
         self._arrived = threading.Condition()
-        self._kept: list[deque[Link]] = [deque() for _ in range(peers)]
+        self._kept: list[deque[Link]] = [deque() for _ in range(peers)]  # not in use, by rank
+        self._open: list[list[Link]] = [[] for _ in range(peers)]  # also those in use
         self._passing_on = 0  # connections of others under way
 
     def put(self, rank: int, link: Link) -> None:
         """Keep a connection that peer ``rank`` has handed over."""
         with self._arrived:
             self._kept[rank].append(link)
+            self._open[rank] = [*self._open_now(rank), link]
             oldest = self._kept[rank].popleft() if len(self._kept[rank]) > _MOST_KEPT else None
             self._arrived.notify_all()
         if oldest is not None:
             self._links.drop(oldest)
 
-    def take(self, rank: int, until: float) -> Link:
+    def take(self, rank: int, deadline: float) -> Link:
         """Return a connection from peer ``rank``, for the caller's use; wait for one.
 
+        Args:
+            deadline: absolute. If the peer has no connection open, the wait is a share of peer_timeout at most.
+
         Raises:
-            PeerUnreachableError: none arrived, or all connections have ended.
+            PeerUnreachableError: the peer has not connected, or all connections of this peer have ended.
+            PeerTimeoutError: all connections of the peer are in use.
         """
+        until = min(deadline, time.monotonic() + WAIT * self._links.timeout)
         while True:
-            with self._arrived:
-                self._arrived.wait_for(
-                    lambda: self._kept[rank] or self._links.closed.is_set(), until - time.monotonic()
-                )
-                if self._links.closed.is_set():
-                    raise self._links.closed_error()
-                if not self._kept[rank]:
-                    raise PeerUnreachableError("it is behind NAT, and has not connected to this peer")
-                link = self._kept[rank].popleft()
-            if link.stream.quiet():
+            link = self._next(rank, until)
+            if link is not None and link.stream.quiet():
                 return link
-            self._links.drop(link)
+            if link is not None:
+                self._links.drop(link)
+            elif not self._open_now(rank):
+                raise PeerUnreachableError("it is behind NAT, and has not connected to this peer")
+            elif until >= deadline:
+                raise PeerTimeoutError("it is behind NAT, and all its connections to this peer are in use")
+            else:
+                until = deadline
+
+    def _next(self, rank: int, until: float) -> Link | None:
+        """Wait for a connection that is not in use; return None if none arrives in time."""
+        with self._arrived:
+            arrived = self._arrived.wait_for(
+                lambda: self._kept[rank] or self._links.closed.is_set(), until - time.monotonic()
+            )
+            if self._links.closed.is_set():
+                raise self._links.closed_error()
+            return self._kept[rank].popleft() if arrived else None
+
+    def _open_now(self, rank: int) -> list[Link]:
+        """Return the connections of peer ``rank`` that have not ended."""
+        return [link for link in self._open[rank] if not link.stream.hung_up()]
 
     def wake(self) -> None:
         """Wake waiting calls after all connections have ended."""
@@ -130,8 +150,7 @@ class Kept:
         until, seen = time.monotonic() + seconds, time.monotonic()
         while not stop() and time.monotonic() < min(until, seen + _QUIET):
             with self._arrived:
-                kept = [link for links in self._kept for link in links]
-                if self._passing_on or not all(link.stream.hung_up() for link in kept):
+                if self._passing_on or any(self._open_now(rank) for rank in range(len(self._open))):
                     seen = time.monotonic()
             self._links.closed.wait(_POLL)
 

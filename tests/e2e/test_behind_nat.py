@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import managers
 import pytest
 from certificates import Authority
+from emulated import EmulatedNetwork, NetworkUnavailableError, lacking
+from emulated.runs import train
 from managers import LONG, SECRET, Host, Run, frame, introduced, read_frame
+from seeds import some
+from transfers import python, result
 
-from gossipx.errors import GossipxError, PeerUnreachableError
+from gossipx.errors import GossipxError, PeerUnreachableError, UsageError
 from gossipx.protocol.messages import HereReply, LeaveRequest, ModelReply, PullRequest, Stage
 from gossipx.transports import Address
+from gossipx.transports.pace import Pace
 from gossipx.wire.reversal import RelayedRequest, RelayRequest, ReverseRequest
 
 start = managers.start
@@ -101,6 +111,48 @@ def test_another_gateway_takes_over(start: Start) -> None:
     assert "peer-03: it is behind NAT, as this peer is: " in str(error)
 
 
+def test_a_gateway_stays_while_peers_behind_nat_need_it(start: Start) -> None:
+    gateway, one, other = network(start(3), {0})
+    pulls(one, 2)
+    lingering = threading.Thread(target=gateway.comm.linger, args=(lambda: False,))
+    lingering.start()
+    for step in range(3):
+        pulls(other, 1, step)
+        assert lingering.is_alive()
+    one.comm.close()
+    other.comm.close()
+    lingering.join(LONG / 2)  # less than peer_timeout
+    assert not lingering.is_alive()
+
+
+@pytest.mark.parametrize("others", [{0}, {0, 2}], ids=["it is asked to stop", "no two peers are behind NAT"])
+def test_a_gateway_does_not_stay_for_ever(start: Start, others: set[int]) -> None:
+    gateway, *_ = network(start(3), others)
+    gateway.comm.linger(lambda: others == {0})
+
+
+def test_what_a_gateway_passes_on_keeps_to_its_rate(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved = []
+    reserve = Pace.reserve
+
+    def count(pace: Pace, nbytes: int, *rest: float) -> float:
+        reserved.append(nbytes)
+        return reserve(pace, nbytes, *rest)
+
+    monkeypatch.setattr(Pace, "reserve", count)
+    run = start(3)
+    _, one, _ = network(run, {0}, lambda rank: {"max_rate": 1e9} if rank == 0 else {})
+    pulls(one, 2)
+    assert len(MODEL) < sum(reserved) < 1.1 * len(MODEL)
+
+
+def test_memory_alone_cannot_be_shared_with_a_host_behind_nat(start: Start) -> None:
+    one, _ = network(start(2), {0}, lambda rank: {"only_memory": rank == 0})
+    error = one.ask(1, LeaveRequest()).get(timeout=LONG)
+    assert isinstance(error, UsageError)
+    assert "no memory can be shared with peer-01; use --transport auto" in str(error)
+
+
 @pytest.mark.parametrize("which", ["the one behind NAT", "the other"])
 def test_a_process_that_is_replaced_is_found_again(start: Start, which: str) -> None:
     run = start(2)
@@ -147,3 +199,84 @@ def test_cancelled_and_closed_requests_end(start: Start) -> None:
     hidden.comm.close()
     assert isinstance(pending.get(timeout=LONG), GossipxError)
     one.comm.close()
+
+
+# --- gossipx run, in namespaces of which some drop what would open a connection to them ---------------
+
+
+@contextlib.contextmanager
+def hiding(count: int, hidden: Collection[int]) -> Iterator[EmulatedNetwork]:
+    """Yield a network of which these hosts cannot be connected to; skip the test if this system allows none."""
+    if (reason := lacking()) is not None:
+        pytest.skip(reason)
+    with EmulatedNetwork(count, "100mbit", delay_ms=5) as net:
+        for number in hidden:
+            try:
+                net.hosts[number].hide()
+            except NetworkUnavailableError as error:
+                pytest.skip(f"a firewall is made by nft (nftables): {error}")
+            assert not result(python(net.hosts[0], CONNECTS, net.hosts[number].address))
+        yield net
+
+
+CONNECTS = """
+    import errno, json, socket, sys
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        print(json.dumps(probe.connect_ex((sys.argv[1], 29400)) == errno.ECONNREFUSED))  # no packet was dropped
+"""
+
+
+@pytest.mark.fault(70)
+@pytest.mark.parametrize(
+    "options",
+    some(
+        [
+            ("--policy", "tau:5", "--blocking"),
+            ("--exchange", "waves", "--policy", "tau:10", "--blocking"),
+            ("--servers", "1"),
+        ],
+        ("--policy", "tau:5", "--blocking"),
+    ),
+)
+def test_two_machines_behind_nat_train_with_a_third(tmp_path: Path, options: tuple[str, ...]) -> None:
+    with hiding(3, {1, 2}) as net:
+        runs = train(net, tmp_path, "x", *options, "--iterations", "40", "--eval-interval", "0", hidden={1, 2})
+    for one in runs:
+        assert one.lost == [] and one.agreed
+        assert None not in one.retrievals and min(one.retrievals) > 0  # type: ignore[type-var]
+        assert sum(one.failed) == sum(one.strangers) == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.fault(70)
+def test_the_doctor_says_who_is_behind_nat_and_who_seems_to_be(tmp_path: Path) -> None:
+    with hiding(3, {1, 2}) as net:
+        for words in (["", "nat", ""], ["", "nat", "nat"]):
+            lines = [f"{host.address} {word}\n" for host, word in zip(net.hosts, words, strict=True)]
+            (tmp_path / "hosts.txt").write_text("".join(lines))
+            reports = doctors(net, tmp_path)
+            undeclared = "nat" not in words[2]
+            told = "\n".join(f"{verdict['text']}: {verdict['advice']}" for verdict in reports[0] if is_reach(verdict))
+            one, two, three = (host.address for host in net.hosts)
+            assert f"{two}, {three} → {one}: behind NAT, and connects to this host" in told or undeclared
+            assert (f"{one} → {three}:29400" in told and "or write 'nat' on its line" in told) == undeclared
+            own = "\n".join(f"{verdict['text']}: {verdict['advice']}" for verdict in reports[2] if is_reach(verdict))
+            assert ("if 198.18.0.3 is behind NAT, write 'nat' on its line" in own) == undeclared
+            assert (f"{three} is behind NAT: it connects to {one}" in own) != undeclared
+            assert any(verdict["level"] == "fail" for report in reports for verdict in report) == undeclared
+
+
+def is_reach(verdict: dict[str, Any]) -> bool:
+    return bool(verdict["about"] == "reach")
+
+
+def doctors(net: EmulatedNetwork, folder: Path) -> list[list[dict[str, Any]]]:
+    """Run the doctor on all hosts; return the verdicts of each."""
+    secret = folder / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text("known to all of these hosts")
+    command = [sys.executable, "-m", "gossipx", "doctor", "--peers", folder / "hosts.txt", "--bind", "0.0.0.0"]
+    options = ["--secret-file", secret, "--wait", "8", "--json"]
+    started = [host.popen([*command, *options], stdout=subprocess.PIPE, text=True) for host in net.hosts]
+    return [json.loads(process.communicate(timeout=LONG)[0])["verdicts"] for process in started]
