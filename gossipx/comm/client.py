@@ -297,10 +297,11 @@ class Client:
                     if isinstance(reply, NotReadyReply):
                         raise PeerUnreachableError(reply.reason)
                     link = self._links.renew(link)
-                self._greet(link, to, by)
-                return link
             except PeerFaultError as error:
                 cause = error
+            else:
+                self._greet(link, to, by)
+                return link
         raise PeerUnreachableError(f"it is behind NAT, as this peer is: {cause}")
 
     def _record_process(self, welcome: Welcome, to: int) -> bool:

@@ -119,7 +119,7 @@ class Listener:
     """
 
     def __init__(self, member: Member, bind: Address, on_request: OnRequest, sink_for: SinkFor, most: int):
-        self.kept = Kept(member.me.size, member.links)
+        self.kept = Kept(member.links)
         self._member = member
         self._bind = bind
         self._on_request = on_request
@@ -266,6 +266,7 @@ class Listener:
         hosts = [""] * self._member.me.size
         hosts[sender] = self._member.addresses[gateway].host  # whose certificate it is: the gateway vouches
         self._serve(link.stream, hosts)
+        self._links.drop(link)
 
     def _relay(self, link: Link, they: Hello, to: int, number: int) -> None:
         """Connect a peer behind NAT to another one, and pass on what they send until one of them ends."""

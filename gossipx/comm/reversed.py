@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -48,15 +48,14 @@ class Kept:
     """The connections that peers behind NAT have handed over; thread-safe.
 
     Args:
-        peers: number of peers in the run.
         links: all connections of this peer.
     """
 
-    def __init__(self, peers: int, links: Links):
+    def __init__(self, links: Links):
         self._links = links
         self._arrived = threading.Condition()
-        self._kept: list[deque[Link]] = [deque() for _ in range(peers)]  # not in use, by rank
-        self._open: list[list[Link]] = [[] for _ in range(peers)]  # also those in use
+        self._kept: defaultdict[int, deque[Link]] = defaultdict(deque)  # not in use, by rank
+        self._open: defaultdict[int, list[Link]] = defaultdict(list)  # also those in use
         self._passing_on = 0  # connections of others under way
 
     def put(self, rank: int, link: Link) -> None:
@@ -105,7 +104,7 @@ class Kept:
 
     def _open_now(self, rank: int) -> list[Link]:
         """Return the connections of peer ``rank`` that have not ended."""
-        return [link for link in self._open[rank] if not link.stream.hung_up()]
+        return [link for link in self._open.get(rank, ()) if not link.stream.hung_up()]
 
     def wake(self) -> None:
         """Wake waiting calls after all connections have ended."""
@@ -150,7 +149,7 @@ class Kept:
         until, seen = time.monotonic() + seconds, time.monotonic()
         while not stop() and time.monotonic() < min(until, seen + _QUIET):
             with self._arrived:
-                if self._passing_on or any(self._open_now(rank) for rank in range(len(self._open))):
+                if self._passing_on or any(self._open_now(rank) for rank in self._open):
                     seen = time.monotonic()
             self._links.closed.wait(_POLL)
 

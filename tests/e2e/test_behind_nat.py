@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -17,11 +18,11 @@ import pytest
 from certificates import Authority
 from emulated import EmulatedNetwork, NetworkUnavailableError, lacking
 from emulated.runs import train
-from managers import LONG, SECRET, Host, Run, frame, introduced, read_frame
+from managers import LONG, SECRET, Host, Run, frame, introduced, read_frame, soon
 from seeds import some
 from transfers import python, result
 
-from gossipx.errors import GossipxError, PeerUnreachableError, UsageError
+from gossipx.errors import CancelledError, PeerUnreachableError, UsageError
 from gossipx.protocol.messages import HereReply, LeaveRequest, ModelReply, PullRequest, Stage
 from gossipx.transports import Address
 from gossipx.transports.pace import Pace
@@ -191,14 +192,30 @@ def test_a_peer_that_others_reach_hands_no_connection_over(start: Start) -> None
     assert one.received.empty()
 
 
-def test_cancelled_and_closed_requests_end(start: Start) -> None:
+def test_a_cancelled_request_ends_at_both_ends_and_at_the_gateway(start: Start) -> None:
+    gateway, one, other = network(start(3), {0})
+    other.react = None  # it answers nothing
+    results: queue.Queue[Any] = queue.Queue()
+    cancel = one.comm.request(2, PullRequest(1, 30.0), deadline=soon(), payload=None, done=results.put)
+    _, key, _ = other.received.get(timeout=LONG)
+    cancel()
+    assert isinstance(results.get(timeout=LONG), CancelledError)
+    other.serve(MODEL)
+    other.answer(key, ModelReply(1), MODEL)
+    assert other.answered.get(timeout=LONG) is False
+    pulls(one, 2)
+    one.comm.close()
+    other.comm.close()
+    gateway.comm.linger(lambda: False)  # returns, as nothing is passed on any more
+
+
+def test_a_peer_that_ends_ends_the_requests_to_it(start: Start) -> None:
     one, hidden = network(start(2), {0})
-    hidden.react = None  # it answers nothing from now on
+    hidden.react = None
     pending = one.ask(1, LeaveRequest())
     assert hidden.received.get(timeout=LONG)
     hidden.comm.close()
-    assert isinstance(pending.get(timeout=LONG), GossipxError)
-    one.comm.close()
+    assert isinstance(pending.get(timeout=LONG), PeerUnreachableError)
 
 
 # --- gossipx run, in namespaces of which some drop what would open a connection to them ---------------
