@@ -72,9 +72,9 @@ def visit(peers: Sequence[PeerLine], exchange: ExchangeSettings, part: str, only
         except NotAuthorisedError as error:
             return Visit(to, {}, fit(str(error)), authorised=False)
         except PeerTimeoutError:
-            return Visit(to, {}, f"no answer within {CONNECT:g} s")
+            return Visit(to, {}, f"no answer within {CONNECT:g} s{_if_hidden(to)}")
         except PeerUnreachableError as error:
-            return Visit(to, {}, f"not running ({fit(str(error).rpartition(': ')[2])})")
+            return Visit(to, {}, f"not running ({fit(str(error).rpartition(': ')[2])}){_if_hidden(to)}")
         except GossipxError as error:
             return Visit(to, {}, fit(str(error)))
 
@@ -82,6 +82,10 @@ def visit(peers: Sequence[PeerLine], exchange: ExchangeSettings, part: str, only
         stack.callback(links.abort)
         pool = stack.enter_context(ThreadPoolExecutor(min(_AT_ONCE, len(only))))
         return list(pool.map(ask, only))
+
+
+def _if_hidden(peer: PeerLine) -> str:
+    return "; it is behind NAT: ask on its own host" if peer.behind_nat else ""
 
 
 def _named(report: dict[str, Any], peers: Sequence[PeerLine]) -> dict[str, Any]:

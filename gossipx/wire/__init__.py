@@ -144,10 +144,7 @@ class Proof:
 @kind(9)
 @dataclass(frozen=True)
 class Accepted:
-    """The reply to :class:`Proof`: the answerer's own proof, by one of the opener's secrets.
-
-    All later frames are authenticated.
-    """
+    """The reply to :class:`Proof`: the answerer's own, by a secret of both. All later frames are authenticated."""
 
     proof: Key
 

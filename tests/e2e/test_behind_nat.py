@@ -19,11 +19,15 @@ from certificates import Authority
 from emulated import EmulatedNetwork, NetworkUnavailableError, lacking
 from emulated.runs import train
 from managers import LONG, SECRET, Host, Run, frame, introduced, read_frame, soon
+from ports import free_ports
 from seeds import some
 from transfers import python, result
 
+from gossipx.config.settings import ExchangeSettings
 from gossipx.errors import CancelledError, PeerUnreachableError, UsageError
+from gossipx.launch.hosts import PeerLine
 from gossipx.protocol.messages import HereReply, LeaveRequest, ModelReply, PullRequest, Stage
+from gossipx.tools.visit import visit
 from gossipx.transports import Address
 from gossipx.transports.pace import Pace
 from gossipx.wire.reversal import RelayedRequest, RelayRequest, ReverseRequest
@@ -152,6 +156,13 @@ def test_memory_alone_cannot_be_shared_with_a_host_behind_nat(start: Start) -> N
     error = one.ask(1, LeaveRequest()).get(timeout=LONG)
     assert isinstance(error, UsageError)
     assert "no memory can be shared with peer-01; use --transport auto" in str(error)
+
+
+def test_a_visitor_that_cannot_reach_a_peer_behind_nat_says_where_to_ask() -> None:
+    (port,) = free_ports(1)
+    peers = [PeerLine(0, "127.0.0.1", port, None, "a", 1, behind_nat=True)]
+    (seen,) = visit(peers, ExchangeSettings(), "status", peers)
+    assert seen.why == "not running (Connection refused); it is behind NAT: ask on its own host"
 
 
 @pytest.mark.parametrize("which", ["the one behind NAT", "the other"])
