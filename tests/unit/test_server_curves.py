@@ -12,7 +12,8 @@ from gossipx.runtime.reporting import Reporter
 def test_a_total_is_recorded_as_the_mean_since_the_last_record() -> None:
     now: dict[str, Any] = {}
     recorded: list[tuple[str, float, int]] = []
-    driver: Any = SimpleNamespace(role=None, arena=None, metrics=lambda: now)
+    role = SimpleNamespace(server=SimpleNamespace(metrics=now))
+    driver: Any = SimpleNamespace(role=role, arena=None, read=lambda look: look(role))
     recorder: Any = SimpleNamespace(scalar=lambda *record: recorded.append(record))
     unused: Any = None
     reporter = Reporter(unused, driver, unused, recorder, unused, unused)
