@@ -28,7 +28,7 @@ from gossipx.integrations.ddp import Joining, PolicyLike, check
 from gossipx.integrations.ddp import shard as shard
 from gossipx.integrations.group import TIMEOUT
 from gossipx.launch.environment import ENV_CONFIG, ENV_PEERS, ENV_PROGRESS
-from gossipx.launch.hosts import read_hosts
+from gossipx.launch.hosts import NAT, read_hosts
 from gossipx.launch.loops.join import join as join_alone
 from gossipx.launch.loops.join import rank_and_size, run_directory_of
 from gossipx.runtime import schedule_free
@@ -257,7 +257,8 @@ def _place(run: RunConfig, peers: str | Path | None) -> Iterator[dict[str, Any]]
     directory = run_directory_of(run) / f"shards-{rank:02d}"
     directory.mkdir(parents=True, exist_ok=True)
     lines = read_hosts(Path(hosts))
-    own = "".join(f"{Address(line.host, line.port + rank * len(lines))}\n" for line in lines)
+    places = [(Address(line.host, line.port + rank * len(lines)), f" {NAT}" * line.behind_nat) for line in lines]
+    own = "".join(f"{place}{nat}\n" for place, nat in places)
     _write(directory / "hosts.txt", own)
     if ENV_CONFIG not in os.environ:
         yield {"peers": directory / "hosts.txt", "logdir": str(directory.parent), "name": directory.name}

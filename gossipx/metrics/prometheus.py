@@ -23,6 +23,7 @@ COUNTERS = {
     "poisoned_models": ("poisoned", "Received models refused because of NaN or Inf."),
     "corrupted_frames": ("corrupted", "Received frames refused because they did not match their checksums."),
     "strangers": ("strangers", "Connections turned away because their openers did not prove to belong to the run."),
+    "expiry_warnings": ("expiry_warnings", "Warnings that a certificate expires, from 14 days before on."),
     "suspicions": ("suspicions", "How often another peer stopped answering."),
 }
 """Counters by name, each with the figure of a peer's status and a description."""
