@@ -78,6 +78,7 @@ class Place:
         progress: the pipe to the parent process.
         under_run: whether ``gossipx run`` started this process.
         resumes: whether the run resumes from checkpoints.
+        is_added: whether this peer had no part in the run that resumes, and needs the model of one that had.
         resumes_at: the iteration of the checkpoint to resume from; None: the newest.
     """
 
@@ -90,6 +91,7 @@ class Place:
     progress: Progress
     under_run: bool
     resumes: bool = False
+    is_added: bool = False
     resumes_at: int | None = None
 
 
@@ -291,15 +293,17 @@ def _checkpoints(plan: _Plan, driver: Driver, options: PeerOptions) -> Checkpoin
         "--policy": options.policy.partition(":")[0],
         "--outer": plan.config.sync.outer,
         "--fragments": plan.config.sync.fragments,
-        "peers": len(place.names),
         "--seed": run.seed,
     }
+    if plan.hub is not None or plan.served is not None:  # in gossip the number of peers may change
+        about["peers"] = len(place.names)
     return Checkpoints(
         None if place.directory is None else store_of(place.directory, place.rank, run.keep_checkpoints),
         CheckpointInterval.parse(str(run.checkpoint_every)),
         TrainingState(plan.module, plan.optimizer, driver, about),
         place.resumes,
         place.resumes_at,
+        place.is_added,
         _servers_due(driver),
     )
 

@@ -196,12 +196,13 @@ def run(
     environ = with_options(os.environ, rank, size, master)
     over_ssh = Command(settings, config_file, resume, script) if ssh else None
     if resume is not None:
-        from gossipx.launch.resume import settings_of
+        from gossipx.launch.resume import peers_before, settings_of
 
         if config_file:
             raise UsageError("--config is for a new run, but --resume uses the settings of the run: leave one out")
-        resumed = settings_of(resume, settings, list(script), environ)
-        sys.exit(launch(*resumed, environ, resumes=True, over_ssh=over_ssh).code)
+        resolved, hosts, arguments = settings_of(resume, settings, list(script), environ)
+        before = peers_before(resolved)
+        sys.exit(launch(resolved, hosts, arguments, environ, resumes=before, over_ssh=over_ssh).code)
     given = files.load(config_file) if config_file else {}
     resolved = files.resolve(given, settings)
     hosts = None if resolved.run.peers is None else Path(resolved.run.peers)

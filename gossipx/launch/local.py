@@ -24,6 +24,7 @@ from gossipx.launch.children import READ, Child, Spawn, command_of
 from gossipx.launch.curves import RunCurves
 from gossipx.launch.directory import HOSTS_FILE
 from gossipx.launch.environment import (
+    ADDED,
     ENV_CONFIG,
     ENV_DEVICE,
     ENV_PEERS,
@@ -56,7 +57,7 @@ def launch(
     hosts: Path | None,
     script: list[str],
     environ: Mapping[str, str],
-    resumes: bool = False,
+    resumes: int = 0,
     spawn: Spawn = subprocess.Popen,
     over_ssh: Command | None = None,
 ) -> Outcome:
@@ -67,7 +68,8 @@ def launch(
         hosts: the hosts file; None: the environment defines the peers.
         script: a user's script and its arguments; empty: the built-in task.
         environ: environment with the variables of torchrun, srun or mpirun; GOSSIPX_RANK and its like override these.
-        resumes: the run of that name resumes from its checkpoints; see :mod:`gossipx.launch.resume`.
+        resumes: number of peers that the run of that name had, which resumes from its checkpoints (see
+            :mod:`gossipx.launch.resume`); 0: the run is new.
         spawn: starts the process of a peer; called like :class:`subprocess.Popen`.
         over_ssh: this command, to be started on the other hosts too; None: it is not.
 
@@ -126,7 +128,7 @@ class _Run:
         recorders = [part.partition(":")[0].strip() for part in settings.run.recorder.split("+")]
         directory = None if start.shared or "tensorboard" not in recorders else start.directory.path
         self._curves = RunCurves(
-            directory, self._statuses, lambda: hyperparameters(self._settings, len(peers)), start.resumes
+            directory, self._statuses, lambda: hyperparameters(self._settings, len(peers)), bool(start.resumes)
         )
         self._children: dict[int, Child] = {}
         self._results: dict[int, dict[str, Any]] = {}
@@ -233,7 +235,8 @@ class _Run:
             ENV_RANK: str(rank),
             ENV_DEVICE: self._peers[rank].device or self._settings.run.device,
         }
-        environment[ENV_RESUME] = "1" if self._resumes or again else ""
+        is_added = bool(self._resumes) and rank >= self._resumes and not again
+        environment[ENV_RESUME] = ADDED if is_added else "1" if self._resumes or again else ""
         environment[ENV_RESUME_AT] = "" if self._resumes_at is None or again else str(self._resumes_at)
         name = self._peers[rank].name
         try:

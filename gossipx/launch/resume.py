@@ -17,6 +17,7 @@ from gossipx.launch.cluster.world import find
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, SCRIPT_FILE, no_run, run_directory, settings_in
 from gossipx.launch.hosts import read_hosts
 from gossipx.runtime.checkpoints import store_of
+from gossipx.runtime.models import directory_of
 from gossipx.runtime.shards import servers_of, store_of_shard
 
 log = logging.getLogger("gossipx")
@@ -47,7 +48,7 @@ def settings_of(
         The settings, the hosts file (None: the environment defines the peers), the script with its arguments.
 
     Raises:
-        UsageError: the run does not exist, or a given setting cannot change; names the option.
+        UsageError: the run does not exist, or a given setting or the number of peers cannot change.
     """
     logdir = Path(given.get("logdir") or RunSettings().logdir)
     path = run_directory(run, logdir)
@@ -61,10 +62,10 @@ def settings_of(
     world = find(environ)
     if "peers" in given or world is None or world.size == 1:
         hosts = Path(given["peers"]) if "peers" in given else path / HOSTS_FILE
-        _check_size(path, len(read_hosts(hosts)), "--peers names", hosts)
+        _check_size(settings, len(read_hosts(hosts)), "--peers names", hosts)
     else:
         hosts = None
-        _check_size(path, world.size, f"{world.source} started", None)
+        _check_size(settings, world.size, f"{world.source} started", None)
     recorded = path / SCRIPT_FILE
     if not script and recorded.is_file():
         script = _script_in(recorded)
@@ -98,13 +99,43 @@ def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else "not given" if value is None else str(value)
 
 
-def _check_size(path: Path, now: int, source: str, hosts: Path | None) -> None:
-    was = len(read_hosts(path / HOSTS_FILE))
-    if was != now:
-        raise UsageError(f"{source} {now} peers, but the run to resume has {was}", hosts)
+def peers_before(settings: RunConfig) -> int:
+    """Return the number of peers that the run to resume had."""
+    return len(read_hosts(_directory(settings) / HOSTS_FILE))
 
 
-def check(settings: RunConfig, names: Sequence[str], here: list[int], has_script: bool) -> tuple[int | None, RunConfig]:
+def _directory(settings: RunConfig) -> Path:
+    assert settings.run.name is not None
+    return Path(settings.run.logdir) / settings.run.name
+
+
+def _check_size(settings: RunConfig, now: int, source: str, hosts: Path | None) -> None:
+    was = peers_before(settings)
+    around = "a hub" if settings.hub.hub is not None else "servers" if settings.has_servers else None
+    if was != now and around is not None:
+        raise UsageError(
+            f"{source} {now} peers, but the run to resume has {was}: with {around} the number cannot change", hosts
+        )
+
+
+def tell_other_size(settings: RunConfig, names: Sequence[str], before: int) -> None:
+    """Log in one line that a run resumes with more peers than before, or with fewer."""
+    if len(names) > before:
+        log.warning(
+            "the run had %d peers, and %s had no part in it: each starts with the model of a peer that resumes",
+            before,
+            ", ".join(names[before:]),
+        )
+    elif len(names) < before:
+        left = ", ".join(directory_of(_directory(settings), rank).name for rank in range(len(names), before))
+        log.warning(
+            "the run had %d peers, and %d resume: checkpoints in %s are left in place", before, len(names), left
+        )
+
+
+def check(
+    settings: RunConfig, names: Sequence[str], here: list[int], has_script: bool, before: int
+) -> tuple[int | None, RunConfig]:
     """Check that there are checkpoints to resume from, and choose the iteration.
 
     Args:
@@ -112,6 +143,7 @@ def check(settings: RunConfig, names: Sequence[str], here: list[int], has_script
         names: names of its peers, by rank.
         here: ranks of the peers whose checkpoints are visible on this machine.
         has_script: whether the run trains a script, which sets its own number of iterations.
+        before: number of peers that the run had; ranks from that on do not resume.
 
     Returns:
         The iteration from which all peers resume; None: each from its own newest checkpoint. And the settings, with the
@@ -120,8 +152,7 @@ def check(settings: RunConfig, names: Sequence[str], here: list[int], has_script
     Raises:
         UsageError: no peer has a complete checkpoint, or the checkpoints exceed the number of iterations.
     """
-    assert settings.run.name is not None
-    path = Path(settings.run.logdir) / settings.run.name
+    path = _directory(settings)
     servers = server_ranks(settings, names)
     if servers is not None:
         found, at, then = _served(path, settings, servers, here)
@@ -129,7 +160,7 @@ def check(settings: RunConfig, names: Sequence[str], here: list[int], has_script
             settings = replace(settings, server=replace(settings.server, servers=",".join(map(str, then))))
     else:
         at = None
-        found = [one for rank in here if (one := store_of(path, rank).find()) is not None]
+        found = [one for rank in here if rank < before and (one := store_of(path, rank).find()) is not None]
     if not found and len(here) == len(names):
         raise UsageError(
             "no peer has a complete checkpoint to resume from: a run writes checkpoints with --checkpoint-every,"

@@ -59,7 +59,7 @@ class Start:
         directory: the run's directory, already created.
         peers: all peers, by rank.
         here: ranks of the peers to start.
-        resumes: whether they resume from checkpoints.
+        resumes: number of peers that the run had, if it resumes from checkpoints; 0: the run is new.
         resumes_at: iteration of the checkpoints; None: each from its newest.
         notice: message to show first; None: none.
         shared: whether other processes on this terminal are peers of the run too.
@@ -70,7 +70,7 @@ class Start:
     directory: Directory
     peers: list[PeerLine]
     here: list[int]
-    resumes: bool = False
+    resumes: int = 0
     resumes_at: int | None = None
     notice: str | None = None
     shared: bool = False
@@ -94,8 +94,8 @@ def peer_source(hosts: Path | None, environ: Mapping[str, str]) -> tuple[Path | 
     return hosts, None if hosts is not None and world is not None and world.size == 1 else world
 
 
-def from_hosts(given: RunConfig, hosts: Path, script: list[str], resumes: bool) -> Start:
-    """Return the start of this machine's peers in a hosts file.
+def from_hosts(given: RunConfig, hosts: Path, script: list[str], resumes: int) -> Start:
+    """Return the start of this machine's peers in a hosts file; ``resumes`` as in :class:`Start`.
 
     Raises:
         UsageError: settings, hosts file or script are invalid, or the name is in use.
@@ -107,8 +107,9 @@ def from_hosts(given: RunConfig, hosts: Path, script: list[str], resumes: bool) 
     if resumes:
         from gossipx.launch import resume  # imports torch, to read checkpoints
 
-        at, settings = resume.check(settings, names, here, bool(script))
-    directory = RunDirectory(settings, hosts.read_bytes(), script, resumes)
+        at, settings = resume.check(settings, names, here, bool(script), resumes)
+        resume.tell_other_size(settings, names, resumes)
+    directory = RunDirectory(settings, hosts.read_bytes(), script, bool(resumes))
     return Start(settings, directory, peers, here, resumes, at, checked.notice)
 
 

@@ -271,11 +271,15 @@ class Membership:
         return {"rng": [version, list(words), gauss], "members": {"round": self._round, "others": others}}
 
     def load_draws(self, draws: dict[str, Any]) -> None:
-        """Restore :meth:`draws`. Which peers are alive is not restored; it is learned anew."""
+        """Restore :meth:`draws`. Which peers are alive is not restored; it is learned anew.
+
+        Peers that are no longer in the run are ignored.
+        """
         version, words, gauss = draws["rng"]
         self._rng.setstate((version, tuple(words), gauss))
         self._round = draws["members"]["round"]
-        for rank, both in draws["members"]["others"].items():
+        known = {rank: both for rank, both in draws["members"]["others"].items() if int(rank) in self.others}
+        for rank, both in known.items():
             incoming, outgoing = (Transfers(deque(seconds, MAX_TRANSFERS), late, rate) for seconds, late, rate in both)
             self.others[int(rank)].incoming, self.others[int(rank)].outgoing = incoming, outgoing
 

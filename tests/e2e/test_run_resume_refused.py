@@ -66,12 +66,6 @@ def test_a_setting_that_cannot_change_is_refused_by_its_option(
     assert (stopped.path / "x" / "config.toml").read_bytes() == before
 
 
-def test_another_number_of_peers_is_refused(stopped: Folder) -> None:
-    hosts = stopped.path / "three.txt"
-    hosts.write_text("localhost slots=3\n")
-    assert "--peers names 3 peers, but the run to resume has 2" in refused_at_once(stopped, "--peers", hosts)
-
-
 def test_a_directory_without_a_run_is_refused(stopped: Folder) -> None:
     assert "nothing: no such run: " in refused_at_once(stopped, name="nothing")
 

@@ -234,7 +234,7 @@ def starts(world: World, folders: Sequence[Path], **settings: Any) -> list[Any]:
 
     def act(rank: int) -> Any:
         given = files.resolve({"logdir": str(folders[rank]), "iterations": 5, **settings})
-        return multi_process.from_world(given, replace(world, rank=rank), None, [], resumes=False)
+        return multi_process.from_world(given, replace(world, rank=rank), None, [], resumes=0)
 
     made = each(world, range(world.size), act)
     for one in made:
@@ -276,7 +276,7 @@ def test_a_given_list_has_precedence(world: World, tmp_path: Path) -> None:
 
     def act(rank: int) -> Any:
         mine = replace(world, rank=rank, size=2, master=None)
-        return multi_process.from_world(given, mine, hosts, [], resumes=False)
+        return multi_process.from_world(given, mine, hosts, [], resumes=0)
 
     made = each(world, range(2), act)
     assert [[peer.name for peer in one.peers] for one in made] == [["one", "other"]] * 2
@@ -284,7 +284,7 @@ def test_a_given_list_has_precedence(world: World, tmp_path: Path) -> None:
     for one in made:
         one.directory.release()
     with pytest.raises(UsageError, match=r"hosts\.txt: names 2 peers, but srun started 3 processes"):
-        multi_process.from_world(given, world, hosts, [], resumes=False)
+        multi_process.from_world(given, world, hosts, [], resumes=0)
 
 
 def test_the_rank_that_creates_the_directory() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from gossipx.assembly.settings import effective_config
 from gossipx.config import files
+from gossipx.errors import UsageError
 from gossipx.launch import resume
 
 
@@ -27,3 +28,26 @@ def test_another_period_keeps_the_momentum_that_checkpoints_contain(tmp_path: Pa
     first = {"policy": "tau:50", "outer": across}
     assert resumed(tmp_path, {"policy": "tau:20"}, **first) == ("tau:20", across)
     assert resumed(tmp_path, {}, **first) == ("tau:50", across)
+
+
+@pytest.mark.parametrize(
+    ("first", "around"), [({"hub": "0"}, "a hub"), ({"servers": "1"}, "servers"), ({"mode": "server"}, "servers")]
+)
+def test_with_a_hub_or_servers_the_number_of_peers_cannot_change(
+    tmp_path: Path, first: dict[str, Any], around: str
+) -> None:
+    resumed(tmp_path, {}, **first)
+    hosts = tmp_path / "three.txt"
+    hosts.write_text("localhost slots=3\n")
+    told = f"--peers names 3 peers, but the run to resume has 2: with {around} the number cannot change"
+    with pytest.raises(UsageError, match=told):
+        resume.settings_of(str(tmp_path), {"peers": str(hosts)}, [], {})
+
+
+@pytest.mark.parametrize("peers", [1, 3])
+def test_in_gossip_the_number_of_peers_may_change(tmp_path: Path, peers: int) -> None:
+    resumed(tmp_path, {})
+    hosts = tmp_path / "others.txt"
+    hosts.write_text(f"localhost slots={peers}\n")
+    settings, used, _ = resume.settings_of(str(tmp_path), {"peers": str(hosts)}, [], {})
+    assert used == hosts and resume.peers_before(settings) == 2

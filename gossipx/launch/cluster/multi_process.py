@@ -47,11 +47,12 @@ PER_PROCESS = {
 """Settings that may differ between the processes of a run, as they describe the machine."""
 
 
-def from_world(given: RunConfig, world: World, hosts: Path | None, script: list[str], resumes: bool) -> Start:
+def from_world(given: RunConfig, world: World, hosts: Path | None, script: list[str], resumes: int) -> Start:
     """Return the start of this process's peer.
 
     Args:
         hosts: hosts file with all peers; None: the processes publish their addresses at the rendezvous.
+        resumes: as in :class:`gossipx.launch.start.Start`.
 
     Raises:
         UsageError: settings, hosts file or script are invalid, the name is in use, or the ranks' settings differ.
@@ -78,9 +79,13 @@ def from_world(given: RunConfig, world: World, hosts: Path | None, script: list[
             notice = check_here(settings, [peers[world.rank]], script, hosts)
             settings = replace(settings, exchange=security.absolute(settings.exchange))
             names, visible = [peer.name for peer in peers], _visible_ranks(settings, world)
-            at, settings = resume.check(settings, names, visible, bool(script)) if resumes else (None, settings)
+            at = None
+            if resumes:
+                at, settings = resume.check(settings, names, visible, bool(script), resumes)
+                if world.rank == 0:
+                    resume.tell_other_size(settings, names, resumes)
             content = f"{text.rstrip()}\n# {world.source}, {token}\n".encode()
-            directory = _share(meeting, settings, content, script, resumes, undo)
+            directory = _share(meeting, settings, content, script, bool(resumes), undo)
         undo.pop_all()
     directory.begin()
     return Start(settings, directory, peers, [world.rank], resumes, at, notice, shared=True, reserved=reserved)

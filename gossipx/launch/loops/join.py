@@ -26,6 +26,7 @@ from gossipx.launch.cluster.membership import agree, check_reach, lines_of
 from gossipx.launch.cluster.rendezvous import Rendezvous
 from gossipx.launch.cluster.world import World, find, rank_among, why_none
 from gossipx.launch.environment import (
+    ADDED,
     ENV_CONFIG,
     ENV_DESCRIBE,
     ENV_PEERS,
@@ -226,7 +227,8 @@ def _place(
         directory=run_directory_of(run),
         progress=channel,
         under_run=under_run,
-        resumes=bool(os.environ.get(ENV_RESUME)),
+        resumes=bool(resumes := os.environ.get(ENV_RESUME)),
+        is_added=resumes == ADDED,
         resumes_at=int(at) if (at := os.environ.get(ENV_RESUME_AT)) else None,
     )
 
