@@ -33,7 +33,7 @@ nitpick_ignore_regex = [
     # Internal types that CommManager's signatures name.
     (
         r"py:class",
-        r"gossipx\.(protocol|memory|wire|transports)\..*|Address|OnRequest|SinkFor|Transport|Carriers|auth.Secrets",
+        r"gossipx\.(protocol|memory|wire|transports)\..*|Address|JoinedPeer|OnRequest|SinkFor|Transport|Carriers|auth.Secrets",
     ),
     (r"py:class", r"Request|Reply|TypeAliasForwardRef|gossipx\.server\.placement\.methods\.S"),
 ]

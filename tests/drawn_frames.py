@@ -12,6 +12,7 @@ from joined_frames import joined
 
 from gossipx.memory import Source
 from gossipx.protocol import fields
+from gossipx.protocol.admission import AdmitReply, AdmitRequest
 from gossipx.protocol.messages import (
     LAST_WAVE,
     MAX_WAVE,
@@ -44,6 +45,7 @@ groups = st.lists(
     st.dictionaries(st.sampled_from(["lr", "momentum"]), st.floats(allow_nan=False, allow_infinity=False)), max_size=3
 ).map(tuple)
 lines = st.text(max_size=40).filter(str.isprintable)
+hosts = st.sampled_from(["", "node-a", "10.0.0.1:29400", "[::1]:29400", "Zürich"])
 figures = st.one_of(
     st.none(),
     st.booleans(),
@@ -78,6 +80,9 @@ FITS: dict[object, st.SearchStrategy[object]] = {
     fields.Groups: groups,
     fields.Parts: st.lists(st.tuples(st.integers(0, 65_536), st.integers(0, 2**40)), max_size=5).map(tuple),
     fields.ShardEvents: st.lists(happenings, max_size=5).map(tuple),
+    fields.Joined: st.lists(
+        st.builds(fields.JoinedPeer, ranks, hosts, hosts, st.integers(1, 65_535), ranks), max_size=5
+    ).map(tuple),
     fields.Workers: st.lists(st.tuples(ranks, counts | st.just(-1)), max_size=5).map(tuple),
     AnyStage: st.sampled_from(Stage),
     AnyWave: st.integers(1, MAX_WAVE) | st.just(LAST_WAVE),
@@ -93,6 +98,8 @@ OWN: dict[tuple[type, str], st.SearchStrategy[object]] = {
     (CheckupRequest, "part"): st.sampled_from(["facts", "peers", "model", "load"]),
     (CheckupRequest, "back"): st.integers(0, 2**24),
     (CheckupReply, "size"): st.integers(0, 2**24),
+    (AdmitRequest, "port"): st.integers(1, 65_535),
+    (AdmitReply, "size"): st.integers(0, 2**20),
 }
 """Strategies for fields with their own bounds."""
 

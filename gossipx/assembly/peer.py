@@ -7,21 +7,23 @@ import functools
 import random
 import secrets
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from gossipx import codecs, mixing, outer, policies, recorders
+from gossipx.assembly.admission import Door, why_closed
 from gossipx.assembly.graph import build_schedule
 from gossipx.assembly.hub import elastic_settings
 from gossipx.assembly.managers import Managers
+from gossipx.assembly.place import Place
 from gossipx.assembly.server import Parts, Served, serve, warm_up
 from gossipx.assembly.server_settings import server_ranks
 from gossipx.assembly.settings import check_exchange, with_policy
 from gossipx.checkpoint import CheckpointInterval
 from gossipx.comm import CommManager
 from gossipx.compression import Coded, ElasticCodec, ModelCodec, WaveCodec
+from gossipx.config.admissions import settings_of_run
 from gossipx.config.hyperparameters import hyperparameters
 from gossipx.config.security import Access, grant
 from gossipx.config.settings import ExchangeSettings, RunConfig
@@ -44,8 +46,8 @@ from gossipx.runtime.checkpoints import Checkpoints, store_of
 from gossipx.runtime.driver import Driver
 from gossipx.runtime.options import PeerOptions
 from gossipx.runtime.peer import Peer
-from gossipx.runtime.progress import Progress
 from gossipx.runtime.reporting import Reporter
+from gossipx.runtime.roster import Roster
 from gossipx.runtime.schedule_free import ScheduleFree
 from gossipx.runtime.scores import Evaluate
 from gossipx.runtime.shards import ShardKeeper, store_of_shard
@@ -55,44 +57,13 @@ from gossipx.tasks import partition
 from gossipx.tasks.presets import TEXT_TASK
 from gossipx.topology import schedules, weights
 from gossipx.topology.schedules import Schedule
-from gossipx.transports import Address, Carriers
+from gossipx.transports import Carriers
 from gossipx.transports.pace import parse_rate
 
 SLOWEST = 1.25e6
 """Bytes/s (10 Mbit/s) of the slowest supported network; it sets the timeout of the first model that a peer requests."""
 MODEL_SLACK = 2.0
 """Factor on that timeout, since a link may be shared."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """The identity of a peer in its run: its rank, addresses and directories.
-
-    Attributes:
-        rank: this peer's rank, from 0.
-        names: the names of all peers, by rank.
-        addresses: the addresses of all peers, by rank.
-        bind: the address on which this peer listens.
-        digest: a hash of the list of peers; peers with another one are refused.
-        directory: the run's directory; None: nothing is written.
-        progress: the pipe to the parent process.
-        under_run: whether ``gossipx run`` started this process.
-        resumes: whether the run resumes from checkpoints.
-        is_added: whether this peer had no part in the run that resumes, and needs the model of one that had.
-        resumes_at: the iteration of the checkpoint to resume from; None: the newest.
-    """
-
-    rank: int
-    names: tuple[str, ...]
-    addresses: tuple[Address, ...]
-    bind: Address
-    digest: str
-    directory: Path | None
-    progress: Progress
-    under_run: bool
-    resumes: bool = False
-    is_added: bool = False
-    resumes_at: int | None = None
 
 
 def build_peer(
@@ -126,10 +97,13 @@ def build_peer(
     hub = elastic_settings(config, place.names)
     arena = _arena(config, place, module)
     served = serve(config, place.names, place.rank, module, optimizer, parts or Parts())
-    turns = build_schedule(config, len(place.names), [address.host for address in place.addresses])
+    turns = build_schedule(config, place.begun, [address.host for address in place.addresses[: place.begun]])
     plan = _Plan(module, optimizer, config, place, policy, managers, hub, served, turns)
     driver = _driver(plan, arena)
-    comm = driver.comm = _comm(plan, driver, granted)
+    driver.roster = Roster(list(place.names), list(place.addresses))
+    comm = driver.comm = _comm(plan, driver, driver.roster, granted)
+    if (gate := getattr(comm, "gate", None)) is not None:  # a script's own manager may have none
+        gate.admission = Door(driver, settings_of_run(config), driver.roster, place.begun)
     options = _options(plan)
     if served is not None and place.directory is not None:
         _keep_shards(driver, served, place, config.run.keep_checkpoints)
@@ -197,22 +171,26 @@ def _role(plan: _Plan, model_bytes: int) -> PeerRole:
     policy = policies.parse("never") if plan.served else plan.policy or policies.parse(sync.policy)
     # Each peer has its own random numbers; only the split of the data is the same on all.
     rng = random.Random(f"peer {config.run.seed} {place.rank}")
-    return PeerRole(
+    newcomer = place.rank >= place.begun
+    role = PeerRole(
         rank=place.rank,
-        size=len(place.names),
+        size=place.begun,
         sync=plan.managers.sync_manager(policy, rng.getrandbits(64)),
         topology=turns.topology,
         rng=rng,
         incarnation=secrets.randbits(48),
         mixing=mixing.parse(sync.mixing),
-        settings=_role_settings(config, model_bytes, plan.max_rate),
+        settings=_role_settings(config, model_bytes, plan.max_rate, why_closed(config, turns, place.addresses)),
         schedule=turns,
-        shares=weights.shares(sync.weights, turns, place.rank, pushed=sync.mode == "push"),
+        shares={} if newcomer else weights.shares(sync.weights, turns, place.rank, pushed=sync.mode == "push"),
         exchange_of=_exchange_of(plan.hub, plan.served),
+        joined=place.joined,
     )
+    role.members.nobody_waits_for(() if place.admission is None else place.admission.lost)
+    return role
 
 
-def _role_settings(config: RunConfig, model_bytes: int, max_rate: float | None) -> PeerSettings:
+def _role_settings(config: RunConfig, model_bytes: int, max_rate: float | None, closed: str) -> PeerSettings:
     sync, exchange = config.sync, config.exchange
     return PeerSettings(
         peer_timeout=exchange.peer_timeout,
@@ -229,16 +207,19 @@ def _role_settings(config: RunConfig, model_bytes: int, max_rate: float | None) 
         finish_timeout=sync.finish_timeout,
         init=sync.init,
         min_peers=sync.min_peers,
+        closed=closed,
     )
 
 
-def _comm(plan: _Plan, driver: Driver, granted: Access) -> CommManager:
+def _comm(plan: _Plan, driver: Driver, roster: Roster, granted: Access) -> CommManager:
     """Return the CommManager that connects the driver to the other peers."""
     exchange, place = plan.config.exchange, plan.place
+    joins = {} if place.admission is None else {"joined": place.admission.own, "begun": place.begun}
     return plan.managers.comm_manager(
+        **joins,
         rank=place.rank,
-        names=place.names,
-        addresses=place.addresses,
+        names=roster.names,
+        addresses=roster.addresses,
         bind=place.bind,
         peers_digest=place.digest,
         settings=_alike(plan.config, plan.turns, plan.hub, plan.served),

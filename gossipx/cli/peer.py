@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,11 @@ from gossipx.errors import GossipxError, NotAuthorisedError, UsageError
 from gossipx.launch.directory import CONFIG_FILE, run_directory
 from gossipx.specs import suggest
 
+OWN = (
+    *("logdir", "device", "threads", "data_dir", "bind", "advertise"),
+    *("secret_file", "tls_cert", "tls_key", "tls_ca"),
+)
+"""Settings of a newcomer's machine; all others are those of the run."""
 LOOK_EVERY = 0.5
 """Seconds between two looks whether a peer has left."""
 _logdir = click.option(
@@ -27,7 +34,7 @@ _names = click.argument("names", nargs=-1, required=True, metavar="[RUN] PEER", 
 
 @click.group("peer")
 def peer() -> None:
-    """Restart or drain a peer of a run in progress.
+    """Restart, drain or add a peer of a run in progress.
 
     PEER is the peer's name, as 'gossipx status' shows it. RUN may be left out while only one run of --logdir is in
     progress.
@@ -35,6 +42,7 @@ def peer() -> None:
     \b
     gossipx peer restart mine localhost:29401
     gossipx peer drain localhost:29401
+    gossipx peer join --peers node-a:29400 train.py
     """
 
 
@@ -119,3 +127,45 @@ def _meant(names: tuple[str, ...], logdir: Path) -> tuple[str, str]:
 def _check(name: str, known: list[str]) -> None:
     if name not in known:
         raise UsageError(f"no peer '{name}'{suggest(name, dict.fromkeys(known))}: the run has {', '.join(known[:20])}")
+
+
+def _own_settings(command: Callable[..., None]) -> Callable[..., None]:
+    for name in reversed(OWN):
+        command = option(KEYS[name])(command)
+    return command
+
+
+@peer.command(
+    "join",
+    short_help="Join a run in progress as a further peer.",
+    context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
+)
+@click.option("--peers", required=True, metavar="HOST:PORT,...", help="Peers of the run, which are asked in turn.")
+@click.option(
+    "--port",
+    type=click.IntRange(1024, 65535),
+    metavar="PORT",
+    help="Port at which this peer listens.  [default: the first free one from 29400 on]",
+)
+@_own_settings
+@debug
+@click.argument(
+    "script",
+    nargs=-1,
+    type=click.UNPROCESSED,
+    metavar="[SCRIPT [ARGS]...]",
+    shell_complete=completers.paths("file"),
+)
+def join(peers: str, port: int | None, script: tuple[str, ...], **settings: Any) -> None:
+    """Join a run in progress, as a peer that is in nobody's hosts file.
+
+    It takes the run's settings and a model from its peers, trains SCRIPT or the built-in task, and takes part in the
+    finish. Only peers that exchange with each other take newcomers, not those with a hub or servers.
+
+    \b
+    gossipx peer join --peers node-a:29400,node-b:29400 train.py
+    gossipx peer join --peers node-a:29400 --bind 0.0.0.0 --secret-file secret train.py --epochs 3
+    """
+    from gossipx.launch.newcomer import join as join_run
+
+    sys.exit(join_run(peers, port, settings, list(script)))

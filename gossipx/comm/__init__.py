@@ -23,10 +23,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from gossipx.comm.client import Client, Job
 from gossipx.comm.listener import Listener, OnRequest, Response, SinkFor, no_sink
-from gossipx.comm.member import Member
+from gossipx.comm.member import Gate, Member
 from gossipx.comm.reversed import StandBy
 from gossipx.errors import GossipxError
 from gossipx.memory import Source
+from gossipx.protocol.fields import JoinedPeer
 from gossipx.protocol.messages import Reply, Request
 from gossipx.transports import Address, Carriers, Expiring, Transport, tcp, unix
 from gossipx.transports.links import Links
@@ -44,7 +45,7 @@ class CommManager:
 
     Args:
         rank: this peer's rank.
-        names: names of all peers, by rank.
+        names: names of all peers, by rank; the list may grow as peers join the run.
         addresses: addresses of all peers, by rank; read each time a connection is opened.
         bind: address to listen at; port 0 lets the system choose a port.
         peers_digest: digest of the peer list; a peer with another digest is refused.
@@ -64,6 +65,8 @@ class CommManager:
         max_rate: limit on model bytes per second sent over networks, to all peers together; None: unlimited.
         secret: shared by all peers of the run, one or two while one is replaced. Each connection then starts with a
             proof, and each frame has a MAC.
+        joined: this peer, if it joined the run while it was in progress; None: it is in the hosts file.
+        begun: number of peers that began the run; None: all in ``names``.
         max_connections: limit on inbound connections; above it the oldest one without a finished handshake is closed.
             Default: 32 plus four per peer (two idle, two in use). Connections without a finished handshake are
             limited to 32, or two per peer if that is more.
@@ -72,6 +75,7 @@ class CommManager:
         trust: which peers and strangers were turned away.
         visits: answers to requests from outside the run: by part of a CheckupRequest, a function that returns the
             report. It is called on a connection's thread, after authentication.
+        gate: decides on processes that are not in the hosts file.
 
     Raises:
         UsageError: the manifest exceeds the 16 MiB that can be sent.
@@ -96,12 +100,17 @@ class CommManager:
         carriers: Carriers | None = None,
         max_rate: float | None = None,
         secret: auth.Secrets | None = None,
+        joined: JoinedPeer | None = None,
+        begun: int | None = None,
         max_connections: int | None = None,
     ):
         described = manifest_bytes(manifest)
+        model, size = hashlib.sha256(described).hexdigest(), len(names) if begun is None else begun
         self.trust = Trust(len(names) - 1, peer_timeout)
+        links = Links(names[rank], len(names), peer_timeout, None if max_rate is None else Pace(max_rate))
+        self.gate = Gate(links)
         self._member = Member(
-            me=Hello(rank, names[rank], len(names), peers_digest, hashlib.sha256(described).hexdigest(), settings),
+            me=Hello(rank, names[rank], size, peers_digest, model, settings, () if joined is None else (joined,)),
             names=names,
             addresses=addresses,
             manifest=described,
@@ -111,7 +120,8 @@ class CommManager:
             carriers=carriers,
             secret=secret,
             trust=self.trust,
-            links=Links(names[rank], len(names), peer_timeout, None if max_rate is None else Pace(max_rate)),
+            links=links,
+            gate=self.gate,
         )
         most = 32 + 4 * len(names) if max_connections is None else max_connections
         self._listener = Listener(self._member, bind, on_request, sink_for, most)

@@ -99,7 +99,7 @@ class Client:
 
     def request(self, job: Job) -> Callable[[], None]:
         """Queue a request; return a function that cancels it. See :meth:`gossipx.comm.CommManager.request`."""
-        if not 0 <= job.to < self._member.me.size:
+        if not 0 <= job.to < len(self._member.names):
             raise ValueError(f"no peer has rank {job.to}")
         frames.encode(job.request, 0, job.upload)  # validates: raise in the caller, not in the worker
         with self._lock:

@@ -106,7 +106,7 @@ class Listener:
     """Accepts connections, passes requests on, and sends the responses.
 
     Args:
-        member: identity and connections of this peer.
+        member: identity and connections of this peer; its names may grow.
         bind: address to listen at; port 0 lets the system choose a port.
         on_request: called with each request, on a connection's thread.
         sink_for: returns the buffer for a request's payload; may block, and raises if there is no memory.
@@ -225,7 +225,7 @@ class Listener:
         Args:
             hosts: for which its certificate may be, by rank; empty: the hosts of the peers.
         """
-        member = self._member
+        member, gate = self._member, self._member.gate.admission
         with self._told(stream):
             link = self._links.add(stream)
             with self._links.dropped_on_failure(link):
@@ -234,7 +234,7 @@ class Listener:
                     handshake.challenge(link, member.secret, member.me, deadline)
                 hosts = hosts or [address.host for address in member.addresses]
                 welcome = Welcome(member.me.rank, member.me.name, member.me.model, member.machine, self._local.host)
-                they = handshake.admit(link, member.me, member.names, hosts, welcome, self.visits, deadline)
+                they = handshake.admit(link, member.me, member.names, hosts, welcome, self.visits, deadline, gate)
                 if they.model == member.me.model:  # else it may only ask for the manifest
                     member.trust.record_admission()
                 with self._lock:
@@ -345,8 +345,8 @@ class Listener:
             manifest = Source(memoryview(self._member.manifest))
             described = Description(manifest.view.nbytes)
             link.send(frames.encode(described, frame.request, manifest, link.checks), deadline)
-        elif they.model != self._member.me.model:
-            raise handshake.refuse(link, "the models differ", deadline)
+        elif they.model != self._member.me.model or they.name != self._member.names[they.rank]:
+            raise handshake.refuse(link, "the models differ, or its rank belongs to another peer by now", deadline)
         elif isinstance(frame.message, Request):
             self._respond(link, they.rank, frame.request, frame.message, upload)
         elif isinstance(frame.message, CarrierRequest):

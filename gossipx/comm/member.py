@@ -9,11 +9,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from gossipx.transports import Address, Carriers, Transport
+from gossipx.transports.admissions import Admission
 from gossipx.transports.links import Links
 from gossipx.transports.trust import Trust
 from gossipx.wire import Hello, auth
 
 log = logging.getLogger("gossipx")
+
+
+class Gate:
+    """The way in for peers that are not in the hosts file.
+
+    Args:
+        links: all open connections.
+
+    Attributes:
+        admission: decides who is admitted; None: nobody is.
+    """
+
+    def __init__(self, links: Links):
+        self.admission: Admission | None = None
+        self._links = links
+
+    def forget(self, rank: int) -> None:
+        """Close idle connections to a peer, as another one has its rank now."""
+        self._links.forget(rank)
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +42,7 @@ class Member:
 
     Attributes:
         me: what this peer announces in a handshake.
-        names, addresses: of all peers, by rank.
+        names, addresses: of all peers, by rank; they grow as peers join the run.
         manifest: description of the model, one line per tensor.
         timeout: seconds allowed for a handshake, and for receiving a request once its first byte has arrived.
         transport: makes the connections.
@@ -31,6 +51,7 @@ class Member:
         secret: shared secrets of the run; None: no authentication.
         trust: records which peers and strangers were turned away.
         links: all open connections.
+        gate: decides on newcomers.
     """
 
     me: Hello
@@ -44,6 +65,7 @@ class Member:
     secret: auth.Secrets | None
     trust: Trust
     links: Links
+    gate: Gate
 
     def is_cut_off(self, rank: int) -> bool:
         """Return whether this peer cannot connect to the peer of this rank, which is behind NAT on another host."""

@@ -52,6 +52,11 @@ class Coded:
         self._models = {codec.fragment.number: codec for codec in models}
         self._waves = {codec.fragment.number: codec for codec in waves}
 
+    def resize(self, peers: int) -> None:
+        """Expect waves of this many peers from now on."""
+        for codec in self._waves.values():
+            codec.peers = peers
+
     def of(self, fragment: int) -> ModelCodec:
         """Return the codec of a fragment of the model."""
         return self._models[fragment]

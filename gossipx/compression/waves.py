@@ -71,6 +71,7 @@ class WaveCodec:
 
     Attributes:
         fragment: that fragment.
+        peers: number of peers in the run, which may grow.
     """
 
     def __init__(
@@ -88,7 +89,8 @@ class WaveCodec:
         self._encoder = ErrorFeedback(self._sections.codec)
         self._rank = rank
         self._seed = seed
-        self._longest = [peers * (_FRAME.size + codec.longest(tensors)) for tensors in self._sections.tensors]
+        self._longest = [_FRAME.size + codec.longest(tensors) for tensors in self._sections.tensors]  # one peer's
+        self.peers = peers
         self._lock = threading.Lock()
         self.begin(None)
 
@@ -190,7 +192,8 @@ class WaveCodec:
         if reply.bases == (FULL,) * len(self._longest):
             return self._sections.fit(reply.sizes, reply.bases)
         is_complete = len(reply.sizes) == len(reply.bases) == len(self._longest) and FULL not in reply.bases
-        return is_complete and all(map(int.__le__, reply.sizes, self._longest))
+        rows = zip(reply.sizes, self._longest, strict=False)
+        return is_complete and all(size <= self.peers * longest for size, longest in rows)
 
     def decoded(self, reply: ModelReply, content: memoryview) -> tuple[Frames | None, list[memoryview]]:
         """Decode the average of another peer.

@@ -31,7 +31,7 @@ SCRIPT_FILE = "script.json"
 """The user's script and its arguments, if there is one; ``--resume`` reads it."""
 WRITTEN = re.compile(
     "|".join(rf"{re.escape(name)}(\.tmp)?" for name in (CONFIG_FILE, HOSTS_FILE, SCRIPT_FILE, SUMMARY_FILE))
-    + rf"|config-\d+\.toml(\.tmp)?|{re.escape(SUMMARY_FILE)}\.\d+\.tmp|peer-\d+|{AGGREGATE}"
+    + rf"|(config|joined)-\d+\.(toml|json)(\.tmp)?|{re.escape(SUMMARY_FILE)}\.\d+\.tmp|peer-\d+|{AGGREGATE}"
 )
 """Names of the files that a run writes into its directory; nothing else in it is ever removed."""
 _ATTEMPTS, _PAUSE = 3, 0.02

@@ -48,6 +48,24 @@ class PeerLine:
     line: int
     behind_nat: bool = False
 
+    @property
+    def shown(self) -> str:
+        """Its address, as in a hosts file."""
+        return _shown(self.host, self.port)
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Return the host and the port that ``host[:port]`` names.
+
+    Raises:
+        UsageError: it is malformed.
+    """
+    match = _LINE.fullmatch(text)
+    port = match["port"] if match is not None and match["port"] is not None else str(DEFAULT_PORT)
+    if match is None or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UsageError(f"'{text}' is not HOST:PORT (write an IPv6 address in brackets)")
+    return match["host"].strip("[]"), int(port)
+
 
 def read_hosts(path: Path) -> list[PeerLine]:
     """Return all peers of a hosts file, by rank. ``slots=N`` defines N peers on consecutive ports.

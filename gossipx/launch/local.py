@@ -22,16 +22,8 @@ from gossipx.config.settings import MOST_ITERATIONS, RunConfig
 from gossipx.errors import DIFFERENT_MODELS, GossipxError, NotEnoughPeersError, UsageError
 from gossipx.launch.children import READ, Child, Spawn, command_of
 from gossipx.launch.curves import RunCurves
-from gossipx.launch.directory import HOSTS_FILE
 from gossipx.launch.environment import (
-    ADDED,
-    ENV_CONFIG,
-    ENV_DEVICE,
-    ENV_PEERS,
     ENV_PROGRESS,
-    ENV_RANK,
-    ENV_RESUME,
-    ENV_RESUME_AT,
     ENV_STOP_WITH_INPUT,
 )
 from gossipx.launch.hosts import bind_host
@@ -92,6 +84,11 @@ def launch(
     else:
         assert hosts is not None
         start = from_hosts(given, hosts, script, resumes)
+    return follow(start, script, spawn, over_ssh)
+
+
+def follow(start: Start, script: list[str], spawn: Spawn, over_ssh: Command | None = None) -> Outcome:
+    """Start peers of this machine and follow them to their end; arguments, result and errors as :func:`launch`."""
     try:
         try:
             remote = {} if over_ssh is None else over_ssh.on_others(start)
@@ -112,8 +109,7 @@ class _Run:
         self._directory = start.directory
         self._peers = peers = start.peers
         self._script = script
-        self._resumes = start.resumes
-        self._resumes_at = start.resumes_at
+        self._plan = start
         # A script sets its own number of iterations.
         length = 0 if script or settings.run.iterations == MOST_ITERATIONS else settings.run.iterations
         self._statuses = {rank: PeerStatus(peers[rank].name, iterations=length) for rank in start.here}
@@ -126,13 +122,15 @@ class _Run:
         title = f"{settings.run.name}: {kind} {policy_or_sync_model(settings)}, {len(peers)} peers{central}"
         self._display = Display(title, self._statuses, plain=start.shared)
         recorders = [part.partition(":")[0].strip() for part in settings.run.recorder.split("+")]
-        directory = None if start.shared or "tensorboard" not in recorders else start.directory.path
+        is_one_of_many = start.shared or start.joins is not None
+        directory = None if is_one_of_many or "tensorboard" not in recorders else start.directory.path
         self._curves = RunCurves(
             directory, self._statuses, lambda: hyperparameters(self._settings, len(peers)), bool(start.resumes)
         )
         self._children: dict[int, Child] = {}
         self._results: dict[int, dict[str, Any]] = {}
         self._departed: dict[int, dict[str, Any] | None] = {}  # left the run on request, with their figures
+        self._joined = {rank: peer.name for rank, peer in enumerate(peers)}  # and those that join the run
         self._restarted: dict[int, set[int]] = {}  # by rank: the peers that it knows to be restarted
         self._aborted = False  # an error of a peer has ended the run
         self._failures: set[int] = set()  # whose scripts failed, or that crashed; others that were lost do no harm
@@ -210,7 +208,8 @@ class _Run:
             iterations = [report["iterations"] for report in reports.values() if report["iterations"]]
             first = next((reports[rank] for rank in sorted(reports)), {})
             saved = str(first.get("framework", "")), str(first.get("kept", ""))
-            self._display.line(how_to_continue(self._directory.path, iterations, self._stopping.killed, *saved))
+            stopped = how_to_continue(self._directory.path, iterations, self._stopping.killed, *saved)
+            self._display.line(stopped if self._plan.joins is None else "left the run; the same command joins it again")
         if reports or self._results:
             self._directory.keep()
             self._curves.conclude(summary)
@@ -225,24 +224,11 @@ class _Run:
         return [Address(bind_host(peer, self._settings.exchange.bind, None), peer.port) for peer in here]
 
     def _start(self, rank: int, selector: selectors.BaseSelector, again: bool = False) -> None:
-        threads = str(self._settings.run.threads)
-        environment = {
-            "OMP_NUM_THREADS": threads,
-            **os.environ,
-            "PYTHONUNBUFFERED": "1",
-            ENV_CONFIG: str(self._directory.config.resolve()),
-            ENV_PEERS: str((self._directory.path / HOSTS_FILE).resolve()),
-            ENV_RANK: str(rank),
-            ENV_DEVICE: self._peers[rank].device or self._settings.run.device,
-        }
-        is_added = bool(self._resumes) and rank >= self._resumes and not again
-        environment[ENV_RESUME] = ADDED if is_added else "1" if self._resumes or again else ""
-        environment[ENV_RESUME_AT] = "" if self._resumes_at is None or again else str(self._resumes_at)
         name = self._peers[rank].name
         try:
             child = Child(
                 command_of(self._script),
-                environment,
+                self._plan.environment(rank, again),
                 ENV_PROGRESS,
                 on_line=lambda line: self._display.line(f"[{name}] {line}"),
                 on_event=lambda event: self._handle(rank, event),
@@ -317,12 +303,17 @@ class _Run:
         elif "result" in event:
             self._results[rank] = event["result"]
             status.done(event["result"]["report"])
+            self._joined.update({int(other): name for other, name in event["result"].get("joined", {}).items()})
             for other, report in event["result"]["reports"].items():
                 restarted = self._statuses.get(int(other))
                 if restarted is not None and restarted.state == RESTARTED:
                     restarted.done(report)
         elif "state" in event:
             self._follow_restarts(rank, set(event.pop("restarted", ())))
+            for other, name in event.pop("joined", {}).items():
+                if self._joined.get(int(other)) != name:
+                    self._joined[int(other)] = name
+                    self._display.line(f"peer {name} has joined the run")
             report = event.pop("report", None)
             self._record_policy(event.pop("policy", None))
             status.update(event, time.monotonic())
@@ -426,7 +417,8 @@ class _Run:
 
     def _sum_up(self, seconds: float, stopped: Mapping[int, dict[str, Any]] | None = None) -> Summary:
         """Return the summary; ``stopped``: figures of the peers with which the run was stopped, by rank."""
-        return sum_up(self._settings, self._peers, not self._script, seconds, self._results, stopped or {})
+        names = [self._joined.get(rank, f"peer {rank}") for rank in range(max(self._joined) + 1)]
+        return sum_up(self._settings, names, not self._script, seconds, self._results, stopped or {})
 
     def _tell_end(self, summary: Summary, written: bool) -> None:
         tell = self._display.line

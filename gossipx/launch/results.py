@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gossipx.config.settings import RunConfig
-from gossipx.launch.hosts import PeerLine
 from gossipx.launch.start import policy_or_sync_model
 from gossipx.metrics.summary import Summary, agreed, per_peer, reported
 
 
 def sum_up(
     settings: RunConfig,
-    peers: Sequence[PeerLine],
+    names: Sequence[str],
     built_in: bool,
     seconds: float,
     results: Mapping[int, dict[str, Any]],
@@ -22,12 +21,12 @@ def sum_up(
     """Return the summary of a run that trained for ``seconds``.
 
     Args:
-        peers: all peers, by rank.
+        names: of all peers by rank, with those that joined the run while it was in progress.
         built_in: whether the run trains the built-in task.
         results: what the peers of this machine that finished have reported, by rank.
         stopped: figures of the peers with which the run was stopped, by rank.
     """
-    reports: list[dict[str, Any] | None] = [stopped.get(rank) for rank in range(len(peers))]
+    reports: list[dict[str, Any] | None] = [stopped.get(rank) for rank in range(len(names))]
     accuracy = loss = None
     for rank, result in sorted(results.items()):
         reports[rank] = result["report"]
@@ -47,15 +46,15 @@ def sum_up(
         policy=reported("policy", reports, policy_or_sync_model(settings)),
         codec=reported("codec", reports, settings.sync.codec),
         seed=settings.run.seed,
-        peers=len(peers),
+        peers=len(names),
         task=settings.task.task if built_in else None,
         model=settings.task.model if built_in else None,
         partition=settings.task.partition,
         # The number of iterations that a script or a number of seconds allows is only in the reports.
         iterations=max(done) if done and (stopped or not is_counted) else settings.run.iterations,
         agreed=agreed(finished),
-        lost=[peers[rank].name for rank, report in enumerate(reports) if report is None],
-        stopped=[peers[rank].name for rank in sorted(stopped.keys() - results.keys())],
+        lost=[names[rank] for rank, report in enumerate(reports) if report is None],
+        stopped=[names[rank] for rank in sorted(stopped.keys() - results.keys())],
         wall_seconds=before + seconds,
         consensus_accuracy=accuracy,
         consensus_loss=loss,

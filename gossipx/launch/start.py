@@ -3,6 +3,7 @@ and the run's directory."""
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
@@ -19,10 +20,27 @@ from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.launch.children import script_exists
 from gossipx.launch.cluster.world import World, find, why_none
-from gossipx.launch.directory import RunDirectory
-from gossipx.launch.environment import ENV_CONFIG, ENV_PEERS
+from gossipx.launch.directory import HOSTS_FILE, RunDirectory
+from gossipx.launch.environment import ADDED, ENV_CONFIG, ENV_DEVICE, ENV_PEERS, ENV_RANK, ENV_RESUME, ENV_RESUME_AT
 from gossipx.launch.hosts import PeerLine, bind_host, local_ranks, read_hosts
 from gossipx.metrics.summary import Summary
+
+
+def peer_source(hosts: Path | None, environ: Mapping[str, str]) -> tuple[Path | None, World | None]:
+    """Return the hosts file, given or named by GOSSIPX_PEERS, and the world of a launcher; whichever defines the peers.
+
+    Raises:
+        UsageError: neither is given, or variables of a launcher contradict each other.
+    """
+    world = find(environ)
+    if hosts is None and environ.get(ENV_PEERS) and not environ.get(ENV_CONFIG):
+        hosts = Path(environ[ENV_PEERS])
+    if world is None and hosts is None:
+        raise UsageError(
+            "no peers given: use --peers hosts.txt with one line per host, such as 'localhost slots=4'"
+            + why_none(environ)
+        )
+    return hosts, None if hosts is not None and world is not None and world.size == 1 else world
 
 
 class Directory(Protocol):
@@ -64,6 +82,7 @@ class Start:
         notice: message to show first; None: none.
         shared: whether other processes on this terminal are peers of the run too.
         reserved: socket that keeps a port free for the peer until it is closed.
+        joins: environment variables of a peer that joins a run under way; None: the peers begin it.
     """
 
     settings: RunConfig
@@ -75,23 +94,23 @@ class Start:
     notice: str | None = None
     shared: bool = False
     reserved: socket.socket | None = None
+    joins: Mapping[str, str] | None = None
 
-
-def peer_source(hosts: Path | None, environ: Mapping[str, str]) -> tuple[Path | None, World | None]:
-    """Return the hosts file, given or named by GOSSIPX_PEERS, and the world of a launcher; whichever defines the peers.
-
-    Raises:
-        UsageError: neither is given, or variables of a launcher contradict each other.
-    """
-    world = find(environ)
-    if hosts is None and environ.get(ENV_PEERS) and not environ.get(ENV_CONFIG):
-        hosts = Path(environ[ENV_PEERS])
-    if world is None and hosts is None:
-        raise UsageError(
-            "no peers given: use --peers hosts.txt with one line per host, such as 'localhost slots=4'"
-            + why_none(environ)
-        )
-    return hosts, None if hosts is not None and world is not None and world.size == 1 else world
+    def environment(self, rank: int, again: bool) -> dict[str, str]:
+        """Return the environment of a peer's process; ``again``: it was started before, and resumes."""
+        is_added = bool(self.resumes) and rank >= self.resumes and not again
+        return {
+            "OMP_NUM_THREADS": str(self.settings.run.threads),
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            ENV_CONFIG: str(self.directory.config.resolve()),
+            ENV_PEERS: str((self.directory.path / HOSTS_FILE).resolve()),
+            ENV_RANK: str(rank),
+            ENV_DEVICE: self.peers[rank].device or self.settings.run.device,
+            ENV_RESUME: ADDED if is_added else "1" if self.resumes or again else "",
+            ENV_RESUME_AT: "" if self.resumes_at is None or again else str(self.resumes_at),
+            **(self.joins or {}),
+        }
 
 
 def from_hosts(given: RunConfig, hosts: Path, script: list[str], resumes: int) -> Start:

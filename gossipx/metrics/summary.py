@@ -29,7 +29,7 @@ class Summary:
         policy: the policy's spec.
         codec: codec of models on the wire.
         seed: seed of the run.
-        peers: number of peers at the start.
+        peers: number of peers, with those that joined the run while it was in progress.
         task: the data set; None for a user's script.
         model: the model; None for a user's script.
         partition: how the data were divided among peers.

@@ -72,6 +72,10 @@ class Barrier:
         patience = self._timeout / (10 if self._members.others[rank].lost else 1)
         return self._requests.send(rank, arrival, now, now + patience)
 
+    def met(self, rank: int, now: float) -> list[Effect]:
+        """Announce the stage to a peer that this one has just heard of, if it waits."""
+        return [self.announce(rank, self._arrival, now)] if self.active else []
+
     def retry(self, rank: int, now: float) -> list[Effect]:
         """Repeat the announcement to ``rank`` after its back-off, unless it is known to have arrived."""
         unsure = self._arrival.stage is Stage.JOINING and self._members.others[rank].silent_since is not None

@@ -3,7 +3,8 @@
 The peer requests a model from a peer that has one, the lowest rank first. If nobody has one, rank 0 starts with its own
 and the others adopt it; if rank 0 does not appear within peer_timeout, the lowest rank present takes its place. With
 ``init="own"`` all start with their own models, unless others are training already. In a run that resumes from
-checkpoints, a peer without one adopts the model of a peer that has one, whatever its rank.
+checkpoints, a peer without one adopts the model of a peer that has one, whatever its rank; so does a peer that joins a
+run under way.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class Joining:
         model_timeout: seconds to wait for the model.
 
     Attributes:
-        must_adopt: whether the run resumes from checkpoints and this peer has none: it must adopt a model.
+        must_adopt: whether this peer must adopt a model: the run resumes from checkpoints and it has none, or it
+            joins a run under way.
+        joins: whether that is the reason.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Joining:
         self._model_timeout = model_timeout
         self._own = settings.init == "own"
         self.must_adopt = False
+        self.joins = False
         self._ticket: int | None = None  # of our open request
         self._source = -1  # rank that it went to
         self._failures: Counter[int] = Counter()  # requests without a usable model, by rank
@@ -83,7 +87,11 @@ class Joining:
         here = [rank for rank in self._members.awaited() if others[rank].stage is Stage.JOINING]
         if self.must_adopt and self._ticket is None:
             self._barrier.end()
-            cause = f"no peer sent the model of a checkpoint within peer_timeout = {self._timeout:g} s"
+            waited = f"within peer_timeout = {self._timeout:g} s"
+            if self.joins:
+                cause = f"no peer of the run sent its model {waited}"
+                return [Stop(f"{cause}: check that they can be reached from here, or raise --peer-timeout"), Resume()]
+            cause = f"no peer sent the model of a checkpoint {waited}"
             return [
                 Stop(f"{cause}, and this one has no checkpoint: start a peer that has one, or raise --peer-timeout"),
                 Resume(),

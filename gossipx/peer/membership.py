@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -172,7 +172,7 @@ class Membership:
 
     Attributes:
         others: what is known about each other peer, by rank.
-        size: number of peers in the run.
+        size: number of peers in the run, with those that joined it under way.
         timeout: peer_timeout.
         model_timeout: seconds to wait for a model when no transfer was measured.
         suspicions: how often a peer that had been heard from became suspected.
@@ -189,16 +189,34 @@ class Membership:
         model_timeout: float = 0.0,
     ) -> None:
         self.others = {other: OtherPeer() for other in range(size) if other != rank}
-        self.size = size
+        self.size = max(size, rank + 1)
         self._rank = rank
         self._schedule = schedule
-        self._neighbours = schedule.topology.neighbours[rank]
+        of_graph = schedule.topology.neighbours  # a peer that joins has all others as neighbours
+        self._neighbours = of_graph[rank] if rank < size else tuple(range(size))
         self._round = -1  # the schedule's round: one per exchange
         self.timeout = peer_timeout
         self.model_timeout = max(peer_timeout, model_timeout)
         self.suspicions = 0
         self.last_transfer: tuple[int, float] | None = None
         self._rng = rng
+
+    def add(self, rank: int, lost: bool, backoff_until: float = 0.0) -> None:
+        """Add a peer that joined, as a neighbour of all, or forget what is known of another one with its rank.
+
+        Args:
+            lost: count it as lost until it is heard from.
+            backoff_until: time before which no request is sent to it, unless it is heard from earlier.
+        """
+        # Other threads read the old dictionary.
+        self.others = dict(sorted({**self.others, rank: OtherPeer(lost=lost, backoff_until=backoff_until)}.items()))
+        self._neighbours = tuple(sorted({*self._neighbours, rank}))
+        self.size = max(self.size, rank + 1)
+
+    def nobody_waits_for(self, ranks: Iterable[int]) -> None:
+        """Count peers as lost until they are heard from."""
+        for rank in ranks:
+            self.others[rank].lost = True
 
     def draw(
         self, now: float, exclude: Collection[int] = (), again: bool = False, outgoing: bool = False
@@ -301,6 +319,10 @@ class Membership:
     def alive(self) -> int:
         """Return the number of peers that are neither lost nor have left, including this one."""
         return 1 + sum(not other.is_out for other in self.others.values())
+
+    def without_figures(self) -> list[int]:
+        """Return the ranks whose final figures have not arrived."""
+        return [rank for rank, other in self.others.items() if other.stage is not Stage.DONE]
 
     def restarted(self) -> list[int]:
         """Return the ranks, ascending, whose process ended and was started again, and that are present now."""

@@ -37,7 +37,7 @@ server_role (work for all peers).
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,7 @@ from gossipx.peer.barrier import ANNOUNCE, BARRIER, Barrier
 from gossipx.peer.exchange import Exchange, PeerContext
 from gossipx.peer.joining import Joining
 from gossipx.peer.membership import Membership, Requests
+from gossipx.peer.newcomers import Newcomers
 from gossipx.peer.pairs import Pairs
 from gossipx.peer.pulls import Pulls
 from gossipx.peer.pushes import Pushes
@@ -60,8 +61,8 @@ from gossipx.peer.wave import TIMER, Wave
 from gossipx.peer.waves import Waves
 from gossipx.protocol import events
 from gossipx.protocol.effects import Adopt, Answer, Effect, Forget, Note, Resume, Wait
+from gossipx.protocol.fields import JoinedPeer
 from gossipx.protocol.messages import (
-    LAST_WAVE,
     ArriveRequest,
     ElasticRequest,
     FinalRequest,
@@ -92,7 +93,7 @@ class PeerRole:
     """The state machine of one peer: pass events to :meth:`handle` and carry out the effects that it returns.
 
     Args:
-        rank, size: this peer's rank, from 0, and the number of peers in the run.
+        rank, size: this peer's rank, from 0, and the number of peers that begin the run.
         sync: decides when to exchange; not shared with other peers.
         topology: the graph whose neighbours this peer exchanges models with.
         rng: this peer's own random generator.
@@ -101,6 +102,7 @@ class PeerRole:
         schedule: chooses the next partner within ``topology``; None: a random neighbour.
         shares: factors on the mixing share, by rank of the model's sender; 1 for ranks that are missing.
         exchange_of: builds the exchange of a mode that ``settings.mode`` does not name: a hub's or a server's.
+        joined: peers that joined the run before this one starts; it is one of them if its rank is not below ``size``.
 
     Attributes:
         poisoned: number of models refused because they held NaN or Inf.
@@ -118,6 +120,7 @@ class PeerRole:
     schedule: Schedule | None = None
     shares: Mapping[int, float] = field(default_factory=dict)
     exchange_of: Callable[[PeerContext, Pulls], Exchange] | None = None
+    joined: Sequence[JoinedPeer] = ()
 
     poisoned: int = field(default=0, init=False)
     requests: Requests = field(default_factory=Requests, init=False)
@@ -142,8 +145,11 @@ class PeerRole:
         self.server = self.exchange if isinstance(self.exchange, ServerRole) else ServerRole()
         waves = self.waves, settings.exchange == "waves"
         self.training = Training(self._context, self.barrier, self.exchange, *waves)
+        joined = self.barrier, settings.closed, self.joined
+        self.newcomers = Newcomers(self.rank, self.size, self.members, *joined)
+        self.joining.joins = self.newcomers.is_one
         parts = self.agreement, self.barrier, self.joining, self.training, self.waves, self.exchange, self.server
-        self.stages = Stages(self.incarnation, settings, self.members, self.requests, *parts)
+        self.stages = Stages(self.incarnation, settings, self.members, self.requests, *parts, self.newcomers)
 
     def _build_exchange(self) -> Exchange:
         settings = self.settings
@@ -164,7 +170,7 @@ class PeerRole:
         Args:
             now: seconds on the driver's monotonic clock.
         """
-        effects = [*self._handle(event, now), *self.stages.follow(now)]
+        effects = [*self.newcomers.told(event, now), *self._handle(event, now), *self.stages.follow(now)]
         if self._leaving and not self.server.is_handing_over:
             self._leaving = False
             effects += self.stages.leave(now)
@@ -194,9 +200,9 @@ class PeerRole:
                 self.poisoned += 1
                 return [Note("poisoned", f"a gradient of peer {sender} holds NaN or Inf: the gradient is ignored")]
             case events.JoinRun(resumed):
-                self.joining.must_adopt = resumed is False
+                self.joining.must_adopt = resumed is False or self.joining.joins
                 # Also with --init own: a restarted peer must adopt the model of a peer that trains.
-                has_model = resumed or self.size == 1
+                has_model = resumed or self.members.size == 1
                 return [Wait(), *self.stages.enter_barrier(Stage.START if has_model else Stage.JOINING, now)]
             case events.TrainingEnded(agrees):
                 return self.training.ended(agrees, now)
@@ -220,6 +226,10 @@ class PeerRole:
                 return self.server.prepared(event, now)
             case events.TablesRestored():
                 return self.server.tables_restored(event, now)
+            case events.AskEntry():
+                return self.newcomers.asked(event, self.stage)
+            case events.PeerMet():
+                return self.newcomers.met(event, now)
 
     @property
     def stage(self) -> Stage:
@@ -252,16 +262,6 @@ class PeerRole:
     def claims_agreement(self) -> bool:
         """Whether this peer is to end with the same model as all others."""
         return self.settings.finish != "none" and self.trains
-
-    @property
-    def rounds_lost(self) -> int:
-        """Rounds of the last wave that were skipped because the partner was missing."""
-        last = self.waves.current
-        return last.lost if last is not None and last.number == LAST_WAVE else 0
-
-    def missing(self) -> list[int]:
-        """Return the ranks whose final figures have not arrived."""
-        return [rank for rank, other in self.members.others.items() if other.stage is not Stage.DONE]
 
     # --- requests and replies ---------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ class PeerSettings:
         finish_timeout: seconds that a peer whose training is over waits for peers that still train; 0: as long as they
             make progress.
         init: ``first``: all start with one peer's weights; ``own``: each with its own, as Algorithm 2 is printed.
+        closed: why no peer can join the run while it is in progress; empty: one can.
         min_peers: stop (exit code 4) when fewer peers are left, including this one; 1: continue alone.
     """
 
@@ -44,3 +45,4 @@ class PeerSettings:
     finish_timeout: float = 0.0
     init: Literal["first", "own"] = "first"
     min_peers: int = 1
+    closed: str = ""

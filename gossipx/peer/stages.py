@@ -13,6 +13,7 @@ from gossipx.peer.barrier import Barrier
 from gossipx.peer.exchange import Exchange
 from gossipx.peer.joining import Joining
 from gossipx.peer.membership import Membership, Requests
+from gossipx.peer.newcomers import Newcomers
 from gossipx.peer.server_role import ServerRole
 from gossipx.peer.settings import PeerSettings
 from gossipx.peer.training import Training
@@ -51,6 +52,7 @@ class Stages:
         waves: Waves,
         exchange: Exchange,
         server: ServerRole,
+        newcomers: Newcomers,
     ):
         self.stage = Stage.JOINING
         self.report: dict[str, Any] = {}
@@ -66,6 +68,7 @@ class Stages:
         self._waves = waves
         self._exchange = exchange
         self._server = server
+        self._newcomers = newcomers
 
     def follow(self, now: float) -> list[Effect]:
         """Return the effects that follow from the last event, through as many transitions as it causes."""
@@ -102,7 +105,7 @@ class Stages:
         """Return the reply to an announcement of another peer: how far this one is."""
         final = self._agreement
         own = self.report, self._waves.latest, self._incarnation, self._training.step
-        return HereReply(self.stage, *own, final.comparison, final.digest, final.models)
+        return HereReply(self.stage, *own, final.comparison, final.digest, final.models, self._newcomers.listed)
 
     def enter_barrier(self, stage: Stage, now: float) -> list[Effect]:
         """Enter ``stage``, announce it to all others, and start waiting for them."""

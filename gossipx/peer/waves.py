@@ -198,6 +198,11 @@ class Waves:
         """Handle the departure of ``rank``."""
         return [] if self.current is None else self.current.peer_left(rank, now)
 
+    @property
+    def lost_at_end(self) -> int:
+        """Rounds of the last wave that were skipped because the partner was missing."""
+        return self.current.lost if self.current is not None and self.current.number == LAST_WAVE else 0
+
     # --- completion -------------------------------------------------------------------------------
 
     @property

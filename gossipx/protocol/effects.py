@@ -20,6 +20,8 @@ Mix            peer/pulls, pushes, pairs; hub/elastic                       mixe
 Adopt          peer/role of a joining peer, hub/elastic at the finish       replaces our model; reports the same
 Forget         the part that allocated the ticket                           releases all that the ticket holds
 MoveReference  peer/pushes, once a push is settled                          measures drift from that model
+AddPeer        peer/newcomers, for a peer that joined                       can exchange messages with it
+ReportEntry    peer/newcomers                                               replies to the process that asked
 ReportSwitch   peer/server_role; server: switching, coordinator             informs the user
 SetTimer       any part that waits                                          reports TimerFired
 Wait, Resume   peer: role, stages, joining, training; any part of a         blocks and releases the training thread
@@ -35,6 +37,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from gossipx.protocol.fields import JoinedPeer
 from gossipx.protocol.messages import WHOLE, Reply, Request
 from gossipx.protocol.table_effects import Pieces, RequestedBucket, TableEffect
 
@@ -214,6 +217,36 @@ class Resume:
 
 
 @dataclass(frozen=True)
+class AddPeer:
+    """Add a peer that joined the run, or replace the one that had its rank."""
+
+    peer: JoinedPeer
+
+
+@dataclass(frozen=True)
+class ReportEntry:
+    """Answer a process that asked to join the run.
+
+    Attributes:
+        number: of the AskEntry.
+        rank: of the newcomer, if it is admitted.
+        joined: all peers that joined, including the newcomer.
+        lost: ranks of the peers that it need not wait for.
+        elsewhere: rank of the peer that admits others; None: this one.
+        later: why none can be admitted yet; empty: one can.
+        refusal: why none can be admitted at all; empty: one can.
+    """
+
+    number: int
+    rank: int | None = None
+    joined: tuple[JoinedPeer, ...] = ()
+    lost: tuple[int, ...] = ()
+    elsewhere: int | None = None
+    later: str = ""
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
 class Note:
     """Log one line. Lines of the same ``topic`` are rate-limited; an empty topic is not."""
 
@@ -242,6 +275,8 @@ Effect = (
     | MoveReference
     | TableEffect
     | ReportSwitch
+    | AddPeer
+    | ReportEntry
     | SetTimer
     | Wait
     | Resume

@@ -18,6 +18,8 @@ ChangeServers     when a user or a program requests it         server/failover/c
 TablesRestored    after RestoreTables                          server/hosted_shards
 GradientPoisoned  when a gradient is ignored                   peer/role, which counts and logs it
 Prepared          after ReportPrepared                         server/failover/migration
+AskEntry          when a process asks to join the run          peer/newcomers
+PeerMet           when a peer that joined opens a connection   peer/newcomers
 TrainingEnded     once, after the last iteration               peer/training
 FinalModel        after the last wave, and a change after it   peer/stages
 FiguresReady      once, after the finish                       peer/stages
@@ -39,6 +41,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
+from gossipx.protocol.fields import JoinedPeer
 from gossipx.protocol.messages import Reply, Request
 
 
@@ -244,6 +247,28 @@ class Answered:
 
 
 @dataclass(frozen=True)
+class AskEntry:
+    """A process that is not a member asks to join the run; ReportEntry follows.
+
+    Attributes:
+        number: identifies the request; allocated by the driver.
+        name, host, port: of the process.
+    """
+
+    number: int
+    name: str
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class PeerMet:
+    """A peer that joined the run while it was in progress has opened a connection."""
+
+    peer: JoinedPeer
+
+
+@dataclass(frozen=True)
 class Mixed:
     """The model under ``ticket`` was mixed, adopted or taken in."""
 
@@ -299,4 +324,6 @@ Event = (
     | TablesRestored
     | Merged
     | TimerFired
+    | AskEntry
+    | PeerMet
 )

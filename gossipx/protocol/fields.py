@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, get_args, get_type_hints
 
 _T = TypeVar("_T")
 Check: TypeAlias = Callable[[object], Any]
@@ -31,6 +31,7 @@ MAX_PARTS = 65_536  # partitions of a shard
 MAX_SECTIONS = 16  # sections of a model: one per dtype
 MAX_SHARD_EVENTS = 1_000  # entries in one record
 MAX_GROUPS, MAX_GROUP = 1_000, 32  # parameter groups of an optimizer, and settings in one
+MAX_JOINED = 1_000  # peers that join a run under way
 MAX_SETTING = 8  # numbers in one setting of an optimizer
 # Bytes of metadata. The largest legitimate messages: 65,536 ranks of five digits are 384 KiB, a report of a run of 100
 # peers is 5 KiB. The small bound is what an unauthenticated connection can make us allocate.
@@ -244,6 +245,29 @@ def _happening(value: object) -> tuple[object, ...]:
     return entry
 
 
+class JoinedPeer(NamedTuple):
+    """A peer that is not in the hosts file, and joined the run while it was in progress.
+
+    Attributes:
+        rank: the first number above those of all peers that were known then.
+        host, port: the address at which it listens.
+        by: rank of the peer that admitted it.
+    """
+
+    rank: int
+    name: str
+    host: str
+    port: int
+    by: int
+
+
+def _joined_peer(value: object) -> JoinedPeer:
+    if type(value) is not list or len(value) != len(JoinedPeer._fields):
+        raise ValueError("has an item that is not a rank, name, host, port and rank")
+    rank, name, host, port, by = value
+    return JoinedPeer(_rank(rank), _text(name), _text(host), integer(1, 65_535)(port), _rank(by))
+
+
 # --- types of fields ----------------------------------------------------------------------------
 
 _rank = integer(0, MAX_RANKS - 1)
@@ -280,6 +304,8 @@ ShardEvent = tuple[str | int | float, ...]
 ShardEvents = Annotated[tuple[ShardEvent, ...], listed(_happening, "entries", MAX_SHARD_EVENTS)]
 _worker = pair(_rank, integer(-1, MAX_COUNT), "a rank with its iteration")
 Workers = Annotated[tuple[tuple[int, int], ...], listed(_worker, "workers", MAX_RANKS)]
+
+Joined = Annotated[tuple[JoinedPeer, ...], listed(_joined_peer, "peers", MAX_JOINED)]
 
 # --- kinds --------------------------------------------------------------------------------------
 

@@ -57,6 +57,7 @@ from gossipx.protocol.fields import (
     Digest,
     Flag,
     FromZero,
+    Joined,
     Ranks,
     Report,
     Seconds,
@@ -319,6 +320,7 @@ class ArriveRequest:
         comparison: number of the sender's comparison of final models, from 1; 0: it has no final model yet.
         digest: checksum of its final model; empty: it has none.
         models: weight of that model: the sum of the weights of the models of which it is the mean.
+        joined: the peers that joined the run while it was in progress, as far as the sender knows.
     """
 
     stage: AnyStage
@@ -329,6 +331,7 @@ class ArriveRequest:
     comparison: Count = 0
     digest: Digest = ""
     models: FromZero = 0.0
+    joined: Joined = ()
 
 
 @kind(20)
@@ -353,6 +356,7 @@ class HereReply:
     comparison: Count = 0
     digest: Digest = ""
     models: FromZero = 0.0
+    joined: Joined = ()
 
 
 # --- yes and no ---------------------------------------------------------------------------------

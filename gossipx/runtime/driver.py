@@ -9,12 +9,10 @@ blocking and resuming the training thread, are carried out under the lock.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 from gossipx.comm import CommManager
@@ -31,6 +29,7 @@ from gossipx.model.arena import ParameterArena
 from gossipx.model.snapshots import Snapshot
 from gossipx.peer import PeerRole
 from gossipx.protocol.effects import (
+    AddPeer,
     Adopt,
     Answer,
     ApplyWave,
@@ -43,6 +42,7 @@ from gossipx.protocol.effects import (
     Mix,
     MoveReference,
     Note,
+    ReportEntry,
     ReportSwitch,
     Resume,
     Send,
@@ -52,14 +52,12 @@ from gossipx.protocol.effects import (
 )
 from gossipx.protocol.events import (
     Answered,
-    ChangeServers,
     Event,
     Merged,
     Mixed,
     Poisoned,
     Received,
     Restored,
-    SwitchSync,
     TimerFired,
 )
 from gossipx.protocol.messages import (
@@ -77,9 +75,11 @@ from gossipx.protocol.messages import (
 )
 from gossipx.protocol.table_effects import Fetched, TableEffect
 from gossipx.runtime.captures import Captures, Retrieval
+from gossipx.runtime.commands import Commands
 from gossipx.runtime.limited_log import LimitedLog
 from gossipx.runtime.model_transfers import Transfers
 from gossipx.runtime.requests import Outbox
+from gossipx.runtime.roster import Roster
 from gossipx.runtime.table_transfers import TableRequest
 from gossipx.runtime.tables import TableWork
 from gossipx.runtime.timers import Timers
@@ -107,6 +107,8 @@ class Driver:
         uploads: models and gradients that other peers upload with their requests.
         captures: captured models of this peer.
         tables: carries out effects on the tables of a parameter server.
+        commands: requests of users, programs and newcomers that the role answers.
+        roster: names and addresses of all peers; None: none can join while the run is in progress.
         on_retrieval: called with each model mixed during training, in the thread that mixed it.
         error: why training cannot continue; None while it can.
         committing: lock that is held while a received model is written into the weights.
@@ -128,8 +130,8 @@ class Driver:
         self._lock = threading.Lock()
         self._resumed = threading.Event()
         self._resumed.set()
-        self._numbers = itertools.count(1)
-        self._switches: dict[int, Future[str]] = {}
+        self.commands = Commands(self.handle, role.settings.peer_timeout)
+        self.roster: Roster | None = None
         self._timers = Timers(lambda name: self.handle(TimerFired(name)), str(role.rank))
         self._closed = False
 
@@ -170,24 +172,6 @@ class Driver:
                 self._reply(Answer(key, BusyReply(), time.monotonic() + request.patience), BusyReply(), None)
                 return
         self.handle(Received(sender, key, request))
-
-    def switch_sync(self, sync: str, shard: int | None, apply: str, pulls: str) -> str:
-        """Switch one shard, or all of them, to another sync model. Return why that failed; empty on success."""
-        patience = 2 * self.role.settings.peer_timeout
-        return self._ask(lambda number: SwitchSync(number, shard, sync, apply, pulls), patience)
-
-    def change_servers(self, servers: Sequence[int]) -> str:
-        """Move the shards to these peers. Return why that failed; empty on success."""
-        return self._ask(lambda number: ChangeServers(number, tuple(servers)))  # the role sets a deadline itself
-
-    def _ask(self, event: Callable[[int], Event], patience: float | None = None) -> str:
-        number = next(self._numbers)
-        result = self._switches[number] = Future()
-        self.handle(event(number))
-        try:
-            return result.result(patience)
-        except TimeoutError:
-            return "no answer within peer_timeout"
 
     def read(self, look: Callable[[PeerRole], T]) -> T:
         """Return what ``look`` reads from the role, between two events."""
@@ -268,6 +252,8 @@ class Driver:
                 return self.captures.hold(ticket)
             case Keep(key, ticket):
                 self.uploads.keep(key, ticket)
+            case AddPeer(peer) if self.roster is not None:
+                self.roster.add(peer, self)
             case Cancel(ticket):
                 self.outbox.give_up(ticket)
             case Send():
@@ -308,8 +294,8 @@ class Driver:
                 self.captures.record_delivery(ticket)
             case Fetched(ticket) if not self.tables.raw_pulls:
                 self.tables.transfers.fetched(ticket)
-            case ReportSwitch(number, problem):
-                self._switches.pop(number).set_result(problem)
+            case ReportSwitch() | ReportEntry():
+                self.commands.answered(effect)
             case SetTimer(name, at):
                 self._timers.set(name, at)
             case Note(topic, text):

@@ -39,7 +39,6 @@ class Peer:
 
     Attributes:
         rank: from 0 to ``size`` − 1.
-        size: number of peers in the run.
         iteration: iterations done; a peer that joins a running run starts at the iteration of the others.
     """
 
@@ -56,7 +55,6 @@ class Peer:
         schedule_free: ScheduleFree | None = None,
     ):
         self.rank = driver.role.rank
-        self.size = driver.role.size
         self._lifecycle = Lifecycle(module, driver, comm, reporter, checkpoints, options, backward)
         self._driver = driver
         self._role = driver.role
@@ -81,6 +79,11 @@ class Peer:
                 self._lifecycle.unhook.append(self._bypass.close)
 
     # --- the training loop --------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """The number of peers in the run; it grows when a peer joins the run while it is in progress."""
+        return self._role.members.size
 
     @property
     def iteration(self) -> int:
@@ -212,7 +215,7 @@ class Peer:
         Raises:
             UsageError: the sync model does not exist or cannot be used here, or a server does not answer.
         """
-        problem = self._driver.switch_sync(sync, shard, apply, pulls)
+        problem = self._driver.commands.switch_sync(sync, shard, apply, pulls)
         if problem:
             raise UsageError(problem)
 
@@ -231,7 +234,7 @@ class Peer:
         given = servers.split(",") if isinstance(servers, str) else servers
         names = self._comm.names
         ranks = [rank_of(server.strip(), "server", names) if isinstance(server, str) else server for server in given]
-        problem = self._driver.change_servers(ranks)
+        problem = self._driver.commands.change_servers(ranks)
         if problem:
             raise UsageError(problem)
 
@@ -320,7 +323,7 @@ class Peer:
                 return str(error)
             return ""
         shard = command.get("shard")
-        return self._driver.switch_sync(
+        return self._driver.commands.switch_sync(
             str(command["set-sync"]),
             None if shard is None else int(shard),
             str(command.get("apply", "")),

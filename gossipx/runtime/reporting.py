@@ -109,7 +109,7 @@ class Reporter:
                 scalar("time/tables_fraction", figures.fraction(figures.waited), step)
             self.record_server_metrics()
         if step % options.distance_interval == 0 and figures.squared_distances:
-            figures.distance = consensus_distance(figures.squared_distances, self._role.size)
+            figures.distance = consensus_distance(figures.squared_distances, self._role.members.size)
             figures.squared_distances.clear()
             scalar("sync/consensus_distance", figures.distance, step)
         if self.progress.due:
@@ -198,6 +198,7 @@ class Reporter:
             retrievals=self._role.sync.retrievals if self._role.trains else self._role.server.taken_in,
             bytes=self._comm.bytes_received,
             restarted=self._role.members.restarted(),
+            joined=self._role.newcomers.present(),
             records=self._taken(),
             **more,
         )
@@ -223,7 +224,7 @@ class Reporter:
         Args:
             own: the scores of this model if it was averaged in the finish; else empty.
         """
-        missing = self._role.missing()
+        missing = self._role.members.without_figures()
         averaged = self._averaged_scores(missing, own)
         reports = {rank: other.report for rank, other in self._role.members.others.items() if rank not in missing}
         self.progress.tell(
@@ -231,6 +232,7 @@ class Reporter:
                 "report": self._role.report,
                 "reports": reports,
                 "missing": missing,
+                "joined": {peer.rank: peer.name for peer in self._role.newcomers.listed},
                 "consensus_accuracy": averaged.get("accuracy"),
                 "consensus_loss": averaged.get("loss"),
                 "consensus_distance": self.figures.distance,
@@ -282,7 +284,7 @@ class Reporter:
             "skipped": sync.skipped,
             "failed": sync.failed,
             **figures.all_faults(self.faults()),
-            "finish_rounds_lost": self._role.rounds_lost,
+            "finish_rounds_lost": self._role.waves.lost_at_end,
             # None: nothing is claimed; empty: it takes no part in the comparison, so its model is another
             "digest": self._role.agreement.digest if self._role.claims_agreement else None,
             "consensus_distance": figures.distance,
@@ -295,7 +297,7 @@ class Reporter:
         The lowest present rank measures them if it can read all model files. Otherwise a peer that took part in the
         finish returns those of its ``own`` model, which is the average then.
         """
-        present = [rank for rank in range(self._role.size) if rank not in missing]
+        present = sorted({self._role.rank, *self._role.members.others} - {*missing})
         if self._evaluate is None or self._options.directory is None:
             return {}
         if self._role.rank != present[0]:

@@ -40,6 +40,7 @@ class SimPeer(SimRequests):
         resumed: whether it resumed from a checkpoint, as the role is told when it joins; None: the run is new.
         before_finish: the trained values when it entered the finish; None before that.
         reason: why it had to stop; None if it did not.
+        entries: the answers to processes that asked it to admit them.
         bytes_received, finish_bytes: bytes of models and tables, while training and in the finish.
         blocked_seconds: how long the role blocked training, from the first step to the last.
     """
@@ -66,6 +67,7 @@ class SimPeer(SimRequests):
         self.compute_seconds = compute_seconds
         self.iterations = iterations
         self.reason: str | None = None
+        self.entries: list[effects.ReportEntry] = []
         self.before_finish: Tensor | None = None
         self.blocked_seconds = 0.0
         self._gradient_step = gradient_step
@@ -254,6 +256,12 @@ class SimPeer(SimRequests):
                 self._waits_since = None
             case effects.ReportSwitch(_, problem):
                 self._note(problem or "has switched the sync model")
+            case effects.ReportEntry():
+                self.entries.append(effect)
+            case effects.AddPeer(peer):
+                self._note(f"hears of {peer.rank}")
+                if self.codec is not None:
+                    self.codec.resize(self.role.members.size)
             case effects.Note(_, text):
                 self._note(text)
             case effects.Stop(reason):

@@ -258,6 +258,9 @@ class SimRequests(abc.ABC):
                     self._answer(effects.Answer(key, BusyReply(), now + send.request.patience))
                     return
                 self._uploads[key] = exchange
+            for peer in sender.role.newcomers.listed:
+                if peer.rank == sender.rank and peer not in self.role.newcomers.listed:
+                    self.handle(events.PeerMet(peer))
             self.handle(events.Received(sender.rank, key, send.request))
 
         self._later(self._world.now, handle)

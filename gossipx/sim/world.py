@@ -5,6 +5,7 @@ All randomness comes from one seed.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
@@ -13,11 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from gossipx.protocol.events import ChangeServers, Fault, SwitchSync
+from gossipx.protocol.effects import ReportEntry
+from gossipx.protocol.events import AskEntry, ChangeServers, Fault, SwitchSync
 from gossipx.sim.network import Network
 from gossipx.sim.peer import SimPeer
 from gossipx.sim.requests import SimRequests
 
+ASK_AGAIN = 1.0
+"""Virtual seconds after which a process that was not admitted asks again."""
 MAX_EVENTS = 10_000_000
 """A run with more events is assumed to loop forever: a run of 100 peers has about 100,000."""
 
@@ -98,6 +102,37 @@ class World:
     def lines(self, rank: int, what: str = "") -> list[str]:
         """Return the log lines of ``rank`` that begin with ``what``."""
         return [entry.what for entry in self.log if entry.rank == rank and entry.what.startswith(what)]
+
+    def join(self, name: str, contacts: Sequence[int], make: Callable[[ReportEntry], SimPeer], at: float) -> None:
+        """From ``at`` on a process asks peers in turn to admit it, and then starts as a peer; ``make`` returns it.
+
+        Args:
+            contacts: ranks to ask; a peer that another one names is asked next.
+        """
+        self._to_start += 1
+
+        def ask() -> None:
+            asked = list(contacts)
+            for rank in asked:
+                peer = self.peers.get(rank)
+                if peer is None or peer.down_since is not None:
+                    continue
+                peer.handle(AskEntry(0, name, name, 1))
+                entry = peer.entries.pop()
+                if entry.refusal:
+                    self._to_start -= 1
+                    self.note(rank, f"does not admit {name}: {entry.refusal}")
+                    return
+                if entry.rank is not None:
+                    self.note(rank, f"admits {name} as {entry.rank}")
+                    self._makers[entry.rank] = functools.partial(lambda granted, incarnation: make(granted), entry)
+                    self._start(entry.rank)
+                    return
+                if entry.elsewhere is not None and entry.elsewhere not in asked:
+                    asked.append(entry.elsewhere)
+            self.at(self.now + ASK_AGAIN, ask)
+
+        self.at(at, ask)
 
     # --- faults -------------------------------------------------------------------------------------
 

@@ -17,8 +17,9 @@ from gossipx.errors import (
     ProtocolError,
     StrangerError,
 )
+from gossipx.protocol.admission import AdmitRequest
 from gossipx.protocol.fields import MAX_TEXT
-from gossipx.transports import Certified, checkup
+from gossipx.transports import Certified, admissions, checkup
 from gossipx.transports.link import Link
 from gossipx.wire import (
     Accepted,
@@ -62,7 +63,7 @@ def challenge(link: Link, secrets: auth.Secrets, me: Hello, deadline: float) -> 
         ProtocolError: the opener did not try, or meant another peer.
     """
     opened = _first(link, deadline)
-    if isinstance(opened, Hello | CheckupRequest):
+    if isinstance(opened, Hello | CheckupRequest | AdmitRequest):
         raise _turn_away(link, "this run has a secret; give every peer the same --secret-file", deadline)
     if not isinstance(opened, Open):
         raise ProtocolError(f"it began with {type(opened).__name__}, not Open")
@@ -120,6 +121,7 @@ def admit(
     welcome: Welcome,
     visits: Visits,
     deadline: float,
+    admission: admissions.Admission | None = None,
 ) -> Hello:
     """Accept a connection, as counterpart of :func:`greet`: check the opener, and welcome or refuse it.
 
@@ -127,6 +129,7 @@ def admit(
         names, hosts: names and hosts of the run's peers, by rank.
         welcome: the reply to an opener that is admitted.
         visits: the parts of a checkup, besides the facts, that this peer answers, each with what returns its report.
+        admission: decides on peers that are not in the hosts file; None: there can be none.
 
     Raises:
         StrangerError: the opener is not the peer that it claims to be.
@@ -134,6 +137,10 @@ def admit(
         ProtocolError: the opener was refused.
     """
     they = _unproven(link, deadline)
+    if isinstance(they, AdmitRequest):
+        if (refusal := admissions.answer(link, they, admission, deadline)) is not None:
+            raise refuse(link, refusal, deadline)
+        they = _first(link, deadline)  # it closes the connection now
     while isinstance(they, CheckupRequest):
         link.send(frames.encode(_visited(me, they.part, visits), 0, checks=link.checks), deadline)
         they = _first(link, deadline)
@@ -142,10 +149,13 @@ def admit(
     if link.opened is not None and (link.opened.opener, link.opened.run) != (they.name, they.peers):
         raise _turn_away(link, f"it has proven to be {link.opened.opener}, not {they.name}", deadline, StrangerError)
     reason = objection(me, they, names)
+    if reason is None and they.joined and they.model == me.model:  # with another model it may only ask for ours
+        reason = "no peer can join this run" if admission is None else admission.meet(they.joined[0])
     if reason is not None:
         raise refuse(link, reason, deadline)
-    if isinstance(link.stream, Certified) and not link.stream.speaks_for(hosts[they.rank]):
-        fault = f"the certificate of {they.name} is not for '{hosts[they.rank]}', its host in the hosts file"
+    host = they.joined[0].host if they.joined else hosts[they.rank]
+    if isinstance(link.stream, Certified) and not link.stream.speaks_for(host):
+        fault = f"the certificate of {they.name} is not for '{host}', its host in the hosts file"
         raise _turn_away(link, fault, deadline, StrangerError)
     link.send(frames.encode(welcome, 0, checks=link.checks), deadline)
     link.admitted()

@@ -44,9 +44,9 @@ from gossipx.wire import (
     answer_to,
     auth,
     frames,
-    gather,
     no_payload,
 )
+from gossipx.wire.pieces import gather
 
 # Seconds between two checks that the other side is still connected while a carrier transfers a payload.
 _POLL = 0.5

@@ -101,6 +101,8 @@ class Links:
     def release(self, to: int, link: Link) -> None:
         """Make a link to peer ``to`` available for reuse; drop it if enough links to that peer are idle."""
         with self._lock:
+            while len(self._idle) <= to:  # it joined the run while it was in progress
+                self._idle.append([])
             if len(self._idle[to]) < _MAX_IDLE:
                 self._idle[to].append(link)
                 return
@@ -113,11 +115,18 @@ class Links:
         """
         while True:
             with self._lock:
-                if not self._idle[to]:
+                if to >= len(self._idle) or not self._idle[to]:
                     return None
                 link = self._idle[to].pop()
             if link.stream.quiet():
                 return link
+            self.drop(link)
+
+    def forget(self, to: int) -> None:
+        """Drop the idle links to peer ``to``."""
+        with self._lock:
+            idle, self._idle[to : to + 1] = self._idle[to : to + 1], [[]] if to < len(self._idle) else []
+        for link in (one for links in idle for one in links):
             self.drop(link)
 
     def spawn(self, what: str, target: Callable[..., None], *given: object) -> None:

@@ -9,13 +9,27 @@ payloads next to the connection, such as gloo.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Protocol, runtime_checkable
 
 from gossipx.errors import NotAuthorisedError, ProtocolError, RefusedError
 from gossipx.memory import copy
-from gossipx.protocol.fields import MAX_RANKS, Key, Proofs, Rank, Report, Text, Texts, integer, kind, octets, one_of
+from gossipx.protocol.admission import AdmitReply, AdmitRequest
+from gossipx.protocol.fields import (
+    MAX_RANKS,
+    Joined,
+    Key,
+    Proofs,
+    Rank,
+    Report,
+    Text,
+    Texts,
+    integer,
+    kind,
+    octets,
+    one_of,
+)
 from gossipx.protocol.messages import (
     AcceptReply,
     ArriveRequest,
@@ -79,6 +93,8 @@ class Hello:
         peers: digest of its list of peers.
         model: digest of its model's manifest.
         settings: the settings that must be equal on all peers of a run, by option.
+        joined: the opener, if it joined the run while it was in progress; ``peers`` and ``size`` are then those of the
+            peers that began it.
     """
 
     rank: Rank
@@ -87,6 +103,7 @@ class Hello:
     peers: Text
     model: Text
     settings: Texts = field(default_factory=dict)
+    joined: Joined = ()
 
 
 @kind(2)
@@ -283,6 +300,8 @@ Message = (
     | Description
     | CheckupRequest
     | CheckupReply
+    | AdmitRequest
+    | AdmitReply
     | ModelAck
     | CarrierRequest
     | SetNote
@@ -301,6 +320,7 @@ ANSWERS: dict[type, tuple[type, ...]] = {
     Proof: (Accepted,),
     DescribeRequest: (Description,),
     CheckupRequest: (CheckupReply, BusyReply),
+    AdmitRequest: (AdmitReply,),
     **reversal.ANSWERS,
     InitialRequest: (ModelReply, NotReadyReply),
     PullRequest: (ModelReply, BusyReply, NotReadyReply),
@@ -386,34 +406,6 @@ class Bytes:
         copy(view, self.view[start : start + len(view)])
 
 
-def gather(parts: Iterable[memoryview], sink: Sink, look: Callable[[memoryview], None]) -> None:
-    """Pass all bytes of a payload that arrives in parts to ``sink``.
-
-    Args:
-        parts: the bytes in order; each part is consumed before the next one is requested.
-        look: called with all bytes in order, before the sink gets them.
-    """
-    start = had = 0  # start of the piece; how much of it is in its buffer
-    buffer = memoryview(b"")
-    for part in parts:
-        done = 0
-        while done < len(part):
-            if not had:
-                buffer = sink.buffer_at(start)
-            view = part[done : done + len(buffer) - had]
-            look(view)
-            done += len(view)
-            if len(view) == len(buffer):
-                sink.take(start, view)
-            else:  # the piece spans two parts
-                copy(view, buffer[had : had + len(view)])
-                had += len(view)
-                if had < len(buffer):
-                    continue
-                sink.filled(start)
-            start, had = start + len(buffer), 0
-
-
 # Takes a message and its request id; returns the sink that its payload must fill exactly, or None for no payload.
 # Raises ProtocolError if the message is not expected.
 Expect = Callable[[Message, int], "Sink | None"]
@@ -427,8 +419,8 @@ def answer_to(asked: Message, number: int, payload: Sink | SinkFactory | None) -
     """Return the Expect function for replies to ``asked``, which was sent as request ``number``.
 
     Args:
-        payload: sink of a reply with a payload. A Description gets a new buffer of the announced size, and so does a
-            CheckupReply if this is None.
+        payload: sink of a reply with a payload. A Description or an AdmitReply gets a new buffer of the announced size,
+            and so does a CheckupReply if this is None.
     """
 
     def expect(message: Message, request: int) -> Sink | None:
@@ -440,7 +432,7 @@ def answer_to(asked: Message, number: int, payload: Sink | SinkFactory | None) -
             raise ProtocolError(f"answered {type(asked).__name__} by {type(message).__name__}")
         if isinstance(message, CheckupReply) and payload is not None and not isinstance(payload, SinkFactory):
             return payload
-        if isinstance(message, Description | CheckupReply):
+        if isinstance(message, Description | CheckupReply | AdmitReply):
             return Bytes(memoryview(bytearray(message.size)))
         if not isinstance(message, CarryingReply):
             return None

@@ -21,7 +21,7 @@ def objection(own: Hello, theirs: Hello, names: Sequence[str]) -> str | None:
     A different model is not an objection at this point: the opener may request the :class:`~gossipx.wire.Description`.
 
     Args:
-        names: of the peers of the run, by rank.
+        names: of the peers of the run, by rank. Those of peers that joined it under way are not compared.
     """
     if (theirs.peers, theirs.size) != (own.peers, own.size):
         return (
@@ -30,7 +30,10 @@ def objection(own: Hello, theirs: Hello, names: Sequence[str]) -> str | None:
         )
     if theirs.rank == own.rank:
         return f"rank {own.rank} is this peer itself; start one process for each line of the hosts file"
-    if theirs.rank >= own.size or theirs.name != names[theirs.rank]:
+    if theirs.joined:
+        if (theirs.joined[0].rank, theirs.joined[0].name) != (theirs.rank, theirs.name) or theirs.rank < own.size:
+            return f"{theirs.name} is not rank {theirs.rank}, as which it joined"
+    elif theirs.rank >= own.size or theirs.name != names[theirs.rank]:
         return f"{theirs.name} is not rank {theirs.rank} of this run; give every peer the same hosts file"
     for option in sorted(own.settings.keys() | theirs.settings.keys()):
         values = [f"{peer.settings.get(option, 'none')} at {peer.name}" for peer in (theirs, own)]

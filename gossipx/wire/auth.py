@@ -46,6 +46,10 @@ REFUSAL = "the secrets differ; give every peer of the run the same secret"
 """The only explanation sent to a peer that cannot prove the secret."""
 
 
+ANY = ""
+"""In place of the run and of the answerer's name, for an opener that is not a member of the run."""
+
+
 @dataclass(frozen=True, repr=False)
 class Secret:
     """The secret shared by all peers of a run. Its value is never displayed."""
@@ -184,9 +188,10 @@ class Answerer:
 def misdirected(opened: Open, name: str) -> str | None:
     """Return in one line why an authenticated ``opened`` is not meant for the peer called ``name``; None if it is.
 
-    Without this check, an attacker could redirect a connection to another peer, or back to its opener.
+    Without this check, an attacker could redirect a connection to another peer, or back to its opener. A process that
+    asks to join a run names nobody, as it knows only the address of a peer; it may not send Hello then.
     """
-    if opened.answerer == name:
+    if opened.answerer in (name, ANY):
         return None
     return f"this is {name}, not {opened.answerer}; start every peer with the same hosts file"
 

@@ -36,7 +36,7 @@ def agree(made: World, ranks: list[int]) -> None:
 
 
 def lost_rounds(made: World) -> int:
-    return sum(peer.role.rounds_lost for peer in made.peers.values())
+    return sum(peer.role.waves.lost_at_end for peer in made.peers.values())
 
 
 @pytest.mark.parametrize("blocking", [False, True])

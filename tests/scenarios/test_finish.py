@@ -27,7 +27,7 @@ def test_four_peers_agree_whatever_the_policy(policy: str, blocking: bool):
         pulls = len(made.lines(peer.rank, "pulls"))
         assert len(peer.retrievals) == peer.role.sync.retrievals  # the last one may have been abandoned at the end
         assert peer.role.sync.retrievals in ([pulls] if blocking else [pulls - 1, pulls])
-        assert peer.role.missing() == []
+        assert peer.role.members.without_figures() == []
 
 
 def test_no_faults_no_waiting():
@@ -45,7 +45,7 @@ def test_any_number_of_peers(size: int):
     assert made.now < 6 + TIMEOUT
     for peer in made.peers.values():
         assert peer.role.sync.retrievals == (2 if size > 1 else 0)
-        assert peer.role.rounds_lost == 0
+        assert peer.role.waves.lost_at_end == 0
     most = max(len(made.lines(rank, "meets")) for rank in range(size))
     extra = size & (size - 1) != 0  # in the two extra rounds models travel one way only
     assert most == (wave_rounds(size) - 1 if extra else wave_rounds(size))
@@ -61,7 +61,7 @@ def test_the_finish_is_counted_apart():
 def test_without_a_finish_models_stay_apart():
     made = ended(world(4, policy="never", finish="none"), bound(4))
     assert spread(models(made)) > 0.01
-    assert all(peer.role.missing() == [] for peer in made.peers.values())
+    assert all(peer.role.members.without_figures() == [] for peer in made.peers.values())
 
 
 def test_all_begin_with_one_peers_weights():

@@ -25,7 +25,7 @@ def test_all_end_with_the_centre(trains: bool) -> None:
     centre = made.peers[HUB].centre()
     for peer in made.peers.values():
         torch.testing.assert_close(peer.weights(), centre, rtol=0, atol=0)
-        assert peer.role.missing() == []
+        assert peer.role.members.without_figures() == []
     assert made.peers[HUB].arena.step >= toy.ITERATIONS - (0 if trains else 3), "it counts as what it has taken in"
     assert all(made.peers[rank].arena.step == toy.ITERATIONS for rank in (1, 2, 3))
 

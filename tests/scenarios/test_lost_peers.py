@@ -97,7 +97,7 @@ def test_crash_in_each_round_of_the_finish(size: int, number: int):
     ended(made, bound(size))
     assert made.fired["crash"] == 1
     left = [rank for rank in range(size) if rank != 1]
-    assert sum(made.peers[rank].role.rounds_lost for rank in left) >= 1
+    assert sum(made.peers[rank].role.waves.lost_at_end for rank in left) >= 1
     assert within(models(made, left), before(made))
     assert all(made.lines(rank, "ends") for rank in left)
 

@@ -47,7 +47,7 @@ def test_four_peers_exchange_and_agree_whatever_the_policy(policy: str, blocking
         assert peer.arena.step == ITERATIONS
         assert peer.role.sync.retrievals == len(peer.retrievals) == len(made.lines(peer.rank, "mixes")) - 2 > 0
         assert peer.bytes_received >= peer.arena.nbytes() * peer.role.sync.retrievals
-        assert peer.role.missing() == []
+        assert peer.role.members.without_figures() == []
 
 
 @every_mode

@@ -16,6 +16,7 @@ from gossipx.compression import Coded, ElasticCodec, ModelCodec, WaveCodec
 from gossipx.hub import Elastic, ElasticSettings
 from gossipx.model.arena import ParameterArena
 from gossipx.peer import PeerRole, PeerSettings
+from gossipx.protocol.effects import ReportEntry
 from gossipx.sim import Network, SimPeer, World
 from gossipx.sync import SyncManager
 from gossipx.topology import schedules
@@ -81,10 +82,18 @@ def make(
     codec: str = "none",
     references: int = 8,
     across: str = "none",
+    entry: ReportEntry | None = None,
     **settings: Any,
 ) -> SimPeer:
-    """Return one peer, not started; ``draws`` seeds its generator, ``across`` is its outer optimizer."""
+    """Return one peer, not started.
+
+    Args:
+        draws: seeds its generator.
+        across: its outer optimizer.
+        entry: with which it was admitted to a run of ``size`` peers under way.
+    """
     graph = _graph(graph, size) if isinstance(graph, str) else graph
+    joined = () if entry is None else entry.joined
     plan = schedules.parse(schedule, graph)
     role = PeerRole(
         rank,
@@ -96,25 +105,14 @@ def make(
         mixing.parse(mix),
         PeerSettings(**{"peer_timeout": TIMEOUT, **settings}),
         plan,
-        shares(weights, plan, rank, pushed=settings.get("mode") == "push"),
+        {} if joined else shares(weights, plan, rank, pushed=settings.get("mode") == "push"),
         None if hub is None else lambda context, pulls: Elastic(context, pulls, hub),
+        joined,
     )
+    role.members.nobody_waits_for(() if entry is None else entry.lost)
     if hub is not None and hub.rank == rank and not hub.trains:
         iterations = 0
-    codec_of = None
-    if codec != "none":
-        kind, public = codecs.parse(codec), mixing.parse(mix).public
-
-        def codec_of(arena: ParameterArena) -> Coded:
-            numbers = [fragment.number for fragment in arena.fragments]
-            if settings.get("exchange") == "waves":
-                return Coded([], waves=[WaveCodec(kind, arena, rank, size, seed=rank, fragment=one) for one in numbers])
-            in_pairs = public and settings.get("mode") == "pushpull"
-            one = functools.partial(ModelCodec, kind, arena, references, seed=rank, public=public and not in_pairs)
-            models = [one(fragment=number) for number in numbers]
-            around = None if hub is None else ElasticCodec(kind, arena, hub.rank == rank, bool(references), seed=rank)
-            return Coded(models, around, in_pairs)
-
+    codec_of = None if codec == "none" else _codec_of(codec, role, mix, references, hub, settings)
     module = module or Point(rank, SIZE * settings.get("fragments", 1))
     made = SimPeer(role, module, gradient_step, iterations, compute, codec_of=codec_of)
     if (rule := outer.parse(across)) is not None:
@@ -122,6 +120,25 @@ def make(
     if settings.get("init", "first") == "first":
         made.begin_codec()
     return made
+
+
+def _codec_of(
+    codec: str, role: PeerRole, mix: str, references: int, hub: ElasticSettings | None, settings: dict[str, Any]
+) -> Callable[[ParameterArena], Coded]:
+    """Return a function that makes the codec of a peer's models."""
+    kind, public, rank, peers = codecs.parse(codec), mixing.parse(mix).public, role.rank, role.members.size
+
+    def codec_of(arena: ParameterArena) -> Coded:
+        numbers = [fragment.number for fragment in arena.fragments]
+        if settings.get("exchange") == "waves":
+            return Coded([], waves=[WaveCodec(kind, arena, rank, peers, seed=rank, fragment=one) for one in numbers])
+        in_pairs = public and settings.get("mode") == "pushpull"
+        one = functools.partial(ModelCodec, kind, arena, references, seed=rank, public=public and not in_pairs)
+        models = [one(fragment=number) for number in numbers]
+        around = None if hub is None else ElasticCodec(kind, arena, hub.rank == rank, bool(references), seed=rank)
+        return Coded(models, around, in_pairs)
+
+    return codec_of
 
 
 def maker(rank: int, size: int, **options: Any) -> Callable[[int], SimPeer]:

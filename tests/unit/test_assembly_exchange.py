@@ -11,7 +11,8 @@ import pytest
 from managers import HERE, LONG, soon
 from torch import nn
 
-from gossipx.assembly.peer import Place, build_peer
+from gossipx.assembly.peer import build_peer
+from gossipx.assembly.place import Place
 from gossipx.config import files
 from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
 from gossipx.peer.serving import SAVED, SECONDS_PER_MODEL
@@ -101,7 +102,7 @@ def test_a_model_is_sent_at_the_maximum_rate(make: Make, settings: dict[str, Any
     sender, receiver = make(0, **settings), make(1)
     for rank, peer in enumerate((sender, receiver)):
         peer._comm.start()
-        peer._comm._member.addresses[rank] = peer._comm.address
+        receiver._comm._member.addresses[rank] = peer._comm.address
     came: queue.Queue[Reply | GossipxError] = queue.Queue()
     buffer = bytearray(receiver._arena.nbytes())
     request = PullRequest(1, patience)

@@ -40,6 +40,7 @@ class Script:
 
     def __init__(self) -> None:
         self.rank = 0
+        self.settings = SimpleNamespace(peer_timeout=30.0)
         self.stage = Stage.TRAIN
         self.pulling: int | None = None
         self.sync = SimpleNamespace(policy=SimpleNamespace(uses_drift=False))

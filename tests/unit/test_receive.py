@@ -15,7 +15,8 @@ from gossipx.memory import STAGED
 from gossipx.model.arena import ParameterArena
 from gossipx.model.receive import Incoming
 from gossipx.model.snapshots import Snapshot
-from gossipx.wire import Sink, gather
+from gossipx.wire import Sink
+from gossipx.wire.pieces import gather
 
 
 class Net(nn.Module):

@@ -17,7 +17,8 @@ from torch import nn
 
 from gossipx import policies, recorders
 from gossipx.assembly.managers import Managers
-from gossipx.assembly.peer import Place, build_peer
+from gossipx.assembly.peer import build_peer
+from gossipx.assembly.place import Place
 from gossipx.config import files
 from gossipx.errors import UsageError
 from gossipx.recorders import Recorded, RecorderKind

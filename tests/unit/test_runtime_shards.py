@@ -15,7 +15,8 @@ from small_disks import SmallDisk, keep_old_checkpoints
 from table_sides import Side, side, values
 from torch import nn
 
-from gossipx.assembly.peer import Place, build_peer
+from gossipx.assembly.peer import build_peer
+from gossipx.assembly.place import Place
 from gossipx.checkpoint import CheckpointError, Store, journal
 from gossipx.config import files
 from gossipx.peer.membership import Requests

@@ -15,11 +15,13 @@ from torch import nn
 
 from gossipx import policies
 from gossipx.assembly.managers import Managers
-from gossipx.assembly.peer import Place, build_peer
+from gossipx.assembly.peer import build_peer
+from gossipx.assembly.place import Place
 from gossipx.assembly.server import Parts
 from gossipx.assembly.settings import check_without_run
 from gossipx.comm import CommManager
 from gossipx.config import files
+from gossipx.config.admissions import Admission
 from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.launch.cluster.membership import agree, check_reach, lines_of
@@ -27,6 +29,7 @@ from gossipx.launch.cluster.rendezvous import Rendezvous
 from gossipx.launch.cluster.world import World, find, rank_among, why_none
 from gossipx.launch.environment import (
     ADDED,
+    ENV_ADMISSION,
     ENV_CONFIG,
     ENV_DESCRIBE,
     ENV_PEERS,
@@ -178,6 +181,8 @@ def rank_and_size(run: RunConfig, peers: str | Path | None = None, rank: int | N
         UsageError: the rank is out of range or unknown, or the peers are unknown.
     """
     hosts = os.environ.get(ENV_PEERS) if ENV_CONFIG in os.environ else peers or os.environ.get(ENV_PEERS)
+    if (admission := _admission()) is not None:
+        return admission.rank, len(admission.peers())
     if hosts is None:
         world = _world()
         return world.rank if rank is None else rank, world.size
@@ -211,9 +216,11 @@ def _place(
         until_started: receives resources that must last until the peer listens.
     """
     hosts = os.environ.get(ENV_PEERS) if under_run else peers or os.environ.get(ENV_PEERS)
-    if hosts is None:
+    admission, file = _admission(), None
+    if admission is not None:
+        lines, rank = _by_admission(admission), admission.rank
+    elif hosts is None:
         lines, rank = _by_world(run, rank, until_started)
-        file = None
     else:
         file = Path(hosts)
         lines = read_hosts(file)
@@ -223,14 +230,26 @@ def _place(
         names=tuple(line.name for line in lines),
         addresses=tuple(Address(line.host, line.port, line.behind_nat) for line in lines),
         bind=Address(bind_host(lines[rank], run.exchange.bind, file), lines[rank].port),
-        digest=peers_digest(lines),
+        digest=peers_digest(lines if admission is None else lines[: len(admission.begun)]),
         directory=run_directory_of(run),
         progress=channel,
         under_run=under_run,
         resumes=bool(resumes := os.environ.get(ENV_RESUME)),
         is_added=resumes == ADDED,
         resumes_at=int(at) if (at := os.environ.get(ENV_RESUME_AT)) else None,
+        admission=admission,
     )
+
+
+def _admission() -> Admission | None:
+    """Return the admission with which ``gossipx peer join`` has started this process; None: it has not."""
+    file = os.environ.get(ENV_ADMISSION) if ENV_CONFIG in os.environ else None
+    return None if not file else Admission.decoded(Path(file).read_bytes())
+
+
+def _by_admission(admission: Admission) -> list[PeerLine]:
+    """Return all peers of the run that a newcomer joins."""
+    return [PeerLine(rank, host, port, None, name, 0) for rank, (name, host, port) in enumerate(admission.peers())]
 
 
 def _by_world(run: RunConfig, rank: int | None, until_started: contextlib.ExitStack) -> tuple[list[PeerLine], int]:

@@ -1,0 +1,87 @@
+"""Everything that a peer needs to join a run under way: the run's settings, its peers, and the newcomer's rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from gossipx.config import files
+from gossipx.config.settings import ExchangeSettings, RunConfig, RunSettings
+from gossipx.errors import MALFORMED, ProtocolError
+from gossipx.protocol.fields import JoinedPeer
+
+OF_MACHINE = {
+    "run": ("peers", "logdir", "overwrite", "threads", "device"),
+    "task": ("data_dir",),
+    "exchange": ("bind", "advertise", "secret_file", "tls_cert", "tls_key", "tls_ca"),
+}
+"""Settings that belong to a machine, by table; a newcomer has its own."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The admission of one newcomer.
+
+    Attributes:
+        rank: of the newcomer.
+        settings: of the run, as TOML, without those that belong to a machine.
+        begun: name, host and port of each peer that began the run, by rank.
+        joined: the peers that joined it, including the newcomer.
+        lost: ranks that the newcomer need not wait for.
+    """
+
+    rank: int
+    settings: str
+    begun: tuple[tuple[str, str, int], ...]
+    joined: tuple[JoinedPeer, ...]
+    lost: tuple[int, ...] = ()
+
+    @property
+    def own(self) -> JoinedPeer:
+        """The newcomer itself."""
+        return next(peer for peer in self.joined if peer.rank == self.rank)
+
+    def encoded(self) -> bytes:
+        """Return it as JSON."""
+        return json.dumps(dataclasses.asdict(self)).encode()
+
+    @classmethod
+    def decoded(cls, content: bytes) -> Admission:
+        """Return the admission that :meth:`encoded` has written.
+
+        Raises:
+            ProtocolError: it is malformed.
+        """
+        try:
+            found = json.loads(content)
+            made = cls(
+                int(found["rank"]),
+                str(found["settings"]),
+                tuple((str(name), str(host), int(port)) for name, host, port in found["begun"]),
+                tuple(
+                    JoinedPeer(int(rank), str(name), str(host), int(port), int(by))
+                    for rank, name, host, port, by in found["joined"]
+                ),
+                tuple(int(rank) for rank in found["lost"]),
+            )
+            _ = made.own
+        except (*MALFORMED, StopIteration) as error:
+            raise ProtocolError("the admission to the run is malformed") from error
+        return made
+
+    def peers(self) -> list[tuple[str, str, int]]:
+        """Return name, host and port of all peers by rank, up to the highest that is known."""
+        known = dict(enumerate(self.begun))
+        known |= {peer.rank: (peer.name, peer.host, peer.port) for peer in self.joined}
+        return [known.get(rank, (f"peer {rank}", *self.own[2:4])) for rank in range(max(known) + 1)]
+
+
+def settings_of_run(config: RunConfig) -> str:
+    """Return the settings of a run as TOML, without those that belong to a machine."""
+    defaults = {"run": RunSettings(), "task": type(config.task)(), "exchange": ExchangeSettings()}
+    for table, names in OF_MACHINE.items():
+        own = {name: getattr(defaults[table], name) for name in names}
+        config = dataclasses.replace(config, **{table: dataclasses.replace(getattr(config, table), **own)})
+    given = config.given - {name for names in OF_MACHINE.values() for name in names}
+    return files.dump(dataclasses.replace(config, given=given))

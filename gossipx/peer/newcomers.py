@@ -1,0 +1,137 @@
+"""Newcomers: peers that are in nobody's hosts file and join a run under way.
+
+A newcomer asks a peer of the run to be admitted. Only the lowest rank that trains, as far as is known, admits others,
+so that two newcomers that ask at the same time get different ranks; every other peer names that one. The newcomer
+gets the next free rank, and announces itself to all peers that it was told of. From then on it is a peer like the
+others: it adopts a model before it exchanges any, takes part in waves and in the finish, and may admit others.
+
+Every peer keeps the list of the peers that joined. It learns of one from the connection that this one opens, or from
+the list that each stage announcement and each reply to one carries. A peer that was only heard of counts as lost, so
+that nobody waits for it before it was met.
+
+During a network partition two peers may admit newcomers, each under the same rank. When the lists meet, the newcomer
+that was admitted by the lower rank keeps it, on all peers alike. The other one stops and has to ask again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from gossipx.peer.barrier import Barrier
+from gossipx.peer.membership import Membership
+from gossipx.protocol.effects import AddPeer, Effect, Note, ReportEntry, Resume, Stop
+from gossipx.protocol.events import AskEntry, PeerMet, Received, Replied
+from gossipx.protocol.fields import MAX_JOINED, JoinedPeer
+from gossipx.protocol.messages import ArriveRequest, HereReply, Stage
+
+OVER = "its training is over"
+
+
+class Newcomers:
+    """One peer's list of the peers that joined the run. Methods return the effects to carry out.
+
+    Args:
+        rank: this peer's own rank.
+        size: number of peers that began the run.
+        members: the role's membership list; newcomers are added to it.
+        barrier: announces this peer to those that it hears of while it waits.
+        closed: why no peer can join this run; empty: one can.
+        known: peers that had joined when this one started, including itself if it is one of them.
+    """
+
+    def __init__(
+        self, rank: int, size: int, members: Membership, barrier: Barrier, closed: str, known: Iterable[JoinedPeer]
+    ):
+        self._rank = rank
+        self._size = size
+        self._members = members
+        self._barrier = barrier
+        self._closed = closed
+        self._peers = {peer.rank: peer for peer in known}
+        for each in self._peers.keys() - {rank}:
+            members.add(each, lost=False)
+
+    @property
+    def listed(self) -> tuple[JoinedPeer, ...]:
+        """All peers that joined, by rank."""
+        return tuple(self._peers[rank] for rank in sorted(self._peers))
+
+    @property
+    def is_one(self) -> bool:
+        """Whether this peer itself joined the run while it was in progress."""
+        return self._rank >= self._size
+
+    def present(self) -> dict[int, str]:
+        """Return the names, by rank, of the other newcomers that this peer has met and that have not left."""
+        here = self._members.awaited()
+        return {peer.rank: peer.name for peer in self.listed if peer.rank in here}
+
+    # --- admission --------------------------------------------------------------------------------
+
+    def asked(self, event: AskEntry, stage: Stage) -> list[Effect]:
+        """Admit a process, or say why not; ``stage`` is this peer's own."""
+        if self._closed:
+            return [ReportEntry(event.number, refusal=self._closed)]
+        training = [rank for rank in self._members.awaited() if not self._is_over(self._members.others[rank].stage)]
+        if not self._is_over(stage):
+            training.append(self._rank)
+        if not training:
+            return [ReportEntry(event.number, refusal=OVER)]
+        if min(training) != self._rank:
+            return [ReportEntry(event.number, elsewhere=min(training))]
+        if stage is Stage.JOINING:
+            return [ReportEntry(event.number, later="it has no model yet")]
+        return self._admit(event)
+
+    def _admit(self, event: AskEntry) -> list[Effect]:
+        """Give a process the next free rank, or the one that it was given before."""
+        address = event.host, event.port
+        same = [rank for rank, peer in self._peers.items() if (peer.host, peer.port) == address]
+        if len(self._peers) >= MAX_JOINED and not same:
+            return [ReportEntry(event.number, refusal=f"{MAX_JOINED} peers have joined already")]
+        rank = same[0] if same else self._members.size
+        newcomer = JoinedPeer(rank, event.name, event.host, event.port, self._rank)
+        effects = [] if same else self._take(newcomer, math.inf)  # it is only about to start
+        lost = tuple(one for one in self._members.others if one not in self._members.awaited() and one != rank)
+        return [*effects, ReportEntry(event.number, rank, self.listed, lost)]
+
+    def _is_over(self, stage: Stage | None) -> bool:
+        return stage is not None and stage >= Stage.FINISH
+
+    # --- hearing of newcomers -----------------------------------------------------------------------
+
+    def met(self, event: PeerMet, now: float) -> list[Effect]:
+        """Handle a connection of a peer that joined."""
+        return [] if self._closed else self._learn(event.peer, now)
+
+    def told(self, event: object, now: float) -> list[Effect]:
+        """Read the list of the peers that joined in an announcement or in the reply to one."""
+        match event:
+            case Received(request=ArriveRequest(joined=joined)) | Replied(reply=HereReply(joined=joined)) if joined:
+                return [effect for peer in joined if not self._closed for effect in self._learn(peer, now)]
+        return []
+
+    def _learn(self, peer: JoinedPeer, now: float) -> list[Effect]:
+        """Take a newcomer into the list, unless another one has a better claim to its rank."""
+        known = self._peers.get(peer.rank)
+        if known == peer or peer.rank < self._size or (known is not None and _claim(known) <= _claim(peer)):
+            return []
+        if peer.rank == self._rank:
+            cause = f"rank {peer.rank} of this run belongs to {peer.name}, which another peer admitted meanwhile"
+            return [Stop(f"{cause}: join again"), Resume()]
+        effects = self._take(peer)
+        if known is not None:
+            text = f"{known.name} and {peer.name} were both admitted as peer {peer.rank}: {known.name} must join again"
+            effects.append(Note("", text))
+        return [*effects, *self._barrier.met(peer.rank, now)]
+
+    def _take(self, peer: JoinedPeer, backoff_until: float = 0.0) -> list[Effect]:
+        self._peers[peer.rank] = peer
+        self._members.add(peer.rank, True, backoff_until)
+        return [AddPeer(peer)]
+
+
+def _claim(peer: JoinedPeer) -> tuple[int, str]:
+    """Return the sort key of two newcomers with one rank: the smaller one keeps it."""
+    return peer.by, peer.name

@@ -1,0 +1,46 @@
+"""Messages by which a process that is not a member of a run asks one of its peers to be admitted.
+
+They take the place of Hello on a connection; see :mod:`gossipx.transports.handshake`. The role decides in
+:mod:`gossipx.peer.newcomers`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from gossipx.protocol.fields import Text, integer, kind
+
+MAX_ADMISSION = 2**20
+"""Maximum bytes of a run's settings and peers: 10,000 peers with names of 50 characters."""
+
+
+@kind(56)
+@dataclass(frozen=True)
+class AdmitRequest:
+    """Asks to join the run as a further peer.
+
+    Attributes:
+        name: of the newcomer.
+        host, port: the address at which it will listen.
+    """
+
+    name: Text
+    host: Text
+    port: Annotated[int, integer(1, 65_535)]
+
+
+@kind(57, payload=MAX_ADMISSION)
+@dataclass(frozen=True)
+class AdmitReply:
+    """The reply to :class:`AdmitRequest`.
+
+    Attributes:
+        size: bytes of the payload, a :class:`gossipx.config.admissions.Admission` if the newcomer is admitted.
+        elsewhere: HOST:PORT of the peer that admits others now; empty: it is this one.
+        later: why no peer can be admitted yet; empty: one can.
+    """
+
+    size: Annotated[int, integer(0, MAX_ADMISSION)] = 0
+    elsewhere: Text = ""
+    later: Text = ""

@@ -1,0 +1,233 @@
+"""Peers that are in nobody's hosts file and join a run under way, in virtual time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from modes import MODES, nothing_left
+from toy import TIMEOUT, bound, ended, make, models, spread, world
+
+from gossipx.protocol.effects import AddPeer, Note, ReportEntry, Stop
+from gossipx.protocol.events import AskEntry, PeerMet, Received
+from gossipx.protocol.fields import JoinedPeer
+from gossipx.protocol.messages import ArriveRequest, Stage
+from gossipx.sim import Network, SimPeer, World
+
+LENGTH = 60
+EXCHANGES: list[dict[str, Any]] = [{}, *MODES, {"exchange": "waves"}, {"blocking": True}]
+NAMES = ["pull", "push", "push-sum", "pushpull", "waves", "blocking"]
+every_exchange = pytest.mark.parametrize("exchange", EXCHANGES, ids=NAMES)
+
+
+def joins(made: World, size: int, name: str, at: float, contacts: tuple[int, ...] = (0,), **options: Any) -> None:
+    """Let a peer join a run that ``size`` peers have begun."""
+
+    def one(entry: ReportEntry) -> SimPeer:
+        assert entry.rank is not None
+        return make(entry.rank, size, entry=entry, **{"iterations": LENGTH, **options})
+
+    made.join(name, contacts, one, at)
+
+
+def agreed(made: World, ranks: list[int]) -> None:
+    rows = models(made, ranks)
+    torch.testing.assert_close(rows, rows[:1].expand_as(rows), rtol=0, atol=0)
+    for rank in ranks:
+        assert made.peers[rank].role.agreement.agreed, rank
+
+
+def begun(size: int, network: Network | None = None, **options: Any) -> World:
+    return world(size, network=network, **{"iterations": LENGTH, **options})
+
+
+@every_exchange
+def test_a_newcomer_adopts_a_model_exchanges_and_ends_with_the_others_model(exchange: dict[str, Any]) -> None:
+    made = begun(2, **exchange)
+    joins(made, 2, "late", 20.3, **exchange)
+    ended(made, bound(3, LENGTH, waits=2))
+    agreed(made, [0, 1, 2])
+    nothing_left(made)
+    assert made.lines(0, "admits late as 2") and made.lines(1, "hears of 2")
+    late = made.peers[2]
+    steps = made.lines(2, "step")
+    assert steps[0] in ("step 21", "step 22") and steps[-1] == f"step {LENGTH}", "it starts where the others are"
+    assert late.role.sync.retrievals >= 3 or exchange.get("mode") == "push"
+    assert all(made.peers[rank].role.members.size == 3 for rank in range(3))
+    lists = [made.peers[rank].role.newcomers.listed for rank in range(3)]
+    assert lists == [(JoinedPeer(2, "late", "late", 1, 0),)] * 3
+
+
+@every_exchange
+def test_the_others_exchange_with_a_newcomer_too(exchange: dict[str, Any]) -> None:
+    """Members of waves are all three, and each of the others draws it."""
+    made = begun(2, **exchange)
+    joins(made, 2, "late", 5.3, **exchange)
+    ended(made, bound(3, LENGTH, waits=2))
+    verb = {"push": "pushes to", "pushpull": "asks"}.get(exchange.get("mode", ""), "pulls")
+    verb = "meets" if exchange.get("exchange") == "waves" else verb
+    asked = [line for rank in (0, 1) for line in made.lines(rank, f"{verb} 2") if not line.endswith("round 0")]
+    assert len(asked) >= 2, made.log[-200:]
+
+
+@every_exchange
+def test_two_that_ask_at_the_same_time_get_different_ranks_and_meet(exchange: dict[str, Any]) -> None:
+    """They ask two peers; the second one names the first, which admits both."""
+    made = begun(3, **exchange)
+    joins(made, 3, "one", 10.3, (1,), **exchange)
+    joins(made, 3, "other", 10.3, (2,), **exchange)
+    ended(made, bound(5, LENGTH, waits=3))
+    assert made.lines(0, "admits") == ["admits one as 3", "admits other as 4"]
+    agreed(made, [0, 1, 2, 3, 4])
+    assert [peer.name for peer in made.peers[3].role.newcomers.listed] == ["one", "other"]
+    for rank in range(5):
+        assert made.peers[rank].role.newcomers.listed == made.peers[3].role.newcomers.listed
+        assert not made.lines(rank, "no longer waiting")
+
+
+@pytest.mark.parametrize("exchange", [{}, {"exchange": "waves"}], ids=["pull", "waves"])
+def test_another_peer_admits_if_the_lowest_rank_has_died(exchange: dict[str, Any]) -> None:
+    made = begun(3, **exchange)
+    made.crash(0, 8.5)
+    joins(made, 3, "late", 9.0, (1, 2), **exchange)
+    ended(made, bound(4, LENGTH, waits=3))
+    assert made.fired["crash"] == 1 and made.lines(1, "admits late as 3")
+    agreed(made, [1, 2, 3])
+    assert not made.lines(3, "no longer waiting for peer 0"), "it was told that peer 0 is lost"
+
+
+def test_the_contact_may_die_after_it_has_admitted_a_newcomer() -> None:
+    """The model comes from another peer, to which the newcomer has announced itself."""
+    made = begun(3, Network(bandwidth=32.0))  # a model takes 2 s
+    joins(made, 3, "late", 10.3)
+    made.crash(0, 11.0)
+    ended(made, bound(4, LENGTH, waits=8) + 200)
+    assert made.lines(3, "asks 0 for the initial model") and made.lines(3, "asks 1 for the initial model")
+    assert made.lines(3, "step")
+    agreed(made, [1, 2, 3])
+
+
+def test_a_newcomer_that_dies_after_its_admission_holds_nobody_up() -> None:
+    """Its rank stays its own: started again, it gets it back."""
+    made = begun(2)
+    joins(made, 2, "late", 10.3)
+    made.crash(2, 10.3)
+    joins(made, 2, "late", 30.3)
+    ended(made, bound(3, LENGTH, waits=1))
+    assert made.lines(0, "admits") == ["admits late as 2"] * 2
+    agreed(made, [0, 1, 2])
+
+
+@pytest.mark.parametrize("exchange", [{}, {"exchange": "waves"}], ids=["pull", "waves"])
+def test_a_partition_while_one_joins_heals(exchange: dict[str, Any]) -> None:
+    """Peer 1 cannot be reached from the newcomer for a while, and learns of it by others or later from itself."""
+    network = Network()
+    network.cut([1], [3], 0.0, 30.0)
+    made = begun(3, network, **exchange)
+    joins(made, 3, "late", 10.3, **exchange)
+    ended(made, bound(4, LENGTH, waits=4))
+    assert made.fired["cut"] > 0
+    agreed(made, [0, 1, 2, 3])
+    assert made.lines(1, "hears of 3")
+
+
+def test_waves_are_of_all_peers_soon_after_one_has_joined() -> None:
+    made = begun(4, exchange="waves", policy="tau:10")
+    joins(made, 4, "late", 14.3, exchange="waves", policy="tau:10")
+    ended(made, bound(5, LENGTH, waits=2))
+    assert all(peer.role.waves.lost == 0 for peer in made.peers.values())
+    agreed(made, list(range(5)))
+    assert made.peers[4].retrievals, "it was merged into waves while it trained"
+    assert spread(models(made)) == 0.0
+
+
+@pytest.mark.parametrize("codec", ["3lc", "topk2:ratio=0.25"])
+def test_coded_waves_take_a_newcomer(codec: str) -> None:
+    """Frames of more peers than began the run fit what a peer expects."""
+    made = begun(2, exchange="waves", codec=codec)
+    for number, at in enumerate((8.3, 15.3, 22.3)):
+        joins(made, 2, f"late-{number}", at, exchange="waves", codec=codec)
+    ended(made, bound(5, LENGTH, waits=2))
+    agreed(made, list(range(5)))
+    assert not [entry for entry in made.log if "cannot decode" in entry.what]
+    assert [made.peers[rank].retrievals != [] for rank in range(5)] == [True] * 5
+
+
+# --- admission, event by event ------------------------------------------------------------------------
+
+
+def training(size: int = 3, **settings: Any) -> World:
+    """Return a run in which all peers train."""
+    made = begun(size, **settings)
+    made.run(5.5)
+    assert all(peer.role.stage is Stage.TRAIN for peer in made.peers.values())
+    return made
+
+
+def ask(made: World, rank: int, name: str = "late", port: int = 1) -> ReportEntry:
+    (entry,) = [
+        one
+        for one in made.peers[rank].role.handle(AskEntry(7, name, "host", port), made.now)
+        if isinstance(one, ReportEntry)
+    ]
+    assert entry.number == 7
+    return entry
+
+
+def test_only_the_lowest_rank_that_trains_admits() -> None:
+    made = training()
+    assert [ask(made, rank).elsewhere for rank in (1, 2)] == [0, 0]
+    assert ask(made, 0).rank == 3
+    assert ask(made, 0).rank == 3, "the same address is the same peer"
+    assert ask(made, 0, port=2).rank == 4
+    made.peers[1].role.members.others[0].lost = True
+    assert ask(made, 1).rank == 3, "a peer that has not heard of the first newcomers"
+    made.peers[2].role.members.others[0].stage = Stage.FINISH
+    assert ask(made, 2).elsewhere == 1
+
+
+def test_a_run_that_is_over_admits_nobody_and_one_that_has_no_model_says_later() -> None:
+    made = begun(2)
+    made.run(0.0)
+    assert ask(made, 0).later == "it has no model yet"
+    ended(made, bound(2, LENGTH))
+    assert ask(made, 0).refusal == "its training is over"
+
+
+def test_a_run_without_a_place_for_newcomers_says_so() -> None:
+    made = training(closed="peers in a ring have fixed neighbours")
+    assert ask(made, 0).refusal == "peers in a ring have fixed neighbours"
+    assert made.peers[0].role.handle(PeerMet(JoinedPeer(3, "late", "host", 1, 0)), made.now) == []
+
+
+def test_of_two_with_one_rank_the_one_that_the_lower_rank_admitted_keeps_it_everywhere() -> None:
+    """A partition: peer 0 and peer 1 each admit one as peer 3; then the lists meet, in either order."""
+    by_zero, by_one = JoinedPeer(3, "zeros", "host", 1, 0), JoinedPeer(3, "ones", "host", 2, 1)
+    made = training()
+    role = made.peers[2].role
+    assert AddPeer(by_one) in role.handle(PeerMet(by_one), made.now)
+    role.members.heard_from(3)
+    told = ArriveRequest(Stage.TRAIN, 5, joined=(by_zero,))
+    effects = role.handle(Received(0, "key", told), made.now)
+    assert AddPeer(by_zero) in effects
+    (note,) = [effect for effect in effects if isinstance(effect, Note)]
+    assert note.text == "ones and zeros were both admitted as peer 3: ones must join again"
+    assert role.members.others[3].lost, "the one that keeps the rank was not met yet"
+    assert role.handle(PeerMet(by_one), made.now) == [] and role.newcomers.listed == (by_zero,)
+
+    loser = make(3, 3, entry=ReportEntry(0, 3, (by_one,))).role
+    (stop,) = [one for one in loser.handle(Received(0, "key", told), 0.0) if isinstance(one, Stop)]
+    assert stop.reason == "rank 3 of this run belongs to zeros, which another peer admitted meanwhile: join again"
+    winner = make(3, 3, entry=ReportEntry(0, 3, (by_zero,))).role
+    effects = winner.handle(Received(0, "key", ArriveRequest(Stage.TRAIN, 5, joined=(by_one,))), 0.0)
+    assert not [one for one in effects if isinstance(one, Stop | AddPeer)]
+
+
+def test_a_newcomer_that_reaches_nobody_stops_and_says_why() -> None:
+    entry = ReportEntry(0, 2, (JoinedPeer(2, "late", "late", 1, 0),))
+    made = World(0)
+    made.start(2, lambda incarnation: make(2, 2, entry=entry))
+    ended(made, 3 * TIMEOUT)
+    told = "no peer of the run sent its model within peer_timeout = 10 s"
+    assert made.lines(2, f"must stop: {told}") and not made.lines(2, "step")
