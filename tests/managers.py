@@ -21,7 +21,16 @@ from joined_frames import joined
 from gossipx.comm import CommManager
 from gossipx.errors import GossipxError
 from gossipx.memory import Memory, Source
-from gossipx.protocol.messages import CarryingRequest, HereReply, ModelReply, PullRequest, Reply, Request, Stage
+from gossipx.protocol.messages import (
+    CarryingRequest,
+    HereReply,
+    LeaveRequest,
+    ModelReply,
+    PullRequest,
+    Reply,
+    Request,
+    Stage,
+)
 from gossipx.transports import Address
 from gossipx.transports.process_group import ProcessGroups
 from gossipx.wire import Bytes, Hello, UploadSink, frames
@@ -125,6 +134,13 @@ class Host:
                 self.answer(key, HereReply(Stage.TRAIN))
 
         self.react = react
+
+
+def failure(host: Host, to: int) -> GossipxError:
+    """Return the error with which a request of ``host`` to another one fails."""
+    result = host.ask(to, LeaveRequest()).get(timeout=LONG)
+    assert isinstance(result, GossipxError), result
+    return result
 
 
 def ended(*hosts: Host) -> None:

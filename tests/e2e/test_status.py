@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import time
@@ -13,6 +14,8 @@ import pytest
 from ports import free_ports
 from resuming import BRIEF, wait_for
 
+from gossipx.errors import UsageError
+from gossipx.tools import recorded
 from runs import LONG, Folder, Process, children, kill_processes, one_line
 
 ENDLESS = ("--policy", "tau:5", "--iterations", "100000", *BRIEF)
@@ -130,9 +133,11 @@ def test_runs_are_listed_and_a_killed_one_is_compared(two: Folder) -> None:
         assert ended.code == 0, ended.shown
         return {one["name"]: one for one in json.loads(ended.output)}
 
-    by = time.monotonic() + LONG
-    while (of_now := listed()["x"])["received_mb"] is None:  # curves are written every few seconds
-        assert of_now["state"] == "in progress" and time.monotonic() < by
+    by, stopped = time.monotonic() + LONG, 0
+    while stopped < 2:  # curves are written every few seconds
+        assert listed()["x"]["state"] == "in progress" and time.monotonic() < by
+        with contextlib.suppress(UsageError):
+            stopped = len(recorded.read(two.path / "x").stopped)
     peers = children(run.pid)
     run.signal(signal.SIGKILL)
     run.end()
