@@ -89,7 +89,7 @@ def _print_table(rows: Sequence[Row]) -> None:
         table.add_column(_column(row), overflow="fold")  # truncated names could be equal
     for heading, cell in _lines(rows):
         table.add_row(heading, *map(cell, rows))
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:  # a file or a pipe has no width to fit
         console.width = 40 * (len(rows) + 1)
     console.print(table)

@@ -7,7 +7,7 @@ from rich.console import Console, RenderableType
 
 def show(*tables: RenderableType) -> None:
     """Print tables, and the text between them, one below the other."""
-    console = Console(highlight=False, markup=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:  # a file or a pipe has no width to fit
         console.width = 200
     for table in tables:

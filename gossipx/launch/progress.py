@@ -163,7 +163,7 @@ class Display:
     """
 
     def __init__(self, title: str, statuses: dict[int, PeerStatus], plain: bool = False):
-        self.console = Console(highlight=False)
+        self.console = Console(highlight=False, markup=False, emoji=False)  # [fd00:100::7] is neither
         self._title = title
         self._plain_lines = plain
         self._statuses = statuses
@@ -202,7 +202,7 @@ class Display:
             if live is None:
                 _print(sys.stdout, text)
             else:
-                self.console.print(text, markup=False, emoji=False, soft_wrap=True)
+                self.console.print(text, soft_wrap=True)
 
     def error(self, text: str) -> None:
         """Print an error to standard error."""

@@ -9,7 +9,9 @@ import sys
 import click
 import pytest
 from launches import NAMES
+from rich.table import Table
 
+from gossipx.cli.tables import show
 from gossipx.errors import UsageError
 from gossipx.launch import progress as progress_module
 from gossipx.launch.environment import ENV_PROGRESS, progress
@@ -131,3 +133,24 @@ def test_a_process_reports_to_its_parent_on_the_given_pipe(monkeypatch: pytest.M
             {"state": "train", "step": 1},
             {"error": "hosts.txt:3: no such thing", "exit": 2},
         ]
+
+
+def test_names_are_neither_markup_nor_emoji(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}.items():
+        monkeypatch.setenv(name, value)
+    names = ["[fd00:100::7]:29400", "[/b]"]
+    with Display("[red]mine", {rank: PeerStatus(name) for rank, name in enumerate(names)}):
+        pass
+    printed = click.unstyle(capsys.readouterr().out)
+    for shown in ("[red]mine", *names):
+        assert shown in printed
+
+
+def test_a_table_of_a_command_shows_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("[peer]")
+    table.add_row("[fd00:100::7]:29400")
+    show(table)
+    printed = capsys.readouterr().out
+    assert "[peer]" in printed and "[fd00:100::7]:29400" in printed
