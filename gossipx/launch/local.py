@@ -30,7 +30,7 @@ from gossipx.launch.hosts import bind_host
 from gossipx.launch.ports import kept_free
 from gossipx.launch.progress import Display, PeerStatus
 from gossipx.launch.remote import Command, Remote
-from gossipx.launch.restarts import Restarts
+from gossipx.launch.restarts import RESTARTED, Restarts
 from gossipx.launch.results import sum_up
 from gossipx.launch.start import Start, from_hosts, peer_source, policy_or_sync_model
 from gossipx.launch.stopping import Outcome, Stopping, how_to_continue
@@ -40,8 +40,6 @@ from gossipx.transports import Address
 
 POLL_INTERVAL = 0.1
 """Seconds between two checks for processes that have ended, and for signals."""
-RESTARTED = "restarted"
-"""State of a peer whose process ended, and which the others meet again: a process that this one did not start."""
 
 
 def launch(
@@ -169,7 +167,7 @@ class _Run:
                 for child in self._children.values():
                     child.signal(signal.SIGKILL)
                     child.process.wait()
-                self._remote.end(self._settings.exchange.peer_timeout)
+                self._remote.end()
                 trained = self._began is not None or bool(self._results)
                 if not trained:
                     self._directory.give_up()
@@ -244,7 +242,7 @@ class _Run:
         running = dict(self._children)
         if os.environ.get(ENV_STOP_WITH_INPUT):
             selector.register(0, selectors.EVENT_READ, lambda: self._input(selector))
-        while running or self._restarts.pending or self._remote.running:
+        while running or self._restarts.pending or (self._remote.running and not self._stopping.killed):
             for key, _ in selector.select(POLL_INTERVAL):
                 if key.fd in selector.get_map():
                     key.data()
@@ -253,7 +251,7 @@ class _Run:
                     del running[rank]
                     child.drain(selector)
                     self._ended(rank, child)
-            self._stopping.check(running)
+            self._stopping.check(running, self._remote.running)
             self._restart(running, selector)
             self._follow_remote(bool(running))
             self._display.refresh()
@@ -277,7 +275,7 @@ class _Run:
                 self._display.line(self._remote.why(host))
         if self._stopping.code is not None:
             self._remote.stop()
-        if not waits_for_own and self._remote.running:
+        elif not waits_for_own and self._remote.running:
             self._remote.remind(time.monotonic(), self._settings.exchange.peer_timeout)
 
     def _restart(self, running: dict[int, Child], selector: selectors.BaseSelector) -> None:
@@ -360,7 +358,7 @@ class _Run:
         """Handle an error that a peer reported before it ended.
 
         An error that the user must fix ends the run and is shown once. So does any error before training has begun,
-        such as a port in use; after that, the other peers continue.
+        such as a port in use; after that, and if the peer was started again, the other peers continue.
         """
         self._statuses[rank].state = "failed"
         if self._aborted:
@@ -370,7 +368,8 @@ class _Run:
                 self._stopping.stop(code)
                 self._display.error(error)
             return
-        if (code == 1 and self._began is not None) or self._stopping.code is not None:
+        alone = code == 1 or rank in self._restarts.started
+        if (alone and self._began is not None) or self._stopping.code is not None:
             self._failures.add(rank)
             self._display.line(f"{self._peers[rank].name}: {error}")
             return
@@ -384,7 +383,8 @@ class _Run:
             return
         code, status = child.process.returncode, self._statuses[rank]
         died = self._began is not None and rank not in self._departed
-        if rank not in self._results and self._restarts.ended(rank, died, child.describe_exit(), time.monotonic()):
+        ended = rank not in self._results and self._stopping.code is None
+        if ended and self._restarts.ended(rank, died, child.describe_exit(), time.monotonic()):
             return
         if rank in self._results or rank in self._departed:
             if child.crashed and rank not in self._failures:  # being killed after that does no harm

@@ -29,6 +29,8 @@ from gossipx.launch.start import Start
 
 ANYWHERE = ("0.0.0.0", "::", "[::]")
 """Values of --bind that mean all addresses of a machine, so that they suit every host."""
+END_WITHIN = 3.0
+"""Seconds that clients have to end when this process ends at once: enough to say what they still have to say."""
 CONNECTION_FAILED = 255
 """Exit code of ssh if it could not connect."""
 
@@ -183,14 +185,15 @@ class Remote:
                 with contextlib.suppress(OSError):
                     client.stdin.close()
 
-    def end(self, seconds: float) -> None:
-        """Stop all hosts, and kill the clients that have not ended after some seconds; their hosts stop then too."""
+    def end(self) -> None:
+        """Stop all hosts, and kill the clients that have not ended within :data:`END_WITHIN`; their hosts stop then
+        too."""
         self.stop()
-        by = time.monotonic() + seconds
+        by = time.monotonic() + END_WITHIN
         for host, client in self._clients.items():
             try:
                 client.wait(max(0.0, by - time.monotonic()))
             except subprocess.TimeoutExpired:
                 client.kill()
                 client.wait()
-                self._tell(f"{host}: did not stop within {seconds:g} s; its ssh was killed")
+                self._tell(f"{host}: did not stop within {END_WITHIN:g} s; its ssh was killed")

@@ -19,6 +19,8 @@ LOOK_EVERY = 0.5
 """Seconds between two looks for requests."""
 WAITING = "restarts"
 """State of a peer that will be started again."""
+RESTARTED = "restarted"
+"""State of a peer whose process ended, and which the others meet again: a process that this one did not start."""
 
 
 class Restarts:
@@ -29,6 +31,9 @@ class Restarts:
         statuses: states of the peers of this machine, by rank.
         most: how often each peer that dies is started again.
         tell: shows a line.
+
+    Attributes:
+        started: ranks that have been started again.
     """
 
     def __init__(
@@ -38,6 +43,7 @@ class Restarts:
         self._statuses = statuses
         self._most = most
         self._tell = tell
+        self.started: set[int] = set()
         self._died: dict[int, int] = {}  # by rank: how often it was started again because it died
         self._at: dict[int, float] = {}  # by rank: when it is started again
         self._asked: set[int] = set()  # ranks that end because somebody asked for a restart
@@ -74,6 +80,8 @@ class Restarts:
         status = self._statuses[rank]
         if status.state == "done":
             return f"{status.name} has finished"
+        if status.state == RESTARTED:
+            return f"{status.name} was started by hand: end it with 'gossipx peer drain', and start it again by hand"
         if rank in running:
             self._asked.add(rank)
             found.append(rank)
@@ -110,6 +118,7 @@ class Restarts:
     def due(self, now: float) -> list[int]:
         """Return the ranks to start now."""
         due = [rank for rank, at in self._at.items() if at <= now]
+        self.started.update(due)
         for rank in due:
             del self._at[rank]
         return due

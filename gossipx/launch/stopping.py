@@ -95,11 +95,12 @@ class Stopping:
         """Do at the next :meth:`check` what a signal asks for."""
         self._received.append(number)
 
-    def check(self, running: Collection[int]) -> None:
+    def check(self, running: Collection[int], hosts: Sequence[str] = ()) -> None:
         """Do what signals have asked for since the last call; name peers that take long to stop, and kill them at last.
 
         Args:
             running: ranks whose processes are running.
+            hosts: other hosts that have to stop, too.
         """
         while self._received:
             self._obey(self._received.pop(0))
@@ -108,13 +109,13 @@ class Stopping:
         self._tell()  # also children that were started meanwhile
         now = time.monotonic()
         if now > self._kill_at:
-            self._display.line(f"killed, because they did not stop: {self._named(running)}")
+            self._display.line(f"killed, because they did not stop: {self._named(running, hosts)}")
             self.kill(self.code)
         elif now > self._remind_at:
             self._remind_at = now + self._patience
             self._display.line(
-                f"waiting for {self._named(running)} to stop; killed in {self._kill_at - now:.0f} s, or at once by"
-                " Ctrl-C"
+                f"waiting for {self._named(running, hosts)} to stop; killed in {self._kill_at - now:.0f} s,"
+                " or at once by Ctrl-C"
             )
 
     def _obey(self, number: int) -> None:
@@ -149,9 +150,9 @@ class Stopping:
             self._told.add(rank)
             self._children[rank].signal(signal.SIGTERM)
 
-    def _named(self, ranks: Collection[int]) -> str:
+    def _named(self, ranks: Collection[int], hosts: Sequence[str]) -> str:
         statuses = [self._statuses[rank] for rank in sorted(ranks)]
-        return ", ".join(f"{status.name} ({status.state} {status.step})" for status in statuses)
+        return ", ".join([*(f"{status.name} ({status.state} {status.step})" for status in statuses), *hosts])
 
 
 def how_to_continue(path: Path, iterations: Sequence[int], at_once: bool, framework: str = "", kept: str = "") -> str:

@@ -178,3 +178,16 @@ def test_what_ssh_cannot_start_is_refused_in_one_line(two: Folder) -> None:
     assert "--seeds" in two.refused("--ssh", "--seeds", "0-1")
     help_ = two.start("-m", "gossipx", "run", "--ssh", "--dry-run", "--peers", two.hosts).end()
     assert "--dry-run" in one_line(help_, 2)
+
+
+def test_an_ssh_that_hangs_is_named_and_ends_at_the_second_signal(
+    hosts: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(hosts, monkeypatch, "exec sleep 1000")
+    run = start(hosts, "--iterations", "30", "--peer-timeout", "2")
+    run.line(rf"{hosts.names[0]} joining")
+    run.signal(signal.SIGINT)
+    run.line("waiting for 127.0.0.2 to stop; killed in")
+    run.signal(signal.SIGINT)
+    ended = run.end()
+    assert ended.code == 130 and "127.0.0.2: did not stop" in ended.output, ended.shown

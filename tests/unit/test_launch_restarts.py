@@ -1,0 +1,87 @@
+"""Peers that ``gossipx run`` starts again, seen from its process."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from launches import NAMES, Run, launcher
+
+from gossipx.launch import restarts
+from gossipx.metrics.summary import read
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(restarts, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(restarts, "LOOK_EVERY", 0.0)
+    return launcher(tmp_path)
+
+
+@pytest.mark.fault(1)
+def test_a_restart_that_fails_does_not_end_the_other_peers(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not even by an error of use, which before the training ends the run: its script may have changed since."""
+    os.mkfifo(tmp_path / "pid")
+    body = """
+        train()
+        if rank == 1 and not (here / "again").exists():
+            (here / "again").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            (here / "pid").write_text(str(os.getpid()))
+            tell(error="its model differs", exit=2)
+            sys.exit(2)
+        await_end(int((here / "pid").read_text()))
+        finish()
+    """
+    assert run(body, peers="localhost slots=2", restart=1) == 1
+    printed = capsys.readouterr()
+    assert f"{NAMES[1]}: its model differs" in printed.out and printed.err == ""
+    assert read(tmp_path / "runs" / "mine").lost == [NAMES[1]]
+
+
+@pytest.mark.fault(1)
+def test_a_peer_that_dies_while_the_run_stops_is_not_started_again(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = """
+        if rank == 1:
+            signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            train()
+            (here / "ready").touch()
+            while True:
+                signal.pause()
+        while not (here / "ready").exists():
+            pass
+        stop_alone()
+    """
+    assert run(body, peers="localhost slots=2", restart=3) == 0
+    printed = capsys.readouterr().out
+    assert "restart" not in printed and f"peer {NAMES[1]} is lost: killed by SIGKILL" in printed
+
+
+@pytest.mark.fault(1)
+def test_a_peer_that_was_started_by_hand_is_not_started_a_second_time(run: Run, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pid")
+    body = """
+        train()
+        if rank == 1:
+            (here / "pid").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        await_end(int((here / "pid").read_text()))
+        tell(state="train", step=6, restarted=[1])
+        control = here / "runs" / "mine" / "control"
+        control.mkdir(exist_ok=True)
+        (control / "unfinished").write_text(json.dumps({"peer": NAME}))
+        (control / "unfinished").rename(control / "1.restart")
+        while not (control / "1.answer").exists():
+            pass
+        (control / "1.answer").rename(here / "answer")
+        finish(_1=report(1))
+    """.replace("NAME", repr(NAMES[1]))
+    assert run(body, peers="localhost slots=2") == 0
+    assert "was started by hand" in json.loads((tmp_path / "answer").read_text())["problem"]
