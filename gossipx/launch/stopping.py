@@ -20,8 +20,6 @@ STOP_GRACE = 300.0
 """Seconds that peers have to stop, beyond ``peer_timeout``, before SIGKILL: as long as one waits for its checkpoint."""
 CODES = {signal.SIGINT: 130, signal.SIGHUP: 130, signal.SIGTERM: 0}
 """Exit codes of a run by the signal that stopped it. SIGTERM is obeyed; SIGINT and a closed terminal interrupt."""
-CHECKPOINTS = "peer-*/checkpoints/*/manifest.json"
-"""Files of complete checkpoints in the run's directory."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +153,12 @@ class Stopping:
         return ", ".join([*(f"{status.name} ({status.state} {status.step})" for status in statuses), *hosts])
 
 
+def checkpoints_in(run: Path) -> list[int]:
+    """Return the iterations of the complete checkpoints of all peers in the run's directory."""
+    found = (one.parent.name for one in run.glob("peer-*/checkpoints/*/manifest.json"))
+    return [int(name) for name in found if name.isdecimal()]
+
+
 def how_to_continue(path: Path, iterations: Sequence[int], at_once: bool, framework: str = "", kept: str = "") -> str:
     """Return the line that says where a run has stopped, and how to continue it.
 
@@ -169,7 +173,7 @@ def how_to_continue(path: Path, iterations: Sequence[int], at_once: bool, framew
         where += f" to {max(iterations)}"
     if framework:
         return f"stopped {where}; {continue_by(framework, kept)}"
-    found = [int(one.parent.name) for one in path.glob(CHECKPOINTS)]
+    found = checkpoints_in(path)
     if not found:
         return f"stopped {where}; there is no checkpoint to continue from"
     run = path.name if path.parent == Path(RunSettings().logdir) else str(path)

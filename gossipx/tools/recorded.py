@@ -84,8 +84,8 @@ def _last_of(directory: Path, peers: int) -> list[dict[str, float] | None]:
     """Return the last recorded figures of each peer; None for a peer without curves."""
     found: list[dict[str, float] | None] = [None] * peers
     for events in directory.glob("peer-*/events.out.tfevents.*"):
-        rank = int(events.parent.name.removeprefix("peer-"))
-        if rank >= peers or found[rank] is not None:
+        number = events.parent.name.removeprefix("peer-")
+        if not number.isdecimal() or (rank := int(number)) >= peers or found[rank] is not None:
             continue
         series = curves.scalars(events.parent)
         last = {name: float(series[tag].values[-1]) for name, tag in _TAGS.items() if tag in series}

@@ -10,7 +10,7 @@ from gossipx.errors import UsageError
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, is_in_progress, settings_in
 from gossipx.launch.hosts import read_hosts
 from gossipx.launch.start import policy_or_sync_model
-from gossipx.launch.stopping import CHECKPOINTS
+from gossipx.launch.stopping import checkpoints_in
 from gossipx.metrics import summary
 from gossipx.metrics.compare import Row, compare
 from gossipx.tools import recorded
@@ -54,7 +54,7 @@ def runs_in(logdir: Path) -> list[ListedRun]:
 
 def _listed(run: Path) -> ListedRun:
     began = (run / CONFIG_FILE).stat().st_mtime
-    resumable = max((int(one.parent.name) for one in run.glob(CHECKPOINTS)), default=None)
+    resumable = max(checkpoints_in(run), default=None)
     in_progress = is_in_progress(run)
     try:
         policy = policy_or_sync_model(files.resolve(settings_in(run)))

@@ -109,3 +109,15 @@ def test_a_run_is_in_progress_while_its_directory_is_locked(tmp_path: Path) -> N
     finally:
         os.close(lock)
     assert not is_in_progress(run)
+
+
+def test_folders_that_are_none_of_its_own_do_no_harm(tmp_path: Path) -> None:
+    run = begun(tmp_path, "shared")
+    train(run)
+    (run / "peer-00").rename(run / "peer-00 (copy)")
+    for name in ("kept", "30"):
+        file = run / "peer-02" / "checkpoints" / name / "manifest.json"
+        file.parent.mkdir(parents=True)
+        file.touch()
+    (listed,) = runs_in(tmp_path)
+    assert (listed.state, listed.iterations, listed.resumable) == ("killed", 80, 30)
