@@ -19,7 +19,7 @@ LEAST_PORT = 1024
 """Lowest port: those below belong to the system's services, and other tools' files have numbers of slots there."""
 LONGEST = 500
 """Maximum characters per line; names are sent over the network and written to logs."""
-_LINE = re.compile(r"(?P<host>\[[^\]]*\]|[^\s:\[\]]+)(?::(?P<port>[^\s:]*))?")
+_LINE = re.compile(r"(?P<host>\[[^\]]*\]|[^\s:\[\]-][^\s:\[\]]*)(?::(?P<port>[^\s:]*))?")
 _WORDS = ("", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 NAT = "nat"
 """Word on the line of a host to which other hosts cannot connect."""

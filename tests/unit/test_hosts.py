@@ -115,6 +115,7 @@ def test_one_host_may_have_several_lines_with_different_ports(tmp_path: Path) ->
     [
         # Addresses.
         (":5000", "':5000' is not host[:port]"),
+        ("-oProxyCommand=true", "'-oProxyCommand=true' is not host[:port]"),  # else an option of ssh
         ("a:", "port '' is not an integer from 1024 to 65535"),
         ("a:0", "port '0' is not an integer from 1024 to 65535"),
         ("a:65536", "port '65536' is not an integer from 1024 to 65535"),
