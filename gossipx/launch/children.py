@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 
 READ = 1 << 16
 """Bytes per read from a pipe."""
+LONGEST_LINE = 1 << 20
+"""Bytes of output without a line end that are shown as a line: what never ends one must not fill the memory."""
 CRASHES = frozenset(
     (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS)
 )
@@ -108,6 +110,9 @@ class Child:
             self._end(pipe, selector)
             return False
         *lines, self._unfinished[pipe] = (shown_of(line) for line in (self._unfinished[pipe] + data).split(b"\n"))
+        if pipe != self._progress and len(self._unfinished[pipe]) >= LONGEST_LINE:
+            lines.append(self._unfinished[pipe])
+            self._unfinished[pipe] = b""
         for line in lines:
             self._pipes[pipe](line.removesuffix(b"\r"))
         return True

@@ -150,6 +150,13 @@ def test_lines_of_output_are_passed_on_whole(run: Run, capsys: pytest.CaptureFix
     ]
 
 
+def test_output_without_line_ends_is_shown_in_pieces(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else "gossipx run" would keep it all, and copy it at each read."""
+    assert run("os.write(1, b'x' * 3_000_000); finish()", peers="localhost name=anna") == 0
+    pieces = [line.removeprefix("[anna] ") for line in capsys.readouterr().out.splitlines() if "xxx" in line]
+    assert "".join(pieces) == "x" * 3_000_000 and max(map(len, pieces)) < 1_200_000
+
+
 def test_each_peers_lines_have_its_name(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("print('I am', rank, end=''); finish()", peers="localhost slots=2\nlocalhost:5007 name=berta") == 0
     printed = capsys.readouterr().out.splitlines()
