@@ -90,12 +90,15 @@ def drain(names: tuple[str, ...], hosts: Path | None, logdir: Path, **access: An
     gossipx peer drain mine localhost:29401
     gossipx peer drain --peers hosts.txt --secret-file secret node-b
     """
-    from gossipx.tools.visit import visit
+    from gossipx.tools.visit import statuses, visit
 
     run, name = (None, names[0]) if hosts is not None and len(names) == 1 else _meant(names, logdir)
     peers, exchange = peers_of(run, hosts, logdir, access)
-    _check(name, [one.name for one in peers])
-    [asked] = [one for one in peers if one.name == name]
+    known = {one.name: one for one in peers}
+    if name not in known:
+        known |= {one.peer.name: one.peer for one in statuses(peers, exchange)}
+    _check(name, list(known))
+    asked = known[name]
     [answer] = visit(peers, exchange, "drain", [asked])
     if not answer.authorised:
         raise NotAuthorisedError(f"{name}: {answer.why}")

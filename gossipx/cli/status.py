@@ -91,12 +91,12 @@ def status(run: str | None, hosts: Path | None, logdir: Path, watch: bool, as_js
     gossipx status mine --watch
     gossipx status --peers hosts.txt --secret-file secret --json
     """
-    from gossipx.tools.visit import visit
+    from gossipx.tools.visit import statuses
 
     peers, exchange = peers_of(run, hosts, logdir, access)
     before: list[Visit] = []
     while True:
-        found = visit(peers, exchange, "status", peers)
+        found = statuses(peers, exchange)
         ended = not any(one.report for one in found)
         if not (watch and ended and before):
             _show(found, as_json, watch)

@@ -19,6 +19,7 @@ def status(role: PeerRole, now: float) -> dict[str, object]:
         Plain figures by name: ``stage``; ``iteration``; ``retrievals``, ``skipped`` and ``failed`` as the SyncManager
         counts them; ``exchanges_with``, ranks that requests of exchanges are open to; ``waits_for``, ranks that it
         waits for in a stage where peers wait for each other, and ``waits_to``, what for (empty: it does not wait);
+        ``joined``, of each peer that joined the run in progress its rank, port, host and name, separated by spaces;
         ``suspects``, ranks that have not answered since a request failed; ``lost`` and ``left``, ranks;
         ``last_exchange``, the rank of the peer with which a model was last exchanged, or None, and
         ``last_exchange_seconds``, how long ago that was.
@@ -38,6 +39,7 @@ def status(role: PeerRole, now: float) -> dict[str, object]:
         "suspects": [rank for rank, other in others if other.silent_since is not None and not other.is_out],
         "lost": [rank for rank, other in others if other.lost],
         "left": [rank for rank, other in others if other.stage is Stage.LEFT],
+        "joined": [f"{peer.rank} {peer.port} {peer.host} {peer.name}" for peer in role.newcomers.listed],
         "last_exchange": None if last is None else last[0],
         "last_exchange_seconds": None if last is None else now - last[1],
     }

@@ -6,8 +6,9 @@ They use the ports of the hosts file and authenticate as a peer does. A visitor 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ class Visit:
 
     Attributes:
         peer: its line of the hosts file.
-        report: the answer by name, with names of peers in place of ranks; empty: it did not answer.
+        report: the answer by name; empty: it did not answer.
         why: why it did not answer.
         authorised: whether it did not turn the visitor away.
     """
@@ -68,7 +69,7 @@ def visit(peers: Sequence[PeerLine], exchange: ExchangeSettings, part: str, only
                     return Visit(to, {}, "a doctor answers there")
                 if (facts["peers"], facts["size"], facts["name"]) != (digest, len(peers), to.name):
                     return Visit(to, {}, f"a peer of another run answers there: {fit(facts['name'])}")
-                return Visit(to, _named(probe.report(part), peers))
+                return Visit(to, probe.report(part))
         except NotAuthorisedError as error:
             return Visit(to, {}, fit(str(error)), authorised=False)
         except PeerTimeoutError:
@@ -88,13 +89,43 @@ def _if_hidden(peer: PeerLine) -> str:
     return "; it is behind NAT: ask on its own host" if peer.behind_nat else ""
 
 
-def _named(report: dict[str, Any], peers: Sequence[PeerLine]) -> dict[str, Any]:
+def statuses(peers: Sequence[PeerLine], exchange: ExchangeSettings) -> list[Visit]:
+    """Ask all peers of a run for their status, also those that joined it while it was in progress.
+
+    Args:
+        peers: the peers of the hosts file, by rank.
+        exchange: has the secret or the certificates of the run.
+
+    Returns:
+        The answers, with names of peers in place of ranks.
+
+    Raises:
+        UsageError: the secret or the certificates cannot be used.
+    """
+    found = visit(peers, exchange, "status", peers)
+    if newcomers := _newcomers(found, peers):
+        found += visit(peers, exchange, "status", newcomers)
+    names = {peer.rank: peer.name for peer in (*peers, *newcomers)}
+    return [dataclasses.replace(one, report=_named(one.report, names)) for one in found]
+
+
+def _newcomers(found: Sequence[Visit], peers: Sequence[PeerLine]) -> list[PeerLine]:
+    """Return the peers that joined the run, as the others know them, by rank."""
+    joined: dict[int, PeerLine] = {}
+    for told in (text for one in found for text in one.report.get("joined", ())):
+        with contextlib.suppress(ValueError):  # it is another process's word
+            rank, port, host, name = str(told).split(" ", 3)
+            joined[int(rank)] = PeerLine(int(rank), host, int(port), None, fit(name), line=0)
+    return [joined[rank] for rank in sorted(joined) if rank >= len(peers)]
+
+
+def _named(report: dict[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
     """Return the report with the names of peers in place of their ranks."""
 
     def name(rank: Any) -> str:
-        return peers[rank].name if isinstance(rank, int) and 0 <= rank < len(peers) else fit(str(rank))
+        return names.get(rank) or fit(str(rank))
 
-    named = {key: fit(value) if isinstance(value, str) else value for key, value in report.items()}
+    named = {key: fit(value) if isinstance(value, str) else value for key, value in report.items() if key != "joined"}
     for key in RANKS:
         if isinstance(ranks := named.get(key), list):
             named[key] = [name(rank) for rank in ranks]

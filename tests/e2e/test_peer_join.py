@@ -115,15 +115,28 @@ def test_two_join_by_different_contacts_with_a_secret_and_a_directory_of_their_o
     assert all(max(differences(own, model).values()) == 0.0 for model in models)
 
 
-def test_the_built_in_task_is_joined_without_a_script_and_left_in_order(here: Folder) -> None:
+@pytest.mark.parametrize("drained", [False, True])
+def test_the_built_in_task_is_joined_without_a_script_and_left_in_order(here: Folder, drained: bool) -> None:
+    """On Ctrl-C, or because somebody drains it by the name that gossipx status shows."""
     run = here.start_run("--policy", "tau:5", "--iterations", "100000", *BRIEF)
     run.line(" train ")
     (nowhere,) = free_ports(1)
     late = join(here, f"127.0.0.1:{nowhere},{here.names[0]}")
     late.line(r" train \d+/100000 .*pulls [1-9]")
-    late.signal(signal.SIGINT)
+    shown = here.start("-m", "gossipx", "status", "x", "--logdir", here.path, "--json").end()
+    assert shown.code == 0, shown.shown
+    *begun, newcomer = json.loads(shown.output)
+    assert [one["name"] for one in begun] == here.names and newcomer["stage"] == "train"
+    assert newcomer["iteration"] > 0 and newcomer["last_exchange"] in here.names
+    if drained:
+        drain = here.start("-m", "gossipx", "peer", "drain", "--logdir", here.path, "x", newcomer["name"]).end()
+        assert drain.code == 0 and f"{newcomer['name']} has left" in drain.output, drain.shown
+    else:
+        late.signal(signal.SIGINT)
     left = late.end()
-    assert left.code == 130 and "left the run; the same command joins it again" in left.output, left.shown
+    assert left.code == (0 if drained else 130) and "left the run; the same command joins it again" in left.output, (
+        left.shown
+    )
     run.signal(signal.SIGTERM)
     assert run.end().code == 0
     assert summary(here)["lost"] == [] or summary(here)["peers"] == 3
