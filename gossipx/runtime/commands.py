@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from gossipx.protocol.effects import ReportEntry, ReportSwitch
@@ -49,8 +50,12 @@ class Commands:
         self._handle(event(number))
         try:
             return result.result(patience)
-        except TimeoutError:
+        except FutureTimeoutError:  # in Python 3.10 not the built-in one
             return None
+
+    def close(self) -> None:
+        """Break the reference cycle with the driver; later requests have no answer."""
+        self._handle = lambda event: None
 
     def answered(self, effect: ReportSwitch | ReportEntry) -> None:
         """Handle the role's answer."""

@@ -225,6 +225,7 @@ class Driver:
             self._closed = True
         self._timers.close()
         self.outbox.close()
+        self.commands.close()
         self.tables.close()
         self.on_retrieval = lambda retrieval: None  # break the reference cycle with the reporter
 

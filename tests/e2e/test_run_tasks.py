@@ -41,7 +41,7 @@ def test_the_figure_of_text_is_its_loss(two: Folder) -> None:
         (after,) = board.Scalars("test/loss_after_finish")
         assert after.value == pytest.approx(summary["test_loss"][rank])
         assert [one.value for one in bits] == pytest.approx([one.value / math.log(2) for one in loss])
-    assert f"done 20/20 loss {summary['test_loss'][0]:.3f}" in run.ended.output
+    assert f" test loss {summary['test_loss'][0]:.3f} " in run.ended.output
 
 
 def test_images_have_an_accuracy_and_a_loss(two: Folder) -> None:

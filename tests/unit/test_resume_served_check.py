@@ -36,7 +36,7 @@ def check(
         for clock, then in clocks:
             store_of_shard(path / "x", index, keep=9).save(clock, {CLOCK: pack({SERVERS: list(then)}, CLOCK)})
     settings = files.resolve({"name": "x", "logdir": str(path), "servers": servers, "iterations": 1000})
-    at, settings = resume.check(settings, NAMES, [0, 1, 2], has_script=False)
+    at, settings = resume.check(settings, NAMES, [0, 1, 2], has_script=False, before=len(NAMES))
     return at, settings.server.servers
 
 
