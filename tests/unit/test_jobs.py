@@ -127,7 +127,7 @@ def test_settings_that_are_given_hold() -> None:
 @pytest.mark.parametrize(
     ("arguments", "cause"),
     [
-        (["slurm", "--", "--polcy", "tau:5"], "No such option '--polcy'"),
+        (["slurm", "--", "--polcy", "tau:5"], "--polcy"),
         (["slurm", "--", "--policy", "tauu:5"], "tauu"),
         (["slurm", "--", "--peers", "hosts.txt"], "--peers does not apply: the job's number of peers"),
         (["slurm", "--time", "1\n#SBATCH -A x"], "--time"),
