@@ -121,6 +121,8 @@ def test_two_peers_run_an_example(here: Path, name: str) -> None:
     check, extras = CHECKS[name]
     require(*extras)
     command = f"{COMMANDS[name]} {SHORT[name]}"
+    if name == "caffe_solver.py":  # its 100 iterations take less time than the first connection
+        command = command.replace("gossipx run", "gossipx run --blocking")
     said = run(here, command)
     found = summary.read(here / "runs" / command.split("--name ")[1].split()[0])
     assert (found.peers, found.lost, found.agreed) == (2, [], True)
