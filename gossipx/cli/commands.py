@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import click
 from rich.console import Console
 
 from gossipx.cli import completers
-from gossipx.cli.options import Option, RunCommand, help_all, help_for, option
+from gossipx.cli.options import Option, RunCommand, help_all, help_for, options, script_argument
 from gossipx.config import files
 from gossipx.config.settings import KEYS, RunConfig
 from gossipx.errors import GossipxError, UsageError
@@ -97,12 +97,6 @@ def main() -> None:
     """
 
 
-def _all_settings(command: Callable[..., None]) -> Callable[..., None]:
-    for key in reversed(KEYS.values()):
-        command = option(key)(command)
-    return command
-
-
 @main.command(
     cls=RunCommand,
     short_help="Train with all peers of this machine.",
@@ -144,16 +138,10 @@ def _all_settings(command: Callable[..., None]) -> Callable[..., None]:
 )
 @click.option("--size", type=click.IntRange(1), help="With --rank: number of peers.  [default: GOSSIPX_SIZE]")
 @click.option("--master", metavar="HOST[:PORT]", help="With --rank: where rank 0 listens.  [default: GOSSIPX_MASTER]")
-@_all_settings
+@options(*KEYS)
 @debug
 @help_all
-@click.argument(
-    "script",
-    nargs=-1,
-    type=click.UNPROCESSED,
-    metavar="[SCRIPT [ARGS]...]",
-    shell_complete=completers.paths("file"),
-)
+@script_argument
 def run(
     config_file: Path | None,
     resume: str | None,

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from gossipx.cli import completers
 from gossipx.cli.commands import debug
+from gossipx.cli.options import logdir_option
 from gossipx.launch.directory import CONFIG_FILE, no_run, run_directory
 from gossipx.metrics import summary
 from gossipx.metrics.compare import Row
@@ -32,9 +33,7 @@ Cell = Callable[[Row], str]
     metavar="RUN...",
     shell_complete=completers.runs(),
 )
-@click.option(
-    "--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Directory that contains the runs."
-)
+@logdir_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Also plot the runs into a .png or .svg file.")
 @click.option("--html", type=click.Path(path_type=Path), help="Also write plot and tables into one .html file.")

@@ -11,22 +11,15 @@ import click
 from rich.table import Table
 
 from gossipx.cli.commands import FloatRange, debug
-from gossipx.cli.options import option
+from gossipx.cli.options import ACCESS, options, script_argument
 from gossipx.cli.tables import show
-from gossipx.config.settings import KEYS
 from gossipx.errors import UsageError
 
 if TYPE_CHECKING:
     from gossipx.tools.doctor.findings import Findings
 
-_ASKED = ("model", "task", "data_dir", "device", "bind", "advertise", "secret_file", "tls_cert", "tls_key", "tls_ca")
+_ASKED = ("model", "task", "data_dir", "device", "bind", "advertise", *ACCESS)
 _COLOURS = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "red"}
-
-
-def _settings(command: Any) -> Any:
-    for name in reversed(_ASKED):
-        command = option(KEYS[name])(command)
-    return command
 
 
 @click.command(
@@ -41,10 +34,10 @@ def _settings(command: Any) -> Any:
 @click.option(
     "--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="A TOML file of a run's settings."
 )
-@_settings
+@options(*_ASKED)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @debug
-@click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGS]...]")
+@script_argument
 def doctor(wait: float, config_file: Path | None, as_json: bool, script: tuple[str, ...], **settings: Any) -> None:
     """Diagnose the machines of a run: names, ports, versions, clocks, devices, reachability, latency and rates.
 

@@ -8,6 +8,7 @@ import click
 
 from gossipx.cli import completers
 from gossipx.cli.commands import debug
+from gossipx.cli.options import logdir_option
 
 
 @click.command("export", short_help="Write a run's final model to a file.")
@@ -17,9 +18,7 @@ from gossipx.cli.commands import debug
 )
 @click.option("--peer", help="Export the model of this peer, by name or number, instead of the average.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
-@click.option(
-    "--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Directory that contains the runs."
-)
+@logdir_option
 @debug
 def export(run: str, target: Path, peer: str | None, overwrite: bool, logdir: Path) -> None:
     """Write the average of all peers' final models, or of their newest checkpoints.

@@ -7,6 +7,7 @@ shows all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 import click
@@ -49,6 +50,31 @@ def option(key: Key) -> Callable[[Any], Any]:
         help=key.help + default,
         shell_complete=completers.for_setting(key),
     )
+
+
+def options(*names: str) -> Callable[[Any], Any]:
+    """Return the decorator that adds the options of several settings to a command, in this order."""
+
+    def decorate(command: Any) -> Any:
+        for name in reversed(names):
+            command = option(KEYS[name])(command)
+        return command
+
+    return decorate
+
+
+ACCESS = ("secret_file", "tls_cert", "tls_key", "tls_ca")
+"""Settings by which a process is authorised."""
+logdir_option = click.option(
+    "--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Directory that contains the runs."
+)
+script_argument = click.argument(
+    "script",
+    nargs=-1,
+    type=click.UNPROCESSED,
+    metavar="[SCRIPT [ARGS]...]",
+    shell_complete=completers.paths("file"),
+)
 
 
 class RunCommand(click.Command):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +11,16 @@ import click
 
 from gossipx.cli import completers
 from gossipx.cli.commands import debug
-from gossipx.cli.options import option
+from gossipx.cli.options import ACCESS, logdir_option, options, script_argument
 from gossipx.cli.status import peers_of
-from gossipx.config.settings import KEYS
 from gossipx.errors import GossipxError, NotAuthorisedError, UsageError
 from gossipx.launch.directory import CONFIG_FILE, run_directory
 from gossipx.specs import suggest
 
-OWN = (
-    *("logdir", "device", "threads", "data_dir", "bind", "advertise"),
-    *("secret_file", "tls_cert", "tls_key", "tls_ca"),
-)
+OWN = ("logdir", "device", "threads", "data_dir", "bind", "advertise", *ACCESS)
 """Settings of a newcomer's machine; all others are those of the run."""
 LOOK_EVERY = 0.5
 """Seconds between two looks whether a peer has left."""
-_logdir = click.option(
-    "--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Directory that contains the runs."
-)
 _names = click.argument("names", nargs=-1, required=True, metavar="[RUN] PEER", shell_complete=completers.runs())
 
 
@@ -48,7 +40,7 @@ def peer() -> None:
 
 @peer.command("restart", short_help="End a peer in order and start it again, or start one that has died.")
 @_names
-@_logdir
+@logdir_option
 @debug
 def restart(names: tuple[str, ...], logdir: Path) -> None:
     """Restart a peer: it ends its step, writes a checkpoint, leaves, and continues from there in a new process.
@@ -75,11 +67,8 @@ def restart(names: tuple[str, ...], logdir: Path) -> None:
 @peer.command("drain", short_help="Let a peer leave in order.")
 @_names
 @click.option("--peers", "hosts", type=click.Path(path_type=Path), metavar="FILE", help="The hosts file, without RUN.")
-@option(KEYS["secret_file"])
-@option(KEYS["tls_cert"])
-@option(KEYS["tls_key"])
-@option(KEYS["tls_ca"])
-@_logdir
+@options(*ACCESS)
+@logdir_option
 @debug
 def drain(names: tuple[str, ...], hosts: Path | None, logdir: Path, **access: Any) -> None:
     """Let a peer leave: it ends its step, writes a checkpoint, tells the others, and ends with exit code 0.
@@ -132,12 +121,6 @@ def _check(name: str, known: list[str]) -> None:
         raise UsageError(f"no peer '{name}'{suggest(name, dict.fromkeys(known))}: the run has {', '.join(known[:20])}")
 
 
-def _own_settings(command: Callable[..., None]) -> Callable[..., None]:
-    for name in reversed(OWN):
-        command = option(KEYS[name])(command)
-    return command
-
-
 @peer.command(
     "join",
     short_help="Join a run in progress as a further peer.",
@@ -150,15 +133,9 @@ def _own_settings(command: Callable[..., None]) -> Callable[..., None]:
     metavar="PORT",
     help="Port at which this peer listens.  [default: the first free one from 29400 on]",
 )
-@_own_settings
+@options(*OWN)
 @debug
-@click.argument(
-    "script",
-    nargs=-1,
-    type=click.UNPROCESSED,
-    metavar="[SCRIPT [ARGS]...]",
-    shell_complete=completers.paths("file"),
-)
+@script_argument
 def join(peers: str, port: int | None, script: tuple[str, ...], **settings: Any) -> None:
     """Join a run in progress, as a peer that is in nobody's hosts file.
 

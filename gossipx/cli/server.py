@@ -8,6 +8,7 @@ import click
 
 from gossipx.cli import completers
 from gossipx.cli.commands import debug
+from gossipx.cli.options import logdir_option
 from gossipx.launch.directory import run_directory
 
 
@@ -28,9 +29,7 @@ def server() -> None:
 @click.option("--shard", type=click.IntRange(0), help="Change only this shard, counted from 0. Default: all.")
 @click.option("--apply", default="", help="How gradients are applied: push, each, tick. Default: the sync model's.")
 @click.option("--pulls", default="", help="When delayed pulls are answered: lazy or soft. Default: unchanged.")
-@click.option(
-    "--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Directory that contains the runs."
-)
+@logdir_option
 def set_sync(run: Path, sync: str, shard: int | None, apply: str, pulls: str, logdir: Path) -> None:
     """Switch to the sync model SYNC; no push is lost and every delayed pull is answered.
 
@@ -54,9 +53,7 @@ def set_sync(run: Path, sync: str, shard: int | None, apply: str, pulls: str, lo
 @debug
 @click.argument("run", type=click.Path(path_type=Path), metavar="RUN", shell_complete=completers.runs())
 @click.argument("servers", metavar="SERVERS")
-@click.option(
-    "--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Directory that contains the runs."
-)
+@logdir_option
 def set_servers(run: Path, servers: str, logdir: Path) -> None:
     """Move the shards to the peers SERVERS, given by number or name and separated by commas.
 

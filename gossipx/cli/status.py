@@ -14,9 +14,8 @@ from rich.table import Table
 
 from gossipx.cli import completers
 from gossipx.cli.commands import debug
-from gossipx.cli.options import option
+from gossipx.cli.options import ACCESS, logdir_option, options
 from gossipx.cli.tables import show
-from gossipx.config.settings import KEYS
 from gossipx.errors import NotAuthorisedError, UsageError
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, no_run, run_directory, settings_in
 
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
 
 WATCH_EVERY = 2.0
 """Seconds between two looks with --watch."""
-_logdir = click.option(
-    "--logdir", type=click.Path(path_type=Path), default=Path("runs"), help="Directory that contains the runs."
-)
 
 
 @click.command("runs", short_help="List runs.")
@@ -72,11 +68,8 @@ def runs(logdir: Path, as_json: bool) -> None:
 @click.command("status", short_help="Show the peers of a run in progress.")
 @click.argument("run", required=False, metavar="[RUN]", shell_complete=completers.runs())
 @click.option("--peers", "hosts", type=click.Path(path_type=Path), metavar="FILE", help="The hosts file, without RUN.")
-@option(KEYS["secret_file"])
-@option(KEYS["tls_cert"])
-@option(KEYS["tls_key"])
-@option(KEYS["tls_ca"])
-@_logdir
+@options(*ACCESS)
+@logdir_option
 @click.option("--watch", is_flag=True, help=f"Repeat every {WATCH_EVERY:g} s until no peer answers.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; with --watch one line each time.")
 @debug

@@ -13,22 +13,15 @@ import click
 from rich.table import Table
 
 from gossipx.cli.commands import FloatRange, debug
-from gossipx.cli.options import option
+from gossipx.cli.options import ACCESS, options, script_argument
 from gossipx.cli.tables import show
-from gossipx.config.settings import KEYS
 from gossipx.errors import UsageError
 
 if TYPE_CHECKING:
     from gossipx.tools.tune import Measured
 
 _OF_TASK = ("task", "data_dir", "model", "batch_size", "base_lr")
-_OF_MACHINE = ("threads", "device", "bind", "advertise", "secret_file", "tls_cert", "tls_key", "tls_ca", "max_rate")
-
-
-def _settings(command: Any) -> Any:
-    for name in reversed((*_OF_TASK, *_OF_MACHINE)):
-        command = option(KEYS[name])(command)
-    return command
+_OF_MACHINE = ("threads", "device", "bind", "advertise", *ACCESS, "max_rate")
 
 
 @click.command(
@@ -36,7 +29,7 @@ def _settings(command: Any) -> Any:
     short_help="Measure a training, and suggest how to exchange.",
     context_settings={"allow_interspersed_args": False},
 )
-@option(KEYS["peers"])
+@options("peers")
 @click.option(
     "--seconds", type=FloatRange(1, 3600), default=10.0, show_default=True, help="Training per candidate, in seconds."
 )
@@ -44,9 +37,9 @@ def _settings(command: Any) -> Any:
     "--write", type=click.Path(path_type=Path), help="Write the suggested settings for 'gossipx run --config'."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@_settings
+@options(*_OF_TASK, *_OF_MACHINE)
 @debug
-@click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGS]...]")
+@script_argument
 def tune(seconds: float, write: Path | None, as_json: bool, script: tuple[str, ...], **settings: Any) -> None:
     """Train for some seconds with each of three kinds of exchange; print what each costs, and suggest one.
 
