@@ -134,17 +134,14 @@ class ShardPeer:
 
     def _together(self, action: Callable[[], object]) -> None:
         """Run an action in all processes of the group; if one fails or is asked to stop, all of them end."""
-        error: BaseException | None = None
+        failed, asked = True, False
         try:
             action()
-        except BaseException as raised:
-            error = raised
-        asked = error is None and self._peer.asked
-        told = torch.tensor([error is not None, asked], dtype=torch.uint8)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
-        failed, stops = told.tolist()
-        if error is not None:
-            raise error
+            failed, asked = False, self._peer.asked
+        finally:  # an error of this process ends it; the others would wait for it in their next collective call
+            told = torch.tensor([failed, asked], dtype=torch.uint8)
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
+        failed, stops = map(bool, told.tolist())
         if failed:
             raise GossipxError("another process of this FSDP group ended: see its output")
         if asked:
@@ -270,7 +267,11 @@ def _place(run: RunConfig, peers: str | Path | None) -> Iterator[dict[str, Any]]
     try:
         yield {}
     finally:
-        os.environ.update({name: value for name, value in kept.items() if value is not None})
+        for name, value in kept.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _write(file: Path, text: str) -> None:
