@@ -1,5 +1,5 @@
 # gossipx on CPUs. Without arguments, two peers train the built-in task.
-#   docker build -t gossipx . && docker run --rm gossipx
+#   docker build -t gossipx --build-arg PIP_EXTRA_INDEX_URL=URL . && docker run --rm gossipx
 # An image with a script of your own: FROM gossipx, COPY train.py .
 FROM python:3.11-slim
 
@@ -7,9 +7,10 @@ WORKDIR /src
 COPY pyproject.toml setup.cfg constraints.txt README.md LICENSE ./
 COPY topologies topologies
 COPY gossipx gossipx
-# PyTorch's own index has the builds without CUDA, which are preferred: their version, such as 2.13.0+cpu, is higher.
-RUN pip install --no-cache-dir --constraint constraints.txt \
-    --extra-index-url https://download.pytorch.org/whl/cpu ".[certs,codecs,zstd]" \
+# The index of PyTorch's builds without CUDA; pip reads this variable, and prefers those builds. Without it the image has
+# torch for CUDA, which runs on CPUs too, and is several GB larger.
+ARG PIP_EXTRA_INDEX_URL
+RUN pip install --no-cache-dir --constraint constraints.txt ".[certs,codecs,zstd]" \
     && useradd --create-home --uid 1000 gossipx \
     && echo "localhost slots=2" > /home/gossipx/hosts.txt
 

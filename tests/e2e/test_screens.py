@@ -75,6 +75,12 @@ def test_the_report_shows_curves_and_tables_without_a_network(two_runs: Folder) 
     assert dark > 5000, "text"
 
 
+def fetched(address: str) -> bytes:
+    with urllib.request.urlopen(address, timeout=LONG) as answer:
+        found: bytes = answer.read()
+    return found
+
+
 @pytest.fixture
 def tensorboard(two_runs: Folder) -> Iterator[str]:
     """The address of a TensorBoard that shows both runs."""
@@ -86,19 +92,14 @@ def tensorboard(two_runs: Folder) -> Iterator[str]:
             *("--host", "127.0.0.1", "--load_fast=false"),
         ],
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
     )
     by = time.monotonic() + LONG
     try:
-        while True:
-            assert serving.poll() is None and time.monotonic() < by, "TensorBoard does not serve"
-            try:
-                with urllib.request.urlopen(f"{address}/data/runs", timeout=LONG) as answer:
-                    if b"adaptive/peer-01" in answer.read():
-                        break
-            except OSError:
-                pass
-            time.sleep(0.2)
+        assert serving.stderr is not None
+        assert any(address.encode() in line for line in serving.stderr), "TensorBoard does not serve"
+        while b"adaptive/peer-01" not in fetched(f"{address}/data/runs"):  # it reads the runs while it serves
+            assert serving.poll() is None and time.monotonic() < by
         yield address
     finally:
         serving.kill()

@@ -36,7 +36,7 @@ def status(here: Folder, *options: str | Path, code: int = 0) -> list[dict[str, 
 
 
 @pytest.mark.fault(1)
-def test_status_says_what_peers_do_and_whom_they_miss(three: Folder) -> None:
+def test_each_peer_shows_its_progress_and_the_peers_that_it_has_lost(three: Folder) -> None:
     run = training(three, *ENDLESS)
     found = status(three, "x", "--logdir", three.path)
     assert [one["name"] for one in found] == three.names

@@ -34,7 +34,7 @@ def test_a_status_tells_suspected_lost_and_left_peers_apart() -> None:
     assert (found["suspects"], found["lost"]) == ([], [1])
 
 
-def test_a_status_says_whom_a_peer_waits_for_and_why() -> None:
+def test_a_waiting_peer_names_the_awaited_peers_and_the_reason() -> None:
     made = world(3, policy="never", slow={2: 4.0})
     until(made, 0, "waiting for peer 2")
     found = status(made.peers[0].role, made.now)
