@@ -68,6 +68,9 @@ def tune(seconds: float, write: Path | None, as_json: bool, script: tuple[str, .
         print(json.dumps(dataclasses.asdict(found), indent=2))
         return
     show(_table(found.measured))
+    for one in found.measured:
+        if one.why:
+            print(f"{one.candidate}: {one.why}")
     if not found.between_machines:
         print("all peers are on this machine: rates are those of its memory, not of a network")
     delta = next(one.delta for one in found.measured if not one.why)
@@ -85,7 +88,6 @@ def _table(measured: list[Measured]) -> Table:
     )
     for one in measured:
         if one.why:
-            table.add_row(one.candidate, one.why)
             continue
         table.add_row(
             one.candidate,

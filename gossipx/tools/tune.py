@@ -8,6 +8,7 @@ that of docs/choosing.md, and the first one that the link carries is chosen.
 from __future__ import annotations
 
 import dataclasses
+import math
 import signal
 import subprocess
 import sys
@@ -109,6 +110,11 @@ class Measured:
         return self.exchange_seconds / (self.period * self.step_seconds) if self.step_seconds else 0.0
 
     @property
+    def least_period(self) -> int:
+        """The shortest period in iterations with which exchanges take :data:`LINK_SHARE` of the time between two."""
+        return math.ceil(self.exchange_seconds / (LINK_SHARE * self.step_seconds))
+
+    @property
     def megabytes(self) -> float:
         """10⁶ bytes received per peer in 1,000 iterations."""
         return self.model_bytes / 1e6 * 1000 / self.period if self.period else 0.0
@@ -166,23 +172,19 @@ def choose(measured: Sequence[Measured]) -> tuple[dict[str, Any], str]:
     """Return the settings that the figures suggest, and the reason.
 
     It is the first candidate whose exchanges take at most :data:`LINK_SHARE` of the time between two of them. If none
-    does, it is the last one, with a period for which they do.
+    does, it is the one that needs the shortest period for that: where a network is slow because of its delay and not
+    its rate, fewer bytes gain nothing.
     """
     known = [one for one in measured if not one.why]
     settings = {candidate.name: candidate.settings for candidate in CANDIDATES}
-    passed: list[str] = []
-    for one in known:
-        if one.share <= LINK_SHARE:
-            before = f", that of {passed[-1]}" if passed else ""
-            return dict(settings[one.candidate]), (
-                f"an exchange of {one.candidate} takes {one.share:.0%} of the time between two of them{before}"
-            )
-        passed.append(f"{one.candidate} {one.share:.0%}")
-    last = known[-1]
-    period = int(np.ceil(last.exchange_seconds / (LINK_SHARE * last.step_seconds)))
-    return {**settings[last.candidate], "policy": f"tau:{period}"}, (
-        f"with a period of {last.period} an exchange of {last.candidate} takes {last.share:.0%} of the time between two"
-        f" of them; with {period}, {LINK_SHARE:.0%}"
+    shares = ", ".join(f"{one.candidate} {one.share:.0%}" for one in known)
+    chosen = next((one for one in known if one.share <= LINK_SHARE), None)
+    if chosen is not None:
+        return dict(settings[chosen.candidate]), f"exchanges take these shares of the time between two: {shares}"
+    chosen = min(known, key=lambda one: one.least_period)
+    reason = f"exchanges take too much of the time between two ({shares}); of {chosen.candidate} with tau:"
+    return {**settings[chosen.candidate], "policy": f"tau:{chosen.least_period}"}, (
+        f"{reason}{chosen.least_period}, {LINK_SHARE:.0%} at most"
     )
 
 
@@ -212,7 +214,7 @@ def _measure(
         if why:
             lines = (place / "log").read_text(encoding="utf-8", errors="replace").splitlines()
             last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
-            return Measured(candidate.name, candidate.options, f"{why}: {last}")
+            return Measured(candidate.name, candidate.options, f"{why}: {last.replace(folder, '')}")
         found = [curves.scalars(place / RUN / f"peer-{peer.rank:02d}") for peer in here]
     return _figures(candidate, settings.sync.policy, found)
 
