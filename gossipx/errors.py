@@ -55,6 +55,10 @@ class PeerUnreachableError(PeerFaultError):
     """Nothing answers at the peer's address: its process has ended, or has not started yet."""
 
 
+class ConnectionClosedError(PeerUnreachableError):
+    """The other side closed a connection: its process has ended, or it does not accept this one."""
+
+
 class OutOfReachError(PeerUnreachableError):
     """A local socket name cannot be reached: its process has ended, or the system isolates the two processes."""
 

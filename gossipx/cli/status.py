@@ -104,7 +104,7 @@ def status(run: str | None, hosts: Path | None, logdir: Path, watch: bool, as_js
     if any(not one.authorised for one in found):
         sys.exit(NotAuthorisedError.exit_code)
     if ended:
-        print("no peer answers: the run has ended, or has not begun (gossipx runs)", file=sys.stderr)
+        print("no peer answers; gossipx runs shows whether the run is in progress", file=sys.stderr)
     sys.exit(0 if all(one.report for one in found) else 1)
 
 

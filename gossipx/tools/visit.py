@@ -15,7 +15,14 @@ from typing import Any
 
 from gossipx.config import security
 from gossipx.config.settings import ExchangeSettings
-from gossipx.errors import GossipxError, NotAuthorisedError, PeerTimeoutError, PeerUnreachableError
+from gossipx.errors import (
+    ConnectionClosedError,
+    GossipxError,
+    NotAuthorisedError,
+    PeerTimeoutError,
+    PeerUnreachableError,
+    StrangerError,
+)
 from gossipx.launch.hosts import PeerLine, peers_digest
 from gossipx.tools.doctor.probe import CONNECT, Prober, connect, fit, probing
 from gossipx.transports.links import Links
@@ -70,10 +77,12 @@ def visit(peers: Sequence[PeerLine], exchange: ExchangeSettings, part: str, only
                 if (facts["peers"], facts["size"], facts["name"]) != (digest, len(peers), to.name):
                     return Visit(to, {}, f"a peer of another run answers there: {fit(facts['name'])}")
                 return Visit(to, probe.report(part))
-        except NotAuthorisedError as error:
+        except (NotAuthorisedError, StrangerError) as error:
             return Visit(to, {}, fit(str(error)), authorised=False)
         except PeerTimeoutError:
             return Visit(to, {}, f"no answer within {CONNECT:g} s{_if_hidden(to)}")
+        except ConnectionClosedError:
+            return Visit(to, {}, "closes the connection: it may need --secret-file or --tls-cert, --tls-key, --tls-ca")
         except PeerUnreachableError as error:
             return Visit(to, {}, f"not running ({fit(str(error).rpartition(': ')[2])}){_if_hidden(to)}")
         except GossipxError as error:

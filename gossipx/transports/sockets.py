@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
+from gossipx.errors import ConnectionClosedError, GossipxError, PeerTimeoutError, PeerUnreachableError
 from gossipx.memory import HOT, ByteObserver
 from gossipx.transports import Address
 
@@ -103,7 +103,7 @@ class SocketStream:
     def _receive(self, view: memoryview, deadline: float, observe: ByteObserver | None) -> int:
         count = self._attempt(lambda flags: self._take_in(view, flags, observe), self._receiving, deadline)
         if not count:
-            raise PeerUnreachableError(f"{self._remote} closed the connection")
+            raise ConnectionClosedError(f"{self._remote} closed the connection")
         return count
 
     def _take_in(self, view: memoryview, flags: int, observe: ByteObserver | None) -> int:

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from gossipx.errors import (
+    ConnectionClosedError,
     GossipxError,
     NotAuthorisedError,
     PeerFaultError,
@@ -196,7 +197,7 @@ class TlsStream:
                 if not self._is_up:
                     self._fill(deadline)
         except PeerUnreachableError as error:
-            raise PeerUnreachableError(f"{error}, in the TLS handshake") from error
+            raise type(error)(f"{error}, in the TLS handshake") from error
         except (NotAuthorisedError, StrangerError, ProtocolError):
             self._send_alert(deadline)
             raise
@@ -289,7 +290,7 @@ class TlsStream:
     def _fault(self, error: ssl.SSLError) -> GossipxError:
         """Return the gossipx error for an OpenSSL error; its message is one line that says whose fault it is."""
         if isinstance(error, ssl.SSLZeroReturnError):
-            return PeerUnreachableError(f"{self.remote} closed the connection")
+            return ConnectionClosedError(f"{self.remote} closed the connection")
         if isinstance(error, ssl.SSLCertVerificationError):
             subject = f"not authorised: the certificate of {self.remote}"
             if error.verify_code in _UNKNOWN_CA:  # either side may have the wrong CA

@@ -155,8 +155,11 @@ def reach(prober: Prober, to: PeerLine) -> Line:
         return Line(to.rank, "timeout", f"it does not answer within {CONNECT:g} s")
     except errors.PeerFaultError as error:
         cause = str(error).rpartition(": ")[2]
-        state = "refused" if cause == os.strerror(errno.ECONNREFUSED) else "no route"
-        return Line(to.rank, "local" if isinstance(error, errors.LocalFaultError) else state, cause)
+        if isinstance(error, errors.LocalFaultError):
+            return Line(to.rank, "local", cause)
+        if type(error) is errors.PeerUnreachableError:
+            return Line(to.rank, "refused" if cause == os.strerror(errno.ECONNREFUSED) else "no route", cause)
+        return _unusable(to, error)  # of TLS, which authenticates as it connects
     try:
         with probing(prober, to, stream) as probe:
             me, they = prober.me, probe.facts
@@ -168,10 +171,14 @@ def reach(prober: Prober, to: PeerLine) -> Line:
                 return Line(to.rank, "other", f"{fit(they['name'])} answers there", they)
             return Line(to.rank, "ok", "", they)
     except errors.PeerFaultError as error:
-        state = next((state for kind, state in _STATES if isinstance(error, kind)), "foreign")
-        # Drop the advice of a run: it follows a semicolon, or, if the version differs, a colon.
-        cause = str(error).removeprefix("refused: ").removeprefix("not authorised: ")
-        return Line(to.rank, state, fit(cause.partition(":" if state == "version" else ";")[0]))
+        return _unusable(to, error)
+
+
+def _unusable(to: PeerLine, error: errors.PeerFaultError) -> Line:
+    state = next((state for kind, state in _STATES if isinstance(error, kind)), "foreign")
+    # Drop the advice of a run: it follows a semicolon, or, if the version differs, a colon.
+    cause = str(error).removeprefix("refused: ").removeprefix("not authorised: ")
+    return Line(to.rank, state, fit(cause.partition(":" if state == "version" else ";")[0]))
 
 
 _STATES = (
