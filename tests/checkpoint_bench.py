@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from gossipx import outer, policies, topology
-from gossipx.checkpoint import CheckpointInterval, Store
+from gossipx.checkpoint import Store
+from gossipx.config.interval import CheckpointInterval
 from gossipx.hub import Elastic, ElasticSettings
 from gossipx.model.arena import ParameterArena
 from gossipx.peer import PeerRole, PeerSettings

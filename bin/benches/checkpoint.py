@@ -20,7 +20,8 @@ from _report import figure, report
 from torch import nn
 
 from gossipx import policies, topology
-from gossipx.checkpoint import CheckpointInterval, Store
+from gossipx.checkpoint import Store
+from gossipx.config.interval import CheckpointInterval
 from gossipx.model.arena import ParameterArena
 from gossipx.peer import PeerRole
 from gossipx.runtime.checkpoints import Checkpoints

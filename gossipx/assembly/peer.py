@@ -20,11 +20,11 @@ from gossipx.assembly.place import Place
 from gossipx.assembly.server import Parts, Served, serve, warm_up
 from gossipx.assembly.server_settings import server_ranks
 from gossipx.assembly.settings import check_exchange, with_policy
-from gossipx.checkpoint import CheckpointInterval
 from gossipx.comm import CommManager
 from gossipx.compression import Coded, ElasticCodec, ModelCodec, WaveCodec
 from gossipx.config.admissions import settings_of_run
 from gossipx.config.hyperparameters import hyperparameters
+from gossipx.config.interval import CheckpointInterval
 from gossipx.config.security import Access, grant
 from gossipx.config.settings import ExchangeSettings, RunConfig
 from gossipx.errors import UsageError

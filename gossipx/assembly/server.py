@@ -14,7 +14,7 @@ from torch import nn
 
 from gossipx import codecs
 from gossipx.assembly.server_settings import server_ranks, sync_models
-from gossipx.checkpoint import CheckpointInterval
+from gossipx.config.interval import CheckpointInterval
 from gossipx.config.settings import RunConfig, ServerSettings
 from gossipx.errors import UsageError
 from gossipx.model.layout import norms, plain_name

@@ -7,7 +7,6 @@ is written last, with the size and hash of every file; a directory without a mat
 Loading never unpickles anything.
 """
 
-from gossipx.checkpoint.every import CheckpointInterval
 from gossipx.checkpoint.packed import from_bytes, to_bytes
 from gossipx.checkpoint.plain import Part, pack, unpack
 from gossipx.checkpoint.store import KEEP, Checkpoint, CheckpointError, NotRemovedError, Store
@@ -16,7 +15,6 @@ __all__ = [
     "KEEP",
     "Checkpoint",
     "CheckpointError",
-    "CheckpointInterval",
     "NotRemovedError",
     "Part",
     "Store",

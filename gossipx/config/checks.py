@@ -22,7 +22,7 @@ def policy(spec: str) -> None:
 
 def interval(spec: str) -> None:
     """Check ``--checkpoint-every``."""
-    from gossipx.checkpoint import CheckpointInterval
+    from gossipx.config.interval import CheckpointInterval
 
     CheckpointInterval.parse(spec)
 

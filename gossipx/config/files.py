@@ -59,13 +59,15 @@ def load(path: Path) -> dict[str, Any]:
         if table not in known:
             raise UsageError(f"unknown table '{table}'{suggest(table, known)}: one of {', '.join(known)}", path, here)
         for name, value in content.items():
-            place = (path, _line(text, table, name))
             key = KEYS.get(name)
-            if key is None or key.table != table:
-                own = {key.name: key for key in KEYS.values() if key.table == table}
-                hint = f": it belongs in [{key.table}]" if key else suggest(name, own)
-                raise UsageError(f"unknown setting '{name}' in [{table}]{hint}", *place)
-            values[name] = _checked(key, value, name, place, typed=True)
+            try:
+                if key is None or key.table != table:
+                    own = {key.name: key for key in KEYS.values() if key.table == table}
+                    hint = f": it belongs in [{key.table}]" if key else suggest(name, own)
+                    raise UsageError(f"unknown setting '{name}' in [{table}]{hint}")
+                values[name] = _checked(key, value, name, typed=True)
+            except UsageError as error:
+                raise UsageError(str(error), path, _line(text, table, name)) from None
     return values
 
 
@@ -94,7 +96,7 @@ def resolve(*layers: Mapping[str, Any]) -> RunConfig:
         if name not in KEYS:
             raise UsageError(f"unknown setting '{name}'{suggest(name, KEYS)}")
         key = KEYS[name]
-        sections.setdefault(key.table, {})[name] = _checked(key, value, key.option, (None, None))
+        sections.setdefault(key.table, {})[name] = _checked(key, value, key.option)
     made = {table: TABLES[table](**values) for table, values in sections.items()}
     return RunConfig(**made, given=frozenset(by_user))
 
@@ -127,22 +129,21 @@ def dump(config: RunConfig) -> str:
     return tomli_w.dumps({**present, GIVEN: {"settings": sorted(config.given)}})
 
 
-def _checked(key: Key, value: Any, called: str, place: tuple[Path | None, int | None], typed: bool = False) -> Any:
+def _checked(key: Key, value: Any, called: str, typed: bool = False) -> Any:
     """Return the converted value, or raise UsageError.
 
     Args:
         called: the name of the setting in messages.
-        place: file and line for messages.
         typed: numbers must have a number's type (TOML) instead of being text (command line).
     """
     if key.many:
         parts = [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
         if not isinstance(parts, list | tuple):
-            raise UsageError(f"{called} is not a list of numbers: {value!r}", *place)
-        return tuple(_checked(dataclasses.replace(key, many=False), part, called, place) for part in parts)
+            raise UsageError(f"{called} is not a list of numbers: {value!r}")
+        return tuple(_checked(dataclasses.replace(key, many=False), part, called) for part in parts)
     if key.peers == 2 and isinstance(value, list | tuple):
         alone = dataclasses.replace(key, peers=1)
-        return ",".join(_checked(alone, one, called, place) for one in value) or _checked(alone, "", called, place)
+        return ",".join(_checked(alone, one, called) for one in value) or _checked(alone, "", called)
     if key.numbers and isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     try:
@@ -154,22 +155,19 @@ def _checked(key: Key, value: Any, called: str, place: tuple[Path | None, int | 
         wanted = (
             ("text", "a peer's name or number", "peers' names or numbers")[key.peers] if key.kind is str else wanted
         )
-        raise UsageError(f"{called} is not {wanted}: {value!r}", *place) from None
+        raise UsageError(f"{called} is not {wanted}: {value!r}") from None
     if key.choices and made not in key.choices:
-        raise UsageError(f"{called} is '{made}': one of {', '.join(key.choices)}", *place)
+        raise UsageError(f"{called} is '{made}': one of {', '.join(key.choices)}")
     if made == "":
-        raise UsageError(f"{called} is empty", *place)
+        raise UsageError(f"{called} is empty")
     if key.check is not None:
-        try:
-            key.check(made)
-        except UsageError as error:
-            raise UsageError(str(error), *place) from None
+        key.check(made)
     if key.kind is float and math.isinf(made):
-        raise UsageError(f"{called} is {made}: a finite number", *place)
+        raise UsageError(f"{called} is {made}: a finite number")
     if key.least is not None and not made >= key.least:
-        raise UsageError(f"{called} is {made}: at least {key.least}", *place)
+        raise UsageError(f"{called} is {made}: at least {key.least}")
     if key.most is not None and not made <= key.most:
-        raise UsageError(f"{called} is {made}: at most {key.most}", *place)
+        raise UsageError(f"{called} is {made}: at most {key.most}")
     return made
 
 

@@ -20,13 +20,13 @@ from gossipx.checkpoint import (
     KEEP,
     Checkpoint,
     CheckpointError,
-    CheckpointInterval,
     NotRemovedError,
     Store,
     pack,
     unpack,
 )
 from gossipx.checkpoint.store import PART
+from gossipx.config.interval import CheckpointInterval
 from gossipx.errors import GossipxError, UsageError
 from gossipx.runtime import models
 from gossipx.runtime.limited_log import LimitedLog

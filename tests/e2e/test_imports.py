@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from gossipx.config import files
+from gossipx.config.settings import RunConfig
+from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE
 from runs import folder
 
 LARGE = ("torch", "numba", "networkx", "tensorboard")
@@ -43,3 +46,19 @@ def test_a_star_needs_networkx_and_a_codec_needs_numba(tmp_path: Path) -> None:
     with folder(tmp_path, 2) as here:
         here.run("--topology", "star", "--codec", "int8", here.script(SCRIPT), tmp_path, fresh=True)
         assert here.told(0)["modules"] == here.told(1)["modules"] == list(LARGE)
+
+
+@pytest.mark.parametrize("command", ["runs", "status"])
+def test_the_settings_of_a_run_are_read_without_torch(tmp_path: Path, command: str) -> None:
+    """What a run writes names every setting, so each of them is checked."""
+    with folder(tmp_path, 2) as here:
+        run = tmp_path / "x"
+        run.mkdir()
+        (run / CONFIG_FILE).write_text(files.dump(RunConfig()))
+        (run / HOSTS_FILE).write_text(here.hosts.read_text())
+        where = (tmp_path,) if command == "runs" else ("x", "--logdir", tmp_path)
+        ended = here.start("-X", "importtime", "-m", "gossipx", command, *where, fresh=True).end()
+        imported = {line.rpartition("|")[2].strip() for line in ended.errors.splitlines()}
+        assert "killed" in ended.output or "not running" in ended.output, ended.shown
+        assert "gossipx.config.interval" in imported
+        assert not imported & {"torch", "numba", "networkx"}

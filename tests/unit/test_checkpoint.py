@@ -20,9 +20,10 @@ from small_disks import SmallDisk
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from gossipx.checkpoint import CheckpointError, CheckpointInterval, Part, Store, files, pack, unpack
+from gossipx.checkpoint import CheckpointError, Part, Store, files, pack, unpack
 from gossipx.checkpoint.plain import DTYPES
 from gossipx.checkpoint.store import MANIFEST
+from gossipx.config.interval import CheckpointInterval
 from gossipx.errors import UsageError
 
 
