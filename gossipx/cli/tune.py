@@ -54,8 +54,8 @@ def tune(seconds: float, write: Path | None, as_json: bool, script: tuple[str, .
     from gossipx.config import files
     from gossipx.tools import tune as tuning
 
-    if write is not None and write.exists():
-        raise UsageError("the file exists: give --write another name", write)
+    if write is not None:
+        tuning.check_target(write)
     resolved = files.resolve({}, settings)
     if resolved.run.peers is None:
         raise UsageError("no hosts file: give --peers hosts.txt")

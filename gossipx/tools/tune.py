@@ -44,6 +44,9 @@ STOP = 120.0
 LOOK_EVERY = 0.5
 """Seconds between two looks at the peers."""
 RUN = "tune"
+NO_EXCHANGE = "no model was exchanged"
+SHOWN = 20
+"""Last lines of a run that ended early which are shown: its error, and the end of a script's traceback."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,9 @@ def tune(given: RunConfig, hosts: Path, script: list[str], seconds: float, repor
     measured = []
     for candidate in CANDIDATES:
         report(f"measuring {candidate.name}: {candidate.options}")
-        measured.append(_measure(candidate, given, peers, here, hosts, script, seconds))
+        measured.append(_measure(candidate, given, peers, here, hosts, script, seconds, report))
+        if measured[0].why not in ("", NO_EXCHANGE):  # the others differ only in how they exchange
+            break
     if all(one.why for one in measured):
         raise GossipxError(f"nothing could be measured: {measured[0].why}")
     chosen, reason = choose(measured)
@@ -199,6 +204,7 @@ def _measure(
     hosts: Path,
     script: list[str],
     seconds: float,
+    report: Callable[[str], None],
 ) -> Measured:
     with tempfile.TemporaryDirectory(prefix="gossipx-tune-") as folder:
         place = Path(folder)
@@ -212,9 +218,9 @@ def _measure(
             finally:
                 _stop(process)
         if why:
-            lines = (place / "log").read_text(encoding="utf-8", errors="replace").splitlines()
-            last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
-            return Measured(candidate.name, candidate.options, f"{why}: {last.replace(folder, '')}")
+            for line in (place / "log").read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN:]:
+                report(f"  {line}")
+            return Measured(candidate.name, candidate.options, why)
         found = [curves.scalars(place / RUN / f"peer-{peer.rank:02d}") for peer in here]
     return _figures(candidate, settings.sync.policy, found)
 
@@ -250,7 +256,9 @@ def _train(
     began: float | None = None
     while time.monotonic() < until:
         if process.poll() is not None:
-            return f"the run ended early, with exit code {process.returncode}"
+            if process.returncode == 0:
+                return "the run ended early: let the script train longer, or give fewer --seconds"
+            return f"the run ended early, with exit code {process.returncode}: its last lines are above"
         done = [int(one.report.get("iteration", 0)) for one in visit(peers, settings.exchange, "status", here)]
         if began is None and min(done) > 0:
             began = time.monotonic()
@@ -276,7 +284,7 @@ def _figures(candidate: Candidate, policy: str, found: Sequence[dict[str, Series
     received = [_last(one, "comm/bytes_received") / max(_last(one, "sync/retrievals"), 1.0) for one in found]
     exchanges = [value for one in found if "comm/pull_seconds" in one for value in one["comm/pull_seconds"].values]
     if not exchanges:
-        return Measured(candidate.name, candidate.options, "no model was exchanged")
+        return Measured(candidate.name, candidate.options, NO_EXCHANGE)
     return Measured(
         candidate=candidate.name,
         options=candidate.options,
@@ -302,6 +310,18 @@ def _last(found: dict[str, Series], tag: str) -> float:
 
 def _mean(values: Iterable[float]) -> float:
     return float(np.mean(list(values)))
+
+
+def check_target(target: Path) -> None:
+    """Check that the settings can be written to ``target``, before any work is done.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    if target.exists():
+        raise UsageError("the file exists: give --write another name", target)
+    if not target.parent.is_dir():
+        raise UsageError("no such directory: --write names a file in an existing one", target.parent)
 
 
 def write(tuned: Tuned, given: RunConfig, target: Path) -> None:

@@ -40,11 +40,20 @@ def test_a_script_is_measured_and_the_suggestion_can_be_run(two: Folder) -> None
     assert "the file exists" in one_line(again, 2)
 
 
-def test_what_cannot_run_is_told(two: Folder) -> None:
-    script = two.script("raise SystemExit('no data here')\n")
-    failed = two.start("-m", "gossipx", "tune", "--peers", two.hosts, "--seconds", "1", script, two.path).end()
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("raise SystemExit('no data here')\n", ("no data here", "the run ended early, with exit code 1")),
+        (TEN_LINES + "with peer:\n    train(peer, model, optimizer, 20)\n", ("let the script train longer",)),
+    ],
+    ids=["fails", "too short"],
+)
+def test_a_script_that_cannot_be_measured_is_tried_once(two: Folder, text: str, told: tuple[str, ...]) -> None:
+    tuned = ("-m", "gossipx", "tune", "--peers", two.hosts, "--seconds", "3600", two.script(text), two.path)
+    failed = two.start(*tuned).end()
     assert failed.code == 1, failed.shown
-    assert "nothing could be measured: the run ended early" in failed.errors
+    assert failed.errors.splitlines()[-1].startswith("nothing could be measured: the run ended early")
+    assert all(one in failed.errors for one in told) and failed.errors.count("measuring") == 1, failed.shown
 
 
 def test_a_slow_link_gets_fewer_bytes(tmp_path: Path) -> None:
