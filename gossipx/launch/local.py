@@ -286,9 +286,11 @@ class _Run:
         now = time.monotonic()
         for rank in self._restarts.asked(now, running):
             running[rank].signal(signal.SIGTERM)
+        for rank in self._restarts.left_alone(self._joined):
+            if rank in running:
+                running.pop(rank).signal(signal.SIGKILL)
         for rank in self._restarts.due(now):
             self._departed.pop(rank, None)
-            self._failures.discard(rank)
             self._statuses[rank].begins(self._script)
             self._start(rank, selector, again=True)
             running[rank] = self._children[rank]
@@ -315,6 +317,8 @@ class _Run:
             report = event.pop("report", None)
             self._record_policy(event.pop("policy", None))
             status.update(event, time.monotonic())
+            if status.state == "train" and rank in self._restarts.started:
+                self._failures.discard(rank)
             if status.state == "train" and self._began is None:
                 self._began = self._display.began = time.monotonic()
                 self._directory.keep()
@@ -385,6 +389,7 @@ class _Run:
         died = self._began is not None and rank not in self._departed
         ended = rank not in self._results and self._stopping.code is None
         if ended and self._restarts.ended(rank, died, child.describe_exit(), time.monotonic()):
+            self._failures |= {rank} if child.crashed else set()  # until it trains again
             return
         if rank in self._results or rank in self._departed:
             if child.crashed and rank not in self._failures:  # being killed after that does no harm

@@ -19,6 +19,8 @@ LOOK_EVERY = 0.5
 """Seconds between two looks for requests."""
 WAITING = "restarts"
 """State of a peer that will be started again."""
+ENDED = ("done", "left", "lost", "failed")
+"""States of a peer that takes no part in the run any more."""
 RESTARTED = "restarted"
 """State of a peer whose process ended, and which the others meet again: a process that this one did not start."""
 
@@ -123,6 +125,28 @@ class Restarts:
             del self._at[rank]
         return due
 
+    def left_alone(self, peers: Collection[int]) -> list[int]:
+        """Return the ranks that are being started again although all other peers have ended, and start none any more.
+
+        Alone such a peer would wait for a model that nobody has, or train one that differs from that of the others.
+
+        Args:
+            peers: the ranks of all peers of the run.
+        """
+        again = {rank for rank, status in self._statuses.items() if rank in self._at or self._begins(rank, status)}
+        ended = {rank for rank, status in self._statuses.items() if status.state in ENDED}
+        if not again or again | ended != set(peers) or all(self._statuses[rank].state != "done" for rank in ended):
+            return []
+        self.give_up()
+        for rank in sorted(again):
+            self._statuses[rank].state = "lost"
+            self._tell(f"peer {self._statuses[rank].name} is lost: the others have finished before it was back")
+        return sorted(again)
+
+    def _begins(self, rank: int, status: PeerStatus) -> bool:
+        return rank in self.started and (status.state == "joining" or not (status.joins or status.state in ENDED))
+
     def give_up(self) -> None:
-        """Start no peer any more: the run is being stopped."""
+        """Start no peer any more."""
         self._at.clear()
+        self._most = 0

@@ -85,3 +85,43 @@ def test_a_peer_that_was_started_by_hand_is_not_started_a_second_time(run: Run, 
     """.replace("NAME", repr(NAMES[1]))
     assert run(body, peers="localhost slots=2") == 0
     assert "was started by hand" in json.loads((tmp_path / "answer").read_text())["problem"]
+
+
+@pytest.mark.fault(1)
+@pytest.mark.parametrize(("end", "code"), [("os.kill(os.getpid(), signal.SIGKILL)", 0), ("sys.exit(1)", 1)])
+def test_a_restart_that_comes_after_the_others_have_finished_is_given_up(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], end: str, code: int
+) -> None:
+    """Alone the peer would wait for a model that nobody has: the run ends as without a restart."""
+    body = f"""
+        if rank == 1 and (here / "died").exists():
+            tell(state="joining")
+            (here / "again").touch()
+            signal.pause()
+        train()
+        if rank == 1:
+            (here / "died").touch()
+            {end}
+        while not (here / "again").exists():
+            pass
+        finish()
+    """
+    assert run(body, peers="localhost slots=2", restart=1) == code
+    found = read(tmp_path / "runs" / "mine")
+    assert found.lost == [NAMES[1]] and found.retrievals[0] is not None
+    assert "the others have finished before it was back" in capsys.readouterr().out
+
+
+def test_a_script_that_fails_once_leaves_the_exit_code_as_it_is(run: Run) -> None:
+    body = """
+        train()
+        if rank == 1 and not (here / "died").exists():
+            (here / "died").touch()
+            sys.exit(1)
+        if rank == 1:
+            (here / "again").touch()
+        while not (here / "again").exists():
+            pass
+        finish()
+    """
+    assert run(body, peers="localhost slots=2", restart=1) == 0
