@@ -13,7 +13,7 @@ from gossipx.config import files
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.directory import HOSTS_FILE, settings_in
 from gossipx.launch.hosts import read_hosts
-from gossipx.metrics import plot
+from gossipx.metrics import curves, plot
 from gossipx.metrics.summary import Figures, Summary
 from gossipx.tools import plot as plotting
 
@@ -99,15 +99,24 @@ def write(runs: Sequence[tuple[Path, Summary]], compared: Compared, target: Path
 
 
 def _picture(runs: Sequence[tuple[Path, Summary]]) -> str:
-    """Return the plot as an element of the page, or a note why there is no plot."""
+    """Return the plot of the runs that have curves as elements of the page, with a note on each that has none."""
+    drawable, notes = [], []
+    for path, summary in runs:
+        try:
+            curves.read(path if path.is_dir() else path.parent)
+            drawable.append((path, summary))
+        except UsageError as error:
+            notes.append(f'<p class="note">No curves: {html.escape(str(error))}</p>')
+    if not drawable:
+        return "\n".join(notes)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plot.svg"
         try:
-            plotting.draw(runs, file)
+            plotting.draw(drawable, file)
         except UsageError as error:
             return f'<p class="note">No curves: {html.escape(str(error))}</p>'
         drawn = file.read_text(encoding="utf-8")
-    return drawn[drawn.index("<svg") :]  # without the prologue, which belongs to a file of its own
+    return "\n".join([drawn[drawn.index("<svg") :], *notes])  # without the prologue, which belongs to its own file
 
 
 def _settings(runs: Sequence[tuple[Path, Summary]]) -> list[str]:

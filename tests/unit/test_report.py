@@ -97,6 +97,12 @@ def test_a_run_without_curves_has_its_tables_and_a_note(tmp_path: Path) -> None:
     assert len(Page(text).tables) == 2
 
 
+def test_the_picture_has_the_runs_that_have_curves(tmp_path: Path) -> None:
+    text = written(tmp_path, run(tmp_path, "one", "tau:10"), run(tmp_path, "bare", "tau:20", curves=False))
+    assert text.count("<svg") == 1 and text.count("No curves:") == 1 and f"{tmp_path / 'bare'}: nothing to plot" in text
+    assert len(Page(text).tables) == 4
+
+
 def test_lost_peers_are_marked(tmp_path: Path) -> None:
     made = run(tmp_path, "one", "tau:10")
     found = dataclasses.replace(recorded.read(made), lost=["b"], stopped=[])
