@@ -23,6 +23,8 @@ LINES_EVERY = 2.0
 RATE_OVER = 10.0
 """Seconds over which the iterations per second are measured: long enough for a steady figure, even with evaluations in
 between, and short enough to show a peer that has become slow."""
+LEAST_SPAN = 0.5
+"""Seconds that a rate needs: events that waited while this process was busy arrive together."""
 
 
 STARTING, LOADING_TORCH, LOADING_DATA = "starting", "loading torch", "loading data"
@@ -71,7 +73,7 @@ class PeerStatus:
         if len(self._steps) < 2:
             return None
         (began, first), (now, last) = self._steps[0], self._steps[-1]
-        return (last - first) / (now - began) if now > began else None
+        return (last - first) / (now - began) if now - began >= LEAST_SPAN else None
 
     def left(self, now: float) -> float | None:
         """Return the seconds until the peer has trained, at its current rate; None: unknown."""

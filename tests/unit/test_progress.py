@@ -73,6 +73,15 @@ def test_a_narrow_terminal_lacks_whole_columns_and_no_digits(
     assert "\N{HORIZONTAL ELLIPSIS}" not in printed
 
 
+def test_events_that_arrive_together_have_no_rate() -> None:
+    status = PeerStatus("anna", iterations=1000)
+    for step in (0, 50, 100):
+        status.update({"state": "train", "step": step}, 7.0 + step * 1e-6)
+    assert status.rate is None and status.left(7.0) is None
+    status.update({"step": 200}, 9.0)
+    assert status.rate == pytest.approx(100.0)
+
+
 def test_the_rate_is_that_of_the_last_seconds_and_gives_the_time_left() -> None:
     status = PeerStatus("anna", iterations=1000)
     assert status.rate is None
