@@ -50,7 +50,7 @@ def test_a_star_needs_networkx_and_a_codec_needs_numba(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["runs", "status"])
 def test_the_settings_of_a_run_are_read_without_torch(tmp_path: Path, command: str) -> None:
-    """What a run writes names every setting, so each of them is checked."""
+    """A run writes every setting into its file, so each of them is checked."""
     with folder(tmp_path, 2) as here:
         run = tmp_path / "x"
         run.mkdir()
