@@ -1,5 +1,7 @@
-"""The answers of ``gossipx status`` and ``gossipx doctor`` about a port that answers, but not to them: without TLS, with
-the certificates of another CA, or with a certificate that has expired."""
+"""The answers of ``gossipx status`` and ``gossipx doctor`` about a port that answers, but not to them.
+
+It is without TLS, or with certificates of another CA, or its certificate has expired.
+"""
 
 from __future__ import annotations
 
