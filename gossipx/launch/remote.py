@@ -118,6 +118,7 @@ class Remote:
         self._clients: dict[str, subprocess.Popen[bytes]] = {}
         self._rest: dict[str, bytes] = {}  # output without a line end so far
         self.codes: dict[str, int] = {}
+        self._heard: set[str] = set()  # hosts that have printed something
         self._remind_at = 0.0
 
     def start(self, selector: selectors.BaseSelector) -> None:
@@ -145,6 +146,8 @@ class Remote:
         stdout = self._clients[host].stdout
         assert stdout is not None
         data = os.read(stdout.fileno(), READ)
+        if data:
+            self._heard.add(host)
         *lines, self._rest[host] = (shown_of(line) for line in (self._rest[host] + data).split(b"\n"))
         if not data:
             selector.unregister(stdout)
@@ -159,7 +162,7 @@ class Remote:
         for host in self.running:
             code = self._clients[host].poll()
             if code is not None:
-                self.codes[host] = code
+                self.codes[host] = code = code if code >= 0 else CONNECTION_FAILED
                 if code:
                     failed.append(host)
         return failed
@@ -172,11 +175,18 @@ class Remote:
         return f"{host}: its gossipx run ended with exit code {code}"
 
     def remind(self, now: float, every: float) -> None:
-        """Say which hosts are waited for, once per ``every`` seconds."""
-        if self._remind_at and now > self._remind_at:
-            self._tell(f"waiting for the peers of {', '.join(self.running)} to end")
-        if now > self._remind_at:
-            self._remind_at = now + every
+        """Say which hosts are waited for, once per ``every`` seconds; give up those that have not printed a line."""
+        if now <= self._remind_at:
+            return
+        if self._remind_at:
+            waits = [host for host in self.running if host in self._heard]
+            if waits:
+                self._tell(f"waiting for the peers of {', '.join(waits)} to end")
+            for host in self.running:
+                if host not in self._heard:
+                    self._tell(f"{host}: its ssh was killed, because nothing has come from there")
+                    self._clients[host].kill()
+        self._remind_at = now + every
 
     def stop(self) -> None:
         """Ask all hosts to stop in order."""

@@ -180,6 +180,16 @@ def test_what_ssh_cannot_start_is_refused_in_one_line(two: Folder) -> None:
     assert "--dry-run" in one_line(help_, 2)
 
 
+def test_an_ssh_from_which_nothing_comes_is_killed_after_the_run(
+    hosts: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(hosts, monkeypatch, "exec sleep 1000")
+    ended = start(hosts, "--iterations", "10", "--peer-timeout", "2").end()
+    assert ended.code == 255, ended.shown
+    assert "127.0.0.2: its ssh was killed, because nothing has come from there" in ended.output, ended.shown
+    assert summary.read(hosts.path / "x").lost == [hosts.names[1]]
+
+
 def test_an_ssh_that_hangs_is_named_and_ends_at_the_second_signal(
     hosts: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
