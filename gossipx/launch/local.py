@@ -338,11 +338,11 @@ class _Run:
 
         Args:
             by: rank of the peer that reports.
-            restarted: ranks of the peers that it knows to be present and started again.
+            restarted: ranks of the peers, of all machines, that it knows to be present and started again.
         """
         before, self._restarted[by] = self._restarted.get(by, set()), restarted
         self._note_restarts()
-        for rank in before.difference(*self._restarted.values()):
+        for rank in before.difference(*self._restarted.values()) & self._statuses.keys():
             if self._statuses[rank].state == RESTARTED:
                 self._statuses[rank].state = "lost"
                 self._display.line(f"peer {self._statuses[rank].name} is lost again")

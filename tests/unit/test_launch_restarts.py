@@ -85,3 +85,16 @@ def test_a_peer_that_was_started_by_hand_is_not_started_a_second_time(run: Run, 
     """.replace("NAME", repr(NAMES[1]))
     assert run(body, peers="localhost slots=2") == 0
     assert "was started by hand" in json.loads((tmp_path / "answer").read_text())["problem"]
+
+
+@pytest.mark.fault(1)
+def test_restarts_of_peers_that_this_process_did_not_start_are_theirs(run: Run, tmp_path: Path) -> None:
+    """Of peers of other machines and of newcomers only other peers know: that one was restarted, and that it left."""
+    body = """
+        train()
+        tell(state="train", step=6, restarted=[7])
+        tell(state="train", step=7)
+        finish()
+    """
+    assert run(body, peers="localhost slots=2") == 0
+    assert read(tmp_path / "runs" / "mine").lost == []
