@@ -23,6 +23,7 @@ from gossipx.errors import (
     GossipxError,
     NotAuthorisedError,
     PeerFaultError,
+    PeerUnreachableError,
     RefusedError,
     StrangerError,
     UsageError,
@@ -87,7 +88,7 @@ def join(
     notice = f"{admission.own.name} is peer {admission.rank} of the run {directory.settings.run.name}"
     start = Start(directory.settings, directory, peers, [admission.rank], notice=notice, joins=environment)
     code = follow(start, script, spawn).code
-    if directory.summary is not None:
+    if directory.summary is not None and directory.summary.retrievals[admission.rank] is not None:
         print(_figures(directory.summary, admission, directory.path))
     return code
 
@@ -170,6 +171,8 @@ class _Asking:
                 if self._access.secret is not None:
                     handshake.prove(link, self._access.secret, me, auth.ANY, deadline)
                 frame = link.request(self._request, 0, deadline)
+            except PeerUnreachableError as error:  # the only answer that a peer with TLS has to plain text
+                raise PeerUnreachableError(f"{error}: does the run have TLS, or none?") from error
             finally:
                 self._links.drop(link)
         except (NotAuthorisedError, StrangerError) as error:
@@ -283,9 +286,9 @@ def _absolute(settings: RunConfig) -> RunConfig:
 def _figures(summary: Summary, admission: Admission, path: Path) -> str:
     """Return the figures of the newcomer in one line."""
     place = admission.rank
-    accuracy = summary.test_accuracy[place] if place < len(summary.test_accuracy) else None
+    accuracy = summary.test_accuracy[place]
     shown = "" if accuracy is None else f", test accuracy {accuracy:.3f}"
     agreed = {True: ", all peers hold one model", False: ", peers hold different models", None: ""}[summary.agreed]
-    retrievals = summary.retrievals[place] if place < len(summary.retrievals) else None
-    what = f"peer {place} ({admission.own.name}): {summary.iterations} iterations, {retrievals} retrievals{shown}"
+    done = f"{summary.iterations} iterations, {summary.retrievals[place]} retrievals"
+    what = f"peer {place} ({admission.own.name}): {done}{shown}"
     return f"{what}{agreed}; wrote {path / f'peer-{place:02d}'}"
