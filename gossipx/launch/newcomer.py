@@ -7,6 +7,7 @@ one process, as ``gossipx run`` does.
 from __future__ import annotations
 
 import contextlib
+import shutil
 import socket
 import subprocess
 import time
@@ -205,6 +206,7 @@ class NewcomerDirectory:
     def __init__(self, admission: Admission, own: RunConfig, given: Mapping[str, Any]):
         logdir, rank = Path(own.run.logdir), admission.rank
         self.summary: Summary | None = None
+        self._is_new = False  # whether nothing of a peer of this rank was there before
         with contextlib.ExitStack() as undo:
             undo.callback(lambda: self.give_up())
             self.path = self._config = self.admission = logdir  # until the name of the run is known
@@ -216,6 +218,8 @@ class NewcomerDirectory:
                 of_run = files.load(unnamed)
                 self.path = logdir / directories.checked_name(str(of_run.get("name", "joined")))
                 self._check(admission)
+                self._peer = self.path / f"peer-{rank:02d}"
+                self._is_new = not self._peer.exists()
                 self.path.mkdir(exist_ok=True)
                 place = {"name": self.path.name, "logdir": str(logdir)}
                 self.settings = _absolute(files.resolve(of_run, given, place))
@@ -266,6 +270,8 @@ class NewcomerDirectory:
         for file in self._created:
             with contextlib.suppress(OSError):
                 file.unlink(missing_ok=True)
+        if self._is_new:
+            shutil.rmtree(self._peer, ignore_errors=True)
         with contextlib.suppress(OSError):  # not empty
             self.path.rmdir()
 

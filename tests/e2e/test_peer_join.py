@@ -159,7 +159,7 @@ def test_the_built_in_task_is_joined_without_a_script_and_left_in_order(here: Fo
 
 def test_a_newcomer_that_is_killed_and_joins_again_leaves_the_run_in_progress(here: Folder) -> None:
     """It is told of nobody but itself that it is lost; and again it begins with a model of the run."""
-    run = here.start_run("--policy", "tau:5", "--iterations", "100000", *BRIEF)
+    run = here.start_run("--policy", "tau:5", "--iterations", "100000", "--checkpoint-every", "5", *BRIEF)
     run.line(" train ")
     (port,) = free_ports(1)
     command = ("-m", "gossipx", "peer", "join", "--peers", here.names[0], "--port", str(port), "--logdir", here.path)
@@ -173,10 +173,8 @@ def test_a_newcomer_that_is_killed_and_joins_again_leaves_the_run_in_progress(he
     again.line(r" train \d+/100000 .*pulls [1-9]")
     again.signal(signal.SIGINT)
     assert again.end().code == 130
+    assert "checkpoints of an earlier run" not in "".join(again.output)
     assert run.line(r"peer 2 has left")
-    third = here.start(*command)
-    third.line(r" train \d+/100000 .*pulls [1-9]")
-    assert "checkpoints of an earlier run" not in "".join(third.output)
     run.signal(signal.SIGTERM)
     ended_well(run)
 
@@ -263,7 +261,7 @@ def test_mistakes_are_told_in_one_line_and_leave_nothing(tmp_path: Path) -> None
         other = here.script("with gossipx.join(nn.Linear(4, 1)): pass")
         mismatch = join(here, here.names[0], other, here.path).end()
         assert mismatch.code == 2 and "build the same model on every host" in mismatch.errors, mismatch.shown
-        assert not list((here.path / "x").glob("*-2*")) and not list((here.path / "x").glob("*-3*"))
+        assert not [path.name for path in (here.path / "x").iterdir() if re.search(r"-0*[23]\b", path.name)]
 
         elsewhere = tmp_path / "elsewhere"
         shutil.copytree(here.path / "x", elsewhere / "x")
@@ -276,6 +274,20 @@ def test_mistakes_are_told_in_one_line_and_leave_nothing(tmp_path: Path) -> None
         secret.chmod(0o600)
         line = one_line(join(here, here.names[0], "--secret-file", secret).end(), 5)
         assert "this peer has no secret" in line
+
+
+def test_a_newcomer_that_never_begins_is_no_peer_of_the_run(here: Folder) -> None:
+    loop = """
+while not all_have(peer, "heard", (FOLDER / "nothing").exists(), (0, 1)):
+    train(peer, model, optimizer, peer.iteration + 1)
+"""
+    run = here.start_run("--policy", "tau:5", "--peer-timeout", "20", here.script(TEN_LINES + loop), here.path)
+    run.line(" train ")
+    ended = join(here, here.names[0], here.script("", "nothing.py"), here.path).end()
+    assert ended.code == 1 and "without a call of gossipx.join" in ended.errors, ended.shown
+    (here.path / "nothing").touch()
+    ended_well(run)
+    assert summary(here)["peers"] == 2 and summary(here)["lost"] == []
 
 
 def test_after_a_run_has_ended_nobody_answers(here: Folder) -> None:
