@@ -23,7 +23,10 @@ def images(data_dir: Path | None) -> tuple[TensorDataset, TensorDataset]:
     if data_dir is None:
         train, test = load("fashion-mnist")
         return TensorDataset(train.images, train.labels), TensorDataset(test.images, test.labels)
-    return _cifar10(sorted(data_dir.glob("data_batch_*.bin"))), _cifar10([data_dir / "test_batch.bin"])
+    batches, test = sorted(data_dir.glob("data_batch_*.bin")), data_dir / "test_batch.bin"
+    if not batches or not test.is_file():
+        raise SystemExit(f"{data_dir}: no data_batch_*.bin and test_batch.bin: give cifar-10-batches-bin")
+    return _cifar10(batches), _cifar10([test])
 
 
 def _cifar10(files: list[Path]) -> TensorDataset:

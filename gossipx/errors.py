@@ -24,7 +24,7 @@ class UsageError(GossipxError):
     Args:
         message: one line.
         file: the file with the mistake, if it is in one.
-        line: its line number, from 1.
+        line: its line number, from 1; 0 or None: it is in no line.
         column: its column, from 1.
     """
 
@@ -33,7 +33,7 @@ class UsageError(GossipxError):
     def __init__(
         self, message: str, file: Path | str | None = None, line: int | None = None, column: int | None = None
     ):
-        place = ":".join(str(part) for part in (file, line, column) if part is not None)
+        place = ":".join(str(part) for part in (file, line, column) if part)
         super().__init__(f"{place}: {message}" if place else message)
 
 

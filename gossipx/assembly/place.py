@@ -25,7 +25,7 @@ class Place:
         progress: the pipe to the parent process.
         under_run: whether ``gossipx run`` started this process.
         resumes: whether the run resumes from checkpoints.
-        is_added: whether this peer had no part in the run that resumes, and needs the model of one that had.
+        is_added: whether this peer has had no part in the run so far, and needs the model of one that has.
         resumes_at: the iteration of the checkpoint to resume from; None: the newest.
         admission: with which this peer joins a run under way; None: it is one of those that begin it.
     """

@@ -36,7 +36,7 @@ class PeerLine:
         port: TCP port on which the peer listens.
         device: device to train on; None: the one in the run's settings.
         name: name of the peer in messages and results.
-        line: line number in the file, from 1.
+        line: line number in the file, from 1; 0: it is in none.
         behind_nat: whether other hosts cannot connect to its host, which connects to them instead.
     """
 

@@ -342,11 +342,11 @@ class _Run:
 
         Args:
             by: rank of the peer that reports.
-            restarted: ranks of the peers that it knows to be present and started again.
+            restarted: ranks of the peers, of all machines, that it knows to be present and started again.
         """
         before, self._restarted[by] = self._restarted.get(by, set()), restarted
         self._note_restarts()
-        for rank in before.difference(*self._restarted.values()):
+        for rank in before.difference(*self._restarted.values()) & self._statuses.keys():
             if self._statuses[rank].state == RESTARTED:
                 self._statuses[rank].state = "lost"
                 self._display.line(f"peer {self._statuses[rank].name} is lost again")
@@ -427,7 +427,9 @@ class _Run:
 
     def _tell_end(self, summary: Summary, written: bool) -> None:
         tell = self._display.line
-        self._tell_lost(summary.lost, 1)
+        # Without a result nothing is known of the peers on other machines or in other processes.
+        own = [self._peers[rank].name for rank in self._statuses]
+        self._tell_lost(summary.lost if self._results else own, 1)
         if summary.agreed is False:
             why = "" if self._failures else ": see finish_timeout and peer_timeout in the docs"
             tell(f"the peers hold different models{why}")

@@ -7,6 +7,7 @@ one process, as ``gossipx run`` does.
 from __future__ import annotations
 
 import contextlib
+import shutil
 import socket
 import subprocess
 import time
@@ -23,6 +24,7 @@ from gossipx.errors import (
     GossipxError,
     NotAuthorisedError,
     PeerFaultError,
+    PeerUnreachableError,
     RefusedError,
     StrangerError,
     UsageError,
@@ -87,7 +89,7 @@ def join(
     notice = f"{admission.own.name} is peer {admission.rank} of the run {directory.settings.run.name}"
     start = Start(directory.settings, directory, peers, [admission.rank], notice=notice, joins=environment)
     code = follow(start, script, spawn).code
-    if directory.summary is not None:
+    if directory.summary is not None and directory.summary.retrievals[admission.rank] is not None:
         print(_figures(directory.summary, admission, directory.path))
     return code
 
@@ -170,6 +172,8 @@ class _Asking:
                 if self._access.secret is not None:
                     handshake.prove(link, self._access.secret, me, auth.ANY, deadline)
                 frame = link.request(self._request, 0, deadline)
+            except PeerUnreachableError as error:  # the only answer that a peer with TLS has to plain text
+                raise PeerUnreachableError(f"{error}: does the run have TLS, or none?") from error
             finally:
                 self._links.drop(link)
         except (NotAuthorisedError, StrangerError) as error:
@@ -202,6 +206,7 @@ class NewcomerDirectory:
     def __init__(self, admission: Admission, own: RunConfig, given: Mapping[str, Any]):
         logdir, rank = Path(own.run.logdir), admission.rank
         self.summary: Summary | None = None
+        self._is_new = False  # whether nothing of a peer of this rank was there before
         with contextlib.ExitStack() as undo:
             undo.callback(lambda: self.give_up())
             self.path = self._config = self.admission = logdir  # until the name of the run is known
@@ -213,6 +218,8 @@ class NewcomerDirectory:
                 of_run = files.load(unnamed)
                 self.path = logdir / directories.checked_name(str(of_run.get("name", "joined")))
                 self._check(admission)
+                self._peer = self.path / f"peer-{rank:02d}"
+                self._is_new = not self._peer.exists()
                 self.path.mkdir(exist_ok=True)
                 place = {"name": self.path.name, "logdir": str(logdir)}
                 self.settings = _absolute(files.resolve(of_run, given, place))
@@ -263,6 +270,8 @@ class NewcomerDirectory:
         for file in self._created:
             with contextlib.suppress(OSError):
                 file.unlink(missing_ok=True)
+        if self._is_new:
+            shutil.rmtree(self._peer, ignore_errors=True)
         with contextlib.suppress(OSError):  # not empty
             self.path.rmdir()
 
@@ -283,9 +292,9 @@ def _absolute(settings: RunConfig) -> RunConfig:
 def _figures(summary: Summary, admission: Admission, path: Path) -> str:
     """Return the figures of the newcomer in one line."""
     place = admission.rank
-    accuracy = summary.test_accuracy[place] if place < len(summary.test_accuracy) else None
+    accuracy = summary.test_accuracy[place]
     shown = "" if accuracy is None else f", test accuracy {accuracy:.3f}"
     agreed = {True: ", all peers hold one model", False: ", peers hold different models", None: ""}[summary.agreed]
-    retrievals = summary.retrievals[place] if place < len(summary.retrievals) else None
-    what = f"peer {place} ({admission.own.name}): {summary.iterations} iterations, {retrievals} retrievals{shown}"
+    done = f"{summary.iterations} iterations, {summary.retrievals[place]} retrievals"
+    what = f"peer {place} ({admission.own.name}): {done}{shown}"
     return f"{what}{agreed}; wrote {path / f'peer-{place:02d}'}"

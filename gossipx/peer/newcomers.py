@@ -67,6 +67,15 @@ class Newcomers:
         here = self._members.awaited()
         return {peer.rank: peer.name for peer in self.listed if peer.rank in here}
 
+    def took_part(self) -> dict[int, str]:
+        """Return the names, by rank, of the newcomers that this peer has ever met, and its own if it is one.
+
+        Others may have been admitted and never begun, such as for an error in their script.
+        """
+        others = self._members.others
+        met = [peer for peer in self.listed if peer.rank == self._rank or others[peer.rank].first_stage is not None]
+        return {peer.rank: peer.name for peer in met}
+
     # --- admission --------------------------------------------------------------------------------
 
     def asked(self, event: AskEntry, stage: Stage) -> list[Effect]:

@@ -55,7 +55,7 @@ class Checkpoints:
         state: the training state that they save.
         resumes: whether the run resumes from checkpoints; the newest complete one is then loaded here.
         at: the iteration of the checkpoint to resume from; None: the newest.
-        is_added: whether this peer had no part in the run that resumes: checkpoints that it finds are not used.
+        is_added: whether this peer has had no part in the run so far: checkpoints that it finds are not used.
         servers_due: for a worker of servers whose interval is in seconds: returns the iteration at which the servers
             take a checkpoint, so that all peers take one at the same iteration. None: this peer's clock decides.
 
@@ -85,7 +85,7 @@ class Checkpoints:
         self._servers_last = 0
         self.found = store.load(at) if store is not None and resumes and not is_added else None
         self.resumed = self.found is not None if resumes else None
-        if store is not None and not resumes and store.find() is not None:
+        if store is not None and not resumes and not is_added and store.find() is not None:
             log.warning("%s: checkpoints of an earlier run are replaced; GOSSIPX_RESUME=1 resumes it", store.directory)
         self._last = -1 if self.found is None else self.found.iteration  # iteration of the newest checkpoint
         self._checked = max(self._last, 0)  # iteration of the last check whether one is due

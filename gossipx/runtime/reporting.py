@@ -232,7 +232,7 @@ class Reporter:
                 "report": self._role.report,
                 "reports": reports,
                 "missing": missing,
-                "joined": {peer.rank: peer.name for peer in self._role.newcomers.listed},
+                "joined": self._role.newcomers.took_part(),
                 "consensus_accuracy": averaged.get("accuracy"),
                 "consensus_loss": averaged.get("loss"),
                 "consensus_distance": self.figures.distance,

@@ -41,6 +41,7 @@ from gossipx.wire import (
 from gossipx.wire.agreement import difference, objection
 
 Visits: TypeAlias = Mapping[str, Callable[[], dict[str, object]]]
+IN_HOSTS_FILE = "its host in the hosts file"
 
 
 def prove(link: Link, secrets: auth.Secrets, me: Hello, to: str, deadline: float) -> None:
@@ -138,6 +139,7 @@ def admit(
     """
     they = _unproven(link, deadline)
     if isinstance(they, AdmitRequest):
+        _check_certificate(link, they.name, they.host, "its own address", deadline)
         if (refusal := admissions.answer(link, they, admission, deadline)) is not None:
             raise refuse(link, refusal, deadline)
         they = _first(link, deadline)  # it closes the connection now
@@ -153,10 +155,10 @@ def admit(
         reason = "no peer can join this run" if admission is None else admission.meet(they.joined[0])
     if reason is not None:
         raise refuse(link, reason, deadline)
-    host = they.joined[0].host if they.joined else hosts[they.rank]
-    if isinstance(link.stream, Certified) and not link.stream.speaks_for(host):
-        fault = f"the certificate of {they.name} is not for '{host}', its host in the hosts file"
-        raise _turn_away(link, fault, deadline, StrangerError)
+    if they.joined:
+        _check_certificate(link, they.name, they.joined[0].host, "its own address", deadline)
+    else:
+        _check_certificate(link, they.name, hosts[they.rank], IN_HOSTS_FILE, deadline)
     link.send(frames.encode(welcome, 0, checks=link.checks), deadline)
     link.admitted()
     return they
@@ -184,13 +186,17 @@ def visited(link: Link, names: Sequence[str], hosts: Sequence[str], deadline: fl
     first = _unproven(link, deadline)
     if not isinstance(first, CheckupRequest):
         raise ProtocolError(f"it began with {type(first).__name__}, not CheckupRequest")
-    if isinstance(link.stream, Certified) and first.name in names:
-        host = hosts[names.index(first.name)]
-        if not link.stream.speaks_for(host):
-            fault = f"the certificate of {first.name} is not for '{host}', its host in the hosts file"
-            raise _turn_away(link, fault, deadline, StrangerError)
+    if first.name in names:
+        _check_certificate(link, first.name, hosts[names.index(first.name)], IN_HOSTS_FILE, deadline)
     link.admitted()
     return first
+
+
+def _check_certificate(link: Link, name: str, host: str, whose: str, deadline: float) -> None:
+    """Turn away an opener whose certificate is for another host; ``whose``: what ``host`` is to it, for the message."""
+    if isinstance(link.stream, Certified) and not link.stream.speaks_for(host):
+        fault = f"the certificate of {name} is not for '{host}', {whose}"
+        raise _turn_away(link, fault, deadline, StrangerError)
 
 
 def _unproven(link: Link, deadline: float) -> Message:

@@ -229,12 +229,23 @@ def test_the_notebook_is_kept_without_output() -> None:
         assert not cell.get("outputs") and cell.get("execution_count") is None
 
 
-def test_the_text_of_the_examples_is_readable() -> None:
-    """Its reader goes through the archive itself; the built-in task has its own."""
+def read_data() -> Any:
+    """Return the examples' module of data."""
     specification = importlib.util.spec_from_file_location("data", EXAMPLES / "data.py")
     assert specification is not None and specification.loader is not None
     data = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(data)
+    return data
+
+
+def test_a_folder_without_the_data_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=f"{tmp_path}: no data_batch_.* give cifar-10-batches-bin"):
+        read_data().images(tmp_path)
+
+
+def test_the_text_of_the_examples_is_readable() -> None:
+    """Its reader goes through the archive itself; the built-in task has its own."""
+    data = read_data()
     assert "In the beginning God created the heaven and the earth" in data.text(None)
     train, test = data.images(None)
     assert len(train) == 12_000 and len(test) == 10_000 and train[0][0].dtype == torch.float32

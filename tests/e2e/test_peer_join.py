@@ -12,11 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import Authority
 from ports import free_ports
 from resuming import BRIEF
 from seeds import some
 
-from runs import LONG, TEN_LINES, Ended, Folder, Process, Run, agree, differences, folder, is_running, one_line
+from runs import (
+    LONG,
+    TEN_LINES,
+    Ended,
+    Folder,
+    Process,
+    Run,
+    agree,
+    children,
+    differences,
+    folder,
+    is_running,
+    kill_processes,
+    one_line,
+)
 
 LATE = (
     TEN_LINES
@@ -142,12 +157,56 @@ def test_the_built_in_task_is_joined_without_a_script_and_left_in_order(here: Fo
     assert summary(here)["lost"] == [] or summary(here)["peers"] == 3
 
 
+def test_a_newcomer_that_is_killed_and_joins_again_leaves_the_run_in_progress(here: Folder) -> None:
+    """It is told of nobody but itself that it is lost; and again it begins with a model of the run."""
+    run = here.start_run("--policy", "tau:5", "--iterations", "100000", "--checkpoint-every", "5", *BRIEF)
+    run.line(" train ")
+    (port,) = free_ports(1)
+    command = ("-m", "gossipx", "peer", "join", "--peers", here.names[0], "--port", str(port), "--logdir", here.path)
+    late = here.start(*command, "--threads", "1")
+    late.line(r" train \d+/100000 .*pulls [1-9]")
+    kill_processes(*children(late.pid).values())
+    lost = late.end()
+    assert lost.code == 1 and lost.output.endswith("no peer finished\n"), lost.shown
+    assert f"lost: 127.0.0.1:{port}\n" in lost.output and " retrievals" not in lost.output
+    again = here.start(*command)
+    again.line(r" train \d+/100000 .*pulls [1-9]")
+    again.signal(signal.SIGINT)
+    assert again.end().code == 130
+    assert "checkpoints of an earlier run" not in "".join(again.output)
+    assert run.line(r"peer 2 has left")
+    run.signal(signal.SIGTERM)
+    ended_well(run)
+
+
+def test_over_tls_with_a_certificate_for_its_own_address(here: Folder, tmp_path: Path) -> None:
+    """One that is turned away for its certificate gets no rank: the next newcomer is the third peer."""
+    authority = Authority(tmp_path / "ca")
+    script = here.script(LATE)
+    arguments = (script, here.path, "3", "012")
+    run = here.start_run("--policy", "tau:3", "--peer-timeout", "20", *authority.issue().options(), *arguments)
+    run.line(" train ")
+    contact = here.names[1]
+    line = one_line(join(here, contact, *authority.issue("198.51.100.7").options(), *arguments).end(), 5)
+    assert re.search(r"not authorised: the certificate of [\d.:]+ is not for '127\.0\.0\.1', its own address", line)
+    line = one_line(join(here, contact, *Authority(tmp_path / "other").issue().options(), *arguments).end(), 5)
+    assert "was not signed by a CA in --tls-ca" in line
+    line = one_line(join(here, contact, *arguments).end(), 1)
+    assert f"no peer of a run answers at --peers: {contact} closed the connection: does the run have TLS" in line
+    ended_well(join(here, contact, *authority.issue().options(), *arguments))
+    made = Run(here.path / "x", ended_well(run))
+    assert agree(made, 3)
+    assert made.summary["peers"] == 3 and made.summary["lost"] == [] and here.told(2)["begun"] > 0
+
+
 # --- refusals -----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def training(tmp_path: Path, *options: str) -> Iterator[Folder]:
+def training(tmp_path: Path, *options: str, hosts: str = "") -> Iterator[Folder]:
     with folder(tmp_path, 2) as here:
+        if hosts:
+            here.hosts.write_text(hosts.format(*(name.partition(":")[2] for name in here.names)))
         run = here.start_run("--iterations", "100000", *options, *BRIEF)
         run.line(" train ")
         yield here
@@ -180,18 +239,29 @@ def test_a_run_without_a_place_for_a_newcomer_says_so_in_one_line(tmp_path: Path
         assert sorted(path.name for path in (here.path / "x").iterdir() if "-2" in path.name) == []
 
 
+def test_a_run_with_a_peer_behind_nat_says_so_in_one_line(tmp_path: Path) -> None:
+    with training(tmp_path, "--policy", "tau:5", hosts="127.0.0.1:{}\n127.0.0.2:{} nat\n") as here:
+        line = one_line(join(here, here.names[0]).end(), 2)
+        assert (
+            line == f"{here.names[0]}: refused: a peer of the run is behind NAT, and could not be reached by a new one"
+        )
+        assert not list((here.path / "x").glob("*-2*"))
+
+
 def test_mistakes_are_told_in_one_line_and_leave_nothing(tmp_path: Path) -> None:
     with training(tmp_path, "--policy", "tau:5") as here:
         (nowhere,) = free_ports(1)
         line = one_line(join(here, f"127.0.0.1:{nowhere}").end(), 1)
         assert "no peer of a run answers at --peers: " in line and "Connection refused" in line
+        line = one_line(join(here, here.names[0], "--advertise", "no.such.host.invalid").end(), 2)
+        assert line.startswith("host 'no.such.host.invalid' does not resolve")
         assert "'a:b:c' is not HOST:PORT" in one_line(join(here, "a:b:c").end(), 2)
         assert "script not found" in one_line(join(here, here.names[0], "missing.py").end(), 2)
 
         other = here.script("with gossipx.join(nn.Linear(4, 1)): pass")
         mismatch = join(here, here.names[0], other, here.path).end()
         assert mismatch.code == 2 and "build the same model on every host" in mismatch.errors, mismatch.shown
-        assert not list((here.path / "x").glob("*-2*")) and not list((here.path / "x").glob("*-3*"))
+        assert not [path.name for path in (here.path / "x").iterdir() if re.search(r"-0*[23]\b", path.name)]
 
         elsewhere = tmp_path / "elsewhere"
         shutil.copytree(here.path / "x", elsewhere / "x")
@@ -204,6 +274,20 @@ def test_mistakes_are_told_in_one_line_and_leave_nothing(tmp_path: Path) -> None
         secret.chmod(0o600)
         line = one_line(join(here, here.names[0], "--secret-file", secret).end(), 5)
         assert "this peer has no secret" in line
+
+
+def test_a_newcomer_that_never_begins_is_no_peer_of_the_run(here: Folder) -> None:
+    loop = """
+while not all_have(peer, "heard", (FOLDER / "nothing").exists(), (0, 1)):
+    train(peer, model, optimizer, peer.iteration + 1)
+"""
+    run = here.start_run("--policy", "tau:5", "--peer-timeout", "20", here.script(TEN_LINES + loop), here.path)
+    run.line(" train ")
+    ended = join(here, here.names[0], here.script("", "nothing.py"), here.path).end()
+    assert ended.code == 1 and "without a call of gossipx.join" in ended.errors, ended.shown
+    (here.path / "nothing").touch()
+    ended_well(run)
+    assert summary(here)["peers"] == 2 and summary(here)["lost"] == []
 
 
 def test_after_a_run_has_ended_nobody_answers(here: Folder) -> None:

@@ -125,3 +125,16 @@ def test_a_script_that_fails_once_leaves_the_exit_code_as_it_is(run: Run) -> Non
         finish()
     """
     assert run(body, peers="localhost slots=2", restart=1) == 0
+
+
+@pytest.mark.fault(1)
+def test_restarts_of_peers_that_this_process_did_not_start_are_theirs(run: Run, tmp_path: Path) -> None:
+    """Of peers of other machines and of newcomers only other peers know: that one was restarted, and that it left."""
+    body = """
+        train()
+        tell(state="train", step=6, restarted=[7])
+        tell(state="train", step=7)
+        finish()
+    """
+    assert run(body, peers="localhost slots=2") == 0
+    assert read(tmp_path / "runs" / "mine").lost == []

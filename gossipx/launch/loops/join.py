@@ -235,7 +235,7 @@ def _place(
         progress=channel,
         under_run=under_run,
         resumes=bool(resumes := os.environ.get(ENV_RESUME)),
-        is_added=resumes == ADDED,
+        is_added=resumes == ADDED or (admission is not None and not resumes),
         resumes_at=int(at) if (at := os.environ.get(ENV_RESUME_AT)) else None,
         admission=admission,
     )
