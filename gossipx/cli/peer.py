@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from gossipx.cli import completers
 from gossipx.cli.commands import debug
 from gossipx.cli.options import ACCESS, logdir_option, options, script_argument
 from gossipx.cli.status import peers_of
+from gossipx.config.settings import ExchangeSettings
 from gossipx.errors import GossipxError, NotAuthorisedError, UsageError
 from gossipx.launch.directory import CONFIG_FILE, run_directory
+from gossipx.launch.hosts import PeerLine
 from gossipx.specs import suggest
 
 OWN = ("logdir", "device", "threads", "data_dir", "bind", "advertise", *ACCESS)
@@ -55,7 +58,7 @@ def restart(names: tuple[str, ...], logdir: Path) -> None:
 
     run, name = _meant(names, logdir)
     peers, exchange = peers_of(run, None, logdir, {})
-    _check(name, [one.name for one in peers])
+    _find(name, peers, exchange)
     path = run_directory(run, logdir)
     if not send(path, RESTART, {"peer": name}, patience=exchange.peer_timeout):
         raise GossipxError(
@@ -79,15 +82,11 @@ def drain(names: tuple[str, ...], hosts: Path | None, logdir: Path, **access: An
     gossipx peer drain mine localhost:29401
     gossipx peer drain --peers hosts.txt --secret-file secret node-b
     """
-    from gossipx.tools.visit import statuses, visit
+    from gossipx.tools.visit import visit
 
     run, name = (None, names[0]) if hosts is not None and len(names) == 1 else _meant(names, logdir)
     peers, exchange = peers_of(run, hosts, logdir, access)
-    known = {one.name: one for one in peers}
-    if name not in known:
-        known |= {one.peer.name: one.peer for one in statuses(peers, exchange)}
-    _check(name, list(known))
-    asked = known[name]
+    asked = _find(name, peers, exchange)
     [answer] = visit(peers, exchange, "drain", [asked])
     if not answer.authorised:
         raise NotAuthorisedError(f"{name}: {answer.why}")
@@ -116,9 +115,17 @@ def _meant(names: tuple[str, ...], logdir: Path) -> tuple[str, str]:
     return str(running[0]), names[0]
 
 
-def _check(name: str, known: list[str]) -> None:
+def _find(name: str, peers: Sequence[PeerLine], exchange: ExchangeSettings) -> PeerLine:
+    """Return the peer of this name: one of the hosts file, or one that joined, of which ``peers`` know."""
+    from gossipx.tools.visit import statuses
+
+    known = {one.name: one for one in peers}
     if name not in known:
-        raise UsageError(f"no peer '{name}'{suggest(name, dict.fromkeys(known))}: the run has {', '.join(known[:20])}")
+        known |= {one.peer.name: one.peer for one in statuses(peers, exchange)}
+    if name not in known:
+        shown = ", ".join(list(known)[:20])
+        raise UsageError(f"no peer '{name}'{suggest(name, dict.fromkeys(known))}: the run has {shown}")
+    return known[name]
 
 
 @peer.command(

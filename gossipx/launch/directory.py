@@ -42,8 +42,8 @@ _SHOWN = 20
 
 def run_directory(run: str, logdir: Path) -> Path:
     """Return the path of a run that is given by its directory or by its name in ``logdir``."""
-    path = Path(run)
-    return path if path.is_dir() or not (logdir / run).is_dir() else logdir / run
+    path, named = Path(run), logdir / run
+    return named if named.is_dir() and not (path / CONFIG_FILE).exists() else path
 
 
 def is_in_progress(run: Path) -> bool:

@@ -357,7 +357,7 @@ class PeerRole:
             effects.append(Note(f"lost {to}", f"peer {to} is lost: {event.fault.value}"))
             effects += self.stages.check_min_peers()
             effects += self.server.peer_lost(to, now)
-        elif not isinstance(request, ArriveRequest):
+        elif not isinstance(request, ArriveRequest) and not other.lost:
             effects.append(Note("fault", f"a request to peer {to} failed: {event.fault.value}"))
         return effects + self._request_failed(event.ticket, to, request, now)
 

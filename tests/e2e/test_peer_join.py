@@ -132,7 +132,7 @@ def test_two_join_by_different_contacts_with_a_secret_and_a_directory_of_their_o
 
 @pytest.mark.parametrize("drained", [False, True])
 def test_the_built_in_task_is_joined_without_a_script_and_left_in_order(here: Folder, drained: bool) -> None:
-    """On Ctrl-C, or because somebody drains it by the name that gossipx status shows."""
+    """On Ctrl-C, or because somebody drains it by the name that gossipx status shows; it is restarted by that name."""
     run = here.start_run("--policy", "tau:5", "--iterations", "100000", *BRIEF)
     run.line(" train ")
     (nowhere,) = free_ports(1)
@@ -144,6 +144,10 @@ def test_the_built_in_task_is_joined_without_a_script_and_left_in_order(here: Fo
     assert [one["name"] for one in begun] == here.names and newcomer["stage"] == "train"
     assert newcomer["iteration"] > 0 and newcomer["last_exchange"] in here.names
     if drained:
+        again = here.start("-m", "gossipx", "peer", "restart", "--logdir", here.path, "x", newcomer["name"]).end()
+        assert again.code == 0 and f"{newcomer['name']} is being restarted" in again.output, again.shown
+        late.line("is restarted, as asked")
+        late.line(r" train \d+/100000 .*pulls [1-9]")
         drain = here.start("-m", "gossipx", "peer", "drain", "--logdir", here.path, "x", newcomer["name"]).end()
         assert drain.code == 0 and f"{newcomer['name']} has left" in drain.output, drain.shown
     else:

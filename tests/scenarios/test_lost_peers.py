@@ -25,6 +25,7 @@ from toy import (
 
 from gossipx import topology
 from gossipx.peer.membership import Membership
+from gossipx.peer.role import PeerRole
 from gossipx.protocol.effects import Note
 from gossipx.protocol.events import Fault
 from gossipx.protocol.messages import Stage
@@ -315,11 +316,9 @@ def test_a_local_fault_counts_against_no_other_peer():
     assert [members.failed(2, Fault.UNREACHABLE, 0.1 * count) for count in range(3)] == [False, False, True]
 
 
-def test_every_peer_that_is_lost_or_leaves_is_told(monkeypatch: pytest.MonkeyPatch):
-    """Also if several go within the interval of one topic, in which later lines are only counted."""
-    made = world(5)
-    made.run(3.0)
-    role, notes = made.peers[0].role, []
+def notes_of(role: PeerRole, monkeypatch: pytest.MonkeyPatch) -> list[Note]:
+    """Return a list that grows by what ``role`` tells its user from now on."""
+    notes: list[Note] = []
     handle = role.handle
 
     def noted(event, now):
@@ -328,6 +327,14 @@ def test_every_peer_that_is_lost_or_leaves_is_told(monkeypatch: pytest.MonkeyPat
         return effects
 
     monkeypatch.setattr(role, "handle", noted)
+    return notes
+
+
+def test_every_peer_that_is_lost_or_leaves_is_told(monkeypatch: pytest.MonkeyPatch):
+    """Also if several go within the interval of one topic, in which later lines are only counted."""
+    made = world(5)
+    made.run(3.0)
+    notes = notes_of(made.peers[0].role, monkeypatch)
     made.crash(1, 4.0)
     made.crash(2, 4.0)
     made.leave(3, 5.0)
@@ -336,3 +343,18 @@ def test_every_peer_that_is_lost_or_leaves_is_told(monkeypatch: pytest.MonkeyPat
     topics = {note.text.split(":")[0]: note.topic for note in notes if "lost" in note.text or "left" in note.text}
     assert {"peer 1 is lost", "peer 2 is lost", "peer 3 has left", "peer 4 has left"} <= topics.keys()
     assert len(set(topics.values())) == len(topics)
+
+
+@pytest.mark.fault(1)
+def test_a_lost_peer_is_told_once(monkeypatch: pytest.MonkeyPatch):
+    """Later requests, which ask whether it is back, fail without a line."""
+    made = world(2, policy="tau:1")
+    made.run(3.0)
+    role = made.peers[0].role
+    notes = notes_of(role, monkeypatch)
+    made.crash(1, 4.0)
+    ended(made, bound(2))
+    texts = [note.text for note in notes]
+    lost = next(place for place, text in enumerate(texts) if text.startswith("peer 1 is lost"))
+    assert role.members.others[1].faults > 4, "it was asked again"
+    assert not any(text.startswith("a request") for text in texts[lost:])

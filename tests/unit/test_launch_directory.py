@@ -15,7 +15,7 @@ from launches import DEADLINE, Run, hosts, launcher, script
 from gossipx.config import files as config_files
 from gossipx.errors import UsageError
 from gossipx.launch import local
-from gossipx.launch.directory import RunDirectory, replace
+from gossipx.launch.directory import CONFIG_FILE, RunDirectory, replace, run_directory
 from gossipx.launch.local import launch
 from gossipx.metrics.summary import FILE, read
 
@@ -221,6 +221,18 @@ def test_a_logdir_that_is_a_file_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
     with pytest.raises(UsageError, match=r"cannot write the run: .*; give another --logdir"):
         run("finish()")
+
+
+def test_the_name_of_a_run_is_not_mistaken_for_a_directory_without_a_run(
+    run: Run, tmp_path: Path, mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("finish()") == 0
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    assert run_directory("mine", Path("runs")) == Path("runs/mine")
+    (tmp_path / "mine" / CONFIG_FILE).touch()
+    assert run_directory("mine", Path("runs")) == Path("mine"), "as a path it is a run, too"
+    assert run_directory("runs", Path("runs")) == Path("runs"), "a directory of runs"
 
 
 def test_a_run_without_a_name_is_named_after_its_policy(run: Run, mine: Path) -> None:
