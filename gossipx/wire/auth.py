@@ -193,6 +193,9 @@ def misdirected(opened: Open, name: str) -> str | None:
     """
     if opened.answerer in (name, ANY):
         return None
+    if opened.opener == name:
+        advice = "on one machine, each peer needs a port or a --bind address of its own"
+        return f"this is {name} itself, not {opened.answerer}; {advice}"
     return f"this is {name}, not {opened.answerer}; start every peer with the same hosts file"
 
 
