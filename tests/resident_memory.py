@@ -1,6 +1,7 @@
 """Memory that the peers of a run hold: a training script that reports it, and the evaluation of its reports.
 
-Started by ``gossipx run ... resident_memory.py FOLDER WIDE ITERATIONS SAMPLES``; the model has WIDE · 1000 weights.
+Started by ``gossipx run ... resident_memory.py FOLDER WIDE ITERATIONS SAMPLES MIXES``; the model has WIDE · 1000
+weights, and each peer trains until it has mixed MIXES times.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import nn
 import gossipx
 
 MOST_STEPS = 200_000
-"""Until all peers are there; ends a run in which one is missing."""
+"""Until all peers are there and have mixed; ends a run in which one is missing."""
 
 
 def told(folder: Path, peers: int) -> list[dict[str, Any]]:
@@ -42,7 +43,7 @@ def resident(process: str) -> int:
 
 def main() -> None:
     """Train, and tell the folder what is held."""
-    folder, wide, iterations, samples = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    folder, wide, iterations, samples, mixes = Path(sys.argv[1]), *map(int, sys.argv[2:])
     model = nn.Linear(wide, 1000, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     model.weight.grad = torch.ones_like(model.weight)
@@ -56,7 +57,7 @@ def main() -> None:
         while not all(place.exists() for place in places) and peer.iteration < MOST_STEPS:
             optimizer.step()
         processes = [place.read_text() for place in places]
-        while peer.iteration < iterations:
+        while peer.iteration < iterations or (peer.mixes < mixes and peer.iteration < MOST_STEPS):
             optimizer.step()
             if peer.iteration % (iterations // samples) == 0:
                 seen.append(sum(map(resident, processes)))  # all at one time: what is shared moves from one to another

@@ -42,7 +42,7 @@ def _run(peers: int, megabytes: int, transport: str) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         wide = str(int(megabytes * MB) // 4000)
-        script = (resident_memory.__file__, scratch, wide, str(ITERATIONS), str(SAMPLES))
+        script = (resident_memory.__file__, scratch, wide, str(ITERATIONS), str(SAMPLES), "0")
         one = train(folder, "run", peers, "--policy", "tau:1", "--transport", transport, "--no-save-model", *script)
         grown = resident_memory.growth(resident_memory.told(folder, peers)) / MB
         return statistics.fmean(value or 0.0 for value in one.retrievals), grown

@@ -428,8 +428,7 @@ class _Run:
     def _tell_end(self, summary: Summary, written: bool) -> None:
         tell = self._display.line
         # Without a result nothing is known of the peers on other machines or in other processes.
-        own = [self._peers[rank].name for rank in self._statuses]
-        self._tell_lost(summary.lost if self._results else own, 1)
+        self._tell_lost(summary.lost if self._results else [self._peers[rank].name for rank in self._statuses], 1)
         if summary.agreed is False:
             why = "" if self._failures else ": see finish_timeout and peer_timeout in the docs"
             tell(f"the peers hold different models{why}")

@@ -328,7 +328,7 @@ def test_a_connection_relayed_to_its_opener_is_refused(start: Start, middle: Cal
     run = start(3)
     a, c = run.host(0, secret=SECRET), run.host(2, secret=SECRET)
     run.addresses[1] = middle(a.comm.address).address
-    assert "this is peer-00, not peer-01" in str(failure(a, 1))
+    assert "this is peer-00 itself, not peer-01" in str(failure(a, 1))
     run.addresses[1] = middle(c.comm.address).address
     assert "this is peer-02, not peer-01" in str(failure(a, 1))
     assert a.received.empty()

@@ -26,7 +26,7 @@ def test_at_most_two_snapshots_and_one_incoming_model(tmp_path: Path, transport:
     """This holds for any number of neighbours; models have 40 MB, and each pull follows the previous one."""
     with folder(tmp_path, peers) as here:
         options = ("--policy", "tau:1", "--transport", transport)
-        run = here.run(*options, SCRIPT, here.path, "10000", "30", "15", fresh=True)
+        run = here.run(*options, SCRIPT, here.path, "10000", "30", "15", "2", fresh=True)
         assert min(run.summary["retrievals"]) > 1
         told = resident_memory.told(here.path, peers)
         assert resident_memory.growth(told) < 3 * 40 * MB + 64 * MB, told
@@ -37,7 +37,7 @@ def test_at_most_two_snapshots_and_one_incoming_model(tmp_path: Path, transport:
 def test_thousands_of_pulls_leave_nothing_behind(tmp_path: Path, transport: str) -> None:
     with folder(tmp_path, 2) as here:
         options = ("--policy", "tau:1", "--transport", transport, "--blocking")
-        run = here.run(*options, SCRIPT, here.path, "100", "4000", "20", fresh=True)
+        run = here.run(*options, SCRIPT, here.path, "100", "4000", "20", "0", fresh=True)
         assert run.summary["retrievals"] == [4_000, 4_000]
         for told in resident_memory.told(here.path, 2):
             assert max(told["seen"][10:]) - told["seen"][1] < 2 * MB, told

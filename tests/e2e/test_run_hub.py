@@ -93,8 +93,10 @@ with gossipx.join(model, optimizer) as peer:
         options = ("--policy", "tau:1", "--hub", "0", "--hub-only", "--blocking")
         run = here.run(*options, here.script(script), here.path)
     model = sum(tensor.nbytes for tensor in run.model(0).values())
-    assert run.summary["retrievals"] == [0, 10]
-    assert 10 * model <= run.summary["bytes_received"][0] <= 11 * model
+    none, retrievals = run.summary["retrievals"]
+    # The first iterations of the worker may be over before the hub has joined.
+    assert none == 0 < retrievals == 10 - run.summary["skipped"][1]
+    assert retrievals * model <= run.summary["bytes_received"][0] <= (retrievals + 1) * model
 
 
 @pytest.mark.parametrize(
