@@ -80,7 +80,8 @@ def test_codecs_of_models_cut_the_bytes(tmp_path: Path, mode: str, codec: tuple[
     assert summary["codec"] == codec[1]
     each = [sum(one["bytes_received"]) / sum(one["retrievals"]) for one in (plain, summary)]
     assert each[1] < each[0] / fewer
-    assert (sum(summary["failed"]), sum(summary["poisoned"]), summary["lost"]) == (0, 0, [])
+    faults = (sum(summary["failed"]), sum(summary["poisoned"]), summary["lost"])
+    assert faults == (0, 0, []), run.ended.shown
     assert summary["consensus_accuracy"] > plain["consensus_accuracy"] - 0.05
     assert all(max(differences(run.model(0), run.model(rank)).values()) <= 1e-5 for rank in (1, 2))
 
