@@ -99,7 +99,7 @@ def options(command: click.Command) -> Iterator[str]:
 # Options of bin/bench, bin/test and other programs.
 OTHERS = {"--all", "--full", "--json", "--keep", "--logdir", "--only", "--rate", "--scenario", "--seeds"}
 OTHERS |= {"--period", "--steps", "--systems", "--lowest", "--python", "--quick"}
-OTHERS |= {"--index-url", "--build-arg", "--strict", "--rm"}  # those of pip, twine and docker
+OTHERS |= {"--build-arg", "--strict", "--rm"}  # those of twine and docker
 OTHERS |= {"--nproc-per-node", "--standalone", "--no-python", "--max-restarts"}  # torchrun's
 OTHERS |= {"--ntasks", "--kill-on-bad-exit", "--from-literal", "--mca"}  # srun's, kubectl's, mpirun's
 
