@@ -35,12 +35,14 @@ class Retrieval:
             pushed model, at the time of mixing. Of a fragment, it is the estimate for the whole model that Eq. 8 needs
             (:meth:`gossipx.model.fragments.Fragment.distance_of_model`). None: one of the two models is a mean of
             several peers' models, or the fragment has no trained values.
+        sender: rank of the model's peer; None: unknown.
         of_centre: whether the model was a hub's centre, as it was before this exchange changed it.
     """
 
     seconds: float
     staleness: int
     distance: float | None
+    sender: int | None
     of_centre: bool = False
 
 
@@ -145,7 +147,7 @@ class Captures:
                 two_models = captured.now is captured.base and transfer.weight == 1 and sink is None
                 if in_wave:
                     known = fragment.distance_of_model(distance) if two_models else None
-                    captured.retrievals.append(Retrieval(transfer.seconds, staleness, known))
+                    captured.retrievals.append(Retrieval(transfer.seconds, staleness, known, transfer.sender))
                 captured.now, merged = merged, captured.now
         merged.release()
         return True

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-import time
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
@@ -75,6 +74,7 @@ from gossipx.protocol.messages import (
 )
 from gossipx.protocol.table_effects import Fetched, TableEffect
 from gossipx.runtime.captures import Captures, Retrieval
+from gossipx.runtime.clock import Clock, SystemClock
 from gossipx.runtime.commands import Commands
 from gossipx.runtime.limited_log import LimitedLog
 from gossipx.runtime.model_transfers import Transfers
@@ -82,7 +82,6 @@ from gossipx.runtime.requests import Outbox
 from gossipx.runtime.roster import Roster
 from gossipx.runtime.table_transfers import TableRequest
 from gossipx.runtime.tables import TableWork
-from gossipx.runtime.timers import Timers
 from gossipx.runtime.uploads import Uploads
 from gossipx.wire import UploadSink
 
@@ -100,6 +99,8 @@ class Driver:
         role: handles every event.
         arena: holds the weights of this peer.
         places: number of models that other peers may upload at the same time.
+        clock: the time, and the threads that depend on it; None: those of this machine.
+        note: logs a text on a topic; None: as a warning, at a limited rate.
 
     Attributes:
         outbox: sends requests.
@@ -114,25 +115,33 @@ class Driver:
         committing: lock that is held while a received model is written into the weights.
     """
 
-    def __init__(self, role: PeerRole, arena: ParameterArena, places: int = 4):
+    def __init__(
+        self,
+        role: PeerRole,
+        arena: ParameterArena,
+        places: int = 4,
+        clock: Clock | None = None,
+        note: Callable[[str, str], None] | None = None,
+    ):
         self.role = role
         self.arena = arena
         self.on_retrieval: Callable[[Retrieval], None] = lambda retrieval: None
         self.error: GossipxError | None = None
         self.committing = threading.Lock()
         self.captures = Captures(arena, role.sync.policy.uses_drift)
-        self._note = LimitedLog(LOG_INTERVAL).warn
-        self.outbox = Outbox(role.rank, self.handle, self._note, self.fail)
-        self.transfers = Transfers(arena, self.outbox)
-        self.tables = TableWork(role.rank, self.outbox, self.handle, self._reply)
-        self.uploads = Uploads(arena, self.transfers, self.tables.transfers, places)
+        self._clock = clock = clock or SystemClock()
+        self._note = note or LimitedLog(LOG_INTERVAL).warn
+        self.outbox = Outbox(role.rank, clock, self.handle, self._note, self.fail)
+        self.transfers = Transfers(arena, self.outbox, clock)
+        self.tables = TableWork(role.rank, clock, self.outbox, self.handle, self._reply)
+        self.uploads = Uploads(arena, self.transfers, self.tables.transfers, places, clock)
         self._received_at: dict[Stage, int] = {}  # bytes received when the role reached a stage
         self._lock = threading.Lock()
         self._resumed = threading.Event()
         self._resumed.set()
         self.commands = Commands(self.handle, role.settings.peer_timeout)
         self.roster: Roster | None = None
-        self._timers = Timers(lambda name: self.handle(TimerFired(name)), str(role.rank))
+        self._timers = clock.timers(lambda name: self.handle(TimerFired(name)), str(role.rank))
         self._closed = False
 
     @property
@@ -151,7 +160,7 @@ class Driver:
         with self._lock:
             if self._closed:
                 return
-            effects = self.role.handle(event, time.monotonic())
+            effects = self.role.handle(event, self._clock.now())
             if self.comm is not None:
                 self._received_at.setdefault(self.role.stage, self.comm.bytes_received)
             snapshots = [self._carry_out_locked(effect) for effect in effects]
@@ -169,7 +178,7 @@ class Driver:
                 # A difference to a model that was dropped. The sender uploads a whole model next.
                 self._note("protocol", f"the upload of peer {sender} is ignored: {error}")
                 upload.release()
-                self._reply(Answer(key, BusyReply(), time.monotonic() + request.patience), BusyReply(), None)
+                self._reply(Answer(key, BusyReply(), self._clock.now() + request.patience), BusyReply(), None)
                 return
         self.handle(Received(sender, key, request))
 
@@ -390,7 +399,7 @@ class Driver:
                 self.captures.commit(transfer, share, ticket if own else None)
             staleness, of_centre = self.arena.step - transfer.their_step, isinstance(transfer.request, ElasticRequest)
             distance = fragment.distance_of_model(transfer.distance)
-            self.on_retrieval(Retrieval(transfer.seconds, staleness, distance, of_centre))
+            self.on_retrieval(Retrieval(transfer.seconds, staleness, distance, transfer.sender, of_centre))
         transfer.incoming.release()
         self._forget(ticket)
         self.handle(Poisoned(ticket) if poisoned else Mixed(ticket))

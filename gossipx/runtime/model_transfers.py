@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -27,6 +26,7 @@ from gossipx.protocol.messages import (
     TakeRequest,
     fragment_of,
 )
+from gossipx.runtime.clock import Clock
 from gossipx.runtime.requests import Outbox, Prepared
 
 
@@ -37,7 +37,7 @@ class Transfer:
     Attributes:
         request: the request whose reply, or whose payload, is the model.
         incoming: the buffer that receives it.
-        began: time of the request, time.monotonic().
+        began: time of the request, on the driver's clock.
         sender: rank of the model's peer, if this peer requested it.
         distance: the distance to the base once everything has arrived; NaN: the model has a NaN or Inf.
         seconds: from the request to the last byte.
@@ -65,15 +65,17 @@ class Transfers:
     Args:
         arena: lends the buffers.
         outbox: sends this peer's requests.
+        clock: measures transfers.
 
     Attributes:
         codec: encodes models; None: they are sent as raw values.
     """
 
-    def __init__(self, arena: ParameterArena, outbox: Outbox):
+    def __init__(self, arena: ParameterArena, outbox: Outbox, clock: Clock):
         self.codec: Coded | None = None
         self._arena = arena
         self._outbox = outbox
+        self._clock = clock
         self._transfers: dict[int, Transfer] = {}
 
     # --- out --------------------------------------------------------------------------------------
@@ -95,7 +97,8 @@ class Transfers:
         is_whole, fragment = isinstance(send.request, InitialRequest), fragment_of(send.request)
         payload = Incoming(self._arena, base, is_whole, fragment)
         model_sink = None if self.codec is None else self.codec.model_sink(send.to, send.request, payload)
-        self._transfers[send.ticket] = Transfer(send.request, payload, time.monotonic(), send.to, model_sink=model_sink)
+        began = self._clock.now()
+        self._transfers[send.ticket] = Transfer(send.request, payload, began, send.to, model_sink=model_sink)
 
         def over() -> None:
             if upload is not None:
@@ -126,7 +129,7 @@ class Transfers:
         if not isinstance(reply, ModelReply):
             return None
         transfer = self._transfers[ticket]
-        transfer.seconds = time.monotonic() - transfer.began
+        transfer.seconds = self._clock.now() - transfer.began
         transfer.their_step, transfer.weight = reply.step, reply.weight
         if transfer.model_sink is not None:
             try:

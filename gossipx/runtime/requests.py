@@ -23,7 +23,7 @@ from gossipx.memory import Source
 from gossipx.protocol.effects import Send
 from gossipx.protocol.events import Event, Failed, Fault, Replied
 from gossipx.protocol.messages import Reply, Request
-from gossipx.runtime.serial_worker import SerialWorker
+from gossipx.runtime.clock import Clock
 from gossipx.wire import Sink, SinkFactory
 
 Prepared = tuple[Request, Sink | SinkFactory | None, Source | None]
@@ -39,6 +39,7 @@ class Outbox:
 
     Args:
         rank: this peer's rank, for the thread's name.
+        clock: makes the thread.
         handle: called once per request with a Replied or Failed event.
         note: called with a topic and a text for each fault that is worth logging.
         fail: called with an error that ends training.
@@ -50,6 +51,7 @@ class Outbox:
     def __init__(
         self,
         rank: int,
+        clock: Clock,
         handle: Callable[[Event], None],
         note: Callable[[str, str], None],
         fail: Callable[[GossipxError], None],
@@ -59,7 +61,7 @@ class Outbox:
         self._cancelled: set[int] = set()  # tickets, until they are forgotten
         self._cancels: dict[int, Callable[[], None]] = {}
         # Passing a request to the CommManager wakes its threads; in the training thread that would delay the step.
-        self._serial_worker = SerialWorker(f"gossipx-outbox-{rank}")
+        self._worker = clock.worker(f"gossipx-outbox-{rank}")
 
     def send(
         self,
@@ -146,9 +148,9 @@ class Outbox:
 
     def post(self, job: Callable[[], None]) -> None:
         """Queue a job for the outbox's thread."""
-        self._serial_worker.put(job)
+        self._worker.put(job)
 
     def close(self) -> None:
         """Stop sending, and make no more callbacks."""
-        self._serial_worker.close()
+        self._worker.close()
         self._handle = self.note = self.fail = nothing  # break the reference cycle with the driver

@@ -37,8 +37,8 @@ from gossipx.protocol.table_effects import (
     TakeRanges,
     Unchanged,
 )
+from gossipx.runtime.clock import Clock
 from gossipx.runtime.requests import Outbox, nothing
-from gossipx.runtime.serial_worker import SerialWorker
 from gossipx.runtime.shards import ShardKeeper
 from gossipx.runtime.table_transfers import TableTransfers
 from gossipx.tables.store import TableStore
@@ -52,6 +52,7 @@ class TableWork:
 
     Args:
         rank: this peer's rank, for the thread's name.
+        clock: makes the thread.
         outbox: sends this peer's requests.
         handle: called with the events that result.
         reply: sends a reply.
@@ -61,10 +62,10 @@ class TableWork:
         keeper: writes the shards' checkpoints and journals; None: nothing is written. Set by the caller.
     """
 
-    def __init__(self, rank: int, outbox: Outbox, handle: Callable[[Event], None], reply: SendReply):
+    def __init__(self, rank: int, clock: Clock, outbox: Outbox, handle: Callable[[Event], None], reply: SendReply):
         self.keeper: ShardKeeper | None = None
         self.transfers = TableTransfers(outbox)
-        self._serial_worker = SerialWorker(f"gossipx-tables-{rank}", self.transfers.rejected)
+        self._worker = clock.worker(f"gossipx-tables-{rank}", self.transfers.rejected)
         self._handle = handle
         self._reply = reply
 
@@ -80,7 +81,7 @@ class TableWork:
 
     def close(self) -> None:
         """Stop the thread. Checkpoints that are queued are still written."""
-        self._serial_worker.close(wait=self.keeper is not None)
+        self._worker.close(wait=self.keeper is not None)
         if self.keeper is not None:
             self.keeper.close()
         self._handle = self._reply = nothing  # break the reference cycle with the driver
@@ -89,7 +90,7 @@ class TableWork:
 
     def do(self, effect: TableEffect) -> None:
         """Carry out an effect, or queue it behind the effects of earlier decisions. Called under the driver's lock."""
-        table_store, put = self._table_store, self._serial_worker.put
+        table_store, put = self._table_store, self._worker.put
         match effect:
             case Gather():
                 table_store.client.gather()
@@ -115,6 +116,8 @@ class TableWork:
             case TakeCopy(ticket, shard):
                 copy = self.transfers.copy(ticket)
                 put(lambda: table_store.take_copy(shard, copy))
+            case RestoreTables(shard, epoch) if self.keeper is None:
+                put(lambda: self._handle(TablesRestored(shard, epoch, None)))
             case Record() | KeepShard() | RestoreTables():
                 if self.keeper is not None:
                     self._keep(self.keeper, effect)
@@ -129,17 +132,15 @@ class TableWork:
         match effect:
             case Record(record, ticket):
                 gradient = None if ticket is None else self.transfers.held_gradient(ticket)
-                self._serial_worker.put(lambda: keeper.record(record, gradient))
+                self._worker.put(lambda: keeper.record(record, gradient))
             case KeepShard(shard, clock, state):
-                self._serial_worker.put(lambda: keeper.save_checkpoint(shard, clock, state))
+                self._worker.put(lambda: keeper.save_checkpoint(shard, clock, state))
             case RestoreTables(shard, epoch):
-                self._serial_worker.put(
-                    lambda: self._handle(TablesRestored(shard, epoch, keeper.restore_tables(shard)))
-                )
+                self._worker.put(lambda: self._handle(TablesRestored(shard, epoch, keeper.restore_tables(shard))))
 
     def _move(self, effect: PrepareTables | TakeRanges | ReportPrepared | PlaceTables | DropTables) -> None:
         """Carry out an effect of a change of servers."""
-        table_store, put = self._table_store, self._serial_worker.put
+        table_store, put = self._table_store, self._worker.put
         match effect:
             case PrepareTables(epoch, servers):
                 put(lambda: table_store.prepare(epoch, servers))
@@ -175,7 +176,7 @@ class TableWork:
 
     def answer(self, answer: Answer) -> None:
         """Queue an answer behind the effects of earlier decisions. Called under the driver's lock."""
-        self._serial_worker.put(lambda: self._answer(answer))
+        self._worker.put(lambda: self._answer(answer))
 
     def _answer(self, answer: Answer) -> None:
         reply = answer.reply

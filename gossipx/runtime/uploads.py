@@ -7,7 +7,6 @@ it under a ticket or drops it.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Hashable
 
 from gossipx.compression import UploadedModelSink
@@ -16,6 +15,7 @@ from gossipx.model.arena import ParameterArena
 from gossipx.model.receive import Incoming
 from gossipx.protocol.messages import CarryingRequest, ElasticRequest
 from gossipx.protocol.server_messages import GradientRequest, RecordRequest
+from gossipx.runtime.clock import Clock
 from gossipx.runtime.model_transfers import Transfer, Transfers
 from gossipx.runtime.table_transfers import TableTransfers
 from gossipx.tables.store import Gradient
@@ -45,13 +45,15 @@ class Uploads:
         transfers: stores the models that are kept.
         tables: stores the gradients that are kept.
         places: number of models that may be uploaded at the same time; further senders wait.
+        clock: says when an upload arrived.
     """
 
-    def __init__(self, arena: ParameterArena, transfers: Transfers, tables: TableTransfers, places: int):
+    def __init__(self, arena: ParameterArena, transfers: Transfers, tables: TableTransfers, places: int, clock: Clock):
         self._arena = arena
         self._transfers = transfers
         self._tables = tables
         self._uploads: dict[Hashable, Transfer | Gradient] = {}  # by the request's key
+        self._clock = clock
         self._places = threading.BoundedSemaphore(places)
 
     def sink_for(self, sender: int, request: CarryingRequest) -> UploadSink:
@@ -96,7 +98,7 @@ class Uploads:
                 upload_sink.decode()
             incoming = upload.incoming if isinstance(upload, UploadedModelSink) else upload
             assert isinstance(incoming, Incoming)
-            began = time.monotonic()
+            began = self._clock.now()
             self._uploads[key] = Transfer(request, incoming, began, their_step=request.step, upload_sink=upload_sink)
 
     def keep(self, key: Hashable, ticket: int) -> None:

@@ -1,4 +1,4 @@
-"""A simulator: the same peer roles as in real processes, in virtual time over a modelled network.
+"""A simulator: the peers of real processes in virtual time, over a modelled network.
 
 Everything random comes from one seed, so that a run with faults can be replayed exactly.
 """

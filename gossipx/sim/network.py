@@ -1,25 +1,68 @@
-"""A network model: how long a message takes, and whether it arrives."""
+"""A network model: how long a message takes, and whether it arrives.
+
+Every peer has an outgoing and an incoming link, and every site may have a shared uplink in each direction. The
+transfers on a link share it equally, and a transfer moves at the least of its shares::
+
+    rate(f) = min(limit, min over links l of f: bandwidth(l) / number of transfers on l)
+
+This is exact where all transfers of a link are limited by it, as at a server or at a peer that serves several pulls; a
+share that a transfer cannot use is not given to the others. So a change costs O(k log n) for the k transfers on the
+links that it touches, of n in all, whereas max-min fairness would have to look at all n.
+"""
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
+
+FULL_PACKET = 1448, 1538
+"""Bytes of data in a full TCP segment with time stamps, and bytes that it takes on Ethernet: preamble, headers and gap.
+A link of 1 Gbit/s therefore carries 117.7 MB/s of models."""
 
 
-@dataclass(frozen=True)
-class Delivery:
-    """The delivery of one message.
+class Agenda(Protocol):
+    """The part of the world that the network uses."""
+
+    now: float
+
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        """Schedule ``action`` at ``time``."""
+
+
+class Link:
+    """One direction of a network interface or of a site's uplink.
+
+    Args:
+        bandwidth: bytes/s.
 
     Attributes:
-        left: when its last byte leaves the sender, in seconds of virtual time.
-        arrives: when its last byte arrives.
-        lost: whether it never arrives.
+        transfers: those under way, in the order of their start.
+        carried: bytes that transfers have moved over it until their last change of rate.
     """
 
-    left: float
-    arrives: float
-    lost: bool
+    __slots__ = ("bandwidth", "carried", "transfers")
+
+    def __init__(self, bandwidth: float):
+        self.bandwidth = bandwidth
+        self.carried = 0.0
+        self.transfers: dict[Transfer, None] = {}
+
+
+class Transfer:
+    """Bytes under way from one peer to another."""
+
+    __slots__ = ("arrived", "left", "links", "rate", "since", "version")
+
+    def __init__(self, nbytes: float, links: tuple[Link, ...], now: float, arrived: Callable[[], None]):
+        self.left = nbytes
+        self.links = links
+        self.rate = 0.0
+        self.since = now
+        self.version = 0
+        self.arrived = arrived
 
 
 @dataclass(frozen=True)
@@ -32,17 +75,19 @@ class _Cut:
 
 @dataclass
 class Network:
-    """The links between simulated peers.
-
-    Every peer has one outgoing and one incoming link. Models are queued: each link carries one at a time, in the order
-    in which they were sent; an aborted transfer keeps its time slot. A message without a model takes only the delay.
+    """The links between simulated peers. A message without a model takes only the latency.
 
     Attributes:
         bandwidth: of each link in bytes/s; 125e6 is 1 Gbit/s, as in section VI of Adaptive Gossip.
-        delay: propagation delay in seconds.
+        delay: latency in one direction, in seconds.
         loss: probability that a message is lost without notice.
         repeat: probability that a message arrives twice.
         jitter: maximum additional delay per message in seconds; messages may overtake each other.
+        links: bandwidth of the outgoing and of the incoming link of peers that differ, by rank.
+        sites: number of each peer's site, by rank; empty: all are at one.
+        far: additional latency between sites, in seconds.
+        uplink: bandwidth of each site's connection to the others, in each direction; None: it is no limit.
+        limit: bytes/s of one transfer, whatever the links allow, such as a TCP connection reaches on a lossy path.
     """
 
     bandwidth: float = 125e6
@@ -50,9 +95,15 @@ class Network:
     loss: float = 0.0
     repeat: float = 0.0
     jitter: float = 0.0
+    links: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    sites: Sequence[int] = ()
+    far: float = 0.0
+    uplink: float | None = None
+    limit: float = math.inf
     _cuts: list[_Cut] = field(default_factory=list, init=False)
-    _out_free: dict[int, float] = field(default_factory=dict, init=False)
-    _in_free: dict[int, float] = field(default_factory=dict, init=False)
+    _links: dict[tuple[str, int], Link] = field(default_factory=dict, init=False)
+
+    # --- partitions -------------------------------------------------------------------------------
 
     def cut(
         self, one: Iterable[int], other: Iterable[int], start: float, end: float = float("inf"), one_way: bool = False
@@ -73,22 +124,82 @@ class Network:
             for cut in self._cuts
         )
 
-    def send(self, sender: int, receiver: int, nbytes: int, now: float, rng: random.Random) -> Delivery:
-        """Send a message now and return its delivery.
+    # --- latency ----------------------------------------------------------------------------------
 
-        Args:
-            nbytes: size of the model in it; 0: no model.
-        """
-        left = now
-        if nbytes:
-            begins = max(now, self._out_free.get(sender, 0.0), self._in_free.get(receiver, 0.0))
-            left = begins + nbytes / self.bandwidth
-            self._out_free[sender] = self._in_free[receiver] = left
-        late = rng.uniform(0.0, self.jitter) if self.jitter else 0.0
-        return Delivery(left, left + self.delay + late, rng.random() < self.loss)
+    def latency(self, sender: int, receiver: int, nbytes: int, now: float, rng: random.Random) -> float:
+        """Return the seconds from when the last byte of a message leaves its sender, now, until it arrives."""
+        delay = self.delay + self.far if self.far and self._crosses(sender, receiver) else self.delay
+        return delay + rng.uniform(0.0, self.jitter) if self.jitter else delay
 
-    def repeats(self, delivery: Delivery, rng: random.Random) -> list[Delivery]:
-        """Return the delivery, and a second one if the message arrives twice."""
-        if not self.repeat or rng.random() >= self.repeat:
-            return [delivery]
-        return [delivery, Delivery(delivery.left, delivery.arrives + rng.uniform(0.0, self.jitter), lost=False)]
+    def _crosses(self, sender: int, receiver: int) -> bool:
+        """Whether two peers are at different sites."""
+        return bool(self.sites) and self.sites[sender] != self.sites[receiver]
+
+    def loses(self, sender: int, receiver: int, nbytes: int, now: float, rng: random.Random) -> bool:
+        """Return whether a message, whose last byte leaves its sender now, is lost."""
+        return self.loss > 0.0 and rng.random() < self.loss
+
+    def repeats(self, rng: random.Random) -> bool:
+        """Return whether a message arrives twice."""
+        return self.repeat > 0.0 and rng.random() < self.repeat
+
+    # --- transfers --------------------------------------------------------------------------------
+
+    def link(self, kind: str, number: int) -> Link:
+        """Return a link: ``up`` or ``down`` of a rank, ``out`` or ``in`` of a site."""
+        found = self._links.get((kind, number))
+        if found is None:
+            if kind in ("out", "in"):
+                assert self.uplink is not None
+                bandwidth = self.uplink
+            else:
+                bandwidth = self.links.get(number, (self.bandwidth, self.bandwidth))[kind == "down"]
+            found = self._links[kind, number] = Link(bandwidth)
+        return found
+
+    def carry(self, sender: int, receiver: int, nbytes: float, agenda: Agenda, arrived: Callable[[], None]) -> Transfer:
+        """Start a transfer; ``arrived`` is called when its last byte has left the links."""
+        links = [self.link("up", sender), self.link("down", receiver)]
+        if self.uplink is not None and self._crosses(sender, receiver):
+            links += [self.link("out", self.sites[sender]), self.link("in", self.sites[receiver])]
+        transfer = Transfer(nbytes, tuple(links), agenda.now, arrived)
+        for link in links:
+            link.transfers[transfer] = None
+        self._share(transfer, agenda)
+        return transfer
+
+    def end(self, transfer: Transfer, agenda: Agenda) -> None:
+        """End a transfer, complete or not; the others on its links become faster."""
+        transfer.version = -1
+        for link in transfer.links:
+            link.transfers.pop(transfer, None)
+            link.carried += transfer.rate * (agenda.now - transfer.since)
+        self._share(transfer, agenda)
+
+    def under_way(self, rank: int) -> list[Transfer]:
+        """Return the transfers from and to a peer."""
+        return [transfer for kind in ("up", "down") for transfer in self.link(kind, rank).transfers]
+
+    def _share(self, changed: Transfer, agenda: Agenda) -> None:
+        """Set the rates of all transfers on the links of one that began or ended."""
+        now = agenda.now
+        touched = {transfer: None for link in changed.links for transfer in link.transfers}
+        for transfer in touched:
+            rate = min(self.limit, min(link.bandwidth / len(link.transfers) for link in transfer.links))
+            if rate == transfer.rate:
+                continue
+            moved = transfer.rate * (now - transfer.since)
+            transfer.left -= moved
+            for link in transfer.links:
+                link.carried += moved
+            transfer.rate, transfer.since = rate, now
+            transfer.version += 1
+            self._schedule(transfer, transfer.version, agenda)
+
+    def _schedule(self, transfer: Transfer, version: int, agenda: Agenda) -> None:
+        def complete() -> None:
+            if transfer.version == version:
+                self.end(transfer, agenda)
+                transfer.arrived()
+
+        agenda.at(agenda.now + max(0.0, transfer.left) / transfer.rate, complete)

@@ -10,15 +10,15 @@ import heapq
 import itertools
 import math
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gossipx.protocol.effects import ReportEntry
-from gossipx.protocol.events import AskEntry, ChangeServers, Fault, SwitchSync
-from gossipx.sim.network import Network
-from gossipx.sim.peer import SimPeer
-from gossipx.sim.requests import SimRequests
+from gossipx.protocol.events import AskEntry, ChangeServers, Event, Fault, SwitchSync
+from gossipx.sim.endpoint import Endpoint, Open
+from gossipx.sim.network import Network, Transfer
+from gossipx.sim.peer import BasePeer, SimPeer
 
 ASK_AGAIN = 1.0
 """Virtual seconds after which a process that was not admitted asks again."""
@@ -45,7 +45,7 @@ class World:
         now: virtual time in seconds.
         peers: by rank, the latest started incarnation of each peer.
         log: all events so far, in order.
-        fired: number of faults that took effect, by kind: ``lost``, ``cut``, ``broken`` (the sender ended during the
+        fired: number of faults that took effect, by kind: ``lost``, ``cut``, ``broken`` (a peer ended during its
             transfer), ``repeated``, ``crash``, ``pause``, ``restart``, ``poison``.
     """
 
@@ -61,6 +61,7 @@ class World:
         self._makers: dict[int, Callable[[int], SimPeer]] = {}
         self._incarnations: Counter[int] = Counter()
         self._to_start = 0
+        self._awaiting: defaultdict[int, dict[Open, None]] = defaultdict(dict)
 
     # --- a run --------------------------------------------------------------------------------------
 
@@ -117,8 +118,8 @@ class World:
                 peer = self.peers.get(rank)
                 if peer is None or peer.down_since is not None:
                     continue
-                peer.handle(AskEntry(0, name, name, 1))
-                entry = peer.entries.pop()
+                self._tell(rank, AskEntry(0, name, name, 1))
+                entry = peer.driver.entries.pop()
                 if entry.refusal:
                     self._to_start -= 1
                     self.note(rank, f"does not admit {name}: {entry.refusal}")
@@ -175,11 +176,15 @@ class World:
         self, rank: int, at: float, sync: str, shard: int | None = None, apply: str = "", pulls: str = ""
     ) -> None:
         """At ``at``, request on peer ``rank`` that a shard, or all (None), switch to another sync model."""
-        self.at(at, lambda: self.peers[rank].handle(SwitchSync(0, shard, sync, apply, pulls)))
+        self.at(at, lambda: self._tell(rank, SwitchSync(0, shard, sync, apply, pulls)))
 
     def change_servers(self, rank: int, at: float, servers: Sequence[int]) -> None:
         """At ``at``, request on peer ``rank`` that the shards move to other servers."""
-        self.at(at, lambda: self.peers[rank].handle(ChangeServers(0, tuple(servers))))
+        self.at(at, lambda: self._tell(rank, ChangeServers(0, tuple(servers))))
+
+    def _tell(self, rank: int, event: Event) -> None:
+        peer = self.peers[rank]
+        peer.act(lambda: peer.handle(event))
 
     def leave(self, rank: int, at: float) -> None:
         """Ask the peer to leave at ``at``, as by SIGTERM: it completes its step and leaves."""
@@ -187,47 +192,69 @@ class World:
 
     # --- for peers ----------------------------------------------------------------------------------
 
-    def carry(self, sender: SimRequests, to: int, nbytes: int, deliver: Callable[[], None]) -> None:
-        """Send a message to ``to``; ``deliver`` is called when its last byte has arrived, unless it is lost."""
-        sent = self.now
+    def endpoint(self, rank: int) -> Endpoint | None:
+        """Return the endpoint of a peer; None: it does not run."""
+        peer = self.peers.get(rank)
+        return None if peer is None or peer.down_since is not None else peer.endpoint
+
+    def awaiting(self, rank: int) -> dict[Open, None]:
+        """Return the requests to a peer that await a reply."""
+        return self._awaiting[rank]
+
+    def carry(self, sender: Endpoint, to: int, nbytes: int, deliver: Callable[[], None]) -> Transfer | None:
+        """Send a message to ``to``; ``deliver`` is called when its last byte has arrived, unless it is lost.
+
+        Returns:
+            The transfer of its bytes, which can be stopped; None: it has none.
+        """
+        sent, network = self.now, self.network
         if to == sender.rank:
             self.at(sent, deliver)
-            return
-        delivery = self.network.send(sender.rank, to, nbytes, sent, self._rng)
-        if delivery.lost:
-            self.fired["lost"] += 1
-            return
+            return None
 
         def arrive() -> None:
-            if sender.down_since is not None and sender.down_since < delivery.left:
-                self.fired["broken"] += 1
-            elif not self.network.passable(sender.rank, to, sent, self.now):
-                self.fired["cut"] += 1
-            else:
+            if network.passable(sender.rank, to, sent, self.now):
                 deliver()
+            else:
+                self.fired["cut"] += 1
 
-        times = self.network.repeats(delivery, self._rng)
-        if len(times) > 1:
-            self.fired["repeated"] += 1
-        for copy in times:
-            self.at(copy.arrives, arrive)
+        def leave() -> None:
+            if network.loses(sender.rank, to, nbytes, self.now, self._rng):
+                self.fired["lost"] += 1
+                return
+            self.at(self.now + network.latency(sender.rank, to, nbytes, self.now, self._rng), arrive)
+            if network.repeats(self._rng):
+                self.fired["repeated"] += 1
+                self.at(self.now + network.latency(sender.rank, to, nbytes, self.now, self._rng), arrive)
 
-    def end(self, peer: SimRequests, what: str) -> None:
+        if nbytes:
+            return network.carry(sender.rank, to, nbytes, self, leave)
+        leave()
+        return None
+
+    def stop(self, transfer: Transfer) -> None:
+        """Stop a transfer: its connection was closed."""
+        self.network.end(transfer, self)
+
+    def end(self, peer: BasePeer, what: str) -> None:
         """End ``peer``: its connections close, and open requests to it fail."""
         if peer.down_since is not None:
             return
         peer.down_since = self.now
         self.note(peer.rank, what)
-        for other in self.peers.values():
-            for ticket in other.waiting_for(peer.rank):
-                self.refuse(other, ticket, peer.rank)
+        peer.endpoint.close()
+        for transfer in self.network.under_way(peer.rank):
+            self.fired["broken"] += 1
+            self.stop(transfer)
+        for asked in list(self.awaiting(peer.rank)):
+            self.refuse(asked)
 
-    def refuse(self, requester: SimRequests, ticket: int, by: int) -> None:
-        """Fail a request as unreachable after one network delay: nothing listens at the address of ``by``."""
+    def refuse(self, asked: Open) -> None:
+        """Fail a request as unreachable after one network delay: nothing listens at the receiver's address."""
 
         def hear() -> None:
-            if self.network.passable(by, requester.rank, self.now, self.now):
-                requester.fail(ticket, Fault.UNREACHABLE)
+            if self.network.passable(asked.to, asked.sender.rank, self.now, self.now):
+                asked.sender.fail(asked, Fault.UNREACHABLE)
 
         self.at(self.now + self.network.delay, hear)
 

@@ -275,7 +275,7 @@ def test_drift_goes_on_from_the_earlier_retrieval_when_the_request_fails():
     made.run(11.5)
     assert made.fired["cut"] > 0 and made.peers[0].role.sync.failed == 1
     assert made.peers[0].role.sync.in_flight is False
-    assert policy.seen[-1].drift == pytest.approx(made.peers[0].models.reference.distance(), rel=1e-6)
+    assert policy.seen[-1].drift == pytest.approx(made.peers[0].driver.captures.reference.distance(), rel=1e-6)
     assert policy.seen[-1].drift > policy.seen[7].drift, "it counts on from step 4"
 
 

@@ -31,5 +31,5 @@ def agree(made: World, ranks: list[int]) -> None:
 def nothing_left(made: World) -> None:
     """Assert that no peer that ended keeps a model, its own or another's."""
     for peer in (peer for peer in made.peers.values() if made.lines(peer.rank)[-1] != "crashes"):
-        kept = [exchange for exchange in peer._exchanges.values() if exchange.incoming]
-        assert not kept and not peer.models.captures, (peer.rank, kept, peer.models.captures)
+        kept = peer.driver.transfers._transfers, peer.driver.captures._captured
+        assert not any(kept), (peer.rank, kept)

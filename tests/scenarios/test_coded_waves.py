@@ -86,7 +86,7 @@ def test_every_codec_of_changes(spec: str, given: Given) -> None:
 @pytest.mark.parametrize("fragments", [1, 3])
 def test_training_goes_on_during_a_wave(fragments: int, given: Given) -> None:
     """A wave takes several steps, which are part of the next change; the finish is one of models."""
-    options = {**WAVES, "finish": "consensus", "fragments": fragments}
+    options = {**WAVES, "finish": "consensus", "fragments": fragments, "model_timeout": 4 * TIMEOUT}
     made = ended(world(4, network=Network(bandwidth=2 * SIZE), policy="tau:5", **options), bound(4, waits=2))
     assert given and not any(is_whole for _, is_whole in given)
     assert spread(models(made)) < 1e-6

@@ -7,14 +7,13 @@ from seeds import some
 from toy import SIZE, TIMEOUT, bound, ended, maker, until, world
 
 from gossipx.peer.serving import SAVED, SECONDS_PER_MODEL
-from gossipx.protocol.effects import Send
 from gossipx.protocol.messages import PullRequest
 from gossipx.sim import Network, World
 
 
 def snapshots(made, rank: int) -> int:
     """Return the number of versions of its model that a peer keeps, including the latest."""
-    return 1 + len({id(held.base) for held in made.peers[rank].models.captures.values()})
+    return 1 + len({id(held.base) for held in made.peers[rank].driver.captures._captured.values()})
 
 
 @pytest.mark.parametrize("max_served", [1, 3])
@@ -93,7 +92,7 @@ def test_a_requester_that_does_not_read_loses_its_slot():
     made.network.cut([0], [1], made.now, one_way=True)
     asked = made.now
     week = PullRequest(5, 7 * 86_400.0)
-    made.peers[0].receive(made.peers[1], Send(0, 0, week, asked + week.patience), bytearray())
+    made.peers[1].endpoint.request(0, week, 0, None, asked + week.patience, lambda reply, content: None)
     serving = made.peers[0].role.serving
     made.run(asked + 0.9 * TIMEOUT)
     assert list(serving._served.values()) == [1] and snapshots(made, 0) == 2

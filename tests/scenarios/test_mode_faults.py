@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+import random
 from typing import Any
 
 import pytest
@@ -18,7 +18,6 @@ from toy import SIZE, TIMEOUT, alone, before, bound, ended, maker, models, sgd, 
 from gossipx.protocol.events import Fault
 from gossipx.protocol.messages import Stage
 from gossipx.sim import Network, SimPeer, World
-from gossipx.sim.network import Delivery
 from gossipx.topology import Topology
 
 
@@ -322,9 +321,8 @@ def test_peers_of_different_modes_train_on():
 class SettleLost(Network):
     """A network that loses what 1 sends to 0 in the sixth second, except models: the settlement of the pair."""
 
-    def send(self, sender: int, receiver: int, nbytes: int, now: float, rng: Any) -> Delivery:
-        journey = super().send(sender, receiver, nbytes, now, rng)
-        return replace(journey, lost=True) if sender == 1 and not nbytes and 5.45 < now < 6.0 else journey
+    def loses(self, sender: int, receiver: int, nbytes: int, now: float, rng: random.Random) -> bool:
+        return sender == 1 and not nbytes and 5.45 < now < 6.0
 
 
 @pytest.mark.fault(26)

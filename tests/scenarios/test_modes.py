@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from copy import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +20,6 @@ from toy import ITERATIONS, SIZE, alone, before, bound, ended, maker, models, sp
 from gossipx import policies
 from gossipx.peer.offers import Phase
 from gossipx.sim import Network, SimPeer, World
-from gossipx.sim.network import Delivery
 from gossipx.tools import traffic
 from gossipx.topology import Topology
 
@@ -178,10 +177,9 @@ def test_a_settlement_refused_by_a_partner_that_ends_its_training_is_not_a_failu
 class DeclineLate(Network):
     """A network in which what rank 1 says as its training ends arrives late, after what it says later."""
 
-    def send(self, sender: int, receiver: int, nbytes: int, now: float, rng: Any) -> Delivery:
-        journey = super().send(sender, receiver, nbytes, now, rng)
+    def latency(self, sender: int, receiver: int, nbytes: int, now: float, rng: random.Random) -> float:
         late = sender == 1 and not nbytes and 6.0 < now < 6.2
-        return replace(journey, arrives=journey.arrives + 0.5 * late)
+        return super().latency(sender, receiver, nbytes, now, rng) + 0.5 * late
 
 
 def test_a_fetch_refused_by_a_partner_that_ends_its_training_is_not_a_failure():

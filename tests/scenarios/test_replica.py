@@ -40,9 +40,9 @@ def mode(made: World, rank: int) -> ServerMode:
 
 def tables(made: World, rank: int, shard: int = 0) -> list[Tensor]:
     """Return a peer's values of a shard."""
-    table_store = made.peers[rank].tables
+    table_store = made.peers[rank].table_store
     assert table_store is not None
-    return [values.clone() for values in table_store.table_store.state_dict(shard)["store"]["values"]]
+    return [values.clone() for values in table_store.state_dict(shard)["store"]["values"]]
 
 
 def exact(made: World, workers: list[int] = WORKERS, optimizer: served.Optimizer = served.sgd) -> None:

@@ -31,7 +31,7 @@ def models(made: World) -> Tensor:
 
 def held(made: World) -> Tensor:
     """Return the servers' values, concatenated."""
-    table_stores = [made.peers[shard].tables.table_store for shard in range(2)]
+    table_stores = [made.peers[shard].table_store for shard in range(2)]
     return torch.cat(
         [
             values
@@ -144,7 +144,7 @@ def test_new_and_returning_workers_first_receive_full_values(
     )  # the server knows every base that a request names
     frames = [
         memory.push_encoder.state.frames
-        for memory in made.peers[2].tables.table_store.client._bucket_memories.values()
+        for memory in made.peers[2].table_store.client._bucket_memories.values()
         if memory.push_encoder
     ]
     assert all((10 < one < 39) if what != "pause" else one > 20 for one in frames)
@@ -153,7 +153,7 @@ def test_new_and_returning_workers_first_receive_full_values(
 
 def errors(made: World, rank: int) -> list[Tensor]:
     """Return a worker's error feedback, by bucket."""
-    memories = made.peers[rank].tables.table_store.client._bucket_memories.values()
+    memories = made.peers[rank].table_store.client._bucket_memories.values()
     return [memory.push_encoder.state.kept["error"] for memory in memories if memory.push_encoder is not None]
 
 

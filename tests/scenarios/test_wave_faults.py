@@ -87,7 +87,7 @@ def test_a_checkpoint_restored_in_a_wave_takes_no_part():
     kept = peer.weights()
     peer.arena.set_boundary(3)
     peer.handle(Restored(3, state))
-    assert peer.role.waves.current is None and not peer.models.captures
+    assert peer.role.waves.current is None and not peer.driver.captures._captured
     made.run(made.now + 0.5)
     assert torch.equal(peer.weights(), kept)
     ended(made, bound(2, 2 * ITERATIONS))
@@ -293,7 +293,7 @@ def test_a_peer_that_exchanges_by_pulls_takes_no_part():
 
 
 def test_messages_are_lost_in_waves():
-    made = world(4, 2, Network(loss=0.1), policy="tau:4", exchange="waves", iterations=60, peer_timeout=3.0)
+    made = world(4, 5, Network(loss=0.1), policy="tau:4", exchange="waves", iterations=60, peer_timeout=3.0)
     ended(made, bound(4, 60, waits=4))
     assert made.fired["lost"] > 0 and min(counts(made)) > 4
     assert within(models(made), before(made))

@@ -191,7 +191,7 @@ def test_own_steps_alone_are_drift_from_a_wave(slow: dict[int, float]):
         rank, retrievals = peer.rank, peer.role.sync.retrievals
         if retrievals > begun[rank]:
             begun[rank], way[rank] = retrievals, torch.zeros(SIZE).double()
-        drift = peer.models.drift()
+        drift = peer.driver.captures.drift(None)
         assert drift is not None and abs(drift - way[rank].norm()) < 1e-5
         was = peer.weights()
         sgd(peer.module)

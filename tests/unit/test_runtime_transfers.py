@@ -15,6 +15,7 @@ from gossipx.protocol.effects import Send
 from gossipx.protocol.events import Event, Failed, Fault, Replied
 from gossipx.protocol.server_messages import TablesReply, TablesRequest
 from gossipx.protocol.table_effects import RequestedBucket
+from gossipx.runtime.clock import SystemClock
 from gossipx.runtime.requests import Outbox
 from gossipx.runtime.table_transfers import TableTransfers
 from gossipx.tables.coding import Coding
@@ -46,7 +47,7 @@ def test_tables_that_cannot_be_decoded_count_as_a_failed_request(damage: bool) -
     events: list[Event] = []
     notes: list[str] = []
     failures: list[Exception] = []
-    outbox = Outbox(0, events.append, lambda _, text: notes.append(text), failures.append)
+    outbox = Outbox(0, SystemClock(), events.append, lambda _, text: notes.append(text), failures.append)
     transfers = TableTransfers(outbox)
     comm = Comm()
     outbox.comm, transfers.table_store = comm, here.table_store  # type: ignore[assignment]

@@ -1,0 +1,87 @@
+"""Virtual time for a peer's driver: its workers and timers are actions of the simulated world, not threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Later = Callable[[float, Callable[[], None]], None]
+"""Schedules an action of one peer at a time; it is dropped if the peer is down by then."""
+
+
+class VirtualWorker:
+    """Runs each job as soon as the action that queued it is over.
+
+    Args:
+        later: schedules an action of the peer.
+        now: returns the time.
+        failed: called with the error of a job; None: errors are raised.
+    """
+
+    def __init__(self, later: Later, now: Callable[[], float], failed: Callable[[Exception], None] | None):
+        self._later = later
+        self._now = now
+        self._failed = failed
+
+    def put(self, job: Callable[[], None]) -> None:
+        """Queue a job."""
+        self._later(self._now(), lambda: self._run(job))
+
+    def close(self, wait: bool = False) -> None:
+        """Do nothing: no action of a peer follows its end."""
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception as error:
+            if self._failed is None:
+                raise
+            self._failed(error)
+
+
+class VirtualTimers:
+    """Named timers in virtual time.
+
+    Args:
+        later: schedules an action of the peer.
+        fire: called with the name of the timer that expires.
+    """
+
+    def __init__(self, later: Later, fire: Callable[[str], None]):
+        self._later = later
+        self._fire = fire
+        self._at: dict[str, float] = {}
+
+    def set(self, name: str, at: float) -> None:
+        """Set the timer ``name`` to expire at ``at``; replace its earlier setting."""
+        self._at[name] = at
+        self._later(at, lambda: self._expire(name, at))
+
+    def close(self) -> None:
+        """Let no timer expire any more."""
+        self._at.clear()
+
+    def _expire(self, name: str, at: float) -> None:
+        if self._at.get(name) == at:
+            del self._at[name]
+            self._fire(name)
+
+
+class VirtualClock:
+    """The clock of one peer in virtual time; see :class:`gossipx.runtime.clock.Clock`.
+
+    Args:
+        now: returns the virtual time in seconds.
+        later: schedules an action of the peer.
+    """
+
+    def __init__(self, now: Callable[[], float], later: Later):
+        self.now = now
+        self._later = later
+
+    def worker(self, name: str, failed: Callable[[Exception], None] | None = None) -> VirtualWorker:
+        """Return a worker whose jobs are actions of the peer."""
+        return VirtualWorker(self._later, self.now, failed)
+
+    def timers(self, fire: Callable[[str], None], name: str) -> VirtualTimers:
+        """Return timers whose expiries are actions of the peer."""
+        return VirtualTimers(self._later, fire)

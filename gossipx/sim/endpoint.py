@@ -1,0 +1,184 @@
+"""The requests that one simulated peer sends and receives, over the modelled network.
+
+It does in virtual time what :class:`gossipx.comm.CommManager` does over connections: each request ends exactly once, by
+its reply or by a fault, at its deadline at the latest.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+from gossipx.protocol.events import Fault
+from gossipx.protocol.messages import Reply, Request
+from gossipx.sim.network import Transfer
+
+if TYPE_CHECKING:
+    from gossipx.sim.world import World
+
+Outcome = Callable[[Reply | Fault, Any], None]
+"""Called once with the reply and its content, or with the fault."""
+
+
+class Open:
+    """A request that awaits its reply.
+
+    Attributes:
+        sender: the endpoint that sent it.
+        to: rank of the receiver.
+        content: what it carries.
+        done: called with the outcome.
+        transfer: its bytes, or those of its reply, while they are under way.
+        given_up: called if it ends before its reply is complete; the receiver sets it.
+    """
+
+    __slots__ = ("content", "done", "given_up", "request", "sender", "to", "transfer")
+
+    def __init__(self, sender: Endpoint, to: int, request: Request, content: Any, done: Outcome):
+        self.sender = sender
+        self.to = to
+        self.request = request
+        self.content = content
+        self.done: Outcome | None = done
+        self.transfer: Transfer | None = None
+        self.given_up: Callable[[], None] = lambda: None
+
+
+class Endpoint:
+    """One peer's requests and answers.
+
+    Args:
+        world: carries them.
+        rank: the peer's rank.
+        received: called with (sender's rank, key, request, content, its sender's endpoint) for each request.
+        later: schedules an action of this peer; it is dropped if the peer is down by then.
+
+    Attributes:
+        bytes_received, bytes_sent: bytes of models and tables, from and to other peers.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        rank: int,
+        received: Callable[[Endpoint, Hashable, Request, Any], None],
+        later: Callable[[float, Callable[[], None]], None],
+    ):
+        self.rank = rank
+        self.is_down = False
+        self.bytes_received = self.bytes_sent = 0
+        self._world = world
+        self._received = received
+        self._later = later
+        self._open: dict[Open, None] = {}
+        self._keys = itertools.count(1)
+        self._requests: dict[Hashable, Open] = {}  # received, and not answered yet
+
+    # --- requests -----------------------------------------------------------------------------------
+
+    def request(
+        self, to: int, request: Request, nbytes: int, content: Any, deadline: float, done: Outcome
+    ) -> Callable[[], None]:
+        """Send a request; return a function that cancels it.
+
+        Args:
+            nbytes: size of what it carries; 0: nothing.
+            content: passed to the receiver.
+            deadline: in seconds of virtual time.
+        """
+        asked = Open(self, to, request, content, done)
+        self._open[asked] = None
+        self._world.awaiting(to)[asked] = None
+        self.bytes_sent += nbytes if to != self.rank else 0
+        asked.transfer = self._world.carry(self, to, nbytes, lambda: self._arrive(asked, nbytes))
+        self._world.at(deadline, lambda: self.fail(asked, Fault.TIMEOUT))
+        return lambda: self.fail(asked, Fault.CANCELLED)
+
+    def _arrive(self, asked: Open, nbytes: int) -> None:
+        asked.transfer = None
+        other = self._world.endpoint(asked.to)
+        if other is None:
+            self._world.refuse(asked)
+        else:
+            other.receive(asked, nbytes)
+
+    def fail(self, asked: Open, fault: Fault) -> None:
+        """End a request by a fault, unless it has ended before."""
+        if asked.done is not None:
+            done = self._close(asked)
+            if asked.transfer is not None:
+                self._world.stop(asked.transfer)
+            asked.given_up()
+            self._later(self._world.now, lambda: done(fault, None))
+
+    def replied(self, asked: Open, reply: Reply, nbytes: int, content: Any) -> bool:
+        """Handle a reply whose last byte has arrived. Return False if the request has ended before."""
+        if self.is_down or asked.done is None:
+            return False
+        done = self._close(asked)
+        self.bytes_received += nbytes if asked.to != self.rank else 0
+        done(reply, content)
+        return True
+
+    def _close(self, asked: Open) -> Outcome:
+        done, asked.done = asked.done, None
+        assert done is not None
+        del self._open[asked]
+        del self._world.awaiting(asked.to)[asked]
+        return done
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request awaits a reply, and no received one its answer."""
+        return not self._open and not self._requests
+
+    # --- answers ------------------------------------------------------------------------------------
+
+    def receive(self, asked: Open, nbytes: int) -> None:
+        """Pass a request of another peer on; called when its last byte has arrived."""
+        key = next(self._keys)
+        self._requests[key] = asked
+        self.bytes_received += nbytes if asked.sender is not self else 0
+        self._received(asked.sender, key, asked.request, asked.content)
+
+    def answer(
+        self, key: Hashable, reply: Reply, nbytes: int, content: Any, deadline: float, done: Callable[[bool], None]
+    ) -> None:
+        """Answer a received request.
+
+        Args:
+            nbytes: size of what the reply carries.
+            deadline: time after which an incomplete answer is abandoned.
+            done: called once with whether it was delivered.
+        """
+        asked = self._requests.pop(key)
+        if asked.done is None:  # the requester has given up
+            self._later(self._world.now, lambda: done(False))
+            return
+        to, ended = asked.sender, False
+        transfer: Transfer | None = None
+
+        def end(whole: bool) -> None:
+            nonlocal ended
+            if not ended:
+                ended = True
+                if transfer is not None and not whole:
+                    self._world.stop(transfer)
+                self._later(self._world.now, lambda: done(whole))
+
+        def arrive() -> None:
+            end(to.replied(asked, reply, nbytes, content))
+
+        self.bytes_sent += nbytes if to is not self else 0
+        transfer = self._world.carry(self, to.rank, nbytes, arrive)
+        asked.given_up = lambda: end(False)
+        self._world.at(deadline, lambda: end(False))
+
+    def close(self) -> None:
+        """Drop everything: the peer is down."""
+        self.is_down = True
+        for asked in list(self._open):
+            self._close(asked)
+            asked.given_up()
+        self._requests.clear()
