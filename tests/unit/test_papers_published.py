@@ -1,0 +1,86 @@
+"""The published figures of bin/_papers: each file can be read, and each figure says where in its paper it is."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "bin" / "_papers"
+NAMES = ("3lc", "adaptive-gossip", "fluentps", "hybrid", "modular-server")
+
+
+@pytest.fixture(scope="module")
+def published() -> Iterator[Any]:
+    """Import the module, which is in no package."""
+    sys.path.append(str(FOLDER))
+    yield importlib.import_module("published")
+    sys.path.remove(str(FOLDER))
+    del sys.modules["published"]
+
+
+def groups(setting: Mapping[str, Any], path: str = "setting") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Return the tables of settings that have values, by path."""
+    if any(not isinstance(value, dict) for value in setting.values()):
+        yield path, setting
+    for key, value in setting.items():
+        if isinstance(value, dict):
+            yield from groups(value, f"{path}.{key}")
+
+
+def test_there_is_a_file_for_each_paper(published: Any) -> None:
+    assert published.NAMES == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_figure_has_a_value_a_unit_and_a_place(published: Any, name: str) -> None:
+    paper = published.read(name)
+    assert paper.title and paper.authors and paper.figures and paper.claims
+    for id, figure in paper.figures.items():
+        assert figure.id == id
+        assert type(figure.value) in (int, float) and math.isfinite(figure.value), id
+        assert figure.unit.strip() and figure.place.strip(), id
+        assert id.startswith("derived/") == bool(figure.derived), id
+    for id, claim in paper.claims.items():
+        assert claim.says.strip() and claim.place.strip(), id
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_group_of_settings_has_a_place(published: Any, name: str) -> None:
+    found = dict(groups(published.read(name).setting))
+    assert found
+    assert not [path for path, settings in found.items() if not settings.get("place", "").strip()]
+
+
+def test_a_value_of_a_table_is_found_by_row_and_column(published: Any) -> None:
+    gossip, codec = published.read("adaptive-gossip"), published.read("3lc")
+    assert gossip.figures["table-2/retrievals/alexnet/adaptive"].value == 365
+    assert gossip.figures["table-2/time/convnet/tau:10"].value == 30
+    assert str(codec.figures["table-1/3LC (s=1.75)/10mbit"]) == "22.8 times", "a unit per column"
+    assert str(codec.figures["table-1/3LC (s=1.75)/accuracy"]) == "93.51 %"
+    assert str(codec.figures["abstract/speedup/most"]) == "up to 23 times"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('id = "figure-6/never/time"', 'id = "table-2/time/alexnet/tau:10"', "twice: table-2/time/alexnet/tau:10"),
+        ('id = "figure-3/converges"', 'id = "figure-6/never/time"', "twice: figure-6/never/time"),
+        ("365, 5000, 532, 5000, 250]", "365, 5000, 532, 5000]", "shorter"),
+        ("365, 5000, 532, 5000, 250]", "365, 5000, 532, 5000, 250, 1]", "longer"),
+    ],
+)
+def test_a_repeated_id_and_a_row_of_another_length_are_refused(
+    published: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, message: str
+) -> None:
+    text = (FOLDER / "adaptive-gossip.toml").read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    (tmp_path / "changed.toml").write_text(text.replace(old, new), encoding="utf-8")
+    monkeypatch.setattr(published, "HERE", tmp_path)
+    with pytest.raises(ValueError, match=message):
+        published.read("changed")
