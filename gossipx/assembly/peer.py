@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import random
 import secrets
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from gossipx.assembly.graph import build_schedule
 from gossipx.assembly.hub import elastic_settings
 from gossipx.assembly.managers import Managers
 from gossipx.assembly.place import Place
+from gossipx.assembly.role import build_role, max_rate
 from gossipx.assembly.server import Parts, Served, serve, warm_up
 from gossipx.assembly.server_settings import server_ranks
 from gossipx.assembly.settings import check_exchange, with_policy
@@ -28,15 +28,12 @@ from gossipx.config.interval import CheckpointInterval
 from gossipx.config.security import Access, grant
 from gossipx.config.settings import ExchangeSettings, RunConfig
 from gossipx.errors import UsageError
-from gossipx.hub import Elastic, ElasticSettings
+from gossipx.hub import ElasticSettings
 from gossipx.metrics import prometheus
 from gossipx.metrics.board import HUB, PEERS, SERVERS, TEXT, WHOLE
 from gossipx.metrics.recorder import NullRecorder, Recorder
 from gossipx.model.arena import ParameterArena
 from gossipx.model.layout import norms
-from gossipx.peer import PeerRole, PeerSettings
-from gossipx.peer.exchange import Exchange, PeerContext
-from gossipx.peer.pulls import Pulls
 from gossipx.policies import Policy
 from gossipx.protocol.events import GradientsReady
 from gossipx.recorders import Recorded
@@ -55,15 +52,9 @@ from gossipx.runtime.state import TrainingState
 from gossipx.server.mode import ServerMode
 from gossipx.tasks import partition
 from gossipx.tasks.presets import TEXT_TASK
-from gossipx.topology import schedules, weights
+from gossipx.topology import schedules
 from gossipx.topology.schedules import Schedule
 from gossipx.transports import Carriers
-from gossipx.transports.pace import parse_rate
-
-SLOWEST = 1.25e6
-"""Bytes/s (10 Mbit/s) of the slowest supported network; it sets the timeout of the first model that a peer requests."""
-MODEL_SLACK = 2.0
-"""Factor on that timeout, since a link may be shared."""
 
 
 def build_peer(
@@ -136,12 +127,6 @@ class _Plan:
     served: Served | None
     turns: Schedule
 
-    @property
-    def max_rate(self) -> float | None:
-        """The maximum rate at which models are sent over a network, in bytes/s; None: no limit."""
-        given = self.config.exchange.max_rate
-        return None if given is None else parse_rate(given)
-
 
 def _arena(config: RunConfig, place: Place, module: nn.Module) -> ParameterArena:
     # In server mode only servers send tables, so the arena needs no copy of the model at each step boundary.
@@ -157,58 +142,27 @@ def _arena(config: RunConfig, place: Place, module: nn.Module) -> ParameterArena
 def _driver(plan: _Plan, arena: ParameterArena) -> Driver:
     """Return a driver for the peer's role, with the codec of models and the tables of a server."""
     config, place = plan.config, plan.place
-    driver = Driver(_role(plan, arena.nbytes()), arena, config.exchange.max_served)
+    role = build_role(
+        config,
+        place.rank,
+        place.begun,
+        plan.turns,
+        model_bytes=arena.nbytes(),
+        policy=plan.policy,
+        hub=plan.hub,
+        served=plan.served,
+        incarnation=secrets.randbits(48),
+        closed=why_closed(config, plan.turns, place.addresses),
+        joined=place.joined,
+        sync_manager=plan.managers.sync_manager,
+    )
+    role.members.nobody_waits_for(() if place.admission is None else place.admission.lost)
+    driver = Driver(role, arena, config.exchange.max_served)
     driver.tables.transfers.table_store = None if plan.served is None else plan.served.table_store
     driver.transfers.codec = _model_codec(config, arena, plan.module, place, plan.hub)
     if config.sync.init == "first" and not place.resumes:
         driver.begin_codec()
     return driver
-
-
-def _role(plan: _Plan, model_bytes: int) -> PeerRole:
-    config, place, turns = plan.config, plan.place, plan.turns
-    sync = config.sync
-    policy = policies.parse("never") if plan.served else plan.policy or policies.parse(sync.policy)
-    # Each peer has its own random numbers; only the split of the data is the same on all.
-    rng = random.Random(f"peer {config.run.seed} {place.rank}")
-    newcomer = place.rank >= place.begun
-    role = PeerRole(
-        rank=place.rank,
-        size=place.begun,
-        sync=plan.managers.sync_manager(policy, rng.getrandbits(64)),
-        topology=turns.topology,
-        rng=rng,
-        incarnation=secrets.randbits(48),
-        mixing=mixing.parse(sync.mixing),
-        settings=_role_settings(config, model_bytes, plan.max_rate, why_closed(config, turns, place.addresses)),
-        schedule=turns,
-        shares={} if newcomer else weights.shares(sync.weights, turns, place.rank, pushed=sync.mode == "push"),
-        exchange_of=_exchange_of(plan.hub, plan.served),
-        joined=place.joined,
-    )
-    role.members.nobody_waits_for(() if place.admission is None else place.admission.lost)
-    return role
-
-
-def _role_settings(config: RunConfig, model_bytes: int, max_rate: float | None, closed: str) -> PeerSettings:
-    sync, exchange = config.sync, config.exchange
-    return PeerSettings(
-        peer_timeout=exchange.peer_timeout,
-        model_timeout=MODEL_SLACK * model_bytes / min(SLOWEST, max_rate or SLOWEST),
-        max_served=exchange.max_served,
-        max_pushes=exchange.max_pushes,
-        serve_share=exchange.serve_share,
-        exchange=sync.exchange,
-        mode="pull" if sync.mode == "server" else sync.mode,
-        fragments=sync.fragments,
-        push_sum=sync.weights == "push-sum",
-        blocking=sync.blocking,
-        finish=sync.finish,
-        finish_timeout=sync.finish_timeout,
-        init=sync.init,
-        min_peers=sync.min_peers,
-        closed=closed,
-    )
 
 
 def _comm(plan: _Plan, driver: Driver, roster: Roster, granted: Access) -> CommManager:
@@ -227,7 +181,7 @@ def _comm(plan: _Plan, driver: Driver, roster: Roster, granted: Access) -> CommM
         on_request=driver.received,
         sink_for=driver.uploads.sink_for,
         peer_timeout=exchange.peer_timeout,
-        max_rate=plan.max_rate,
+        max_rate=max_rate(plan.config),
         transport=granted.transport,
         secret=granted.secret,
         share_memory=granted.share_memory,
@@ -351,13 +305,6 @@ def _backward(
     return lambda poll: Backward(
         module, served.tables, served.table_store.client, on_gradients_ready, driver.wait_for_resume, poll, wait_free
     )
-
-
-def _exchange_of(hub: ElasticSettings | None, served: Served | None) -> Callable[[PeerContext, Pulls], Exchange] | None:
-    """Return the factory of the exchange of a run with a hub or servers; None: the run has neither."""
-    if served is not None:
-        return functools.partial(ServerMode, settings=served.settings, clocks=served.clocks)
-    return None if hub is None else functools.partial(Elastic, settings=hub)
 
 
 def _alike(config: RunConfig, turns: Schedule, hub: ElasticSettings | None, served: Served | None) -> dict[str, str]:

@@ -1,0 +1,111 @@
+"""The builder of a peer's role, of real and of simulated peers."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+
+from gossipx import mixing, policies
+from gossipx.assembly.server import Served
+from gossipx.config.settings import RunConfig
+from gossipx.hub import Elastic, ElasticSettings
+from gossipx.peer import PeerRole, PeerSettings
+from gossipx.peer.exchange import Exchange, PeerContext
+from gossipx.peer.pulls import Pulls
+from gossipx.policies import Policy
+from gossipx.protocol.fields import JoinedPeer
+from gossipx.server.mode import ServerMode
+from gossipx.sync import SyncManager
+from gossipx.topology import weights
+from gossipx.topology.schedules import Schedule
+from gossipx.transports.pace import parse_rate
+
+SLOWEST = 1.25e6
+"""Bytes/s (10 Mbit/s) of the slowest supported network; it sets the timeout of the first model that a peer requests."""
+MODEL_SLACK = 2.0
+"""Factor on that timeout, since a link may be shared."""
+
+
+def build_role(
+    config: RunConfig,
+    rank: int,
+    begun: int,
+    turns: Schedule,
+    *,
+    model_bytes: int,
+    incarnation: int,
+    closed: str,
+    policy: Policy | None = None,
+    hub: ElasticSettings | None = None,
+    served: Served | None = None,
+    joined: Sequence[JoinedPeer] = (),
+    sync_manager: Callable[[Policy, int], SyncManager] = SyncManager,
+) -> PeerRole:
+    """Return the role of a peer.
+
+    Args:
+        begun: the number of peers that begin the run.
+        turns: the exchange schedule.
+        model_bytes: size of the model.
+        incarnation: distinguishes this process from an earlier one of the same rank.
+        closed: why no peer can join the run while it is in progress; empty: one can.
+        policy: a custom policy; None: the configured one.
+        hub: settings of elastic SGD; None: the run has no hub.
+        served: the server-mode parts; None: the run has no parameter server.
+        joined: the peers that have joined the run while it was in progress.
+        sync_manager: makes the SyncManager, given the policy and a seed.
+    """
+    sync = config.sync
+    policy = policies.parse("never") if served else policy or policies.parse(sync.policy)
+    # Each peer has its own random numbers; only the split of the data is the same on all.
+    rng = random.Random(f"peer {config.run.seed} {rank}")
+    shares = {} if rank >= begun else weights.shares(sync.weights, turns, rank, pushed=sync.mode == "push")
+    return PeerRole(
+        rank=rank,
+        size=begun,
+        sync=sync_manager(policy, rng.getrandbits(64)),
+        topology=turns.topology,
+        rng=rng,
+        incarnation=incarnation,
+        mixing=mixing.parse(sync.mixing),
+        settings=_settings(config, model_bytes, closed),
+        schedule=turns,
+        shares=shares,
+        exchange_of=_exchange_of(hub, served),
+        joined=joined,
+    )
+
+
+def max_rate(config: RunConfig) -> float | None:
+    """Return the maximum rate at which models are sent over a network, in bytes/s; None: no limit."""
+    given = config.exchange.max_rate
+    return None if given is None else parse_rate(given)
+
+
+def _settings(config: RunConfig, model_bytes: int, closed: str) -> PeerSettings:
+    sync, exchange = config.sync, config.exchange
+    return PeerSettings(
+        peer_timeout=exchange.peer_timeout,
+        model_timeout=MODEL_SLACK * model_bytes / min(SLOWEST, max_rate(config) or SLOWEST),
+        max_served=exchange.max_served,
+        max_pushes=exchange.max_pushes,
+        serve_share=exchange.serve_share,
+        exchange=sync.exchange,
+        mode="pull" if sync.mode == "server" else sync.mode,
+        fragments=sync.fragments,
+        push_sum=sync.weights == "push-sum",
+        blocking=sync.blocking,
+        finish=sync.finish,
+        finish_timeout=sync.finish_timeout,
+        init=sync.init,
+        min_peers=sync.min_peers,
+        closed=closed,
+    )
+
+
+def _exchange_of(hub: ElasticSettings | None, served: Served | None) -> Callable[[PeerContext, Pulls], Exchange] | None:
+    """Return the factory of the exchange of a run with a hub or servers; None: the run has neither."""
+    if served is not None:
+        return functools.partial(ServerMode, settings=served.settings, clocks=served.clocks)
+    return None if hub is None else functools.partial(Elastic, settings=hub)

@@ -1,0 +1,324 @@
+"""A simulated peer without a model: what it sends has a size, and its deltas come from a trace.
+
+It serves runs that cannot be trained on one machine, such as a thousand peers or a model of a billion parameters. The
+role decides as in any other run. What a mix does to a model is not known, so neither is the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gossipx.errors import GossipxError, NotEnoughPeersError
+from gossipx.peer import PeerRole
+from gossipx.protocol import effects, events, table_effects
+from gossipx.protocol.events import Fault
+from gossipx.protocol.messages import (
+    WHOLE,
+    ElasticRequest,
+    InitialRequest,
+    ModelReply,
+    PullRequest,
+    Reply,
+    Request,
+    RoundRequest,
+    Stage,
+    TakeRequest,
+)
+from gossipx.protocol.server_messages import GradientRequest, TablesReply
+from gossipx.runtime.captures import Retrieval
+from gossipx.sim.endpoint import Endpoint
+from gossipx.sim.peer import BasePeer
+
+if TYPE_CHECKING:
+    from gossipx.sim.world import World
+
+Where = tuple[int, int]
+"""A bucket's address: shard and bucket number."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A bucket of tables in an iteration of a worker.
+
+    Attributes:
+        place: shard and number of the bucket.
+        pushed: bytes of its gradients on the wire.
+        pulled: bytes of its values on the wire.
+        compute: its share of the computation.
+    """
+
+    place: Where
+    pushed: int
+    pulled: int
+    compute: float
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The bytes of a model on the wire.
+
+    Attributes:
+        whole: of a model for a peer that joins.
+        exchanged: of what exchanges send, by number of the fragment; 0: the model.
+        segments: the buckets of a parameter server, in the order in which the forward pass uses them.
+        forward: the share of the forward pass in the computation of an iteration: a third, as backpropagation computes
+            two products per layer where the forward pass computes one.
+    """
+
+    whole: int
+    exchanged: Mapping[int, int]
+    segments: Sequence[Segment] = ()
+    forward: float = 1 / 3
+
+    def bucket(self, place: Where) -> Segment:
+        """Return a bucket."""
+        return self._by_place[place]
+
+    _by_place: dict[Where, Segment] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._by_place.update((segment.place, segment) for segment in self.segments)
+
+
+@dataclass
+class _Received:
+    """A model that has arrived.
+
+    Attributes:
+        sender: rank of its peer.
+        step: iterations that it had done.
+        seconds: from the request to the last byte.
+        request: the request.
+    """
+
+    sender: int
+    step: int
+    seconds: float
+    request: Request
+
+
+class TrafficPeer(BasePeer):
+    """A simulated peer without a model.
+
+    Args:
+        role, iterations, compute: as for :class:`~gossipx.sim.peer.BasePeer`.
+        sizes: bytes of the model.
+        delta: returns Δ_t, given t.
+
+    Attributes:
+        on_retrieval: called with each model mixed during training.
+        captured: iterations of captured models, by ticket.
+    """
+
+    def __init__(
+        self, role: PeerRole, iterations: int, compute: Callable[[], float], sizes: Sizes, delta: Callable[[int], float]
+    ):
+        super().__init__(role, iterations, compute)
+        self.on_retrieval: Callable[[Retrieval], None] = lambda retrieval: None
+        self.error: GossipxError | None = None
+        self._sizes = sizes
+        self._delta = delta
+        self._step = 0
+        self._waits = False
+        self._timers: dict[str, float] = {}
+        self._captured: dict[int, int] = {}
+        self._received: dict[int, _Received] = {}
+        self._merged: dict[int, list[Retrieval]] = {}
+        self._cancels: dict[int, Callable[[], None]] = {}
+        self._received_at: dict[Stage, int] = {}
+        self._lacks: set[Where] = set()  # buckets that training must have before it uses them
+        self._segment = 0  # the next one in this iteration: first forwards, then backwards
+        self._seconds = 0.0  # of computation in this iteration
+
+    # --- BasePeer -----------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    @property
+    def waits(self) -> bool:
+        return self._waits
+
+    @property
+    def reason(self) -> str | None:
+        return None if self.error is None else str(self.error)
+
+    def received_before(self, stage: Stage) -> int:
+        """Return the bytes received before the role reached ``stage``; all so far if it has not."""
+        return next((count for at, count in self._received_at.items() if at >= stage), self.endpoint.bytes_received)
+
+    def connect(self, world: World) -> Endpoint:
+        return Endpoint(world, self.rank, self._arrived, self.later)
+
+    def training_begins(self) -> None:
+        pass
+
+    def stage_changed(self, before: Stage, after: Stage) -> None:
+        pass
+
+    def digest(self) -> str:
+        return "-"  # all final models count as equal
+
+    def handle(self, event: events.Event) -> None:
+        effects_of = self.role.handle(event, self.world.now)
+        self._received_at.setdefault(self.role.stage, self.endpoint.bytes_received)
+        for effect in effects_of:
+            if carry_out := _CARRY_OUT.get(type(effect)):
+                carry_out(self, effect)
+
+    # --- training -----------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        self._step += 1
+        self.handle(events.StepDone(self._step, self._delta(self._step), None))
+
+    def may_compute(self) -> bool:
+        return not self._lacks
+
+    def push(self) -> None:
+        pass
+
+    # --- requests -----------------------------------------------------------------------------------
+
+    def _send(self, send: effects.Send) -> None:
+        request, nbytes, began = send.request, 0, self.world.now
+        if isinstance(request, ElasticRequest):
+            nbytes = self._sizes.exchanged[WHOLE]
+        elif isinstance(request, GradientRequest):
+            nbytes = self._sizes.bucket((request.shard, request.bucket)).pushed
+
+        def done(result: Reply | Fault, content: Any) -> None:
+            self._cancels.pop(send.ticket, None)
+            if isinstance(result, Fault):
+                self.handle(events.Failed(send.ticket, result))
+                return
+            if isinstance(result, ModelReply):
+                seconds = self.world.now - began
+                self._received[send.ticket] = _Received(send.to, result.step, seconds, request)
+            self.later(self.world.now, lambda: self.handle(events.Replied(send.ticket, result)))
+
+        self._cancels[send.ticket] = self.endpoint.request(send.to, request, nbytes, self._step, send.deadline, done)
+
+    def _cancel(self, cancel: effects.Cancel) -> None:
+        if stop := self._cancels.get(cancel.ticket):
+            stop()
+
+    def _arrived(self, sender: Endpoint, key: Hashable, request: Request, content: Any) -> None:
+        self.later(self.world.now, lambda: self.handle(events.Received(sender.rank, key, request)))
+
+    def _answer(self, answer: effects.Answer) -> None:
+        if answer.begins > self.world.now:
+            self.later(answer.begins, lambda: self._answer_now(answer))
+        else:
+            self._answer_now(answer)
+
+    def _answer_now(self, answer: effects.Answer) -> None:
+        reply, nbytes = answer.reply, 0
+        if isinstance(reply, ModelReply):
+            step = self._step if answer.captured is None else self._captured.get(answer.captured, self._step)
+            reply = ModelReply(**{**vars(reply), "step": step})
+            nbytes = self._sizes.whole if answer.whole_model else self._sizes.exchanged[WHOLE]
+        elif isinstance(reply, TablesReply) and answer.tables is not None:
+            nbytes = self._sizes.bucket((answer.tables.shard, answer.tables.bucket)).pulled
+        key = answer.key
+        self.endpoint.answer(
+            key, reply, nbytes, None, answer.deadline, lambda whole: self.handle(events.Answered(key, whole))
+        )
+
+    # --- models -------------------------------------------------------------------------------------
+
+    def _capture(self, capture: effects.Capture) -> None:
+        self._captured[capture.ticket] = self._step
+
+    def _retrieval(self, received: _Received) -> Retrieval:
+        return Retrieval(received.seconds, self._step - received.step, None, received.sender)
+
+    def _mix(self, mix: effects.Mix) -> None:
+        received = self._received.pop(mix.ticket, None)
+        if received is not None and isinstance(received.request, PullRequest | TakeRequest | ElasticRequest):
+            self.on_retrieval(self._retrieval(received))
+        self.handle(events.Mixed(mix.ticket))
+
+    def _merge(self, merge: effects.Merge) -> None:
+        received = self._received.pop(merge.ticket, None)
+        if received is not None and isinstance(received.request, RoundRequest):
+            self._merged.setdefault(merge.into, []).append(self._retrieval(received))
+        self.handle(events.Merged(merge.ticket, merge.into, True))
+
+    def _apply_wave(self, apply: effects.ApplyWave) -> None:
+        self._captured.pop(apply.ticket, None)
+        for retrieval in self._merged.pop(apply.ticket, []):
+            if self.role.stage is Stage.TRAIN:
+                self.on_retrieval(retrieval)
+        self.handle(events.Mixed(apply.ticket))
+
+    def _adopt(self, adopt: effects.Adopt) -> None:
+        received = self._received.pop(adopt.ticket, None)
+        if adopt.step is not None:
+            self._step = adopt.step
+        elif received is not None and isinstance(received.request, InitialRequest):
+            self._step = received.step
+        self.handle(events.Mixed(adopt.ticket))
+
+    def _forget(self, forget: effects.Forget) -> None:
+        self._captured.pop(forget.ticket, None)
+        self._received.pop(forget.ticket, None)
+        self._merged.pop(forget.ticket, None)
+
+    # --- everything else ----------------------------------------------------------------------------
+
+    def _set_timer(self, timer: effects.SetTimer) -> None:
+        name, at = timer.name, timer.at
+
+        def fire() -> None:
+            if self._timers.get(name) == at:
+                del self._timers[name]
+                self.handle(events.TimerFired(name))
+
+        self._timers[name] = at
+        self.later(at, fire)
+
+    def _wait(self, wait: effects.Wait) -> None:
+        self._waits = True
+
+    def _resume(self, resume: effects.Resume) -> None:
+        self._waits = False
+
+    def _stop(self, stop: effects.Stop) -> None:
+        self.error = self.error or NotEnoughPeersError(stop.reason)
+        self._waits = False
+
+    def _tell(self, note: effects.Note) -> None:
+        self.note(note.text)
+
+    # --- tables -------------------------------------------------------------------------------------
+
+    def _fetch(self, fetch: table_effects.Fetch) -> None:
+        self._lacks.update(fetch.buckets)
+
+    def _unchanged(self, unchanged: table_effects.Unchanged) -> None:
+        self._lacks.difference_update(unchanged.buckets)
+
+
+_CARRY_OUT: dict[type, Callable[[TrafficPeer, Any], None]] = {
+    effects.Send: TrafficPeer._send,
+    effects.Cancel: TrafficPeer._cancel,
+    effects.Answer: TrafficPeer._answer,
+    effects.Capture: TrafficPeer._capture,
+    effects.Mix: TrafficPeer._mix,
+    effects.Merge: TrafficPeer._merge,
+    effects.ApplyWave: TrafficPeer._apply_wave,
+    effects.Adopt: TrafficPeer._adopt,
+    effects.Forget: TrafficPeer._forget,
+    effects.SetTimer: TrafficPeer._set_timer,
+    effects.Wait: TrafficPeer._wait,
+    effects.Resume: TrafficPeer._resume,
+    effects.Stop: TrafficPeer._stop,
+    effects.Note: TrafficPeer._tell,
+    table_effects.Fetch: TrafficPeer._fetch,
+    table_effects.Unchanged: TrafficPeer._unchanged,
+}
+"""What a peer without a model does about each effect; the others concern values and need nothing."""
