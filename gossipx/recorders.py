@@ -44,6 +44,7 @@ class Recorded:
         settings: hyperparameters, by name.
         parts: the kinds of curves that it has; see ``gossipx.metrics.board.PAGE``.
         resumes_at: iteration that a resumed run continues from; None: a new run.
+        clock: returns the time of a record, in seconds: virtual ones in a simulated run.
     """
 
     run: str
@@ -53,6 +54,7 @@ class Recorded:
     settings: Mapping[str, Any] = field(default_factory=dict)
     parts: Sequence[str] = ()
     resumes_at: int | None = None
+    clock: Callable[[], float] = time.time
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class TensorBoard(RecorderKind):
     """``tensorboard``: an event file in the peer's directory."""
 
     def open(self, of: Recorded) -> Recorder:
-        return TensorBoardRecorder(of.directory, of.parts, of.resumes_at)
+        return TensorBoardRecorder(of.directory, of.parts, of.resumes_at, of.clock)
 
 
 @final
@@ -86,7 +88,7 @@ class CSV(RecorderKind):
     COLUMNS: ClassVar[tuple[str, ...]] = ("iteration", "seconds", "tag", "value")
 
     def open(self, of: Recorded) -> Recorder:
-        return _CSVRecorder(of.directory / "metrics.csv", of.resumes_at)
+        return _CSVRecorder(of.directory / "metrics.csv", of.resumes_at, of.clock)
 
 
 class _CSVRecorder:
@@ -94,11 +96,13 @@ class _CSVRecorder:
 
     Args:
         resumes_at: later rows, of work that was lost, are removed; None: a new file.
+        clock: returns the time in seconds.
     """
 
-    def __init__(self, path: Path, resumes_at: int | None):
+    def __init__(self, path: Path, resumes_at: int | None, clock: Callable[[], float]):
         self._path = path
-        self._began = time.time()
+        self._clock = clock
+        self._began = clock()
         self._written = time.monotonic()
         self._rows: list[tuple[int, float, str, float]] = []
         self._has_warned = False
@@ -115,7 +119,7 @@ class _CSVRecorder:
         return self._path.open(mode, newline="", encoding="utf-8")
 
     def scalar(self, tag: str, value: float, step: int) -> None:
-        self._rows.append((step, round(time.time() - self._began, 3), tag, value))
+        self._rows.append((step, round(self._clock() - self._began, 3), tag, value))
         if time.monotonic() - self._written >= FLUSH:
             self.unwritten()
 

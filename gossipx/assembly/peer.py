@@ -150,7 +150,7 @@ def _driver(plan: _Plan, arena: ParameterArena) -> Driver:
         model_bytes=arena.nbytes(),
         policy=plan.policy,
         hub=plan.hub,
-        served=plan.served,
+        served=None if plan.served is None else (plan.served.settings, plan.served.clocks),
         incarnation=secrets.randbits(48),
         closed=why_closed(config, plan.turns, place.addresses),
         joined=place.joined,

@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Sequence
 
 from gossipx import mixing, policies
-from gossipx.assembly.server import Served
 from gossipx.config.settings import RunConfig
 from gossipx.hub import Elastic, ElasticSettings
 from gossipx.peer import PeerRole, PeerSettings
@@ -16,6 +15,8 @@ from gossipx.peer.pulls import Pulls
 from gossipx.policies import Policy
 from gossipx.protocol.fields import JoinedPeer
 from gossipx.server.mode import ServerMode
+from gossipx.server.settings import ServerSettings
+from gossipx.server.sync_models.clock import Clock
 from gossipx.sync import SyncManager
 from gossipx.topology import weights
 from gossipx.topology.schedules import Schedule
@@ -38,7 +39,7 @@ def build_role(
     closed: str,
     policy: Policy | None = None,
     hub: ElasticSettings | None = None,
-    served: Served | None = None,
+    served: tuple[ServerSettings, dict[int, Clock]] | None = None,
     joined: Sequence[JoinedPeer] = (),
     sync_manager: Callable[[Policy, int], SyncManager] = SyncManager,
 ) -> PeerRole:
@@ -52,7 +53,8 @@ def build_role(
         closed: why no peer can join the run while it is in progress; empty: one can.
         policy: a custom policy; None: the configured one.
         hub: settings of elastic SGD; None: the run has no hub.
-        served: the server-mode parts; None: the run has no parameter server.
+        served: settings of the parameter server, and the clocks of the shards that this peer may hold; None: the run
+            has none.
         joined: the peers that have joined the run while it was in progress.
         sync_manager: makes the SyncManager, given the policy and a seed.
     """
@@ -104,8 +106,11 @@ def _settings(config: RunConfig, model_bytes: int, closed: str) -> PeerSettings:
     )
 
 
-def _exchange_of(hub: ElasticSettings | None, served: Served | None) -> Callable[[PeerContext, Pulls], Exchange] | None:
+def _exchange_of(
+    hub: ElasticSettings | None, served: tuple[ServerSettings, dict[int, Clock]] | None
+) -> Callable[[PeerContext, Pulls], Exchange] | None:
     """Return the factory of the exchange of a run with a hub or servers; None: the run has neither."""
     if served is not None:
-        return functools.partial(ServerMode, settings=served.settings, clocks=served.clocks)
+        settings, clocks = served
+        return functools.partial(ServerMode, settings=settings, clocks=clocks)
     return None if hub is None else functools.partial(Elastic, settings=hub)

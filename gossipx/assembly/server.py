@@ -15,7 +15,7 @@ from torch import nn
 from gossipx import codecs
 from gossipx.assembly.server_settings import server_ranks, sync_models
 from gossipx.config.interval import CheckpointInterval
-from gossipx.config.settings import RunConfig, ServerSettings
+from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.model.layout import norms, plain_name
 from gossipx.server import placement
@@ -103,9 +103,14 @@ def serve(
             " another optimizer, or leave out the servers"
         )
     tables = [(plain_name(name), value) for name, value in module.named_parameters() if value.requires_grad]
-    layouts = _layouts(tables, config.server, own)
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    settings = _settings(config, layouts, ranks, len(names), rates[0] if rates else None, own)
+    layouts = Layouts(
+        [Table(name, parameter.numel()) for name, parameter in tables],
+        own.placement or placement.parse(config.server.placement),
+        lambda table: (tables[table][1].dtype, tables[table][1].element_size()),
+        config.server.bucket,
+    )
+    settings = settings_of(config, layouts, ranks, len(names), rates[0] if rates else None, own)
     here = [index for index, holders in enumerate(settings.holders) if rank in holders]
     groups = {id(value): number for number, group in enumerate(optimizer.param_groups) for value in group["params"]}
     numbers = [groups.get(id(value), -1) for _, value in tables]
@@ -124,22 +129,13 @@ def serve(
     return Served(settings, tables, clocks, table_store, _alike(config, ranks, own), _describe_sync(config, own))
 
 
-def _layouts(tables: Sequence[tuple[str, nn.Parameter]], given: ServerSettings, own: Parts) -> Layouts:
-    """Return the layouts of the tables, one for each set of servers."""
-    return Layouts(
-        [Table(name, parameter.numel()) for name, parameter in tables],
-        own.placement or placement.parse(given.placement),
-        lambda table: (tables[table][1].dtype, tables[table][1].element_size()),
-        given.bucket,
-    )
-
-
-def _settings(
+def settings_of(
     config: RunConfig, layouts: Layouts, ranks: Sequence[int], size: int, rate: float | None, own: Parts
 ) -> Settings:
     """Return the settings of the role in server mode.
 
     Args:
+        layouts: of the model's tables.
         ranks: the rank of each shard's server, by shard.
         size: number of peers in the run.
         rate: the initial learning rate; None: the optimizer has none.

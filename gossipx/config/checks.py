@@ -100,6 +100,13 @@ def rate(text: str) -> None:
     pace.parse_rate(text)
 
 
+def bandwidth(text: str) -> None:
+    """Check the bandwidth of a link."""
+    from gossipx.transports.pace import parse_rate
+
+    parse_rate(text, "bandwidth")
+
+
 def partition(spec: str) -> None:
     """Check ``--partition``."""
     from gossipx.tasks import partition

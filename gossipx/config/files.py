@@ -42,32 +42,46 @@ def load(path: Path) -> dict[str, Any]:
         raise UsageError(f"cannot read the configuration: {reason}", path) from error
     tables = toml.loads(text, path)
     values: dict[str, Any] = {}
-    known = dict.fromkeys(key.table for key in KEYS.values())
     if GIVEN in tables:  # written by :func:`dump`
         match tables.pop(GIVEN):
             case {"settings": list(given)} if set(map(str, given)) <= KEYS.keys():
                 values[GIVEN] = given
             case _:
-                place = (path, _line(text, None, GIVEN))
+                place = (path, line_of(text, None, GIVEN))
                 raise UsageError(f"[{GIVEN}] lists settings, as a run writes it: leave it out", *place)
+    return {**values, **values_in(tables, KEYS, text, path)}
+
+
+def values_in(tables: Mapping[str, Any], keys: Mapping[str, Key], text: str, path: Path) -> dict[str, Any]:
+    """Return the checked values of TOML tables, by name of the setting.
+
+    Args:
+        keys: the settings that the tables may have.
+        text, path: the file, for messages.
+
+    Raises:
+        UsageError: as :func:`load`.
+    """
+    values: dict[str, Any] = {}
+    known = dict.fromkeys(key.table for key in keys.values())
     for table, content in tables.items():
-        here = _line(text, None, table)
+        here = line_of(text, None, table)
         if not isinstance(content, dict):
-            outside = KEYS.get(table)
-            hint = f": it belongs in [{outside.table}]" if outside else suggest(table, KEYS)
+            outside = keys.get(table)
+            hint = f": it belongs in [{outside.table}]" if outside else suggest(table, keys)
             raise UsageError(f"'{table}' is not a table{hint}", path, here)
         if table not in known:
             raise UsageError(f"unknown table '{table}'{suggest(table, known)}: one of {', '.join(known)}", path, here)
         for name, value in content.items():
-            key = KEYS.get(name)
+            key = keys.get(name)
             try:
                 if key is None or key.table != table:
-                    own = {key.name: key for key in KEYS.values() if key.table == table}
+                    own = {key.name: key for key in keys.values() if key.table == table}
                     hint = f": it belongs in [{key.table}]" if key else suggest(name, own)
                     raise UsageError(f"unknown setting '{name}' in [{table}]{hint}")
-                values[name] = _checked(key, value, name, typed=True)
+                values[name] = checked(key, value, name, typed=True)
             except UsageError as error:
-                raise UsageError(str(error), path, _line(text, table, name)) from None
+                raise UsageError(str(error), path, line_of(text, table, name)) from None
     return values
 
 
@@ -96,7 +110,7 @@ def resolve(*layers: Mapping[str, Any]) -> RunConfig:
         if name not in KEYS:
             raise UsageError(f"unknown setting '{name}'{suggest(name, KEYS)}")
         key = KEYS[name]
-        sections.setdefault(key.table, {})[name] = _checked(key, value, key.option)
+        sections.setdefault(key.table, {})[name] = checked(key, value, key.option)
     made = {table: TABLES[table](**values) for table, values in sections.items()}
     return RunConfig(**made, given=frozenset(by_user))
 
@@ -129,8 +143,8 @@ def dump(config: RunConfig) -> str:
     return tomli_w.dumps({**present, GIVEN: {"settings": sorted(config.given)}})
 
 
-def _checked(key: Key, value: Any, called: str, typed: bool = False) -> Any:
-    """Return the converted value, or raise UsageError.
+def checked(key: Key, value: Any, called: str, typed: bool = False) -> Any:
+    """Return the converted value of a setting, or raise UsageError.
 
     Args:
         called: the name of the setting in messages.
@@ -140,10 +154,10 @@ def _checked(key: Key, value: Any, called: str, typed: bool = False) -> Any:
         parts = [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
         if not isinstance(parts, list | tuple):
             raise UsageError(f"{called} is not a list of numbers: {value!r}")
-        return tuple(_checked(dataclasses.replace(key, many=False), part, called) for part in parts)
+        return tuple(checked(dataclasses.replace(key, many=False), part, called) for part in parts)
     if key.peers == 2 and isinstance(value, list | tuple):
         alone = dataclasses.replace(key, peers=1)
-        return ",".join(_checked(alone, one, called) for one in value) or _checked(alone, "", called)
+        return ",".join(checked(alone, one, called) for one in value) or checked(alone, "", called)
     if key.numbers and isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     try:
@@ -185,7 +199,7 @@ def _converted(kind: type, value: Any) -> Any:
     return kind(value)
 
 
-def _line(text: str, table: str | None, name: str) -> int:
+def line_of(text: str, table: str | None, name: str) -> int:
     """Return the line number of a table's header or of a key in a table; 1 if it is not found."""
     current: str | None = None
     start = rf"\s*[\"']?{re.escape(name)}[\"']?\s*[.=]"

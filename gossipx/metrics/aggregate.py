@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,12 +40,20 @@ class Aggregate:
         directory: directory of the run.
         hparams: returns the hyperparameters of the run, when the file begins.
         resumes: whether the run resumes: later records in the directory are then hidden.
+        clock: returns the time of a record, in seconds.
     """
 
-    def __init__(self, directory: Path, hparams: Callable[[], Mapping[str, str | float]], resumes: bool = False):
+    def __init__(
+        self,
+        directory: Path,
+        hparams: Callable[[], Mapping[str, str | float]],
+        resumes: bool = False,
+        clock: Callable[[], float] = time.time,
+    ):
         self._directory = directory / DIRECTORY
         self._hparams = hparams
         self._resumes = resumes
+        self._clock = clock
         self._file: EventFile | None = None
         self._waiting: dict[tuple[int, str], dict[int, float]] = {}  # by iteration and tag, values by rank
         self._passed = 0
@@ -118,7 +127,7 @@ class Aggregate:
         from gossipx.metrics import records
         from gossipx.metrics.event_file import EventFile
 
-        file = EventFile(self._directory, goes_on_from)
+        file = EventFile(self._directory, goes_on_from, self._clock)
         for part in records.trial(self._hparams(), METRICS):
             file.add(part)
         return file

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 WHOLE = "gossipx"
@@ -70,18 +71,25 @@ class TensorBoardRecorder:
         directory: directory of this peer.
         parts: parts of :data:`PAGE` that this run has curves for.
         goes_on_from: iteration to resume from; later records in the directory are hidden. None: a new run.
+        clock: returns the time of a record, in seconds.
 
     Raises:
         OSError: nothing can be written there.
     """
 
-    def __init__(self, directory: Path, parts: Sequence[str] = (WHOLE, PEERS), goes_on_from: int | None = None):
+    def __init__(
+        self,
+        directory: Path,
+        parts: Sequence[str] = (WHOLE, PEERS),
+        goes_on_from: int | None = None,
+        clock: Callable[[], float] = time.time,
+    ):
         # Imported here: reading summaries and comparing runs needs no TensorBoard.
         from gossipx.metrics import records
         from gossipx.metrics.event_file import EventFile
 
         self._scalar = records.scalar
-        self._file = EventFile(directory, goes_on_from)
+        self._file = EventFile(directory, goes_on_from, clock)
         self._file.add(records.page(page(parts)))
 
     def scalar(self, tag: str, value: float, step: int) -> None:

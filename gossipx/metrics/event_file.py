@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,16 @@ class EventFile:
         directory: where it is created.
         goes_on_from: iteration to resume from; readers hide later records of other files in the directory. None: a new
             run.
+        clock: returns the time of a record, in seconds.
 
     Raises:
         OSError: the file cannot be created.
     """
 
-    def __init__(self, directory: Path, goes_on_from: int | None = None):
+    def __init__(self, directory: Path, goes_on_from: int | None = None, clock: Callable[[], float] = time.time):
         name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_serial):06d}"
         self._path = directory / name
+        self._clock = clock
         self._size = 0  # bytes of the file; what is behind them is part of a record that could not be written
         self._frames = b""  # encoded records that wait for the disk
         self._framed = 0  # number of them; like what follows the condition, protected by it
@@ -75,7 +78,7 @@ class EventFile:
         self._add(Event(step=step, summary=summary))
 
     def _add(self, event: Any) -> None:
-        event.wall_time = time.time()
+        event.wall_time = self._clock()
         record = event.SerializeToString()
         with self._changed:
             if len(self._queue) + self._framed >= MAX_WAITING:

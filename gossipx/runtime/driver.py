@@ -85,9 +85,9 @@ from gossipx.runtime.tables import TableWork
 from gossipx.runtime.uploads import Uploads
 from gossipx.wire import UploadSink
 
+T = TypeVar("T")
 LOG_INTERVAL = 10.0
 """Minimum seconds between two log lines on one topic."""
-T = TypeVar("T")
 POLL_INTERVAL = 0.5
 """Seconds between two checks for signals and errors while the training thread waits."""
 
@@ -99,7 +99,7 @@ class Driver:
         role: handles every event.
         arena: holds the weights of this peer.
         places: number of models that other peers may upload at the same time.
-        clock: the time, and the threads that depend on it; None: those of this machine.
+        clock: the time, and the threads that depend on it, an attribute, too; None: those of this machine.
         note: logs a text on a topic; None: as a warning, at a limited rate.
 
     Attributes:
@@ -129,7 +129,7 @@ class Driver:
         self.error: GossipxError | None = None
         self.committing = threading.Lock()
         self.captures = Captures(arena, role.sync.policy.uses_drift)
-        self._clock = clock = clock or SystemClock()
+        self.clock = clock = clock or SystemClock()
         self._note = note or LimitedLog(LOG_INTERVAL).warn
         self.outbox = Outbox(role.rank, clock, self.handle, self._note, self.fail)
         self.transfers = Transfers(arena, self.outbox, clock)
@@ -160,7 +160,7 @@ class Driver:
         with self._lock:
             if self._closed:
                 return
-            effects = self.role.handle(event, self._clock.now())
+            effects = self.role.handle(event, self.clock.now())
             if self.comm is not None:
                 self._received_at.setdefault(self.role.stage, self.comm.bytes_received)
             snapshots = [self._carry_out_locked(effect) for effect in effects]
@@ -178,7 +178,7 @@ class Driver:
                 # A difference to a model that was dropped. The sender uploads a whole model next.
                 self._note("protocol", f"the upload of peer {sender} is ignored: {error}")
                 upload.release()
-                self._reply(Answer(key, BusyReply(), self._clock.now() + request.patience), BusyReply(), None)
+                self._reply(Answer(key, BusyReply(), self.clock.now() + request.patience), BusyReply(), None)
                 return
         self.handle(Received(sender, key, request))
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +35,9 @@ _SAVED = ("blocked", "waited", "overhead", "distance")
 class Figures:
     """The figures of one peer, for the whole run unless stated otherwise.
 
+    Args:
+        now: returns the time in seconds.
+
     Attributes:
         blocked: seconds that gossipx blocked the training thread.
         waited: the part of ``blocked`` that was spent waiting for tables of a parameter server.
@@ -49,7 +51,7 @@ class Figures:
         earlier: totals of earlier processes; zero in a new run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
         self.blocked = 0.0
         self.waited = 0.0
         self.overhead = 0.0
@@ -61,7 +63,8 @@ class Figures:
         self.seconds = 0.0
         self.earlier = EarlierTotals()
         self._bytes_at_start = 0
-        self._began = time.perf_counter()
+        self._now = now
+        self._began = now()
 
     def start(self, received: int) -> None:
         """Start the clock of the training.
@@ -70,12 +73,12 @@ class Figures:
             received: bytes that this process received while joining; they do not count.
         """
         self._bytes_at_start = received - self.earlier.bytes_received
-        self._began = time.perf_counter() - self.earlier.seconds
+        self._began = self._now() - self.earlier.seconds
 
     @property
     def elapsed(self) -> float:
         """Seconds of training so far."""
-        return time.perf_counter() - self._began
+        return self._now() - self._began
 
     def all_faults(self, here: Mapping[str, int]) -> dict[str, int]:
         """Return the counters of faults for the whole run, given those of this process."""

@@ -47,7 +47,7 @@ class Reporter:
         options: PeerOptions,
         evaluate: Evaluate | None = None,
     ):
-        self.figures = Figures()
+        self.figures = Figures(driver.clock.now)
         self.progress = progress
         self.state = "starting"
         self._module = module
@@ -105,7 +105,7 @@ class Reporter:
             scalar("comm/bytes_received", figures.received(self._comm.bytes_received), step)
             scalar("time/train_seconds", figures.elapsed, step)
             scalar("time/blocked_fraction", figures.fraction(figures.blocked), step)
-            if self._driver.tables.transfers.table_store is not None:
+            if self._driver.tables.in_use:
                 scalar("time/tables_fraction", figures.fraction(figures.waited), step)
             self.record_server_metrics()
         if step % options.distance_interval == 0 and figures.squared_distances:
@@ -260,7 +260,6 @@ class Reporter:
             unwritten: files that could not be written; the recorder's records are added.
         """
         figures, sync = self.figures, self._role.sync
-        has_servers = self._driver.tables.transfers.table_store is not None
         return {
             "name": self._options.name,
             "policy": self._options.policy,
@@ -268,7 +267,7 @@ class Reporter:
             "iterations": self._arena.step,
             "retrievals": sync.retrievals,
             "taken_in": self._role.server.taken_in,
-            "delayed_pulls": self._role.server.delayed_pulls if has_servers else None,
+            "delayed_pulls": self._role.server.delayed_pulls if self._driver.tables.in_use else None,
             "bytes_received": figures.received(figures.bytes_at_end),
             "bytes_sent": figures.earlier.bytes_sent + self._comm.bytes_sent,
             "finish_bytes": figures.finish_bytes,

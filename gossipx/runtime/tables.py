@@ -75,6 +75,11 @@ class TableWork:
         return self.transfers.table_store
 
     @property
+    def in_use(self) -> bool:
+        """Whether the run has a parameter server."""
+        return self.transfers.table_store is not None
+
+    @property
     def raw_pulls(self) -> bool:
         """Whether tables are sent as raw values, with nothing to decode."""
         return self._table_store.client.raw_pulls

@@ -89,7 +89,7 @@ class SimDriver(Driver):
         self._log(f"must stop: {error}")
 
     def _record(self, retrieval: Retrieval) -> None:
-        self.mixings.append(Mixing(**vars(retrieval), time=self._clock.now(), step=self.arena.step))
+        self.mixings.append(Mixing(**vars(retrieval), time=self.clock.now(), step=self.arena.step))
 
     def _is_centre(self, ticket: int) -> bool:
         """Whether a captured model is a hub's centre, rather than that of a wave."""

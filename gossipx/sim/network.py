@@ -54,10 +54,11 @@ class Link:
 class Transfer:
     """Bytes under way from one peer to another."""
 
-    __slots__ = ("arrived", "left", "links", "rate", "since", "version")
+    __slots__ = ("arrived", "left", "limit", "links", "rate", "since", "version")
 
-    def __init__(self, nbytes: float, links: tuple[Link, ...], now: float, arrived: Callable[[], None]):
+    def __init__(self, nbytes: float, links: tuple[Link, ...], limit: float, now: float, arrived: Callable[[], None]):
         self.left = nbytes
+        self.limit = limit
         self.links = links
         self.rate = 0.0
         self.since = now
@@ -87,7 +88,7 @@ class Network:
         sites: number of each peer's site, by rank; empty: all are at one.
         far: additional latency between sites, in seconds.
         uplink: bandwidth of each site's connection to the others, in each direction; None: it is no limit.
-        limit: bytes/s of one transfer, whatever the links allow, such as a TCP connection reaches on a lossy path.
+        lossy: share of lost packets, which limits the rate of each transfer; see :func:`limit_of_loss`.
     """
 
     bandwidth: float = 125e6
@@ -99,7 +100,7 @@ class Network:
     sites: Sequence[int] = ()
     far: float = 0.0
     uplink: float | None = None
-    limit: float = math.inf
+    lossy: float = 0.0
     _cuts: list[_Cut] = field(default_factory=list, init=False)
     _links: dict[tuple[str, int], Link] = field(default_factory=dict, init=False)
 
@@ -162,7 +163,9 @@ class Network:
         links = [self.link("up", sender), self.link("down", receiver)]
         if self.uplink is not None and self._crosses(sender, receiver):
             links += [self.link("out", self.sites[sender]), self.link("in", self.sites[receiver])]
-        transfer = Transfer(nbytes, tuple(links), agenda.now, arrived)
+        far = self.far if self.far and self._crosses(sender, receiver) else 0.0
+        limit = limit_of_loss(self.lossy, self.delay + far + self.jitter / 2)
+        transfer = Transfer(nbytes, tuple(links), limit, agenda.now, arrived)
         for link in links:
             link.transfers[transfer] = None
         self._share(transfer, agenda)
@@ -185,7 +188,7 @@ class Network:
         now = agenda.now
         touched = {transfer: None for link in changed.links for transfer in link.transfers}
         for transfer in touched:
-            rate = min(self.limit, min(link.bandwidth / len(link.transfers) for link in transfer.links))
+            rate = min(transfer.limit, min(link.bandwidth / len(link.transfers) for link in transfer.links))
             if rate == transfer.rate:
                 continue
             moved = transfer.rate * (now - transfer.since)
@@ -203,3 +206,26 @@ class Network:
                 transfer.arrived()
 
         agenda.at(agenda.now + max(0.0, transfer.left) / transfer.rate, complete)
+
+
+PRESETS: dict[str, dict[str, float]] = {
+    "10mbit": {"bandwidth": 10e6 / 8, "delay": 1e-3},
+    "100mbit": {"bandwidth": 100e6 / 8, "delay": 5e-4},
+    "1gbit": {"bandwidth": 1e9 / 8, "delay": 1e-4},
+    "10gbit": {"bandwidth": 10e9 / 8, "delay": 5e-5},
+    "wan": {"bandwidth": 100e6 / 8, "delay": 2e-2, "jitter": 2e-3, "loss": 1e-4},
+}
+"""Bandwidth in bytes/s, latency and jitter in seconds, and share of lost packets: switched Ethernet, and a line through
+the internet."""
+
+
+def limit_of_loss(loss: float, delay: float) -> float:
+    """Return the bytes/s of one TCP connection on a path that loses packets (Mathis et al. 1997, Eq. 3: C = √(3/2)).
+
+    Args:
+        loss: share of the packets that are lost.
+        delay: latency in one direction, in seconds.
+    """
+    if not loss or not delay:
+        return math.inf
+    return FULL_PACKET[0] / (2 * delay) * math.sqrt(1.5 / loss)

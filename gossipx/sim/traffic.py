@@ -6,6 +6,7 @@ role decides as in any other run. What a mix does to a model is not known, so ne
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,6 @@ from gossipx.protocol.events import Fault
 from gossipx.protocol.messages import (
     WHOLE,
     ElasticRequest,
-    InitialRequest,
     ModelReply,
     PullRequest,
     Reply,
@@ -25,11 +25,12 @@ from gossipx.protocol.messages import (
     RoundRequest,
     Stage,
     TakeRequest,
+    fragment_of,
 )
-from gossipx.protocol.server_messages import GradientRequest, TablesReply
+from gossipx.protocol.server_messages import GradientRequest, TablesReply, TablesRequest
 from gossipx.runtime.captures import Retrieval
+from gossipx.sim.base import BasePeer
 from gossipx.sim.endpoint import Endpoint
-from gossipx.sim.peer import BasePeer
 
 if TYPE_CHECKING:
     from gossipx.sim.world import World
@@ -63,6 +64,7 @@ class Sizes:
         whole: of a model for a peer that joins.
         exchanged: of what exchanges send, by number of the fragment; 0: the model.
         segments: the buckets of a parameter server, in the order in which the forward pass uses them.
+        wait_free: whether a worker pushes each bucket as soon as its gradients are computed, not all at the end.
         forward: the share of the forward pass in the computation of an iteration: a third, as backpropagation computes
             two products per layer where the forward pass computes one.
     """
@@ -70,6 +72,7 @@ class Sizes:
     whole: int
     exchanged: Mapping[int, int]
     segments: Sequence[Segment] = ()
+    wait_free: bool = True
     forward: float = 1 / 3
 
     def bucket(self, place: Where) -> Segment:
@@ -103,7 +106,7 @@ class TrafficPeer(BasePeer):
     """A simulated peer without a model.
 
     Args:
-        role, iterations, compute: as for :class:`~gossipx.sim.peer.BasePeer`.
+        role, iterations, compute: as for :class:`~gossipx.sim.base.BasePeer`.
         sizes: bytes of the model.
         delta: returns Δ_t, given t.
 
@@ -129,8 +132,12 @@ class TrafficPeer(BasePeer):
         self._cancels: dict[int, Callable[[], None]] = {}
         self._received_at: dict[Stage, int] = {}
         self._lacks: set[Where] = set()  # buckets that training must have before it uses them
-        self._segment = 0  # the next one in this iteration: first forwards, then backwards
+        self._fetching: dict[int, Where] = {}  # by ticket
+        self._fragments: dict[Hashable, int] = {}  # of requested models, by key
         self._seconds = 0.0  # of computation in this iteration
+        self._held: Callable[[], None] | None = None  # what the training thread does once it may
+        self._held_for: Where | None = None  # the bucket that it needs; None: it waits for the role
+        self._held_since = 0.0
 
     # --- BasePeer -----------------------------------------------------------------------------------
 
@@ -168,18 +175,66 @@ class TrafficPeer(BasePeer):
         for effect in effects_of:
             if carry_out := _CARRY_OUT.get(type(effect)):
                 carry_out(self, effect)
+        if self._held is not None and not self._waits and self._held_for not in self._lacks:
+            go_on, self._held = self._held, None
+            if self._held_for is not None:
+                self.blocked_seconds += self.world.now - self._held_since
+            self.later(self.world.now, go_on)
 
     # --- training -----------------------------------------------------------------------------------
 
     def train(self) -> None:
         self._step += 1
-        self.handle(events.StepDone(self._step, self._delta(self._step), None))
+        self.delta = self._delta(self._step)
+        self.handle(events.StepDone(self._step, self.delta, None))
 
     def may_compute(self) -> bool:
-        return not self._lacks
+        return bool(self._sizes.segments) or not self._lacks
 
     def push(self) -> None:
         pass
+
+    def iterate(self, seconds: float) -> None:
+        if self._sizes.segments:
+            self._seconds = seconds
+            self._forward(0)
+        else:
+            super().iterate(seconds)
+
+    def _forward(self, number: int) -> None:
+        """Compute forwards from a segment on; wait for each until its tables are here."""
+        segments = self._sizes.segments
+        if number == len(segments):
+            self.handle(events.GradientsReady(()))
+            self._hold(lambda: self._backward(len(segments) - 1), None)
+        elif segments[number].place in self._lacks:
+            self._hold(lambda: self._forward(number), segments[number].place)
+        else:
+            seconds = self._seconds * self._sizes.forward * segments[number].compute
+            self.later(self.world.now + seconds, lambda: self._forward(number + 1))
+
+    def _backward(self, number: int) -> None:
+        """Compute the gradients of a segment, push them, and go on with the segment before it."""
+        segment = self._sizes.segments[number]
+
+        def computed() -> None:
+            if self._sizes.wait_free:
+                self.handle(events.GradientsReady((segment.place,)))
+            elif number == 0:
+                self.handle(events.GradientsReady(tuple(one.place for one in self._sizes.segments[::-1])))
+            if number == 0:
+                self._computed()
+            else:
+                self._backward(number - 1)
+
+        self.later(self.world.now + self._seconds * (1 - self._sizes.forward) * segment.compute, computed)
+
+    def _hold(self, go_on: Callable[[], None], place: Where | None) -> None:
+        """Go on once the role lets training proceed and, unless None, the bucket is here."""
+        if not self._waits and place not in self._lacks:
+            go_on()
+        else:
+            self._held, self._held_for, self._held_since = go_on, place, self.world.now
 
     # --- requests -----------------------------------------------------------------------------------
 
@@ -189,6 +244,8 @@ class TrafficPeer(BasePeer):
             nbytes = self._sizes.exchanged[WHOLE]
         elif isinstance(request, GradientRequest):
             nbytes = self._sizes.bucket((request.shard, request.bucket)).pushed
+        elif isinstance(request, TablesRequest) and request.bucket >= 0:
+            self._fetching[send.ticket] = request.shard, request.bucket
 
         def done(result: Reply | Fault, content: Any) -> None:
             self._cancels.pop(send.ticket, None)
@@ -207,6 +264,8 @@ class TrafficPeer(BasePeer):
             stop()
 
     def _arrived(self, sender: Endpoint, key: Hashable, request: Request, content: Any) -> None:
+        if fragment := fragment_of(request):
+            self._fragments[key] = fragment
         self.later(self.world.now, lambda: self.handle(events.Received(sender.rank, key, request)))
 
     def _answer(self, answer: effects.Answer) -> None:
@@ -219,8 +278,9 @@ class TrafficPeer(BasePeer):
         reply, nbytes = answer.reply, 0
         if isinstance(reply, ModelReply):
             step = self._step if answer.captured is None else self._captured.get(answer.captured, self._step)
-            reply = ModelReply(**{**vars(reply), "step": step})
-            nbytes = self._sizes.whole if answer.whole_model else self._sizes.exchanged[WHOLE]
+            reply = dataclasses.replace(reply, step=step)
+            fragment = self._fragments.pop(answer.key, WHOLE)
+            nbytes = self._sizes.whole if answer.whole_model else self._sizes.exchanged[fragment]
         elif isinstance(reply, TablesReply) and answer.tables is not None:
             nbytes = self._sizes.bucket((answer.tables.shard, answer.tables.bucket)).pulled
         key = answer.key
@@ -256,17 +316,16 @@ class TrafficPeer(BasePeer):
         self.handle(events.Mixed(apply.ticket))
 
     def _adopt(self, adopt: effects.Adopt) -> None:
-        received = self._received.pop(adopt.ticket, None)
+        self._received.pop(adopt.ticket, None)
         if adopt.step is not None:
             self._step = adopt.step
-        elif received is not None and isinstance(received.request, InitialRequest):
-            self._step = received.step
         self.handle(events.Mixed(adopt.ticket))
 
     def _forget(self, forget: effects.Forget) -> None:
         self._captured.pop(forget.ticket, None)
         self._received.pop(forget.ticket, None)
         self._merged.pop(forget.ticket, None)
+        self._fetching.pop(forget.ticket, None)
 
     # --- everything else ----------------------------------------------------------------------------
 
@@ -299,6 +358,12 @@ class TrafficPeer(BasePeer):
     def _fetch(self, fetch: table_effects.Fetch) -> None:
         self._lacks.update(fetch.buckets)
 
+    def _fetched(self, fetched: table_effects.Fetched) -> None:
+        self._lacks.discard(self._fetching.pop(fetched.ticket))
+
+    def _restore(self, restore: table_effects.RestoreTables) -> None:
+        self.handle(events.TablesRestored(restore.shard, restore.epoch, None))
+
     def _unchanged(self, unchanged: table_effects.Unchanged) -> None:
         self._lacks.difference_update(unchanged.buckets)
 
@@ -319,6 +384,8 @@ _CARRY_OUT: dict[type, Callable[[TrafficPeer, Any], None]] = {
     effects.Stop: TrafficPeer._stop,
     effects.Note: TrafficPeer._tell,
     table_effects.Fetch: TrafficPeer._fetch,
+    table_effects.Fetched: TrafficPeer._fetched,
     table_effects.Unchanged: TrafficPeer._unchanged,
+    table_effects.RestoreTables: TrafficPeer._restore,
 }
 """What a peer without a model does about each effect; the others concern values and need nothing."""

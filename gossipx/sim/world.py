@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 from gossipx.protocol.effects import ReportEntry
 from gossipx.protocol.events import AskEntry, ChangeServers, Event, Fault, SwitchSync
+from gossipx.sim.base import BasePeer
 from gossipx.sim.endpoint import Endpoint, Open
 from gossipx.sim.network import Network, Transfer
-from gossipx.sim.peer import BasePeer, SimPeer
+from gossipx.sim.peer import SimPeer
 
 ASK_AGAIN = 1.0
 """Virtual seconds after which a process that was not admitted asks again."""
@@ -61,6 +62,7 @@ class World:
         self._makers: dict[int, Callable[[int], SimPeer]] = {}
         self._incarnations: Counter[int] = Counter()
         self._to_start = 0
+        self._running = 0
         self._awaiting: defaultdict[int, dict[Open, None]] = defaultdict(dict)
 
     # --- a run --------------------------------------------------------------------------------------
@@ -87,10 +89,20 @@ class World:
             action()
         raise RuntimeError(f"the run has not ended after {MAX_EVENTS} events, at {self.now:g} s of virtual time")
 
+    def advance(self, events: int) -> bool:
+        """Handle some events. Return whether any follow; none do if all peers have ended, or wait for nothing."""
+        heap = self._heap
+        for _ in range(events):
+            if not heap or self.over:
+                return False
+            self.now, _, action = heapq.heappop(heap)
+            action()
+        return True
+
     @property
     def over(self) -> bool:
         """Whether every peer has ended or crashed, and no start is scheduled."""
-        return not self._to_start and all(peer.down_since is not None for peer in self.peers.values())
+        return not self._to_start and not self._running
 
     def at(self, time: float, action: Callable[[], None]) -> None:
         """Schedule ``action`` at ``time``, or now if that is past. Actions at the same time keep their order."""
@@ -241,6 +253,7 @@ class World:
         if peer.down_since is not None:
             return
         peer.down_since = self.now
+        self._running -= 1
         self.note(peer.rank, what)
         peer.endpoint.close()
         for transfer in self.network.under_way(peer.rank):
@@ -262,6 +275,7 @@ class World:
         self._to_start -= 1
         self.peers[rank] = self._makers[rank](self._incarnations[rank])
         self._incarnations[rank] += 1
+        self._running += 1
         self.note(rank, "starts")
         self.peers[rank].begin(self)
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from gossipx.peer.server_role import Total
+from gossipx.runtime.clock import SystemClock
 from gossipx.runtime.reporting import Reporter
 
 
@@ -13,7 +14,7 @@ def test_a_total_is_recorded_as_the_mean_since_the_last_record() -> None:
     now: dict[str, Any] = {}
     recorded: list[tuple[str, float, int]] = []
     role = SimpleNamespace(server=SimpleNamespace(metrics=now))
-    driver: Any = SimpleNamespace(role=role, arena=None, read=lambda look: look(role))
+    driver: Any = SimpleNamespace(role=role, arena=None, read=lambda look: look(role), clock=SystemClock())
     recorder: Any = SimpleNamespace(scalar=lambda *record: recorded.append(record))
     unused: Any = None
     reporter = Reporter(unused, driver, unused, recorder, unused, unused)

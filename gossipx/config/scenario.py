@@ -1,0 +1,247 @@
+"""The settings of a simulated run: a TOML file with those of ``gossipx run``, and with what it runs on.
+
+The tables ``[run]``, ``[task]``, ``[sync]``, ``[hub]``, ``[server]`` and ``[exchange]`` are those of
+:mod:`gossipx.config.settings`. The others are declared here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from gossipx.config import checks, files
+from gossipx.config.keys import keys_of, setting
+from gossipx.config.settings import KEYS as OF_RUN
+from gossipx.config.settings import RunConfig
+from gossipx.errors import UsageError
+from gossipx.specs import suggest, toml
+
+MOST_PEERS = 10_000
+"""As many as fit into about 4 GB."""
+MANY = 64
+"""More peers than this begin without announcements, unless the scenario asks for them; see :class:`Simulation`."""
+LONGEST = 1e9
+"""Upper limit of settings in seconds: 30 years."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What is simulated; the TOML table ``[simulation]``."""
+
+    peers: int = setting(4, "Number of peers.", 1, MOST_PEERS)
+    work: Literal["real", "traffic"] = setting(
+        "real", "real: gradients are computed, and only time is modelled; traffic: only sizes and times are known."
+    )
+    model: str | None = setting(None, "With traffic: the model whose layer sizes and step time are used.")
+    deltas: str | None = setting(
+        None, "With traffic: the trace of deltas that the policy decides on, by name or as a CSV file."
+    )
+    retrievals: tuple[float, ...] | None = setting(
+        None,
+        "With traffic: the retrievals of each peer, evenly spaced, instead of a policy; one number for all peers or one"
+        " per peer.",
+        0,
+        1e9,
+    )
+    encoded: float | None = setting(
+        None, "With traffic and a codec: size of what is sent as a share of raw values.", 1e-6, 2
+    )
+    announcements: bool | None = setting(
+        None,
+        "Whether peers announce themselves to all others at the start, as in a real run: N² messages. Default: with up"
+        " to 64 peers.",
+    )
+    recorded: int = setting(8, "Number of peers whose curves are recorded, besides the mean of all.", 0, MOST_PEERS)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The time of an iteration; the TOML table ``[compute]``."""
+
+    seconds: float | None = setting(
+        None, "Mean seconds of an iteration. Default with traffic: those of the model.", 1e-6, LONGEST
+    )
+    spread: str = setting(
+        "constant",
+        "How the seconds of an iteration vary: constant, normal:deviation=0.1, log-normal:sigma=0.3, or trace:FILE with"
+        " a number per line.",
+    )
+    straggler_share: float = setting(0.0, "Share of the peers that are slower, drawn by the seed.", 0, 1)
+    straggler_factor: float = setting(3.0, "How much longer their iterations take.", 1, 1e6)
+    delay_share: float = setting(
+        0.0, "Share of the peers whose iterations are delayed by |N(0, delay_deviation)| seconds.", 0, 1
+    )
+    delay_deviation: float = setting(0.25, "Standard deviation of these delays, in seconds.", 0, LONGEST)
+
+
+@dataclass(frozen=True)
+class Net:
+    """The network; the TOML table ``[network]``. Values that are given replace those of the preset."""
+
+    preset: Literal["10mbit", "100mbit", "1gbit", "10gbit", "wan"] = setting("1gbit", "The other values of this table.")
+    up: str | None = setting(None, "Bandwidth at which a peer sends.", check=checks.bandwidth)
+    down: str | None = setting(None, "Bandwidth at which a peer receives.", check=checks.bandwidth)
+    latency: float | None = setting(None, "Seconds that a message takes in one direction.", 0, 60)
+    jitter: float | None = setting(None, "Maximum additional latency in seconds, drawn per message.", 0, 60)
+    loss: float | None = setting(None, "Share of packets that are lost, which limits each TCP connection.", 0, 0.5)
+    sites: int = setting(1, "Number of sites; ranks are divided among them evenly, in order.", 1, MOST_PEERS)
+    uplink: str | None = setting(
+        None, "Bandwidth of each site's connection to the others, shared by its peers.", check=checks.bandwidth
+    )
+    site_latency: float = setting(0.0, "Additional latency between sites in seconds.", 0, 60)
+
+
+@dataclass(frozen=True)
+class Churn:
+    """Peers that crash at random and return; the TOML table ``[churn]``."""
+
+    rate: float = setting(0.0, "Share of the peers that crash per minute.", 0, 60)
+    downtime: float = setting(30.0, "Mean seconds until a crashed peer is started again; 0: it never is.", 0, LONGEST)
+    state: Literal["kept", "lost"] = setting(
+        "lost", "Whether it returns with its last checkpoint, or takes the model of another peer."
+    )
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault; an entry of the TOML list ``[[faults]]``."""
+
+    kind: Literal["crash", "pause", "leave", "partition", "late", "disk-full"] = setting(
+        "crash",
+        "crash: the process is killed; pause: it is suspended; leave: it is asked to stop; partition: peers and all"
+        " others do not reach each other; late: it starts only then; disk-full: no checkpoint can be written.",
+    )
+    peers: tuple[float, ...] = setting((), "Ranks of the peers.", 0, MOST_PEERS - 1)
+    at: float = setting(0.0, "When it begins, in seconds.", 0, LONGEST)
+    until: float | None = setting(
+        None, "When a pause, a partition or a full disk ends, or a crashed peer is started again.", 0, LONGEST
+    )
+    state: Literal["kept", "lost"] = setting(
+        "lost", "Whether a peer that is started again has its last checkpoint, or takes the model of another peer."
+    )
+    one_way: bool = setting(False, "Whether the peers of a partition are still reached by the others.")
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of the peers."""
+        return [int(rank) for rank in self.peers]
+
+
+OWN = keys_of({"simulation": Simulation, "compute": Compute, "network": Net, "churn": Churn})
+"""The settings of the tables that are declared here, by name."""
+FAULTS = "faults"
+OF_FAULT = keys_of({FAULTS: Fault})
+UNTIL = ("crash", "pause", "partition", "disk-full")
+"""Kinds of faults that may end."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A simulated run.
+
+    Attributes:
+        config: the settings that ``gossipx run`` has, too.
+        text: the file.
+    """
+
+    simulation: Simulation
+    compute: Compute
+    network: Net
+    churn: Churn
+    faults: tuple[Fault, ...]
+    config: RunConfig
+    text: str
+
+
+def load(path: Path, given: Mapping[str, Any]) -> Scenario:
+    """Read a scenario.
+
+    Args:
+        given: settings of ``gossipx run`` that replace those of the file; None: not given.
+
+    Raises:
+        UsageError: names the file, the line, the error and the likely intention.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UsageError(f"cannot read the scenario: {reason}", path) from error
+    tables = toml.loads(text, path)
+    faults = tables.pop(FAULTS, [])
+    own = {name: tables.pop(name) for name in list(tables) if name in {key.table for key in OWN.values()}}
+    unknown = next((name for name in tables if name not in {key.table for key in OF_RUN.values()}), None)
+    if unknown is not None:
+        known = dict.fromkeys([*(key.table for key in OWN.values()), FAULTS, *(k.table for k in OF_RUN.values())])
+        text_of = f"unknown table '{unknown}'{suggest(unknown, known)}: one of {', '.join(known)}"
+        raise UsageError(text_of, path, files.line_of(text, None, unknown))
+    values = files.values_in(own, OWN, text, path)
+
+    def table(kind: Any, name: str) -> Any:
+        return kind(**{key.name: values[key.name] for key in OWN.values() if key.table == name and key.name in values})
+
+    scenario = Scenario(
+        table(Simulation, "simulation"),
+        table(Compute, "compute"),
+        table(Net, "network"),
+        table(Churn, "churn"),
+        tuple(_fault(fault, text, path) for fault in _listed(faults, text, path)),
+        files.resolve(files.values_in(tables, OF_RUN, text, path), given),
+        text,
+    )
+    try:
+        _check(scenario)
+    except UsageError as error:
+        raise UsageError(str(error), path) from None
+    return scenario
+
+
+def _listed(faults: Any, text: str, path: Path) -> list[Any]:
+    if not isinstance(faults, list) or not all(isinstance(fault, dict) for fault in faults):
+        line = files.line_of(text, None, FAULTS)
+        raise UsageError(f"'{FAULTS}' is not a list of tables: write [[{FAULTS}]] above each fault", path, line)
+    return faults
+
+
+def _fault(fault: Mapping[str, Any], text: str, path: Path) -> Fault:
+    made = Fault(**files.values_in({FAULTS: fault}, OF_FAULT, text, path))
+    problem = ""
+    if "kind" not in fault or not made.peers:
+        problem = "a fault needs a kind and the ranks of its peers, such as peers = [3]"
+    elif made.until is not None and made.kind not in UNTIL:
+        problem = f"until is for {', '.join(UNTIL)}, and a fault of kind {made.kind} has no end: leave it out"
+    elif made.until is not None and made.until <= made.at:
+        problem = f"it ends at {made.until:g} s, before it begins at {made.at:g} s"
+    elif made.until is None and made.kind == "pause":
+        problem = "a pause needs its end: give until"
+    elif "one_way" in fault and made.kind != "partition":
+        problem = f"one_way is for a partition, not for {made.kind}: leave it out"
+    elif "state" in fault and made.kind != "crash":
+        problem = f"state is for a crash, not for {made.kind}: leave it out"
+    if problem:
+        raise UsageError(f"[[{FAULTS}]]: {problem}", path, files.line_of(text, None, FAULTS))
+    return made
+
+
+def _check(scenario: Scenario) -> None:
+    """Refuse settings that exclude or need each other."""
+    of = scenario.simulation
+    outside = [rank for fault in scenario.faults for rank in fault.ranks if rank >= of.peers]
+    if outside:
+        raise UsageError(f"[[{FAULTS}]] names peer {outside[0]}, and the last of {of.peers} peers is {of.peers - 1}")
+    if of.work == "real":
+        for name in ("model", "deltas", "retrievals", "encoded"):
+            if getattr(of, name) is not None:
+                raise UsageError(f'{name} is for work = "traffic": leave it out, or give that')
+        if scenario.compute.seconds is None:
+            raise UsageError("[compute] needs the seconds of an iteration: give seconds")
+    elif of.model is None:
+        raise UsageError('work = "traffic" needs the model whose sizes are used: give model in [simulation]')
+    elif of.retrievals is not None and len(of.retrievals) not in (1, of.peers):
+        raise UsageError(f"retrievals has {len(of.retrievals)} numbers for {of.peers} peers: give one, or one per peer")
+    if scenario.network.sites > of.peers:
+        raise UsageError(f"sites is {scenario.network.sites}, and there are {of.peers} peers")
+    if scenario.network.sites == 1 and (scenario.network.uplink or scenario.network.site_latency):
+        raise UsageError("uplink and site_latency are for several sites: give sites, or leave them out")

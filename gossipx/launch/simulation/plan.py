@@ -1,0 +1,191 @@
+"""What all peers of a simulated run share: settings, schedule, network, times, and the layout of servers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gossipx.assembly.graph import build_schedule
+from gossipx.assembly.hub import elastic_settings
+from gossipx.assembly.server import Parts, settings_of
+from gossipx.assembly.server_settings import server_ranks
+from gossipx.config.scenario import Net, Scenario
+from gossipx.config.settings import RunConfig
+from gossipx.errors import UsageError
+from gossipx.hub import ElasticSettings
+from gossipx.server import placement
+from gossipx.server.placement import Table
+from gossipx.server.placement.layout import Layouts
+from gossipx.server.settings import ServerSettings
+from gossipx.sim import Network, compute, traces
+from gossipx.sim.compute import StepTimes
+from gossipx.sim.network import FULL_PACKET, PRESETS
+from gossipx.sim.traffic import Segment, Sizes
+from gossipx.tasks.models import costs
+from gossipx.topology.schedules import Schedule
+from gossipx.transports.pace import parse_rate
+
+FLOAT = 4
+"""Bytes of a value; models are float32."""
+INDEXED_NAMES = 4
+"""Digits of a peer's number in its name, from 1,000 peers on."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A simulated run.
+
+    Attributes:
+        config: its settings, with presets filled in.
+        names: names of the peers, by rank.
+        turns: the exchange schedule.
+        hub: settings of elastic SGD; None: the run has no hub.
+        times: the seconds of iterations.
+        assembled: whether peers begin without announcements.
+    """
+
+    scenario: Scenario
+    config: RunConfig
+    names: Sequence[str]
+    turns: Schedule
+    hub: ElasticSettings | None
+    times: StepTimes
+    assembled: bool
+
+    @property
+    def size(self) -> int:
+        """Number of peers."""
+        return len(self.names)
+
+
+def plan_of(scenario: Scenario, config: RunConfig) -> Plan:
+    """Return the plan of a scenario.
+
+    Args:
+        config: its settings, with presets filled in.
+
+    Raises:
+        UsageError: settings exclude each other.
+    """
+    of, given, net = scenario.simulation, scenario.compute, scenario.network
+    names = [f"peer-{rank:0{max(2, len(str(of.peers - 1)))}d}" for rank in range(of.peers)]
+    seconds = given.seconds
+    if seconds is None:
+        assert of.model is not None
+        seconds = costs.step_seconds(of.model)
+    stragglers, delays = (given.straggler_share, given.straggler_factor), (given.delay_share, given.delay_deviation)
+    times = StepTimes.drawn(of.peers, seconds, compute.parse(given.spread), stragglers, delays, config.run.seed)
+    sites = [f"site {rank * net.sites // of.peers}" for rank in range(of.peers)] if net.sites > 1 else []
+    announced = of.peers <= MANY if of.announcements is None else of.announcements
+    if not announced and (config.has_servers or config.hub.hub is not None or config.sync.finish != "none"):
+        if of.announcements is False:
+            raise UsageError("announcements = false is for gossip and waves without a finish: leave it out")
+        announced = True
+    turns = build_schedule(config, of.peers, sites)
+    return Plan(scenario, config, names, turns, elastic_settings(config, names), times, not announced)
+
+
+MANY = 64
+"""More peers than this begin without announcements, where the run allows it."""
+
+
+def network_of(net: Net, peers: int) -> Network:
+    """Return the network of a scenario."""
+    values = dict(PRESETS[net.preset])
+    lossy = net.loss if net.loss is not None else values.pop("loss", 0.0)
+    values.pop("loss", None)
+    share = FULL_PACKET[0] / FULL_PACKET[1]
+    up, down = (values["bandwidth"] if rate is None else parse_rate(rate) for rate in (net.up, net.down))
+    for name, own in (("delay", net.latency), ("jitter", net.jitter)):
+        if own is not None:
+            values[name] = own
+    return Network(
+        bandwidth=up * share,
+        delay=values["delay"],
+        jitter=values.get("jitter", 0.0),
+        links=dict.fromkeys(range(peers), (up * share, down * share)) if up != down else {},
+        sites=[rank * net.sites // peers for rank in range(peers)] if net.sites > 1 else (),
+        far=net.site_latency,
+        uplink=None if net.uplink is None else parse_rate(net.uplink) * share,
+        lossy=lossy,
+    )
+
+
+# --- traffic --------------------------------------------------------------------------------------
+
+
+def sizes_of(plan: Plan) -> Sizes:
+    """Return the bytes of the model of a run of work ``traffic``."""
+    of, config = plan.scenario.simulation, plan.config
+    assert of.model is not None
+    values = sum(cost.values for cost in costs.published_costs(of.model))
+    raw, share = values * FLOAT, 1.0 if of.encoded is None else of.encoded
+    fragments = config.sync.fragments
+    exchanged = {0: round(raw * share)}
+    if fragments > 1:
+        exchanged.update({number: round(raw * share / fragments) for number in range(1, fragments + 1)})
+    return Sizes(raw, exchanged)
+
+
+def served_of(plan: Plan) -> tuple[ServerSettings, Sizes] | None:
+    """Return the settings of a parameter server for work ``traffic``, and the bytes; None: the run has none."""
+    config, of = plan.config, plan.scenario.simulation
+    ranks = server_ranks(config, plan.names)
+    if ranks is None:
+        return None
+    assert of.model is not None
+    tables = costs.published_costs(of.model)
+    layouts = Layouts(
+        [Table(cost.name, cost.values) for cost in tables],
+        placement.parse(config.server.placement),
+        lambda table: ("float32", FLOAT),
+        config.server.bucket,
+    )
+    settings = settings_of(config, layouts, ranks, plan.size, config.task.base_lr, Parts())
+    share, segments = 1.0 if of.encoded is None else of.encoded, []
+    for shard, (placed, cut) in enumerate(zip(settings.layout.placed, settings.layout.cut, strict=True)):
+        for number, bucket in enumerate(cut):
+            held = placed[bucket.first : bucket.stop]
+            nbytes = sum(one.stop - one.start for one in held) * FLOAT
+            cost = sum(tables[one.table].share * (one.stop - one.start) / tables[one.table].values for one in held)
+            first = min(one.table for one in held)
+            segments.append((first, Segment((shard, number), round(nbytes * share), round(nbytes * share), cost)))
+    ordered = [segment for _, segment in sorted(segments, key=lambda item: (item[0], item[1].place))]
+    whole = sum(cost.values for cost in tables) * FLOAT
+    return settings, Sizes(whole, {0: whole}, ordered, config.server.wait_free)
+
+
+def deltas_of(plan: Plan) -> Callable[[int], Callable[[int], float]]:
+    """Return, by rank, the function that returns Δ_t, given t."""
+    name = plan.scenario.simulation.deltas
+    if name is None:
+        return lambda rank: lambda step: 0.0
+    trace = traces.load(name)
+    return lambda rank: lambda step: trace.delta(rank, step)
+
+
+def policy_of(plan: Plan, rank: int) -> Any:
+    """Return a policy that fires as often as the scenario says; None: the configured one."""
+    wanted = plan.scenario.simulation.retrievals
+    if wanted is None:
+        return None
+    iterations, number = plan.config.run.iterations, wanted[rank % len(wanted)]
+
+    def fires(observation: Any) -> bool:
+        step = observation.step
+        return int(step * number / iterations) > int((step - 1) * number / iterations)
+
+    return fires
+
+
+def incarnation_of(plan: Plan, rank: int, number: int) -> int:
+    """Return what distinguishes a process of a peer from its others."""
+    return random.Random(f"incarnation {plan.config.run.seed} {rank} {number}").getrandbits(48)
+
+
+def file_beside(scenario: Path, given: str) -> str:
+    """Return the path of a file that a scenario names, relative to the scenario."""
+    return str(scenario.parent / given)

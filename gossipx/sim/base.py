@@ -1,0 +1,249 @@
+"""What all simulated peers have in common: the life of one peer in virtual time."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gossipx.peer import PeerRole
+from gossipx.protocol import events
+from gossipx.protocol.messages import Stage
+from gossipx.runtime.reporting import Reporter
+from gossipx.sim.endpoint import Endpoint
+
+if TYPE_CHECKING:
+    from gossipx.sim.world import World
+
+
+class BasePeer(abc.ABC):
+    """The life of one peer in virtual time: it joins, trains, takes part in the finish, sends its figures and ends.
+
+    Args:
+        role: a new role with this peer's rank.
+        iterations: the total number of steps, including those of an adopted model.
+        compute: returns the virtual seconds of the next step.
+
+    Attributes:
+        endpoint: sends and receives; set when the peer begins.
+        down_since: virtual time at which it ended or crashed; None while it runs.
+        paused_until: virtual time until which it does nothing.
+        poisoned: whether the models that it sends hold a NaN.
+        resumed: whether it resumed from a checkpoint, as the role is told when it joins; None: the run is new.
+        blocked_seconds: how long the role blocked training, from the first step to the last.
+        before_join: called just before the peer joins the run.
+        reporter: records curves and the final figures; None: nothing is recorded.
+        evaluate: returns the scores of the model.
+        report: the final figures; empty before they are known.
+        trained: when its training began and ended; None: not yet.
+        assembled: whether the peer begins to train at once, since all peers are known to be present.
+    """
+
+    endpoint: Endpoint
+    world: World
+
+    def __init__(self, role: PeerRole, iterations: int, compute: Callable[[], float]):
+        self.role = role
+        self.rank = role.rank
+        self.iterations = iterations
+        self.down_since: float | None = None
+        self.paused_until = 0.0
+        self.poisoned = False
+        self.resumed: bool | None = None
+        self.assembled = False
+        self.blocked_seconds = 0.0
+        self.before_join: Callable[[], None] = lambda: None
+        self.reporter: Reporter | None = None
+        self.evaluate: Callable[[], dict[str, float]] = dict
+        self.report: dict[str, Any] = {}
+        self.trained: list[float | None] = [None, None]
+        self.delta = 0.0
+        self._reported = 0  # the iteration that was reported last
+        self._scores: dict[str, float] = {}  # before the finish
+        self._has_gradients = False  # that were not pushed yet
+        self._compute = compute
+        self._phase = "join"
+        self._stage = role.stage
+        self._leaving = False
+        self._stepping = False
+        self._waits_since: float | None = None
+
+    # --- implemented by each kind of peer -----------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def step(self) -> int:
+        """Iterations that the model has seen."""
+
+    @property
+    @abc.abstractmethod
+    def waits(self) -> bool:
+        """Whether the role blocks training."""
+
+    @property
+    @abc.abstractmethod
+    def reason(self) -> str | None:
+        """Why it must stop; None if it need not."""
+
+    @abc.abstractmethod
+    def handle(self, event: events.Event) -> None:
+        """Pass an event to the role, and carry out its effects."""
+
+    @abc.abstractmethod
+    def connect(self, world: World) -> Endpoint:
+        """Return the endpoint of this peer in the world."""
+
+    @abc.abstractmethod
+    def training_begins(self) -> None:
+        """Prepare for the first iteration."""
+
+    @abc.abstractmethod
+    def may_compute(self) -> bool:
+        """Return whether all that the next iteration needs is here."""
+
+    @abc.abstractmethod
+    def train(self) -> None:
+        """Do one iteration, which takes no more virtual time, and report it or its gradients."""
+
+    @abc.abstractmethod
+    def push(self) -> None:
+        """Push the gradients of the iteration, and report it."""
+
+    @abc.abstractmethod
+    def stage_changed(self, before: Stage, after: Stage) -> None:
+        """Follow a change of the role's stage."""
+
+    @abc.abstractmethod
+    def digest(self) -> str:
+        """Return the checksum of the model; empty: it is not finite."""
+
+    # --- lifecycle ----------------------------------------------------------------------------------
+
+    def begin(self, world: World) -> None:
+        """Join the run; called by the world."""
+        self.world = world
+        self.endpoint = self.connect(world)
+        self.before_join()
+        self.act(lambda: self.handle(events.AllPresent() if self.assembled else events.JoinRun(self.resumed)))
+
+    def ask_to_leave(self) -> None:
+        """Leave the run after the current step, as after SIGTERM."""
+        self._leaving = True
+        self.later(self.world.now, lambda: None)
+
+    def later(self, time: float, action: Callable[[], None]) -> None:
+        """Schedule ``action`` at ``time``, or at the end of a pause; drop it if this peer is down by then."""
+
+        def act() -> None:
+            if self.down_since is not None:
+                return
+            if self.paused_until > self.world.now:
+                self.world.at(self.paused_until, act)
+            else:
+                self.act(action)
+
+        self.world.at(time, act)
+
+    def act(self, action: Callable[[], None]) -> None:
+        """Do something at once, and let training proceed if it may."""
+        action()
+        now, stage = self.world.now, self.role.stage
+        if stage is not self._stage:
+            before, self._stage = self._stage, stage
+            self.note(f"is {stage.name}")
+            self.stage_changed(before, stage)
+        if self.waits:
+            self._waits_since = now if self._waits_since is None else self._waits_since
+        elif self._waits_since is not None:
+            if self._phase == "train":
+                self.blocked_seconds += now - self._waits_since
+            self._waits_since = None
+        self._proceed()
+
+    def note(self, what: str) -> None:
+        """Add a line to the log."""
+        self.world.note(self.rank, what)
+
+    def _proceed(self) -> None:
+        """Start the next action of the training thread, unless it must wait."""
+        if self._stepping or self.down_since is not None:
+            return
+        if self.reason is not None:
+            self.world.end(self, "stops")
+        elif self._leaving and self._phase != "leave":
+            self._phase = "leave"
+            self.act(lambda: self.handle(events.LeaveRun()))
+        elif not self.waits:
+            self._report_step()
+            if self._phase == "leave" or self.may_compute():
+                self._next_phase()
+
+    def _report_step(self) -> None:
+        if self.reporter is not None and self.step > self._reported and self._phase == "train":
+            self._reported = self.step
+            self.reporter.figures.blocked = self.blocked_seconds
+            self.reporter.step_done(self.delta)
+
+    def _next_phase(self) -> None:
+        match self._phase:
+            case "join":
+                self._phase = "train"
+                self.trained[0] = self.world.now
+                self._reported = self.step
+                self.training_begins()
+                if self.reporter is not None:
+                    self.reporter.training_begins()
+                self._proceed()
+            case "train" if self._has_gradients:
+                self._has_gradients = False
+                self.act(self.push)
+            case "train" if self.step < self.iterations:
+                self._stepping = True
+                self.iterate(self._compute())
+            case "train":
+                self._phase = "finish"
+                self._train_ended()
+                self.act(lambda: self.handle(events.TrainingEnded()))
+            case "finish" if self.role.trains and self.role.stages.compares and (found := self.digest()):
+                self.act(lambda: self.handle(events.FinalModel(found)))
+            case "finish":
+                self._phase = "figures"
+                self.sum_up(finished=True)
+                self.act(lambda: self.handle(events.FiguresReady(self.report)))
+            case "figures":
+                self.world.end(self, "ends")
+            case "leave":
+                self.sum_up(finished=False)
+                self.world.end(self, "has left")
+
+    def _train_ended(self) -> None:
+        self.trained[1] = self.world.now
+        if self.reporter is not None:
+            self._scores = self.evaluate() if self.role.trains else {}
+            for name, value in self._scores.items():
+                self.reporter.scalar(f"test/{name}", value)
+            self.reporter.training_ended()
+
+    def sum_up(self, finished: bool) -> None:
+        """Set the final figures; ``finished``: whether the peer has trained to its end."""
+        role = self.role
+        self.report = {"iterations": self.step, "retrievals": role.sync.retrievals, "digest": role.agreement.digest}
+        if self.reporter is not None:
+            if self.trained[1] is None:
+                self.trained[1] = self.world.now
+                self.reporter.training_ended()
+            self.reporter.figures.blocked = self.blocked_seconds
+            self.reporter.finished()
+            averaged = finished and role.stage in (Stage.AGREE, Stage.COMPARE) and role.trains
+            after = self.evaluate() if averaged else self._scores
+            for name, value in after.items() if averaged else ():
+                self.reporter.scalar(f"test/{name}_after_finish", value)
+            self.report = self.reporter.report(self._scores, after)
+
+    def iterate(self, seconds: float) -> None:
+        """Compute for some seconds, and then :meth:`train`."""
+        self.later(self.world.now + seconds, self._computed)
+
+    def _computed(self) -> None:
+        self._stepping = False
+        self.train()
