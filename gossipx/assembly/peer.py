@@ -18,7 +18,6 @@ from gossipx.assembly.managers import Managers
 from gossipx.assembly.place import Place
 from gossipx.assembly.role import build_role, max_rate
 from gossipx.assembly.server import Parts, Served, serve, warm_up
-from gossipx.assembly.server_settings import server_ranks
 from gossipx.assembly.settings import check_exchange, with_policy
 from gossipx.comm import CommManager
 from gossipx.compression import Coded, ElasticCodec, ModelCodec, WaveCodec
@@ -86,8 +85,8 @@ def build_peer(
     config = with_policy(dataclasses.replace(config, sync=sync), has_script=True)
     check_exchange(config)
     hub = elastic_settings(config, place.names)
-    arena = _arena(config, place, module)
     served = serve(config, place.names, place.rank, module, optimizer, parts or Parts())
+    arena = build_arena(config, place.rank, served is not None, module)
     turns = build_schedule(config, place.begun, [address.host for address in place.addresses[: place.begun]])
     plan = _Plan(module, optimizer, config, place, policy, managers, hub, served, turns)
     driver = _driver(plan, arena)
@@ -128,10 +127,15 @@ class _Plan:
     turns: Schedule
 
 
-def _arena(config: RunConfig, place: Place, module: nn.Module) -> ParameterArena:
+def build_arena(config: RunConfig, rank: int, has_servers: bool, module: nn.Module) -> ParameterArena:
+    """Return the arena of a peer's module.
+
+    Args:
+        has_servers: whether the run has a parameter server.
+    """
     # In server mode only servers send tables, so the arena needs no copy of the model at each step boundary.
-    sampled = config.sync.delta == "sampled" or server_ranks(config, place.names) is not None
-    drawn = random.Random(f"delta {config.run.seed} {place.rank}").getrandbits(64) if sampled else None
+    sampled = config.sync.delta == "sampled" or has_servers
+    drawn = random.Random(f"delta {config.run.seed} {rank}").getrandbits(64) if sampled else None
     buffers, fragments = config.sync.buffers == "mix", config.sync.fragments
     arena = ParameterArena(module, mix_buffers=buffers, sampled=drawn, fragments=fragments)
     if (rule := outer.parse(config.sync.outer)) is not None:
@@ -159,7 +163,7 @@ def _driver(plan: _Plan, arena: ParameterArena) -> Driver:
     role.members.nobody_waits_for(() if place.admission is None else place.admission.lost)
     driver = Driver(role, arena, config.exchange.max_served)
     driver.tables.transfers.table_store = None if plan.served is None else plan.served.table_store
-    driver.transfers.codec = _model_codec(config, arena, plan.module, place, plan.hub)
+    driver.transfers.codec = model_codec(config, arena, plan.module, place.rank, len(place.names), plan.hub)
     if config.sync.init == "first" and not place.resumes:
         driver.begin_codec()
     return driver
@@ -251,16 +255,20 @@ def codec_of(config: RunConfig) -> str:
     return push if push == pull else f"push {push}, pull {pull}"
 
 
-def _model_codec(
-    config: RunConfig, arena: ParameterArena, module: nn.Module, place: Place, hub: ElasticSettings | None
+def model_codec(
+    config: RunConfig, arena: ParameterArena, module: nn.Module, rank: int, peers: int, hub: ElasticSettings | None
 ) -> Coded | None:
-    """Return the encoder of models; None: models are sent as raw values."""
+    """Return the encoder of a peer's models; None: models are sent as raw values.
+
+    Args:
+        peers: number of peers.
+        hub: settings of elastic SGD; None: the run has no hub.
+    """
     sync = config.sync
     codec = codecs.parse(sync.codec)
     if codec == codecs.NoCodec():
         return None
     warm_up(codec)
-    rank, peers = place.rank, len(place.names)
     seed = random.Random(f"codec {config.run.seed} {rank}").getrandbits(63)
     plain = norms(module)
     references = sync.references if hub is None else 0  # with a hub, workers do not exchange with each other

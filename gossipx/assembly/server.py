@@ -86,8 +86,12 @@ def serve(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     own: Parts,
+    places: int | None = None,
 ) -> Served | None:
     """Build the server-mode parts of this peer; return None if the run has no parameter server.
+
+    Args:
+        places: number of gradients that a server receives at a time; None: the default.
 
     Raises:
         UsageError: settings exclude each other, or there is no optimizer, or servers cannot run a copy of it.
@@ -122,7 +126,7 @@ def serve(
 
     stores = {index: store_of(layout.placed[index], layout.cut[index]) for index in here}
     client = Client(parameters, layout.placed, layout.cut, own.storages, coding)
-    table_store = TableStore(client, stores, parameters, optimizer, max(8, 2 * len(names)))
+    table_store = TableStore(client, stores, parameters, optimizer, places or max(8, 2 * len(names)))
     table_store.migrator = TableMigrator(rank, layouts, layout, store_of)
     table_store.make = lambda index: store_of(layout.placed[index], layout.cut[index])
     clocks = {index: settings.clock_of(index) for index in here}

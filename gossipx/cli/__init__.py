@@ -9,6 +9,7 @@ from gossipx.cli.launch import launch
 from gossipx.cli.peer import peer
 from gossipx.cli.placement import placement
 from gossipx.cli.server import server
+from gossipx.cli.simulate import simulate
 from gossipx.cli.status import runs, status
 from gossipx.cli.topology import topology
 from gossipx.cli.tune import tune
@@ -18,6 +19,7 @@ main.add_command(completion)
 main.add_command(doctor)
 main.add_command(export)
 main.add_command(runs)
+main.add_command(simulate)
 main.add_command(status)
 main.add_command(topology)
 main.add_command(tune)

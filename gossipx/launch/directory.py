@@ -29,8 +29,12 @@ CONFIG_FILE = "config.toml"
 HOSTS_FILE = "hosts.txt"
 SCRIPT_FILE = "script.json"
 """The user's script and its arguments, if there is one; ``--resume`` reads it."""
+SCENARIO_FILE = "scenario.toml"
+"""What a simulated run has simulated."""
 WRITTEN = re.compile(
-    "|".join(rf"{re.escape(name)}(\.tmp)?" for name in (CONFIG_FILE, HOSTS_FILE, SCRIPT_FILE, SUMMARY_FILE))
+    "|".join(
+        rf"{re.escape(name)}(\.tmp)?" for name in (CONFIG_FILE, HOSTS_FILE, SCRIPT_FILE, SCENARIO_FILE, SUMMARY_FILE)
+    )
     + rf"|(config|joined)-\d+\.(toml|json)(\.tmp)?|{re.escape(SUMMARY_FILE)}\.\d+\.tmp|peer-\d+|{AGGREGATE}"
 )
 """Names of the files that a run writes into its directory; nothing else in it is ever removed."""
@@ -114,12 +118,15 @@ class RunDirectory:
         hosts: content of the hosts file, which is copied.
         script: the user's script and its arguments, which are recorded; empty: the built-in task.
         resumes: the run exists and continues in its directory.
+        scenario: text of the scenario of a simulated run; empty: the run is real.
 
     Raises:
         UsageError: the name is in use or invalid, the directory cannot be written, or the run to resume is in progress.
     """
 
-    def __init__(self, settings: RunConfig, hosts: bytes, script: Sequence[str] = (), resumes: bool = False):
+    def __init__(
+        self, settings: RunConfig, hosts: bytes, script: Sequence[str] = (), resumes: bool = False, scenario: str = ""
+    ):
         self.path = _path_of(settings)
         self._replaced = _replaced_by(self.path)
         self._discarded = self.path.with_name(f".{self.path.name}.gone")
@@ -134,7 +141,7 @@ class RunDirectory:
                     self._acquire_lock()
                 else:
                     self._make(settings.run.overwrite)
-                self._write(settings, hosts, script)
+                self._write(settings, hosts, script, scenario)
             except OSError as error:
                 what_to_do = "make room, or check its permissions" if resumes else "give another --logdir or --name"
                 raise UsageError(f"cannot write the run: {error.strerror}; {what_to_do}", self.path) from error
@@ -157,12 +164,14 @@ class RunDirectory:
         self._created = True
         self._acquire_lock()
 
-    def _write(self, settings: RunConfig, hosts: bytes, script: Sequence[str]) -> None:
+    def _write(self, settings: RunConfig, hosts: bytes, script: Sequence[str], scenario: str) -> None:
         """Write settings, hosts and script, each file atomically; the previous files of a resumed run
         are remembered."""
         files = {CONFIG_FILE: config_files.dump(settings).encode(), HOSTS_FILE: hosts}
         if script:
             files[SCRIPT_FILE] = json.dumps([str(Path(script[0]).absolute()), *script[1:]]).encode()
+        if scenario:
+            files[SCENARIO_FILE] = scenario.encode()
         if not self._created:
             self._previous = {
                 file: file.read_bytes() if file.is_file() else None for file in map(self.path.joinpath, files)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gossipx.peer import PeerRole
 from gossipx.protocol import events
+from gossipx.protocol.effects import ReportEntry
 from gossipx.protocol.messages import Stage
 from gossipx.runtime.reporting import Reporter
 from gossipx.sim.endpoint import Endpoint
@@ -33,14 +34,19 @@ class BasePeer(abc.ABC):
         blocked_seconds: how long the role blocked training, from the first step to the last.
         before_join: called just before the peer joins the run.
         reporter: records curves and the final figures; None: nothing is recorded.
+        reporter_of: makes the reporter, once the peer is connected; None: it has none.
+        has_left: whether it left the run before its end.
         evaluate: returns the scores of the model.
+        after_step: called after each iteration that the reporter has recorded.
         report: the final figures; empty before they are known.
         trained: when its training began and ended; None: not yet.
+        delta: Δ_t of the last iteration.
+        entries: the answers to processes that asked this peer to admit them.
         assembled: whether the peer begins to train at once, since all peers are known to be present.
     """
 
     endpoint: Endpoint
-    world: World
+    world: World[Any]
 
     def __init__(self, role: PeerRole, iterations: int, compute: Callable[[], float]):
         self.role = role
@@ -54,10 +60,14 @@ class BasePeer(abc.ABC):
         self.blocked_seconds = 0.0
         self.before_join: Callable[[], None] = lambda: None
         self.reporter: Reporter | None = None
+        self.reporter_of: Callable[[], Reporter] | None = None
+        self.has_left = False
+        self.after_step: Callable[[], None] = lambda: None
         self.evaluate: Callable[[], dict[str, float]] = dict
         self.report: dict[str, Any] = {}
         self.trained: list[float | None] = [None, None]
         self.delta = 0.0
+        self.entries: list[ReportEntry] = []
         self._reported = 0  # the iteration that was reported last
         self._scores: dict[str, float] = {}  # before the finish
         self._has_gradients = False  # that were not pushed yet
@@ -90,7 +100,7 @@ class BasePeer(abc.ABC):
         """Pass an event to the role, and carry out its effects."""
 
     @abc.abstractmethod
-    def connect(self, world: World) -> Endpoint:
+    def connect(self, world: World[Any]) -> Endpoint:
         """Return the endpoint of this peer in the world."""
 
     @abc.abstractmethod
@@ -119,10 +129,12 @@ class BasePeer(abc.ABC):
 
     # --- lifecycle ----------------------------------------------------------------------------------
 
-    def begin(self, world: World) -> None:
+    def begin(self, world: World[Any]) -> None:
         """Join the run; called by the world."""
         self.world = world
         self.endpoint = self.connect(world)
+        if self.reporter_of is not None:
+            self.reporter = self.reporter_of()
         self.before_join()
         self.act(lambda: self.handle(events.AllPresent() if self.assembled else events.JoinRun(self.resumed)))
 
@@ -183,6 +195,7 @@ class BasePeer(abc.ABC):
             self._reported = self.step
             self.reporter.figures.blocked = self.blocked_seconds
             self.reporter.step_done(self.delta)
+            self.after_step()
 
     def _next_phase(self) -> None:
         match self._phase:
@@ -213,6 +226,7 @@ class BasePeer(abc.ABC):
             case "figures":
                 self.world.end(self, "ends")
             case "leave":
+                self.has_left = True
                 self.sum_up(finished=False)
                 self.world.end(self, "has left")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gossipx.errors import CancelledError, GossipxError, PeerTimeoutError, PeerUnreachableError, ProtocolError
 from gossipx.memory import Source
@@ -43,7 +43,7 @@ class SimComm:
 
     def __init__(
         self,
-        world: World,
+        world: World[Any],
         rank: int,
         sink_for: Callable[[int, CarryingRequest], UploadSink],
         on_request: Callable[[Endpoint, Hashable, Request, UploadSink | None], None],

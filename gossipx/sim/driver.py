@@ -63,21 +63,28 @@ class SimDriver(Driver):
     Args:
         role, arena, clock: as for :class:`~gossipx.runtime.driver.Driver`.
         note: adds a line to the log.
+        entries: receives the answers to processes that asked this peer to admit them.
 
     Attributes:
-        entries: the answers to processes that asked this peer to admit them.
         mixings: received models that were mixed, or merged in a wave, while training.
     """
 
-    def __init__(self, role: PeerRole, arena: ParameterArena, clock: Clock, note: Callable[[str], None]):
+    def __init__(
+        self,
+        role: PeerRole,
+        arena: ParameterArena,
+        clock: Clock,
+        note: Callable[[str], None],
+        entries: list[ReportEntry],
+    ):
         super().__init__(role, arena, PLACES, clock, lambda topic, text: note(text))
-        self.entries: list[ReportEntry] = []
         self.mixings: list[Mixing] = []
         self._log = note
+        self._entries = entries
         self._senders: dict[int, int] = {}  # of models and replies, by ticket
         self._requesters: dict[Hashable, int] = {}  # by key
         self._actions: dict[int, str] = {}  # what is done with a model, by ticket
-        self.on_retrieval = self._record
+        self.on_retrieval = self.keep_mixing
 
     def requested(self, sender: int, key: Hashable) -> None:
         """Record who sent the request ``key``, before the driver receives it."""
@@ -88,7 +95,8 @@ class SimDriver(Driver):
         super().fail(error)
         self._log(f"must stop: {error}")
 
-    def _record(self, retrieval: Retrieval) -> None:
+    def keep_mixing(self, retrieval: Retrieval) -> None:
+        """Add a retrieval to :attr:`mixings`."""
         self.mixings.append(Mixing(**vars(retrieval), time=self.clock.now(), step=self.arena.step))
 
     def _is_centre(self, ticket: int) -> bool:
@@ -140,7 +148,7 @@ class SimDriver(Driver):
                 self._log(problem or "has switched the sync model")
                 return
             case ReportEntry():
-                self.entries.append(effect)
+                self._entries.append(effect)
                 return
         super()._carry_out(effect, snapshot)
 

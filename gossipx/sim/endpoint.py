@@ -60,7 +60,7 @@ class Endpoint:
 
     def __init__(
         self,
-        world: World,
+        world: World[Any],
         rank: int,
         received: Callable[[Endpoint, Hashable, Request, Any], None],
         later: Callable[[float, Callable[[], None]], None],

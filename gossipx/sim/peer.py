@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ class SimPeer(BasePeer):
         compute_seconds: float | Callable[[], float] = 1.0,
         arena: ParameterArena | None = None,
         table_store_of: Callable[[nn.Module], TableStore] | None = None,
-        codec_of: Callable[[ParameterArena], Coded] | None = None,
+        codec_of: Callable[[ParameterArena], Coded | None] | None = None,
     ):
         super().__init__(
             role, iterations, lambda: self.compute_seconds() if callable(self.compute_seconds) else self.compute_seconds
@@ -64,7 +64,8 @@ class SimPeer(BasePeer):
         self.module = module
         self.compute_seconds = compute_seconds
         self.arena = arena or ParameterArena(module, fragments=role.settings.fragments)
-        self.driver = SimDriver(role, self.arena, VirtualClock(lambda: self.world.now, self.later), self.note)
+        clock = VirtualClock(lambda: self.world.now, self.later)
+        self.driver = SimDriver(role, self.arena, clock, self.note, self.entries)
         self.driver.tables.transfers.table_store = None if table_store_of is None else table_store_of(module)
         self.driver.transfers.codec = None if codec_of is None else codec_of(self.arena)
         self.before_finish: Tensor | None = None
@@ -135,7 +136,7 @@ class SimPeer(BasePeer):
     def handle(self, event: events.Event) -> None:
         self.driver.handle(event)
 
-    def connect(self, world: World) -> Endpoint:
+    def connect(self, world: World[Any]) -> Endpoint:
         comm = SimComm(world, self.rank, self.driver.uploads.sink_for, self._received, self.later, self._sent)
         self.driver.comm = comm  # type: ignore[assignment]  # has the methods that a driver calls
         return comm.endpoint

@@ -153,11 +153,16 @@ class TrafficPeer(BasePeer):
     def reason(self) -> str | None:
         return None if self.error is None else str(self.error)
 
+    @property
+    def has_tables(self) -> bool:
+        """Whether the run has a parameter server."""
+        return bool(self._sizes.segments)
+
     def received_before(self, stage: Stage) -> int:
         """Return the bytes received before the role reached ``stage``; all so far if it has not."""
         return next((count for at, count in self._received_at.items() if at >= stage), self.endpoint.bytes_received)
 
-    def connect(self, world: World) -> Endpoint:
+    def connect(self, world: World[Any]) -> Endpoint:
         return Endpoint(world, self.rank, self._arrived, self.later)
 
     def training_begins(self) -> None:

@@ -12,15 +12,15 @@ import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from gossipx.protocol.effects import ReportEntry
 from gossipx.protocol.events import AskEntry, ChangeServers, Event, Fault, SwitchSync
 from gossipx.sim.base import BasePeer
 from gossipx.sim.endpoint import Endpoint, Open
 from gossipx.sim.network import Network, Transfer
-from gossipx.sim.peer import SimPeer
 
+Peer = TypeVar("Peer", bound=BasePeer)
 ASK_AGAIN = 1.0
 """Virtual seconds after which a process that was not admitted asks again."""
 MAX_EVENTS = 10_000_000
@@ -35,7 +35,7 @@ class Entry(NamedTuple):
     what: str
 
 
-class World:
+class World(Generic[Peer]):
     """Peers, the network between them, and a clock that jumps from event to event.
 
     Args:
@@ -53,13 +53,13 @@ class World:
     def __init__(self, seed: int, network: Network | None = None):
         self.now = 0.0
         self.network = network or Network()
-        self.peers: dict[int, SimPeer] = {}
+        self.peers: dict[int, Peer] = {}
         self.log: list[Entry] = []
         self.fired: Counter[str] = Counter()
         self._rng = random.Random(seed)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._makers: dict[int, Callable[[int], SimPeer]] = {}
+        self._makers: dict[int, Callable[[int], Peer]] = {}
         self._incarnations: Counter[int] = Counter()
         self._to_start = 0
         self._running = 0
@@ -67,7 +67,7 @@ class World:
 
     # --- a run --------------------------------------------------------------------------------------
 
-    def start(self, rank: int, make: Callable[[int], SimPeer], at: float = 0.0) -> None:
+    def start(self, rank: int, make: Callable[[int], Peer], at: float = 0.0) -> None:
         """Start the peer of this rank at ``at``. ``make`` returns it, given its incarnation, which counts from 0."""
         self._makers[rank] = make
         self._to_start += 1
@@ -116,7 +116,7 @@ class World:
         """Return the log lines of ``rank`` that begin with ``what``."""
         return [entry.what for entry in self.log if entry.rank == rank and entry.what.startswith(what)]
 
-    def join(self, name: str, contacts: Sequence[int], make: Callable[[ReportEntry], SimPeer], at: float) -> None:
+    def join(self, name: str, contacts: Sequence[int], make: Callable[[ReportEntry], Peer], at: float) -> None:
         """From ``at`` on a process asks peers in turn to admit it, and then starts as a peer; ``make`` returns it.
 
         Args:
@@ -131,7 +131,7 @@ class World:
                 if peer is None or peer.down_since is not None:
                     continue
                 self._tell(rank, AskEntry(0, name, name, 1))
-                entry = peer.driver.entries.pop()
+                entry = peer.entries.pop()
                 if entry.refusal:
                     self._to_start -= 1
                     self.note(rank, f"does not admit {name}: {entry.refusal}")

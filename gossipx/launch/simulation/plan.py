@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from gossipx.assembly.graph import build_schedule
 from gossipx.assembly.hub import elastic_settings
 from gossipx.assembly.server import Parts, settings_of
 from gossipx.assembly.server_settings import server_ranks
-from gossipx.config.scenario import Net, Scenario
+from gossipx.config.scenario import MANY, Net, Scenario
 from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.hub import ElasticSettings
@@ -24,14 +23,13 @@ from gossipx.sim import Network, compute, traces
 from gossipx.sim.compute import StepTimes
 from gossipx.sim.network import FULL_PACKET, PRESETS
 from gossipx.sim.traffic import Segment, Sizes
+from gossipx.specs import known_word
 from gossipx.tasks.models import costs
 from gossipx.topology.schedules import Schedule
 from gossipx.transports.pace import parse_rate
 
 FLOAT = 4
 """Bytes of a value; models are float32."""
-INDEXED_NAMES = 4
-"""Digits of a peer's number in its name, from 1,000 peers on."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,8 @@ def plan_of(scenario: Scenario, config: RunConfig) -> Plan:
     seconds = given.seconds
     if seconds is None:
         assert of.model is not None
-        seconds = costs.step_seconds(of.model)
+        known_word("model", of.model, costs.STEP_SECONDS)
+        seconds = costs.STEP_SECONDS[of.model]
     stragglers, delays = (given.straggler_share, given.straggler_factor), (given.delay_share, given.delay_deviation)
     times = StepTimes.drawn(of.peers, seconds, compute.parse(given.spread), stragglers, delays, config.run.seed)
     sites = [f"site {rank * net.sites // of.peers}" for rank in range(of.peers)] if net.sites > 1 else []
@@ -86,10 +85,6 @@ def plan_of(scenario: Scenario, config: RunConfig) -> Plan:
         announced = True
     turns = build_schedule(config, of.peers, sites)
     return Plan(scenario, config, names, turns, elastic_settings(config, names), times, not announced)
-
-
-MANY = 64
-"""More peers than this begin without announcements, where the run allows it."""
 
 
 def network_of(net: Net, peers: int) -> Network:
@@ -121,7 +116,7 @@ def sizes_of(plan: Plan) -> Sizes:
     """Return the bytes of the model of a run of work ``traffic``."""
     of, config = plan.scenario.simulation, plan.config
     assert of.model is not None
-    values = sum(cost.values for cost in costs.published_costs(of.model))
+    values = sum(cost.elements for cost in costs.multiply_adds(of.model))
     raw, share = values * FLOAT, 1.0 if of.encoded is None else of.encoded
     fragments = config.sync.fragments
     exchanged = {0: round(raw * share)}
@@ -137,9 +132,9 @@ def served_of(plan: Plan) -> tuple[ServerSettings, Sizes] | None:
     if ranks is None:
         return None
     assert of.model is not None
-    tables = costs.published_costs(of.model)
+    tables = costs.multiply_adds(of.model)
     layouts = Layouts(
-        [Table(cost.name, cost.values) for cost in tables],
+        [Table(cost.name, cost.elements) for cost in tables],
         placement.parse(config.server.placement),
         lambda table: ("float32", FLOAT),
         config.server.bucket,
@@ -150,11 +145,11 @@ def served_of(plan: Plan) -> tuple[ServerSettings, Sizes] | None:
         for number, bucket in enumerate(cut):
             held = placed[bucket.first : bucket.stop]
             nbytes = sum(one.stop - one.start for one in held) * FLOAT
-            cost = sum(tables[one.table].share * (one.stop - one.start) / tables[one.table].values for one in held)
+            cost = sum(tables[one.table].share * (one.stop - one.start) / tables[one.table].elements for one in held)
             first = min(one.table for one in held)
             segments.append((first, Segment((shard, number), round(nbytes * share), round(nbytes * share), cost)))
     ordered = [segment for _, segment in sorted(segments, key=lambda item: (item[0], item[1].place))]
-    whole = sum(cost.values for cost in tables) * FLOAT
+    whole = sum(cost.elements for cost in tables) * FLOAT
     return settings, Sizes(whole, {0: whole}, ordered, config.server.wait_free)
 
 
@@ -184,8 +179,3 @@ def policy_of(plan: Plan, rank: int) -> Any:
 def incarnation_of(plan: Plan, rank: int, number: int) -> int:
     """Return what distinguishes a process of a peer from its others."""
     return random.Random(f"incarnation {plan.config.run.seed} {rank} {number}").getrandbits(48)
-
-
-def file_beside(scenario: Path, given: str) -> str:
-    """Return the path of a file that a scenario names, relative to the scenario."""
-    return str(scenario.parent / given)

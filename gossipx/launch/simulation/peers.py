@@ -1,0 +1,219 @@
+"""The peers of a simulated run, built like real ones."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gossipx.assembly.admission import why_closed
+from gossipx.assembly.peer import build_arena, model_codec
+from gossipx.assembly.role import build_role
+from gossipx.assembly.server import Parts, serve
+from gossipx.launch.loops.train import LIVE, optimizer_of, rate_of, scores
+from gossipx.launch.simulation.plan import Plan, deltas_of, incarnation_of, policy_of, served_of, sizes_of
+from gossipx.peer import PeerRole
+from gossipx.sim import SimPeer
+from gossipx.sim.traffic import TrafficPeer
+from gossipx.sync import SyncManager
+from gossipx.tasks.data import TASKS, Batches, load
+from gossipx.tasks.models import build_model
+from gossipx.tasks.partition import parse
+
+ANY_NUMBER = 2**20
+"""Gradients that a server receives at a time: virtual time cannot wait for a place."""
+
+
+@dataclass
+class Kept:
+    """What a peer has on its disk.
+
+    Attributes:
+        state: its last checkpoint; None: it has none.
+        writable: whether checkpoints can be written.
+    """
+
+    state: dict[str, Any] | None = None
+    writable: bool = True
+
+
+@dataclass
+class Disks:
+    """The disks of all peers, and whether a peer that is started again has its disk.
+
+    Attributes:
+        every: iterations between two checkpoints; 0: none are written.
+        lost: ranks of the peers whose next process finds no checkpoint.
+    """
+
+    every: int
+    lost: set[int] = field(default_factory=set)
+    _kept: dict[int, Kept] = field(default_factory=dict)
+
+    def of(self, rank: int) -> Kept:
+        """Return the disk of a peer."""
+        return self._kept.setdefault(rank, Kept())
+
+    def found(self, rank: int) -> dict[str, Any] | None:
+        """Return the checkpoint that a new process of a peer finds."""
+        if rank in self.lost:
+            self.lost.discard(rank)
+            return None
+        return self.of(rank).state
+
+    def is_due(self, rank: int, step: int) -> bool:
+        """Return whether a peer writes a checkpoint at an iteration."""
+        return self.every > 0 and step % self.every == 0 and self.of(rank).writable
+
+
+class RealPeers:
+    """Makes peers that train the built-in task.
+
+    Args:
+        plan: the run.
+        disks: where their checkpoints are kept.
+        config: its settings.
+    """
+
+    def __init__(self, plan: Plan, disks: Disks):
+        task = plan.config.task
+        self._plan = plan
+        self._disks = disks
+        self._everything, self._test = load(task.task, None if task.data_dir is None else Path(task.data_dir))
+        self._parts = parse(task.partition).split(self._everything.labels.numpy(), plan.size, plan.config.run.seed)
+        self._live = self._test.take(torch.arange(min(LIVE, len(self._test))))
+        self._host = torch.device("cpu")
+
+    def __call__(self, rank: int, number: int) -> SimPeer:
+        """Return the peer of this rank; ``number`` counts its processes from 0."""
+        plan, config, spec = self._plan, self._plan.config, TASKS[self._plan.config.task.task]
+        torch.manual_seed(config.run.seed * 1000 + rank)
+        classes = self._everything.classes
+        model = build_model(config.task.model, classes=classes, channels=spec.channels, pixels=spec.pixels)
+        optimizer = optimizer_of(model, config.task)
+        served = serve(config, plan.names, rank, model, optimizer, Parts(), ANY_NUMBER)
+        arena = build_arena(config, rank, served is not None, model)
+        role = _role(plan, rank, number, arena.nbytes(), None if served is None else (served.settings, served.clocks))
+        assert config.task.batch_size is not None
+        own = self._everything.take(self._parts[rank])
+        batches = Batches(own, config.task.batch_size, config.run.seed * 1000 + rank)
+        if number:
+            batches.seek(number * config.run.iterations)  # other batches than those before
+
+        loss = math.nan
+
+        def step(peer: SimPeer) -> None:
+            nonlocal loss
+            if self._disks.is_due(rank, peer.arena.step):
+                self._keep(peer, optimizer)
+            for group in optimizer.param_groups:
+                group["lr"] = rate_of(config.task, peer.arena.step, config.run.iterations)
+            loss = _gradient(model, optimizer, batches)
+            if served is None:
+                optimizer.step()
+
+        def log() -> None:
+            assert peer.reporter is not None
+            if peer.arena.step % config.run.log_interval == 0:
+                peer.reporter.scalar("train/loss", loss)
+            if config.run.eval_interval and peer.arena.step % config.run.eval_interval == 0:
+                for name, value in scores(model, self._live, self._host).items():
+                    peer.reporter.scalar(f"test/{name}", value)
+
+        iterations = config.run.iterations if role.trains else 0
+        peer = SimPeer(
+            role,
+            model,
+            step,
+            iterations,
+            plan.times.of(rank),
+            arena,
+            None if served is None else lambda _: served.table_store,
+            lambda arena: model_codec(config, arena, model, rank, plan.size, plan.hub),
+        )
+        if config.sync.init == "first":
+            peer.begin_codec()
+        peer.after_step = log
+        peer.evaluate = lambda: scores(model, self._test, self._host)
+        if plan.config.run.checkpoint_every != "0" and number:
+            self._resume(peer, optimizer, batches)
+        return peer
+
+    # --- checkpoints --------------------------------------------------------------------------------
+
+    def _keep(self, peer: SimPeer, optimizer: torch.optim.Optimizer) -> None:
+        self._disks.of(peer.rank).state = {
+            "model": {name: value.clone() for name, value in peer.module.state_dict().items()},
+            "optimizer": copy.deepcopy(optimizer.state_dict()),
+            "driver": peer.driver.state_dict(),
+        }
+
+    def _resume(self, peer: SimPeer, optimizer: torch.optim.Optimizer, batches: Batches) -> None:
+        found = self._disks.found(peer.rank)
+        if found is None:
+            return
+        peer.resumed = True
+
+        def restore() -> None:
+            peer.module.load_state_dict(found["model"])
+            optimizer.load_state_dict(found["optimizer"])
+            peer.driver.load_state_dict(found["driver"])
+            batches.seek(found["driver"]["iteration"])
+
+        peer.before_join = restore
+
+
+def _gradient(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches) -> float:
+    """Compute the gradient of the next batch; return the loss."""
+    inputs, labels = next(batches)
+    optimizer.zero_grad(set_to_none=True)
+    loss = functional.cross_entropy(model(inputs), labels)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return float(loss.detach())
+
+
+class TrafficPeers:
+    """Makes peers without a model; the arguments are those of :class:`RealPeers`."""
+
+    def __init__(self, plan: Plan, disks: Disks):
+        self._plan = plan
+        self._disks = disks
+        self._served = served_of(plan)
+        self._sizes = sizes_of(plan) if self._served is None else self._served[1]
+        self._deltas = deltas_of(plan)
+
+    def __call__(self, rank: int, number: int) -> TrafficPeer:
+        """Return the peer of this rank; ``number`` counts its processes from 0."""
+        plan, config = self._plan, self._plan.config
+        served = None
+        if self._served is not None:
+            settings = self._served[0]
+            here = [index for index, holders in enumerate(settings.holders) if rank in holders]
+            served = settings, {index: settings.clock_of(index) for index in here}
+        role = _role(plan, rank, number, self._sizes.whole, served)
+        iterations = config.run.iterations if role.trains else 0
+        peer = TrafficPeer(role, iterations, plan.times.of(rank), self._sizes, self._deltas(rank))
+        peer.assembled = plan.assembled and not number
+        return peer
+
+
+def _role(plan: Plan, rank: int, number: int, model_bytes: int, served: Any) -> PeerRole:
+    chosen = policy_of(plan, rank)
+    return build_role(
+        plan.config,
+        rank,
+        plan.size,
+        plan.turns,
+        model_bytes=model_bytes,
+        incarnation=incarnation_of(plan, rank, number),
+        closed=why_closed(plan.config, plan.turns),
+        hub=plan.hub,
+        served=served,
+        sync_manager=SyncManager if chosen is None else lambda policy, seed: SyncManager(chosen, seed),
+    )

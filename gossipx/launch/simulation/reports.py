@@ -1,0 +1,196 @@
+"""The curves and figures of a simulated run, recorded as those of a real one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gossipx import policies, recorders
+from gossipx.assembly.peer import codec_of
+from gossipx.config.hyperparameters import hyperparameters
+from gossipx.errors import UsageError
+from gossipx.launch.simulation.plan import Plan
+from gossipx.launch.start import policy_or_sync_model
+from gossipx.metrics.aggregate import WORST, Aggregate
+from gossipx.metrics.board import HUB, PEERS, SERVERS, WHOLE
+from gossipx.metrics.recorder import NullRecorder, Recorder
+from gossipx.peer import PeerRole
+from gossipx.protocol.messages import Stage
+from gossipx.recorders import Recorded
+from gossipx.runtime import models
+from gossipx.runtime.captures import Retrieval
+from gossipx.runtime.options import PeerOptions
+from gossipx.runtime.progress import Progress
+from gossipx.runtime.reporting import Reporter
+from gossipx.sim import SimPeer, World
+from gossipx.sim.base import BasePeer
+from gossipx.sim.clock import VirtualClock
+from gossipx.sim.endpoint import Endpoint
+from gossipx.sim.traffic import TrafficPeer
+
+EXACT_DISTANCE = "sync/exact_consensus_distance"
+"""Tag of Eq. 8 as it is, where ``sync/consensus_distance`` is what a peer can estimate of it."""
+
+
+class _TrafficDriver:
+    """What a reporter reads of a driver, for a peer without a model."""
+
+    def __init__(self, peer: TrafficPeer):
+        self.role = peer.role
+        self.arena = peer  # has the number of iterations, as an arena
+        self.clock = VirtualClock(lambda: peer.world.now, peer.later)
+        self._peer = peer
+        self.tables = self
+        self.in_use = peer.has_tables
+
+    @property
+    def on_retrieval(self) -> Callable[[Retrieval], None]:
+        """Called with each model mixed during training."""
+        return self._peer.on_retrieval
+
+    @on_retrieval.setter
+    def on_retrieval(self, called: Callable[[Retrieval], None]) -> None:
+        self._peer.on_retrieval = called
+
+    def read(self, look: Callable[[PeerRole], Any]) -> Any:
+        """Return what ``look`` reads from the role."""
+        return look(self.role)
+
+    def received_before(self, stage: Stage) -> int:
+        """Return the bytes received before the role reached ``stage``."""
+        return self._peer.received_before(stage)
+
+
+class _Counters:
+    """What a reporter reads of a CommManager."""
+
+    corrupted = strangers = expiry_warnings = 0
+
+    def __init__(self, endpoint: Endpoint):
+        self._endpoint = endpoint
+        self.trust = self
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of models and tables received from other peers."""
+        return self._endpoint.bytes_received
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of models and tables sent to other peers."""
+        return self._endpoint.bytes_sent
+
+
+class SimReporter(Reporter):
+    """The reporter of a simulated peer.
+
+    Args:
+        peer: the peer, connected to its world.
+        recorder: records its curves.
+        curves: the curves of the whole run; None: they are not recorded.
+    """
+
+    def __init__(
+        self, plan: Plan, peer: BasePeer, recorder: Recorder, curves: Aggregate | None, world: World[BasePeer]
+    ):
+        driver: Any = peer.driver if isinstance(peer, SimPeer) else _TrafficDriver(peer)  # type: ignore[arg-type]
+        module = peer.module if isinstance(peer, SimPeer) else nn.Identity()
+        comm: Any = _Counters(peer.endpoint)
+        super().__init__(module, driver, comm, recorder, Progress(None), _options(plan, peer.rank))
+        self._curves = curves
+        self._peer = peer
+        self._world = world
+        self._every = plan.config.sync.distance_interval
+        if isinstance(peer, SimPeer):
+            recorded, kept = self._driver.on_retrieval, peer.driver.keep_mixing
+
+            def retrieved(retrieval: Retrieval) -> None:
+                kept(retrieval)
+                recorded(retrieval)
+
+            self._driver.on_retrieval = retrieved
+
+    def _record(self, tag: str, value: float, step: int) -> None:
+        self._recorder.scalar(tag, value, step)
+        if self._curves is not None and tag in WORST:
+            self._curves.add(self._peer.rank, [(tag, step, value)])
+
+    def step_done(self, delta: float) -> None:
+        super().step_done(delta)
+        if isinstance(self._peer, SimPeer) and self._peer.step % self._every == 0:
+            own = self._peer.weights()
+            others = [peer.weights() for peer in self._world.peers.values() if isinstance(peer, SimPeer)]
+            self._record(EXACT_DISTANCE, float((own - torch.stack(others).mean(0)).norm()), self._peer.step)
+
+
+def _options(plan: Plan, rank: int) -> PeerOptions:
+    config = plan.config
+    policy = policy_or_sync_model(config)
+    return PeerOptions(
+        name=plan.names[rank],
+        policy=policy if config.has_servers else policies.describe(policies.parse(policy)),
+        directory=None,
+        log_interval=config.run.log_interval,
+        distance_interval=config.sync.distance_interval,
+        peer_timeout=config.exchange.peer_timeout,
+        split=lambda labels: [],
+        codec=codec_of(config),
+    )
+
+
+def peer_recorder(plan: Plan, directory: Path, rank: int, number: int, clock: Callable[[], float]) -> Recorder:
+    """Return the recorder of a peer's curves.
+
+    Args:
+        directory: of the run.
+        number: of the peer's process, from 0; only the first one records curves.
+        clock: returns the virtual time.
+
+    Raises:
+        UsageError: nothing can be written there.
+    """
+    config = plan.config
+    if rank >= plan.scenario.simulation.recorded or number:
+        return NullRecorder()
+    used = {WHOLE: True, PEERS: True, HUB: config.hub.hub is not None, SERVERS: config.has_servers}
+    parts = [part for part, is_used in used.items() if is_used]
+    own, name = models.directory_of(directory, rank), str(config.run.name)
+    settings = hyperparameters(config, plan.size)
+    try:
+        return recorders.open_all(
+            config.run.recorder, None, Recorded(name, plan.names[rank], rank, own, settings, parts, None, clock)
+        )
+    except OSError as error:
+        raise UsageError(f"cannot write there: {error.strerror}; give another --logdir", own) from error
+
+
+def curves_of(plan: Plan, directory: Path, clock: Callable[[], float]) -> Aggregate | None:
+    """Return the curves of the whole run; None: TensorBoard is not among its recorders."""
+    named = [part.partition(":")[0].strip() for part in plan.config.run.recorder.split("+")]
+    if "tensorboard" not in named:
+        return None
+    curves = Aggregate(directory, lambda: hyperparameters(plan.config, plan.size), clock=clock)
+    curves.begin()
+    return curves
+
+
+def consensus(peers: list[SimPeer]) -> dict[str, float]:
+    """Return the scores of the average of the peers' finite models; empty if there is none."""
+    states = [peer.module.state_dict() for peer in peers if math.isfinite(float(peer.weights().norm()))]
+    if not states:
+        return {}
+    module = peers[0].module
+    own = {name: value.clone() for name, value in module.state_dict().items()}
+    try:
+        with torch.no_grad():
+            for name, value in module.state_dict().items():
+                if value.is_floating_point():
+                    value.copy_(torch.stack([state[name].double() for state in states]).mean(0))
+        return peers[0].evaluate()
+    finally:
+        module.load_state_dict(own)

@@ -1,0 +1,242 @@
+"""A simulated run: its peers in a world, its faults, its progress, and the directory that it leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import math
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from gossipx.assembly.settings import effective_config
+from gossipx.config.scenario import Fault, Scenario
+from gossipx.config.settings import RunConfig
+from gossipx.errors import DIFFERENT_MODELS, GossipxError, NotEnoughPeersError, UsageError
+from gossipx.launch.directory import SCENARIO_FILE, RunDirectory
+from gossipx.launch.results import sum_up
+from gossipx.launch.simulation.peers import Disks, RealPeers, TrafficPeers
+from gossipx.launch.simulation.plan import Plan, network_of, plan_of
+from gossipx.launch.simulation.reports import SimReporter, consensus, curves_of, peer_recorder
+from gossipx.metrics.aggregate import Aggregate
+from gossipx.metrics.recorder import Recorder
+from gossipx.metrics.summary import Summary
+from gossipx.sim import SimPeer, World
+from gossipx.sim.base import BasePeer
+
+log = logging.getLogger("gossipx")
+
+BATCH = 20_000
+"""Events between two updates of the progress bar: about a tenth of a second."""
+STALLED = 20_000_000
+"""Events without a finished iteration after which a run is given up: it would not end."""
+
+
+def simulate(scenario: Scenario, name: str) -> int:
+    """Run a scenario.
+
+    Args:
+        name: of the run, unless the scenario or the command line names it.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UsageError: settings exclude each other, or the name of the run is in use; nothing was run.
+        GossipxError: the run did not end, or its figures cannot be written.
+    """
+    of = scenario.simulation
+    config = effective_config(scenario.config, of.peers, has_script=of.work == "traffic")
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=_name_of(config, name)))
+    plan = plan_of(scenario, config)
+    directory = RunDirectory(config, f"# simulated; see {SCENARIO_FILE}\n".encode(), scenario=scenario.text)
+    try:
+        return _Simulation(plan, directory).go()
+    finally:
+        directory.release()
+
+
+def _name_of(config: RunConfig, name: str) -> str:
+    """Return the name of a run: the given one, or the scenario's with a number if taken."""
+    if config.run.name is not None:
+        return config.run.name
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(one for one in names if not (Path(config.run.logdir) / one).exists())
+
+
+class _Simulation:
+    """One run, from its start to its summary."""
+
+    def __init__(self, plan: Plan, directory: RunDirectory):
+        self._plan = plan
+        self._directory = directory
+        every = plan.config.run.checkpoint_every
+        if isinstance(every, str) and not every.isdigit():
+            raise UsageError(f"--checkpoint-every {every}: a simulated run counts iterations, such as 500")
+        self._disks = Disks(int(every))
+        traffic = plan.scenario.simulation.work == "traffic"
+        self._make: Callable[[int, int], BasePeer] = (TrafficPeers if traffic else RealPeers)(plan, self._disks)
+        self._world: World[BasePeer] = World(plan.config.run.seed, network_of(plan.scenario.network, plan.size))
+        self._curves: Aggregate | None = curves_of(plan, directory.path, lambda: self._world.now)
+        self._recorders: list[Recorder] = []
+
+    def go(self) -> int:
+        """Run to the end, or until a signal; return the exit code."""
+        late = {rank: fault.at for fault in self._plan.scenario.faults if fault.kind == "late" for rank in fault.ranks}
+        for rank in range(self._plan.size):
+            self._world.start(rank, self._maker(rank), late.get(rank, 0.0))
+        for fault in self._plan.scenario.faults:
+            self._schedule(fault)
+        self._schedule_churn()
+        interrupted = False
+        try:
+            self._run()
+        except KeyboardInterrupt:
+            interrupted = True
+        summary = self._sum_up(interrupted)
+        self._directory.keep()
+        if self._curves is not None:
+            self._curves.write(summary.iterations)
+            self._curves.conclude(summary)
+            self._curves.close()
+        self._directory.conclude(summary)
+        return self._tell(summary, interrupted)
+
+    def _maker(self, rank: int) -> Callable[[int], BasePeer]:
+        def make(number: int) -> BasePeer:
+            peer = self._make(rank, number)
+            self._record(peer, number)
+            return peer
+
+        return make
+
+    def _record(self, peer: BasePeer, number: int) -> None:
+        recorder = peer_recorder(self._plan, self._directory.path, peer.rank, number, lambda: self._world.now)
+        peer.reporter_of = lambda: SimReporter(self._plan, peer, recorder, self._curves, self._world)
+        self._recorders.append(recorder)
+
+    # --- faults -------------------------------------------------------------------------------------
+
+    def _schedule(self, fault: Fault) -> None:
+        world, end = self._world, math.inf if fault.until is None else fault.until
+        if fault.kind == "partition":
+            others = set(range(self._plan.size)) - set(fault.ranks)
+            world.network.cut(fault.ranks, others, fault.at, end, fault.one_way)
+        for rank in fault.ranks:
+            match fault.kind:
+                case "crash":
+                    self._crash(rank, fault.at, end, fault.state == "lost")
+                case "pause":
+                    world.pause(rank, fault.at, end)
+                case "leave":
+                    world.leave(rank, fault.at)
+                case "disk-full":
+                    world.at(fault.at, lambda rank=rank: self._fill(rank, False))  # type: ignore[misc]
+                    if end < math.inf:
+                        world.at(end, lambda rank=rank: self._fill(rank, True))  # type: ignore[misc]
+
+    def _fill(self, rank: int, writable: bool) -> None:
+        self._disks.of(rank).writable = writable
+
+    def _crash(self, rank: int, at: float, again: float, lost: bool) -> None:
+        self._world.crash(rank, at)
+        if again < math.inf:
+            if lost:
+                self._world.at(again, lambda: self._disks.lost.add(rank))
+            self._world.restart(rank, again)
+
+    def _schedule_churn(self) -> None:
+        """Let peers crash at random times, exponentially distributed, as long as the run lasts."""
+        churn = self._plan.scenario.churn
+        if not churn.rate:
+            return
+        for rank in range(self._plan.size):
+            rng = random.Random(f"churn {self._plan.config.run.seed} {rank}")
+            self._next_crash(rank, 0.0, rng)
+
+    def _next_crash(self, rank: int, since: float, rng: random.Random) -> None:
+        churn = self._plan.scenario.churn
+        at = since + rng.expovariate(churn.rate / 60)
+        down = rng.expovariate(1 / churn.downtime) if churn.downtime else math.inf
+
+        def crash() -> None:
+            peer = self._world.peers.get(rank)
+            if peer is None or peer.down_since is not None:
+                return  # it has ended
+            self._crash(rank, at, at + down, churn.state == "lost")
+            if down < math.inf:
+                self._next_crash(rank, at + down, rng)
+
+        self._world.at(at, crash)
+
+    # --- progress -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        world, total = self._world, self._plan.size * self._plan.config.run.iterations
+        console = Console(stderr=True)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[at]}"),
+            TimeRemainingColumn(),
+        )
+        stalled, before = 0, 0
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            shown = bar.add_task(str(self._plan.config.run.name), total=total, at="")
+            while world.advance(BATCH):
+                done = sum(peer.step for peer in world.peers.values())
+                bar.update(shown, completed=done, at=f"{world.now:.1f} s of virtual time")
+                stalled = stalled + BATCH if done == before else 0
+                before = done
+                if stalled >= STALLED:
+                    raise GossipxError(f"no iteration was completed in the last {STALLED} events, at {world.now:g} s")
+                if self._curves is not None:
+                    self._curves.write(min((p.step for p in world.peers.values() if p.down_since is None), default=0))
+        if not world.over:
+            waiting = [self._plan.names[rank] for rank, peer in world.peers.items() if peer.down_since is None]
+            raise GossipxError(f"the run does not end: {', '.join(waiting[:5])} and others wait for nothing")
+
+    # --- results ------------------------------------------------------------------------------------
+
+    def _sum_up(self, interrupted: bool) -> Summary:
+        results: dict[int, dict[str, Any]] = {}
+        stopped: dict[int, dict[str, Any]] = {}
+        for rank, peer in sorted(self._world.peers.items()):
+            if peer.down_since is None and peer.trained[0] is not None:
+                peer.sum_up(finished=False)
+                stopped[rank] = peer.report
+            elif peer.report and peer.has_left:
+                stopped[rank] = peer.report
+            elif peer.report:
+                results[rank] = {"report": peer.report, "reports": {}}
+        trained = [peer for rank, peer in self._world.peers.items() if rank in results and isinstance(peer, SimPeer)]
+        averaged = consensus(trained)
+        for result in results.values():
+            result |= {f"consensus_{name}": averaged.get(name) for name in ("accuracy", "loss")}
+        for recorder in self._recorders:
+            recorder.close()
+        began = min(
+            (peer.trained[0] for peer in self._world.peers.values() if peer.trained[0] is not None), default=0.0
+        )
+        traffic = self._plan.scenario.simulation.work == "traffic"
+        summary = sum_up(self._plan.config, self._plan.names, not traffic, self._world.now - began, results, stopped)
+        return dataclasses.replace(summary, model=self._plan.scenario.simulation.model) if traffic else summary
+
+    def _tell(self, summary: Summary, interrupted: bool) -> int:
+        """Print what came of the run; return the exit code."""
+        print(f"{summary.name}: {summary.wall_seconds:.1f} s of virtual time; gossipx compare {self._directory.path}")
+        for rank, peer in sorted(self._world.peers.items()):
+            if peer.reason is not None:
+                print(f"{self._plan.names[rank]} has stopped: {peer.reason}", file=sys.stderr)
+        if interrupted:
+            print("interrupted: the figures are those until then", file=sys.stderr)
+            return 130
+        if any(peer.reason is not None for peer in self._world.peers.values()):
+            return NotEnoughPeersError.exit_code
+        return DIFFERENT_MODELS if summary.agreed is False else 0
