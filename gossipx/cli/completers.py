@@ -30,7 +30,7 @@ TOPOLOGIES = (
 )
 SCHEDULES = ("random", "static", "one-peer", "inner-outer", "bandwidth-aware")
 PARTITIONS = ("iid", "dirichlet", "contiguous")
-UNTRAINED = ("inception-v4",)
+UNTRAINED = ("inception-v4", "densenet121", "transformer-1b")
 """Models that cannot be trained: commands use only the sizes of their tensors."""
 DEVICES = ("cpu", "cuda", "cuda:0")
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 _MOST = 1024
 """Maximum number of servers: more than any of the models has tensors, and the table can still be scrolled through."""
-_BAR = 20
-"""Characters of the longest bar; with it the widest table has fewer than 80 columns."""
+_BAR = 18
+"""Characters of the longest bar; with it the widest table, that of transformer-1b, has fewer than 80 columns."""
 
 
 @click.command("placement", short_help="Compare how placements spread a model.")
@@ -38,10 +38,11 @@ _BAR = 20
 def placement(model: str, servers: int, strategy: str | None, as_json: bool) -> None:
     """Show how evenly each placement spreads MODEL over the servers, and in how many partitions.
 
-    MODEL is a built-in model (see run's --model) or inception-v4, for the input size of its publication and in float32:
-    lenet for MNIST, convnet and the resnets for CIFAR-10, alexnet, googlenet (without auxiliary classifiers) and
-    inception-v4 for ImageNet. The output lists the sizes of its tensors, the MB on each server, their coefficient of
-    variation (standard deviation / mean; 0 is even), and the number of partitions, that is, messages per push or pull.
+    MODEL is a built-in model (see run's --model), inception-v4, densenet121 or transformer-1b, for the input size of
+    its publication and in float32: lenet for MNIST, convnet and the resnets for CIFAR-10, alexnet, googlenet (without
+    auxiliary classifiers), inception-v4 and densenet121 for ImageNet. The output lists the sizes of its tensors, the MB
+    on each server, their coefficient of variation (standard deviation / mean; 0 is even), and the number of partitions,
+    that is, messages per push or pull.
 
     \b
     gossipx placement inception-v4 --servers 4
@@ -80,8 +81,9 @@ def _placements(found: Survey) -> Table:
     table.add_column("server", no_wrap=True)
     for one in found.placements:
         table.add_column(one.placement, justify="right", no_wrap=True)
+    digits = 3 if max(max(one.bytes) for one in found.placements) < 1e9 else 0  # else six columns are too wide
     for server in range(found.servers):
-        table.add_row(str(server), *(f"{one.bytes[server] / 1e6:.3f}" for one in found.placements))
+        table.add_row(str(server), *(f"{one.bytes[server] / 1e6:.{digits}f}" for one in found.placements))
     table.add_section()
     table.add_row("variation", *(f"{one.variation:#.2g}" for one in found.placements))
     table.add_row("partitions", *(f"{one.partitions:,}" for one in found.placements))

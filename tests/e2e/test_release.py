@@ -42,6 +42,8 @@ def test_sdist_and_wheel_are_complete_and_the_wheel_works(tmp_path: Path) -> Non
     assert run(command, "--version", folder=tmp_path).split() == ["gossipx,", "version", version()]
     assert str(site) in run(new, "-c", "import gossipx; print(gossipx.__file__)", folder=tmp_path)
     assert "two-sites-8" in run(command, "topology", "list", folder=tmp_path)
+    names = "from gossipx.sim import traces; print(*traces.names())"
+    assert run(new, "-c", names, folder=tmp_path).split() == ["lenet", "transformer"]
 
 
 def version() -> str:

@@ -17,6 +17,7 @@ from gossipx.tasks import text
 from gossipx.tasks.data import TASKS, Batches, load
 from gossipx.tasks.models import MODELS, UNTRAINED, build_model, published_sizes
 from gossipx.tasks.models.convnet import LocalResponseNorm
+from gossipx.tasks.models.densenet import DenseNet
 from gossipx.tasks.models.inception import InceptionV4, Shift
 from gossipx.tasks.presets import PRESETS, TEXT_MODEL, TEXT_TASK, Preset, cosine_rate, learning_rate
 from gossipx.tasks.presets import TASKS as TASK_NAMES
@@ -52,6 +53,27 @@ def inception(before: int, one: int, reduce3: int, three: int, reduce5: int, fiv
     )
 
 
+def densenet(growth: int, layers: tuple[int, ...]) -> int:
+    """Each layer normalises its input and 4 · growth maps between its convolutions; transitions halve the maps."""
+    maps = 2 * growth
+    total = conv(3, maps, 7, bias=False) + 2 * maps
+    for block, count in enumerate(layers):
+        if block:
+            total += 2 * maps + conv(maps, maps // 2, 1, bias=False)
+            maps //= 2
+        for _ in range(count):
+            total += 2 * maps + conv(maps, 4 * growth, 1, bias=False)
+            total += 2 * 4 * growth + conv(4 * growth, growth, 3, bias=False)
+            maps += growth
+    return total + 2 * maps + linear(maps, 1000)
+
+
+def decoder(vocabulary: int, context: int, width: int, blocks: int) -> int:
+    """A block has two normalisations, attention (12 is 3 + 1 + 4 + 4 matrices), and the dense layers."""
+    block = 2 * 2 * width + 12 * width**2 + (3 + 1 + 4 + 1) * width
+    return (vocabulary + context) * width + blocks * block + 2 * width + width * vocabulary
+
+
 BY_HAND = {
     "lenet": conv(1, 8, 5) + conv(8, 32, 5) + linear(32 * 4 * 4, 184) + linear(184, 10),
     "convnet": conv(3, 32, 5) + conv(32, 32, 5) + conv(32, 64, 5) + linear(64 * 4 * 4, 10),
@@ -81,8 +103,7 @@ BY_HAND = {
     + inception(832, 256, 160, 320, 32, 128, 128)
     + inception(832, 384, 192, 384, 48, 128, 128)
     + linear(1024, 1000),
-    # Three blocks of width 96: two normalisations, attention (12 is 3 + 1 + 4 + 4 matrices), and the dense layers.
-    "transformer": (64 + 64) * 96 + 3 * (2 * 2 * 96 + 12 * 96**2 + (3 + 1 + 4 + 1) * 96) + 2 * 96 + 96 * 64,
+    "transformer": decoder(64, 64, 96, 3),
 }
 
 # The figures that the publications (or Caffe's files) state, in parameters, and how exactly they state them.
@@ -240,6 +261,41 @@ def test_inception_v4_reaches_every_parameter_at_its_smallest_input() -> None:
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
     with pytest.raises(RuntimeError):
         model(torch.randn(2, 3, 74, 74))
+
+
+def test_densenet_121_has_the_parameters_of_table_1_and_reaches_every_one_at_its_smallest_input() -> None:
+    """The stated figure is that of torchvision."""
+    sizes = published_sizes("densenet121")
+    facts = UNTRAINED["densenet121"].facts
+    assert sum(size for _, size in sizes) == densenet(32, (6, 12, 24, 16)) == facts.parameters == 7_978_856
+    assert sum(name.endswith("weight") and size > 1024 for name, size in sizes) == 121, "its layers"
+    torch.manual_seed(0)
+    model = DenseNet(7, 3, facts.smallest).eval()
+    logits = model(torch.randn(2, 3, facts.smallest, facts.smallest))
+    nn.functional.cross_entropy(logits, torch.tensor([0, 6])).backward()
+    assert logits.shape == (2, 7)
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+    with pytest.raises(RuntimeError):
+        model(torch.randn(2, 3, facts.smallest - 1, facts.smallest - 1))
+
+
+def test_densenets_maps_are_those_of_table_1() -> None:
+    """Huang et al. 2016: 56×56, 28×28, 14×14 and 7×7 at the ends of the four blocks."""
+    with torch.device("meta"):
+        model = DenseNet(1000, 3, 224)
+        maps, seen = torch.empty(2, 3, 224, 224), []
+        for layer in model.maps:
+            if isinstance(layer, nn.AvgPool2d):
+                seen.append(tuple(maps.shape[1:]))
+            maps = layer(maps)
+    assert [*seen, tuple(maps.shape[1:])] == [(128, 56, 56), (256, 28, 28), (512, 14, 14), (1024, 7, 7)]
+
+
+def test_transformer_1b_has_the_1_3_billion_parameters_of_gpt_3_xl_and_an_output_layer() -> None:
+    sizes = dict(published_sizes("transformer-1b"))
+    total = sum(sizes.values())
+    assert total == decoder(50_257, 2048, 2048, 24) == UNTRAINED["transformer-1b"].facts.parameters
+    assert sizes["head.weight"] == 102_926_336 and round((total - sizes["head.weight"]) / 1e9, 1) == 1.3
 
 
 def test_published_sizes_are_those_of_the_model_and_allocate_nothing() -> None:

@@ -17,6 +17,7 @@ from gossipx.errors import UsageError
 from gossipx.specs import known_word, suggest
 from gossipx.tasks.models.alexnet import AlexNet
 from gossipx.tasks.models.convnet import ConvNet
+from gossipx.tasks.models.densenet import DenseNet
 from gossipx.tasks.models.googlenet import GoogLeNet
 from gossipx.tasks.models.inception import InceptionV4
 from gossipx.tasks.models.lenet import LeNet
@@ -30,7 +31,8 @@ class Facts:
 
     Attributes:
         parameters: number of parameters with the published input and output sizes: the next three attributes.
-        classes: number of classes in the publication; of text, the size of the embedded text's vocabulary.
+        classes: number of classes in the publication; of text, the size of the vocabulary (``transformer``: that of the
+            embedded text).
         channels: number of channels of its input images; 0: its input is text.
         pixels: height and width of its input images; of text, the context.
         smallest: minimum of ``pixels``.
@@ -75,6 +77,19 @@ MODELS: dict[str, Model] = {
 
 UNTRAINED: dict[str, Model] = {
     "inception-v4": Model(InceptionV4, Facts(42_648_232, 1000, 3, 299, 75, None, "Szegedy et al. 2016; TF-slim")),
+    # Modularized Parameter Server, Table 1.1, has a DenseNet of 2.22 million parameters without its form. None of the
+    # publication has that count. This one is the smallest for ImageNet; gossipx.tasks.models.costs compares its time.
+    "densenet121": Model(
+        DenseNet,
+        Facts(7_978_856, 1000, 3, 224, 29, None, "Huang et al. 2016, arXiv:1608.06993, Table 1, the form for ImageNet"),
+    ),
+    # Table 2.1 gives GPT-3 XL 24 heads of 128 elements, which do not fit its width of 2048; 16 do. The output layer of
+    # GPT-2 is its token embedding; with one of its own, this model has 102,926,336 parameters more than the 1.3 billion
+    # of the table.
+    "transformer-1b": Model(
+        partial(Transformer, width=2048, heads=16, blocks=24),
+        Facts(1_418_649_600, 50_257, 0, 2048, 1, None, "Brown et al. 2020, arXiv:2005.14165, Table 2.1, GPT-3 XL"),
+    ),
 }
 """Models that cannot be trained here, without a preset: only the sizes of their tensors are used."""
 
@@ -114,9 +129,20 @@ def published_sizes(name: str) -> list[tuple[str, int]]:
     Raises:
         UsageError: the name is unknown.
     """
+    return [(of, parameter.numel()) for of, parameter in published(name)[0].named_parameters()]
+
+
+def published(name: str) -> tuple[nn.Module, Facts]:
+    """Return a model with the published input size and number of classes, on torch's meta device, and its properties.
+
+    Args:
+        name: a key of ``MODELS`` or ``UNTRAINED``.
+
+    Raises:
+        UsageError: the name is unknown.
+    """
     known = MODELS | UNTRAINED
     known_word("model", name, known)
     facts = known[name].facts
     with torch.device("meta"):
-        model = known[name].make(facts.classes, facts.channels, facts.pixels)
-    return [(of, parameter.numel()) for of, parameter in model.named_parameters()]
+        return known[name].make(facts.classes, facts.channels, facts.pixels), facts

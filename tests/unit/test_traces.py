@@ -1,0 +1,104 @@
+"""Traces of deltas: those that come with gossipx, and files."""
+
+from __future__ import annotations
+
+import configparser
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from gossipx.errors import UsageError
+from gossipx.sim import traces
+from gossipx.tasks.presets import PRESETS
+
+ROOT = Path(__file__).parents[2]
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "mine.csv"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_shipped_traces_are_files_of_the_package_which_a_wheel_has() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    patterns = setup["options.package_data"]["gossipx"].split()
+    packaged = {path for pattern in patterns for path in (ROOT / "gossipx").glob(pattern)}
+    assert traces.names() == ["lenet", "transformer"]
+    for name in traces.names():
+        file = resources.files("gossipx.sim.traces") / f"{name}.csv"
+        assert file.is_file() and ROOT / "gossipx" / "sim" / "traces" / file.name in packaged
+        assert len(file.read_bytes()) < 150_000
+
+
+@pytest.mark.parametrize(("name", "iterations"), [("lenet", 3000), ("transformer", 800)])
+def test_a_shipped_trace_is_of_four_peers_and_names_its_command(name: str, iterations: int) -> None:
+    trace = traces.load(name)
+    assert [len(deltas) for deltas in trace.deltas] == [iterations] * 4
+    assert all(delta > 0 for deltas in trace.deltas for delta in deltas)
+    assert len({tuple(deltas) for deltas in trace.deltas}) == 4, "peers with data of their own"
+    comments = [line for line in (resources.files(traces) / f"{name}.csv").read_text().splitlines() if line[0] == "#"]
+    assert any("gossipx run --peers hosts.txt" in line and f"--iterations {iterations}" in line for line in comments)
+
+
+@pytest.mark.parametrize("name", ["lenet", "transformer"])
+def test_travel_with_the_presets_distance_pulls_as_often_as_in_the_recorded_run(name: str) -> None:
+    """Retrievals of the recorded runs: 37, 38, 38, 37, and 12, 10, 10, 13."""
+    distance = float(PRESETS[name].policies["travel"].partition("=")[2])
+    recorded = {"lenet": [37, 38, 38, 37], "transformer": [12, 10, 10, 13]}[name]
+    for deltas, retrievals in zip(traces.load(name).deltas, recorded, strict=True):
+        pulls, travelled = 0, 0.0
+        for delta in deltas:
+            travelled += delta
+            if travelled > distance:
+                pulls, travelled = pulls + 1, 0.0
+        assert abs(pulls - retrievals) <= 1, "a pull takes time, which a trace does not have"
+
+
+def test_a_file(tmp_path: Path) -> None:
+    path = written(tmp_path, "\ufeff# recorded by hand\niteration,a,b\n\n1,0.5,1e-3\n# later\n2,0.25,0\n")
+    assert traces.load(path) == traces.load(str(path)) == traces.Trace([[0.5, 0.25], [0.001, 0.0]])
+
+
+def test_more_peers_and_iterations_than_were_recorded() -> None:
+    trace = traces.Trace([[1.0, 2.0], [3.0, 4.0]])
+    assert [trace.delta(rank, 1) for rank in range(5)] == [1.0, 3.0, 1.0, 3.0, 1.0]
+    assert [trace.delta(1, step) for step in (1, 2, 3, 1000)] == [3.0, 4.0, 4.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "mine.csv: a trace has a header and a line per iteration"),
+        ("# only\niteration,a\n", "mine.csv: a trace has a header and a line per iteration"),
+        ("# x\nstep,a\n1,0.5\n", "mine.csv:2: the header of a trace is 'iteration' and the name of each peer"),
+        ("iteration\n1\n", "mine.csv:1: the header of a trace is 'iteration' and the name of each peer"),
+        ("iteration,a,b\n1,0.5\n", "mine.csv:2: 2 values, and the header has 3"),
+        ("iteration,a\n1,0.5\n\n3,0.5\n", "mine.csv:4: iteration '3' in place of 2: they count from 1 without gaps"),
+        ("iteration,a\n0,0.5\n", "mine.csv:2: iteration '0' in place of 1"),
+        ("iteration,a\n1,long\n", "mine.csv:2: 'long' is not a delta: a number of at least 0"),
+        ("iteration,a\n1,-0.5\n", "mine.csv:2: '-0.5' is not a delta"),
+        ("iteration,a\n1,nan\n", "mine.csv:2: 'nan' is not a delta"),
+        ("iteration,a\n1,inf\n", "mine.csv:2: 'inf' is not a delta"),
+    ],
+)
+def test_a_malformed_file_is_reported_with_its_line(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        traces.load(written(tmp_path, text))
+    message = str(raised.value)
+    assert message.startswith(str(tmp_path)) and told in message and "\n" not in message
+
+
+def test_a_file_that_is_not_text_and_unknown_names(tmp_path: Path) -> None:
+    binary = tmp_path / "mine.csv"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match=r"mine\.csv: cannot read the trace: not UTF-8 text"):
+        traces.load(binary)
+    with pytest.raises(UsageError, match=r"absent\.csv: no such trace file"):
+        traces.load(tmp_path / "absent.csv")
+    with pytest.raises(
+        UsageError, match=r"unknown trace 'lenett' .did you mean 'lenet'.*: give a file, or one of lenet, t"
+    ):
+        traces.load("lenett")
