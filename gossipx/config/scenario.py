@@ -73,6 +73,9 @@ class Compute:
     delay_share: float = setting(
         0.0, "Share of the peers whose iterations are delayed by |N(0, delay_deviation)| seconds.", 0, 1
     )
+    evaluation: float = setting(
+        0.0, "Seconds of the evaluation at the end of training, in which exchanges under way may end.", 0, LONGEST
+    )
     delay_deviation: float = setting(0.25, "Standard deviation of these delays, in seconds.", 0, LONGEST)
 
 

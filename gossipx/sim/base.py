@@ -37,6 +37,7 @@ class BasePeer(abc.ABC):
         reporter_of: makes the reporter, once the peer is connected; None: it has none.
         has_left: whether it left the run before its end.
         evaluate: returns the scores of the model.
+        evaluation_seconds: virtual seconds of an evaluation at the end of training.
         after_step: called after each iteration that the reporter has recorded.
         report: the final figures; empty before they are known.
         trained: when its training began and ended; None: not yet.
@@ -62,6 +63,7 @@ class BasePeer(abc.ABC):
         self.reporter: Reporter | None = None
         self.reporter_of: Callable[[], Reporter] | None = None
         self.has_left = False
+        self.evaluation_seconds = 0.0
         self.after_step: Callable[[], None] = lambda: None
         self.evaluate: Callable[[], dict[str, float]] = dict
         self.report: dict[str, Any] = {}
@@ -216,7 +218,8 @@ class BasePeer(abc.ABC):
             case "train":
                 self._phase = "finish"
                 self._train_ended()
-                self.act(lambda: self.handle(events.TrainingEnded()))
+                self._stepping = True
+                self.later(self.world.now + self.evaluation_seconds, self._evaluated)
             case "finish" if self.role.trains and self.role.stages.compares and (found := self.digest()):
                 self.act(lambda: self.handle(events.FinalModel(found)))
             case "finish":
@@ -229,6 +232,10 @@ class BasePeer(abc.ABC):
                 self.has_left = True
                 self.sum_up(finished=False)
                 self.world.end(self, "has left")
+
+    def _evaluated(self) -> None:
+        self._stepping = False
+        self.handle(events.TrainingEnded())
 
     def _train_ended(self) -> None:
         self.trained[1] = self.world.now

@@ -89,6 +89,8 @@ class RealPeers:
         self._parts = parse(task.partition).split(self._everything.labels.numpy(), plan.size, plan.config.run.seed)
         self._live = self._test.take(torch.arange(min(LIVE, len(self._test))))
         self._host = torch.device("cpu")
+        self._scores: dict[str, dict[str, float]] = {}  # of final models, by digest
+        torch.set_num_threads(plan.config.run.threads)
 
     def __call__(self, rank: int, number: int) -> SimPeer:
         """Return the peer of this rank; ``number`` counts its processes from 0."""
@@ -140,10 +142,18 @@ class RealPeers:
         if config.sync.init == "first":
             peer.begin_codec()
         peer.after_step = log
-        peer.evaluate = lambda: scores(model, self._test, self._host)
+        peer.evaluate = lambda: self._scores_of(peer)
+        peer.evaluation_seconds = plan.scenario.compute.evaluation
         if plan.config.run.checkpoint_every != "0" and number:
             self._resume(peer, optimizer, batches)
         return peer
+
+    def _scores_of(self, peer: SimPeer) -> dict[str, float]:
+        """Evaluate a model on all test data, once for all peers that hold it."""
+        own = peer.digest()
+        if own not in self._scores:
+            self._scores[own] = scores(peer.module, self._test, self._host)
+        return self._scores[own]
 
     # --- checkpoints --------------------------------------------------------------------------------
 
