@@ -422,7 +422,7 @@ class PeerRole:
             return [self._suspend(source, now), *self.stages.final_failed(ticket, now)]
         if (source := self.joining.poisoned(ticket)) is not None:
             note = self._suspend(source, now)
-            later = self.barrier.retry_at(source, self.members.others[source].suspended_until)
+            later = self.barrier.retry_at(source, self.members.others.peek(source).suspended_until)
             return [note, later, *self.server.members_changed(now)]
         note = self._suspend(self.pulls.poisoned(), now)
         return [note, *self.training.proceed(now)]

@@ -137,7 +137,8 @@ class BandwidthAware(Schedule):
     ) -> int | None:
         if not candidates:
             return None
-        known = {other: rates[other] for other in candidates if 0 < rates.get(other, 0.0) < math.inf} if rates else {}
+        measured = {other: rates[other] for other in sorted(rates) if other in candidates}
+        known = {other: rate for other, rate in measured.items() if 0 < rate < math.inf}
         if not known:
             return rng.choices(candidates)[0]
         mean = sum(known.values()) / len(known)
