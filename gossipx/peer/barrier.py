@@ -48,6 +48,8 @@ class Barrier:
         self._finishing = self._since = 0.0  # when the first wait of the end and the last extension began
         self._arrival = ArriveRequest(Stage.JOINING, 0)  # what we announce
         self._reporting: dict[Hashable, int] = {}  # replies under way that carry our figures: request key to rank
+        self._absent_at = 0  # position, modulo their number, of the last rank that was found absent
+        self._open_to_lost = 0, 0  # the last announcement to a lost peer that was found open: ticket, rank
 
     # --- waiting ----------------------------------------------------------------------------------
 
@@ -103,15 +105,30 @@ class Barrier:
         return stage < Stage.DONE or other.knows_report
 
     def complete(self) -> bool:
-        """Return whether no peer remains to be waited for."""
-        if not all(self._has_arrived(rank) for rank in self._members.awaited()):
+        """Return whether no peer remains to be waited for.
+
+        Called after every event. What was missing last time is looked at first, and the search for an absent peer
+        continues from there, so that all calls at a barrier look at each peer about twice.
+        """
+        peek, (ticket, to) = self._members.others.peek, self._open_to_lost
+        if self._requests.is_open(ticket) and peek(to).lost:
             return False
+        ranks = self._members.others.ranks
+        for _ in ranks:
+            if self._is_absent(ranks[self._absent_at % len(ranks)]):
+                return False
+            self._absent_at += 1
         # A lost peer may still answer the announcement that is under way.
-        return not any(self._members.others.peek(rank).lost for rank in self._requests.open_ranks(ArriveRequest))
+        lost = (open_to for open_to in self._requests.opened(ArriveRequest) if peek(open_to[1]).lost)
+        self._open_to_lost = next(lost, (0, 0))
+        return self._open_to_lost == (0, 0)
+
+    def _is_absent(self, rank: int) -> bool:
+        return not self._members.others.peek(rank).is_out and not self._has_arrived(rank)
 
     def absent(self) -> list[int]:
         """Return the ranks that are waited for and have not arrived."""
-        return [rank for rank in self._members.awaited() if not self._has_arrived(rank)]
+        return [rank for rank in self._members.others if self._is_absent(rank)]
 
     def arrived_ranks(self) -> list[int]:
         """Return the ranks that have arrived, and are neither lost nor have left."""

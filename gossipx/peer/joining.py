@@ -79,7 +79,7 @@ class Joining:
         if self._ticket is not None or self.must_adopt or not (self._own or self._rank == 0):
             return False
         peek = self._members.others.peek
-        return all(peek(rank).stage is not None for rank in self._requests.open_ranks(ArriveRequest))
+        return all(peek(rank).stage is not None for _, rank in self._requests.opened(ArriveRequest))
 
     def timed_out(self, now: float) -> list[Effect]:
         """Handle the timeout of the wait for a model; return no effects if this peer must start with its own."""

@@ -20,7 +20,7 @@ for it, which peers a barrier waits for and which take part in a wave. It produc
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
@@ -321,9 +321,13 @@ class Requests:
         """Return whether the request still awaits its reply."""
         return ticket in self._open
 
+    def opened(self, kind: type[Request]) -> Iterator[tuple[int, int]]:
+        """Yield the ticket and the receiver of each open request of type ``kind``, the oldest first."""
+        return ((ticket, to) for ticket, (to, request, _) in self._open.items() if isinstance(request, kind))
+
     def open_ranks(self, kind: type[Request]) -> set[int]:
         """Return the ranks to which requests of type ``kind`` are open."""
-        return {to for to, request, _ in self._open.values() if isinstance(request, kind)}
+        return {to for _, to in self.opened(kind)}
 
     def open_ranks_except(self, *kinds: type[Request]) -> set[int]:
         """Return the ranks to which requests of other types than ``kinds`` are open."""

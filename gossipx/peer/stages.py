@@ -255,5 +255,5 @@ class Stages:
 
     def resume_if_announced(self) -> list[Effect]:
         """Return Resume once every LeaveRequest was answered or has failed."""
-        telling = self._requests.open_ranks(LeaveRequest)
+        telling = any(self._requests.opened(LeaveRequest))
         return [] if telling or self.stage is not Stage.LEFT else [Resume()]
