@@ -127,7 +127,7 @@ class Membership:
         self._round += not again
         unavailable = self._unavailable_for_exchange(now, Stage.TRAIN if in_training else Stage.COMPARE)
         unavailable.update(exclude)
-        free = Without(self._neighbours, unavailable)
+        free = Without(self._neighbours, unavailable) if unavailable else self._neighbours
         return self._schedule.partner(self._rank, self._round, free, self._rng, self._rates[outgoing])
 
     def _unavailable_for_exchange(self, now: float, last: Stage) -> set[int]:
@@ -162,7 +162,7 @@ class Membership:
         patience = self.model_timeout
         if measured:
             usual = median(measured)
-            deviation = DEVIATION * median(abs(seconds - usual) for seconds in measured)
+            deviation = DEVIATION * median([abs(seconds - usual) for seconds in measured])
             least = self.timeout * (1 if outgoing else PATIENCE_LEAST)
             patience = max(least, PATIENCE[0] * (usual + PATIENCE[1] * deviation))
         return float(patience * 2 ** min(transfers.late, doublings))

@@ -30,9 +30,8 @@ class Ranks(Sequence[int]):
     def __getitem__(self, index: slice) -> tuple[int, ...]: ...
 
     def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
-        if isinstance(index, slice):
-            return tuple(map(self._at, range(*index.indices(len(self)))))
-        return self._at(range(len(self))[index])
+        positions = range(len(self))[index]
+        return tuple(map(self._at, positions)) if isinstance(positions, range) else self._at(positions)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
