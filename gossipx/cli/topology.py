@@ -84,7 +84,8 @@ def show(name: str, size: int | None, seed: int, as_json: bool) -> None:
 
     found = load(name, size, seed, connected=False)
     if as_json:
-        shown = {"name": found.name, "size": found.size, "directed": found.directed, "neighbours": found.neighbours}
+        neighbours = [list(others) for others in found.neighbours]
+        shown = {"name": found.name, "size": found.size, "directed": found.directed, "neighbours": neighbours}
         weights = [[*edge, share] for edge, share in found.edge_shares.items()]
         print(json.dumps({**shown, "sites": found.sites, "weights": weights, "schedule": found.schedule}))
         return

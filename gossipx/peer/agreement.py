@@ -73,7 +73,7 @@ class Agreement:
         """Compare our model with those of the peers that have arrived at this comparison."""
         found = {self.digest: _Candidate([self._rank], models=self.models)}
         for rank in arrived:
-            other = self._members.others[rank]
+            other = self._members.others.peek(rank)
             if not other.digest:  # it takes no part
                 continue
             candidate = found.setdefault(other.digest, _Candidate([]))
@@ -147,7 +147,8 @@ class Agreement:
         """Whether all peers whose figures are here hold our model; None: no models were compared."""
         if not self.comparison:
             return None
-        done = [other for other in self._members.others.values() if other.stage is Stage.DONE and other.digest]
+        others = self._members.others.known.copy().values()
+        done = [other for other in others if other.stage is Stage.DONE and other.digest]
         return self.settled is True and all(other.digest == self.digest for other in done)
 
     def leave(self) -> None:

@@ -48,6 +48,8 @@ class Barrier:
         self._finishing = self._since = 0.0  # when the first wait of the end and the last extension began
         self._arrival = ArriveRequest(Stage.JOINING, 0)  # what we announce
         self._reporting: dict[Hashable, int] = {}  # replies under way that carry our figures: request key to rank
+        self._absent_at = 0  # position, modulo their number, of the last rank that was found absent
+        self._open_to_lost = 0, 0  # the last announcement to a lost peer that was found open: ticket, rank
 
     # --- waiting ----------------------------------------------------------------------------------
 
@@ -58,7 +60,7 @@ class Barrier:
             self._finishing = now
         self._arrival, self._until = arrival, until
         others = self._members.others
-        return self.extend((rank for rank in others if others[rank].stage is not Stage.LEFT), now)
+        return self.extend((rank for rank in others if others.peek(rank).stage is not Stage.LEFT), now)
 
     def extend(self, ranks: Iterable[int], now: float) -> list[Effect]:
         """Announce the stage to ``ranks``, and wait for another peer_timeout."""
@@ -69,7 +71,7 @@ class Barrier:
     def announce(self, rank: int, arrival: ArriveRequest, now: float) -> Send:
         """Return the request that announces our stage to ``rank``; the reply carries its own."""
         # A lost peer may be back, but gets only a short deadline.
-        patience = self._timeout / (10 if self._members.others[rank].lost else 1)
+        patience = self._timeout / (10 if self._members.others.peek(rank).lost else 1)
         return self._requests.send(rank, arrival, now, now + patience)
 
     def met(self, rank: int, now: float) -> list[Effect]:
@@ -78,7 +80,7 @@ class Barrier:
 
     def retry(self, rank: int, now: float) -> list[Effect]:
         """Repeat the announcement to ``rank`` after its back-off, unless it is known to have arrived."""
-        unsure = self._arrival.stage is Stage.JOINING and self._members.others[rank].silent_since is not None
+        unsure = self._arrival.stage is Stage.JOINING and self._members.others.peek(rank).silent_since is not None
         if self.active and (unsure or not self._has_arrived(rank)):
             return [self.announce(rank, self._arrival, now)]
         return []
@@ -94,7 +96,7 @@ class Barrier:
     # --- arrivals ---------------------------------------------------------------------------------
 
     def _has_arrived(self, rank: int) -> bool:
-        other, stage = self._members.others[rank], self._arrival.stage
+        other, stage = self._members.others.peek(rank), self._arrival.stage
         if other.stage is None or other.stage < stage:
             return False
         if other.stage is Stage.COMPARE and other.comparison < self._arrival.comparison:
@@ -103,15 +105,30 @@ class Barrier:
         return stage < Stage.DONE or other.knows_report
 
     def complete(self) -> bool:
-        """Return whether no peer remains to be waited for."""
-        if not all(self._has_arrived(rank) for rank in self._members.awaited()):
+        """Return whether no peer remains to be waited for.
+
+        Called after every event. What was missing last time is looked at first, and the search for an absent peer
+        continues from there, so that all calls at a barrier look at each peer about twice.
+        """
+        peek, (ticket, to) = self._members.others.peek, self._open_to_lost
+        if self._requests.is_open(ticket) and peek(to).lost:
             return False
+        ranks = self._members.others.ranks
+        for _ in ranks:
+            if self._is_absent(ranks[self._absent_at % len(ranks)]):
+                return False
+            self._absent_at += 1
         # A lost peer may still answer the announcement that is under way.
-        return not any(self._members.others[rank].lost for rank in self._requests.open_ranks(ArriveRequest))
+        lost = (open_to for open_to in self._requests.opened(ArriveRequest) if peek(open_to[1]).lost)
+        self._open_to_lost = next(lost, (0, 0))
+        return self._open_to_lost == (0, 0)
+
+    def _is_absent(self, rank: int) -> bool:
+        return not self._members.others.peek(rank).is_out and not self._has_arrived(rank)
 
     def absent(self) -> list[int]:
         """Return the ranks that are waited for and have not arrived."""
-        return [rank for rank in self._members.awaited() if not self._has_arrived(rank)]
+        return [rank for rank in self._members.others if self._is_absent(rank)]
 
     def arrived_ranks(self) -> list[int]:
         """Return the ranks that have arrived, and are neither lost nor have left."""
@@ -124,10 +141,10 @@ class Barrier:
             needed: also wait for peers that do not answer, until they are lost: they need this peer.
             serves: the others are still being served, which is no wait to report.
         """
-        others, least = self._members.others, now - STALLED * self._timeout
+        peek, least = self._members.others.peek, now - STALLED * self._timeout
         absent = self.absent()
         answering = {rank for rank in absent if self._answers(rank)}
-        stalled = {rank for rank in answering if max(others[rank].advanced_at, self._finishing) <= least}
+        stalled = {rank for rank in answering if max(peek(rank).advanced_at, self._finishing) <= least}
         waiting = set(absent) - stalled if needed else answering - stalled
         if not waiting or now >= self._until:
             return []
@@ -135,13 +152,13 @@ class Barrier:
         if serves:
             return extended
         purpose = PURPOSES[self._arrival.stage]
-        at = ", ".join(f"{rank} (iteration {others[rank].step})" for rank in sorted(waiting))
+        at = ", ".join(f"{rank} (iteration {peek(rank).step})" for rank in sorted(waiting))
         bound = f"until it does, or makes no progress for {STALLED * self._timeout:g} s"
         return [Note("waiting", f"waiting for peer {at} to {purpose}, {bound}"), *extended]
 
     def _answers(self, rank: int) -> bool:
         """Return whether it has answered, or announced itself, since the wait was last extended."""
-        return self._members.others[rank].told_at >= self._since
+        return self._members.others.peek(rank).told_at >= self._since
 
     def timed_out(self, now: float) -> list[Effect]:
         """Return the note to log when the wait timed out; nothing if all have arrived."""
@@ -178,5 +195,5 @@ class Barrier:
 
     def failed(self, to: int) -> list[Effect]:
         """Handle an announcement that failed: schedule the next attempt."""
-        again = min(self._members.others[to].backoff_until, self._deadline)
+        again = min(self._members.others.peek(to).backoff_until, self._deadline)
         return [self.retry_at(to, again)] if self.active else []

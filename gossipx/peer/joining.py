@@ -63,7 +63,7 @@ class Joining:
         first = Stage.TRAIN if self._own else Stage.START
         sources = [
             rank
-            for rank, other in self._members.others.items()
+            for rank, other in self._members.others.known.items()
             if other.stage is not None and other.stage >= first and other.may_be_asked(now) and not other.lost
         ]
         if not sources:
@@ -76,15 +76,15 @@ class Joining:
 
     def may_begin(self) -> bool:
         """Return whether to start with our own model, since no other peer has one."""
-        asked = self._requests.open_ranks(ArriveRequest)
-        known = all(rank not in asked or other.stage is not None for rank, other in self._members.others.items())
-        first = self._own or self._rank == 0
-        return self._ticket is None and first and known and not self.must_adopt
+        if self._ticket is not None or self.must_adopt or not (self._own or self._rank == 0):
+            return False
+        peek = self._members.others.peek
+        return all(peek(rank).stage is not None for _, rank in self._requests.opened(ArriveRequest))
 
     def timed_out(self, now: float) -> list[Effect]:
         """Handle the timeout of the wait for a model; return no effects if this peer must start with its own."""
-        others = self._members.others
-        here = [rank for rank in self._members.awaited() if others[rank].stage is Stage.JOINING]
+        peek = self._members.others.peek
+        here = [rank for rank in self._members.awaited() if peek(rank).stage is Stage.JOINING]
         if self.must_adopt and self._ticket is None:
             self._barrier.end()
             waited = f"within peer_timeout = {self._timeout:g} s"
@@ -127,7 +127,7 @@ class Joining:
         if not self._close(ticket):
             return [Forget(ticket)]
         self._failures[to] += 1
-        later = self._barrier.retry_at(to, self._members.others[to].backoff_until)
+        later = self._barrier.retry_at(to, self._members.others.peek(to).backoff_until)
         return [Forget(ticket), later, *self.ask(now)]
 
     def _close(self, ticket: int) -> bool:

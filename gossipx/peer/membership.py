@@ -19,27 +19,22 @@ for it, which peers a barrier waits for and which take part in a wave. It produc
 
 from __future__ import annotations
 
-import math
 import random
-from collections import deque
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
+from gossipx.peer.others import OtherPeer, Others, Rates, Transfers
 from gossipx.protocol.effects import Send
 from gossipx.protocol.events import Fault
-from gossipx.protocol.messages import ArriveRequest, HereReply, Request, Stage
+from gossipx.protocol.messages import Request, Stage
+from gossipx.topology.ranks import AllBut, Without, added_to, position_of
 from gossipx.topology.schedules import Schedule
 
 FIRST_BACKOFF = 1 / 100
 """First back-off after a failed request, as a share of ``peer_timeout`` (0.3 s of 30 s); it doubles each time."""
 LONGEST_BACKOFF = 1 / 4
 """Longest back-off, as a share of ``peer_timeout``; short enough to notice the end of a network partition soon."""
-REFUSALS = 3
-"""A known peer whose address refuses this many connections in a row is lost: its process has ended."""
-MAX_TRANSFERS = 15
-"""Number of transfer times behind a deadline: enough for a median, few enough to follow changes of the network."""
 PATIENCE = 2.0, 4.0
 """A model may take 2 · (m + 4 s) seconds, with m the median and s the deviation of recent transfers: twice what is
 hardly ever exceeded, so that the deadline grows ahead of a network that slows down steadily."""
@@ -50,113 +45,6 @@ PATIENCE_LEAST = 1 / 4
 A sender allows at least the whole peer_timeout: the receiver knows better when to give up."""
 PATIENCE_DOUBLINGS = 6
 """Limit on doublings of that deadline, one per transfer that missed it: all that is known is that it takes longer."""
-
-
-@dataclass
-class Transfers:
-    """Recent model transfers in one direction between this peer and another.
-
-    Attributes:
-        seconds: durations of the last transfers.
-        late: transfers that have missed their deadline since the last success.
-        rate: smoothed models per second; None before the first transfer.
-    """
-
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TRANSFERS))
-    late: int = 0
-    rate: float | None = None
-
-    def record(self, seconds: float) -> None:
-        """Record a transfer that took ``seconds``; it counts half in the moving average ``rate``."""
-        self.seconds.append(seconds)
-        self.late = 0
-        if seconds > 0:
-            self.rate = ((self.rate or 1 / seconds) + 1 / seconds) / 2
-
-
-@dataclass
-class OtherPeer:
-    """This peer's knowledge of one other peer.
-
-    Attributes:
-        first_stage: the first stage that it announced; None: none yet.
-        stage: the furthest stage that its current incarnation announced; None: none yet.
-        incarnation: the incarnation that announced it.
-        restarted: whether that is not its first incarnation.
-        step: iterations that it had done by then.
-        comparison, digest, models: its final model, as in :class:`~gossipx.protocol.messages.ArriveRequest`.
-        told_at: when it last told its stage.
-        advanced_at: when its stage, its iterations or its comparison last advanced.
-        report: its final figures; empty until it has some.
-        knows_report: whether it has our final figures.
-        faults: requests to it that failed in a row; determines the back-off.
-        refusals: how many times in a row nothing answered at its address.
-        silent_since: time of the first failure since it was last heard from; None while it is responsive.
-        backoff_until: time before which no request is sent to it, unless it is heard from earlier.
-        suspended_until: time before which no model is requested from it, since its last one held NaN or Inf.
-        lost: whether it is considered dead. Nobody waits for it.
-        incoming: transfers of its models to us.
-        outgoing: transfers of our models to it.
-    """
-
-    first_stage: Stage | None = None
-    stage: Stage | None = None
-    incarnation: int | None = None
-    restarted: bool = False
-    step: int = 0
-    comparison: int = 0
-    digest: str = ""
-    models: float = 0.0
-    told_at: float = -math.inf
-    advanced_at: float = -math.inf
-    report: dict[str, Any] = field(default_factory=dict)
-    knows_report: bool = False
-    faults: int = 0
-    refusals: int = 0
-    silent_since: float | None = None
-    backoff_until: float = 0.0
-    suspended_until: float = 0.0
-    lost: bool = False
-    incoming: Transfers = field(default_factory=Transfers)
-    outgoing: Transfers = field(default_factory=Transfers)
-
-    def transfers(self, outgoing: bool) -> Transfers:
-        """Return the transfers to this peer if ``outgoing``, else those from it."""
-        return self.outgoing if outgoing else self.incoming
-
-    @property
-    def silent(self) -> bool:
-        """Whether it is suspected, lost or has left."""
-        return self.is_out or self.silent_since is not None
-
-    @property
-    def is_out(self) -> bool:
-        """Whether it is lost or has left."""
-        return self.lost or self.stage is Stage.LEFT
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether its process seems to have ended: it has left the run, or nothing listens at its address any more."""
-        enough = 1 if self.stage is Stage.DONE else REFUSALS
-        return self.stage is Stage.LEFT or (self.stage is not None and self.refusals >= enough)
-
-    def may_be_asked(self, now: float) -> bool:
-        """Return whether a model may be requested from it now."""
-        return self.stage is not Stage.LEFT and max(self.backoff_until, self.suspended_until) <= now
-
-    def record(self, told: ArriveRequest | HereReply, now: float) -> None:
-        """Record its stage and progress, unless it is known to have advanced further: messages may overtake each other.
-
-        An announcement of another incarnation replaces all earlier ones.
-        """
-        self.first_stage = told.stage if self.first_stage is None else self.first_stage
-        self.told_at = now
-        is_new = self.incarnation not in (None, told.incarnation)
-        before, after = (self.stage or 0, self.comparison, self.step), (told.stage, told.comparison, told.step)
-        if is_new or self.stage is None or after > before:
-            self.stage, self.report, self.step, self.advanced_at = told.stage, told.report, told.step, now
-            self.comparison, self.digest, self.models = told.comparison, told.digest, told.models
-        self.incarnation, self.restarted = told.incarnation, self.restarted or is_new
 
 
 class Membership:
@@ -171,7 +59,7 @@ class Membership:
         model_timeout: seconds that a model may take before any transfer was measured; peer_timeout if that is more.
 
     Attributes:
-        others: what is known about each other peer, by rank.
+        others: the entry of each other peer, by rank.
         size: number of peers in the run, with those that joined it under way.
         timeout: peer_timeout.
         model_timeout: seconds to wait for a model when no transfer was measured.
@@ -188,12 +76,14 @@ class Membership:
         rng: random.Random,
         model_timeout: float = 0.0,
     ) -> None:
-        self.others = {other: OtherPeer() for other in range(size) if other != rank}
+        self.others = Others(rank, size)
         self.size = max(size, rank + 1)
         self._rank = rank
         self._schedule = schedule
         of_graph = schedule.topology.neighbours  # a peer that joins has all others as neighbours
-        self._neighbours = of_graph[rank] if rank < size else tuple(range(size))
+        self._neighbours: Sequence[int] = of_graph[rank] if rank < size else AllBut(rank, size)
+        self._rates = Rates(self.others, outgoing=False), Rates(self.others, outgoing=True)
+        self._with_all = Transfers(), Transfers()  # the last transfers with any peer, incoming and outgoing
         self._round = -1  # the schedule's round: one per exchange
         self.timeout = peer_timeout
         self.model_timeout = max(peer_timeout, model_timeout)
@@ -208,18 +98,23 @@ class Membership:
             lost: count it as lost until it is heard from.
             backoff_until: time before which no request is sent to it, unless it is heard from earlier.
         """
-        # Other threads read the old dictionary.
-        self.others = dict(sorted({**self.others, rank: OtherPeer(lost=lost, backoff_until=backoff_until)}.items()))
-        self._neighbours = tuple(sorted({*self._neighbours, rank}))
+        self.others.add(rank, OtherPeer(lost=lost, backoff_until=backoff_until))
+        if position_of(rank, self._neighbours) is None:
+            self._neighbours = added_to(self._neighbours, rank)
         self.size = max(self.size, rank + 1)
 
     def nobody_waits_for(self, ranks: Iterable[int]) -> None:
         """Count peers as lost until they are heard from."""
         for rank in ranks:
-            self.others[rank].lost = True
+            self.others.entry(rank).lost = True
 
     def draw(
-        self, now: float, exclude: Collection[int] = (), again: bool = False, outgoing: bool = False
+        self,
+        now: float,
+        exclude: Collection[int] = (),
+        again: bool = False,
+        outgoing: bool = False,
+        in_training: bool = False,
     ) -> int | None:
         """Return the neighbour to exchange with next; None if none is available.
 
@@ -227,66 +122,87 @@ class Membership:
             exclude: ranks to exclude.
             again: choose a replacement within the current round of the schedule, instead of starting the next round.
             outgoing: the exchange sends our model, rather than fetching one; selects whose transfer rates count.
+            in_training: exclude peers whose training is over, which others may still pull from.
         """
-        others = self.others
         self._round += not again
-        free = [
-            rank
-            for rank in self._neighbours
-            if rank not in exclude and others[rank].may_be_asked(now) and others[rank].stage is not Stage.DONE
-        ]
-        rates = {rank: rate for rank in free if (rate := others[rank].transfers(outgoing).rate) is not None}
-        return self._schedule.partner(self._rank, self._round, free, self._rng, rates)
+        unavailable = self._unavailable_for_exchange(now, Stage.TRAIN if in_training else Stage.COMPARE)
+        unavailable.update(exclude)
+        free = Without(self._neighbours, unavailable) if unavailable else self._neighbours
+        return self._schedule.partner(self._rank, self._round, free, self._rng, self._rates[outgoing])
+
+    def _unavailable_for_exchange(self, now: float, last: Stage) -> set[int]:
+        """Return the ranks that may not be asked now, or are in a stage after ``last``, in time linear in the doubtful
+        ones.
+        """
+        known, doubtful = self.others.known, self.others.doubtful
+        unavailable = set()
+        for rank in tuple(doubtful):
+            other = known[rank]
+            stage = other.stage or Stage.JOINING
+            if not other.may_be_asked(now) or stage > last:
+                unavailable.add(rank)
+            elif stage <= Stage.TRAIN:
+                doubtful.discard(rank)
+        return unavailable
 
     def record_transfer(self, rank: int, seconds: float, now: float, outgoing: bool = False) -> None:
         """Record that a model took ``seconds`` from ``rank`` to us (``outgoing``: from us to ``rank``)."""
         self.last_transfer = rank, now
-        self.others[rank].transfers(outgoing).record(seconds)
+        for transfers in (self.others.entry(rank).transfers(outgoing), self._with_all[outgoing]):
+            transfers.record(seconds)
 
     def patience(self, rank: int, outgoing: bool = False, doublings: int = PATIENCE_DOUBLINGS) -> float:
         """Return the seconds to wait for a model from ``rank`` (``outgoing``: to ``rank``).
 
-        The value follows recent transfers with that peer, else those with all peers, else ``model_timeout``. Each
-        transfer that was late since the last success doubles it, at most ``doublings`` times.
+        The value follows the last transfers with that peer, else the last ones with any peer, else ``model_timeout``.
+        Each transfer that was late since the last success doubles it, at most ``doublings`` times.
         """
-        transfers = self.others[rank].transfers(outgoing)
-        measured = transfers.seconds or [
-            seconds for one in self.others.values() for seconds in one.transfers(outgoing).seconds
-        ]
+        transfers = self.others.peek(rank).transfers(outgoing)
+        measured = transfers.seconds or self._with_all[outgoing].seconds
         patience = self.model_timeout
         if measured:
             usual = median(measured)
-            deviation = DEVIATION * median(abs(seconds - usual) for seconds in measured)
+            deviation = DEVIATION * median([abs(seconds - usual) for seconds in measured])
             least = self.timeout * (1 if outgoing else PATIENCE_LEAST)
             patience = max(least, PATIENCE[0] * (usual + PATIENCE[1] * deviation))
         return float(patience * 2 ** min(transfers.late, doublings))
 
+    def longest_patience(self, ranks: Sequence[int], doublings: int) -> float:
+        """Return the longest :meth:`patience` for a model from one of ``ranks``, which must not be empty."""
+        known = self.others.known
+        different = [rank for rank in ranks if rank in known]
+        different += [rank for rank in ranks if rank not in known][:1]  # it is the same for all that are not known
+        return max(self.patience(rank, doublings=doublings) for rank in different)
+
     def record_late(self, rank: int, outgoing: bool = False) -> None:
         """Record that a model from ``rank`` (``outgoing``: to ``rank``) missed its deadline."""
-        self.others[rank].transfers(outgoing).late += 1
+        self.others.entry(rank).transfers(outgoing).late += 1
 
     def in_training(self, now: float) -> list[int]:
         """Return the ranks, ascending, that respond and seem to be training: the members of a wave starting now."""
         training = (Stage.START, Stage.TRAIN)  # no stage between START and FINISH is announced
-        unavailable = self.unavailable(now)
-        return [rank for rank, other in self.others.items() if other.stage in training and rank not in unavailable]
+        unavailable, peek = self.unavailable(now), self.others.peek
+        return [rank for rank in self.others if peek(rank).stage in training and rank not in unavailable]
 
     def in_finish(self) -> list[int]:
         """Return the ranks, ascending, known to have reached the finish: the members of the last wave."""
-        return [rank for rank in self.awaited() if self.others[rank].stage in (Stage.FINISH, Stage.AGREE)]
+        finishing = (Stage.FINISH, Stage.AGREE)
+        return sorted(rank for rank, other in self._known() if other.stage in finishing and not other.is_out)
 
     def unavailable(self, now: float) -> set[int]:
         """Return the ranks to leave out of a wave that starts now: silent or suspended peers."""
-        return {rank for rank, other in self.others.items() if other.silent or other.suspended_until > now}
+        return {rank for rank, other in self._known() if other.silent or other.suspended_until > now}
+
+    def _known(self) -> list[tuple[int, OtherPeer]]:
+        """Return the stored entries, in any order; other threads may ask, too."""
+        return list(self.others.known.items())
 
     def draws(self) -> dict[str, Any]:
         """Return what partner choices depend on, as plain data: generator, round and transfer times."""
         version, words, gauss = self._rng.getstate()
-        others = {
-            str(rank): [[list(one.seconds), one.late, one.rate] for one in (other.incoming, other.outgoing)]
-            for rank, other in self.others.items()
-        }
-        return {"rng": [version, list(words), gauss], "members": {"round": self._round, "others": others}}
+        others = {str(rank): _saved(map(other.transfers, (False, True))) for rank, other in sorted(self._known())}
+        members = {"round": self._round, "others": others, "with_all": _saved(self._with_all)}
+        return {"rng": [version, list(words), gauss], "members": members}
 
     def load_draws(self, draws: dict[str, Any]) -> None:
         """Restore :meth:`draws`. Which peers are alive is not restored; it is learned anew.
@@ -298,48 +214,53 @@ class Membership:
         self._round = draws["members"]["round"]
         known = {rank: both for rank, both in draws["members"]["others"].items() if int(rank) in self.others}
         for rank, both in known.items():
-            incoming, outgoing = (Transfers(deque(seconds, MAX_TRANSFERS), late, rate) for seconds, late, rate in both)
-            self.others[int(rank)].incoming, self.others[int(rank)].outgoing = incoming, outgoing
+            other = self.others.entry(int(rank))
+            other.incoming, other.outgoing = _restored(both)
+        self._with_all = _restored(draws["members"]["with_all"])
 
     def to_probe(self, now: float) -> list[int]:
         """Return the ranks to probe as a wave starts: all silent peers, and one other at random.
 
         The random one is needed because a peer that is never a partner in any round would not be noticed when it dies.
         """
-        free = [r for r, other in self.others.items() if other.may_be_asked(now) and other.stage is not Stage.DONE]
-        silent = [rank for rank in free if self.others[rank].silent]
-        responsive = [rank for rank in free if not self.others[rank].silent]
+        known = self._known()
+        resting = {r for r, other in known if not other.may_be_asked(now) or other.stage is Stage.DONE}
+        silent = sorted(rank for rank, other in known if other.silent and rank not in resting)
+        responsive = Without(self.others.ranks, resting.union(silent))
         return silent + ([self._rng.choice(responsive)] if responsive else [])
 
     @property
     def has_joined_late(self) -> bool:
         """Whether others were already training when this peer joined."""
-        return any(other.first_stage is not None and other.first_stage >= Stage.TRAIN for other in self.others.values())
+        return any(other.first_stage is not None and other.first_stage >= Stage.TRAIN for _, other in self._known())
 
     def alive(self) -> int:
         """Return the number of peers that are neither lost nor have left, including this one."""
-        return 1 + sum(not other.is_out for other in self.others.values())
+        return 1 + len(self.others) - sum(other.is_out for _, other in self._known())
 
     def without_figures(self) -> list[int]:
         """Return the ranks whose final figures have not arrived."""
-        return [rank for rank, other in self.others.items() if other.stage is not Stage.DONE]
+        return [rank for rank in self.others if self.others.peek(rank).stage is not Stage.DONE]
 
     def restarted(self) -> list[int]:
         """Return the ranks, ascending, whose process ended and was started again, and that are present now."""
-        return [rank for rank in self.awaited() if self.others[rank].restarted]
+        return sorted(rank for rank, other in self._known() if other.restarted and not other.is_out)
 
     def is_gone(self, rank: int) -> bool:
         """Return whether ``rank`` is lost or its process seems to have ended; False for this peer's own rank."""
-        other = self.others.get(rank)
-        return other is not None and (other.lost or other.has_ended)
+        other = self.others.peek(rank)
+        return other.lost or other.has_ended
 
     def awaited(self) -> list[int]:
         """Return the ranks that are neither lost nor have left."""
-        return [rank for rank, other in self.others.items() if not other.is_out]
+        out = {rank for rank, other in self._known() if other.is_out}
+        return [rank for rank in self.others if rank not in out]
 
     def heard_from(self, rank: int) -> None:
         """Record a request or reply of ``rank``, which proves that it is alive: end its back-off and its loss."""
-        other = self.others[rank]
+        other = self.others.known.get(rank)
+        if other is None:
+            return
         other.faults = other.refusals = 0
         other.silent_since = None
         other.backoff_until = 0.0
@@ -400,10 +321,25 @@ class Requests:
         """Return whether the request still awaits its reply."""
         return ticket in self._open
 
+    def opened(self, kind: type[Request]) -> Iterator[tuple[int, int]]:
+        """Yield the ticket and the receiver of each open request of type ``kind``, the oldest first."""
+        return ((ticket, to) for ticket, (to, request, _) in self._open.items() if isinstance(request, kind))
+
     def open_ranks(self, kind: type[Request]) -> set[int]:
         """Return the ranks to which requests of type ``kind`` are open."""
-        return {to for to, request, _ in self._open.values() if isinstance(request, kind)}
+        return {to for _, to in self.opened(kind)}
 
     def open_ranks_except(self, *kinds: type[Request]) -> set[int]:
         """Return the ranks to which requests of other types than ``kinds`` are open."""
         return {to for to, request, _ in self._open.values() if not isinstance(request, kinds)}
+
+
+def _saved(both: Iterable[Transfers]) -> list[list[Any]]:
+    """Return the transfers in both directions as plain data."""
+    return [[list(one.seconds), one.late, one.rate] for one in both]
+
+
+def _restored(both: Iterable[list[Any]]) -> tuple[Transfers, Transfers]:
+    """Return the transfers that :func:`_saved` returned."""
+    incoming, outgoing = (Transfers(tuple(seconds), late, rate) for seconds, late, rate in both)
+    return incoming, outgoing

@@ -64,16 +64,17 @@ class Newcomers:
 
     def present(self) -> dict[int, str]:
         """Return the names, by rank, of the other newcomers that this peer has met and that have not left."""
-        here = self._members.awaited()
-        return {peer.rank: peer.name for peer in self.listed if peer.rank in here}
+        peek = self._members.others.peek
+        here = (peer for peer in self.listed if peer.rank != self._rank and not peek(peer.rank).is_out)
+        return {peer.rank: peer.name for peer in here}
 
     def took_part(self) -> dict[int, str]:
         """Return the names, by rank, of the newcomers that this peer has ever met, and its own if it is one.
 
         Others may have been admitted and never begun, such as for an error in their script.
         """
-        others = self._members.others
-        met = [peer for peer in self.listed if peer.rank == self._rank or others[peer.rank].first_stage is not None]
+        peek = self._members.others.peek
+        met = [peer for peer in self.listed if peer.rank == self._rank or peek(peer.rank).first_stage is not None]
         return {peer.rank: peer.name for peer in met}
 
     # --- admission --------------------------------------------------------------------------------
@@ -82,7 +83,8 @@ class Newcomers:
         """Admit a process, or say why not; ``stage`` is this peer's own."""
         if self._closed:
             return [ReportEntry(event.number, refusal=self._closed)]
-        training = [rank for rank in self._members.awaited() if not self._is_over(self._members.others[rank].stage)]
+        peek = self._members.others.peek
+        training = [rank for rank in self._members.awaited() if not self._is_over(peek(rank).stage)]
         if not self._is_over(stage):
             training.append(self._rank)
         if not training:
@@ -102,7 +104,7 @@ class Newcomers:
         rank = same[0] if same else self._members.size
         newcomer = JoinedPeer(rank, event.name, event.host, event.port, self._rank)
         effects = [] if same else self._take(newcomer, math.inf)  # it is only about to start
-        lost = tuple(one for one in self._members.others if one not in self._members.awaited() and one != rank)
+        lost = tuple(sorted({*self._members.others} - {*self._members.awaited(), rank}))
         return [*effects, ReportEntry(event.number, rank, self.listed, lost)]
 
     def _is_over(self, stage: Stage | None) -> bool:

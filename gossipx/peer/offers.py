@@ -38,7 +38,6 @@ from gossipx.protocol.messages import (
     PushRequest,
     Reply,
     SettleRequest,
-    Stage,
     TakeRequest,
 )
 
@@ -88,7 +87,7 @@ class InboundExchange:
     @property
     def in_doubt(self) -> bool:
         """Whether the model is here and its sender fell silent before it settled the exchange."""
-        return self.phase is Phase.SETTLING and self._context.members.others[self.sender].lost
+        return self.phase is Phase.SETTLING and self._context.members.others.peek(self.sender).lost
 
     def repeats(self, offer: Received) -> bool:
         """Return whether ``offer`` repeats the offer of this exchange, or is another request about it."""
@@ -127,7 +126,7 @@ class InboundExchange:
             self._fetching = False
             return self.decline(now)
         self._settling = None
-        sender = self._context.members.others[self.sender]
+        sender = self._context.members.others.peek(self.sender)
         if (
             sender.has_ended
             or now >= self._settle_deadline
@@ -157,7 +156,7 @@ class InboundExchange:
             return self.decline(now, ended=True)
         if self.phase is not Phase.SETTLING:
             return []
-        lost = self._context.members.others[self.sender].lost
+        lost = self._context.members.others.peek(self.sender).lost
         self._settle_deadline = now if lost else now + self._context.timeout
         return self._settle(now)
 
@@ -215,13 +214,12 @@ class Offers(Exchange):
             fault: whether one of these failed, rather than declined.
             outgoing: whether our model goes to the partner, rather than the partner's to us.
         """
-        others = self._context.members.others
-        exclude = {rank for rank, other in others.items() if other.stage is not None and other.stage > Stage.TRAIN}
+        exclude = tried
         if tried and not fault and self.last is not None:
             # When nearly all peers are busy, the one that is free is the last partner: without this, the same pairs or
             # rings would repeat for ever.
-            exclude.add(self.last)
-        return self._context.members.draw(now, exclude=tried | exclude, again=bool(tried), outgoing=outgoing)
+            exclude = tried | {self.last}
+        return self._context.members.draw(now, exclude, again=bool(tried), outgoing=outgoing, in_training=True)
 
     def _is_about(self, event: Received, partner: int, number: int, fragment: int) -> bool:
         """Return whether ``event`` is a request of ``partner`` about our offer of this number."""

@@ -24,9 +24,10 @@ DONE       announces its final figures, waits    as START, and all others have i
 LEFT       takes no further part                 never
 =========  ====================================  ======================================================================
 
-JoinRun starts the machine, and FiguresReady takes it to DONE; a run without a finish skips FINISH to COMPARE. LeaveRun
-leads to LEFT from any stage. From FINISH on, a wait lasts as long as absent peers answer and make progress. While a
-peer waits in a stage other than TRAIN, a Wait effect has blocked the training thread; a Resume effect releases it.
+JoinRun starts the machine, or AllPresent, which leads to TRAIN at once. FiguresReady takes it to DONE; a run without a
+finish skips FINISH to COMPARE. LeaveRun leads to LEFT from any stage. From FINISH on, a wait lasts as long as absent
+peers answer and make progress. While a peer waits in a stage other than TRAIN, a Wait effect has blocked the training
+thread; a Resume effect releases it.
 
 The role dispatches each event to a component, in a module of this package: stages (transitions), barrier (waiting for
 other peers), joining (the first model), training (step boundaries), exchange with pulls, pushes and pairs (models
@@ -200,10 +201,9 @@ class PeerRole:
                 self.poisoned += 1
                 return [Note("poisoned", f"a gradient of peer {sender} holds NaN or Inf: the gradient is ignored")]
             case events.JoinRun(resumed):
-                self.joining.must_adopt = resumed is False or self.joining.joins
-                # Also with --init own: a restarted peer must adopt the model of a peer that trains.
-                has_model = resumed or self.members.size == 1
-                return [Wait(), *self.stages.enter_barrier(Stage.START if has_model else Stage.JOINING, now)]
+                return [Wait(), *self.stages.begin(resumed, now)]
+            case events.AllPresent():
+                return [Wait(), *self.stages.begin_at_once(now)]
             case events.TrainingEnded(agrees):
                 return self.training.ended(agrees, now)
             case events.FinalModel(digest):
@@ -422,7 +422,7 @@ class PeerRole:
             return [self._suspend(source, now), *self.stages.final_failed(ticket, now)]
         if (source := self.joining.poisoned(ticket)) is not None:
             note = self._suspend(source, now)
-            later = self.barrier.retry_at(source, self.members.others[source].suspended_until)
+            later = self.barrier.retry_at(source, self.members.others.peek(source).suspended_until)
             return [note, later, *self.server.members_changed(now)]
         note = self._suspend(self.pulls.poisoned(), now)
         return [note, *self.training.proceed(now)]

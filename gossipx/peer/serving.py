@@ -72,8 +72,11 @@ class Serving:
         self._outgoing = outgoing
         self._served: dict[Hashable, int] = {}  # request key to rank
         self._versions: dict[int, _Version] = {}  # by fragment
-        self._turns: dict[int, int] = {}  # by rank, the sequence number of its last answer
-        self._waiting: dict[int, set[int]] = {}  # by rank turned away, those that made way for it
+        self._number = 0  # of the last pull that was answered or turned away
+        self._turns: dict[int, int] = {}  # by rank, the number of its last answer
+        self._waiting: dict[int, int] = {}  # by rank turned away since, the number of that pull; ascending
+        self._made_way: dict[int, tuple[int, int]] = {}  # by rank, the numbers of the last pull and of its own last
+        # answer when it was last asked to make way for others
 
     def requested(self, event: Received, step: int, now: float, trains: bool) -> list[Effect]:
         """Handle a pull.
@@ -85,9 +88,12 @@ class Serving:
         assert isinstance(event.request, PullRequest)
         patience, fragment = event.request.patience, event.request.fragment
         version = self._versions.get(fragment)
-        if not self._has_room_for(event.sender, version, step):
+        has_room = self._has_room_for(event.sender, version, step)
+        self._number += 1
+        self._waiting.pop(event.sender, None)
+        if not has_room:
             self.turned_away += 1
-            self._waiting[event.sender] = set()
+            self._waiting[event.sender] = self._number
             return [Answer(event.key, BusyReply(), now + patience)]
         effects: list[Effect] = []
         if version is None:
@@ -95,8 +101,7 @@ class Serving:
             effects.append(Capture(version.ticket, fragment=fragment))
         version.keys.add(event.key)
         self._served[event.key] = event.sender
-        self._turns[event.sender] = 1 + max(self._turns.values(), default=0)
-        self._waiting.pop(event.sender, None)
+        self._turns[event.sender] = self._number
         begins = self._turn(now) if trains else 0.0
         return [*effects, self._outgoing.answer(event, ModelReply(step), version.ticket, now, patience, begins)]
 
@@ -111,12 +116,24 @@ class Serving:
             return False
         if version is not None and version.is_delivered and step > version.step:
             return False
-        own = self._turns.get(sender, 0)
-        before = [yielded for rank, yielded in self._waiting.items() if self._turns.get(rank, 0) < own]
-        makes_way = any(sender not in yielded for yielded in before)
-        for yielded in before:
-            yielded.add(sender)
-        return not makes_way
+        return not self._makes_way(sender)
+
+    def _makes_way(self, sender: int) -> bool:
+        """Return whether a peer that was turned away has precedence: it was last served before ``sender`` was, and
+        ``sender`` has not made way for it yet.
+        """
+        own, turn_of = self._turns.get(sender, 0), self._turns.get
+        if not own:
+            return False
+        seen, own_then = self._made_way.get(sender, (0, own))
+        self._made_way[sender] = self._number, own
+        for rank, number in reversed(self._waiting.items()):
+            if number <= seen:
+                break
+            if turn_of(rank, 0) < own:
+                return True
+        # Those turned away earlier had precedence then, unless they were served later than sender at that time.
+        return own > own_then and any(own_then <= turn_of(rank, 0) < own for rank in self._waiting)
 
     def answered(self, event: Answered) -> list[Effect]:
         """Handle the end of an answer, delivered or not; ignore those to other requests."""

@@ -118,6 +118,20 @@ class Stages:
         arrival = ArriveRequest(**vars(here))
         return [*self._barrier.begin(arrival, now, until), *self._server.members_changed(now)]
 
+    def begin(self, resumed: bool | None, now: float) -> list[Effect]:
+        """Enter the first stage; ``resumed`` as in :class:`~gossipx.protocol.events.JoinRun`."""
+        self._joining.must_adopt = resumed is False or self._joining.joins
+        # Also with --init own: a restarted peer must adopt the model of a peer that trains.
+        has_model = resumed or self._members.size == 1
+        return self.enter_barrier(Stage.START if has_model else Stage.JOINING, now)
+
+    def begin_at_once(self, now: float) -> list[Effect]:
+        """Enter TRAIN without a barrier: all other peers are known to be present and to do the same."""
+        assert self.stage is Stage.JOINING and not self._barrier.active
+        self._members.others.all_train()
+        self.stage = Stage.START
+        return [*self._server.members_changed(now), *self._barrier_passed(now)]
+
     @property
     def _is_needed(self) -> bool:
         """Whether the finish must wait for all peers that train."""
@@ -255,5 +269,5 @@ class Stages:
 
     def resume_if_announced(self) -> list[Effect]:
         """Return Resume once every LeaveRequest was answered or has failed."""
-        telling = self._requests.open_ranks(LeaveRequest)
+        telling = any(self._requests.opened(LeaveRequest))
         return [] if telling or self.stage is not Stage.LEFT else [Resume()]

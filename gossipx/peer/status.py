@@ -26,7 +26,7 @@ def status(role: PeerRole, now: float) -> dict[str, object]:
     """
     members, sync, barrier = role.members, role.sync, role.barrier
     last = members.last_transfer
-    others = members.others.items()
+    others = sorted(members.others.known.items())
     return {
         "stage": role.stage.name.lower(),
         "iteration": role.training.step,

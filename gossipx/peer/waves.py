@@ -128,8 +128,8 @@ class Waves:
 
     def _patience(self, members: tuple[int, ...]) -> float:
         """Return the timeout of a round: peer_timeout where all peers are fast, so that all give up together."""
-        others = (rank for rank in members if rank != self._rank)
-        return max([self._timeout, *(self._members.patience(rank, doublings=ROUND_DOUBLINGS) for rank in others)])
+        others = [rank for rank in members if rank != self._rank]
+        return max(self._timeout, self._members.longest_patience(others, ROUND_DOUBLINGS) if others else 0.0)
 
     # --- requests ---------------------------------------------------------------------------------
 

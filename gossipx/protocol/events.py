@@ -11,6 +11,7 @@ request and is allocated by the driver.
 event             reported by the driver                       handled by
 ================  ===========================================  =================================================
 JoinRun           once, when the peer is listening             peer/stages, peer/joining
+AllPresent        once, in place of JoinRun                    peer/stages
 StepDone          at each optimizer step                       peer/training
 GradientsReady    as the backward pass computes gradients      server/worker
 SwitchSync        when a user or a program requests it         server/sync_models/switching
@@ -66,6 +67,15 @@ class JoinRun:
     """
 
     resumed: bool | None = None
+
+
+@dataclass(frozen=True)
+class AllPresent:
+    """All peers of the run are known to be present, so START is over at once.
+
+    It is for runs simulated with thousands of peers: N peers would announce themselves in N² messages, which would be
+    most of the work.
+    """
 
 
 @dataclass(frozen=True)
@@ -304,6 +314,7 @@ class TimerFired:
 
 Event = (
     JoinRun
+    | AllPresent
     | StepDone
     | GradientsReady
     | SwitchSync

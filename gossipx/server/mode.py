@@ -318,7 +318,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         ranks = [
             rank
             for rank in members.awaited()
-            if rank in self._workers() and (members.others[rank].stage or Stage.JOINING) < Stage.FINISH
+            if rank in self._workers() and (members.others.peek(rank).stage or Stage.JOINING) < Stage.FINISH
         ]
         own = self._trains and not (self._ending and self.worker.idle)
         return [*ranks, self._context.rank] if own else ranks

@@ -222,7 +222,8 @@ def _push(masses: Matrix, partners: Sequence[int | None], scratch: Matrix) -> No
 def _pull(models: Matrix, partners: Sequence[int | None], factors: Sequence[dict[int, float]], scratch: Matrix) -> None:
     """Simulate a pull round on the models [size, values]: each peer mixes in a share of its partner's model."""
     sources = [rank if partner is None else partner for rank, partner in enumerate(partners)]
-    share = [0.0 if partner is None else BETA * factors[rank][partner] for rank, partner in enumerate(partners)]
+    pairs = zip(factors, partners, strict=True)
+    share = [0.0 if partner is None else BETA * factor.get(partner, 1.0) for factor, partner in pairs]
     change = np.take(models, sources, 0, out=scratch, mode="clip")  # "raise" would make another copy
     change -= models
     change *= np.array(share)[:, None]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gossipx import specs
 from gossipx.topology.plain import PLAIN, Generator
+from gossipx.topology.ranks import Rotated, position_of
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Topology:
     """
 
     name: str
-    neighbours: tuple[tuple[int, ...], ...]
+    neighbours: Sequence[Sequence[int]]
     generator: str = ""
     edge_shares: Mapping[tuple[int, int], float] = field(default_factory=dict)
     sites: tuple[int, ...] = ()
@@ -40,21 +41,24 @@ class Topology:
     @property
     def directed(self) -> bool:
         """Whether some edge has no reverse edge."""
+        if self.generator in PLAIN:
+            return False
         edges = {(one, other) for one, others in enumerate(self.neighbours) for other in others}
         return any((other, one) not in edges for one, other in edges)
 
     def fingerprint(self) -> str:
         """Return the number of edges and a digest of everything but the name, to compare graphs between peers."""
-        edges = {(one, other) for one, others in enumerate(self.neighbours) for other in others}
         shares = sorted(
-            (edge, float(share)) for edge, share in self.edge_shares.items() if edge in edges and share != 1
+            (edge, float(share))
+            for edge, share in self.edge_shares.items()
+            if share != 1 and position_of(edge[1], self.neighbours[edge[0]]) is not None
         )
-        content = self.neighbours, shares, self.sites
+        content = tuple(map(tuple, self.neighbours)), shares, self.sites
         return f"{sum(map(len, self.neighbours))} edges {hashlib.sha256(repr(content).encode()).hexdigest()[:12]}"
 
-    def in_turn(self, rank: int) -> tuple[int, ...]:
+    def in_turn(self, rank: int) -> Sequence[int]:
         """Return the neighbours of ``rank`` in cyclic order from the next rank on, so that no two peers begin alike."""
-        return tuple(sorted(self.neighbours[rank], key=lambda other: (other - rank) % self.size))
+        return Rotated(self.neighbours[rank], rank)
 
     def islands(self) -> list[list[int]]:
         """Return the strongly connected components, smallest first; one means that the graph is strongly connected."""

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from gossipx.topology.ranks import AllBut
+
 Generator = Callable[[int, int], Any]
 """A function of (size, seed) that returns a networkx graph over the ranks 0 … size − 1, or each rank's neighbours."""
 
 
 def full() -> Generator:
     """All peers are neighbours."""
-    return lambda size, seed: tuple(tuple(other for other in range(size) if other != rank) for rank in range(size))
+    return lambda size, seed: tuple(AllBut(rank, size) for rank in range(size))
 
 
 def ring() -> Generator:

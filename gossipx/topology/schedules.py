@@ -76,7 +76,7 @@ class InTurn(Schedule):
         turns: for each rank, its partners in rounds 0, 1, … of a period; None: it is idle in that round.
     """
 
-    turns: tuple[tuple[int | None, ...], ...]
+    turns: Sequence[Sequence[int | None]]
 
     def partner(
         self, rank: int, round: int, candidates: Sequence[int], rng: random.Random, rates: Mapping[int, float]
@@ -106,20 +106,20 @@ class InnerOuter(Schedule):
     def partner(
         self, rank: int, round: int, candidates: Sequence[int], rng: random.Random, rates: Mapping[int, float]
     ) -> int | None:
-        inside, outside = self._by_site(rank, candidates)
+        inside, outside = self._by_site(rank, candidates) if self.topology.sites else ([], [])
         if inside and outside:
             return rng.choice(outside if rng.random() < self.outer else inside)
         return rng.choice(candidates) if candidates else None
 
     def frequency(self, rank: int) -> dict[int, float]:
         neighbours = self.topology.neighbours[rank]
-        inside, outside = self._by_site(rank, neighbours)
+        inside, outside = self._by_site(rank, neighbours) if self.topology.sites else ([], [])
         if not (inside and outside):
             return _uniform(neighbours, 1.0)
         return {**_uniform(inside, 1 - self.outer), **_uniform(outside, self.outer)}
 
     def _by_site(self, rank: int, others: Sequence[int]) -> tuple[list[int], list[int]]:
-        sites = self.topology.sites or (0,) * self.topology.size
+        sites = self.topology.sites
         inside = [other for other in others if sites[other] == sites[rank]]
         return inside, [other for other in others if sites[other] != sites[rank]]
 
@@ -137,7 +137,8 @@ class BandwidthAware(Schedule):
     ) -> int | None:
         if not candidates:
             return None
-        known = {other: rates[other] for other in candidates if 0 < rates.get(other, 0.0) < math.inf} if rates else {}
+        measured = {other: rates[other] for other in sorted(rates) if other in candidates}
+        known = {other: rate for other, rate in measured.items() if 0 < rate < math.inf}
         if not known:
             return rng.choices(candidates)[0]
         mean = sum(known.values()) / len(known)

@@ -37,11 +37,11 @@ def check(weights: Weights, topology: Topology) -> None:
 def shares(weights: Weights, schedule: Schedule, rank: int, pushed: bool = False) -> dict[int, float]:
     """Return, by source rank, the factor from 0 to 1 on the mixing share β when ``rank`` mixes that peer's model.
 
-    ``uniform`` and push-sum: the weight of the edge, by default 1. ``metropolis``: that times min(1, q_ji / q_ij),
-    where q_ij is the frequency of pulls of i from j. This is Hastings' acceptance rule (Biometrika 57, 1970), under
-    which the stationary distribution is uniform. For random neighbours, q_ij = 1 / d_i, it is Metropolis'
-    min(1, d_i / d_j): the expected share over an edge is β / max(d_i, d_j) in both directions, and the mean of all
-    models is kept. Schedules that use measured rates are treated as if all rates were equal.
+    It is 1 for ranks that are missing. ``uniform`` and push-sum: the weight of the edge, by default 1. ``metropolis``:
+    that times min(1, q_ji / q_ij), where q_ij is the frequency of pulls of i from j. This is Hastings' acceptance rule
+    (Biometrika 57, 1970), under which the stationary distribution is uniform. For random neighbours, q_ij = 1 / d_i, it
+    is Metropolis' min(1, d_i / d_j): the expected share over an edge is β / max(d_i, d_j) in both directions, and the
+    mean of all models is kept. Schedules that use measured rates are treated as if all rates were equal.
 
     Args:
         pushed: models are pushed to ``rank`` over its incoming edges; otherwise it pulls over its outgoing edges.
@@ -74,6 +74,8 @@ def _shares(
 ) -> dict[int, float]:
     if pushed:
         return {source: share for (source, receiver), share in topology.edge_shares.items() if receiver == rank}
+    if weights != "metropolis" and not topology.edge_shares:
+        return {}
     own = {other: topology.edge_shares.get((rank, other), 1.0) for other in topology.neighbours[rank]}
     if weights != "metropolis":
         return own
@@ -102,7 +104,7 @@ def mixing_matrix(weights: Weights, schedule: Schedule, beta: float = 0.5) -> Ma
     matrix = np.zeros((size, size))
     for rank, factor in enumerate(all_shares(weights, schedule)):
         for other, often in schedule.frequency(rank).items():
-            matrix[rank, other] = beta * often * factor[other]
+            matrix[rank, other] = beta * often * factor.get(other, 1.0)
         matrix[rank, rank] = 1.0 - matrix[rank].sum()
     return matrix
 

@@ -12,14 +12,14 @@ from gossipx.peer.membership import (
     DEVIATION,
     FIRST_BACKOFF,
     LONGEST_BACKOFF,
-    MAX_TRANSFERS,
     PATIENCE_DOUBLINGS,
     Membership,
 )
+from gossipx.peer.others import MAX_TRANSFERS
 from gossipx.protocol.events import Fault
 from gossipx.protocol.messages import ArriveRequest, Stage
 from gossipx.topology import load
-from gossipx.topology.schedules import BandwidthAware, Random
+from gossipx.topology.schedules import SCHEDULES, BandwidthAware, Random, parse
 
 TIMEOUT = 20.0
 
@@ -160,3 +160,107 @@ def test_a_peer_that_has_left_is_never_asked_again():
     made = members()
     made.others[1].record(ArriveRequest(Stage.LEFT, 1), 0.0)
     assert {made.draw(now) for now in (0.0, 1e9) for _ in range(20)} == {2}
+
+
+# --- many peers -------------------------------------------------------------------------------------
+
+NUMBER = 12
+CHANGES = ["failed", "heard", "suspended", "told", "left", "transferred", "joined", "looked up"]
+changes = st.lists(
+    st.tuples(st.sampled_from(CHANGES), st.integers(1, NUMBER - 1), st.sampled_from(list(Stage)), st.booleans()),
+    min_size=20,
+    max_size=40,
+)
+
+
+def plain_draw(made: Membership, now: float, exclude: set[int], outgoing: bool, last: Stage) -> int | None:
+    """Draw as the docstring of :meth:`Membership.draw` says, from a list of all neighbours."""
+    found = {rank: made.others.peek(rank) for rank in made._neighbours if rank not in exclude}
+    free = [rank for rank, other in found.items() if other.may_be_asked(now) and (other.stage or Stage.JOINING) <= last]
+    rates = {rank: rate for rank in free if (rate := found[rank].transfers(outgoing).rate) is not None}
+    return made._schedule.partner(made._rank, made._round + 1, free, made._rng, rates)
+
+
+@given(
+    graph=st.sampled_from(["full", "ring", "star", "erdos-renyi:p=0.5", "hierarchical"]),
+    spec=st.sampled_from(list(SCHEDULES)),
+    some=changes,
+    exclude=st.sets(st.integers(0, NUMBER), max_size=4),
+)
+def test_a_draw_is_that_from_the_list_of_all_available_neighbours(
+    graph: str, spec: str, some: list[tuple[str, int, Stage, bool]], exclude: set[int]
+):
+    """After any change, from the same random stream."""
+    made = Membership(0, NUMBER, parse(spec, load(graph, NUMBER)), TIMEOUT, random.Random(0))
+    for number, (change, rank, stage, outgoing) in enumerate(some):
+        now = 0.3 * number
+        if change == "joined":
+            made.add(rank + NUMBER, lost=True, backoff_until=now + 1.0)
+        elif change == "failed":
+            made.failed(rank, Fault.TIMEOUT, now)
+        elif change == "heard":
+            made.heard_from(rank)
+        elif change == "suspended":
+            made.others[rank].suspended_until = now + 1.0
+        elif change == "told":
+            made.others[rank].record(ArriveRequest(stage, number // 10), now)
+        elif change == "left":
+            made.others[rank].stage = Stage.LEFT
+        elif change == "looked up":
+            assert made.others[rank] is made.others.get(rank)
+        else:
+            made.record_transfer(rank, float(number), now, outgoing)
+        before = made._rng.getstate()
+        expected = plain_draw(made, now, exclude, outgoing, Stage.TRAIN if outgoing else Stage.COMPARE)
+        after = made._rng.getstate()
+        made._rng.setstate(before)
+        assert made.draw(now, exclude, outgoing=outgoing, in_training=outgoing) == expected
+        assert made._rng.getstate() == after
+
+
+def test_questions_about_all_peers_store_no_entries():
+    size = 1000
+    made = Membership(3, size, Random(load("full", size)), TIMEOUT, random.Random(0))
+    assert len(made.others) == size - 1 and list(made.others) == [rank for rank in range(size) if rank != 3]
+    assert 3 not in made.others and size not in made.others and made.others.get(3) is made.others.get(size) is None
+    with pytest.raises(KeyError):
+        made.others[size]
+    assert made.alive() == size and made.awaited() == list(made.others) == made.without_figures()
+    assert not made.unavailable(0.0) and not made.restarted() and not made.has_joined_late and not made.in_training(0.0)
+    assert not made.in_finish() and not made.is_gone(5) and made.draws()["members"]["others"] == {}
+    assert len(made.to_probe(0.0)) == 1 and made.patience(9) == made.longest_patience(made.others.ranks, 2) == TIMEOUT
+    made.heard_from(7)
+    assert made.draw(0.0) is not None and not made.others.known
+    made.nobody_waits_for([5])
+    made.record_transfer(8, 1.0, 0.0)
+    assert set(made.others.known) == {5, 8} and made.alive() == size - 1 and 5 not in made.awaited()
+
+
+def test_all_that_train_need_no_entries():
+    """Entries that are stored later say so too; a peer that then announces an earlier stage was restarted."""
+    made = members()
+    assert made.others[1].stage is None
+    made.others.all_train()
+    assert made.in_training(0.0) == [1, 2] and set(made.others.known) == {1} and not made.has_joined_late
+    made.others[2].record(ArriveRequest(Stage.JOINING, 7), 0.0)
+    made.others[1].record(ArriveRequest(Stage.FINISH, 7), 0.0)
+    assert made.in_training(0.0) == [] and made.in_finish() == [1] and made.restarted() == [2]
+
+
+def test_without_a_transfer_with_that_peer_the_last_ones_with_any_peer_count():
+    made = members()
+    for number in range(3 * MAX_TRANSFERS):
+        made.record_transfer(1, 1000.0 if number < 2 * MAX_TRANSFERS else 40.0, 0.0)
+    assert made.patience(2) == 80.0
+
+
+def test_transfers_are_restored():
+    made, again = members(), members()
+    for seconds in (40.0, 41.0, 45.0):
+        made.record_transfer(1, seconds, 0.0)
+    made.record_late(2, outgoing=True)
+    again.load_draws(made.draws())
+    assert again.draws() == made.draws()
+    for rank in (1, 2):
+        for outgoing in (False, True):
+            assert again.patience(rank, outgoing) == made.patience(rank, outgoing)

@@ -158,3 +158,46 @@ def test_while_training_served_models_are_spaced_after_the_saved_time():
     assert begins == pytest.approx(
         [0.0] * at_once + [SECONDS_PER_MODEL / 0.1 * turn for turn in range(1, 41 - at_once)]
     )
+
+
+class PlainPrecedence:
+    """For each peer that was turned away, the set of those that made way for it: as the rule is told."""
+
+    def __init__(self) -> None:
+        self.turns = dict[int, int]()
+        self.waiting = dict[int, set[int]]()
+
+    def answered(self, sender: int) -> None:
+        self.turns[sender] = 1 + max(self.turns.values(), default=0)
+        self.waiting.pop(sender, None)
+
+    def turned_away(self, sender: int) -> None:
+        self.waiting[sender] = set()
+
+    def makes_way(self, sender: int) -> bool:
+        own = self.turns.get(sender, 0)
+        before = [yielded for rank, yielded in self.waiting.items() if self.turns.get(rank, 0) < own]
+        makes_way = any(sender not in yielded for yielded in before)
+        for yielded in before:
+            yielded.add(sender)
+        return makes_way
+
+
+@given(
+    most=st.integers(1, 2),
+    pulls=st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=30, max_size=80),
+)
+def test_each_peer_makes_way_once_for_each_that_was_turned_away(most: int, pulls: list[tuple[int, bool]]):
+    serving, plain, under_way = serving_at_most(most), PlainPrecedence(), list[tuple[int, int]]()
+    for number, (sender, finishes) in enumerate(pulls):
+        has_room = len(under_way) < most and all(sender != other for other, _ in under_way)
+        expected = has_room and not plain.makes_way(sender)
+        assert is_served(asks(serving, sender, key=str(number))) == expected
+        if expected:
+            plain.answered(sender)
+            under_way.append((sender, number))
+        else:
+            plain.turned_away(sender)
+        if finishes and under_way:
+            _, key = under_way.pop(0)
+            serving.answered(Answered(str(key), whole=False))

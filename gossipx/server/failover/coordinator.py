@@ -201,7 +201,7 @@ class Coordinator:
             return [Answer(event.key, NotReadyReply(str(error)), deadline)]
         epoch = max(self._migration.epoch, self._migration.decided) + 1
         others = self._context.members.others
-        members = {rank for rank in self._context.members.awaited() if others[rank].stage is not None}
+        members = {rank for rank in self._context.members.awaited() if others.peek(rank).stage is not None}
         members.add(self._context.rank)
         until = now + self._context.members.model_timeout
         self._run = _CoordinatedMigration(name, epoch, layout, members, PauseRequest, set(members), until)

@@ -130,7 +130,7 @@ class Replication:
         """Return the ranks that may take a replica, the next one first."""
         members, own = self._context.members, self._context.rank
         living = [rank for rank in members.awaited() if not members.is_gone(rank)]
-        stages = {rank: members.others[rank].stage for rank in living}
+        stages = {rank: members.others.peek(rank).stage for rank in living}
         there = [rank for rank, stage in stages.items() if stage is not None and Stage.START <= stage <= Stage.FINISH]
         return sorted(there, key=lambda rank: (rank < own, rank))
 
@@ -168,7 +168,7 @@ class Replication:
             if pair is None or not pair.number:
                 continue
             for rank in self._candidates():
-                other = members.others[rank]
+                other = members.others.peek(rank)
                 known = rank in pair.heard and pair.heard[rank] == other.incarnation
                 if known or rank in pair.telling or not other.may_be_asked(now):
                     continue
@@ -234,7 +234,7 @@ class Replication:
     def _unheard(self, ranks: set[int], now: float) -> set[int]:
         """Return those of ``ranks`` that may have died unnoticed, as nothing was asked of them lately."""
         members, least = self._context.members, now - LONGEST_BACKOFF * self._context.timeout
-        return {rank for rank in ranks if members.others[rank].told_at <= least}
+        return {rank for rank in ranks if members.others.peek(rank).told_at <= least}
 
     def _may_start(self, replica: Replica) -> bool:
         """Return whether no other peer can hold the shard: all have said so, or this peer was there from the start."""
