@@ -38,12 +38,13 @@ class BasePeer(abc.ABC):
         has_left: whether it left the run before its end.
         evaluate: returns the scores of the model.
         evaluation_seconds: virtual seconds of an evaluation at the end of training.
+        report_every: iterations between two that the reporter records.
         after_step: called after each iteration that the reporter has recorded.
         report: the final figures; empty before they are known.
         trained: when its training began and ended; None: not yet.
         delta: Δ_t of the last iteration.
         entries: the answers to processes that asked this peer to admit them.
-        assembled: whether the peer begins to train at once, since all peers are known to be present.
+        assembled: whether the peer begins to train at once, since all peers are known to be present, and ends at once.
     """
 
     endpoint: Endpoint
@@ -64,6 +65,7 @@ class BasePeer(abc.ABC):
         self.reporter_of: Callable[[], Reporter] | None = None
         self.has_left = False
         self.evaluation_seconds = 0.0
+        self.report_every = 1
         self.after_step: Callable[[], None] = lambda: None
         self.evaluate: Callable[[], dict[str, float]] = dict
         self.report: dict[str, Any] = {}
@@ -148,15 +150,16 @@ class BasePeer(abc.ABC):
     def later(self, time: float, action: Callable[[], None]) -> None:
         """Schedule ``action`` at ``time``, or at the end of a pause; drop it if this peer is down by then."""
 
-        def act() -> None:
-            if self.down_since is not None:
-                return
-            if self.paused_until > self.world.now:
-                self.world.at(self.paused_until, act)
-            else:
-                self.act(action)
+        self.world.at(time, action, self)
 
-        self.world.at(time, act)
+    def due(self, action: Callable[[], None]) -> None:
+        """Do a scheduled action, unless this peer is down or paused; called by the world."""
+        if self.down_since is not None:
+            return
+        if self.paused_until > self.world.now:
+            self.world.at(self.paused_until, action, self)
+        else:
+            self.act(action)
 
     def act(self, action: Callable[[], None]) -> None:
         """Do something at once, and let training proceed if it may."""
@@ -193,8 +196,11 @@ class BasePeer(abc.ABC):
                 self._next_phase()
 
     def _report_step(self) -> None:
-        if self.reporter is not None and self.step > self._reported and self._phase == "train":
-            self._reported = self.step
+        step = self.step
+        if self.reporter is not None and step > self._reported and self._phase == "train":
+            self._reported = step
+            if step % self.report_every:
+                return
             self.reporter.figures.blocked = self.blocked_seconds
             self.reporter.step_done(self.delta)
             self.after_step()
@@ -225,7 +231,10 @@ class BasePeer(abc.ABC):
             case "finish":
                 self._phase = "figures"
                 self.sum_up(finished=True)
-                self.act(lambda: self.handle(events.FiguresReady(self.report)))
+                if self.assembled:  # nor does it announce its end
+                    self.world.end(self, "ends")
+                else:
+                    self.act(lambda: self.handle(events.FiguresReady(self.report)))
             case "figures":
                 self.world.end(self, "ends")
             case "leave":

@@ -21,6 +21,10 @@ Outcome = Callable[[Reply | Fault, Any], None]
 """Called once with the reply and its content, or with the fault."""
 
 
+def _nothing() -> None:
+    pass
+
+
 class Open:
     """A request that awaits its reply.
 
@@ -42,7 +46,41 @@ class Open:
         self.content = content
         self.done: Outcome | None = done
         self.transfer: Transfer | None = None
-        self.given_up: Callable[[], None] = lambda: None
+        self.given_up: Callable[[], None] = _nothing
+
+
+class _Answer:
+    """An answer under way; ``done`` is called once with whether it was delivered."""
+
+    __slots__ = ("_asked", "_by", "_content", "_done", "_nbytes", "_reply", "transfer")
+
+    def __init__(
+        self, by: Endpoint, asked: Open, reply: Reply, nbytes: int, content: Any, done: Callable[[bool], None]
+    ):
+        self._by = by
+        self._asked = asked
+        self._reply = reply
+        self._nbytes = nbytes
+        self._content = content
+        self._done: Callable[[bool], None] | None = done
+        self.transfer: Transfer | None = None
+
+    def arrive(self) -> None:
+        """Deliver the answer: its last byte is there."""
+        self.transfer = None
+        self._end(self._asked.sender.replied(self._asked, self._reply, self._nbytes, self._content))
+
+    def abandon(self) -> None:
+        """Abandon the answer, unless it has arrived."""
+        if self._done is not None:
+            if self.transfer is not None:
+                self._by.world.stop(self.transfer)
+            self._end(False)
+
+    def _end(self, whole: bool) -> None:
+        done, self._done = self._done, None
+        if done is not None:
+            self._by.later(self._by.world.now, lambda: done(whole))
 
 
 class Endpoint:
@@ -68,9 +106,9 @@ class Endpoint:
         self.rank = rank
         self.is_down = False
         self.bytes_received = self.bytes_sent = 0
-        self._world = world
+        self.world = world
         self._received = received
-        self._later = later
+        self.later = later
         self._open: dict[Open, None] = {}
         self._keys = itertools.count(1)
         self._requests: dict[Hashable, Open] = {}  # received, and not answered yet
@@ -89,17 +127,17 @@ class Endpoint:
         """
         asked = Open(self, to, request, content, done)
         self._open[asked] = None
-        self._world.awaiting(to)[asked] = None
+        self.world.awaiting(to)[asked] = None
         self.bytes_sent += nbytes if to != self.rank else 0
-        asked.transfer = self._world.carry(self, to, nbytes, lambda: self._arrive(asked, nbytes))
-        self._world.at(deadline, lambda: self.fail(asked, Fault.TIMEOUT))
+        asked.transfer = self.world.carry(self, to, nbytes, lambda: self._arrive(asked, nbytes))
+        self.world.at(deadline, lambda: self.fail(asked, Fault.TIMEOUT))
         return lambda: self.fail(asked, Fault.CANCELLED)
 
     def _arrive(self, asked: Open, nbytes: int) -> None:
         asked.transfer = None
-        other = self._world.endpoint(asked.to)
+        other = self.world.endpoint(asked.to)
         if other is None:
-            self._world.refuse(asked)
+            self.world.refuse(asked)
         else:
             other.receive(asked, nbytes)
 
@@ -108,9 +146,9 @@ class Endpoint:
         if asked.done is not None:
             done = self._close(asked)
             if asked.transfer is not None:
-                self._world.stop(asked.transfer)
+                self.world.stop(asked.transfer)
             asked.given_up()
-            self._later(self._world.now, lambda: done(fault, None))
+            self.later(self.world.now, lambda: done(fault, None))
 
     def replied(self, asked: Open, reply: Reply, nbytes: int, content: Any) -> bool:
         """Handle a reply whose last byte has arrived. Return False if the request has ended before."""
@@ -125,7 +163,7 @@ class Endpoint:
         done, asked.done = asked.done, None
         assert done is not None
         del self._open[asked]
-        del self._world.awaiting(asked.to)[asked]
+        del self.world.awaiting(asked.to)[asked]
         return done
 
     @property
@@ -154,26 +192,13 @@ class Endpoint:
         """
         asked = self._requests.pop(key)
         if asked.done is None:  # the requester has given up
-            self._later(self._world.now, lambda: done(False))
+            self.later(self.world.now, lambda: done(False))
             return
-        to, ended = asked.sender, False
-        transfer: Transfer | None = None
-
-        def end(whole: bool) -> None:
-            nonlocal ended
-            if not ended:
-                ended = True
-                if transfer is not None and not whole:
-                    self._world.stop(transfer)
-                self._later(self._world.now, lambda: done(whole))
-
-        def arrive() -> None:
-            end(to.replied(asked, reply, nbytes, content))
-
-        self.bytes_sent += nbytes if to is not self else 0
-        transfer = self._world.carry(self, to.rank, nbytes, arrive)
-        asked.given_up = lambda: end(False)
-        self._world.at(deadline, lambda: end(False))
+        answer = _Answer(self, asked, reply, nbytes, content, done)
+        self.bytes_sent += nbytes if asked.sender is not self else 0
+        answer.transfer = self.world.carry(self, asked.sender.rank, nbytes, answer.arrive)
+        asked.given_up = answer.abandon
+        self.world.at(deadline, answer.abandon)
 
     def close(self) -> None:
         """Drop everything: the peer is down."""

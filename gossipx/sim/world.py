@@ -57,7 +57,7 @@ class World(Generic[Peer]):
         self.log: list[Entry] = []
         self.fired: Counter[str] = Counter()
         self._rng = random.Random(seed)
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._heap: list[tuple[float, int, Callable[[], None], BasePeer | None]] = []
         self._numbers = itertools.count()
         self._makers: dict[int, Callable[[int], Peer]] = {}
         self._incarnations: Counter[int] = Counter()
@@ -85,8 +85,7 @@ class World(Generic[Peer]):
         for _ in range(MAX_EVENTS):
             if self.over or until() or not self._heap or self._heap[0][0] > limit:
                 return self.over
-            self.now, _, action = heapq.heappop(self._heap)
-            action()
+            self._next()
         raise RuntimeError(f"the run has not ended after {MAX_EVENTS} events, at {self.now:g} s of virtual time")
 
     def advance(self, events: int) -> bool:
@@ -95,18 +94,28 @@ class World(Generic[Peer]):
         for _ in range(events):
             if not heap or self.over:
                 return False
-            self.now, _, action = heapq.heappop(heap)
-            action()
+            self._next()
         return True
+
+    def _next(self) -> None:
+        self.now, _, action, peer = heapq.heappop(self._heap)
+        if peer is None:
+            action()
+        else:
+            peer.due(action)
 
     @property
     def over(self) -> bool:
         """Whether every peer has ended or crashed, and no start is scheduled."""
         return not self._to_start and not self._running
 
-    def at(self, time: float, action: Callable[[], None]) -> None:
-        """Schedule ``action`` at ``time``, or now if that is past. Actions at the same time keep their order."""
-        heapq.heappush(self._heap, (max(time, self.now), next(self._numbers), action))
+    def at(self, time: float, action: Callable[[], None], peer: BasePeer | None = None) -> None:
+        """Schedule ``action`` at ``time``, or now if that is past. Actions at the same time keep their order.
+
+        Args:
+            peer: whose action it is; it is dropped if the peer is down by then, and waits for the end of a pause.
+        """
+        heapq.heappush(self._heap, (time if time > self.now else self.now, next(self._numbers), action, peer))
 
     def note(self, rank: int, what: str) -> None:
         """Add a line to the log."""

@@ -7,14 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gossipx import policies
 from gossipx.assembly.graph import build_schedule
 from gossipx.assembly.hub import elastic_settings
+from gossipx.assembly.peer import codec_of
 from gossipx.assembly.server import Parts, settings_of
 from gossipx.assembly.server_settings import server_ranks
 from gossipx.config.scenario import MANY, Net, Scenario
 from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.hub import ElasticSettings
+from gossipx.launch.start import policy_or_sync_model
+from gossipx.runtime.options import PeerOptions
 from gossipx.server import placement
 from gossipx.server.placement import Table
 from gossipx.server.placement.layout import Layouts
@@ -43,6 +47,7 @@ class Plan:
         hub: settings of elastic SGD; None: the run has no hub.
         times: the seconds of iterations.
         assembled: whether peers begin without announcements.
+        options: what the reporters of all peers need.
     """
 
     scenario: Scenario
@@ -52,6 +57,7 @@ class Plan:
     hub: ElasticSettings | None
     times: StepTimes
     assembled: bool
+    options: PeerOptions
 
     @property
     def size(self) -> int:
@@ -84,7 +90,22 @@ def plan_of(scenario: Scenario, config: RunConfig) -> Plan:
             raise UsageError("announcements = false is for gossip and waves without a finish: leave it out")
         announced = True
     turns = build_schedule(config, of.peers, sites)
-    return Plan(scenario, config, names, turns, elastic_settings(config, names), times, not announced)
+    hub = elastic_settings(config, names)
+    return Plan(scenario, config, names, turns, hub, times, not announced, _options(config))
+
+
+def _options(config: RunConfig) -> PeerOptions:
+    policy = policy_or_sync_model(config)
+    return PeerOptions(
+        name="",
+        policy=policy if config.has_servers else policies.describe(policies.parse(policy)),
+        directory=None,
+        log_interval=config.run.log_interval,
+        distance_interval=config.sync.distance_interval,
+        peer_timeout=config.exchange.peer_timeout,
+        split=lambda labels: [],
+        codec=codec_of(config),
+    )
 
 
 def network_of(net: Net, peers: int) -> Network:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gossipx import policies, recorders
-from gossipx.assembly.peer import codec_of
+from gossipx import recorders
 from gossipx.config.hyperparameters import hyperparameters
 from gossipx.errors import UsageError
 from gossipx.launch.simulation.plan import Plan
-from gossipx.launch.start import policy_or_sync_model
 from gossipx.metrics.aggregate import WORST, Aggregate
 from gossipx.metrics.board import HUB, PEERS, SERVERS, WHOLE
 from gossipx.metrics.recorder import NullRecorder, Recorder
@@ -24,7 +23,6 @@ from gossipx.protocol.messages import Stage
 from gossipx.recorders import Recorded
 from gossipx.runtime import models
 from gossipx.runtime.captures import Retrieval
-from gossipx.runtime.options import PeerOptions
 from gossipx.runtime.progress import Progress
 from gossipx.runtime.reporting import Reporter
 from gossipx.sim import SimPeer, World
@@ -101,7 +99,8 @@ class SimReporter(Reporter):
         driver: Any = peer.driver if isinstance(peer, SimPeer) else _TrafficDriver(peer)  # type: ignore[arg-type]
         module = peer.module if isinstance(peer, SimPeer) else nn.Identity()
         comm: Any = _Counters(peer.endpoint)
-        super().__init__(module, driver, comm, recorder, Progress(None), _options(plan, peer.rank))
+        options = dataclasses.replace(plan.options, name=plan.names[peer.rank])
+        super().__init__(module, driver, comm, recorder, Progress(None), options)
         self._curves = curves
         self._peer = peer
         self._world = world
@@ -126,21 +125,6 @@ class SimReporter(Reporter):
             own = self._peer.weights()
             others = [peer.weights() for peer in self._world.peers.values() if isinstance(peer, SimPeer)]
             self._record(EXACT_DISTANCE, float((own - torch.stack(others).mean(0)).norm()), self._peer.step)
-
-
-def _options(plan: Plan, rank: int) -> PeerOptions:
-    config = plan.config
-    policy = policy_or_sync_model(config)
-    return PeerOptions(
-        name=plan.names[rank],
-        policy=policy if config.has_servers else policies.describe(policies.parse(policy)),
-        directory=None,
-        log_interval=config.run.log_interval,
-        distance_interval=config.sync.distance_interval,
-        peer_timeout=config.exchange.peer_timeout,
-        split=lambda labels: [],
-        codec=codec_of(config),
-    )
 
 
 def peer_recorder(plan: Plan, directory: Path, rank: int, number: int, clock: Callable[[], float]) -> Recorder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import logging
 import math
@@ -29,6 +30,7 @@ from gossipx.metrics.recorder import Recorder
 from gossipx.metrics.summary import Summary
 from gossipx.sim import SimPeer, World
 from gossipx.sim.base import BasePeer
+from gossipx.sim.traffic import TrafficPeer
 
 log = logging.getLogger("gossipx")
 
@@ -117,6 +119,8 @@ class _Simulation:
         return make
 
     def _record(self, peer: BasePeer, number: int) -> None:
+        if peer.rank >= self._plan.scenario.simulation.recorded and isinstance(peer, TrafficPeer):
+            peer.report_every = self._plan.config.run.log_interval  # only the mean of all peers has its curves
         recorder = peer_recorder(self._plan, self._directory.path, peer.rank, number, lambda: self._world.now)
         peer.reporter_of = lambda: SimReporter(self._plan, peer, recorder, self._curves, self._world)
         self._recorders.append(recorder)
@@ -187,6 +191,8 @@ class _Simulation:
             TimeRemainingColumn(),
         )
         stalled, before = 0, 0
+        gc.collect()
+        gc.freeze()  # the peers live as long as the run: no collection needs to look at them
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
             shown = bar.add_task(str(self._plan.config.run.name), total=total, at="")
             while world.advance(BATCH):
