@@ -91,6 +91,7 @@ def test_uniform_weights_lose_the_mean_of_a_star() -> None:
 def test_uniform_shares_are_the_edges_own() -> None:
     assert shares("uniform", parse("random", DIGRAPH), 0) == {1: 0.5, 2: 1.0}
     assert shares("uniform", parse("random", DIGRAPH), 1, pushed=True) == {0: 0.5}
+    assert shares("uniform", parse("random", load("full", 10_000)), 1) == {}, "all are 1"
 
 
 def test_metropolis_needs_edges_both_ways() -> None:
