@@ -1,7 +1,7 @@
 """The simulator against real runs: retrievals and training time at 4 peers, on links of three rates.
 
-bin/bench simulation            300 iterations of lenet (about 9 minutes on 2 cores)
-bin/bench simulation --full     three rounds of 600 (about an hour)
+bin/bench simulation            450 iterations of lenet (about 20 minutes on 2 cores)
+bin/bench simulation --full     three rounds of 950 (about an hour and a half)
 
 Real peers run in namespaces whose links are shaped by tc; it needs root on Linux with ip and tc (Debian's iproute2).
 The simulator gets the rate and the latency of the links and, from the real run without exchanges, the time of an
@@ -32,20 +32,22 @@ RATES = ("10mbit", "100mbit", "1gbit")
 NEVER = "never"
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
     NEVER: {"sync": {"policy": "never"}},
-    "tau:50": {"sync": {"policy": "tau:50"}},
-    "random:p=0.02": {"sync": {"policy": "random:p=0.02"}},
+    "tau:100": {"sync": {"policy": "tau:100"}},
+    "random:p=0.01": {"sync": {"policy": "random:p=0.01"}},
     "adaptive": {"sync": {"policy": "adaptive"}},
     "travel": {"sync": {"policy": "travel:distance=1.5"}},
-    "tau:50, blocking": {"sync": {"policy": "tau:50", "blocking": True}},
+    "tau:100, blocking": {"sync": {"policy": "tau:100", "blocking": True}},
     "tau:10, blocking": {"sync": {"policy": "tau:10", "blocking": True}},
-    "waves, tau:50": {"sync": {"policy": "tau:50", "exchange": "waves"}},
-    "waves, tau:50, blocking": {"sync": {"policy": "tau:50", "exchange": "waves", "blocking": True}},
+    "waves, tau:100": {"sync": {"policy": "tau:100", "exchange": "waves"}},
+    "waves, tau:100, blocking": {"sync": {"policy": "tau:100", "exchange": "waves", "blocking": True}},
     "hub, tau:20": {"sync": {"policy": "tau:20"}, "hub": {"hub": "0"}},
     "server, bsp": {"server": {"servers": "0", "sync": "bsp"}},
     "server, ssp:3": {"server": {"servers": "0", "sync": "ssp:staleness=3"}},
 }
-EXACT = ("tau:50", "random:p=0.02", "tau:50, blocking", "tau:10, blocking")
+EXACT = ("tau:100", "random:p=0.01", "tau:100, blocking", "tau:10, blocking")
 """Kinds whose retrievals do not depend on the models, so that a simulated run has the same ones."""
+SHORT = 10
+"""With a server, which sends the model twice in each iteration, one iteration in so many is done."""
 EVALUATION = 1.0
 """Seconds of the evaluation at the end of a real run, about: a pull that begins with the last iteration ends then."""
 NEAR, SECONDS = 0.10, 0.15
@@ -81,7 +83,7 @@ def main() -> None:
     parser.add_argument("--kinds", default=";".join(KINDS))
     arguments = parser.parse_args()
     rounds, iterations = arguments.rounds or (3 if arguments.full else 1), arguments.iterations
-    iterations = iterations or (600 if arguments.full else 300)
+    iterations = iterations or (950 if arguments.full else 450)
     kinds = [NEVER, *(kind for kind in arguments.kinds.split(";") if kind != NEVER)]
     rows, figures = [], []
     try:
@@ -121,6 +123,7 @@ def _measure(rate: str, kinds: list[str], rounds: int, iterations: int) -> list[
 
 
 def _settings(kind: str, seed: int, iterations: int) -> dict[str, dict[str, Any]]:
+    iterations //= SHORT if "server" in KINDS[kind] else 1
     run = {"seed": seed, "iterations": iterations, "eval_interval": 0, "recorder": "none"}
     return {"run": run, **KINDS[kind]}
 

@@ -116,7 +116,7 @@ class Fault:
         "crash: the process is killed; pause: it is suspended; leave: it is asked to stop; partition: peers and all"
         " others do not reach each other; late: it starts only then; disk-full: no checkpoint can be written.",
     )
-    peers: tuple[float, ...] = setting((), "Ranks of the peers.", 0, MOST_PEERS - 1)
+    peers: tuple[float, ...] | None = setting(None, "Ranks of the peers.", 0, MOST_PEERS - 1)
     at: float = setting(0.0, "When it begins, in seconds.", 0, LONGEST)
     until: float | None = setting(
         None, "When a pause, a partition or a full disk ends, or a crashed peer is started again.", 0, LONGEST
@@ -129,7 +129,7 @@ class Fault:
     @property
     def ranks(self) -> list[int]:
         """The ranks of the peers."""
-        return [int(rank) for rank in self.peers]
+        return [int(rank) for rank in self.peers or ()]
 
 
 OWN = keys_of({"simulation": Simulation, "compute": Compute, "network": Net, "churn": Churn})

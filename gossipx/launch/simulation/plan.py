@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.hub import ElasticSettings
 from gossipx.launch.start import policy_or_sync_model
+from gossipx.policies import Observation
 from gossipx.runtime.options import PeerOptions
 from gossipx.server import placement
 from gossipx.server.placement import Table
@@ -75,11 +77,12 @@ def plan_of(scenario: Scenario, config: RunConfig) -> Plan:
         UsageError: settings exclude each other.
     """
     of, given, net = scenario.simulation, scenario.compute, scenario.network
+    if of.work == "traffic":
+        _check_traffic(scenario, config)
     names = [f"peer-{rank:0{max(2, len(str(of.peers - 1)))}d}" for rank in range(of.peers)]
     seconds = given.seconds
     if seconds is None:
         assert of.model is not None
-        known_word("model", of.model, costs.STEP_SECONDS)
         seconds = costs.STEP_SECONDS[of.model]
     stragglers, delays = (given.straggler_share, given.straggler_factor), (given.delay_share, given.delay_deviation)
     times = StepTimes.drawn(of.peers, seconds, compute.parse(given.spread), stragglers, delays, config.run.seed)
@@ -92,6 +95,20 @@ def plan_of(scenario: Scenario, config: RunConfig) -> Plan:
     turns = build_schedule(config, of.peers, sites)
     hub = elastic_settings(config, names)
     return Plan(scenario, config, names, turns, hub, times, not announced, _options(config))
+
+
+def _check_traffic(scenario: Scenario, config: RunConfig) -> None:
+    """Refuse what needs the values of a model."""
+    of, policy = scenario.simulation, policies.parse(config.sync.policy)
+    assert of.model is not None
+    known_word("model", of.model, costs.STEP_SECONDS)
+    if policy.uses_drift and not config.has_servers:
+        raise UsageError(f"{config.sync.policy} measures drift, which traffic does not have: give another policy")
+    coded = [config.sync.codec, config.server.push_codec, config.server.pull_codec] != ["none"] * 3
+    if coded and of.encoded is None:
+        raise UsageError("a codec's ratio depends on values: give encoded, the size of what it sends as a share of raw")
+    if scenario.churn.state == "kept" or any(fault.state == "kept" for fault in scenario.faults):
+        raise UsageError('state = "kept" is for real work, which has checkpoints: leave it out')
 
 
 def _options(config: RunConfig) -> PeerOptions:
@@ -190,9 +207,11 @@ def policy_of(plan: Plan, rank: int) -> Any:
         return None
     iterations, number = plan.config.run.iterations, wanted[rank % len(wanted)]
 
-    def fires(observation: Any) -> bool:
-        step = observation.step
-        return int(step * number / iterations) > int((step - 1) * number / iterations)
+    def fires(observation: Observation) -> bool:
+        due, before = (
+            math.floor(step * number / iterations + 0.5) for step in (observation.step, observation.step - 1)
+        )
+        return due > before
 
     return fires
 

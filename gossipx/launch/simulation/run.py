@@ -57,11 +57,21 @@ def simulate(scenario: Scenario, name: str) -> int:
     config = effective_config(scenario.config, of.peers, has_script=of.work == "traffic")
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=_name_of(config, name)))
     plan = plan_of(scenario, config)
+    disks = Disks(_checkpoint_interval(config))
+    make = (TrafficPeers if of.work == "traffic" else RealPeers)(plan, disks)
     directory = RunDirectory(config, f"# simulated; see {SCENARIO_FILE}\n".encode(), scenario=scenario.text)
     try:
-        return _Simulation(plan, directory).go()
+        return _Simulation(plan, directory, make, disks).go()
     finally:
         directory.release()
+
+
+def _checkpoint_interval(config: RunConfig) -> int:
+    """Return the iterations between two checkpoints; 0: there are none."""
+    every = str(config.run.checkpoint_every)
+    if not every.isdigit():
+        raise UsageError(f"checkpoint_every is {every}: a simulated run counts iterations, such as 500")
+    return int(every)
 
 
 def _name_of(config: RunConfig, name: str) -> str:
@@ -75,32 +85,27 @@ def _name_of(config: RunConfig, name: str) -> str:
 class _Simulation:
     """One run, from its start to its summary."""
 
-    def __init__(self, plan: Plan, directory: RunDirectory):
+    def __init__(self, plan: Plan, directory: RunDirectory, make: Callable[[int, int], BasePeer], disks: Disks):
         self._plan = plan
         self._directory = directory
-        every = plan.config.run.checkpoint_every
-        if isinstance(every, str) and not every.isdigit():
-            raise UsageError(f"--checkpoint-every {every}: a simulated run counts iterations, such as 500")
-        self._disks = Disks(int(every))
-        traffic = plan.scenario.simulation.work == "traffic"
-        self._make: Callable[[int, int], BasePeer] = (TrafficPeers if traffic else RealPeers)(plan, self._disks)
+        self._make = make
+        self._disks = disks
         self._world: World[BasePeer] = World(plan.config.run.seed, network_of(plan.scenario.network, plan.size))
         self._curves: Aggregate | None = curves_of(plan, directory.path, lambda: self._world.now)
         self._recorders: list[Recorder] = []
 
     def go(self) -> int:
         """Run to the end, or until a signal; return the exit code."""
-        late = {rank: fault.at for fault in self._plan.scenario.faults if fault.kind == "late" for rank in fault.ranks}
-        for rank in range(self._plan.size):
-            self._world.start(rank, self._maker(rank), late.get(rank, 0.0))
-        for fault in self._plan.scenario.faults:
-            self._schedule(fault)
-        self._schedule_churn()
         interrupted = False
         try:
+            self._prepare()
             self._run()
         except KeyboardInterrupt:
             interrupted = True
+        if all(peer.trained[0] is None for peer in self._world.peers.values()):
+            self._directory.give_up()
+            print("stopped before the training began" if interrupted else "no peer trained", file=sys.stderr)
+            return 130 if interrupted else 1
         summary = self._sum_up(interrupted)
         self._directory.keep()
         if self._curves is not None:
@@ -109,6 +114,15 @@ class _Simulation:
             self._curves.close()
         self._directory.conclude(summary)
         return self._tell(summary, interrupted)
+
+    def _prepare(self) -> None:
+        """Schedule the starts of the peers, and the faults."""
+        late = {rank: fault.at for fault in self._plan.scenario.faults if fault.kind == "late" for rank in fault.ranks}
+        for rank in range(self._plan.size):
+            self._world.start(rank, self._maker(rank), late.get(rank, 0.0))
+        for fault in self._plan.scenario.faults:
+            self._schedule(fault)
+        self._schedule_churn()
 
     def _maker(self, rank: int) -> Callable[[int], BasePeer]:
         def make(number: int) -> BasePeer:

@@ -1,0 +1,269 @@
+"""``gossipx simulate``: whole runs in virtual time, from the command line to the directory that they leave."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from gossipx.cli import main
+from gossipx.metrics import summary
+from gossipx.metrics.summary import Summary
+from gossipx.sim import World, traces
+from gossipx.sync import SyncManager
+
+MODEL = 4 * 1_727_962
+"""Bytes of resnet110."""
+TRAFFIC = {
+    "simulation": {"peers": 6, "work": "traffic", "model": "resnet110", "deltas": "lenet"},
+    "run": {"iterations": 200, "recorder": "none"},
+}
+
+
+def scenario(folder: Path, *layers: dict[str, Any], faults: list[dict[str, Any]] | None = None) -> Path:
+    """Write a scenario: tables of values, of which later ones replace earlier ones."""
+    tables: dict[str, dict[str, Any]] = {}
+    for layer in layers:
+        for table, values in layer.items():
+            tables.setdefault(table, {}).update(values)
+    lines = []
+    for table, values in tables.items():
+        lines += [f"[{table}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items())]
+    for fault in faults or []:
+        lines += ["[[faults]]", *(f"{name} = {json.dumps(value)}" for name, value in fault.items())]
+    file = folder / "mine.toml"
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def command(file: Path, *options: str) -> Result:
+    return CliRunner().invoke(main, ["simulate", str(file), "--logdir", str(file.parent / "runs"), *options])
+
+
+def simulated(file: Path, *options: str, code: int = 0) -> Summary:
+    """Run a scenario; return its summary."""
+    done = command(file, "--overwrite", "--name", "one", *options)
+    assert done.exit_code == code, done.output + str(done.exception)
+    return summary.read(file.parent / "runs" / "one")
+
+
+# --- what comes out ---------------------------------------------------------------------------------
+
+
+def test_tau_gives_the_retrievals_and_bytes_that_it_must(tmp_path: Path) -> None:
+    run = simulated(scenario(tmp_path, TRAFFIC, {"sync": {"policy": "tau:20", "blocking": True, "finish": "none"}}))
+    assert run.retrievals == [10.0] * 6 and run.bytes_received == [10 * MODEL] * 6
+    assert run.lost == [] and run.model == "resnet110" and run.agreed is None
+
+
+def test_the_time_is_that_of_iterations_and_blocked_pulls(tmp_path: Path) -> None:
+    """Two peers that pull from each other at the same time use different directions of their links."""
+    settings = {
+        "simulation": {"peers": 2},
+        "compute": {"seconds": 0.05},
+        "network": {"preset": "100mbit", "latency": 0.0},
+        "sync": {"policy": "tau:20", "blocking": True, "finish": "none"},
+    }
+    run = simulated(scenario(tmp_path, TRAFFIC, settings))
+    pull = MODEL / (100e6 / 8 * 1448 / 1538)
+    assert run.train_seconds == [pytest.approx(200 * 0.05 + 10 * pull, rel=1e-6)] * 2
+    assert run.blocked_seconds == [pytest.approx(10 * pull, rel=1e-6)] * 2
+
+
+def test_given_retrievals_replace_the_policy(tmp_path: Path) -> None:
+    run = simulated(scenario(tmp_path, TRAFFIC, {"simulation": {"retrievals": [0, 1, 2, 3, 4, 50]}}))
+    assert run.retrievals[:5] == [0, 1, 2, 3, 4] and 45 <= (run.retrievals[5] or 0) <= 50
+
+
+@pytest.mark.parametrize("announcements", [True, False])
+def test_announcements_change_nothing_but_their_messages(tmp_path: Path, announcements: bool) -> None:
+    own = {"simulation": {"announcements": announcements}, "sync": {"policy": "travel:distance=1", "finish": "none"}}
+    run = simulated(scenario(tmp_path, TRAFFIC, own))
+    trace, expected = traces.load("lenet"), []
+    for rank in range(6):
+        sync = SyncManager("travel:distance=1")
+        for step in range(1, 200):  # a pull of the last iteration is cancelled
+            if sync.step(step, trace.delta(rank, step)):
+                sync.requested()
+                sync.completed()
+        expected.append(sync.retrievals)
+    assert run.retrievals == expected and run.iterations == 200
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        {"sync": {"policy": "tau:20", "exchange": "waves"}},
+        {"sync": {"policy": "tau:20", "mode": "pushpull"}},
+        {"sync": {"policy": "tau:20"}, "hub": {"hub": "0"}},
+        {"server": {"servers": "0,1", "sync": "ssp:staleness=3"}},
+    ],
+    ids=["waves", "pairs", "hub", "server"],
+)
+def test_every_kind_of_exchange_has_traffic(tmp_path: Path, around: dict[str, Any]) -> None:
+    run = simulated(scenario(tmp_path, TRAFFIC, around))
+    assert run.lost == [] and min(map(float, run.bytes_received)) >= 8 * MODEL  # type: ignore[arg-type]
+
+
+def test_real_work_learns_and_records_the_exact_distance(tmp_path: Path) -> None:
+    settings = {
+        "simulation": {"peers": 3},
+        "compute": {"seconds": 0.1},
+        "run": {"iterations": 100, "eval_interval": 50, "recorder": "csv"},
+        "sync": {"policy": "tau:10"},
+    }
+    run = simulated(scenario(tmp_path, settings))
+    assert run.agreed and min(run.test_accuracy) > 0.6 and run.consensus_accuracy == run.test_accuracy[0]  # type: ignore
+    rows = (tmp_path / "runs" / "one" / "peer-01" / "metrics.csv").read_text().splitlines()
+    tags = {row.split(",")[2] for row in rows}
+    assert {"train/loss", "test/accuracy", "sync/delta", "sync/exact_consensus_distance"} <= tags
+    assert max(float(row.split(",")[1]) for row in rows[1:]) == pytest.approx(10.0, abs=0.2), "virtual seconds"
+
+
+# --- the same seed ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("work", ["real", "traffic"])
+def test_the_same_seed_gives_the_same_files(tmp_path: Path, work: str) -> None:
+    common = {
+        "compute": {"seconds": 0.1, "spread": "log-normal:sigma=0.3"},
+        "run": {"recorder": "csv", "iterations": 60},
+    }
+    kind = TRAFFIC if work == "traffic" else {"simulation": {"peers": 3}, "run": {"eval_interval": 0}}
+    file = scenario(tmp_path, kind, common, {"sync": {"policy": "random:p=0.2"}})
+
+    def files(*options: str) -> dict[str, bytes]:
+        simulated(file, *options)
+        directory = tmp_path / "runs" / "one"
+        return {str(one.relative_to(directory)): one.read_bytes() for one in directory.rglob("*") if one.is_file()}
+
+    first = files()
+    assert any(name.endswith("metrics.csv") for name in first) and "summary.json" in first
+    assert files() == first
+    assert files("--seed", "1")["summary.json"] != first["summary.json"]
+
+
+# --- faults -----------------------------------------------------------------------------------------
+
+
+def test_a_crashed_peer_that_does_not_return_is_lost(tmp_path: Path) -> None:
+    run = simulated(scenario(tmp_path, TRAFFIC, faults=[{"kind": "crash", "peers": [4], "at": 3.0}]))
+    assert run.lost == ["peer-04"] and run.iterations == 200
+
+
+def test_a_peer_that_is_started_again_ends_with_the_others(tmp_path: Path) -> None:
+    fault = {"kind": "crash", "peers": [4], "at": 3.0, "until": 5.0}
+    run = simulated(scenario(tmp_path, TRAFFIC, {"exchange": {"peer_timeout": 5.0}}, faults=[fault]))
+    assert run.lost == [] and run.retrievals[4] is not None
+
+
+def test_a_full_disk_and_a_lost_one_cost_the_state(tmp_path: Path) -> None:
+    """A peer that is started again continues at its last checkpoint; without one it takes the model of another."""
+    settings = {
+        "simulation": {"peers": 3},
+        "compute": {"seconds": 0.1},
+        "run": {"iterations": 60, "eval_interval": 0, "checkpoint_every": "10", "recorder": "none"},
+        "sync": {"policy": "never", "finish": "none"},
+        "exchange": {"peer_timeout": 2.0},
+    }
+    crash = {"kind": "crash", "peers": [1], "at": 3.55, "until": 4.05}
+
+    def seconds(*faults: dict[str, Any]) -> float:
+        return float(simulated(scenario(tmp_path, settings, faults=list(faults))).train_seconds[1] or 0)
+
+    kept = seconds({**crash, "state": "kept"})
+    assert kept == pytest.approx(3.0, abs=0.15), "the iterations from 30 to 60, after the restart"
+    full = {"kind": "disk-full", "peers": [1], "at": 1.5}
+    assert seconds({**crash, "state": "kept"}, full) == pytest.approx(5.0, abs=0.15), "the disk has iteration 10"
+    assert seconds({**crash, "state": "lost"}) == pytest.approx(2.0, abs=0.15), "the others were at 40"
+
+
+def test_churn_lets_peers_crash_and_return(tmp_path: Path) -> None:
+    churn = {"churn": {"rate": 6.0, "downtime": 1.0}, "exchange": {"peer_timeout": 2.0}, "sync": {"policy": "tau:10"}}
+    run = simulated(scenario(tmp_path, TRAFFIC, churn))
+    assert sum(n or 0 for n in run.suspicions) > 0 and len(run.lost) < 6
+
+
+def test_a_partition_and_a_late_peer(tmp_path: Path) -> None:
+    faults = [
+        {"kind": "partition", "peers": [0, 1, 2], "at": 4.0, "until": 9.0},
+        {"kind": "late", "peers": [5], "at": 2.0},
+        {"kind": "pause", "peers": [3], "at": 6.0, "until": 7.0},
+    ]
+    run = simulated(scenario(tmp_path, TRAFFIC, {"exchange": {"peer_timeout": 3.0}}, faults=faults))
+    assert run.lost == [] and sum(n or 0 for n in run.failed) + sum(n or 0 for n in run.suspicions) > 0
+
+
+def test_too_few_peers_are_told_and_seen_in_the_exit_code(tmp_path: Path) -> None:
+    faults = [{"kind": "crash", "peers": [1, 2, 3, 4, 5], "at": 3.0}]
+    settings = {"sync": {"min_peers": 3, "policy": "tau:10"}, "exchange": {"peer_timeout": 2.0}}
+    simulated(scenario(tmp_path, TRAFFIC, settings, faults=faults), code=4)
+
+
+# --- the command ------------------------------------------------------------------------------------
+
+
+def test_the_list_names_every_scenario_with_what_it_shows() -> None:
+    done = CliRunner().invoke(main, ["simulate", "--list"])
+    assert done.exit_code == 0 and all(name in done.output for name in ("thousand", "stragglers", "churn", "two-sites"))
+
+
+def test_a_name_in_use_is_refused_and_the_default_gets_a_number(tmp_path: Path) -> None:
+    file = scenario(tmp_path, TRAFFIC, {"run": {"iterations": 5}})
+    assert [command(file).exit_code for _ in range(2)] == [0, 0]
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"mine", "mine-2"}
+    refused = command(file, "--name", "mine")
+    assert refused.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"simulation": {"model": "alexnet-2"}}, "unknown model"),
+        ({"simulation": {"deltas": "nothing"}}, "nothing"),
+        ({"sync": {"policy": "drift:distance=2"}}, "drift"),
+        ({"sync": {"codec": "int8"}}, "encoded"),
+        ({"churn": {"rate": 1.0, "state": "kept"}}, "real"),
+        ({"simulation": {"announcements": False}}, "finish"),
+    ],
+)
+def test_what_cannot_be_simulated_is_told_before_the_run(tmp_path: Path, tables: dict[str, Any], words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gossipx", "simulate", str(scenario(tmp_path, TRAFFIC, tables))],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_interrupted_run_leaves_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by Ctrl-C, after some thousands of the million iterations of each peer."""
+    advance, calls = World.advance, 0
+
+    def interrupted(world: World[Any], events: int) -> bool:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return advance(world, events)
+
+    monkeypatch.setattr(World, "advance", interrupted)
+    run = simulated(scenario(tmp_path, TRAFFIC, {"run": {"iterations": 10**6}}), code=130)
+    assert len(run.stopped) == 6 and run.lost == [] and 1000 < run.iterations < 20_000
+
+
+def test_an_interruption_before_the_training_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(World, "start", interrupted)
+    assert command(scenario(tmp_path, TRAFFIC)).exit_code == 130
+    assert not (tmp_path / "runs" / "mine").exists()
