@@ -208,9 +208,8 @@ def policy_of(plan: Plan, rank: int) -> Any:
     iterations, number = plan.config.run.iterations, wanted[rank % len(wanted)]
 
     def fires(observation: Observation) -> bool:
-        due, before = (
-            math.floor(step * number / iterations + 0.5) for step in (observation.step, observation.step - 1)
-        )
+        steps = observation.step - 1, observation.step
+        before, due = (math.floor(step * number / iterations + 0.5) for step in steps)
         return due > before
 
     return fires
