@@ -1,11 +1,12 @@
 """The simulator against real runs: retrievals and training time at 4 peers, on links of three rates.
 
-bin/bench simulation            450 iterations of lenet (about 20 minutes on 2 cores)
-bin/bench simulation --full     three rounds of 950 (about an hour and a half)
+bin/bench simulation            320 iterations of lenet (about 25 minutes on 2 cores)
+bin/bench simulation --full     three rounds (about an hour and a quarter)
 
 Real peers run in namespaces whose links are shaped by tc; it needs root on Linux with ip and tc (Debian's iproute2).
 The simulator gets the rate and the latency of the links and, from the real run without exchanges, the time of an
-iteration. The table shows medians over rounds; each round has a seed of its own, which the simulated run shares.
+iteration, in which a process mostly sleeps (bin/benches/_paced.py), as four peers share the cores of this machine. The
+table shows medians over rounds; each round has a seed of its own, which the simulated run shares.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
 
 PEERS = 4
+SCRIPT = str(Path(__file__).parent / "_paced.py")
 RATES = ("10mbit", "100mbit", "1gbit")
 NEVER = "never"
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
     NEVER: {"sync": {"policy": "never"}},
     "tau:100": {"sync": {"policy": "tau:100"}},
     "random:p=0.01": {"sync": {"policy": "random:p=0.01"}},
-    "adaptive": {"sync": {"policy": "adaptive"}},
+    "adaptive": {"sync": {"policy": "adaptive:threshold=0.75,relative=true,max_silence=100"}},
     "travel": {"sync": {"policy": "travel:distance=1.5"}},
     "tau:100, blocking": {"sync": {"policy": "tau:100", "blocking": True}},
     "tau:10, blocking": {"sync": {"policy": "tau:10", "blocking": True}},
@@ -46,7 +48,9 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
 }
 EXACT = ("tau:100", "random:p=0.01", "tau:100, blocking", "tau:10, blocking")
 """Kinds whose retrievals do not depend on the models, so that a simulated run has the same ones."""
-SHORT = 10
+PACE = 0.05
+"""Seconds of an iteration."""
+SHORT = 8
 """With a server, which sends the model twice in each iteration, one iteration in so many is done."""
 EVALUATION = 1.0
 """Seconds of the evaluation at the end of a real run, about: a pull that begins with the last iteration ends then."""
@@ -83,7 +87,7 @@ def main() -> None:
     parser.add_argument("--kinds", default=";".join(KINDS))
     arguments = parser.parse_args()
     rounds, iterations = arguments.rounds or (3 if arguments.full else 1), arguments.iterations
-    iterations = iterations or (950 if arguments.full else 450)
+    iterations = iterations or 320
     kinds = [NEVER, *(kind for kind in arguments.kinds.split(";") if kind != NEVER)]
     rows, figures = [], []
     try:
@@ -114,7 +118,9 @@ def _measure(rate: str, kinds: list[str], rounds: int, iterations: int) -> list[
             seconds = 0.0
             for kind in kinds:
                 settings = _settings(kind, seed, iterations)
-                real = Outcome.of(train(net, Path(scratch), "run", *_options(settings), "--overwrite")[0])
+                script = [SCRIPT, *map(str, (seed, settings["run"]["iterations"], PACE, PEERS))]
+                options = [*_options(settings), "--overwrite", *script]
+                real = Outcome.of(train(net, Path(scratch), "run", *options)[0])
                 seconds = seconds or real.seconds / iterations
                 pairs[kind] = real, _simulate(Path(scratch), rate, seconds, settings)
                 print(rate, kind, *pairs[kind], file=sys.stderr)
@@ -124,7 +130,7 @@ def _measure(rate: str, kinds: list[str], rounds: int, iterations: int) -> list[
 
 def _settings(kind: str, seed: int, iterations: int) -> dict[str, dict[str, Any]]:
     iterations //= SHORT if "server" in KINDS[kind] else 1
-    run = {"seed": seed, "iterations": iterations, "eval_interval": 0, "recorder": "none"}
+    run = {"seed": seed, "iterations": iterations, "recorder": "none"}
     return {"run": run, **KINDS[kind]}
 
 
@@ -132,6 +138,8 @@ def _options(settings: dict[str, dict[str, Any]]) -> list[str]:
     options = []
     for table in settings.values():
         for name, value in table.items():
+            if name == "iterations":  # an argument of the script
+                continue
             option = f"--{name.replace('_', '-')}"
             options += [option] if value is True else [option, str(value)]
     return options

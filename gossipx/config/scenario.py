@@ -35,6 +35,9 @@ class Simulation:
         "real", "real: gradients are computed, and only time is modelled; traffic: only sizes and times are known."
     )
     model: str | None = setting(None, "With traffic: the model whose layer sizes and step time are used.")
+    parameters: int | None = setting(
+        None, "With traffic and without servers: the number of parameters, if it is not that of the model.", 1, 10**12
+    )
     deltas: str | None = setting(
         None, "With traffic: the trace of deltas that the policy decides on, by name or as a CSV file."
     )
@@ -235,7 +238,7 @@ def _check(scenario: Scenario) -> None:
     if outside:
         raise UsageError(f"[[{FAULTS}]] names peer {outside[0]}, and the last of {of.peers} peers is {of.peers - 1}")
     if of.work == "real":
-        for name in ("model", "deltas", "retrievals", "encoded"):
+        for name in ("model", "parameters", "deltas", "retrievals", "encoded"):
             if getattr(of, name) is not None:
                 raise UsageError(f'{name} is for work = "traffic": leave it out, or give that')
         if scenario.compute.seconds is None:

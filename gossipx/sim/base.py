@@ -27,6 +27,7 @@ class BasePeer(abc.ABC):
 
     Attributes:
         endpoint: sends and receives; set when the peer begins.
+        seconds: virtual seconds of training, which may end it before its iterations; None: no limit.
         down_since: virtual time at which it ended or crashed; None while it runs.
         paused_until: virtual time until which it does nothing.
         poisoned: whether the models that it sends hold a NaN.
@@ -54,6 +55,7 @@ class BasePeer(abc.ABC):
         self.role = role
         self.rank = role.rank
         self.iterations = iterations
+        self.seconds: float | None = None
         self.down_since: float | None = None
         self.paused_until = 0.0
         self.poisoned = False
@@ -218,7 +220,7 @@ class BasePeer(abc.ABC):
             case "train" if self._has_gradients:
                 self._has_gradients = False
                 self.act(self.push)
-            case "train" if self.step < self.iterations:
+            case "train" if self.used[0] < self.used[1]:
                 self._stepping = True
                 self.iterate(self._compute())
             case "train":
@@ -245,6 +247,14 @@ class BasePeer(abc.ABC):
     def _evaluated(self) -> None:
         self._stepping = False
         self.handle(events.TrainingEnded())
+
+    @property
+    def used(self) -> tuple[float, float]:
+        """How much of the training is done, and the whole: iterations or seconds, whichever end first."""
+        done: list[tuple[float, float]] = [(self.step, self.iterations)]
+        if self.seconds is not None and self.trained[0] is not None and self.iterations:
+            done.append((self.world.now - self.trained[0], self.seconds))
+        return max(done, key=lambda one: one[0] / one[1]) if self.iterations else done[0]
 
     def _train_ended(self) -> None:
         self.trained[1] = self.world.now

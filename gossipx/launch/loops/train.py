@@ -113,7 +113,7 @@ def loop(
     assert task.batch_size is not None
     batches = Batches(own, task.batch_size, settings.seed * 1000 + peer.rank)
     batches.seek(peer.iteration)
-    live = test.take(torch.arange(min(LIVE_TEXT if isinstance(test, Windows) else LIVE, len(test))))
+    live = live_of(test)
     while (used := used_of(peer, settings))[0] < used[1]:
         for group in optimizer.param_groups:
             group["lr"] = rate_of(task, *used)
@@ -127,6 +127,11 @@ def loop(
         if settings.eval_interval and peer.iteration % settings.eval_interval == 0:
             for name, value in scores(model, live, device).items():
                 peer.log(f"test/{name}", value)
+
+
+def live_of(test: Samples) -> Samples:
+    """Return the part of the test data that is used during training."""
+    return test.take(torch.arange(min(LIVE_TEXT if isinstance(test, Windows) else LIVE, len(test))))
 
 
 def used_of(peer: Peer, settings: RunSettings) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from gossipx.assembly.admission import why_closed
 from gossipx.assembly.peer import build_arena, model_codec
 from gossipx.assembly.role import build_role
 from gossipx.assembly.server import Parts, serve
-from gossipx.launch.loops.train import LIVE, optimizer_of, rate_of, scores
+from gossipx.launch.loops.train import live_of, optimizer_of, rate_of, scores
 from gossipx.launch.simulation.plan import Plan, deltas_of, incarnation_of, policy_of, served_of, sizes_of
 from gossipx.peer import PeerRole
 from gossipx.sim import SimPeer
@@ -87,7 +87,7 @@ class RealPeers:
         self._disks = disks
         self._everything, self._test = load(task.task, None if task.data_dir is None else Path(task.data_dir))
         self._parts = parse(task.partition).split(self._everything.labels.numpy(), plan.size, plan.config.run.seed)
-        self._live = self._test.take(torch.arange(min(LIVE, len(self._test))))
+        self._live = live_of(self._test)
         self._host = torch.device("cpu")
         self._scores: dict[str, dict[str, float]] = {}  # of final models, by digest
         torch.set_num_threads(plan.config.run.threads)
@@ -115,7 +115,7 @@ class RealPeers:
             if self._disks.is_due(rank, peer.arena.step):
                 self._keep(peer, optimizer)
             for group in optimizer.param_groups:
-                group["lr"] = rate_of(config.task, peer.arena.step, config.run.iterations)
+                group["lr"] = rate_of(config.task, *peer.used)
             loss = _gradient(model, optimizer, batches)
             if served is None:
                 optimizer.step()
@@ -141,6 +141,7 @@ class RealPeers:
         )
         if config.sync.init == "first":
             peer.begin_codec()
+        peer.seconds = config.run.seconds
         peer.after_step = log
         peer.evaluate = lambda: self._scores_of(peer)
         peer.evaluation_seconds = plan.scenario.compute.evaluation
@@ -209,6 +210,7 @@ class TrafficPeers:
         role = _role(plan, rank, number, self._sizes.whole, served)
         iterations = config.run.iterations if role.trains else 0
         peer = TrafficPeer(role, iterations, plan.times.of(rank), self._sizes, self._deltas(rank))
+        peer.seconds = config.run.seconds
         peer.assembled = plan.assembled and not number
         return peer
 

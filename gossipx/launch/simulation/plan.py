@@ -30,7 +30,7 @@ from gossipx.sim.compute import StepTimes
 from gossipx.sim.network import FULL_PACKET, PRESETS
 from gossipx.sim.traffic import Segment, Sizes
 from gossipx.specs import known_word
-from gossipx.tasks.models import costs
+from gossipx.tasks.models import MODELS, UNTRAINED, costs, published_sizes
 from gossipx.topology.schedules import Schedule
 from gossipx.transports.pace import parse_rate
 
@@ -101,9 +101,13 @@ def _check_traffic(scenario: Scenario, config: RunConfig) -> None:
     """Refuse what needs the values of a model."""
     of, policy = scenario.simulation, policies.parse(config.sync.policy)
     assert of.model is not None
-    known_word("model", of.model, costs.STEP_SECONDS)
+    known_word("model", of.model, MODELS | UNTRAINED)
+    if scenario.compute.seconds is None and of.model not in costs.STEP_SECONDS:
+        raise UsageError(f"the time of an iteration of {of.model} is not known: give seconds in [compute]")
     if policy.uses_drift and not config.has_servers:
         raise UsageError(f"{config.sync.policy} measures drift, which traffic does not have: give another policy")
+    if of.parameters is not None and config.has_servers:
+        raise UsageError("servers hold the tensors of a model, and parameters has none: leave it out")
     coded = [config.sync.codec, config.server.push_codec, config.server.pull_codec] != ["none"] * 3
     if coded and of.encoded is None:
         raise UsageError("a codec's ratio depends on values: give encoded, the size of what it sends as a share of raw")
@@ -154,7 +158,7 @@ def sizes_of(plan: Plan) -> Sizes:
     """Return the bytes of the model of a run of work ``traffic``."""
     of, config = plan.scenario.simulation, plan.config
     assert of.model is not None
-    values = sum(cost.elements for cost in costs.multiply_adds(of.model))
+    values = of.parameters or sum(count for _, count in published_sizes(of.model))
     raw, share = values * FLOAT, 1.0 if of.encoded is None else of.encoded
     fragments = config.sync.fragments
     exchanged = {0: round(raw * share)}

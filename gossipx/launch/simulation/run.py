@@ -196,7 +196,7 @@ class _Simulation:
     # --- progress -----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        world, total = self._world, self._plan.size * self._plan.config.run.iterations
+        world = self._world
         console = Console(stderr=True)
         columns = (
             TextColumn("{task.description}"),
@@ -208,10 +208,12 @@ class _Simulation:
         gc.collect()
         gc.freeze()  # the peers live as long as the run: no collection needs to look at them
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            shown = bar.add_task(str(self._plan.config.run.name), total=total, at="")
+            shown = bar.add_task(str(self._plan.config.run.name), total=self._plan.size, at="")
             while world.advance(BATCH):
                 done = sum(peer.step for peer in world.peers.values())
-                bar.update(shown, completed=done, at=f"{world.now:.1f} s of virtual time")
+                used = (peer.used for peer in world.peers.values())
+                completed = sum(part / whole if whole else 1.0 for part, whole in used)
+                bar.update(shown, completed=completed, at=f"{world.now:.1f} s of virtual time")
                 stalled = stalled + BATCH if done == before else 0
                 before = done
                 if stalled >= STALLED:

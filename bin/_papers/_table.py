@@ -1,0 +1,125 @@
+"""Tables of published figures beside ours."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from published import Claim, Figure, Paper, read
+from rich.console import Console
+from rich.table import Table as RichTable
+
+AGREES = {True: "yes", False: "NO", None: "–"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A result of the paper beside ours.
+
+    Attributes:
+        what: the result.
+        paper: as published; a text: what it follows from.
+        ours: the value, in ``unit``.
+        unit: of our value.
+        agrees: whether ours has the direction of the paper's; None: nothing is to be compared.
+        holds: whether a test asserts that it agrees, since it always has.
+    """
+
+    what: str
+    paper: Figure | Claim | str
+    ours: float
+    unit: str
+    agrees: bool | None = None
+    holds: bool = False
+
+    @property
+    def published(self) -> tuple[str, str]:
+        """The paper's result and its place."""
+        match self.paper:
+            case Figure():
+                return str(self.paper), self.paper.place
+            case Claim():
+                return f"“{self.paper.says}”", self.paper.place
+        return str(self.paper), ""
+
+    @property
+    def figure(self) -> dict[str, Any]:
+        """The line in the schema of all benchmarks; ``met`` only where a test asserts it."""
+        reference = self.paper.value if isinstance(self.paper, Figure) else None
+        return {
+            "name": self.what,
+            "value": self.ours,
+            "unit": self.unit,
+            "reference": reference,
+            "ratio": self.ours / reference if reference else None,
+            "goal": None,
+            "met": self.agrees if self.holds else None,
+        }
+
+
+@dataclass
+class Part:
+    """A table of the output.
+
+    Attributes:
+        title: which table or figures of the paper.
+        setting: how ours differs from the paper's.
+        lines: its rows.
+    """
+
+    title: str
+    setting: str
+    lines: list[Line] = field(default_factory=list)
+
+    def add(
+        self,
+        what: str,
+        paper: Figure | Claim | str,
+        ours: float,
+        unit: str,
+        agrees: bool | None = None,
+        holds: bool = False,
+    ) -> None:
+        """Add a row; the arguments are those of :class:`Line`."""
+        self.lines.append(Line(what, paper, ours, unit, agrees, holds))
+
+
+Parts = Callable[[Paper, bool, argparse.Namespace], Sequence[Part]]
+"""Makes the tables, given the paper and whether the full setting is wanted."""
+
+
+def show(name: str, parts: Parts, description: str, options: Sequence[str] = ()) -> None:
+    """Make the tables of a paper and print them, as the command line asks.
+
+    Args:
+        name: of the paper's file.
+        description: of the command.
+        options: names of further options with a value, such as ``--data-dir``.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"bin/papers {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--full", action="store_true", help="the setting of the tables in the documentation")
+    parser.add_argument("--json", action="store_true")
+    for option in options:
+        parser.add_argument(option)
+    arguments = parser.parse_args()
+    paper = read(name)
+    made = parts(paper, arguments.full, arguments)
+    if arguments.json:
+        print(json.dumps({"figures": [line.figure for part in made for line in part.lines]}, indent=2))
+        return
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 160
+    console.print(f"{paper.title} ({paper.authors})")
+    for part in made:
+        table = RichTable("", "paper", "where", "here", "agrees", title=f"\n{part.title}", title_justify="left")
+        for line in part.lines:
+            table.add_row(line.what, *line.published, f"{line.ours:.4g} {line.unit}", AGREES[line.agrees])
+        console.print(table)
+        console.print(f"Setting: {part.setting}")
+    console.print(f"\nThe paper does not give: {'; '.join(paper.not_given)}.")
