@@ -92,6 +92,12 @@ class Net:
     latency: float | None = setting(None, "Seconds that a message takes in one direction.", 0, 60)
     jitter: float | None = setting(None, "Maximum additional latency in seconds, drawn per message.", 0, 60)
     loss: float | None = setting(None, "Share of packets that are lost, which limits each TCP connection.", 0, 0.5)
+    uneven: float = setting(
+        1.0,
+        "How unevenly transfers share a link: standard deviation of the logarithm of their weights; 0: equally.",
+        0,
+        3,
+    )
     sites: int = setting(1, "Number of sites; ranks are divided among them evenly, in order.", 1, MOST_PEERS)
     uplink: str | None = setting(
         None, "Bandwidth of each site's connection to the others, shared by its peers.", check=checks.bandwidth

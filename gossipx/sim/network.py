@@ -1,13 +1,17 @@
 """A network model: how long a message takes, and whether it arrives.
 
 Every peer has an outgoing and an incoming link, and every site may have a shared uplink in each direction. The
-transfers on a link share it equally, and a transfer moves at the least of its shares::
+transfers on a link share it, and a transfer moves at the least of its shares::
 
-    rate(f) = min(limit, min over links l of f: bandwidth(l) / number of transfers on l)
+    rate(f) = min(limit(f), min over links l of f: bandwidth(l) · weight(f) / sum of the weights on l)
 
-This is exact where all transfers of a link are limited by it, as at a server or at a peer that serves several pulls; a
-share that a transfer cannot use is not given to the others. So a change costs O(k log n) for the k transfers on the
-links that it touches, of n in all, whereas max-min fairness would have to look at all n.
+With equal weights this is exact where all transfers of a link are limited by it, as at a server or at a peer that serves
+several pulls; a share that a transfer cannot use is not given to the others. So a change costs O(k log n) for the k
+transfers on the links that it touches, of n in all, whereas max-min fairness would have to look at all n.
+
+TCP shares a link evenly only in the long run. Among transfers of a second one is soon ahead, and a worker that has its
+values early sends while others still receive. So a weight is log-normal; its spread, ``uneven``, was fitted to a real
+parameter server.
 """
 
 from __future__ import annotations
@@ -54,10 +58,19 @@ class Link:
 class Transfer:
     """Bytes under way from one peer to another."""
 
-    __slots__ = ("arrived", "left", "limit", "links", "rate", "since", "version")
+    __slots__ = ("arrived", "left", "limit", "links", "rate", "since", "version", "weight")
 
-    def __init__(self, nbytes: float, links: tuple[Link, ...], limit: float, now: float, arrived: Callable[[], None]):
+    def __init__(
+        self,
+        nbytes: float,
+        links: tuple[Link, ...],
+        limit: float,
+        weight: float,
+        now: float,
+        arrived: Callable[[], None],
+    ):
         self.left = nbytes
+        self.weight = weight
         self.limit = limit
         self.links = links
         self.rate = 0.0
@@ -88,6 +101,7 @@ class Network:
         sites: number of each peer's site, by rank; empty: all are at one.
         far: additional latency between sites, in seconds.
         uplink: bandwidth of each site's connection to the others, in each direction; None: it is no limit.
+        uneven: standard deviation of the logarithm of a transfer's weight; 0: transfers share links equally.
         lossy: share of lost packets, which limits the rate of each transfer; see :func:`limit_of_loss`.
     """
 
@@ -100,6 +114,7 @@ class Network:
     sites: Sequence[int] = ()
     far: float = 0.0
     uplink: float | None = None
+    uneven: float = 0.0
     lossy: float = 0.0
     _cuts: list[_Cut] = field(default_factory=list, init=False)
     _links: dict[tuple[str, int], Link] = field(default_factory=dict, init=False)
@@ -158,14 +173,23 @@ class Network:
             found = self._links[kind, number] = Link(bandwidth)
         return found
 
-    def carry(self, sender: int, receiver: int, nbytes: float, agenda: Agenda, arrived: Callable[[], None]) -> Transfer:
+    def carry(
+        self,
+        sender: int,
+        receiver: int,
+        nbytes: float,
+        agenda: Agenda,
+        rng: random.Random,
+        arrived: Callable[[], None],
+    ) -> Transfer:
         """Start a transfer; ``arrived`` is called when its last byte has left the links."""
         links = [self.link("up", sender), self.link("down", receiver)]
         if self.uplink is not None and self._crosses(sender, receiver):
             links += [self.link("out", self.sites[sender]), self.link("in", self.sites[receiver])]
         far = self.far if self.far and self._crosses(sender, receiver) else 0.0
         limit = limit_of_loss(self.lossy, self.delay + far + self.jitter / 2)
-        transfer = Transfer(nbytes, tuple(links), limit, agenda.now, arrived)
+        weight = rng.lognormvariate(0.0, self.uneven) if self.uneven else 1.0
+        transfer = Transfer(nbytes, tuple(links), limit, weight, agenda.now, arrived)
         for link in links:
             link.transfers[transfer] = None
         self._share(transfer, agenda)
@@ -187,8 +211,10 @@ class Network:
         """Set the rates of all transfers on the links of one that began or ended."""
         now = agenda.now
         touched = {transfer: None for link in changed.links for transfer in link.transfers}
+        links = {link for transfer in touched for link in transfer.links}
+        sums = {link: math.fsum(transfer.weight for transfer in link.transfers) for link in links}
         for transfer in touched:
-            rate = min(transfer.limit, min(link.bandwidth / len(link.transfers) for link in transfer.links))
+            rate = min(transfer.limit, *(link.bandwidth * transfer.weight / sums[link] for link in transfer.links))
             if rate == transfer.rate:
                 continue
             moved = transfer.rate * (now - transfer.since)

@@ -249,7 +249,7 @@ class World(Generic[Peer]):
                 self.at(self.now + network.latency(sender.rank, to, nbytes, self.now, self._rng), arrive)
 
         if nbytes:
-            return network.carry(sender.rank, to, nbytes, self, leave)
+            return network.carry(sender.rank, to, nbytes, self, self._rng, leave)
         leave()
         return None
 

@@ -36,6 +36,7 @@ def arrivals(network: Network, transfers: list[tuple[float, int, int, float]]) -
     """Return when each transfer (start, sender, receiver, bytes) arrives."""
     clock, found = Clock(), [math.nan] * len(transfers)
     agenda: Agenda = clock
+    rng = random.Random(0)
 
     def start(number: int) -> None:
         _, sender, receiver, nbytes = transfers[number]
@@ -43,7 +44,7 @@ def arrivals(network: Network, transfers: list[tuple[float, int, int, float]]) -
         def arrived() -> None:
             found[number] = clock.now
 
-        network.carry(sender, receiver, nbytes, agenda, arrived)
+        network.carry(sender, receiver, nbytes, agenda, rng, arrived)
 
     for number, (at, *_) in enumerate(transfers):
         clock.at(at, lambda number=number: start(number))  # type: ignore[misc]

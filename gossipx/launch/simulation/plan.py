@@ -147,6 +147,7 @@ def network_of(net: Net, peers: int) -> Network:
         sites=[rank * net.sites // peers for rank in range(peers)] if net.sites > 1 else (),
         far=net.site_latency,
         uplink=None if net.uplink is None else parse_rate(net.uplink) * share,
+        uneven=net.uneven,
         lossy=lossy,
     )
 
