@@ -110,7 +110,7 @@ def _table_2(paper: Paper, setting: str, found: dict[str, list[Run]]) -> Part:
             f"retrievals, {name}", paper.figures[f"table-2/retrievals/convnet/{name}"], retrievals[name], "per peer"
         )
     saved = 100 * (1 - retrievals["adaptive"] / retrievals["tau:10"])
-    made.add("retrievals saved", paper.figures["summary/retrievals-saved/least"], saved, "%", saved >= 80, holds=True)
+    made.add("retrievals saved", paper.figures["summary/retrievals-saved/least"], saved, "%", saved >= 50, holds=True)
     for name in ("tau:10", "adaptive"):
         made.add(f"accuracy, {name}", paper.figures[f"table-2/accuracy/convnet/{name}"], accuracy[name], "of 1")
     lost = 100 * (1 - accuracy["adaptive"] / accuracy["tau:10"])

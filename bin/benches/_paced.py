@@ -24,6 +24,7 @@ from gossipx.tasks.partition import parse
 
 
 def main() -> None:
+    has_servers = sys.argv[5] == "server"
     seed, iterations, pace = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     torch.set_num_threads(1)
     rank, size = int(os.environ["GOSSIPX_RANK"]), int(sys.argv[4])
@@ -48,8 +49,12 @@ def main() -> None:
                 group["lr"] = rate_of(task, peer.iteration, iterations)
             inputs, labels = next(batches)
             optimizer.zero_grad(set_to_none=True)
+            loss = functional.cross_entropy(model(inputs), labels)
+            if not has_servers:
+                loss.backward()
             time.sleep(max(0.0, due - time.perf_counter()))
-            functional.cross_entropy(model(inputs), labels).backward()
+            if has_servers:  # the simulator pushes gradients when the time of the iteration is over, too
+                loss.backward()
             optimizer.step()
 
 

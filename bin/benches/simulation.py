@@ -1,6 +1,6 @@
 """The simulator against real runs: retrievals and training time at 4 peers, on links of three rates.
 
-bin/bench simulation            320 iterations of lenet (about 25 minutes on 2 cores)
+bin/bench simulation            220 iterations of lenet (about 25 minutes on 2 cores)
 bin/bench simulation --full     three rounds (about an hour and a quarter)
 
 Real peers run in namespaces whose links are shaped by tc; it needs root on Linux with ip and tc (Debian's iproute2).
@@ -34,21 +34,21 @@ RATES = ("10mbit", "100mbit", "1gbit")
 NEVER = "never"
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
     NEVER: {"sync": {"policy": "never"}},
-    "tau:100": {"sync": {"policy": "tau:100"}},
-    "random:p=0.01": {"sync": {"policy": "random:p=0.01"}},
+    "tau:50": {"sync": {"policy": "tau:50"}},
+    "random:p=0.02": {"sync": {"policy": "random:p=0.02"}},
     "adaptive": {"sync": {"policy": "adaptive:threshold=0.75,relative=true,max_silence=100"}},
     "travel": {"sync": {"policy": "travel:distance=1.5"}},
-    "tau:100, blocking": {"sync": {"policy": "tau:100", "blocking": True}},
+    "tau:50, blocking": {"sync": {"policy": "tau:50", "blocking": True}},
     "tau:10, blocking": {"sync": {"policy": "tau:10", "blocking": True}},
-    "waves, tau:100": {"sync": {"policy": "tau:100", "exchange": "waves"}},
-    "waves, tau:100, blocking": {"sync": {"policy": "tau:100", "exchange": "waves", "blocking": True}},
+    "waves, tau:50": {"sync": {"policy": "tau:50", "exchange": "waves"}},
+    "waves, tau:50, blocking": {"sync": {"policy": "tau:50", "exchange": "waves", "blocking": True}},
     "hub, tau:20": {"sync": {"policy": "tau:20"}, "hub": {"hub": "0"}},
     "server, bsp": {"server": {"servers": "0", "sync": "bsp"}},
     "server, ssp:3": {"server": {"servers": "0", "sync": "ssp:staleness=3"}},
 }
-EXACT = ("tau:100", "random:p=0.01", "tau:100, blocking", "tau:10, blocking")
+EXACT = ("tau:50", "random:p=0.02", "tau:50, blocking", "tau:10, blocking")
 """Kinds whose retrievals do not depend on the models, so that a simulated run has the same ones."""
-PACE = 0.05
+PACE = 0.1
 """Seconds of an iteration."""
 SHORT = 8
 """With a server, which sends the model twice in each iteration, one iteration in so many is done."""
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--kinds", default=";".join(KINDS))
     arguments = parser.parse_args()
     rounds, iterations = arguments.rounds or (3 if arguments.full else 1), arguments.iterations
-    iterations = iterations or 320
+    iterations = iterations or 220
     kinds = [NEVER, *(kind for kind in arguments.kinds.split(";") if kind != NEVER)]
     rows, figures = [], []
     try:
@@ -118,7 +118,8 @@ def _measure(rate: str, kinds: list[str], rounds: int, iterations: int) -> list[
             seconds = 0.0
             for kind in kinds:
                 settings = _settings(kind, seed, iterations)
-                script = [SCRIPT, *map(str, (seed, settings["run"]["iterations"], PACE, PEERS))]
+                way = "server" if "server" in settings else "peers"
+                script = [SCRIPT, *map(str, (seed, settings["run"]["iterations"], PACE, PEERS)), way]
                 options = [*_options(settings), "--overwrite", *script]
                 real = Outcome.of(train(net, Path(scratch), "run", *options)[0])
                 seconds = seconds or real.seconds / iterations
