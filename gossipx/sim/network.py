@@ -3,15 +3,16 @@
 Every peer has an outgoing and an incoming link, and every site may have a shared uplink in each direction. The
 transfers on a link share it, and a transfer moves at the least of its shares::
 
-    rate(f) = min(limit(f), min over links l of f: bandwidth(l) · weight(f) / sum of the weights on l)
+    rate(f) = min(limit(f), min over links l of f: bandwidth(l) · weight(f, l) / sum of the weights on l)
 
 With equal weights this is exact where all transfers of a link are limited by it, as at a server or at a peer that serves
 several pulls; a share that a transfer cannot use is not given to the others. So a change costs O(k log n) for the k
 transfers on the links that it touches, of n in all, whereas max-min fairness would have to look at all n.
 
 TCP shares a link evenly only in the long run. Among transfers of a second one is soon ahead, and a worker that has its
-values early sends while others still receive. So a weight is log-normal; its spread, ``uneven``, was fitted to a real
-parameter server.
+values early sends while others still receive. So a weight is log-normal, with a spread, ``uneven``, that was fitted to a
+parameter server with three remote workers. With k > 3 transfers on a link it is raised to the power of 3/k: we assume
+that many transfers are as even as one expects.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from typing import Protocol
 FULL_PACKET = 1448, 1538
 """Bytes of data in a full TCP segment with time stamps, and bytes that it takes on Ethernet: preamble, headers and gap.
 A link of 1 Gbit/s therefore carries 117.7 MB/s of models."""
+
+FEW = 3
+"""Transfers on a link that share it as unevenly as their weights say; more are more even."""
 
 
 class Agenda(Protocol):
@@ -211,10 +215,11 @@ class Network:
         """Set the rates of all transfers on the links of one that began or ended."""
         now = agenda.now
         touched = {transfer: None for link in changed.links for transfer in link.transfers}
-        links = {link for transfer in touched for link in transfer.links}
-        sums = {link: math.fsum(transfer.weight for transfer in link.transfers) for link in links}
+        links = {link: min(1.0, FEW / len(link.transfers)) for one in touched for link in one.links}
+        sums = {link: math.fsum(one.weight**even for one in link.transfers) for link, even in links.items()}
         for transfer in touched:
-            rate = min(transfer.limit, *(link.bandwidth * transfer.weight / sums[link] for link in transfer.links))
+            shares = (link.bandwidth * transfer.weight ** links[link] / sums[link] for link in transfer.links)
+            rate = min(transfer.limit, *shares)
             if rate == transfer.rate:
                 continue
             moved = transfer.rate * (now - transfer.since)

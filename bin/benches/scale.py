@@ -1,0 +1,188 @@
+"""Cost per iteration and loss as the number of peers grows, in virtual time: which exchange to choose where.
+
+bin/bench scale           4 to 64 peers, loss at 4 and 8 (about 5 minutes on one core)
+bin/bench scale --full    4 to 1,000 peers, loss at 4, 16 and 64 (about two hours)
+
+Seconds and bytes are those of traffic alone, of ResNet-110 with 74 ms per iteration, whose time varies between
+iterations (log-normal, sigma 0.1). The loss is that of LeNet on Fashion-MNIST after some iterations. DDP is not
+simulated: its time is that of the slowest peer of each iteration and a ring all-reduce, 2 (N − 1) steps of 1/N of the
+model, and its loss that of a server with bsp, which computes the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "_papers"))
+
+from _report import figure, report
+from _simulated import Run, mean, merged, run
+
+from gossipx.sim.network import FULL_PACKET, PRESETS
+from gossipx.tasks.models import costs, published_sizes
+
+RATES = ("100mbit", "1gbit", "10gbit")
+MODEL = "resnet110"
+SIGMA = 0.1
+SYSTEMS: dict[str, dict[str, dict[str, Any]]] = {
+    "tau:10 (default)": {"sync": {"policy": "tau:10", "finish": "none"}},
+    "tau:1": {"sync": {"policy": "tau:1", "finish": "none"}},
+    "waves, tau:50": {"sync": {"policy": "tau:50", "exchange": "waves", "finish": "none"}},
+    "DiLoCo": {
+        "sync": {
+            "policy": "tau:50",
+            "exchange": "waves",
+            "outer": "nesterov:lr=0.7,momentum=0.9",
+            "blocking": True,
+            "finish": "none",
+        }
+    },
+    "server, bsp": {"server": {"sync": "bsp"}},
+}
+DDP = "DDP"
+MOST_WORKERS = 256
+"""Workers of a server: it sends to each of them, so that a simulated iteration costs their square."""
+THEORY = {
+    "tau:10 (default)": (0.0, 0.0),
+    "tau:1": (0.0, 0.0),
+    "waves, tau:50": (0.0, "log N"),
+    "DiLoCo": ("log N", "log N"),
+    "server, bsp": ("0 with N/4 servers", 0.0),
+    DDP: ("0, latency 1", 0.0),
+}
+"""Exponents of N that seconds and bytes per peer should grow with."""
+CHURN = {"churn": {"rate": 0.01, "downtime": 60.0}, "exchange": {"peer_timeout": 10.0}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="bin/bench scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    sizes = (4, 16, 64, 256, 1000) if arguments.full else (4, 16, 64)
+    rates = RATES if arguments.full else ("1gbit",)
+    tables = [costs_table(sizes, rates, 200 if arguments.full else 100, arguments.full)]
+    tables.append(losses((4, 16, 64) if arguments.full else (4, 8), 600 if arguments.full else 200))
+    if arguments.json:
+        print(json.dumps({"figures": [one for table in tables for one in table[3]]}, indent=2))
+        return
+    for table in tables:
+        report(*table)
+
+
+Table = tuple[str, list[str], list[list[str]], list[Any]]
+
+
+def costs_table(sizes: Sequence[int], rates: Sequence[str], iterations: int, full: bool) -> Table:
+    """Return seconds and bytes per iteration by number of peers, and the exponents that they grow with."""
+    rows, figures = [], []
+    for rate in rates:
+        for system in (*SYSTEMS, DDP):
+            for churn in ({}, CHURN) if full and system in SYSTEMS and "server" not in system else ({},):
+                found = {size: _cost(system, size, rate, iterations, churn) for size in sizes if _fits(system, size)}
+                exponents = [_exponent({size: one[n] for size, one in found.items()}) for n in (0, 1)]
+                name = f"{system}, churn" if churn else system
+                cells = [f"{1000 * one[0]:.0f} ms, {one[1] / 1e6:.2f} MB" for one in found.values()]
+                cells += [""] * (len(sizes) - len(cells))
+                rows.append(
+                    [rate, name, *cells, f"{exponents[0]:.2f} ({theory[0]})", f"{exponents[1]:.2f} ({theory[1]})"]
+                )
+                figures += [
+                    figure(f"{name}, {rate}, {size} peers: seconds per iteration", one[0], "s", reference=_step())
+                    for size, one in found.items()
+                ]
+    headings = ["link", "exchange", *(f"{size} peers" for size in sizes), "s grow as N^", "bytes as N^"]
+    return f"Seconds per iteration, and bytes that a peer receives in it: {MODEL}", headings, rows, figures
+
+
+def _step() -> float:
+    return costs.STEP_SECONDS[MODEL]
+
+
+def _fits(system: str, size: int) -> bool:
+    return "server" not in system or size <= MOST_WORKERS
+
+
+def _cost(
+    system: str, size: int, rate: str, iterations: int, churn: Mapping[str, Mapping[str, Any]]
+) -> tuple[float, float]:
+    """Return seconds and bytes per iteration of a peer."""
+    if system == DDP:
+        return _ring(size, rate, iterations)
+    settings = merged(SYSTEMS[system])
+    if "server" in settings:
+        iterations = min(iterations, 20)
+        settings["server"]["servers"] = ",".join(map(str, range(0, size, 4)))
+    tables = {
+        "simulation": {"peers": size, "work": "traffic", "model": MODEL},
+        "run": {"iterations": iterations},
+        "compute": {"spread": f"log-normal:sigma={SIGMA}"},
+        "network": {"preset": rate},
+    }
+    one = run(tables, settings, churn)
+    there = [peer for peer, seconds in enumerate(one.summary.train_seconds) if seconds is not None]
+    seconds = fmean(float(one.summary.train_seconds[peer] or 0) for peer in there)
+    return seconds / iterations, mean(one.summary.bytes_received) / iterations
+
+
+def _ring(size: int, rate: str, iterations: int) -> tuple[float, float]:
+    """Return seconds and bytes per iteration of DDP: compute of the slowest peer, and a ring all-reduce."""
+    rng, link = random.Random(0), PRESETS[rate]
+    model = 4 * sum(count for _, count in published_sizes(MODEL))
+    slowest = [
+        max(rng.lognormvariate(-(SIGMA**2) / 2, SIGMA) for _ in range(size)) * _step() for _ in range(iterations)
+    ]
+    moved = 2 * (size - 1) / size * model
+    bandwidth = link["bandwidth"] * FULL_PACKET[0] / FULL_PACKET[1]
+    return fmean(slowest) + moved / bandwidth + 2 * (size - 1) * link["delay"], moved
+
+
+def _exponent(values: dict[int, float]) -> float:
+    """Return the least-squares slope of log(value) over log(peers)."""
+    points = [(math.log(size), math.log(value)) for size, value in values.items() if value > 0]
+    x, y = fmean(one[0] for one in points), fmean(one[1] for one in points)
+    spread = sum((one[0] - x) ** 2 for one in points)
+    return sum((one[0] - x) * (one[1] - y) for one in points) / spread if spread else 0.0
+
+
+def losses(sizes: Sequence[int], iterations: int) -> Table:
+    """Return the loss on test data of the average of all models."""
+    rows, figures = [], []
+    for system, settings in SYSTEMS.items():
+        cells = []
+        for size in sizes:
+            found = _trained(size, iterations, settings)
+            cells.append(f"{found.summary.consensus_loss:.4f}")
+            figures.append(figure(f"{system}, {size} peers: loss", float(found.summary.consensus_loss or 0), ""))
+        rows.append([system if system != "server, bsp" else "server, bsp; DDP", *cells])
+    return (
+        f"Loss after {iterations} iterations of LeNet",
+        ["exchange", *(f"{size} peers" for size in sizes)],
+        rows,
+        figures,
+    )
+
+
+def _trained(size: int, iterations: int, settings: Mapping[str, Mapping[str, Any]]) -> Run:
+    tables = {
+        "simulation": {"peers": size},
+        "run": {"iterations": iterations, "eval_interval": 0},
+        "compute": {"seconds": _step(), "spread": f"log-normal:sigma={SIGMA}"},
+        "network": {"preset": "1gbit"},
+    }
+    finish = {"server": {"servers": "0"}} if "server" in settings else {"sync": {"finish": "consensus"}}
+    return run(tables, settings, finish)
+
+
+if __name__ == "__main__":
+    main()
