@@ -24,7 +24,7 @@ class Line:
         paper: as published; a text: what it follows from.
         ours: the value, in ``unit``.
         unit: of our value.
-        agrees: whether ours has the direction of the paper's; None: nothing is to be compared.
+        agrees: whether ours has the direction of the paper's; None: no direction is known.
         holds: whether a test asserts that it agrees, since it always has.
     """
 

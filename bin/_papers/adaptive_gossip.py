@@ -63,7 +63,7 @@ def times(paper: Paper, iterations: int) -> Part:
 
 
 def _minutes(paper: Paper, model: str, retrievals: float, iterations: int) -> float:
-    """Return the minutes of 50,000 iterations with so many retrievals."""
+    """Return the minutes of 50,000 iterations with a number of retrievals."""
     sizes: dict[str, Any] = {"work": "traffic", "model": model}
     if PARAMETERS[model] is not None:
         sizes["parameters"] = PARAMETERS[model]

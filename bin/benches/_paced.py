@@ -1,7 +1,7 @@
 """The built-in task at a fixed pace: a script for real runs that are compared with simulated ones.
 
-An iteration takes PACE seconds, most of which the process sleeps, so that the load of the machine hardly matters. Batches
-and initial weights are those of the built-in task, and so of a simulated run with the same seed.
+An iteration takes PACE seconds. For most of it the process sleeps, so that the load of the machine hardly matters.
+Batches and initial weights are those of the built-in task, and so of a simulated run with the same seed.
 """
 
 from __future__ import annotations
@@ -58,4 +58,5 @@ def main() -> None:
             optimizer.step()
 
 
-main()
+if __name__ == "__main__":
+    main()

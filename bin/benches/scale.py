@@ -94,9 +94,8 @@ def costs_table(sizes: Sequence[int], rates: Sequence[str], iterations: int, ful
                 name = f"{system}, churn" if churn else system
                 cells = [f"{1000 * one[0]:.0f} ms, {one[1] / 1e6:.2f} MB" for one in found.values()]
                 cells += [""] * (len(sizes) - len(cells))
-                rows.append(
-                    [rate, name, *cells, f"{exponents[0]:.2f} ({theory[0]})", f"{exponents[1]:.2f} ({theory[1]})"]
-                )
+                pairs = zip(exponents, THEORY[system], strict=True)
+                rows.append([rate, name, *cells, *(f"{exponent:.2f} ({theory})" for exponent, theory in pairs)])
                 figures += [
                     figure(f"{name}, {rate}, {size} peers: seconds per iteration", one[0], "s", reference=_step())
                     for size, one in found.items()

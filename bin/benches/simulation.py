@@ -51,7 +51,7 @@ EXACT = ("tau:50", "random:p=0.02", "tau:50, blocking", "tau:10, blocking")
 PACE = 0.1
 """Seconds of an iteration."""
 SHORT = 8
-"""With a server, which sends the model twice in each iteration, one iteration in so many is done."""
+"""With a server, which sends the model twice in each iteration, one iteration in eight is done."""
 EVALUATION = 1.0
 """Seconds of the evaluation at the end of a real run, about: a pull that begins with the last iteration ends then."""
 NEAR, SECONDS = 0.10, 0.15
@@ -60,7 +60,7 @@ NEAR, SECONDS = 0.10, 0.15
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run came to.
+    """The outcome of one run.
 
     Attributes:
         retrievals: completed, of each peer.

@@ -28,7 +28,7 @@ LONGEST = 1e9
 
 @dataclass(frozen=True)
 class Simulation:
-    """What is simulated; the TOML table ``[simulation]``."""
+    """The peers and their work; the TOML table ``[simulation]``."""
 
     peers: int = setting(4, "Number of peers.", 1, MOST_PEERS)
     work: Literal["real", "traffic"] = setting(

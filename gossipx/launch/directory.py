@@ -30,7 +30,7 @@ HOSTS_FILE = "hosts.txt"
 SCRIPT_FILE = "script.json"
 """The user's script and its arguments, if there is one; ``--resume`` reads it."""
 SCENARIO_FILE = "scenario.toml"
-"""What a simulated run has simulated."""
+"""The scenario of a simulated run."""
 WRITTEN = re.compile(
     "|".join(
         rf"{re.escape(name)}(\.tmp)?" for name in (CONFIG_FILE, HOSTS_FILE, SCRIPT_FILE, SCENARIO_FILE, SUMMARY_FILE)

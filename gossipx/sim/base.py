@@ -1,4 +1,4 @@
-"""What all simulated peers have in common: the life of one peer in virtual time."""
+"""The life of one peer in virtual time: the base of all simulated peers."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ class TrafficPeer(BasePeer):
             self.later(self.world.now + seconds, lambda: self._forward(number + 1))
 
     def _backward(self, number: int) -> None:
-        """Compute the gradients of a segment, push them, and go on with the segment before it."""
+        """Compute the gradients of a segment, push them, and continue with the segment before it."""
         segment = self._sizes.segments[number]
 
         def computed() -> None:
@@ -235,7 +235,7 @@ class TrafficPeer(BasePeer):
         self.later(self.world.now + self._seconds * (1 - self._sizes.forward) * segment.compute, computed)
 
     def _hold(self, go_on: Callable[[], None], place: Where | None) -> None:
-        """Go on once the role lets training proceed and, unless None, the bucket is here."""
+        """Continue once the role lets training proceed and, unless None, the bucket is here."""
         if not self._waits and place not in self._lacks:
             go_on()
         else:
@@ -393,4 +393,4 @@ _CARRY_OUT: dict[type, Callable[[TrafficPeer, Any], None]] = {
     table_effects.Unchanged: TrafficPeer._unchanged,
     table_effects.RestoreTables: TrafficPeer._restore,
 }
-"""What a peer without a model does about each effect; the others concern values and need nothing."""
+"""The effects that concern a peer without a model; the others are about values."""

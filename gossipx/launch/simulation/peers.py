@@ -32,7 +32,7 @@ ANY_NUMBER = 2**20
 
 @dataclass
 class Kept:
-    """What a peer has on its disk.
+    """The disk of a peer.
 
     Attributes:
         state: its last checkpoint; None: it has none.

@@ -1,4 +1,4 @@
-"""What all peers of a simulated run share: settings, schedule, network, times, and the layout of servers."""
+"""The common part of all peers of a simulated run: settings, schedule, network, times, and the layout of servers."""
 
 from __future__ import annotations
 

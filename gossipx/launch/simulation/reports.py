@@ -36,7 +36,7 @@ EXACT_DISTANCE = "sync/exact_consensus_distance"
 
 
 class _TrafficDriver:
-    """What a reporter reads of a driver, for a peer without a model."""
+    """The part of a driver that a reporter reads, for a peer without a model."""
 
     def __init__(self, peer: TrafficPeer):
         self.role = peer.role
@@ -65,7 +65,7 @@ class _TrafficDriver:
 
 
 class _Counters:
-    """What a reporter reads of a CommManager."""
+    """The part of a CommManager that a reporter reads."""
 
     corrupted = strangers = expiry_warnings = 0
 
@@ -164,7 +164,7 @@ def curves_of(plan: Plan, directory: Path, clock: Callable[[], float]) -> Aggreg
 
 
 def consensus(peers: list[SimPeer]) -> dict[str, float]:
-    """Return the scores of the average of the peers' finite models; empty if there is none."""
+    """Return the scores of the average of the peers' finite models; empty if all have diverged."""
     states = [peer.module.state_dict() for peer in peers if math.isfinite(float(peer.weights().norm()))]
     if not states:
         return {}

@@ -67,7 +67,7 @@ def simulate(scenario: Scenario, name: str) -> int:
 
 
 def _checkpoint_interval(config: RunConfig) -> int:
-    """Return the iterations between two checkpoints; 0: there are none."""
+    """Return the iterations between two checkpoints; 0: no checkpoints."""
     every = str(config.run.checkpoint_every)
     if not every.isdigit():
         raise UsageError(f"checkpoint_every is {every}: a simulated run counts iterations, such as 500")
@@ -251,7 +251,7 @@ class _Simulation:
         return dataclasses.replace(summary, model=self._plan.scenario.simulation.model) if traffic else summary
 
     def _tell(self, summary: Summary, interrupted: bool) -> int:
-        """Print what came of the run; return the exit code."""
+        """Print the outcome; return the exit code."""
         print(f"{summary.name}: {summary.wall_seconds:.1f} s of virtual time; gossipx compare {self._directory.path}")
         for rank, peer in sorted(self._world.peers.items()):
             if peer.reason is not None:

@@ -23,7 +23,7 @@ def find(given: str) -> Path:
     """Return the file of a scenario: the given one, or that of a scenario of gossipx.
 
     Raises:
-        UsageError: there is none.
+        UsageError: it is missing, and no scenario of gossipx has that name.
     """
     if Path(given).is_file():
         return Path(given)
