@@ -6,13 +6,13 @@ transfers on a link share it, and a transfer moves at the least of its shares::
     rate(f) = min(limit(f), min over links l of f: bandwidth(l) · weight(f, l) / sum of the weights on l)
 
 With equal weights this is exact where all transfers of a link are limited by it, as at a server or at a peer that
-serves several pulls; a share that a transfer cannot use is not given to the others. So a change costs O(k log n) for the
-k transfers on the links that it touches, of n in all, whereas max-min fairness would have to look at all n.
+serves several pulls; a share that a transfer cannot use is not given to the others. So a change costs O(k log n) for
+the k transfers on the links that it touches, of n in all, whereas max-min fairness would have to look at all n.
 
 TCP shares a link evenly only in the long run. Among transfers of a second one is soon ahead, and a worker that has its
-values early sends while others still receive. So a weight is log-normal. Its spread, ``uneven``, was fitted to a parameter
-server with three remote workers. With k > 3 transfers on a link a weight is raised to the power of 3/k: we assume that
-many transfers are as even as one expects.
+values early sends while others still receive. So a weight is log-normal. Its spread, ``uneven``, was fitted to a
+parameter server with three remote workers. With k > 3 transfers on a link a weight is raised to the power of 3/k: we
+assume that many transfers are as even as one expects.
 """
 
 from __future__ import annotations
