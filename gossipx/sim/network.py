@@ -5,9 +5,9 @@ transfers on a link share it, and a transfer moves at the least of its shares::
 
     rate(f) = min(limit(f), min over links l of f: bandwidth(l) · weight(f) / sum of the weights on l)
 
-With equal weights this is exact where all transfers of a link are limited by it, as at a server or at a peer that serves
-several pulls; a share that a transfer cannot use is not given to the others. So a change costs O(k log n) for the k
-transfers on the links that it touches, of n in all, whereas max-min fairness would have to look at all n.
+With equal weights this is exact where all transfers of a link are limited by it, as at a server or at a peer that
+serves several pulls; a share that a transfer cannot use is not given to the others. So a change costs O(k log n) for
+the k transfers on the links that it touches, of n in all, whereas max-min fairness would have to look at all n.
 
 TCP shares a link evenly only in the long run. Among transfers of a second one is soon ahead, and a worker that has its
 values early sends while others still receive. So a weight is log-normal; its spread, ``uneven``, was fitted to a real
@@ -102,6 +102,8 @@ class Network:
         far: additional latency between sites, in seconds.
         uplink: bandwidth of each site's connection to the others, in each direction; None: it is no limit.
         uneven: standard deviation of the logarithm of a transfer's weight; 0: transfers share links equally.
+        per_message: seconds for which a transfer occupies its slowest link besides its bytes, as the work on each
+            message does in some systems.
         lossy: share of lost packets, which limits the rate of each transfer; see :func:`limit_of_loss`.
     """
 
@@ -115,6 +117,7 @@ class Network:
     far: float = 0.0
     uplink: float | None = None
     uneven: float = 0.0
+    per_message: float = 0.0
     lossy: float = 0.0
     _cuts: list[_Cut] = field(default_factory=list, init=False)
     _links: dict[tuple[str, int], Link] = field(default_factory=dict, init=False)
@@ -189,6 +192,7 @@ class Network:
         far = self.far if self.far and self._crosses(sender, receiver) else 0.0
         limit = limit_of_loss(self.lossy, self.delay + far + self.jitter / 2)
         weight = rng.lognormvariate(0.0, self.uneven) if self.uneven else 1.0
+        nbytes += self.per_message * min(link.bandwidth for link in links)
         transfer = Transfer(nbytes, tuple(links), limit, weight, agenda.now, arrived)
         for link in links:
             link.transfers[transfer] = None
