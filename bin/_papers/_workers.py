@@ -54,6 +54,7 @@ class Problem:
     """What the workers train.
 
     Attributes:
+        name: the model and its data.
         model: makes the model, with the same values each time.
         train: inputs and labels; each worker draws its batches from all of them.
         test: inputs and labels on which the model is evaluated.
@@ -63,6 +64,7 @@ class Problem:
         seen: called with the rank, the iteration from 1 on, the module and the batch, before its gradient is computed.
     """
 
+    name: str
     model: Callable[[], nn.Module]
     train: Samples
     test: Samples
