@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gossipx.assembly.server import Parts
 from gossipx.config.scenario import load
 from gossipx.launch.simulation.run import simulate
 from gossipx.metrics import summary
@@ -63,12 +64,13 @@ def merged(*layers: Tables) -> dict[str, dict[str, Any]]:
     return tables
 
 
-def run(*layers: Tables, curves: bool = False) -> Run:
+def run(*layers: Tables, curves: bool = False, parts: Parts | None = None) -> Run:
     """Run a scenario.
 
     Args:
         layers: its tables; later ones replace values of earlier ones.
         curves: whether the curves of all peers are wanted.
+        parts: custom parts of a parameter server.
 
     Raises:
         RuntimeError: it did not end well.
@@ -84,7 +86,7 @@ def run(*layers: Tables, curves: bool = False) -> Run:
         file = Path(folder) / "scenario.toml"
         file.write_text("\n".join(lines) + "\n")
         with contextlib.redirect_stdout(io.StringIO()):
-            code = simulate(load(file, {"logdir": folder, "name": "run"}), "run")
+            code = simulate(load(file, {"logdir": folder, "name": "run"}), "run", parts)
         if code:
             raise RuntimeError(f"the simulation ended with exit code {code}: {tables}")
         directory = Path(folder) / "run"

@@ -98,6 +98,9 @@ class Net:
         0,
         3,
     )
+    per_message: float = setting(
+        0.0, "Seconds for which a message with tensors occupies its links besides its bytes, such as 1e-4.", 0, 60
+    )
     sites: int = setting(1, "Number of sites; ranks are divided among them evenly, in order.", 1, MOST_PEERS)
     uplink: str | None = setting(
         None, "Bandwidth of each site's connection to the others, shared by its peers.", check=checks.bandwidth

@@ -306,7 +306,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
             return self._follow_up(self._replication.copy_requested(event, shard, now), now)
         if isinstance(request, SwitchRequest):
             return self._follow_up(self._sync_model_switch.requested(event, shard, now), now)
-        if shard.is_serving and event.sender not in self._training() and isinstance(request, TablesRequest):
+        if shard.is_serving and isinstance(request, TablesRequest) and event.sender not in self._training():
             return shard.answer_at_once(event, now)
         return self._follow_up(shard.requested(event, now), now)
 
@@ -314,11 +314,11 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
 
     def _training(self) -> list[int]:
         """Return the ranks whose pushes may be waited for."""
-        members = self._context.members
+        members, workers = self._context.members, set(self._workers())
         ranks = [
             rank
             for rank in members.awaited()
-            if rank in self._workers() and (members.others.peek(rank).stage or Stage.JOINING) < Stage.FINISH
+            if rank in workers and (members.others.peek(rank).stage or Stage.JOINING) < Stage.FINISH
         ]
         own = self._trains and not (self._ending and self.worker.idle)
         return [*ranks, self._context.rank] if own else ranks

@@ -106,6 +106,8 @@ class Network:
         far: additional latency between sites, in seconds.
         uplink: bandwidth of each site's connection to the others, in each direction; None: it is no limit.
         uneven: standard deviation of the logarithm of a transfer's weight; 0: transfers share links equally.
+        per_message: seconds for which a transfer occupies its slowest link besides its bytes, as the work on each
+            message does in some systems.
         lossy: share of lost packets, which limits the rate of each transfer; see :func:`limit_of_loss`.
     """
 
@@ -119,6 +121,7 @@ class Network:
     far: float = 0.0
     uplink: float | None = None
     uneven: float = 0.0
+    per_message: float = 0.0
     lossy: float = 0.0
     _cuts: list[_Cut] = field(default_factory=list, init=False)
     _links: dict[tuple[str, int], Link] = field(default_factory=dict, init=False)
@@ -193,6 +196,7 @@ class Network:
         far = self.far if self.far and self._crosses(sender, receiver) else 0.0
         limit = limit_of_loss(self.lossy, self.delay + far + self.jitter / 2)
         weight = rng.lognormvariate(0.0, self.uneven) if self.uneven else 1.0
+        nbytes += self.per_message * min(link.bandwidth for link in links)
         transfer = Transfer(nbytes, tuple(links), limit, weight, agenda.now, arrived)
         for link in links:
             link.transfers[transfer] = None

@@ -57,6 +57,12 @@ def test_two_transfers_from_one_peer_take_twice_as_long() -> None:
     assert arrivals(Network(bandwidth=10), [(0, 0, 1, 100), (0, 2, 1, 100)]) == [20, 20]
 
 
+def test_a_message_occupies_its_links_besides_its_bytes() -> None:
+    """Two messages of 100 bytes take 2 s longer together, and one of 200 bytes takes 1 s longer."""
+    network = Network(bandwidth=10, per_message=1.0)
+    assert arrivals(network, [(0, 0, 1, 100), (0, 0, 2, 100), (100, 0, 1, 200)]) == [22, 22, 121]
+
+
 def test_both_directions_of_a_link_are_independent() -> None:
     assert arrivals(Network(bandwidth=10), [(0, 0, 1, 100), (0, 1, 0, 100)]) == [10, 10]
 

@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from stale import SSPConsistency
 
 from gossipx.cli import main
+from gossipx.config.scenario import load
+from gossipx.launch.simulation.run import simulate
 from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
+from gossipx.parts import Parts
 from gossipx.sim import World, traces
 from gossipx.sync import SyncManager
 
@@ -73,6 +77,26 @@ def test_the_time_is_that_of_iterations_and_blocked_pulls(tmp_path: Path) -> Non
     pull = MODEL / (100e6 / 8 * 1448 / 1538)
     assert run.train_seconds == [pytest.approx(200 * 0.05 + 10 * pull, rel=1e-6)] * 2
     assert run.blocked_seconds == [pytest.approx(10 * pull, rel=1e-6)] * 2
+
+
+def test_a_cost_per_message_is_in_the_time(tmp_path: Path) -> None:
+    """A pull has one message with tensors."""
+    sync = {"policy": "tau:20", "blocking": True, "finish": "none"}
+    layers = [{"simulation": {"peers": 2}, "sync": sync, "network": {"per_message": cost}} for cost in (0.0, 0.01)]
+    both = [simulated(scenario(tmp_path, TRAFFIC, one)) for one in layers]
+    assert both[1].blocked_seconds == [pytest.approx((both[0].blocked_seconds[0] or 0) + 0.1, rel=1e-6)] * 2
+
+
+def test_custom_parts_of_a_server_are_simulated(tmp_path: Path) -> None:
+    """Workers that fetch only every fifth iteration receive less than with bsp, in which they do in each."""
+    served = {"server": {"servers": "0"}, "run": {"iterations": 20}, "simulation": {"peers": 3}}
+    file = scenario(tmp_path, TRAFFIC, served)
+
+    def received(name: str, parts: Parts) -> float:
+        assert simulate(load(file, {"logdir": str(tmp_path / "runs"), "name": name}), name, parts) == 0
+        return sum(summary.read(tmp_path / "runs" / name).bytes_received[1:])  # type: ignore[arg-type]
+
+    assert 0 < received("stale", Parts(sync=SSPConsistency(5))) < received("bsp", Parts()) / 3
 
 
 def test_given_retrievals_replace_the_policy(tmp_path: Path) -> None:

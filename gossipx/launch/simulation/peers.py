@@ -15,7 +15,7 @@ from torch.nn import functional
 from gossipx.assembly.admission import why_closed
 from gossipx.assembly.peer import build_arena, model_codec
 from gossipx.assembly.role import build_role
-from gossipx.assembly.server import Parts, serve
+from gossipx.assembly.server import serve
 from gossipx.launch.loops.train import live_of, optimizer_of, rate_of, scores
 from gossipx.launch.simulation.plan import Plan, deltas_of, incarnation_of, policy_of, served_of, sizes_of
 from gossipx.peer import PeerRole
@@ -99,7 +99,7 @@ class RealPeers:
         classes = self._everything.classes
         model = build_model(config.task.model, classes=classes, channels=spec.channels, pixels=spec.pixels)
         optimizer = optimizer_of(model, config.task)
-        served = serve(config, plan.names, rank, model, optimizer, Parts(), ANY_NUMBER)
+        served = serve(config, plan.names, rank, model, optimizer, plan.parts, ANY_NUMBER)
         arena = build_arena(config, rank, served is not None, model)
         role = _role(plan, rank, number, arena.nbytes(), None if served is None else (served.settings, served.clocks))
         assert config.task.batch_size is not None

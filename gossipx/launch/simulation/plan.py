@@ -50,6 +50,7 @@ class Plan:
         times: the seconds of iterations.
         assembled: whether peers begin without announcements.
         options: what the reporters of all peers need.
+        parts: custom parts of a parameter server.
     """
 
     scenario: Scenario
@@ -60,6 +61,7 @@ class Plan:
     times: StepTimes
     assembled: bool
     options: PeerOptions
+    parts: Parts
 
     @property
     def size(self) -> int:
@@ -67,11 +69,12 @@ class Plan:
         return len(self.names)
 
 
-def plan_of(scenario: Scenario, config: RunConfig) -> Plan:
+def plan_of(scenario: Scenario, config: RunConfig, parts: Parts) -> Plan:
     """Return the plan of a scenario.
 
     Args:
         config: its settings, with presets filled in.
+        parts: custom parts of a parameter server.
 
     Raises:
         UsageError: settings exclude each other.
@@ -94,7 +97,7 @@ def plan_of(scenario: Scenario, config: RunConfig) -> Plan:
         announced = True
     turns = build_schedule(config, of.peers, sites)
     hub = elastic_settings(config, names)
-    return Plan(scenario, config, names, turns, hub, times, not announced, _options(config))
+    return Plan(scenario, config, names, turns, hub, times, not announced, _options(config), parts)
 
 
 def _check_traffic(scenario: Scenario, config: RunConfig) -> None:
@@ -148,6 +151,7 @@ def network_of(net: Net, peers: int) -> Network:
         far=net.site_latency,
         uplink=None if net.uplink is None else parse_rate(net.uplink) * share,
         uneven=net.uneven,
+        per_message=net.per_message,
         lossy=lossy,
     )
 
@@ -178,11 +182,11 @@ def served_of(plan: Plan) -> tuple[ServerSettings, Sizes] | None:
     tables = costs.multiply_adds(of.model)
     layouts = Layouts(
         [Table(cost.name, cost.elements) for cost in tables],
-        placement.parse(config.server.placement),
+        plan.parts.placement or placement.parse(config.server.placement),
         lambda table: ("float32", FLOAT),
         config.server.bucket,
     )
-    settings = settings_of(config, layouts, ranks, plan.size, config.task.base_lr, Parts())
+    settings = settings_of(config, layouts, ranks, plan.size, config.task.base_lr, plan.parts)
     share, segments = 1.0 if of.encoded is None else of.encoded, []
     for shard, (placed, cut) in enumerate(zip(settings.layout.placed, settings.layout.cut, strict=True)):
         for number, bucket in enumerate(cut):

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from gossipx.assembly.server import Parts
 from gossipx.assembly.settings import effective_config
 from gossipx.config.scenario import Fault, Scenario
 from gossipx.config.settings import RunConfig
@@ -40,11 +41,12 @@ STALLED = 20_000_000
 """Events without a finished iteration after which a run is given up: it would not end."""
 
 
-def simulate(scenario: Scenario, name: str) -> int:
+def simulate(scenario: Scenario, name: str, parts: Parts | None = None) -> int:
     """Run a scenario.
 
     Args:
         name: of the run, unless the scenario or the command line names it.
+        parts: custom parts of a parameter server, which no scenario can name.
 
     Returns:
         The exit code.
@@ -56,7 +58,7 @@ def simulate(scenario: Scenario, name: str) -> int:
     of = scenario.simulation
     config = effective_config(scenario.config, of.peers, has_script=of.work == "traffic")
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=_name_of(config, name)))
-    plan = plan_of(scenario, config)
+    plan = plan_of(scenario, config, parts or Parts())
     disks = Disks(_checkpoint_interval(config))
     make = (TrafficPeers if of.work == "traffic" else RealPeers)(plan, disks)
     directory = RunDirectory(config, f"# simulated; see {SCENARIO_FILE}\n".encode(), scenario=scenario.text)

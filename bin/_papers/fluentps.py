@@ -1,0 +1,360 @@
+"""Figures 6 to 11, Table IV and the bounds of regret of FluentPS beside ours, in virtual time.
+
+bin/papers fluentps           an MLP on random data with up to 16 workers; traffic of ResNet-56 with 8 and 16
+bin/papers fluentps --full    LeNet on Fashion-MNIST with up to 128 workers; traffic with 8 to 32 (about an hour)
+
+The stragglers of the paper are not known. Here one worker is slower, by as much as SSP is slower than ASP in Table IV;
+two other kinds stand beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import Any
+
+import _regret
+import torch
+from _simulated import run
+from _table import Part, show
+from _workers import Outcome, Problem, Stale, train
+from published import Figure, Paper
+from torch import nn
+
+from gossipx.parts import Parts
+from gossipx.tasks.data import load
+from gossipx.tasks.models import build_model
+
+SECONDS = 1.0
+"""Of an iteration of an ordinary worker; times are relative to ASP's."""
+COLUMNS = {
+    "asp": ("asp", "lazy"),
+    **{
+        f"{pulls}/{name}": (sync, pulls)
+        for pulls in ("soft", "lazy")
+        for name, sync in {
+            "pssp:0.1": "pssp:staleness={s},p=0.1",
+            "pssp:0.3": "pssp:staleness={s},p=0.3",
+            "pssp:0.5": "pssp:staleness={s},p=0.5",
+            "ssp": "ssp:staleness={s}",
+            "dynamic": "pssp:staleness={s},alpha=1",
+        }.items()
+    },
+}
+"""Sync model and kind of pulls by column of Table IV; α = 1 is chosen."""
+STALENESS = 3
+PAIRS = {2: 4, 3: 5, 5: 7, 10: 12}
+"""s' of the SSP with the same bound of regret, by 1/c of the PSSP with s = 3 (Figure 9)."""
+
+
+def parts(paper: Paper, full: bool, arguments: argparse.Namespace) -> Sequence[Part]:
+    """Return the tables."""
+    problem = _lenet() if full else _mlp()
+    alexnet = _Block("alexnet", 1, 3, 1.76, *((64, 400) if full else (16, 40)))
+    resnet = _Block("resnet56", 8, 2, 1.23, *((32, 100) if full else (8, 30)))
+    columns = list(COLUMNS) if full else [name for name in COLUMNS if not name.endswith((":0.3", "dynamic"))]
+    return [
+        _communication(paper, (8, 16, 32) if full else (8, 16), 2**16 if full else 2**17),
+        _baseline(paper, problem, (2, 4, 8, 16, 64) if full else (2, 16), 400 if full else 60),
+        _table_4(paper, problem, alexnet, list(COLUMNS)),
+        _table_4(paper, _mlp(), resnet, columns),
+        _stragglers(problem, alexnet),
+        _pairs(paper, _mlp(), 64 if full else 16, 200 if full else 40, PAIRS if full else {2: 4, 10: 12}),
+        *([_many(paper, problem)] if full else []),
+        _regret.part(paper, full),
+    ]
+
+
+# --- Figure 6 -------------------------------------------------------------------------------------
+
+
+def _communication(paper: Paper, numbers: Sequence[int], bucket: int) -> Part:
+    setting = (
+        f"traffic of ResNet-56, bsp, 8 servers on machines of their own, 0.625 Gbit/s each (25 Gbit/s / 40), messages "
+        f"of {bucket >> 10} KiB, equal shares of links; computation of 0.37 s with 32 workers, chosen, and more in "
+        "proportion with fewer, as the batch is 4,096 images of all; PS-Lite: ranges of keys, all gradients pushed "
+        "after the backward pass, no pull answered before all shards have all pushes"
+    )
+    made = Part("Figure 6: communication of an iteration", setting)
+    kinds: dict[str, dict[str, Any]] = {
+        "as PS-Lite": {"placement": "range", "overlap": False, "wait_free": False},
+        "overlapped": {"placement": "range"},
+        "overlapped and sliced": {"placement": "sliced"},
+    }
+    whole: dict[tuple[int, str], tuple[float, float]] = {}
+    for workers in numbers:
+        step = 0.37 * 32 / workers
+        for name, server in kinds.items():
+            seconds = [_slowest(workers, step, {**server, "bucket": bucket}, each) for each in (1, 4)]
+            each = (seconds[1] - seconds[0]) / 3
+            whole[workers, name] = each, each - step
+            made.add(f"{workers} workers, {name}: communication", "a bar of Figure 6", each - step, "s")
+    for workers in numbers:
+        lite, overlapped, sliced = (whole[workers, name] for name in kinds)
+        for new, old, name in ((overlapped, lite, "overlapped"), (sliced, overlapped, "sliced")):
+            figure = paper.figures[f"figure-6/{name}/communication-saved"]
+            saved = 100 * (1 - new[1] / old[1])
+            made.add(f"{workers} workers, {name}: saved", figure, saved, "%", saved > 0)
+            faster = old[0] / new[0]
+            made.add(
+                f"{workers} workers, {name}: speedup", paper.figures[f"figure-6/{name}/speedup"], faster, "×", None
+            )
+    first, last = (whole[workers, "as PS-Lite"][1] for workers in (numbers[0], numbers[-1]))
+    claim = paper.claims["figure-6/communication"]
+    made.add(f"PS-Lite, {numbers[-1]} / {numbers[0]} workers", claim, last / first, "×", last > first, holds=True)
+    return made
+
+
+def _slowest(workers: int, step: float, server: dict[str, Any], iterations: int) -> float:
+    tables: dict[str, dict[str, Any]] = {
+        "simulation": {"peers": workers + 8, "work": "traffic", "model": "resnet56"},
+        "run": {"iterations": iterations},
+        "server": {"servers": "0,1,2,3,4,5,6,7", "servers_only": True, **server},
+        "compute": {"seconds": step},
+        "network": {"up": "625mbit", "down": "625mbit", "uneven": 0.0},
+    }
+    summary = run(tables).summary
+    return max(seconds or 0.0 for seconds in summary.of_training(summary.train_seconds))
+
+
+# --- problems -------------------------------------------------------------------------------------
+
+
+def _mlp() -> Problem:
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(20, 20, generator=generator)
+    clouds = torch.randint(0, 20, (10_000,), generator=generator)
+    inputs, labels = centres[clouds] + torch.randn(10_000, 20, generator=generator), clouds % 10
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    return Problem(
+        "MLP of 20, 64 and 10 units, random clouds",
+        model,
+        (inputs[:8_000], labels[:8_000]),
+        (inputs[8_000:], labels[8_000:]),
+        32,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+
+
+def _lenet() -> Problem:
+    data, test = load("fashion-mnist")
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return build_model("lenet", classes=10, channels=1, pixels=28)
+
+    return Problem(
+        "LeNet, Fashion-MNIST",
+        model,
+        (data.images, data.labels),
+        (test.images, test.labels),
+        32,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+    )
+
+
+def slower(factor: float) -> Callable[[int], Callable[[], float]]:
+    """Return the times of workers of which the first is always slower."""
+    return lambda worker: lambda: SECONDS * (factor if worker == 0 else 1.0)
+
+
+def in_turn(workers: int, factor: float, turn: int = 10) -> Callable[[int], Callable[[], float]]:
+    """Return the times of workers of which each is slower in its turn, in twice as many turns as a run has."""
+
+    def of(worker: int) -> Callable[[], float]:
+        done = 0
+
+        def seconds() -> float:
+            nonlocal done
+            done += 1
+            return SECONDS * (factor if done // turn % min(workers, 4) == worker % 4 else 1.0)
+
+        return seconds
+
+    return of
+
+
+def varied(sigma: float = 0.3) -> Callable[[int], Callable[[], float]]:
+    """Return log-normal times of mean 1."""
+
+    def of(worker: int) -> Callable[[], float]:
+        rng = random.Random(worker)
+        return lambda: SECONDS * rng.lognormvariate(-(sigma**2) / 2, sigma)
+
+    return of
+
+
+# --- Figure 7 -------------------------------------------------------------------------------------
+
+
+def _baseline(paper: Paper, problem: Problem, numbers: Sequence[int], iterations: int) -> Part:
+    batch = 32 * numbers[-1]
+    setting = (
+        f"{problem.name}, {iterations} iterations (4,000 in the paper), a batch of {batch} images of all workers "
+        "(6,400), times log-normal with sigma 0.3; SSPtable is read in two ways: a worker pulls only tables that are "
+        "too old, and gradients are also applied without division by the number of workers"
+    )
+    made = Part("Figure 7: accuracy with SSPtable, s = 3", setting)
+    kinds: dict[str, tuple[dict[str, Any], Parts | None]] = {
+        "FluentPS": ({"sync": "ssp:staleness=3"}, None),
+        "old tables": ({"sync": "bsp"}, Parts(sync=Stale(STALENESS))),
+        "old tables, whole gradients": ({"sync": "bsp", "apply": "each"}, Parts(sync=Stale(STALENESS))),
+    }
+    found: dict[tuple[str, int], float] = {}
+    for workers in numbers:
+        problem.batch = batch // workers
+        for name, (settings, own) in kinds.items():
+            done = train(problem, workers, 1, iterations, varied(), parts=own, **settings)
+            found[name, workers] = 100 * done.accuracy(problem.test)
+            most = workers == numbers[-1]
+            published: Figure | str = "a curve of Figure 7"
+            if most:
+                published = paper.figures[f"figure-7/{'fluentps' if name == 'FluentPS' else 'ssptable'}/most"]
+            made.add(f"{name}, {workers} workers", published, found[name, workers], "%")
+    problem.batch = 32
+    few, many = numbers[0], numbers[-1]
+    lost = found["FluentPS", few] - found["FluentPS", many]
+    claim = paper.figures["figure-7/fluentps/least"]
+    made.add(f"FluentPS, {few} − {many} workers", claim, lost, "points", lost < 3, holds=True)
+    for name in list(kinds)[1:]:
+        below = found["FluentPS", many] - found[name, many]
+        claim_of = paper.figures["figure-7/ssptable/above-8-workers"]
+        made.add(f"FluentPS − {name}, {many} workers", claim_of, below, "points", below > 3)
+    return made
+
+
+# --- Table IV, Figures 8 to 11 --------------------------------------------------------------------
+
+
+class _Block:
+    """A block of Table IV: the paper's model, its servers, s, how much slower the straggler is, workers, iterations."""
+
+    def __init__(self, model: str, servers: int, staleness: int, factor: float, workers: int, iterations: int):
+        self.model, self.servers, self.staleness, self.factor = model, servers, staleness, factor
+        self.workers, self.iterations = workers, iterations
+
+    def train(
+        self, problem: Problem, column: str, times: Callable[[int], Callable[[], float]], seed: int = 0
+    ) -> Outcome:
+        """Train with the sync model of a column."""
+        sync, pulls = COLUMNS[column]
+        sync = sync.format(s=self.staleness)
+        return train(
+            problem,
+            self.workers,
+            self.servers,
+            self.iterations,
+            times,
+            seed,
+            sync=sync,
+            pulls=pulls,
+            placement="sliced",
+        )
+
+
+def _table_4(paper: Paper, problem: Problem, block: _Block, columns: Sequence[str]) -> Part:
+    scale = 100 / block.iterations
+    asked = paper.setting["table-4"][block.model]
+    setting = (
+        f"{problem.name} for {block.model}; {block.workers} workers ({asked['workers']} in the paper), {block.servers} "
+        f"servers, s = {block.staleness}, {block.iterations} iterations, one worker always {block.factor} times as "
+        "slow; times relative to ASP's; alpha = 1; "
+        f"at most {100 * block.workers * block.servers} DPRs ({100 * asked['workers'] * block.servers})"
+    )
+    made = Part(f"Table IV and Figures 8 and 10: {block.model}, CIFAR-10, per 100 iterations", setting)
+    found = {column: block.train(problem, column, slower(block.factor)) for column in columns}
+
+    def published(row: str, column: str) -> Figure:
+        return paper.figures[f"table-4/{block.model}/cifar-10/{row}/{column}"]
+
+    for column, one in found.items():
+        made.add(f"{column}: DPRs", published("dprs", column), one.dprs * scale, "DPRs")
+    for column, one in found.items():
+        relative = published("time", column).value / published("time", "asp").value
+        made.add(f"{column}: time", f"{relative:.2f} × ASP's", one.seconds / found["asp"].seconds, "× ASP's")
+    for column, one in found.items():
+        made.add(f"{column}: accuracy", published("accuracy", column), one.accuracy(problem.test), "of 1")
+    _directions(paper, made, found)
+    return made
+
+
+def _directions(paper: Paper, made: Part, found: dict[str, Outcome]) -> None:
+    """Add what the paper concludes from Table IV."""
+    dprs = {column: one.dprs for column, one in found.items()}
+    seconds = {column: one.seconds for column, one in found.items()}
+    made.add("ASP delays no pull", "0 in Table IV", dprs["asp"], "DPRs", dprs["asp"] == 0, holds=True)
+    soft = [dprs[f"soft/{name}"] for name in ("pssp:0.1", "pssp:0.3", "pssp:0.5", "ssp") if f"soft/{name}" in dprs]
+    rising = soft == sorted(soft) and len(set(soft)) == len(soft)
+    made.add("soft barrier: PSSP has fewer DPRs", "Table IV", soft[0] / soft[-1], "of SSP's", rising, holds=True)
+    saved = 100 * (1 - dprs["lazy/ssp"] / dprs["soft/ssp"])
+    made.add("SSP: DPRs saved by lazy pulls", paper.figures["figure-9/lazy/dprs-saved"], saved, "%", saved > 50, True)
+    saved = 100 * (1 - dprs["lazy/pssp:0.1"] / dprs["lazy/ssp"])
+    made.add("lazy: DPRs saved by PSSP 0.1", paper.figures["figure-9/pssp/lazy/dprs-saved"], saved, "%", saved > 0)
+    fastest = seconds["asp"] <= min(seconds.values())
+    claim = paper.claims["figure-10/asp"]
+    made.add("ASP is fastest", claim, seconds["asp"] / min(seconds.values()), "× the least", fastest, holds=True)
+    gain = seconds["soft/ssp"] / seconds["lazy/ssp"]
+    made.add("SSP: lazy pulls are faster", paper.figures["figure-8/lazy/speedup"], gain, "×", gain > 1.01)
+    gain = seconds["soft/ssp"] / seconds["soft/pssp:0.5"]
+    made.add("PSSP 0.5 is faster than SSP, soft", paper.figures["figure-10/pssp/speedup"], gain, "×", gain > 1.01)
+
+
+def _stragglers(problem: Problem, block: _Block) -> Part:
+    """Return how the results depend on the stragglers, which the paper does not give."""
+    setting = f"as Table IV's {block.model}; in turn: each worker for 10 iterations; varied: log-normal with sigma 0.3"
+    made = Part("Table IV with other stragglers: SSP", setting)
+    kinds = {"in turn": in_turn(block.workers, block.factor), "varied": varied()}
+    for name, times in kinds.items():
+        asp, soft, lazy = (block.train(problem, column, times) for column in ("asp", "soft/ssp", "lazy/ssp"))
+        saved = 100 * (1 - lazy.dprs / soft.dprs) if soft.dprs else 0.0
+        made.add(f"{name}: soft / ASP, time", "1.76 in Table IV", soft.seconds / asp.seconds, "×")
+        made.add(f"{name}: DPRs saved by lazy pulls", "91.6 in Table IV", saved, "%", saved > 0)
+        gain = soft.seconds / lazy.seconds
+        made.add(f"{name}: lazy pulls are faster", "1.25 in Table IV", gain, "×", gain > 1.01)
+    return made
+
+
+def _pairs(paper: Paper, problem: Problem, workers: int, iterations: int, pairs: dict[int, int]) -> Part:
+    setting = (
+        f"{problem.name}, {workers} workers, 1 server, {iterations} iterations, one worker always 1.76 times as slow; "
+        "each pair has the same bound of regret"
+    )
+    made = Part("Figure 9: PSSP with s = 3 beside SSP with s' = s + 1/c − 1", setting)
+    scale = 100 / iterations
+    for inverse, other in pairs.items():
+        for pulls in ("soft", "lazy"):
+            models = (f"pssp:staleness=3,p={1 / inverse:g}", f"ssp:staleness={other}")
+            pssp, ssp = (
+                train(problem, workers, 1, iterations, slower(1.76), sync=sync, pulls=pulls) for sync in models
+            )
+            name = f"{pulls}, c = 1/{inverse}, s' = {other}"
+            made.add(f"{name}: DPRs of SSP", "a bar of Figure 9", ssp.dprs * scale, "per 100")
+            made.add(f"{name}: DPRs of PSSP", "a bar of Figure 9", pssp.dprs * scale, "per 100")
+            saved = 100 * (1 - pssp.dprs / ssp.dprs) if ssp.dprs else 0.0
+            figure = paper.figures[f"figure-9/pssp/{pulls}/dprs-saved"]
+            made.add(f"{name}: saved by PSSP", figure, saved, "%", saved > 0, holds=pulls == "soft")
+    return made
+
+
+def _many(paper: Paper, problem: Problem) -> Part:
+    """Return Figure 11."""
+    made = Part("Figure 11: accuracy of 128 workers", f"{problem.name}, 8 servers, s = 3, 200 iterations, 2 seeds")
+    block = _Block("alexnet", 8, 3, 1.76, 128, 200)
+    found: dict[str, float] = {}
+    for column in ("asp", "soft/pssp:0.3", "soft/pssp:0.5"):
+        runs = [block.train(problem, column, slower(1.76), seed) for seed in range(2)]
+        found[column] = 100 * fmean(one.accuracy(problem.test) for one in runs)
+        made.add(column, "a curve of Figure 11", found[column], "%")
+    gain = max(found.values()) - found["asp"]
+    made.add("PSSP − ASP", paper.figures["figure-11/pssp/accuracy"], gain, "points", gain > 1)
+    return made
+
+
+if __name__ == "__main__":
+    show("fluentps", parts, __doc__ or "")
