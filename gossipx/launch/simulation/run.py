@@ -63,6 +63,7 @@ def simulate(scenario: Scenario, name: str) -> int:
     try:
         return _Simulation(plan, directory, make, disks).go()
     finally:
+        gc.unfreeze()  # a process may run several
         directory.release()
 
 
