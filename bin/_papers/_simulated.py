@@ -1,4 +1,4 @@
-"""Runs in virtual time for the tables of papers: a scenario as Python values, and what came of it."""
+"""Runs in virtual time for the tables of papers: a scenario as Python values, and its results."""
 
 from __future__ import annotations
 
