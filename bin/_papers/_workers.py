@@ -51,7 +51,7 @@ class Stale(SyncModel):
 
 @dataclass
 class Problem:
-    """What the workers train.
+    """The the workers train.
 
     Attributes:
         name: the model and its data.
@@ -76,7 +76,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run.
+    """The outcome of a run.
 
     Attributes:
         seconds: mean training time of the workers, in virtual seconds.

@@ -65,6 +65,7 @@ def simulate(scenario: Scenario, name: str, parts: Parts | None = None) -> int:
     try:
         return _Simulation(plan, directory, make, disks).go()
     finally:
+        gc.unfreeze()  # a process may run several
         directory.release()
 
 
@@ -92,7 +93,8 @@ class _Simulation:
         self._directory = directory
         self._make = make
         self._disks = disks
-        self._world: World[BasePeer] = World(plan.config.run.seed, network_of(plan.scenario.network, plan.size))
+        seed = plan.config.run.seed
+        self._world: World[BasePeer] = World(seed, network_of(plan.scenario.network, plan.size, seed))
         self._curves: Aggregate | None = curves_of(plan, directory.path, lambda: self._world.now)
         self._recorders: list[Recorder] = []
 
