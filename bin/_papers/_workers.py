@@ -51,7 +51,7 @@ class Stale(SyncModel):
 
 @dataclass
 class Problem:
-    """The the workers train.
+    """The training problem of the workers.
 
     Attributes:
         name: the model and its data.
