@@ -1,12 +1,13 @@
 """Cost per iteration and loss as the number of peers grows, in virtual time: which exchange to choose where.
 
-bin/bench scale           4 to 64 peers, loss at 4 and 8 (about 5 minutes on one core)
+bin/bench scale           4 to 64 peers, loss at 4 and 8 (about 6 minutes on one core)
 bin/bench scale --full    4 to 1,000 peers, loss at 4, 16 and 64 (about two hours)
 
 Seconds and bytes are those of traffic alone, of ResNet-110 with 74 ms per iteration, whose time varies between
 iterations (log-normal, sigma 0.1). The loss is that of LeNet on Fashion-MNIST after some iterations. DDP is not
-simulated: its time is that of the slowest peer of each iteration and a ring all-reduce, 2 (N − 1) steps of 1/N of the
-model, and its loss that of a server with bsp, which computes the same.
+simulated: its iteration takes as long as that of the slowest peer, and a ring all-reduce, 2 (N − 1) steps of 1/N of
+the model, overlaps with two thirds of it, the backward pass. Its loss is that of a server with bsp: both compute the
+same.
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ def _ring(size: int, rate: str, iterations: int) -> tuple[float, float]:
     ]
     moved = 2 * (size - 1) / size * model
     bandwidth = link["bandwidth"] * FULL_PACKET[0] / FULL_PACKET[1]
-    return fmean(slowest) + moved / bandwidth + 2 * (size - 1) * link["delay"], moved
+    reduce = moved / bandwidth + 2 * (size - 1) * link["delay"]
+    return fmean(seconds / 3 + max(2 * seconds / 3, reduce) for seconds in slowest), moved
 
 
 def _exponent(values: dict[int, float]) -> float:
