@@ -141,8 +141,8 @@ def _placements(paper: Paper, full: bool) -> Part:
         "each tensor alone in a message" if full else "each tensor of ResNet alone in a message, the others' grouped"
     )
     setting = (
-        f"traffic, bsp, traditional backpropagation, {alone}, 0.1 ms for each message (chosen: without it, uniform is no "
-        "slower)"
+        f"traffic, bsp, traditional backpropagation, {alone}, 0.1 ms for each message (chosen: without it, uniform is "
+        "no slower)"
     )
     made = Part("Figures 5.1 to 5.3: placements, speedup at four workers", setting)
     found: dict[str, dict[str, float]] = {}
