@@ -1,4 +1,4 @@
-"""Training of four workers and a server under bsp in one process, with codecs.
+"""Training of some workers and a server under bsp in one process, with codecs.
 
 Gradients and model changes pass through the codecs' frames as between processes (:mod:`gossipx.tables.coding`), so that
 training is the same. Learning rates follow a cosine (3LC, section 4.3). The server's model is evaluated on all test
@@ -73,9 +73,12 @@ class Cluster:
         push, pull: codecs' specs. With ``dgc``, which has its own momentum, the server's optimizer has none.
         seed: seed of weights, batches and random codecs.
         data: training and test set.
+        workers: number of workers.
     """
 
-    def __init__(self, model: str, push: str, pull: str, seed: int, data: tuple[Dataset, Dataset]):
+    def __init__(
+        self, model: str, push: str, pull: str, seed: int, data: tuple[Dataset, Dataset], workers: int = WORKERS
+    ):
         images = data[0].images
         torch.manual_seed(seed)
         self.module = build_model(model, classes=data[0].classes, channels=images.shape[1], pixels=images.shape[-1])
@@ -92,7 +95,7 @@ class Cluster:
         )
         self.values = sum(sizes)
         self.tensors: Tensors = coding.tensors(self.partitions, torch.float32)
-        self.gradients = [torch.zeros(self.values) for _ in range(WORKERS)]
+        self.gradients = [torch.zeros(self.values) for _ in range(workers)]
         self.pushing = [
             PushEncoder(coding, self.partitions, gradient, 1000 * seed + rank)
             for rank, gradient in enumerate(self.gradients)
@@ -102,7 +105,7 @@ class Cluster:
         self.shown = self.table.detach().clone()  # what all workers have
         momentum = 0.0 if isinstance(pushed, DGC) else MOMENTUM
         self.optimizer = torch.optim.SGD([self.table], lr=1.0, momentum=momentum, weight_decay=DECAY)
-        parts = split_by("iid").split(data[0].labels.numpy(), WORKERS, seed)
+        parts = split_by("iid").split(data[0].labels.numpy(), workers, seed)
         own = [data[0].take(part) for part in parts]
         self.batches = [Batches(one, BATCH, 1000 * seed + rank) for rank, one in enumerate(own)]
         self.test = data[1]
@@ -113,7 +116,7 @@ class Cluster:
         losses, mean = [], torch.zeros(self.values)
         self._place(self.shown)
         frames = []
-        for rank in range(WORKERS):
+        for rank in range(len(self.pushing)):
             images, labels = next(self.batches[rank])
             self.module.zero_grad()
             loss = functional.cross_entropy(self.module(images), labels)
@@ -124,7 +127,7 @@ class Cluster:
             frames.append(self.pushing[rank].encode(()))
             codecs.decode_into(frames[-1], mean, add=True, tensors=self.tensors)
         push.add(frames, self.values)
-        self.table.grad = mean / WORKERS
+        self.table.grad = mean / len(self.pushing)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -158,7 +161,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         job: ``model``, ``spec`` for both directions (only for pushes if the codec is for gradients only), ``seed``,
-            ``steps``, initial learning ``rate``, and the number of evaluations ``judged``.
+            ``steps``, initial learning ``rate``, the number of evaluations
+            ``judged``, and the number of ``workers`` if it is not :data:`WORKERS`.
 
     Returns:
         ``accuracy`` at the end; ``judged``, [step, accuracy] each; curves of at most :data:`POINTS` means: ``losses``
@@ -167,7 +171,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     """
     torch.set_num_threads(1)
     pull = "none" if codecs.parse(job["spec"]).gradients_only else job["spec"]
-    cluster = Cluster(job["model"], job["spec"], pull, job["seed"], images())
+    cluster = Cluster(job["model"], job["spec"], pull, job["seed"], images(), job.get("workers", WORKERS))
     first, last = job["rate"], LAST * job["rate"]
     pushes, pulls = Traffic(), Traffic()
     losses, judged = [], []

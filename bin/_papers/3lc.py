@@ -1,0 +1,216 @@
+"""Tables 1 and 2 and Figures 3 to 6 of 3LC beside ours.
+
+bin/papers 3lc           time per step at three rates; LeNet with four workers, 200 steps
+bin/papers 3lc --full    LeNet with ten workers, 2,000 steps and three seeds, with every design
+
+Times are those of traffic alone: ResNet-110 with ten workers, two on a machine, and a server. Accuracies after all steps
+are the recorded ones of bin/bench compression --full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from _simulated import mean, run
+from _table import Part, show
+from published import Paper
+
+from gossipx.tasks.models import published_sizes
+
+BIN = Path(__file__).parents[1]
+sys.path.append(str(BIN / "benches"))
+from _cached_runs import CachedRuns, Job  # noqa: E402
+from _cluster import RATES, train  # noqa: E402
+from _sums import interval  # noqa: E402
+from compression import FLOAT, PAPER, TERNARY, ratio_spec, runs  # noqa: E402
+
+BITS = {FLOAT: 32.0, "8-bit int": 8.0, "Stoch 3-value b-3-5": 1.6, "MQE 1-bit int": 1.0, "2 local steps": 16.0}
+"""Bits per value of designs that fix them; two local steps send 32 every second step."""
+SPARSE = 0.05 * 32 + 1
+"""The largest 5 % as float32, and a bitmap (section 4.2)."""
+LC = {"1.00": "3LC (s=1.00)", "1.50": "3LC (s=1.50)", "1.75": "3LC (s=1.75)", "1.90": "3LC (s=1.90)"}
+SMALL = 64
+"""Tensors of at most so many values, here the normalisation layers and biases, are not compressed (section 4.2)."""
+COMPUTE = 0.37
+"""Seconds of a step's computation: less than 3LC's 0.39 s at 100 Mbit/s, in which there is traffic, too."""
+LINKS = ("10mbit", "100mbit", "1gbit")
+DIVERGED = 0.2
+"""A model with a lower accuracy is as good as none."""
+
+
+def parts(paper: Paper, full: bool, arguments: argparse.Namespace) -> Sequence[Part]:
+    """Return the tables."""
+    kept = CachedRuns(BIN.parent / "runs" / "codecs" / "compression.jsonl")
+    return [_speedups(paper, 20 if full else 6), _accuracies(paper, kept), _ratios(paper, kept), _trained(paper, full)]
+
+
+# --- traffic --------------------------------------------------------------------------------------
+
+
+def bits_of(paper: Paper, design: str) -> float:
+    """Return the bits per value of a design, as published or by definition."""
+    if design in LC.values():
+        return paper.figures[f"table-2/bits/{design[5:-1]}"].value
+    return BITS.get(design, SPARSE)
+
+
+def seconds_of(paper: Paper, design: str, link: str, steps: int) -> float:
+    """Return the seconds of a step with ten workers on five machines, and a server on a sixth."""
+    sizes = [count for _, count in published_sizes("resnet110")]
+    small = sum(count for count in sizes if count <= SMALL) / sum(sizes)
+    share = small + (1 - small) * bits_of(paper, design) / 32
+    server: dict[str, Any] = {"servers": "10", "servers_only": True, "sync": "bsp"}
+    simulation: dict[str, Any] = {"peers": 11, "work": "traffic", "model": "resnet110"}
+    if design != FLOAT:
+        simulation["encoded"] = share
+        server |= {"push_codec": "int8", "pull_codec": "int8"}  # any codec: encoded has its size
+    tables = {
+        "simulation": simulation,
+        "run": {"iterations": steps},
+        "server": server,
+        "compute": {"seconds": COMPUTE},
+        "network": {"preset": link, "sites": 6, "uplink": link},  # a machine's workers share its link
+        "exchange": {"peer_timeout": 3600.0},  # a float transfer takes more than a minute
+    }
+    return mean(run(tables).summary.train_seconds) / steps
+
+
+def _speedups(paper: Paper, steps: int) -> Part:
+    setting = (
+        f"traffic of ResNet-110, {COMPUTE} s of computation per step; bits of Table 2 or by definition; half of the bytes"
+        " in each step in place of all in every second; no time for encoding, of which the paper's steps have some; all"
+        " tensors share a link at once, so that pulls hardly overlap with pushes"
+    )
+    made = Part("Table 1: speedup", setting)
+    speedup: dict[str, dict[str, float]] = {link: {} for link in LINKS}
+    for link in LINKS:
+        seconds = {design: seconds_of(paper, design, link, steps) for design in PAPER}
+        published = paper.figures.get(f"derived/step/{link}", "not given")
+        made.add(f"{FLOAT} at {link}, time of a step", published, seconds[FLOAT], "s")
+        for design in list(PAPER)[1:]:
+            speedup[link][design] = seconds[FLOAT] / seconds[design]
+            made.add(f"{design} at {link}", paper.figures[f"table-1/{design}/{link}"], speedup[link][design], "times")
+    slow, other, fast = (speedup[link] for link in LINKS)
+    first = [max(of, key=lambda design: of[design]) in LC.values() for of in (slow, other, fast)]
+    claim = paper.claims["table-1/speedup"]
+    made.add("3LC is the fastest at all rates", claim, sum(first), "of 3 rates", all(first), holds=True)
+    ours, theirs = sorted(slow, key=slow.__getitem__), [d for d in PAPER if d != FLOAT]
+    theirs.sort(key=lambda design: paper.figures[f"table-1/{design}/10mbit"].value)
+    same = [slow[one] <= slow[two] for one, two in zip(theirs, theirs[1:], strict=False)]
+    made.add("designs in the paper's order at 10mbit", " < ".join(theirs), sum(same), f"of {len(same)}", all(same), True)
+    falls = all(slow[design] >= other[design] >= fast[design] for design in ours)
+    made.add("speedups fall with the rate", "Table 1", slow[LC["1.00"]] / fast[LC["1.00"]], "times", falls, True)
+    claim, one = paper.claims["figure-3/1gbit/one-bit"], fast["MQE 1-bit int"] / fast["8-bit int"]
+    made.add("MQE 1-bit int / 8-bit int at 1gbit", claim, one, "", one < 1)
+    claim, sparse = paper.claims["figure-3/100mbit"], other["5% sparsification"] / other["Stoch 3-value b-3-5"]
+    made.add("5% / Stoch 3-value at 100mbit, speed", claim, sparse, "", None)
+    return made
+
+
+# --- recorded training ----------------------------------------------------------------------------
+
+
+def _recorded(kept: CachedRuns, design: str) -> list[Any]:
+    return [kept[job] for job in runs("lenet", [PAPER[design]], 5, 4000, 10)]
+
+
+def _accuracies(paper: Paper, kept: CachedRuns) -> Part:
+    setting = (
+        "recorded: LeNet on Fashion-MNIST, four workers and a server, 4,000 steps, five seeds (bin/bench compression"
+        " --full); mean, paired by seed"
+    )
+    made = Part("Table 1: accuracy, less that of 32-bit float", setting)
+    exact = [one["accuracy"] for one in _recorded(kept, FLOAT)]
+    made.add(FLOAT, paper.figures[f"table-1/{FLOAT}/accuracy"], 100 * fmean(exact), "%")
+    lost = {}
+    for design in list(PAPER)[1:]:
+        own = [one["accuracy"] for one in _recorded(kept, design)]
+        pairs = [100 * (one - of) for one, of in zip(own, exact, strict=True)]
+        lost[design] = fmean(pairs)
+        diverged = sum(accuracy < DIVERGED for accuracy in own)
+        told = f"points, {diverged} of {len(own)} seeds diverged" if diverged else f"± {interval(pairs):.2f} points"
+        published = paper.figures[f"table-1/difference/accuracy/{design}"]
+        near = abs(lost[design]) < 1 if design in LC.values() and design != LC["1.90"] else None
+        made.add(f"{design}, accuracy", published, lost[design], told, near, near is not None and not diverged)
+    claim, worse = paper.claims["figure-3/stochastic"], lost["Stoch 3-value b-3-5"] - lost[LC["1.00"]]
+    made.add("Stoch 3-value less 3LC (s=1.00)", claim, worse, "points", worse < 0, holds=True)
+    claim, dense = paper.claims["figure-5/1.90"], lost[LC["1.90"]] - lost[LC["1.00"]]
+    made.add("3LC, s=1.90 less s=1.00", claim, dense, "points", dense < 0, holds=True)
+    tails = {design: fmean(one["losses"][-1] for one in _recorded(kept, design)) for design in PAPER}
+    claim, close = paper.claims["figure-4/3lc"], tails[LC["1.00"]] / tails[FLOAT]
+    made.add("training loss, 3LC (s=1.00) / float", claim, close, "", close < 1.1)
+    claim, others = paper.claims["figure-4/others"], [d for d in PAPER if d not in (FLOAT, *LC.values())]
+    higher = [tails[design] > tails[LC["1.00"]] for design in others]
+    made.add("designs with more training loss than 3LC", claim, sum(higher), f"of {len(others)}", all(higher))
+    claim, quarter = paper.claims["figure-5/sparsity"], _early(kept, LC["1.00"]) - _early(kept, LC["1.75"])
+    made.add("25 % of the steps, s=1.00 less s=1.75", claim, quarter, "points", quarter > 0, holds=True)
+    return made
+
+
+def _early(kept: CachedRuns, design: str) -> float:
+    """Return the accuracy in % after a quarter of the steps, over three seeds."""
+    return 100 * fmean(kept[job]["accuracy"] for job in runs("lenet", [PAPER[design]], 3, 1000))
+
+
+def _ratios(paper: Paper, kept: CachedRuns) -> Part:
+    setting = "recorded: ResNet-20 on Fashion-MNIST, four workers, 1,200 steps, one seed; Figure 6 of LeNet, s=1.00"
+    made = Part("Table 2 and Figure 6: compression", setting)
+    bits = {}
+    for sparsity in TERNARY:
+        found = kept[runs("resnet20", [ratio_spec(sparsity)], 1, 1200)[0]]
+        bits[sparsity], column = fmean(found["bits"]), f"s={float(sparsity):.2f}"
+        made.add(f"{column}, bits", paper.figures[f"table-2/bits/{column}"], bits[sparsity], "bits per value")
+        made.add(f"{column}, ratio", paper.figures[f"table-2/ratio/{column}"], 32 / bits[sparsity], "times")
+    grows = bits["1"] > bits["1.5"] > bits["1.75"]
+    made.add("the ratio grows from s=1.00 to 1.75", "Table 2", bits["1"] / bits["1.75"], "times", grows, holds=True)
+    most = bits["1.9"] < bits["1.75"]
+    made.add("and from s=1.75 to 1.90", "Table 2", bits["1.75"] / bits["1.9"], "times", most)
+    dense = paper.figures["table-2/bits/No ZRE"].value
+    claim, halves = paper.claims["table-2/zero-runs"], dense / bits["1"]
+    made.add("zero-run encoding, s=1.00", claim, halves, "times smaller", 1.5 < halves < 4, holds=True)
+    curves = [(one["push"], one["pull"]) for one in _recorded(kept, LC["1.00"])]
+    smaller = fmean(push < pull for pushes, pulls in curves for push, pull in zip(pushes, pulls, strict=True))
+    claim = paper.claims["figure-6/pushes"]
+    made.add("steps with smaller pushes than pulls", claim, 100 * smaller, "% of the training", smaller > 0.5, True)
+    return made
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _result(design: str, seed: int, steps: int, workers: int) -> Any:
+    job: Job = {"model": "lenet", "spec": PAPER[design], "seed": seed, "steps": steps, "judged": 1}
+    return train({**job, "rate": RATES["lenet"], "workers": workers})
+
+
+def _trained(paper: Paper, full: bool) -> Part:
+    workers, steps, seeds = (10, 2000, 3) if full else (4, 200, 1)
+    designs = list(PAPER) if full else [FLOAT, "8-bit int", LC["1.00"], LC["1.75"]]
+    setting = f"LeNet on Fashion-MNIST, {workers} workers, {steps} steps, {seeds} seeds, trained by this command"
+    made = Part("The same, trained now", setting)
+    bits: dict[str, float] = {}
+    for design in designs:
+        found = [_result(design, seed, steps, workers) for seed in range(seeds)]
+        bits[design] = fmean(fmean(one["bits"]) for one in found)
+        published = paper.figures[f"table-1/{design}/accuracy"]
+        made.add(f"{design}, accuracy here", published, 100 * fmean(one["accuracy"] for one in found), "%")
+        known: Any = f"{bits_of(paper, design):g} bits per value"
+        if design in LC.values():
+            known = paper.figures[f"table-2/bits/{design[5:-1]}"]
+        made.add(f"{design}, bits here", known, bits[design], "bits per value")
+    fewer = bits[LC["1.00"]] / bits[LC["1.75"]]
+    made.add("bits, s=1.00 / s=1.75, here", "Table 2: 0.812 / 0.298 = 2.7", fewer, "times", fewer > 1, holds=True)
+    dense = paper.figures["base-3^5/bits"]
+    made.add("bits with zero runs below base-3^5", dense, bits[LC["1.00"]], "bits", bits[LC["1.00"]] < 1.6, holds=True)
+    return made
+
+
+if __name__ == "__main__":
+    show("3lc", parts, __doc__ or "")
