@@ -89,6 +89,8 @@ class Net:
     preset: Literal["10mbit", "100mbit", "1gbit", "10gbit", "wan"] = setting("1gbit", "The other values of this table.")
     up: str | None = setting(None, "Bandwidth at which a peer sends.", check=checks.bandwidth)
     down: str | None = setting(None, "Bandwidth at which a peer receives.", check=checks.bandwidth)
+    slow_share: float = setting(0.0, "Share of the peers whose links are slower, drawn by the seed.", 0, 1)
+    slow_factor: float = setting(10.0, "How much less bandwidth their links have, in each direction.", 1, 1e6)
     latency: float | None = setting(None, "Seconds that a message takes in one direction.", 0, 60)
     jitter: float | None = setting(None, "Maximum additional latency in seconds, drawn per message.", 0, 60)
     loss: float | None = setting(None, "Share of packets that are lost, which limits each TCP connection.", 0, 0.5)

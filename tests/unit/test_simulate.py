@@ -99,6 +99,20 @@ def test_custom_parts_of_a_server_are_simulated(tmp_path: Path) -> None:
     assert 0 < received("stale", Parts(sync=SSPConsistency(5))) < received("bsp", Parts()) / 3
 
 
+def test_a_share_of_the_peers_has_slower_links(tmp_path: Path) -> None:
+    """Of two peers one is slow, and a pull between them is as slow in both directions."""
+    settings = {
+        "simulation": {"peers": 2},
+        "network": {"preset": "100mbit", "latency": 0.0, "slow_share": 0.5, "slow_factor": 4.0},
+        "sync": {"policy": "tau:20", "blocking": True, "finish": "none"},
+    }
+    run = simulated(scenario(tmp_path, TRAFFIC, settings))
+    pull = MODEL / (100e6 / 4 / 8 * 1448 / 1538)
+    assert run.blocked_seconds == [pytest.approx(10 * pull, rel=1e-6)] * 2
+    alike = simulated(scenario(tmp_path, TRAFFIC, settings, {"network": {"slow_share": 0.0}}))
+    assert alike.blocked_seconds == [pytest.approx(10 * pull / 4, rel=1e-6)] * 2
+
+
 def test_given_retrievals_replace_the_policy(tmp_path: Path) -> None:
     run = simulated(scenario(tmp_path, TRAFFIC, {"simulation": {"retrievals": [0, 1, 2, 3, 4, 50]}}))
     assert run.retrievals[:5] == [0, 1, 2, 3, 4] and 45 <= (run.retrievals[5] or 0) <= 50

@@ -132,8 +132,8 @@ def _options(config: RunConfig) -> PeerOptions:
     )
 
 
-def network_of(net: Net, peers: int) -> Network:
-    """Return the network of a scenario."""
+def network_of(net: Net, peers: int, seed: int) -> Network:
+    """Return the network of a scenario; ``seed`` draws which peers have slower links."""
     values = dict(PRESETS[net.preset])
     lossy = net.loss if net.loss is not None else values.pop("loss", 0.0)
     values.pop("loss", None)
@@ -142,11 +142,14 @@ def network_of(net: Net, peers: int) -> Network:
     for name, own in (("delay", net.latency), ("jitter", net.jitter)):
         if own is not None:
             values[name] = own
+    links = dict.fromkeys(range(peers), (up * share, down * share)) if up != down else {}
+    for rank in random.Random(f"network {seed}").sample(range(peers), round(peers * net.slow_share)):
+        links[rank] = up * share / net.slow_factor, down * share / net.slow_factor
     return Network(
         bandwidth=up * share,
         delay=values["delay"],
         jitter=values.get("jitter", 0.0),
-        links=dict.fromkeys(range(peers), (up * share, down * share)) if up != down else {},
+        links=links,
         sites=[rank * net.sites // peers for rank in range(peers)] if net.sites > 1 else (),
         far=net.site_latency,
         uplink=None if net.uplink is None else parse_rate(net.uplink) * share,

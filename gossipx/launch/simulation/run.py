@@ -92,7 +92,8 @@ class _Simulation:
         self._directory = directory
         self._make = make
         self._disks = disks
-        self._world: World[BasePeer] = World(plan.config.run.seed, network_of(plan.scenario.network, plan.size))
+        seed = plan.config.run.seed
+        self._world: World[BasePeer] = World(seed, network_of(plan.scenario.network, plan.size, seed))
         self._curves: Aggregate | None = curves_of(plan, directory.path, lambda: self._world.now)
         self._recorders: list[Recorder] = []
 
