@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gossipx.assembly.server import Parts
-from gossipx.config.scenario import load
+from gossipx.config.scenario import Scenario, load
 from gossipx.launch.simulation.run import simulate
 from gossipx.metrics import summary
 from gossipx.metrics.summary import Figures, Summary
@@ -64,6 +64,17 @@ def merged(*layers: Tables) -> dict[str, dict[str, Any]]:
     return tables
 
 
+def written(tables: Tables, **given: Any) -> Scenario:
+    """Return a scenario; ``given`` are settings of ``gossipx run`` that replace those of the tables."""
+    lines = []
+    for table, values in tables.items():
+        lines += [f"[{table}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items())]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "scenario.toml"
+        file.write_text("\n".join(lines) + "\n")
+        return load(file, given)
+
+
 def run(*layers: Tables, curves: bool = False, parts: Parts | None = None) -> Run:
     """Run a scenario.
 
@@ -79,14 +90,9 @@ def run(*layers: Tables, curves: bool = False, parts: Parts | None = None) -> Ru
     tables = merged(*layers, {"run": recorded})
     if curves:
         tables["simulation"]["recorded"] = tables["simulation"]["peers"]
-    lines = []
-    for table, values in tables.items():
-        lines += [f"[{table}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items())]
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "scenario.toml"
-        file.write_text("\n".join(lines) + "\n")
         with contextlib.redirect_stdout(io.StringIO()):
-            code = simulate(load(file, {"logdir": folder, "name": "run"}), "run", parts)
+            code = simulate(written(tables, logdir=folder, name="run"), "run", parts)
         if code:
             raise RuntimeError(f"the simulation ended with exit code {code}: {tables}")
         directory = Path(folder) / "run"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "bin" / "_papers"
-NAMES = ("3lc", "adaptive-gossip", "fluentps", "hybrid", "modular-server")
+NAMES = ("3lc", "adaptive-gossip", "diloco", "fluentps", "hybrid", "modular-server")
 
 
 @pytest.fixture(scope="module")

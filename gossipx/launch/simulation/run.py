@@ -65,6 +65,7 @@ def simulate(scenario: Scenario, name: str, parts: Parts | None = None) -> int:
     try:
         return _Simulation(plan, directory, make, disks).go()
     finally:
+        gc.unfreeze()  # a process may run several
         directory.release()
 
 

@@ -1,0 +1,154 @@
+"""Loss against bytes of GASLoC and DiLoCo in virtual time, beside our figures of real runs.
+
+bin/papers diloco           LeNet on classes that are split unevenly, 4 and 8 peers, 100 iterations
+bin/papers diloco --full    the transformer on text: 4 and 16 peers with 800 iterations, 64 with 200 (hours)
+
+DiLoCo is waves with Nesterov's momentum, blocking; GASLoC is pulls or pairs with momentum. Links are equal, or those of
+half of the peers are ten times slower. Loss and accuracy are those of the average of all models.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from _simulated import Run, mean, run
+from _table import Part, show
+from published import Figure, Paper
+
+COMPUTE = 0.075
+"""Seconds of an iteration: the transformer's on half of a core, as in the real runs."""
+NESTEROV, MOMENTUM = "nesterov:lr=0.7,momentum=0.9", "momentum:0.6"
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "diloco": {"exchange": "waves", "outer": NESTEROV, "blocking": True},
+    "waves": {"exchange": "waves", "blocking": True},
+    "momentum": {"outer": MOMENTUM},
+    "pairs": {"mode": "pushpull", "outer": MOMENTUM},
+    "pull": {},
+}
+TOLD = {
+    "diloco": "DiLoCo: waves, Nesterov",
+    "waves": "waves without momentum",
+    "momentum": "GASLoC: pulls, momentum",
+    "pairs": "GASLoC: pairs, momentum",
+    "pull": "pulls without momentum",
+}
+SLOW = {"slow_share": 0.5, "slow_factor": 10.0}
+Kind = tuple[str, int]
+"""A system and its period in iterations."""
+
+
+def parts(paper: Paper, full: bool, arguments: argparse.Namespace) -> Sequence[Part]:
+    """Return the tables."""
+    rare = 50 if full else 20
+    kinds: list[Kind] = [*((system, rare) for system in SYSTEMS), ("pull", 10)]
+    lengths = {4: 800, 16: 800, 64: 200} if full else {4: 100, 8: 100}
+    more: list[Kind] = [("diloco", 10), ("diloco", 20), ("waves", 10)] if full else []
+    found = {
+        size: {kind: _run(kind, size, steps, full) for kind in (*kinds, *(more if size == 4 else ()))}
+        for size, steps in lengths.items()
+    }
+    largest = max(size for size in lengths if lengths[size] == lengths[4])
+    slow = {kind: _run(kind, largest, lengths[largest], full, **SLOW) for kind in kinds if kind[0] in ("diloco", "momentum")}
+    return [
+        *(_loss(paper, size, lengths[size], runs, full) for size, runs in found.items()),
+        _bytes(paper, found, rare, lengths),
+        _links(paper, found[largest], slow, largest),
+    ]
+
+
+def _run(kind: Kind, size: int, steps: int, full: bool, **network: float) -> Run:
+    system, period = kind
+    text = {"task": "text", "model": "transformer"}
+    tables = {
+        "simulation": {"peers": size},
+        "run": {"iterations": steps, "eval_interval": 0},
+        "task": text if full else {"partition": "dirichlet:alpha=0.3"},
+        "sync": {"policy": f"tau:{period}", "finish": "none", **SYSTEMS[system]},
+        "compute": {"seconds": COMPUTE},
+        "network": {"preset": "1gbit" if full and not network else "100mbit", **network},
+    }
+    return run(tables)
+
+
+def _name(kind: Kind) -> str:
+    return f"{TOLD[kind[0]]}, every {kind[1]}"
+
+
+def _megabytes(of: Run) -> float:
+    return mean(of.summary.bytes_received) / 1e6
+
+
+def _loss_of(of: Run) -> float:
+    assert of.summary.consensus_loss is not None
+    return of.summary.consensus_loss
+
+
+def _loss(paper: Paper, size: int, steps: int, runs: dict[Kind, Run], full: bool) -> Part:
+    task = "the transformer on text" if full else "LeNet on Fashion-MNIST, dirichlet:alpha=0.3"
+    other = "" if full else ", and 50 iterations between exchanges in place of 20"
+    setting = f"{task}, {steps} iterations, one seed, {COMPUTE} s each; real: 800 of the transformer on text{other}"
+    made = Part(f"Loss against bytes, {size} peers", setting)
+    for kind, one in runs.items():
+        system, period = kind
+        row = f"{system}:{period if full or period == 10 else 50}"
+        published: dict[str, Figure | str] = {
+            column: paper.figures.get(f"text/{row}/{column}", "not measured") if size == 4 else "4 peers only"
+            for column in ("loss", "bytes")
+        }
+        loss = _loss_of(one)
+        known = published["loss"]
+        near = abs(loss - known.value) < 0.03 if full and isinstance(known, Figure) else None
+        made.add(f"{size} peers, {_name(kind)}: loss", known, loss, "nats", near)
+        made.add(f"{size} peers, {_name(kind)}: bytes", published["bytes"], _megabytes(one), "MB per peer")
+    rare = next(iter(runs))[1]
+    claim, better = paper.claims["period"], _loss_of(runs["pull", rare]) - _loss_of(runs["pull", 10])
+    made.add(f"{size} peers, pulls every {rare} − every 10: loss", claim, better, "nats", better > 0, holds=not full)
+    gained = _loss_of(runs["pull", rare]) - _loss_of(runs["momentum", rare])
+    made.add(f"{size} peers, pulls: loss that momentum saves", paper.claims["momentum"], gained, "nats", gained > 0)
+    diloco = _loss_of(runs["waves", rare]) - _loss_of(runs["diloco", rare])
+    claimed = paper.figures["text/diloco:50/loss"].value - paper.figures["text/waves:50/loss"].value
+    text = f"it costs {claimed:.3f} nats on text"
+    made.add(f"{size} peers, waves: loss that Nesterov saves", text, diloco, "nats", diloco < 0)
+    return made
+
+
+def _bytes(paper: Paper, found: dict[int, dict[Kind, Run]], rare: int, lengths: dict[int, int]) -> Part:
+    made = Part("Bytes against peers", f"exchanges every {rare} iterations; theory in place of a paper")
+    for size in list(found)[1:]:
+        for system in ("diloco", "momentum", "pairs"):
+            each = [_megabytes(found[one][system, rare]) / lengths[one] for one in (size, 4)]
+            rounds = (size.bit_length() - 1) / 2 if system == "diloco" else 1.0
+            told = "log2 of the peers" if system == "diloco" else "constant"
+            grows = each[0] / each[1]
+            near = abs(grows / rounds - 1) < 0.1
+            holds = system != "pairs"
+            what = f"{TOLD[system]}: {size} peers / 4"
+            made.add(what, f"{told}: {rounds:g}", grows, "times the bytes per peer", near, holds)
+    equal = _megabytes(found[4]["diloco", rare]) / _megabytes(found[4]["momentum", rare])
+    figures = paper.figures
+    known = figures["text/diloco:50/bytes"].value / figures["text/momentum:50/bytes"].value
+    made.add("DiLoCo / GASLoC with pulls, 4 peers", f"{known:.2f} times on text", equal, "times", equal > 1.5, True)
+    return made
+
+
+def _links(paper: Paper, equal: dict[Kind, Run], slow: dict[Kind, Run], size: int) -> Part:
+    setting = f"{size} peers, one seed; 10 Mbit/s for half of the peers and 100 Mbit/s for the others, where a round of a"
+    made = Part("Heterogeneous links", f"{setting} wave waits for the slowest")
+    longer = {}
+    for kind, one in slow.items():
+        longer[kind[0]] = one.seconds / (one.summary.iterations * COMPUTE)
+        made.add(f"{_name(kind)}: time", "not measured", longer[kind[0]], "times that of computing")
+        change = _loss_of(one) - _loss_of(equal[kind])
+        made.add(f"{_name(kind)}: loss, less that on equal links", "not measured", change, "nats")
+    claim = paper.claims["overlap"]
+    costs = longer["diloco"] > longer["momentum"]
+    made.add("time of DiLoCo / GASLoC", claim, longer["diloco"] / longer["momentum"], "", costs, holds=True)
+    free = longer["momentum"] < 1.02
+    made.add("pulls cost no time on slow links", claim, longer["momentum"], "times that of computing", free, holds=True)
+    return made
+
+
+if __name__ == "__main__":
+    show("diloco", parts, __doc__ or "")
