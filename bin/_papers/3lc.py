@@ -3,14 +3,15 @@
 bin/papers 3lc           time per step at three rates; LeNet with four workers, 200 steps
 bin/papers 3lc --full    LeNet with ten workers, 2,000 steps and three seeds, with every design
 
-Times are those of traffic alone: ResNet-110 with ten workers, two on a machine, and a server. Accuracies after all steps
-are the recorded ones of bin/bench compression --full.
+Times are those of traffic alone: ResNet-110 with ten workers, two on a machine, and a server. Accuracies after all
+steps are those that bin/bench compression --full has recorded.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +37,7 @@ SPARSE = 0.05 * 32 + 1
 """The largest 5 % as float32, and a bitmap (section 4.2)."""
 LC = {"1.00": "3LC (s=1.00)", "1.50": "3LC (s=1.50)", "1.75": "3LC (s=1.75)", "1.90": "3LC (s=1.90)"}
 SMALL = 64
-"""Tensors of at most so many values, here the normalisation layers and biases, are not compressed (section 4.2)."""
+"""Tensors of at most this size, here normalisation layers and biases, are not compressed (section 4.2)."""
 COMPUTE = 0.37
 """Seconds of a step's computation: less than 3LC's 0.39 s at 100 Mbit/s, in which there is traffic, too."""
 LINKS = ("10mbit", "100mbit", "1gbit")
@@ -83,9 +84,9 @@ def seconds_of(paper: Paper, design: str, link: str, steps: int) -> float:
 
 def _speedups(paper: Paper, steps: int) -> Part:
     setting = (
-        f"traffic of ResNet-110, {COMPUTE} s of computation per step; bits of Table 2 or by definition; half of the bytes"
-        " in each step in place of all in every second; no time for encoding, of which the paper's steps have some; all"
-        " tensors share a link at once, so that pulls hardly overlap with pushes"
+        f"traffic of ResNet-110, {COMPUTE} s of computation per step; bits of Table 2 or by definition; 2 local steps"
+        " send half of the bytes in each step in place of all in every second; no time for encoding, of which the"
+        " paper's steps have some; all tensors share a link at once, so that pulls hardly overlap with pushes"
     )
     made = Part("Table 1: speedup", setting)
     speedup: dict[str, dict[str, float]] = {link: {} for link in LINKS}
@@ -102,8 +103,10 @@ def _speedups(paper: Paper, steps: int) -> Part:
     made.add("3LC is the fastest at all rates", claim, sum(first), "of 3 rates", all(first), holds=True)
     ours, theirs = sorted(slow, key=slow.__getitem__), [d for d in PAPER if d != FLOAT]
     theirs.sort(key=lambda design: paper.figures[f"table-1/{design}/10mbit"].value)
-    same = [slow[one] <= slow[two] for one, two in zip(theirs, theirs[1:], strict=False)]
-    made.add("designs in the paper's order at 10mbit", " < ".join(theirs), sum(same), f"of {len(same)}", all(same), True)
+    same = [slow[one] <= slow[two] for one, two in itertools.pairwise(theirs)]
+    made.add(
+        "designs in the paper's order at 10mbit", " < ".join(theirs), sum(same), f"of {len(same)}", all(same), True
+    )
     falls = all(slow[design] >= other[design] >= fast[design] for design in ours)
     made.add("speedups fall with the rate", "Table 1", slow[LC["1.00"]] / fast[LC["1.00"]], "times", falls, True)
     claim, one = paper.claims["figure-3/1gbit/one-bit"], fast["MQE 1-bit int"] / fast["8-bit int"]

@@ -1,4 +1,4 @@
-"""Training of one's own model around a parameter server in virtual time, evaluated at moments of the run."""
+"""Training of a custom model around a parameter server in virtual time, evaluated at moments of the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVENTS = 1000
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained.
+    """The model and data to train.
 
     Attributes:
         module: makes the model; all peers start from the same weights.

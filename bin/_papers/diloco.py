@@ -50,7 +50,9 @@ def parts(paper: Paper, full: bool, arguments: argparse.Namespace) -> Sequence[P
         for size, steps in lengths.items()
     }
     largest = max(size for size in lengths if lengths[size] == lengths[4])
-    slow = {kind: _run(kind, largest, lengths[largest], full, **SLOW) for kind in kinds if kind[0] in ("diloco", "momentum")}
+    slow = {
+        kind: _run(kind, largest, lengths[largest], full, **SLOW) for kind in kinds if kind[0] in ("diloco", "momentum")
+    }
     return [
         *(_loss(paper, size, lengths[size], runs, full) for size, runs in found.items()),
         _bytes(paper, found, rare, lengths),
@@ -134,7 +136,9 @@ def _bytes(paper: Paper, found: dict[int, dict[Kind, Run]], rare: int, lengths: 
 
 
 def _links(paper: Paper, equal: dict[Kind, Run], slow: dict[Kind, Run], size: int) -> Part:
-    setting = f"{size} peers, one seed; 10 Mbit/s for half of the peers and 100 Mbit/s for the others, where a round of a"
+    setting = (
+        f"{size} peers, one seed; 10 Mbit/s for half of the peers and 100 Mbit/s for the others, where a round of a"
+    )
     made = Part("Heterogeneous links", f"{setting} wave waits for the slowest")
     longer = {}
     for kind, one in slow.items():

@@ -28,8 +28,8 @@ from gossipx.tasks.data import load
 from gossipx.tasks.models import build_model
 
 sys.path.append(str(Path(__file__).parents[1] / "benches"))
-from _hybrid import JUDGED, MOMENTS, RATE, random_task  # noqa: E402
-from _sums import interval  # noqa: E402
+from _hybrid import JUDGED, MOMENTS, RATE, random_task
+from _sums import interval
 
 WORKERS = 25
 COMPUTE = 0.05
@@ -73,10 +73,7 @@ FULL = (
     *(Cell("table-3", "32", compute=compute) for compute in (0.01, 0.2)),
 )
 IMAGES = tuple(
-    Cell(table, f"{step},{batch}", batch, str(step))
-    for table in DATA
-    for step in (300, 500)
-    for batch in (32, 64)
+    Cell(table, f"{step},{batch}", batch, str(step)) for table in DATA for step in (300, 500) for batch in (32, 64)
 )
 Rounds = list[dict[str, float]]
 """For each round, the means of the metrics."""
