@@ -291,7 +291,8 @@ class Orders:
             self._asked[pull.shard, key] = worker, pull.progress, pull.shard
             return
         agreed = all((worker, pull.progress, index) in self._agreed for index in range(2))
-        pushed = all(shard(self._made, index, index).clock.progress[worker] >= pull.progress for index in range(2))
+        clocks = [shard(self._made, index, index).clock for index in range(2)]
+        pushed = all(clock.progress.get(worker, math.inf) >= pull.progress for clock in clocks)  # inf: it has trained
         self.pulls.append((worker, pull.progress, pull.shard, agreed, pushed))
 
 
