@@ -281,29 +281,44 @@ def _table_4(paper: Paper, problem: Problem, block: _Block, columns: Sequence[st
         made.add(f"{column}: time", f"{relative:.2f} × ASP's", one.seconds / found["asp"].seconds, "× ASP's")
     for column, one in found.items():
         made.add(f"{column}: accuracy", published("accuracy", column), one.accuracy(problem.test), "of 1")
-    _directions(paper, made, found)
+    _directions(paper, made, block.model, found)
     return made
 
 
-def _directions(paper: Paper, made: Part, found: dict[str, Outcome]) -> None:
+def _directions(paper: Paper, made: Part, model: str, found: dict[str, Outcome]) -> None:
     """Add what the paper concludes from Table IV."""
     dprs = {column: one.dprs for column, one in found.items()}
     seconds = {column: one.seconds for column, one in found.items()}
-    made.add("ASP delays no pull", "0 in Table IV", dprs["asp"], "DPRs", dprs["asp"] == 0, holds=True)
+    made.add(f"{model}, ASP delays no pull", "0 in Table IV", dprs["asp"], "DPRs", dprs["asp"] == 0, holds=True)
     soft = [dprs[f"soft/{name}"] for name in ("pssp:0.1", "pssp:0.3", "pssp:0.5", "ssp") if f"soft/{name}" in dprs]
     rising = soft == sorted(soft) and len(set(soft)) == len(soft)
-    made.add("soft barrier: PSSP has fewer DPRs", "Table IV", soft[0] / soft[-1], "of SSP's", rising, holds=True)
+    made.add(
+        f"{model}, soft barrier: PSSP has fewer DPRs", "Table IV", soft[0] / soft[-1], "of SSP's", rising, holds=True
+    )
     saved = 100 * (1 - dprs["lazy/ssp"] / dprs["soft/ssp"])
-    made.add("SSP: DPRs saved by lazy pulls", paper.figures["figure-9/lazy/dprs-saved"], saved, "%", saved > 50, True)
+    made.add(
+        f"{model}, SSP: DPRs saved by lazy pulls",
+        paper.figures["figure-9/lazy/dprs-saved"],
+        saved,
+        "%",
+        saved > 50,
+        True,
+    )
     saved = 100 * (1 - dprs["lazy/pssp:0.1"] / dprs["lazy/ssp"])
-    made.add("lazy: DPRs saved by PSSP 0.1", paper.figures["figure-9/pssp/lazy/dprs-saved"], saved, "%", saved > 0)
+    made.add(
+        f"{model}, lazy: DPRs saved by PSSP 0.1", paper.figures["figure-9/pssp/lazy/dprs-saved"], saved, "%", saved > 0
+    )
     fastest = seconds["asp"] <= min(seconds.values())
     claim = paper.claims["figure-10/asp"]
-    made.add("ASP is fastest", claim, seconds["asp"] / min(seconds.values()), "× the least", fastest, holds=True)
+    made.add(
+        f"{model}, ASP is fastest", claim, seconds["asp"] / min(seconds.values()), "× the least", fastest, holds=True
+    )
     gain = seconds["soft/ssp"] / seconds["lazy/ssp"]
-    made.add("SSP: lazy pulls are faster", paper.figures["figure-8/lazy/speedup"], gain, "×", gain > 1.01)
+    made.add(f"{model}, SSP: lazy pulls are faster", paper.figures["figure-8/lazy/speedup"], gain, "×", gain > 1.01)
     gain = seconds["soft/ssp"] / seconds["soft/pssp:0.5"]
-    made.add("PSSP 0.5 is faster than SSP, soft", paper.figures["figure-10/pssp/speedup"], gain, "×", gain > 1.01)
+    made.add(
+        f"{model}, PSSP 0.5 is faster than SSP, soft", paper.figures["figure-10/pssp/speedup"], gain, "×", gain > 1.01
+    )
 
 
 def _stragglers(problem: Problem, block: _Block) -> Part:

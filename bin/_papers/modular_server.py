@@ -144,7 +144,7 @@ def _placements(paper: Paper, full: bool) -> Part:
     )
     setting = (
         f"traffic, bsp, traditional backpropagation, {alone}, 0.1 ms for each message (chosen: without it, uniform is "
-        "no slower)"
+        "about as fast)"
     )
     made = Part("Figures 5.1 to 5.3: placements, speedup at four workers", setting)
     found: dict[str, dict[str, float]] = {}
