@@ -194,8 +194,7 @@ class BasePeer(abc.ABC):
             self.act(lambda: self.handle(events.LeaveRun()))
         elif not self.waits:
             self._report_step()
-            is_over = self._phase == "train" and not self._has_gradients and self.used[0] >= self.used[1]
-            if self._phase in ("join", "leave") or is_over or self.may_compute():
+            if self._phase in ("join", "leave") or self.may_compute():
                 self._next_phase()
 
     def _report_step(self) -> None:
