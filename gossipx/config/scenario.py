@@ -154,6 +154,12 @@ UNTIL = ("crash", "pause", "partition", "disk-full")
 """Kinds of faults that may end."""
 
 
+WITHOUT_EFFECT = frozenset(
+    ["peers", "device", "restart", "metrics_port", "save_model", "keep_checkpoints", "solver", "journal", "bind", "advertise", "secret_file", "tls_cert", "tls_key", "tls_ca", "transport", "max_rate", "rendezvous_timeout"]
+)
+"""Settings of real processes, machines and sockets, which a simulated run does not have."""
+
+
 @dataclass(frozen=True)
 class Scenario:
     """A simulated run.
@@ -245,6 +251,10 @@ def _fault(fault: Mapping[str, Any], text: str, path: Path) -> Fault:
 def _check(scenario: Scenario) -> None:
     """Refuse settings that exclude or need each other."""
     of = scenario.simulation
+    for name in sorted(WITHOUT_EFFECT & scenario.config.given):
+        raise UsageError(f"{name} has no effect on a simulated run: leave it out")
+    if of.work == "traffic" and scenario.config.is_given("checkpoint_every"):
+        raise UsageError('checkpoint_every is for work = "real": leave it out, or give that')
     outside = [rank for fault in scenario.faults for rank in fault.ranks if rank >= of.peers]
     if outside:
         raise UsageError(f"[[{FAULTS}]] names peer {outside[0]}, and the last of {of.peers} peers is {of.peers - 1}")

@@ -151,7 +151,6 @@ class BasePeer(abc.ABC):
 
     def later(self, time: float, action: Callable[[], None]) -> None:
         """Schedule ``action`` at ``time``, or at the end of a pause; drop it if this peer is down by then."""
-
         self.world.at(time, action, self)
 
     def due(self, action: Callable[[], None]) -> None:

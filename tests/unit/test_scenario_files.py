@@ -68,6 +68,9 @@ def test_a_mistake_is_told_with_its_line(tmp_path: Path, text: str, line: int, w
         (TRAFFIC + "retrievals = [1, 2]\n", "2 numbers for 4 peers"),
         (REAL + '[[faults]]\nkind = "crash"\npeers = [4]\n', "the last of 4 peers is 3"),
         (REAL + "[network]\nsites = 5\n", "sites is 5"),
+        (REAL + "[run]\nrestart = 3\n", "restart has no effect on a simulated run"),
+        (REAL + '[exchange]\ntransport = "tcp"\n', "transport has no effect"),
+        (TRAFFIC + "[run]\ncheckpoint_every = 10\n", 'for work = "real"'),
         (REAL + '[network]\nuplink = "10mbit"\n', "for several sites"),
     ],
 )

@@ -78,7 +78,6 @@ class RealPeers:
     Args:
         plan: the run.
         disks: where their checkpoints are kept.
-        config: its settings.
     """
 
     def __init__(self, plan: Plan, disks: Disks):
@@ -190,11 +189,14 @@ def _gradient(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batch
 
 
 class TrafficPeers:
-    """Makes peers without a model; the arguments are those of :class:`RealPeers`."""
+    """Makes peers without a model.
 
-    def __init__(self, plan: Plan, disks: Disks):
+    Args:
+        plan: the run.
+    """
+
+    def __init__(self, plan: Plan):
         self._plan = plan
-        self._disks = disks
         self._served = served_of(plan)
         self._sizes = sizes_of(plan) if self._served is None else self._served[1]
         self._deltas = deltas_of(plan)

@@ -60,7 +60,7 @@ def simulate(scenario: Scenario, name: str, parts: Parts | None = None) -> int:
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=_name_of(config, name)))
     plan = plan_of(scenario, config, parts or Parts())
     disks = Disks(_checkpoint_interval(config))
-    make = (TrafficPeers if of.work == "traffic" else RealPeers)(plan, disks)
+    make = TrafficPeers(plan) if of.work == "traffic" else RealPeers(plan, disks)
     directory = RunDirectory(config, f"# simulated; see {SCENARIO_FILE}\n".encode(), scenario=scenario.text)
     try:
         return _Simulation(plan, directory, make, disks).go()
