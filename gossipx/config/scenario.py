@@ -155,7 +155,25 @@ UNTIL = ("crash", "pause", "partition", "disk-full")
 
 
 WITHOUT_EFFECT = frozenset(
-    ["peers", "device", "restart", "metrics_port", "save_model", "keep_checkpoints", "solver", "journal", "bind", "advertise", "secret_file", "tls_cert", "tls_key", "tls_ca", "transport", "max_rate", "rendezvous_timeout"]
+    [
+        "peers",
+        "device",
+        "restart",
+        "metrics_port",
+        "save_model",
+        "keep_checkpoints",
+        "solver",
+        "journal",
+        "bind",
+        "advertise",
+        "secret_file",
+        "tls_cert",
+        "tls_key",
+        "tls_ca",
+        "transport",
+        "max_rate",
+        "rendezvous_timeout",
+    ]
 )
 """Settings of real processes, machines and sockets, which a simulated run does not have."""
 
