@@ -46,7 +46,7 @@ def train(tables: Tables, work: Work, moments: Sequence[float], judge: Callable[
     """
     scenario = written(tables)
     config = effective_config(scenario.config, scenario.simulation.peers, has_script=False)
-    plan = plan_of(scenario, config)
+    plan = plan_of(scenario, config, Parts())
     world: World[SimPeer] = World(config.run.seed, network_of(scenario.network, plan.size, config.run.seed))
     for rank in range(plan.size):
         world.start(rank, lambda number, rank=rank: _peer(plan, rank, work))  # type: ignore[misc]

@@ -1,13 +1,13 @@
 """Cost per iteration and loss as the number of peers grows, in virtual time: which exchange to choose where.
 
 bin/bench scale           4 to 64 peers, loss at 4 and 8 (about 6 minutes on one core)
-bin/bench scale --full    4 to 1,000 peers, loss at 4, 16 and 64 (about two hours)
+bin/bench scale --full    4 to 1,000 peers, three rates of the links, churn (about two hours)
 
 Seconds and bytes are those of traffic alone, of ResNet-110 with 74 ms per iteration, whose time varies between
 iterations (log-normal, sigma 0.1). The loss is that of LeNet on Fashion-MNIST after some iterations. DDP is not
 simulated: its iteration takes as long as that of the slowest peer, and a ring all-reduce, 2 (N − 1) steps of 1/N of
-the model, overlaps with two thirds of it, the backward pass. Its loss is that of a server with bsp: both compute the
-same.
+the model, overlaps with two thirds of it, the backward pass. A crash stops all until its peer has returned. Its loss is
+that of a server with bsp: both compute the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import random
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "_papers"))
@@ -60,7 +60,13 @@ THEORY = {
     DDP: ("0, latency 1", 0.0),
 }
 """Exponents of N that seconds and bytes per peer should grow with."""
-CHURN = {"churn": {"rate": 0.01, "downtime": 60.0}, "exchange": {"peer_timeout": 10.0}}
+CRASHES, DOWNTIME = 0.01, 60.0
+"""Churn: the share of the peers that crash per minute, and the mean seconds until one returns."""
+CHURN = {"churn": {"rate": CRASHES, "downtime": DOWNTIME}, "exchange": {"peer_timeout": 10.0}}
+LONGER = 5
+"""With churn, how many times as many iterations: in a short run hardly a peer crashes."""
+Costs = dict[int, tuple[float, float]]
+"""By number of peers: seconds and received bytes of an iteration of a peer."""
 
 
 def main() -> None:
@@ -72,8 +78,8 @@ def main() -> None:
     arguments = parser.parse_args()
     sizes = (4, 16, 64, 256, 1000) if arguments.full else (4, 16, 64)
     rates = RATES if arguments.full else ("1gbit",)
-    tables = [costs_table(sizes, rates, 200 if arguments.full else 100, arguments.full)]
-    tables.append(losses((4, 16, 64) if arguments.full else (4, 8), 600 if arguments.full else 200))
+    costs = {rate: costs_of(rate, sizes, 200 if arguments.full else 100, arguments.full) for rate in rates}
+    tables = [costs_table(sizes, costs), losses(sizes if arguments.full else (4, 8), 200, costs)]
     if arguments.json:
         print(json.dumps({"figures": [one for table in tables for one in table[3]]}, indent=2))
         return
@@ -84,23 +90,32 @@ def main() -> None:
 Table = tuple[str, list[str], list[list[str]], list[Any]]
 
 
-def costs_table(sizes: Sequence[int], rates: Sequence[str], iterations: int, full: bool) -> Table:
+def costs_of(rate: str, sizes: Sequence[int], iterations: int, with_churn: bool) -> dict[str, Costs]:
+    """Return the costs of each system on links of a rate."""
+    found: dict[str, Costs] = {}
+    for system in (*SYSTEMS, DDP):
+        there = [size for size in sizes if "server" not in system or size <= MOST_WORKERS]
+        found[system] = {size: _cost(system, size, rate, iterations) for size in there}
+        if with_churn and "server" not in system:
+            found[f"{system}, churn"] = {size: _cost(system, size, rate, LONGER * iterations, CHURN) for size in there}
+    return found
+
+
+def costs_table(sizes: Sequence[int], costs: Mapping[str, Mapping[str, Costs]]) -> Table:
     """Return seconds and bytes per iteration by number of peers, and the exponents that they grow with."""
     rows, figures = [], []
-    for rate in rates:
-        for system in (*SYSTEMS, DDP):
-            for churn in ({}, CHURN) if full and system in SYSTEMS and "server" not in system else ({},):
-                found = {size: _cost(system, size, rate, iterations, churn) for size in sizes if _fits(system, size)}
-                exponents = [_exponent({size: one[n] for size, one in found.items()}) for n in (0, 1)]
-                name = f"{system}, churn" if churn else system
-                cells = [f"{1000 * one[0]:.0f} ms, {one[1] / 1e6:.2f} MB" for one in found.values()]
-                cells += [""] * (len(sizes) - len(cells))
-                pairs = zip(exponents, THEORY[system], strict=True)
-                rows.append([rate, name, *cells, *(f"{exponent:.2f} ({theory})" for exponent, theory in pairs)])
-                figures += [
-                    figure(f"{name}, {rate}, {size} peers: seconds per iteration", one[0], "s", reference=_step())
-                    for size, one in found.items()
-                ]
+    for rate, systems in costs.items():
+        for system, found in systems.items():
+            exponents = [_exponent({size: one[n] for size, one in found.items()}) for n in (0, 1)]
+            cells = [f"{1000 * one[0]:.0f} ms, {one[1] / 1e6:.2f} MB" for one in found.values()]
+            cells += [""] * (len(sizes) - len(cells))
+            theory = THEORY.get(system, ("", ""))
+            told = (f"{grows:.2f} ({of})" if of != "" else "" for grows, of in zip(exponents, theory, strict=True))
+            rows.append([rate, system, *cells, *told])
+            figures += [
+                figure(f"{system}, {rate}, {size} peers: seconds per iteration", one[0], "s", reference=_step())
+                for size, one in found.items()
+            ]
     headings = ["link", "exchange", *(f"{size} peers" for size in sizes), "s grow as N^", "bytes as N^"]
     return f"Seconds per iteration, and bytes that a peer receives in it: {MODEL}", headings, rows, figures
 
@@ -109,16 +124,13 @@ def _step() -> float:
     return costs.STEP_SECONDS[MODEL]
 
 
-def _fits(system: str, size: int) -> bool:
-    return "server" not in system or size <= MOST_WORKERS
-
-
 def _cost(
-    system: str, size: int, rate: str, iterations: int, churn: Mapping[str, Mapping[str, Any]]
+    system: str, size: int, rate: str, iterations: int, churn: Mapping[str, Mapping[str, Any]] | None = None
 ) -> tuple[float, float]:
-    """Return seconds and bytes per iteration of a peer."""
+    """Return seconds and bytes per iteration of a peer that does not crash."""
     if system == DDP:
-        return _ring(size, rate, iterations)
+        seconds, moved = _ring(size, rate, iterations)
+        return seconds * (1 + size * CRASHES / 60 * DOWNTIME if churn else 1), moved
     settings = merged(SYSTEMS[system])
     if "server" in settings:
         iterations = min(iterations, 20)
@@ -129,9 +141,8 @@ def _cost(
         "compute": {"spread": f"log-normal:sigma={SIGMA}"},
         "network": {"preset": rate},
     }
-    one = run(tables, settings, churn)
-    there = [peer for peer, seconds in enumerate(one.summary.train_seconds) if seconds is not None]
-    seconds = fmean(float(one.summary.train_seconds[peer] or 0) for peer in there)
+    one = run(tables, settings, churn or {})
+    seconds = median(seconds for seconds in one.summary.train_seconds if seconds is not None)
     return seconds / iterations, mean(one.summary.bytes_received) / iterations
 
 
@@ -156,22 +167,20 @@ def _exponent(values: dict[int, float]) -> float:
     return sum((one[0] - x) * (one[1] - y) for one in points) / spread if spread else 0.0
 
 
-def losses(sizes: Sequence[int], iterations: int) -> Table:
-    """Return the loss on test data of the average of all models."""
+def losses(sizes: Sequence[int], iterations: int, costs: Mapping[str, Mapping[str, Costs]]) -> Table:
+    """Return the loss on test data of the average of all models, and the seconds and bytes of as many iterations."""
     rows, figures = [], []
-    for system, settings in SYSTEMS.items():
-        cells = []
-        for size in sizes:
+    for size in sizes:
+        for system, settings in SYSTEMS.items():
             found = _trained(size, iterations, settings)
-            cells.append(f"{found.summary.consensus_loss:.4f}")
             figures.append(figure(f"{system}, {size} peers: loss", float(found.summary.consensus_loss or 0), ""))
-        rows.append([system if system != "server, bsp" else "server, bsp; DDP", *cells])
-    return (
-        f"Loss after {iterations} iterations of LeNet",
-        ["exchange", *(f"{size} peers" for size in sizes)],
-        rows,
-        figures,
-    )
+            for name in (system, DDP) if "server" in system else (system,):
+                each = [of[name].get(size) for of in costs.values()]
+                cells = ["" if one is None else f"{iterations * one[0]:.0f} s" for one in each]
+                moved = next((f"{iterations * one[1] / 1e6:.0f} MB" for one in each if one is not None), "")
+                rows.append([str(size), name, f"{found.summary.consensus_loss:.3f}", *cells, moved])
+    headings = ["peers", "exchange", "loss", *costs, "received"]
+    return f"Loss after {iterations} iterations of LeNet, and what as many of {MODEL} cost", headings, rows, figures
 
 
 def _trained(size: int, iterations: int, settings: Mapping[str, Mapping[str, Any]]) -> Run:

@@ -19,7 +19,7 @@ from gossipx.errors import UsageError
 from gossipx.specs import suggest, toml
 
 MOST_PEERS = 10_000
-"""As many as fit into about 4 GB."""
+"""They take about 700 MB."""
 MANY = 64
 """More peers than this begin without announcements, unless the scenario asks for them; see :class:`Simulation`."""
 LONGEST = 1e9
@@ -205,19 +205,15 @@ def load(path: Path, given: Mapping[str, Any]) -> Scenario:
     Raises:
         UsageError: names the file, the line, the error and the likely intention.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UsageError(f"cannot read the scenario: {reason}", path) from error
+    text = files.text_of(path, "scenario")
     tables = toml.loads(text, path)
     faults = tables.pop(FAULTS, [])
     own = {name: tables.pop(name) for name in list(tables) if name in {key.table for key in OWN.values()}}
     unknown = next((name for name in tables if name not in {key.table for key in OF_RUN.values()}), None)
     if unknown is not None:
         known = dict.fromkeys([*(key.table for key in OWN.values()), FAULTS, *(k.table for k in OF_RUN.values())])
-        text_of = f"unknown table '{unknown}'{suggest(unknown, known)}: one of {', '.join(known)}"
-        raise UsageError(text_of, path, files.line_of(text, None, unknown))
+        problem = f"unknown table '{unknown}'{suggest(unknown, known)}: one of {', '.join(known)}"
+        raise UsageError(problem, path, files.line_of(text, None, unknown))
     values = files.values_in(own, OWN, text, path)
 
     def table(kind: Any, name: str) -> Any:
