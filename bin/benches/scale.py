@@ -62,7 +62,11 @@ THEORY = {
 """Exponents of N that seconds and bytes per peer should grow with."""
 CRASHES, DOWNTIME = 0.01, 60.0
 """Churn: the share of the peers that crash per minute, and the mean seconds until one returns."""
-CHURN = {"churn": {"rate": CRASHES, "downtime": DOWNTIME}, "exchange": {"peer_timeout": 10.0}}
+CHURN: dict[str, dict[str, Any]] = {
+    "churn": {"rate": CRASHES, "downtime": DOWNTIME},
+    "exchange": {"peer_timeout": 10.0},
+    "simulation": {"announcements": False},  # nor do all fetch the first model of one peer
+}
 LONGER = 5
 """With churn, how many times as many iterations: in a short run hardly a peer crashes."""
 Costs = dict[int, tuple[float, float]]

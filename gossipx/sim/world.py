@@ -162,11 +162,18 @@ class World(Generic[Peer]):
         """Kill the peer at ``at``, as by SIGKILL: it handles no more events, and the models it is sending are lost."""
         self.at(at, lambda: self._crash(rank))
 
-    def restart(self, rank: int, at: float) -> None:
-        """Start the peer again at ``at``, with a new role and module. If it still runs, it is killed first."""
+    def restart(self, rank: int, at: float, unless: Callable[[], bool] = lambda: False) -> None:
+        """Start the peer again at ``at``, with a new role and module. If it still runs, it is killed first.
+
+        Args:
+            unless: called then; it is not started if this returns true.
+        """
         self._to_start += 1
 
         def again() -> None:
+            if unless():
+                self._to_start -= 1
+                return
             self.fired["restart"] += 1
             self._crash(rank)
             self._start(rank)

@@ -200,6 +200,16 @@ def test_a_peer_that_is_started_again_ends_with_the_others(tmp_path: Path) -> No
     assert run.lost == [] and run.retrievals[4] is not None
 
 
+@pytest.mark.parametrize("until", [14.75, 1000.0], ids=["while it joins", "before it starts"])
+def test_a_peer_that_returns_when_the_others_have_ended_is_lost(tmp_path: Path, until: float) -> None:
+    """As in a real run, it is too late to spoil the run."""
+    alone = {"simulation": {"announcements": False}, "sync": {"finish": "none"}, "network": {"preset": "100mbit"}}
+    crash = {"kind": "crash", "peers": [3], "at": 5.0, "until": until}
+    run = simulated(scenario(tmp_path, TRAFFIC, alone, faults=[crash]))
+    assert run.lost == ["peer-03"]
+    assert run.wall_seconds < 100
+
+
 def test_a_full_disk_and_a_lost_one_cost_the_state(tmp_path: Path) -> None:
     """A peer that is started again continues at its last checkpoint; without one it takes the model of another."""
     settings = {

@@ -97,6 +97,7 @@ class _Simulation:
         self._world: World[BasePeer] = World(seed, network_of(plan.scenario.network, plan.size, seed))
         self._curves: Aggregate | None = curves_of(plan, directory.path, lambda: self._world.now)
         self._recorders: list[Recorder] = []
+        self._restarted: set[int] = set()
 
     def go(self) -> int:
         """Run to the end, or until a signal; return the exit code."""
@@ -131,6 +132,8 @@ class _Simulation:
     def _maker(self, rank: int) -> Callable[[int], BasePeer]:
         def make(number: int) -> BasePeer:
             peer = self._make(rank, number)
+            if number:
+                self._restarted.add(rank)
             self._record(peer, number)
             return peer
 
@@ -171,7 +174,16 @@ class _Simulation:
         if again < math.inf:
             if lost:
                 self._world.at(again, lambda: self._disks.lost.add(rank))
-            self._world.restart(rank, again)
+            self._world.restart(rank, again, lambda: self._is_over_without(rank))
+
+    def _is_over_without(self, rank: int) -> bool:
+        """Return whether all other peers have ended or crashed, and not all of them crashed."""
+        others = [peer for other, peer in self._world.peers.items() if other != rank]
+        return any(peer.report for peer in others) and all(peer.down_since is not None for peer in others)
+
+    def _came_too_late(self, peer: BasePeer) -> bool:
+        """Return whether a peer was started again, and did not begin before the others had ended."""
+        return peer.rank in self._restarted and peer.trained[0] is None and self._is_over_without(peer.rank)
 
     def _schedule_churn(self) -> None:
         """Let peers crash at random times, exponentially distributed, as long as the run lasts."""
@@ -247,22 +259,26 @@ class _Simulation:
             result |= {f"consensus_{name}": averaged.get(name) for name in ("accuracy", "loss")}
         for recorder in self._recorders:
             recorder.close()
-        began = min(
-            (peer.trained[0] for peer in self._world.peers.values() if peer.trained[0] is not None), default=0.0
-        )
+        peers = self._world.peers.values()
+        began = min((peer.trained[0] for peer in peers if peer.trained[0] is not None), default=0.0)
+        ended = max(self._world.now if peer.down_since is None else peer.down_since for peer in peers)
         traffic = self._plan.scenario.simulation.work == "traffic"
-        summary = sum_up(self._plan.config, self._plan.names, not traffic, self._world.now - began, results, stopped)
+        summary = sum_up(self._plan.config, self._plan.names, not traffic, ended - began, results, stopped)
         return dataclasses.replace(summary, model=self._plan.scenario.simulation.model) if traffic else summary
 
     def _tell(self, summary: Summary, interrupted: bool) -> int:
         """Print the outcome; return the exit code."""
         print(f"{summary.name}: {summary.wall_seconds:.1f} s of virtual time; gossipx compare {self._directory.path}")
+        failed = False
         for rank, peer in sorted(self._world.peers.items()):
-            if peer.reason is not None:
+            if self._came_too_late(peer):
+                print(f"{self._plan.names[rank]} was started again too late: the others had ended", file=sys.stderr)
+            elif peer.reason is not None:
                 print(f"{self._plan.names[rank]} has stopped: {peer.reason}", file=sys.stderr)
+                failed = True
         if interrupted:
             print("interrupted: the figures are those until then", file=sys.stderr)
             return 130
-        if any(peer.reason is not None for peer in self._world.peers.values()):
+        if failed:
             return NotEnoughPeersError.exit_code
         return DIFFERENT_MODELS if summary.agreed is False else 0
