@@ -17,7 +17,7 @@ from gossipx.cli.commands import debug
 from gossipx.cli.options import ACCESS, logdir_option, options
 from gossipx.cli.tables import show
 from gossipx.errors import NotAuthorisedError, UsageError
-from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, no_run, run_directory, settings_in
+from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, no_run, refuse_simulated, run_directory, settings_in
 
 if TYPE_CHECKING:
     from gossipx.config.settings import ExchangeSettings
@@ -127,6 +127,7 @@ def peers_of(
     path = run_directory(run, logdir)
     if not (path / HOSTS_FILE).is_file():
         raise no_run(run, logdir, CONFIG_FILE)
+    refuse_simulated(path)
     given = {name: value for name, value in access.items() if value is not None}
     return read_hosts(path / HOSTS_FILE), files.resolve(settings_in(path), given).exchange
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from gossipx.config import files
 from gossipx.errors import GossipxError, UsageError
-from gossipx.launch.directory import CONFIG_FILE, no_run
+from gossipx.launch.directory import CONFIG_FILE, no_run, refuse_simulated
 from gossipx.runtime.control import ANSWER, COMMAND, DIRECTORY, POLL_INTERVAL, write
 
 TAKEN_WITHIN = 10.0
@@ -35,6 +35,7 @@ def command(run: Path, request: Mapping[str, Any], patience: float) -> None:
         UsageError: the run does not exist, or it refuses the command.
         GossipxError: no peer of the run is running on this machine.
     """
+    refuse_simulated(run)
     if (run / CONFIG_FILE).is_file():
         settings = files.resolve(files.load(run / CONFIG_FILE))
         if settings.sync.mode != "server" and settings.server.servers is None:

@@ -79,6 +79,17 @@ def no_run(run: str, logdir: Path, having: str) -> UsageError:
     return UsageError(f"no such run{near}: {place} has {there}; give a run's directory, or its name and --logdir", path)
 
 
+def refuse_simulated(run: Path) -> None:
+    """Refuse the directory of a simulated run, for what needs the processes of a real one.
+
+    Raises:
+        UsageError: the run was simulated.
+    """
+    scenario = run / SCENARIO_FILE
+    if scenario.is_file():
+        raise UsageError(f"this run was simulated and has no processes; to repeat it: gossipx simulate {scenario}", run)
+
+
 def checked_name(name: str | None) -> str:
     """Return the name of a run.
 

@@ -14,7 +14,15 @@ from gossipx.config import files
 from gossipx.config.settings import KEYS, RunConfig, RunSettings
 from gossipx.errors import MALFORMED, UsageError
 from gossipx.launch.cluster.world import find
-from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, SCRIPT_FILE, no_run, run_directory, settings_in
+from gossipx.launch.directory import (
+    CONFIG_FILE,
+    HOSTS_FILE,
+    SCRIPT_FILE,
+    no_run,
+    refuse_simulated,
+    run_directory,
+    settings_in,
+)
 from gossipx.launch.hosts import read_hosts
 from gossipx.runtime.checkpoints import store_of
 from gossipx.runtime.models import directory_of
@@ -54,6 +62,7 @@ def settings_of(
     path = run_directory(run, logdir)
     if not path.is_dir():
         raise no_run(run, logdir, CONFIG_FILE)
+    refuse_simulated(path)
     before = settings_in(path)
     given = {name: value for name, value in given.items() if value is not None}
     place = {"name": path.resolve().name, "logdir": str(path.parent)}

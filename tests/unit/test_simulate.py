@@ -163,6 +163,25 @@ def test_real_work_learns_and_records_the_exact_distance(tmp_path: Path) -> None
     assert max(float(row.split(",")[1]) for row in rows[1:]) == pytest.approx(10.0, abs=0.2), "virtual seconds"
 
 
+def test_the_tools_for_runs_read_a_simulated_one(tmp_path: Path) -> None:
+    short = {"run": {"iterations": 30, "recorder": "tensorboard", "log_interval": 5}, "sync": {"policy": "tau:5"}}
+    simulated(scenario(tmp_path, TRAFFIC, short))
+    logdir, one = tmp_path / "runs", str(tmp_path / "runs" / "one")
+    plot, page = tmp_path / "plot.png", tmp_path / "page.html"
+    done = CliRunner().invoke(main, ["compare", one, "--plot", str(plot), "--html", str(page)])
+    assert done.exit_code == 0, done.output
+    assert plot.stat().st_size > 10_000 and "peer-05" in page.read_text()
+    assert " done " in CliRunner().invoke(main, ["runs", str(logdir)]).output
+
+
+@pytest.mark.parametrize("words", ["status {}", "peer drain {} peer-01", "run --resume {}", "server set-sync {} asp"])
+def test_what_needs_processes_refuses_a_simulated_run(tmp_path: Path, words: str) -> None:
+    simulated(scenario(tmp_path, TRAFFIC, {"run": {"iterations": 5}}))
+    done = CliRunner().invoke(main, words.format(tmp_path / "runs" / "one").split())
+    assert done.exit_code == 2 and done.output.count("\n") == 1
+    assert "simulated" in done.output and "gossipx simulate" in done.output
+
+
 # --- the same seed ----------------------------------------------------------------------------------
 
 

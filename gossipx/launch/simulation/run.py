@@ -21,7 +21,7 @@ from gossipx.assembly.settings import effective_config
 from gossipx.config.scenario import Fault, Scenario
 from gossipx.config.settings import RunConfig
 from gossipx.errors import DIFFERENT_MODELS, GossipxError, NotEnoughPeersError, UsageError
-from gossipx.launch.directory import SCENARIO_FILE, RunDirectory
+from gossipx.launch.directory import RunDirectory
 from gossipx.launch.results import sum_up
 from gossipx.launch.simulation.peers import Disks, RealPeers, TrafficPeers
 from gossipx.launch.simulation.plan import Plan, network_of, plan_of
@@ -61,7 +61,8 @@ def simulate(scenario: Scenario, name: str, parts: Parts | None = None) -> int:
     plan = plan_of(scenario, config, parts or Parts())
     disks = Disks(_checkpoint_interval(config))
     make = TrafficPeers(plan) if of.work == "traffic" else RealPeers(plan, disks)
-    directory = RunDirectory(config, f"# simulated; see {SCENARIO_FILE}\n".encode(), scenario=scenario.text)
+    hosts = "".join(f"{name} name={name}\n" for name in plan.names)
+    directory = RunDirectory(config, hosts.encode(), scenario=scenario.text)
     try:
         return _Simulation(plan, directory, make, disks).go()
     finally:
