@@ -250,10 +250,10 @@ class BasePeer(abc.ABC):
     @property
     def used(self) -> tuple[float, float]:
         """How much of the training is done, and the whole: iterations or seconds, whichever end first."""
-        done: list[tuple[float, float]] = [(self.step, self.iterations)]
-        if self.seconds is not None and self.trained[0] is not None and self.iterations:
-            done.append((self.world.now - self.trained[0], self.seconds))
-        return max(done, key=lambda one: one[0] / one[1]) if self.iterations else done[0]
+        done = self.step, self.iterations
+        if self.seconds is None or self.trained[0] is None or not self.iterations:
+            return done
+        return max(done, (self.world.now - self.trained[0], self.seconds), key=lambda one: one[0] / one[1])
 
     def _train_ended(self) -> None:
         self.trained[1] = self.world.now
