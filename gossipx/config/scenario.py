@@ -152,6 +152,20 @@ FAULTS = "faults"
 OF_FAULT = keys_of({FAULTS: Fault})
 UNTIL = ("crash", "pause", "partition", "disk-full")
 """Kinds of faults that may end."""
+NEEDS = {
+    "straggler_factor": "straggler_share",
+    "delay_deviation": "delay_share",
+    "slow_factor": "slow_share",
+    "downtime": "rate",
+    "state": "rate",
+}
+"""Settings that have an effect only with another one."""
+IN_TRAFFIC = frozenset(
+    ["checkpoint_every", "eval_interval", "seconds", *(key.name for key in OF_RUN.values() if key.table == "task")]
+)
+"""Settings of training, which work ``traffic`` does not have."""
+WITH_MODELS = frozenset(["wait_free"])
+"""Settings without an effect on work ``real``: all gradients of an iteration are computed at one moment, its end."""
 
 
 WITHOUT_EFFECT = frozenset(
@@ -184,7 +198,7 @@ class Scenario:
 
     Attributes:
         config: the settings that ``gossipx run`` has, too.
-        text: the file.
+        path, text: the file.
     """
 
     simulation: Simulation
@@ -193,6 +207,7 @@ class Scenario:
     churn: Churn
     faults: tuple[Fault, ...]
     config: RunConfig
+    path: Path
     text: str
 
 
@@ -226,9 +241,13 @@ def load(path: Path, given: Mapping[str, Any]) -> Scenario:
         table(Churn, "churn"),
         tuple(_fault(fault, text, path) for fault in _listed(faults, text, path)),
         files.resolve(files.values_in(tables, OF_RUN, text, path), given),
+        path,
         text,
     )
     try:
+        for name, share in NEEDS.items():
+            if name in values and share not in values:
+                raise UsageError(f"{name} has no effect without {share}: give it, or leave this out")
         _check(scenario)
     except UsageError as error:
         raise UsageError(str(error), path) from None
@@ -245,7 +264,7 @@ def _listed(faults: Any, text: str, path: Path) -> list[Any]:
 def _fault(fault: Mapping[str, Any], text: str, path: Path) -> Fault:
     made = Fault(**files.values_in({FAULTS: fault}, OF_FAULT, text, path))
     problem = ""
-    if "kind" not in fault or not made.peers:
+    if "kind" not in fault or not made.peers or any(rank % 1 for rank in made.peers):
         problem = "a fault needs a kind and the ranks of its peers, such as peers = [3]"
     elif made.until is not None and made.kind not in UNTIL:
         problem = f"until is for {', '.join(UNTIL)}, and a fault of kind {made.kind} has no end: leave it out"
@@ -267,16 +286,27 @@ def _check(scenario: Scenario) -> None:
     of = scenario.simulation
     for name in sorted(WITHOUT_EFFECT & scenario.config.given):
         raise UsageError(f"{name} has no effect on a simulated run: leave it out")
-    if of.work == "traffic" and scenario.config.is_given("checkpoint_every"):
-        raise UsageError('checkpoint_every is for work = "real": leave it out, or give that')
+    refused, other = (IN_TRAFFIC, "real") if of.work == "traffic" else (WITH_MODELS, "traffic")
+    for name in sorted(refused & scenario.config.given):
+        raise UsageError(f'{name} in [{OF_RUN[name].table}] is for work = "{other}": leave it out, or give that')
     outside = [rank for fault in scenario.faults for rank in fault.ranks if rank >= of.peers]
     if outside:
         raise UsageError(f"[[{FAULTS}]] names peer {outside[0]}, and the last of {of.peers} peers is {of.peers - 1}")
+    late = {rank: fault.at for fault in scenario.faults if fault.kind == "late" for rank in fault.ranks}
+    for fault in scenario.faults:
+        early = [rank for rank in fault.ranks if fault.kind != "late" and fault.at < late.get(rank, 0.0)]
+        if early and fault.kind != "partition":
+            raise UsageError(f"[[{FAULTS}]] has a {fault.kind} of peer {early[0]} before it starts: give a later time")
+    kept = scenario.churn.state == "kept" or any(fault.state == "kept" for fault in scenario.faults)
+    full = any(fault.kind == "disk-full" for fault in scenario.faults)
+    if (kept or full) and of.work == "real" and not scenario.config.is_given("checkpoint_every"):
+        name = 'state = "kept"' if kept else "disk-full"
+        raise UsageError(f"{name} has no effect without checkpoints: give checkpoint_every in [run]")
     if of.work == "real":
         for name in ("model", "parameters", "deltas", "retrievals", "encoded"):
             if getattr(of, name) is not None:
                 raise UsageError(f'{name} is for work = "traffic": leave it out, or give that')
-        if scenario.compute.seconds is None:
+        if scenario.compute.seconds is None and not scenario.compute.spread.startswith("trace"):
             raise UsageError("[compute] needs the seconds of an iteration: give seconds")
     elif of.model is None:
         raise UsageError('work = "traffic" needs the model whose sizes are used: give model in [simulation]')

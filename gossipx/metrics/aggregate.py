@@ -56,6 +56,7 @@ class Aggregate:
         self._clock = clock
         self._file: EventFile | None = None
         self._waiting: dict[tuple[int, str], dict[int, float]] = {}  # by iteration and tag, values by rank
+        self._added: dict[tuple[int, str], float] = {}  # when the last of these values was added
         self._passed = 0
         self._last: dict[str, tuple[int, float]] = {}  # by tag: what was written last
 
@@ -77,12 +78,13 @@ class Aggregate:
         for tag, step, value in records:
             if tag in WORST and step > self._passed:
                 self._waiting.setdefault((step, tag), {}).setdefault(rank, value)
+                self._added[step, tag] = self._clock()
 
     def write(self, passed: int) -> None:
         """Write the iterations that all peers have ``passed``."""
         self._passed = max(self._passed, passed)
         for step, tag in sorted(key for key in self._waiting if key[0] <= passed):
-            self._add(tag, list(self._waiting.pop((step, tag)).values()), step)
+            self._add(tag, list(self._waiting.pop((step, tag)).values()), step, self._added.pop((step, tag)))
 
     def conclude(self, summary: Summary) -> None:
         """Write the final figures, at which peers need not have made equally many iterations."""
@@ -99,20 +101,20 @@ class Aggregate:
         for tag, values in figures.items():
             present = [value for value in summary.of_training(values) if value is not None]
             if present:
-                self._add(tag, present, summary.iterations)
+                self._add(tag, present, summary.iterations, self._clock())
 
     def close(self) -> None:
         """Flush and close the file, if one was begun."""
         if self._file is not None:
             self._file.close()
 
-    def _add(self, tag: str, values: Sequence[float], step: int) -> None:
-        self._scalar(f"mean/{tag}", sum(values) / len(values), step)
+    def _add(self, tag: str, values: Sequence[float], step: int, at: float) -> None:
+        self._scalar(f"mean/{tag}", sum(values) / len(values), step, at)
         worst = WORST.get(tag.removesuffix("_after_finish"))
         if worst is not None:
-            self._scalar(f"worst/{tag}", worst(values), step)
+            self._scalar(f"worst/{tag}", worst(values), step, at)
 
-    def _scalar(self, tag: str, value: float, step: int) -> None:
+    def _scalar(self, tag: str, value: float, step: int, at: float) -> None:
         if self._last.get(tag) == (step, value):
             return
         self._last[tag] = step, value
@@ -120,7 +122,7 @@ class Aggregate:
 
         if self._file is None:
             self._file = self._opened(step - 1 if self._resumes else None)
-        self._file.add(records.scalar(tag, value), step)
+        self._file.add(records.scalar(tag, value), step, at)
 
     def _opened(self, goes_on_from: int | None) -> EventFile:
         # Imported here: reading summaries and comparing runs needs no TensorBoard.

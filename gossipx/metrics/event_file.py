@@ -73,12 +73,12 @@ class EventFile:
         self._thread = threading.Thread(target=self._work, name="gossipx-curves", daemon=True)
         self._thread.start()
 
-    def add(self, summary: Any, step: int | None = None) -> None:
-        """Append a record: TensorBoard's ``Summary``, at an iteration."""
-        self._add(Event(step=step, summary=summary))
+    def add(self, summary: Any, step: int | None = None, at: float | None = None) -> None:
+        """Append a record: TensorBoard's ``Summary``, at an iteration, and at a time in seconds (None: now)."""
+        self._add(Event(step=step, summary=summary), at)
 
-    def _add(self, event: Any) -> None:
-        event.wall_time = self._clock()
+    def _add(self, event: Any, at: float | None = None) -> None:
+        event.wall_time = self._clock() if at is None else at
         record = event.SerializeToString()
         with self._changed:
             if len(self._queue) + self._framed >= MAX_WAITING:

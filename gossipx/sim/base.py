@@ -45,7 +45,8 @@ class BasePeer(abc.ABC):
         trained: when its training began and ended; None: not yet.
         delta: Δ_t of the last iteration.
         entries: the answers to processes that asked this peer to admit them.
-        assembled: whether the peer begins to train at once, since all peers are known to be present, and ends at once.
+        assembled: whether the peer begins to train at once, since all peers are known to be present.
+        announces: whether it announces its end to all others, and waits for theirs.
     """
 
     endpoint: Endpoint
@@ -61,6 +62,7 @@ class BasePeer(abc.ABC):
         self.poisoned = False
         self.resumed: bool | None = None
         self.assembled = False
+        self.announces = True
         self.blocked_seconds = 0.0
         self.before_join: Callable[[], None] = lambda: None
         self.reporter: Reporter | None = None
@@ -182,6 +184,10 @@ class BasePeer(abc.ABC):
         """Add a line to the log."""
         self.world.note(self.rank, what)
 
+    def warn(self, topic: str, text: str) -> None:
+        """Add a line to the log, and to the warnings of the run."""
+        self.world.warn(self.rank, topic, text)
+
     def _proceed(self) -> None:
         """Start the next action of the training thread, unless it must wait."""
         if self._stepping or self.down_since is not None:
@@ -232,7 +238,7 @@ class BasePeer(abc.ABC):
             case "finish":
                 self._phase = "figures"
                 self.sum_up(finished=True)
-                if self.assembled:  # nor does it announce its end
+                if not self.announces:
                     self.world.end(self, "ends")
                 else:
                     self.act(lambda: self.handle(events.FiguresReady(self.report)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import math
 import random
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from gossipx.errors import UsageError
 
 LEAST = 1e-2
 """An iteration takes at least this share of the mean: a normal distribution also has negative values."""
+MOST = 3
+"""Largest sigma: a straggler in a thousand then takes ten thousand times as long as the median."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,10 @@ class Normal(Spread):
 
     deviation: float = 0.1
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.deviation <= 1:
+            raise ValueError("deviation is a share of the mean, from 0 to 1")
+
     def factors(self, rng: random.Random) -> Callable[[], float]:
         return lambda: max(LEAST, rng.gauss(1.0, self.deviation))
 
@@ -52,6 +59,10 @@ class LogNormal(Spread):
     """``log-normal:sigma``: log-normally distributed with mean 1."""
 
     sigma: float = 0.3
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sigma <= MOST:
+            raise ValueError(f"sigma must be from 0 to {MOST}")
 
     def factors(self, rng: random.Random) -> Callable[[], float]:
         return lambda: rng.lognormvariate(-(self.sigma**2) / 2, self.sigma)
@@ -64,9 +75,14 @@ class Trace(Spread):
 
     file: str
 
-    def factors(self, rng: random.Random) -> Callable[[], float]:
+    @property
+    def mean(self) -> float:
+        """Mean of the measured seconds."""
         seconds = _read(Path(self.file))
-        mean = math.fsum(seconds) / len(seconds)
+        return math.fsum(seconds) / len(seconds)
+
+    def factors(self, rng: random.Random) -> Callable[[], float]:
+        seconds, mean = _read(Path(self.file)), self.mean
         at = rng.randrange(len(seconds))
 
         def factor() -> float:
@@ -139,6 +155,7 @@ class StepTimes:
         return (lambda: mean) if isinstance(self.spread, Constant) else lambda: mean * factor()
 
 
+@functools.cache
 def _read(path: Path) -> list[float]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

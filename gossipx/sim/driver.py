@@ -63,6 +63,7 @@ class SimDriver(Driver):
     Args:
         role, arena, clock: as for :class:`~gossipx.runtime.driver.Driver`.
         note: adds a line to the log.
+        warn: does so, too, for what a real peer would log, given its topic.
         entries: receives the answers to processes that asked this peer to admit them.
 
     Attributes:
@@ -75,9 +76,10 @@ class SimDriver(Driver):
         arena: ParameterArena,
         clock: Clock,
         note: Callable[[str], None],
+        warn: Callable[[str, str], None],
         entries: list[ReportEntry],
     ):
-        super().__init__(role, arena, PLACES, clock, lambda topic, text: note(text))
+        super().__init__(role, arena, PLACES, clock, warn)
         self.mixings: list[Mixing] = []
         self._log = note
         self._entries = entries

@@ -16,9 +16,14 @@ from gossipx.peer import PeerRole
 from gossipx.protocol import effects, events, table_effects
 from gossipx.protocol.events import Fault
 from gossipx.protocol.messages import (
+    LAST_WAVE,
     WHOLE,
+    CentreRequest,
     ElasticRequest,
+    FinalRequest,
+    InitialRequest,
     ModelReply,
+    ModelRequest,
     PullRequest,
     Reply,
     Request,
@@ -45,12 +50,14 @@ class Segment:
 
     Attributes:
         place: shard and number of the bucket.
+        raw: bytes of its values.
         pushed: bytes of its gradients on the wire.
-        pulled: bytes of its values on the wire.
+        pulled: bytes of its values on the wire, between the first and the last pull, which have no codec.
         compute: its share of the computation.
     """
 
     place: Where
+    raw: int
     pushed: int
     pulled: int
     compute: float
@@ -61,19 +68,40 @@ class Sizes:
     """The bytes of a model on the wire.
 
     Attributes:
-        whole: of a model for a peer that joins.
-        exchanged: of what exchanges send, by number of the fragment; 0: the model.
+        raw: of a fragment's values, by its number; 0: of the model.
+        encoded: what a codec leaves of them; 1 without one.
         segments: the buckets of a parameter server, in the order in which the forward pass uses them.
         wait_free: whether a worker pushes each bucket as soon as its gradients are computed, not all at the end.
         forward: the share of the forward pass in the computation of an iteration: a third, as backpropagation computes
             two products per layer where the forward pass computes one.
     """
 
-    whole: int
-    exchanged: Mapping[int, int]
+    raw: Mapping[int, int]
+    encoded: float
     segments: Sequence[Segment] = ()
     wait_free: bool = True
     forward: float = 1 / 3
+
+    @property
+    def whole(self) -> int:
+        """Bytes of the model's values."""
+        return self.raw[WHOLE]
+
+    def model(self, request: Request, whole_model: bool) -> int:
+        """Return the bytes of the model that answers a request, or that it carries.
+
+        The first model of a peer and those of the finish are sent without a codec. In a round of a wave with a codec, a
+        peer passes on the encoded changes of all models that it has averaged, twice as many in each round.
+        """
+        raw = self.whole if whole_model else self.raw[fragment_of(request)]
+        match request:
+            case RoundRequest(wave, number, members) if wave != LAST_WAVE and self.encoded != 1:
+                return round(raw * self.encoded) * min(1 << number, len(members))
+            case RoundRequest(wave=wave) if wave == LAST_WAVE:
+                return raw
+            case InitialRequest() | FinalRequest() | CentreRequest():
+                return raw
+        return round(raw * self.encoded)
 
     def bucket(self, place: Where) -> Segment:
         """Return a bucket."""
@@ -133,7 +161,7 @@ class TrafficPeer(BasePeer):
         self._received_at: dict[Stage, int] = {}
         self._lacks: set[Where] = set()  # buckets that training must have before it uses them
         self._fetching: dict[int, Where] = {}  # by ticket
-        self._fragments: dict[Hashable, int] = {}  # of requested models, by key
+        self._requests: dict[Hashable, Request] = {}  # for models and tables, by key
         self._seconds = 0.0  # of computation in this iteration
         self._held: Callable[[], None] | None = None  # what the training thread does once it may
         self._held_for: Where | None = None  # the bucket that it needs; None: it waits for the role
@@ -246,7 +274,7 @@ class TrafficPeer(BasePeer):
     def _send(self, send: effects.Send) -> None:
         request, nbytes, began = send.request, 0, self.world.now
         if isinstance(request, ElasticRequest):
-            nbytes = self._sizes.exchanged[WHOLE]
+            nbytes = self._sizes.model(request, False)
         elif isinstance(request, GradientRequest):
             nbytes = self._sizes.bucket((request.shard, request.bucket)).pushed
         elif isinstance(request, TablesRequest) and request.bucket >= 0:
@@ -269,8 +297,8 @@ class TrafficPeer(BasePeer):
             stop()
 
     def _arrived(self, sender: Endpoint, key: Hashable, request: Request, content: Any) -> None:
-        if fragment := fragment_of(request):
-            self._fragments[key] = fragment
+        if isinstance(request, ModelRequest | TablesRequest):
+            self._requests[key] = request
         self.later(self.world.now, lambda: self.handle(events.Received(sender.rank, key, request)))
 
     def _answer(self, answer: effects.Answer) -> None:
@@ -280,14 +308,16 @@ class TrafficPeer(BasePeer):
             self._answer_now(answer)
 
     def _answer_now(self, answer: effects.Answer) -> None:
-        reply, nbytes = answer.reply, 0
+        reply, nbytes, request = answer.reply, 0, self._requests.pop(answer.key, None)
         if isinstance(reply, ModelReply):
             step = self._step if answer.captured is None else self._captured.get(answer.captured, self._step)
             reply = dataclasses.replace(reply, step=step)
-            fragment = self._fragments.pop(answer.key, WHOLE)
-            nbytes = self._sizes.whole if answer.whole_model else self._sizes.exchanged[fragment]
+            assert request is not None
+            nbytes = self._sizes.model(request, answer.whole_model)
         elif isinstance(reply, TablesReply) and answer.tables is not None:
-            nbytes = self._sizes.bucket((answer.tables.shard, answer.tables.bucket)).pulled
+            bucket = self._sizes.bucket((answer.tables.shard, answer.tables.bucket))
+            regular = isinstance(request, TablesRequest) and request.progress >= 0
+            nbytes = bucket.pulled if regular else bucket.raw
         key = answer.key
         self.endpoint.answer(
             key, reply, nbytes, None, answer.deadline, lambda whole: self.handle(events.Answered(key, whole))
@@ -356,7 +386,7 @@ class TrafficPeer(BasePeer):
         self._waits = False
 
     def _tell(self, note: effects.Note) -> None:
-        self.note(note.text)
+        self.warn(note.topic, note.text)
 
     # --- tables -------------------------------------------------------------------------------------
 

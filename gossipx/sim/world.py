@@ -12,6 +12,7 @@ import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from gossipx.protocol.effects import ReportEntry
@@ -35,6 +36,19 @@ class Entry(NamedTuple):
     what: str
 
 
+@dataclass
+class Warned:
+    """What peers have warned of on one topic.
+
+    Attributes:
+        first: the first warning.
+        count: number of all.
+    """
+
+    first: Entry
+    count: int = 0
+
+
 class World(Generic[Peer]):
     """Peers, the network between them, and a clock that jumps from event to event.
 
@@ -46,6 +60,7 @@ class World(Generic[Peer]):
         now: virtual time in seconds.
         peers: by rank, the latest started incarnation of each peer.
         log: all events so far, in order.
+        warnings: what peers have warned of, by topic.
         fired: number of faults that took effect, by kind: ``lost``, ``cut``, ``broken`` (a peer ended during its
             transfer), ``repeated``, ``crash``, ``pause``, ``restart``, ``poison``.
     """
@@ -55,6 +70,7 @@ class World(Generic[Peer]):
         self.network = network or Network()
         self.peers: dict[int, Peer] = {}
         self.log: list[Entry] = []
+        self.warnings: dict[str, Warned] = {}
         self.fired: Counter[str] = Counter()
         self._rng = random.Random(seed)
         self._heap: list[tuple[float, int, Callable[[], None], BasePeer | None]] = []
@@ -120,6 +136,11 @@ class World(Generic[Peer]):
     def note(self, rank: int, what: str) -> None:
         """Add a line to the log."""
         self.log.append(Entry(self.now, rank, what))
+
+    def warn(self, rank: int, topic: str, text: str) -> None:
+        """Add a line to the log, and a warning on a topic."""
+        self.note(rank, text)
+        self.warnings.setdefault(topic, Warned(self.log[-1])).count += 1
 
     def lines(self, rank: int, what: str = "") -> list[str]:
         """Return the log lines of ``rank`` that begin with ``what``."""

@@ -24,7 +24,7 @@ from gossipx.sync import SyncManager
 MODEL = 4 * 1_727_962
 """Bytes of resnet110."""
 TRAFFIC = {
-    "simulation": {"peers": 6, "work": "traffic", "model": "resnet110", "deltas": "lenet"},
+    "simulation": {"peers": 6, "work": "traffic", "model": "resnet110"},
     "run": {"iterations": 200, "recorder": "none"},
 }
 
@@ -120,7 +120,10 @@ def test_given_retrievals_replace_the_policy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("announcements", [True, False])
 def test_announcements_change_nothing_but_their_messages(tmp_path: Path, announcements: bool) -> None:
-    own = {"simulation": {"announcements": announcements}, "sync": {"policy": "travel:distance=1", "finish": "none"}}
+    own = {
+        "simulation": {"announcements": announcements, "deltas": "lenet"},
+        "sync": {"policy": "travel:distance=1", "finish": "none"},
+    }
     run = simulated(scenario(tmp_path, TRAFFIC, own))
     trace, expected = traces.load("lenet"), []
     for rank in range(6):
@@ -146,6 +149,30 @@ def test_announcements_change_nothing_but_their_messages(tmp_path: Path, announc
 def test_every_kind_of_exchange_has_traffic(tmp_path: Path, around: dict[str, Any]) -> None:
     run = simulated(scenario(tmp_path, TRAFFIC, around))
     assert run.lost == [] and min(map(float, run.bytes_received)) >= 8 * MODEL  # type: ignore[arg-type]
+
+
+def test_a_codec_shrinks_the_bytes_of_traffic_as_those_of_training(tmp_path: Path) -> None:
+    """In a wave, a peer passes on the changes of all whose models it has averaged; the finish has no codec."""
+
+    def received(work: dict[str, Any], around: dict[str, Any]) -> list[float]:
+        common = {
+            "simulation": {"peers": 4},
+            "run": {"iterations": 30, "recorder": "none"},
+            "compute": {"seconds": 0.1},
+        }
+        run = simulated(scenario(tmp_path, common, work, around))
+        return [float(n or 0) for n in (*run.bytes_received, *run.finish_bytes)]
+
+    real = {"run": {"eval_interval": 0}}
+    for around in (
+        {"sync": {"policy": "tau:10", "exchange": "waves", "codec": "int8"}},
+        {"sync": {"policy": "tau:10", "codec": "int8"}},
+        {"server": {"servers": "0", "servers_only": True, "push_codec": "int8"}},
+        {"server": {"servers": "0", "servers_only": True, "push_codec": "int8", "pull_codec": "int8"}},
+    ):
+        traffic = {"simulation": {"work": "traffic", "model": "lenet", "encoded": 0.25}}
+        found = received(traffic, around)
+        assert found == pytest.approx(received(real, around), rel=0.01), around
 
 
 def test_real_work_learns_and_records_the_exact_distance(tmp_path: Path) -> None:
@@ -229,6 +256,49 @@ def test_a_peer_that_returns_when_the_others_have_ended_is_lost(tmp_path: Path, 
     assert run.wall_seconds < 100
 
 
+def test_a_run_without_announcements_ends_under_churn(tmp_path: Path) -> None:
+    """Peers that were started again wait for none of those that have ended, and only peers that train crash."""
+    alone = {"simulation": {"peers": 12, "announcements": False}, "sync": {"finish": "none"}}
+    run = simulated(scenario(tmp_path, TRAFFIC, alone, {"churn": {"rate": 6.0, "downtime": 1.0}}))
+    assert sum(n or 0 for n in run.suspicions) > 0 and len(run.lost) < 3, "one that returns at the end is too late"
+    assert run.wall_seconds < 60, "200 iterations of 0.074 s, and a few crashes of those that are behind"
+
+
+def test_a_late_peer_takes_the_model_of_another(tmp_path: Path) -> None:
+    alone = {"simulation": {"announcements": False}, "sync": {"finish": "none"}}
+    run = simulated(scenario(tmp_path, TRAFFIC, alone, faults=[{"kind": "late", "peers": [5], "at": 7.0}]))
+    assert run.wall_seconds == pytest.approx(200 * 0.0741, rel=0.03) and run.lost == []
+    assert float(run.train_seconds[5] or 0) == pytest.approx(200 * 0.0741 - 7.0, rel=0.05)
+
+
+def test_the_wall_time_counts_from_the_first_process(tmp_path: Path) -> None:
+    """All peers crash and are started again."""
+    faults = [{"kind": "crash", "peers": list(range(6)), "at": 5.0, "until": 6.0}]
+    run = simulated(scenario(tmp_path, TRAFFIC, faults=faults))
+    assert run.wall_seconds > 6.0 + 200 * 0.0741
+
+
+def test_a_peer_that_has_ended_does_not_crash(tmp_path: Path) -> None:
+    slow = {"compute": {"seconds": 0.1, "straggler_share": 0.2, "straggler_factor": 4.0}}
+    alone = {"simulation": {"announcements": False}, "sync": {"finish": "none"}}
+    plain = simulated(scenario(tmp_path, TRAFFIC, slow, alone))
+    crash = {"kind": "crash", "peers": [0, 1, 2, 3, 4, 5], "at": 30.0, "until": 31.0}
+    ended = [rank for rank, seconds in enumerate(plain.train_seconds) if float(seconds or 0) < 30]
+    again = simulated(scenario(tmp_path, TRAFFIC, slow, alone, faults=[crash]))
+    assert len(ended) == 5
+    assert [again.retrievals[rank] for rank in ended] == [plain.retrievals[rank] for rank in ended]
+
+
+def test_warnings_of_peers_are_told_once_per_kind(tmp_path: Path) -> None:
+    """A model takes 5.9 s on these links, and a pull has 2 s."""
+    slow = {"network": {"preset": "10mbit"}, "exchange": {"peer_timeout": 2.0}, "sync": {"finish": "none"}}
+    file = scenario(tmp_path, TRAFFIC, slow, {"simulation": {"announcements": False}})
+    done = command(file)
+    assert done.exit_code == 0
+    warned = [line for line in done.output.splitlines() if "deadline" in line]
+    assert len(warned) == 1 and "more of this kind" in warned[0], done.output
+
+
 def test_a_full_disk_and_a_lost_one_cost_the_state(tmp_path: Path) -> None:
     """A peer that is started again continues at its last checkpoint; without one it takes the model of another."""
     settings = {
@@ -292,7 +362,16 @@ def test_a_name_in_use_is_refused_and_the_default_gets_a_number(tmp_path: Path) 
     ("tables", "words"),
     [
         ({"simulation": {"model": "alexnet-2"}}, "unknown model"),
-        ({"simulation": {"deltas": "nothing"}}, "nothing"),
+        ({"simulation": {"deltas": "nothing"}, "sync": {"policy": "travel:distance=1"}}, "nothing"),
+        ({"simulation": {"deltas": "lenet"}}, "deltas"),
+        ({"sync": {"policy": "adaptive"}}, "deltas"),
+        ({"simulation": {"encoded": 0.25}}, "codec"),
+        ({"simulation": {"retrievals": [201]}}, "retrievals"),
+        ({"simulation": {"retrievals": [20]}, "sync": {"policy": "tau:10"}}, "policy"),
+        ({"simulation": {"retrievals": [20]}, "server": {"servers": "0"}}, "servers"),
+        ({"compute": {"spread": "normal:deviation=-3"}}, "deviation"),
+        ({"compute": {"spread": "log-normal:sigma=1000"}}, "sigma"),
+        ({"compute": {"spread": "trace:missing.txt"}}, "missing.txt"),
         ({"sync": {"policy": "drift:distance=2"}}, "drift"),
         ({"sync": {"codec": "int8"}}, "encoded"),
         ({"churn": {"rate": 1.0, "state": "kept"}}, "real"),
@@ -308,6 +387,7 @@ def test_what_cannot_be_simulated_is_told_before_the_run(tmp_path: Path, tables:
         cwd=tmp_path,
     )
     assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert "mine.toml" in done.stderr or ".txt" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 

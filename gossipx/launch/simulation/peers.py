@@ -111,8 +111,6 @@ class RealPeers:
 
         def step(peer: SimPeer) -> None:
             nonlocal loss
-            if self._disks.is_due(rank, peer.arena.step):
-                self._keep(peer, optimizer)
             for group in optimizer.param_groups:
                 group["lr"] = rate_of(config.task, *peer.used)
             loss = _gradient(model, optimizer, batches)
@@ -121,6 +119,8 @@ class RealPeers:
 
         def log() -> None:
             assert peer.reporter is not None
+            if self._disks.is_due(rank, peer.arena.step):
+                self._keep(peer, optimizer)
             if peer.arena.step % config.run.log_interval == 0:
                 peer.reporter.scalar("train/loss", loss)
             if config.run.eval_interval and peer.arena.step % config.run.eval_interval == 0:
@@ -212,8 +212,8 @@ class TrafficPeers:
         role = _role(plan, rank, number, self._sizes.whole, served)
         iterations = config.run.iterations if role.trains else 0
         peer = TrafficPeer(role, iterations, plan.times.of(rank), self._sizes, self._deltas(rank))
-        peer.seconds = config.run.seconds
-        peer.assembled = plan.assembled and not number
+        peer.assembled = plan.assembled and not number and rank not in plan.late
+        peer.announces = not plan.assembled
         return peer
 
 

@@ -19,7 +19,8 @@ from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.hub import ElasticSettings
 from gossipx.launch.start import policy_or_sync_model
-from gossipx.policies import Observation
+from gossipx.policies import Never, Observation, Random, Tau
+from gossipx.protocol.messages import WHOLE
 from gossipx.runtime.options import PeerOptions
 from gossipx.server import placement
 from gossipx.server.placement import Table
@@ -68,6 +69,11 @@ class Plan:
         """Number of peers."""
         return len(self.names)
 
+    @property
+    def late(self) -> dict[int, float]:
+        """When the peers start that are late, in seconds, by rank."""
+        return {rank: fault.at for fault in self.scenario.faults if fault.kind == "late" for rank in fault.ranks}
+
 
 def plan_of(scenario: Scenario, config: RunConfig, parts: Parts) -> Plan:
     """Return the plan of a scenario.
@@ -83,17 +89,20 @@ def plan_of(scenario: Scenario, config: RunConfig, parts: Parts) -> Plan:
     if of.work == "traffic":
         _check_traffic(scenario, config)
     names = [f"peer-{rank:0{max(2, len(str(of.peers - 1)))}d}" for rank in range(of.peers)]
-    seconds = given.seconds
-    if seconds is None:
+    spread, seconds = compute.parse(given.spread), given.seconds
+    if seconds is None and isinstance(spread, compute.Trace):
+        seconds = spread.mean
+    elif seconds is None:
         assert of.model is not None
         seconds = costs.STEP_SECONDS[of.model]
     stragglers, delays = (given.straggler_share, given.straggler_factor), (given.delay_share, given.delay_deviation)
-    times = StepTimes.drawn(of.peers, seconds, compute.parse(given.spread), stragglers, delays, config.run.seed)
+    times = StepTimes.drawn(of.peers, seconds, spread, stragglers, delays, config.run.seed)
     sites = [f"site {rank * net.sites // of.peers}" for rank in range(of.peers)] if net.sites > 1 else []
     announced = of.peers <= MANY if of.announcements is None else of.announcements
-    if not announced and (config.has_servers or config.hub.hub is not None or config.sync.finish != "none"):
+    needed = config.has_servers or config.hub.hub is not None or config.sync.finish != "none" or of.work == "real"
+    if not announced and needed:
         if of.announcements is False:
-            raise UsageError("announcements = false is for gossip and waves without a finish: leave it out")
+            raise UsageError("announcements = false is for traffic of gossip and waves without a finish: leave it out")
         announced = True
     turns = build_schedule(config, of.peers, sites)
     hub = elastic_settings(config, names)
@@ -105,7 +114,8 @@ def _check_traffic(scenario: Scenario, config: RunConfig) -> None:
     of, policy = scenario.simulation, policies.parse(config.sync.policy)
     assert of.model is not None
     known_word("model", of.model, MODELS | UNTRAINED)
-    if scenario.compute.seconds is None and of.model not in costs.STEP_SECONDS:
+    untimed = scenario.compute.seconds is None and not scenario.compute.spread.startswith("trace")
+    if untimed and of.model not in costs.STEP_SECONDS:
         raise UsageError(f"the time of an iteration of {of.model} is not known: give seconds in [compute]")
     if policy.uses_drift and not config.has_servers:
         raise UsageError(f"{config.sync.policy} measures drift, which traffic does not have: give another policy")
@@ -114,6 +124,22 @@ def _check_traffic(scenario: Scenario, config: RunConfig) -> None:
     coded = [config.sync.codec, config.server.push_codec, config.server.pull_codec] != ["none"] * 3
     if coded and of.encoded is None:
         raise UsageError("a codec's ratio depends on values: give encoded, the size of what it sends as a share of raw")
+    if not coded and of.encoded is not None:
+        raise UsageError("encoded is for runs with a codec: give codec, push_codec or pull_codec, or leave it out")
+    if config.has_servers and (of.deltas is not None or of.retrievals is not None):
+        raise UsageError("deltas and retrievals are for exchanges between peers, not for servers: leave them out")
+    by_deltas = of.retrievals is None and not config.has_servers and not isinstance(policy, Never | Tau | Random)
+    if by_deltas and of.deltas is None:
+        raise UsageError(f'{config.sync.policy} decides on deltas: name a trace of them, such as deltas = "lenet"')
+    if of.deltas is not None and not by_deltas:
+        raise UsageError("deltas are for a policy that decides on them, such as adaptive or travel: leave them out")
+    if of.retrievals is not None and max(of.retrievals) > config.run.iterations:
+        most = f"an iteration has one retrieval at most, and there are {config.run.iterations}"
+        raise UsageError(f"retrievals has {max(of.retrievals):g}: {most}")
+    if of.retrievals is not None and config.is_given("policy"):
+        raise UsageError("retrievals are given instead of a policy: leave one out")
+    if any(fault.kind == "disk-full" for fault in scenario.faults):
+        raise UsageError('disk-full is for work = "real", which has checkpoints: leave it out')
     if scenario.churn.state == "kept" or any(fault.state == "kept" for fault in scenario.faults):
         raise UsageError('state = "kept" is for real work, which has checkpoints: leave it out')
 
@@ -167,12 +193,11 @@ def sizes_of(plan: Plan) -> Sizes:
     of, config = plan.scenario.simulation, plan.config
     assert of.model is not None
     values = of.parameters or sum(count for _, count in published_sizes(of.model))
-    raw, share = values * FLOAT, 1.0 if of.encoded is None else of.encoded
     fragments = config.sync.fragments
-    exchanged = {0: round(raw * share)}
+    raw = {WHOLE: values * FLOAT}
     if fragments > 1:
-        exchanged.update({number: round(raw * share / fragments) for number in range(1, fragments + 1)})
-    return Sizes(raw, exchanged)
+        raw.update({number: round(values * FLOAT / fragments) for number in range(1, fragments + 1)})
+    return Sizes(raw, 1.0 if of.encoded is None else of.encoded)
 
 
 def served_of(plan: Plan) -> tuple[ServerSettings, Sizes] | None:
@@ -190,17 +215,22 @@ def served_of(plan: Plan) -> tuple[ServerSettings, Sizes] | None:
         config.server.bucket,
     )
     settings = settings_of(config, layouts, ranks, plan.size, config.task.base_lr, plan.parts)
-    share, segments = 1.0 if of.encoded is None else of.encoded, []
+    encoded = 1.0 if of.encoded is None else of.encoded
+    pushed, pulled = (
+        1.0 if codec == "none" else encoded for codec in (config.server.push_codec, config.server.pull_codec)
+    )
+    segments = []
     for shard, (placed, cut) in enumerate(zip(settings.layout.placed, settings.layout.cut, strict=True)):
         for number, bucket in enumerate(cut):
             held = placed[bucket.first : bucket.stop]
             nbytes = sum(one.stop - one.start for one in held) * FLOAT
             cost = sum(tables[one.table].share * (one.stop - one.start) / tables[one.table].elements for one in held)
             first = min(one.table for one in held)
-            segments.append((first, Segment((shard, number), round(nbytes * share), round(nbytes * share), cost)))
+            sizes = nbytes, round(nbytes * pushed), round(nbytes * pulled)
+            segments.append((first, Segment((shard, number), *sizes, cost)))
     ordered = [segment for _, segment in sorted(segments, key=lambda item: (item[0], item[1].place))]
     whole = sum(cost.elements for cost in tables) * FLOAT
-    return settings, Sizes(whole, {0: whole}, ordered, config.server.wait_free)
+    return settings, Sizes({WHOLE: whole}, 1.0, ordered, config.server.wait_free)
 
 
 def deltas_of(plan: Plan) -> Callable[[int], Callable[[int], float]]:

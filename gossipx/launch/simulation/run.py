@@ -37,6 +37,8 @@ log = logging.getLogger("gossipx")
 
 BATCH = 20_000
 """Events between two updates of the progress bar: about a tenth of a second."""
+SHOWN = 8
+"""Warnings of peers that are printed at the end, one for each topic."""
 STALLED = 20_000_000
 """Events without a finished iteration after which a run is given up: it would not end."""
 
@@ -56,11 +58,14 @@ def simulate(scenario: Scenario, name: str, parts: Parts | None = None) -> int:
         GossipxError: the run did not end, or its figures cannot be written.
     """
     of = scenario.simulation
-    config = effective_config(scenario.config, of.peers, has_script=of.work == "traffic")
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=_name_of(config, name)))
-    plan = plan_of(scenario, config, parts or Parts())
-    disks = Disks(_checkpoint_interval(config))
-    make = TrafficPeers(plan) if of.work == "traffic" else RealPeers(plan, disks)
+    try:
+        config = effective_config(scenario.config, of.peers, has_script=of.work == "traffic")
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=_name_of(config, name)))
+        plan = plan_of(scenario, config, parts or Parts())
+        disks = Disks(_checkpoint_interval(config))
+        make = TrafficPeers(plan) if of.work == "traffic" else RealPeers(plan, disks)
+    except UsageError as error:
+        raise UsageError(str(error), scenario.path) from None
     hosts = "".join(f"{name} name={name}\n" for name in plan.names)
     directory = RunDirectory(config, hosts.encode(), scenario=scenario.text)
     try:
@@ -98,7 +103,7 @@ class _Simulation:
         self._world: World[BasePeer] = World(seed, network_of(plan.scenario.network, plan.size, seed))
         self._curves: Aggregate | None = curves_of(plan, directory.path, lambda: self._world.now)
         self._recorders: list[Recorder] = []
-        self._restarted: set[int] = set()
+        self._began = math.inf  # when the first process that was replaced began to train
 
     def go(self) -> int:
         """Run to the end, or until a signal; return the exit code."""
@@ -123,9 +128,8 @@ class _Simulation:
 
     def _prepare(self) -> None:
         """Schedule the starts of the peers, and the faults."""
-        late = {rank: fault.at for fault in self._plan.scenario.faults if fault.kind == "late" for rank in fault.ranks}
         for rank in range(self._plan.size):
-            self._world.start(rank, self._maker(rank), late.get(rank, 0.0))
+            self._world.start(rank, self._maker(rank), self._plan.late.get(rank, 0.0))
         for fault in self._plan.scenario.faults:
             self._schedule(fault)
         self._schedule_churn()
@@ -133,8 +137,9 @@ class _Simulation:
     def _maker(self, rank: int) -> Callable[[int], BasePeer]:
         def make(number: int) -> BasePeer:
             peer = self._make(rank, number)
-            if number:
-                self._restarted.add(rank)
+            before = self._world.peers.get(rank)
+            if before is not None and before.trained[0] is not None:
+                self._began = min(self._began, before.trained[0])
             self._record(peer, number)
             return peer
 
@@ -171,20 +176,23 @@ class _Simulation:
         self._disks.of(rank).writable = writable
 
     def _crash(self, rank: int, at: float, again: float, lost: bool) -> None:
-        self._world.crash(rank, at)
-        if again < math.inf:
-            if lost:
-                self._world.at(again, lambda: self._disks.lost.add(rank))
-            self._world.restart(rank, again, lambda: self._is_over_without(rank))
+        """Let a peer crash, unless it has ended by then, and start it again."""
+
+        def crash() -> None:
+            if self._world.peers[rank].down_since is not None:
+                return
+            self._world.crash(rank, at)
+            if again < math.inf:
+                if lost:
+                    self._world.at(again, lambda: self._disks.lost.add(rank))
+                self._world.restart(rank, again, lambda: self._is_over_without(rank))
+
+        self._world.at(at, crash)
 
     def _is_over_without(self, rank: int) -> bool:
         """Return whether all other peers have ended or crashed, and not all of them crashed."""
         others = [peer for other, peer in self._world.peers.items() if other != rank]
         return any(peer.report for peer in others) and all(peer.down_since is not None for peer in others)
-
-    def _came_too_late(self, peer: BasePeer) -> bool:
-        """Return whether a peer was started again, and did not begin before the others had ended."""
-        return peer.rank in self._restarted and peer.trained[0] is None and self._is_over_without(peer.rank)
 
     def _schedule_churn(self) -> None:
         """Let peers crash at random times, exponentially distributed, as long as the run lasts."""
@@ -202,9 +210,10 @@ class _Simulation:
 
         def crash() -> None:
             peer = self._world.peers.get(rank)
-            if peer is None or peer.down_since is not None:
-                return  # it has ended
-            self._crash(rank, at, at + down, churn.state == "lost")
+            if peer is not None and (peer.down_since is not None or peer.trained[1] is not None):
+                return  # it has trained to the end
+            if peer is not None:  # None: it starts late
+                self._crash(rank, at, at + down, churn.state == "lost")
             if down < math.inf:
                 self._next_crash(rank, at + down, rng)
 
@@ -261,7 +270,7 @@ class _Simulation:
         for recorder in self._recorders:
             recorder.close()
         peers = self._world.peers.values()
-        began = min((peer.trained[0] for peer in peers if peer.trained[0] is not None), default=0.0)
+        began = min(self._began, *(peer.trained[0] for peer in peers if peer.trained[0] is not None))
         ended = max(self._world.now if peer.down_since is None else peer.down_since for peer in peers)
         traffic = self._plan.scenario.simulation.work == "traffic"
         summary = sum_up(self._plan.config, self._plan.names, not traffic, ended - began, results, stopped)
@@ -270,10 +279,13 @@ class _Simulation:
     def _tell(self, summary: Summary, interrupted: bool) -> int:
         """Print the outcome; return the exit code."""
         print(f"{summary.name}: {summary.wall_seconds:.1f} s of virtual time; gossipx compare {self._directory.path}")
+        for warned in list(self._world.warnings.values())[:SHOWN]:
+            first, more = warned.first, f", and {warned.count - 1} more of this kind" if warned.count > 1 else ""
+            print(f"{self._plan.names[first.rank]} at {first.time:.1f} s: {first.what}{more}", file=sys.stderr)
         failed = False
         for rank, peer in sorted(self._world.peers.items()):
-            if self._came_too_late(peer):
-                print(f"{self._plan.names[rank]} was started again too late: the others had ended", file=sys.stderr)
+            if peer.trained[0] is None and self._is_over_without(rank):
+                print(f"{self._plan.names[rank]} was started too late: the others had ended", file=sys.stderr)
             elif peer.reason is not None:
                 print(f"{self._plan.names[rank]} has stopped: {peer.reason}", file=sys.stderr)
                 failed = True
