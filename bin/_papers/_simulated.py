@@ -91,10 +91,10 @@ def run(*layers: Tables, curves: bool = False, parts: Parts | None = None) -> Ru
     if curves:
         tables["simulation"]["recorded"] = tables["simulation"]["peers"]
     with tempfile.TemporaryDirectory() as folder:
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as told:
             code = simulate(written(tables, logdir=folder, name="run"), "run", parts)
         if code:
-            raise RuntimeError(f"the simulation ended with exit code {code}: {tables}")
+            raise RuntimeError(f"the simulation ended with exit code {code}: {tables}\n{told.getvalue()}")
         directory = Path(folder) / "run"
         peers = tables["simulation"]["peers"] if curves else 0
         return Run(summary.read(directory), [_curves(directory / f"peer-{rank:02d}") for rank in range(peers)])

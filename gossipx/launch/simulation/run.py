@@ -280,7 +280,7 @@ class _Simulation:
         """Print the outcome; return the exit code."""
         print(f"{summary.name}: {summary.wall_seconds:.1f} s of virtual time; gossipx compare {self._directory.path}")
         for warned in list(self._world.warnings.values())[:SHOWN]:
-            first, more = warned.first, f", and {warned.count - 1} more of this kind" if warned.count > 1 else ""
+            first, more = warned.first, f" (and {warned.count - 1} more of this kind)" if warned.count > 1 else ""
             print(f"{self._plan.names[first.rank]} at {first.time:.1f} s: {first.what}{more}", file=sys.stderr)
         failed = False
         for rank, peer in sorted(self._world.peers.items()):
