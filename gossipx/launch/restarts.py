@@ -50,6 +50,7 @@ class Restarts:
         self._at: dict[int, float] = {}  # by rank: when it is started again
         self._asked: set[int] = set()  # ranks that end because somebody asked for a restart
         self._look_at = 0.0
+        self._commands: list[Path] = []  # seen, and not carried out yet
 
     @property
     def pending(self) -> bool:
@@ -57,18 +58,21 @@ class Restarts:
         return bool(self._at)
 
     def asked(self, now: float, running: Collection[int]) -> list[int]:
-        """Return the ranks that somebody has asked to restart since the last call; they have to end first.
+        """Return the ranks that somebody had asked to restart by the last call; they have to end first.
+
+        Commands are carried out one call later, so that what peers reported before is known by then.
 
         Args:
             running: ranks whose processes run.
         """
-        if now < self._look_at:
-            return []
-        self._look_at = now + LOOK_EVERY
         found: list[int] = []
-        for command in sorted(self._directory.glob(f"*{RESTART}")):
+        for command in self._commands:
             if (rank := self._meant(command)) is not None:
                 take(command, lambda _, rank=rank: self._carry_out(rank, now, running, found))  # type: ignore[misc]
+        self._commands = []
+        if now >= self._look_at:
+            self._look_at = now + LOOK_EVERY
+            self._commands = sorted(self._directory.glob(f"*{RESTART}"))
         return found
 
     def _meant(self, command: Path) -> int | None:

@@ -38,7 +38,7 @@ class Entry(NamedTuple):
 
 @dataclass
 class Warned:
-    """What peers have warned of on one topic.
+    """Warnings of peers on one topic.
 
     Attributes:
         first: the first warning.
