@@ -46,6 +46,7 @@ class BasePeer(abc.ABC):
         delta: Δ_t of the last iteration.
         entries: the answers to processes that asked this peer to admit them.
         assembled: whether the peer begins to train at once, since all peers are known to be present.
+        unwritten: checkpoints that could not be written.
         announces: whether it announces its end to all others, and waits for theirs.
     """
 
@@ -63,6 +64,7 @@ class BasePeer(abc.ABC):
         self.resumed: bool | None = None
         self.assembled = False
         self.announces = True
+        self.unwritten = 0
         self.blocked_seconds = 0.0
         self.before_join: Callable[[], None] = lambda: None
         self.reporter: Reporter | None = None
@@ -283,7 +285,7 @@ class BasePeer(abc.ABC):
             after = self.evaluate() if averaged else self._scores
             for name, value in after.items() if averaged else ():
                 self.reporter.scalar(f"test/{name}_after_finish", value)
-            self.report = self.reporter.report(self._scores, after)
+            self.report = self.reporter.report(self._scores, after, self.unwritten)
 
     def iterate(self, seconds: float) -> None:
         """Compute for some seconds, and then :meth:`train`."""

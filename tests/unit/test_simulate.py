@@ -116,6 +116,7 @@ def test_a_share_of_the_peers_has_slower_links(tmp_path: Path) -> None:
 def test_given_retrievals_replace_the_policy(tmp_path: Path) -> None:
     run = simulated(scenario(tmp_path, TRAFFIC, {"simulation": {"retrievals": [0, 1, 2, 3, 4, 50]}}))
     assert run.retrievals[:5] == [0, 1, 2, 3, 4] and 45 <= (run.retrievals[5] or 0) <= 50
+    assert run.policy == "given retrievals"
 
 
 @pytest.mark.parametrize("announcements", [True, False])
@@ -317,6 +318,7 @@ def test_a_full_disk_and_a_lost_one_cost_the_state(tmp_path: Path) -> None:
     assert kept == pytest.approx(3.0, abs=0.15), "the iterations from 30 to 60, after the restart"
     full = {"kind": "disk-full", "peers": [1], "at": 1.5}
     assert seconds({**crash, "state": "kept"}, full) == pytest.approx(5.0, abs=0.15), "the disk has iteration 10"
+    assert simulated(scenario(tmp_path, settings, faults=[full])).unwritten == [0, 5, 0], "iterations 20 to 60"
     assert seconds({**crash, "state": "lost"}) == pytest.approx(2.0, abs=0.15), "the others were at 40"
 
 

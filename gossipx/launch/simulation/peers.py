@@ -69,7 +69,7 @@ class Disks:
 
     def is_due(self, rank: int, step: int) -> bool:
         """Return whether a peer writes a checkpoint at an iteration."""
-        return self.every > 0 and step % self.every == 0 and self.of(rank).writable
+        return self.every > 0 and step % self.every == 0
 
 
 class RealPeers:
@@ -119,7 +119,9 @@ class RealPeers:
 
         def log() -> None:
             assert peer.reporter is not None
-            if self._disks.is_due(rank, peer.arena.step):
+            if self._disks.is_due(rank, peer.arena.step) and not self._disks.of(rank).writable:
+                peer.unwritten += 1
+            elif self._disks.is_due(rank, peer.arena.step):
                 self._keep(peer, optimizer)
             if peer.arena.step % config.run.log_interval == 0:
                 peer.reporter.scalar("train/loss", loss)

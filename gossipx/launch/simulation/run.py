@@ -274,6 +274,8 @@ class _Simulation:
         ended = max(self._world.now if peer.down_since is None else peer.down_since for peer in peers)
         traffic = self._plan.scenario.simulation.work == "traffic"
         summary = sum_up(self._plan.config, self._plan.names, not traffic, ended - began, results, stopped)
+        if self._plan.scenario.simulation.retrievals is not None:
+            summary = dataclasses.replace(summary, policy="given retrievals")
         return dataclasses.replace(summary, model=self._plan.scenario.simulation.model) if traffic else summary
 
     def _tell(self, summary: Summary, interrupted: bool) -> int:
