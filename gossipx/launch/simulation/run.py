@@ -9,6 +9,7 @@ import logging
 import math
 import random
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,10 @@ from gossipx.sim.traffic import TrafficPeer
 
 log = logging.getLogger("gossipx")
 
-BATCH = 20_000
-"""Events between two updates of the progress bar: about a tenth of a second."""
+UPDATE = 0.2
+"""Seconds between two updates of the progress bar."""
+FIRST = 100
+"""Events before the first one; an event may be a gradient or a message."""
 SHOWN = 8
 """Warnings of peers that are printed at the end, one for each topic."""
 STALLED = 20_000_000
@@ -230,18 +233,22 @@ class _Simulation:
             TextColumn("{task.fields[at]}"),
             TimeRemainingColumn(),
         )
-        stalled, before = 0, 0
+        stalled, before, batch = 0, 0, FIRST
+        updated = time.monotonic()
         gc.collect()
         gc.freeze()  # the peers live as long as the run: no collection needs to look at them
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
             shown = bar.add_task(str(self._plan.config.run.name), total=self._plan.size, at="")
-            while world.advance(BATCH):
+            while world.advance(batch):
                 done = sum(peer.step for peer in world.peers.values())
                 used = (peer.used for peer in world.peers.values())
                 completed = sum(part / whole if whole else 1.0 for part, whole in used)
                 bar.update(shown, completed=completed, at=f"{world.now:.1f} s of virtual time")
-                stalled = stalled + BATCH if done == before else 0
+                stalled = stalled + batch if done == before else 0
                 before = done
+                now = time.monotonic()
+                batch = min(2 * batch, 1 + int(batch * UPDATE / max(now - updated, 1e-3)))
+                updated = now
                 if stalled >= STALLED:
                     raise GossipxError(f"no iteration was completed in the last {STALLED} events, at {world.now:g} s")
                 if self._curves is not None:
