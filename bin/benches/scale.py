@@ -1,7 +1,7 @@
 """Cost per iteration and loss as the number of peers grows, in virtual time: which exchange to choose where.
 
 bin/bench scale           4 to 64 peers, loss at 4 and 8 (about 6 minutes on one core)
-bin/bench scale --full    4 to 1,000 peers, three rates of the links, churn (about two hours)
+bin/bench scale --full    4 to 1,000 peers, three rates of the links, churn (about three hours)
 
 Seconds and bytes are those of traffic alone, of ResNet-110 with 74 ms per iteration, whose time varies between
 iterations (log-normal, sigma 0.1). The loss is that of LeNet on Fashion-MNIST after some iterations. DDP is not
@@ -67,8 +67,10 @@ CHURN: dict[str, dict[str, Any]] = {
     "exchange": {"peer_timeout": 10.0},
     "simulation": {"announcements": False},  # nor do all fetch the first model of one peer
 }
-LONGER = 5
+LONGER = 3
 """With churn, how many times as many iterations: in a short run hardly a peer crashes."""
+CHURNED = "1gbit"
+"""The rate of the links of runs with churn: a blocking wave of 1,000 peers takes minutes then, and its run many."""
 Costs = dict[int, tuple[float, float]]
 """By number of peers: seconds and received bytes of an iteration of a peer."""
 
@@ -82,7 +84,8 @@ def main() -> None:
     arguments = parser.parse_args()
     sizes = (4, 16, 64, 256, 1000) if arguments.full else (4, 16, 64)
     rates = RATES if arguments.full else ("1gbit",)
-    costs = {rate: costs_of(rate, sizes, 200 if arguments.full else 100, arguments.full) for rate in rates}
+    iterations = 200 if arguments.full else 100
+    costs = {rate: costs_of(rate, sizes, iterations, arguments.full and rate == CHURNED) for rate in rates}
     tables = [costs_table(sizes, costs), losses(sizes if arguments.full else (4, 8), 200, costs)]
     if arguments.json:
         print(json.dumps({"figures": [one for table in tables for one in table[3]]}, indent=2))
