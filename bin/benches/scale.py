@@ -46,7 +46,10 @@ SYSTEMS: dict[str, dict[str, dict[str, Any]]] = {
             "finish": "none",
         }
     },
-    "server, bsp": {"server": {"sync": "bsp"}},
+    "server, bsp": {
+        "server": {"sync": "bsp"},
+        "exchange": {"peer_timeout": 3600.0},  # all fetch the first model of one peer
+    },
 }
 DDP = "DDP"
 MOST_WORKERS = 256
