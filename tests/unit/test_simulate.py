@@ -265,6 +265,13 @@ def test_a_run_without_announcements_ends_under_churn(tmp_path: Path) -> None:
     assert run.wall_seconds < 60, "200 iterations of 0.074 s, and a few crashes of those that are behind"
 
 
+def test_a_peer_that_never_reaches_the_others_is_a_failure(tmp_path: Path) -> None:
+    """It was neither late nor started again."""
+    apart = {"kind": "partition", "peers": [5], "at": 0.0}
+    run = simulated(scenario(tmp_path, TRAFFIC, {"exchange": {"peer_timeout": 3.0}}, faults=[apart]), code=4)
+    assert run.lost == ["peer-05"]
+
+
 def test_a_late_peer_takes_the_model_of_another(tmp_path: Path) -> None:
     alone = {"simulation": {"announcements": False}, "sync": {"finish": "none"}}
     run = simulated(scenario(tmp_path, TRAFFIC, alone, faults=[{"kind": "late", "peers": [5], "at": 7.0}]))

@@ -106,6 +106,7 @@ class _Simulation:
         self._world: World[BasePeer] = World(seed, network_of(plan.scenario.network, plan.size, seed))
         self._curves: Aggregate | None = curves_of(plan, directory.path, lambda: self._world.now)
         self._recorders: list[Recorder] = []
+        self._restarted: set[int] = set()
         self._began = math.inf  # when the first process that was replaced began to train
 
     def go(self) -> int:
@@ -140,6 +141,8 @@ class _Simulation:
     def _maker(self, rank: int) -> Callable[[int], BasePeer]:
         def make(number: int) -> BasePeer:
             peer = self._make(rank, number)
+            if number:
+                self._restarted.add(rank)
             before = self._world.peers.get(rank)
             if before is not None and before.trained[0] is not None:
                 self._began = min(self._began, before.trained[0])
@@ -291,9 +294,12 @@ class _Simulation:
         for warned in list(self._world.warnings.values())[:SHOWN]:
             first, more = warned.first, f" (and {warned.count - 1} more of this kind)" if warned.count > 1 else ""
             print(f"{self._plan.names[first.rank]} at {first.time:.1f} s: {first.what}{more}", file=sys.stderr)
+        if (hidden := len(self._world.warnings) - SHOWN) > 0:
+            print(f"and {hidden} other kinds of warnings", file=sys.stderr)
         failed = False
         for rank, peer in sorted(self._world.peers.items()):
-            if peer.trained[0] is None and self._is_over_without(rank):
+            begins_late = rank in self._plan.late or rank in self._restarted
+            if begins_late and peer.trained[0] is None and self._is_over_without(rank):
                 print(f"{self._plan.names[rank]} was started too late: the others had ended", file=sys.stderr)
             elif peer.reason is not None:
                 print(f"{self._plan.names[rank]} has stopped: {peer.reason}", file=sys.stderr)
