@@ -299,7 +299,7 @@ def _check(scenario: Scenario) -> None:
             raise UsageError(f"[[{FAULTS}]] has a {fault.kind} of peer {early[0]} before it starts: give a later time")
     kept = scenario.churn.state == "kept" or any(fault.state == "kept" for fault in scenario.faults)
     full = any(fault.kind == "disk-full" for fault in scenario.faults)
-    if (kept or full) and of.work == "real" and not scenario.config.is_given("checkpoint_every"):
+    if (kept or full) and of.work == "real" and str(scenario.config.run.checkpoint_every) == "0":
         name = 'state = "kept"' if kept else "disk-full"
         raise UsageError(f"{name} has no effect without checkpoints: give checkpoint_every in [run]")
     if of.work == "real":

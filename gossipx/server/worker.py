@@ -329,10 +329,10 @@ class Worker:
         The tables of that shard may all be here, so no pull would find that it lacks the push. But other workers may
         wait for it there, and this worker for theirs at another shard.
         """
-        process = self._process(link)
-        if process == link.pushed_to or self._is_mid_iteration or link.pulled != self._progress:
+        if self._is_mid_iteration or link.pulled != self._progress or link.ready or link.pushing:
             return []
-        if link.ready or link.pushing or not any(one.waits for one in self._links):
+        process = self._process(link)
+        if process == link.pushed_to or not any(one.waits for one in self._links):
             return []
         link.pushed_to = process
         link.ready.extend(range(link.buckets))

@@ -6,8 +6,8 @@ transfers on a link share it, and a transfer moves at the least of its shares::
     rate(f) = min(limit(f), min over links l of f: bandwidth(l) · weight(f, l) / sum of the weights on l)
 
 With equal weights this is exact where all transfers of a link are limited by it, as at a server or at a peer that
-serves several pulls; a share that a transfer cannot use is not given to the others. So a change costs O(k log n) for
-the k transfers on the links that it touches, of n in all, whereas max-min fairness would have to look at all n.
+serves several pulls; a share that a transfer cannot use is not given to the others. So a change costs O(k) for the k
+transfers on the links that it touches, whereas max-min fairness would have to look at all transfers.
 
 TCP shares a link evenly only in the long run. Among transfers of a second one is soon ahead, and a worker that has its
 values early sends while others still receive. So a weight is log-normal. Its spread, ``uneven``, was fitted to a
@@ -18,6 +18,7 @@ assume that many transfers are as even as one expects.
 from __future__ import annotations
 
 import math
+import operator
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,20 +50,35 @@ class Link:
     Attributes:
         transfers: those under way, in the order of their start.
         carried: bytes that transfers have moved over it until their last change of rate.
+        changes: number of transfers that have begun or ended.
     """
 
-    __slots__ = ("bandwidth", "carried", "transfers")
+    __slots__ = ("_evenness", "_per_weight", "bandwidth", "carried", "changes", "transfers")
 
     def __init__(self, bandwidth: float):
         self.bandwidth = bandwidth
         self.carried = 0.0
         self.transfers: dict[Transfer, None] = {}
+        self.changes = 0
+        self._evenness = 1.0
+        self._per_weight = bandwidth
+
+    def divide(self) -> None:
+        """Divide the bandwidth among the transfers, of which one has begun or ended."""
+        self.changes += 1
+        if self.transfers:
+            self._evenness = min(1.0, FEW / len(self.transfers))
+            self._per_weight = self.bandwidth / math.fsum(one.weight**self._evenness for one in self.transfers)
+
+    def share(self, weight: float) -> float:
+        """Return the bytes/s of a transfer of this weight, had it no other link."""
+        return float(self._per_weight * weight**self._evenness)
 
 
 class Transfer:
     """Bytes under way from one peer to another."""
 
-    __slots__ = ("arrived", "left", "limit", "links", "rate", "since", "version", "weight")
+    __slots__ = ("arrived", "due", "left", "limit", "links", "rate", "since", "weight")
 
     def __init__(
         self,
@@ -79,7 +95,7 @@ class Transfer:
         self.links = links
         self.rate = 0.0
         self.since = now
-        self.version = 0
+        self.due = math.inf
         self.arrived = arrived
 
 
@@ -205,7 +221,6 @@ class Network:
 
     def end(self, transfer: Transfer, agenda: Agenda) -> None:
         """End a transfer, complete or not; the others on its links become faster."""
-        transfer.version = -1
         for link in transfer.links:
             link.transfers.pop(transfer, None)
             link.carried += transfer.rate * (agenda.now - transfer.since)
@@ -218,12 +233,10 @@ class Network:
     def _share(self, changed: Transfer, agenda: Agenda) -> None:
         """Set the rates of all transfers on the links of one that began or ended."""
         now = agenda.now
-        touched = {transfer: None for link in changed.links for transfer in link.transfers}
-        links = {link: min(1.0, FEW / len(link.transfers)) for one in touched for link in one.links}
-        sums = {link: math.fsum(one.weight**even for one in link.transfers) for link, even in links.items()}
-        for transfer in touched:
-            shares = (link.bandwidth * transfer.weight ** links[link] / sums[link] for link in transfer.links)
-            rate = min(transfer.limit, *shares)
+        for link in changed.links:
+            link.divide()
+        for transfer in {transfer: None for link in changed.links for transfer in link.transfers}:
+            rate = min(transfer.limit, *[link.share(transfer.weight) for link in transfer.links])
             if rate == transfer.rate:
                 continue
             moved = transfer.rate * (now - transfer.since)
@@ -231,17 +244,30 @@ class Network:
             for link in transfer.links:
                 link.carried += moved
             transfer.rate, transfer.since = rate, now
-            transfer.version += 1
-            self._schedule(transfer, transfer.version, agenda)
+            transfer.due = now + max(0.0, transfer.left) / rate
+        shared = [link for link in changed.links if len(link.transfers) > (changed in link.transfers)]
+        for link in shared or changed.links[:1]:  # a transfer that begins alone on a link is watched on another
+            self._watch(link, agenda)
 
-    def _schedule(self, transfer: Transfer, version: int, agenda: Agenda) -> None:
+    def _watch(self, link: Link, agenda: Agenda) -> None:
+        """Schedule the first completion on a link, so that a change of rates costs one event for all transfers."""
+        if not link.transfers:
+            return
+        first, changes = min(link.transfers, key=_due), link.changes
+
         def complete() -> None:
-            if transfer.version == version:
-                self.end(transfer, agenda)
-                transfer.arrived()
+            if link.changes != changes:
+                return  # watched anew since then
+            if first.due > agenda.now:  # a change of another link has slowed it
+                self._watch(link, agenda)
+                return
+            self.end(first, agenda)
+            first.arrived()
 
-        agenda.at(agenda.now + max(0.0, transfer.left) / transfer.rate, complete)
+        agenda.at(first.due, complete)
 
+
+_due = operator.attrgetter("due")
 
 PRESETS: dict[str, dict[str, float]] = {
     "10mbit": {"bandwidth": 10e6 / 8, "delay": 1e-3},

@@ -72,6 +72,8 @@ def test_a_mistake_is_told_with_its_line(tmp_path: Path, text: str, line: int, w
         (REAL + '[exchange]\ntransport = "tcp"\n', "transport has no effect"),
         (TRAFFIC + "[run]\ncheckpoint_every = 10\n", 'for work = "real"'),
         (REAL + '[network]\nuplink = "10mbit"\n', "for several sites"),
+        (REAL + '[churn]\nstate = "kept"\nrate = 1\n', "no effect without checkpoints"),
+        (REAL + '[churn]\nstate = "kept"\nrate = 1\n[run]\ncheckpoint_every = 0\n', "no effect without checkpoints"),
     ],
 )
 def test_settings_that_exclude_or_need_each_other(tmp_path: Path, text: str, words: str) -> None:
