@@ -48,7 +48,8 @@ class Line:
     @property
     def figure(self) -> dict[str, Any]:
         """The line in the schema of all benchmarks; ``met`` only where a test asserts it."""
-        reference = self.paper.value if isinstance(self.paper, Figure) else None
+        compared = isinstance(self.paper, Figure) and self.paper.unit == self.unit
+        reference = self.paper.value if compared else None  # type: ignore[union-attr]
         return {
             "name": self.what,
             "value": self.ours,
