@@ -1,46 +1,37 @@
-"""Workers of a parameter server in virtual time that train any module: what no scenario can name.
-
-The peers are those of ``gossipx simulate``. A worker's batches, its optimizer, the parts of the server and the seconds
-of each iteration are given as Python objects.
-"""
+"""Workers of a parameter server in virtual time that train any module, with any times."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from _virtual_server import Samples, Work
+from _virtual_server import train as serve
+from torch import nn
+from torch.optim import Optimizer
 
-from gossipx import policies, topology
-from gossipx.assembly.server import serve
-from gossipx.config import files
 from gossipx.parts import Parts, Pull, State, SyncModel, View
-from gossipx.peer import PeerRole, PeerSettings
-from gossipx.server.mode import ServerMode
-from gossipx.sim import Network, SimPeer, World
-from gossipx.sync import SyncManager
-
-ANY_NUMBER = 2**20
-"""Gradients that a server receives at a time: virtual time cannot wait for a place."""
-TIMEOUT = 1e6
-"""Virtual seconds: no worker is lost."""
-Samples = tuple[Tensor, Tensor]
+from gossipx.sim import SimPeer
 
 
 @dataclass(frozen=True)
 class Stale(SyncModel):
-    """SSP of which a worker pulls only tables that are too old (Modularized Parameter Server, Code 4.4).
+    """SSP of which a worker pulls only tables that are too old.
 
     Attributes:
         staleness: s.
+        gathers: whether it also pushes only then, as in the Modularized Parameter Server, Code 4.4; if not, it pushes
+            in each iteration.
     """
 
     staleness: int
+    gathers: bool = False
+
+    def pushes(self, progress: int, fetched: int) -> bool:
+        return not self.gathers or self.fetches(progress, fetched)
 
     def fetches(self, progress: int, fetched: int) -> bool:
         return progress >= fetched + self.staleness
@@ -69,7 +60,7 @@ class Problem:
     train: Samples
     test: Samples
     batch: int
-    optimizer: Callable[[Any], torch.optim.Optimizer]
+    optimizer: Callable[[Any], Optimizer]
     rate: Callable[[int], float] | None = None
     seen: Callable[[int, int, nn.Module, Samples], None] = lambda rank, iteration, module, batch: None
 
@@ -102,78 +93,38 @@ def train(
     seconds_of: Callable[[int], Callable[[], float]],
     seed: int = 0,
     parts: Parts | None = None,
-    network: Network | None = None,
     **given: Any,
 ) -> Outcome:
     """Train with a parameter server; ranks below ``servers`` only serve.
 
     Args:
         seconds_of: returns, by number of the worker, the function that returns the seconds of its next iteration.
-        given: settings of ``gossipx run``.
+        given: settings of the server.
     """
-    size = servers + workers
-    settings = {
-        "servers": ",".join(map(str, range(servers))),
-        "servers_only": True,
-        "finish": "none",
-        "seed": seed,
-        **given,
+    draws = [torch.Generator().manual_seed(seed * 1000 + rank) for rank in range(servers + workers)]
+
+    def batch(rank: int) -> Samples:
+        chosen = torch.randint(0, len(problem.train[1]), (problem.batch,), generator=draws[rank])
+        return problem.train[0][chosen], problem.train[1][chosen]
+
+    def before(peer: SimPeer, optimizer: Optimizer, batch: Samples) -> None:
+        iteration = peer.arena.step + 1
+        problem.seen(peer.rank, iteration, peer.module, batch)
+        if problem.rate is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = problem.rate(iteration)
+
+    tables = {
+        "simulation": {"peers": servers + workers},
+        "run": {"iterations": iterations, "seed": seed},
+        "server": {"servers": ",".join(map(str, range(servers))), "servers_only": True, **given},
+        "sync": {"finish": "none"},
+        "compute": {"seconds": 1.0},  # replaced below
+        "network": {"preset": "1gbit"},
+        "exchange": {"peer_timeout": 3600.0},
     }
-    world = World(seed, network or Network(delay=1e-4))
-    for rank in range(size):
-        times = seconds_of(rank - servers) if rank >= servers else (lambda: 1.0)
-        world.start(rank, _maker(problem, rank, size, iterations, times, seed, parts or Parts(), settings))
-    while world.advance(20_000):
-        pass
-    peers = [world.peers[rank] for rank in range(size)]
-    reasons = [peer.reason for peer in peers if peer.reason]
-    if reasons or any(peer.trained[1] is None for peer in peers[servers:]):
-        raise RuntimeError(f"the run did not end: {reasons}")
+    work = Work(problem.model, batch, problem.optimizer, before, lambda rank: seconds_of(rank - servers))
+    peers = serve(tables, work, parts)
     taken = [float(peer.trained[1] or 0) - float(peer.trained[0] or 0) for peer in peers[servers:]]
     dprs = sum(peer.role.server.delayed_pulls for peer in peers[:servers])
     return Outcome(fmean(taken), dprs, [peer.module for peer in peers[servers:]])
-
-
-def _maker(
-    problem: Problem,
-    rank: int,
-    size: int,
-    iterations: int,
-    seconds: Callable[[], float],
-    seed: int,
-    parts: Parts,
-    settings: dict[str, Any],
-) -> Callable[[int], SimPeer]:
-    draws = torch.Generator().manual_seed(seed * 1000 + rank)
-
-    def step(peer: SimPeer) -> None:
-        chosen = torch.randint(0, len(problem.train[1]), (problem.batch,), generator=draws)
-        batch = problem.train[0][chosen], problem.train[1][chosen]
-        problem.seen(rank, peer.arena.step + 1, peer.module, batch)
-        if problem.rate is not None:
-            for group in optimizer.param_groups:
-                group["lr"] = problem.rate(peer.arena.step + 1)
-        optimizer.zero_grad(set_to_none=True)
-        functional.cross_entropy(peer.module(batch[0]), batch[1]).backward()
-
-    module = problem.model()
-    optimizer = problem.optimizer(module.parameters())
-    served = serve(
-        files.resolve({}, settings), [str(one) for one in range(size)], rank, module, optimizer, parts, ANY_NUMBER
-    )
-    assert served is not None
-    role = PeerRole(
-        rank,
-        size,
-        SyncManager(policies.parse("never")),
-        topology.load("full", size),
-        random.Random(f"{seed} {rank}"),
-        seed * size + rank + 1,
-        settings=PeerSettings(peer_timeout=TIMEOUT, finish="none"),
-        exchange_of=lambda context, pulls: ServerMode(context, pulls, served.settings, served.clocks),
-    )
-    peer = SimPeer(
-        role, module, step, iterations if role.trains else 0, seconds, table_store_of=lambda _: served.table_store
-    )
-    peer.assembled = True
-    return lambda number: peer
