@@ -71,6 +71,13 @@ class Compute:
         "How the seconds of an iteration vary: constant, normal:deviation=0.1, log-normal:sigma=0.3, or trace:FILE with"
         " a number per line.",
     )
+    forward: float | None = setting(
+        None,
+        "With traffic and servers: share of the forward pass, which begins with the first values; 0: training waits for"
+        " all values. Default: a third.",
+        0,
+        1,
+    )
     straggler_share: float = setting(0.0, "Share of the peers that are slower, drawn by the seed.", 0, 1)
     straggler_factor: float = setting(3.0, "How much longer their iterations take.", 1, 1e6)
     delay_share: float = setting(

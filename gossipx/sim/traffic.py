@@ -63,6 +63,10 @@ class Segment:
     compute: float
 
 
+FORWARD = 1 / 3
+"""Share of the forward pass: backpropagation computes two products per layer where it computes one."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """The bytes of a model on the wire.
@@ -72,15 +76,14 @@ class Sizes:
         encoded: what a codec leaves of them; 1 without one.
         segments: the buckets of a parameter server, in the order in which the forward pass uses them.
         wait_free: whether a worker pushes each bucket as soon as its gradients are computed, not all at the end.
-        forward: the share of the forward pass in the computation of an iteration: a third, as backpropagation computes
-            two products per layer where the forward pass computes one.
+        forward: the share of the forward pass in the computation of an iteration.
     """
 
     raw: Mapping[int, int]
     encoded: float
     segments: Sequence[Segment] = ()
     wait_free: bool = True
-    forward: float = 1 / 3
+    forward: float = FORWARD
 
     @property
     def whole(self) -> int:

@@ -87,6 +87,25 @@ def test_a_cost_per_message_is_in_the_time(tmp_path: Path) -> None:
     assert both[1].blocked_seconds == [pytest.approx((both[0].blocked_seconds[0] or 0) + 0.1, rel=1e-6)] * 2
 
 
+@pytest.mark.parametrize("wait_free", [True, False])
+def test_training_that_waits_for_all_values_takes_longer(tmp_path: Path, wait_free: bool) -> None:
+    """Without an overlap an iteration is a pull, the computation and a push, one after the other; the first tables are
+    there before training begins."""
+    rate = 100e6 / 8 * 1448 / 1538
+    settings: dict[str, dict[str, Any]] = {
+        "simulation": {"peers": 2},
+        "server": {"servers": "0", "servers_only": True, "wait_free": wait_free},
+        "compute": {"seconds": 1.0},
+        "network": {"preset": "100mbit", "latency": 0.0},
+        "run": {"iterations": 5},
+    }
+    layers = [settings, {**settings, "compute": {"seconds": 1.0, "forward": 0.0}}]
+    seconds = [float(simulated(scenario(tmp_path, TRAFFIC, one)).train_seconds[1] or 0.0) for one in layers]
+    assert seconds[0] < seconds[1]
+    if not wait_free:
+        assert seconds[1] == pytest.approx(5 * 1.0 + 9 * MODEL / rate, rel=0.01)
+
+
 def test_custom_parts_of_a_server_are_simulated(tmp_path: Path) -> None:
     """Workers that fetch only every fifth iteration receive less than with bsp, in which they do in each."""
     served = {"server": {"servers": "0"}, "run": {"iterations": 20}, "simulation": {"peers": 3}}
@@ -383,6 +402,7 @@ def test_a_name_in_use_is_refused_and_the_default_gets_a_number(tmp_path: Path) 
         ({"compute": {"spread": "trace:missing.txt"}}, "missing.txt"),
         ({"sync": {"policy": "drift:distance=2"}}, "drift"),
         ({"sync": {"codec": "int8"}}, "encoded"),
+        ({"compute": {"forward": 0.5}}, "forward"),
         ({"churn": {"rate": 1.0, "state": "kept"}}, "real"),
         ({"simulation": {"announcements": False}}, "finish"),
     ],

@@ -29,7 +29,7 @@ from gossipx.server.settings import ServerSettings
 from gossipx.sim import Network, compute, traces
 from gossipx.sim.compute import StepTimes
 from gossipx.sim.network import FULL_PACKET, PRESETS
-from gossipx.sim.traffic import Segment, Sizes
+from gossipx.sim.traffic import FORWARD, Segment, Sizes
 from gossipx.specs import known_word
 from gossipx.tasks.models import MODELS, UNTRAINED, costs, published_sizes
 from gossipx.topology.schedules import Schedule
@@ -88,6 +88,8 @@ def plan_of(scenario: Scenario, config: RunConfig, parts: Parts) -> Plan:
     of, given, net = scenario.simulation, scenario.compute, scenario.network
     if of.work == "traffic":
         _check_traffic(scenario, config)
+    if given.forward is not None and not (of.work == "traffic" and config.has_servers):
+        raise UsageError("forward is for traffic around servers: leave it out")
     names = [f"peer-{rank:0{max(2, len(str(of.peers - 1)))}d}" for rank in range(of.peers)]
     spread, seconds = compute.parse(given.spread), given.seconds
     if seconds is None and isinstance(spread, compute.Trace):
@@ -230,7 +232,8 @@ def served_of(plan: Plan) -> tuple[ServerSettings, Sizes] | None:
             segments.append((first, Segment((shard, number), *sizes, cost)))
     ordered = [segment for _, segment in sorted(segments, key=lambda item: (item[0], item[1].place))]
     whole = sum(cost.elements for cost in tables) * FLOAT
-    return settings, Sizes({WHOLE: whole}, 1.0, ordered, config.server.wait_free)
+    forward = FORWARD if plan.scenario.compute.forward is None else plan.scenario.compute.forward
+    return settings, Sizes({WHOLE: whole}, 1.0, ordered, config.server.wait_free, forward)
 
 
 def deltas_of(plan: Plan) -> Callable[[int], Callable[[int], float]]:
