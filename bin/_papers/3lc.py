@@ -1,10 +1,10 @@
 """Tables 1 and 2 and Figures 3 to 6 of 3LC beside ours.
 
 bin/papers 3lc           time per step at three rates; LeNet with four workers, 200 steps
-bin/papers 3lc --full    LeNet with ten workers, 2,000 steps and three seeds, with every design
+bin/papers 3lc --full    LeNet with ten workers and 2,000 steps, with every design (30 minutes)
 
-Times are those of traffic alone: ResNet-110 with ten workers, two on a machine, and a server. Accuracies after all
-steps are those that bin/bench compression --full has recorded.
+Times are those of traffic alone: ResNet-110 with ten workers, two on a machine, and a server. Accuracies after 4,000
+steps, ratios and bits are those that bin/bench compression --full has recorded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ sys.path.append(str(BIN / "benches"))
 from _cached_runs import CachedRuns, Job  # noqa: E402
 from _cluster import RATES, train  # noqa: E402
 from _sums import interval  # noqa: E402
-from compression import FLOAT, PAPER, TERNARY, ratio_spec, runs  # noqa: E402
+from compression import FLOAT, PAPER, SHARES, TERNARY, ratio_spec, runs  # noqa: E402
 
 BITS = {FLOAT: 32.0, "8-bit int": 8.0, "Stoch 3-value b-3-5": 1.6, "MQE 1-bit int": 1.0, "2 local steps": 16.0}
 """Bits per value of designs that fix them; two local steps send 32 every second step."""
@@ -43,6 +43,9 @@ COMPUTE = 0.37
 LINKS = ("10mbit", "100mbit", "1gbit")
 QUARTERS = 4
 """Evaluations, at 25, 50, 75 and 100 % of the steps, as in Figures 3 and 5."""
+LATER = 0.7
+"""The part of the training after which the paper's pushes become larger than pulls."""
+RECORDED = "recorded by earlier code: LeNet on Fashion-MNIST, four workers and a server"
 DIVERGED = 0.2
 """A model with a lower accuracy is as good as none."""
 
@@ -50,24 +53,25 @@ DIVERGED = 0.2
 def parts(paper: Paper, full: bool, arguments: argparse.Namespace) -> Sequence[Part]:
     """Return the tables."""
     kept = CachedRuns(BIN.parent / "runs" / "codecs" / "compression.jsonl")
-    return [_speedups(paper, 20 if full else 6), _accuracies(paper, kept), _ratios(paper, kept), _trained(paper, full)]
+    bits = {f"3LC (s={float(sparsity):.2f})": fmean(_ratio(kept, sparsity)["bits"]) for sparsity in TERNARY}
+    times, seconds = _speedups(paper, 20 if full else 6, bits)
+    made = [times, *_accuracies(paper, kept), _steps(paper, kept, seconds), _ratios(paper, kept)]
+    return [*made, _trained(paper, full)]
 
 
 # --- traffic --------------------------------------------------------------------------------------
 
 
-def bits_of(paper: Paper, design: str) -> float:
-    """Return the bits per value of a design, as published or by definition."""
-    if design in LC.values():
-        return paper.figures[f"table-2/bits/{design[5:-1]}"].value
-    return BITS.get(design, SPARSE)
+def bits_of(own: dict[str, float], design: str) -> float:
+    """Return the bits per value of a design: 3LC's as recorded, the others' by definition."""
+    return own[design] if design in own else BITS.get(design, SPARSE)
 
 
-def seconds_of(paper: Paper, design: str, link: str, steps: int) -> float:
+def seconds_of(own: dict[str, float], design: str, link: str, steps: int) -> float:
     """Return the seconds of a step with ten workers on five machines, and a server on a sixth."""
     sizes = [count for _, count in published_sizes("resnet110")]
     small = sum(count for count in sizes if count <= SMALL) / sum(sizes)
-    share = small + (1 - small) * bits_of(paper, design) / 32
+    share = small + (1 - small) * bits_of(own, design) / 32
     server: dict[str, Any] = {"servers": "10", "servers_only": True, "sync": "bsp"}
     simulation: dict[str, Any] = {"peers": 11, "work": "traffic", "model": "resnet110"}
     if design != FLOAT:
@@ -75,25 +79,27 @@ def seconds_of(paper: Paper, design: str, link: str, steps: int) -> float:
         server |= {"push_codec": "int8", "pull_codec": "int8"}  # any codec: encoded has its size
     tables = {
         "simulation": simulation,
-        "run": {"iterations": steps},
         "server": server,
         "compute": {"seconds": COMPUTE},
         "network": {"preset": link, "sites": 6, "uplink": link},  # a machine's workers share its link
         "exchange": {"peer_timeout": 3600.0},  # a float transfer takes more than a minute
     }
-    return mean(run(tables).summary.train_seconds) / steps
+    first, whole = (mean(run(tables, {"run": {"iterations": each}}).summary.train_seconds) for each in (1, 1 + steps))
+    return (whole - first) / steps  # the first tables are raw
 
 
-def _speedups(paper: Paper, steps: int) -> Part:
+def _speedups(paper: Paper, steps: int, own: dict[str, float]) -> tuple[Part, dict[str, float]]:
+    """Return Table 1's speedups, and the seconds of a step at 10 Mbit/s by design."""
     setting = (
-        f"traffic of ResNet-110, {COMPUTE} s of computation per step; bits of Table 2 or by definition; 2 local steps"
+        f"traffic of ResNet-110, {COMPUTE} s of computation per step; 3LC's bits are ours of Table 2 below, those of"
+        " other designs by definition; 2 local steps"
         " send half of the bytes in each step in place of all in every second; no time for encoding, of which the"
         " paper's steps have some; all tensors share a link at once, so that pulls hardly overlap with pushes"
     )
     made = Part("Table 1: speedup", setting)
     speedup: dict[str, dict[str, float]] = {link: {} for link in LINKS}
-    for link in LINKS:
-        seconds = {design: seconds_of(paper, design, link, steps) for design in PAPER}
+    each = {link: {design: seconds_of(own, design, link, steps) for design in PAPER} for link in LINKS}
+    for link, seconds in each.items():
         published = paper.figures.get(f"derived/step/{link}", "not given")
         made.add(f"{FLOAT} at {link}, time of a step", published, seconds[FLOAT], "s")
         for design in list(PAPER)[1:]:
@@ -113,77 +119,110 @@ def _speedups(paper: Paper, steps: int) -> Part:
     made.add("speedups fall with the rate", "Table 1", slow[LC["1.00"]] / fast[LC["1.00"]], "times", falls, True)
     claim, one = paper.claims["figure-3/1gbit/one-bit"], fast["MQE 1-bit int"] / fast["8-bit int"]
     made.add("MQE 1-bit int / 8-bit int at 1gbit", claim, one, "", one < 1)
-    claim, sparse = paper.claims["figure-3/100mbit"], other["5% sparsification"] / other["Stoch 3-value b-3-5"]
-    made.add("5% / Stoch 3-value at 100mbit, speed", claim, sparse, "", None)
-    return made
+    return made, each[LINKS[0]]
 
 
 # --- recorded training ----------------------------------------------------------------------------
 
 
-def _recorded(kept: CachedRuns, design: str) -> list[Any]:
-    return [kept[job] for job in runs("lenet", [PAPER[design]], 5, 4000, 10)]
+def _recorded(kept: CachedRuns, design: str, slower: int = 1) -> list[Any]:
+    return [kept[job] for job in runs("lenet", [PAPER[design]], 5, 4000, 10, slower)]
 
 
-def _accuracies(paper: Paper, kept: CachedRuns) -> Part:
-    setting = (
-        "recorded: LeNet on Fashion-MNIST, four workers and a server, 4,000 steps, five seeds (bin/bench compression"
-        " --full); mean, paired by seed"
-    )
+def _accuracies(paper: Paper, kept: CachedRuns) -> list[Part]:
+    setting = f"{RECORDED}, 4,000 steps, five seeds; mean, paired by seed"
     made = Part("Table 1: accuracy, less that of 32-bit float", setting)
     exact = [one["accuracy"] for one in _recorded(kept, FLOAT)]
     made.add(FLOAT, paper.figures[f"table-1/{FLOAT}/accuracy"], 100 * fmean(exact), "%")
-    lost = {}
-    for design in list(PAPER)[1:]:
-        own = [one["accuracy"] for one in _recorded(kept, design)]
-        pairs = [100 * (one - of) for one, of in zip(own, exact, strict=True)]
-        lost[design] = fmean(pairs)
-        diverged = sum(accuracy < DIVERGED for accuracy in own)
-        told = f"points, {diverged} of {len(own)} seeds diverged" if diverged else f"± {interval(pairs):.2f} points"
-        published = paper.figures[f"table-1/difference/accuracy/{design}"]
-        near = abs(lost[design]) < 1 if design in LC.values() and design != LC["1.90"] else None
-        made.add(f"{design}, accuracy", published, lost[design], told, near, near is not None and not diverged)
+    lost = {design: _lost(paper, made, design, _recorded(kept, design), exact) for design in list(PAPER)[1:]}
     claim, worse = paper.claims["figure-3/stochastic"], lost["Stoch 3-value b-3-5"] - lost[LC["1.00"]]
-    made.add("Stoch 3-value less 3LC (s=1.00)", claim, worse, "points", worse < 0, holds=True)
-    claim, dense = paper.claims["figure-5/1.90"], lost[LC["1.90"]] - lost[LC["1.00"]]
-    made.add("3LC, s=1.90 less s=1.00", claim, dense, "points", dense < 0, holds=True)
+    made.add("Stoch 3-value less 3LC (s=1.00)", claim, worse, "points", worse < 0)
     tails = {design: fmean(one["losses"][-1] for one in _recorded(kept, design)) for design in PAPER}
     claim, close = paper.claims["figure-4/3lc"], tails[LC["1.00"]] / tails[FLOAT]
     made.add("training loss, 3LC (s=1.00) / float", claim, close, "", close < 1.1)
     claim, others = paper.claims["figure-4/others"], [d for d in PAPER if d not in (FLOAT, *LC.values())]
     higher = [tails[design] > tails[LC["1.00"]] for design in others]
     made.add("designs with more training loss than 3LC", claim, sum(higher), f"of {len(others)}", all(higher))
-    claim, quarter = paper.claims["figure-5/sparsity"], _early(kept, LC["1.00"]) - _early(kept, LC["1.75"])
-    made.add("25 % of the steps, s=1.00 less s=1.75", claim, quarter, "points", quarter > 0, holds=True)
+    slower = Part("The same with half the learning rate", setting)
+    exact = [one["accuracy"] for one in _recorded(kept, FLOAT, 2)]
+    slower.add(FLOAT, paper.figures[f"table-1/{FLOAT}/accuracy"], 100 * fmean(exact), "%")
+    lost = {design: _lost(paper, slower, design, _recorded(kept, design, 2), exact) for design in LC.values()}
+    claim, dense = paper.claims["figure-5/1.90"], lost[LC["1.90"]] - min(lost[LC[s]] for s in ("1.00", "1.50", "1.75"))
+    slower.add("3LC, s=1.90 less the next", claim, dense, "points", dense < 0)
+    return [made, slower]
+
+
+def _lost(paper: Paper, made: Part, design: str, runs: Sequence[Any], exact: Sequence[float]) -> float:
+    """Add how much more accurate a design is than 32-bit float, and return it, in points."""
+    own = [one["accuracy"] for one in runs]
+    pairs = [100 * (one - of) for one, of in zip(own, exact, strict=True)]
+    diverged = sum(accuracy < DIVERGED for accuracy in own)
+    told = f"points, {diverged} of {len(own)} seeds diverged" if diverged else f"± {interval(pairs):.2f} points"
+    published = paper.figures[f"table-1/difference/accuracy/{design}"]
+    near = abs(fmean(pairs) - published.value) < 1 and not diverged
+    made.add(f"{design}, accuracy", published, fmean(pairs), told, near if design in LC.values() else None)
+    return fmean(pairs)
+
+
+def _steps(paper: Paper, kept: CachedRuns, seconds: dict[str, float]) -> Part:
+    """Return Figures 3 and 5: accuracy and time of runs of a part of the steps."""
+    setting = f"{RECORDED}, three seeds; a run of a part of the steps has its own schedule; time at 10 Mbit/s as above"
+    made = Part("Figures 3 and 5: accuracy and training time with fewer steps", setting)
+    found: dict[tuple[str, int], float] = {}
+    for design in PAPER:
+        for share in SHARES:
+            steps = 4000 * share // 100
+            jobs = runs("lenet", [PAPER[design]], 3, steps)
+            found[design, share] = 100 * fmean(kept[job]["accuracy"] for job in jobs)
+            hours = steps * seconds[design] / 3600
+            made.add(f"{design}, {share} % of the steps", "a curve", found[design, share], f"% after {hours:.2f} h")
+    first = SHARES[0]
+    dense, sparse = (found[LC[s], first] for s in ("1.00", "1.75"))
+    claim = paper.claims["figure-5/sparsity"]
+    made.add(f"{first} % of the steps, s=1.00 less s=1.75", claim, dense - sparse, "points", dense > sparse)
+    best = max((design for design in PAPER if design != FLOAT), key=lambda design: found[design, first])
+    claim = paper.claims["figure-3/10mbit/fewer-steps"]
+    ahead = found[LC["1.00"], first] - max(found[d, first] for d in PAPER if d not in (FLOAT, *LC.values()))
+    made.add(
+        f"{first} % of the steps, 3LC (s=1.00) less the best other design", claim, ahead, "points", best in LC.values()
+    )
     return made
-
-
-def _early(kept: CachedRuns, design: str) -> float:
-    """Return the accuracy in % after a quarter of the steps, over three seeds."""
-    return 100 * fmean(kept[job]["accuracy"] for job in runs("lenet", [PAPER[design]], 3, 1000))
 
 
 def _ratios(paper: Paper, kept: CachedRuns) -> Part:
-    setting = "recorded: ResNet-20 on Fashion-MNIST, four workers, 1,200 steps, one seed; Figure 6 of LeNet, s=1.00"
+    setting = "recorded: ResNet-20 on Fashion-MNIST, four workers, 1,200 steps, one seed; Figure 6: LeNet, five seeds"
     made = Part("Table 2 and Figure 6: compression", setting)
     bits = {}
     for sparsity in TERNARY:
-        found = kept[runs("resnet20", [ratio_spec(sparsity)], 1, 1200)[0]]
-        bits[sparsity], column = fmean(found["bits"]), f"s={float(sparsity):.2f}"
+        bits[sparsity], column = fmean(_ratio(kept, sparsity)["bits"]), f"s={float(sparsity):.2f}"
         made.add(f"{column}, bits", paper.figures[f"table-2/bits/{column}"], bits[sparsity], "bits per value")
         made.add(f"{column}, ratio", paper.figures[f"table-2/ratio/{column}"], 32 / bits[sparsity], "times")
     grows = bits["1"] > bits["1.5"] > bits["1.75"]
-    made.add("the ratio grows from s=1.00 to 1.75", "Table 2", bits["1"] / bits["1.75"], "times", grows, holds=True)
-    most = bits["1.9"] < bits["1.75"]
-    made.add("and from s=1.75 to 1.90", "Table 2", bits["1.75"] / bits["1.9"], "times", most)
+    made.add("the ratio grows from s=1.00 to 1.75", "Table 2", bits["1"] / bits["1.75"], "times", grows)
+    most = paper.figures["table-2/ratio/s=1.90"].value / paper.figures["table-2/ratio/s=1.75"].value
+    grows = bits["1.75"] / bits["1.9"]
+    made.add("and from s=1.75 to 1.90", f"{most:.2f} times", grows, "times", grows > 1 + (most - 1) / 2)
     dense = paper.figures["table-2/bits/No ZRE"].value
     claim, halves = paper.claims["table-2/zero-runs"], dense / bits["1"]
-    made.add("zero-run encoding, s=1.00", claim, halves, "times smaller", 1.5 < halves < 4, holds=True)
-    curves = [(one["push"], one["pull"]) for one in _recorded(kept, LC["1.00"])]
-    smaller = fmean(push < pull for pushes, pulls in curves for push, pull in zip(pushes, pulls, strict=True))
-    claim = paper.claims["figure-6/pushes"]
-    made.add("steps with smaller pushes than pulls", claim, 100 * smaller, "% of the training", smaller > 0.5, True)
+    made.add("zero-run encoding, s=1.00", claim, halves, "times smaller", 1.5 < halves < 4)
+    for sparsity in ("1.00", "1.75"):
+        curves = [(one["push"], one["pull"]) for one in _recorded(kept, LC[sparsity])]
+        for when, later in (("before", False), ("after", True)):
+            smaller = 100 * fmean(
+                push < pull
+                for pushes, pulls in curves
+                for number, (push, pull) in enumerate(zip(pushes, pulls, strict=True))
+                if (number >= LATER * len(pushes)) is later
+            )
+            says = paper.figures["figure-6/pushes-become-larger"] if later else paper.claims["figure-6/pushes"]
+            agrees = smaller < 50 if later else smaller > 50
+            what = f"s={sparsity}, {when} 70 % of the training: pushes smaller than pulls"
+            made.add(what, says, smaller, "% of the steps", agrees)
     return made
+
+
+def _ratio(kept: CachedRuns, sparsity: str) -> Any:
+    return kept[runs("resnet20", [ratio_spec(sparsity)], 1, 1200)[0]]
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -196,7 +235,7 @@ def _result(design: str, seed: int, steps: int, workers: int) -> Any:
 
 
 def _trained(paper: Paper, full: bool) -> Part:
-    workers, steps, seeds = (10, 2000, 3) if full else (4, 200, 1)
+    workers, steps, seeds = (10, 2000, 1) if full else (4, 200, 1)
     designs = list(PAPER) if full else [FLOAT, "8-bit int", LC["1.00"], LC["1.75"]]
     setting = f"LeNet on Fashion-MNIST, {workers} workers, {steps} steps, {seeds} seeds, trained by this command"
     made = Part("The same, trained now", setting)
@@ -206,7 +245,7 @@ def _trained(paper: Paper, full: bool) -> Part:
         bits[design] = fmean(fmean(one["bits"]) for one in found)
         published = paper.figures[f"table-1/{design}/accuracy"]
         made.add(f"{design}, accuracy here", published, 100 * fmean(one["accuracy"] for one in found), "%")
-        known: Any = f"{bits_of(paper, design):g} bits per value"
+        known: Any = f"{BITS.get(design, SPARSE):g} by definition"
         if design in LC.values():
             known = paper.figures[f"table-2/bits/{design[5:-1]}"]
         made.add(f"{design}, bits here", known, bits[design], "bits per value")

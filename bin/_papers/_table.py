@@ -118,9 +118,9 @@ def show(name: str, parts: Parts, description: str, options: Sequence[str] = ())
         console.width = 160
     console.print(f"{paper.title} ({paper.authors})")
     for part in made:
-        table = RichTable("", "paper", "where", "here", "agrees", title=f"\n{part.title}", title_justify="left")
+        table = RichTable("", paper.reference, "where", "here", "agrees", title=f"\n{part.title}", title_justify="left")
         for line in part.lines:
             table.add_row(line.what, *line.published, f"{line.ours:.4g} {line.unit}", AGREES[line.agrees])
         console.print(table)
         console.print(f"Setting: {part.setting}")
-    console.print(f"\nThe paper does not give: {'; '.join(paper.not_given)}.")
+    console.print(f"\nNot in the {paper.reference}: {'; '.join(paper.not_given)}.")

@@ -73,7 +73,8 @@ class Paper:
         name: one of :data:`NAMES`.
         title: of the paper.
         authors: of the paper.
-        not_given: what the paper does not say.
+        reference: what the figures are from: the paper, unless the file has another ``reference``.
+        not_given: what it does not say.
         setting: nested tables of settings.
         figures: by id, in the file's order: tables first.
         claims: by id.
@@ -82,6 +83,7 @@ class Paper:
     name: str
     title: str
     authors: str
+    reference: str
     not_given: tuple[str, ...]
     setting: Mapping[str, Any]
     figures: Mapping[str, Figure]
@@ -107,6 +109,7 @@ def read(name: str) -> Paper:
         name,
         content["title"],
         content["authors"],
+        content.get("reference", "paper"),
         tuple(content["not_given"]),
         MappingProxyType(content["setting"]),
         MappingProxyType({one.id: one for one in figures}),
