@@ -1,7 +1,7 @@
 """Table 1.1 and Figures 5.1 to 5.8 of the Modularized Parameter Server beside ours, in virtual time.
 
 bin/papers modular-server           6 iterations of traffic; LeNet for 60 iterations, one seed
-bin/papers modular-server --full    101 iterations of traffic; LeNet for 1,200 iterations, three seeds
+bin/papers modular-server --full    41 iterations of traffic; LeNet for 1,200 iterations, three seeds
 
 Speeds are those of traffic alone, with four workers that are the four servers, too, at 1 Gbit/s. Accuracy is that of
 LeNet on Fashion-MNIST, in place of ResNet-110 on CIFAR-10; --data-dir trains on CIFAR-10.
@@ -55,7 +55,7 @@ PLACEMENTS = ("uniform", "round-robin", "heuristic")
 
 def parts(paper: Paper, full: bool, arguments: argparse.Namespace) -> Sequence[Part]:
     """Return the tables."""
-    iterations = 101 if full else 6
+    iterations = 41 if full else 6
     speeds = {model: _speeds(paper, model, iterations) for model in ("resnet", "inception-v4")}
     return [
         _sizes(paper),
