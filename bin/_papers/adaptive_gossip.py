@@ -139,7 +139,7 @@ def _table_2(paper: Paper, setting: str, found: dict[str, list[Run]]) -> Part:
     lost = 100 * (accuracy["tau:10"] - accuracy["adaptive"])
     made.add("accuracy, tau:10 − adaptive", paper.figures["summary/accuracy-lost"], lost, "points", lost <= 5)
     lost = 100 * (accuracy["tau:10"] - accuracy["never"])
-    figure = paper.figures["figure-6/accuracy-lost"]
+    figure = paper.figures["derived/alexnet/accuracy-lost"]
     made.add("accuracy, tau:10 − never", figure, lost, "points", lost > 0)
     return made
 

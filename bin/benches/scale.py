@@ -1,13 +1,13 @@
 """Cost per iteration and loss as the number of peers grows, in virtual time: which exchange to choose where.
 
-bin/bench scale           4 to 64 peers, loss at 4 and 8 (about 6 minutes on one core)
-bin/bench scale --full    4 to 1,000 peers, three rates of the links, churn (about three hours)
+bin/bench scale           costs of 4 to 64 peers at one rate of the links, loss of 4 and 8 (about 8 minutes on one core)
+bin/bench scale --full    costs of 4 to 1,000 peers at three rates, churn, loss of 4 to 64 (about two hours)
 
 Seconds and bytes are those of traffic alone, of ResNet-110 with 74 ms per iteration, whose time varies between
-iterations (log-normal, sigma 0.1). The loss is that of LeNet on Fashion-MNIST after some iterations. DDP is not
-simulated: its iteration takes as long as that of the slowest peer, and a ring all-reduce, 2 (N − 1) steps of 1/N of
-the model, overlaps with two thirds of it, the backward pass. A crash stops all until its peer has returned. Its loss is
-that of a server with bsp: both compute the same.
+iterations (log-normal, sigma 0.1). The loss is that of LeNet on Fashion-MNIST; each number of iterations is a run of
+its own, with its own schedule of the learning rate. DDP is not simulated: its iteration takes as long as that of the
+slowest peer, and a ring all-reduce, 2 (N − 1) steps of 1/N of the model, overlaps with two thirds of it, the backward
+pass. A crash stops all until its peer has returned. Its loss is that of a server with bsp: both compute the same.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "_papers"))
 
+import numpy as np
 from _report import figure, report
-from _simulated import Run, mean, merged, run
+from _simulated import mean, merged, run
 
 from gossipx.sim.network import FULL_PACKET, PRESETS
 from gossipx.tasks.models import costs, published_sizes
 
 RATES = ("100mbit", "1gbit", "10gbit")
 MODEL = "resnet110"
+STEP = costs.STEP_SECONDS[MODEL]
 SIGMA = 0.1
 SYSTEMS: dict[str, dict[str, dict[str, Any]]] = {
     "tau:10 (default)": {"sync": {"policy": "tau:10", "finish": "none"}},
@@ -51,18 +53,22 @@ SYSTEMS: dict[str, dict[str, dict[str, Any]]] = {
         "exchange": {"peer_timeout": 3600.0},  # all fetch the first model of one peer
     },
 }
+"""DiLoCo is blocking waves, without a coordinator; every worker of a server is a server, too."""
 DDP = "DDP"
-MOST_WORKERS = 256
-"""Workers of a server: it sends to each of them, so that a simulated iteration costs their square."""
+SERVED = "server, bsp"
+MOST_WORKERS, SERVED_ITERATIONS = 64, 10
+"""Of a server: each worker sends to each, so that a simulated iteration costs their square at least."""
 THEORY = {
-    "tau:10 (default)": (0.0, 0.0),
-    "tau:1": (0.0, 0.0),
-    "waves, tau:50": (0.0, "log N"),
+    "tau:10 (default)": ("0", "0"),
+    "tau:1": ("0", "0"),
+    "waves, tau:50": ("0", "log N"),
     "DiLoCo": ("log N", "log N"),
-    "server, bsp": ("0 with N/4 servers", 0.0),
-    DDP: ("0, latency 1", 0.0),
+    SERVED: ("0", "0"),
+    DDP: ("0, latency 1", "0"),
 }
-"""Exponents of N that seconds and bytes per peer should grow with."""
+"""Exponents of N that the seconds beyond those of computing, and the bytes per peer, should grow with."""
+LEAST_EXTRA = 0.005
+"""The share of the step under which seconds beyond it are noise."""
 CRASHES, DOWNTIME = 0.01, 60.0
 """Churn: the share of the peers that crash per minute, and the mean seconds until one returns."""
 CHURN: dict[str, dict[str, Any]] = {
@@ -70,12 +76,17 @@ CHURN: dict[str, dict[str, Any]] = {
     "exchange": {"peer_timeout": 10.0},
     "simulation": {"announcements": False},  # nor do all fetch the first model of one peer
 }
-LONGER = 3
-"""With churn, how many times as many iterations: in a short run hardly a peer crashes."""
 CHURNED = "1gbit"
 """The rate of the links of runs with churn: a blocking wave of 1,000 peers takes minutes then, and its run many."""
+LENGTHS = (12, 25, 50, 100, 200, 400)
+"""Iterations of the runs whose loss is measured."""
+SECONDS, MEGABYTES = 30.0, 200.0
+"""Budgets of a peer."""
 Costs = dict[int, tuple[float, float]]
 """By number of peers: seconds and received bytes of an iteration of a peer."""
+Losses = dict[tuple[int, str], list[float]]
+"""By number of peers and exchange: the loss after each of :data:`LENGTHS`."""
+Table = tuple[str, list[str], list[list[str]], list[Any]]
 
 
 def main() -> None:
@@ -86,10 +97,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     sizes = (4, 16, 64, 256, 1000) if arguments.full else (4, 16, 64)
+    trained = (4, 16, 64) if arguments.full else (4, 8)
     rates = RATES if arguments.full else ("1gbit",)
-    iterations = 200 if arguments.full else 100
-    costs = {rate: costs_of(rate, sizes, iterations, arguments.full and rate == CHURNED) for rate in rates}
-    tables = [costs_table(sizes, costs), losses(sizes if arguments.full else (4, 8), 200, costs)]
+    found = {rate: costs_of(rate, sorted({*sizes, *trained}), arguments.full and rate == CHURNED) for rate in rates}
+    losses = {(size, system): losses_of(size, settings) for size in trained for system, settings in SYSTEMS.items()}
+    losses |= {(size, DDP): losses[size, SERVED] for size in trained}
+    tables = [costs_table(sizes, found), losses_table(losses), budget_table(losses, found)]
     if arguments.json:
         print(json.dumps({"figures": [one for table in tables for one in table[3]]}, indent=2))
         return
@@ -97,41 +110,45 @@ def main() -> None:
         report(*table)
 
 
-Table = tuple[str, list[str], list[list[str]], list[Any]]
+# --- seconds and bytes ----------------------------------------------------------------------------
 
 
-def costs_of(rate: str, sizes: Sequence[int], iterations: int, with_churn: bool) -> dict[str, Costs]:
+def costs_of(rate: str, sizes: Sequence[int], with_churn: bool) -> dict[str, Costs]:
     """Return the costs of each system on links of a rate."""
     found: dict[str, Costs] = {}
     for system in (*SYSTEMS, DDP):
-        there = [size for size in sizes if "server" not in system or size <= MOST_WORKERS]
-        found[system] = {size: _cost(system, size, rate, iterations) for size in there}
-        if with_churn and "server" not in system:
-            found[f"{system}, churn"] = {size: _cost(system, size, rate, LONGER * iterations, CHURN) for size in there}
+        there = [size for size in sizes if system != SERVED or size <= MOST_WORKERS]
+        found[system] = {size: _cost(system, size, rate, 100) for size in there}
+        if with_churn and system != SERVED:
+            found[f"{system}, churn"] = {size: _cost(system, size, rate, _churned(size), CHURN) for size in there}
     return found
+
+
+def _churned(size: int) -> int:
+    """Return the iterations of a run with churn: ten minutes, in which half of 4 peers' runs have a crash, or less."""
+    return 8_000 if size <= 64 else 2_000 if size <= 256 else 600
 
 
 def costs_table(sizes: Sequence[int], costs: Mapping[str, Mapping[str, Costs]]) -> Table:
     """Return seconds and bytes per iteration by number of peers, and the exponents that they grow with."""
     rows, figures = [], []
     for rate, systems in costs.items():
-        for system, found in systems.items():
-            exponents = [_exponent({size: one[n] for size, one in found.items()}) for n in (0, 1)]
+        for system, by_size in systems.items():
+            found = {size: by_size[size] for size in sizes if size in by_size}
             cells = [f"{1000 * one[0]:.0f} ms, {one[1] / 1e6:.2f} MB" for one in found.values()]
             cells += [""] * (len(sizes) - len(cells))
+            extra = {size: one[0] - STEP for size, one in found.items()}
+            grows = f"{_exponent(extra):.2f}" if min(extra.values()) > LEAST_EXTRA * STEP else "–"
+            told = [grows, f"{_exponent({size: one[1] for size, one in found.items()}):.2f}"]
             theory = THEORY.get(system, ("", ""))
-            told = (f"{grows:.2f} ({of})" if of != "" else "" for grows, of in zip(exponents, theory, strict=True))
+            told = [f"{one} ({of})" if of else one for one, of in zip(told, theory, strict=True)]
             rows.append([rate, system, *cells, *told])
             figures += [
-                figure(f"{system}, {rate}, {size} peers: seconds per iteration", one[0], "s", reference=_step())
+                figure(f"{system}, {rate}, {size} peers: seconds per iteration", one[0], "s", reference=STEP)
                 for size, one in found.items()
             ]
-    headings = ["link", "exchange", *(f"{size} peers" for size in sizes), "s grow as N^", "bytes as N^"]
+    headings = ["link", "exchange", *(f"{size} peers" for size in sizes), "s beyond computing: N^", "bytes: N^"]
     return f"Seconds per iteration, and bytes that a peer receives in it: {MODEL}", headings, rows, figures
-
-
-def _step() -> float:
-    return costs.STEP_SECONDS[MODEL]
 
 
 def _cost(
@@ -142,9 +159,9 @@ def _cost(
         seconds, moved = _ring(size, rate, iterations)
         return seconds * (1 + size * CRASHES / 60 * DOWNTIME if churn else 1), moved
     settings = merged(SYSTEMS[system])
-    if "server" in settings:
-        iterations = min(iterations, 20)
-        settings["server"]["servers"] = ",".join(map(str, range(0, size, 4)))
+    if system == SERVED:
+        iterations = min(iterations, SERVED_ITERATIONS)
+        settings["server"]["servers"] = ",".join(map(str, range(size)))
     tables = {
         "simulation": {"peers": size, "work": "traffic", "model": MODEL},
         "run": {"iterations": iterations},
@@ -160,9 +177,7 @@ def _ring(size: int, rate: str, iterations: int) -> tuple[float, float]:
     """Return seconds and bytes per iteration of DDP: compute of the slowest peer, and a ring all-reduce."""
     rng, link = random.Random(0), PRESETS[rate]
     model = 4 * sum(count for _, count in published_sizes(MODEL))
-    slowest = [
-        max(rng.lognormvariate(-(SIGMA**2) / 2, SIGMA) for _ in range(size)) * _step() for _ in range(iterations)
-    ]
+    slowest = [max(rng.lognormvariate(-(SIGMA**2) / 2, SIGMA) for _ in range(size)) * STEP for _ in range(iterations)]
     moved = 2 * (size - 1) / size * model
     bandwidth = link["bandwidth"] * FULL_PACKET[0] / FULL_PACKET[1]
     reduce = moved / bandwidth + 2 * (size - 1) * link["delay"]
@@ -171,37 +186,61 @@ def _ring(size: int, rate: str, iterations: int) -> tuple[float, float]:
 
 def _exponent(values: dict[int, float]) -> float:
     """Return the least-squares slope of log(value) over log(peers)."""
-    points = [(math.log(size), math.log(value)) for size, value in values.items() if value > 0]
-    x, y = fmean(one[0] for one in points), fmean(one[1] for one in points)
-    spread = sum((one[0] - x) ** 2 for one in points)
-    return sum((one[0] - x) * (one[1] - y) for one in points) / spread if spread else 0.0
+    points = [(math.log(size), math.log(value)) for size, value in values.items()]
+    return float(np.polyfit(*zip(*points, strict=True), 1)[0])
 
 
-def losses(sizes: Sequence[int], iterations: int, costs: Mapping[str, Mapping[str, Costs]]) -> Table:
-    """Return the loss on test data of the average of all models, and the seconds and bytes of as many iterations."""
-    rows, figures = [], []
-    for size in sizes:
-        for system, settings in SYSTEMS.items():
-            found = _trained(size, iterations, settings)
-            figures.append(figure(f"{system}, {size} peers: loss", float(found.summary.consensus_loss or 0), ""))
-            for name in (system, DDP) if "server" in system else (system,):
-                each = [of[name].get(size) for of in costs.values()]
-                cells = ["" if one is None else f"{iterations * one[0]:.0f} s" for one in each]
-                moved = next((f"{iterations * one[1] / 1e6:.0f} MB" for one in each if one is not None), "")
-                rows.append([str(size), name, f"{found.summary.consensus_loss:.3f}", *cells, moved])
-    headings = ["peers", "exchange", "loss", *costs, "received"]
-    return f"Loss after {iterations} iterations of LeNet, and what as many of {MODEL} cost", headings, rows, figures
+# --- loss -----------------------------------------------------------------------------------------
 
 
-def _trained(size: int, iterations: int, settings: Mapping[str, Mapping[str, Any]]) -> Run:
+def losses_of(size: int, settings: Mapping[str, Mapping[str, Any]]) -> list[float]:
+    """Return the loss on test data of the average of all models after each of :data:`LENGTHS`."""
+    finish = {"server": {"servers": "0"}} if "server" in settings else {"sync": {"finish": "consensus"}}
     tables = {
         "simulation": {"peers": size},
-        "run": {"iterations": iterations, "eval_interval": 0},
-        "compute": {"seconds": _step(), "spread": f"log-normal:sigma={SIGMA}"},
+        "compute": {"seconds": STEP, "spread": f"log-normal:sigma={SIGMA}"},
         "network": {"preset": "1gbit"},
     }
-    finish = {"server": {"servers": "0"}} if "server" in settings else {"sync": {"finish": "consensus"}}
-    return run(tables, settings, finish)
+    runs = (run(tables, {"run": {"iterations": each, "eval_interval": 0}}, settings, finish) for each in LENGTHS)
+    return [float(one.summary.consensus_loss or math.nan) for one in runs]
+
+
+def losses_table(losses: Losses) -> Table:
+    """Return the loss at equal iterations."""
+    rows = [[str(size), system, *(f"{loss:.3f}" for loss in each)] for (size, system), each in losses.items()]
+    figures = [
+        figure(f"{system}, {size} peers, {length} iterations: loss", loss, "")
+        for (size, system), each in losses.items()
+        for length, loss in zip(LENGTHS, each, strict=True)
+    ]
+    headings = ["peers", "exchange", *(f"{length} iterations" for length in LENGTHS)]
+    return "Loss of LeNet at equal iterations", headings, rows, figures
+
+
+def budget_table(losses: Losses, costs: Mapping[str, Mapping[str, Costs]]) -> Table:
+    """Return the loss at equal seconds and at equal bytes; the least of each column is marked."""
+    rows, figures = [], []
+    for size in dict.fromkeys(size for size, _ in losses):
+        kinds = [(f"{SECONDS:g} s at {rate}", rate, 0, SECONDS) for rate in costs]
+        kinds += [(f"{MEGABYTES:g} MB", next(iter(costs)), 1, MEGABYTES * 1e6)]
+        columns = []
+        for what, rate, index, budget in kinds:
+            found = {
+                system: _loss_at(losses[size, system], budget / costs[rate][system][size][index])
+                for system in (*SYSTEMS, DDP)
+            }
+            columns.append(found)
+            figures += [figure(f"{system}, {size} peers, {what}: loss", one, "") for system, one in found.items()]
+        for system in (*SYSTEMS, DDP):
+            cells = [f"{of[system]:.3f}{' *' if of[system] == min(of.values()) else ''}" for of in columns]
+            rows.append([str(size), system, *cells])
+    headings = ["peers", "exchange", *(f"{SECONDS:g} s at {rate}" for rate in costs), f"{MEGABYTES:g} MB received"]
+    return f"Loss of LeNet after as many iterations as {MODEL} has in a budget; *: the least", headings, rows, figures
+
+
+def _loss_at(losses: Sequence[float], iterations: float) -> float:
+    """Return the loss after a number of iterations, between or at the ends of :data:`LENGTHS`."""
+    return float(np.interp(math.log(iterations), np.log(LENGTHS), losses))
 
 
 if __name__ == "__main__":
