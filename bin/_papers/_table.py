@@ -103,7 +103,7 @@ def show(name: str, parts: Parts, description: str, options: Sequence[str] = ())
     parser = argparse.ArgumentParser(
         prog=f"bin/papers {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--full", action="store_true", help="the setting of the tables in the documentation")
+    parser.add_argument("--full", action="store_true", help="larger settings, closer to the paper's")
     parser.add_argument("--json", action="store_true")
     for option in options:
         parser.add_argument(option)

@@ -30,7 +30,7 @@ EVENTS = 1000
 
 @dataclass(frozen=True)
 class Work:
-    """What the workers train.
+    """The training of the workers.
 
     Attributes:
         module: makes the model; all peers start from the same weights.
