@@ -207,6 +207,11 @@ def _ratios(paper: Paper, kept: CachedRuns) -> Part:
     made.add("zero-run encoding, s=1.00", claim, halves, "times smaller", 1.5 < halves < 4)
     for sparsity in ("1.00", "1.75"):
         curves = [(one["push"], one["pull"]) for one in _recorded(kept, LC[sparsity])]
+        for way, of in (("push", 0), ("pull", 1)):
+            for tenth in (0, 4, 9):
+                points = [pair[of][tenth * len(pair[of]) // 10 : (tenth + 1) * len(pair[of]) // 10] for pair in curves]
+                what = f"s={sparsity}, {way}, {10 * tenth} to {10 * tenth + 10} % of the training"
+                made.add(what, "a curve of Figure 6", fmean(map(fmean, points)), "bits per value")
         for when, later in (("before", False), ("after", True)):
             smaller = 100 * fmean(
                 push < pull
