@@ -6,11 +6,15 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from published import Claim, Figure, Paper, read
 from rich.console import Console
 from rich.table import Table as RichTable
+
+from gossipx.errors import UsageError
+from gossipx.tasks.data import load
 
 AGREES = {True: "yes", False: "NO", None: "–"}
 
@@ -106,10 +110,15 @@ def show(name: str, parts: Parts, description: str, options: Sequence[str] = ())
     parser.add_argument("--full", action="store_true", help="larger settings, closer to the paper's")
     parser.add_argument("--json", action="store_true")
     for option in options:
-        parser.add_argument(option)
+        parser.add_argument(option, help="see above")
     arguments = parser.parse_args()
     paper = read(name)
-    made = parts(paper, arguments.full, arguments)
+    try:
+        if getattr(arguments, "data_dir", None):
+            load("cifar10", Path(arguments.data_dir))  # now, not after minutes
+        made = parts(paper, arguments.full, arguments)
+    except UsageError as error:
+        parser.error(str(error))
     if arguments.json:
         print(json.dumps({"figures": [line.figure for part in made for line in part.lines]}, indent=2))
         return

@@ -4,7 +4,7 @@ bin/papers fluentps           an MLP on random data with up to 16 workers; traff
 bin/papers fluentps --full    LeNet on Fashion-MNIST with up to 128 workers; traffic with 8 to 32 (about 90 minutes)
 
 The stragglers of the paper are not known. Here one worker is slower, by as much as SSP is slower than ASP in Table IV;
-two other kinds stand beside it. The paper trains with LARS, and we with SGD.
+two other kinds stand beside it. The paper trains with LARS, and we with SGD. --data-dir trains LeNet on CIFAR-10.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -54,7 +55,7 @@ PAIRS = {2: 4, 3: 5, 5: 7, 10: 12}
 
 def parts(paper: Paper, full: bool, arguments: argparse.Namespace) -> Sequence[Part]:
     """Return the tables."""
-    problem = _lenet() if full else _mlp()
+    problem = _lenet(arguments.data_dir) if full or arguments.data_dir else _mlp()
     alexnet = _Block("alexnet", 1, 3, 1.76, *((64, 400) if full else (16, 40)))
     resnet = _Block("resnet56", 8, 2, 1.23, *((32, 100) if full else (8, 20)))
     columns = list(COLUMNS) if full else [name for name in COLUMNS if not name.endswith(":0.3")]
@@ -148,15 +149,16 @@ def _mlp(rate: float = 0.1) -> Problem:
     )
 
 
-def _lenet() -> Problem:
-    data, test = load("fashion-mnist")
+def _lenet(data_dir: str | None) -> Problem:
+    data, test = load("cifar10", Path(data_dir)) if data_dir else load("fashion-mnist")
+    pixels, channels = data.images.shape[-1], data.images.shape[1]
 
     def model() -> nn.Module:
         torch.manual_seed(0)
-        return build_model("lenet", classes=10, channels=1, pixels=28)
+        return build_model("lenet", classes=10, channels=channels, pixels=pixels)
 
     return Problem(
-        "LeNet, Fashion-MNIST",
+        f"LeNet, {'CIFAR-10' if data_dir else 'Fashion-MNIST'}",
         model,
         (data.images, data.labels),
         (test.images, test.labels),
@@ -384,4 +386,4 @@ def _many(paper: Paper, problem: Problem) -> Part:
 
 
 if __name__ == "__main__":
-    show("fluentps", parts, __doc__ or "")
+    show("fluentps", parts, __doc__ or "", ["--data-dir"])

@@ -26,6 +26,7 @@ from published import Figure, Paper
 from torch import nn
 from torch.nn import functional
 
+from gossipx.errors import UsageError
 from gossipx.tasks.data import load
 from gossipx.tasks.models import build_model
 
@@ -92,7 +93,7 @@ Rounds = list[dict[str, float]]
 def parts(paper: Paper, full: bool, arguments: argparse.Namespace) -> Sequence[Part]:
     """Return the tables."""
     if arguments.data_dir and not full:
-        raise SystemExit("bin/papers hybrid: --data-dir is for Table 2, which needs --full: add that, or leave it out")
+        raise UsageError("--data-dir is for Table 2, which needs --full: add that, or leave it out")
     rounds, seconds = (3, 50.0) if full else (3, 8.0)
     images = [cell for cell in IMAGES if cell.table == "table-1" or arguments.data_dir]
     cells = (*FULL, *images) if full else (ONE,)

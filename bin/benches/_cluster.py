@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -151,9 +152,9 @@ class Cluster:
 
 
 @functools.cache
-def images() -> tuple[Dataset, Dataset]:
-    """Return the training and test set."""
-    return load(TASK)
+def images(data_dir: str | None = None) -> tuple[Dataset, Dataset]:
+    """Return the training and test set: those embedded, or those of CIFAR-10."""
+    return load(TASK) if data_dir is None else load("cifar10", Path(data_dir))
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
@@ -162,7 +163,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     Args:
         job: ``model``, ``spec`` for both directions (only for pushes if the codec is for gradients only), ``seed``,
             ``steps``, initial learning ``rate``, the number of evaluations
-            ``judged``, and the number of ``workers`` if it is not :data:`WORKERS`.
+            ``judged``, the number of ``workers`` if it is not :data:`WORKERS`, and the ``data_dir`` of CIFAR-10, which
+            then replaces the embedded images.
 
     Returns:
         ``accuracy`` at the end; ``judged``, [step, accuracy] each; curves of at most :data:`POINTS` means: ``losses``
@@ -171,7 +173,9 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     """
     torch.set_num_threads(1)
     pull = "none" if codecs.parse(job["spec"]).gradients_only else job["spec"]
-    cluster = Cluster(job["model"], job["spec"], pull, job["seed"], images(), job.get("workers", WORKERS))
+    cluster = Cluster(
+        job["model"], job["spec"], pull, job["seed"], images(job.get("data_dir")), job.get("workers", WORKERS)
+    )
     first, last = job["rate"], LAST * job["rate"]
     pushes, pulls = Traffic(), Traffic()
     losses, judged = [], []

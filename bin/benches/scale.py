@@ -1,7 +1,7 @@
 """Cost per iteration and loss as the number of peers grows, in virtual time: which exchange to choose where.
 
-bin/bench scale           costs of 4 to 64 peers at one rate of the links, loss of 4 and 8 (about 8 minutes on one core)
-bin/bench scale --full    costs of 4 to 1,000 peers at three rates, churn, loss of 4 to 64 (about two hours)
+bin/bench scale           costs of 4 to 64 peers, loss of 4 and 16 (about 15 minutes on one core)
+bin/bench scale --full    4 to 1,000 peers, and churn (about two hours)
 
 Seconds and bytes are those of traffic alone, of ResNet-110 with 74 ms per iteration, whose time varies between
 iterations (log-normal, sigma 0.1). The loss is that of LeNet on Fashion-MNIST; each number of iterations is a run of
@@ -78,14 +78,15 @@ CHURN: dict[str, dict[str, Any]] = {
 }
 CHURNED = "1gbit"
 """The rate of the links of runs with churn: a blocking wave of 1,000 peers takes minutes then, and its run many."""
-LENGTHS = (12, 25, 50, 100, 200, 400)
-"""Iterations of the runs whose loss is measured."""
+LENGTHS, ONE_LENGTH = (12, 25, 50, 100, 200, 400), (100,)
+"""Iterations of the runs whose loss is measured; the second with more than :data:`MOST_TRAINED` peers."""
+MOST_TRAINED = 64
 SECONDS, MEGABYTES = 30.0, 200.0
 """Budgets of a peer."""
 Costs = dict[int, tuple[float, float]]
 """By number of peers: seconds and received bytes of an iteration of a peer."""
-Losses = dict[tuple[int, str], list[float]]
-"""By number of peers and exchange: the loss after each of :data:`LENGTHS`."""
+Losses = dict[tuple[int, str], dict[int, float]]
+"""By number of peers and exchange: the loss by iterations."""
 Table = tuple[str, list[str], list[list[str]], list[Any]]
 
 
@@ -97,11 +98,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     sizes = (4, 16, 64, 256, 1000) if arguments.full else (4, 16, 64)
-    trained = (4, 16, 64) if arguments.full else (4, 8)
-    rates = RATES if arguments.full else ("1gbit",)
-    found = {rate: costs_of(rate, sorted({*sizes, *trained}), arguments.full and rate == CHURNED) for rate in rates}
+    trained = sizes if arguments.full else (4, 16)
+    found = {rate: costs_of(rate, sizes, arguments.full and rate == CHURNED) for rate in RATES}
     losses = {(size, system): losses_of(size, settings) for size in trained for system, settings in SYSTEMS.items()}
-    losses |= {(size, DDP): losses[size, SERVED] for size in trained}
     tables = [costs_table(sizes, found), losses_table(losses), budget_table(losses, found)]
     if arguments.json:
         print(json.dumps({"figures": [one for table in tables for one in table[3]]}, indent=2))
@@ -193,26 +192,29 @@ def _exponent(values: dict[int, float]) -> float:
 # --- loss -----------------------------------------------------------------------------------------
 
 
-def losses_of(size: int, settings: Mapping[str, Mapping[str, Any]]) -> list[float]:
-    """Return the loss on test data of the average of all models after each of :data:`LENGTHS`."""
+def losses_of(size: int, settings: Mapping[str, Mapping[str, Any]]) -> dict[int, float]:
+    """Return the loss on test data of the average of all models by iterations."""
     finish = {"server": {"servers": "0"}} if "server" in settings else {"sync": {"finish": "consensus"}}
     tables = {
         "simulation": {"peers": size},
         "compute": {"seconds": STEP, "spread": f"log-normal:sigma={SIGMA}"},
         "network": {"preset": "1gbit"},
     }
-    runs = (run(tables, {"run": {"iterations": each, "eval_interval": 0}}, settings, finish) for each in LENGTHS)
-    return [float(one.summary.consensus_loss or math.nan) for one in runs]
+    found = {}
+    for length in LENGTHS if size <= MOST_TRAINED else ONE_LENGTH:
+        one = run(tables, {"run": {"iterations": length, "eval_interval": 0}}, settings, finish)
+        found[length] = float(one.summary.consensus_loss or math.nan)
+    return found
 
 
 def losses_table(losses: Losses) -> Table:
     """Return the loss at equal iterations."""
-    rows = [[str(size), system, *(f"{loss:.3f}" for loss in each)] for (size, system), each in losses.items()]
-    figures = [
-        figure(f"{system}, {size} peers, {length} iterations: loss", loss, "")
-        for (size, system), each in losses.items()
-        for length, loss in zip(LENGTHS, each, strict=True)
-    ]
+    rows, figures = [], []
+    for (size, system), found in losses.items():
+        told = f"{system}; {DDP}" if system == SERVED else system
+        rows.append([str(size), told, *(f"{found[each]:.3f}" if each in found else "" for each in LENGTHS)])
+        for length, loss in found.items():
+            figures.append(figure(f"{told}, {size} peers, {length} iterations: loss", loss, ""))
     headings = ["peers", "exchange", *(f"{length} iterations" for length in LENGTHS)]
     return "Loss of LeNet at equal iterations", headings, rows, figures
 
@@ -220,15 +222,15 @@ def losses_table(losses: Losses) -> Table:
 def budget_table(losses: Losses, costs: Mapping[str, Mapping[str, Costs]]) -> Table:
     """Return the loss at equal seconds and at equal bytes; the least of each column is marked."""
     rows, figures = [], []
-    for size in dict.fromkeys(size for size, _ in losses):
+    for size in dict.fromkeys(size for size, _ in losses if size <= MOST_TRAINED):
         kinds = [(f"{SECONDS:g} s at {rate}", rate, 0, SECONDS) for rate in costs]
         kinds += [(f"{MEGABYTES:g} MB", next(iter(costs)), 1, MEGABYTES * 1e6)]
         columns = []
         for what, rate, index, budget in kinds:
-            found = {
-                system: _loss_at(losses[size, system], budget / costs[rate][system][size][index])
-                for system in (*SYSTEMS, DDP)
-            }
+            found = {}
+            for system in (*SYSTEMS, DDP):
+                trained = losses[size, SERVED if system == DDP else system]
+                found[system] = _loss_at(trained, budget / costs[rate][system][size][index])
             columns.append(found)
             figures += [figure(f"{system}, {size} peers, {what}: loss", one, "") for system, one in found.items()]
         for system in (*SYSTEMS, DDP):
@@ -238,9 +240,9 @@ def budget_table(losses: Losses, costs: Mapping[str, Mapping[str, Costs]]) -> Ta
     return f"Loss of LeNet after as many iterations as {MODEL} has in a budget; *: the least", headings, rows, figures
 
 
-def _loss_at(losses: Sequence[float], iterations: float) -> float:
-    """Return the loss after a number of iterations, between or at the ends of :data:`LENGTHS`."""
-    return float(np.interp(math.log(iterations), np.log(LENGTHS), losses))
+def _loss_at(losses: Mapping[int, float], iterations: float) -> float:
+    """Return the loss after a number of iterations, between or at the ends of those measured."""
+    return float(np.interp(math.log(iterations), np.log(list(losses)), list(losses.values())))
 
 
 if __name__ == "__main__":
