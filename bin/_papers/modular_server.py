@@ -288,9 +288,9 @@ def _accuracy(paper: Paper, full: bool, data_dir: str | None, speeds: dict[str, 
     task = {"task": "cifar10", "data_dir": data_dir} if data_dir else {"task": "fashion-mnist"}
     told = "one seed" if seeds == 1 else f"{seeds} seeds"
     setting = (
-        f"LeNet on {task['task']}, {iterations} iterations (20,000 in the thesis), {told}, SGD at 0.05 without momentum "
-        "(at the thesis's 0.1 SSP diverges), of the mean of the gradients (Algorithm 1 sums them); top-1 % with error "
-        "feedback in both directions"
+        f"LeNet on {task['task']}, {iterations} iterations (20,000 in the thesis), {told}, SGD at 0.05 without "
+        "momentum (at the thesis's 0.1 SSP diverges), of the mean of the gradients (Algorithm 1 sums them); top-1 % "
+        "with error feedback in both directions"
     )
     common: dict[str, dict[str, Any]] = {
         "simulation": {"peers": WORKERS},
