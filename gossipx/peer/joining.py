@@ -1,10 +1,10 @@
 """Joining: where a new peer's first model comes from.
 
-The peer requests a model from a peer that has one, the lowest rank first. If nobody has one, rank 0 starts with its own
-and the others adopt it; if rank 0 does not appear within peer_timeout, the lowest rank present takes its place. With
-``init="own"`` all start with their own models, unless others are training already. In a run that resumes from
-checkpoints, a peer without one adopts the model of a peer that has one, whatever its rank; so does a peer that joins a
-run under way.
+The peer requests a model from a peer that has one, the lowest rank first, and from the next if that one is busy with
+the requests of others (see :mod:`gossipx.peer.serving`). If nobody has one, rank 0 starts with its own and all others
+adopt it; if rank 0 does not appear within peer_timeout, the lowest rank present takes its place. With ``init="own"``
+all start with their own models, unless others are training already. In a run that resumes from checkpoints, a peer
+without one adopts the model of a peer that has one, whatever its rank; so does a peer that joins a run under way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import Counter
 from gossipx.peer.barrier import Barrier
 from gossipx.peer.membership import Membership, Requests
 from gossipx.peer.settings import PeerSettings
-from gossipx.protocol.effects import Effect, Forget, Resume, Stop
+from gossipx.protocol.effects import Effect, Forget, Note, Resume, Stop
 from gossipx.protocol.messages import ArriveRequest, InitialRequest, Stage
 
 
@@ -26,7 +26,6 @@ class Joining:
         members: the role's membership list.
         requests: the role's open requests.
         barrier: announces this peer and reports which peers answer.
-        model_timeout: seconds to wait for the model.
 
     Attributes:
         must_adopt: whether this peer must adopt a model: the run resumes from checkpoints and it has none, or it
@@ -41,42 +40,41 @@ class Joining:
         requests: Requests,
         barrier: Barrier,
         settings: PeerSettings,
-        model_timeout: float,
     ):
         self._rank = rank
         self._members = members
         self._requests = requests
         self._barrier = barrier
         self._timeout = settings.peer_timeout
-        self._model_timeout = model_timeout
         self._own = settings.init == "own"
         self.must_adopt = False
         self.joins = False
         self._ticket: int | None = None  # of our open request
         self._source = -1  # rank that it went to
         self._failures: Counter[int] = Counter()  # requests without a usable model, by rank
+        self._busy: set[int] = set()  # peers that were busy with others' requests since the last timeout
 
     def ask(self, now: float) -> list[Effect]:
         """Request the model from a peer that has one, unless a request is open."""
         if self._ticket is not None:
             return []
-        first = Stage.TRAIN if self._own else Stage.START
-        sources = [
-            rank
-            for rank, other in self._members.others.known.items()
-            if other.stage is not None and other.stage >= first and other.may_be_asked(now) and not other.lost
-        ]
+        sources = [rank for rank in self._sources() if self._members.others.peek(rank).may_be_asked(now)]
         if not sources:
             return []
-        # All joining peers choose the same source, unless it failed before: its loop may be busy for long.
         source = min(sources, key=lambda rank: (self._failures[rank], rank))
-        request = self._requests.send(source, InitialRequest(), now, now + self._model_timeout)
+        request = self._requests.send(source, InitialRequest(), now, now + self._members.model_timeout)
         self._ticket, self._source = request.ticket, request.to
         return [request]
 
+    def _sources(self) -> list[int]:
+        """Return the ranks that have a model to send, as far as they have told."""
+        first = Stage.TRAIN if self._own else Stage.START
+        known = self._members.others.known.items()
+        return [rank for rank, other in known if other.stage is not None and other.stage >= first and not other.is_out]
+
     def may_begin(self) -> bool:
         """Return whether to start with our own model, since no other peer has one."""
-        if self._ticket is not None or self.must_adopt or not (self._own or self._rank == 0):
+        if self._ticket is not None or self.must_adopt or not (self._own or self._rank == 0) or self._sources():
             return False
         peek = self._members.others.peek
         return all(peek(rank).stage is not None for _, rank in self._requests.opened(ArriveRequest))
@@ -85,6 +83,11 @@ class Joining:
         """Handle the timeout of the wait for a model; return no effects if this peer must start with its own."""
         peek = self._members.others.peek
         here = [rank for rank in self._members.awaited() if peek(rank).stage is Stage.JOINING]
+        if self._ticket is None and self._busy:
+            names = ", ".join(map(str, sorted(self._busy)))
+            self._busy.clear()
+            note = Note("waiting", f"waiting for the initial model: peer {names} has it, and sends it to others first")
+            return [note, *self._barrier.extend(self._sources(), now)]
         if self.must_adopt and self._ticket is None:
             self._barrier.end()
             waited = f"within peer_timeout = {self._timeout:g} s"
@@ -121,6 +124,12 @@ class Joining:
     def poisoned(self, ticket: int) -> int | None:
         """Handle a model that holds NaN or Inf; return the rank of its sender, or None if we did not request it."""
         return self._source if self._close(ticket) else None
+
+    def put_off(self, ticket: int, to: int, now: float) -> list[Effect]:
+        """Handle the BusyReply of a peer that sends its model to others: request it from another peer, or again."""
+        self._busy.add(to)
+        self._members.back_off(to, now)
+        return self.failed(ticket, to, now)
 
     def failed(self, ticket: int, to: int, now: float) -> list[Effect]:
         """Handle an InitialRequest that brought no model: request one from another peer."""

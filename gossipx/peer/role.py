@@ -65,6 +65,7 @@ from gossipx.protocol.effects import Adopt, Answer, Effect, Forget, Note, Resume
 from gossipx.protocol.fields import JoinedPeer
 from gossipx.protocol.messages import (
     ArriveRequest,
+    BusyReply,
     ElasticRequest,
     FinalRequest,
     HereReply,
@@ -86,7 +87,7 @@ from gossipx.topology import Topology
 from gossipx.topology.schedules import Random, Schedule
 
 TIMED_REQUESTS = PullRequest | TakeRequest | RoundRequest | ElasticRequest
-"""Requests whose round-trip time updates the latency estimate; InitialRequest, which all send to one peer, does not."""
+"""Requests whose round-trip time updates the latency estimate; InitialRequest, which many send at once, does not."""
 
 
 @dataclass
@@ -129,13 +130,12 @@ class PeerRole:
 
     def __post_init__(self) -> None:
         settings, timeout = self.settings, self.settings.peer_timeout
-        self._model_timeout = max(timeout, settings.model_timeout)
         schedule = self.schedule or Random(self.topology)
-        self.members = Membership(self.rank, self.size, schedule, timeout, self.rng, self._model_timeout)
+        self.members = Membership(self.rank, self.size, schedule, timeout, self.rng, settings.model_timeout)
         self.outgoing = Outgoing(self.members)
         self.serving = Serving(settings.max_served, settings.serve_share, self.requests, self.outgoing)
         self.barrier = Barrier(self.members, self.requests, timeout)
-        self.joining = Joining(self.rank, self.members, self.requests, self.barrier, settings, self._model_timeout)
+        self.joining = Joining(self.rank, self.members, self.requests, self.barrier, settings)
         self.agreement = Agreement(self.rank, self.members, self.requests)
         turns = Turns(settings.fragments)
         self.waves = Waves(self.rank, self.members, self.requests, self.sync, timeout, turns)
@@ -144,8 +144,7 @@ class PeerRole:
         self.pulls = Pulls(self._context, self.mixing, self.shares)
         self.exchange = self._build_exchange()
         self.server = self.exchange if isinstance(self.exchange, ServerRole) else ServerRole()
-        waves = self.waves, settings.exchange == "waves"
-        self.training = Training(self._context, self.barrier, self.exchange, *waves)
+        self.training = Training(self._context, self.barrier, self.exchange, self.waves, settings.exchange == "waves")
         joined = self.barrier, settings.closed, self.joined
         self.newcomers = Newcomers(self.rank, self.size, self.members, *joined)
         self.joining.joins = self.newcomers.is_one
@@ -288,8 +287,7 @@ class PeerRole:
                 return [self._answer(event.key, NotReadyReply(UNSOUND), now)]
             case InitialRequest():
                 deferred = self.server.initial_model_requested(event, now)
-                answer = self._answer(event.key, ModelReply(self.training.step), now, whole=True)
-                return [answer] if deferred is None else deferred
+                return deferred or [self.serving.initial_requested(event, self.training.step, now)]
             case PullRequest() if not self.server.trains:
                 return [self._answer(event.key, NotReadyReply("it only serves and has no model of its own"), now)]
             case PullRequest():
@@ -303,8 +301,8 @@ class PeerRole:
             case _:
                 return self.exchange.requested(event, now)
 
-    def _answer(self, key: Hashable, reply: Reply, now: float, whole: bool = False) -> Answer:
-        return Answer(key, reply, now + (self._model_timeout if whole else self.settings.peer_timeout), whole)
+    def _answer(self, key: Hashable, reply: Reply, now: float) -> Answer:
+        return Answer(key, reply, now + self.settings.peer_timeout)
 
     def _replied(self, event: events.Replied, now: float) -> list[Effect]:
         to, request, asked = self.requests.close(event.ticket)
@@ -320,6 +318,8 @@ class PeerRole:
             case InitialRequest(), ModelReply(step) if self.joining.awaits(event.ticket):
                 self._context.step = step
                 return [Adopt(event.ticket, step)]
+            case InitialRequest(), BusyReply():
+                return self.joining.put_off(event.ticket, to, now)
             case FinalRequest(), ModelReply():
                 return self.agreement.replied(event.ticket)
             case PullRequest(), _:

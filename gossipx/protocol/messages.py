@@ -22,7 +22,7 @@ The number in ``kind`` identifies a class on the wire. Field types such as ``Cou
 =================  ==========================================  =====================================================
 message            sent by                                     handled by
 =================  ==========================================  =====================================================
-InitialRequest     peer/joining, a peer without a model        peer/role, any peer that has one
+InitialRequest     peer/joining, a peer without a model        peer/serving, any peer that has one
 PullRequest        peer/pulls, when the policy fires           peer/serving, any peer that trains
 PushRequest        peer/pushes, to start an exchange           peer/pushes of the chosen peer
 PairRequest        peer/pairs, to start an exchange            peer/pairs of the chosen peer

@@ -32,6 +32,13 @@ from gossipx.runtime.stop_signals import StopSignals, children_may_die, continue
 log = logging.getLogger("gossipx")
 
 
+def trained_none(step: int) -> str:
+    """Return the warning of a peer that ends with the model that it started with, of ``step`` iterations."""
+    if step:
+        return f"this peer trained no iteration: the model that it started with had seen {step} already"
+    return "no iteration was counted: pass the optimizer to gossipx.join, or call peer.step() in the loop"
+
+
 class Lifecycle:
     """Joining, waiting and ending of one peer. The training loop in between is the caller's.
 
@@ -140,7 +147,7 @@ class Lifecycle:
         if not self.open:
             return
         if not self.steps and self._role.trains:
-            log.warning("no iteration was counted: pass the optimizer to gossipx.join, or call peer.step() in the loop")
+            log.warning("%s", trained_none(self._arena.step))
         self.defers = False
         for prepare in self.before_finish:
             prepare()

@@ -10,6 +10,7 @@ from gossipx.peer import PeerRole
 from gossipx.protocol import events
 from gossipx.protocol.effects import ReportEntry
 from gossipx.protocol.messages import Stage
+from gossipx.runtime.lifecycle import trained_none
 from gossipx.runtime.reporting import Reporter
 from gossipx.sim.endpoint import Endpoint
 
@@ -79,6 +80,7 @@ class BasePeer(abc.ABC):
         self.delta = 0.0
         self.entries: list[ReportEntry] = []
         self._reported = 0  # the iteration that was reported last
+        self._began = 0  # the iteration with which training began
         self._scores: dict[str, float] = {}  # before the finish
         self._has_gradients = False  # that were not pushed yet
         self._compute = compute
@@ -219,7 +221,7 @@ class BasePeer(abc.ABC):
             case "join":
                 self._phase = "train"
                 self.trained[0] = self.world.now
-                self._reported = self.step
+                self._reported = self._began = self.step
                 self.training_begins()
                 if self.reporter is not None:
                     self.reporter.training_begins()
@@ -265,6 +267,8 @@ class BasePeer(abc.ABC):
 
     def _train_ended(self) -> None:
         self.trained[1] = self.world.now
+        if self.role.trains and self.step == self._began > 0:
+            self.warn("idle", trained_none(self.step))
         if self.reporter is not None:
             self._scores = self.evaluate() if self.role.trains else {}
             for name, value in self._scores.items():

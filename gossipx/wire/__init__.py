@@ -322,7 +322,7 @@ ANSWERS: dict[type, tuple[type, ...]] = {
     CheckupRequest: (CheckupReply, BusyReply),
     AdmitRequest: (AdmitReply,),
     **reversal.ANSWERS,
-    InitialRequest: (ModelReply, NotReadyReply),
+    InitialRequest: (ModelReply, BusyReply, NotReadyReply),
     PullRequest: (ModelReply, BusyReply, NotReadyReply),
     PushRequest: (AcceptReply, BusyReply, NotReadyReply),
     PairRequest: (AcceptReply, BusyReply, NotReadyReply),

@@ -310,6 +310,36 @@ def test_a_loop_that_counts_no_iteration_is_warned(two: Folder) -> None:
     assert run.ended.output.count("no iteration was counted: pass the optimizer to gossipx.join") == 2
 
 
+def test_a_peer_that_comes_after_the_training_is_warned(two: Folder) -> None:
+    script = two.script(
+        """
+import time
+
+
+def wait_for(name):
+    end = time.monotonic() + 60
+    while not (FOLDER / name).exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+if os.environ["GOSSIPX_RANK"] == "1":
+    wait_for("trained")
+"""
+        + TEN_LINES
+        + """
+with peer:
+    if peer.rank == 0:
+        train(peer, model, optimizer, 20)
+        (FOLDER / "trained").touch()
+        wait_for("joined")
+    else:
+        (FOLDER / "joined").touch()
+"""
+    )
+    run = two.run("--peer-timeout", "3", script, two.path)
+    assert run.ended.output.count("this peer trained no iteration: the model that it started with had seen 20") == 1
+
+
 @pytest.mark.fault(4)
 def test_a_forked_process_is_not_the_peer(two: Folder) -> None:
     """In a forked process SIGTERM has its default action, and its exit does not finish the peer."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
+
 import pytest
 from seeds import some
 from toy import SIZE, TIMEOUT, bound, ended, maker, until, world
 
-from gossipx.peer.serving import SAVED, SECONDS_PER_MODEL
+from gossipx.peer.serving import INITIAL_MODELS, SAVED, SECONDS_PER_MODEL
 from gossipx.protocol.messages import PullRequest
 from gossipx.sim import Network, World
 
@@ -35,6 +38,40 @@ def test_the_centre_of_a_star_limits_concurrent_pulls_and_keeps_one_older_versio
     assert all(sync.retrievals > 0 for sync in leaves), "nobody is always turned away"
     assert all(sync.failed == 0 for sync in leaves)
     assert all(sync.skipped > 0 for sync in leaves)
+
+
+def test_peers_that_have_the_initial_model_send_it_on():
+    """A model takes 1 s. One peer alone would need 39 s for all, longer than a requester waits."""
+    made = world(40, network=Network(bandwidth=4 * SIZE), policy="never", iterations=3)
+    most = 0
+    for tick in range(1, 200):
+        made.run(tick / 10)
+        most = max(most, *(len(peer.role.serving._initial) for peer in made.peers.values()))
+    assert most == INITIAL_MODELS
+    ended(made, bound(40, 3))
+    senders = Counter(line.split()[-1] for rank in range(1, 40) for line in made.lines(rank, "adopts the model of"))
+    assert senders.total() == 39 and len(senders) > 12
+    assert not made.warnings, "no request fails, and none is repeated after its timeout"
+    begun = [entry.time for entry in made.log if entry.what == "is TRAIN"]
+    assert len(begun) == 40 and max(begun) < TIMEOUT
+
+
+@pytest.mark.parametrize("joining", [0, 1])
+def test_a_peer_that_finds_all_busy_waits_for_its_turn(joining: int):
+    """A model takes 25 s or more. Meanwhile, peer_timeout passes: the peer does not start with its own model, whatever
+    its rank."""
+    source = 1 - joining
+    settings = {"policy": "never", "iterations": 120, "model_timeout": 60.0, "finish": "none"}
+    made = World(0, Network(bandwidth=4 * SIZE / 25))
+    for rank, at in ((0, 0.0), (1, 0.0), (2, 41.0), (3, 41.0)):
+        made.start(rank, maker(rank, 4, **settings), at=at)
+    made.crash(joining, 40.0)
+    made.restart(joining, 42.0)
+    ended(made, bound(4, 120, waits=12))
+    assert made.lines(2, f"adopts the model of {source}") and made.lines(3, f"adopts the model of {source}")
+    assert made.lines(joining, f"waiting for the initial model: peer {source} has it, and sends it to others first")
+    adopted = [entry.time for entry in made.log if entry.rank == joining and entry.what.startswith("adopts")]
+    assert adopted[-1] > 42.0 + 4 * TIMEOUT
 
 
 def test_a_peer_that_finds_one_busy_tries_another_at_once():
@@ -98,6 +135,18 @@ def test_a_requester_that_does_not_read_loses_its_slot():
     assert list(serving._served.values()) == [1] and snapshots(made, 0) == 2
     made.run(asked + 1.1 * TIMEOUT)
     assert made.fired["cut"] > 0 and not serving._served and snapshots(made, 0) == 1
+
+
+def test_what_a_request_has_carried_is_not_kept_until_its_deadline():
+    """A run with a long ``peer_timeout`` would keep all that it has ever sent."""
+    made = until(world(2, policy="never", iterations=60), 0, "step 5")
+    carried, replies = memoryview(bytearray(8)), list[object]()
+    kept = weakref.ref(carried)
+    endpoint, pull = made.peers[1].endpoint, PullRequest(5, 30.0)
+    endpoint.request(0, pull, 8, carried, made.now + 1e6, lambda reply, content: replies.append(reply))
+    del carried
+    made.run(made.now + 1.0)
+    assert replies and kept() is None
 
 
 LARGE = {"model_timeout": 40 * TIMEOUT, "iterations": 120, "finish": "none", "blocking": True}

@@ -219,6 +219,14 @@ def test_too_few_left_stops():
         assert made.peers[rank].arena.step < ITERATIONS, "it does not train to the end"
 
 
+def test_a_peer_that_comes_after_the_training_says_that_it_trained_nothing():
+    made = world(3, slow={1: 4.0}, absent=[2])
+    made.start(2, maker(2, 3), at=ITERATIONS + 10.0)
+    ended(made, bound(3, compute=4.0))
+    told = f"this peer trained no iteration: the model that it started with had seen {ITERATIONS} already"
+    assert [made.lines(rank, "this peer trained") for rank in range(3)] == [[], [], [told]]
+
+
 def test_no_initial_model_stops():
     made = ended(world(3, absent=[0, 2]), bound(3))
     reason = made.peers[1].reason
