@@ -13,7 +13,7 @@ after the start of the wave, so a peer that waited in vain for one partner still
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gossipx.peer.membership import Requests
 from gossipx.protocol.effects import Answer, Capture, Effect, Forget, Merge, Note, SetTimer
@@ -40,7 +40,7 @@ class _Round:
         is_received: whether the partner's model is here, or will not arrive.
         weight: of the partner's average: the sum of the weights of the models in it; 0 if it will not arrive.
         is_sent: whether the partner has our model, or will not get it.
-        answering: key of the partner's request while our answer is under way.
+        answering: keys of the partner's requests whose answers are under way: a request may arrive twice.
         is_merging: whether the partner's model is being merged, which ends the round.
     """
 
@@ -52,7 +52,7 @@ class _Round:
     is_received: bool
     weight: float = 0.0
     is_sent: bool = False
-    answering: Hashable | None = None
+    answering: set[Hashable] = field(default_factory=set)
     is_merging: bool = False
 
 
@@ -169,7 +169,7 @@ class Wave:
     def _complete(self, now: float) -> list[Effect]:
         """Merge once both transfers are complete, as the partner may still be reading our average before."""
         current = self._round
-        if current is None or current.is_merging or not (current.is_received and current.is_sent):
+        if current is None or current.is_merging or not (current.is_received and current.is_sent) or current.answering:
             return []
         if not current.weight:
             return self._next_round(now)
@@ -253,7 +253,7 @@ class Wave:
         if current.is_sent or current.is_merging:
             return [self._refuse(event, now)]
         self.has_exchanged = True
-        current.answering = event.key
+        current.answering.add(event.key)
         receiver = None if self.number == LAST_WAVE else (event.sender, request.bases)
         reply = ModelReply(self._step, self.weight)
         return [Answer(event.key, reply, current.deadline, captured=self.ticket, receiver=receiver)]
@@ -263,15 +263,15 @@ class Wave:
         return Answer(event.key, refusal, now + self._patience)
 
     def is_answering(self, key: Hashable) -> bool:
-        """Return whether ``key`` is the request that this round answers."""
-        return self._round is not None and self._round.answering is not None and self._round.answering == key
+        """Return whether ``key`` is a request that this round answers."""
+        return self._round is not None and key in self._round.answering
 
     def answered(self, event: Answered, now: float) -> list[Effect]:
         """Handle the end of our answer, delivered or not."""
         current = self._round
         assert current is not None
-        current.answering = None
-        current.is_sent = event.whole  # if not, the partner may ask again
+        current.answering.discard(event.key)
+        current.is_sent = current.is_sent or event.whole  # if not, the partner may ask again
         return self._complete(now)
 
     def take_unanswered(self) -> list[Received]:

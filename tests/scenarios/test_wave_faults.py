@@ -299,3 +299,12 @@ def test_messages_are_lost_in_waves():
     assert within(models(made), before(made))
     apart = ended(world(4, policy="never", iterations=60), bound(4, 60))
     assert spread(before(made)) < spread(before(apart))
+
+
+@pytest.mark.parametrize("size", [2, 4, 6])
+def test_a_repeated_request_costs_no_round(size: int):
+    """It is answered twice, and the requester takes the first answer; the second is no reason to wait for another."""
+    network = Network(bandwidth=4000, delay=0.02, repeat=1.0)
+    made = ended(world(size, network=network, policy="tau:4", exchange="waves", blocking=True), bound(size))
+    assert made.fired["repeated"] > 50 and rounds_lost(made) == 0
+    assert made.now < ITERATIONS + 3.0
