@@ -31,19 +31,17 @@ class Open:
     Attributes:
         sender: the endpoint that sent it.
         to: rank of the receiver.
-        content: what it carries.
         done: called with the outcome.
         transfer: its bytes, or those of its reply, while they are under way.
         given_up: called if it ends before its reply is complete; the receiver sets it.
     """
 
-    __slots__ = ("content", "done", "given_up", "request", "sender", "to", "transfer")
+    __slots__ = ("done", "given_up", "request", "sender", "to", "transfer")
 
-    def __init__(self, sender: Endpoint, to: int, request: Request, content: Any, done: Outcome):
+    def __init__(self, sender: Endpoint, to: int, request: Request, done: Outcome):
         self.sender = sender
         self.to = to
         self.request = request
-        self.content = content
         self.done: Outcome | None = done
         self.transfer: Transfer | None = None
         self.given_up: Callable[[], None] = _nothing
@@ -78,6 +76,7 @@ class _Answer:
             self._end(False)
 
     def _end(self, whole: bool) -> None:
+        self._content = None  # the deadline's action keeps this object
         done, self._done = self._done, None
         if done is not None:
             self._by.later(self._by.world.now, lambda: done(whole))
@@ -125,21 +124,21 @@ class Endpoint:
             content: passed to the receiver.
             deadline: in seconds of virtual time.
         """
-        asked = Open(self, to, request, content, done)
+        asked = Open(self, to, request, done)
         self._open[asked] = None
         self.world.awaiting(to)[asked] = None
         self.bytes_sent += nbytes if to != self.rank else 0
-        asked.transfer = self.world.carry(self, to, nbytes, lambda: self._arrive(asked, nbytes))
+        asked.transfer = self.world.carry(self, to, nbytes, lambda: self._arrive(asked, nbytes, content))
         self.world.at(deadline, lambda: self.fail(asked, Fault.TIMEOUT))
         return lambda: self.fail(asked, Fault.CANCELLED)
 
-    def _arrive(self, asked: Open, nbytes: int) -> None:
+    def _arrive(self, asked: Open, nbytes: int, content: Any) -> None:
         asked.transfer = None
         other = self.world.endpoint(asked.to)
         if other is None:
             self.world.refuse(asked)
         else:
-            other.receive(asked, nbytes)
+            other.receive(asked, nbytes, content)
 
     def fail(self, asked: Open, fault: Fault) -> None:
         """End a request by a fault, unless it has ended before."""
@@ -173,12 +172,12 @@ class Endpoint:
 
     # --- answers ------------------------------------------------------------------------------------
 
-    def receive(self, asked: Open, nbytes: int) -> None:
+    def receive(self, asked: Open, nbytes: int, content: Any) -> None:
         """Pass a request of another peer on; called when its last byte has arrived."""
         key = next(self._keys)
         self._requests[key] = asked
         self.bytes_received += nbytes if asked.sender is not self else 0
-        self._received(asked.sender, key, asked.request, asked.content)
+        self._received(asked.sender, key, asked.request, content)
 
     def answer(
         self, key: Hashable, reply: Reply, nbytes: int, content: Any, deadline: float, done: Callable[[bool], None]
