@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
@@ -311,29 +312,22 @@ def test_a_loop_that_counts_no_iteration_is_warned(two: Folder) -> None:
 
 
 def test_a_peer_that_comes_after_the_training_is_warned(two: Folder) -> None:
+    for name in ("trained", "joined"):
+        os.mkfifo(two.path / name)  # opening it waits for the other side
     script = two.script(
         """
-import time
-
-
-def wait_for(name):
-    end = time.monotonic() + 60
-    while not (FOLDER / name).exists():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
 if os.environ["GOSSIPX_RANK"] == "1":
-    wait_for("trained")
+    (FOLDER / "trained").read_text()
 """
         + TEN_LINES
         + """
 with peer:
     if peer.rank == 0:
         train(peer, model, optimizer, 20)
-        (FOLDER / "trained").touch()
-        wait_for("joined")
+        (FOLDER / "trained").write_text("")
+        (FOLDER / "joined").read_text()
     else:
-        (FOLDER / "joined").touch()
+        (FOLDER / "joined").write_text("")
 """
     )
     run = two.run("--peer-timeout", "3", script, two.path)
