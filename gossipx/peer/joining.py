@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 
 from gossipx.peer.barrier import Barrier
-from gossipx.peer.membership import Membership, Requests
+from gossipx.peer.membership import FIRST_BACKOFF, Membership, Requests
 from gossipx.peer.settings import PeerSettings
 from gossipx.protocol.effects import Effect, Forget, Note, Resume, Stop
 from gossipx.protocol.messages import ArriveRequest, InitialRequest, Stage
@@ -83,11 +83,12 @@ class Joining:
         """Handle the timeout of the wait for a model; return no effects if this peer must start with its own."""
         peek = self._members.others.peek
         here = [rank for rank in self._members.awaited() if peek(rank).stage is Stage.JOINING]
-        if self._ticket is None and self._busy:
-            names = ", ".join(map(str, sorted(self._busy)))
-            self._busy.clear()
+        busy = sorted(self._busy.intersection(self._sources()))
+        self._busy.clear()
+        if self._ticket is None and busy:
+            names = ", ".join(map(str, busy))
             note = Note("waiting", f"waiting for the initial model: peer {names} has it, and sends it to others first")
-            return [note, *self._barrier.extend(self._sources(), now)]
+            return [note, *self._barrier.extend(busy, now)]
         if self.must_adopt and self._ticket is None:
             self._barrier.end()
             waited = f"within peer_timeout = {self._timeout:g} s"
@@ -128,7 +129,8 @@ class Joining:
     def put_off(self, ticket: int, to: int, now: float) -> list[Effect]:
         """Handle the BusyReply of a peer that sends its model to others: request it from another peer, or again."""
         self._busy.add(to)
-        self._members.back_off(to, now)
+        # Not random, as it is after a fault: the same generator chooses partners, which should not depend on the start.
+        self._members.others[to].backoff_until = now + FIRST_BACKOFF * self._timeout
         return self.failed(ticket, to, now)
 
     def failed(self, ticket: int, to: int, now: float) -> list[Effect]:

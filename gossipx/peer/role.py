@@ -287,7 +287,7 @@ class PeerRole:
                 return [self._answer(event.key, NotReadyReply(UNSOUND), now)]
             case InitialRequest():
                 deferred = self.server.initial_model_requested(event, now)
-                return deferred or [self.serving.initial_requested(event, self.training.step, now)]
+                return deferred or [self.outgoing.answer_initial(event, self.training.step, now)]
             case PullRequest() if not self.server.trains:
                 return [self._answer(event.key, NotReadyReply("it only serves and has no model of its own"), now)]
             case PullRequest():

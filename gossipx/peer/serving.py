@@ -11,9 +11,6 @@ older than one transfer.
 Each served model costs training a moment. While a peer trains, models are therefore spaced so that these moments stay a
 small share of its time, and a peer that pulls more often waits for its turn. In blocking mode there is no limit.
 
-Initial models have slots of their own. A peer that has adopted one sends it on, so that N peers have it after about
-log N transfers, whereas the link of one peer that sends it to all would need the time of N.
-
 A requester states how long it waits, but the slot and the captured model are released after our own deadline: a peer
 cannot hold them by requesting a model and not reading it.
 """
@@ -35,8 +32,8 @@ SECONDS_PER_MODEL = 0.0008
 SAVED = 0.2
 """Seconds for which unused serving time accumulates."""
 INITIAL_MODELS = 2
-"""Initial models sent at a time. With one, equal links would spread the model fastest, but a slow receiver would hold
-up all others."""
+"""Initial models sent at a time. Peers that have adopted one send it on, so that N peers have it after about log N
+transfers. With one at a time, equal links would spread it fastest, but a slow receiver would hold up all others."""
 
 
 @dataclass
@@ -77,7 +74,6 @@ class Serving:
         self._requests = requests
         self._outgoing = outgoing
         self._served: dict[Hashable, int] = {}  # request key to rank
-        self._initial: set[Hashable] = set()  # keys of the initial models under way
         self._versions: dict[int, _Version] = {}  # by fragment
         self._number = 0  # of the last pull that was answered or turned away
         self._turns: dict[int, int] = {}  # by rank, the number of its last answer
@@ -112,14 +108,6 @@ class Serving:
         begins = self._turn(now) if trains else 0.0
         return [*effects, self._outgoing.answer(event, ModelReply(step), version.ticket, now, patience, begins)]
 
-    def initial_requested(self, event: Received, step: int, now: float) -> Answer:
-        """Answer a peer that has no model yet; ``step`` as in :meth:`requested`."""
-        until = now + self._outgoing.initial_timeout
-        if len(self._initial) >= INITIAL_MODELS:
-            return Answer(event.key, BusyReply(), until)
-        self._initial.add(event.key)
-        return Answer(event.key, ModelReply(step), until, whole_model=True)
-
     def _turn(self, now: float) -> float:
         """Reserve the time at which the next model may be served."""
         begins = max(self._free_at, now - SAVED)
@@ -152,7 +140,6 @@ class Serving:
 
     def answered(self, event: Answered) -> list[Effect]:
         """Handle the end of an answer, delivered or not; ignore those to other requests."""
-        self._initial.discard(event.key)
         if self._served.pop(event.key, None) is None:
             return []
         fragment, version = next(item for item in self._versions.items() if event.key in item[1].keys)
@@ -165,19 +152,16 @@ class Serving:
 
 
 class Outgoing:
-    """Our models under way to others, except initial models and those of waves: their deadlines and transfer times.
+    """Our models under way to others, except those of waves: their deadlines and transfer times.
 
     Args:
         members: the role's membership list.
-
-    Attributes:
-        initial_timeout: seconds that an initial model may take.
     """
 
     def __init__(self, members: Membership):
-        self.initial_timeout = members.model_timeout
         self._members = members
         self._under_way: dict[Hashable, tuple[int, float, float]] = {}  # by request key: receiver, start, timeout
+        self._initial: set[Hashable] = set()  # keys of the initial models under way
 
     def answer(
         self,
@@ -201,8 +185,17 @@ class Outgoing:
         by, receiver = min(since + patience, now + at_most), (event.sender, bases)
         return Answer(event.key, reply, by, captured=captured, begins=begins, receiver=receiver)
 
+    def answer_initial(self, event: Received, step: int, now: float) -> Answer:
+        """Return the effect that answers a peer without a model, by ours of iteration ``step`` or by Busy."""
+        by = now + self._members.model_timeout
+        if len(self._initial) >= INITIAL_MODELS:
+            return Answer(event.key, BusyReply(), by)
+        self._initial.add(event.key)
+        return Answer(event.key, ModelReply(step), by, whole_model=True)
+
     def answered(self, event: Answered, now: float) -> None:
         """Record the transfer time of an answer, or that it missed its deadline."""
+        self._initial.discard(event.key)
         if event.key not in self._under_way:
             return
         to, since, patience = self._under_way.pop(event.key)

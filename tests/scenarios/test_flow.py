@@ -46,7 +46,7 @@ def test_peers_that_have_the_initial_model_send_it_on():
     most = 0
     for tick in range(1, 200):
         made.run(tick / 10)
-        most = max(most, *(len(peer.role.serving._initial) for peer in made.peers.values()))
+        most = max(most, *(len(peer.role.outgoing._initial) for peer in made.peers.values()))
     assert most == INITIAL_MODELS
     ended(made, bound(40, 3))
     senders = Counter(line.split()[-1] for rank in range(1, 40) for line in made.lines(rank, "adopts the model of"))
