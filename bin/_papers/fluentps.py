@@ -1,7 +1,7 @@
 """Figures 6 to 11, Table IV and the bounds of regret of FluentPS beside ours, in virtual time.
 
 bin/papers fluentps           an MLP on random data with up to 16 workers; traffic of ResNet-56 with 8 and 16
-bin/papers fluentps --full    LeNet on Fashion-MNIST with up to 128 workers; traffic with 8 to 32 (about 90 minutes)
+bin/papers fluentps --full    LeNet on Fashion-MNIST with up to 128 workers; traffic with 8 to 32 (about three hours)
 
 The stragglers of the paper are not known. Here one worker is slower, by as much as SSP is slower than ASP in Table IV;
 two other kinds stand beside it. The paper trains with LARS, and we with SGD. --data-dir trains LeNet on CIFAR-10.
