@@ -73,7 +73,9 @@ CHURN: dict[str, dict[str, Any]] = {
     "exchange": {"peer_timeout": 10.0},
 }
 CHURNED = "1gbit"
-"""The rate of the links of runs with churn: a blocking wave of 1,000 peers takes minutes then, and its run many."""
+"""The rate of the links of runs with churn."""
+WITH_CHURN = ("tau:10 (default)", "waves, tau:50", "DiLoCo", DDP)
+"""Not tau:1: on full links it asks almost every peer for each pull, and a run of 256 peers takes more than an hour."""
 LENGTHS, ONE_LENGTH = (12, 25, 50, 100, 200, 400), (100,)
 """Iterations of the runs whose loss is measured; the second with more than :data:`MOST_TRAINED` peers."""
 MOST_TRAINED = 64
@@ -114,7 +116,7 @@ def costs_of(rate: str, sizes: Sequence[int], with_churn: bool) -> dict[str, Cos
     for system in (*SYSTEMS, DDP):
         there = [size for size in sizes if system != SERVED or size <= MOST_WORKERS]
         found[system] = {size: _cost(system, size, rate, 100) for size in there}
-        if with_churn and system != SERVED:
+        if with_churn and system in WITH_CHURN:
             found[f"{system}, churn"] = {size: _cost(system, size, rate, _churned(size), CHURN) for size in there}
     return found
 
