@@ -29,7 +29,8 @@ class Line:
         ours: the value, in ``unit``.
         unit: of our value.
         agrees: whether ours has the direction of the paper's; None: no direction is known.
-        holds: whether a test asserts that it agrees, since it always has.
+        holds: whether a test of the fast setting asserts that it agrees.
+        half: half of the 95 % interval of our value; None: it has none.
     """
 
     what: str
@@ -38,6 +39,7 @@ class Line:
     unit: str
     agrees: bool | None = None
     holds: bool = False
+    half: float | None = None
 
     @property
     def published(self) -> tuple[str, str]:
@@ -51,7 +53,7 @@ class Line:
 
     @property
     def figure(self) -> dict[str, Any]:
-        """The line in the schema of all benchmarks; ``met`` only where a test asserts it."""
+        """The line in the schema of all benchmarks; ``met``: it agrees with the paper."""
         compared = isinstance(self.paper, Figure) and self.paper.unit == self.unit
         reference = self.paper.value if compared else None  # type: ignore[union-attr]
         return {
@@ -61,7 +63,8 @@ class Line:
             "reference": reference,
             "ratio": self.ours / reference if reference else None,
             "goal": None,
-            "met": self.agrees if self.holds else None,
+            "met": self.agrees,
+            "asserted": self.holds,
         }
 
 
@@ -87,9 +90,10 @@ class Part:
         unit: str,
         agrees: bool | None = None,
         holds: bool = False,
+        half: float | None = None,
     ) -> None:
         """Add a row; the arguments are those of :class:`Line`."""
-        self.lines.append(Line(what, paper, ours, unit, agrees, holds))
+        self.lines.append(Line(what, paper, ours, unit, agrees, holds, half))
 
 
 Parts = Callable[[Paper, bool, argparse.Namespace], Sequence[Part]]
@@ -129,7 +133,8 @@ def show(name: str, parts: Parts, description: str, options: Sequence[str] = ())
     for part in made:
         table = RichTable("", paper.reference, "where", "here", "agrees", title=f"\n{part.title}", title_justify="left")
         for line in part.lines:
-            table.add_row(line.what, *line.published, f"{line.ours:.4g} {line.unit}", AGREES[line.agrees])
+            interval = "" if line.half is None else f" ± {line.half:.3f}"
+            table.add_row(line.what, *line.published, f"{line.ours:.4g}{interval} {line.unit}", AGREES[line.agrees])
         console.print(table)
         console.print(f"Setting: {part.setting}")
     console.print(f"\nNot in the {paper.reference}: {'; '.join(paper.not_given)}.")

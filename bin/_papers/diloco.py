@@ -26,6 +26,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "momentum": {"outer": MOMENTUM},
     "pairs": {"mode": "pushpull", "outer": MOMENTUM},
     "pull": {},
+    "never": {},
 }
 NESTEROV_SAVES = "waves: loss that Nesterov saves"
 TOLD = {
@@ -34,10 +35,13 @@ TOLD = {
     "momentum": "GASLoC: pulls, momentum",
     "pairs": "GASLoC: pairs, momentum",
     "pull": "pulls without momentum",
+    "never": "no communication",
 }
 SLOW = {"slow_share": 0.5, "slow_factor": 10.0}
 Kind = tuple[str, int]
 """A system and its period in iterations."""
+APART = ("diloco", "waves", "momentum", "pairs", "pull")
+"""The systems whose losses at the same period are compared."""
 
 
 def parts(paper: Paper, full: bool, arguments: argparse.Namespace) -> Sequence[Part]:
@@ -68,7 +72,7 @@ def _run(kind: Kind, size: int, steps: int, full: bool, **network: float) -> Run
         "simulation": {"peers": size},
         "run": {"iterations": steps, "eval_interval": 0},
         "task": text if full else {"partition": "dirichlet:alpha=0.3"},
-        "sync": {"policy": f"tau:{period}", "finish": "none", **SYSTEMS[system]},
+        "sync": {"policy": "never" if system == "never" else f"tau:{period}", "finish": "none", **SYSTEMS[system]},
         "compute": {"seconds": COMPUTE},
         "network": {"preset": "1gbit" if full and not network else "100mbit", **network},
     }
@@ -76,7 +80,7 @@ def _run(kind: Kind, size: int, steps: int, full: bool, **network: float) -> Run
 
 
 def _name(kind: Kind) -> str:
-    return f"{TOLD[kind[0]]}, every {kind[1]}"
+    return TOLD["never"] if kind[0] == "never" else f"{TOLD[kind[0]]}, every {kind[1]}"
 
 
 def _megabytes(of: Run) -> float:
@@ -112,8 +116,14 @@ def _loss(paper: Paper, size: int, steps: int, runs: dict[Kind, Run], full: bool
             made.add(
                 f"DiLoCo of torchft, beside ours: {column}", paper.figures[f"text/torchft:50/{column}"], ours, unit
             )
+    alone = mean(runs["never", rare].summary.test_loss_before_finish)
+    known = paper.figures["text/never:own/loss"] if size == 4 else "4 peers only"
+    made.add(f"{size} peers, {TOLD['never']}: loss of the peers' own models", known, alone, "nats")
     claim, better = paper.claims["period"], _loss_of(runs["pull", rare]) - _loss_of(runs["pull", 10])
     made.add(f"{size} peers, pulls every {rare} − every 10: loss", claim, better, "nats", better > 0)
+    losses = [_loss_of(runs[system, rare]) for system in APART]
+    apart = max(losses) - min(losses)
+    made.add(f"{size} peers, every {rare}: from the least loss to the most", claim, apart, "nats", apart < better)
     for what, own, other in (
         ("pulls: loss that momentum saves", "momentum", "pull"),
         (NESTEROV_SAVES, "diloco", "waves"),
@@ -126,10 +136,12 @@ def _loss(paper: Paper, size: int, steps: int, runs: dict[Kind, Run], full: bool
 
 
 def _bytes(paper: Paper, found: dict[int, dict[Kind, Run]], rare: int, lengths: dict[int, int]) -> Part:
-    made = Part("Bytes against peers", f"exchanges every {rare} iterations; theory in place of a paper")
+    setting = f"exchanges every {rare} iterations, of which the last pull has no time left; theory in place of a paper"
+    made = Part("Bytes of an exchange against peers", setting)
     for size in list(found)[1:]:
         for system in ("diloco", "momentum", "pairs"):
-            each = [_megabytes(found[one][system, rare]) / lengths[one] for one in (size, 4)]
+            left = 0 if system == "diloco" else rare
+            each = [_megabytes(found[one][system, rare]) / (lengths[one] - left) for one in (size, 4)]
             rounds = (size.bit_length() - 1) / 2 if system == "diloco" else 1.0
             ring = (1 - 1 / size) / (1 - 1 / 4)
             told = f"log2 of the peers (a ring all-reduce: {ring:.2f})" if system == "diloco" else "constant"
