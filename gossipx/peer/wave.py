@@ -36,7 +36,8 @@ class _Round:
         deadline: time after which the partner is no longer waited for.
         partner: its rank.
         part: which side sends its model, and whether ours is replaced by the received one.
-        ticket: of our request; None if this peer only sends and the partner knows of the wave.
+        ticket: of our request. It is made even if this peer only sends: it tells the partner of the wave, and fails at
+            once if the partner has crashed, which would otherwise be waited for.
         is_received: whether the partner's model is here, or will not arrive.
         weight: of the partner's average: the sum of the weights of the models in it; 0 if it will not arrive.
         is_sent: whether the partner has our model, or will not get it.
@@ -48,7 +49,7 @@ class _Round:
     deadline: float
     partner: int
     part: RoundPart
-    ticket: int | None
+    ticket: int
     is_received: bool
     weight: float = 0.0
     is_sent: bool = False
@@ -119,16 +120,12 @@ class Wave:
 
     # --- rounds -----------------------------------------------------------------------------------
 
-    def begin(self, now: float, starts: bool = False) -> list[Effect]:
-        """Capture our model and enter the first round.
-
-        Args:
-            starts: whether this peer starts the wave, so that it must tell its first partner in any case.
-        """
+    def begin(self, now: float) -> list[Effect]:
+        """Capture our model and enter the first round."""
         self._began = now
-        return [Capture(self.ticket, fragment=self._fragment), *self._next_round(now, starts)]
+        return [Capture(self.ticket, fragment=self._fragment), *self._next_round(now)]
 
-    def _next_round(self, now: float, starts: bool = False) -> list[Effect]:
+    def _next_round(self, now: float) -> list[Effect]:
         """Enter the next round if there is one, and answer requests that arrived early for it."""
         effects: list[Effect] = []
         upcoming = self._next_part()
@@ -138,15 +135,11 @@ class Wave:
             partner, part = upcoming
             number = self._entered
             deadline = self._began + (1 + number * ROUND_SLACK) * self._patience
-            ticket = None
-            if part.receives or starts:
-                request = RoundRequest(self.number, number, self.members, self._fragment)
-                send = self._requests.send(partner, request, now, deadline)
-                ticket = send.ticket
-                effects.append(send)
+            request = RoundRequest(self.number, number, self.members, self._fragment)
+            send = self._requests.send(partner, request, now, deadline)
             is_received, is_sent = not part.receives, not part.sends
-            self._round = _Round(number, deadline, partner, part, ticket, is_received, is_sent=is_sent)
-            effects.append(SetTimer(TIMER, deadline))
+            self._round = _Round(number, deadline, partner, part, send.ticket, is_received, is_sent=is_sent)
+            effects += [send, SetTimer(TIMER, deadline)]
         for event in self.take_unanswered():
             effects += self.requested(event, now)
         return effects
@@ -173,7 +166,6 @@ class Wave:
             return []
         if not current.weight:
             return self._next_round(now)
-        assert current.ticket is not None
         current.is_merging = True
         own, theirs = (1, 1) if self._equal_weights else (0 if current.part.replaces else self.weight, current.weight)
         return [Merge(current.ticket, self.ticket, own, theirs)]
@@ -186,7 +178,7 @@ class Wave:
 
     def model_received(self, weight: float, now: float) -> list[Effect]:
         """Handle the partner's model, the mean of models whose weights add up to ``weight``."""
-        assert self._round is not None and self._round.ticket is not None
+        assert self._round is not None
         if not self._round.part.receives:  # our request only announced the wave
             return [Forget(self._round.ticket)]
         self.has_exchanged = True
@@ -246,10 +238,12 @@ class Wave:
         if same and self._entered < request.round < self._rounds:
             self._early.append(event)
             return []
+        known = same and request.round < self._rounds
+        part = part_in_round(self._position, request.round, len(self.members)) if known else None
+        if part is not None and not part.sends:  # the partner asks for nothing: it tells us of the wave
+            return [Answer(event.key, HereReply(Stage.TRAIN), now + self._patience)]
         if current is None or not same or (request.round, event.sender) != (current.number, current.partner):
             return [self._refuse(event, now)]
-        if not current.part.sends:  # the request only announces the wave: in this round only we receive
-            return [Answer(event.key, HereReply(Stage.TRAIN), now + self._patience)]
         if current.is_sent or current.is_merging:
             return [self._refuse(event, now)]
         self.has_exchanged = True

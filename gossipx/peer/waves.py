@@ -73,7 +73,7 @@ class Waves:
         members = tuple(sorted([self._rank, *self._members.in_training(now)]))
         number = max(self._seen, self._heard) + 1
         may_start = len(members) > 1 and number <= MAX_WAVE
-        return self._enter(number, members, step, now, starts=True) if may_start else []
+        return self._enter(number, members, step, now) if may_start else []
 
     def join(self, step: int, now: float) -> list[Effect]:
         """Join the latest wave for which a request is waiting, if any."""
@@ -113,13 +113,11 @@ class Waves:
         effects = self.current.begin(now)
         return effects + [effect for event in early for effect in self.current.requested(event, now)]
 
-    def _enter(
-        self, number: int, members: tuple[int, ...], step: int, now: float, starts: bool = False
-    ) -> list[Effect]:
+    def _enter(self, number: int, members: tuple[int, ...], step: int, now: float) -> list[Effect]:
         self.current = wave = self._new_wave(number, members, step, now)
         self._seen = number
         self._sync.requested(shared=True)
-        return wave.begin(now, starts)
+        return wave.begin(now)
 
     def _new_wave(self, number: int, members: tuple[int, ...], step: int, now: float) -> Wave:
         missing, fragment = self._members.unavailable(now), self._turns.of_wave(number)

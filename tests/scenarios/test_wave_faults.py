@@ -148,6 +148,24 @@ def test_crash_in_each_round(size: int, number: int, blocking: bool):
     assert within(models(made, left), before(made, left))
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.fault(1)
+def test_a_peer_that_only_sends_does_not_wait_for_the_dead(rank: int, blocking: bool):
+    """2 sends 0 its model and crashes before it fetches the mean; or 0, which told 2 of the wave, before it fetches."""
+    made = World(0, Network(bandwidth=4 * SIZE / 0.4, delay=0.05))
+    for one in range(3):
+        policy = "never" if one else "tau:6"
+        made.start(one, maker(one, 3, policy=policy, exchange="waves", blocking=blocking))
+    other = 2 - rank
+    asks = until(made, 0, "meets 2 in round 0 of wave 1").now
+    made.crash(rank, asks + (0.7 if rank == 2 else 0.01))
+    made.run(asks + 4.0)
+    assert made.fired["crash"] == 1 and made.lines(other).count(f"meets {rank} in round 0 of wave 1") <= 1
+    assert made.peers[other].role.waves.current is None, "it has given up the round, and the wave"
+    ended(made, bound(3, waits=2))
+
+
 def test_peers_that_never_meet_the_dead_detect_its_loss_too():
     """Of eight, four never meet 1 in a round; their probes detect its loss, and they start waves without it."""
     made = world(8, policy="tau:4", exchange="waves", iterations=200)

@@ -18,9 +18,9 @@ from gossipx.topology.schedules import Random
 TIMEOUT = 10.0
 
 
-def begun(rank: int, size: int, number: int = 7, starts: bool = False) -> tuple[Wave, list[Effect]]:
+def begun(rank: int, size: int, number: int = 7) -> tuple[Wave, list[Effect]]:
     wave = Wave(number, rank, tuple(range(size)), 100, Requests(), TIMEOUT)
-    return wave, wave.begin(0.0, starts)
+    return wave, wave.begin(0.0)
 
 
 def asks(sender: int, round: int, size: int, number: int = 7, key: str = "k") -> Received:
@@ -69,13 +69,14 @@ def test_a_request_for_a_later_round_waits():
 
 def test_requests_of_another_round_or_wave_are_refused():
     wave, _ = begun(0, 4)
-    stranger, over, other, members = (
+    stranger, over, absurd, other, members = (
         asks(3, 0, 4),
         asks(2, 2, 4),
+        asks(2, 2**40, 4),
         asks(1, 0, 4, number=8),
         Received(1, "k", RoundRequest(7, 0, (0, 1))),
     )
-    for event in (stranger, over, other, members):
+    for event in (stranger, over, absurd, other, members):
         (answer,) = wave.requested(event, 0.1)
         assert isinstance(answer, Answer) and isinstance(answer.reply, NotReadyReply)
     assert not wave.has_exchanged
@@ -117,18 +118,22 @@ def test_a_received_model_is_merged_even_if_ours_was_not_delivered():
 
 def test_a_peer_beyond_the_power_of_two_sends_first_and_receives_the_mean_last():
     wave, effects = begun(2, 3)
-    assert not any(isinstance(effect, Send) for effect in effects)
+    assert sent(effects).request == RoundRequest(7, 0, (0, 1, 2))
     assert wave.requested(asks(0, 0, 3), 0.1) == [given(wave, 0)]
     last = wave.answered(Answered("k", True), 0.2)
     assert sent(last).request == RoundRequest(7, 2, (0, 1, 2))
     assert wave.model_received(3, 0.3) == [Merge(sent(last).ticket, wave.ticket, 0, 3)]
 
 
-def test_a_starter_that_only_sends_first_announces_its_wave():
-    starter, effects = begun(2, 3, starts=True)
+def test_a_peer_that_only_sends_tells_its_partner_of_the_wave():
+    """The answer is the same before and after the round: it asks for no model."""
+    starter, effects = begun(2, 3)
     assert sent(effects).to == 0 and sent(effects).request == RoundRequest(7, 0, (0, 1, 2))
     core, _ = begun(0, 3)
     (answer,) = core.requested(asks(2, 0, 3), 0.1)
+    assert isinstance(answer, Answer) and isinstance(answer.reply, HereReply)
+    core.partner_lost(0.1)
+    (answer,) = core.requested(asks(2, 0, 3), 0.2)
     assert isinstance(answer, Answer) and isinstance(answer.reply, HereReply)
     assert starter.model_received(1, 0.1) == [Forget(sent(effects).ticket)], "it asked for none"
     assert starter.requested(asks(0, 0, 3), 0.2) == [given(starter, 0)]
