@@ -1,13 +1,14 @@
 """Cost per iteration and loss as the number of peers grows, in virtual time: which exchange to choose where.
 
-bin/bench scale           costs of 4 to 64 peers, loss of 4 and 16 (about 15 minutes on one core)
+bin/bench scale           costs of 4 to 64 peers, loss of 4 and 16 (about 20 minutes on one core)
 bin/bench scale --full    4 to 1,000 peers, and churn (about two hours)
 
 Seconds and bytes are those of traffic alone, of ResNet-110 with 74 ms per iteration, whose time varies between
-iterations (log-normal, sigma 0.1). The loss is that of LeNet on Fashion-MNIST; each number of iterations is a run of
-its own, with its own schedule of the learning rate. DDP is not simulated: its iteration takes as long as that of the
-slowest peer, and a ring all-reduce, 2 (N − 1) steps of 1/N of the model, overlaps with two thirds of it, the backward
-pass. A crash stops all until its peer has returned. Its loss is that of a server with bsp: both compute the same.
+iterations (log-normal, sigma 0.1). The loss is that of LeNet on Fashion-MNIST, over links on which it takes as long as
+ResNet-110 over those of the table; each number of iterations is a run of its own, with its own schedule of the learning
+rate. DDP is not simulated: its iteration takes as long as that of the slowest peer, and a ring all-reduce, 2 (N − 1)
+steps of 1/N of the model, overlaps with two thirds of it, the backward pass. A crash stops all until its peer has
+returned; none crashes meanwhile. Its loss is that of a server with bsp: both compute the same.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "_papers"))
 
 import numpy as np
 from _report import figure, report
-from _simulated import mean, merged, run
+from _simulated import Run, merged, run
 
 from gossipx.sim.network import FULL_PACKET, PRESETS
-from gossipx.tasks.models import costs, published_sizes
+from gossipx.tasks.models import build_model, costs, published_sizes
 
 RATES = ("100mbit", "1gbit", "10gbit")
 MODEL = "resnet110"
@@ -49,18 +50,24 @@ SYSTEMS: dict[str, dict[str, dict[str, Any]]] = {
         }
     },
     "server, bsp": {"server": {"sync": "bsp"}},
+    "server, bsp, equal shares": {"server": {"sync": "bsp"}, "network": {"uneven": 0.0}},
 }
-"""DiLoCo is blocking waves, without a coordinator; every worker of a server is a server, too."""
+"""DiLoCo is blocking waves, without a coordinator; every worker of a server is a server, too. Equal shares: transfers
+share a link equally, in place of the simulator's default, which follows measurements with a smaller model."""
 DDP = "DDP"
-SERVED = "server, bsp"
-MOST_WORKERS, SERVED_ITERATIONS = 64, 10
+SERVED, EQUAL = "server, bsp", "server, bsp, equal shares"
+MOST_WORKERS, SERVED_ITERATIONS = 64, 4
 """Of a server: each worker sends to each, so that a simulated iteration costs their square at least."""
+TRAINED = [system for system in SYSTEMS if system != EQUAL]
+WAITING = ("DiLoCo", SERVED)
+"""The loss of these does not depend on the links, since they wait for each model."""
 THEORY = {
     "tau:10 (default)": ("0", "0"),
     "tau:1": ("0", "0"),
     "waves, tau:50": ("0", "log N"),
     "DiLoCo": ("log N", "log N"),
     SERVED: ("0", "0"),
+    EQUAL: ("0", "0"),
     DDP: ("0, latency 1", "0"),
 }
 """Exponents of N that the seconds beyond those of computing, and the bytes per peer, should grow with."""
@@ -83,8 +90,12 @@ SECONDS, MEGABYTES = 30.0, 200.0
 """Budgets of a peer."""
 Costs = dict[int, tuple[float, float]]
 """By number of peers: seconds and received bytes of an iteration of a peer."""
-Losses = dict[tuple[int, str], dict[int, float]]
-"""By number of peers and exchange: the loss by iterations."""
+Losses = dict[tuple[int, str, str], dict[int, float]]
+"""By number of peers, exchange and rate: the loss by iterations."""
+LOSS_RATE = "1gbit"
+"""The rate of the table of losses."""
+NOISE = 0.01
+"""Losses as close as this are not told apart: with other seeds they differ by more than half of it."""
 Table = tuple[str, list[str], list[list[str]], list[Any]]
 
 
@@ -98,7 +109,12 @@ def main() -> None:
     sizes = (4, 16, 64, 256, 1000) if arguments.full else (4, 16, 64)
     trained = sizes if arguments.full else (4, 16)
     found = {rate: costs_of(rate, sizes, arguments.full and rate == CHURNED) for rate in RATES}
-    losses = {(size, system): losses_of(size, settings) for size in trained for system, settings in SYSTEMS.items()}
+    losses: Losses = {}
+    for size in trained:
+        for system in TRAINED:
+            for rate in RATES if size <= MOST_TRAINED else (LOSS_RATE,):
+                same = losses.get((size, system, RATES[0])) if system in WAITING else None
+                losses[size, system, rate] = same or losses_of(size, SYSTEMS[system], rate)
     tables = [costs_table(sizes, found), losses_table(losses), budget_table(losses, found)]
     if arguments.json:
         print(json.dumps({"figures": [one for table in tables for one in table[3]]}, indent=2))
@@ -114,7 +130,7 @@ def costs_of(rate: str, sizes: Sequence[int], with_churn: bool) -> dict[str, Cos
     """Return the costs of each system on links of a rate."""
     found: dict[str, Costs] = {}
     for system in (*SYSTEMS, DDP):
-        there = [size for size in sizes if system != SERVED or size <= MOST_WORKERS]
+        there = [size for size in sizes if system not in (SERVED, EQUAL) or size <= MOST_WORKERS]
         found[system] = {size: _cost(system, size, rate, 100) for size in there}
         if with_churn and system in WITH_CHURN:
             found[f"{system}, churn"] = {size: _cost(system, size, rate, _churned(size), CHURN) for size in there}
@@ -151,25 +167,34 @@ def costs_table(sizes: Sequence[int], costs: Mapping[str, Mapping[str, Costs]]) 
 def _cost(
     system: str, size: int, rate: str, iterations: int, churn: Mapping[str, Mapping[str, Any]] | None = None
 ) -> tuple[float, float]:
-    """Return seconds and bytes per iteration of a peer that does not crash."""
+    """Return seconds and bytes per iteration of a peer that does not crash, and for a server without the start."""
     if system == DDP:
         seconds, moved = _ring(size, rate, iterations)
         return seconds * (1 + size * CRASHES / 60 * DOWNTIME if churn else 1), moved
     settings = merged(SYSTEMS[system])
-    if system == SERVED:
-        iterations = min(iterations, SERVED_ITERATIONS)
-        settings["server"]["servers"] = ",".join(map(str, range(size)))
-    else:
-        settings["simulation"] = {"announcements": False}  # the start is not measured
     tables = {
         "simulation": {"peers": size, "work": "traffic", "model": MODEL},
         "run": {"iterations": iterations},
         "compute": {"spread": f"log-normal:sigma={SIGMA}"},
         "network": {"preset": rate},
     }
-    one = run(tables, settings, churn or {})
-    seconds = median(seconds for seconds in one.summary.train_seconds if seconds is not None)
-    return seconds / iterations, mean(one.summary.bytes_received) / iterations
+    if "server" not in settings:
+        seconds, received = _means(run(tables, settings, {"simulation": {"announcements": False}}, churn or {}))
+        return seconds / iterations, received / iterations
+    settings["server"]["servers"] = ",".join(map(str, range(size)))
+    first, whole = (
+        _means(run(tables, settings, {"run": {"iterations": number}})) for number in (1, 1 + SERVED_ITERATIONS)
+    )
+    return (whole[0] - first[0]) / SERVED_ITERATIONS, (whole[1] - first[1]) / SERVED_ITERATIONS
+
+
+def _means(one: Run) -> tuple[float, float]:
+    """Return the median of the seconds and the mean of the bytes of the peers that trained through without a crash."""
+    pairs = zip(one.summary.train_seconds, one.summary.bytes_received, strict=True)
+    there = [(seconds, received) for seconds, received in pairs if seconds is not None and received is not None]
+    longest = max(seconds for seconds, _ in there)
+    through = [pair for pair in there if pair[0] > 0.9 * longest]  # others have the figures since their restart
+    return median(seconds for seconds, _ in through), fmean(received for _, received in through)
 
 
 def _ring(size: int, rate: str, iterations: int) -> tuple[float, float]:
@@ -192,13 +217,16 @@ def _exponent(values: dict[int, float]) -> float:
 # --- loss -----------------------------------------------------------------------------------------
 
 
-def losses_of(size: int, settings: Mapping[str, Mapping[str, Any]]) -> dict[int, float]:
+def losses_of(size: int, settings: Mapping[str, Mapping[str, Any]], rate: str) -> dict[int, float]:
     """Return the loss on test data of the average of all models by iterations."""
+    trained = build_model("lenet", classes=10, channels=1, pixels=28)
+    smaller = sum(one.numel() for one in trained.parameters()) / sum(count for _, count in published_sizes(MODEL))
+    link = f"{8 * PRESETS[rate]['bandwidth'] * smaller / 1000:.0f}kbit"
     finish = {"server": {"servers": "0"}} if "server" in settings else {"sync": {"finish": "consensus"}}
     tables = {
         "simulation": {"peers": size},
         "compute": {"seconds": STEP, "spread": f"log-normal:sigma={SIGMA}"},
-        "network": {"preset": "1gbit"},
+        "network": {"preset": rate, "up": link, "down": link},
     }
     found = {}
     for length in LENGTHS if size <= MOST_TRAINED else ONE_LENGTH:
@@ -210,31 +238,33 @@ def losses_of(size: int, settings: Mapping[str, Mapping[str, Any]]) -> dict[int,
 def losses_table(losses: Losses) -> Table:
     """Return the loss at equal iterations."""
     rows, figures = [], []
-    for (size, system), found in losses.items():
+    for (size, system, rate), found in losses.items():
+        if rate != LOSS_RATE:
+            continue
         told = f"{system}; {DDP}" if system == SERVED else system
         rows.append([str(size), told, *(f"{found[each]:.3f}" if each in found else "" for each in LENGTHS)])
         for length, loss in found.items():
             figures.append(figure(f"{told}, {size} peers, {length} iterations: loss", loss, ""))
     headings = ["peers", "exchange", *(f"{length} iterations" for length in LENGTHS)]
-    return "Loss of LeNet at equal iterations", headings, rows, figures
+    return f"Loss of LeNet at equal iterations, {LOSS_RATE}", headings, rows, figures
 
 
 def budget_table(losses: Losses, costs: Mapping[str, Mapping[str, Costs]]) -> Table:
-    """Return the loss at equal seconds and at equal bytes; the least of each column is marked."""
+    """Return the loss at equal seconds and at equal bytes; the least of each column are marked."""
     rows, figures = [], []
-    for size in dict.fromkeys(size for size, _ in losses if size <= MOST_TRAINED):
+    for size in dict.fromkeys(size for size, *_ in losses if size <= MOST_TRAINED):
         kinds = [(f"{SECONDS:g} s at {rate}", rate, 0, SECONDS) for rate in costs]
         kinds += [(f"{MEGABYTES:g} MB", list(costs)[-1], 1, MEGABYTES * 1e6)]  # at the rate that no exchange fills
         columns = []
         for what, rate, index, budget in kinds:
             found = {}
-            for system in (*SYSTEMS, DDP):
-                trained = losses[size, SERVED if system == DDP else system]
+            for system in (*TRAINED, DDP):
+                trained = losses[size, SERVED if system == DDP else system, rate]
                 found[system] = _loss_at(trained, budget / costs[rate][system][size][index])
             columns.append(found)
             figures += [figure(f"{system}, {size} peers, {what}: loss", one, "") for system, one in found.items()]
-        for system in (*SYSTEMS, DDP):
-            cells = [f"{of[system]:.3f}{' *' if of[system] == min(of.values()) else ''}" for of in columns]
+        for system in (*TRAINED, DDP):
+            cells = [f"{of[system]:.3f}{' *' if of[system] < min(of.values()) + NOISE else ''}" for of in columns]
             rows.append([str(size), system, *cells])
     headings = ["peers", "exchange", *(f"{SECONDS:g} s at {rate}" for rate in costs), f"{MEGABYTES:g} MB received"]
     return f"Loss of LeNet after as many iterations as {MODEL} has in a budget; *: the least", headings, rows, figures
