@@ -1,7 +1,7 @@
 """Cost per iteration and loss as the number of peers grows, in virtual time: which exchange to choose where.
 
 bin/bench scale           costs of 4 to 64 peers, loss of 4 and 16 (about 20 minutes on one core)
-bin/bench scale --full    4 to 1,000 peers, and churn (about two hours)
+bin/bench scale --full    4 to 1,000 peers, and churn; loss of up to 16 peers with three seeds (about two hours)
 
 Seconds and bytes are those of traffic alone, of ResNet-110 with 74 ms per iteration, whose time varies between
 iterations (log-normal, sigma 0.1). The loss is that of LeNet on Fashion-MNIST, over links on which it takes as long as
@@ -95,7 +95,9 @@ Losses = dict[tuple[int, str, str], dict[int, float]]
 LOSS_RATE = "1gbit"
 """The rate of the table of losses."""
 NOISE = 0.01
-"""Losses as close as this are not told apart: with other seeds they differ by more than half of it."""
+"""Losses as close as this are not told apart: with three seeds their differences vary by as much."""
+SEEDED = 16
+"""The most peers with several seeds."""
 Table = tuple[str, list[str], list[list[str]], list[Any]]
 
 
@@ -114,7 +116,8 @@ def main() -> None:
         for system in TRAINED:
             for rate in RATES if size <= MOST_TRAINED else (LOSS_RATE,):
                 same = losses.get((size, system, RATES[0])) if system in WAITING else None
-                losses[size, system, rate] = same or losses_of(size, SYSTEMS[system], rate)
+                seeds = 3 if arguments.full and size <= SEEDED else 1
+                losses[size, system, rate] = same or losses_of(size, SYSTEMS[system], rate, seeds)
     tables = [costs_table(sizes, found), losses_table(losses), budget_table(losses, found)]
     if arguments.json:
         print(json.dumps({"figures": [one for table in tables for one in table[3]]}, indent=2))
@@ -217,8 +220,8 @@ def _exponent(values: dict[int, float]) -> float:
 # --- loss -----------------------------------------------------------------------------------------
 
 
-def losses_of(size: int, settings: Mapping[str, Mapping[str, Any]], rate: str) -> dict[int, float]:
-    """Return the loss on test data of the average of all models by iterations."""
+def losses_of(size: int, settings: Mapping[str, Mapping[str, Any]], rate: str, seeds: int) -> dict[int, float]:
+    """Return the loss on test data of the average of all models by iterations, the mean over seeds."""
     trained = build_model("lenet", classes=10, channels=1, pixels=28)
     smaller = sum(one.numel() for one in trained.parameters()) / sum(count for _, count in published_sizes(MODEL))
     link = f"{8 * PRESETS[rate]['bandwidth'] * smaller / 1000:.0f}kbit"
@@ -230,8 +233,9 @@ def losses_of(size: int, settings: Mapping[str, Mapping[str, Any]], rate: str) -
     }
     found = {}
     for length in LENGTHS if size <= MOST_TRAINED else ONE_LENGTH:
-        one = run(tables, {"run": {"iterations": length, "eval_interval": 0}}, settings, finish)
-        found[length] = float(one.summary.consensus_loss or math.nan)
+        lasts = {"iterations": length, "eval_interval": 0}
+        runs = [run(tables, {"run": {**lasts, "seed": seed}}, settings, finish) for seed in range(seeds)]
+        found[length] = fmean(float(one.summary.consensus_loss or math.nan) for one in runs)
     return found
 
 
