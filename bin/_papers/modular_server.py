@@ -47,8 +47,6 @@ SLIGHTLY = 3
 """Points of accuracy."""
 POINTS = 12
 """Of a curve of accuracy."""
-UNTRAINED = 0.1
-"""The accuracy of an untrained model on ten classes."""
 JITTER = "log-normal:sigma=0.1"
 EVENLY = {"uneven": 0.0}
 PER_MESSAGE = 1e-4
@@ -360,7 +358,7 @@ def _by_time(paper: Paper, setting: str, curves: dict[str, dict[int, float]], sp
 
 def _reached(curve: dict[int, float], target: float) -> float:
     """Return the iteration at which a curve reaches a value, on the line between two evaluations."""
-    points = [(0, UNTRAINED), *sorted(curve.items())]
+    points = sorted(curve.items())  # from iteration 0 on
     number = next(number for number, (_, value) in enumerate(points) if value >= target)
     (before, low), (at, high) = points[number - 1 : number + 1]
     return before + (at - before) * (target - low) / (high - low)
