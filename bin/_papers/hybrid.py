@@ -102,7 +102,8 @@ def parts(paper: Paper, full: bool, arguments: argparse.Namespace) -> Sequence[P
         specs = _models(cell, seconds)
         means = {name: _rounds(cell, spec, rounds, seconds, arguments.data_dir) for name, spec in specs.items()}
         made.append(_cell(paper, cell, means, rounds, seconds))
-    return [*made, _summed(rounds, seconds, paper), _steps(paper, rounds, seconds)]
+    made += [_summed(paper, rounds, seconds), _steps(paper, rounds, seconds)]
+    return [*made, _over_settings(paper, rounds, seconds)] if full else made
 
 
 def _models(cell: Cell, seconds: float) -> dict[str, str]:
@@ -111,7 +112,36 @@ def _models(cell: Cell, seconds: float) -> dict[str, str]:
     return {**{name: spec.format(step) for name, spec in READINGS.items()}, ASP: ASP, BSP: BSP}
 
 
-def _summed(rounds: int, seconds: float, paper: Paper) -> Part:
+def _over_settings(paper: Paper, rounds: int, seconds: float) -> Part:
+    """Return what the paper concludes from Figures 4, 5, 8 and 10, with the values of the tables above."""
+    made = Part("Figures 4, 5, 8 and 10: over settings", "as above")
+
+    def leads(reading: str, table: str, over: str) -> dict[str, tuple[float, float]]:
+        found = {}
+        for cell in (one for one in (*FULL, *IMAGES) if one.table == table):
+            specs = _models(cell, seconds)
+            own, other = (_rounds(cell, specs[name], rounds, seconds, None) for name in (reading, over))
+            found.setdefault(cell.column, _less(own, other, "test-accuracy"))  # others have another time per gradient
+        return found
+
+    for reading in READINGS:
+        batches, delays = (leads(reading, table, ASP) for table in ("table-3", "table-5"))
+        falls = batches["8"][0] - batches["128"][0]
+        claim = paper.claims["figure-8/batch-size"]
+        made.add(f"{reading}: lead over asp, batch 8 less batch 128", claim, falls, "points", falls > 0)
+        ahead = sum(mean > half for mean, half in delays.values())
+        claim = paper.claims["figure-10/delays"]
+        made.add(f"{reading}: ahead of asp", claim, ahead, f"of {len(delays)} delays", ahead == len(delays))
+        both = [leads(reading, "table-1", over) for over in (ASP, BSP)]
+        ahead = sum(all(one[column][0] > one[column][1] for one in both) for column in both[0])
+        claim = paper.claims["figures-4-and-5/mnist"]
+        made.add(
+            f"{reading}, images: ahead of both", claim, ahead, f"of {len(both[0])} settings", ahead == len(both[0])
+        )
+    return made
+
+
+def _summed(paper: Paper, rounds: int, seconds: float) -> Part:
     """Return how far hybrid is ahead of a bsp that makes as many steps of a gradient as asp does."""
     made = Part("bsp with the sum of the gradients", "as the table of Table 3, batch 32, in place of their mean")
     specs = _models(ONE, seconds)
