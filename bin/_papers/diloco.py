@@ -61,7 +61,7 @@ def parts(paper: Paper, full: bool, arguments: argparse.Namespace) -> Sequence[P
     return [
         *(_loss(paper, size, lengths[size], runs, full) for size, runs in found.items()),
         _bytes(paper, found, rare, lengths),
-        _links(paper, found[middle], slow, middle),
+        _links(paper, found[middle], slow, middle, "1 Gbit/s" if full else "100 Mbit/s"),
     ]
 
 
@@ -157,11 +157,12 @@ def _bytes(paper: Paper, found: dict[int, dict[Kind, Run]], rare: int, lengths: 
     return made
 
 
-def _links(paper: Paper, equal: dict[Kind, Run], slow: dict[Kind, Run], size: int) -> Part:
+def _links(paper: Paper, equal: dict[Kind, Run], slow: dict[Kind, Run], size: int, rate: str) -> Part:
     setting = (
-        f"{size} peers, one seed; 10 Mbit/s for half of the peers and 100 Mbit/s for the others, where a round of a"
+        f"{size} peers, one seed; 10 Mbit/s for half of the peers and 100 Mbit/s for the others, where a round of a wave "
+        f"waits for the slowest; equal links have {rate}"
     )
-    made = Part("Heterogeneous links", f"{setting} wave waits for the slowest")
+    made = Part("Heterogeneous links", setting)
     longer = {}
     for kind, one in slow.items():
         longer[kind[0]] = one.seconds / (one.summary.iterations * COMPUTE)
