@@ -159,8 +159,8 @@ def _bytes(paper: Paper, found: dict[int, dict[Kind, Run]], rare: int, lengths: 
 
 def _links(paper: Paper, equal: dict[Kind, Run], slow: dict[Kind, Run], size: int, rate: str) -> Part:
     setting = (
-        f"{size} peers, one seed; 10 Mbit/s for half of the peers and 100 Mbit/s for the others, where a round of a wave "
-        f"waits for the slowest; equal links have {rate}"
+        f"{size} peers, one seed; 10 Mbit/s for half of the peers and 100 Mbit/s for the others, where a round "
+        f"of a wave waits for the slowest; equal links have {rate}"
     )
     made = Part("Heterogeneous links", setting)
     longer = {}
