@@ -160,7 +160,8 @@ def _lost(paper: Paper, made: Part, design: str, runs: Sequence[Any], exact: Seq
     told = f"{design}, accuracy ({diverged} of {len(own)} seeds diverged)" if diverged else f"{design}, accuracy"
     published = paper.figures[f"table-1/difference/accuracy/{design}"]
     near = abs(fmean(pairs) - published.value) < 1 and not diverged if design in LC.values() else None
-    made.add(told, published, fmean(pairs), published.unit, near, half=interval(pairs))
+    half = None if diverged else interval(pairs)
+    made.add(told, published, fmean(pairs), published.unit, near, half=half)
     return fmean(pairs)
 
 

@@ -26,7 +26,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "momentum": {"outer": MOMENTUM},
     "pairs": {"mode": "pushpull", "outer": MOMENTUM},
     "pull": {},
-    "never": {},
+    "never": {"policy": "never"},
 }
 NESTEROV_SAVES = "waves: loss that Nesterov saves"
 TOLD = {
@@ -40,8 +40,6 @@ TOLD = {
 SLOW = {"slow_share": 0.5, "slow_factor": 10.0}
 Kind = tuple[str, int]
 """A system and its period in iterations."""
-APART = ("diloco", "waves", "momentum", "pairs", "pull")
-"""The systems whose losses at the same period are compared."""
 
 
 def parts(paper: Paper, full: bool, arguments: argparse.Namespace) -> Sequence[Part]:
@@ -72,7 +70,7 @@ def _run(kind: Kind, size: int, steps: int, full: bool, **network: float) -> Run
         "simulation": {"peers": size},
         "run": {"iterations": steps, "eval_interval": 0},
         "task": text if full else {"partition": "dirichlet:alpha=0.3"},
-        "sync": {"policy": "never" if system == "never" else f"tau:{period}", "finish": "none", **SYSTEMS[system]},
+        "sync": {"policy": f"tau:{period}", "finish": "none", **SYSTEMS[system]},
         "compute": {"seconds": COMPUTE},
         "network": {"preset": "1gbit" if full and not network else "100mbit", **network},
     }
@@ -121,7 +119,7 @@ def _loss(paper: Paper, size: int, steps: int, runs: dict[Kind, Run], full: bool
     made.add(f"{size} peers, {TOLD['never']}: loss of the peers' own models", known, alone, "nats")
     claim, better = paper.claims["period"], _loss_of(runs["pull", rare]) - _loss_of(runs["pull", 10])
     made.add(f"{size} peers, pulls every {rare} − every 10: loss", claim, better, "nats", better > 0)
-    losses = [_loss_of(runs[system, rare]) for system in APART]
+    losses = [_loss_of(runs[system, rare]) for system in SYSTEMS if system != "never"]
     apart = max(losses) - min(losses)
     made.add(f"{size} peers, every {rare}: from the least loss to the most", claim, apart, "nats", apart < better)
     for what, own, other in (
