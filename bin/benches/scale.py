@@ -95,7 +95,8 @@ Losses = dict[tuple[int, str, str], dict[int, float]]
 LOSS_RATE = "1gbit"
 """The rate of the table of losses."""
 NOISE = 0.01
-"""Losses as close as this are not told apart: with three seeds their differences vary by as much."""
+"""Losses as close as this are not told apart. With 4 peers, 400 iterations and three seeds, tau:10 less waves varied by
+0.007 from seed to seed, and DiLoCo less tau:10 by 0.027."""
 SEEDED = 16
 """The most peers with several seeds."""
 Table = tuple[str, list[str], list[list[str]], list[Any]]
