@@ -64,6 +64,7 @@ class Waves:
         self._seen = 0  # highest wave that we took part in, except the last wave
         self._heard = 0  # highest wave that others have announced as over
         self._taking_in = False
+        self._last: Wave | None = None  # the last one that was taken in or came to nothing
         self._early: list[Received] = []  # requests of waves that we have not entered
 
     # --- starting and joining ---------------------------------------------------------------------
@@ -153,6 +154,8 @@ class Waves:
         request, wave = _round_request(event), self.current
         if wave is not None and request.wave == wave.number:
             return self._requested_now(wave, event, step, now)
+        if self._last is not None and (request.wave, request.members) == (self._last.number, self._last.members):
+            return self._last.requested(event, now)  # no refusal if the partner only tells us of that wave
         if request.wave <= self._seen or not self.may_join(event):
             return [self.refuse(event, "that wave is over", now)]
         self.defer(event)
@@ -228,7 +231,7 @@ class Waves:
         assert wave is not None
         self._taking_in = wave.number == LAST_WAVE
         if wave.number != LAST_WAVE:
-            self.current = None
+            self.current, self._last = None, wave
             self.lost += wave.lost
             if wave.merged:
                 self._sync.completed(wave.merged)

@@ -146,6 +146,21 @@ def test_a_peer_that_leaves_is_not_waited_for():
     assert wave.over and (wave.lost, wave.merged) == (2, 0)
 
 
+def test_a_partner_that_tells_of_a_wave_is_not_refused_once_it_is_over():
+    """2 has the mean before the request of 0, which sends it, has arrived: a refusal would count as a lost round."""
+    waves = peer(2, 3)
+    waves.defer(meant(0, (0, 1, 2)))
+    waves.join(5, 0.0)
+    assert waves.current is not None
+    waves.current.partner_lost(0.1)
+    waves.current.partner_lost(0.2)
+    assert waves.current.over and waves.take_in() and waves.current is None
+    (answer,) = waves.requested(Received(0, "k", RoundRequest(1, 2, (0, 1, 2))), 5, 0.3)
+    assert isinstance(answer, Answer) and isinstance(answer.reply, HereReply)
+    (answer,) = waves.requested(Received(0, "k", RoundRequest(1, 0, (0, 1, 2))), 5, 0.3)
+    assert isinstance(answer, Answer) and isinstance(answer.reply, NotReadyReply)
+
+
 # --- the choice of wave -------------------------------------------------------------------------------
 
 
