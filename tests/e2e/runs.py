@@ -8,7 +8,6 @@ import os
 import queue
 import re
 import resource
-import select
 import signal
 import subprocess
 import sys
@@ -321,7 +320,7 @@ def kill_processes(*pids: int) -> None:
                 stack.callback(os.close, opened[-1])
                 signal.pidfd_send_signal(opened[-1], signal.SIGKILL)
         for process in opened:
-            assert select.select([process], [], [], LONG)[0], f"one of {pids} does not end"
+            assert forks.readable(process, LONG), f"one of {pids} does not end"
 
 
 def is_running(pid: int) -> bool:
