@@ -86,6 +86,8 @@ WITH_CHURN = ("tau:10 (default)", "waves, tau:50", "DiLoCo", DDP)
 LENGTHS, ONE_LENGTH = (12, 25, 50, 100, 200, 400), (100,)
 """Iterations of the runs whose loss is measured; the second with more than :data:`MOST_TRAINED` peers."""
 MOST_TRAINED = 64
+MOST_SERVED = 256
+"""Of the losses of a server with one server: its workers announce themselves to each other, for hours if 1,000."""
 SECONDS, MEGABYTES = 30.0, 200.0
 """Budgets of a peer."""
 Costs = dict[int, tuple[float, float]]
@@ -115,6 +117,8 @@ def main() -> None:
     losses: Losses = {}
     for size in trained:
         for system in TRAINED:
+            if system == SERVED and size > MOST_SERVED:
+                continue
             for rate in RATES if size <= MOST_TRAINED else (LOSS_RATE,):
                 same = losses.get((size, system, RATES[0])) if system in WAITING else None
                 seeds = 3 if arguments.full and size <= SEEDED else 1
