@@ -230,7 +230,12 @@ def losses_of(size: int, settings: Mapping[str, Mapping[str, Any]], rate: str, s
     trained = build_model("lenet", classes=10, channels=1, pixels=28)
     smaller = sum(one.numel() for one in trained.parameters()) / sum(count for _, count in published_sizes(MODEL))
     link = f"{8 * PRESETS[rate]['bandwidth'] * smaller / 1000:.0f}kbit"
-    finish = {"server": {"servers": "0"}} if "server" in settings else {"sync": {"finish": "consensus"}}
+    if "server" in settings:
+        end: dict[str, dict[str, Any]] = {"server": {"servers": "0"}}
+    elif size <= MOST_TRAINED:
+        end = {"sync": {"finish": "consensus"}}  # so that one model is evaluated, and not each peer's
+    else:
+        end = {"simulation": {"recorded": 1}}
     tables = {
         "simulation": {"peers": size},
         "compute": {"seconds": STEP, "spread": f"log-normal:sigma={SIGMA}"},
@@ -239,7 +244,7 @@ def losses_of(size: int, settings: Mapping[str, Mapping[str, Any]], rate: str, s
     found = {}
     for length in LENGTHS if size <= MOST_TRAINED else ONE_LENGTH:
         lasts = {"iterations": length, "eval_interval": 0}
-        runs = [run(tables, {"run": {**lasts, "seed": seed}}, settings, finish) for seed in range(seeds)]
+        runs = [run(tables, {"run": {**lasts, "seed": seed}}, settings, end) for seed in range(seeds)]
         found[length] = fmean(float(one.summary.consensus_loss or math.nan) for one in runs)
     return found
 

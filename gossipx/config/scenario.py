@@ -56,7 +56,13 @@ class Simulation:
         "Whether peers announce themselves to all others at the start, as in a real run: N² messages. Default: with up"
         " to 64 peers.",
     )
-    recorded: int = setting(8, "Number of peers whose curves are recorded, besides the mean of all.", 0, MOST_PEERS)
+    recorded: int = setting(
+        8,
+        "Number of peers whose curves are recorded, besides the mean of all. Without announcements, only these evaluate"
+        " their final models.",
+        0,
+        MOST_PEERS,
+    )
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ TRAFFIC = {
     "simulation": {"peers": 6, "work": "traffic", "model": "resnet110"},
     "run": {"iterations": 200, "recorder": "none"},
 }
+ALONE = {"simulation": {"announcements": False}, "sync": {"finish": "none"}}
 
 
 def scenario(folder: Path, *layers: dict[str, Any], faults: list[dict[str, Any]] | None = None) -> Path:
@@ -210,6 +211,14 @@ def test_real_work_learns_and_records_the_exact_distance(tmp_path: Path) -> None
     assert max(float(row.split(",")[1]) for row in rows[1:]) == pytest.approx(10.0, abs=0.2), "virtual seconds"
 
 
+def test_real_work_without_announcements_begins_with_one_model_and_evaluates_those_that_are_recorded(tmp_path: Path):
+    own = {"simulation": {"peers": 3, "recorded": 1}, "compute": {"seconds": 0.1}, "run": {"iterations": 5}}
+    apart = {"sync": {"policy": "never", "finish": "none"}}
+    announced, alone = (simulated(scenario(tmp_path, own, apart, kind)) for kind in ({}, ALONE))
+    assert alone.test_loss == [announced.test_loss[0], None, None] and alone.lost == []
+    assert alone.consensus_loss == announced.consensus_loss
+
+
 def test_the_tools_for_runs_read_a_simulated_one(tmp_path: Path) -> None:
     short = {"run": {"iterations": 30, "recorder": "tensorboard", "log_interval": 5}, "sync": {"policy": "tau:5"}}
     simulated(scenario(tmp_path, TRAFFIC, short))
@@ -269,17 +278,16 @@ def test_a_peer_that_is_started_again_ends_with_the_others(tmp_path: Path) -> No
 @pytest.mark.parametrize("until", [14.75, 1000.0], ids=["while it joins", "before it starts"])
 def test_a_peer_that_returns_when_the_others_have_ended_is_lost(tmp_path: Path, until: float) -> None:
     """As in a real run, it is too late to spoil the run."""
-    alone = {"simulation": {"announcements": False}, "sync": {"finish": "none"}, "network": {"preset": "100mbit"}}
     crash = {"kind": "crash", "peers": [3], "at": 5.0, "until": until}
-    run = simulated(scenario(tmp_path, TRAFFIC, alone, faults=[crash]))
+    run = simulated(scenario(tmp_path, TRAFFIC, ALONE, {"network": {"preset": "100mbit"}}, faults=[crash]))
     assert run.lost == ["peer-03"]
     assert run.wall_seconds < 100
 
 
 def test_a_run_without_announcements_ends_under_churn(tmp_path: Path) -> None:
     """Peers that were started again wait for none of those that have ended, and only peers that train crash."""
-    alone = {"simulation": {"peers": 12, "announcements": False}, "sync": {"finish": "none"}}
-    run = simulated(scenario(tmp_path, TRAFFIC, alone, {"churn": {"rate": 6.0, "downtime": 1.0}}))
+    churn = {"simulation": {"peers": 12}, "churn": {"rate": 6.0, "downtime": 1.0}}
+    run = simulated(scenario(tmp_path, TRAFFIC, ALONE, churn))
     assert sum(n or 0 for n in run.suspicions) > 0 and len(run.lost) < 3, "one that returns at the end is too late"
     assert run.wall_seconds < 60, "200 iterations of 0.074 s, and a few crashes of those that are behind"
 
@@ -292,8 +300,7 @@ def test_a_peer_that_never_reaches_the_others_is_a_failure(tmp_path: Path) -> No
 
 
 def test_a_late_peer_takes_the_model_of_another(tmp_path: Path) -> None:
-    alone = {"simulation": {"announcements": False}, "sync": {"finish": "none"}}
-    run = simulated(scenario(tmp_path, TRAFFIC, alone, faults=[{"kind": "late", "peers": [5], "at": 7.0}]))
+    run = simulated(scenario(tmp_path, TRAFFIC, ALONE, faults=[{"kind": "late", "peers": [5], "at": 7.0}]))
     assert run.wall_seconds == pytest.approx(200 * 0.0741, rel=0.03) and run.lost == []
     assert float(run.train_seconds[5] or 0) == pytest.approx(200 * 0.0741 - 7.0, rel=0.05)
 
@@ -307,19 +314,18 @@ def test_the_wall_time_counts_from_the_first_process(tmp_path: Path) -> None:
 
 def test_a_peer_that_has_ended_does_not_crash(tmp_path: Path) -> None:
     slow = {"compute": {"seconds": 0.1, "straggler_share": 0.2, "straggler_factor": 4.0}}
-    alone = {"simulation": {"announcements": False}, "sync": {"finish": "none"}}
-    plain = simulated(scenario(tmp_path, TRAFFIC, slow, alone))
+    plain = simulated(scenario(tmp_path, TRAFFIC, slow, ALONE))
     crash = {"kind": "crash", "peers": [0, 1, 2, 3, 4, 5], "at": 30.0, "until": 31.0}
     ended = [rank for rank, seconds in enumerate(plain.train_seconds) if float(seconds or 0) < 30]
-    again = simulated(scenario(tmp_path, TRAFFIC, slow, alone, faults=[crash]))
+    again = simulated(scenario(tmp_path, TRAFFIC, slow, ALONE, faults=[crash]))
     assert len(ended) == 5
     assert [again.retrievals[rank] for rank in ended] == [plain.retrievals[rank] for rank in ended]
 
 
 def test_warnings_of_peers_are_told_once_per_kind(tmp_path: Path) -> None:
     """A model takes 5.9 s on these links, and a pull has 2 s."""
-    slow = {"network": {"preset": "10mbit"}, "exchange": {"peer_timeout": 2.0}, "sync": {"finish": "none"}}
-    file = scenario(tmp_path, TRAFFIC, slow, {"simulation": {"announcements": False}})
+    slow = {"network": {"preset": "10mbit"}, "exchange": {"peer_timeout": 2.0}}
+    file = scenario(tmp_path, TRAFFIC, slow, ALONE)
     done = command(file)
     assert done.exit_code == 0
     warned = [line for line in done.output.splitlines() if "deadline" in line]

@@ -20,6 +20,7 @@ from gossipx.launch.loops.train import live_of, optimizer_of, rate_of, scores
 from gossipx.launch.simulation.plan import Plan, deltas_of, incarnation_of, policy_of, served_of, sizes_of
 from gossipx.peer import PeerRole
 from gossipx.sim import SimPeer
+from gossipx.sim.base import BasePeer
 from gossipx.sim.traffic import TrafficPeer
 from gossipx.sync import SyncManager
 from gossipx.tasks.data import TASKS, Batches, load
@@ -94,7 +95,9 @@ class RealPeers:
     def __call__(self, rank: int, number: int) -> SimPeer:
         """Return the peer of this rank; ``number`` counts its processes from 0."""
         plan, config, spec = self._plan, self._plan.config, TASKS[self._plan.config.task.task]
-        torch.manual_seed(config.run.seed * 1000 + rank)
+        # Peers that fetch no first model begin with the one that they would fetch.
+        first = 0 if plan.assembled and config.sync.init == "first" else rank
+        torch.manual_seed(config.run.seed * 1000 + first)
         classes = self._everything.classes
         model = build_model(config.task.model, classes=classes, channels=spec.channels, pixels=spec.pixels)
         optimizer = optimizer_of(model, config.task)
@@ -144,10 +147,12 @@ class RealPeers:
             peer.begin_codec()
         peer.seconds = config.run.seconds
         peer.after_step = log
-        peer.evaluate = lambda: self._scores_of(peer)
+        if not plan.assembled or rank < plan.scenario.simulation.recorded:
+            peer.evaluate = lambda: self._scores_of(peer)
         peer.evaluation_seconds = plan.scenario.compute.evaluation
         if plan.config.run.checkpoint_every != "0" and number:
             self._resume(peer, optimizer, batches)
+        _assemble(plan, peer, number)
         return peer
 
     def _scores_of(self, peer: SimPeer) -> dict[str, float]:
@@ -214,9 +219,13 @@ class TrafficPeers:
         role = _role(plan, rank, number, self._sizes.whole, served)
         iterations = config.run.iterations if role.trains else 0
         peer = TrafficPeer(role, iterations, plan.times.of(rank), self._sizes, self._deltas(rank))
-        peer.assembled = plan.assembled and not number and rank not in plan.late
-        peer.announces = not plan.assembled
+        _assemble(plan, peer, number)
         return peer
+
+
+def _assemble(plan: Plan, peer: BasePeer, number: int) -> None:
+    peer.assembled = plan.assembled and not number and peer.rank not in plan.late
+    peer.announces = not plan.assembled
 
 
 def _role(plan: Plan, rank: int, number: int, model_bytes: int, served: Any) -> PeerRole:

@@ -101,10 +101,10 @@ def plan_of(scenario: Scenario, config: RunConfig, parts: Parts) -> Plan:
     times = StepTimes.drawn(of.peers, seconds, spread, stragglers, delays, config.run.seed)
     sites = [f"site {rank * net.sites // of.peers}" for rank in range(of.peers)] if net.sites > 1 else []
     announced = of.peers <= MANY if of.announcements is None else of.announcements
-    needed = config.has_servers or config.hub.hub is not None or config.sync.finish != "none" or of.work == "real"
+    needed = config.has_servers or config.hub.hub is not None or config.sync.finish != "none"
     if not announced and needed:
         if of.announcements is False:
-            raise UsageError("announcements = false is for traffic of gossip and waves without a finish: leave it out")
+            raise UsageError("announcements = false is for gossip and waves without a finish: leave it out")
         announced = True
     turns = build_schedule(config, of.peers, sites)
     hub = elastic_settings(config, names)
