@@ -162,9 +162,8 @@ class Process:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill it and the peers that it started."""
-        kill_processes(*children(self.pid).values())
-        self._process.kill()
+        """Kill it and the peers that it started, whose end it must not live to report."""
+        kill_processes(self.pid, *children(self.pid).values())
 
     def end(self, within: float = LONG) -> Ended:
         """Wait until it ends on its own."""

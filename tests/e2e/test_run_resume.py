@@ -50,7 +50,7 @@ def test_with_never_a_run_that_was_killed_ends_bit_for_bit_as_one_that_was_not(p
     kill(run)
     assert not (here.path / "x" / "summary.json").exists()
     begun = [store(here, rank).find() for rank in range(2)]
-    assert all(40 <= (at or 0) < 110 for at in begun)
+    assert all((at or 0) >= 40 for at in begun) and min(at or 0 for at in begun) < 110, "no peer waits for the other"
     again = resumed(here)
     for rank in range(2):
         assert equal(again.model(rank), straight.model(rank)), rank
