@@ -88,8 +88,8 @@ LENGTHS, ONE_LENGTH = (12, 25, 50, 100, 200, 400), (100,)
 """Iterations of the runs whose loss is measured; the second with more than :data:`MOST_TRAINED` peers."""
 MOST_TRAINED = 64
 AVERAGED = {"sync": {"policy": "tau:1", "exchange": "waves", "blocking": True, "finish": "none"}}
-"""What stands for a server with bsp, and for DDP, with more than :data:`MOST_TRAINED` peers: the average of the models
-after each iteration is the model of averaged gradients. With 4 and 6 peers, the losses differ by 0.0001."""
+"""Training that has the loss of DDP and of a server with bsp, for more than :data:`MOST_TRAINED` peers: the average of
+the models after each iteration is the model of averaged gradients. With 4 and 6 peers, the losses differ by 0.0001."""
 SECONDS, MEGABYTES = 30.0, 200.0
 """Budgets of a peer."""
 Costs = dict[int, tuple[float, float]]
