@@ -121,7 +121,8 @@ class SimReporter(Reporter):
 
     def step_done(self, delta: float) -> None:
         super().step_done(delta)
-        if isinstance(self._peer, SimPeer) and self._peer.step % self._every == 0:
+        is_kept = not isinstance(self._recorder, NullRecorder)  # it takes all models, of each peer
+        if is_kept and isinstance(self._peer, SimPeer) and self._peer.step % self._every == 0:
             own = self._peer.weights()
             others = [peer.weights() for peer in self._world.peers.values() if isinstance(peer, SimPeer)]
             self._record(EXACT_DISTANCE, float((own - torch.stack(others).mean(0)).norm()), self._peer.step)
