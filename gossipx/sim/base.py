@@ -49,6 +49,7 @@ class BasePeer(abc.ABC):
         assembled: whether the peer begins to train at once, since all peers are known to be present.
         unwritten: checkpoints that could not be written.
         announces: whether it announces its end to all others, and waits for theirs.
+        scored: whether it evaluates its own final model.
     """
 
     endpoint: Endpoint
@@ -64,7 +65,7 @@ class BasePeer(abc.ABC):
         self.poisoned = False
         self.resumed: bool | None = None
         self.assembled = False
-        self.announces = True
+        self.announces = self.scored = True
         self.unwritten = 0
         self.blocked_seconds = 0.0
         self.before_join: Callable[[], None] = lambda: None
@@ -270,7 +271,7 @@ class BasePeer(abc.ABC):
         if self.role.trains and self.step == self._began > 0:
             self.warn("idle", trained_none(self.step))
         if self.reporter is not None:
-            self._scores = self.evaluate() if self.role.trains else {}
+            self._scores = self.evaluate() if self.role.trains and self.scored else {}
             for name, value in self._scores.items():
                 self.reporter.scalar(f"test/{name}", value)
             self.reporter.training_ended()

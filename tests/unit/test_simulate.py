@@ -213,10 +213,10 @@ def test_real_work_learns_and_records_the_exact_distance(tmp_path: Path) -> None
 
 def test_real_work_without_announcements_begins_with_one_model_and_evaluates_those_that_are_recorded(tmp_path: Path):
     own = {"simulation": {"peers": 3, "recorded": 1}, "compute": {"seconds": 0.1}, "run": {"iterations": 5}}
-    apart = {"sync": {"policy": "never", "finish": "none"}}
-    announced, alone = (simulated(scenario(tmp_path, own, apart, kind)) for kind in ({}, ALONE))
+    apart, none = {"sync": {"policy": "never", "finish": "none"}}, {"simulation": {"recorded": 0}}
+    announced, alone, unseen = (simulated(scenario(tmp_path, own, apart, *of)) for of in ([], [ALONE], [ALONE, none]))
     assert alone.test_loss == [announced.test_loss[0], None, None] and alone.lost == []
-    assert alone.consensus_loss == announced.consensus_loss
+    assert alone.consensus_loss == unseen.consensus_loss == announced.consensus_loss
 
 
 def test_the_tools_for_runs_read_a_simulated_one(tmp_path: Path) -> None:

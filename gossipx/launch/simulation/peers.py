@@ -147,8 +147,8 @@ class RealPeers:
             peer.begin_codec()
         peer.seconds = config.run.seconds
         peer.after_step = log
-        if not plan.assembled or rank < plan.scenario.simulation.recorded:
-            peer.evaluate = lambda: self._scores_of(peer)
+        peer.evaluate = lambda: self._scores_of(peer)
+        peer.scored = not plan.assembled or rank < plan.scenario.simulation.recorded
         peer.evaluation_seconds = plan.scenario.compute.evaluation
         if plan.config.run.checkpoint_every != "0" and number:
             self._resume(peer, optimizer, batches)
