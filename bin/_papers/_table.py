@@ -46,7 +46,8 @@ class Line:
         """The paper's result and its place."""
         match self.paper:
             case Figure():
-                return str(self.paper), self.paper.place
+                derived = f": {self.paper.derived}" if self.paper.derived else ""
+                return str(self.paper), self.paper.place + derived
             case Claim():
                 return f"“{self.paper.says}”", self.paper.place
         return str(self.paper), ""

@@ -47,7 +47,7 @@ class Figure:
     derived: str = ""
 
     def __str__(self) -> str:
-        return f"{self.qualifier} {self.value:g} {self.unit}".lstrip()
+        return f"{self.qualifier} {self.value:g} {self.unit}{', derived' if self.derived else ''}".lstrip()
 
 
 @dataclass(frozen=True)
