@@ -183,8 +183,11 @@ def _figures(paper: Paper, setting: str, iterations: int, found: dict[str, list[
     made.add("half of adaptive's retrievals, after", claim, fallen["adaptive"], "% of the run", early, holds=True)
     first, last = (paper.figures[f"figure-7/frequent/{end}"].value * 100 / ITERATIONS for end in ("from", "to"))
     told = f"frequent from {first:.0f} to {last:.0f} % of the run (Figure 7)"
-    within = first <= fallen["adaptive"] <= last
-    made.add("the same, beside where the paper's are frequent", told, fallen["adaptive"], "% of the run", within)
+    parts = (0.0, first), (first, last), (last, 100.0)
+    density = [fmean(_density(one, iterations, *part) for one in found["adaptive"]) for part in parts]
+    for part, often, agrees in zip(parts, density, (None, density[1] == max(density), None), strict=True):
+        what = f"retrievals from {part[0]:.0f} to {part[1]:.0f} % of the run"
+        made.add(what, told, often, "times as dense as evenly spaced", agrees)
     return made
 
 
@@ -199,6 +202,18 @@ def _mean_of(runs: list[Run], tag: str, iterations: int, third: int) -> float:
     first, last = iterations * third / 3, iterations * (third + 1) / 3
     values = [v for one in runs for peer in one.curves for step, v in peer[tag].items() if first < step <= last]
     return fmean(values)
+
+
+def _density(one: Run, iterations: int, first: float, last: float) -> float:
+    """Return how dense the retrievals are in a part of the run, in %, relative to even spacing; a mean over peers."""
+    share = []
+    for curve in (peer["sync/retrievals"] for peer in one.curves):
+        ends = [
+            max((n for step, n in curve.items() if step <= iterations * end / 100), default=0.0)
+            for end in (first, last)
+        ]
+        share.append((ends[1] - ends[0]) / max(curve.values()))
+    return 100 * fmean(share) / (last - first)
 
 
 def _half_of(one: Run) -> float:

@@ -39,12 +39,13 @@ OF_RUN = ("overwrite", "iterations", "threads", "device", "restart")
 """Settings of ``gossipx run`` that have no effect on a script without it."""
 
 
-def effective_config(config: RunConfig, size: int, has_script: bool) -> RunConfig:
+def effective_config(config: RunConfig, size: int, has_script: bool, model: str | None = None) -> RunConfig:
     """Return the configuration with unset values filled in from the model's preset.
 
     Args:
         size: number of peers in the run.
         has_script: whether the run trains a user's script; the presets of built-in models are not used then.
+        model: the model that is simulated without training, whose threshold counts.
 
     Raises:
         UsageError: a value that the peers would refuse; it is refused here before any of them is started.
@@ -64,23 +65,25 @@ def effective_config(config: RunConfig, size: int, has_script: bool) -> RunConfi
     if not has_script or not policies.is_object(config.sync.policy):
         policies.parse(config.sync.policy)
     build_schedule(config, size)
-    config = with_policy(config, has_script)
+    config = with_policy(config, has_script, model)
     check_exchange(config)
     return config
 
 
-def with_policy(config: RunConfig, has_script: bool) -> RunConfig:
+def with_policy(config: RunConfig, has_script: bool, model: str | None = None) -> RunConfig:
     """Return the configuration with the complete spec of its policy; servers replace the policy, which is unchanged.
 
     Args:
         config: the configuration.
         has_script: whether the run trains a user's script.
+        model: the model that is simulated without training.
     """
     if config.has_servers:
         return config
     spec = config.sync.policy
     if config.sync.preset == "paper":
-        threshold = SCRIPTS_THRESHOLD if has_script else PRESETS[config.task.model].threshold
+        preset = PRESETS.get(model or "" if has_script else config.task.model)
+        threshold = SCRIPTS_THRESHOLD if preset is None else preset.threshold
         spec = _completed("adaptive", f"adaptive:threshold={threshold:g}", spec)
     return dataclasses.replace(config, sync=dataclasses.replace(config.sync, policy=policies.complete(spec)))
 

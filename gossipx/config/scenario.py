@@ -174,7 +174,17 @@ NEEDS = {
 }
 """Settings that have an effect only with another one."""
 IN_TRAFFIC = frozenset(
-    ["checkpoint_every", "eval_interval", "seconds", *(key.name for key in OF_RUN.values() if key.table == "task")]
+    [
+        "checkpoint_every",
+        "eval_interval",
+        "seconds",
+        "threads",
+        "buffers",
+        "delta",
+        "mixing",
+        "distance_interval",
+        *(key.name for key in OF_RUN.values() if key.table == "task"),
+    ]
 )
 """Settings of training, which work ``traffic`` does not have."""
 WITH_MODELS = frozenset(["wait_free"])
@@ -238,11 +248,13 @@ def load(path: Path, given: Mapping[str, Any]) -> Scenario:
     faults = tables.pop(FAULTS, [])
     own = {name: tables.pop(name) for name in list(tables) if name in {key.table for key in OWN.values()}}
     unknown = next((name for name in tables if name not in {key.table for key in OF_RUN.values()}), None)
-    if unknown is not None:
+    if unknown is not None and isinstance(tables[unknown], dict):
         known = dict.fromkeys([*(key.table for key in OWN.values()), FAULTS, *(k.table for k in OF_RUN.values())])
         problem = f"unknown table '{unknown}'{suggest(unknown, known)}: one of {', '.join(known)}"
         raise UsageError(problem, path, files.line_of(text, None, unknown))
     values = files.values_in(own, OWN, text, path)
+    outside = {} if unknown is None else {unknown: tables.pop(unknown)}
+    files.values_in(outside, {**OF_RUN, **OWN}, text, path)
 
     def table(kind: Any, name: str) -> Any:
         return kind(**{key.name: values[key.name] for key in OWN.values() if key.table == name and key.name in values})
@@ -305,11 +317,7 @@ def _check(scenario: Scenario) -> None:
     outside = [rank for fault in scenario.faults for rank in fault.ranks if rank >= of.peers]
     if outside:
         raise UsageError(f"[[{FAULTS}]] names peer {outside[0]}, and the last of {of.peers} peers is {of.peers - 1}")
-    late = {rank: fault.at for fault in scenario.faults if fault.kind == "late" for rank in fault.ranks}
-    for fault in scenario.faults:
-        early = [rank for rank in fault.ranks if fault.kind != "late" and fault.at < late.get(rank, 0.0)]
-        if early and fault.kind != "partition":
-            raise UsageError(f"[[{FAULTS}]] has a {fault.kind} of peer {early[0]} before it starts: give a later time")
+    _check_faults(scenario)
     kept = scenario.churn.state == "kept" or any(fault.state == "kept" for fault in scenario.faults)
     full = any(fault.kind == "disk-full" for fault in scenario.faults)
     if (kept or full) and of.work == "real" and str(scenario.config.run.checkpoint_every) == "0":
@@ -325,7 +333,29 @@ def _check(scenario: Scenario) -> None:
         raise UsageError('work = "traffic" needs the model whose sizes are used: give model in [simulation]')
     elif of.retrievals is not None and len(of.retrievals) not in (1, of.peers):
         raise UsageError(f"retrievals has {len(of.retrievals)} numbers for {of.peers} peers: give one, or one per peer")
+    given = {**vars(scenario.compute), **vars(scenario.network)}
+    for name in ("straggler_share", "delay_share", "slow_share"):
+        if given[name] and not round(of.peers * given[name]):
+            raise UsageError(f"{name} is {given[name]:g}, and that share of {of.peers} peers is none: give more")
+    if scenario.network.loss and scenario.network.latency == 0:
+        raise UsageError("loss limits a connection by its latency: give a latency above 0, or leave loss out")
     if scenario.network.sites > of.peers:
         raise UsageError(f"sites is {scenario.network.sites}, and there are {of.peers} peers")
     if scenario.network.sites == 1 and (scenario.network.uplink or scenario.network.site_latency):
         raise UsageError("uplink and site_latency are for several sites: give sites, or leave them out")
+
+
+def _check_faults(scenario: Scenario) -> None:
+    """Refuse faults that cannot have an effect."""
+    peers = scenario.simulation.peers
+    late: dict[int, float] = {}
+    for fault in scenario.faults:
+        for rank in fault.ranks if fault.kind == "late" else ():
+            if late.setdefault(rank, fault.at) != fault.at:
+                raise UsageError(f"[[{FAULTS}]] starts peer {rank} late twice: give one time")
+    for fault in scenario.faults:
+        early = [rank for rank in fault.ranks if fault.kind != "late" and fault.at < late.get(rank, 0.0)]
+        if early and fault.kind != "partition":
+            raise UsageError(f"[[{FAULTS}]] has a {fault.kind} of peer {early[0]} before it starts: give a later time")
+        if fault.kind == "partition" and len(set(fault.ranks)) == peers:
+            raise UsageError(f"[[{FAULTS}]] has a partition of all peers, from no other: name some of them")

@@ -31,6 +31,7 @@ class BasePeer(abc.ABC):
         seconds: virtual seconds of training, which may end it before its iterations; None: no limit.
         down_since: virtual time at which it ended or crashed; None while it runs.
         paused_until: virtual time until which it does nothing.
+        paused_seconds: length of all its pauses so far, with the rest of one in progress.
         poisoned: whether the models that it sends hold a NaN.
         resumed: whether it resumed from a checkpoint, as the role is told when it joins; None: the run is new.
         blocked_seconds: how long the role blocked training, from the first step to the last.
@@ -61,7 +62,7 @@ class BasePeer(abc.ABC):
         self.iterations = iterations
         self.seconds: float | None = None
         self.down_since: float | None = None
-        self.paused_until = 0.0
+        self.paused_until = self.paused_seconds = 0.0
         self.poisoned = False
         self.resumed: bool | None = None
         self.assembled = False
@@ -169,6 +170,19 @@ class BasePeer(abc.ABC):
         else:
             self.act(action)
 
+    def compute(self, seconds: float, action: Callable[[], None]) -> None:
+        """Do something after some seconds of computation, which a pause interrupts."""
+        ends, before = self.world.now + seconds, self.paused_seconds
+
+        def over() -> None:
+            later = ends + (self.paused_seconds - before)
+            if later > self.world.now:
+                self.later(later, over)
+            else:
+                action()
+
+        self.later(ends, over)
+
     def act(self, action: Callable[[], None]) -> None:
         """Do something at once, and let training proceed if it may."""
         action()
@@ -237,7 +251,7 @@ class BasePeer(abc.ABC):
                 self._phase = "finish"
                 self._train_ended()
                 self._stepping = True
-                self.later(self.world.now + self.evaluation_seconds, self._evaluated)
+                self.compute(self.evaluation_seconds, self._evaluated)
             case "finish" if self.role.trains and self.role.stages.compares and (found := self.digest()):
                 self.act(lambda: self.handle(events.FinalModel(found)))
             case "finish":
@@ -294,7 +308,7 @@ class BasePeer(abc.ABC):
 
     def iterate(self, seconds: float) -> None:
         """Compute for some seconds, and then :meth:`train`."""
-        self.later(self.world.now + seconds, self._computed)
+        self.compute(seconds, self._computed)
 
     def _computed(self) -> None:
         self._stepping = False

@@ -143,7 +143,7 @@ class StepTimes:
         """
         rng = random.Random(f"compute {seed}")
         slower = dict.fromkeys(rng.sample(range(peers), round(peers * stragglers[0])), stragglers[1])
-        delayed = frozenset(rng.sample(range(peers), math.floor(peers * delays[0])))
+        delayed = frozenset(rng.sample(range(peers), round(peers * delays[0])))
         return cls(seconds, spread, slower, delayed, delays[1], seed)
 
     def of(self, rank: int) -> Callable[[], float]:

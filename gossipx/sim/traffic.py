@@ -247,7 +247,7 @@ class TrafficPeer(BasePeer):
             self._hold(lambda: self._forward(number), segments[number].place)
         else:
             seconds = self._seconds * self._sizes.forward * segments[number].compute
-            self.later(self.world.now + seconds, lambda: self._forward(number + 1))
+            self.compute(seconds, lambda: self._forward(number + 1))
 
     def _backward(self, number: int) -> None:
         """Compute the gradients of a segment, push them, and continue with the segment before it."""
@@ -263,7 +263,7 @@ class TrafficPeer(BasePeer):
             else:
                 self._backward(number - 1)
 
-        self.later(self.world.now + self._seconds * (1 - self._sizes.forward) * segment.compute, computed)
+        self.compute(self._seconds * (1 - self._sizes.forward) * segment.compute, computed)
 
     def _hold(self, go_on: Callable[[], None], place: Where | None) -> None:
         """Continue once the role lets training proceed and, unless None, the bucket is here."""
@@ -387,6 +387,8 @@ class TrafficPeer(BasePeer):
     def _stop(self, stop: effects.Stop) -> None:
         self.error = self.error or NotEnoughPeersError(stop.reason)
         self._waits = False
+        if self._held is not None:  # the training thread waits for a bucket, and is told
+            self._held, self._stepping = None, False
 
     def _tell(self, note: effects.Note) -> None:
         self.warn(note.topic, note.text)

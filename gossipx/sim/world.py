@@ -138,9 +138,9 @@ class World(Generic[Peer]):
         self.log.append(Entry(self.now, rank, what))
 
     def warn(self, rank: int, topic: str, text: str) -> None:
-        """Add a line to the log, and a warning on a topic."""
+        """Add a line to the log, and a warning on a topic, such as "lost 3", whose number does not count."""
         self.note(rank, text)
-        self.warnings.setdefault(topic, Warned(self.log[-1])).count += 1
+        self.warnings.setdefault(topic.rstrip(" 0123456789"), Warned(self.log[-1])).count += 1
 
     def lines(self, rank: int, what: str = "") -> list[str]:
         """Return the log lines of ``rank`` that begin with ``what``."""
@@ -206,7 +206,9 @@ class World(Generic[Peer]):
 
         def stop() -> None:
             self.fired["pause"] += 1
-            self.peers[rank].paused_until = end
+            peer = self.peers[rank]
+            peer.paused_seconds += max(0.0, end - max(self.now, peer.paused_until))
+            peer.paused_until = max(end, peer.paused_until)
             self.note(rank, "is paused")
 
         self.at(start, stop)

@@ -2,60 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
+from simulated import ALONE, MODEL, TRAFFIC, command, scenario, simulated
 from stale import SSPConsistency
 
 from gossipx.cli import main
 from gossipx.config.scenario import load
 from gossipx.launch.simulation.run import simulate
 from gossipx.metrics import summary
-from gossipx.metrics.summary import Summary
 from gossipx.parts import Parts
 from gossipx.sim import World, traces
 from gossipx.sync import SyncManager
-
-MODEL = 4 * 1_727_962
-"""Bytes of resnet110."""
-TRAFFIC = {
-    "simulation": {"peers": 6, "work": "traffic", "model": "resnet110"},
-    "run": {"iterations": 200, "recorder": "none"},
-}
-ALONE = {"simulation": {"announcements": False}, "sync": {"finish": "none"}}
-
-
-def scenario(folder: Path, *layers: dict[str, Any], faults: list[dict[str, Any]] | None = None) -> Path:
-    """Write a scenario: tables of values, of which later ones replace earlier ones."""
-    tables: dict[str, dict[str, Any]] = {}
-    for layer in layers:
-        for table, values in layer.items():
-            tables.setdefault(table, {}).update(values)
-    lines = []
-    for table, values in tables.items():
-        lines += [f"[{table}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items())]
-    for fault in faults or []:
-        lines += ["[[faults]]", *(f"{name} = {json.dumps(value)}" for name, value in fault.items())]
-    file = folder / "mine.toml"
-    file.write_text("\n".join(lines) + "\n")
-    return file
-
-
-def command(file: Path, *options: str) -> Result:
-    return CliRunner().invoke(main, ["simulate", str(file), "--logdir", str(file.parent / "runs"), *options])
-
-
-def simulated(file: Path, *options: str, code: int = 0) -> Summary:
-    """Run a scenario; return its summary."""
-    done = command(file, "--overwrite", "--name", "one", *options)
-    assert done.exit_code == code, done.output + str(done.exception)
-    return summary.read(file.parent / "runs" / "one")
-
 
 # --- what comes out ---------------------------------------------------------------------------------
 
@@ -261,121 +224,6 @@ def test_the_same_seed_gives_the_same_files(tmp_path: Path, work: str) -> None:
     assert files("--seed", "1")["summary.json"] != first["summary.json"]
 
 
-# --- faults -----------------------------------------------------------------------------------------
-
-
-def test_a_crashed_peer_that_does_not_return_is_lost(tmp_path: Path) -> None:
-    run = simulated(scenario(tmp_path, TRAFFIC, faults=[{"kind": "crash", "peers": [4], "at": 3.0}]))
-    assert run.lost == ["peer-04"] and run.iterations == 200
-
-
-def test_a_peer_that_is_started_again_ends_with_the_others(tmp_path: Path) -> None:
-    fault = {"kind": "crash", "peers": [4], "at": 3.0, "until": 5.0}
-    run = simulated(scenario(tmp_path, TRAFFIC, {"exchange": {"peer_timeout": 5.0}}, faults=[fault]))
-    assert run.lost == [] and run.retrievals[4] is not None
-
-
-@pytest.mark.parametrize("until", [14.75, 1000.0], ids=["while it joins", "before it starts"])
-def test_a_peer_that_returns_when_the_others_have_ended_is_lost(tmp_path: Path, until: float) -> None:
-    """As in a real run, it is too late to spoil the run."""
-    crash = {"kind": "crash", "peers": [3], "at": 5.0, "until": until}
-    run = simulated(scenario(tmp_path, TRAFFIC, ALONE, {"network": {"preset": "100mbit"}}, faults=[crash]))
-    assert run.lost == ["peer-03"]
-    assert run.wall_seconds < 100
-
-
-def test_a_run_without_announcements_ends_under_churn(tmp_path: Path) -> None:
-    """Peers that were started again wait for none of those that have ended, and only peers that train crash."""
-    churn = {"simulation": {"peers": 12}, "churn": {"rate": 6.0, "downtime": 1.0}}
-    run = simulated(scenario(tmp_path, TRAFFIC, ALONE, churn))
-    assert sum(n or 0 for n in run.suspicions) > 0 and len(run.lost) < 3, "one that returns at the end is too late"
-    assert run.wall_seconds < 60, "200 iterations of 0.074 s, and a few crashes of those that are behind"
-
-
-def test_a_peer_that_never_reaches_the_others_is_a_failure(tmp_path: Path) -> None:
-    """It was neither late nor started again."""
-    apart = {"kind": "partition", "peers": [5], "at": 0.0}
-    run = simulated(scenario(tmp_path, TRAFFIC, {"exchange": {"peer_timeout": 3.0}}, faults=[apart]), code=4)
-    assert run.lost == ["peer-05"]
-
-
-def test_a_late_peer_takes_the_model_of_another(tmp_path: Path) -> None:
-    run = simulated(scenario(tmp_path, TRAFFIC, ALONE, faults=[{"kind": "late", "peers": [5], "at": 7.0}]))
-    assert run.wall_seconds == pytest.approx(200 * 0.0741, rel=0.03) and run.lost == []
-    assert float(run.train_seconds[5] or 0) == pytest.approx(200 * 0.0741 - 7.0, rel=0.05)
-
-
-def test_the_wall_time_counts_from_the_first_process(tmp_path: Path) -> None:
-    """All peers crash and are started again."""
-    faults = [{"kind": "crash", "peers": list(range(6)), "at": 5.0, "until": 6.0}]
-    run = simulated(scenario(tmp_path, TRAFFIC, faults=faults))
-    assert run.wall_seconds > 6.0 + 200 * 0.0741
-
-
-def test_a_peer_that_has_ended_does_not_crash(tmp_path: Path) -> None:
-    slow = {"compute": {"seconds": 0.1, "straggler_share": 0.2, "straggler_factor": 4.0}}
-    plain = simulated(scenario(tmp_path, TRAFFIC, slow, ALONE))
-    crash = {"kind": "crash", "peers": [0, 1, 2, 3, 4, 5], "at": 30.0, "until": 31.0}
-    ended = [rank for rank, seconds in enumerate(plain.train_seconds) if float(seconds or 0) < 30]
-    again = simulated(scenario(tmp_path, TRAFFIC, slow, ALONE, faults=[crash]))
-    assert len(ended) == 5
-    assert [again.retrievals[rank] for rank in ended] == [plain.retrievals[rank] for rank in ended]
-
-
-def test_warnings_of_peers_are_told_once_per_kind(tmp_path: Path) -> None:
-    """A model takes 5.9 s on these links, and a pull has 2 s."""
-    slow = {"network": {"preset": "10mbit"}, "exchange": {"peer_timeout": 2.0}}
-    file = scenario(tmp_path, TRAFFIC, slow, ALONE)
-    done = command(file)
-    assert done.exit_code == 0
-    warned = [line for line in done.output.splitlines() if "deadline" in line]
-    assert len(warned) == 1 and "more of this kind" in warned[0], done.output
-
-
-def test_a_full_disk_and_a_lost_one_cost_the_state(tmp_path: Path) -> None:
-    """A peer that is started again continues at its last checkpoint; without one it takes the model of another."""
-    settings = {
-        "simulation": {"peers": 3},
-        "compute": {"seconds": 0.1},
-        "run": {"iterations": 60, "eval_interval": 0, "checkpoint_every": "10", "recorder": "none"},
-        "sync": {"policy": "never", "finish": "none"},
-        "exchange": {"peer_timeout": 2.0},
-    }
-    crash = {"kind": "crash", "peers": [1], "at": 3.55, "until": 4.05}
-
-    def seconds(*faults: dict[str, Any]) -> float:
-        return float(simulated(scenario(tmp_path, settings, faults=list(faults))).train_seconds[1] or 0)
-
-    kept = seconds({**crash, "state": "kept"})
-    assert kept == pytest.approx(3.0, abs=0.15), "the iterations from 30 to 60, after the restart"
-    full = {"kind": "disk-full", "peers": [1], "at": 1.5}
-    assert seconds({**crash, "state": "kept"}, full) == pytest.approx(5.0, abs=0.15), "the disk has iteration 10"
-    assert simulated(scenario(tmp_path, settings, faults=[full])).unwritten == [0, 5, 0], "iterations 20 to 60"
-    assert seconds({**crash, "state": "lost"}) == pytest.approx(2.0, abs=0.15), "the others were at 40"
-
-
-def test_churn_lets_peers_crash_and_return(tmp_path: Path) -> None:
-    churn = {"churn": {"rate": 6.0, "downtime": 1.0}, "exchange": {"peer_timeout": 2.0}, "sync": {"policy": "tau:10"}}
-    run = simulated(scenario(tmp_path, TRAFFIC, churn))
-    assert sum(n or 0 for n in run.suspicions) > 0 and len(run.lost) < 6
-
-
-def test_a_partition_and_a_late_peer(tmp_path: Path) -> None:
-    faults = [
-        {"kind": "partition", "peers": [0, 1, 2], "at": 4.0, "until": 9.0},
-        {"kind": "late", "peers": [5], "at": 2.0},
-        {"kind": "pause", "peers": [3], "at": 6.0, "until": 7.0},
-    ]
-    run = simulated(scenario(tmp_path, TRAFFIC, {"exchange": {"peer_timeout": 3.0}}, faults=faults))
-    assert run.lost == [] and sum(n or 0 for n in run.failed) + sum(n or 0 for n in run.suspicions) > 0
-
-
-def test_too_few_peers_are_told_and_seen_in_the_exit_code(tmp_path: Path) -> None:
-    faults = [{"kind": "crash", "peers": [1, 2, 3, 4, 5], "at": 3.0}]
-    settings = {"sync": {"min_peers": 3, "policy": "tau:10"}, "exchange": {"peer_timeout": 2.0}}
-    simulated(scenario(tmp_path, TRAFFIC, settings, faults=faults), code=4)
-
-
 # --- the command ------------------------------------------------------------------------------------
 
 
@@ -411,6 +259,13 @@ def test_a_name_in_use_is_refused_and_the_default_gets_a_number(tmp_path: Path) 
         ({"compute": {"forward": 0.5}}, "forward"),
         ({"churn": {"rate": 1.0, "state": "kept"}}, "real"),
         ({"simulation": {"announcements": False}}, "finish"),
+        ({"simulation": {"retrievals": [1.5]}}, "whole"),
+        ({"simulation": {"retrievals": [1, 2, 3, 4, 5, 6]}, "sync": {"exchange": "waves"}}, "a wave"),
+        ({"compute": {"straggler_share": 0.05}}, "straggler_share"),
+        ({"compute": {"delay_share": 0.05}}, "delay_share"),
+        ({"network": {"slow_share": 0.05}}, "slow_share"),
+        ({"network": {"loss": 0.01, "latency": 0.0}}, "latency"),
+        ({"sync": {"distance_interval": 5}}, "distance_interval"),
     ],
 )
 def test_what_cannot_be_simulated_is_told_before_the_run(tmp_path: Path, tables: dict[str, Any], words: str) -> None:
@@ -424,6 +279,53 @@ def test_what_cannot_be_simulated_is_told_before_the_run(tmp_path: Path, tables:
     assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert "mine.toml" in done.stderr or ".txt" in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("faults", "words"),
+    [
+        ([{"kind": "partition", "peers": [0, 1, 2, 3, 4, 5]}], "all peers"),
+        ([{"kind": "late", "peers": [1], "at": 1.0}, {"kind": "late", "peers": [1], "at": 2.0}], "twice"),
+    ],
+)
+def test_a_fault_that_cannot_have_an_effect_is_told_before_the_run(
+    tmp_path: Path, faults: list[dict[str, Any]], words: str
+) -> None:
+    told = command(scenario(tmp_path, TRAFFIC, faults=faults))
+    assert told.exit_code == 2 and words in told.output, told.output
+
+
+def test_a_setting_outside_of_its_table_is_told_with_its_table(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("peers = 4\n")
+    told = command(file)
+    assert told.exit_code == 2 and "it belongs in [simulation]" in told.output, told.output
+
+
+def test_more_peers_than_usual_are_told_that_a_finish_costs_announcements(tmp_path: Path) -> None:
+    told = command(scenario(tmp_path, TRAFFIC, {"simulation": {"peers": 65}, "run": {"iterations": 2}}))
+    assert told.exit_code == 0 and 'finish = "none"' in told.output, told.output
+
+
+def test_overwriting_takes_the_plain_name(tmp_path: Path) -> None:
+    file = scenario(tmp_path, TRAFFIC, {"run": {"iterations": 5}})
+    assert [command(file, "--overwrite").exit_code for _ in range(2)] == [0, 0]
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"mine"}
+
+
+def test_the_evaluation_takes_time_with_traffic(tmp_path: Path) -> None:
+    both = [
+        simulated(scenario(tmp_path, TRAFFIC, ALONE, {"compute": {"evaluation": seconds}})).wall_seconds
+        for seconds in (0.0, 5.0)
+    ]
+    assert both[1] == pytest.approx(both[0] + 5.0)
+
+
+def test_the_papers_preset_has_the_threshold_of_the_model(tmp_path: Path) -> None:
+    """Table I of the paper: AlexNet's is 0.025."""
+    settings = {"simulation": {"model": "alexnet", "deltas": "lenet"}, "sync": {"preset": "paper"}}
+    run = simulated(scenario(tmp_path, TRAFFIC, settings, {"run": {"iterations": 5}}))
+    assert run.policy == "adaptive:threshold=0.025"
 
 
 def test_an_interrupted_run_leaves_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,6 @@ class RealPeers:
         peer.after_step = log
         peer.evaluate = lambda: self._scores_of(peer)
         peer.scored = not plan.assembled or rank < plan.scenario.simulation.recorded
-        peer.evaluation_seconds = plan.scenario.compute.evaluation
         if plan.config.run.checkpoint_every != "0" and number:
             self._resume(peer, optimizer, batches)
         _assemble(plan, peer, number)
@@ -226,6 +225,7 @@ class TrafficPeers:
 def _assemble(plan: Plan, peer: BasePeer, number: int) -> None:
     peer.assembled = plan.assembled and not number and peer.rank not in plan.late
     peer.announces = not plan.assembled
+    peer.evaluation_seconds = plan.scenario.compute.evaluation
 
 
 def _role(plan: Plan, rank: int, number: int, model_bytes: int, served: Any) -> PeerRole:

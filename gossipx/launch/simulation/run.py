@@ -10,7 +10,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gossipx.assembly.server import Parts
 from gossipx.assembly.settings import effective_config
-from gossipx.config.scenario import Fault, Scenario
+from gossipx.config.scenario import MANY, Fault, Scenario
 from gossipx.config.settings import RunConfig
 from gossipx.errors import DIFFERENT_MODELS, GossipxError, NotEnoughPeersError, UsageError
 from gossipx.launch.directory import RunDirectory
@@ -42,8 +42,10 @@ FIRST = 100
 """Events before the first one; an event may be a gradient or a message."""
 SHOWN = 8
 """Warnings of peers that are printed at the end, one for each topic."""
-STALLED = 20_000_000
+STALLED = 1_000_000
 """Events without a finished iteration after which a run is given up: it would not end."""
+ANNOUNCED = 20
+"""Further such events for each pair of peers: announcements are 11 before the first iteration."""
 
 
 def simulate(scenario: Scenario, name: str, parts: Parts | None = None) -> int:
@@ -62,13 +64,16 @@ def simulate(scenario: Scenario, name: str, parts: Parts | None = None) -> int:
     """
     of = scenario.simulation
     try:
-        config = effective_config(scenario.config, of.peers, has_script=of.work == "traffic")
+        config = effective_config(scenario.config, of.peers, has_script=of.work == "traffic", model=of.model)
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=_name_of(config, name)))
         plan = plan_of(scenario, config, parts or Parts())
         disks = Disks(_checkpoint_interval(config))
         make = TrafficPeers(plan) if of.work == "traffic" else RealPeers(plan, disks)
     except UsageError as error:
         raise UsageError(str(error), scenario.path) from None
+    if of.announcements is None and of.peers > MANY and not plan.assembled:
+        costs = "each peer announces itself to each other, which takes long"
+        print(f'{of.peers} peers: {costs}; with gossip or waves, finish = "none" avoids it', file=sys.stderr)
     hosts = "".join(f"{name} name={name}\n" for name in plan.names)
     directory = RunDirectory(config, hosts.encode(), scenario=scenario.text)
     try:
@@ -87,11 +92,16 @@ def _checkpoint_interval(config: RunConfig) -> int:
 
 
 def _name_of(config: RunConfig, name: str) -> str:
-    """Return the name of a run: the given one, or the scenario's with a number if taken."""
-    if config.run.name is not None:
-        return config.run.name
+    """Return the name of a run: the given one, or the scenario's, with a number if taken and not to be overwritten."""
+    if config.run.name is not None or config.run.overwrite:
+        return config.run.name or name
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     return next(one for one in names if not (Path(config.run.logdir) / one).exists())
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first five names, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")
 
 
 class _Simulation:
@@ -107,28 +117,36 @@ class _Simulation:
         self._curves: Aggregate | None = curves_of(plan, directory.path, lambda: self._world.now)
         self._recorders: list[Recorder] = []
         self._restarted: set[int] = set()
+        self._without_effect: dict[str, Fault] = {}  # so far, by what is said of it
         self._began = math.inf  # when the first process that was replaced began to train
 
     def go(self) -> int:
         """Run to the end, or until a signal; return the exit code."""
-        interrupted = False
+        interrupted, given_up = False, None
         try:
             self._prepare()
             self._run()
         except KeyboardInterrupt:
             interrupted = True
+        except GossipxError as error:
+            given_up = error
         if all(peer.trained[0] is None for peer in self._world.peers.values()):
             self._directory.give_up()
+            if given_up is not None:
+                raise given_up
             print("stopped before the training began" if interrupted else "no peer trained", file=sys.stderr)
             return 130 if interrupted else 1
-        summary = self._sum_up(interrupted)
+        summary = self._sum_up()
         self._directory.keep()
         if self._curves is not None:
             self._curves.write(summary.iterations)
             self._curves.conclude(summary)
             self._curves.close()
         self._directory.conclude(summary)
-        return self._tell(summary, interrupted)
+        code = self._tell(summary, interrupted)
+        if given_up is not None:
+            raise given_up
+        return code
 
     def _prepare(self) -> None:
         """Schedule the starts of the peers, and the faults."""
@@ -166,6 +184,8 @@ class _Simulation:
             others = set(range(self._plan.size)) - set(fault.ranks)
             world.network.cut(fault.ranks, others, fault.at, end, fault.one_way)
         for rank in fault.ranks:
+            if fault.kind != "late":
+                self._watch(fault, rank)
             match fault.kind:
                 case "crash":
                     self._crash(rank, fault.at, end, fault.state == "lost")
@@ -177,6 +197,18 @@ class _Simulation:
                     world.at(fault.at, lambda rank=rank: self._fill(rank, False))  # type: ignore[misc]
                     if end < math.inf:
                         world.at(end, lambda rank=rank: self._fill(rank, True))  # type: ignore[misc]
+
+    def _watch(self, fault: Fault, rank: int) -> None:
+        """See whether a peer runs when a fault comes."""
+        told = f"the {fault.kind} of {self._plan.names[rank]} at {fault.at:g} s had no effect: it was not running then"
+        self._without_effect[told] = fault
+
+        def comes() -> None:
+            peer = self._world.peers.get(rank)
+            if peer is not None and peer.down_since is None:
+                self._without_effect.pop(told, None)
+
+        self._world.at(fault.at, comes)
 
     def _fill(self, rank: int, writable: bool) -> None:
         self._disks.of(rank).writable = writable
@@ -216,9 +248,9 @@ class _Simulation:
 
         def crash() -> None:
             peer = self._world.peers.get(rank)
-            if peer is not None and (peer.down_since is not None or peer.trained[1] is not None):
-                return  # it has trained to the end
-            if peer is not None:  # None: it starts late
+            if peer is not None and (peer.report or peer.trained[1] is not None):
+                return  # it has trained to the end, or left
+            if peer is not None:  # None: it starts late; one that is down does not crash, but may again later
                 self._crash(rank, at, at + down, churn.state == "lost")
             if down < math.inf:
                 self._next_crash(rank, at + down, rng)
@@ -252,17 +284,24 @@ class _Simulation:
                 now = time.monotonic()
                 batch = min(2 * batch, 1 + int(batch * UPDATE / max(now - updated, 1e-3)))
                 updated = now
-                if stalled >= STALLED:
-                    raise GossipxError(f"no iteration was completed in the last {STALLED} events, at {world.now:g} s")
+                if stalled >= STALLED + ANNOUNCED * len(world.peers) ** 2:
+                    problem = f"no iteration was completed in the last {stalled} events"
+                    raise GossipxError(
+                        f"given up at {world.now:.0f} s: {problem}, and {self._unended()} have not ended"
+                    )
                 if self._curves is not None:
                     self._curves.write(min((p.step for p in world.peers.values() if p.down_since is None), default=0))
         if not world.over:
-            waiting = [self._plan.names[rank] for rank, peer in world.peers.items() if peer.down_since is None]
-            raise GossipxError(f"the run does not end: {', '.join(waiting[:5])} and others wait for nothing")
+            raise GossipxError(f"the run does not end: {self._unended()} wait for nothing")
+
+    def _unended(self) -> str:
+        """Return the first names of the peers that still run, and how many more."""
+        names = [self._plan.names[rank] for rank, peer in sorted(self._world.peers.items()) if peer.down_since is None]
+        return _listed(names)
 
     # --- results ------------------------------------------------------------------------------------
 
-    def _sum_up(self, interrupted: bool) -> Summary:
+    def _sum_up(self) -> Summary:
         results: dict[int, dict[str, Any]] = {}
         stopped: dict[int, dict[str, Any]] = {}
         for rank, peer in sorted(self._world.peers.items()):
@@ -284,9 +323,13 @@ class _Simulation:
         ended = max(self._world.now if peer.down_since is None else peer.down_since for peer in peers)
         traffic = self._plan.scenario.simulation.work == "traffic"
         summary = sum_up(self._plan.config, self._plan.names, not traffic, ended - began, results, stopped)
+        if not results:
+            summary = dataclasses.replace(summary, iterations=max(peer.step for peer in peers))
         if self._plan.scenario.simulation.retrievals is not None:
             summary = dataclasses.replace(summary, policy="given retrievals")
-        return dataclasses.replace(summary, model=self._plan.scenario.simulation.model) if traffic else summary
+        if traffic:  # whose final models are not known
+            summary = dataclasses.replace(summary, model=self._plan.scenario.simulation.model, agreed=None)
+        return summary
 
     def _tell(self, summary: Summary, interrupted: bool) -> int:
         """Print the outcome; return the exit code."""
@@ -296,17 +339,24 @@ class _Simulation:
             print(f"{self._plan.names[first.rank]} at {first.time:.1f} s: {first.what}{more}", file=sys.stderr)
         if (hidden := len(self._world.warnings) - SHOWN) > 0:
             print(f"and {hidden} other kinds of warnings", file=sys.stderr)
-        failed = False
+        for told in self._without_effect:
+            print(told, file=sys.stderr)
+        stopped: dict[str, list[str]] = {}
         for rank, peer in sorted(self._world.peers.items()):
             begins_late = rank in self._plan.late or rank in self._restarted
             if begins_late and peer.trained[0] is None and self._is_over_without(rank):
                 print(f"{self._plan.names[rank]} was started too late: the others had ended", file=sys.stderr)
             elif peer.reason is not None:
-                print(f"{self._plan.names[rank]} has stopped: {peer.reason}", file=sys.stderr)
-                failed = True
+                stopped.setdefault(peer.reason, []).append(self._plan.names[rank])
+        for reason, names in stopped.items():
+            told = f"{names[0]} has" if len(names) == 1 else f"{_listed(names)} have"
+            print(f"{told} stopped: {reason}", file=sys.stderr)
         if interrupted:
             print("interrupted: the figures are those until then", file=sys.stderr)
             return 130
-        if failed:
+        if stopped:
             return NotEnoughPeersError.exit_code
+        if not any(peer.report for peer in self._world.peers.values()):
+            print("no peer has trained to its end, or left", file=sys.stderr)
+            return 1
         return DIFFERENT_MODELS if summary.agreed is False else 0
