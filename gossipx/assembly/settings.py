@@ -82,7 +82,7 @@ def with_policy(config: RunConfig, has_script: bool, model: str | None = None) -
         return config
     spec = config.sync.policy
     if config.sync.preset == "paper":
-        preset = PRESETS.get(model or "" if has_script else config.task.model)
+        preset = PRESETS.get((model or "") if has_script else config.task.model)
         threshold = SCRIPTS_THRESHOLD if preset is None else preset.threshold
         spec = _completed("adaptive", f"adaptive:threshold={threshold:g}", spec)
     return dataclasses.replace(config, sync=dataclasses.replace(config.sync, policy=policies.complete(spec)))

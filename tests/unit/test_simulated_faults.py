@@ -190,9 +190,9 @@ def test_a_crash_as_the_scenario_says_does_not_end_churn(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ({"kind": "crash", "peers": [1], "at": 2000.0}, "the crash of peer-01 at 2000 s had no effect"),
-        ({"kind": "partition", "peers": [1], "at": 2000.0}, "the partition of peer-01 at 2000 s had no effect"),
-        ({"kind": "leave", "peers": [2], "at": 5.0}, "the leave of peer-02 at 5 s had no effect"),
+        ({"kind": "crash", "peers": [1], "at": 2000.0}, "the crash at 2000 s had no effect on peer-01"),
+        ({"kind": "partition", "peers": [1], "at": 2000.0}, "the partition at 2000 s had no effect on peer-01"),
+        ({"kind": "leave", "peers": [2], "at": 5.0}, "the leave at 5 s had no effect on peer-02"),
     ],
 )
 def test_a_fault_without_an_effect_is_told(tmp_path: Path, fault: dict[str, Any], words: str) -> None:

@@ -10,6 +10,7 @@ import math
 import random
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ class _Simulation:
         self._curves: Aggregate | None = curves_of(plan, directory.path, lambda: self._world.now)
         self._recorders: list[Recorder] = []
         self._restarted: set[int] = set()
-        self._without_effect: dict[str, Fault] = {}  # so far, by what is said of it
+        self._without_effect: defaultdict[tuple[str, float], list[int]] = defaultdict(list)  # ranks by fault, so far
         self._began = math.inf  # when the first process that was replaced began to train
 
     def go(self) -> int:
@@ -200,13 +201,13 @@ class _Simulation:
 
     def _watch(self, fault: Fault, rank: int) -> None:
         """See whether a peer runs when a fault comes."""
-        told = f"the {fault.kind} of {self._plan.names[rank]} at {fault.at:g} s had no effect: it was not running then"
-        self._without_effect[told] = fault
+        ranks = self._without_effect[fault.kind, fault.at]
+        ranks.append(rank)
 
         def comes() -> None:
             peer = self._world.peers.get(rank)
             if peer is not None and peer.down_since is None:
-                self._without_effect.pop(told, None)
+                ranks.remove(rank)
 
         self._world.at(fault.at, comes)
 
@@ -339,8 +340,10 @@ class _Simulation:
             print(f"{self._plan.names[first.rank]} at {first.time:.1f} s: {first.what}{more}", file=sys.stderr)
         if (hidden := len(self._world.warnings) - SHOWN) > 0:
             print(f"and {hidden} other kinds of warnings", file=sys.stderr)
-        for told in self._without_effect:
-            print(told, file=sys.stderr)
+        for (kind, at), ranks in self._without_effect.items():
+            if ranks and (at <= self._world.now or not interrupted):
+                told = _listed([self._plan.names[rank] for rank in ranks])
+                print(f"the {kind} at {at:g} s had no effect on {told}: not running then", file=sys.stderr)
         stopped: dict[str, list[str]] = {}
         for rank, peer in sorted(self._world.peers.items()):
             begins_late = rank in self._plan.late or rank in self._restarted
