@@ -60,10 +60,10 @@ MOST_WORKERS, SERVED_ITERATIONS = 64, 4
 """Of a server: each worker sends to each, so that a simulated iteration costs their square at least."""
 TRAINED = [system for system in SYSTEMS if system != EQUAL]
 WAITING, PROMPT = ("DiLoCo", SERVED), ("tau:10 (default)", "waves, tau:50")
-"""The loss of the former hardly depends on the links, since they wait for each model: with 64 peers, DiLoCo's differed by
-0.003 between 100 Mbit/s and 10 Gbit/s. On slow links, pushes of 64 workers to one server take longer than the deadline.
-The latter make every exchange
-at 1 Gbit/s as at 10 Gbit/s: with 4 and 16 peers, the loss after 100 iterations differed by up to 0.003."""
+"""The loss of the former hardly depends on the links, since they wait for each model: that of DiLoCo with 64 peers
+differed by 0.003 between 100 Mbit/s and 10 Gbit/s. On slow links, pushes of 64 workers to one server take longer than
+the deadline. The latter make every exchange at 1 Gbit/s as at 10 Gbit/s: with 4 and 16 peers, the loss after 100
+iterations differed by up to 0.003."""
 THEORY = {
     "tau:10 (default)": ("0", "0"),
     "tau:1": ("0", "0"),
