@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -172,16 +173,16 @@ class BasePeer(abc.ABC):
 
     def compute(self, seconds: float, action: Callable[[], None]) -> None:
         """Do something after some seconds of computation, which a pause interrupts."""
-        ends, before = self.world.now + seconds, self.paused_seconds
+        ends = self.world.now + seconds
+        self.later(ends, functools.partial(self._computed_at, ends, self.paused_seconds, action))
 
-        def over() -> None:
-            later = ends + (self.paused_seconds - before)
-            if later > self.world.now:
-                self.later(later, over)
-            else:
-                action()
-
-        self.later(ends, over)
+    def _computed_at(self, ends: float, paused: float, action: Callable[[], None]) -> None:
+        """Do something if no pause since then interrupted the computation that ends now, or else later."""
+        later = ends + (self.paused_seconds - paused)
+        if later > self.world.now:
+            self.later(later, functools.partial(self._computed_at, later, self.paused_seconds, action))
+        else:
+            action()
 
     def act(self, action: Callable[[], None]) -> None:
         """Do something at once, and let training proceed if it may."""
