@@ -1,6 +1,6 @@
 """Cost per iteration and loss as the number of peers grows, in virtual time: which exchange to choose where.
 
-bin/bench scale           costs of 4 to 64 peers, loss of 4 and 16 (about 20 minutes on one core)
+bin/bench scale           costs of 4 to 64 peers, loss of 4 and 16 (about 40 minutes on one core)
 bin/bench scale --full    4 to 1,000 peers, and churn; loss of up to 16 peers with three seeds (hours)
 
 Seconds and bytes are those of traffic alone, of ResNet-110 with 74 ms per iteration, whose time varies between
