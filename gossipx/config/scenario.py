@@ -16,7 +16,7 @@ from gossipx.config.keys import keys_of, setting
 from gossipx.config.settings import KEYS as OF_RUN
 from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
-from gossipx.specs import suggest, toml
+from gossipx.specs import toml
 
 MOST_PEERS = 10_000
 """They take about 700 MB."""
@@ -248,13 +248,9 @@ def load(path: Path, given: Mapping[str, Any]) -> Scenario:
     faults = tables.pop(FAULTS, [])
     own = {name: tables.pop(name) for name in list(tables) if name in {key.table for key in OWN.values()}}
     unknown = next((name for name in tables if name not in {key.table for key in OF_RUN.values()}), None)
-    if unknown is not None and isinstance(tables[unknown], dict):
-        known = dict.fromkeys([*(key.table for key in OWN.values()), FAULTS, *(k.table for k in OF_RUN.values())])
-        problem = f"unknown table '{unknown}'{suggest(unknown, known)}: one of {', '.join(known)}"
-        raise UsageError(problem, path, files.line_of(text, None, unknown))
+    if unknown is not None:  # told with all that a scenario may have
+        files.values_in({unknown: tables[unknown]}, {**OF_FAULT, **OF_RUN, **OWN}, text, path)
     values = files.values_in(own, OWN, text, path)
-    outside = {} if unknown is None else {unknown: tables.pop(unknown)}
-    files.values_in(outside, {**OF_RUN, **OWN}, text, path)
 
     def table(kind: Any, name: str) -> Any:
         return kind(**{key.name: values[key.name] for key in OWN.values() if key.table == name and key.name in values})

@@ -139,11 +139,12 @@ def test_a_lost_server_stops_the_workers_that_wait_for_it(tmp_path: Path) -> Non
 
 
 def test_a_run_that_cannot_go_on_is_given_up_with_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The workers wait for a server that does not return."""
+    """The workers wait for a server that does not return; what comes later is not said to have had no effect."""
     monkeypatch.setattr("gossipx.launch.simulation.run.STALLED", 20_000)
-    crash = {"kind": "crash", "peers": [0], "at": 1.0}
-    file = scenario(tmp_path, TRAFFIC, SERVED, faults=[crash])
+    faults = [{"kind": "crash", "peers": [0], "at": 1.0}, {"kind": "crash", "peers": [1], "at": 1e6}]
+    file = scenario(tmp_path, TRAFFIC, SERVED, faults=faults)
     told = command(file, "--name", "one")
+    assert "no effect" not in told.output
     assert told.exit_code == 1 and "peer-01" in told.output and "peer 0" in told.output, told.output
     run = summary.read(tmp_path / "runs" / "one")
     assert run.stopped == ["peer-01", "peer-02"] and 2 < run.iterations < 8
@@ -200,6 +201,14 @@ def test_a_fault_without_an_effect_is_told(tmp_path: Path, fault: dict[str, Any]
     told = command(scenario(tmp_path, TRAFFIC, ALONE, faults=[gone, fault]))
     assert words in told.output, told.output
     assert told.output.count("had no effect") == 1
+
+
+def test_a_run_of_many_peers_is_not_given_up_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wave in each iteration has more events for each peer, the more peers there are."""
+    monkeypatch.setattr("gossipx.launch.simulation.run.STALLED", 0)
+    waves = {"policy": "tau:1", "exchange": "waves", "blocking": True}
+    many = {"simulation": {"peers": 300}, "run": {"iterations": 5}, "sync": waves}
+    assert simulated(scenario(tmp_path, TRAFFIC, ALONE, many)).iterations == 5
 
 
 def test_a_run_that_no_peer_ends_is_a_failure(tmp_path: Path) -> None:

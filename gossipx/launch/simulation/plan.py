@@ -140,8 +140,8 @@ def _check_traffic(scenario: Scenario, config: RunConfig) -> None:
         raise UsageError(f"retrievals has {max(of.retrievals):g}: {most}")
     if of.retrievals is not None and config.is_given("policy"):
         raise UsageError("retrievals are given instead of a policy: leave one out")
-    if of.retrievals is not None and any(number % 1 for number in of.retrievals):
-        raise UsageError("retrievals are whole numbers")
+    if part := next((number for number in of.retrievals or () if number % 1), None):
+        raise UsageError(f"retrievals has {part:g}: give whole numbers")
     if len(set(of.retrievals or ())) > 1 and config.sync.exchange == "waves":
         raise UsageError("retrievals differ, and all peers take part in a wave: give one number")
     if any(fault.kind == "disk-full" for fault in scenario.faults):

@@ -45,8 +45,9 @@ SHOWN = 8
 """Warnings of peers that are printed at the end, one for each topic."""
 STALLED = 1_000_000
 """Events without a finished iteration after which a run is given up: it would not end."""
-ANNOUNCED = 20
-"""Further such events for each pair of peers: announcements are 11 before the first iteration."""
+OF_PEER, ANNOUNCED = 1_000, 20
+"""Further such events for each peer, which has 100 in a wave of 10,000, and for each pair of peers that announce
+themselves: these have 11 before the first iteration."""
 
 
 def simulate(scenario: Scenario, name: str, parts: Parts | None = None) -> int:
@@ -269,7 +270,8 @@ class _Simulation:
             TextColumn("{task.fields[at]}"),
             TimeRemainingColumn(),
         )
-        stalled, before, batch = 0, 0, FIRST
+        stalled, before, batch, size = 0, 0, FIRST, self._plan.size
+        most = STALLED + OF_PEER * size + (0 if self._plan.assembled else ANNOUNCED * size**2)
         updated = time.monotonic()
         gc.collect()
         gc.freeze()  # the peers live as long as the run: no collection needs to look at them
@@ -285,7 +287,7 @@ class _Simulation:
                 now = time.monotonic()
                 batch = min(2 * batch, 1 + int(batch * UPDATE / max(now - updated, 1e-3)))
                 updated = now
-                if stalled >= STALLED + ANNOUNCED * len(world.peers) ** 2:
+                if stalled >= most:
                     problem = f"no iteration was completed in the last {stalled} events"
                     raise GossipxError(
                         f"given up at {world.now:.0f} s: {problem}, and {self._unended()} have not ended"
@@ -341,7 +343,7 @@ class _Simulation:
         if (hidden := len(self._world.warnings) - SHOWN) > 0:
             print(f"and {hidden} other kinds of warnings", file=sys.stderr)
         for (kind, at), ranks in self._without_effect.items():
-            if ranks and (at <= self._world.now or not interrupted):
+            if ranks and (at <= self._world.now or self._world.over):
                 told = _listed([self._plan.names[rank] for rank in ranks])
                 print(f"the {kind} at {at:g} s had no effect on {told}: not running then", file=sys.stderr)
         stopped: dict[str, list[str]] = {}
