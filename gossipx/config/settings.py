@@ -200,7 +200,7 @@ class SyncSettings:
         8, "Reference models kept per direction, so that --codec encodes differences; 0: whole models.", 0, 65_536
     )
     blocking: bool = setting(
-        False, "Wait for each exchange (Algorithm 2 as printed) or wave, instead of training during it."
+        False, "Wait for each exchange (Algorithms 1 and 2 as printed) or wave, instead of training during it."
     )
     finish: Literal["consensus", "none"] = setting(
         "consensus", "Average all models at the end, or (as in the paper) do not."

@@ -1,10 +1,12 @@
 """The worker's side of elastic averaging (Adaptive Communication, Algorithm 1 and Eq. 1; Zhang et al., 2015).
 
 When its policy fires, a worker sends its model x to the hub, and the reply carries the centre x̃ as it was before. At
-the next step boundary the worker moves by α (x̃ − x), with x as it was sent. The hub moves by the same difference, so
-with β = p·α the sum of worker and centre is conserved, whatever steps were made meanwhile. The optimizer's momentum is
-unaffected. With Nesterov momentum this is EAMSGD (Zhang et al., Eq. 5 and 6), except that the difference is taken at
-the point where torch keeps the weights and computes the gradient, x + δv.
+the next step boundary after that the worker moves by α (x̃ − x), with x as it was sent. The hub moves by the same
+difference, so with β = p·α the sum of worker and centre is conserved, whatever steps were made meanwhile. With
+``blocking`` training waits for the reply, so exactly one step lies between: its gradient is of the same x as the
+difference, and then both are applied, as Algorithm 1 is printed. The optimizer's momentum is unaffected. With Nesterov
+momentum this is EAMSGD (Zhang et al., Eq. 5 and 6), except that the difference is taken at the point where torch keeps
+the weights and computes the gradient, x + δv.
 
 A hub that trains is its own worker, through the same messages.
 """
@@ -118,7 +120,7 @@ class Elastic(Exchange, ServerRole):
             return [Forget(ticket)]
         if isinstance(reply, ModelReply):
             current.has_centre = True
-            return []
+            return [Resume()] if self._context.blocking else []
         if isinstance(reply, NotReadyReply) and not self._is_hub:
             self._context.members.back_off(to, now)
         return self._request_failed(fault=not isinstance(reply, BusyReply))
@@ -139,7 +141,8 @@ class Elastic(Exchange, ServerRole):
         current = self._current
         if current is None:
             return self._pulls.mix(at_boundary)
-        if not (at_boundary or self._ending or self._context.blocking) or not current.has_centre or current.is_mixing:
+        # Not earlier with blocking: the next gradient must be of the same x as the difference (lines 3, 5 and 8).
+        if not (at_boundary or self._ending) or not current.has_centre or current.is_mixing:
             return None
         current.is_mixing = True
         return Mix(current.ticket, self._settings.alpha)

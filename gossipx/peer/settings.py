@@ -22,7 +22,8 @@ class PeerSettings:
         mode: ``pull``: fetch another peer's model; ``push``: send ours; ``pushpull``: average a pair.
         fragments: number of fragments of the model, of which each exchange moves one; 1: exchanges move all of it.
         push_sum: a push transfers half of the push-sum weight, which preserves the average on directed graphs too.
-        blocking: training waits for each exchange or wave, as Algorithm 2 is printed, instead of continuing meanwhile.
+        blocking: training waits for each exchange or wave, as Algorithms 1 and 2 are printed, instead of continuing
+            meanwhile.
         finish: ``consensus``: average all models at the end; ``none``: do not, as in the paper.
         finish_timeout: seconds that a peer whose training is over waits for peers that still train; 0: as long as they
             make progress.

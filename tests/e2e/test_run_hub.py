@@ -99,6 +99,34 @@ with gossipx.join(model, optimizer) as peer:
     assert retrievals * model <= run.summary["bytes_received"][0] <= (retrievals + 1) * model
 
 
+def test_a_worker_that_waits_does_algorithm_1_as_printed(tmp_path: Path) -> None:
+    """Lines 3, 5, 6 and 8: the gradient and the elastic difference are of the same x, and then both are applied."""
+    script = """
+model = nn.Linear(1, 50, bias=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+with gossipx.join(model, optimizer) as peer:
+    x = centre = model.weight.detach().clone()
+    v, apart, exchanges = torch.zeros_like(x), 0.0, 0
+    for _ in range(30):
+        optimizer.zero_grad()
+        (0.5 * (model.weight - 1).square()).sum().backward()
+        before = peer.mixes
+        optimizer.step()
+        difference = (x - centre) * (peer.mixes - before)
+        v = 0.5 * v + (x - 1)
+        x, centre = x - 0.1 * v - 0.5 * difference, centre + 0.25 * difference
+        apart = max(apart, float((model.weight - x).detach().abs().max()))
+        exchanges += peer.mixes - before
+    tell(peer, apart=apart, exchanges=exchanges)
+"""
+    with folder(tmp_path, 2) as here:
+        options = ("--policy", "tau:2", "--hub", "0", "--hub-only", "--blocking", "--alpha", "0.5", "--beta", "0.25")
+        here.run(*options, here.script(script), here.path)
+        told = here.told(1)
+    assert told["exchanges"] >= 10  # the first may find the hub busy with the start
+    assert told["apart"] < 1e-5
+
+
 @pytest.mark.parametrize(
     ("lost", "code"),
     [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from gossipx.assembly.hub import elastic_settings
 from gossipx.config import files
 from gossipx.hub import ElasticSettings
-from gossipx.sim import Network, World
+from gossipx.sim import Network, SimPeer, World
 
 HUB = 0
 
@@ -84,6 +85,55 @@ def test_the_defaults_of_alpha_and_beta(size: int, only: bool) -> None:
     assert moves(alpha=0.3, beta=0.5) == pytest.approx((0.3, 0.5))
 
 
+CURVES = {1: 0.5, 2: 1.0, 3: 3.0}
+"""a of the workers' quadratics ½ a ‖x − target‖²."""
+PACES = {1: 1.0, 2: 1.13, 3: 0.81}
+"""Seconds per step: no two workers exchange at the same time, so the order at the hub is known."""
+
+
+def algorithm_1(period: int, steps: int, alpha: float, momentum: float) -> tuple[dict[int, Tensor], Tensor]:
+    """Carry out Algorithm 1 line by line, with EAMSGD's momentum in line 8; return the workers' models and x̃."""
+    start = toy.Point(HUB).x.detach().double()
+    x = {rank: start.clone() for rank in CURVES}
+    v = {rank: torch.zeros_like(start) for rank in CURVES}
+    centre = start.clone()
+    turns = sorted((step * PACES[rank], rank, step) for rank in CURVES for step in range(steps))
+    for _, rank, step in turns:
+        before = x[rank].clone()  # line 3
+        if step % period == 0:
+            x[rank] = x[rank] - alpha * (before - centre)  # line 5
+            centre = centre + alpha * (before - centre)  # line 6
+        v[rank] = momentum * v[rank] + CURVES[rank] * (before - toy.Point(rank).target.double())
+        x[rank] = x[rank] - 0.05 * v[rank]  # line 8
+    return x, centre
+
+
+@pytest.mark.parametrize(("momentum", "batches"), [(0.0, 1), (0.0, 3), (0.8, 1)])
+@pytest.mark.parametrize("period", [2, 4])
+def test_blocking_is_algorithm_1_as_printed(period: int, momentum: float, batches: int) -> None:
+    """Lines 3, 5 and 8: the elastic difference and the gradient are of the same x, and then both are applied."""
+
+    def step(peer: SimPeer) -> None:
+        module: Any = peer.module
+        if not hasattr(module, "optimizer"):
+            module.optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=momentum)
+        module.optimizer.zero_grad()
+        for _ in range(batches):  # the gradient accumulates
+            (CURVES[peer.rank] / batches * module()).backward()
+        module.optimizer.step()
+
+    hub, made = settings(0.3, trains=False), World(0, Network())
+    for rank in range(4):
+        pace = PACES.get(rank, 1.0)
+        options = {"hub": hub, "policy": f"tau:{period}", "blocking": True, "finish": "none", "iterations": 19}
+        made.start(rank, toy.maker(rank, 4, compute=pace, gradient_step=step, **options))
+    toy.ended(made, 100)
+    models, centre = algorithm_1(period, 19, 0.3, momentum)
+    for rank, model in models.items():
+        torch.testing.assert_close(made.peers[rank].weights(), model, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(made.peers[HUB].centre(), centre, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("blocking", [False, True])
 def test_workers_and_hub_do_what_the_equations_say(seed: int, blocking: bool) -> None:
@@ -96,13 +146,16 @@ def test_workers_and_hub_do_what_the_equations_say(seed: int, blocking: bool) ->
     torch.testing.assert_close(made.peers[HUB].centre(), reference.centre, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("trains", [True, False])
-def test_the_sum_of_workers_and_centre_stays_as_it_was(trains: bool) -> None:
-    """β = p·α: the worker loses what the centre gains. No peer trains here, so nothing else changes the sum."""
+@pytest.mark.parametrize(("trains", "blocking"), [(True, False), (False, False), (True, True), (False, True)])
+def test_the_sum_of_workers_and_centre_stays_as_it_was(trains: bool, blocking: bool) -> None:
+    """β = p·α: the worker loses what the centre gains, also in an exchange after its last step.
+
+    No peer trains here, so nothing else changes the sum.
+    """
     hub = settings(alpha=0.3, trains=trains)
     made = toy.world(
         4, 1, Network(delay=0.3), {1: 0.4, 2: 2.2}, hub=hub, policy="random:p=0.5", init="own", finish="none",
-        gradient_step=lambda peer: None, iterations=60,
+        blocking=blocking, gradient_step=lambda peer: None, iterations=60,
     )  # fmt: skip
     toy.ended(made, 500)
     workers = [rank for rank in range(4) if trains or rank != HUB]

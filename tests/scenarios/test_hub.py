@@ -62,6 +62,19 @@ def test_the_hub_dies_and_nothing_blocks(lost: str, blocking: bool) -> None:
     assert toy.spread(rows) < 1e-6, "without a hub, they end with the mean of all"
 
 
+@pytest.mark.fault(38)
+def test_a_worker_moves_by_the_difference_that_a_hub_lost_since_has_moved_by() -> None:
+    """With blocking the worker moves only at its next step, and needs the hub no more for that."""
+    made = toy.world(2, 0, Network(delay=0.1), hub=settings("wait", trains=False), policy="tau:6", blocking=True)
+    toy.until(made, HUB, "takes in 1")
+    made.crash(HUB, made.now + 0.5)
+    toy.ended(made, toy.bound(2, waits=4))
+    mixed = [entry.time for entry in made.log if entry.rank == 1 and entry.what == f"mixes {HUB}"]
+    assert made.fired["crash"] == 1 and len(mixed) == 1
+    lost = next(entry.time for entry in made.log if entry.rank == HUB and entry.what == "crashes")
+    assert mixed[0] > lost
+
+
 @pytest.mark.parametrize("after", [0.1, 5.0, 8.2])
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.fault(38)

@@ -56,7 +56,8 @@ def test_what_codecs_leave_out_does_not_change_the_sum(spec: str) -> None:
         with torch.no_grad():
             peer.module.x += 0.0  # type: ignore[operator]
 
-    made = toy.world(3, hub=AROUND, policy="tau:2", codec=spec, init="own", gradient_step=nothing, iterations=40)
+    options = {"codec": spec, "init": "own", "gradient_step": nothing, "iterations": 40, "blocking": spec == "signsgd"}
+    made = toy.world(3, hub=AROUND, policy="tau:2", **options)
     begun = toy.Point(0).x.detach().double() + sum(toy.Point(rank).x.detach().double() for rank in (1, 2))
     toy.ended(made, 1000.0)
     assert made.peers[0].role.exchange.taken_in >= 20
