@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gossipx.server.sync_models.clock import ApplyBuffer, Clock, Decision, Handling, Release, Tick
+from gossipx.server.sync_models.clock import ApplyBuffer, Clock, Decision, Handling, Pulls, Release, Tick
 from gossipx.server.sync_models.models import SyncModel, parse
 
 RATE = 0.125
@@ -45,6 +45,7 @@ class Worker:
     progress: int  # the last iteration whose push is complete
     seen: list[float]
     draw: float = 0.0  # of its last pull
+    index: int = 0  # of its last pull, if it was delayed: answered once the clock has passed it
     sent: int = 0
     waiting: bool = False
 
@@ -131,6 +132,9 @@ class Run:
         self._do(self.clock.pushed(rank, worker.iteration))
         assert worker.waiting, "no worker is answered before it asks"
         worker.draw = self.draws.random()
+        worker.index = worker.iteration
+        if self.clock.pulls is Pulls.SOFT:
+            worker.index = min(worker.index, self.clock.clock)
         self._do(self.clock.pull(rank, worker.iteration, (worker.life, worker.iteration)), at_once=True)
 
     def _message(self, worker: Worker, message: Message) -> None:

@@ -271,7 +271,7 @@ class ServerSettings:
         check=checks.plan,
     )
     pulls: Literal["lazy", "soft"] = setting(
-        "lazy", "When delayed pulls are answered: when the clock has advanced far enough, or at the soft barrier."
+        "lazy", "When delayed pulls are answered: when the clock has passed them, or (soft barrier) when it ticks."
     )
     apply: Literal["push", "each", "tick", "threshold"] | None = setting(
         None, "Apply each push at once, by 1/N or whole, or their mean at each tick. Default: the sync model's."

@@ -169,6 +169,36 @@ def test_a_buffer_is_kept_if_the_new_mode_uses_it():
     assert len(run.steps) == 1 and run.able == [0, 1, 2], "K is reached at once"
 
 
+def test_a_switch_of_pulls_is_for_later_pulls():
+    """FluentPS, Algorithm 1, line 7: a pull is filed under an index when it is delayed."""
+    run = Run("bsp", range(2))
+    run.switch("ssp:0", pulls="soft")
+    run.iterate(0)
+    run.switch("asp")
+    for _ in range(4):
+        run.iterate(0)
+    run.switch("bsp", pulls="lazy")
+    run.iterate(0)
+    run.switch("bsp", pulls="soft")
+    run.iterate(1)
+    assert run.clock.clock == 1 and run.clock.waiting == [(0, 5)], "lazily, as it was filed"
+
+
+@pytest.mark.parametrize("model", ["bsp", "ssp:1", "dsps:staleness=1,low=0,high=1,window=1", "drop:2"])
+def test_a_worker_that_is_far_ahead_at_a_switch_keeps_its_lead_at_the_soft_barrier(model: str):
+    """FluentPS, section III-C: each of its pulls waits for one tick, so the lead does not grow either."""
+    run = Run("asp", range(3), pulls="soft")
+    for _ in range(5):
+        run.iterate(0)
+    run.switch(model)
+    for tick in range(1, 5):
+        run.iterate(0)
+        assert run.able == [1, 2] and run.clock.clock == tick - 1
+        run.iterate(1)
+        run.iterate(2)
+        assert run.able == [0, 1, 2] and run.clock.clock == tick
+
+
 def test_a_switch_that_is_refused_changes_nothing():
     clock = Clock(SSP(2), workers=[0])
     before = clock.state_dict()

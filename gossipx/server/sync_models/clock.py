@@ -43,17 +43,32 @@ class _Worker:
     read: int = 0
 
 
+@dataclass(frozen=True)
+class _Delayed:
+    """A delayed pull.
+
+    Attributes:
+        pull: the pull.
+        key: identifies it in the :class:`Release` that answers it.
+        index: it is answered once the clock has passed this (FluentPS, Algorithm 1, lines 7 and 18).
+    """
+
+    pull: Pull
+    key: Hashable
+    index: int
+
+
 class Clock:
     """The bookkeeping of one shard (FluentPS, Algorithm 1).
 
-    After every change of clock, membership or sync model all delayed pulls are checked again. Events of a worker that
+    After every change of clock, membership or sync model all delayed pulls are looked at again. Events of a worker that
     has not joined raise ``ValueError``. A push of an iteration that is not above the worker's progress changes nothing.
     Progress may jump ahead: a late worker continues at the clock.
 
     Args:
         model: see :mod:`gossipx.server.sync_models.models`; a model in terms of the learning rate must be resolved.
         apply: how gradients are applied; None: the model's default.
-        pulls: when a delayed pull is answered, ``lazy`` or ``soft``. Lazy as in Algorithm 1: fewer pulls have to wait.
+        pulls: the index of delayed pulls, ``lazy`` or ``soft``. Lazy as in Algorithm 1: fewer pulls have to wait.
         workers: the ranks present at the start.
         rng: draws a number for every pull under any model, so that models can be compared and switched.
 
@@ -79,7 +94,7 @@ class Clock:
         self.counts = Counts()
         self._rng = rng if rng is not None else random.Random(0)
         self._workers = {worker: _Worker(-1) for worker in workers}
-        self._delayed: list[tuple[Pull, Hashable]] = []  # in order of arrival
+        self._delayed: list[_Delayed] = []  # in order of arrival
         self._holds_any = False  # whether the gradient buffer holds anything, even a part of a push
         self._reads: list[int] = []  # of complete pushes in it, also of workers that are gone: see _Worker.read
         self._pulls = _mode(pulls)
@@ -108,7 +123,7 @@ class Clock:
 
     @property
     def pulls(self) -> Pulls:
-        """When a delayed pull is answered."""
+        """The index of delayed pulls."""
         return self._pulls
 
     @property
@@ -124,7 +139,7 @@ class Clock:
     @property
     def waiting(self) -> list[Hashable]:
         """The keys of the delayed pulls, in order of arrival."""
-        return [key for _, key in self._delayed]
+        return [one.key for one in self._delayed]
 
     @property
     def holding_up(self) -> list[int]:
@@ -143,12 +158,13 @@ class Clock:
     @property
     def blocked(self) -> tuple[tuple[int, int], ...]:
         """The workers whose pulls wait, in ascending order, each with the iteration of its pull."""
-        return tuple(sorted((pull.worker, pull.progress) for pull, _ in self._delayed))
+        return tuple(sorted((one.pull.worker, one.pull.progress) for one in self._delayed))
 
     @property
     def awaits_gradients(self) -> bool:
         """Whether a pull waits until the gradient buffer has reached its threshold."""
-        return self._apply is Apply.THRESHOLD and any(self._workers[pull.worker].waiting for pull, _ in self._delayed)
+        by_threshold = self._apply is Apply.THRESHOLD
+        return by_threshold and any(self._workers[one.pull.worker].waiting for one in self._delayed)
 
     def is_deadlocked(self, blocked: Iterable[tuple[int, int]]) -> bool:
         """Return whether a pull waits for the gradient buffer, and no worker is left that could fill it.
@@ -227,7 +243,9 @@ class Clock:
         if passes:
             one.read = self.counts.steps
             return [Release(key)]
-        self._delayed.append((pull, key))
+        # The soft barrier's index is V_train; a pull of an earlier iteration never waits longer than a lazy one.
+        index = min(progress, self.clock) if self._pulls is Pulls.SOFT else progress
+        self._delayed.append(_Delayed(pull, key, index))
         return []
 
     def pull_now(self, worker: int) -> list[Decision]:
@@ -262,7 +280,7 @@ class Clock:
         """
         if self._workers.pop(worker, None) is None:
             return []
-        self._delayed = [(pull, key) for pull, key in self._delayed if pull.worker != worker]
+        self._delayed = [one for one in self._delayed if one.pull.worker != worker]
         return self._settle()
 
     def switch(
@@ -270,12 +288,12 @@ class Clock:
     ) -> list[Decision]:
         """Switch to another sync model, which begins a new epoch. No push is lost.
 
-        Delayed pulls that satisfy the new pull condition are answered, under lazy execution too; the others stay.
+        Delayed pulls that satisfy the new pull condition are answered; the others stay, with the index that they have.
 
         Args:
             model: as in the constructor.
             apply: as in the constructor. If the new mode does not use the buffer, it is applied at once.
-            pulls: when a delayed pull is answered from now on; None: as before.
+            pulls: the index of pulls that are delayed from now on; None: as before.
 
         Raises:
             UsageError: as the constructor; nothing has changed.
@@ -334,18 +352,16 @@ class Clock:
 
     def _answer(self, view: View, by_condition: bool) -> list[Decision]:
         """Answer the delayed pulls that may be answered, in order of arrival."""
-        by_clock = self._pulls is Pulls.LAZY and not self._model.answers_by_condition
+        by_index = not self._model.answers_by_condition
         made: list[Decision] = []
         kept = []
-        for pull, key in self._delayed:
-            passes = by_clock and view.clock > pull.progress
-            if not passes and (by_condition or not by_clock):
-                passes = self._may_pull(view, pull)
-            if passes:
-                self._workers[pull.worker].read = self.counts.steps
-                made.append(Release(key))
+        for one in self._delayed:
+            passes = by_index and view.clock > one.index
+            if passes or ((by_condition or not by_index) and self._may_pull(view, one.pull)):
+                self._workers[one.pull.worker].read = self.counts.steps
+                made.append(Release(one.key))
             else:
-                kept.append((pull, key))
+                kept.append(one)
         self._delayed = kept
         return made
 

@@ -110,9 +110,9 @@ class SyncModel(abc.ABC):
 
     @property
     def answers_by_condition(self) -> bool:
-        """Whether a delayed pull is answered when :meth:`may_pull` allows it, even under lazy execution.
+        """Whether a delayed pull is answered when :meth:`may_pull` allows it, not when the clock has passed its index.
 
-        Lazy execution (``--pulls lazy``) otherwise answers a delayed pull when the clock has passed its progress.
+        For the index see :class:`~gossipx.server.sync_models.decisions.Pulls`.
         """
         return False
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 
 class Pulls(enum.Enum):
-    """When a pull that was delayed is answered (FluentPS, section III-C).
+    """The index of a delayed pull, which is answered once the clock has passed it (FluentPS, section III-C).
 
     Attributes:
-        LAZY: when the clock has passed its progress, so that it holds every push up to its own iteration.
-        SOFT: as soon as its pull condition holds: the soft barrier of SSP.
+        LAZY: its progress. The answer holds every push up to its own iteration, and the worker has lost its lead.
+        SOFT: V_train, so that it waits for one tick: the soft barrier of SSP. The worker keeps its lead.
     """
 
     LAZY = "lazy"
