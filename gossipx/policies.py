@@ -168,29 +168,35 @@ class Random(Policy):
 class Adaptive(Policy):
     """Pull when the difference of delta exceeds a threshold: ``|Δ_t − Δ_r| > threshold`` (section V-B).
 
-    The spec ``adaptive`` without a threshold is a relative one, see :data:`FRACTION`.
+    The spec ``adaptive`` without a threshold is a relative one, see :data:`FRACTION`. Section IV may also be read as a
+    threshold on Δ_t itself: the "difference of local model" of this iteration and the last.
 
     Attributes:
         threshold: a length in the space of weights; the paper uses 0.025, 0.02 and 0.01 (section VI).
         relative: whether ``threshold`` is a fraction of Δ_r instead.
+        of: what is compared with it: the ``difference`` of delta, or ``delta`` itself.
     """
 
     threshold: float
     relative: bool = False
+    of: str = "difference"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _at_least_zero("threshold", self.threshold)
+        if self.of not in ("difference", "delta"):
+            raise ValueError("of is difference (of delta, section V-B) or delta (section IV)")
 
     def decide(self, state: State, observation: Observation) -> tuple[bool, State]:
-        return observation.difference > self._limit(observation), state
+        measured = observation.delta if self.of == "delta" else observation.difference
+        return measured > self._limit(observation), state
 
     def _limit(self, observation: Observation) -> float:
         return self.threshold * (observation.delta_at_retrieval if self.relative else 1.0)
 
     def explain(self, observation: Observation) -> str:
-        difference, limit = observation.difference, self._limit(observation)
-        return f"{super().explain(observation)} and its difference {difference:.3g}, the threshold {limit:.3g}"
+        difference = "" if self.of == "delta" else f" and its difference {observation.difference:.3g}"
+        return f"{super().explain(observation)}{difference}, the threshold {self._limit(observation):.3g}"
 
 
 FRACTION = 0.75
@@ -205,13 +211,16 @@ If the length of the steps hardly changes, as with Adam and a constant learning 
 def _adaptive(
     threshold: float | None = None,
     relative: bool | None = None,
+    of: str = "difference",
     *,
     warmup: int = 0,
     max_silence: int | None = None,
 ) -> Adaptive:
     """Build ``adaptive`` from a spec's keys: the paper's rule with a threshold, else one that suits any model."""
     if threshold is not None:
-        return Adaptive(threshold, bool(relative), warmup=warmup, max_silence=max_silence or 0)
+        return Adaptive(threshold, bool(relative), of, warmup=warmup, max_silence=max_silence or 0)
+    if of != "difference":
+        raise ValueError("delta itself exceeds a threshold: give threshold=")
     if relative is False:
         raise ValueError("no absolute threshold suits every model: give threshold=")
     return Adaptive(FRACTION, True, warmup=warmup, max_silence=MAX_SILENCE if max_silence is None else max_silence)

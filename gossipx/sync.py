@@ -113,6 +113,8 @@ class SyncManager:
         skipped: number of decisions to pull that had no effect, because an exchange was in flight or no peer was
             available or willing.
         failed: number of exchanges that did not complete, and of waves that met no other peer.
+        accumulated: number of the last retrieval of a completed exchange, and the sum of the deltas from the request
+            before to its own (Figure 3).
     """
 
     def __init__(self, policy: str | Policy | Callable[[Observation], bool], seed: int = 0):
@@ -123,6 +125,7 @@ class SyncManager:
         self.retrievals = 0
         self.skipped = 0
         self.failed = 0
+        self.accumulated = (0, 0.0)
         self._coin = random.Random(seed)
         self._policy_state = self.policy.init()
         self._since = _Counters()
@@ -185,8 +188,10 @@ class SyncManager:
 
     def completed(self, models: int = 1) -> None:
         """Record that the exchange in flight has ended after mixing ``models`` models of other peers."""
-        self._before_request = None
+        before, self._before_request = self._before_request, None
         self.retrievals += models
+        if before is not None and models:
+            self.accumulated = self.retrievals, before.travelled
 
     def retrieved(self) -> None:
         """Record that a model was mixed that this peer had not requested, such as a pushed one."""

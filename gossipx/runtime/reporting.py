@@ -62,6 +62,7 @@ class Reporter:
         self._last: dict[str, float] = {}
         self._records: list[Record] = []  # records for the parent's aggregate that wait for the next progress line
         self._recorded_at: dict[str, int] = {}  # by tag: the iteration of the last record
+        self._accumulated = 0  # number of the last retrieval whose accumulated deltas are recorded
         self._totals: dict[str, Total] = {}  # by tag: the total at the last record
 
     # --- curves -------------------------------------------------------------------------------------
@@ -116,12 +117,21 @@ class Reporter:
             self.report_state("train")
 
     def _record_retrievals(self) -> None:
-        for retrieval in self.figures.retrievals:
-            self._recorder.scalar("comm/pull_seconds", retrieval.seconds, self._arena.step)
-            self._recorder.scalar("comm/staleness", retrieval.staleness, self._arena.step)
+        scalar, sync, retrievals = self._recorder.scalar, self._role.sync, self.figures.retrievals
+        # Figures 3 and 4 have the number of the retrieval on their x axis.
+        for number, retrieval in enumerate(retrievals, sync.retrievals - len(retrievals) + 1):
+            scalar("comm/pull_seconds", retrieval.seconds, self._arena.step)
+            scalar("comm/staleness", retrieval.staleness, self._arena.step)
             if retrieval.of_centre and retrieval.distance is not None:
-                self._recorder.scalar("sync/elastic_distance", retrieval.distance, self._arena.step)
-        self.figures.retrievals.clear()
+                scalar("sync/elastic_distance", retrieval.distance, self._arena.step)
+            elif retrieval.distance is not None:
+                apart = consensus_distance([retrieval.distance**2], self._role.members.size)
+                scalar("retrieval/distance", apart, number)
+        retrievals.clear()
+        number, accumulated = sync.accumulated
+        if number > self._accumulated:
+            self._accumulated = number
+            scalar("retrieval/delta", accumulated, number)
 
     def record_server_metrics(self, every: int = 0) -> None:
         """Record the figures of the hub or the shards on this peer, at the iterations of the workers they serve.

@@ -107,7 +107,9 @@ def counts(
 
 
 def _is_papers(policy: Policy) -> bool:
-    return isinstance(policy, Adaptive) and policy.threshold in PAPERS_THRESHOLDS and not policy.relative
+    if not isinstance(policy, Adaptive) or policy.relative or policy.of != "difference":
+        return False
+    return policy.threshold in PAPERS_THRESHOLDS
 
 
 def _within(source: str, least: float, most: float, forced: float, after: float) -> Count:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from runs import Folder, Run
@@ -35,6 +36,9 @@ def test_the_difference_of_delta_is_that_on_which_the_policy_decided(two: Folder
         assert [step for step, _ in measured] == [10, 20, 30, 40]
         assert all(abs(value - 10) < 0.01 for _, value in measured), measured
         assert curve(run, rank, "sync/decisions") == [(10, 1), (20, 2), (30, 3), (40, 4)]
+        # Figure 3: the deltas of each period, added up, against the number of the retrieval
+        assert dict(curve(run, rank, "retrieval/delta")) == pytest.approx({1: 55, 2: 155, 3: 255, 4: 355}, abs=0.01)
+        assert [number for number, _ in curve(run, rank, "retrieval/distance")] == [1, 2, 3, 4]
 
 
 def test_a_decision_between_two_records_is_recorded_with_what_made_the_policy_fire(two: Folder) -> None:

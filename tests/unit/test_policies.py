@@ -45,6 +45,8 @@ def wants(policy: Policy, **values: float) -> bool:
         ("adaptive:threshold=0.02", Adaptive(0.02)),
         ("adaptive:threshold=0.02,max_silence=20", Adaptive(0.02, max_silence=20)),
         ("adaptive:0.5,relative=true", Adaptive(0.5, relative=True)),
+        ("adaptive:threshold=0.02,of=delta", Adaptive(0.02, of="delta")),
+        ("adaptive:2,relative=true,of=delta", Adaptive(2.0, relative=True, of="delta")),
         ("travel:distance=2,max_silence=500", Travel(2.0, max_silence=500)),
         ("drift:distance=2", Drift(2.0)),
         ("random:p=0.1", Random(0.1)),
@@ -72,6 +74,8 @@ def test_what_a_spec_means(spec: str, expected: Policy):
         ("auto:often", "budget is a share of all iterations, above 0% and up to 100%"),
         ("random:p=nan", "from 0 to 1"),
         ("adaptive:threshold=-1", "a finite number of at least 0"),
+        ("adaptive:threshold=1,of=distance", "of is difference (of delta, section V-B) or delta (section IV)"),
+        ("adaptive:of=delta", "delta itself exceeds a threshold: give threshold="),
         ("adaptive:threshold=low", "threshold='low' is not NUMBER"),
         ("adaptive:relative=false", "no absolute threshold suits every model: give threshold="),
         ("travel:distance=inf", "a finite number of at least 0"),
@@ -157,6 +161,11 @@ def test_when_each_pulls():
     assert not wants(Tau(10), step=20, silence=6, shared=True)
     assert wants(Adaptive(0.5), delta=1.0, delta_at_retrieval=1.75)
     assert not wants(Adaptive(0.5), delta=math.nan), "a diverged model compares as false"
+    # Section IV: the difference of the local model, Δ_t, exceeds the threshold, whatever Δ_r is
+    assert wants(Adaptive(0.5, of="delta"), delta=0.6, delta_at_retrieval=0.6)
+    assert not wants(Adaptive(0.5, of="delta"), delta=0.5, delta_at_retrieval=1.75)
+    assert wants(Adaptive(2.0, relative=True, of="delta"), delta=1.1, delta_at_retrieval=0.5)
+    assert not wants(Adaptive(2.0, relative=True, of="delta"), delta=1.0, delta_at_retrieval=0.5)
 
 
 def pulls(manager: SyncManager, steps: int, fail: bool = False) -> list[int]:
