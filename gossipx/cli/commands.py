@@ -17,6 +17,7 @@ import click
 from rich.console import Console
 
 from gossipx.cli import completers
+from gossipx.cli.meant import command_meant, option_meant
 from gossipx.cli.options import Option, RunCommand, help_all, help_for, options, script_argument
 from gossipx.config import files
 from gossipx.config.settings import KEYS, RunConfig
@@ -43,6 +44,8 @@ def _one_line(ctx: click.Context) -> Iterator[None]:
             raise
         text = " ".join(error.format_message().split()).removesuffix(".")
         place = error.ctx or ctx
+        if isinstance(error, click.NoSuchOption) and (meant := option_meant(error.option_name, place)):
+            text = f"No such option '{error.option_name}': {meant}"
         print(f"{text} (see {place.command_path} {help_for(error, place.command)})", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
@@ -59,6 +62,14 @@ class _Main(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         with _one_line(ctx):
             return super().invoke(ctx)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        word = args[0]
+        if self.get_command(ctx, word) is None and not ctx.resilient_parsing and (meant := command_meant(word, ctx)):
+            ctx.fail(f"No such command '{word}': {meant}")
+        return super().resolve_command(ctx, args)
 
 
 def _set_debug(ctx: click.Context, parameter: click.Parameter, given: bool) -> None:
@@ -243,7 +254,7 @@ def _dry_run(
     from gossipx.launch.start import peer_source
     from gossipx.tools.dry_run import dry_run as examine
 
-    hosts, world = peer_source(hosts, environ)
+    hosts, world = peer_source(hosts, script, environ)
     if hosts is None:
         raise UsageError("--dry-run requires a hosts file: give --peers hosts.txt")
     with Console(stderr=True).status("with many peers this may take minutes"):  # shown on a terminal only

@@ -13,7 +13,6 @@ from rich.table import Table
 from gossipx.cli.commands import FloatRange, debug
 from gossipx.cli.options import ACCESS, options, script_argument
 from gossipx.cli.tables import show
-from gossipx.errors import UsageError
 
 if TYPE_CHECKING:
     from gossipx.tools.doctor.findings import Findings
@@ -50,13 +49,15 @@ def doctor(wait: float, config_file: Path | None, as_json: bool, script: tuple[s
     gossipx doctor --peers hosts.txt train.py
     """
     from gossipx.config import files
+    from gossipx.launch.hosts import ADVICE
+    from gossipx.launch.start import no_peers
     from gossipx.tools.doctor import examine
     from gossipx.tools.doctor.verdicts import verdicts
 
     given = files.load(config_file) if config_file else {}
     resolved = files.resolve(given, settings)
     if resolved.run.peers is None:
-        raise UsageError("no hosts file: give --peers hosts.txt, or peers = in [run] of the --config file")
+        raise no_peers(script, ADVICE)
     trained = list(script) if script or config_file or settings["model"] or settings["task"] else None
     found = examine(resolved, Path(resolved.run.peers), trained, wait, lambda line: print(line, file=sys.stderr))
     report = verdicts(found)

@@ -133,7 +133,7 @@ def _find(name: str, peers: Sequence[PeerLine], exchange: ExchangeSettings) -> P
     short_help="Join a run in progress as a further peer.",
     context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
 )
-@click.option("--peers", required=True, metavar="HOST:PORT,...", help="Peers of the run, which are asked in turn.")
+@click.option("--peers", metavar="HOST:PORT,...", help="Peers of the run, which are asked in turn.")
 @click.option(
     "--port",
     type=click.IntRange(1024, 65535),
@@ -143,7 +143,7 @@ def _find(name: str, peers: Sequence[PeerLine], exchange: ExchangeSettings) -> P
 @options(*OWN)
 @debug
 @script_argument
-def join(peers: str, port: int | None, script: tuple[str, ...], **settings: Any) -> None:
+def join(peers: str | None, port: int | None, script: tuple[str, ...], **settings: Any) -> None:
     """Join a run in progress, as a peer that is in nobody's hosts file.
 
     It takes the run's settings and a model from its peers, trains SCRIPT or the built-in task, and takes part in the
@@ -154,5 +154,8 @@ def join(peers: str, port: int | None, script: tuple[str, ...], **settings: Any)
     gossipx peer join --peers node-a:29400 --bind 0.0.0.0 --secret-file secret train.py --epochs 3
     """
     from gossipx.launch.newcomer import join as join_run
+    from gossipx.launch.start import no_peers
 
+    if peers is None:
+        raise no_peers(script, "give --peers HOST:PORT of peers of the run")
     sys.exit(join_run(peers, port, settings, list(script)))

@@ -42,7 +42,7 @@ def runs(logdir: Path, as_json: bool) -> None:
     from gossipx.tools.runs import runs_in
 
     if not logdir.is_dir():
-        raise UsageError("no such directory: give the --logdir of your runs", logdir)
+        raise UsageError("no such directory: give the DIR of your runs", logdir)
     found = runs_in(logdir)
     if as_json:
         print(json.dumps([vars(run) for run in found], indent=2))

@@ -15,7 +15,6 @@ from rich.table import Table
 from gossipx.cli.commands import FloatRange, debug
 from gossipx.cli.options import ACCESS, options, script_argument
 from gossipx.cli.tables import show
-from gossipx.errors import UsageError
 
 if TYPE_CHECKING:
     from gossipx.tools.tune import Measured
@@ -52,13 +51,15 @@ def tune(seconds: float, write: Path | None, as_json: bool, script: tuple[str, .
     gossipx run --config run.toml
     """
     from gossipx.config import files
+    from gossipx.launch.hosts import ADVICE
+    from gossipx.launch.start import no_peers
     from gossipx.tools import tune as tuning
 
     if write is not None:
         tuning.check_target(write)
     resolved = files.resolve({}, settings)
     if resolved.run.peers is None:
-        raise UsageError("no hosts file: give --peers hosts.txt")
+        raise no_peers(script, ADVICE)
     found = tuning.tune(
         resolved, Path(resolved.run.peers), list(script), seconds, lambda line: print(line, file=sys.stderr)
     )

@@ -20,10 +20,12 @@ def setting(
     peers: Literal[0, 1, 2] = 0,
     common: Group | None = None,
     metavar: str | None = None,
+    others: str = "",
 ) -> Any:
     """Declare a setting: its default, help and limits, and the other attributes of a :class:`Key`."""
     meta = {"help": help, "least": least, "most": most, "check": check, "peers": peers}
-    return field(default=default, metadata={**meta, "common": common, "metavar": metavar})
+    shown = {"common": common, "metavar": metavar, "others": tuple(others.split())}
+    return field(default=default, metadata=meta | shown)
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Key:
         peers: 1: text that names one peer; 2: text or a list that names several; 0: names no peers.
         common: heading under which ``gossipx run --help`` shows it; None: only ``--help-all`` shows it.
         metavar: placeholder for the value in the help; None: derived from the type.
+        others: names of such an option in other tools, which an error answers with this one.
     """
 
     table: str
@@ -57,6 +60,7 @@ class Key:
     peers: int = 0
     common: Group | None = None
     metavar: str | None = None
+    others: tuple[str, ...] = ()
 
     @property
     def option(self) -> str:

@@ -25,17 +25,27 @@ class RunSettings:
 
     peers: str | None = setting(
         None,
-        "Hosts file: one line per host. Required here or in the --config file, except under torchrun or srun.",
+        "Hosts file: one line per host, 'localhost slots=4' for four peers here. Required here or in the --config file,"
+        " except under torchrun or srun.",
         common="Peers",
         metavar="FILE",
+        others="f H hosts hosts-file hostfile machinefile n np nproc nproc-per-node num-processes nnodes world-size"
+        " workers num-workers gpus",
     )
     name: str | None = setting(
         None,
         "Name of the run and of its directory in --logdir. Default: its policy or sync model, and a number if taken.",
         common="Run",
         metavar="NAME",
+        others="run-name experiment",
     )
-    logdir: str = setting("runs", "Directory of runs; point TensorBoard at it.", common="Run", metavar="DIR")
+    logdir: str = setting(
+        "runs",
+        "Directory of runs; point TensorBoard at it.",
+        common="Run",
+        metavar="DIR",
+        others="o log-dir out output output-dir",
+    )
     overwrite: bool = setting(False, "Replace an existing run of the same name.")
     seed: int = setting(
         0, "Seed of all random numbers: data split, batches, initial weights, draws.", 0, 2**32 - 1, common="Run"
@@ -46,6 +56,7 @@ class RunSettings:
         1,
         MOST_ITERATIONS,
         common="Training",
+        others="e epochs num-epochs num-train-epochs steps num-steps max-steps iters max-iter",
     )
     seconds: float | None = setting(
         None, "Seconds of training per peer, evaluations included; --iterations may end it before.", 1e-3, 1e9
@@ -100,12 +111,14 @@ class TaskSettings:
         check=checks.task,
         common="Training",
         metavar="NAME",
+        others="dataset data-set",
     )
     data_dir: str | None = setting(
         None,
         "Directory with the files of the full data set; of any text files for text. Not needed for fashion-mnist and"
         " text.",
         metavar="DIR",
+        others="data data-path data-root",
     )
     model: str = setting(
         "lenet",
@@ -120,9 +133,11 @@ class TaskSettings:
         check=checks.solver,
     )
     batch_size: int | None = setting(
-        None, "Batch size per peer, in images or windows of text. Default: the model's.", 1, 60_000
+        None, "Batch size per peer, in images or windows of text. Default: the model's.", 1, 60_000, others="b bs batch"
     )
-    base_lr: float | None = setting(None, "Initial learning rate. Default: the model's.", 0, LARGEST_FACTOR)
+    base_lr: float | None = setting(
+        None, "Initial learning rate. Default: the model's.", 0, LARGEST_FACTOR, others="lr learning-rate"
+    )
     gamma: float | None = setting(
         None, "Factor applied to the learning rate at each of --lr-steps. Default: the model's.", 0, LARGEST_FACTOR
     )
@@ -156,6 +171,7 @@ class SyncSettings:
         check=checks.policy,
         common="Exchange",
         metavar="SPEC",
+        others="tau period threshold sync-every sync-interval local-steps",
     )
     mode: Literal["pull", "push", "pushpull", "server"] = setting(
         "pull",
@@ -315,6 +331,7 @@ class ExchangeSettings:
         "Address to listen on; any address but loopback requires a secret or TLS.",
         common="Peers",
         metavar="ADDRESS",
+        others="host address listen interface",
     )
     advertise: str | None = setting(
         None,

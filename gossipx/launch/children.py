@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from gossipx.config.settings import KEYS
+
 READ = 1 << 16
 """Bytes per read from a pipe."""
 LONGEST_LINE = 1 << 20
@@ -137,6 +139,17 @@ def shown_of(line: bytes) -> bytes:
 def command_of(script: list[str]) -> list[str]:
     """Return the command of a peer process: the user's script with its arguments, or the built-in task."""
     return [sys.executable, *script] if script else [sys.executable, "-m", "gossipx.launch.loops.train"]
+
+
+def misplaced(script: list[str]) -> str | None:
+    """Return the first argument of a script that is an option of ``gossipx run`` alone and not in the script's text."""
+    if not script:
+        return None
+    text = Path(script[0]).read_text(encoding="utf-8", errors="replace")
+    exchanging = ("sync", "hub", "server", "exchange")  # scripts have options such as --seed and --model, too
+    options = {key.option: key.name for key in KEYS.values() if key.table in exchanging}
+    given = (word.partition("=")[0] for word in script[1:])
+    return next((word for word in given if word in options and options[word] not in text.replace("-", "_")), None)
 
 
 def script_exists(script: list[str]) -> bool:

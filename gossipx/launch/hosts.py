@@ -23,6 +23,8 @@ _LINE = re.compile(r"(?P<host>\[[^\]]*\]|[^\s:\[\]-][^\s:\[\]]*)(?::(?P<port>[^\
 _WORDS = ("", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 NAT = "nat"
 """Word on the line of a host to which other hosts cannot connect."""
+ADVICE = "give --peers hosts.txt, with one line per host such as 'localhost slots=4'"
+"""How a command is told its peers."""
 _KEYS = {"slots": "slots=N", "device": "device=cuda:0", "name": "name=TEXT"}
 
 

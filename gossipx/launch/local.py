@@ -20,7 +20,7 @@ from typing import Any
 from gossipx.config.hyperparameters import hyperparameters
 from gossipx.config.settings import MOST_ITERATIONS, RunConfig
 from gossipx.errors import DIFFERENT_MODELS, GossipxError, NotEnoughPeersError, UsageError
-from gossipx.launch.children import READ, Child, Spawn, command_of
+from gossipx.launch.children import READ, Child, Spawn, command_of, misplaced
 from gossipx.launch.curves import RunCurves
 from gossipx.launch.environment import (
     ENV_PROGRESS,
@@ -72,7 +72,7 @@ def launch(
         UsageError: settings, hosts file or script are invalid; nothing was started.
         GossipxError: the processes of the run did not find each other in time.
     """
-    hosts, world = peer_source(hosts, environ)
+    hosts, world = peer_source(hosts, script, environ)
     if world is not None and over_ssh is not None:
         raise UsageError("--ssh starts the lines of a hosts file; here a launcher has started the processes: omit it")
     if world is not None:
@@ -157,6 +157,9 @@ class _Run:
             if self._script and "iterations" in self._settings.given and not self._quiet:
                 given = self._settings.run.iterations
                 self._display.line(f"{self._script[0]} decides how long it trains: --iterations {given} has no effect")
+            if (word := misplaced(self._script)) and not self._quiet:
+                place = f"{word} stands after SCRIPT ({self._script[0]}), whose option it is"
+                self._display.line(f"{place}; options of gossipx run stand before it")
             try:
                 for rank in self._statuses:
                     self._start(rank, selector)

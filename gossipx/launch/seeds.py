@@ -61,7 +61,7 @@ def launch_each(
     Raises:
         UsageError: an argument is invalid or a name is in use; nothing was started.
     """
-    hosts, world = peer_source(hosts, environ)
+    hosts, world = peer_source(hosts, script, environ)
     if world is not None:
         raise UsageError(f"--seeds starts all peers of a hosts file, and {world.source} starts one run: give --seed")
     runs = _named(given, seeds)

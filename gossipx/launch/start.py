@@ -22,11 +22,23 @@ from gossipx.launch.children import script_exists
 from gossipx.launch.cluster.world import World, find, why_none
 from gossipx.launch.directory import HOSTS_FILE, RunDirectory
 from gossipx.launch.environment import ADDED, ENV_CONFIG, ENV_DEVICE, ENV_PEERS, ENV_RANK, ENV_RESUME, ENV_RESUME_AT
-from gossipx.launch.hosts import PeerLine, bind_host, local_ranks, read_hosts
+from gossipx.launch.hosts import ADVICE, PeerLine, bind_host, local_ranks, read_hosts
 from gossipx.metrics.summary import Summary
 
 
-def peer_source(hosts: Path | None, environ: Mapping[str, str]) -> tuple[Path | None, World | None]:
+def no_peers(script: Sequence[str], advice: str) -> UsageError:
+    """Return the error of a command with a SCRIPT that names no peers; ``advice``: how to name them."""
+    after = next((word for word in script[1:] if word.partition("=")[0] in ("--peers", "--config")), None)
+    if after is not None:
+        advice = f"{after.partition('=')[0]} stands after SCRIPT ({script[0]}), whose option it is: write it before"
+    elif script and Path(script[0]).suffix != ".py":
+        advice = f"'{script[0]}' was read as SCRIPT: {advice}"
+    return UsageError(f"no peers given: {advice}")
+
+
+def peer_source(
+    hosts: Path | None, script: Sequence[str], environ: Mapping[str, str]
+) -> tuple[Path | None, World | None]:
     """Return the hosts file, given or named by GOSSIPX_PEERS, and the world of a launcher; whichever defines the peers.
 
     Raises:
@@ -36,10 +48,7 @@ def peer_source(hosts: Path | None, environ: Mapping[str, str]) -> tuple[Path | 
     if hosts is None and environ.get(ENV_PEERS) and not environ.get(ENV_CONFIG):
         hosts = Path(environ[ENV_PEERS])
     if world is None and hosts is None:
-        raise UsageError(
-            "no peers given: use --peers hosts.txt with one line per host, such as 'localhost slots=4'"
-            + why_none(environ)
-        )
+        raise no_peers(script, ADVICE + why_none(environ))
     return hosts, None if hosts is not None and world is not None and world.size == 1 else world
 
 

@@ -350,7 +350,7 @@ def test_the_hosts_file_is_named_by_option_or_in_the_config_file(tmp_path: Path)
     for command, cause in (
         (by_file, f"{tmp_path}/one.txt: no line is this machine"),
         ([*by_file, "--peers", f"{tmp_path}/other.txt"], f"{tmp_path}/other.txt: no line is this machine"),
-        (["doctor"], "no hosts file: give --peers hosts.txt"),
+        (["doctor"], "no peers given: give --peers hosts.txt"),
     ):
         ended = CliRunner().invoke(main, command)
         assert ended.exit_code == 2 and ended.stderr.startswith(cause), ended.output

@@ -124,6 +124,11 @@ def test_words_after_the_script_are_the_scripts(tmp_path: Path) -> None:
     for rank in range(2):
         assert json.loads((tmp_path / f"words-{rank}").read_text(encoding="utf-8")) == [str(file), *words]
     assert read(tmp_path / "runs" / "mine").policy == "tau:7"
+    told = f"--policy stands after SCRIPT ({file}), whose option it is; options of gossipx run stand before it"
+    assert told in result.output, "the script's text does not have it, so a user of gossipx run may have meant it"
+    file.write_text(f"# takes --policy\n{file.read_text()}")
+    again = CliRunner().invoke(main, ["run", *options, "--overwrite", str(file), *words])
+    assert again.exit_code == 0 and told not in again.output
 
 
 # --- output -------------------------------------------------------------------------------------------
