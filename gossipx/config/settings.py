@@ -107,7 +107,7 @@ class TaskSettings:
 
     task: str = setting(
         "fashion-mnist",
-        "Data set: fashion-mnist, mnist, cifar10 or text.",
+        "Data set: fashion-mnist, mnist, cifar10, cifar100 or text.",
         check=checks.task,
         common="Training",
         metavar="NAME",

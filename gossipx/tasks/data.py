@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import importlib.resources
+import itertools
 import math
 import os
 import tarfile
@@ -146,11 +147,37 @@ IDX_FILES = (
     "t10k-labels-idx1-ubyte.gz",
 )
 _FOUR_FILES = f"the four files {', '.join(IDX_FILES)}"
-CIFAR10_ARCHIVE = "cifar-10-binary.tar.gz"
-CIFAR10_FOLDER = "cifar-10-batches-bin"
-CIFAR10_FILES = (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin")
-CIFAR10_RECORDS = 10_000
-"""Records in each file: a label byte, then 32×32 red, green and blue bytes."""
+
+
+@dataclass(frozen=True)
+class Records:
+    """The files of CIFAR's binary version: records of label bytes, then 32×32 red, green and blue bytes.
+
+    Attributes:
+        archive: name of the published archive.
+        folder: of its files, in the archive and unpacked.
+        files: number of records by file; the last one is the test set.
+        labels: label bytes of a record, of which the last is the fine one.
+    """
+
+    archive: str
+    folder: str
+    files: Mapping[str, int]
+    labels: int
+
+
+CIFAR = {
+    "cifar10": Records(
+        "cifar-10-binary.tar.gz",
+        "cifar-10-batches-bin",
+        {**{f"data_batch_{number}.bin": 10_000 for number in range(1, 6)}, "test_batch.bin": 10_000},
+        labels=1,
+    ),
+    "cifar100": Records(
+        "cifar-100-binary.tar.gz", "cifar-100-binary", {"train.bin": 50_000, "test.bin": 10_000}, labels=2
+    ),
+}
+_OF_CIFAR = "of https://www.cs.toronto.edu/~kriz/cifar.html"
 
 TASKS: dict[str, Task] = {
     "fashion-mnist": Task(
@@ -194,8 +221,18 @@ TASKS: dict[str, Task] = {
         mean=(0.4914, 0.4822, 0.4465),
         std=(0.2470, 0.2435, 0.2616),
         model="convnet",
-        source=f"the binary version {CIFAR10_ARCHIVE} of https://www.cs.toronto.edu/~kriz/cifar.html",
-        files={CIFAR10_ARCHIVE: ("c32a1d4ab5d03f1284b67883e8d87530",)},
+        source=f"the binary version {CIFAR['cifar10'].archive} {_OF_CIFAR}",
+        files={CIFAR["cifar10"].archive: ("c32a1d4ab5d03f1284b67883e8d87530",)},
+    ),
+    "cifar100": Task(
+        classes=100,
+        channels=3,
+        pixels=32,
+        mean=(0.5071, 0.4865, 0.4409),
+        std=(0.2673, 0.2564, 0.2762),
+        model="convnet",
+        source=f"the binary version {CIFAR['cifar100'].archive} {_OF_CIFAR}",
+        files={CIFAR["cifar100"].archive: ("03b5dce01913d631647c71ecec9e9cb8",)},
     ),
     "text": Task(classes=64, channels=0, pixels=text.CONTEXT, model="transformer", source="UTF-8 text files"),
 }
@@ -207,9 +244,9 @@ def load(task_name: str, data_dir: Path | None = None) -> tuple[Samples, Samples
     Args:
         task_name: a key of ``TASKS``.
         data_dir: the directory of the published files: the four ``.gz`` files of ``fashion-mnist`` or ``mnist``; for
-            ``cifar10`` the archive of the binary version, or its unpacked folder. The md5 sums are checked, or the
-            sizes of unpacked files. For ``text`` all files below it. None: the embedded text, or the embedded subset of
-            ``fashion-mnist``, with 12,000 training images and all test images.
+            ``cifar10`` or ``cifar100`` the archive of the binary version, or its unpacked folder. The md5 sums are
+            checked, or the sizes of unpacked files. For ``text`` all files below it. None: the embedded text, or the
+            embedded subset of ``fashion-mnist``, with 12,000 training images and all test images.
 
     Raises:
         UsageError: the task is unknown, ``data_dir`` is a file, or a file is missing, damaged or not the published one.
@@ -224,7 +261,8 @@ def load(task_name: str, data_dir: Path | None = None) -> tuple[Samples, Samples
         return text.load(data_dir)
     task = TASKS[task_name]
     if data_dir is not None:
-        return _load_cifar10(task, data_dir) if task_name == "cifar10" else _load_idx(task, data_dir)
+        records = CIFAR.get(task_name)
+        return _load_idx(task, data_dir) if records is None else _load_cifar(task, records, data_dir)
     if task_name != "fashion-mnist":
         raise UsageError(
             f"task '{task_name}' is not included in gossipx: get {task.source}, and give their directory as --data-dir"
@@ -300,42 +338,44 @@ def _read_idx_set(task: Task, images_path: Path, labels_path: Path) -> Dataset:
     return Dataset(_normalise(values, task), torch.from_numpy(labels.astype(np.int64)), task.classes)
 
 
-def _load_cifar10(task: Task, folder: Path) -> tuple[Dataset, Dataset]:
-    values = torch.empty(len(CIFAR10_FILES) * CIFAR10_RECORDS, task.channels, task.pixels, task.pixels)
+def _load_cifar(task: Task, records: Records, folder: Path) -> tuple[Dataset, Dataset]:
+    values = torch.empty(sum(records.files.values()), task.channels, task.pixels, task.pixels)
     labels = torch.empty(len(values), dtype=torch.int64)
-    for path, content in _cifar10_files(task, folder):
-        records = np.frombuffer(content, np.uint8).reshape(CIFAR10_RECORDS, -1)
-        if records[:, 0].max() >= task.classes:
+    ends = dict(zip(records.files, itertools.accumulate(records.files.values()), strict=True))
+    for path, content in _cifar_files(task, records, folder):
+        rows = np.frombuffer(content, np.uint8).reshape(records.files[path.name], -1)
+        fine = rows[:, records.labels - 1]
+        if fine.max() >= task.classes:
             raise UsageError(f"has a label above {task.classes - 1}: get {task.source} again", file=path)
-        start = CIFAR10_FILES.index(path.name) * CIFAR10_RECORDS
-        place = slice(start, start + CIFAR10_RECORDS)
-        values[place].numpy()[:] = records[:, 1:].reshape(-1, *values.shape[1:])
-        labels[place].numpy()[:] = records[:, 0]
+        place = slice(ends[path.name] - len(rows), ends[path.name])
+        values[place].numpy()[:] = rows[:, records.labels :].reshape(-1, *values.shape[1:])
+        labels[place].numpy()[:] = fine
     _normalise(values, task)
-    cut = len(values) - CIFAR10_RECORDS
+    cut = len(values) - [*records.files.values()][-1]
     return Dataset(values[:cut], labels[:cut], task.classes), Dataset(values[cut:], labels[cut:], task.classes)
 
 
-def _cifar10_files(task: Task, folder: Path) -> Iterator[tuple[Path, bytes]]:
-    """Yield each of ``CIFAR10_FILES`` with its content, after a check of its size."""
-    size = CIFAR10_RECORDS * (1 + task.channels * task.pixels**2)
-    archive, unpacked = folder / CIFAR10_ARCHIVE, folder / CIFAR10_FOLDER
+def _cifar_files(task: Task, records: Records, folder: Path) -> Iterator[tuple[Path, bytes]]:
+    """Yield each file with its content, after a check of its size."""
+    record = records.labels + task.channels * task.pixels**2
+    archive, unpacked = folder / records.archive, folder / records.folder
     if not archive.exists() and not unpacked.exists():
-        raise UsageError(f"neither {CIFAR10_ARCHIVE} nor {CIFAR10_FOLDER} found: get {task.source}", file=folder)
+        raise UsageError(f"neither {records.archive} nor {records.folder} found: get {task.source}", file=folder)
     if not archive.exists():
-        for path in (unpacked / name for name in CIFAR10_FILES):
+        for path, count in ((unpacked / name, count) for name, count in records.files.items()):
             with _reading(path, task.source):
-                if path.stat().st_size != size:
-                    raise UsageError(f"does not have {size} bytes: get {task.source} again", file=path)
+                if path.stat().st_size != count * record:
+                    raise UsageError(f"does not have {count * record} bytes: get {task.source} again", file=path)
                 yield path, path.read_bytes()
         return
-    _check_md5(archive, task.files[CIFAR10_ARCHIVE], task.source)
+    _check_md5(archive, task.files[records.archive], task.source)
     with _reading(archive, task.source), tarfile.open(archive, "r:gz") as tar:
         # Read in the archive's order, because a step back would decompress from the start.
         for member in tar:
-            content = tar.extractfile(member) if Path(member.name).name in CIFAR10_FILES else None
+            name = Path(member.name).name
+            content = tar.extractfile(member) if name in records.files else None
             if content is not None:
-                yield archive / member.name, content.read(size)
+                yield archive / member.name, content.read(records.files[name] * record)
 
 
 def _normalise(values: Tensor, task: Task) -> Tensor:

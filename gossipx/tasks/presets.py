@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-TASKS = ("fashion-mnist", "mnist", "cifar10", "text")
+TASKS = ("fashion-mnist", "mnist", "cifar10", "cifar100", "text")
 """The keys of ``gossipx.tasks.data.TASKS``."""
 TEXT_TASK, TEXT_MODEL = "text", "transformer"
 """The task with text, and its model. All other models train all other tasks."""

@@ -110,14 +110,14 @@ def test_an_unknown_task_gives_a_suggestion() -> None:
         load("fashion_mnist")
 
 
-@pytest.mark.parametrize("name", ["mnist", "cifar10"])
+@pytest.mark.parametrize("name", ["mnist", "cifar10", "cifar100"])
 def test_tasks_that_are_not_shipped_name_their_source_and_the_option(name: str) -> None:
     with pytest.raises(UsageError, match=r"https?://.*--data-dir") as caught:
         load(name)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["fashion-mnist", "mnist", "cifar10"])
+@pytest.mark.parametrize("name", ["fashion-mnist", "mnist", "cifar10", "cifar100"])
 def test_missing_files_are_named_with_their_source(name: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"https?://") as caught:
         load(name, tmp_path)
@@ -266,70 +266,80 @@ def test_an_idx_path_that_is_a_folder_or_missing_is_one_line(tmp_path: Path) -> 
         read_idx(tmp_path / "missing")
 
 
-# CIFAR-10
+# CIFAR-10 and CIFAR-100
 
 
-@pytest.fixture
-def cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write six small files in the binary version's format, four images each, into its folder."""
-    monkeypatch.setattr(data, "CIFAR10_RECORDS", 4)
-    folder = tmp_path / data.CIFAR10_FOLDER
-    folder.mkdir()
+@pytest.fixture(params=["cifar10", "cifar100"])
+def cifar(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]:
+    """Write small files in the binary version's format, four images each, into its folder; each has one fine label."""
+    task = request.param
+    records = replace(data.CIFAR[task], files=dict.fromkeys(data.CIFAR[task].files, 4))
+    monkeypatch.setitem(data.CIFAR, task, records)
+    (tmp_path / records.folder).mkdir()
     generator = np.random.RandomState(3)
-    for number, name in enumerate(data.CIFAR10_FILES):
-        records = generator.randint(0, 256, (4, 3073)).astype(np.uint8)
-        records[:, 0] = number
-        (folder / name).write_bytes(records.tobytes())
-    return tmp_path
+    for number, name in enumerate(records.files):
+        rows = generator.randint(0, 256, (4, records.labels + 3072)).astype(np.uint8)
+        rows[:, records.labels - 1] = number  # what precedes the fine label is the coarse one
+        (tmp_path / records.folder / name).write_bytes(rows.tobytes())
+    return task, tmp_path
 
 
-def pack_cifar10(folder: Path, names: list[str]) -> str:
-    """Create the archive of the folder with its members in the order of ``names``, and return its md5."""
-    archive = folder / data.CIFAR10_ARCHIVE
-    with tarfile.open(archive, "w:gz") as tar:
-        for name in names:
-            tar.add(folder / data.CIFAR10_FOLDER / name, f"{data.CIFAR10_FOLDER}/{name}")
-        readme = tarfile.TarInfo(f"{data.CIFAR10_FOLDER}/readme.html")
+def pack_cifar(task: str, folder: Path) -> str:
+    """Create the archive of the folder with its members in the opposite order, and return its md5."""
+    records = data.CIFAR[task]
+    with tarfile.open(folder / records.archive, "w:gz") as tar:
+        for name in reversed(records.files):
+            tar.add(folder / records.folder / name, f"{records.folder}/{name}")
+        readme = tarfile.TarInfo(f"{records.folder}/readme.html")
         readme.size = 5
         tar.addfile(readme, io.BytesIO(b"hello"))
-    return hashlib.md5(archive.read_bytes()).hexdigest()
+    return hashlib.md5((folder / records.archive).read_bytes()).hexdigest()
 
 
-def test_cifar10_folder_is_read_in_order_as_red_green_blue(cifar10: Path) -> None:
-    train, test = load("cifar10", cifar10)
-    assert train.labels.tolist() == [label for label in range(5) for _ in range(4)]
-    assert test.labels.tolist() == [5] * 4
-    raw = np.frombuffer((cifar10 / data.CIFAR10_FOLDER / "data_batch_2.bin").read_bytes(), np.uint8)[1:3073]
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (TASKS["cifar10"].mean, TASKS["cifar10"].std))
+def test_a_cifar_folder_is_read_in_order_as_red_green_blue_with_its_fine_labels(cifar: tuple[str, Path]) -> None:
+    task, folder = cifar
+    records, (train, test) = data.CIFAR[task], load(*cifar)
+    count = len(records.files)
+    assert (train.classes, test.classes) == ((10, 10) if task == "cifar10" else (100, 100))
+    assert train.labels.tolist() == [label for label in range(count - 1) for _ in range(4)]
+    assert test.labels.tolist() == [count - 1] * 4
+    last = (folder / records.folder / [*records.files][-2]).read_bytes()  # of the training set
+    raw = np.frombuffer(last, np.uint8)[records.labels : records.labels + 3072]
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (TASKS[task].mean, TASKS[task].std))
     expected = (torch.from_numpy(raw.reshape(3, 32, 32).copy()) / 255 - mean) / std
-    torch.testing.assert_close(train.images[4], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(train.images[-4], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_cifar10_archive_is_checked_and_reads_the_same_as_the_folder_whatever_its_order(
-    cifar10: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_cifar_archive_is_checked_and_reads_the_same_as_the_folder_whatever_its_order(
+    cifar: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from_folder = load("cifar10", cifar10)
-    found = pack_cifar10(cifar10, [*reversed(data.CIFAR10_FILES)])
-    with pytest.raises(UsageError, match=f"{data.CIFAR10_ARCHIVE}: its md5 is {found}, not c32a1d4ab5d03f12"):
-        load("cifar10", cifar10)
-    monkeypatch.setitem(TASKS, "cifar10", replace(TASKS["cifar10"], files={data.CIFAR10_ARCHIVE: (found,)}))
-    for ours, theirs in zip(load("cifar10", cifar10), from_folder, strict=True):
+    task, _ = cifar
+    from_folder = load(*cifar)
+    archive, found = data.CIFAR[task].archive, pack_cifar(*cifar)
+    published = {"cifar10": "c32a1d4ab5d03f12", "cifar100": "03b5dce01913d631"}[task]
+    with pytest.raises(UsageError, match=f"{archive}: its md5 is {found}, not {published}"):
+        load(*cifar)
+    monkeypatch.setitem(TASKS, task, replace(TASKS[task], files={archive: (found,)}))
+    for ours, theirs in zip(load(*cifar), from_folder, strict=True):
         assert torch.equal(ours.images, theirs.images)
         assert torch.equal(ours.labels, theirs.labels)
 
 
-def test_cifar10_file_of_another_size_or_with_an_unknown_label_is_named(cifar10: Path) -> None:
-    path = cifar10 / data.CIFAR10_FOLDER / "data_batch_3.bin"
+def test_a_cifar_file_of_another_size_or_with_an_unknown_label_is_named(cifar: tuple[str, Path]) -> None:
+    task, folder = cifar
+    records = data.CIFAR[task]
+    name = [*records.files][-1]
+    path = folder / records.folder / name
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    with pytest.raises(UsageError, match=r"data_batch_3\.bin: does not have 12292 bytes: get .*https"):
-        load("cifar10", cifar10)
-    path.write_bytes(b"\x0a" + whole[1:])
-    with pytest.raises(UsageError, match=r"data_batch_3\.bin: has a label above 9"):
-        load("cifar10", cifar10)
+    with pytest.raises(UsageError, match=rf"{name}: does not have {len(whole)} bytes: get .*https"):
+        load(*cifar)
+    path.write_bytes(whole[: records.labels - 1] + bytes([TASKS[task].classes]) + whole[records.labels :])
+    with pytest.raises(UsageError, match=rf"{name}: has a label above {TASKS[task].classes - 1}"):
+        load(*cifar)
     path.unlink()
-    with pytest.raises(UsageError, match=r"data_batch_3\.bin: no such file: get .*https"):
-        load("cifar10", cifar10)
+    with pytest.raises(UsageError, match=rf"{name}: no such file: get .*https"):
+        load(*cifar)
 
 
 # Batches
