@@ -58,6 +58,7 @@ class Lifecycle:
         defers: whether the next :meth:`wait` does not leave, since the framework first saves its state.
         before_leaving: functions called when the peer leaves on request, before its checkpoint is taken.
         signals: requests to leave the run.
+        has_left_in_order: whether this peer leaves, or has left, with a checkpoint: by a signal or a lack of peers.
     """
 
     def __init__(
@@ -87,7 +88,8 @@ class Lifecycle:
         self._reporter = reporter
         self._checkpoints = checkpoints
         self._options = options
-        self._leaves = False
+        self.has_left_in_order = False
+        self._problem: GossipxError | None = None  # with which it has left in order
         self._control: Control | None = None
         self._exporter: Exporter | None = None
         self.backward = None if backward is None else backward(self._poll_while_waiting)
@@ -287,7 +289,7 @@ class Lifecycle:
     @property
     def asked_to_leave(self) -> bool:
         """Whether a signal asked this peer to stop: the next :meth:`wait` leaves the run."""
-        return self.signals.number is not None and not self._leaves
+        return self.signals.number is not None and not self.has_left_in_order
 
     def _tell_stopping(self, number: int) -> None:
         name, again = self._options.name, "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
@@ -301,7 +303,7 @@ class Lifecycle:
     def _orphaned(self, late: bool) -> bool:
         """Ask to leave, as the parent process has died. Return whether to wait: leaving has limits of its own."""
         self.signals.request(signal.SIGHUP)
-        return self.open and (self._leaves or not late)
+        return self.open and (self.has_left_in_order or not late)
 
     def wait(self) -> None:
         """Wait until the role lets training continue; leave the run if a signal asked for it.
@@ -341,7 +343,7 @@ class Lifecycle:
             self._take_leave()
 
     def _take_leave(self) -> None:
-        self._leaves = True
+        self.has_left_in_order = True
         reporter, checkpoints = self._reporter, self._checkpoints
         reporter.training_ended()
         reporter.report_state("leave")
@@ -357,8 +359,20 @@ class Lifecycle:
         reporter.report_left(self.framework, self.kept)
         self._tell_how_to_continue()
         self.close()
-        if problem := unsaved or self._driver.error:
-            raise problem
+        self._problem = unsaved or self._driver.error
+        if self._problem is not None:
+            raise self._problem
+
+    def end_again(self) -> None:
+        """End a script that trains on after this peer has left in order: a bare ``except`` has caught what ended it.
+
+        Raises:
+            KeyboardInterrupt, SystemExit, GossipxError: as :meth:`leave_on_request` did.
+        """
+        if self._problem is not None:
+            raise self._problem
+        if self.has_left_in_order:
+            self.signals.end()
 
     def _tell_how_to_continue(self) -> None:
         """Log a line for a peer without a parent process, which would print it."""

@@ -68,7 +68,7 @@ class Peer:
         self._bypass: OptimizerBypass | None = None
         self._watch = StepWatch(module, copies=backward is None)
         self._lifecycle.before_finish.append(self._watch.training_ended)
-        self._lifecycle.unhook.append(self._watch.close)
+        self._lifecycle.unhook.append(self._close_watch)
         if schedule_free is not None:
             self._lifecycle.before_finish.append(schedule_free.training_ended)
             self._lifecycle.unhook.append(schedule_free.close)
@@ -128,6 +128,7 @@ class Peer:
             GossipxError: training cannot continue, for example because too few peers are left or the models differ.
         """
         if not self._lifecycle.open:
+            self._lifecycle.end_again()
             return
         began = time.perf_counter()
         exit_hooks.training_continues()
@@ -301,6 +302,9 @@ class Peer:
             UsageError: the partition needs labels, and the data set has none.
         """
         return Subset(dataset, self._options.part(dataset, self.rank))
+
+    def _close_watch(self) -> None:
+        self._watch.close(keeps_steps=self._lifecycle.has_left_in_order)
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._bypass is not None:

@@ -99,10 +99,11 @@ class StepWatch:
         if self._iteration and not self._usual and not self._told and (self._steps or changes > 1):
             self._tell(max(self._steps, changes))
 
-    def close(self) -> None:
-        """Remove all hooks."""
+    def close(self, keeps_steps: bool = False) -> None:
+        """Remove all hooks, except with ``keeps_steps`` those of the optimizer that is followed."""
         self._remove(self._handles)
-        self._remove(self._of_optimizer)
+        if not keeps_steps:
+            self._remove(self._of_optimizer)
 
     def _remove(self, handles: list[RemovableHandle]) -> None:
         for handle in handles:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ports import free_ports
 from resuming import check_stopped, resume, store
+from served_loops import batch, loss_of, net, sgd
 
+import gossipx
 from gossipx.metrics import summary
+from gossipx.runtime.checkpoints import store_of
 from runs import TEN_LINES, Folder, folder
 
 ASKED = """
@@ -105,6 +110,57 @@ def test_a_script_that_exits_by_itself_is_counted(two: Folder) -> None:
     assert "stopped at 20; there is no checkpoint to continue from" in ended.output, ended.shown
     figures = summary.read(two.path / "x")
     assert figures.iterations == 20 and figures.stopped == two.names and figures.lost == []
+
+
+def loop(kind: str, hosts: Path) -> tuple[Callable[[], object], gossipx.Peer]:
+    """Join a run of one peer; return an iteration of its training."""
+    model = net()
+    settings = {"peers": hosts, "rank": 0, "logdir": str(hosts.parent), "peer_timeout": 20.0}
+    if kind == "solver":
+        given = 'base_lr: 0.1 lr_policy: "fixed" max_iter: 1000 type: "SGD"'
+        (hosts.parent / "solver.prototxt").write_text(given)
+        batches = ((batch(step), None) for step in range(1000))
+        solver = gossipx.get_solver(
+            hosts.parent / "solver.prototxt", net=model, loss=lambda made, _: (made - 1).square().mean(), train=batches
+        )
+        return lambda: solver.step(1), gossipx.attach(solver, **settings).peer
+    optimizer = sgd(model)
+    served = {"mode": "server", "servers": "0"} if kind == "servers" else {}
+    peer = gossipx.join(model, None if kind == "steps" else optimizer, **settings, **served)
+
+    def iteration() -> None:
+        optimizer.zero_grad()
+        loss_of(model, batch(peer.iteration)).backward()
+        optimizer.step()
+        if kind == "steps":
+            peer.step()
+
+    return iteration, peer
+
+
+@pytest.mark.fault(53)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("kind", ["optimizer", "steps", "servers", "solver"])
+def test_a_script_that_catches_every_error_is_ended_by_each_further_step(
+    tmp_path: Path, kind: str, number: signal.Signals
+) -> None:
+    """A bare ``except`` within its loop, which would train on alone to the end."""
+    (tmp_path / "hosts.txt").write_text(f"127.0.0.1:{free_ports(1)[0]}\n")
+    iteration, peer = loop(kind, tmp_path / "hosts.txt")
+    try:
+        for _ in range(3):
+            iteration()
+        signal.raise_signal(number)
+        ends: list[type[BaseException]] = []
+        for _ in range(6):
+            try:
+                iteration()
+            except BaseException as end:
+                ends.append(type(end))
+    finally:
+        peer.close()
+    assert ends == [SystemExit if number == signal.SIGTERM else KeyboardInterrupt] * 6
+    assert store_of(tmp_path / "joined", 0).find() in (3, 4), "of the iteration in which it was asked to stop"
 
 
 WORKERS = """

@@ -178,8 +178,8 @@ class AttachedPeer:
         Raises:
             GossipxError: training cannot continue (too few peers are left, or models differ).
         """
-        self._updates = False
         self._exchange()
+        self._updates = False  # not if that fails: the next iteration would begin as if nothing had
 
     def on_start(self) -> None:
         """Handle the start of an iteration. The previous update is complete; solvers have no callback for that."""
