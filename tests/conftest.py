@@ -6,6 +6,7 @@ a number. Tests marked ``cuda`` are skipped without a CUDA device; ``bin/gpu-che
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,12 @@ settings.register_profile("all", COMMON)
 settings.register_profile("gossipx", COMMON, max_examples=20)
 settings.load_profile("gossipx")
 torch.set_num_threads(1)  # models are tiny, and tests run beside each other: more threads only wait for each other
+
+for number in (signal.SIGINT, signal.SIGHUP):
+    # After 'nohup bin/test &' both are ignored, also by every process that a test starts. A handler that does nothing
+    # protects the tests as well, and a new program begins with the system's default.
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda number, frame: None)
 
 
 @pytest.fixture
