@@ -56,7 +56,7 @@ def ddp(config: Path, target: Path) -> None:
         if rank == 0 and step % settings.eval_interval == 0:
             points.append((step * megabytes, scores(model, live, torch.device("cpu"))["accuracy"]))
     if rank == 0:
-        target.write_text(json.dumps(points))
+        target.write_text(json.dumps(points), encoding="utf-8")
         final = scores(model, test, torch.device("cpu"))["accuracy"]
         print(f"accuracy {final:.4f} after {settings.iterations} steps, {points[-1][0]:,.0f} MB per process")
     dist.destroy_process_group()
@@ -74,7 +74,7 @@ def draw(picture: Path, of_ddp: Path, runs: list[Path]) -> None:
         seen, found = curves.read(run).by_megabytes, summary.read(run)
         how = found.policy if found.codec == "none" else f"{found.policy}, {found.codec}"
         panel.plot(seen.x, seen.mean, marker="o", markersize=4, label=f"{run.name}: {how}")
-    points = json.loads(of_ddp.read_text())
+    points = json.loads(of_ddp.read_text(encoding="utf-8"))
     panel.plot(
         *zip(*points, strict=True), marker="s", markersize=4, color="black", label="DDP, all gradients each step"
     )

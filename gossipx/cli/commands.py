@@ -19,6 +19,7 @@ from rich.console import Console
 from gossipx.cli import completers
 from gossipx.cli.meant import command_meant, option_meant
 from gossipx.cli.options import Option, RunCommand, help_all, help_for, options, script_argument
+from gossipx.cli.output import unfailing
 from gossipx.config import files
 from gossipx.config.settings import KEYS, RunConfig
 from gossipx.errors import GossipxError, UsageError
@@ -52,16 +53,35 @@ def _one_line(ctx: click.Context) -> Iterator[None]:
         sys.exit(130)
 
 
+TRAINING = frozenset(("run", "simulate", "peer", "tune"))
+"""Commands whose exit code tells of a training, also if their output is lost; for the others it is all they do."""
+
+
 class _Main(click.Group):
     """The command group, which prints every error as one line."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        self._invoked = None
+        with unfailing() as lost:
+            try:
+                return super().main(*args, **extra)
+            except SystemExit as end:
+                if not end.code and lost() and self._invoked not in TRAINING:
+                    raise SystemExit(1) from None
+                raise
+
+    _invoked: str | None = None
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         with _one_line(ctx):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        with _one_line(ctx):
-            return super().invoke(ctx)
+        try:
+            with _one_line(ctx):
+                return super().invoke(ctx)
+        finally:
+            self._invoked = ctx.invoked_subcommand
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from gossipx.cli import completers
 from gossipx.cli.commands import debug
 from gossipx.cli.options import logdir_option
 from gossipx.launch.directory import CONFIG_FILE, no_run, run_directory
+from gossipx.launch.progress import plain_console
 from gossipx.metrics import summary
 from gossipx.metrics.compare import Row
 from gossipx.metrics.compare import compare as compared
@@ -88,7 +88,7 @@ def _print_table(rows: Sequence[Row]) -> None:
         table.add_column(_column(row), overflow="fold")  # truncated names could be equal
     for heading, cell in _lines(rows):
         table.add_row(heading, *map(cell, rows))
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = plain_console()
     if not console.is_terminal:  # a file or a pipe has no width to fit
         console.width = 40 * (len(rows) + 1)
     console.print(table)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
+
+from gossipx.launch.progress import plain_console
 
 
 def show(*tables: RenderableType) -> None:
     """Print tables, and the text between them, one below the other."""
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = plain_console()
     if not console.is_terminal:  # a file or a pipe has no width to fit
         console.width = 200
     for table in tables:

@@ -53,7 +53,8 @@ class Child:
             try:
                 self.process = spawn(
                     command,
-                    env={**environment, progress_variable: str(writing)},
+                    # What its script prints is written in the end with the encoding of this process.
+                    env={**environment, progress_variable: str(writing), "PYTHONIOENCODING": f"{encoding()}:replace"},
                     pass_fds=(writing,),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
@@ -68,7 +69,7 @@ class Child:
         # Progress comes first, so that a peer's error is reported before its exit.
         self._pipes: dict[int, Callable[[bytes], None]] = {
             reading: lambda line: on_event(json.loads(line)),
-            self.process.stdout.fileno(): lambda line: on_line(line.decode(errors="replace")),
+            self.process.stdout.fileno(): lambda line: on_line(line.decode(encoding(), "replace")),
         }
         self._unfinished = dict.fromkeys(self._pipes, b"")
 
@@ -129,6 +130,11 @@ class Child:
             handle(rest)
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+def encoding() -> str:
+    """Return the encoding of this process's output, which is that of the processes that it starts."""
+    return getattr(sys.stdout, "encoding", None) or "utf-8"
 
 
 def shown_of(line: bytes) -> bytes:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import Any
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -103,6 +101,11 @@ class PeerStatus:
         return "" if self.test_loss is None else f"loss {self.test_loss:.3f}"
 
 
+def plain_console() -> Console:
+    """Return a console that prints text as it is: ``[fd00:100::7]`` is neither markup nor a number to highlight."""
+    return Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+
+
 BAR = 10
 """Width of a progress bar in columns."""
 
@@ -137,21 +140,6 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def _print(stream: TextIO | None, text: str) -> None:
-    """Print a line unchanged; rich would expand tabs and drop control characters.
-
-    If the reader has closed the stream or the disk is full, the line and all later ones are dropped: the run continues.
-    """
-    if stream is None:  # closed when the process started
-        return
-    try:
-        print(text, file=stream, flush=True)
-    except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
-
-
 class Display:
     """Shows the state of the peers during a run.
 
@@ -165,7 +153,7 @@ class Display:
     """
 
     def __init__(self, title: str, statuses: dict[int, PeerStatus], plain: bool = False):
-        self.console = Console(highlight=False, markup=False, emoji=False)  # [fd00:100::7] is neither
+        self.console = plain_console()
         self._title = title
         self._plain_lines = plain
         self._statuses = statuses
@@ -183,32 +171,20 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._drawing() as live:
-            if live is not None:
-                live.update(self._table(), refresh=True)
-        with self._drawing() as live:
-            if live is not None:
-                live.stop()
-
-    @contextlib.contextmanager
-    def _drawing(self) -> Iterator[Live | None]:
-        """Return a context in which the table can be drawn. Once the terminal is closed, there is no table any more."""
-        try:
-            yield self._live
-        except OSError:
-            self._live = None
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+            self._live.stop()
 
     def line(self, text: str) -> None:
         """Print a line, above the table if there is one."""
-        with self._drawing() as live:
-            if live is None:
-                _print(sys.stdout, text)
-            else:
-                self.console.print(text, soft_wrap=True)
+        if self._live is None:
+            print(text, flush=True)  # rich would expand tabs and drop control characters
+        else:
+            self.console.print(text, soft_wrap=True)
 
     def error(self, text: str) -> None:
         """Print an error to standard error."""
-        _print(sys.stderr, text)
+        print(text, file=sys.stderr, flush=True)
 
     def refresh(self, last: bool = False) -> None:
         """Redraw if enough time has passed, or if ``last``."""
@@ -216,10 +192,9 @@ class Display:
         if now < self._next and not last:
             return
         self._next = now + (0.2 if self._live is not None else LINES_EVERY)
-        with self._drawing() as live:
-            if live is not None:
-                live.update(self._table(), refresh=True)
-                return
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+            return
         text = "  ".join(self._plain(status) for status in self._statuses.values())
         if text != self._last:
             self._last = text

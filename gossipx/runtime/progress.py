@@ -142,7 +142,8 @@ class Progress:
                 if self._fd is not None:
                     self.tell(error=str(error), exit=error.exit_code)
                 elif not with_traceback:
-                    print(error, file=sys.stderr)
+                    with contextlib.suppress(OSError, ValueError):  # nobody reads it: the code tells
+                        print(error, file=sys.stderr)
                 raise SystemExit(error.exit_code)  # the interpreter ends with the code that a hook raises
 
         setattr(hook, TAKES_ERRORS, True)

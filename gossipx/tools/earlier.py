@@ -75,7 +75,7 @@ def setting_of(run: Path) -> str | None:
         for name in names:
             del tables[table][name]
     script = directory / SCRIPT_FILE
-    return json.dumps([tables, script.read_text() if script.is_file() else None], sort_keys=True)
+    return json.dumps([tables, script.read_text(encoding="utf-8") if script.is_file() else None], sort_keys=True)
 
 
 def _exchange(settings: RunConfig) -> tuple[object, ...]:

@@ -32,7 +32,7 @@ __all__ = ["Address", "UnixStream", "connect", "listen", "machine"]
 def machine() -> str:
     """Return Linux's boot ID, which identifies the machine; empty elsewhere, where memory cannot be shared."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return ""
 

@@ -96,14 +96,15 @@ def _close_all_but(kept: Iterable[int]) -> None:
 def _streams() -> None:
     _KEPT.extend((sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__))
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    encoding, _, given = os.environ.get("PYTHONIOENCODING", "").partition(":")
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8")
     for number, name in ((1, "stdout"), (2, "stderr")):
         raw: Any = io.FileIO(number, "w", closefd=False)
-        errors = "strict" if number == 1 else "backslashreplace"
+        errors = given or "strict" if number == 1 else "backslashreplace"
         is_line_buffered = number == 2 or os.isatty(number)
         stream = io.TextIOWrapper(
             raw if unbuffered else io.BufferedWriter(raw),
-            "utf-8",
+            encoding or "utf-8",
             errors,
             line_buffering=is_line_buffered,
             write_through=unbuffered,

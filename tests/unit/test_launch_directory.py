@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from launches import DEADLINE, Run, hosts, launcher, script
+from launches import Run, launcher
 
 from gossipx.config import files as config_files
 from gossipx.errors import UsageError
@@ -138,33 +136,6 @@ def test_a_run_in_progress_is_not_overwritten(run: Run, mine: Path, tmp_path: Pa
 def test_a_name_that_no_file_can_have(run: Run) -> None:
     with pytest.raises(UsageError, match=r"cannot write the run: .*give another .*--name"):
         run("finish()", name="x" * 300)
-
-
-@pytest.mark.parametrize(
-    "shut",
-    [
-        True,
-        pytest.param(
-            False,
-            marks=pytest.mark.skipif(
-                not Path("/dev/full").exists(), reason="/dev/full is the kernel's, on Linux alone"
-            ),
-        ),
-    ],
-)
-def test_a_run_continues_without_a_reader_of_its_output(tmp_path: Path, shut: bool) -> None:
-    file = script(tmp_path, "print('hello'); train(); print('more'); finish()")
-    start = [sys.executable, "-m", "gossipx", "run", "--peers", str(hosts(tmp_path, "localhost slots=2"))]
-    command = [*start, "--logdir", str(tmp_path / "runs"), "--name", "mine", str(file)]
-    if shut:
-        reading, writing = os.pipe()
-        os.close(reading)
-    else:
-        writing = os.open("/dev/full", os.O_WRONLY)
-    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=DEADLINE, check=False)
-    os.close(writing)
-    assert ended.returncode == 0 and ended.stderr == b""
-    assert read(tmp_path / "runs" / "mine").lost == []
 
 
 def test_the_directory_of_another_program_is_not_a_run(run: Run, mine: Path) -> None:

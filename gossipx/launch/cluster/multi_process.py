@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -217,7 +217,7 @@ class SharedDirectory:
         until = time.monotonic() + self._patience
         with contextlib.ExitStack() as opened:
             try:
-                file = opened.enter_context((self.path / CONFIG_FILE).open())
+                file = opened.enter_context((self.path / CONFIG_FILE).open("rb"))
                 while not _has_locked(file):
                     if time.monotonic() > until:
                         raise TimeoutError(0, f"another process has held it for {self._patience:g} s")
@@ -236,7 +236,7 @@ class SharedDirectory:
         return None
 
 
-def _has_locked(file: TextIO) -> bool:
+def _has_locked(file: BinaryIO) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

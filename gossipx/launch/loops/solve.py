@@ -104,7 +104,7 @@ def _log_in(directory: Path) -> Iterator[TextIO]:
     """Open the log for appending; later lines may find no room."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        stream = (directory / LOG_FILE).open("a", buffering=1)
+        stream = (directory / LOG_FILE).open("a", buffering=1, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write there: {error.strerror}; give another --logdir", directory) from error
     try:

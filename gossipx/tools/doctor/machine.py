@@ -103,7 +103,7 @@ def model(
     title = script[0] if script else f"{complete.task.model} for {complete.task.task}"
     if not script_exists(script):
         raise UsageError("no such script", file=script[0])
-    with tempfile.NamedTemporaryFile("w", suffix=".toml") as options:
+    with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as options:
         options.write(files.dump(complete))
         options.flush()
         environment = {
