@@ -156,6 +156,9 @@ def _faults(rows: Sequence[Row]) -> list[tuple[str, Cell]]:
         "suspicions": "suspicions",
         "set_back": "shards set back",
         "unwritten": "not written to disk",
+        "crashes": "crashes",
+        "restarts": "restarts",
+        "lost_iterations": "lost iterations",
     }
     return [
         _figure(heading, name, "{:.0f}")

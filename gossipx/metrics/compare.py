@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,7 @@ class Row:
         suspicions: how often another peer stopped answering.
         set_back: how often a shard's server came back without all of the shard's state; of the worker that saw most.
         unwritten: records of curves, checkpoints and models that could not be written.
+        crashes, restarts, lost_iterations: of a simulated run.
         intervals: half the 95 % interval of each mean over several runs, by name of the field.
         paired: differences from the first row's runs of the same seeds, by name of the field; empty for the first row,
             and without common seeds.
@@ -110,6 +111,9 @@ class Row:
     suspicions: float | None
     set_back: float | None
     unwritten: float | None
+    crashes: float | None
+    restarts: float | None
+    lost_iterations: float | None
     intervals: dict[str, float]
     paired: dict[str, Estimate]
     fixed_period: FixedPeriod | None
@@ -120,6 +124,12 @@ REACHED = (
     *("loss", "loss_worst", "loss_before_finish", "loss_averaged"),
 )
 """Fields of a row that say how good the models are."""
+
+SUMMED = (
+    *("poisoned", "corrupted", "strangers", "expiry_warnings", "suspicions", "unwritten"),
+    *("crashes", "restarts", "lost_iterations"),
+)
+"""Counts of a summary that are summed over peers and runs."""
 
 _Measured = Mapping[str, float | None]
 """The figures of one run, by name of the row's field."""
@@ -263,20 +273,15 @@ def _counted(runs: Sequence[Summary]) -> dict[str, Any]:
     """Return the counts of faults and of peers of all runs together, and whether each run ended with one model."""
     agreements = [run.agreed for run in runs]
 
-    def total(figures: Callable[[Summary], Figures]) -> float | None:
-        return _sum([value for run in runs for value in figures(run)])
+    def total(name: str) -> float | None:
+        return _sum([value for run in runs for value in getattr(run, name)])
 
     return {
         "agreed": False if False in agreements else None if None in agreements else True,
         "lost": sum(len(run.lost) for run in runs),
         "stopped": sum(len(run.stopped) for run in runs),
-        "poisoned": total(lambda run: run.poisoned),
-        "corrupted": total(lambda run: run.corrupted),
-        "strangers": total(lambda run: run.strangers),
-        "expiry_warnings": total(lambda run: run.expiry_warnings),
-        "suspicions": total(lambda run: run.suspicions),
         "set_back": _sum([max(_present(run.set_back), default=None) for run in runs]),
-        "unwritten": total(lambda run: run.unwritten),
+        **{name: total(name) for name in SUMMED},
     }
 
 

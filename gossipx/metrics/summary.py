@@ -66,6 +66,10 @@ class Summary:
         suspicions: how often another peer stopped answering; most of them answer again later.
         set_back: how often a shard's server came back without all of the shard's state, as each worker saw it.
         unwritten: records of curves, checkpoints, changes for a server's journal and models that could not be written.
+        crashes: how often each peer's process was killed; this and the next two: None in a real run.
+        restarts: how often it was started again.
+        lost_iterations: iterations that its killed processes had made since the checkpoint with which the next process
+            began, or all, if there was none. Other peers may have mixed in models with them.
         consensus_loss: loss on test data of the average of all final models.
     """
 
@@ -108,6 +112,9 @@ class Summary:
     suspicions: Figures
     set_back: Figures
     unwritten: Figures
+    crashes: Figures
+    restarts: Figures
+    lost_iterations: Figures
 
     def of_training(self, figures: Figures) -> Figures:
         """Return the figures of the peers that train; peers that were lost are left out."""

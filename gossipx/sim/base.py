@@ -46,6 +46,7 @@ class BasePeer(abc.ABC):
         after_step: called after each iteration that the reporter has recorded.
         report: the final figures; empty before they are known.
         trained: when its training began and ended; None: not yet.
+        began: the iteration with which training began.
         delta: Δ_t of the last iteration.
         entries: the answers to processes that asked this peer to admit them.
         assembled: whether the peer begins to train at once, since all peers are known to be present.
@@ -80,10 +81,10 @@ class BasePeer(abc.ABC):
         self.evaluate: Callable[[], dict[str, float]] = dict
         self.report: dict[str, Any] = {}
         self.trained: list[float | None] = [None, None]
+        self.began = 0
         self.delta = 0.0
         self.entries: list[ReportEntry] = []
         self._reported = 0  # the iteration that was reported last
-        self._began = 0  # the iteration with which training began
         self._scores: dict[str, float] = {}  # before the finish
         self._has_gradients = False  # that were not pushed yet
         self._compute = compute
@@ -237,7 +238,7 @@ class BasePeer(abc.ABC):
             case "join":
                 self._phase = "train"
                 self.trained[0] = self.world.now
-                self._reported = self._began = self.step
+                self._reported = self.began = self.step
                 self.training_begins()
                 if self.reporter is not None:
                     self.reporter.training_begins()
@@ -283,7 +284,7 @@ class BasePeer(abc.ABC):
 
     def _train_ended(self) -> None:
         self.trained[1] = self.world.now
-        if self.role.trains and self.step == self._began > 0:
+        if self.role.trains and self.step == self.began > 0:
             self.warn("idle", trained_none(self.step))
         if self.reporter is not None:
             self._scores = self.evaluate() if self.role.trains and self.scored else {}

@@ -63,6 +63,9 @@ REPORT = {
     "expiry_warnings": 0,
     "suspicions": 0,
     "set_back": 0,
+    "crashes": None,
+    "restarts": None,
+    "lost_iterations": None,
 }
 """The report of one peer."""
 
@@ -265,9 +268,9 @@ def test_skipped_decisions_are_compared() -> None:
 
 @pytest.mark.fault(12, 15, 22, 57)
 def test_faults_of_all_peers_are_compared() -> None:
-    faults = ("poisoned", "corrupted", "strangers", "expiry_warnings", "suspicions", "unwritten")
+    faults = ("poisoned", "corrupted", "strangers", "expiry_warnings", "suspicions", "unwritten", "lost_iterations")
     [row] = compare([summary({**REPORT, **dict.fromkeys(faults, 2)}, None, {**REPORT, **dict.fromkeys(faults, 3)})])
-    assert [getattr(row, fault) for fault in faults] == [5] * 6
+    assert [getattr(row, fault) for fault in faults] == [5] * 7 and row.crashes is None
 
 
 @pytest.mark.fault(44)

@@ -15,6 +15,8 @@ from gossipx.sim import World
 def test_a_crashed_peer_that_does_not_return_is_lost(tmp_path: Path) -> None:
     run = simulated(scenario(tmp_path, TRAFFIC, faults=[{"kind": "crash", "peers": [4], "at": 3.0}]))
     assert run.lost == ["peer-04"] and run.iterations == 200
+    assert run.crashes == [0, 0, 0, 0, 1, 0] and run.restarts == [0] * 6
+    assert sum(n or 0 for n in run.lost_iterations) == run.lost_iterations[4] == pytest.approx(2.8 / 0.0741, abs=3)
 
 
 def test_a_peer_that_is_started_again_ends_with_the_others(tmp_path: Path) -> None:
@@ -91,21 +93,38 @@ def test_a_full_disk_and_a_lost_one_cost_the_state(tmp_path: Path) -> None:
     }
     crash = {"kind": "crash", "peers": [1], "at": 3.55, "until": 4.05}
 
-    def seconds(*faults: dict[str, Any]) -> float:
-        return float(simulated(scenario(tmp_path, settings, faults=list(faults))).train_seconds[1] or 0)
+    def ended(*faults: dict[str, Any]) -> tuple[float, float]:
+        run = simulated(scenario(tmp_path, settings, faults=list(faults)))
+        assert (run.crashes, run.restarts) == ([0, 1, 0], [0, 1, 0])
+        return round(float(run.train_seconds[1] or 0), 0), run.lost_iterations[1] or 0
 
-    kept = seconds({**crash, "state": "kept"})
-    assert kept == pytest.approx(3.0, abs=0.15), "the iterations from 30 to 60, after the restart"
+    assert ended({**crash, "state": "kept"}) == (3.0, 5), "the iterations from 30 to 60, after the restart"
     full = {"kind": "disk-full", "peers": [1], "at": 1.5}
-    assert seconds({**crash, "state": "kept"}, full) == pytest.approx(5.0, abs=0.15), "the disk has iteration 10"
+    assert ended({**crash, "state": "kept"}, full) == (5.0, 25), "the disk has iteration 10"
     assert simulated(scenario(tmp_path, settings, faults=[full])).unwritten == [0, 5, 0], "iterations 20 to 60"
-    assert seconds({**crash, "state": "lost"}) == pytest.approx(2.0, abs=0.15), "the others were at 40"
+    assert ended({**crash, "state": "lost"}) == (2.0, 35), "the others were at 40"
+    again = {**crash, "at": 5.0, "until": 5.5, "state": "lost"}
+    run = simulated(scenario(tmp_path, settings, faults=[{**crash, "state": "lost"}, again]))
+    assert (run.crashes[1], run.restarts[1]) == (2, 2)
+    assert 35 + 8 <= (run.lost_iterations[1] or 0) <= 35 + 10, "the second process began at about 40"
 
 
 def test_churn_lets_peers_crash_and_return(tmp_path: Path) -> None:
     churn = {"churn": {"rate": 6.0, "downtime": 1.0}, "exchange": {"peer_timeout": 2.0}, "sync": {"policy": "tau:10"}}
     run = simulated(scenario(tmp_path, TRAFFIC, churn))
     assert sum(n or 0 for n in run.suspicions) > 0 and len(run.lost) < 6
+    crashes, restarts, lost = ([n or 0 for n in each] for each in (run.crashes, run.restarts, run.lost_iterations))
+    assert sum(crashes) >= sum(restarts) > 0 and sum(crashes) - sum(restarts) <= len(run.lost)
+    assert all((one > 0) <= (crashed > 0) for one, crashed in zip(lost, crashes, strict=True)) and sum(lost) > 0
+
+
+def test_churn_without_a_crash_is_told(tmp_path: Path) -> None:
+    churn = {"churn": {"rate": 0.05, "downtime": 1.0}}
+    fault = {"kind": "crash", "peers": [4], "at": 3.0}
+    for faults in ([], [fault]):
+        done = command(scenario(tmp_path, TRAFFIC, churn, faults=faults), "--overwrite", "--name", "one")
+        assert done.exit_code == 0
+        assert "no peer crashed: a rate of 0.05 is 0.1 crashes of 6 peers in 1" in done.output, done.output
 
 
 def test_a_partition_and_a_late_peer(tmp_path: Path) -> None:

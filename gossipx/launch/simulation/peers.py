@@ -68,6 +68,11 @@ class Disks:
             return None
         return self.of(rank).state
 
+    def iteration(self, rank: int) -> int:
+        """Return the iteration of a peer's checkpoint; 0: it has none."""
+        state = self.of(rank).state
+        return int(state["driver"]["iteration"]) if state else 0
+
     def is_due(self, rank: int, step: int) -> bool:
         """Return whether a peer writes a checkpoint at an iteration."""
         return self.every > 0 and step % self.every == 0

@@ -10,7 +10,7 @@ import math
 import random
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,10 @@ class _Simulation:
         self._world: World[BasePeer] = World(seed, network_of(plan.scenario.network, plan.size, seed))
         self._curves: Aggregate | None = curves_of(plan, directory.path, lambda: self._world.now)
         self._recorders: list[Recorder] = []
-        self._restarted: set[int] = set()
+        self._crashes: Counter[int] = Counter()  # by rank, as the next two
+        self._restarts: Counter[int] = Counter()
+        self._lost_iterations: Counter[int] = Counter()
+        self._churned = False  # whether churn let a peer crash
         self._without_effect: defaultdict[tuple[str, float], list[int]] = defaultdict(list)  # ranks by fault, so far
         self._began = math.inf  # when the first process that was replaced began to train
 
@@ -162,7 +165,7 @@ class _Simulation:
         def make(number: int) -> BasePeer:
             peer = self._make(rank, number)
             if number:
-                self._restarted.add(rank)
+                self._restarts[rank] += 1
             before = self._world.peers.get(rank)
             if before is not None and before.trained[0] is not None:
                 self._began = min(self._began, before.trained[0])
@@ -219,8 +222,13 @@ class _Simulation:
         """Let a peer crash, unless it has ended by then, and start it again."""
 
         def crash() -> None:
-            if self._world.peers[rank].down_since is not None:
+            peer = self._world.peers[rank]
+            if peer.down_since is not None:
                 return
+            self._crashes[rank] += 1
+            if peer.trained[0] is not None:
+                kept = 0 if lost or again == math.inf else self._disks.iteration(rank)
+                self._lost_iterations[rank] += peer.step - max(peer.began, kept)
             self._world.crash(rank, at)
             if again < math.inf:
                 if lost:
@@ -253,6 +261,7 @@ class _Simulation:
             if peer is not None and (peer.report or peer.trained[1] is not None):
                 return  # it has trained to the end, or left
             if peer is not None:  # None: it starts late; one that is down does not crash, but may again later
+                self._churned = self._churned or peer.down_since is None
                 self._crash(rank, at, at + down, churn.state == "lost")
             if down < math.inf:
                 self._next_crash(rank, at + down, rng)
@@ -326,6 +335,13 @@ class _Simulation:
         ended = max(self._world.now if peer.down_since is None else peer.down_since for peer in peers)
         traffic = self._plan.scenario.simulation.work == "traffic"
         summary = sum_up(self._plan.config, self._plan.names, not traffic, ended - began, results, stopped)
+        ranks = range(self._plan.size)
+        summary = dataclasses.replace(
+            summary,
+            crashes=[self._crashes[rank] for rank in ranks],
+            restarts=[self._restarts[rank] for rank in ranks],
+            lost_iterations=[self._lost_iterations[rank] for rank in ranks],
+        )
         if not results:
             summary = dataclasses.replace(summary, iterations=max(peer.step for peer in peers))
         if self._plan.scenario.simulation.retrievals is not None:
@@ -346,9 +362,14 @@ class _Simulation:
             if ranks and (at <= self._world.now or self._world.over):
                 told = _listed([self._plan.names[rank] for rank in ranks])
                 print(f"the {kind} at {at:g} s had no effect on {told}: not running then", file=sys.stderr)
+        churn = self._plan.scenario.churn
+        if churn.rate and not self._churned:
+            expected = churn.rate / 60 * self._plan.size * self._world.now
+            told = f"{expected:.1f} crashes of {self._plan.size} peers in {self._world.now:.1f} s"
+            print(f"no peer crashed: a rate of {churn.rate:g} is {told}; raise rate in [churn]", file=sys.stderr)
         stopped: dict[str, list[str]] = {}
         for rank, peer in sorted(self._world.peers.items()):
-            begins_late = rank in self._plan.late or rank in self._restarted
+            begins_late = rank in self._plan.late or rank in self._restarts
             if begins_late and peer.trained[0] is None and self._is_over_without(rank):
                 print(f"{self._plan.names[rank]} was started too late: the others had ended", file=sys.stderr)
             elif peer.reason is not None:
