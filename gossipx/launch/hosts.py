@@ -6,7 +6,7 @@ import hashlib
 import ipaddress
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,11 @@ LEAST_PORT = 1024
 LONGEST = 500
 """Maximum characters per line; names are sent over the network and written to logs."""
 _LINE = re.compile(r"(?P<host>\[[^\]]*\]|[^\s:\[\]-][^\s:\[\]]*)(?::(?P<port>[^\s:]*))?")
+_QUOTE = "[\"'\N{LEFT SINGLE QUOTATION MARK}-\N{DOUBLE HIGH-REVERSED-9 QUOTATION MARK}]"
+_QUOTES = rf"(?<![^\s=]){_QUOTE}|{_QUOTE}(?!\S)"
+"""Straight and typographic ones around a word or a value; one may be inside a name."""
 _WORDS = ("", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+LOOPBACK = "127.0.0.1"
 NAT = "nat"
 """Word on the line of a host to which other hosts cannot connect."""
 ADVICE = "give --peers hosts.txt, with one line per host such as 'localhost slots=4'"
@@ -157,6 +161,20 @@ def _parse(content: str, path: Path | None, number: int, rank: int) -> list[Peer
 
 def _dialect(content: str, first: str) -> str:
     """Return what to write instead of a line in the form of another tool's hosts file; empty: no known form."""
+    if (plain := re.sub(_QUOTES, "", content)) != content:
+        return f"quotes are not part of a line: write {plain}"
+    if multiaddress := re.match(r"/(ip[46]|dns[46]?)/([^/]+)(?:/(?:tcp|udp)/(\d+))?", first):  # libp2p, hivemind
+        host, port = multiaddress[2], multiaddress[3]
+        bracketed = f"[{host}]" if ":" in host else host
+        return f"'{first}' is a multiaddress: write {bracketed}" + (f":{port}" if port else "")
+    if url := re.match(r"\w+://([^/]*)", first):
+        return f"'{first}' is a URL: write {url[1]}"
+    if multiple := re.fullmatch(r"(\d+)\*([^*]+)|([^*]+)\*(\d+)", first):
+        return f"'{first}' is a multiple: write {multiple[2] or multiple[3]} slots={multiple[1] or multiple[4]}"
+    if counted := re.match(r"\S+\s+(\d+)(?!\S)", content):  # SGE, LSF
+        pairs = [f"{host} slots={count}" for host, count in re.findall(r"(\S+)\s+(\d+)(?!\S)", content)]
+        below = f", and {' and '.join(pairs[1:])} below it" if pairs[1:] else ""
+        return f"'{counted[1]}' is a number of slots, as in files of SGE and LSF: write {pairs[0]}{below}"
     spaced = re.search(rf"\b({'|'.join(_KEYS)})(?:\s+=\s*|=\s+|\s+)([^\s=]+)(?!\S)", content)
     if spaced:
         return f"'{spaced[0]}' has spaces: write {spaced[1]}={spaced[2]}"
@@ -227,21 +245,27 @@ def local_ranks(peers: Sequence[PeerLine], advertise: str | None, path: Path) ->
         if not ranks:
             raise UsageError(f"no line has the host '{advertise}' that --advertise names", path)
         # Compares text, without name resolution.
-        _refuse_mixture([peer for peer in peers if _is_loopback_word(peer.host)], peers, path)
+        _refuse_mixture({peer.host: peer.host for peer in peers if _is_loopback_word(peer.host)}, peers, path)
         return ranks
     addresses = _resolve_all(peers, path)
-    lines: dict[tuple[_Address, int], PeerLine] = {}
+    refuse_repeated(peers, addresses, path)
     known = [peer for peer in peers if peer.host in addresses]
-    for peer in known:
-        first = lines.setdefault((addresses[peer.host], peer.port), peer)
-        if first is not peer:
-            this, other = _shown(peer.host, peer.port), _shown(first.host, first.port)
-            raise UsageError(f"'{this}' is the same address as '{other}' on line {first.line}", path, peer.line)
-    _refuse_mixture([peer for peer in known if addresses[peer.host].is_loopback], peers, path)
+    loopback = {host: str(address) for host, address in addresses.items() if address.is_loopback}
+    _refuse_mixture(loopback, peers, path)
     ranks = [peer.rank for peer in known if is_here(addresses[peer.host])]
     if not ranks:
         raise UsageError("no line is this machine: add one, or name its host by --advertise HOST", path)
     return ranks
+
+
+def refuse_repeated(peers: Sequence[PeerLine], addresses: Mapping[str, _Address], path: Path) -> None:
+    """Refuse two lines with one address and port; ``addresses`` has those of the hosts that are known here."""
+    lines: dict[tuple[_Address, int], PeerLine] = {}
+    for peer in (one for one in peers if one.host in addresses):
+        first = lines.setdefault((addresses[peer.host], peer.port), peer)
+        if first is not peer:
+            reason = f"'{peer.shown}' is the same address as '{first.shown}' on line {first.line}"
+            raise UsageError(reason, path, peer.line)
 
 
 def _resolve_all(peers: Sequence[PeerLine], path: Path) -> dict[str, _Address]:
@@ -256,6 +280,14 @@ def _resolve_all(peers: Sequence[PeerLine], path: Path) -> dict[str, _Address]:
     return found
 
 
+def only_address(bind: str) -> str | None:
+    """Return the one address on which a peer with this ``--bind`` listens; None: all, loopback, or a name."""
+    if not _is_address(bind):
+        return None
+    address = ipaddress.ip_address(bind)
+    return None if address.is_unspecified or address.is_loopback else bind
+
+
 def bind_host(peer: PeerLine, bind: str, path: Path | None) -> str:
     """Return the address on which a peer listens: ``bind``, or the loopback address of its line.
 
@@ -263,7 +295,7 @@ def bind_host(peer: PeerLine, bind: str, path: Path | None) -> str:
         UsageError: other peers could not reach it there.
     """
     address = _resolve(peer, path)
-    literal = "127.0.0.1" if bind == "localhost" else bind
+    literal = LOOPBACK if bind == "localhost" else bind
     chosen = ipaddress.ip_address(literal) if _is_address(literal) else None
     if chosen is None:
         try:
@@ -273,14 +305,16 @@ def bind_host(peer: PeerLine, bind: str, path: Path | None) -> str:
                 f"--bind '{bind}' is not an address: give an address of this machine, or 0.0.0.0 for all"
             ) from None
     if address.is_loopback:
-        if chosen is not None and not chosen.is_loopback and not chosen.is_unspecified:
+        if literal == LOOPBACK:  # the default
+            return str(address)
+        if chosen is not None and not chosen.is_unspecified and chosen != address:
             raise UsageError(
-                f"'{peer.host}' is loopback, but peers listen on {bind}: leave --bind out, or write that address in "
-                "the hosts file",
+                f"others connect to {address} ('{peer.host}'), but peers listen on {bind}: leave --bind out, or give"
+                " the host that address",
                 path,
                 peer.line,
             )
-        return str(address) if chosen is not None and chosen.is_loopback else bind
+        return bind
     if chosen is not None and chosen.is_loopback:
         raise UsageError(
             f"peers listen on loopback only, so others cannot reach '{peer.host}': give --bind 0.0.0.0 (or one "
@@ -291,14 +325,15 @@ def bind_host(peer: PeerLine, bind: str, path: Path | None) -> str:
     return bind
 
 
-def _refuse_mixture(loopback: Sequence[PeerLine], peers: Sequence[PeerLine], path: Path) -> None:
-    if loopback and len(loopback) < len(peers):
-        first = loopback[0]
-        raise UsageError(
-            f"'{first.host}' is loopback, which other machines cannot reach: give its network address",
-            path,
-            first.line,
-        )
+def _refuse_mixture(loopback: Mapping[str, str], peers: Sequence[PeerLine], path: Path) -> None:
+    """Refuse a file in which some hosts, but not all, are loopback; ``loopback`` has the addresses of those."""
+    first = next((peer for peer in peers if peer.host in loopback), None)
+    if first is not None and any(peer.host not in loopback for peer in peers):
+        is_name = not _is_loopback_word(first.host)  # Debian's installer gives a machine's own name 127.0.1.1
+        shown = f"{loopback[first.host]} here" if is_name else "loopback"
+        advice = "correct /etc/hosts, or give its address" if is_name else "give its network address"
+        reason = f"'{first.host}' is {shown}, which other machines cannot reach: {advice}"
+        raise UsageError(reason, path, first.line)
 
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address

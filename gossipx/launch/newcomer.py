@@ -32,7 +32,7 @@ from gossipx.errors import (
 from gossipx.launch import directory as directories
 from gossipx.launch.children import Spawn
 from gossipx.launch.environment import ENV_ADMISSION
-from gossipx.launch.hosts import DEFAULT_PORT, PeerLine, address_of, bind_host, peers_digest, read_hosts
+from gossipx.launch.hosts import DEFAULT_PORT, PeerLine, address_of, bind_host, only_address, peers_digest, read_hosts
 from gossipx.launch.local import follow
 from gossipx.launch.ports import reserve
 from gossipx.launch.start import Start, check_script
@@ -74,7 +74,7 @@ def join(
     check_script(script)
     addresses = [Address(*address_of(one.strip())) for one in contacts.split(",")]
     own = files.resolve(given)
-    host = own.exchange.advertise or _local_host(addresses[0])
+    host = own.exchange.advertise or only_address(own.exchange.bind) or _local_host(addresses[0])
     bind = bind_host(PeerLine(0, host, DEFAULT_PORT, None, host, 0), own.exchange.bind, None)
     access = security.grant(own.exchange, bind)
     check_device(own.run.device, "--device")

@@ -154,7 +154,10 @@ def _unknown(place: Place) -> str:
         return f"the name of a field is expected{where}, not {_shown(place.name)}"
     if fork := fork_of(place.message, place.name):
         return f"field {_shown(place.name)}{where} is of {fork}: gossipx has BVLC's fields only, so remove it"
-    return f"unknown field {_shown(place.name)}{where}{suggest(place.name, MESSAGES[place.message])}"
+    # Fields of forks resemble others, such as stepearly and stepvalue.
+    meant = suggest(place.name, MESSAGES[place.message], least=0.75)
+    meant = meant or ": BVLC's Caffe has none of that name; if it is a fork's, remove it"
+    return f"unknown field {_shown(place.name)}{where}{meant}"
 
 
 def _refused(place: Place, token: str) -> str:

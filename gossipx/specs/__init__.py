@@ -70,9 +70,10 @@ def text(value: Any, name: str) -> str:
     return name + (":" + ",".join(parts) if parts else "")
 
 
-def suggest(word: str, known: Mapping[str, Any]) -> str:
-    """Return `` (did you mean 'x'?)`` if a similar word is known, else an empty string."""
-    near = difflib.get_close_matches(word, list(known), n=1)
+def suggest(word: str, known: Mapping[str, Any], least: float = 0.6) -> str:
+    """Return `` (did you mean 'x'?)`` if a word is known whose similarity, from 0 to 1, is ``least`` or more, else an
+    empty string."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=least)
     return f" (did you mean '{near[0]}'?)" if near else ""
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gossipx.errors import UsageError
-from gossipx.launch.hosts import DEFAULT_PORT, PeerLine, bind_host, local_ranks, peers_digest, read_hosts
+from gossipx.launch.hosts import DEFAULT_PORT, PeerLine, bind_host, local_ranks, only_address, peers_digest, read_hosts
 
 ELSEWHERE = "203.0.113.1"
 """An address that no machine has (RFC 5737, TEST-NET-3; sandboxes commonly use the first of its three networks)."""
@@ -196,6 +196,24 @@ def test_a_malformed_line_is_reported_with_file_and_line(tmp_path: Path, line: s
         ("node[1-2,7]", "'node[1-2,7]' is a"),
         ("a max_slots=4", "'max_slots=4' has no meaning here: leave it out"),
         ("a slots=2 max-slots=4", "'max-slots=4' has no meaning here: leave it out"),
+        ("/ip4/10.0.0.7/tcp/29401", "'/ip4/10.0.0.7/tcp/29401' is a multiaddress: write 10.0.0.7:29401"),
+        ("/ip6/fd00::1/tcp/29401/p2p/Qm7", "'/ip6/fd00::1/tcp/29401/p2p/Qm7' is a multiaddress: write [fd00::1]:29401"),
+        ("/dns4/node1/udp/29401/quic", "'/dns4/node1/udp/29401/quic' is a multiaddress: write node1:29401"),
+        ("/dns/node1", "'/dns/node1' is a multiaddress: write node1"),
+        ("tcp://node1:29401", "'tcp://node1:29401' is a URL: write node1:29401"),
+        ("tcp://node1:29401/", "'tcp://node1:29401/' is a URL: write node1:29401"),
+        ("localhost*2", "'localhost*2' is a multiple: write localhost slots=2"),
+        ("2*node1", "'2*node1' is a multiple: write node1 slots=2"),
+        ("\u201cnode1\u201d slots=2", "quotes are not part of a line: write node1 slots=2"),
+        ("\u2018node1 slots=2\u2019", "quotes are not part of a line: write node1 slots=2"),
+        ("'node1 slots=2'", "quotes are not part of a line: write node1 slots=2"),
+        ('node1 name="a"', "quotes are not part of a line: write node1 name=a"),
+        ("node1 4 all.q@node1 UNDEFINED", "'4' is a number of slots, as in files of SGE and LSF: write node1 slots=4"),
+        ("node1 4", "'4' is a number of slots, as in files of SGE and LSF: write node1 slots=4"),
+        (
+            "n1 4 n2 8",
+            "'4' is a number of slots, as in files of SGE and LSF: write n1 slots=4, and n2 slots=8 below it",
+        ),
     ],
 )
 def test_another_tools_form_is_told_with_what_to_write(tmp_path: Path, line: str, told: str) -> None:
@@ -280,6 +298,26 @@ def test_loopback_mixed_with_other_machines_is_refused(tmp_path: Path, text: str
     assert str(caught.value).startswith(f"{file}:2: ")
 
 
+@pytest.mark.fault(35)
+def test_a_name_that_is_loopback_here_is_told_of_etc_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian's installer gives a machine's own name the address 127.0.1.1."""
+    really = socket.getaddrinfo
+
+    def resolve(host: str, *arguments: object, **options: object) -> object:
+        return really("127.0.1.1" if host == "node1" else host, *arguments, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    file = hosts(tmp_path, f"node1\n{ELSEWHERE}\n")
+    with pytest.raises(UsageError) as caught:
+        local_ranks(read_hosts(file), None, file)
+    told = "'node1' is 127.0.1.1 here, which other machines cannot reach: correct /etc/hosts, or give its address"
+    assert str(caught.value) == f"{file}:1: {told}"
+    with pytest.raises(UsageError, match=r"connect to 127\.0\.1\.1 \('node1'\), but peers listen on 203\.0\.113\.1"):
+        bind_host(read_hosts(file)[0], "203.0.113.1", file)
+    alone = hosts(tmp_path, "node1 slots=2\n")
+    assert local_ranks(read_hosts(alone), None, alone) == [0, 1], "no other machine needs to reach it"
+
+
 def test_advertise_selects_the_lines_of_this_machine(tmp_path: Path) -> None:
     """Names are not resolved: behind NAT, no address of the file belongs to this machine."""
     file = hosts(tmp_path, f"{ELSEWHERE} slots=2\n{NO_SUCH_NAME}\n[2001:db8::7]\n{ELSEWHERE}:5007\n")
@@ -354,12 +392,30 @@ def test_a_peer_off_loopback_needs_bind(tmp_path: Path, host: str, bind: str) ->
     assert str(caught.value).startswith(f"{file}:2: ") and host.strip("[]") in str(caught.value)
 
 
-@pytest.mark.parametrize("bind", [ELSEWHERE, "2001:db8::7"])
+@pytest.mark.parametrize("bind", [ELSEWHERE, "2001:db8::7", "127.0.0.2", "::1"])
 def test_a_peer_on_loopback_is_not_found_at_another_address(tmp_path: Path, bind: str) -> None:
     file = hosts(tmp_path, "# one\nlocalhost slots=2\n")
-    with pytest.raises(UsageError, match=f"'localhost' is loopback, but peers listen on {bind}") as caught:
+    with pytest.raises(
+        UsageError, match=f"connect to 127.0.0.1 \\('localhost'\\), but peers listen on {bind}"
+    ) as caught:
         bind_host(read_hosts(file)[0], bind, file)
     assert str(caught.value).startswith(f"{file}:2: ")
+
+
+@pytest.mark.parametrize(
+    ("bind", "only"),
+    [
+        ("127.0.0.1", None),
+        ("0.0.0.0", None),
+        ("::", None),
+        ("node1", None),
+        (ELSEWHERE, ELSEWHERE),
+        ("2001:db8::7",) * 2,
+    ],
+)
+def test_a_peer_is_advertised_at_the_one_address_on_which_it_listens(bind: str, only: str | None) -> None:
+    """A newcomer, or a process of torchrun, that binds one of a machine's addresses is not reached at the others."""
+    assert only_address(bind) == only
 
 
 @pytest.mark.parametrize("bind", ["999.1.1.1", "no such host", NO_SUCH_NAME])

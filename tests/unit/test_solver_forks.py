@@ -44,6 +44,16 @@ def test_a_field_of_a_fork_is_named_as_that(text: str, place: str, field: str, f
     )
 
 
+@pytest.mark.fault(62)
+@pytest.mark.parametrize("field", ["stepearly", "plateau_factor"])
+def test_a_field_of_an_unknown_fork_is_not_taken_for_another(field: str) -> None:
+    """stepvalue, a list of iterations where the rate falls, is not what was meant."""
+    with pytest.raises(UsageError) as caught:
+        parse(f"base_lr: 1\n{field}: 5", PATH)
+    told = f"{PATH}:2:1: unknown field '{field}': BVLC's Caffe has none of that name; if it is a fork's, remove it"
+    assert str(caught.value) == told
+
+
 def test_no_field_of_a_fork_is_in_the_schema() -> None:
     for added in forks._FORKS.values():
         for message, names in added.items():

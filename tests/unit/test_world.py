@@ -43,6 +43,23 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "PMIX_NAMESPACE": "206045185",
 }
+FLUX = {
+    "FLUX_TASK_RANK": "3",
+    "FLUX_JOB_SIZE": "4",
+    "FLUX_TASK_LOCAL_ID": "1",
+    "FLUX_JOB_NNODES": "2",
+    "FLUX_JOB_ID": "ƒ2oLkTLb",
+}
+INTEL_MPI = {
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+    "MPI_LOCALRANKID": "0",
+    "MPI_LOCALNRANKS": "1",
+    "I_MPI_HYDRA_UUID": "075c0000-2ac6-bda4-6061-0600ab38b458",
+}
+"""As mpiexec of Intel MPI 2021 sets them; MPICH 5 sets the same without the UUID."""
+PALS = {"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "0", "PALS_LOCAL_SIZE": "2", "PALS_APID": "8f"}
+"""Without the variables PMI_RANK and PMI_SIZE that mpiexec of a Cray adds to these."""
 OWN = {"GOSSIPX_RANK": "1", "GOSSIPX_SIZE": "2", "GOSSIPX_MASTER": "[fd00::1]:7000"}
 
 
@@ -114,12 +131,44 @@ def test_open_mpi_does_not_define_the_host_of_rank_0() -> None:
     assert said is not None and (said.master, said.port, said.source) == ("head", 5, "mpirun")
 
 
+def test_flux_and_the_process_managers_of_mpich_intel_mpi_and_cray() -> None:
+    flux = find(FLUX)
+    assert flux is not None and (flux.rank, flux.size, flux.local_rank, flux.source) == (3, 4, 1, "flux run")
+    assert flux.master is None and not flux.one_host
+    here = find({**FLUX, "FLUX_JOB_NNODES": "1"})
+    assert here is not None and here.one_host and here.master == "127.0.0.1"
+    another = find({**FLUX, "FLUX_JOB_NNODES": "1", "FLUX_JOB_ID": "ƒ3"})
+    assert another is not None and another.port != here.port, "two jobs on one machine do not meet"
+
+    for variables in (INTEL_MPI, without(INTEL_MPI, "I_MPI_HYDRA_UUID")):
+        hydra = find(variables)
+        assert hydra is not None and (hydra.rank, hydra.size, hydra.local_rank) == (1, 2, 0)
+        assert (hydra.source, hydra.master, hydra.one_host) == ("mpiexec", None, False)
+    here = find({**INTEL_MPI, "MPI_LOCALNRANKS": "2"})
+    assert here is not None and here.one_host and here.master == "127.0.0.1"
+
+    cray = find({**PALS, "PMI_RANK": "1", "PMI_SIZE": "2"})
+    assert cray is not None and (cray.rank, cray.size, cray.local_rank, cray.one_host) == (1, 2, 0, True)
+    with pytest.raises(UsageError, match="PALS_RANKID is set but PMI_SIZE is not"):
+        find(PALS)
+
+
+def test_the_tasks_of_srun_that_speak_pmi_are_slurms() -> None:
+    """With srun --mpi=pmi2 PMI_RANK and PMI_SIZE are those of the step; with mpiexec in a job they are not."""
+    tasks = find({**SLURM, "PMI_RANK": "5", "PMI_SIZE": "8"})
+    assert tasks is not None and (tasks.source, tasks.rank, tasks.size, tasks.master) == ("srun", 5, 8, "node03")
+    hydra = find({**SLURM, **INTEL_MPI, "PMI_SIZE": "32", "PMI_RANK": "17"})
+    assert hydra is not None and (hydra.source, hydra.rank, hydra.size, hydra.master) == ("mpiexec", 17, 32, "node03")
+
+
 def test_the_order_of_precedence() -> None:
-    layers = [("gossipx", OWN), ("torchrun", TORCHRUN), ("srun", SLURM), ("mpirun", OPEN_MPI)]
-    for some in product([False, True], repeat=4):
+    # In a SLURM job, SLURM's tasks are the daemons of the other launchers.
+    layers = [
+        *(("gossipx", OWN), ("torchrun", TORCHRUN), ("mpirun", OPEN_MPI), ("flux run", FLUX), ("mpiexec", INTEL_MPI)),
+        ("srun", SLURM),
+    ]
+    for some in product([False, True], repeat=6):
         there = [layer for layer, chosen in zip(layers, some, strict=True) if chosen]
-        if some[2:] == (True, True):
-            there.remove(layers[2])  # in a job, SLURM's tasks are mpirun's daemons
         world = find({name: value for _, variables in there for name, value in variables.items()})
         expected = {"gossipx": "GOSSIPX_RANK and GOSSIPX_SIZE"}
         source = None if not there else expected.get(there[0][0], there[0][0])
@@ -127,7 +176,7 @@ def test_the_order_of_precedence() -> None:
 
 
 def test_gossipx_master_has_precedence() -> None:
-    for variables in (TORCHRUN, SLURM, OPEN_MPI):
+    for variables in (TORCHRUN, SLURM, OPEN_MPI, FLUX, INTEL_MPI):
         world = find({**variables, "GOSSIPX_MASTER": "here:9"})
         assert world is not None and (world.master, world.port, world.hosted) == ("here", 9, False)
     own = find(OWN)

@@ -18,12 +18,11 @@ from gossipx.launch import ports
 from gossipx.launch.cluster import world as worlds
 from gossipx.launch.cluster.rendezvous import Rendezvous
 from gossipx.launch.cluster.world import World
-from gossipx.launch.hosts import PeerLine, line_of, parse_hosts
+from gossipx.launch.hosts import LOOPBACK, PeerLine, line_of, only_address, parse_hosts
 from gossipx.transports import Address
 
 log = logging.getLogger("gossipx")
 
-LOOPBACK = "127.0.0.1"
 _HOST = r"[\w.:%-]{1,255}"
 _NAME = r"[\w.-]{1,64}"
 _DEVICE = r"[\w:.]{1,32}"
@@ -82,10 +81,11 @@ def agree(meeting: Rendezvous, exchange: ExchangeSettings, device: str | None = 
         log.warning("%s started one process: this is a run of one peer, without any exchange", world.source)
     reserved = reserve(exchange.bind)
     own = LOOPBACK if world.one_host else meeting.own
-    host = (exchange.advertise or own).strip("[]")
+    given = exchange.advertise or only_address(exchange.bind)
+    host = (given or own).strip("[]")
     hostname = re.sub(r"[^\w.-]", "-", socket.gethostname().partition(".")[0])[:64] or "host"
     port = reserved.getsockname()[1]
-    info = PeerInfo(host, exchange.advertise is not None, meeting.reached, hostname, port, device)
+    info = PeerInfo(host, given is not None, meeting.reached, hostname, port, device)
     meeting.publish("peer", dataclasses.asdict(info))
     infos = [peer_info_of(received, rank) for rank, received in enumerate(meeting.gather("peer"))]
     return text_of(infos), reserved

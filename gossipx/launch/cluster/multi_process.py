@@ -30,7 +30,7 @@ from gossipx.launch.cluster.rendezvous import Rendezvous
 from gossipx.launch.cluster.world import World, check_size, is_loopback
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, RunDirectory, checked_name, record
 from gossipx.launch.directory import replace as replace_file
-from gossipx.launch.hosts import PeerLine, read_hosts
+from gossipx.launch.hosts import LOOPBACK, PeerLine, read_hosts
 from gossipx.launch.start import Start, check_here, check_names, check_script, presets, with_name
 from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
@@ -98,7 +98,7 @@ def _listed(hosts: Path, world: World) -> tuple[list[PeerLine], World]:
     if world.master is None:
         world = replace(world, master=peers[0].host, master_from=str(hosts))
     if not world.hosted and all(is_loopback(peer.host) for peer in peers):
-        world = replace(world, master=membership.LOOPBACK, one_host=True)
+        world = replace(world, master=LOOPBACK, one_host=True)
     return peers, world
 
 

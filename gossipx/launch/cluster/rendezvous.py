@@ -235,7 +235,8 @@ class Rendezvous:
         if world.master is None:
             raise UsageError(
                 f"{world.source} does not define the host of rank 0: set {ENV_MASTER}=host[:port] or MASTER_ADDR for"
-                " all processes, as in mpirun -x MASTER_ADDR=host"
+                " all processes, as in mpirun -x MASTER_ADDR=host, mpiexec -genv MASTER_ADDR host or"
+                " flux run --env=MASTER_ADDR=host"
             )
         host, port = world.master, world.port
 

@@ -1,4 +1,4 @@
-"""The processes of a run, as torchrun, SLURM or Open MPI describe them in environment variables: one process per peer.
+"""The processes of a run, as their launcher describes them in environment variables: one process per peer.
 
 This module only reads a mapping of variables; :mod:`gossipx.launch.cluster.rendezvous` connects the processes.
 """
@@ -67,9 +67,9 @@ class World:
 def find(environ: Mapping[str, str]) -> World | None:
     """Return the world of the process with these environment variables; None: it was not started as one of several.
 
-    GOSSIPX_SIZE and its like take precedence, then torchrun's variables, then SLURM's for the tasks of a step, then
-    Open MPI's. In a SLURM job mpirun starts its own daemons as tasks: SLURM's variables count those, so Open MPI's
-    apply.
+    GOSSIPX_SIZE and its like take precedence, then torchrun's variables, then those of Open MPI and Flux, then SLURM's
+    for the tasks of a step, then those of MPICH, Intel MPI and PALS. In a SLURM job other launchers start their own
+    daemons as tasks: SLURM's variables count those, so the others' apply.
 
     Raises:
         UsageError: variables contradict each other; names them.
@@ -77,7 +77,7 @@ def find(environ: Mapping[str, str]) -> World | None:
     if environ.get(ENV_CONFIG):
         return None  # a peer of 'gossipx run', or its child process: GOSSIPX_CONFIG and GOSSIPX_RANK define it
     given = {name: value for name, value in environ.items() if value}
-    for layer in (_gossipx, _torchrun, _slurm, _open_mpi):
+    for layer in (_gossipx, _torchrun, _open_mpi, _flux, _slurm, _pmi):
         found = layer(given)
         if found is not None:
             _check_own_rank(given, found)
@@ -186,14 +186,14 @@ def _torchrun(given: Mapping[str, str]) -> World | None:
 
 
 def _slurm(given: Mapping[str, str]) -> World | None:
-    if "SLURM_PROCID" not in given or "OMPI_COMM_WORLD_RANK" in given or not _is_task(given):
+    if "SLURM_PROCID" not in given or not _is_task(given):
         return None
     # The step's number of tasks takes precedence, since the job's may differ.
-    size_from = next(
-        (n for n in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") if n in given), "SLURM_NTASKS"
-    )
+    size_from = _first(given, ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"))
+    if given.get("PMI_SIZE", given.get(size_from)) != given.get(size_from):
+        return None  # daemons of mpiexec; the tasks of srun --mpi=pmi2 have the same size twice
     rank, size = _rank_of_size(given, "SLURM_PROCID", size_from)
-    nodes = next((given[n] for n in ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES") if n in given), "")
+    nodes = given.get(_first(given, ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")))
     job = ".".join((given.get("SLURM_JOB_ID", "0"), _step(given) or "0", given.get("SLURM_RESTART_COUNT", "0")))
     return _world(given, rank, size, "SLURM_LOCALID", nodes == "1", job, "srun")
 
@@ -212,15 +212,66 @@ def _step(given: Mapping[str, str]) -> str | None:
     return given.get("SLURM_STEP_ID", given.get("SLURM_STEPID"))
 
 
-def _open_mpi(given: Mapping[str, str]) -> World | None:
-    rank_from, size_from = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
-    if rank_from not in given and size_from not in given:
-        return None
-    rank, size = _rank_of_size(given, rank_from, size_from)
-    local = _number(given, "OMPI_COMM_WORLD_LOCAL_SIZE", 1, size)
-    # Open MPI does not define the host of rank 0. In a SLURM job mpirun starts rank 0 on the first node.
-    run = given.get("PMIX_NAMESPACE", "mpi")
-    return _world(given, rank, size, "OMPI_COMM_WORLD_LOCAL_RANK", local == size, run, "mpirun")
+@dataclass(frozen=True)
+class _Launcher:
+    """The variables of a launcher that does not define the host of rank 0; of several names the first that is set.
+
+    Attributes:
+        source: its command, for messages.
+        rank, size, local_rank: as in :class:`World`.
+        hosts: number of machines.
+        local_size: number of processes on this machine.
+        run: identifies the job.
+    """
+
+    source: str
+    rank: tuple[str, ...]
+    size: str
+    local_rank: tuple[str, ...]
+    hosts: str = ""
+    local_size: tuple[str, ...] = ()
+    run: tuple[str, ...] = ()
+
+    def __call__(self, given: Mapping[str, str]) -> World | None:
+        rank_from = _first(given, self.rank)
+        if rank_from not in given and self.size not in given:
+            return None
+        rank, size = _rank_of_size(given, rank_from, self.size)
+        local = _number(given, _first(given, self.local_size), 1, size) if self.local_size else None
+        one_host = local == size or given.get(self.hosts) == "1"
+        run = given.get(_first(given, self.run), "mpi")
+        return _world(given, rank, size, _first(given, self.local_rank), one_host, run, self.source)
+
+
+def _first(given: Mapping[str, str], names: tuple[str, ...]) -> str:
+    return next((name for name in names if name in given), names[0])
+
+
+_open_mpi = _Launcher(
+    "mpirun",
+    ("OMPI_COMM_WORLD_RANK",),
+    "OMPI_COMM_WORLD_SIZE",
+    ("OMPI_COMM_WORLD_LOCAL_RANK",),
+    local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    run=("PMIX_NAMESPACE",),
+)
+_flux = _Launcher(
+    "flux run",
+    ("FLUX_TASK_RANK",),
+    "FLUX_JOB_SIZE",
+    ("FLUX_TASK_LOCAL_ID",),
+    hosts="FLUX_JOB_NNODES",
+    run=("FLUX_JOB_ID",),
+)
+# MPICH, Intel MPI, and PALS of Cray systems, which sets PMI_RANK and PMI_SIZE beside its own variables.
+_pmi = _Launcher(
+    "mpiexec",
+    ("PMI_RANK", "PALS_RANKID"),
+    "PMI_SIZE",
+    ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
+    local_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
+    run=("I_MPI_HYDRA_UUID", "PALS_APID", "PMI_JOBID"),
+)
 
 
 def _world(
@@ -235,7 +286,7 @@ def _world(
 ) -> World:
     """Return the world, with the host and port of rank 0, by the rules that all launchers share."""
     one_host = one_host or size == 1
-    job = source in ("srun", "mpirun")
+    job = source in ("srun", "mpirun", "flux run", "mpiexec")
     port = PORTS[zlib.crc32(run.encode()) % len(PORTS)] if job else DEFAULT_PORT
     their_port = _number(given, "MASTER_PORT", 1, 65_535)
     master, master_from = None, ENV_MASTER

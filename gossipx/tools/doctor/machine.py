@@ -21,7 +21,7 @@ from gossipx.config.settings import RunConfig
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.children import Child, command_of, script_exists
 from gossipx.launch.environment import ENV_CONFIG, ENV_DESCRIBE, ENV_DEVICE, ENV_PEERS, ENV_PROGRESS, ENV_RANK
-from gossipx.launch.hosts import PeerLine, is_here
+from gossipx.launch.hosts import PeerLine, is_here, refuse_repeated
 from gossipx.tools.doctor.findings import Host, Name, Verdict
 from gossipx.tools.doctor.probe import fit
 
@@ -56,6 +56,9 @@ def hosts_here(hosts: Sequence[Host], names: Sequence[Name], advertise: str | No
         if here := [host for host in hosts if host.name == advertise.strip("[]")]:
             return here
         raise UsageError(f"no line has the host '{advertise}' given by --advertise", file)
+    known = {hosts[name.host].name: [ip_address(one) for one in name.addresses] for name in names if name.addresses}
+    first = {host: min(addresses, key=lambda one: one.version) for host, addresses in known.items()}
+    refuse_repeated([peer for host in hosts for peer in host.peers], first, file)
     own = {name.host for name in names if any(is_here(ip_address(address)) for address in name.addresses)}
     if not own:
         unknown = next((name for name in names if not name.addresses), None)
