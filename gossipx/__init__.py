@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gossipx import codecs, parts, policies, recorders
+    from gossipx import codecs, optimizers, parts, policies, recorders
     from gossipx.comm import CommManager
     from gossipx.launch.loops.attach import attach, get_solver
     from gossipx.launch.loops.initialize import initialize
@@ -28,6 +28,7 @@ __all__ = [
     "get_solver",
     "initialize",
     "join",
+    "optimizers",
     "parts",
     "policies",
     "recorders",
@@ -48,6 +49,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in ("codecs", "parts", "policies", "recorders"):
+    if name in ("codecs", "optimizers", "parts", "policies", "recorders"):
         return importlib.import_module(f"gossipx.{name}")
     raise AttributeError(f"module 'gossipx' has no attribute '{name}'")

@@ -30,6 +30,7 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
         "model": "convnet",
         "solver": "alexnet",
         "batch_size": 16,
+        "optimizer": "lars",
         "base_lr": 0.5,
         "gamma": 0.25,
         "momentum": 0.75,
@@ -124,6 +125,7 @@ data_dir = "data"
 model = "convnet"
 solver = "alexnet"
 batch_size = 16
+optimizer = "lars"
 base_lr = 0.5
 gamma = 0.25
 momentum = 0.75

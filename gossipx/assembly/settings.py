@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gossipx import mixing, outer, policies
 from gossipx.assembly.graph import build_schedule
@@ -35,6 +35,8 @@ OF_TASK = (
     *("eval_interval", "seconds"),
 )
 """Settings of the built-in task, which have no effect on a script."""
+MOMENTUM = 0.9
+"""Momentum of SGD and LARS for a model whose own optimizer has none: that of all other models."""
 OF_RUN = ("overwrite", "iterations", "threads", "device", "restart")
 """Settings of ``gossipx run`` that have no effect on a script without it."""
 
@@ -123,30 +125,45 @@ def _with_task_of_model(config: RunConfig) -> RunConfig:
 def _with_preset(config: RunConfig) -> RunConfig:
     task = config.task
     preset = PRESETS[task.model]
-    keys = ["batch_size"]
-    in_solver_file = ("base_lr", "gamma", "momentum", "weight_decay", "lr_steps")
-    if task.solver is None:
-        keys += in_solver_file
-    for key in (*in_solver_file, "nesterov", "eval_interval", "seconds") if task.solver is not None else ():
+    in_solver_file = ("optimizer", "base_lr", "gamma", "momentum", "nesterov", "weight_decay", "lr_steps")
+    for key in (*in_solver_file, "eval_interval", "seconds") if task.solver is not None else ():
         if config.is_given(key):
             option = KEYS[key].option
             raise UsageError(f"{option} is set by the solver file: leave it out, or leave out --solver {task.solver}")
-    if preset.optimizer == "adamw":
-        reason = f"is for SGD, and AdamW trains --model {task.model}: leave it out"
-        _refuse_given(config, ("momentum", "nesterov"), reason)
+    values: dict[str, Any] = {"batch_size": preset.batch_size}
+    if task.solver is None:
+        values = {**dataclasses.asdict(preset), "momentum": _momentum_of(config, preset)}
     if preset.schedule == "cosine":
         reason = f"is for a learning rate with steps, and that of --model {task.model} follows a cosine: leave it out"
         _refuse_given(config, ("gamma", "lr_steps"), reason)
     run = config.run
     if run.seconds is not None and not config.is_given("iterations"):
         run = dataclasses.replace(run, iterations=MOST_ITERATIONS)
-    filled = {key: getattr(preset, key) for key in keys if getattr(task, key) is None}
+    filled = {key: value for key, value in values.items() if getattr(task, key, "") is None}
     return dataclasses.replace(
         config,
         run=run,
         task=dataclasses.replace(task, **filled),
         sync=dataclasses.replace(config.sync, policy=_policy_for(preset, config.sync.policy)),
     )
+
+
+def _momentum_of(config: RunConfig, preset: Preset) -> float | None:
+    """Return the momentum of the optimizer unless it is given; None: the optimizer has none.
+
+    Raises:
+        UsageError: settings do not suit the optimizer, or the preset's learning rate is for another.
+    """
+    task = config.task
+    name = task.optimizer or preset.optimizer
+    reason = f"is for SGD, and {'LARS' if name == 'lars' else 'AdamW'} trains --model {task.model}: leave it out"
+    without = {"sgd": (), "lars": ("nesterov",), "adamw": ("momentum", "nesterov")}[name]
+    _refuse_given(config, without, reason)
+    if name != preset.optimizer and task.base_lr is None:
+        raise UsageError(
+            f"--optimizer {name} needs --base-lr: the learning rate of --model {task.model} is for {preset.optimizer}"
+        )
+    return None if name == "adamw" else preset.momentum or MOMENTUM
 
 
 def _policy_for(preset: Preset, spec: str) -> str:

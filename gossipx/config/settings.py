@@ -135,13 +135,16 @@ class TaskSettings:
     batch_size: int | None = setting(
         None, "Batch size per peer, in images or windows of text. Default: the model's.", 1, 60_000, others="b bs batch"
     )
+    optimizer: Literal["sgd", "adamw", "lars"] | None = setting(
+        None, "Optimizer; another than the model's needs --base-lr. Default: the model's."
+    )
     base_lr: float | None = setting(
         None, "Initial learning rate. Default: the model's.", 0, LARGEST_FACTOR, others="lr learning-rate"
     )
     gamma: float | None = setting(
         None, "Factor applied to the learning rate at each of --lr-steps. Default: the model's.", 0, LARGEST_FACTOR
     )
-    momentum: float | None = setting(None, "Momentum of SGD. Default: the model's.", 0, LARGEST_FACTOR)
+    momentum: float | None = setting(None, "Momentum of SGD or LARS. Default: the model's, or 0.9.", 0, LARGEST_FACTOR)
     nesterov: bool = setting(False, "Use Nesterov momentum; with --hub this is EAMSGD.")
     weight_decay: float | None = setting(
         None, "Weight decay of the optimizer. Default: the model's.", 0, LARGEST_FACTOR

@@ -14,6 +14,7 @@ from seeds import seeds, some
 from torch import Tensor
 
 from gossipx.assembly.server import Parts
+from gossipx.optimizers import LARS
 from gossipx.server.sync_models.models import Drop
 from gossipx.sim import Network, World
 
@@ -28,10 +29,11 @@ OPTIMIZERS: dict[str, served.Optimizer] = {
     "nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.8, nesterov=True),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
+    "lars": lambda parameters: LARS(parameters, lr=5.0, weight_decay=0.01),
 }
 
 
-@pytest.mark.parametrize("name", some(OPTIMIZERS, "momentum", "adamw"))
+@pytest.mark.parametrize("name", some(OPTIMIZERS, "momentum", "adamw", "lars"))
 def test_bsp_is_one_process_on_the_joined_batch(name: str) -> None:
     """N workers on N batches, one optimizer step per tick with the mean: modular paper, Algorithm 1, with a mean."""
     made = served.ended(served.world(4, servers="0,2", optimizer=OPTIMIZERS[name], slow={1: 1.7}))

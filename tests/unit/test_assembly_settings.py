@@ -15,6 +15,8 @@ from gossipx.assembly.settings import effective_config
 from gossipx.config import files
 from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
+from gossipx.launch.loops.train import optimizer_of
+from gossipx.tasks.models import build_model
 from gossipx.tasks.presets import PRESETS
 
 SIZE = 4
@@ -276,6 +278,12 @@ WITHOUT_EFFECT = [
         {"task": "text", "nesterov": False},
         "--no-nesterov is for SGD, and AdamW trains --model transformer: leave it out",
     ),
+    (
+        {"optimizer": "lars", "base_lr": 5.0, "nesterov": True},
+        "--nesterov is for SGD, and LARS trains --model lenet: leave it out",
+    ),
+    ({"optimizer": "adamw", "base_lr": 0.001, "momentum": 0.9}, "--momentum 0.9 is for SGD, and AdamW trains --model"),
+    ({"solver": "convnet", "optimizer": "sgd"}, "--optimizer is set by the solver file"),
     ({"task": "text", "gamma": 0.1}, "--gamma 0.1 is for a learning rate with steps, and that of --model transformer"),
     ({"model": "transformer", "lr_steps": (0.5, 0.7)}, "--lr-steps 0.5,0.7 is for a learning rate with steps, and"),
 ]
@@ -286,6 +294,32 @@ WITHOUT_EFFECT = [
 def test_a_given_setting_without_effect_is_refused_as_a_default_too(given: dict[str, Any], told: str) -> None:
     text = refused(**given)
     assert text.startswith(told) and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("given", "optimizer", "momentum"),
+    [
+        ({}, "sgd", 0.9),
+        ({"optimizer": "lars", "base_lr": 5.0}, "lars", 0.9),
+        ({"optimizer": "lars", "base_lr": 5.0, "momentum": 0.5}, "lars", 0.5),
+        ({"optimizer": "adamw", "base_lr": 0.001}, "adamw", None),
+        ({"task": "text"}, "adamw", None),
+        ({"task": "text", "optimizer": "lars", "base_lr": 5.0}, "lars", 0.9),
+    ],
+    ids=str,
+)
+def test_the_optimizer_is_the_models_or_another_with_a_rate_of_its_own(
+    given: dict[str, Any], optimizer: str, momentum: float | None
+) -> None:
+    """A learning rate of SGD suits neither AdamW nor LARS."""
+    made = effective(**given).task
+    assert (made.optimizer, made.momentum) == (optimizer, momentum)
+    model = build_model("convnet" if made.model == "lenet" else made.model, classes=10, channels=3, pixels=32)
+    assert type(optimizer_of(model, made)).__name__.lower() == optimizer
+    if "optimizer" in given:
+        del given["base_lr"]
+        told = f"--optimizer {optimizer} needs --base-lr: the learning rate of --model {made.model} is for "
+        assert refused(**given).startswith(told)
 
 
 @pytest.mark.parametrize(

@@ -350,7 +350,7 @@ def test_the_transformer_learns_more_of_the_embedded_text_than_pairs_of_characte
     torch.manual_seed(0)
     train, test = text.load()
     settings, device = (
-        TaskSettings(task="text", model="transformer", base_lr=0.002, weight_decay=0.1),
+        TaskSettings(task="text", model="transformer", optimizer="adamw", base_lr=0.002, weight_decay=0.1),
         torch.device("cpu"),
     )
     model = build_model("transformer", classes=train.classes, channels=0, pixels=text.CONTEXT)

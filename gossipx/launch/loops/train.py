@@ -21,6 +21,7 @@ from gossipx.launch.environment import ENV_CONFIG, ENV_DEVICE, ENV_RANK, progres
 from gossipx.launch.loops import solve
 from gossipx.launch.loops.join import join
 from gossipx.launch.progress import LOADING_DATA
+from gossipx.optimizers import LARS
 from gossipx.runtime.peer import Peer
 from gossipx.tasks.data import TASKS, Batches, Samples, load
 from gossipx.tasks.models import build_model
@@ -81,18 +82,15 @@ def train(run: RunConfig, rank: int) -> None:
 
 
 def optimizer_of(model: nn.Module, task: TaskSettings) -> torch.optim.Optimizer:
-    """Return the optimizer of the model's preset, with the settings of the run."""
+    """Return the optimizer that the run's settings describe, after their values were filled in."""
     assert task.base_lr is not None and task.weight_decay is not None
-    if PRESETS[task.model].optimizer == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=task.base_lr, weight_decay=task.weight_decay)
+    weights, rate, decay = model.parameters(), task.base_lr, task.weight_decay
+    if task.optimizer == "adamw":
+        return torch.optim.AdamW(weights, lr=rate, weight_decay=decay)
     assert task.momentum is not None
-    return torch.optim.SGD(
-        model.parameters(),
-        lr=task.base_lr,
-        momentum=task.momentum,
-        weight_decay=task.weight_decay,
-        nesterov=task.nesterov,
-    )
+    if task.optimizer == "lars":
+        return LARS(weights, lr=rate, momentum=task.momentum, weight_decay=decay)
+    return torch.optim.SGD(weights, lr=rate, momentum=task.momentum, weight_decay=decay, nesterov=task.nesterov)
 
 
 def rate_of(task: TaskSettings, step: float, iterations: float) -> float:
