@@ -147,6 +147,9 @@ class Run:
             self.buffer.append(message)
             self.sums[message.table] += gradient
         else:
+            if part.buffers:
+                self.buffer.append(message)
+                self.sums[message.table] += gradient
             self._step(part.scale, [message])
             self.weights[message.table] -= RATE * part.scale * gradient
 

@@ -56,10 +56,14 @@ class RequestedBucket:
 
 @dataclass(frozen=True)
 class ApplyGradient:
-    """Do one optimizer step with ``scale`` times the gradient kept under ``ticket``, and release the ticket."""
+    """Do one optimizer step with ``scale`` times the gradient kept under ``ticket``, and release the ticket.
+
+    ``buffers``: add the gradient to the gradient buffer of its shard, too.
+    """
 
     ticket: int
     scale: float
+    buffers: bool = False
 
 
 @dataclass(frozen=True)

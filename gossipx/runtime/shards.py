@@ -225,8 +225,8 @@ class ShardKeeper:
         for record, gradient in self.records(index, clock, shard.records.number):
             for effect in shard.apply_record(record, 0):
                 match effect:
-                    case ApplyGradient(_, scale):
-                        self._table_store.apply(gradient, scale)
+                    case ApplyGradient(_, scale, buffers):
+                        self._table_store.apply(gradient, scale, buffers)
                     case BufferGradient():
                         self._table_store.buffer(gradient)
                     case ApplyBuffer(_, sums):

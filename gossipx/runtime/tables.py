@@ -106,9 +106,9 @@ class TableWork:
             case Fetched(ticket):
                 if self.raw_pulls:  # otherwise the driver decodes them after it releases its lock
                     self.transfers.fetched(ticket)
-            case ApplyGradient(ticket, scale):
+            case ApplyGradient(ticket, scale, buffers):
                 gradient = self.transfers.gradient(ticket)
-                put(lambda: self._report_poisoned(table_store.apply(gradient, scale)))
+                put(lambda: self._report_poisoned(table_store.apply(gradient, scale, buffers)))
             case BufferGradient(ticket):
                 added = self.transfers.gradient(ticket)
                 put(lambda: self._report_poisoned(table_store.buffer(added)))

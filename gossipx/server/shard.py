@@ -306,7 +306,7 @@ class Shard:
         effects: list[Effect] = []
         match part.handling:
             case Handling.APPLY:
-                effects.append(ApplyGradient(ticket, part.scale))
+                effects.append(ApplyGradient(ticket, part.scale, part.buffers))
             case Handling.BUFFER:
                 effects.append(BufferGradient(ticket))
             case Handling.DROP:

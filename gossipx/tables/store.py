@@ -250,8 +250,8 @@ class TableStore:
         """Set a shard's values from this peer's own model."""
         self._hosted[shard].store.fill(self._parameters)
 
-    def apply(self, gradient: Gradient, scale: float) -> int | None:
-        """Do one optimizer step with a gradient.
+    def apply(self, gradient: Gradient, scale: float, buffers: bool = False) -> int | None:
+        """Do one optimizer step with a gradient; ``buffers``: add it to the gradient buffer, too.
 
         Returns:
             The rank of the worker whose gradient was skipped because it contains NaN or Inf; None: it was applied, or
@@ -260,9 +260,13 @@ class TableStore:
         Raises:
             ProtocolError: as :meth:`ShardStore.decode`.
         """
-        return self._take_in(
-            gradient, lambda hosted, number, decoded: hosted.store.apply(number, decoded, scale, hosted.settings)
-        )
+
+        def take(hosted: _Hosted, number: int, decoded: Tensor) -> None:
+            if buffers:
+                hosted.store.add(number, decoded)
+            hosted.store.apply(number, decoded, scale, hosted.settings)
+
+        return self._take_in(gradient, take)
 
     def buffer(self, gradient: Gradient) -> int | None:
         """Add a gradient to the gradient buffer; returns and raises as :meth:`apply`."""

@@ -8,7 +8,7 @@ import random
 import pytest
 from shards import RATE, Run
 
-from gossipx.server.sync_models.clock import ApplyBuffer, Clock
+from gossipx.server.sync_models.clock import ApplyBuffer, Clock, Handling, Part, Tick
 from gossipx.server.sync_models.conditions import View
 from gossipx.server.sync_models.growth import Double, Growth, Step
 from gossipx.server.sync_models.models import Hybrid, parse
@@ -109,6 +109,49 @@ def test_at_the_threshold_the_whole_buffer_is_applied():
     assert run.workers[0].seen == [1.0] and run.workers[2].seen == run.weights == [1.0 - RATE * (1 + 1 - 1) / 3]
     run.iterate(1)
     assert run.workers[1].seen == run.weights, "and the next gradient waits in the buffer for two more"
+
+
+def test_below_the_threshold_gradients_may_be_asynchronous_updates_too():
+    """Step 2 (2): "continue with asynchronous updates to the Parameter Server", besides the buffer's step (1)."""
+    run = Run("hybrid:fixed=3,at_once=true", range(3))
+    run.iterate(0)
+    assert run.weights == run.workers[0].seen == [1.0 - RATE * 1.0] and run.clock.buffered == 1
+    run.iterate(1)
+    run.iterate(2)
+    assert [(scale, [one.life for one in messages]) for scale, messages in run.steps] == [
+        (1.0, [0]),
+        (1.0, [1]),
+        (1 / 3, [0, 1, 2]),
+    ], "the third completes the buffer, and is not applied alone"
+    assert run.weights == [1.0 - RATE * (1 - 0) - RATE * (1 - 1) - RATE * ((1 - 0) + (1 - 1) + (1 - 2)) / 3]
+    counts = run.clock.counts
+    assert (counts.delayed, counts.steps, run.clock.buffered) == (0, 3, 0)
+    assert run.clock.pull_now(0) == [], "nothing of a rest is missing"
+    run.iterate(1)
+    assert run.clock.pull_now(0) == [] and run.clock.buffered == 1
+
+
+@pytest.mark.parametrize("tables", [1, 2])
+def test_with_a_threshold_of_one_nothing_is_applied_twice(tables: int):
+    """Section 3: step 1's K of 1 is the asynchronous approach."""
+    runs = [Run(model, range(3), tables=tables) for model in ("hybrid:fixed=1,at_once=true", "hybrid:fixed=1")]
+    for run in runs:
+        taken_in_turns(run, 5)
+    assert runs[0].state == runs[1].state
+
+
+def test_a_push_of_several_messages_is_applied_at_once_as_a_whole_or_not():
+    """As the buffer grows while a push arrives, its later messages are handled as the first."""
+    clock = Clock(parse("hybrid:fixed=2,at_once=true"), workers=range(2))
+    assert clock.push_part(0, 0) == clock.push_part(1, 0) == Part(Handling.APPLY, buffers=True)
+    assert clock.pushed(0, 0) == []
+    assert clock.push_part(1, 0) == Part(Handling.APPLY, buffers=True)
+    assert clock.pushed(1, 0) == [ApplyBuffer(2), Tick(1)]
+    saved = Clock(parse("hybrid:fixed=2,at_once=true"), workers=range(2))
+    clock.push_part(0, 1)
+    saved.load_state_dict(clock.state_dict())
+    clock.pushed(1, 1)
+    assert saved.push_part(0, 1) == clock.push_part(0, 1) == Part(Handling.APPLY, buffers=True)
 
 
 def test_no_worker_ever_waits():

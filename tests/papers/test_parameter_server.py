@@ -133,6 +133,34 @@ def test_asp_applies_each_push_by_its_share_as_it_comes() -> None:
     torch.testing.assert_close(models(made), served.values(module).expand(2, -1), rtol=1e-9, atol=1e-9)
 
 
+def test_hybrid_applies_gradients_at_once_and_with_the_buffer() -> None:
+    """Hybrid Approach, Algorithm 1, step 2: of two gradients the first is applied alone, then their mean.
+
+    After the first worker has finished, K is 1.
+    """
+    sync = "hybrid:fixed=2,at_once=true"
+    made = served.ended(served.world(2, servers="0", optimizer=PLAIN, sync=sync, slow={1: 2.3}, bucket=10**6))
+    module = served.Net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    own = {rank: served.Net() for rank in range(2)}
+    pushed = dict.fromkeys(range(2), 0)
+    held: list[dict[str, torch.Tensor]] = []
+    for entry in made.log:
+        if entry.what.startswith("step "):
+            rank = entry.rank
+            served.gradients(own[rank], [served.batch(rank, pushed[rank])])
+            pushed[rank] += 1
+            held.append({name: one.grad.clone() for name, one in own[rank].named_parameters() if one.grad is not None})
+            completes = len(held) == 2 or (pushed[0] == served.ITERATIONS and rank == 1)
+            used = held if completes else held[-1:]
+            for name in held[0]:
+                module.get_parameter(name).grad = torch.stack([one[name] for one in used]).mean(0)
+            held = [] if completes else held
+            optimizer.step()
+            own[rank].load_state_dict(module.state_dict())
+    torch.testing.assert_close(models(made), served.values(module).expand(2, -1), rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("seed", some(range(4), 2))
 @pytest.mark.parametrize("wait", ["true", "false"])
 def test_hybrid_grows_from_asynchronous_to_synchronous(wait: str, seed: int) -> None:

@@ -60,7 +60,16 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize(
     "sync",
-    ["bsp", "asp", "ssp:staleness=2", "hybrid:step=5,reduce=sum", "hybrid:step=5/lr,wait=true", "drop:n=1", "dsps"],
+    [
+        "bsp",
+        "asp",
+        "ssp:staleness=2",
+        "hybrid:step=5,reduce=sum",
+        "hybrid:fixed=2,at_once=true",
+        "hybrid:step=5/lr,wait=true",
+        "drop:n=1",
+        "dsps",
+    ],
 )
 def test_a_replica_is_the_same_bit_for_bit(sync: str) -> None:
     made = world(sync=sync, slow={2: 1.7})

@@ -68,6 +68,7 @@ class Squares(Growth):
         ("hybrid:double=300", Hybrid(Double(300))),
         ("hybrid:fixed=4", Hybrid(Fixed(4))),
         ("hybrid:wait=true", Hybrid(wait=True)),
+        ("hybrid:at_once=true", Hybrid(at_once=True)),
         ("hybrid:9,wait=true,reduce=sum", Hybrid(Step(9), wait=True, reduce="sum")),
     ],
 )
@@ -81,6 +82,7 @@ def test_a_description_is_short():
     described = [describe(parse(spec)) for spec in ("ssp:3.0", "ssp:2", "pssp:p=0.25", "drop:3,late=drop", "hybrid:9")]
     assert described == ["ssp", "ssp:staleness=2", "pssp:p=0.25", "drop:n=3", "hybrid:step=9"]
     assert describe(parse("hybrid:reduce=sum,wait=true,double=5")) == "hybrid:double=5,wait=true,reduce=sum"
+    assert describe(parse("hybrid:at_once=true,fixed=2")) == "hybrid:fixed=2,at_once=true"
     own = Conditions(pull=lambda seen, pull: True, push=lambda seen: True)
     assert "conditions" in describe(own) and "Squares" in describe(Hybrid(Squares()))
 
@@ -114,6 +116,7 @@ def test_a_description_is_short():
         ("hybrid:step=5,fixed=2", "give one of them"),
         ("hybrid:reduce=max", "reduce='max' is neither mean nor sum"),
         ("hybrid:wait=1", "wait='1' is not true|false"),
+        ("hybrid:wait=true,at_once=true", "give wait or at_once"),
     ],
 )
 def test_wrong_specs(spec: str, told: str):

@@ -33,6 +33,7 @@ class _Worker:
         dropped: whether that push is dropped. The first message decides it for the whole push.
         partly: whether a part of that push is in the gradient buffer.
         read: the number of optimizer steps in the values that it has.
+        alone: whether the push being received is applied at once, besides being buffered; see ``dropped``.
     """
 
     progress: int
@@ -41,6 +42,7 @@ class _Worker:
     dropped: bool = False
     partly: bool = False
     read: int = 0
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ class Clock:
             return Part(Handling.DROP)
         if self._apply.buffers:
             one.partly = self._holds_any = True
-            return Part(Handling.BUFFER)
+            return Part(Handling.APPLY, buffers=True) if one.alone else Part(Handling.BUFFER)
         return Part(Handling.APPLY, 1 / len(self._workers) if self._apply is Apply.PUSH else 1.0)
 
     def pushed(self, worker: int, progress: int) -> list[Decision]:
@@ -218,6 +220,7 @@ class Clock:
             if one.partly:
                 one.waiting += 1
                 self._reads.append(one.read)
+                self.counts.steps += one.alone
             else:
                 self._count_step([one.read])
         one.progress = progress
@@ -251,10 +254,11 @@ class Clock:
     def pull_now(self, worker: int) -> list[Decision]:
         """Handle a pull of the current values, which is answered at once, by a worker that begins or has ended.
 
-        A buffer with a threshold is applied first, unless pulls may wait for it. Otherwise the last gradients of a run,
-        fewer than the threshold, would be in no worker's final values.
+        A buffer with a threshold is applied first, unless pulls may wait for it or its gradients are applied already.
+        Otherwise the last gradients of a run, fewer than the threshold, would be in no worker's final values.
         """
-        rest = self._apply is Apply.THRESHOLD and not self._model.answers_by_condition and self._reads
+        held = self._model.answers_by_condition or self._model.applies_at_once
+        rest = self._apply is Apply.THRESHOLD and not held and self._reads
         made = self.apply_now() if rest else []
         if worker in self._workers:
             self._workers[worker].read = self.counts.steps
@@ -325,6 +329,11 @@ class Clock:
         if one.receiving != progress:
             one.receiving, one.partly = progress, False
             one.dropped = self._model.drops_late and progress < self.clock
+            one.alone = False
+            if self._apply is Apply.THRESHOLD and self._model.applies_at_once:
+                view = self.view()
+                view = dataclasses.replace(view, buffered=view.buffered + 1, gradients=view.gradients + 1)
+                one.alone = not self._model.may_apply(self._state, view)
 
     def _settle(self, by_condition: bool = False) -> list[Decision]:
         """Apply, tick and answer whatever is possible now.

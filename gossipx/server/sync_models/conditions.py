@@ -122,6 +122,14 @@ class SyncModel(abc.ABC):
         return False
 
     @property
+    def applies_at_once(self) -> bool:
+        """Whether a gradient that enters the buffer, and does not complete it, is applied at once, too.
+
+        It is used only with ``Apply.THRESHOLD``.
+        """
+        return False
+
+    @property
     def drops_late(self) -> bool:
         """Whether a late push, of an iteration that the clock has passed, is dropped."""
         return False

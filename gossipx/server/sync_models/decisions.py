@@ -34,10 +34,12 @@ class Part:
     Attributes:
         handling: apply its gradients now, add them to the gradient buffer, or drop them.
         scale: the factor to apply them with: 1 / N (Algorithm 1, line 15) or 1.
+        buffers: whether gradients that are applied now are added to the buffer, too.
     """
 
     handling: Handling
     scale: float = 1.0
+    buffers: bool = False
 
 
 @dataclass(frozen=True)

@@ -232,14 +232,16 @@ class Hybrid(SyncModel):
     """From asynchronous to synchronous by a growing threshold on a gradient buffer (Hybrid Approach, Algorithm 1).
 
     A gradient enters the buffer, which makes one optimizer step as soon as it holds K gradients (step 2 (1)). The clock
-    is the slowest worker's, and nothing waits for it. The paper can be read in two ways where a worker's gradient stays
-    in the buffer:
+    is the slowest worker's, and nothing waits for it. The paper can be read in three ways where a worker's gradient
+    stays in the buffer:
 
     - By its words, the worker continues at once, with values that lack its gradient: "if the threshold has not been
       reached, continue with asynchronous updates ... might cause frequent stale reads" (step 2 (2), section 4). No
       worker ever waits, and one may have several gradients in the buffer. This is the default.
     - The worker waits until its gradient is applied (``wait``), as section 3 says of the synchronous approach: "each
       worker waits till updated parameters are not received". With K = N this is BSP exactly.
+    - The gradient is an asynchronous update, too (``at_once``): "continue with asynchronous updates to the Parameter
+      Server". It is applied when it comes and again with the buffer, except for the one that completes the buffer.
 
     The paper does not say how the gradients of a buffer are combined.
 
@@ -248,13 +250,17 @@ class Hybrid(SyncModel):
         wait: whether a pull waits until the worker's own gradients are applied.
         reduce: ``mean``, with which a step does not grow with K, or ``sum``, with which each gradient counts as much as
             in an asynchronous update.
+        at_once: whether a gradient that stays in the buffer is applied at once, too.
     """
 
     growth: Growth = field(default_factory=growth.Step)
     wait: bool = False
     reduce: Literal["mean", "sum"] = "mean"
+    at_once: bool = False
 
     def __post_init__(self) -> None:
+        if self.wait and self.at_once:
+            raise ValueError("with at_once nothing is left to wait for: give wait or at_once")
         if self.reduce not in ("mean", "sum"):
             raise ValueError(f"reduce='{self.reduce}' is neither mean nor sum")
 
@@ -265,6 +271,10 @@ class Hybrid(SyncModel):
     @property
     def answers_by_condition(self) -> bool:
         return self.wait
+
+    @property
+    def applies_at_once(self) -> bool:
+        return self.at_once
 
     @property
     def sums(self) -> bool:
@@ -300,7 +310,12 @@ def _pssp(staleness: float = 3, p: str = "", alpha: str = "") -> SyncModel:
 
 
 def _hybrid(
-    step: str = "", double: str = "", fixed: str = "", wait: bool = False, reduce: Literal["mean", "sum"] = "mean"
+    step: str = "",
+    double: str = "",
+    fixed: str = "",
+    wait: bool = False,
+    reduce: Literal["mean", "sum"] = "mean",
+    at_once: bool = False,
 ) -> Hybrid:
     """Build the hybrid model from a spec's keys; by default, with the paper's growth function."""
     made: list[Growth] = []
@@ -312,7 +327,7 @@ def _hybrid(
         made.append(growth.fixed(fixed))
     if len(made) > 1:
         raise ValueError("step, double and fixed are growth functions: give one of them")
-    return Hybrid(made[0] if made else growth.Step(), wait, reduce)
+    return Hybrid(made[0] if made else growth.Step(), wait, reduce, at_once)
 
 
 SYNC_MODELS: dict[str, Callable[..., SyncModel]] = {
@@ -332,7 +347,7 @@ def parse(spec: str | SyncModel) -> SyncModel:
     Args:
         spec: ``bsp``, ``asp``, ``ssp:staleness=3``, ``dsps:staleness=3,low=0,high=12,window=10``,
             ``drop:n=3,late=add``, ``pssp:staleness=3,p=0.5``, ``pssp:staleness=3,alpha=significance``,
-            ``hybrid:step=5/lr,wait=false,reduce=mean`` (also ``double=`` and ``fixed=``); or a sync model.
+            ``hybrid:step=5/lr,wait=false,reduce=mean,at_once=false`` (or ``double=`` or ``fixed=``); or a sync model.
 
     Raises:
         UsageError: naming a valid spec.
@@ -347,7 +362,7 @@ def describe(model: SyncModel) -> str:
         return f"conditions {' '.join(names)}"
     if isinstance(model, Hybrid):
         wait, reduce = ",wait=true" * model.wait, f",reduce={model.reduce}" * model.sums
-        return f"hybrid:{model.growth.describe()}{wait}{reduce}"
+        return f"hybrid:{model.growth.describe()}{wait}{reduce}{',at_once=true' * model.at_once}"
     if isinstance(model, ConstantPSSP | DynamicPSSP):
         return specs.text(model, "pssp")
     known: dict[object, str] = {kind: name for name, kind in SYNC_MODELS.items()}
