@@ -83,7 +83,8 @@ with gossipx.initialize(optimizer=functools.partial(torch.optim.Adam, lr=0.05)) 
     ps.start()
     scheduler = torch.optim.lr_scheduler.StepLR(ps.optimizer, 5, 0.5)
     while ps.peer.iteration < 25:
-        leaves = [ps.sync(table).requires_grad_() for table in tables]
+        pulls = [ps.pull(table) for table in tables]
+        leaves = [pull.wait().requires_grad_() for pull in pulls]
         loss = (torch.nn.functional.linear(batch(ps.peer), *leaves).double() - 1).square().mean()
         for table, gradient in zip(tables, torch.autograd.grad(loss, leaves)):
             ps.update(table, gradient)
@@ -178,6 +179,23 @@ def test_a_server_counts_an_iteration_that_uses_none_of_its_tables(two: Folder) 
     run = two.run(*BRIEF, "--placement", "range", two.script(BRANCH), two.path)
     assert two.told(0)["off"] < 1e-5 and two.told(1)["off"] < 1e-5
     assert run.summary["taken_in"] == [48, 48]
+
+
+def test_a_pull_is_of_one_iteration(initialize: Callable[..., ParameterServer]) -> None:
+    """FluentPS, Algorithm 1, line 5: kv.wait(kv.sPull(key, &w, i))."""
+    kv, table = started(initialize)
+    with kv:
+        first = kv.pull(table)
+        assert torch.equal(first.wait(), torch.zeros(2, 3)) and torch.equal(first.wait(), kv.sync(table))
+        kv.update(table, torch.ones(2, 3))
+        kv.clock()
+        with pytest.raises(UsageError, match="this pull is of iteration 0, which is over: pull the table again"):
+            first.wait()
+        assert torch.equal(kv.pull(table).wait(), torch.full((2, 3), -0.1))
+        with pytest.raises(UsageError, match="unknown table 1: tables are numbered 0 to 0"):
+            kv.pull(1)
+    with pytest.raises(UsageError, match="available only from start to the end of the with block"):
+        kv.pull(table)
 
 
 # --- each mistake is reported in one line ---------------------------------------------------------------------

@@ -2,8 +2,8 @@
 module.
 
 ``gossipx.initialize`` is the paper's Initialize; the other operations are methods of its result: ``create_table``,
-``start``, ``update``, ``clock`` and ``sync``. It calls :func:`gossipx.join` with a module that contains only the
-tables, so settings, :class:`~gossipx.assembly.server.Parts` and peer are the same.
+``start``, ``update``, ``clock`` and ``sync``, and ``pull`` in the way of FluentPS. It calls :func:`gossipx.join` with a
+module that contains only the tables, so settings, :class:`~gossipx.assembly.server.Parts` and peer are the same.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,6 +29,26 @@ OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer from tables; each server makes one for the tables that it stores."""
 PAPERS_SGD: OptimizerOf = functools.partial(torch.optim.SGD, lr=0.1)
 """Plain SGD with learning rate 0.1, as in all measurements of the paper (chapter 5)."""
+
+
+@dataclass(frozen=True)
+class Pull:
+    """A pull of one table under way (FluentPS, Algorithm 1, line 5); made by :meth:`ParameterServer.pull`."""
+
+    _server: ParameterServer
+    _table: int
+    _iteration: int
+
+    def wait(self) -> Tensor:
+        """Return the table's values, as :meth:`ParameterServer.sync` does.
+
+        Raises:
+            UsageError: the iteration of the pull is over, and with it these values.
+            GossipxError: training cannot continue.
+        """
+        if self._server.peer.iteration != self._iteration:
+            raise UsageError(f"this pull is of iteration {self._iteration}, which is over: pull the table again")
+        return self._server.sync(self._table)
 
 
 class ParameterServer:
@@ -130,6 +151,14 @@ class ParameterServer:
         peer, number = self.peer, self._number(table)
         peer.sync([number])
         return self._parameters[number].detach()
+
+    def pull(self, table: int) -> Pull:
+        """Return a handle on a table's values for this iteration, without waiting for them; they come meanwhile.
+
+        Raises:
+            UsageError: the table does not exist, or training has not started.
+        """
+        return Pull(self, self._number(table), self.peer.iteration)
 
     def update(self, table: int, gradient: Tensor) -> None:
         """Send a table's gradient of this iteration (Table 4.1, Update); it is copied and sent at once.
