@@ -19,6 +19,7 @@ from gossipx.model.arena import ParameterArena
 from gossipx.peer import PeerRole, PeerSettings
 from gossipx.runtime.checkpoints import Checkpoints
 from gossipx.runtime.driver import Driver
+from gossipx.runtime.optimizers import Optimizers
 from gossipx.runtime.state import TrainingState
 from gossipx.sync import SyncManager
 
@@ -60,9 +61,13 @@ class Bench:
         hub: ElasticSettings | None = None,
         rule: str = "none",
         fragments: int = 1,
+        several: bool = False,
     ):
         self.module = net(dtype)
-        self.optimizer = torch.optim.Adam((p for p in self.module.parameters() if p.requires_grad), lr=0.01)
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.Adam(trained[several:], lr=0.01)
+        more = [torch.optim.SGD(trained[:1], lr=0.01, momentum=0.9)] if several else []
+        self.optimizers = Optimizers(self.module, [self.optimizer, *more])
         self.arena = ParameterArena(self.module, sampled=sampled, fragments=fragments)
         if (parsed := outer.parse(rule)) is not None:
             self.arena.use_outer(parsed)
@@ -73,7 +78,7 @@ class Bench:
         role = PeerRole(0, 2, sync, graph, random.Random(1), 1, settings=settings, exchange_of=exchange_of)
         self.driver = Driver(role, self.arena)
         self.store = None if directory is None else Store(directory)
-        state = TrainingState(self.module, self.optimizer, self.driver, about)
+        state = TrainingState(self.module, self.optimizers, self.driver, about)
         self.checkpoints = Checkpoints(self.store, CheckpointInterval.parse(every), state, resumes)
 
     def begin(self) -> dict[str, Any]:
@@ -83,9 +88,10 @@ class Bench:
 
     def step(self, count: int = 1, flush: bool = True) -> None:
         for _ in range(count):
-            self.optimizer.zero_grad()
+            self.module.zero_grad()
             self.module(torch.randn(8, 4, dtype=self.module.one.weight.dtype)).backward()
-            self.optimizer.step()
+            for optimizer in self.optimizers:
+                optimizer.step()
             delta = self.arena.step_done()
             drift = (
                 self.driver.captures.drift(self.driver.role.pulling)

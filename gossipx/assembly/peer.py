@@ -7,7 +7,6 @@ import random
 import secrets
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import nn
 
 from gossipx import codecs, mixing, outer, policies, recorders
@@ -40,6 +39,7 @@ from gossipx.runtime import models
 from gossipx.runtime.backward import Backward
 from gossipx.runtime.checkpoints import Checkpoints, store_of
 from gossipx.runtime.driver import Driver
+from gossipx.runtime.optimizers import Optimizers
 from gossipx.runtime.options import PeerOptions
 from gossipx.runtime.peer import Peer
 from gossipx.runtime.reporting import Reporter
@@ -58,7 +58,7 @@ from gossipx.transports import Carriers
 
 def build_peer(
     module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Optimizers,
     config: RunConfig,
     place: Place,
     policy: Policy | None = None,
@@ -70,11 +70,12 @@ def build_peer(
     """Build a peer. It joins the run when it is started.
 
     Args:
-        module, optimizer, evaluate: as for :func:`gossipx.join`.
+        module, evaluate: as for :func:`gossipx.join`.
+        optimizers: those of the module.
         policy: a custom policy; None: the configured one.
         parts: custom parts of the parameter server; None: none.
         managers: custom managers; None: the built-in ones.
-        schedule_free: what the optimizer exchanges beside the weights; None: nothing.
+        schedule_free: what the optimizers exchange beside the weights; None: nothing.
 
     Raises:
         UsageError: settings exclude each other, or a parameter cannot be joined.
@@ -85,10 +86,10 @@ def build_peer(
     config = with_policy(dataclasses.replace(config, sync=sync), has_script=True)
     check_exchange(config)
     hub = elastic_settings(config, place.names)
-    served = serve(config, place.names, place.rank, module, optimizer, parts or Parts())
+    served = serve(config, place.names, place.rank, module, optimizers.all, parts or Parts())
     arena = build_arena(config, place.rank, served is not None, module)
     turns = build_schedule(config, place.begun, [address.host for address in place.addresses[: place.begun]])
-    plan = _Plan(module, optimizer, config, place, policy, managers, hub, served, turns)
+    plan = _Plan(module, optimizers, config, place, policy, managers, hub, served, turns)
     driver = _driver(plan, arena)
     driver.roster = Roster(list(place.names), list(place.addresses))
     comm = driver.comm = _comm(plan, driver, driver.roster, granted)
@@ -101,7 +102,7 @@ def build_peer(
     recorder = _recorder(plan, options.policy, None if checkpoints.found is None else checkpoints.found.iteration)
     backward = None if served is None else _backward(module, driver, served, config.server.wait_free)
     reporter = Reporter(module, driver, comm, recorder, place.progress, options, evaluate)
-    return Peer(module, optimizer, driver, comm, reporter, checkpoints, options, backward, schedule_free)
+    return Peer(module, optimizers, driver, comm, reporter, checkpoints, options, backward, schedule_free)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +118,7 @@ class _Plan:
     """
 
     module: nn.Module
-    optimizer: torch.optim.Optimizer | None
+    optimizers: Optimizers
     config: RunConfig
     place: Place
     policy: Policy | None
@@ -239,7 +240,7 @@ def _checkpoints(plan: _Plan, driver: Driver, options: PeerOptions) -> Checkpoin
     return Checkpoints(
         None if place.directory is None else store_of(place.directory, place.rank, run.keep_checkpoints),
         CheckpointInterval.parse(str(run.checkpoint_every)),
-        TrainingState(plan.module, plan.optimizer, driver, about),
+        TrainingState(plan.module, plan.optimizers, driver, about),
         place.resumes,
         place.resumes_at,
         place.is_added,

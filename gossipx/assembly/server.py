@@ -84,7 +84,7 @@ def serve(
     names: Sequence[str],
     rank: int,
     module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     own: Parts,
     places: int | None = None,
 ) -> Served | None:
@@ -94,13 +94,19 @@ def serve(
         places: number of gradients that a server receives at a time; None: the default.
 
     Raises:
-        UsageError: settings exclude each other, or there is no optimizer, or servers cannot run a copy of it.
+        UsageError: settings exclude each other, or there is not one optimizer of which servers can run a copy.
     """
     ranks = server_ranks(config, names)
     if ranks is None:
         return None
-    if optimizer is None:
+    if not optimizers:
         raise UsageError("in server mode the servers run the optimizer: pass it to gossipx.join")
+    if len(optimizers) > 1:
+        raise UsageError(
+            f"servers run one optimizer, and {len(optimizers)} are given: give one with several parameter groups, or"
+            " leave out the servers"
+        )
+    optimizer = optimizers[0]
     if inspect.signature(optimizer.step).parameters.get("closure", _OPTIONAL).default is inspect.Parameter.empty:
         raise UsageError(
             f"{type(optimizer).__name__} computes gradients in its step, by a closure, and servers have none: give"

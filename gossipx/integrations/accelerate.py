@@ -12,6 +12,7 @@ from torch import nn
 
 from gossipx.errors import UsageError
 from gossipx.integrations.ddp import GroupPeer, Joining, PolicyLike, shard
+from gossipx.runtime.optimizers import OneOrMore
 from gossipx.runtime.scores import Evaluate
 
 try:
@@ -42,7 +43,7 @@ def check_whole(kind: DistributedType) -> None:
 def join(
     accelerator: Accelerator,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: OneOrMore,
     *,
     peers: str | Path | None = None,
     policy: PolicyLike = None,
@@ -59,7 +60,7 @@ def join(
 
     Args:
         accelerator: the accelerator that prepared the model and the optimizer.
-        model, optimizer: as returned by ``accelerator.prepare``.
+        model, optimizer: as returned by ``accelerator.prepare``; several optimizers as a list.
         peers, policy, rank, config_file, settings: as for :func:`gossipx.join`.
         evaluate: as for :func:`gossipx.join`, of the unwrapped model; called by the main process only.
 
@@ -67,11 +68,14 @@ def join(
         UsageError: as :func:`gossipx.integrations.ddp.join`; or the optimizer is not prepared.
     """
     check_whole(accelerator.distributed_type)
-    if not isinstance(optimizer, AcceleratedOptimizer):
-        raise UsageError("this optimizer is not prepared: give the one that accelerator.prepare returned")
+    optimizers = []
+    for one in [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer:
+        if not isinstance(one, AcceleratedOptimizer):
+            raise UsageError("this optimizer is not prepared: give the one that accelerator.prepare returned")
+        optimizers.append(one.optimizer)
     plain = accelerator.unwrap_model(model)
     joining = Joining(peers, policy, rank, evaluate, config_file, settings, "Accelerate")
-    peer = joining.join(plain, optimizer.optimizer)
+    peer = joining.join(plain, optimizers)
     accelerator.register_for_checkpointing(peer)
     _separate(accelerator, joining.own)
     return peer

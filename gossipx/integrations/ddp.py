@@ -33,7 +33,7 @@ from gossipx.model.layout import Section, Slot
 from gossipx.model.places import Places
 from gossipx.policies import Observation, Policy
 from gossipx.runtime import models, schedule_free
-from gossipx.runtime.bypass import overflowed
+from gossipx.runtime.optimizers import OneOrMore, Optimizers
 from gossipx.runtime.options import labels_of
 from gossipx.runtime.peer import Peer, check_own
 from gossipx.runtime.scores import Evaluate
@@ -47,7 +47,7 @@ PolicyLike = str | Policy | Callable[[Observation], bool] | None
 
 def join(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: OneOrMore,
     *,
     peers: str | Path | None = None,
     policy: PolicyLike = None,
@@ -63,7 +63,7 @@ def join(
 
     Args:
         model: may be wrapped in DistributedDataParallel.
-        optimizer: each of its steps is an iteration.
+        optimizer: as for :func:`gossipx.join`.
         peers: the hosts file, with one line per group.
         policy, config_file, settings: as for :func:`gossipx.join`.
         rank: the group's line in the hosts file, from 0.
@@ -157,9 +157,7 @@ class Joining:
         parts = by.split(labels_of(dataset, by.by_label), size, run.run.seed)
         return Subset(dataset, [int(index) for index in parts[rank]])
 
-    def join(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any] | None = None
-    ) -> GroupPeer:
+    def join(self, model: nn.Module, optimizer: OneOrMore, state: Mapping[str, Any] | None = None) -> GroupPeer:
         """Join the run.
 
         Args:
@@ -186,13 +184,14 @@ class GroupPeer:
         self,
         joining: Joining,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: OneOrMore,
         state: Mapping[str, Any] | None,
     ):
         run = joining.run
         check(run)
         self._module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-        self._averages = schedule_free.of(self._module, optimizer, has_servers=False)
+        self._optimizers = Optimizers(self._module, optimizer)
+        self._averages = schedule_free.of(self._module, self._optimizers, has_servers=False)
         self._group = Group()
         self._peer: Peer | None = None
         # The model's layout on ranks other than 0; on rank 0 the peer's arena has it.
@@ -200,7 +199,6 @@ class GroupPeer:
         self._places: Places | None = None
         self._sections: list[Section] = []
         self._mixes = 0
-        self._unhook: list[Callable[[], None]] = []
         self._signals = StopSignals()  # of a rank other than 0, which leaves when rank 0 does
         self._open = self._asked = False
 
@@ -213,7 +211,7 @@ class GroupPeer:
             self._sections = [layout.lay_out(kind) for kind in layout.by_dtype(self._slots).values()]
             self._places = Places(self._module, self._slots, self._sections)
         self._group.broadcast(section.storage for section in self._sections)
-        self._unhook.append(optimizer.register_step_post_hook(self._optimizer_stepped).remove)
+        self._optimizers.count(self.step)
         self._open = True
 
     def _begin(self, joining: Joining, state: Mapping[str, Any] | None) -> None:
@@ -297,10 +295,6 @@ class GroupPeer:
         with torch.no_grad():
             self._group.broadcast(section.storage[: section.mixed] for section in self._sections)
 
-    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not overflowed(optimizer):
-            self.step()
-
     def log(self, tag: str, value: float | Tensor) -> None:
         """As :meth:`gossipx.Peer.log` on rank 0 of the group; ignored on the other ranks."""
         if self._peer is not None:
@@ -369,8 +363,7 @@ class GroupPeer:
 
     def _close_hooks(self) -> None:
         self._open = False
-        while self._unhook:
-            self._unhook.pop()()
+        self._optimizers.close()
 
     def __enter__(self) -> GroupPeer:
         return self

@@ -32,13 +32,13 @@ from gossipx.launch.hosts import NAT, read_hosts
 from gossipx.launch.loops.join import join as join_alone
 from gossipx.launch.loops.join import rank_and_size, run_directory_of
 from gossipx.runtime import schedule_free
-from gossipx.runtime.bypass import overflowed
+from gossipx.runtime.optimizers import OneOrMore, Optimizers
 from gossipx.transports import Address
 
 
 def join(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: OneOrMore,
     *,
     peers: str | Path | None = None,
     policy: PolicyLike = None,
@@ -50,7 +50,7 @@ def join(
 
     Args:
         model: sharded by ``fully_shard`` among all processes of torch.distributed, every parameter of it.
-        optimizer: each of its steps is an iteration.
+        optimizer: as for :func:`gossipx.join`.
         peers: the hosts file, with one line per group. Of n lines, rank r of a group listens at its line's port + r·n.
         policy, config_file, settings: as for :func:`gossipx.join`. Each process decides by its own shards.
         rank: the group's line in the hosts file, from 0.
@@ -73,14 +73,16 @@ class ShardPeer:
         directory: of this process within the run's directory.
     """
 
-    def __init__(self, joining: Joining, model: nn.Module, optimizer: torch.optim.Optimizer):
+    def __init__(self, joining: Joining, model: nn.Module, optimizer: OneOrMore):
         run = joining.run
         check(run)
-        if schedule_free.is_one(optimizer):
-            raise UsageError(
-                f"{type(optimizer).__name__} has a second set of weights, which FSDP groups do not exchange: use"
-                " another optimizer"
-            )
+        self._optimizers = Optimizers(model, optimizer)
+        for one in self._optimizers:
+            if schedule_free.is_one(one):
+                raise UsageError(
+                    f"{type(one).__name__} has a second set of weights, which FSDP groups do not exchange: use another"
+                    " optimizer"
+                )
         self._model = model
         self._copy = _copy_of(model)
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
@@ -91,7 +93,7 @@ class ShardPeer:
             self._together(lambda: self._join(joining, given))
         self.directory = self._peer.directory
         self._take_back()
-        self._hook = optimizer.register_step_post_hook(self._optimizer_stepped)
+        self._optimizers.count(self.step)
 
     @property
     def iteration(self) -> int:
@@ -117,10 +119,6 @@ class ShardPeer:
             _copy(self._model, self._copy)
             self._together(self._peer.step)
             self._take_back()
-
-    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not overflowed(optimizer):
-            self.step()
 
     def _take_back(self) -> None:
         """Copy the shards back to FSDP's memory if others were mixed into them."""
@@ -169,7 +167,7 @@ class ShardPeer:
     def close(self) -> None:
         """Leave the run without a finish or a notice. Idempotent."""
         self._open = False
-        self._hook.remove()
+        self._optimizers.close()
         self._peer.close()
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)

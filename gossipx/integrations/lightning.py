@@ -31,9 +31,9 @@ class GossipCallback(PeerCallback, Callback):
     """A Lightning callback that makes a training a peer; the rest of the script is unchanged.
 
     ``fit`` joins before its first batch and ends with the finish. Under DDP the processes of a fit are one peer. With
-    several optimizers, each step of the last one is an iteration. Lightning's checkpoints contain gossipx's state, so
-    that ``fit(ckpt_path=...)`` resumes from them. Each peer's are in a directory of its own. With a callback that
-    unfreezes parameters (``BaseFinetuning``), peers exchange frozen parameters too, from the start.
+    several optimizers, an iteration ends when all of them have stepped. Lightning's checkpoints contain gossipx's
+    state, so that ``fit(ckpt_path=...)`` resumes from them. Each peer's are in a directory of its own. With a callback
+    that unfreezes parameters (``BaseFinetuning``), peers exchange frozen parameters too, from the start.
 
     Under ``gossipx run`` no argument is needed.
 
@@ -79,7 +79,7 @@ class GossipCallback(PeerCallback, Callback):
         with contextlib.ExitStack() as undo:
             if any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks):
                 _unfreeze(pl_module, undo)
-            self.peer = self._joining.join(pl_module, trainer.optimizers[-1], state)
+            self.peer = self._joining.join(pl_module, trainer.optimizers, state)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Record the loss; after a signal, save Lightning's state and leave."""

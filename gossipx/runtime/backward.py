@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from gossipx.errors import UsageError
 from gossipx.runtime.forwards import Forwards
 from gossipx.runtime.gradients import Change, GradientWatch, fingerprint
+from gossipx.runtime.optimizers import untraced
 from gossipx.tables.client import Client
 
 log = logging.getLogger("gossipx")
@@ -102,7 +103,7 @@ class Backward:
         if wait_free:
             self._forwards = Forwards(module, self._parameters, self.wait)
             for number, parameter in enumerate(self._parameters):
-                hook = self._on_gradient(number)
+                hook = untraced(self._on_gradient(number))
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, number: int) -> Callable[[Tensor], None]:

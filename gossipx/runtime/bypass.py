@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gossipx.errors import UsageError
+from gossipx.runtime.optimizers import overflowed, parameters_of, untraced
 
 log = logging.getLogger(__name__)
 
@@ -17,10 +18,10 @@ ALL_GROUPS = "complete its groups before it, for example by add_param_group, sin
 
 
 class OptimizerBypass:
-    """A hook that makes an optimizer's step do nothing, because the servers make it.
+    """Hooks that make an optimizer's step do nothing, because the servers make it.
 
-    It hides the gradients during the step, so that the optimizer skips all parameters. What the step would do before
-    its update, it does itself: it calls a closure, and it unscales the gradients for a fused optimizer, which otherwise
+    They hide the gradients during the step, so that the optimizer skips all parameters. What the step would do before
+    its update, they do: they call a closure, and unscale the gradients for a fused optimizer, which otherwise
     leaves GradScaler's scale to its kernel.
 
     Args:
@@ -33,7 +34,8 @@ class OptimizerBypass:
         self._groups = _group_ids(optimizer)
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._told = False  # that the servers do not take its state
-        self._handle = optimizer.register_step_pre_hook(self._hide)
+        self._handle = optimizer.register_step_pre_hook(untraced(self._hide))
+        self._after = optimizer.register_step_post_hook(untraced(self._restore_gradients))
 
     def _hide(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         later = self._handle.hooks_dict_ref()
@@ -57,27 +59,21 @@ class OptimizerBypass:
         if not overflowed(optimizer):
             _unscale(optimizer)
             self._before()
-        for parameter in _parameters(optimizer):
+        for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
                 self._hidden.append((parameter, parameter.grad))
                 parameter.grad = None
         return kept
 
-    def restore_gradients(self) -> None:
-        """Restore the gradients after the step."""
+    def _restore_gradients(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden.clear()
 
     def close(self) -> None:
-        """Remove the hook: the optimizer makes its steps again."""
+        """Remove the hooks: the optimizer makes its steps again."""
         self._handle.remove()
-
-
-def overflowed(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a fused optimizer skips its update because GradScaler reported an overflow."""
-    overflow = getattr(optimizer, "found_inf", None)
-    return overflow is not None and bool(float(overflow))
+        self._after.remove()
 
 
 def _group_ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:
@@ -88,16 +84,12 @@ def _has_stepped(state: Mapping[str, Any]) -> bool:
     return bool(state) and float(state.get("step", 1)) > 0  # Adagrad has a state before its first step
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
 @torch.no_grad()
 def _unscale(optimizer: torch.optim.Optimizer) -> None:
     """Divide gradients by the scale that GradScaler has left to a fused optimizer, if any."""
     scale: Tensor | None = getattr(optimizer, "grad_scale", None)
     if scale is not None:
-        for parameter in _parameters(optimizer):
+        for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
                 parameter.grad.div_(scale)
 

@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gossipx.checkpoint import (
     KEEP,
     Checkpoint,
@@ -142,11 +140,10 @@ class Checkpoints:
                 load_state_dict(unpack(part))
         self._state.script_parts[name] = ScriptPart(state_dict, load_state_dict)
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """See :meth:`gossipx.runtime.peer.Peer.join_optimizer`."""
-        self._state.optimizer = optimizer
+    def optimizers_replaced(self) -> None:
+        """Give the optimizers that were joined just now their state back, if training resumes from it."""
         if self.found is not None and OPTIMIZER in self.found.parts:
-            self._state.restore_optimizer(self.found)
+            self._state.restore_optimizers(self.found)
 
     # --- taking them --------------------------------------------------------------------------------
 
@@ -154,12 +151,13 @@ class Checkpoints:
         """Take a checkpoint after an iteration if one is due.
 
         Raises:
-            UsageError: the script has made a step with another optimizer than the one whose state it resumes from.
+            UsageError: the script has made a step with other optimizers than those whose state it resumes from.
         """
         if self._state.awaited is not None:
+            ours = " and ".join(self._state.optimizers.kinds)
             raise UsageError(
-                f"the checkpoint is of an optimizer {self._state.awaited}, not {type(self._state.optimizer).__name__}:"
-                " call peer.join_optimizer with one before the first step",
+                f"the checkpoint is of {self._state.awaited}, not {ours}: join that optimizer, or call"
+                " peer.join_optimizer with it before the first step",
                 self.found.path if self.found is not None else None,
             )
         if self.found is not None:

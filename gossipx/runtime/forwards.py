@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gossipx.runtime.optimizers import untraced
+
 
 class Forwards:
     """Pre-forward hooks on all modules that hold tables, themselves or in their children.
@@ -38,7 +40,7 @@ class Forwards:
         # Before other hooks: those of torch's spectral_norm and weight_norm read parameters.
         self._unhook: list[Callable[[], object]] = []
         for one in self._modules:
-            handle = one.register_forward_pre_hook(self._before, prepend=True)
+            handle = one.register_forward_pre_hook(untraced(self._before), prepend=True)
             self._unhook += [handle.remove, _kept_out_of_copies(one, handle.id)]
 
     def _before(self, module: nn.Module, args: Any) -> None:

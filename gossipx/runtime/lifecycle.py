@@ -272,8 +272,8 @@ class Lifecycle:
         self._arena.end_training()
         exit_hooks.unregister(self)
         self._reporter.progress.peer_closed()
-        for unhook in self.unhook:
-            unhook()
+        while self.unhook:
+            self.unhook.pop()()
         if self.backward is not None:
             self.backward.close()
         self._driver.close()

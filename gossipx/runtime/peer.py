@@ -19,15 +19,16 @@ from gossipx.model.arena import ParameterArena
 from gossipx.protocol.events import StepDone
 from gossipx.runtime import exit_hooks, models
 from gossipx.runtime.backward import Backward
-from gossipx.runtime.bypass import OptimizerBypass, overflowed
+from gossipx.runtime.bypass import OptimizerBypass
 from gossipx.runtime.checkpoints import Checkpoints
 from gossipx.runtime.driver import Driver
 from gossipx.runtime.lifecycle import Lifecycle
+from gossipx.runtime.optimizers import OneOrMore, Optimizers, untraced
 from gossipx.runtime.options import PeerOptions
 from gossipx.runtime.reporting import Reporter
 from gossipx.runtime.schedule_free import ScheduleFree
 from gossipx.runtime.scores import as_float
-from gossipx.runtime.step_watch import StepWatch, check_optimizer
+from gossipx.runtime.step_watch import StepWatch
 from gossipx.specs import rank_of
 
 
@@ -45,7 +46,7 @@ class Peer:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Optimizers,
         driver: Driver,
         comm: CommManager,
         reporter: Reporter,
@@ -64,19 +65,21 @@ class Peer:
         self._checkpoints = checkpoints
         self._options = options
         self._backward = self._lifecycle.backward
-        self._module = module
-        self._bypass: OptimizerBypass | None = None
-        self._watch = StepWatch(module, copies=backward is None)
+        self._optimizers = optimizers
+        self._watch = StepWatch(module, optimizers, copies=backward is None)
         self._lifecycle.before_finish.append(self._watch.training_ended)
-        self._lifecycle.unhook.append(self._close_watch)
+        self._lifecycle.unhook.append(self._watch.close)
         if schedule_free is not None:
             self._lifecycle.before_finish.append(schedule_free.training_ended)
             self._lifecycle.unhook.append(schedule_free.close)
-        if optimizer is not None:
-            self._watch.follow(optimizer, self._optimizer_stepped)
-            if self._backward is not None:
-                self._bypass = OptimizerBypass(optimizer, self._backward.iteration_done)
-                self._lifecycle.unhook.append(self._bypass.close)
+        if self._backward is not None:
+            for optimizer in optimizers:
+                bypass = OptimizerBypass(optimizer, self._backward.iteration_done)
+                self._lifecycle.unhook.append(bypass.close)
+        optimizers.count(self.step)
+        self._lifecycle.unhook.append(self._close_steps)
+        self.step = untraced(self.step)  # type: ignore[method-assign]  # a loop that calls it may be compiled
+        self._lifecycle.unhook.append(lambda: vars(self).pop("step"))  # break the reference cycle
 
     # --- the training loop --------------------------------------------------------------------------
 
@@ -122,7 +125,8 @@ class Peer:
     def step(self) -> None:
         """Count one iteration and let the policy decide whether to exchange models.
 
-        The optimizer given to :func:`gossipx.join` calls this after each of its steps.
+        The optimizer given to :func:`gossipx.join` calls this after each of its steps. Of several optimizers, the step
+        after which all of them have stepped does so.
 
         Raises:
             GossipxError: training cannot continue, for example because too few peers are left or the models differ.
@@ -154,23 +158,23 @@ class Peer:
         figures.blocked += resumed - measured
         figures.overhead += measured - began + time.perf_counter() - resumed
 
-    def join_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the steps of another optimizer for iterations from now on, instead of those of the joined one.
+    def join_optimizer(self, optimizer: OneOrMore) -> None:
+        """Take the steps of another optimizer, or of several, for iterations from now on, instead of the joined ones'.
 
         For training that changes its optimizer in mid-run. Checkpoints then hold the state of this one. A script that
         resumes after the change calls this before its first step, and the optimizer gets its state back.
 
         Args:
-            optimizer: trains parameters of the joined model.
+            optimizer: trains parameters of the joined model; or several such optimizers.
 
         Raises:
             UsageError: it does not, or the run has a parameter server, whose servers make the updates.
         """
-        check_optimizer(self._module, optimizer)
         if self._backward is not None:
             raise UsageError("servers make the updates, by the optimizer given to gossipx.join: keep that one")
-        self._watch.follow(optimizer, self._optimizer_stepped)
-        self._checkpoints.follow(optimizer)
+        self._optimizers.replace(optimizer)
+        self._watch.optimizers_replaced()
+        self._checkpoints.optimizers_replaced()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which backward passes only accumulate gradients and do not send them.
@@ -303,14 +307,9 @@ class Peer:
         """
         return Subset(dataset, self._options.part(dataset, self.rank))
 
-    def _close_watch(self) -> None:
-        self._watch.close(keeps_steps=self._lifecycle.has_left_in_order)
-
-    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._bypass is not None:
-            self._bypass.restore_gradients()
-        if not overflowed(optimizer):
-            self.step()
+    def _close_steps(self) -> None:
+        if not self._lifecycle.has_left_in_order:  # else each further step ends the script
+            self._optimizers.close()
 
     # --- from join to finish ------------------------------------------------------------------------
 

@@ -12,71 +12,78 @@ like its other buffers. Both are then averages of the same peers, and x, which i
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gossipx.errors import UsageError
+from gossipx.runtime.optimizers import parameters_of
 
 NAME = "schedule_free_z"
 """Name of the buffers, followed by the parameter's number."""
 
 
 class ScheduleFree:
-    """The z of a schedule-free optimizer as buffers of a module that is about to be joined.
+    """The z of schedule-free optimizers as buffers of a module that is about to be joined.
 
     They are not persistent: a ``state_dict`` of the module does not have them, and one of the optimizer does.
 
     Args:
         module: the module; it gets the buffers.
-        optimizer: a schedule-free optimizer; it gets its state before its first step.
+        optimizers: schedule-free optimizers; they get their state before their first step.
     """
 
-    def __init__(self, module: nn.Module, optimizer: Any):
+    def __init__(self, module: nn.Module, optimizers: Sequence[Any]):
         self._module = module
-        self._optimizer = optimizer
-        _make_state(optimizer)
+        self._optimizers = optimizers
+        self._parameters: list[tuple[Tensor, Any]] = []  # with the optimizer
         own = {id(parameter) for parameter in module.parameters()}
-        self._parameters = [one for one in _parameters(optimizer) if id(one) in own and one.requires_grad]
-        for number, parameter in enumerate(self._parameters):
+        for optimizer in optimizers:
+            _make_state(optimizer)
+            trained = (one for one in parameters_of(optimizer) if id(one) in own and one.requires_grad)
+            self._parameters += [(parameter, optimizer) for parameter in trained]
+        for number, (parameter, optimizer) in enumerate(self._parameters):
             module.register_buffer(f"{NAME}{number}", optimizer.state[parameter]["z"], persistent=False)
-        # Loading a state gives the optimizer other tensors.
-        self._handle = optimizer.register_load_state_dict_post_hook(self._loaded)
+        # Loading a state gives an optimizer other tensors.
+        self._handles = [one.register_load_state_dict_post_hook(self._loaded) for one in optimizers]
 
-    def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
+    def _loaded(self, loaded: torch.optim.Optimizer) -> None:
         """Copy a loaded z into the buffers, and let the optimizer work on these again."""
-        for number, parameter in enumerate(self._parameters):
-            buffer = self._module.get_buffer(f"{NAME}{number}")
-            with torch.no_grad():
-                buffer.copy_(optimizer.state[parameter].get("z", parameter))
-            optimizer.state[parameter]["z"] = buffer
+        for number, (parameter, optimizer) in enumerate(self._parameters):
+            if optimizer is loaded:
+                buffer = self._module.get_buffer(f"{NAME}{number}")
+                with torch.no_grad():
+                    buffer.copy_(loaded.state[parameter].get("z", parameter))
+                loaded.state[parameter]["z"] = buffer
 
     def training_ended(self) -> None:
         """Change the parameters to x, the model to evaluate and to save, unless the script has done so."""
-        self._optimizer.eval()
+        for optimizer in self._optimizers:
+            optimizer.eval()
 
     def close(self) -> None:
-        """Remove the buffers from the module; the optimizer keeps them."""
-        self._handle.remove()
+        """Remove the buffers from the module; the optimizers keep them."""
+        for handle in self._handles:
+            handle.remove()
         for number in range(len(self._parameters)):
             delattr(self._module, f"{NAME}{number}")
 
 
-def of(module: nn.Module, optimizer: torch.optim.Optimizer | None, has_servers: bool) -> ScheduleFree | None:
-    """Prepare a module for its optimizer if that is schedule-free; None: it is not.
+def of(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer], has_servers: bool) -> ScheduleFree | None:
+    """Prepare a module for those of its optimizers that are schedule-free; None: it has no such optimizer.
 
     Raises:
-        UsageError: it is, and the run has a parameter server, whose servers make the steps.
+        UsageError: there is one, and the run has a parameter server, whose servers make the steps.
     """
-    if optimizer is None or not is_one(optimizer):
-        return None
-    if has_servers:
+    found = [one for one in optimizers if is_one(one)]
+    if found and has_servers:
         raise UsageError(
-            f"{type(optimizer).__name__} cannot train on servers, as its train() and eval() change the weights: leave"
+            f"{type(found[0]).__name__} cannot train on servers, as its train() and eval() change the weights: leave"
             " out --servers, or use another optimizer"
         )
-    return ScheduleFree(module, optimizer)
+    return ScheduleFree(module, found) if found else None
 
 
 def is_one(optimizer: torch.optim.Optimizer) -> bool:
@@ -84,14 +91,10 @@ def is_one(optimizer: torch.optim.Optimizer) -> bool:
     return all("train_mode" in group for group in optimizer.param_groups)
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _make_state(optimizer: Any) -> None:
     """Let the optimizer make the state that it lacks, which it does in a step. This one has the length 0."""
-    lacking = [one for one in _parameters(optimizer) if one.requires_grad and "z" not in optimizer.state[one]]
-    gradients = [(parameter, parameter.grad) for parameter in _parameters(optimizer)]
+    lacking = [one for one in parameters_of(optimizer) if one.requires_grad and "z" not in optimizer.state[one]]
+    gradients = [(parameter, parameter.grad) for parameter in parameters_of(optimizer)]
     settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     for parameter, _ in gradients:
         parameter.grad = None

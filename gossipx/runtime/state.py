@@ -24,6 +24,7 @@ from gossipx.hub import Centre, Elastic
 from gossipx.model import layout
 from gossipx.model.arena import ParameterArena
 from gossipx.runtime.driver import Driver
+from gossipx.runtime.optimizers import Optimizers
 
 MODEL, OPTIMIZER, RANDOM, PEER, DRIFT, OUTER, HUB = "model", "optimizer", "random", "peer", "drift", "outer", "hub"
 TABLES = "tables"
@@ -63,22 +64,19 @@ class TrainingState:
 
     Args:
         module: the model; its parameters are in the driver's arena.
-        optimizer: the optimizer; None: the script saves it itself.
+        optimizers: the joined optimizers; the script saves others itself.
         driver: carries out the exchanges of this peer; holds the arena and the peer's role.
         about: values of the settings that must be the same in the run that writes a checkpoint and in the run that
             resumes from it, by option.
 
     Attributes:
-        optimizer: the joined optimizer.
-        awaited: class of the optimizer whose state :meth:`restore` has left, as the joined one is of another class.
+        awaited: classes of the optimizers whose states :meth:`restore` has left, as the joined ones are others.
         script_parts: the parts that the script adds, by name.
     """
 
-    def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer | None, driver: Driver, about: Mapping[str, Any]
-    ):
+    def __init__(self, module: nn.Module, optimizers: Optimizers, driver: Driver, about: Mapping[str, Any]):
         self._module = module
-        self.optimizer = optimizer
+        self.optimizers = optimizers
         self._driver = driver
         self._about = dict(about)
         self.awaited: str | None = None
@@ -96,9 +94,9 @@ class TrainingState:
         return self._driver.arena.step if centre is None or self._driver.role.trains else centre.step
 
     def obstacle(self) -> str:
-        """Return why the optimizer's state cannot be saved, as far as its settings show; empty: it can."""
+        """Return why an optimizer's state cannot be saved, as far as its settings show; empty: it can."""
         try:
-            pack([] if self.optimizer is None else self.optimizer.state_dict()["param_groups"], OPTIMIZER)
+            pack([one.state_dict()["param_groups"] for one in self.optimizers], OPTIMIZER)
         except UsageError as error:
             return str(error)
         return ""
@@ -115,8 +113,8 @@ class TrainingState:
         driver, arena = self._driver, self._driver.arena
         parts = {SCRIPT + name: pack(part.state_dict(), name) for name, part in self.script_parts.items()}
         parts[RANDOM] = _random(self._device)
-        if self.optimizer is not None:
-            parts[OPTIMIZER] = pack(self.optimizer.state_dict(), OPTIMIZER)
+        if self.optimizers:
+            parts[OPTIMIZER] = pack(self.optimizers.state_dict(), OPTIMIZER)
         if (
             (table_store := driver.tables.transfers.table_store) is not None
             and driver.role.trains
@@ -126,7 +124,6 @@ class TrainingState:
         with driver.committing:
             snapshot = arena.snapshot(whole=True)
             peer = {**driver.state_dict(), "about": self._about, "figures": dict(figures)}
-            peer["optimizer"] = type(self.optimizer).__name__
         with contextlib.ExitStack() as undo:
             undo.callback(snapshot.release)
             parts[PEER] = pack(peer, PEER)
@@ -165,10 +162,12 @@ class TrainingState:
             if theirs != ours:
                 raise UsageError(f"the checkpoint is of a run with {option} {theirs}, not {ours}", checkpoint.path)
         self._restore_model(checkpoint, peer["iteration"])
-        if self.optimizer is not None and OPTIMIZER in checkpoint.parts:
-            self.awaited = peer.get("optimizer")
-            if self.awaited in (None, type(self.optimizer).__name__):
-                self.restore_optimizer(checkpoint)
+        if self.optimizers and OPTIMIZER in checkpoint.parts:
+            kinds = [one["kind"] for one in checkpoint.parts[OPTIMIZER].state]
+            if sorted(kinds) == sorted(self.optimizers.kinds):
+                self.restore_optimizers(checkpoint)
+            else:
+                self.awaited = " and ".join(kinds)
         if (table_store := driver.tables.transfers.table_store) is not None and TABLES in checkpoint.parts:
             try:
                 table_store.client.load_state_dict(unpack(checkpoint.parts[TABLES]))
@@ -193,16 +192,15 @@ class TrainingState:
         exchange = self._driver.role.exchange
         return exchange.centre if isinstance(exchange, Elastic) else None
 
-    def restore_optimizer(self, checkpoint: Checkpoint) -> None:
-        """Restore the optimizer.
+    def restore_optimizers(self, checkpoint: Checkpoint) -> None:
+        """Restore the optimizers.
 
         Raises:
-            UsageError: the checkpoint is of another optimizer.
+            UsageError: the checkpoint is of others.
         """
-        assert self.optimizer is not None
         if OPTIMIZER in checkpoint.parts:
             try:
-                self.optimizer.load_state_dict(unpack(checkpoint.parts[OPTIMIZER]))
+                self.optimizers.load_state_dict(unpack(checkpoint.parts[OPTIMIZER]))
             except (ValueError, KeyError) as error:
                 raise UsageError(f"the checkpoint is of another optimizer: {error}", checkpoint.path) from error
         self.awaited = None

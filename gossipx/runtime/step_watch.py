@@ -1,7 +1,7 @@
 """A watch on training whose updates are not counted as iterations.
 
-Only the steps of the joined optimizer, or calls of ``Peer.step``, are iterations. A script may leave them without an
-error: it makes a second optimizer in mid-run, a wrapper replaces the optimizer, or a loop such as SAM's never calls
+Only the steps of the joined optimizers, or calls of ``Peer.step``, are iterations. A script may leave them without an
+error: it makes another optimizer in mid-run, a wrapper replaces the optimizer, or a loop such as SAM's never calls
 ``step()``. Then this peer would train on, exchange nothing, and still end well.
 
 Two signs of an update do not depend on how it is made. torch calls a global hook after each step of any optimizer. And
@@ -13,16 +13,16 @@ many backward passes without an iteration compare values too. gossipx mixes mode
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gossipx.errors import UsageError
 from gossipx.runtime.gradients import fingerprint
+from gossipx.runtime.optimizers import Optimizers, parameters_of, untraced
 
 log = logging.getLogger("gossipx")
 
@@ -39,17 +39,18 @@ class StepWatch:
 
     Args:
         module: the joined model.
+        optimizers: the joined optimizers.
         copies: whether steps of an optimizer over parameters of the same sizes count, too. Not with a server in this
             process, which makes such steps.
     """
 
-    def __init__(self, module: nn.Module, *, copies: bool = True):
+    def __init__(self, module: nn.Module, optimizers: Optimizers, *, copies: bool = True):
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._known = {id(parameter) for parameter in parameters}
         self._sizes = _sizes(parameters) if copies else []
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._optimizers = optimizers
         self._in_step = False  # LBFGS computes gradients in its step
-        self._steps = 0  # of other optimizers, since the last iteration
+        self._steps = 0  # since the last iteration
         self._by = ""  # the class of the optimizer that made the last of them
         self._of_copies = 0  # steps of optimizers that train a copy of the model, since the last iteration
         self._changes = 0  # found by backward passes, since the last iteration
@@ -63,24 +64,17 @@ class StepWatch:
         self._seen: dict[int, tuple[int, int | None]] = {
             key: (probe._version, None) for key, probe in self._probes.items()
         }
-        self._handles: list[RemovableHandle] = [register_optimizer_step_post_hook(self._stepped)]
-        for probe in self._probes.values():
-            self._handles.append(probe.register_post_accumulate_grad_hook(self._computed))  # type: ignore[no-untyped-call]
-        self._of_optimizer: list[RemovableHandle] = []
-
-    def follow(self, optimizer: torch.optim.Optimizer, on_step: Callable[..., None]) -> None:
-        """Take the steps of this optimizer for iterations, instead of those of the previous one.
-
-        Args:
-            on_step: called after each step, as a post-hook of torch's.
-        """
-        self._remove(self._of_optimizer)
-        self._optimizer = optimizer
-        self._told = False
-        self._of_optimizer = [
-            optimizer.register_step_pre_hook(self._begins),
-            optimizer.register_step_post_hook(on_step),
+        self._handles: list[RemovableHandle] = [
+            register_optimizer_step_pre_hook(untraced(self._begins)),
+            register_optimizer_step_post_hook(untraced(self._stepped)),
         ]
+        for probe in self._probes.values():
+            hook = untraced(self._computed)
+            self._handles.append(probe.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def optimizers_replaced(self) -> None:
+        """Record that other optimizers were joined: what they do may be told again."""
+        self._told = False
 
     def iteration_done(self, iteration: int) -> None:
         """Record an iteration."""
@@ -99,27 +93,22 @@ class StepWatch:
         if self._iteration and not self._usual and not self._told and (self._steps or changes > 1):
             self._tell(max(self._steps, changes))
 
-    def close(self, keeps_steps: bool = False) -> None:
-        """Remove all hooks, except with ``keeps_steps`` those of the optimizer that is followed."""
-        self._remove(self._handles)
-        if not keeps_steps:
-            self._remove(self._of_optimizer)
-
-    def _remove(self, handles: list[RemovableHandle]) -> None:
-        for handle in handles:
-            handle.remove()
-        handles.clear()
+    def close(self) -> None:
+        """Remove all hooks."""
+        while self._handles:
+            self._handles.pop().remove()
 
     def _begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._in_step = True
+        self._in_step = self._in_step or optimizer in self._optimizers.all
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Count a step of another optimizer than the joined one, if it trains this model or a copy of it."""
-        if optimizer is self._optimizer:
+        """Count a step that ends no iteration, if it trains this model or a copy of it."""
+        joined = optimizer in self._optimizers.all
+        if joined:
             self._in_step = False
-        elif self._told:
+        if self._told or (joined and optimizer not in self._optimizers.stepped):  # it ended one, or was skipped
             return
-        elif any(id(parameter) in self._known for parameter in parameters_of(optimizer)):
+        if any(id(parameter) in self._known for parameter in parameters_of(optimizer)):
             self._steps += 1
             self._by = f" by {type(optimizer).__name__}"
             self._tell_if_many(self._steps)
@@ -151,14 +140,20 @@ class StepWatch:
 
     def _tell(self, updates: int) -> None:
         self._told = True
-        whose = "peer.step()" if self._optimizer is None else "the joined optimizer's step"
+        joined = self._optimizers
+        remedy = "call peer.step() after each, or join the optimizer that steps: peer.join_optimizer(optimizer)"
+        whose = "the joined optimizer's step" if joined else "peer.step()"
+        if joined.stepped:
+            idle = " and ".join(type(one).__name__ for one in joined.idle)
+            whose = f"a step of {idle}, and an iteration needs one of each joined optimizer"
+            remedy = "join only those that step: peer.join_optimizer([...])"
         log.warning(
-            "the model changes without %s: %d updates%s since iteration %d; call peer.step() after each, or join the"
-            " optimizer that steps: peer.join_optimizer(optimizer)",
+            "the model changes without %s: %d updates%s since iteration %d; %s",
             whose,
             updates,
             self._by if self._steps else "",
             self._iteration,
+            remedy,
         )
 
     def _tell_of_copy(self, optimizer: torch.optim.Optimizer) -> None:
@@ -181,21 +176,3 @@ def _values(parameter: torch.Tensor) -> int | None:
     if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     return int(fingerprint(parameter))
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    """Return the parameters that an optimizer trains."""
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def check_optimizer(module: nn.Module, optimizer: object) -> None:
-    """Check that an optimizer can be joined with a model.
-
-    Raises:
-        UsageError: it is not an optimizer, or trains none of the model's parameters.
-    """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"{type(optimizer).__name__} is not a torch optimizer: leave it out, and call peer.step()")
-    own = {id(parameter) for parameter in module.parameters()}
-    if not any(id(parameter) in own for parameter in parameters_of(optimizer)):
-        raise UsageError("the optimizer trains none of the model's parameters: join the model for which it was created")

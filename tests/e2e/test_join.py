@@ -295,7 +295,6 @@ model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 fused = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
 with gossipx.join(model, optimizer) as peer:
-    fused.register_step_post_hook(peer._optimizer_stepped)
     for _ in range(10):
         optimizer.zero_grad()
         for _ in range(4):
@@ -304,6 +303,7 @@ with gossipx.join(model, optimizer) as peer:
     counts["accumulated"] = peer.iteration
     for name, one in (("scaled", optimizer), ("fused", fused)):
         scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        peer.join_optimizer(one)
         began, skipped = peer.iteration, 0
         for number in range(12):
             one.zero_grad()

@@ -80,7 +80,7 @@ def make(
     made = module()
     resolved = files.resolve({"servers": "0", "bucket": 100, **given})
     served = serve(
-        resolved, [str(one) for one in range(size)], rank, made, optimizer(made.parameters()), parts or Parts()
+        resolved, [str(one) for one in range(size)], rank, made, [optimizer(made.parameters())], parts or Parts()
     )
     assert served is not None
     store = served.table_store

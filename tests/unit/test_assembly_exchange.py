@@ -28,6 +28,7 @@ from gossipx.protocol.messages import (
     Request,
     Stage,
 )
+from gossipx.runtime.optimizers import Optimizers
 from gossipx.runtime.peer import Peer
 from gossipx.runtime.progress import Progress
 from gossipx.transports import Address
@@ -52,7 +53,7 @@ def make() -> Iterator[Make]:
     def made(rank: int = 0, **settings: Any) -> Peer:
         place = Place(rank, names, addresses, HERE, "the same list", None, Progress(None), False)
         given = files.resolve({"policy": "never", "peer_timeout": 20.0, "transport": "tcp", **settings})
-        peer = build_peer(nn.Linear(VALUES, 1, bias=False), None, given, place)
+        peer = build_peer((module := nn.Linear(VALUES, 1, bias=False)), Optimizers(module, None), given, place)
         undo.callback(peer.close)
         peer._role.stages.stage = Stage.TRAIN
         return peer
@@ -109,7 +110,7 @@ def test_a_model_is_sent_at_the_maximum_rate(make: Make, settings: dict[str, Any
     receiver._comm.request(0, request, deadline=soon(patience), payload=Bytes(memoryview(buffer)), done=came.put)
     reply = came.get(timeout=2 * LONG)
     assert isinstance(reply, PeerTimeoutError | PeerUnreachableError if settings else ModelReply)
-    whole = sender._module.weight.detach().numpy().tobytes()
+    whole = sender._arena.slots[0].tensor.detach().numpy().tobytes()
     assert (buffer[: len(whole)] == whole) is not bool(settings)
 
 

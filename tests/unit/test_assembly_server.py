@@ -23,7 +23,7 @@ def alike(parts: Parts | None = None, **given: Any) -> dict[str, str]:
     """Return the settings that must be equal on all peers, by option."""
     module = nn.Linear(3, 4)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    served = serve(files.resolve({"servers": "0,1", **given}), NAMES, 0, module, optimizer, parts or Parts())
+    served = serve(files.resolve({"servers": "0,1", **given}), NAMES, 0, module, [optimizer], parts or Parts())
     assert served is not None
     return served.alike
 

@@ -22,6 +22,7 @@ from gossipx.assembly.place import Place
 from gossipx.config import files
 from gossipx.errors import UsageError
 from gossipx.recorders import Recorded, RecorderKind
+from gossipx.runtime.optimizers import Optimizers
 from gossipx.runtime.progress import Progress
 from gossipx.transports import Address
 
@@ -130,7 +131,13 @@ class Kept:
 def test_a_scripts_own_recorder_gets_the_curves(tmp_path: Path) -> None:
     place = Place(0, ("a",), (Address("127.0.0.1", 1),), HERE, "list", tmp_path, Progress(None), False)
     kept = Kept()
-    peer = build_peer(nn.Linear(2, 1), None, files.resolve({}), place, managers=Managers(recorder=kept))
+    peer = build_peer(
+        (module := nn.Linear(2, 1)),
+        Optimizers(module, None),
+        files.resolve({}),
+        place,
+        managers=Managers(recorder=kept),
+    )
     peer.log("train/loss", 0.5)
     peer.close()
     assert ("train/loss", 0.5, 0) in kept.values
@@ -149,7 +156,7 @@ def test_a_recorder_is_told_the_policy_that_a_script_passes(tmp_path: Path, monk
     monkeypatch.setitem(recorders.BUILT_IN, "told", Told)
     place = Place(0, ("a",), (Address("127.0.0.1", 1),), HERE, "list", tmp_path, Progress(None), False)
     config = files.resolve({"recorder": "told"})
-    build_peer(nn.Linear(2, 1), None, config, place, policy=policies.Tau(7)).close()
+    build_peer((module := nn.Linear(2, 1)), Optimizers(module, None), config, place, policy=policies.Tau(7)).close()
     assert [one.settings["policy"] for one in told] == ["tau:period=7"]
 
 

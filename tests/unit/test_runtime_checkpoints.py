@@ -91,6 +91,24 @@ def test_training_resumes_bit_for_bit(
     assert int(again.module.seen) == 35
 
 
+@pytest.mark.fault(83)
+def test_several_optimizers_resume_with_their_states(bench: Callable[..., Bench]) -> None:
+    straight = bench(several=True)
+    straight.begin()
+    torch.manual_seed(0)
+    straight.step(20)
+    again = bench(several=True, resumes=True)
+    again.begin()
+    for one in (straight, again):
+        torch.manual_seed(1)
+        one.step(10)
+    assert all(map(torch.equal, again.all(), straight.all()))
+    with pytest.raises(UsageError, match=r"is of Adam and SGD, not Adam: join that optimizer, or call peer\.join_op"):
+        only = bench(resumes=True)
+        only.begin()
+        only.step(1)
+
+
 @pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("rule", ["momentum:0.6", "nesterov"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -167,7 +185,9 @@ def test_a_checkpoint_is_the_step_boundary_whatever_training_does_meanwhile(
     model = found.parts["model"].tensors
     assert model.keys() == kept.keys() - {"two.weight"}, "tied tensors are saved once"
     assert all(torch.equal(model[name], kept[name]) for name in model)
-    assert all(torch.equal(found.parts["optimizer"].tensors[f"state.0.{key}"], value) for key, value in state.items())
+    assert all(
+        torch.equal(found.parts["optimizer"].tensors[f"0.state.state.0.{key}"], value) for key, value in state.items()
+    )
     assert one.arena.pool.now is not None and one.arena.pool.now.holders == 1, "the snapshot is released"
 
 
@@ -313,7 +333,7 @@ def test_state_that_cannot_be_saved_is_logged_and_training_continues(
     one.optimizer.param_groups[0]["schedule"] = object()
     one.step(30, flush=False)
     assert one.arena.step == 30 and one.checkpoints.failed == 3 and one.store.find() is None
-    assert len(caplog.messages) == 1 and "optimizer.param_groups.0.schedule is of type object" in caplog.text
+    assert len(caplog.messages) == 1 and "optimizer.0.state.param_groups.0.schedule is of type object" in caplog.text
     assert isinstance(one.checkpoints.flush(), UsageError)
 
 
@@ -421,7 +441,8 @@ def changed(bench: Callable[..., Bench]) -> Bench:
 
 def follow_sgd(one: Bench) -> None:
     one.optimizer = torch.optim.SGD([p for p in one.module.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
-    one.checkpoints.follow(one.optimizer)
+    one.optimizers.replace(one.optimizer)
+    one.checkpoints.optimizers_replaced()
 
 
 @pytest.mark.fault(48)
@@ -445,6 +466,6 @@ def test_a_step_with_the_optimizer_of_before_is_refused(bench: Callable[..., Ben
     again = bench(resumes=True)
     again.begin()
     with pytest.raises(
-        UsageError, match=r"of an optimizer SGD, not Adam: call peer\.join_optimizer with one before the"
+        UsageError, match=r"is of SGD, not Adam: join that optimizer, or call peer\.join_optimizer with it before"
     ):
         again.step(1)

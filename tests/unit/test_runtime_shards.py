@@ -24,6 +24,7 @@ from gossipx.protocol.effects import Effect
 from gossipx.protocol.events import Received
 from gossipx.protocol.table_effects import ApplyGradient, FillTables, KeepShard, Record
 from gossipx.runtime import shards
+from gossipx.runtime.optimizers import Optimizers
 from gossipx.runtime.progress import Progress
 from gossipx.runtime.shards import ShardKeeper
 from gossipx.server.failover.records import Journal, Records
@@ -218,7 +219,7 @@ def test_as_many_checkpoints_are_kept_as_for_peers(tmp_path: Path, keep: int) ->
     place = Place(0, ("a",), (HERE,), HERE, "the same list", tmp_path, Progress(None), False)
     given = files.resolve({"servers": "0", "keep_checkpoints": keep, "checkpoint_every": "1"})
     module = nn.Linear(4, 3)
-    peer = build_peer(module, torch.optim.SGD(module.parameters(), lr=0.1), given, place)
+    peer = build_peer(module, Optimizers(module, torch.optim.SGD(module.parameters(), lr=0.1)), given, place)
     try:
         keeper, table_store, exchange = (
             peer._driver.tables.keeper,

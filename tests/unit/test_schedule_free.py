@@ -41,7 +41,7 @@ def train(module: nn.Module, optimizer: Any, steps: int) -> list[float]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_is_the_same_bit_by_bit(kind: str) -> None:
     plain, prepared = made(kind), made(kind)
-    averages = schedule_free.of(*prepared, has_servers=False)
+    averages = schedule_free.of(prepared[0], prepared[1:], has_servers=False)
     assert averages is not None
     assert train(*plain, 5) == train(*prepared, 5)
     assert [*prepared[0].state_dict()] == [*plain[0].state_dict()]
@@ -53,7 +53,7 @@ def test_training_is_the_same_bit_by_bit(kind: str) -> None:
 
 def test_a_loaded_state_is_in_the_buffers_again() -> None:
     module, optimizer = made("AdamWScheduleFree")
-    schedule_free.of(module, optimizer, has_servers=False)
+    schedule_free.of(module, [optimizer], has_servers=False)
     train(module, optimizer, 3)
     kept = copy.deepcopy(optimizer.state_dict())
     train(module, optimizer, 3)
@@ -68,14 +68,14 @@ def test_a_state_from_earlier_training_stays() -> None:
     module, optimizer = made("SGDScheduleFree")
     train(module, optimizer, 3)
     before = [state["z"].clone() for state in optimizer.state.values()]
-    schedule_free.of(module, optimizer, has_servers=False)
+    schedule_free.of(module, [optimizer], has_servers=False)
     for buffer, z in zip(module.buffers(), before, strict=True):
         assert torch.equal(buffer, z)
 
 
 def test_other_optimizers_need_nothing_and_servers_are_refused() -> None:
     module, optimizer = made("SGDScheduleFree")
-    assert schedule_free.of(module, torch.optim.SGD(module.parameters()), has_servers=True) is None
-    assert schedule_free.of(module, None, has_servers=True) is None
+    assert schedule_free.of(module, [torch.optim.SGD(module.parameters())], has_servers=True) is None
+    assert schedule_free.of(module, [], has_servers=True) is None
     with pytest.raises(UsageError, match="SGDScheduleFree cannot train on servers"):
-        schedule_free.of(module, optimizer, has_servers=True)
+        schedule_free.of(module, [optimizer], has_servers=True)

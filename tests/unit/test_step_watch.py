@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from gossipx.errors import UsageError
-from gossipx.runtime.step_watch import PATIENCE, StepWatch, check_optimizer
+from gossipx.runtime.optimizers import Optimizers
+from gossipx.runtime.step_watch import PATIENCE, USUAL, StepWatch
 
 pytestmark = pytest.mark.fault(48)
 
@@ -24,11 +24,18 @@ class Loop:
     def __init__(self) -> None:
         self.model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
         self.iteration = 0
-        self.watch = StepWatch(self.model)
+        self.optimizers = Optimizers(self.model, None)
+        self.watch = StepWatch(self.model, self.optimizers)
+        self.optimizers.count(self.step)
 
-    def join(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        self.watch.follow(optimizer, lambda *_: self.step())
-        return optimizer
+    def join(self, *optimizers: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        self.optimizers.replace(optimizers)
+        self.watch.optimizers_replaced()
+        return optimizers[0]
+
+    def close(self) -> None:
+        self.watch.close()
+        self.optimizers.close()
 
     def step(self) -> None:
         self.iteration += 1
@@ -76,7 +83,7 @@ class Sharpness(torch.optim.Optimizer):
 def loop() -> Iterator[Loop]:
     made = Loop()
     yield made
-    made.watch.close()
+    made.close()
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -279,7 +286,7 @@ def test_nothing_is_left_behind(caplog: Any) -> None:
     optimizer = loop.join(sgd(loop.model))
     copied = copy.deepcopy(loop.model)
     (copied(torch.randn(8, 4)) - 1).square().mean().backward()
-    loop.watch.close()
+    loop.close()
     loop.train(optimizer, 4 * PATIENCE)
     assert told(caplog) == [] and loop.iteration == 0
     watch = weakref.ref(loop.watch)
@@ -288,8 +295,18 @@ def test_nothing_is_left_behind(caplog: Any) -> None:
     assert watch() is None
 
 
-def test_what_cannot_be_joined(loop: Loop) -> None:
-    with pytest.raises(UsageError, match=r"^Linear is not a torch optimizer: leave it out, and call peer\.step\(\)"):
-        check_optimizer(loop.model, nn.Linear(1, 1))
-    with pytest.raises(UsageError, match=r"^the optimizer trains none of the model's parameters"):
-        check_optimizer(loop.model, sgd(nn.Linear(1, 1)))
+@pytest.mark.fault(83)
+def test_one_of_several_optimizers_that_does_not_step_is_told(loop: Loop, caplog: Any) -> None:
+    """Each joined optimizer has to step for an iteration; a critic that steps more often than the other is usual."""
+    critic, generator = sgd(loop.model[0]), torch.optim.Adam(loop.model[2].parameters())
+    loop.join(critic, generator)
+    for _ in range(PATIENCE):
+        loop.train(critic, 5)
+        loop.train(generator, 1)
+    assert loop.iteration == PATIENCE and told(caplog) == []
+    loop.train(critic, 2 * (5 * USUAL + PATIENCE))
+    (line,) = told(caplog)
+    assert line.startswith("the model changes without a step of Adam, and an iteration needs one of each joined")
+    assert line.endswith(" by SGD since iteration 20; join only those that step: peer.join_optimizer([...])")
+    loop.train(loop.join(critic), 3)
+    assert loop.iteration == PATIENCE + 3

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from gossipx import policies
@@ -43,10 +42,10 @@ from gossipx.metrics.recorder import Recorder
 from gossipx.model.arena import ParameterArena
 from gossipx.policies import Observation, Policy
 from gossipx.runtime import exit_hooks, schedule_free
+from gossipx.runtime.optimizers import OneOrMore, Optimizers
 from gossipx.runtime.peer import Peer
 from gossipx.runtime.progress import Progress
 from gossipx.runtime.scores import Evaluate
-from gossipx.runtime.step_watch import check_optimizer
 from gossipx.sync import SyncManager
 from gossipx.transports import Address
 
@@ -55,7 +54,7 @@ log = logging.getLogger("gossipx")
 
 def join(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: OneOrMore | None = None,
     *,
     peers: str | Path | None = None,
     policy: str | Policy | Callable[[Observation], bool] | None = None,
@@ -70,6 +69,9 @@ def join(
 ) -> Peer:
     """Make this process a peer: from now on, each step of ``optimizer`` is an iteration of the run.
 
+    A model may have several optimizers: ``join(model, [adamw, muon])``. An iteration then ends when each of them has
+    stepped at least once.
+
     The model's parameters move into one flat buffer (the Parameter objects stay the same) and take the run's initial
     values. Returns when the other peers are connected or ``peer_timeout`` has passed. A peer that only serves the
     others (``hub_only``, ``servers_only``) serves here until their training is over, and exits.
@@ -79,7 +81,7 @@ def join(
 
     Args:
         model: any module whose parameters are dense, on one device.
-        optimizer: the optimizer; None: the loop calls :meth:`Peer.step` after each update.
+        optimizer: the optimizer, or several; None: the loop calls :meth:`Peer.step` after each update.
         peers: the hosts file. None under torchrun, srun or mpirun, whose processes exchange their addresses.
         policy: a spec such as ``adaptive:threshold=0.02``, a policy, or a function of an observation.
         rank: line of the hosts file of this process, from 0; required if several lines are this machine and the
@@ -93,24 +95,28 @@ def join(
         settings: any other setting of ``gossipx run`` by its name: ``seed=1``, ``peer_timeout=10``.
 
     Raises:
-        UsageError: settings are invalid or have no effect, the optimizer trains none of the model's parameters, a
+        UsageError: settings are invalid or have no effect, an optimizer trains none of the model's parameters, a
             parameter cannot be joined (names it), or the peers' models differ (names the first tensor that does).
         GossipxError: no peer sent an initial model, the port is in use, or the processes did not find each other.
     """
     channel = progress()
-    _check(model, optimizer)
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"join takes the model first, then the optimizer: {type(model).__name__} is not a torch module"
+        )
+    optimizers = Optimizers(model, optimizer)
     under_run = ENV_CONFIG in os.environ
     # Before the peer is built, which changes a model that may belong to another peer.
     exit_hooks.check_unregistered(under_run)
     own = None if policy is None or isinstance(policy, str) else policies.parse(policy)
     run = settings_of(config_file, settings | _named(policy=policy, recorder=recorder))
     _check_deciders(run, under_run, own, sync_manager)
-    averages = schedule_free.of(model, optimizer, run.has_servers)
+    averages = schedule_free.of(model, optimizers, run.has_servers)
     _describe_if_asked(model, run, channel)
     managers = Managers(sync_manager, comm_manager, None if isinstance(recorder, str) else recorder)
     with contextlib.ExitStack() as until_started:
         place = _place(run, peers, rank, channel, under_run, until_started)
-        peer = build_peer(model, optimizer, run, place, own, evaluate, parts, managers, averages)
+        peer = build_peer(model, optimizers, run, place, own, evaluate, parts, managers, averages)
         peer.start()
     return _serve_if_that_is_all(peer)
 
@@ -191,15 +197,6 @@ def rank_and_size(run: RunConfig, peers: str | Path | None = None, rank: int | N
     if ENV_CONFIG in os.environ:
         return _by_run(len(lines)), len(lines)
     return _by_hosts(run, file, lines, rank, {}), len(lines)
-
-
-def _check(model: object, optimizer: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"join takes the model first, then the optimizer: {type(model).__name__} is not a torch module"
-        )
-    if optimizer is not None:
-        check_optimizer(model, optimizer)
 
 
 def _place(
