@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,15 @@ from rich.table import Table as RichTable
 from gossipx.errors import UsageError
 from gossipx.tasks.data import load
 
-AGREES = {True: "yes", False: "NO", None: "–"}
+FACTOR = 2.0
+"""By how much ours may be larger or smaller than the paper's and still agree: results in another setting differ."""
+LIMITS = "within", "less than"
+"""Qualifiers of a figure that ours must not exceed."""
+RULE = (
+    f"agrees: yes: the paper's direction, and within a factor of {FACTOR:g} of its size; other size: its direction;"
+    " NO: against it; –: nothing to compare, or not beyond its interval. Sizes count from 0, those of ratios from 1."
+    " “up to” and “at least” bound a size on one side, a limit is kept or not, and a statement has no size"
+)
 
 
 @dataclass(frozen=True)
@@ -28,9 +37,10 @@ class Line:
         paper: as published; a text: what it follows from.
         ours: the value, in ``unit``.
         unit: of our value.
-        agrees: whether ours has the direction of the paper's; None: no direction is known.
-        holds: whether a test of the fast setting asserts that it agrees.
+        agrees: whether ours agrees with what the paper states; None for a figure in our unit, which says it itself.
+        holds: whether a test of the fast setting asserts the direction.
         half: half of the 95 % interval of our value; None: it has none.
+        none: the value that is no effect; None: 1 of a ratio, by its unit, otherwise 0.
     """
 
     what: str
@@ -40,6 +50,46 @@ class Line:
     agrees: bool | None = None
     holds: bool = False
     half: float | None = None
+    none: float | None = None
+
+    def __post_init__(self) -> None:
+        if self._compared is not None and self.agrees is not None:
+            raise ValueError(f"{self.what}: whether it agrees follows from the paper's figure")
+
+    @property
+    def _compared(self) -> Figure | None:
+        """The paper's figure, if it is in our unit."""
+        return self.paper if isinstance(self.paper, Figure) and self.paper.unit == self.unit else None
+
+    @property
+    def _effects(self) -> tuple[float, float]:
+        """How far ours and the paper's figure are from no effect."""
+        assert self._compared is not None
+        is_ratio = self.unit.startswith(("times", "×"))
+        none = float(is_ratio) if self.none is None else self.none
+        return self.ours - none, self._compared.value - none
+
+    @property
+    def direction(self) -> bool | None:
+        """Whether ours has the direction of the paper's, or keeps its limit; None: it is not known."""
+        if self._compared is None:
+            return self.agrees
+        if self._compared.qualifier in LIMITS:
+            return self.ours <= self._compared.value
+        ours, theirs = self._effects
+        return ours * theirs > 0 if self.half is None or abs(ours) > self.half else None
+
+    @property
+    def agreement(self) -> str:
+        """``yes``, ``other size``, ``NO`` or ``–``: see :data:`RULE`."""
+        if self.direction is not True:
+            return "–" if self.direction is None else "NO"
+        if self._compared is None or self._compared.qualifier in LIMITS:
+            return "yes"
+        ours, theirs = self._effects
+        least = 0.0 if self._compared.qualifier == "up to" else 1 / FACTOR
+        most = math.inf if self._compared.qualifier == "at least" else FACTOR
+        return "yes" if least <= ours / theirs <= most else "other size"
 
     @property
     def published(self) -> tuple[str, str]:
@@ -54,9 +104,8 @@ class Line:
 
     @property
     def figure(self) -> dict[str, Any]:
-        """The line in the schema of all benchmarks; ``met``: it agrees with the paper."""
-        compared = isinstance(self.paper, Figure) and self.paper.unit == self.unit
-        reference = self.paper.value if compared else None  # type: ignore[union-attr]
+        """The line in the schema of all benchmarks; ``met``: it agrees with the paper, also in size."""
+        reference = None if self._compared is None else self._compared.value
         return {
             "name": self.what,
             "value": self.ours,
@@ -64,7 +113,8 @@ class Line:
             "reference": reference,
             "ratio": self.ours / reference if reference else None,
             "goal": None,
-            "met": self.agrees,
+            "met": None if self.direction is None else self.agreement == "yes",
+            "direction": self.direction,
             "asserted": self.holds,
         }
 
@@ -92,9 +142,10 @@ class Part:
         agrees: bool | None = None,
         holds: bool = False,
         half: float | None = None,
+        none: float | None = None,
     ) -> None:
         """Add a row; the arguments are those of :class:`Line`."""
-        self.lines.append(Line(what, paper, ours, unit, agrees, holds, half))
+        self.lines.append(Line(what, paper, ours, unit, agrees, holds, half, none))
 
 
 Parts = Callable[[Paper, bool, argparse.Namespace], Sequence[Part]]
@@ -135,7 +186,8 @@ def show(name: str, parts: Parts, description: str, options: Sequence[str] = ())
         table = RichTable("", paper.reference, "where", "here", "agrees", title=f"\n{part.title}", title_justify="left")
         for line in part.lines:
             interval = "" if line.half is None else f" ± {line.half:.3f}"
-            table.add_row(line.what, *line.published, f"{line.ours:.4g}{interval} {line.unit}", AGREES[line.agrees])
+            table.add_row(line.what, *line.published, f"{line.ours:.4g}{interval} {line.unit}", line.agreement)
         console.print(table)
         console.print(f"Setting: {part.setting}")
-    console.print(f"\nNot in the {paper.reference}: {'; '.join(paper.not_given)}.")
+    console.print(f"\n{RULE}.")
+    console.print(f"Not in the {paper.reference}: {'; '.join(paper.not_given)}.")

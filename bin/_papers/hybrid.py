@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from _table import Part, show
 from _virtual_server import Samples, Work, train
-from published import Figure, Paper
+from published import Paper
 from torch import nn
 from torch.nn import functional
 
@@ -171,8 +171,7 @@ def _steps(paper: Paper, rounds: int, seconds: float) -> Part:
         figure = paper.figures[f"table-4/test-accuracy/{factor}/lr"]
         for reading, one in (("", own), (f", {AT_ONCE}", at_once)):
             ours, half = _less(one, asp, "test-accuracy")
-            agrees = _same_sign(ours, half, figure)
-            made.add(f"step {factor}/lr{reading}: accuracy less asp's", figure, ours, "points", agrees, half=half)
+            made.add(f"step {factor}/lr{reading}: accuracy less asp's", figure, ours, "points", half=half)
         ahead[factor], half = _less(own, bsp, "test-accuracy")
         claim = paper.claims[f"figure-9/{'small' if factor == 1 else 'large'}-steps"]
         near = abs(ahead[factor]) < half if factor == 1 else None
@@ -200,8 +199,7 @@ def _cell(paper: Paper, cell: Cell, means: dict[str, Rounds], rounds: int, secon
         for metric in METRICS:
             figure = paper.figures[f"{cell.table}/{metric}/{cell.column}"]
             ours, half = _less(means[reading], means[ASP], metric)
-            what, agrees = f"{name}, {reading}: {metric} less asp's", _same_sign(ours, half, figure)
-            made.add(what, figure, ours, UNITS[metric], agrees, half=half)
+            made.add(f"{name}, {reading}: {metric} less asp's", figure, ours, UNITS[metric], half=half)
     for reading in READINGS:
         ours, half = _less(means[reading], means[BSP], "test-accuracy")
         claim = paper.claims["figures-4-to-7/synchronous"]
@@ -210,11 +208,6 @@ def _cell(paper: Paper, cell: Cell, means: dict[str, Rounds], rounds: int, secon
     gradients = fmean(one["gradients"] for one in means[ASP]) / fmean(one["gradients"] for one in means[BSP])
     made.add(f"{name}, gradients of asp / bsp", paper.claims["figures-4-to-7/synchronous"], gradients, "", None)
     return made
-
-
-def _same_sign(ours: float, half: float, figure: Figure) -> bool | None:
-    """Whether ours has the direction of the paper's; None: it is not beyond its interval."""
-    return ours * figure.value > 0 if abs(ours) > half else None
 
 
 def _less(own: Rounds, other: Rounds, metric: str) -> tuple[float, float]:

@@ -28,8 +28,8 @@ def test_the_directions_hold(name: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)["figures"]
-    keys = {"name", "value", "unit", "reference", "ratio", "goal", "met", "asserted"}
+    keys = {"name", "value", "unit", "reference", "ratio", "goal", "met", "direction", "asserted"}
     assert all(one.keys() == keys for one in figures)
-    asserted = [(one["name"], one["met"]) for one in figures if one["asserted"]]
-    assert [what for what, met in asserted if not met] == []
+    asserted = [(one["name"], one["direction"]) for one in figures if one["asserted"]]
+    assert [what for what, holds in asserted if not holds] == []
     assert len(asserted) >= LEAST[name]

@@ -21,7 +21,8 @@ def published() -> Iterator[Any]:
     sys.path.append(str(FOLDER))
     yield importlib.import_module("published")
     sys.path.remove(str(FOLDER))
-    del sys.modules["published"]
+    for name in ("published", "_table"):
+        sys.modules.pop(name, None)
 
 
 def groups(setting: Mapping[str, Any], path: str = "setting") -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -84,3 +85,47 @@ def test_a_repeated_id_and_a_row_of_another_length_are_refused(
     monkeypatch.setattr(published, "HERE", tmp_path)
     with pytest.raises(ValueError, match=message):
         published.read("changed")
+
+
+@pytest.mark.parametrize(
+    ("value", "qualifier", "unit", "ours", "half", "agreement"),
+    [
+        (1440, "", "min", 1000, None, "yes"),
+        (1440, "", "min", 694, None, "other size"),  # less than half
+        (1.5, "", "points", 10, None, "other size"),
+        (1.5, "", "points", -1.5, None, "NO"),
+        (1.5, "", "points", 2, 2.5, "–"),
+        (-0.1, "", "loss", -0.15, 0.1, "yes"),
+        (1.38, "", "times SSP", 1.2, None, "yes"),  # of a ratio, what is above 1 is compared
+        (1.38, "", "×", 1.06, None, "other size"),
+        (1.38, "", "×", 0.9, None, "NO"),
+        (28.5, "up to", "%", 1, None, "yes"),
+        (28.5, "up to", "%", 60, None, "other size"),
+        (28.5, "up to", "%", 0.0, None, "NO"),
+        (56.9, "at least", "points", 500, None, "yes"),
+        (56.9, "at least", "points", 20, None, "other size"),
+        (5, "within", "points", -3, None, "yes"),
+        (5, "within", "points", 5.1, None, "NO"),
+    ],
+)
+def test_all_figures_agree_by_one_rule(
+    published: Any, value: float, qualifier: str, unit: str, ours: float, half: float | None, agreement: str
+) -> None:
+    """The direction, and the size within a factor of two."""
+    table = importlib.import_module("_table")
+    line = table.Line("it", published.Figure("", value, unit, "Table 1", qualifier), ours, unit, half=half)
+    assert line.agreement == agreement
+    assert line.figure["met"] == {"yes": True, "–": None}.get(agreement, False)
+    assert line.direction == {"NO": False, "–": None}.get(agreement, True)
+
+
+def test_a_statement_agrees_or_not_and_a_figure_says_it_itself(published: Any) -> None:
+    table = importlib.import_module("_table")
+    claim = published.Claim("", "it grows", "section 1")
+    for agrees, word in ((True, "yes"), (False, "NO"), (None, "–")):
+        assert table.Line("it", claim, 3.0, "", agrees).agreement == word
+    figure = published.Figure("", 8.0, "times the computation time", "Figure 1")
+    assert table.Line("it", figure, 0.2, figure.unit, none=0.0).agreement == "other size"
+    assert table.Line("it", figure, 0.2, "s").agreement == "–", "in another unit"
+    with pytest.raises(ValueError, match="it: whether it agrees follows"):
+        table.Line("it", figure, 0.2, figure.unit, True)
