@@ -18,7 +18,7 @@ import tomli_w
 from gossipx.config.keys import Key
 from gossipx.config.settings import KEYS, TABLES, RunConfig
 from gossipx.errors import UsageError
-from gossipx.specs import suggest, toml
+from gossipx.specs import suggest, texts, toml
 
 PRESETS: Mapping[Any, Mapping[str, Any]] = {
     "paper": {"policy": "adaptive", "blocking": True, "finish": "none", "outer": "none"},
@@ -35,7 +35,7 @@ def load(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: names the file, the line, the error and the likely intention.
     """
-    text = text_of(path, "configuration")
+    text = texts.read(path, "configuration")
     tables = toml.loads(text, path)
     values: dict[str, Any] = {}
     if GIVEN in tables:  # written by :func:`dump`
@@ -46,22 +46,6 @@ def load(path: Path) -> dict[str, Any]:
                 place = (path, line_of(text, None, GIVEN))
                 raise UsageError(f"[{GIVEN}] lists settings, as a run writes it: leave it out", *place)
     return {**values, **values_in(tables, KEYS, text, path)}
-
-
-def text_of(path: Path, what: str) -> str:
-    """Return the text of a file.
-
-    Args:
-        what: it is, for messages.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UsageError(f"cannot read the {what}: {reason}", path) from error
 
 
 def values_in(tables: Mapping[str, Any], keys: Mapping[str, Key], text: str, path: Path) -> dict[str, Any]:

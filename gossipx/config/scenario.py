@@ -16,12 +16,14 @@ from gossipx.config.keys import keys_of, setting
 from gossipx.config.settings import KEYS as OF_RUN
 from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
-from gossipx.specs import toml
+from gossipx.specs import texts, toml
 
 MOST_PEERS = 10_000
 """They take about 700 MB."""
 MANY = 64
 """More peers than this begin without announcements, unless the scenario asks for them; see :class:`Simulation`."""
+MOST_FAULTS = 1_000
+"""Faults of a scenario, each with its place in messages."""
 LONGEST = 1e9
 """Upper limit of settings in seconds: 30 years."""
 
@@ -243,7 +245,7 @@ def load(path: Path, given: Mapping[str, Any]) -> Scenario:
     Raises:
         UsageError: names the file, the line, the error and the likely intention.
     """
-    text = files.text_of(path, "scenario")
+    text = texts.read(path, "scenario")
     tables = toml.loads(text, path)
     faults = tables.pop(FAULTS, [])
     own = {name: tables.pop(name) for name in list(tables) if name in {key.table for key in OWN.values()}}
@@ -276,6 +278,8 @@ def load(path: Path, given: Mapping[str, Any]) -> Scenario:
 
 
 def _listed(faults: Any, text: str, path: Path) -> list[Any]:
+    if isinstance(faults, list) and len(faults) > MOST_FAULTS:
+        raise UsageError(f"{len(faults)} faults, and at most {MOST_FAULTS} can be named: use [churn] for more", path)
     if not isinstance(faults, list) or not all(isinstance(fault, dict) for fault in faults):
         line = files.line_of(text, None, FAULTS)
         raise UsageError(f"'{FAULTS}' is not a list of tables: write [[{FAULTS}]] above each fault", path, line)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gossipx.errors import MALFORMED, GossipxError, UsageError
+from gossipx.specs import texts
 
 FILE = "summary.json"
 Figures = list[float | None]
@@ -188,10 +189,10 @@ def read(path: Path) -> Summary:
         UsageError: the file is missing or is not a summary.
     """
     file = path / FILE if path.is_dir() else path
+    if not file.exists():
+        raise UsageError("no summary here: name the directory of a finished run", file)
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError("no summary here: name the directory of a finished run", file) from error
+        data = json.loads(texts.read(file, "summary"))
     except MALFORMED as error:
         raise UsageError(f"not a summary: {error}", file) from error
     names = {field.name for field in dataclasses.fields(Summary)}

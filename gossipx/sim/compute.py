@@ -13,6 +13,7 @@ from typing import final
 
 from gossipx import specs
 from gossipx.errors import UsageError
+from gossipx.specs import texts
 
 LEAST = 1e-2
 """An iteration takes at least this share of the mean: a normal distribution also has negative values."""
@@ -157,14 +158,8 @@ class StepTimes:
 
 @functools.cache
 def _read(path: Path) -> list[float]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            "the trace of iterations cannot be read: give a text file with seconds, one per line", path
-        ) from error
     seconds = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(texts.read(path, "trace of iterations").splitlines(), 1):
         try:
             value = float(line)
         except ValueError:

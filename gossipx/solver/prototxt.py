@@ -15,6 +15,7 @@ from google.protobuf import text_format
 from gossipx.errors import UsageError
 from gossipx.solver import schema
 from gossipx.solver.places import Walk, fault
+from gossipx.specs import texts
 
 _MODULES = "gossipx trains a PyTorch module"
 _FORMAT = "weights and state are written as safetensors"
@@ -133,14 +134,9 @@ def read(path: Path) -> SolverParameter:
     Raises:
         UsageError: it cannot be read, or is invalid, with line and column.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # Windows editors write a byte order mark
-    except FileNotFoundError:
-        raise UsageError("no such solver file", path) from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UsageError(f"cannot read the solver: {reason}", path) from None
-    return parse(text, path)
+    if not path.exists():
+        raise UsageError("no such solver file", path)
+    return parse(texts.read(path, "solver"), path)
 
 
 def parse(text: str, path: Path | None = None) -> SolverParameter:

@@ -15,12 +15,26 @@ else:
     import tomli as tomllib
 
 
+MOST = 2**19
+"""Characters of a file, which Python's parser reads in half a second."""
+DEEPEST = 16
+"""Parts of a key. For one with 20,000 the parser takes 1.5 GB; the settings of gossipx have two."""
+_DEEP_KEY = re.compile(
+    rf"""(?:^|[\[{{,])[ \t]*(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){{{DEEPEST}}}""", re.MULTILINE
+)
+
+
 def loads(text: str, path: Path) -> dict[str, Any]:
     """Parse ``text``, the content of ``path``.
 
     Raises:
         UsageError: it is not TOML; the message names the file and the line.
     """
+    if len(text) > MOST:
+        raise UsageError(f"more than {MOST >> 10} KiB of TOML", path)
+    if deep := _DEEP_KEY.search(text):
+        line = text.count("\n", 0, deep.end()) + 1
+        raise UsageError(f"a key has more than {DEEPEST} parts between dots", path, line)
     try:
         return tomllib.loads(text)
     except RecursionError:

@@ -15,10 +15,12 @@ from gossipx.assembly.graph import build_schedule
 from gossipx.assembly.hub import elastic_settings
 from gossipx.assembly.peer import codec_of
 from gossipx.assembly.server_settings import server_ranks
+from gossipx.config.scenario import MOST_PEERS
 from gossipx.config.settings import MOST_ITERATIONS, RunConfig
 from gossipx.errors import UsageError
 from gossipx.launch.cluster.world import World, check_size
 from gossipx.launch.directory import check_name
+from gossipx.launch.hosts import read_hosts
 from gossipx.launch.start import Checked, check, policy_or_sync_model
 from gossipx.model import layout
 from gossipx.server.placement import Table
@@ -163,6 +165,9 @@ def dry_run(
     """
     if model_size is not None and not script:
         raise UsageError(f"--model-size {model_size} applies only to a script: the built-in task's model is known")
+    if (size := len(read_hosts(hosts))) > LARGEST:
+        wanted = f"a dry run has at most {LARGEST}: gossipx simulate has up to {MOST_PEERS}"
+        raise UsageError(f"{size} peers, and {wanted}", hosts)
     checked = check(given, hosts, script)
     if world is not None:
         check_size(world, len(checked.peers), hosts)
@@ -389,7 +394,7 @@ def _how(settings: RunConfig, names: Sequence[str]) -> str:
 
 def _topology(settings: RunConfig, checked: Checked) -> Analysis | None:
     uses_no_topology = settings.has_servers or settings.hub.hub is not None or settings.sync.exchange == "waves"
-    if uses_no_topology or len(checked.peers) > LARGEST:
+    if uses_no_topology:
         return None
     hosts = [peer.host for peer in checked.peers]
     graph = build_schedule(settings, len(hosts), hosts).topology

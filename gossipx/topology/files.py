@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gossipx.errors import UsageError
-from gossipx.specs import suggest
+from gossipx.specs import suggest, texts
 from gossipx.topology.graphs import Topology, generate, keys_of, neighbours_of
 from gossipx.topology.plain import PLAIN
 
@@ -68,7 +68,7 @@ def _path_of(name: str) -> Path | None:
 
     if word in GENERATORS:
         return None
-    if Path(name).is_file():
+    if Path(name).exists() and not Path(name).is_dir():
         return Path(name)
     files = shipped()
     if name in files:
@@ -94,11 +94,7 @@ def _known(size: int | None, name: str) -> int:
 
 
 def _read(path: Path, name: str, size: int | None, seed: int) -> Topology:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UsageError(f"cannot read the topology: {reason}", file=path) from error
+    text = texts.read(path, "topology")
     from gossipx.topology.formats import READERS  # imports networkx, which most runs do not need
     from gossipx.topology.tables import drawn_in_toml
 

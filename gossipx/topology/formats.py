@@ -12,35 +12,46 @@ import networkx as nx
 
 from gossipx.errors import UsageError
 
-_FOREIGN = (LookupError, TypeError, ValueError, AttributeError, nx.NetworkXException)
+MAX_EDGES = 100_000
+"""Edges of a file; a graph with more is one that a generator makes in less time than it is read."""
+_FOREIGN = (LookupError, TypeError, ValueError, AttributeError, RecursionError, nx.NetworkXException)
 """Exceptions of networkx for a malformed file."""
 
 
 def _edge_list(text: str, path: Path) -> Any:
-    graph = nx.Graph()
-    for number, line in enumerate(text.splitlines(), 1):
+    graph = nx.MultiGraph()
+    lines = text.splitlines()
+    _check_size(sum(1 for line in lines if line.strip()), path)
+    for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
         try:
-            edge = nx.parse_edgelist([" ".join(words)], nodetype=int, data=(("weight", float),)[: len(words) - 2])
-        except _FOREIGN:
-            edge = nx.Graph()
-        if not len(edge):  # networkx ignores lines of one word
+            one, other, *weight = words
+            graph.add_edge(int(one), int(other), number, **({"weight": float(*weight)} if weight else {}))
+        except (TypeError, ValueError):
             wanted = "not an edge list: give two ranks per line and an optional weight, such as '0 1' or '0 1 0.5'"
-            raise UsageError(wanted, file=path, line=number)
-        graph.update(edge)
-    return graph
+            raise UsageError(wanted, file=path, line=number) from None
+    return simple(graph, path, lines=True)
 
 
 def _graphml(text: str, path: Path) -> Any:
     try:
-        graph = nx.parse_graphml(text, node_type=int)
+        root = ElementTree.fromstring(text)
+        edges = [element for element in root.iter() if element.tag.rpartition("}")[2] == "edge"]
+        _check_size(len(edges), path)
+        for number, edge in enumerate(edges, 1):
+            edge.set("id", str(number))
+        content = ElementTree.tostring(root, encoding="unicode")
+        graph = nx.parse_graphml(content, node_type=int, edge_key_type=int, force_multigraph=True)
     except ElementTree.ParseError as error:
         raise UsageError(f"not XML: {error}", file=path, line=error.position[0]) from None
     except _FOREIGN as error:
         raise UsageError(f"not GraphML with ranks as nodes: {_reason(error)}", file=path) from None
-    return _simple(graph)
+    for all_data, name in ((graph.edges(data=True), "edge_default"), (graph.nodes(data=True), "node_default")):
+        for *_, data in all_data:
+            data.update({**graph.graph.get(name, {}), **data})
+    return simple(graph, path)
 
 
 def _node_link(text: str, path: Path) -> Any:
@@ -52,15 +63,39 @@ def _node_link(text: str, path: Path) -> Any:
     except (RecursionError, ValueError):  # too deeply nested, or a number with too many digits
         raise UsageError(f"not a graph: {wanted}", file=path) from None
     try:
-        graph = nx.node_link_graph(data, edges="links" if "links" in data else "edges")
+        name = "links" if "links" in data else "edges"
+        _check_size(len(data.get(name, ())), path)
+        edges = [{**edge, "key": number} for number, edge in enumerate(data.get(name, ()), 1)]
+        graph = nx.node_link_graph({**data, name: edges, "multigraph": True, "graph": {}}, edges=name)
     except _FOREIGN as error:
         raise UsageError(f"not a graph ({_reason(error)}): {wanted}", file=path) from None
-    return _simple(graph)
+    return simple(graph, path)
 
 
-def _simple(graph: Any) -> Any:
-    """Return the graph without parallel edges."""
-    return nx.DiGraph(graph) if graph.is_directed() else nx.Graph(graph)
+def _check_size(edges: int, path: Path) -> None:
+    if edges > MAX_EDGES:
+        raise UsageError(f"{edges} edges, and at most {MAX_EDGES} are read: name a generator", file=path)
+
+
+def simple(graph: Any, path: Path | None, lines: bool = False) -> Any:
+    """Return a multigraph without parallel edges, which must have the same weight; their keys are their places.
+
+    Args:
+        lines: places are lines of the file; else they count its edges, from 1.
+    """
+    made = nx.DiGraph() if graph.is_directed() else nx.Graph()
+    made.add_nodes_from(graph.nodes(data=True))
+    first: dict[tuple[int, int], tuple[float | None, int]] = {}
+    for one, other, place, weight in graph.edges(keys=True, data="weight"):
+        before, at = first.setdefault((one, other), (weight, place))
+        if at != place and (1 if before is None else before) != (1 if weight is None else weight):
+            weights = [1 if each is None else each for each in (weight, before)]
+            of = f"on line {at}" if lines else f"in edge {at} of the file"
+            here = "" if lines else f" in edge {place}"
+            fault = f"edge {one} {other} has weight {weights[0]}{here}, and {weights[1]} {of}: give it one"
+            raise UsageError(fault, file=path, line=place if lines else None)
+        made.add_edge(one, other, **({} if weight is None else {"weight": weight}))
+    return made
 
 
 def _reason(error: Exception) -> str:

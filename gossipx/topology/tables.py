@@ -21,6 +21,7 @@ from gossipx import specs
 from gossipx.errors import UsageError
 from gossipx.specs import toml
 from gossipx.topology import schedules
+from gossipx.topology.formats import simple
 from gossipx.topology.generators import GENERATORS
 
 _KEYS = dict.fromkeys(("generator", "parameters", "edges", "directed", "sites", "schedule"))
@@ -60,8 +61,10 @@ def drawn_in_toml(text: str, path: Path) -> Drawing:
             parts[key] = check(data[key]) if key in data else None
         key = "generator"
         graph = _spec(parts["generator"], parts["parameters"]) if "generator" in data else None
+        key = "edges"
+        graph = graph or _graph(parts["edges"], parts["directed"])
         key = "sites"
-        graph = graph or _graph(parts["edges"], parts["directed"], parts["sites"])
+        _place(graph, parts["sites"] or [])
     except UsageError as error:
         raise UsageError(str(error), path, _line(text, key)) from None
     return Drawing(graph, parts["schedule"])
@@ -74,18 +77,22 @@ def _spec(generator: str, parameters: dict[str, Any] | None) -> str:
     return spec
 
 
-def _graph(edges: list[Any], directed: bool | None, sites: list[Any] | None) -> Any:
-    graph = nx.DiGraph() if directed else nx.Graph()
-    for one, other, *weight in edges:
-        graph.add_edge(one, other, **({"weight": weight[0]} if weight else {}))
-    for number, ranks in enumerate(sites or ()):
+def _graph(edges: list[Any], directed: bool | None) -> Any:
+    graph = nx.MultiDiGraph() if directed else nx.MultiGraph()
+    for number, (one, other, *weight) in enumerate(edges, 1):
+        graph.add_edge(one, other, number, **({"weight": weight[0]} if weight else {}))
+    return simple(graph, None)
+
+
+def _place(graph: Any, sites: list[Any]) -> None:
+    """Give each node its site."""
+    for number, ranks in enumerate(sites):
         for rank in ranks:
             if rank not in graph:
                 raise UsageError(f"site {number}: {rank} is not a rank with an edge")
             if "site" in graph.nodes[rank]:
                 raise UsageError(f"rank {rank} is in two sites")
             graph.nodes[rank]["site"] = number
-    return graph
 
 
 # --- checks of the values, by key -----------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 from gossipx.errors import UsageError
 from gossipx.topology import Topology, load, shipped
 from gossipx.topology.analysis import analyse
+from gossipx.topology.formats import MAX_EDGES
 
 HOUSE = Path(__file__).parents[2] / "topologies"
 LINE = ((1,), (0, 2), (1, 3), (2,))
@@ -90,6 +91,93 @@ def test_what_networkx_writes_is_read(tmp_path: Path, kind: type, ending: str) -
 def test_node_link_data_of_older_networkx(tmp_path: Path) -> None:
     text = json.dumps(nx.node_link_data(nx.path_graph(4), edges="links"))
     assert read(tmp_path, "graph.json", text).neighbours == LINE
+
+
+GRAPHML = """<graphml xmlns="http://graphml.graphdrawing.org/xmlns">
+<key id="d0" for="edge" attr.name="weight" attr.type="double"><default>0.5</default></key>
+<key id="d1" for="node" attr.name="site" attr.type="string"><default>east</default></key>
+<graph edgedefault="undirected">
+<node id="0"/><node id="1"/><node id="2"><data key="d1">west</data></node>
+<edge source="0" target="1"/><edge source="1" target="2"><data key="d0">0.25</data></edge>
+{}</graph></graphml>"""
+
+
+def test_defaults_of_graphml_are_applied(tmp_path: Path) -> None:
+    """They were ignored: the first edge had the weight 1."""
+    made = read(tmp_path, "x.graphml", GRAPHML.format(""), None)
+    assert made.edge_shares == {(0, 1): 0.5, (1, 0): 0.5, (1, 2): 0.25, (2, 1): 0.25}
+    assert made.sites == (0, 0, 2)
+
+
+NODES = '"nodes": [{"id": 0}, {"id": 1}, {"id": 2}]'
+TWO_WEIGHTS = {
+    "x.edges": ("0 1 0.5\n1 2\n\n1 0 0.25\n", "4: edge 0 1 has weight 0.25, and 0.5 on line 1: give it one"),
+    "one.edges": ("0 1 0.5\n1 2\n0 1\n", "3: edge 0 1 has weight 1, and 0.5 on line 1: give it one"),
+    "x.json": (
+        f'{{{NODES}, "edges": [{{"source": 0, "target": 1, "weight": 0.5}}, {{"source": 1, "target": 2}},'
+        ' {"source": 1, "target": 0, "weight": 0.25}]}',
+        " edge 0 1 has weight 0.25 in edge 3, and 0.5 in edge 1 of the file",
+    ),
+    "keys.json": (
+        f'{{{NODES}, "multigraph": true, "edges": [{{"source": 0, "target": 1, "weight": 0.5, "key": 0}},'
+        ' {"source": 1, "target": 2}, {"source": 0, "target": 1, "weight": 0.25, "key": 0}]}',
+        " edge 0 1 has weight 0.25 in edge 3, and 0.5 in edge 1 of the file",
+    ),
+    "x.graphml": (
+        GRAPHML.format('<edge id="a" source="1" target="0"><data key="d0">0.75</data></edge>'),
+        " edge 0 1 has weight 0.75 in edge 3, and 0.5 in edge 1 of the file",
+    ),
+    "x.toml": (
+        "\nedges = [[0, 1, 0.5], [1, 2], [1, 0, 0.25]]\n",
+        "2: edge 0 1 has weight 0.25 in edge 3, and 0.5 in edge 1 of the file",
+    ),
+}
+
+
+@pytest.mark.fault(78)
+@pytest.mark.parametrize("name", TWO_WEIGHTS)
+def test_two_weights_of_one_edge_are_refused_with_both_places(tmp_path: Path, name: str) -> None:
+    """The last one was taken in silence."""
+    text, told = TWO_WEIGHTS[name]
+    assert refused(tmp_path, name, text, None).startswith(f"{name}:{told}")
+
+
+def test_the_two_directions_of_an_edge_may_have_two_weights(tmp_path: Path) -> None:
+    made = read(tmp_path, "x.toml", "directed = true\nedges = [[0, 1, 0.5], [1, 0, 0.25], [0, 1, 0.5]]\n", None)
+    assert made.edge_shares == {(0, 1): 0.5, (1, 0): 0.25}
+
+
+@pytest.mark.fault(81)
+@pytest.mark.parametrize("name", ["x.edges", "x.json", "x.graphml"])
+def test_a_file_of_too_many_edges_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    """An edge list of 200,000 took a minute."""
+    edges = [(rank % 300, rank // 300 % 300) for rank in range(MAX_EDGES + 1)]
+    text = {
+        "x.edges": "".join(f"{one} {other}\n" for one, other in edges),
+        "x.json": json.dumps({"nodes": [], "edges": [{"source": one, "target": other} for one, other in edges]}),
+        "x.graphml": "<graphml>" + "<edge/>" * len(edges) + "</graphml>",
+    }[name]
+    assert f"{MAX_EDGES + 1} edges, and at most {MAX_EDGES} are read: name a generator" in refused(tmp_path, name, text)
+
+
+@pytest.mark.fault(81)
+def test_a_graph_of_the_wrong_type_is_refused_in_one_line(tmp_path: Path) -> None:
+    """It was a traceback, as its check stood behind the one of networkx."""
+    made = read(
+        tmp_path,
+        "x.json",
+        f'{{"graph": 5, {NODES}, "edges": [{{"source": 0, "target": 1}},{{"source": 1, "target": 2}}]}}',
+        None,
+    )
+    assert made.size == 3, "attributes of the graph have no meaning"
+    for text in (
+        '{"graph": 5, "nodes": 5, "edges": []}',
+        '{"edges": 5}',
+        "[]",
+        '{"edges": [5]}',
+        '{"nodes": [[]], "edges": []}',
+    ):
+        assert "not a graph (" in refused(tmp_path, "x.json", text)
 
 
 # --- malformed files ------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from gossipx.launch.start import Start, check_here, check_names, check_script, p
 from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
 from gossipx.runtime.models import directory_of
+from gossipx.specs import texts
 
 log = logging.getLogger("gossipx")
 
@@ -73,7 +74,7 @@ def from_world(given: RunConfig, world: World, hosts: Path | None, script: list[
                 text, reserved = membership.agree(meeting, settings.exchange, device)
                 undo.callback(reserved.close)
             else:
-                text = hosts.read_text(encoding="utf-8-sig")
+                text = texts.read(hosts, "hosts file")
             peers = listed or membership.lines_of(text)
             check_names(settings, peers)
             notice = check_here(settings, [peers[world.rank]], script, hosts)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gossipx.errors import UsageError
-from gossipx.specs import suggest
+from gossipx.specs import suggest, texts
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,14 @@ def load(name: str | Path) -> Trace:
         UsageError: an unknown name, or a file that cannot be read or is not a trace.
     """
     path = Path(name)
-    if not path.is_file():
+    if not path.exists() or path.is_dir():
         if path.suffix or path.name != str(name):
             raise UsageError("no such trace file", path)
         if str(name) not in _shipped():
             near = suggest(str(name), _shipped())
             raise UsageError(f"unknown trace '{name}'{near}: give a file, or one of {', '.join(names())}")
         path = _shipped()[str(name)]
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UsageError(f"cannot read the trace: {reason}", path) from error
-    return _parse(text, path)
+    return _parse(texts.read(path, "trace"), path)
 
 
 def _shipped() -> dict[str, Path]:

@@ -1,0 +1,36 @@
+"""Text files that somebody names, read within bounds: a device, a pipe or a file without an end is refused at once."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from gossipx.errors import UsageError
+
+MOST = 2**22
+"""Bytes of a file: a hosts file of 65,536 lines has half as many."""
+
+
+def read(path: Path, what: str) -> str:
+    """Return the text of a file.
+
+    Args:
+        what: it is, for messages.
+
+    Raises:
+        UsageError: it cannot be read, is no regular file, is too large, or is not UTF-8.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # does not wait for the writer of a pipe
+        with os.fdopen(descriptor, "rb") as file:
+            regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            content = file.read(MOST + 1) if regular else b""
+        text = content.decode("utf-8-sig")  # Windows editors write a byte order mark
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UsageError(f"cannot read the {what}: {reason}", path) from error
+    if not regular or len(content) > MOST:
+        reason = f"more than {MOST >> 20} MiB" if regular else "not a regular file"
+        raise UsageError(f"cannot read the {what}: {reason}", path)
+    return text.replace("\r\n", "\n").replace("\r", "\n")
