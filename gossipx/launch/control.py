@@ -63,7 +63,11 @@ def send(run: Path, suffix: str, request: Mapping[str, Any], patience: float) ->
         GossipxError: it did not report its completion.
     """
     directory = run / DIRECTORY
-    directory.mkdir(exist_ok=True)
+    try:
+        directory.mkdir(exist_ok=True)
+        directory.chmod(0o700)  # whatever the umask: who can write here commands the run
+    except OSError as error:
+        raise UsageError(f"commands cannot be written: {error.strerror}", directory) from error
     file = directory / (secrets.token_hex(8) + suffix)
     answer = file.with_suffix(ANSWER)
     write(file, request)

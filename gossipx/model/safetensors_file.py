@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError
@@ -46,10 +48,20 @@ def write(target: Path, tensors: Mapping[str, Tensor], knob: str, metadata: Mapp
         save_file(copies, unfinished, dict(metadata))
         # safetensors makes files readable by their owner only; restore the mode of the user's umask.
         unfinished.chmod(mode)
-        with unfinished.open("rb") as file:
+        with unfinished.open("r+b") as file:
+            _sort_metadata(file)
             os.fsync(file.fileno())
         unfinished.replace(target)
     except (OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise GossipxError(f"{target}: it cannot be written ({error}); make room, or {knob}") from error
+
+
+def _sort_metadata(file: BinaryIO) -> None:
+    """Sort the metadata of a file, so that equal models are equal bytes: safetensors writes it in a random order."""
+    size = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(size))
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    file.seek(8)
+    file.write(json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode().ljust(size))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
 from launches import NAMES, Run, launcher
 
-from gossipx.launch import restarts
+from gossipx.launch import control, restarts
 from gossipx.metrics.summary import read
 
 
@@ -138,3 +139,17 @@ def test_restarts_of_peers_that_this_process_did_not_start_are_theirs(run: Run, 
     """
     assert run(body, peers="localhost slots=2") == 0
     assert read(tmp_path / "runs" / "mine").lost == []
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
+def test_only_its_owner_writes_commands_to_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int) -> None:
+    """Also if the directory was made with the mode of an umask before."""
+    monkeypatch.setattr(control, "TAKEN_WITHIN", 0.0)
+    for _ in range(2):
+        before = os.umask(umask)
+        try:
+            assert not control.send(tmp_path, control.RESTART, {"peer": "a"}, 0.0), "nobody has taken it"
+        finally:
+            os.umask(before)
+        assert stat.S_IMODE((tmp_path / "control").stat().st_mode) == 0o700
+        (tmp_path / "control").chmod(0o777)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from gossipx.errors import GossipxError
@@ -32,3 +33,16 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(GossipxError, match=r"model\.safetensors: it cannot be written .*; make room, or give another"):
         safetensors_file.write(target, {"weight": torch.zeros(3)}, "give another place")
     assert torch.equal(load_file(target)["weight"], torch.ones(3))
+
+
+def test_equal_models_are_equal_bytes(tmp_path: Path) -> None:
+    """The order of metadata was random: 20 files of one model had several checksums."""
+    tensors = {'wärme."0"': torch.ones(3), "bias": torch.zeros(2, dtype=torch.float64), "empty": torch.zeros(0)}
+    metadata = {"format": "pt", "gossipx.iteration": "7", "note": 'tab\t "quoted" / ü \x01', "a": "b"}
+    files = [tmp_path / f"{number}.safetensors" for number in range(20)]
+    for file in files:
+        safetensors_file.write(file, tensors, "give another place", metadata)
+    assert len({file.read_bytes() for file in files}) == 1
+    with safe_open(files[0], "pt") as read:
+        assert read.metadata() == metadata
+        assert set(read.keys()) == set(tensors) and torch.equal(read.get_tensor("bias"), tensors["bias"])
