@@ -55,14 +55,14 @@ class Door:
         self._roster = roster
         self._begun = begun
 
-    def admit(self, request: AdmitRequest) -> tuple[AdmitReply, bytes] | str:
+    def admit(self, request: AdmitRequest, opener: str) -> tuple[AdmitReply, bytes] | str:
         """Return the reply to a process that asks to join, and its payload; or why it cannot join."""
         roster = self._roster
         begun = list(zip(roster.names, roster.addresses, strict=True))[: self._begun]
         for rank, (name, address) in enumerate(begun):
             if request.name == name or (request.host, request.port) == (address.host, address.port):
                 return f"{name} is peer {rank} of the run: choose another --port, or start that peer again"
-        entry = self._driver.commands.admit(request.name, request.host, request.port)
+        entry = self._driver.commands.admit(request.name, request.host, request.port, opener)
         if entry is None:
             return AdmitReply(later="it does not answer"), b""
         if entry.refusal:

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gossipx.errors import UsageError
-from gossipx.specs import suggest
+from gossipx.protocol.places import LEAST_PORT, fault
+from gossipx.specs import suggest, texts
 
 DEFAULT_PORT = 29400
 """Port of the first peer of a host: above commonly used registered ports, below the ephemeral ports of the system."""
-LEAST_PORT = 1024
-"""Lowest port: those below belong to the system's services, and other tools' files have numbers of slots there."""
 LONGEST = 500
 """Maximum characters per line; names are sent over the network and written to logs."""
 _LINE = re.compile(r"(?P<host>\[[^\]]*\]|[^\s:\[\]-][^\s:\[\]]*)(?::(?P<port>[^\s:]*))?")
@@ -79,14 +78,9 @@ def read_hosts(path: Path) -> list[PeerLine]:
     Raises:
         UsageError: names the file and the line.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # Windows editors write a byte order mark
-    except FileNotFoundError as error:
-        raise UsageError("hosts file not found: write one line per host, such as 'localhost slots=4'", path) from error
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UsageError(f"cannot read the hosts file: {reason}", path) from error
-    return parse_hosts(text, path)
+    if not path.exists():
+        raise UsageError("hosts file not found: write one line per host, such as 'localhost slots=4'", path)
+    return parse_hosts(texts.read(path, "hosts file"), path)
 
 
 def parse_hosts(text: str, path: Path | None) -> list[PeerLine]:
@@ -155,6 +149,8 @@ def _parse(content: str, path: Path | None, number: int, rank: int) -> list[Peer
     for slot in range(slots):
         name = given.get("name")
         name = _shown(host, port + slot) if name is None else name if slots == 1 else f"{name}-{slot}"
+        if found := fault(host, port + slot, name):
+            raise UsageError(found, path, number)
         peers.append(PeerLine(rank + slot, host, port + slot, given.get("device"), name, number, behind_nat))
     return peers
 
@@ -270,8 +266,10 @@ def refuse_repeated(peers: Sequence[PeerLine], addresses: Mapping[str, _Address]
 
 def _resolve_all(peers: Sequence[PeerLine], path: Path) -> dict[str, _Address]:
     """Return the address of each host; a name behind NAT may be known to its own host alone."""
-    found = {}
+    found: dict[str, _Address] = {}
     for peer in peers:
+        if peer.host in found:
+            continue
         try:
             found[peer.host] = _resolve(peer, path)
         except UsageError:

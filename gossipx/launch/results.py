@@ -21,7 +21,7 @@ def sum_up(
     """Return the summary of a run that trained for ``seconds``.
 
     Args:
-        names: of all peers by rank, with those that joined the run while it was in progress.
+        names: of all peers by rank, with those that joined the run under way; empty: nobody had that rank.
         built_in: whether the run trains the built-in task.
         results: what the peers of this machine that finished have reported, by rank.
         stopped: figures of the peers with which the run was stopped, by rank.
@@ -53,7 +53,7 @@ def sum_up(
         # The number of iterations that a script or a number of seconds allows is only in the reports.
         iterations=max(done) if done and (stopped or not is_counted) else settings.run.iterations,
         agreed=agreed(finished),
-        lost=[names[rank] for rank, report in enumerate(reports) if report is None],
+        lost=[name for name, report in zip(names, reports, strict=True) if name and report is None],
         stopped=[names[rank] for rank in sorted(stopped.keys() - results.keys())],
         wall_seconds=before + seconds,
         consensus_accuracy=accuracy,

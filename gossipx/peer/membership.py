@@ -91,14 +91,13 @@ class Membership:
         self.last_transfer: tuple[int, float] | None = None
         self._rng = rng
 
-    def add(self, rank: int, lost: bool, backoff_until: float = 0.0) -> None:
+    def add(self, rank: int, lost: bool) -> None:
         """Add a peer that joined, as a neighbour of all, or forget what is known of another one with its rank.
 
         Args:
             lost: count it as lost until it is heard from.
-            backoff_until: time before which no request is sent to it, unless it is heard from earlier.
         """
-        self.others.add(rank, OtherPeer(lost=lost, backoff_until=backoff_until))
+        self.others.add(rank, OtherPeer(lost=lost))
         if position_of(rank, self._neighbours) is None:
             self._neighbours = added_to(self._neighbours, rank)
         self.size = max(self.size, rank + 1)

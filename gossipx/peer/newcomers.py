@@ -2,8 +2,12 @@
 
 A newcomer asks a peer of the run to be admitted. Only the lowest rank that trains, as far as is known, admits others,
 so that two newcomers that ask at the same time get different ranks; every other peer names that one. The newcomer
-gets the next free rank, and announces itself to all peers that it was told of. From then on it is a peer like the
+gets the lowest free rank, and announces itself to all peers that it was told of. From then on it is a peer like the
 others: it adopts a model before it exchanges any, takes part in waves and in the finish, and may admit others.
+
+Anybody who reaches a peer may ask, and never come. Until a newcomer connects its rank is therefore only reserved, for
+peer_timeout, and no other peer hears of it. One host has few ranks reserved at a time; its next newcomer gets the rank
+that was reserved for its oldest. One that comes late still has its rank if nobody else has come with it.
 
 Every peer keeps the list of the peers that joined. It learns of one from the connection that this one opens, or from
 the list that each stage announcement and each reply to one carries. A peer that was only heard of counts as lost, so
@@ -15,8 +19,9 @@ that was admitted by the lower rank keeps it, on all peers alike. The other one 
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from gossipx.peer.barrier import Barrier
 from gossipx.peer.membership import Membership
@@ -24,8 +29,19 @@ from gossipx.protocol.effects import AddPeer, Effect, Note, ReportEntry, Resume,
 from gossipx.protocol.events import AskEntry, PeerMet, Received, Replied
 from gossipx.protocol.fields import MAX_JOINED, JoinedPeer
 from gossipx.protocol.messages import ArriveRequest, HereReply, Stage
+from gossipx.protocol.places import fault
 
 OVER = "its training is over"
+MAX_RESERVED = 32
+"""Ranks that are reserved for newcomers on one host: twice the accelerators of a large one, all joining at once."""
+
+
+class _Reserved(NamedTuple):
+    """A rank that a newcomer has until a time, unless it has connected by then; ``opener`` is its host."""
+
+    peer: JoinedPeer
+    opener: str
+    until: float
 
 
 class Newcomers:
@@ -49,6 +65,7 @@ class Newcomers:
         self._barrier = barrier
         self._closed = closed
         self._peers = {peer.rank: peer for peer in known}
+        self._reserved: dict[int, _Reserved] = {}  # by rank, in the order in which they were given
         for each in self._peers.keys() - {rank}:
             members.add(each, lost=False)
 
@@ -79,10 +96,10 @@ class Newcomers:
 
     # --- admission --------------------------------------------------------------------------------
 
-    def asked(self, event: AskEntry, stage: Stage) -> list[Effect]:
+    def asked(self, event: AskEntry, stage: Stage, now: float) -> list[Effect]:
         """Admit a process, or say why not; ``stage`` is this peer's own."""
-        if self._closed:
-            return [ReportEntry(event.number, refusal=self._closed)]
+        if refusal := self._closed or fault(event.host, event.port, event.name):
+            return [ReportEntry(event.number, refusal=refusal)]
         peek = self._members.others.peek
         training = [rank for rank in self._members.awaited() if not self._is_over(peek(rank).stage)]
         if not self._is_over(stage):
@@ -93,19 +110,35 @@ class Newcomers:
             return [ReportEntry(event.number, elsewhere=min(training))]
         if stage is Stage.JOINING:
             return [ReportEntry(event.number, later="it has no model yet")]
-        return self._admit(event)
+        return [self._admit(event, now)]
 
-    def _admit(self, event: AskEntry) -> list[Effect]:
-        """Give a process the next free rank, or the one that it was given before."""
-        address = event.host, event.port
-        same = [rank for rank, peer in self._peers.items() if (peer.host, peer.port) == address]
-        if len(self._peers) >= MAX_JOINED and not same:
-            return [ReportEntry(event.number, refusal=f"{MAX_JOINED} peers have joined already")]
-        rank = same[0] if same else self._members.size
-        newcomer = JoinedPeer(rank, event.name, event.host, event.port, self._rank)
-        effects = [] if same else self._take(newcomer, math.inf)  # it is only about to start
-        lost = tuple(sorted({*self._members.others} - {*self._members.awaited(), rank}))
-        return [*effects, ReportEntry(event.number, rank, self.listed, lost)]
+    def _admit(self, event: AskEntry, now: float) -> ReportEntry:
+        """Give a process a rank that is free, or the one that it was given before."""
+        own = event.name, event.host, event.port
+        for peer in self._peers.values():
+            if (peer.name, peer.host, peer.port) == own:
+                return self._entry(event, peer)
+            if peer.name == event.name or (peer.host, peer.port) == own[1:]:
+                refusal = f"{peer.name} is peer {peer.rank} of the run: choose another name or --port"
+                return ReportEntry(event.number, refusal=refusal)
+        kept = {rank: one for rank, one in self._reserved.items() if one.until > now}
+        same = [rank for rank, one in kept.items() if (one.peer.name, one.peer.host, one.peer.port) == own]
+        of_opener = [rank for rank, one in kept.items() if one.opener == event.opener]
+        if same or len(of_opener) >= MAX_RESERVED:
+            rank = (same or of_opener)[0]
+            del kept[rank]  # to be the newest
+        elif len(self._peers) + len(kept) >= MAX_JOINED:
+            return ReportEntry(event.number, refusal=f"{MAX_JOINED} peers have joined already")
+        else:
+            rank = next(free for free in itertools.count(self._size) if free not in self._peers and free not in kept)
+        newcomer = JoinedPeer(rank, *own, self._rank)
+        self._reserved = {**kept, rank: _Reserved(newcomer, event.opener, now + self._members.timeout)}
+        return self._entry(event, newcomer)
+
+    def _entry(self, event: AskEntry, newcomer: JoinedPeer) -> ReportEntry:
+        joined = {**self._peers, newcomer.rank: newcomer}
+        lost = tuple(sorted({*self._members.others} - {*self._members.awaited(), newcomer.rank}))
+        return ReportEntry(event.number, newcomer.rank, tuple(joined[rank] for rank in sorted(joined)), lost)
 
     def _is_over(self, stage: Stage | None) -> bool:
         return stage is not None and stage >= Stage.FINISH
@@ -114,7 +147,10 @@ class Newcomers:
 
     def met(self, event: PeerMet, now: float) -> list[Effect]:
         """Handle a connection of a peer that joined."""
-        return [] if self._closed else self._learn(event.peer, now)
+        known = self._peers.get(event.peer.rank)
+        if self._closed or (known is not None and known.by == event.peer.by):  # it came too late for its place
+            return []
+        return self._learn(event.peer, now)
 
     def told(self, event: object, now: float) -> list[Effect]:
         """Read the list of the peers that joined in an announcement or in the reply to one."""
@@ -128,6 +164,10 @@ class Newcomers:
         known = self._peers.get(peer.rank)
         if known == peer or peer.rank < self._size or (known is not None and _claim(known) <= _claim(peer)):
             return []
+        if known is None and len(self._peers) >= MAX_JOINED:
+            return []
+        if found := fault(peer.host, peer.port, peer.name):
+            return [Note("newcomer", f"peer {peer.rank} cannot join the run: {found}")]
         if peer.rank == self._rank:
             cause = f"rank {peer.rank} of this run belongs to {peer.name}, which another peer admitted meanwhile"
             return [Stop(f"{cause}: join again"), Resume()]
@@ -137,9 +177,10 @@ class Newcomers:
             effects.append(Note("", text))
         return [*effects, *self._barrier.met(peer.rank, now)]
 
-    def _take(self, peer: JoinedPeer, backoff_until: float = 0.0) -> list[Effect]:
+    def _take(self, peer: JoinedPeer) -> list[Effect]:
+        self._reserved.pop(peer.rank, None)
         self._peers[peer.rank] = peer
-        self._members.add(peer.rank, True, backoff_until)
+        self._members.add(peer.rank, lost=True)
         return [AddPeer(peer)]
 
 

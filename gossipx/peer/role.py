@@ -226,7 +226,7 @@ class PeerRole:
             case events.TablesRestored():
                 return self.server.tables_restored(event, now)
             case events.AskEntry():
-                return self.newcomers.asked(event, self.stage)
+                return self.newcomers.asked(event, self.stage, now)
             case events.PeerMet():
                 return self.newcomers.met(event, now)
 

@@ -263,12 +263,14 @@ class AskEntry:
     Attributes:
         number: identifies the request; allocated by the driver.
         name, host, port: of the process.
+        opener: the host that the request came from.
     """
 
     number: int
     name: str
     host: str
     port: int
+    opener: str
 
 
 @dataclass(frozen=True)

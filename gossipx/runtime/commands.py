@@ -39,10 +39,10 @@ class Commands:
         """Move the shards to these peers. Return why that failed; empty on success."""
         return str(self._ask(lambda number: ChangeServers(number, tuple(servers))))  # the role sets a deadline itself
 
-    def admit(self, name: str, host: str, port: int) -> ReportEntry | None:
+    def admit(self, name: str, host: str, port: int, opener: str) -> ReportEntry | None:
         """Ask the role to admit a process; None: the peer has ended."""
-        entry: ReportEntry | None = self._ask(lambda number: AskEntry(number, name, host, port), self._peer_timeout)
-        return entry
+        answer = self._ask(lambda number: AskEntry(number, name, host, port, opener), self._peer_timeout)
+        return answer if isinstance(answer, ReportEntry) else None
 
     def _ask(self, event: Callable[[int], Event], patience: float | None = None) -> Any:
         number = next(self._numbers)

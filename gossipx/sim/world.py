@@ -160,7 +160,7 @@ class World(Generic[Peer]):
                 peer = self.peers.get(rank)
                 if peer is None or peer.down_since is not None:
                     continue
-                self._tell(rank, AskEntry(0, name, name, 1))
+                self._tell(rank, AskEntry(0, name, name, 29_400, name))
                 entry = peer.entries.pop()
                 if entry.refusal:
                     self._to_start -= 1

@@ -22,9 +22,10 @@ from gossipx.errors import (
     PeerTimeoutError,
     PeerUnreachableError,
     StrangerError,
+    printable,
 )
 from gossipx.launch.hosts import PeerLine, peers_digest
-from gossipx.tools.doctor.probe import CONNECT, Prober, connect, fit, probing
+from gossipx.tools.doctor.probe import CONNECT, Prober, connect, probing
 from gossipx.transports.links import Links
 from gossipx.wire import Hello
 
@@ -75,18 +76,18 @@ def visit(peers: Sequence[PeerLine], exchange: ExchangeSettings, part: str, only
                 if facts["role"] != "run":
                     return Visit(to, {}, "a doctor answers there")
                 if (facts["peers"], facts["size"], facts["name"]) != (digest, len(peers), to.name):
-                    return Visit(to, {}, f"a peer of another run answers there: {fit(facts['name'])}")
+                    return Visit(to, {}, f"a peer of another run answers there: {printable(facts['name'])}")
                 return Visit(to, probe.report(part))
         except (NotAuthorisedError, StrangerError) as error:
-            return Visit(to, {}, fit(str(error)), authorised=False)
+            return Visit(to, {}, printable(str(error)), authorised=False)
         except PeerTimeoutError:
             return Visit(to, {}, f"no answer within {CONNECT:g} s{_if_hidden(to)}")
         except ConnectionClosedError:
             return Visit(to, {}, "closes the connection: it may need --secret-file or --tls-cert, --tls-key, --tls-ca")
         except PeerUnreachableError as error:
-            return Visit(to, {}, f"not running ({fit(str(error).rpartition(': ')[2])}){_if_hidden(to)}")
+            return Visit(to, {}, f"not running ({printable(str(error).rpartition(': ')[2])}){_if_hidden(to)}")
         except GossipxError as error:
-            return Visit(to, {}, fit(str(error)))
+            return Visit(to, {}, printable(str(error)))
 
     with contextlib.ExitStack() as stack:
         stack.callback(links.abort)
@@ -124,7 +125,7 @@ def _newcomers(found: Sequence[Visit], peers: Sequence[PeerLine]) -> list[PeerLi
     for told in (text for one in found for text in one.report.get("joined", ())):
         with contextlib.suppress(ValueError):  # it is another process's word
             rank, port, host, name = str(told).split(" ", 3)
-            joined[int(rank)] = PeerLine(int(rank), host, int(port), None, fit(name), line=0)
+            joined[int(rank)] = PeerLine(int(rank), host, int(port), None, printable(name), line=0)
     return [joined[rank] for rank in sorted(joined) if rank >= len(peers)]
 
 
@@ -132,9 +133,11 @@ def _named(report: dict[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
     """Return the report with the names of peers in place of their ranks."""
 
     def name(rank: Any) -> str:
-        return names.get(rank) or fit(str(rank))
+        return names.get(rank) or printable(str(rank))
 
-    named = {key: fit(value) if isinstance(value, str) else value for key, value in report.items() if key != "joined"}
+    named = {
+        key: printable(value) if isinstance(value, str) else value for key, value in report.items() if key != "joined"
+    }
     for key in RANKS:
         if isinstance(ranks := named.get(key), list):
             named[key] = [name(rank) for rank in ranks]

@@ -18,8 +18,10 @@ from gossipx.wire import frames
 class Admission(Protocol):
     """Decides on newcomers; :class:`gossipx.assembly.admission.Door`."""
 
-    def admit(self, request: AdmitRequest) -> tuple[AdmitReply, bytes] | str:
-        """Return the reply to a process that asks to join, and its payload; or why it cannot join, in one line."""
+    def admit(self, request: AdmitRequest, opener: str) -> tuple[AdmitReply, bytes] | str:
+        """Return the reply to a process on host ``opener`` that asks to join, and its payload; or, in one line, why it
+        cannot join.
+        """
 
     def meet(self, peer: JoinedPeer) -> str | None:
         """Add a peer that joined; return in one line why it is not a member, None if it is."""
@@ -27,7 +29,8 @@ class Admission(Protocol):
 
 def answer(link: Link, request: AdmitRequest, admission: Admission | None, deadline: float) -> str | None:
     """Answer a process that asks to join; return why it cannot, None if it was answered."""
-    decided = "this process takes no newcomers" if admission is None else admission.admit(request)
+    opener = link.stream.remote.rpartition(":")[0]
+    decided = "this process takes no newcomers" if admission is None else admission.admit(request, opener)
     if isinstance(decided, str):
         return decided
     reply, payload = decided

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from gossipx.errors import GossipxError, NoCarrierError, PeerTimeoutError, PeerUnreachableError, UsageError
+from gossipx.errors import GossipxError, NoCarrierError, PeerTimeoutError, PeerUnreachableError, UsageError, printable
 from gossipx.transports import KeyValueStore
 from gossipx.transports.backends import CHUNK, MODEL, WINDOW, Backend, Gloo, Group, Nccl, Staging, Work
 
@@ -248,4 +248,4 @@ class _Store(Store):
 def _line(error: Exception) -> str:
     """Return the first line of a library's error, printable and short enough to send."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return "".join(char for char in lines[0] if char.isprintable())[:_SHOWN]
+    return printable(lines[0], _SHOWN)

@@ -100,8 +100,7 @@ def listen(address: Address) -> SocketListener[TcpStream]:
         GossipxError: the port is in use or not allowed, or the host is not this machine.
     """
     try:
-        found = socket.getaddrinfo(address.host or None, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, place = found[0]
+        family, kind, protocol, _, place = _look_up(address, socket.AI_PASSIVE)[0]
         listening = socket.socket(family, kind, protocol)
     except OSError as error:
         raise GossipxError(f"cannot listen at {address}: {reason(error)}") from error
@@ -164,20 +163,24 @@ def _connect(connecting: socket.socket, place: tuple[object, ...], address: Addr
         raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
 
+def _look_up(address: Address, flags: int) -> Sequence[_Found]:
+    try:
+        return socket.getaddrinfo(address.host or None, address.port, type=socket.SOCK_STREAM, flags=flags)
+    except ValueError as error:  # no name that the resolver could be asked for, such as one with a label of 64 letters
+        raise OSError(f"not a host name ({error})") from error
+
+
 def _resolve(address: Address, deadline: float) -> Sequence[_Found]:
     """Resolve a host. The system's resolver takes no deadline, so it runs on a thread of its own."""
 
-    def look_up(flags: int) -> Sequence[_Found]:
-        return socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=flags)
-
     def into(answer: queue.SimpleQueue[Sequence[_Found] | OSError]) -> None:
         try:
-            answer.put(look_up(0))
+            answer.put(_look_up(address, 0))
         except OSError as error:
             answer.put(error)
 
     with contextlib.suppress(OSError):
-        return look_up(socket.AI_NUMERICHOST)
+        return _look_up(address, socket.AI_NUMERICHOST)
     answer: queue.SimpleQueue[Sequence[_Found] | OSError] = queue.SimpleQueue()
     threading.Thread(target=into, args=(answer,), name="gossipx-resolve", daemon=True).start()
     try:

@@ -17,6 +17,7 @@ from gossipx.errors import NotAuthorisedError, ProtocolError, RefusedError
 from gossipx.memory import copy
 from gossipx.protocol.admission import AdmitReply, AdmitRequest
 from gossipx.protocol.fields import (
+    MAX_METADATA,
     MAX_RANKS,
     Joined,
     Key,
@@ -216,7 +217,7 @@ class CheckupRequest:
     back: _Load = 0
 
 
-@kind(50, payload=MAX_LOAD)
+@kind(50, MAX_METADATA, MAX_LOAD)
 @dataclass(frozen=True)
 class CheckupReply:
     """The reply to :class:`CheckupRequest`.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from gossipx.errors import UsageError
+from gossipx.errors import UsageError, printable
 from gossipx.wire import MAX_DESCRIPTION, Hello
 
 # Maximum length of a received line in a message.
@@ -67,4 +67,4 @@ def difference(own: bytes, theirs: bytes) -> str:
 
 
 def _shown(line: str) -> str:
-    return "'" + "".join(c if c.isprintable() else "?" for c in line[:_SHOWN]) + "'"
+    return f"'{printable(line, _SHOWN)}'"

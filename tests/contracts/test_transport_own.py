@@ -101,6 +101,15 @@ def test_a_name_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
         tcp.connect(Address("node9", 7000), soon())
 
 
+@pytest.mark.parametrize("host", ["h" * 64, "two..dots", "\ud800"])
+def test_a_name_that_no_resolver_can_be_asked_for(host: str) -> None:
+    """It was a traceback at each attempt, as the errors are no OSError."""
+    with pytest.raises(PeerUnreachableError, match="not a host name"):
+        tcp.connect(Address(host, 7000), soon())
+    with pytest.raises(GossipxError, match=r"cannot listen at .*not a host name"):
+        tcp.listen(Address(host, 0))
+
+
 def test_a_hanging_name_resolution_keeps_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
 

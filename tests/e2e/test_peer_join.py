@@ -7,7 +7,10 @@ import json
 import re
 import shutil
 import signal
+import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,11 @@ from ports import free_ports
 from resuming import BRIEF
 from seeds import some
 
+from gossipx.errors import RefusedError
+from gossipx.launch.hosts import address_of
+from gossipx.protocol.admission import AdmitRequest
+from gossipx.transports import Address, tcp
+from gossipx.transports.links import Links
 from runs import (
     LONG,
     TEN_LINES,
@@ -292,6 +300,46 @@ while not all_have(peer, "heard", (FOLDER / "nothing").exists(), (0, 1)):
     (here.path / "nothing").touch()
     ended_well(run)
     assert summary(here)["peers"] == 2 and summary(here)["lost"] == []
+
+
+@pytest.mark.fault(80)
+def test_a_flood_of_newcomers_that_never_come_closes_no_door(here: Folder) -> None:
+    """1,000 requests for admission, some with impossible hosts; then one that comes, and a finish with one model."""
+    loop = """
+begun = peer.iteration
+while not (FOLDER / "came").exists() and peer.iteration < 200_000:
+    train(peer, model, optimizer, peer.iteration + 1)
+    if peer.rank > 1 and peer.iteration > begun + 60:
+        (FOLDER / "came").touch()
+"""
+    script = here.script(TEN_LINES + loop)
+    run = here.start_run("--policy", "tau:3", "--peer-timeout", "20", script, here.path)
+    run.line(" train ")
+    address = Address(*address_of(here.names[0]))
+    links, replies = Links("flood", 0, timeout=LONG), Counter[str]()
+
+    def flood(number: int) -> None:
+        host = f"ghost-{number}" if number % 4 else "h" * 64
+        link = links.add(tcp.connect(address, time.monotonic() + LONG))
+        try:
+            link.request(AdmitRequest(f"ghost-{number}", host, 29_400), 0, time.monotonic() + LONG)
+            replies["admitted"] += 1
+        except RefusedError as error:
+            replies[str(error)[-23:]] += 1
+        finally:
+            links.drop(link)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(flood, range(1_000)))
+    links.abort()
+    assert replies == {"admitted": 750, "need 1 to 63 characters": 250}
+    late = join(here, here.names[1], script, here.path)
+    ended_well(late)
+    ended = ended_well(run)
+    assert "Traceback" not in ended.output and "waiting for peer" not in ended.output, ended.shown
+    figures = summary(here)
+    assert figures["lost"] == [] and figures["agreed"] is True
+    assert sum(one is not None for one in figures["retrievals"]) == 3
 
 
 def test_after_a_run_has_ended_nobody_answers(here: Folder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,13 +10,15 @@ import torch
 from modes import MODES, nothing_left
 from toy import TIMEOUT, bound, ended, make, models, spread, world
 
+from gossipx.peer.newcomers import MAX_RESERVED
 from gossipx.protocol.effects import AddPeer, Note, ReportEntry, Stop
 from gossipx.protocol.events import AskEntry, PeerMet, Received
-from gossipx.protocol.fields import JoinedPeer
+from gossipx.protocol.fields import MAX_JOINED, JoinedPeer
 from gossipx.protocol.messages import ArriveRequest, Stage
 from gossipx.sim import Network, SimPeer, World
 
 LENGTH = 60
+PORT = 29_400
 EXCHANGES: list[dict[str, Any]] = [{}, *MODES, {"exchange": "waves"}, {"blocking": True}]
 NAMES = ["pull", "push", "push-sum", "pushpull", "waves", "blocking"]
 every_exchange = pytest.mark.parametrize("exchange", EXCHANGES, ids=NAMES)
@@ -56,7 +59,7 @@ def test_a_newcomer_adopts_a_model_exchanges_and_ends_with_the_others_model(exch
     assert late.role.sync.retrievals >= 3 or exchange.get("mode") == "push"
     assert all(made.peers[rank].role.members.size == 3 for rank in range(3))
     lists = [made.peers[rank].role.newcomers.listed for rank in range(3)]
-    assert lists == [(JoinedPeer(2, "late", "late", 1, 0),)] * 3
+    assert lists == [(JoinedPeer(2, "late", "late", PORT, 0),)] * 3
 
 
 @every_exchange
@@ -165,12 +168,11 @@ def training(size: int = 3, **settings: Any) -> World:
     return made
 
 
-def ask(made: World, rank: int, name: str = "late", port: int = 1) -> ReportEntry:
-    (entry,) = [
-        one
-        for one in made.peers[rank].role.handle(AskEntry(7, name, "host", port), made.now)
-        if isinstance(one, ReportEntry)
-    ]
+def ask(
+    made: World, rank: int, name: str = "late", port: int = PORT, host: str = "host", opener: str = "host"
+) -> ReportEntry:
+    effects = made.peers[rank].role.handle(AskEntry(7, name, host, port, opener), made.now)
+    (entry,) = [one for one in effects if isinstance(one, ReportEntry)]
     assert entry.number == 7
     return entry
 
@@ -180,7 +182,7 @@ def test_only_the_lowest_rank_that_trains_admits() -> None:
     assert [ask(made, rank).elsewhere for rank in (1, 2)] == [0, 0]
     assert ask(made, 0).rank == 3
     assert ask(made, 0).rank == 3, "the same address is the same peer"
-    assert ask(made, 0, port=2).rank == 4
+    assert ask(made, 0, "later", PORT + 1).rank == 4
     made.peers[1].role.members.others[0].lost = True
     assert ask(made, 1).rank == 3, "a peer that has not heard of the first newcomers"
     made.peers[2].role.members.others[0].stage = Stage.FINISH
@@ -198,12 +200,12 @@ def test_a_run_that_is_over_admits_nobody_and_one_that_has_no_model_says_later()
 def test_a_run_without_a_place_for_newcomers_says_so() -> None:
     made = training(closed="peers in a ring have fixed neighbours")
     assert ask(made, 0).refusal == "peers in a ring have fixed neighbours"
-    assert made.peers[0].role.handle(PeerMet(JoinedPeer(3, "late", "host", 1, 0)), made.now) == []
+    assert made.peers[0].role.handle(PeerMet(JoinedPeer(3, "late", "host", PORT, 0)), made.now) == []
 
 
 def test_of_two_with_one_rank_the_one_that_the_lower_rank_admitted_keeps_it_everywhere() -> None:
     """A partition: peer 0 and peer 1 each admit one as peer 3; then the lists meet, in either order."""
-    by_zero, by_one = JoinedPeer(3, "zeros", "host", 1, 0), JoinedPeer(3, "ones", "host", 2, 1)
+    by_zero, by_one = JoinedPeer(3, "zeros", "host", PORT, 0), JoinedPeer(3, "ones", "other", PORT, 1)
     made = training()
     role = made.peers[2].role
     assert AddPeer(by_one) in role.handle(PeerMet(by_one), made.now)
@@ -225,9 +227,110 @@ def test_of_two_with_one_rank_the_one_that_the_lower_rank_admitted_keeps_it_ever
 
 
 def test_a_newcomer_that_reaches_nobody_stops_and_says_why() -> None:
-    entry = ReportEntry(0, 2, (JoinedPeer(2, "late", "late", 1, 0),))
+    entry = ReportEntry(0, 2, (JoinedPeer(2, "late", "late", PORT, 0),))
     made = World(0)
     made.start(2, lambda incarnation: make(2, 2, entry=entry))
     ended(made, 3 * TIMEOUT)
     told = "no peer of the run sent its model within peer_timeout = 10 s"
     assert made.lines(2, f"must stop: {told}") and not made.lines(2, "step")
+
+
+# --- newcomers that never come, and impossible ones ---------------------------------------------------
+
+
+@every_exchange
+@pytest.mark.fault(80)
+def test_a_thousand_that_never_come_leave_the_run_and_its_finish_undisturbed(exchange: dict[str, Any]) -> None:
+    """They ask peer 0, 100 a second, while a real one joins; each of them was a member of the run, and for good."""
+    made = begun(2, **exchange)
+
+    def flood(number: int) -> None:
+        made._tell(0, AskEntry(7, f"ghost-{number}", f"ghost-{number}", PORT, "evil"))
+        assert made.peers[0].entries.pop().rank is not None
+
+    for number in range(1_000):
+        made.at(10.0 + number / 100, lambda number=number: flood(number))
+    joins(made, 2, "late", 15.3, **exchange)
+    alone = begun(2, **exchange)
+    joins(alone, 2, "late", 15.3, **exchange)
+    for one in (made, alone):
+        ended(one, bound(3, LENGTH, waits=2))
+    (late,) = [rank for rank in made.peers if rank > 1]
+    agreed(made, [0, 1, late])
+    for peer in made.peers.values():
+        assert [one.name for one in peer.role.newcomers.listed] == ["late"]
+        assert set(peer.role.members.others) | {peer.rank} == {0, 1, late}
+        assert not peer.role.members.others[0 if peer.rank else 1].restarted
+    assert late < 2 + MAX_RESERVED + 1, "a place that was not taken is given again"
+    assert made.now == pytest.approx(alone.now, abs=TIMEOUT / 10)
+
+
+def test_a_place_is_kept_until_peer_timeout_and_for_one_that_comes_late_while_it_is_free() -> None:
+    made = training()
+    role = made.peers[0].role
+    assert (ask(made, 0).rank, ask(made, 0, "second", host="second").rank) == (3, 4)
+    assert role.newcomers.listed == () and role.members.size == 3, "nobody hears of one that has not come"
+    made.now += TIMEOUT
+    assert ask(made, 0, "third", host="third").rank == 3
+    late = JoinedPeer(3, "late", "host", PORT, 0)
+    third = late._replace(name="third", host="third")
+    assert AddPeer(third) in role.handle(PeerMet(third), made.now)
+    assert role.handle(PeerMet(late), made.now) == [], "its place is taken by now"
+    second = late._replace(rank=4, name="second", host="second")
+    assert AddPeer(second) in role.handle(PeerMet(second), made.now)
+
+
+def test_one_host_may_ask_for_many_places_without_taking_those_of_others() -> None:
+    made = training()
+    assert ask(made, 0).rank == 3
+    ranks = [ask(made, 0, f"ghost-{n}", host=f"ghost-{n}", opener="evil").rank for n in range(2 * MAX_RESERVED)]
+    assert set(ranks) == set(range(4, 4 + MAX_RESERVED)), "its oldest place is given to its next one"
+    assert ask(made, 0).rank == 3
+    assert ask(made, 0, "fourth", host="fourth").rank == 4 + MAX_RESERVED
+
+
+IMPOSSIBLE = {
+    "long label": ("h" * 64, PORT, "x", "'hhhh.*…' is not a host name: its parts between dots need 1 to 63"),
+    "empty": ("", PORT, "x", "'' is not a host name or an address"),
+    "unspecified": ("0.0.0.0", PORT, "x", "'0.0.0.0' is not the address of one machine"),
+    "short unspecified": ("0", PORT, "x", "'0' is not a whole IPv4 address"),
+    "option": ("-oX=y z", PORT, "x", "'-oX=y z' is not a host name or an address"),
+    "system port": ("host", 22, "x", "port 22 is not from 1024 to 65535"),
+    "no name": ("host", PORT, "", "the name is not one printable word"),
+    "long name": ("host", PORT, "n" * 980, "host and name have 984 bytes, more than 350"),
+}
+
+
+@pytest.mark.fault(80)
+@pytest.mark.parametrize(("host", "port", "name", "told"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_an_impossible_newcomer_is_refused_by_all_who_hear_of_it(host: str, port: int, name: str, told: str) -> None:
+    """At admission, on its connection, and in the announcement of another peer."""
+    made = training()
+    role, peer = made.peers[0].role, JoinedPeer(3, name, host, port, 1)
+    assert re.match(told, ask(made, 0, name, port, host).refusal)
+    for event in (PeerMet(peer), Received(1, "key", ArriveRequest(Stage.TRAIN, 5, joined=(peer,)))):
+        effects = role.handle(event, made.now)
+        (note,) = [one for one in effects if isinstance(one, Note)]
+        assert note.text.startswith("peer 3 cannot join the run: ") and re.search(told, note.text)
+        assert not [one for one in effects if isinstance(one, AddPeer)]
+    assert role.newcomers.listed == () and role.members.size == 3
+
+
+def test_a_newcomer_with_the_name_or_the_address_of_another_is_refused() -> None:
+    made = training()
+    made.peers[0].role.handle(PeerMet(JoinedPeer(3, "late", "host", PORT, 0)), made.now)
+    assert ask(made, 0, "late", host="other").refusal == "late is peer 3 of the run: choose another name or --port"
+    assert ask(made, 0, "other").refusal == "late is peer 3 of the run: choose another name or --port"
+    assert ask(made, 0).rank == 3, "it is started again"
+
+
+def test_lists_of_newcomers_that_meet_stay_short_enough_to_send() -> None:
+    """In a partition both sides may admit as many as there can be; a list that is too long ended the finish."""
+    made = training()
+    role = made.peers[0].role
+    joined = [JoinedPeer(rank, f"n{rank}", f"h{rank}", PORT, 0) for rank in range(3, 3 + MAX_JOINED + 1)]
+    for start in (0, 1):
+        told = ArriveRequest(Stage.TRAIN, 5, joined=tuple(joined[start : start + MAX_JOINED]))
+        role.handle(Received(1, "key", told), made.now)
+    assert len(role.newcomers.listed) == MAX_JOINED
+    assert ask(made, 0).refusal == f"{MAX_JOINED} peers have joined already"

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 from toy import TIMEOUT, ended, until, world
 
 from gossipx.peer.status import status
+from gossipx.protocol.events import PeerMet
+from gossipx.protocol.fields import MAX_JOINED, JoinedPeer, kind_of
+from gossipx.protocol.places import MAX_PLACE, fault
 from gossipx.sim import Network
+from gossipx.wire import CheckupReply
+from gossipx.wire.kinds import message_of, metadata_of
 
 
 def test_a_status_names_the_partner_and_the_last_exchange() -> None:
@@ -39,3 +45,23 @@ def test_a_waiting_peer_names_the_awaited_peers_and_the_reason() -> None:
     until(made, 0, "waiting for peer 2")
     found = status(made.peers[0].role, made.now)
     assert (found["stage"], found["waits_for"], found["waits_to"]) == ("finish", [2], "end its training")
+
+
+@pytest.mark.fault(80)
+def test_the_status_of_a_run_that_as_many_as_can_have_joined_is_sent_whole() -> None:
+    """Each name and host as long as can be: the status was then more than a message may have."""
+    made = world(2)
+    made.run(5.5)
+    role = made.peers[0].role
+    for rank in range(2, 2 + MAX_JOINED):
+        host = f"{rank:060}." * 2 + "x"
+        peer = JoinedPeer(rank, "é" * ((MAX_PLACE - len(host)) // 2), host, 29_400, 0)
+        assert not fault(peer.host, peer.port, peer.name)
+        role.handle(PeerMet(peer), made.now)
+    found = status(role, made.now)
+    assert len(found["joined"]) == MAX_JOINED  # type: ignore[arg-type]
+    for message in (CheckupReply(found), role.stages.here()):
+        kind = kind_of(type(message))
+        sent = metadata_of(message)
+        assert len(sent) <= kind.metadata
+        assert message_of(kind, sent) == message

@@ -350,16 +350,35 @@ def test_two_words_for_one_address_are_refused(tmp_path: Path) -> None:
     assert str(caught.value).startswith(f"{file}:3: ")
 
 
-@pytest.mark.parametrize("name", [NO_SUCH_NAME, "two..dots", f"{'long' * 20}.example"])
 @pytest.mark.fault(35)
-def test_a_name_that_does_not_resolve_is_reported_with_its_line(tmp_path: Path, name: str) -> None:
-    """Also a name that is invalid, so that no name server is asked."""
+def test_a_name_that_does_not_resolve_is_reported_with_its_line(tmp_path: Path) -> None:
+    name = NO_SUCH_NAME
     file = hosts(tmp_path, f"# hosts\n\n{name}\n")
     with pytest.raises(UsageError) as caught:
         local_ranks(read_hosts(file), None, file)
     message = str(caught.value)
     assert message.startswith(f"{file}:3: host '{name}' does not resolve (")
     assert "\n" not in message and "/etc/hosts" in message
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("two..dots", "'two..dots' is not a host name: its parts between dots need 1 to 63 characters"),
+        (f"{'long' * 20}.example", f"'{('long' * 20)[:60]}…' is not a host name: its parts"),
+        ("0.0.0.0", "'0.0.0.0' is not the address of one machine: give the one at which others reach it"),
+        ("[::]", "'::' is not the address of one machine"),
+        ("239.1.2.3", "'239.1.2.3' is not the address of one machine"),
+        ("10.1", "'10.1' is not a whole IPv4 address"),
+        (f"node name={'n' * 400}", "host and name have 404 bytes, more than 350"),
+    ],
+)
+def test_a_host_that_no_peer_can_have_is_refused_with_its_line(tmp_path: Path, line: str, told: str) -> None:
+    """Whatever a resolver would make of it: '0' and '0.0.0.0' are this machine, on every machine."""
+    file = hosts(tmp_path, f"# hosts\n\n{line}\n")
+    with pytest.raises(UsageError) as caught:
+        read_hosts(file)
+    assert str(caught.value).startswith(f"{file}:3: {told}")
 
 
 # --- where to listen ----------------------------------------------------------------------------------

@@ -195,7 +195,8 @@ def test_a_draw_is_that_from_the_list_of_all_available_neighbours(
     for number, (change, rank, stage, outgoing) in enumerate(some):
         now = 0.3 * number
         if change == "joined":
-            made.add(rank + NUMBER, lost=True, backoff_until=now + 1.0)
+            made.add(rank + NUMBER, lost=True)
+            made.others[rank + NUMBER].backoff_until = now + 1.0
         elif change == "failed":
             made.failed(rank, Fault.TIMEOUT, now)
         elif change == "heard":

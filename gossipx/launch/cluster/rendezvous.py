@@ -22,7 +22,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gossipx.errors import GossipxError, UsageError
+from gossipx.errors import GossipxError, UsageError, printable
 from gossipx.launch.cluster.world import World, is_loopback
 from gossipx.launch.environment import ENV_MASTER
 
@@ -165,7 +165,7 @@ class Rendezvous:
         self._do(lambda store: store.set(f"heard/{self.world.rank}", "1"))
         if not isinstance(failure, dict) or not isinstance(failure.get("exit"), int):
             failure = {}
-        text = "".join(char for char in str(failure.get("text", "an error")) if char.isprintable())[:_SHOWN]
+        text = printable(str(failure.get("text", "an error")), _SHOWN)
         raise RemoteAbortError(f"rank {failure.get('rank', '?')} aborted: {text}", failure.get("exit", 1) % 256 or 1)
 
     # --- the store ----------------------------------------------------------------------------------

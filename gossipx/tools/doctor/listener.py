@@ -9,12 +9,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from gossipx.errors import GossipxError
+from gossipx.errors import GossipxError, printable
 from gossipx.launch.hosts import PeerLine
 from gossipx.memory import Source
 from gossipx.protocol.messages import BusyReply
 from gossipx.tools.doctor.findings import Line
-from gossipx.tools.doctor.probe import LOAD, Prober, fit, reach
+from gossipx.tools.doctor.probe import LOAD, Prober, reach
 from gossipx.transports import Address, Stream, checkup, handshake
 from gossipx.transports import Listener as Listening
 from gossipx.transports.link import Link
@@ -40,7 +40,7 @@ class Listener:
             listening = self._prober.access.transport.listen(place)
         except GossipxError as error:
             if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EADDRINUSE:
-                return Line(peer.rank, "denied", fit(str(error)))
+                return Line(peer.rank, "denied", printable(str(error)))
             seen = reach(self._prober, peer)
             return replace(seen, state=seen.facts.get("role", seen.state))
         self._listening.append(listening)

@@ -18,12 +18,11 @@ from typing import Any
 
 from gossipx.config import files, security
 from gossipx.config.settings import RunConfig
-from gossipx.errors import GossipxError, UsageError
+from gossipx.errors import GossipxError, UsageError, printable
 from gossipx.launch.children import Child, command_of, script_exists
 from gossipx.launch.environment import ENV_CONFIG, ENV_DESCRIBE, ENV_DEVICE, ENV_PEERS, ENV_PROGRESS, ENV_RANK
 from gossipx.launch.hosts import PeerLine, is_here, refuse_repeated
 from gossipx.tools.doctor.findings import Host, Name, Verdict
-from gossipx.tools.doctor.probe import fit
 
 _RESOLVE = 5.0  # seconds for all names together, because an unresponsive resolver takes that long or longer
 _JOIN = 120.0  # seconds in which a script must reach gossipx.join: it may read data first
@@ -121,7 +120,7 @@ def model(
         try:
             return title, _description(command_of(script), environment), ""
         except GossipxError as error:
-            return title, b"", fit(f"{title} {error}")
+            return title, b"", printable(f"{title} {error}")
 
 
 def _description(command: list[str], environment: dict[str, str]) -> bytes:

@@ -17,8 +17,8 @@ from typing import Any
 
 from gossipx import errors
 from gossipx.config.security import Access
+from gossipx.errors import printable
 from gossipx.launch.hosts import PeerLine
-from gossipx.protocol.fields import MAX_TEXT
 from gossipx.protocol.messages import BusyReply
 from gossipx.tools.doctor.findings import Line, Measurement
 from gossipx.transports import Address, Stream, checkup, handshake
@@ -168,7 +168,7 @@ def reach(prober: Prober, to: PeerLine) -> Line:
                 more = _difference(prober.listing, probe.read("peers")) if they["role"] == "doctor" else ""
                 return Line(to.rank, "peers", f"{me.size} peers here and {they['size']} there{more}", they)
             if they["name"] != to.name:
-                return Line(to.rank, "other", f"{fit(they['name'])} answers there", they)
+                return Line(to.rank, "other", f"{printable(they['name'])} answers there", they)
             return Line(to.rank, "ok", "", they)
     except errors.PeerFaultError as error:
         return _unusable(to, error)
@@ -178,7 +178,7 @@ def _unusable(to: PeerLine, error: errors.PeerFaultError) -> Line:
     state = next((state for kind, state in _STATES if isinstance(error, kind)), "foreign")
     # Drop the advice of a run: it follows a semicolon, or, if the version differs, a colon.
     cause = str(error).removeprefix("refused: ").removeprefix("not authorised: ")
-    return Line(to.rank, state, fit(cause.partition(":" if state == "version" else ";")[0]))
+    return Line(to.rank, state, printable(cause.partition(":" if state == "version" else ";")[0]))
 
 
 _STATES = (
@@ -196,9 +196,4 @@ def _difference(here: bytes, there: bytes) -> str:
     """Describe the first line in which two listings differ."""
     lines = (text.decode(errors="replace").split("\n") for text in (here, there))
     pairs = enumerate(zip_longest(*lines, fillvalue="missing"))
-    return next((f"; peer {n} is {fit(a)} here and {fit(b)} there" for n, (a, b) in pairs if a != b), "")
-
-
-def fit(text: str) -> str:
-    """Return a peer's text as one printable line, which is safe to show on a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text[:MAX_TEXT])
+    return next((f"; peer {n} is {printable(a)} here and {printable(b)} there" for n, (a, b) in pairs if a != b), "")
