@@ -60,7 +60,8 @@ class LARS(torch.optim.Optimizer):
 
     def _update(self, group: dict[str, float], weights: Tensor, gradient: Tensor) -> None:
         decay, state = group["weight_decay"], self.state[weights]
-        length, steepness = torch.linalg.vector_norm(weights), torch.linalg.vector_norm(gradient)
+        wide = torch.promote_types(weights.dtype, torch.float32)  # in 16 bits a length is coarse, and may overflow
+        length, steepness = (torch.linalg.vector_norm(one, dtype=wide) for one in (weights, gradient))
         ratio = torch.where((length > 0) & (steepness > 0), length / (steepness + decay * length), 1.0)
         if "velocity" not in state:
             state["velocity"] = torch.zeros_like(weights, memory_format=torch.preserve_format)

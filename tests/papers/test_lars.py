@@ -73,3 +73,11 @@ def test_it_resumes_and_runs_a_closure() -> None:
 def test_settings_without_meaning_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="LARS: "):
         LARS([nn.Parameter(torch.ones(1))], **wrong)
+
+
+def test_lengths_of_16_bit_tensors_do_not_overflow() -> None:
+    """A length above float16's largest value of 65,504."""
+    weights = nn.Parameter(torch.full((10_000,), 1000.0, dtype=torch.float16))
+    weights.grad = torch.full_like(weights, 4.0)
+    LARS([weights], lr=100.0).step()
+    torch.testing.assert_close(weights.detach(), torch.full((10_000,), 900.0, dtype=torch.float16))
