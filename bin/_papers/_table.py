@@ -24,7 +24,7 @@ LIMITS = "within", "less than"
 RULE = (
     f"agrees: yes: the paper's direction, and within a factor of {FACTOR:g} of its size; other size: its direction;"
     " NO: against it; –: nothing to compare, or not beyond its interval. Sizes count from 0, those of ratios from 1."
-    " “up to” and “at least” bound a size on one side, a limit is kept or not, and a statement has no size"
+    " “at least” has no upper bound, a limit is kept or not, and a statement has no size"
 )
 
 
@@ -87,9 +87,8 @@ class Line:
         if self._compared is None or self._compared.qualifier in LIMITS:
             return "yes"
         ours, theirs = self._effects
-        least = 0.0 if self._compared.qualifier == "up to" else 1 / FACTOR
         most = math.inf if self._compared.qualifier == "at least" else FACTOR
-        return "yes" if least <= ours / theirs <= most else "other size"
+        return "yes" if 1 / FACTOR <= ours / theirs <= most else "other size"
 
     @property
     def published(self) -> tuple[str, str]:

@@ -90,7 +90,7 @@ def _peer(plan: Plan, rank: int, work: Work, parts: Parts) -> SimPeer:
     torch.manual_seed(config.run.seed)
     module = work.module()
     optimizer = work.optimizer(module.parameters())
-    served = serve(config, plan.names, rank, module, optimizer, parts, ANY_NUMBER)
+    served = serve(config, plan.names, rank, module, [optimizer], parts, ANY_NUMBER)
     assert served is not None
     arena = build_arena(config, rank, True, module)
     role = build_role(
