@@ -15,7 +15,7 @@ from gossipx.policies import Policy
 from gossipx.sync import SyncManager
 
 ATTRIBUTES: dict[type, tuple[str, ...]] = {
-    SyncManager: ("policy", "observation", "fired", "decisions", "retrievals", "skipped", "failed"),
+    SyncManager: ("policy", "observation", "fired", "decisions", "retrievals", "skipped", "failed", "accumulated"),
     CommManager: ("trust",),
 }
 """Public attributes that the built-in managers get when they are made, beside their methods."""

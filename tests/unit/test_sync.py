@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gossipx import policies
+from gossipx.assembly.managers import ATTRIBUTES
 from gossipx.errors import UsageError
 from gossipx.policies import Observation, Policy
 from gossipx.sync import SyncManager
@@ -317,3 +318,19 @@ def test_a_few_skipped_decisions_are_normal():
         manager.found_nobody() if step % 6 == 0 else manager.completed()
         assert not manager.warnings()
     assert (manager.retrievals, manager.skipped) == (500, 100)
+
+
+def test_an_object_in_place_of_the_manager_is_asked_for_all_public_attributes():
+    assert {name for name in vars(SyncManager("never")) if name[0] != "_"} == {*ATTRIBUTES[SyncManager]}
+
+
+def test_the_deltas_of_each_period_are_added_up():
+    """Figure 3, by number of the retrieval; a failed pull, and one that nobody answers, add to the next period."""
+    manager = SyncManager("tau:2")
+    found = []
+    for step in range(1, 9):
+        if manager.step(step, float(step)):
+            manager.requested()
+            (manager.completed, manager.abandoned, manager.found_nobody, manager.completed)[step // 2 - 1]()
+            found.append(manager.accumulated)
+    assert found == [(1, 3.0), (1, 3.0), (1, 3.0), (2, 33.0)]
