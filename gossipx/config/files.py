@@ -73,12 +73,19 @@ def values_in(tables: Mapping[str, Any], keys: Mapping[str, Key], text: str, pat
             try:
                 if key is None or key.table != table:
                     own = {key.name: key for key in keys.values() if key.table == table}
-                    hint = f": it belongs in [{key.table}]" if key else suggest(name, own)
+                    hint = f": it belongs in [{key.table}]" if key else _meant(name, own)
                     raise UsageError(f"unknown setting '{name}' in [{table}]{hint}")
                 values[name] = checked(key, value, name, typed=True)
             except UsageError as error:
                 raise UsageError(str(error), path, line_of(text, table, name)) from None
     return values
+
+
+def _meant(name: str, keys: Mapping[str, Key]) -> str:
+    """Return `` (did you mean 'x'?)`` if another tool calls a setting so, or if its name is similar; else an empty
+    string."""
+    called = next((key.name for key in keys.values() if name.replace("_", "-") in key.others), None)
+    return f" (did you mean '{called}'?)" if called else suggest(name, keys)
 
 
 def resolve(*layers: Mapping[str, Any]) -> RunConfig:
@@ -104,7 +111,7 @@ def resolve(*layers: Mapping[str, Any]) -> RunConfig:
     sections: dict[str, dict[str, Any]] = {}
     for name, value in given.items():
         if name not in KEYS:
-            raise UsageError(f"unknown setting '{name}'{suggest(name, KEYS)}")
+            raise UsageError(f"unknown setting '{name}'{_meant(name, KEYS)}")
         key = KEYS[name]
         sections.setdefault(key.table, {})[name] = checked(key, value, key.option)
     made = {table: TABLES[table](**values) for table, values in sections.items()}

@@ -112,6 +112,7 @@ class Joining:
 
     def __post_init__(self) -> None:
         progress()  # an error may end this process before it joins
+        check(self.run)
 
     @property
     def run(self) -> RunConfig:
@@ -188,7 +189,6 @@ class GroupPeer:
         state: Mapping[str, Any] | None,
     ):
         run = joining.run
-        check(run)
         self._module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         self._optimizers = Optimizers(self._module, optimizer)
         self._averages = schedule_free.of(self._module, self._optimizers, has_servers=False)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from gossipx.config.settings import RunConfig
 from gossipx.errors import GossipxError, UsageError
-from gossipx.integrations.ddp import Joining, PolicyLike, check
+from gossipx.integrations.ddp import Joining, PolicyLike
 from gossipx.integrations.ddp import shard as shard
 from gossipx.integrations.group import TIMEOUT
 from gossipx.launch.environment import ENV_CONFIG, ENV_PEERS, ENV_PROGRESS
@@ -75,7 +75,6 @@ class ShardPeer:
 
     def __init__(self, joining: Joining, model: nn.Module, optimizer: OneOrMore):
         run = joining.run
-        check(run)
         self._optimizers = Optimizers(model, optimizer)
         for one in self._optimizers:
             if schedule_free.is_one(one):

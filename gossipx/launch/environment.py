@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import multiprocessing
 import os
 import stat
 from pathlib import Path
 
+from gossipx.errors import UsageError
 from gossipx.runtime.progress import Progress
 
 ENV_CONFIG = "GOSSIPX_CONFIG"
@@ -50,6 +52,12 @@ def progress() -> Progress:
     """
     channel = Progress(_pipe(int(os.environ[ENV_PROGRESS])) if ENV_PROGRESS in os.environ else None)
     channel.take_errors(with_traceback=bool(os.environ.get(ENV_DEBUG)))
+    # As multiprocessing itself asks before it starts a process, which this one may not do while it imports the script.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(
+            "a process that the script has started, such as a worker of a DataLoader, imports the script again: put its"
+            " training under 'if __name__ == \"__main__\":'"
+        )
     return channel
 
 

@@ -292,6 +292,24 @@ def test_a_wrong_call_of_join(two: Folder, body: str, told: str) -> None:
 
 
 @pytest.mark.fault(66)
+def test_a_spawned_process_of_a_script_without_a_main_guard_is_told_of_it(two: Folder) -> None:
+    """As DataLoader's workers are where processes are not forked: each imports the script anew, and would join."""
+    script = two.script(
+        TEN_LINES
+        + """
+import multiprocessing
+with peer:
+    worker = multiprocessing.get_context("spawn").Process(target=print)
+    worker.start()
+    worker.join()
+    raise SystemExit(worker.exitcode)
+"""
+    )
+    ended = two.run("--policy", "tau:5", "--peer-timeout", "20", script, two.path, code=2).ended
+    told = "imports the script again: put its training under 'if __name__ == \"__main__\":'"
+    assert told in ended.output + ended.errors and "port is in use" not in ended.output, ended.shown
+
+
 def test_under_a_run_its_rank_and_settings_apply_but_a_policy_function_is_used(two: Folder) -> None:
     """The summary names the function."""
     script = two.script(

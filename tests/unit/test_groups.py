@@ -20,10 +20,26 @@ from torch import nn
 
 from gossipx.errors import GossipxError, NotEnoughPeersError, UsageError
 from gossipx.integrations import ddp
+from gossipx.integrations.callback import PeerCallback
 from gossipx.integrations.group import GroupStatus, _packed, _unpacked
 from gossipx.launch.environment import ENV_PEERS, ENV_PROGRESS, ENV_RESUME
 
 COUNT = st.integers(0, 2**31 - 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"tau": 5}, r"unknown setting 'tau' \(did you mean 'policy'\?\)"),
+        ({"policy": "adaptve"}, "did you mean 'adaptive'"),
+        ({"servers": "0"}, "a parameter server needs a loop of your own"),
+        ({"config_file": "none.toml"}, "none.toml: cannot read the configuration"),
+    ],
+)
+def test_a_callback_with_wrong_settings_is_refused_when_it_is_made(settings: dict[str, Any], told: str) -> None:
+    """And not when training begins, which may be minutes of loading later."""
+    with pytest.raises(UsageError, match=told):
+        PeerCallback(**settings)
 
 
 @given(
