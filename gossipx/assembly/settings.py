@@ -37,6 +37,9 @@ OF_TASK = (
 """Settings of the built-in task, which have no effect on a script."""
 MOMENTUM = 0.9
 """Momentum of SGD and LARS for a model whose own optimizer has none: that of all other models."""
+LONGEST_EVAL_INTERVAL = 250
+"""Default of ``--eval-interval``: an evaluation takes as long as 14 iterations of lenet. In a run of fewer than 2,500
+iterations it is a tenth of them, since a curve needs some points."""
 OF_RUN = ("overwrite", "iterations", "threads", "device", "restart")
 """Settings of ``gossipx run`` that have no effect on a script without it."""
 
@@ -139,6 +142,8 @@ def _with_preset(config: RunConfig) -> RunConfig:
     run = config.run
     if run.seconds is not None and not config.is_given("iterations"):
         run = dataclasses.replace(run, iterations=MOST_ITERATIONS)
+    if run.eval_interval is None and task.solver is None:
+        run = dataclasses.replace(run, eval_interval=min(LONGEST_EVAL_INTERVAL, max(1, run.iterations // 10)))
     filled = {key: value for key, value in values.items() if getattr(task, key, "") is None}
     return dataclasses.replace(
         config,

@@ -87,8 +87,12 @@ class RunSettings:
         check=checks.metrics_port,
         metavar="[HOST:]PORT",
     )
-    eval_interval: int = setting(
-        250, "Iterations between two evaluations during training; 0: none.", 0, MOST_ITERATIONS
+    eval_interval: int | None = setting(
+        None,
+        "Iterations between two evaluations during training; 0: none. Default: a tenth of the run, at most 250.",
+        0,
+        MOST_ITERATIONS,
+        common="Training",
     )
     save_model: bool = setting(True, "Save each peer's final model in the directory of the run.")
     checkpoint_every: str | int = setting(

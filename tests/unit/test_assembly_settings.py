@@ -361,6 +361,29 @@ def test_a_model_that_cannot_train_the_task_is_refused(given: dict[str, Any], to
     assert text.startswith(told) and "\n" not in text
 
 
+@pytest.mark.parametrize(
+    ("given", "every"),
+    [
+        ({}, 250),
+        ({"iterations": 200}, 20),
+        ({"iterations": 7}, 1),
+        ({"iterations": 10_000}, 250),
+        ({"seconds": 60.0}, 250),
+        ({"iterations": 200, "eval_interval": 0}, 0),
+        ({"iterations": 200, "eval_interval": 150}, 150),
+        ({"task": "text", "iterations": 500}, 50),
+        ({"solver": "convnet", "iterations": 200}, None),
+    ],
+    ids=str,
+)
+def test_a_short_run_is_evaluated_ten_times(given: dict[str, Any], every: int | None) -> None:
+    """A quick start of 200 iterations drew one dot. The solver file has its own interval."""
+    config = effective_config(files.resolve(given), 2, has_script=False)
+    assert config.run.eval_interval == every
+    again = effective_config(files.resolve(vars(config.run)), 2, False)
+    assert every is None or again.run.eval_interval == every, "a run that resumes reads its file"
+
+
 @pytest.mark.fault(65)
 @pytest.mark.parametrize(
     "given",
