@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import logging
 import os
 import socket
@@ -33,8 +32,8 @@ TIMEOUT = 10.0
 """Seconds that a caller waits for a write; a hung disk must not block it forever."""
 VERSION = "brain.Event:2"
 """The format's version; readers expect it in the first record."""
-_serial = itertools.count()
-"""Numbers of a process's files, of fixed width in their names: readers order files of one second by name."""
+PREFIX = "events.out.tfevents."
+"""The start of a file's name; a number of ten digits follows, in whose order the files of a directory are read."""
 
 
 class EventFile:
@@ -51,8 +50,7 @@ class EventFile:
     """
 
     def __init__(self, directory: Path, goes_on_from: int | None = None, clock: Callable[[], float] = time.time):
-        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_serial):06d}"
-        self._path = directory / name
+        self._path = directory / f"{PREFIX}{_stamp(directory):010d}.{socket.gethostname()}.{os.getpid()}"
         self._clock = clock
         self._size = 0  # bytes of the file; what is behind them is part of a record that could not be written
         self._frames = b""  # encoded records that wait for the disk
@@ -167,3 +165,9 @@ class EventFile:
                 error.strerror,
             )
         self._has_warned = True
+
+
+def _stamp(directory: Path) -> int:
+    """Return the time in seconds for the name of a new file, or if the clock is behind, the next after all others'."""
+    others = (file.name[len(PREFIX) :][:10] for file in directory.glob(f"{PREFIX}*"))
+    return max(int(time.time()), *(int(other) + 1 for other in others if other.isdecimal()), 0)

@@ -9,7 +9,7 @@ from small_disks import SmallDisk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
-from gossipx.metrics import TensorBoardRecorder, records
+from gossipx.metrics import TensorBoardRecorder, event_file, records
 from gossipx.metrics.board import PAGE, PEERS, SERVERS, TEXT, WHOLE
 
 
@@ -34,6 +34,26 @@ def test_scalars_and_the_page_are_in_one_file(tmp_path: Path) -> None:
     assert sorted(events.Tags()["scalars"]) == ["sync/delta", "train/loss"]
     assert [(one.step, one.value) for one in events.Scalars("train/loss")] == [(10, 2.5), (20, 1.25)]
     assert [(one.step, one.value) for one in events.Scalars("sync/delta")] == [(20, 0.5)]
+
+
+@pytest.mark.fault(77)
+@pytest.mark.parametrize("behind", [0, 60, 10**6])
+def test_curves_stay_in_order_if_the_clock_is_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind: int
+) -> None:
+    """Of a run that resumes twice: readers order the files of a directory by the time in their names."""
+    now = [1_900_000_000.0]
+    monkeypatch.setattr(event_file.time, "time", lambda: now[0])
+    for number in range(3):
+        goes_on_from = 2 * number if number else None
+        recorder = TensorBoardRecorder(tmp_path, goes_on_from=goes_on_from)
+        for step in range(2 * number + 1, 2 * number + 5):  # the last two of an attempt are lost, and made again
+            recorder.scalar("train/loss", float(100 * number + step), step)
+        recorder.close()
+        (tmp_path / "events.out.tfevents.profile").touch()  # of another program
+        now[0] -= behind
+    found = [(one.step, one.value) for one in recorded(tmp_path).Scalars("train/loss")]
+    assert found == [(1, 1), (2, 2), (3, 103), (4, 104), (5, 205), (6, 206), (7, 207), (8, 208)]
 
 
 def test_records_are_those_of_torch() -> None:
