@@ -129,6 +129,9 @@ def _parse(content: str, path: Path | None, number: int, rank: int) -> list[Peer
             ipaddress.IPv6Address(host)
         except ValueError:
             raise UsageError(f"'{match['host']}' is not an IPv6 address", path, number) from None
+    if is_everywhere(host):
+        reason = f"'{host}' is every address of a machine: write the one at which others reach it, or localhost"
+        raise UsageError(f"{reason}; to listen on all addresses, give --bind 0.0.0.0", path, number)
     port = DEFAULT_PORT if match["port"] is None else _number(match["port"], "port", LEAST_PORT, 65535, path, number)
     given: dict[str, str] = {}
     behind_nat = NAT in rest
@@ -153,6 +156,11 @@ def _parse(content: str, path: Path | None, number: int, rank: int) -> list[Peer
             raise UsageError(found, path, number)
         peers.append(PeerLine(rank + slot, host, port + slot, given.get("device"), name, number, behind_nat))
     return peers
+
+
+def is_everywhere(host: str) -> bool:
+    """Return whether a host, as written, is the unspecified address, by which each machine means itself."""
+    return re.fullmatch(r"\*|::|(::ffff:)?[0.:]*0[0.:]*|0x0+", host.lower()) is not None
 
 
 def _dialect(content: str, first: str) -> str:

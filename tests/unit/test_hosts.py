@@ -92,9 +92,9 @@ def test_comments_and_blank_lines_count_as_lines_and_nothing_else(tmp_path: Path
     ]
 
 
-def test_lines_may_end_as_on_windows_or_not_at_all(tmp_path: Path) -> None:
+def test_lines_may_begin_and_end_as_on_windows_or_not_at_all(tmp_path: Path) -> None:
     file = tmp_path / "hosts.txt"
-    file.write_bytes(b"a name=x\r\nb name=y")
+    file.write_bytes(b"\xef\xbb\xbfa name=x\r\nb name=y")
     assert [peer.name for peer in read_hosts(file)] == ["x", "y"]
 
 
@@ -131,6 +131,15 @@ def test_one_host_may_have_several_lines_with_different_ports(tmp_path: Path) ->
         ("[::1]:", "port '' is not an integer"),
         ("[]", "'[]' is not an IPv6 address"),
         ("[1.2.3.4]", "'[1.2.3.4]' is not an IPv6 address"),
+        # By which each machine means itself: two would start the same rank.
+        (
+            "0.0.0.0:5001",
+            "'0.0.0.0' is every address of a machine: write the one at which others reach it, or localhost",
+        ),
+        ("0", "'0' is every address of a machine"),
+        ("[::]", "'::' is every address of a machine"),
+        ("[::0.0.0.0]:5001", "'::0.0.0.0' is every address of a machine"),
+        ("*", "'*' is every address of a machine"),
         # Keys.
         ("a:" + "9" * 5000, "is not an integer from 1024 to 65535"),
         ("a slot=2", "'slot=2' is not one of slots=N, device=cuda:0, name=TEXT, nat (did you mean 'slots'?)"),

@@ -36,7 +36,7 @@ def refused(place: Path, name: str, text: str, size: int | None = 4) -> str:
 
 
 def test_an_edge_list(tmp_path: Path) -> None:
-    made = read(tmp_path, "line.edges", "# a line of four\n0 1\n\n2 1  # both ways\n2 3\n3 3\n0 1\n")
+    made = read(tmp_path, "line.edges", "\ufeff# a line of four\n0 1\n\n2 1  # both ways\n2 3\n3 3\n0 1\n")
     assert made.neighbours == LINE and not made.directed and made.edge_shares == {}
 
 

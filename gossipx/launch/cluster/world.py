@@ -22,6 +22,7 @@ from gossipx.launch.environment import (
     ENV_RANK,
     ENV_SIZE,
 )
+from gossipx.launch.hosts import is_everywhere
 
 DEFAULT_PORT = 29500
 """Default port of rank 0, the same as torchrun's."""
@@ -302,6 +303,8 @@ def _world(
             master, master_from = _host(given["MASTER_ADDR"]), "MASTER_ADDR"
         elif job:
             master, master_from = _first_node(given)
+    if master is not None and is_everywhere(master) and not one_host:
+        raise UsageError(f"{master_from} is {master}, by which each machine means itself: give the host of rank 0")
     one_host = one_host or (master is not None and is_loopback(master))
     local = _number(given, local_rank, 0, size - 1)
     return World(rank, size, local, one_host, master, port, agent, run, source, master_from)
