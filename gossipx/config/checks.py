@@ -133,3 +133,17 @@ def solver(given: str) -> None:
     from gossipx.tasks import solvers
 
     solvers.find(given)
+
+
+def solver_path(given: str) -> str:
+    """Return ``--solver`` as it is valid in any working directory."""
+    from gossipx.tasks import solvers
+
+    return solvers.resolve(given)
+
+
+def topology_path(given: str) -> str:
+    """Return ``--topology`` as it is valid in any working directory."""
+    from gossipx.topology import files
+
+    return files.absolute(given)

@@ -136,11 +136,26 @@ def _with_solver(given: dict[str, Any]) -> dict[str, Any]:
     return {**from_file, **given, "solver": solvers.resolve(str(given["solver"]))}
 
 
+def absolute(config: RunConfig) -> RunConfig:
+    """Return the same configuration with absolute paths, for processes that run in another directory, or change it."""
+    made = {
+        table: dataclasses.replace(getattr(config, table), **absolute_values(v)) for table, v in config.tables.items()
+    }
+    return dataclasses.replace(config, **made)
+
+
+def absolute_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by name of the setting, with absolute paths."""
+    paths = {name: key.absolute for name, key in KEYS.items() if key.absolute is not None}
+    return {name: paths[name](str(v)) if name in paths and v is not None else v for name, v in values.items()}
+
+
 def dump(config: RunConfig) -> str:
-    """Return the whole configuration as TOML, without settings that are None. :func:`load` reads it."""
+    """Return the whole configuration as TOML, with absolute paths, without settings that are None. :func:`load` reads
+    it."""
     tables = {
         table: {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-        for table, values in config.tables.items()
+        for table, values in absolute(config).tables.items()
     }
     present = {table: {n: v for n, v in values.items() if v is not None} for table, values in tables.items()}
     return tomli_w.dumps({**present, GIVEN: {"settings": sorted(config.given)}})

@@ -5,10 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 Group = Literal["Peers", "Exchange", "Training", "Run"]
 """Headings of the common options in ``gossipx run --help``, in order of display."""
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).absolute())
 
 
 def setting(
@@ -21,11 +26,14 @@ def setting(
     common: Group | None = None,
     metavar: str | None = None,
     others: str = "",
+    absolute: Callable[[str], str] | None = None,
 ) -> Any:
     """Declare a setting: its default, help and limits, and the other attributes of a :class:`Key`."""
     meta = {"help": help, "least": least, "most": most, "check": check, "peers": peers}
     shown = {"common": common, "metavar": metavar, "others": tuple(others.split())}
-    return field(default=default, metadata=meta | shown)
+    if absolute is None and metavar in ("FILE", "DIR"):
+        absolute = _absolute
+    return field(default=default, metadata=meta | shown | {"absolute": absolute})
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,8 @@ class Key:
         common: heading under which ``gossipx run --help`` shows it; None: only ``--help-all`` shows it.
         metavar: placeholder for the value in the help; None: derived from the type.
         others: names of such an option in other tools, which an error answers with this one.
+        absolute: returns a path in a form that is valid in any working directory; None: the value is no path. A setting
+            whose placeholder is FILE or DIR is one.
     """
 
     table: str
@@ -61,6 +71,7 @@ class Key:
     common: Group | None = None
     metavar: str | None = None
     others: tuple[str, ...] = ()
+    absolute: Callable[[str], str] | None = None
 
     @property
     def option(self) -> str:

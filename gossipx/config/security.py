@@ -6,7 +6,6 @@ or mutual TLS, which authenticates and encrypts.
 
 from __future__ import annotations
 
-import dataclasses
 import ipaddress
 import logging
 import os
@@ -17,7 +16,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gossipx.config.settings import ExchangeSettings
 from gossipx.errors import UsageError
@@ -98,13 +96,6 @@ def uncovered(exchange: ExchangeSettings, bind: str) -> str | None:
         f"--transport {exchange.transport} has neither authentication nor encryption: models are sent in plain text;"
         f" a model changed in transit is refused, since {how}; use it only in networks that you trust"
     )
-
-
-def absolute(exchange: ExchangeSettings) -> ExchangeSettings:
-    """Return the same settings with absolute file names, for processes that run in another directory."""
-    given = {name: getattr(exchange, name) for name in (*_TLS, "secret_file")}
-    files: dict[str, Any] = {name: str(Path(file).absolute()) for name, file in given.items() if file}
-    return dataclasses.replace(exchange, **files)
 
 
 def is_loopback(host: str) -> bool:

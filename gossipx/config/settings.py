@@ -135,6 +135,7 @@ class TaskSettings:
         None,
         "Train with a Caffe solver file (solver.prototxt), or with a built-in one: alexnet, convnet, googlenet.",
         check=checks.solver,
+        absolute=checks.solver_path,
     )
     batch_size: int | None = setting(
         None, "Batch size per peer, in images or windows of text. Default: the model's.", 1, 60_000, others="b bs batch"
@@ -189,7 +190,9 @@ class SyncSettings:
         "pulls", "What a policy starts when it fires: an exchange with one peer (--mode), or a wave through all."
     )
     topology: str = setting(
-        "full", "Which peers may exchange with each other: a name from 'gossipx topology list', or a file."
+        "full",
+        "Which peers may exchange with each other: a name from 'gossipx topology list', or a file.",
+        absolute=checks.topology_path,
     )
     schedule: str | None = setting(
         None,

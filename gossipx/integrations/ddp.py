@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, Subset
 
-from gossipx.config.settings import RunConfig
+from gossipx.config.files import absolute_values
+from gossipx.config.settings import RunConfig, RunSettings
 from gossipx.errors import UsageError
 from gossipx.integrations.comm_hook import hook as hook
 from gossipx.integrations.group import Group, GroupStatus, rank_in_group
@@ -113,6 +114,12 @@ class Joining:
     def __post_init__(self) -> None:
         progress()  # an error may end this process before it joins
         check(self.run)
+        # The script may change its directory before it joins.
+        self.peers, self.config_file = (
+            None if given is None else Path(given).absolute() for given in (self.peers, self.config_file)
+        )
+        logdir = {} if self.config_file is not None else {"logdir": RunSettings().logdir}
+        self.settings = absolute_values(logdir | self.settings)
 
     @property
     def run(self) -> RunConfig:

@@ -12,14 +12,13 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gossipx.assembly.devices import check_device
 from gossipx.config import files, security
 from gossipx.config.admissions import Admission
-from gossipx.config.settings import ExchangeSettings, RunConfig
+from gossipx.config.settings import RunConfig
 from gossipx.errors import (
     GossipxError,
     NotAuthorisedError,
@@ -222,7 +221,7 @@ class NewcomerDirectory:
                 self._is_new = not self._peer.exists()
                 self.path.mkdir(exist_ok=True)
                 place = {"name": self.path.name, "logdir": str(logdir)}
-                self.settings = _absolute(files.resolve(of_run, given, place))
+                self.settings = files.resolve(of_run, given, place)
                 self._config, self.admission = self.path / f"config-{rank}.toml", self.path / f"joined-{rank}.json"
                 self._write(self.admission, admission.encoded())
                 self._write(self._config, files.dump(self.settings).encode())
@@ -282,11 +281,6 @@ class NewcomerDirectory:
         """Keep the figures; the summary of the run is written by the machines that began it."""
         self.summary = summary
         return False
-
-
-def _absolute(settings: RunConfig) -> RunConfig:
-    exchange: ExchangeSettings = security.absolute(settings.exchange)
-    return replace(settings, exchange=exchange)
 
 
 def _figures(summary: Summary, admission: Admission, path: Path) -> str:

@@ -94,7 +94,7 @@ def _script_in(recorded: Path) -> list[str]:
 
 def _check_unchanged(before: RunConfig, now: RunConfig, path: Path) -> None:
     for key in KEYS.values():
-        was, wanted = (getattr(getattr(settings, key.table), key.name) for settings in (before, now))
+        was, wanted = (files.absolute(settings).value(key.name) for settings in (before, now))
         same_kind = key.name == "policy" and was.partition(":")[0] == wanted.partition(":")[0].strip()
         if was != wanted and key.name not in CHANGEABLE and not same_kind:
             raise UsageError(

@@ -174,7 +174,7 @@ def check(given: RunConfig, hosts: Path, script: list[str]) -> Checked:
     check_names(settings, peers)
     here = local_ranks(peers, settings.exchange.advertise, hosts)
     notice = check_here(settings, [peers[rank] for rank in here], script, hosts)
-    settings = with_name(replace(settings, exchange=security.absolute(settings.exchange)))
+    settings = with_name(settings)
     return Checked(settings, peers, here, notice)
 
 

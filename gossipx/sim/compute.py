@@ -76,6 +76,9 @@ class Trace(Spread):
 
     file: str
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "file", str(Path(self.file).absolute()))  # it is read later
+
     @property
     def mean(self) -> float:
         """Mean of the measured seconds."""

@@ -24,7 +24,7 @@ KNOB = "see the solver file's snapshot_prefix"
 
 
 def prefix_of(given: str, file: Path | None) -> Path:
-    """Return the path prefix of snapshots, by Caffe's rules.
+    """Return the absolute path prefix of snapshots, by Caffe's rules.
 
     If ``given`` is a directory, the prefix is the solver file's name within it. If it is empty, the prefix is the path
     of the solver file. Both are without the file's suffix.
@@ -35,8 +35,8 @@ def prefix_of(given: str, file: Path | None) -> Path:
     """
     stem = "solver" if file is None else file.stem
     if not given:
-        return Path(stem) if file is None else file.with_suffix("")
-    return Path(given) / stem if Path(given).is_dir() or given.endswith("/") else Path(given)
+        return (Path(stem) if file is None else file.with_suffix("")).absolute()
+    return (Path(given) / stem if Path(given).is_dir() or given.endswith("/") else Path(given)).absolute()
 
 
 def probe(prefix: Path) -> None:

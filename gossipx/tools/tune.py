@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from gossipx.config import files, security
+from gossipx.config import files
 from gossipx.config.settings import MOST_ITERATIONS, RunConfig
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.hosts import PeerLine, local_ranks
@@ -239,7 +239,6 @@ def _settings(candidate: Candidate, given: RunConfig, hosts: Path, place: Path, 
         given,
         run=dataclasses.replace(given.run, **run),
         sync=dataclasses.replace(given.sync, finish="none", **candidate.settings),
-        exchange=security.absolute(given.exchange),
         given=given.given | run.keys() | candidate.settings.keys() | {"finish"},
     )
 

@@ -59,6 +59,15 @@ def shipped() -> dict[str, Path]:
     return found
 
 
+def absolute(name: str) -> str:
+    """Return the name of a topology in a form that is valid in any working directory; an unknown one as it is."""
+    try:
+        path = _path_of(name)
+    except UsageError:
+        return name
+    return name if path is None or path.is_absolute() else str(path.absolute())
+
+
 def _path_of(name: str) -> Path | None:
     """Return the named file; None if the name is a generator's."""
     word = name.partition(":")[0].strip()

@@ -15,8 +15,7 @@ import pytest
 from certificates import Authority
 
 from gossipx.cli import main
-from gossipx.config import files as config_files
-from gossipx.config.security import SECRET_VARIABLE, absolute, grant, is_loopback, uncovered
+from gossipx.config.security import SECRET_VARIABLE, grant, is_loopback, uncovered
 from gossipx.config.settings import ExchangeSettings
 from gossipx.errors import UsageError
 from gossipx.tools import certs
@@ -219,16 +218,6 @@ def test_a_secret_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match="not a regular file"):
         grant(ExchangeSettings(secret_file=str(tmp_path / "pipe")), "127.0.0.1")
-
-
-def test_file_names_are_absolute_for_processes_in_other_directories(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    settled = absolute(ExchangeSettings(secret_file="secret", tls_key="a/key", tls_ca="/ca"))
-    assert (settled.secret_file, settled.tls_key) == (str(tmp_path / "secret"), str(tmp_path / "a" / "key"))
-    assert (settled.tls_ca, settled.tls_cert) == ("/ca", None)
-    assert SECRET not in config_files.dump(config_files.resolve({"secret_file": secret_file(tmp_path)}))
 
 
 # --- TLS files ----------------------------------------------------------------------------------

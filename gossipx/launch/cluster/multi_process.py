@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from gossipx.config import files, security
+from gossipx.config import files
 from gossipx.config.settings import KEYS, RunConfig
 from gossipx.errors import UsageError
 from gossipx.launch import resume
@@ -78,7 +78,6 @@ def from_world(given: RunConfig, world: World, hosts: Path | None, script: list[
             peers = listed or membership.lines_of(text)
             check_names(settings, peers)
             notice = check_here(settings, [peers[world.rank]], script, hosts)
-            settings = replace(settings, exchange=security.absolute(settings.exchange))
             names, visible = [peer.name for peer in peers], _visible_ranks(settings, world)
             at = None
             if resumes:

@@ -18,6 +18,7 @@ from gossipx.assembly.peer import build_peer
 from gossipx.assembly.place import Place
 from gossipx.assembly.server import Parts
 from gossipx.assembly.settings import check_without_run
+from gossipx.checkpoint import Store
 from gossipx.comm import CommManager
 from gossipx.config import files
 from gossipx.config.admissions import Admission
@@ -42,6 +43,7 @@ from gossipx.metrics.recorder import Recorder
 from gossipx.model.arena import ParameterArena
 from gossipx.policies import Observation, Policy
 from gossipx.runtime import exit_hooks, schedule_free
+from gossipx.runtime.checkpoints import store_of
 from gossipx.runtime.optimizers import OneOrMore, Optimizers
 from gossipx.runtime.peer import Peer
 from gossipx.runtime.progress import Progress
@@ -166,15 +168,16 @@ def settings_of(config_file: str | Path | None, settings: Mapping[str, Any]) -> 
     given = files.load(Path(config_file)) if config_file else {}
     own = files.resolve(given, settings)
     if ENV_CONFIG in os.environ:
-        return files.resolve(files.load(Path(os.environ[ENV_CONFIG])))
-    check_without_run(own)
-    return own
+        own = files.resolve(files.load(Path(os.environ[ENV_CONFIG])))
+    else:
+        check_without_run(own)
+    return files.absolute(own)  # the script may change its directory
 
 
 def run_directory_of(run: RunConfig) -> Path:
     """Return the directory of this process's run, in which each peer has one of its own."""
     if ENV_CONFIG in os.environ:
-        return Path(os.environ[ENV_CONFIG]).parent
+        return Path(os.environ[ENV_CONFIG]).parent.absolute()
     return Path(run.run.logdir) / (run.run.name or "joined")
 
 
@@ -222,20 +225,32 @@ def _place(
         file = Path(hosts)
         lines = read_hosts(file)
         rank = _by_run(len(lines)) if under_run else _by_hosts(run, file, lines, rank, os.environ)
+    directory, resumes = run_directory_of(run), os.environ.get(ENV_RESUME)
+    if resumes and not under_run:
+        _check_checkpoint(store_of(directory, rank))
     return Place(
         rank=rank,
         names=tuple(line.name for line in lines),
         addresses=tuple(Address(line.host, line.port, line.behind_nat) for line in lines),
         bind=Address(bind_host(lines[rank], run.exchange.bind, file), lines[rank].port),
         digest=peers_digest(lines if admission is None else lines[: len(admission.begun)]),
-        directory=run_directory_of(run),
+        directory=directory,
         progress=channel,
         under_run=under_run,
-        resumes=bool(resumes := os.environ.get(ENV_RESUME)),
+        resumes=bool(resumes),
         is_added=resumes == ADDED or (admission is not None and not resumes),
         resumes_at=int(at) if (at := os.environ.get(ENV_RESUME_AT)) else None,
         admission=admission,
     )
+
+
+def _check_checkpoint(store: Store) -> None:
+    """Check that there is a checkpoint: a run that begins at 0 is not what GOSSIPX_RESUME asks for."""
+    if store.find() is None:
+        reason = f"{ENV_RESUME} is set, but no complete checkpoint is here"
+        raise UsageError(
+            f"{reason}: unset it to begin anew, or with the model of a peer that trains", store.directory
+        )
 
 
 def _admission() -> Admission | None:

@@ -11,12 +11,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from gossipx.config import files, security
+from gossipx.config import files
 from gossipx.config.settings import RunConfig
 from gossipx.errors import GossipxError, UsageError, printable
 from gossipx.launch.children import Child, command_of, script_exists
@@ -101,7 +100,6 @@ def model(
     from gossipx.assembly.settings import effective_config
 
     complete = effective_config(settings, peers, bool(script))
-    complete = replace(complete, exchange=security.absolute(complete.exchange))
     title = script[0] if script else f"{complete.task.model} for {complete.task.task}"
     if not script_exists(script):
         raise UsageError("no such script", file=script[0])
