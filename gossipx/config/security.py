@@ -6,6 +6,7 @@ or mutual TLS, which authenticates and encrypts.
 
 from __future__ import annotations
 
+import codecs
 import ipaddress
 import logging
 import os
@@ -150,7 +151,10 @@ def _secret(exchange: ExchangeSettings) -> Secrets | None:
 
 def _checked(content: bytes, source: str, file: Path | None = None) -> tuple[Secret, ...]:
     """Return the secrets, one per line, of which none may be guessable."""
-    values = [line for line in content.splitlines() if line] or [b""]
+    if content.startswith(codecs.BOM_UTF16_LE) and b"\0" in content:  # 'echo ... > secret' in PowerShell
+        raise UsageError(f"{source} is UTF-16 text: save it as UTF-8, as the other machines have it", file)
+    # Windows editors write a byte order mark, which the same secret on other machines does not have.
+    values = [line for line in content.removeprefix(codecs.BOM_UTF8).splitlines() if line] or [b""]
     if len(content) > _MOST_CONTENT or max(map(len, values)) > MOST_SECRET:
         raise UsageError(f"{source} holds more than {MOST_SECRET} bytes: is it another file?", file)
     if len(values) > MAX_SECRETS:

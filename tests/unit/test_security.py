@@ -101,9 +101,11 @@ def test_tls_needs_all_three_files_and_excludes_a_secret(tmp_path: Path, monkeyp
 # --- the secret ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
 @pytest.mark.parametrize("end", ["", "\n", "\r\n"])
-def test_a_secret_is_the_file_without_the_end_of_its_line(end: str, tmp_path: Path) -> None:
-    granted = grant(ExchangeSettings(secret_file=secret_file(tmp_path, SECRET + end)), "0.0.0.0")
+def test_a_secret_is_the_file_without_the_end_of_its_line(mark: str, end: str, tmp_path: Path) -> None:
+    """Nor the byte order mark of a Windows editor: the same secret of another machine has none."""
+    granted = grant(ExchangeSettings(secret_file=secret_file(tmp_path, mark + SECRET + end)), "0.0.0.0")
     assert granted.secret is not None
     assert granted.secret.valid() == (Secret(SECRET.encode()),)
     assert SECRET not in repr(granted)
@@ -135,6 +137,21 @@ def test_an_invalid_secret_is_refused_and_not_shown(content: str, told: str, tmp
         grant(ExchangeSettings(secret_file=file), "127.0.0.1")
     assert str(refused.value).startswith(f"{file}: --secret-file")
     assert not content or content.strip() not in str(refused.value)
+
+
+def test_a_secret_in_utf_16_is_refused(tmp_path: Path) -> None:
+    """As PowerShell writes it; other machines have the same text in other bytes."""
+    file = secret_file(tmp_path)
+    Path(file).write_bytes(SECRET.encode("utf-16"))
+    with pytest.raises(UsageError, match="--secret-file is UTF-16 text: save it as UTF-8"):
+        grant(ExchangeSettings(secret_file=file), "0.0.0.0")
+
+
+def test_a_byte_order_mark_of_the_environment_is_no_part_of_its_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``GOSSIPX_SECRET=$(cat secret)``."""
+    monkeypatch.setenv(SECRET_VARIABLE, "\ufeff" + SECRET)
+    granted = grant(ExchangeSettings(), "0.0.0.0").secret
+    assert granted is not None and granted.valid() == (Secret(SECRET.encode()),)
 
 
 def test_a_short_secret_of_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
