@@ -117,7 +117,7 @@ def _configuration(folder: Path, munge: Path) -> str:
             f"FirstJobId={ports[0]}",  # a run's port follows from the job number, which must be unique
             "SlurmUser=root",
             "AuthType=auth/munge",
-            f"AuthInfo=socket={munge}",
+            f"AuthInfo=socket={munge},cred_expire=20",  # a job that is requeued waits so long, by default two minutes
             f"StateSaveLocation={folder / 'state'}",
             f"SlurmdSpoolDir={folder / 'spool'}",
             *(f"{name.capitalize()}PidFile={folder / name}.pid" for name in ("slurmctld", "slurmd")),

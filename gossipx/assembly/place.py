@@ -27,6 +27,7 @@ class Place:
         resumes: whether the run resumes from checkpoints.
         is_added: whether this peer has had no part in the run so far, and needs the model of one that has.
         resumes_at: the iteration of the checkpoint to resume from; None: the newest.
+        job: mark of the launcher's job, in all of its attempts, which checkpoints record; empty: unknown.
         admission: with which this peer joins a run under way; None: it is one of those that begin it.
     """
 
@@ -42,6 +43,7 @@ class Place:
     is_added: bool = False
     resumes_at: int | None = None
     admission: Admission | None = None
+    job: str = ""
 
     @property
     def begun(self) -> int:

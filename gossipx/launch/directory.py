@@ -301,7 +301,9 @@ def _replaced_by(path: Path) -> Path:
 
 def _check_replaceable(path: Path, there: Path, overwrite: bool) -> None:
     if not overwrite:
-        raise UsageError(f"a run '{path.name}' already exists: give another --name, or --overwrite", path)
+        raise UsageError(
+            f"a run '{path.name}' already exists: give another --name, or --overwrite; --resume continues it", path
+        )
     if not _is_replaceable(there):
         raise UsageError("not the directory of a run, so it is not overwritten: give another --name", path)
 

@@ -71,10 +71,10 @@ def settings_of(
     world = find(environ)
     if "peers" in given or world is None or world.size == 1:
         hosts = Path(given["peers"]) if "peers" in given else path / HOSTS_FILE
-        _check_size(settings, len(read_hosts(hosts)), "--peers names", hosts)
+        check_size(settings, peers_before(settings), len(read_hosts(hosts)), "--peers names", hosts)
     else:
         hosts = None
-        _check_size(settings, world.size, f"{world.source} started", None)
+        check_size(settings, peers_before(settings), world.size, f"{world.source} started", None)
     recorded = path / SCRIPT_FILE
     if not script and recorded.is_file():
         script = _script_in(recorded)
@@ -118,8 +118,12 @@ def _directory(settings: RunConfig) -> Path:
     return Path(settings.run.logdir) / settings.run.name
 
 
-def _check_size(settings: RunConfig, now: int, source: str, hosts: Path | None) -> None:
-    was = peers_before(settings)
+def check_size(settings: RunConfig, was: int, now: int, source: str, hosts: Path | None) -> None:
+    """Check that a run of ``was`` peers can resume with the number of peers ``now``, which ``source`` defines.
+
+    Raises:
+        UsageError: it cannot.
+    """
     around = "a hub" if settings.hub.hub is not None else "servers" if settings.has_servers else None
     if was != now and around is not None:
         raise UsageError(

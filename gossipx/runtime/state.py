@@ -68,17 +68,21 @@ class TrainingState:
         driver: carries out the exchanges of this peer; holds the arena and the peer's role.
         about: values of the settings that must be the same in the run that writes a checkpoint and in the run that
             resumes from it, by option.
+        job: recorded in each checkpoint, to be found by a later attempt of the job.
 
     Attributes:
         awaited: classes of the optimizers whose states :meth:`restore` has left, as the joined ones are others.
         script_parts: the parts that the script adds, by name.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Optimizers, driver: Driver, about: Mapping[str, Any]):
+    def __init__(
+        self, module: nn.Module, optimizers: Optimizers, driver: Driver, about: Mapping[str, Any], job: str = ""
+    ):
         self._module = module
         self.optimizers = optimizers
         self._driver = driver
         self._about = dict(about)
+        self._job = job
         self.awaited: str | None = None
         self.script_parts: dict[str, ScriptPart] = {}
 
@@ -123,7 +127,7 @@ class TrainingState:
             parts[TABLES] = pack(tables, TABLES)
         with driver.committing:
             snapshot = arena.snapshot(whole=True)
-            peer = {**driver.state_dict(), "about": self._about, "figures": dict(figures)}
+            peer = {**driver.state_dict(), "about": self._about, "job": self._job, "figures": dict(figures)}
         with contextlib.ExitStack() as undo:
             undo.callback(snapshot.release)
             parts[PEER] = pack(peer, PEER)

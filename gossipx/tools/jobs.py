@@ -93,7 +93,9 @@ def slurm(job: Job, time: str | None = None, partition: str | None = None) -> st
         "partition": partition,
     }
     lines = ["#!/bin/bash", *(f"#SBATCH --{key}={value}" for key, value in asked.items() if value is not None)]
-    lines += ["#SBATCH --no-kill", "", "# A task is a peer: gossipx run takes rank, size and addresses from SLURM."]
+    # A node that fails, or a job with precedence, may end this one; SLURM then starts it again, and the run continues.
+    lines += ["#SBATCH --no-kill", "#SBATCH --requeue", "#SBATCH --open-mode=append", ""]
+    lines += ["# A task is a peer: gossipx run takes rank, size and addresses from SLURM."]
     if job.nodes > 1 and not _knows_peers(job):
         lines += [
             "# Peers authenticate by a secret of this job, which srun passes on.",
@@ -142,6 +144,8 @@ def kubernetes(job: Job, image: str, claim: str | None = None) -> str:
         mounts="" if claim is None else _MOUNTS.format(path=json.dumps(runs, ensure_ascii=False)),
         volumes="" if claim is None else _VOLUMES.format(claim=json.dumps(claim)),
     )
+    if claim is not None:
+        text = f"# To continue the run when the job has ended, delete the job and apply it with --resume RUN.\n{text}"
     if _knows_peers(job):
         return text
     return (

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,37 @@ def check_run(folder: Path, ended: subprocess.CompletedProcess[str]) -> None:
     assert ended.stdout.count("wrote runs/x/summary.json") == 1, ended.stdout
 
 
+AGAIN = (
+    PRELUDE
+    + """
+torch.manual_seed(0)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+peer = gossipx.join(model, optimizer, policy="tau:5", peer_timeout=60)
+attempt, began = os.environ.get("COUNTER", "0"), peer.iteration
+(FOLDER / f"{peer.rank}-in-{attempt}").write_text(str(began))
+with peer:
+    BEGIN
+    while not all_have(peer, "trained", peer.iteration >= 20, range(2)):
+        train(peer, model, optimizer, peer.iteration + 1)
+    train(peer, model, optimizer, 10**9 if attempt == "0" else began + 20)
+"""
+)
+"""A script that the launcher ends in its first attempt, while it trains."""
+
+
+def check_resumed(folder: Path, launcher: str, output: str, under_run: bool) -> None:
+    """Check that the second attempt of a job has resumed what the first one began."""
+    began = {file.name: int(file.read_text()) for file in folder.glob("?-in-?")}
+    assert sorted(began) == ["0-in-0", "0-in-1", "1-in-0", "1-in-1"], output
+    assert began["0-in-0"] == began["1-in-0"] == 0 and min(began["0-in-1"], began["1-in-1"]) >= 20, output
+    how = "run tau is of an earlier one; this one resumes it" if under_run else "it resumes from the checkpoints"
+    assert output.count(f"attempt 1 of this {launcher} job: {how}") == 1, output
+    if under_run:
+        assert [run.name for run in (folder / "runs").iterdir()] == ["tau"]
+        assert summary.read(folder / "runs" / "tau").lost == []
+
+
 def gossipx_run(folder: Path) -> list[str | Path]:
     return ["gossipx", "run", "--name", "x", *BRIEF, written(folder), folder]
 
@@ -137,28 +168,19 @@ def test_torchrun_starts_gossipx_run(tmp_path: Path, bin_directory: Path) -> Non
 
 
 @pytest.mark.slow
-def test_torchrun_ends_all_when_one_fails_and_begins_anew(tmp_path: Path, bin_directory: Path) -> None:
-    """torchrun restarts all processes, so other launchers are better at keeping a run alive. The second attempt finds
-    its peers without using keys that the first one left in the store."""
+@pytest.mark.fault(74)
+@pytest.mark.parametrize("kind", [[], ["--no-python", "gossipx", "run", *BRIEF]], ids=["script", "gossipx run"])
+def test_torchrun_ends_all_when_one_fails_and_the_next_attempt_resumes(
+    tmp_path: Path, bin_directory: Path, kind: list[str]
+) -> None:
+    """The peer that failed, without a checkpoint, gets the model of the other. The second attempt finds its peers
+    without using keys that the first one left in the store."""
     script = tmp_path / "train.py"
-    script.write_text(
-        SCRIPT.replace(
-            "with peer:\n",
-            """attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-(FOLDER / f"{peer.rank}-in-{attempt}").touch()
-with peer:
-    if attempt == "0":
-        train(peer, model, optimizer, 5)
-        if peer.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        train(peer, model, optimizer, 10**9)
-""",
-        )
-    )
-    ended = run(torchrun("--max-restarts", "1", script, tmp_path), tmp_path, bin_directory)
-    check_joined(tmp_path, ended)
-    attempts = sorted(file.name for file in tmp_path.glob("?-in-?"))
-    assert attempts == ["0-in-0", "0-in-1", "1-in-0", "1-in-1"]
+    dies = "if attempt == '0' and peer.rank == 1:\n        train(peer, model, optimizer, 20)\n        sys.exit(7)"
+    script.write_text(AGAIN.replace("BEGIN", dies).replace("COUNTER", "TORCHELASTIC_RESTART_COUNT"))
+    ended = run(torchrun("--max-restarts", "1", *kind, script, tmp_path), tmp_path, bin_directory)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    check_resumed(tmp_path, "torchrun", ended.stdout + ended.stderr, bool(kind))
 
 
 # --- SLURM --------------------------------------------------------------------------------------------
@@ -201,6 +223,38 @@ def test_the_printed_job_keeps_the_others_when_one_dies(tmp_path: Path, cluster:
     assert len(found.lost) == 1 and found.lost[0].endswith("-0"), told
     assert json.loads((tmp_path / "1.json").read_text())["size"] == 2, told
     assert not (tmp_path / "0.json").exists()
+
+
+@pytest.mark.fault(74)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gossipx run", "script"])
+def test_a_job_that_slurm_starts_again_resumes(tmp_path: Path, cluster: slurm.Slurm, kind: str) -> None:
+    """As after preemption, or the failure of a node."""
+    script = tmp_path / "train.py"
+    script.write_text(AGAIN.replace("BEGIN", "pass").replace("COUNTER", "SLURM_RESTART_COUNT"))
+    job = "#!/bin/bash\n#SBATCH --ntasks=2 --requeue --open-mode=append\nexec srun python train.py .\n"
+    if kind == "gossipx run":
+        arguments = ["--policy", "tau:5", "--peer-timeout", "60", script, tmp_path]
+        printed = cluster.run(["gossipx", "launch", "slurm", "--peers-per-node", "2", "--", *arguments], tmp_path)
+        job = printed.stdout
+    (tmp_path / "job.sh").write_text(job)
+    submitted = cluster.run(["sbatch", "--output", tmp_path / "job.txt", tmp_path / "job.sh"], tmp_path)
+    number = submitted.stdout.split()[-1]
+
+    def told() -> str:
+        file = tmp_path / "job.txt"
+        return file.read_text() if file.exists() else ""
+
+    def until(there: Callable[[], bool]) -> None:
+        by = time.monotonic() + LONG
+        while not there():
+            assert time.monotonic() < by, told()
+            time.sleep(0.2)
+
+    until(lambda: all((tmp_path / f"{rank}-trained").exists() for rank in range(2)))
+    assert cluster.run(["scontrol", "requeue", number], tmp_path).returncode == 0
+    until(lambda: not cluster.run(["squeue", "-h", "-j", number], tmp_path).stdout.strip())
+    check_resumed(tmp_path, "srun", told(), kind == "gossipx run")
 
 
 # --- Open MPI -----------------------------------------------------------------------------------------

@@ -42,6 +42,8 @@ def test_a_slurm_script() -> None:
         "time": "1-12",
         "partition": "gpu",
         "no-kill": "",
+        "requeue": "",
+        "open-mode": "append",
     }
     subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=True, timeout=60)
     command = shlex.split(done.stdout.partition("exec ")[2])

@@ -16,19 +16,25 @@ from typing import Any
 
 import pytest
 from ports import free_ports
+from torch.distributed import TCPStore
 
+from gossipx.checkpoint import pack
 from gossipx.config import files
 from gossipx.config.settings import ExchangeSettings
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.cluster import membership, multi_process, rendezvous
+from gossipx.launch.cluster.attempts import joins_again
 from gossipx.launch.cluster.membership import PeerInfo, check_reach, lines_of, peer_info_of, text_of
 from gossipx.launch.cluster.multi_process import SharedDirectory, creator_of
 from gossipx.launch.cluster.rendezvous import RemoteAbortError, Rendezvous
 from gossipx.launch.cluster.world import World
 from gossipx.launch.directory import RunDirectory
+from gossipx.launch.environment import ADDED, ENV_RESUME
 from gossipx.launch.hosts import peers_digest
 from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
+from gossipx.runtime.checkpoints import store_of
+from gossipx.runtime.state import PEER
 
 
 @pytest.fixture(autouse=True)
@@ -219,7 +225,7 @@ def test_settings_that_differ_are_named_and_settings_of_a_machine_may_differ(wor
     def act(rank: int) -> Any:
         given = files.resolve({"name": "x", "advertise": f"host-{rank}", "policy": "tau:5" if rank < 2 else "tau:6"})
         with barrier(world, rank) as meeting:
-            agreed = multi_process._one_run(meeting, given, has_script=False)
+            agreed = multi_process._one_run(meeting, given, has_script=False, resumes=0)
             if rank < 2:
                 meeting.get("never")  # the third rank aborts it
             return agreed
@@ -229,14 +235,14 @@ def test_settings_that_differ_are_named_and_settings_of_a_machine_may_differ(wor
     assert told == [f"rank 2 aborted: {cause}"] * 2 + [cause]
 
 
+def starts_one(world: World, rank: int, folder: Path, **settings: Any) -> Any:
+    given = files.resolve({"logdir": str(folder), "iterations": 5, **settings})
+    return multi_process.from_world(given, replace(world, rank=rank), None, [], resumes=0)
+
+
 def starts(world: World, folders: Sequence[Path], **settings: Any) -> list[Any]:
     """Return what each rank starts with, where rank r's --logdir is ``folders[r]``."""
-
-    def act(rank: int) -> Any:
-        given = files.resolve({"logdir": str(folders[rank]), "iterations": 5, **settings})
-        return multi_process.from_world(given, replace(world, rank=rank), None, [], resumes=0)
-
-    made = each(world, range(world.size), act)
+    made = each(world, range(world.size), lambda rank: starts_one(world, rank, folders[rank], **settings))
     for one in made:
         if not isinstance(one, GossipxError):
             one.reserved.close()
@@ -256,6 +262,104 @@ def test_one_directory_on_a_shared_file_system(world: World, tmp_path: Path) -> 
     refused = starts(world, [tmp_path] * 3, name="tau")
     assert "already exists: give another --name, or --overwrite" in str(refused[0])
     assert all(str(one) == f"rank 0 aborted: {refused[0]}" and one.exit_code == 2 for one in refused[1:])
+
+
+def checkpoint(run: Path, rank: int, job: str) -> None:
+    peer = pack({"job": job}, PEER)
+    store_of(run, rank).save(3, {PEER: peer})
+
+
+@pytest.mark.fault(74)
+@pytest.mark.parametrize("name", [None, "mine"])
+def test_a_later_attempt_continues_the_run_of_its_job(world: World, tmp_path: Path, name: str | None) -> None:
+    """If any rank sees a checkpoint: others may have had none yet, or have lost their disk."""
+    folders = [tmp_path] * 3
+    given = {} if name is None else {"name": name}
+    starts(world, folders, **given)
+    checkpoint(tmp_path / (name or "tau"), 1, "")
+    again = starts(replace(world, attempt=1), folders, overwrite=True, **given)
+    assert {(one.settings.run.name, one.resumes) for one in again} == {(name or "tau", 3)}
+    assert [one.environment(one.here[0], False)[ENV_RESUME] for one in again] == ["1"] * 3
+    assert store_of(tmp_path / (name or "tau"), 1).find() == 3
+    once_more = starts(replace(world, attempt=2), folders, **given)
+    assert {(one.settings.run.name, one.resumes) for one in once_more} == {(name or "tau", 3)}
+
+
+@pytest.mark.fault(74)
+def test_a_later_attempt_without_a_checkpoint_begins_its_run_anew(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under the same name."""
+    starts(world, [tmp_path] * 3)
+    again = starts(replace(world, attempt=1), [tmp_path] * 3)
+    assert {(one.settings.run.name, one.resumes) for one in again} == {("tau", 0)}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["tau"]
+    told = (
+        "attempt 1 of this srun job: run tau is of an earlier one; without a checkpoint (--checkpoint-every) this one"
+    )
+    assert caplog.text.count(told) == 1
+
+
+@pytest.mark.fault(74)
+def test_a_later_attempt_continues_no_run_of_another_job(world: World, tmp_path: Path) -> None:
+    """The job failed before it began this run: the counter alone does not show that."""
+    starts(world, [tmp_path] * 3)
+    checkpoint(tmp_path / "tau", 0, "")
+    other = replace(world, job="other", attempt=1)
+    assert {(one.settings.run.name, one.resumes) for one in starts(other, [tmp_path] * 3)} == {("tau-2", 0)}
+    refused = starts(other, [tmp_path] * 3, name="tau")
+    assert "already exists" in str(refused[0]) and store_of(tmp_path / "tau", 0).find() == 3
+
+
+@pytest.mark.fault(74)
+def test_a_run_that_its_job_has_completed_is_not_begun_again(world: World, tmp_path: Path) -> None:
+    """The script of a job has several runs, and was ended in a later one."""
+    starts(world, [tmp_path] * 3)
+    figures([]).write(tmp_path / "tau")
+
+    def act(rank: int) -> Any:
+        with pytest.raises(SystemExit) as ended:
+            starts_one(replace(world, attempt=1), rank, tmp_path)
+        return ended.value.code
+
+    assert each(world, range(3), act) == [0, 0, 0]
+    second = starts(replace(world, job="test.1", attempt=1), [tmp_path] * 3)
+    assert {one.settings.run.name for one in second} == {"tau-2"}
+
+
+@pytest.mark.fault(74)
+def test_the_mark_of_a_job_of_torchrun_is_kept_by_its_agent(world: World) -> None:
+    """Which outlives the attempts. Its identifier is often ``none``, also for other jobs."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        store = TCPStore("127.0.0.1", port, None, True, master_listen_fd=listening.detach(), use_libuv=False)
+    hosted = replace(world, size=1, hosted=True, port=port, source="torchrun", job="none")
+    marks = []
+    for job, attempt in (("none", 0), ("none", 1), ("other", 0)):
+        with Rendezvous(replace(hosted, job=job, attempt=attempt), 60) as meeting:
+            marks.append(meeting.mark)
+    assert marks[0] == marks[1] != marks[2] and all(marks)
+    del store
+
+
+@pytest.mark.fault(74)
+def test_scripts_that_join_by_themselves_resume_from_the_checkpoints_of_their_job(world: World, tmp_path: Path) -> None:
+    """Not from those of another job, which a peer of this one has not replaced yet."""
+    checkpoint(tmp_path, 0, "test/0")
+    checkpoint(tmp_path, 1, "earlier/0")
+
+    def resumes(attempt: int, directory: Path) -> list[Any]:
+        def act(rank: int) -> str:
+            with Rendezvous(replace(world, rank=rank, attempt=attempt), 60) as meeting:
+                return joins_again(meeting, directory, rank)
+
+        return each(world, range(3), act)
+
+    assert resumes(0, tmp_path) == ["", "", ""]
+    assert resumes(1, tmp_path) == ["1", ADDED, ADDED]
+    assert resumes(1, tmp_path / "elsewhere") == ["", "", ""]
 
 
 def test_a_directory_on_each_machine(world: World, tmp_path: Path) -> None:
@@ -301,7 +405,7 @@ def test_a_name_that_leads_elsewhere_is_not_followed(world: World, tmp_path: Pat
                 own = {**multi_process._common(files.resolve({})), "a script": False}
                 meeting.publish("run", {"settings": own, "name": "../../etc", "token": "x"})
                 return meeting.get("never", 1)
-            return multi_process._one_run(meeting, files.resolve({}), has_script=False)
+            return multi_process._one_run(meeting, files.resolve({}), has_script=False, resumes=0)
 
     assert "--name '../../etc'" in str(each(world, range(2), act)[1])
 

@@ -25,7 +25,7 @@ from gossipx.config import files
 from gossipx.config.settings import KEYS, RunConfig
 from gossipx.errors import UsageError
 from gossipx.launch import resume
-from gossipx.launch.cluster import membership
+from gossipx.launch.cluster import attempts, membership
 from gossipx.launch.cluster.rendezvous import Rendezvous
 from gossipx.launch.cluster.world import World, check_size, is_loopback
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, RunDirectory, checked_name, record
@@ -58,35 +58,58 @@ def from_world(given: RunConfig, world: World, hosts: Path | None, script: list[
     Raises:
         UsageError: settings, hosts file or script are invalid, the name is in use, or the ranks' settings differ.
         GossipxError: some ranks did not arrive in time, or one has aborted.
+        SystemExit: with code 0, if an earlier attempt of this job has completed the run.
     """
     listed, world = (None, world) if hosts is None else _listed(hosts, world)
     with contextlib.ExitStack() as undo:
         # Checks run inside the rendezvous, so that an error here aborts the other ranks instead of letting them wait.
         with Rendezvous(world, given.exchange.rendezvous_timeout) as meeting:
-            settings = presets(given, world.size, script, hosts)
-            check_script(script)
-            if listed is None:
-                membership.check_reach(world, settings.exchange)
-            device = _device(settings.run.device, world)
-            settings, token = _one_run(meeting, settings, bool(script))
-            reserved = None
-            if listed is None or hosts is None:
-                text, reserved = membership.agree(meeting, settings.exchange, device)
-                undo.callback(reserved.close)
-            else:
-                text = texts.read(hosts, "hosts file")
-            peers = listed or membership.lines_of(text)
-            check_names(settings, peers)
-            notice = check_here(settings, [peers[world.rank]], script, hosts)
-            names, visible = [peer.name for peer in peers], _visible_ranks(settings, world)
-            at = None
-            if resumes:
-                at, settings = resume.check(settings, names, visible, bool(script), resumes)
-                if world.rank == 0:
-                    resume.tell_other_size(settings, names, resumes)
-            content = f"{text.rstrip()}\n# {world.source}, {token}\n".encode()
-            directory = _share(meeting, settings, content, script, bool(resumes), undo)
+            start = _agree(meeting, given, listed, hosts, script, resumes, undo)
         undo.pop_all()
+    if start is None:
+        raise SystemExit(0)
+    return start
+
+
+def _agree(
+    meeting: Rendezvous,
+    given: RunConfig,
+    listed: list[PeerLine] | None,
+    hosts: Path | None,
+    script: list[str],
+    resumes: int,
+    undo: contextlib.ExitStack,
+) -> Start | None:
+    """Agree with all ranks on the run; None: an earlier attempt of this job has completed it."""
+    world = meeting.world
+    settings = presets(given, world.size, script, hosts)
+    check_script(script)
+    if listed is None:
+        membership.check_reach(world, settings.exchange)
+    device = _device(settings.run.device, world)
+    settings, first = _one_run(meeting, settings, bool(script), resumes)
+    if first["earlier"] is not None:
+        settings, resumes, completed = attempts.continued(meeting, settings, first["earlier"])
+        if completed:
+            return None
+    reserved = None
+    if listed is None or hosts is None:
+        text, reserved = membership.agree(meeting, settings.exchange, device)
+        undo.callback(reserved.close)
+    else:
+        text = texts.read(hosts, "hosts file")
+    peers = listed or membership.lines_of(text)
+    check_names(settings, peers)
+    notice = check_here(settings, [peers[world.rank]], script, hosts)
+    names, visible = [peer.name for peer in peers], _visible_ranks(settings, world)
+    at = None
+    if resumes:
+        resume.check_size(settings, resumes, world.size, f"{world.source} started", None)
+        at, settings = resume.check(settings, names, visible, bool(script), resumes)
+        if world.rank == 0:
+            resume.tell_other_size(settings, names, resumes)
+    content = f"{text.rstrip()}\n# {world.source}, {first['token']}, {meeting.mark}\n".encode()
+    directory = _share(meeting, settings, content, script, bool(resumes), undo)
     directory.begin()
     return Start(settings, directory, peers, [world.rank], resumes, at, notice, shared=True, reserved=reserved)
 
@@ -110,13 +133,20 @@ def _device(name: str, world: World) -> str | None:
     return f"cuda:{world.local_rank % torch.cuda.device_count()}"
 
 
-def _one_run(meeting: Rendezvous, settings: RunConfig, has_script: bool) -> tuple[RunConfig, str]:
-    """Return the settings with rank 0's name for the run, and a token that identifies the run; compare the settings."""
+def _one_run(
+    meeting: Rendezvous, settings: RunConfig, has_script: bool, resumes: int
+) -> tuple[RunConfig, dict[str, Any]]:
+    """Return the settings with rank 0's name for the run, and what rank 0 publishes; compare the settings.
+
+    Rank 0 publishes its ``settings``, the ``name``, a ``token`` that identifies the run, and as ``earlier`` the run of
+    an earlier attempt of this job, if there is one.
+    """
     rank = meeting.world.rank
     own = {**_common(settings), "a script": has_script}
     if rank == 0:
-        settings = with_name(settings)
-        meeting.publish("run", {"settings": own, "name": settings.run.name, "token": secrets.token_hex(8)})
+        earlier = None if resumes else attempts.earlier_run(meeting, settings)
+        name = with_name(settings).run.name if earlier is None else earlier["name"]
+        meeting.publish("run", {"settings": own, "name": name, "token": secrets.token_hex(8), "earlier": earlier})
     first = meeting.get("run")
     for key, value in own.items():
         if first["settings"].get(key) != value:
@@ -126,7 +156,7 @@ def _one_run(meeting: Rendezvous, settings: RunConfig, has_script: bool) -> tupl
                 " give all processes of a run the same"
             )
     name = checked_name(str(first["name"]))
-    return replace(settings, run=replace(settings.run, name=name)), str(first["token"])
+    return replace(settings, run=replace(settings.run, name=name)), first
 
 
 def _common(settings: RunConfig) -> dict[str, Any]:

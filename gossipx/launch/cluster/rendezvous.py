@@ -64,6 +64,7 @@ class Rendezvous:
     Attributes:
         own: address of this machine on the connection to rank 0.
         reached: address of rank 0 on that connection.
+        mark: identifies this rendezvous in all attempts of the job; empty: nothing does.
 
     Args:
         world: rank and size of this process, and where rank 0 listens.
@@ -81,8 +82,12 @@ class Rendezvous:
         self._place = f"{world.master}:{world.port}"
         self._hosts_store = world.size > 1 and not world.hosted and world.rank == 0
         self.own = self.reached = "127.0.0.1"
-        self._store: Store | None = self._open(f"gossipx/{world.run}/{next(_joins)}/")
-        token = secrets.token_hex(8)
+        number, token = next(_joins), secrets.token_hex(8)
+        self._store: Store | None = self._open(f"gossipx/{world.run}/{number}/")
+        self.mark = f"{world.job}/{number}" if world.source == "srun" else ""
+        if world.hosted:  # by the agent of torchrun, which outlives its attempts
+            own = self._do(lambda store: store.underlying_store.compare_set(f"gossipx/{world.job}/{number}", "", token))
+            self.mark = own.decode()
         first = self._do(lambda store: store.compare_set(f"here/{world.rank}", "", token))
         if first != token.encode():
             error = UsageError(
@@ -229,7 +234,7 @@ class Rendezvous:
             from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
         except ImportError:
             raise UsageError("this torch was built without torch.distributed: list the peers in a hosts file") from None
-        if self.world.size == 1:
+        if self.world.size == 1 and not self.world.hosted:
             return PrefixStore(prefix, HashStore())
         world = self.world
         if world.master is None:

@@ -48,9 +48,10 @@ class World:
         master: host on which rank 0 listens; None: unknown.
         port: port on which rank 0 listens.
         hosted: torchrun's agent listens there, so rank 0 need not.
-        run: identifies the run, and the attempt, among others that use the same store.
+        job: identifies the run among others that use the same store.
         source: launcher or variables that define all this, for messages.
         master_from: what defines the host of rank 0, for messages.
+        attempt: how often the launcher has started the job again, so far.
     """
 
     rank: int
@@ -60,9 +61,15 @@ class World:
     master: str | None
     port: int
     hosted: bool
-    run: str
+    job: str
     source: str
     master_from: str
+    attempt: int = 0
+
+    @property
+    def run(self) -> str:
+        """Identifies the run and the attempt: the store may contain keys of the attempt before."""
+        return f"{self.job}/{self.attempt}"
 
 
 def find(environ: Mapping[str, str]) -> World | None:
@@ -179,11 +186,11 @@ def _torchrun(given: Mapping[str, str]) -> World | None:
     rank, size = _rank_of_size(given, "RANK", "WORLD_SIZE")
     local = _number(given, "LOCAL_WORLD_SIZE", 1, size)
     is_torchrun = "TORCHELASTIC_RUN_ID" in given
-    # After a restart, the agent's store may contain keys of the previous attempt.
-    run = f"{given.get('TORCHELASTIC_RUN_ID', 'torch')}/{given.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    job = given.get("TORCHELASTIC_RUN_ID", "torch")
+    attempt = _number(given, "TORCHELASTIC_RESTART_COUNT", 0, MOST) or 0
     source = "torchrun" if is_torchrun else "RANK and WORLD_SIZE"
     agent = given.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return _world(given, rank, size, "LOCAL_RANK", local == size, run, source, agent=agent)
+    return _world(given, rank, size, "LOCAL_RANK", local == size, job, source, attempt, agent)
 
 
 def _slurm(given: Mapping[str, str]) -> World | None:
@@ -195,8 +202,9 @@ def _slurm(given: Mapping[str, str]) -> World | None:
         return None  # daemons of mpiexec; the tasks of srun --mpi=pmi2 have the same size twice
     rank, size = _rank_of_size(given, "SLURM_PROCID", size_from)
     nodes = given.get(_first(given, ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")))
-    job = ".".join((given.get("SLURM_JOB_ID", "0"), _step(given) or "0", given.get("SLURM_RESTART_COUNT", "0")))
-    return _world(given, rank, size, "SLURM_LOCALID", nodes == "1", job, "srun")
+    job = f"{given.get('SLURM_JOB_ID', '0')}.{_step(given) or '0'}"
+    attempt = _number(given, "SLURM_RESTART_COUNT", 0, MOST) or 0
+    return _world(given, rank, size, "SLURM_LOCALID", nodes == "1", job, "srun", attempt)
 
 
 def _is_task(given: Mapping[str, str]) -> bool:
@@ -281,14 +289,15 @@ def _world(
     size: int,
     local_rank: str,
     one_host: bool,
-    run: str,
+    job: str,
     source: str,
+    attempt: int = 0,
     agent: bool = False,
 ) -> World:
     """Return the world, with the host and port of rank 0, by the rules that all launchers share."""
     one_host = one_host or size == 1
-    job = source in ("srun", "mpirun", "flux run", "mpiexec")
-    port = PORTS[zlib.crc32(run.encode()) % len(PORTS)] if job else DEFAULT_PORT
+    has_nodes = source in ("srun", "mpirun", "flux run", "mpiexec")
+    port = PORTS[zlib.crc32(f"{job}/{attempt}".encode()) % len(PORTS)] if has_nodes else DEFAULT_PORT
     their_port = _number(given, "MASTER_PORT", 1, 65_535)
     master, master_from = None, ENV_MASTER
     if ENV_MASTER in given:
@@ -301,13 +310,13 @@ def _world(
             master, master_from = _LOOPBACK, "all processes are on this machine"
         elif "MASTER_ADDR" in given:
             master, master_from = _host(given["MASTER_ADDR"]), "MASTER_ADDR"
-        elif job:
+        elif has_nodes:
             master, master_from = _first_node(given)
     if master is not None and is_everywhere(master) and not one_host:
         raise UsageError(f"{master_from} is {master}, by which each machine means itself: give the host of rank 0")
     one_host = one_host or (master is not None and is_loopback(master))
     local = _number(given, local_rank, 0, size - 1)
-    return World(rank, size, local, one_host, master, port, agent, run, source, master_from)
+    return World(rank, size, local, one_host, master, port, agent, job, source, master_from, attempt)
 
 
 def _rank_of_size(given: Mapping[str, str], rank_from: str, size_from: str) -> tuple[int, int]:

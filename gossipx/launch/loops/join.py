@@ -24,6 +24,7 @@ from gossipx.config import files
 from gossipx.config.admissions import Admission
 from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
+from gossipx.launch.cluster.attempts import joins_again
 from gossipx.launch.cluster.membership import agree, check_reach, lines_of
 from gossipx.launch.cluster.rendezvous import Rendezvous
 from gossipx.launch.cluster.world import World, find, rank_among, why_none
@@ -217,10 +218,11 @@ def _place(
     """
     hosts = os.environ.get(ENV_PEERS) if under_run else peers or os.environ.get(ENV_PEERS)
     admission, file = _admission(), None
+    job = again = ""
     if admission is not None:
         lines, rank = _by_admission(admission), admission.rank
     elif hosts is None:
-        lines, rank = _by_world(run, rank, until_started)
+        lines, rank, job, again = _by_world(run, rank, until_started)
     else:
         file = Path(hosts)
         lines = read_hosts(file)
@@ -228,6 +230,7 @@ def _place(
     directory, resumes = run_directory_of(run), os.environ.get(ENV_RESUME)
     if resumes and not under_run:
         _check_checkpoint(store_of(directory, rank))
+    resumes = resumes or again
     return Place(
         rank=rank,
         names=tuple(line.name for line in lines),
@@ -241,6 +244,7 @@ def _place(
         is_added=resumes == ADDED or (admission is not None and not resumes),
         resumes_at=int(at) if (at := os.environ.get(ENV_RESUME_AT)) else None,
         admission=admission,
+        job=job,
     )
 
 
@@ -248,9 +252,7 @@ def _check_checkpoint(store: Store) -> None:
     """Check that there is a checkpoint: a run that begins at 0 is not what GOSSIPX_RESUME asks for."""
     if store.find() is None:
         reason = f"{ENV_RESUME} is set, but no complete checkpoint is here"
-        raise UsageError(
-            f"{reason}: unset it to begin anew, or with the model of a peer that trains", store.directory
-        )
+        raise UsageError(f"{reason}: unset it to begin anew, or with the model of a peer that trains", store.directory)
 
 
 def _admission() -> Admission | None:
@@ -264,8 +266,14 @@ def _by_admission(admission: Admission) -> list[PeerLine]:
     return [PeerLine(rank, host, port, None, name, 0) for rank, (name, host, port) in enumerate(admission.peers())]
 
 
-def _by_world(run: RunConfig, rank: int | None, until_started: contextlib.ExitStack) -> tuple[list[PeerLine], int]:
-    """Exchange addresses with all processes that were started together; return all peers and this rank."""
+def _by_world(
+    run: RunConfig, rank: int | None, until_started: contextlib.ExitStack
+) -> tuple[list[PeerLine], int, str, str]:
+    """Exchange addresses with all processes that were started together.
+
+    Returns:
+        All peers, this rank, the mark of the job, and how this attempt of it resumes, as in GOSSIPX_RESUME.
+    """
     world = _world()
     if rank is not None:
         _check_rank(rank, world.size, None)
@@ -274,7 +282,8 @@ def _by_world(run: RunConfig, rank: int | None, until_started: contextlib.ExitSt
         check_reach(world, run.exchange)
         text, reserved = agree(meeting, run.exchange)
         until_started.callback(reserved.close)
-    return lines_of(text), world.rank
+        again = joins_again(meeting, run_directory_of(run), world.rank)
+    return lines_of(text), world.rank, meeting.mark, again
 
 
 def _world() -> World:
