@@ -12,7 +12,7 @@ DIFFERENT_MODELS = 3
 """Exit code of a run that has ended, but whose peers hold different models. Nothing is raised, as it has ended."""
 
 
-def printable(text: str, most: int = 1_000) -> str:
+def printable(text: str, most: int = 4_000) -> str:
     """Return foreign text as at most ``most`` characters of one line, without any that control a terminal."""
     return "".join(c if c.isprintable() else "?" for c in text[:most])
 

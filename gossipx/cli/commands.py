@@ -22,7 +22,7 @@ from gossipx.cli.options import Option, RunCommand, help_all, help_for, options,
 from gossipx.cli.output import unfailing
 from gossipx.config import files
 from gossipx.config.settings import KEYS, RunConfig
-from gossipx.errors import GossipxError, UsageError
+from gossipx.errors import GossipxError, UsageError, printable
 from gossipx.launch.cluster.world import with_options
 from gossipx.launch.environment import ENV_DEBUG
 
@@ -38,7 +38,7 @@ def _one_line(ctx: click.Context) -> Iterator[None]:
     except GossipxError as error:
         if os.environ.get(ENV_DEBUG):
             raise
-        print(error, file=sys.stderr)
+        print(*map(printable, str(error).splitlines()), sep="\n", file=sys.stderr)
         sys.exit(error.exit_code)
     except click.UsageError as error:
         if isinstance(error, _HELP):

@@ -15,6 +15,9 @@ from rich.live import Live
 from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
+
+from gossipx.errors import printable
 
 LINES_EVERY = 2.0
 """Seconds between two progress lines."""
@@ -101,9 +104,17 @@ class PeerStatus:
         return "" if self.test_loss is None else f"loss {self.test_loss:.3f}"
 
 
+class _PlainConsole(Console):
+    """A console for foreign text: files and other machines may hold what would control a terminal."""
+
+    def render_str(self, text: str, **style: Any) -> Text:
+        """Return printable text in place of ``text``."""
+        return super().render_str("\n".join(map(printable, text.split("\n"))), **style)
+
+
 def plain_console() -> Console:
     """Return a console that prints text as it is: ``[fd00:100::7]`` is neither markup nor a number to highlight."""
-    return Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+    return _PlainConsole(file=sys.stdout, highlight=False, markup=False, emoji=False)
 
 
 BAR = 10

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gossipx.errors import MALFORMED, GossipxError, UsageError
+from gossipx.errors import MALFORMED, GossipxError, UsageError, printable
 from gossipx.specs import texts
 
 FILE = "summary.json"
@@ -203,7 +203,11 @@ def read(path: Path) -> Summary:
     for field in dataclasses.fields(Summary):
         if not _fits(str(field.type), data[field.name], data["peers"]):
             raise UsageError(f"not a summary: '{field.name}' is {_WANTED[str(field.type)]}", file)
-    return Summary(**{name: data[name] for name in names})
+    return Summary(**{name: _printable(data[name]) for name in names})
+
+
+def _printable(value: Any) -> Any:
+    return printable(value) if isinstance(value, str) else value
 
 
 _WANTED = {

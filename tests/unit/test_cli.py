@@ -396,6 +396,24 @@ def test_compare_shows_the_faults_that_there_were(tmp_path: Path) -> None:
     assert not {"models refused", "strangers", "suspicions", "crashes"} & table.keys()
 
 
+@pytest.mark.fault(81)
+def test_what_controls_a_terminal_is_never_printed(tmp_path: Path) -> None:
+    """A summary, settings and a file's name that somebody sent; an escape sequence may write to the clipboard."""
+    evil = "\x1b]52;c;ZXZpbA==\x07\x9b2J\r\u202e"
+    runs = write(tmp_path, dataclasses.replace(summary("tau", 300.0), policy=evil, lost=[evil], codec=evil))
+    (tmp_path / "hosts.txt").write_text("localhost slots=2\n")
+    (tmp_path / "config.toml").write_text('[sync]\npolicy = "\\u001b]52;c\\u0007"\n')
+    shown = [gossipx("compare", *runs), gossipx("compare", *runs, "--json"), gossipx("runs", str(tmp_path))]
+    shown += [
+        gossipx("run", "--config", str(tmp_path / "config.toml"), "--peers", str(tmp_path / "hosts.txt"), "--dry-run")
+    ]
+    shown += [gossipx("run", "--peers", str(tmp_path / evil)), gossipx("topology", "show", evil)]
+    for result in shown:
+        for text in (result.stdout, result.stderr):
+            assert all(line.isprintable() for line in text.split("\n")), text
+    assert "?]52;c;ZXZpbA==??2J??" in shown[0].stdout and "]52" in shown[3].stderr
+
+
 def test_compare_into_a_pipe_cuts_nothing(tmp_path: Path) -> None:
     """Eight runs are wider than a terminal."""
     names = [f"adaptive-with-a-long-name-{number}" for number in range(8)]
