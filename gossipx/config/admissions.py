@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gossipx.config import files
 from gossipx.config.settings import ExchangeSettings, RunConfig, RunSettings
 from gossipx.errors import MALFORMED, ProtocolError
-from gossipx.protocol.fields import JoinedPeer
+from gossipx.protocol.fields import MAX_RANKS, JoinedPeer
 
 OF_MACHINE = {
     "run": ("peers", "logdir", "overwrite", "threads", "device"),
@@ -66,6 +66,8 @@ class Admission:
                 tuple(int(rank) for rank in found["lost"]),
             )
             _ = made.own
+            if not all(0 <= one < MAX_RANKS for one in (*made.lost, len(made.begun), *(p.rank for p in made.joined))):
+                raise ValueError("a rank is none")
         except (*MALFORMED, StopIteration) as error:
             raise ProtocolError("the admission to the run is malformed") from error
         return made

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gossipx.errors import UsageError
+from gossipx.protocol.fields import MAX_RANKS
 from gossipx.protocol.places import LEAST_PORT, fault
 from gossipx.specs import suggest, texts
 
@@ -144,6 +145,8 @@ def _parse(content: str, path: Path | None, number: int, rank: int) -> list[Peer
             raise UsageError(f"'{key}' is given twice", path, number)
         given[key] = value
     slots = _number(given.get("slots", "1"), "slots", 1, 65535, path, number)
+    if rank + slots > MAX_RANKS:
+        raise UsageError(f"more than {MAX_RANKS} peers", path, number)
     if port + slots > 65536:
         raise UsageError(f"{slots} slots starting at port {port} need ports above 65535", path, number)
     if not "".join(content.split()).isprintable() or len(content) > LONGEST:
@@ -152,9 +155,9 @@ def _parse(content: str, path: Path | None, number: int, rank: int) -> list[Peer
     for slot in range(slots):
         name = given.get("name")
         name = _shown(host, port + slot) if name is None else name if slots == 1 else f"{name}-{slot}"
-        if found := fault(host, port + slot, name):
-            raise UsageError(found, path, number)
         peers.append(PeerLine(rank + slot, host, port + slot, given.get("device"), name, number, behind_nat))
+    if found := fault(host, port, peers[0].name) or fault(host, port, peers[-1].name):
+        raise UsageError(found, path, number)
     return peers
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gossipx.errors import MALFORMED, GossipxError, UsageError, printable
+from gossipx.protocol.fields import MAX_COUNT
 from gossipx.specs import texts
 
 FILE = "summary.json"
@@ -234,4 +235,6 @@ def _fits(kind: str, value: Any, peers: int) -> bool:
         return isinstance(value, list) and all(isinstance(one, str) for one in value)
     if kind == "Figures":
         return isinstance(value, list) and len(value) == peers and all(_fits("float | None", v, peers) for v in value)
-    return isinstance(value, int if kind == "int" else int | float) and not isinstance(value, bool)
+    if isinstance(value, bool) or not isinstance(value, int if kind == "int" else int | float):
+        return False
+    return isinstance(value, float) or abs(value) <= MAX_COUNT  # integers in JSON are unbounded, and sums must fit

@@ -162,7 +162,7 @@ class StepTimes:
 @functools.cache
 def _read(path: Path) -> list[float]:
     seconds = []
-    for number, line in enumerate(texts.read(path, "trace of iterations").splitlines(), 1):
+    for number, line in enumerate(texts.read(path, "trace of iterations", 2**19).splitlines(), 1):
         try:
             value = float(line)
         except ValueError:

@@ -12,11 +12,12 @@ MOST = 2**22
 """Bytes of a file: a hosts file of 65,536 lines has half as many."""
 
 
-def read(path: Path, what: str) -> str:
+def read(path: Path, what: str, most: int = MOST) -> str:
     """Return the text of a file.
 
     Args:
         what: it is, for messages.
+        most: bytes that it may have.
 
     Raises:
         UsageError: it cannot be read, is no regular file, is too large, or is not UTF-8.
@@ -25,12 +26,12 @@ def read(path: Path, what: str) -> str:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # does not wait for the writer of a pipe
         with os.fdopen(descriptor, "rb") as file:
             regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
-            content = file.read(MOST + 1) if regular else b""
+            content = file.read(most + 1) if regular else b""
         text = content.decode("utf-8-sig")  # Windows editors write a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UsageError(f"cannot read the {what}: {reason}", path) from error
-    if not regular or len(content) > MOST:
-        reason = f"more than {MOST >> 20} MiB" if regular else "not a regular file"
+    if not regular or len(content) > most:
+        reason = f"more than {most >> 10} KiB" if regular else "not a regular file"
         raise UsageError(f"cannot read the {what}: {reason}", path)
     return text.replace("\r\n", "\n").replace("\r", "\n")

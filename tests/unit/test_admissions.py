@@ -39,6 +39,8 @@ def test_a_rank_that_nobody_has_told_of_has_a_place_in_the_list() -> None:
         {"rank": "x"},
         {"begun": [["a"]]},
         {"lost": 7},
+        {"joined": [[10**9, "late", "host", 29_400, 0]], "rank": 10**9},  # all ranks up to it have a place in a list
+        {"joined": [[-1, "late", "host", 29_400, 0]], "rank": -1},
         {"settings": None, "rank": None},
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from gossipx.launch.hosts import read_hosts
 from gossipx.metrics import summary
 from gossipx.sim import compute, traces
 from gossipx.solver import prototxt
-from gossipx.specs import texts, toml
+from gossipx.specs import toml
 from gossipx.tools.dry_run import dry_run
 
 READERS: dict[str, Callable[[Path], object]] = {
@@ -45,10 +46,18 @@ def test_a_file_without_an_end_is_refused_at_once(tmp_path: Path, what: str, kin
     else:
         with file.open("wb") as made:
             made.truncate(2**40)
-    told = f"more than {texts.MOST >> 20} MiB" if kind == "sparse" else "not a regular file"
+    told = r"more than \d+ KiB" if kind == "sparse" else "not a regular file"
     with pytest.raises(UsageError) as caught:
         READERS[what](file)
-    assert str(caught.value) == f"{file}: cannot read the {what}: {told}"
+    assert re.fullmatch(f"{file}: cannot read the {what}: {told}", str(caught.value))
+
+
+def test_a_hosts_file_of_more_peers_than_ranks_is_refused_at_once(tmp_path: Path) -> None:
+    """Each line alone is valid, and 1,000 of them took all memory."""
+    file = tmp_path / "hosts.txt"
+    file.write_text("".join(f"node-{number} slots=30000\n" for number in range(1_000)))
+    with pytest.raises(UsageError, match=r"hosts\.txt:3: more than 65536 peers"):
+        read_hosts(file)
 
 
 KEYS = {

@@ -158,7 +158,8 @@ def test_a_missing_summary_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b'{"name": }', b"curves"])
 def test_a_file_that_is_not_json_is_reported(tmp_path: Path, text: bytes) -> None:
     (tmp_path / FILE).write_bytes(text)
-    assert refused(tmp_path).startswith(f"{tmp_path / FILE}: not a summary: ")
+    told = "cannot read the summary: not UTF-8 text" if text == b"\xff\xfe" else "not a summary: "
+    assert refused(tmp_path).startswith(f"{tmp_path / FILE}: {told}")
 
 
 @pytest.mark.parametrize("value", [[], 5, None, "text", {}, {"name": "mine"}])

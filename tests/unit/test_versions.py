@@ -14,7 +14,7 @@ from pages import HOUSE
 
 SETUP = configparser.ConfigParser()
 SETUP.read(HOUSE / "setup.cfg", encoding="utf-8")
-NOT_TESTED = {"bench"}
+NOT_TESTED = {"bench", "fuzz"}
 """Extras whose packages bin/test does not install."""
 
 

@@ -57,7 +57,7 @@ def load(name: str | Path) -> Trace:
             near = suggest(str(name), _shipped())
             raise UsageError(f"unknown trace '{name}'{near}: give a file, or one of {', '.join(names())}")
         path = _shipped()[str(name)]
-    return _parse(texts.read(path, "trace"), path)
+    return _parse(texts.read(path, "trace", 2**19), path)
 
 
 def _shipped() -> dict[str, Path]:
