@@ -53,7 +53,7 @@ def report(rank):
         "retrievals": 10 + rank, "bytes_received": 1000 * rank, "finish_bytes": 7, "test_accuracy": 0.5 + rank / 8,
         "test_accuracy_before_finish": 0.25, "consensus_distance": 1.5, "train_seconds": 4.0, "blocked_seconds": 1.0,
         "overhead_seconds": 0.5, "skipped": 2, "failed": 1, "poisoned": 0, "corrupted": 0, "strangers": 0,
-        "expiry_warnings": 0, "suspicions": 0, "set_back": 0,
+        "expiry_warnings": 0, "suspicions": 0, "set_back": 0, "outliers": 0,
     }}
 
 def stop_alone():
@@ -67,9 +67,10 @@ def stop_alone():
     while True:
         signal.pause()
 
-def finish(**reports):
+def finish(doubted=(), **reports):
     tell(result={{
-        "report": report(rank), "reports": {{name.strip("_"): value for name, value in reports.items()}},
+        "doubted": doubted, "report": report(rank),
+        "reports": {{name.strip("_"): value for name, value in reports.items()}},
         "missing": [], "consensus_accuracy": 0.875, "consensus_loss": 0.375,
     }})
 """

@@ -426,7 +426,7 @@ class _Run:
     def _sum_up(self, seconds: float, stopped: Mapping[int, dict[str, Any]] | None = None) -> Summary:
         """Return the summary; ``stopped``: figures of the peers with which the run was stopped, by rank."""
         names = [self._joined.get(rank, "") for rank in range(max(self._joined) + 1)]
-        return sum_up(self._settings, names, not self._script, seconds, self._results, stopped or {})
+        return sum_up(self._settings, names, not self._script, seconds, self._results, stopped or {}, self._statuses)
 
     def _tell_end(self, summary: Summary, written: bool) -> None:
         tell = self._display.line

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from gossipx.config.settings import RunConfig
@@ -17,6 +17,7 @@ def sum_up(
     seconds: float,
     results: Mapping[int, dict[str, Any]],
     stopped: Mapping[int, dict[str, Any]],
+    here: Collection[int],
 ) -> Summary:
     """Return the summary of a run that trained for ``seconds``.
 
@@ -25,6 +26,7 @@ def sum_up(
         built_in: whether the run trains the built-in task.
         results: what the peers of this machine that finished have reported, by rank.
         stopped: figures of the peers with which the run was stopped, by rank.
+        here: ranks of the peers whose processes are ours, so that their end is known.
     """
     reports: list[dict[str, Any] | None] = [stopped.get(rank) for rank in range(len(names))]
     accuracy = loss = None
@@ -39,6 +41,7 @@ def sum_up(
     assert settings.run.name is not None
     told = [*results.values(), *stopped.values()]
     before = max((one.get("seconds_before", 0.0) for one in told), default=0.0)
+    doubted = {rank for result in results.values() for rank in result["doubted"]}
     finished = [report for rank, report in enumerate(reports) if rank in results or rank not in stopped]
     done = [report["iterations"] for report in reports if report and "iterations" in report]
     return Summary(
@@ -52,7 +55,7 @@ def sum_up(
         partition=settings.task.partition,
         # The number of iterations that a script or a number of seconds allows is only in the reports.
         iterations=max(done) if done and (stopped or not is_counted) else settings.run.iterations,
-        agreed=agreed(finished),
+        agreed=agreed(finished) and not doubted.difference(here),
         lost=[name for name, report in zip(names, reports, strict=True) if name and report is None],
         stopped=[names[rank] for rank in sorted(stopped.keys() - results.keys())],
         wall_seconds=before + seconds,

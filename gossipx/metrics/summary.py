@@ -51,8 +51,8 @@ class Summary:
         test_bits_per_character_before_finish: the same before the finish.
         consensus_accuracy: of the average of all final models.
         consensus_distance: each peer's estimate of Eq. 8 at the end of training.
-        agreed: whether all peers that finished hold the same model, bit by bit; None: the run has no finish, so that
-            nothing is claimed.
+        agreed: whether all peers that finished hold the same model, bit by bit; False also if the peers that were seen
+            to end are not most of those in the finish; None: the run has no finish, so that nothing is claimed.
         lost: names of peers that did not finish.
         stopped: names of peers that were stopped before the finish, by a signal; their figures are those until then.
         wall_seconds: from the first peer's first iteration to the last peer's end.
@@ -157,6 +157,7 @@ class Summary:
         return dataclasses.replace(
             self,
             iterations=max(self.iterations, other.iterations),
+            agreed=False if other.agreed is False else self.agreed,
             lost=[name for name in self.lost if name in other.lost],
             stopped=sorted({*self.stopped, *(name for name in other.stopped if name in self.lost)}),
             **both,

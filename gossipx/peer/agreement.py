@@ -11,14 +11,21 @@ mean. If all are equal, the peers agree. If not, all choose the same model, and 
 Then they compare again, since peers may have chosen from different announcements or may have failed meanwhile. Once no
 more peers fail, one more comparison finds all models equal, because by then all know the same announcements. After
 :data:`COMPARISONS` a peer keeps the model that it has, and says so.
+
+A peer that sleeps meanwhile finds nobody to compare its model with when it wakes. To such a peer, others that have
+ended without it look like others that have crashed, and so does it to them. Therefore only peers that were seen to end,
+at DONE, count as agreeing, and a peer claims agreement only if they, with itself, outnumber those of the finish that it
+did not see end. Two groups of peers that lost sight of each other can then not both claim it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gossipx.peer.membership import Membership, Requests
+from gossipx.peer.others import OtherPeer
 from gossipx.protocol.effects import Adopt, Answer, Effect, Forget, Note, Resume, Send
 from gossipx.protocol.events import Received
 from gossipx.protocol.messages import FinalRequest, ModelReply, NotReadyReply, Stage
@@ -52,6 +59,7 @@ class Agreement:
         comparison: number of the current comparison, from 1; 0 before the first.
         digest: checksum of our final model; empty: we have none.
         models: its weight.
+        since: when our finish began.
         settled: whether the last comparison found all models equal; None: the comparisons are not over.
     """
 
@@ -59,6 +67,7 @@ class Agreement:
         self.comparison = 0
         self.digest = ""
         self.models = 0.0
+        self.since = math.inf
         self.settled: bool | None = None
         self._rank = rank
         self._members = members
@@ -143,13 +152,39 @@ class Agreement:
         return Answer(event.key, ModelReply(0), now + self._members.model_timeout)
 
     @property
+    def unseen(self) -> list[int]:
+        """The ranks, ascending, of peers that were not seen to end the finish or to leave: those that were there in our
+        finish or reached theirs, and those that may have ended while we slept.
+        """
+        known = sorted(self._members.others.known.copy().items())
+        return [rank for rank, other in known if self._was_here(other) and other.stage not in (Stage.DONE, Stage.LEFT)]
+
+    def _was_here(self, other: OtherPeer) -> bool:
+        return other.missed or (other.stage or Stage.JOINING) >= Stage.FINISH or other.told_at >= self.since
+
+    @property
+    def doubted(self) -> list[int]:
+        """:attr:`unseen` if they are as many as the peers seen to end with a model, this one included; else empty."""
+        return self.unseen if len(self.unseen) > len(self._ended()) else []
+
+    def _ended(self) -> list[OtherPeer]:
+        others = self._members.others.known.copy().values()
+        return [other for other in others if other.stage is Stage.DONE and other.digest]
+
+    @property
     def agreed(self) -> bool | None:
-        """Whether all peers whose figures are here hold our model; None: no models were compared."""
+        """Whether all peers that were seen to end hold our model, and are enough; None: no models were compared."""
         if not self.comparison:
             return None
-        others = self._members.others.known.copy().values()
-        done = [other for other in others if other.stage is Stage.DONE and other.digest]
-        return self.settled is True and all(other.digest == self.digest for other in done)
+        same = all(other.digest == self.digest for other in self._ended())
+        return self.settled is True and same and not self.doubted
+
+    def doubt(self) -> list[Effect]:
+        """Name the peers whose end was not seen, as we end."""
+        if not self.comparison or not self.unseen:
+            return []
+        names, claim = ", ".join(map(str, self.unseen)), ", so no agreement is claimed" if self.doubted else ""
+        return [Note("unseen", f"peer {names} was not seen to end the finish: it may hold another model{claim}")]
 
     def leave(self) -> None:
         """Drop a model that still arrives."""

@@ -265,6 +265,11 @@ class Membership:
         other.backoff_until = 0.0
         other.lost = False
 
+    def woke(self) -> None:
+        """Record that this peer has slept: the others may have ended the run meanwhile."""
+        for _, other in self._known():
+            other.missed = not other.is_out
+
     def back_off(self, rank: int, now: float) -> float:
         """Back off from ``rank``, longer each time; return the time when the back-off ends."""
         other = self.others[rank]

@@ -68,6 +68,7 @@ class OtherPeer:
         backoff_until: time before which no request is sent to it, unless it is heard from earlier.
         suspended_until: time before which no model is requested from it, since its last one held NaN or Inf.
         lost: whether it is considered dead. Nobody waits for it.
+        missed: whether we slept since its last reply, so that it may have ended without us.
         incoming: transfers of its models to us; None: there was no reason to look at them yet.
         outgoing: transfers of our models to it; None: as above.
     """
@@ -90,6 +91,7 @@ class OtherPeer:
     backoff_until: float = 0.0
     suspended_until: float = 0.0
     lost: bool = False
+    missed: bool = False
     incoming: Transfers | None = None
     outgoing: Transfers | None = None
 

@@ -225,6 +225,9 @@ class PeerRole:
                 return self.server.prepared(event, now)
             case events.TablesRestored():
                 return self.server.tables_restored(event, now)
+            case events.Woke():
+                self.members.woke()
+                return []
             case events.AskEntry():
                 return self.newcomers.asked(event, self.stage, now)
             case events.PeerMet():
@@ -308,6 +311,7 @@ class PeerRole:
         to, request, asked = self.requests.close(event.ticket)
         if to != self.rank:
             self.members.heard_from(to)
+            self.members.others[to].missed = False
             if isinstance(event.reply, ModelReply) and isinstance(request, TIMED_REQUESTS):
                 self.members.record_transfer(to, now - asked, now)
         match request, event.reply:

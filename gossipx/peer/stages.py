@@ -111,6 +111,7 @@ class Stages:
         """Enter ``stage``, announce it to all others, and start waiting for them."""
         self.stage = stage
         here, until = self.here(), math.inf
+        self._agreement.since = now if stage is Stage.FINISH else self._agreement.since
         if stage is Stage.FINISH and self._settings.finish_timeout and not self._is_needed:
             until = self._finish_by = now + self._settings.finish_timeout
         elif stage > Stage.FINISH:
@@ -158,7 +159,8 @@ class Stages:
         if self.stage is Stage.COMPARE:
             compared = self._agreement.compare(self._barrier.arrived_ranks(), now)
             return self._compare_again(now) if compared is None else compared
-        return [Resume()]  # DONE, or this peer only serves the others
+        doubt = self._agreement.doubt() if self.stage is Stage.DONE else []
+        return [*doubt, Resume()]  # or this peer only serves the others
 
     # --- the finish -------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ Answered          after Answer                                 peer/serving, bar
 Mixed, Poisoned   after Mix, Adopt and ApplyWave               the part that requested it
 Merged            after Merge                                  peer/wave, hub/centre
 TimerFired        after SetTimer                               the part that set the timer
+Woke              before the first event after a sleep         peer/membership
 ================  ===========================================  =================================================
 """
 
@@ -257,6 +258,11 @@ class Answered:
 
 
 @dataclass(frozen=True)
+class Woke:
+    """No event was handled for longer than ``peer_timeout``: the process or its machine may have slept."""
+
+
+@dataclass(frozen=True)
 class AskEntry:
     """A process that is not a member asks to join the run; ReportEntry follows.
 
@@ -339,4 +345,5 @@ Event = (
     | TimerFired
     | AskEntry
     | PeerMet
+    | Woke
 )

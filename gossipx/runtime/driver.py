@@ -58,6 +58,7 @@ from gossipx.protocol.events import (
     Received,
     Restored,
     TimerFired,
+    Woke,
 )
 from gossipx.protocol.messages import (
     BusyReply,
@@ -141,6 +142,7 @@ class Driver:
         self._resumed.set()
         self.commands = Commands(self.handle, role.settings.peer_timeout)
         self.roster: Roster | None = None
+        self._passed = math.inf  # when the last event was handled
         self._timers = clock.timers(lambda name: self.handle(TimerFired(name)), str(role.rank))
         self._closed = False
 
@@ -160,7 +162,9 @@ class Driver:
         with self._lock:
             if self._closed:
                 return
-            effects = self.role.handle(event, self.clock.now())
+            now, before, self._passed = self.clock.now(), self._passed, self.clock.passed()
+            slept = self._passed - before > self.role.settings.peer_timeout
+            effects = [effect for one in ([Woke()] * slept + [event]) for effect in self.role.handle(one, now)]
             if self.comm is not None:
                 self._received_at.setdefault(self.role.stage, self.comm.bytes_received)
             snapshots = [self._carry_out_locked(effect) for effect in effects]

@@ -242,6 +242,7 @@ class Reporter:
                 "report": self._role.report,
                 "reports": reports,
                 "missing": missing,
+                "doubted": self._role.agreement.doubted if self._role.claims_agreement else [],
                 "joined": self._role.newcomers.took_part(),
                 "consensus_accuracy": averaged.get("accuracy"),
                 "consensus_loss": averaged.get("loss"),

@@ -75,7 +75,7 @@ class VirtualClock:
     """
 
     def __init__(self, now: Callable[[], float], later: Later):
-        self.now = now
+        self.now = self.passed = now
         self._later = later
 
     def worker(self, name: str, failed: Callable[[Exception], None] | None = None) -> VirtualWorker:

@@ -29,6 +29,21 @@ print("has finished", flush=True)
 """A script whose peer 1 sends itself a signal as it merges its first model of the finish."""
 
 
+ASLEEP = """
+from gossipx.peer.waves import Waves
+if peer.rank == 1:
+    finish = Waves.finish
+    def slept(*arguments):
+        print("falls asleep", flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return finish(*arguments)
+    Waves.finish = slept
+with peer:
+    train(peer, model, optimizer, 20)
+"""
+"""The end of a script whose peer 1 stops itself as it begins to average its model with the others."""
+
+
 @pytest.mark.fault(51)
 def test_a_peer_killed_in_the_finish(tmp_path: Path) -> None:
     with folder(tmp_path, 4) as here:
@@ -56,6 +71,23 @@ def test_a_peer_stopped_in_the_finish_that_comes_back_after_the_others_have_ende
     assert run.summary["agreed"] is False
     assert all(max(differences(run.model(0), run.model(rank)).values()) == 0.0 for rank in (2, 3))
     assert max(differences(run.model(0), run.model(1)).values()) > 0.0
+
+
+@pytest.mark.fault(79)
+@pytest.mark.parametrize("peers", [2, 3])
+def test_peers_without_a_parent_of_which_one_sleeps_until_the_others_have_ended(tmp_path: Path, peers: int) -> None:
+    """The two that are awake agree, and say what they did not see; a single one cannot claim to be most of two."""
+    joined = TEN_LINES.replace("optimizer)\n", "optimizer, peers=sys.argv[2], rank=int(sys.argv[3]), peer_timeout=2)\n")
+    with folder(tmp_path, peers) as here:
+        path = here.script(joined + ASLEEP)
+        started = [here.start(path, here.path, here.hosts, str(rank)) for rank in range(peers)]
+        started[1].line("falls asleep")
+        awake = [started[rank].end() for rank in range(peers) if rank != 1]
+        started[1].signal(signal.SIGCONT)
+        asleep = started[1].end()
+    assert all(one.code == (0 if peers > 2 else 3) for one in awake), "\n".join(one.shown for one in awake)
+    assert all("peer 1 was not seen to end the finish" in one.errors for one in awake)
+    assert asleep.code == 3 and "peers hold different models" in asleep.errors, asleep.shown
 
 
 @pytest.mark.fault(52)

@@ -79,6 +79,27 @@ def test_the_final_models_of_the_peers_are_compared(
     assert read(mine).agreed is agreed
 
 
+@pytest.mark.fault(79)
+@pytest.mark.parametrize(("peers", "code"), [("203.0.113.1\n203.0.113.2", 3), ("203.0.113.1 slots=2", 0)])
+def test_a_peer_whose_end_the_others_did_not_see(
+    run: Run, mine: Path, monkeypatch: pytest.MonkeyPatch, peers: str, code: int
+) -> None:
+    """It may have ended on another machine; a process of this one is known to have died."""
+    monkeypatch.setenv("GOSSIPX_SECRET", "which other machines need")
+    body = """
+        train()
+        plain = report
+        def report(rank):
+            return {**plain(rank), "digest": "a"}
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        finish(doubted=[1])
+    """
+    assert run(body, peers=peers, advertise="203.0.113.1", bind="0.0.0.0") == code
+    summary = read(mine)
+    assert summary.agreed is (code == 0) and len(summary.lost) == 1
+
+
 @pytest.mark.fault(53)
 @pytest.mark.fault(57)
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 1), ("SIGINT", 130)])

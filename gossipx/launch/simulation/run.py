@@ -323,7 +323,7 @@ class _Simulation:
             elif peer.report and peer.has_left:
                 stopped[rank] = peer.report
             elif peer.report:
-                results[rank] = {"report": peer.report, "reports": {}}
+                results[rank] = {"report": peer.report, "reports": {}, "doubted": ()}
         trained = [peer for rank, peer in self._world.peers.items() if rank in results and isinstance(peer, SimPeer)]
         averaged = consensus(trained)
         for result in results.values():
@@ -334,7 +334,7 @@ class _Simulation:
         began = min(self._began, *(peer.trained[0] for peer in peers if peer.trained[0] is not None))
         ended = max(self._world.now if peer.down_since is None else peer.down_since for peer in peers)
         traffic = self._plan.scenario.simulation.work == "traffic"
-        summary = sum_up(self._plan.config, self._plan.names, not traffic, ended - began, results, stopped)
+        summary = sum_up(self._plan.config, self._plan.names, not traffic, ended - began, results, stopped, results)
         ranks = range(self._plan.size)
         summary = dataclasses.replace(
             summary,

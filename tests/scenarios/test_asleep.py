@@ -1,0 +1,118 @@
+"""Peers that sleep through a part of the finish (SIGSTOP, a suspended laptop) and wake after the others have ended.
+
+A sleeper finds nobody that it could compare its model with. It must not claim to agree with peers whose end it has not
+seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from property_tests import examples
+from seeds import some
+from toy import SIZE, TIMEOUT, models, until, world
+
+from gossipx.hub import ElasticSettings
+from gossipx.peer import PeerRole
+from gossipx.sim import Network, World
+
+HUB = ElasticSettings(0, 0.2, 0.2)
+EXCHANGES: list[dict[str, Any]] = [
+    {},
+    {"exchange": "waves"},
+    {"mode": "pushpull"},
+    {"mode": "push", "push_sum": True},
+    {"hub": HUB},
+]
+NAMES = ["pull", "waves", "pushpull", "push-sum", "hub"]
+LONG = 50 * TIMEOUT  # until long after the others have ended
+
+
+def slow() -> Network:
+    """Return a network on which a model takes a second."""
+    return Network(bandwidth=4 * SIZE, delay=0.01)
+
+
+def role(made: World, rank: int) -> PeerRole:
+    return made.peers[rank].role
+
+
+def claiming(made: World) -> list[int]:
+    """Return the ranks that have ended and claim that all peers hold their model."""
+    return [rank for rank in made.peers if made.lines(rank, "ends") and role(made, rank).agreement.agreed]
+
+
+def equal(made: World, ranks: Iterable[int]) -> bool:
+    """Return whether these peers hold the same bits."""
+    rows = models(made, ranks)
+    return bool((rows == rows[0]).all())
+
+
+def sleep(made: World, rank: int, start: float, end: float, off: bool) -> None:
+    """Let a peer sleep; ``off``: its network is off as well, so that nothing waits for it when it wakes."""
+    made.pause(rank, start, end)
+    if off:
+        made.network.cut([rank], [other for other in made.peers if other != rank], start, end)
+
+
+@pytest.mark.fault(79)
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=NAMES)
+@pytest.mark.parametrize("size", some([2, 3, 5], 2, 5))
+@pytest.mark.parametrize("stage", ["step 4", "is AGREE", "is COMPARE", "is DONE"])
+@pytest.mark.parametrize("off", [False, True], ids=["stopped", "suspended"])
+def test_a_peer_that_sleeps_until_the_others_have_ended(stage: str, size: int, exchange: dict[str, Any], off: bool):
+    made = world(size, network=slow(), policy="tau:3", iterations=4, **exchange)
+    until(made, 1, stage)
+    sleep(made, 1, made.now, made.now + LONG, off)
+    assert made.run(made.now + 3 * LONG) and made.fired["pause"] == 1
+    awake, claims = [rank for rank in range(size) if rank != 1], claiming(made)
+    assert made.peers[1].down_since > max(made.peers[rank].down_since for rank in awake) + 10 * TIMEOUT
+    assert equal(made, awake)
+    if size > 2:
+        assert set(claims) >= set(awake)
+    elif stage in ("is AGREE", "is COMPARE") and 0 not in claims:  # of two, none is most of them
+        assert made.lines(0, "peer 1 was not seen to end the finish: it may hold another model, so no agreement")
+    assert not claims or equal(made, claims)
+
+
+@pytest.mark.fault(79)
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=NAMES)
+@pytest.mark.parametrize("stage", ["step 4", "is AGREE", "is COMPARE", "is DONE"])
+def test_a_peer_that_wakes_in_time_ends_with_the_others_model(stage: str, exchange: dict[str, Any]):
+    made = world(3, network=slow(), policy="tau:3", iterations=4, **exchange)
+    until(made, 1, stage)
+    made.pause(1, made.now, made.now + 0.8 * TIMEOUT)
+    assert made.run(made.now + 3 * LONG) and made.fired["pause"] == 1
+    assert equal(made, [0, 1, 2]) and claiming(made) == [0, 1, 2]
+
+
+NAPS = st.tuples(st.integers(0, 5), st.floats(-1, 8, allow_nan=False), st.sampled_from([0.5, 1.5, 50.0]), st.booleans())
+
+
+@pytest.mark.fault(79)
+@examples(400, few=60)
+@given(
+    size=st.integers(2, 6),
+    seed=st.integers(0, 100),
+    naps=st.lists(NAPS, min_size=1, max_size=4),
+    paces=st.lists(st.sampled_from([1.0, 1.0, 1.7]), min_size=6, max_size=6),
+    exchange=st.sampled_from(EXCHANGES),
+)
+def test_peers_that_sleep_in_the_finish_never_claim_more_than_is_true(size, seed, naps, paces, exchange):
+    made = world(size, seed, slow(), dict(enumerate(paces)), policy="tau:3", iterations=4, **exchange)
+    until(made, 0, "step 4")
+    begun, asleep = made.now, set()
+    for rank, at, times, off in naps:
+        asleep |= {rank % size} if off or times > 0.5 else set()
+        sleep(made, rank % size, max(made.now, begun + at), begun + at + times * TIMEOUT, off)
+    assert made.run(begun + 10 * LONG)
+    claims = claiming(made)
+    assert not claims or equal(made, claims), "all that claim to agree hold one model"
+    if not asleep:
+        assert claims == list(range(size)), "who naps for less than peer_timeout is waited for"
+    elif len(asleep) == 1 and size > 2:
+        assert set(claims) >= set(range(size)) - asleep, "most were awake, and saw each other end"
