@@ -155,6 +155,7 @@ def _faults(rows: Sequence[Row]) -> list[tuple[str, Cell]]:
         "expiry_warnings": "expiry warnings",
         "suspicions": "suspicions",
         "set_back": "shards set back",
+        "outliers": "models far off",
         "unwritten": "not written to disk",
         "crashes": "crashes",
         "restarts": "restarts",

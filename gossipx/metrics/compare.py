@@ -68,6 +68,7 @@ class Row:
         expiry_warnings: warnings that a certificate expires.
         suspicions: how often another peer stopped answering.
         set_back: how often a shard's server came back without all of the shard's state; of the worker that saw most.
+        outliers: received models that were suddenly far from the receiver's.
         unwritten: records of curves, checkpoints and models that could not be written.
         crashes, restarts, lost_iterations: of a simulated run.
         intervals: half the 95 % interval of each mean over several runs, by name of the field.
@@ -110,6 +111,7 @@ class Row:
     expiry_warnings: float | None
     suspicions: float | None
     set_back: float | None
+    outliers: float | None
     unwritten: float | None
     crashes: float | None
     restarts: float | None
@@ -126,7 +128,7 @@ REACHED = (
 """Fields of a row that say how good the models are."""
 
 SUMMED = (
-    *("poisoned", "corrupted", "strangers", "expiry_warnings", "suspicions", "unwritten"),
+    *("poisoned", "corrupted", "strangers", "expiry_warnings", "suspicions", "outliers", "unwritten"),
     *("crashes", "restarts", "lost_iterations"),
 )
 """Counts of a summary that are summed over peers and runs."""

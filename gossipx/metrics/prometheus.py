@@ -21,6 +21,7 @@ COUNTERS = {
     "training_seconds": ("seconds", "Seconds of training."),
     "blocked_seconds": ("blocked_seconds", "Seconds of training that gossipx blocked the training thread."),
     "poisoned_models": ("poisoned", "Received models refused because of NaN or Inf."),
+    "outliers": ("outliers", "Received models that were suddenly far from this peer's."),
     "corrupted_frames": ("corrupted", "Received frames refused because they did not match their checksums."),
     "strangers": ("strangers", "Connections turned away because their openers did not prove to belong to the run."),
     "expiry_warnings": ("expiry_warnings", "Warnings that a certificate expires, from 14 days before on."),

@@ -67,6 +67,7 @@ class Summary:
         expiry_warnings: how often a peer has warned that a certificate expires, from 14 days before on.
         suspicions: how often another peer stopped answering; most of them answer again later.
         set_back: how often a shard's server came back without all of the shard's state, as each worker saw it.
+        outliers: received models that were suddenly far from the receiver's.
         unwritten: records of curves, checkpoints, changes for a server's journal and models that could not be written.
         crashes: how often each peer's process was killed; this and the next two: None in a real run.
         restarts: how often it was started again.
@@ -113,6 +114,7 @@ class Summary:
     expiry_warnings: Figures
     suspicions: Figures
     set_back: Figures
+    outliers: Figures
     unwritten: Figures
     crashes: Figures
     restarts: Figures

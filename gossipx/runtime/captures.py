@@ -22,6 +22,7 @@ from gossipx.model.drift import DriftReference
 from gossipx.model.snapshots import CapturedModel, Snapshot
 from gossipx.protocol.messages import WHOLE, RoundRequest
 from gossipx.runtime.model_transfers import Transfer
+from gossipx.runtime.outliers import Outliers
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Captures:
     Args:
         arena: holds the weights that are captured.
         uses_drift: whether the policy uses drift; if not, no model is kept to measure it.
+        outliers: judges the models that are merged.
 
     Attributes:
         reference: x_r, from which drift is measured. Only the training thread may use it, or others while that waits.
@@ -59,7 +61,8 @@ class Captures:
             of iterations; None: the checkpoint has none.
     """
 
-    def __init__(self, arena: ParameterArena, uses_drift: bool):
+    def __init__(self, arena: ParameterArena, uses_drift: bool, outliers: Outliers):
+        self._outliers = outliers
         self.reference = DriftReference(arena)
         self.saved: tuple[list[Tensor], int] | None = None
         self._arena = arena
@@ -141,6 +144,7 @@ class Captures:
         step = before.step if in_wave else max(before.step, transfer.their_step)
         merged = fragment.snapshot_of(transfer.incoming.give_away(), step)
         staleness = self._arena.step - transfer.their_step
+        known = None
         with self._arena.lock:
             captured = self._captured.get(into)
             if captured is not None:
@@ -150,6 +154,7 @@ class Captures:
                     captured.retrievals.append(Retrieval(transfer.seconds, staleness, known, transfer.sender))
                 captured.now, merged = merged, captured.now
         merged.release()
+        self._outliers.judge(known, transfer.sender)
         return True
 
     def apply_merged(self, ticket: int, training: bool) -> list[Retrieval]:

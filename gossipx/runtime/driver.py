@@ -79,6 +79,7 @@ from gossipx.runtime.clock import Clock, SystemClock
 from gossipx.runtime.commands import Commands
 from gossipx.runtime.limited_log import LimitedLog
 from gossipx.runtime.model_transfers import Transfers
+from gossipx.runtime.outliers import Outliers
 from gossipx.runtime.requests import Outbox
 from gossipx.runtime.roster import Roster
 from gossipx.runtime.table_transfers import TableRequest
@@ -109,6 +110,7 @@ class Driver:
         uploads: models and gradients that other peers upload with their requests.
         captures: captured models of this peer.
         tables: carries out effects on the tables of a parameter server.
+        outliers: counts received models that are suddenly far from this peer's.
         commands: requests of users, programs and newcomers that the role answers.
         roster: names and addresses of all peers; None: none can join while the run is in progress.
         on_retrieval: called with each model mixed during training, in the thread that mixed it.
@@ -129,9 +131,10 @@ class Driver:
         self.on_retrieval: Callable[[Retrieval], None] = lambda retrieval: None
         self.error: GossipxError | None = None
         self.committing = threading.Lock()
-        self.captures = Captures(arena, role.sync.policy.uses_drift)
         self.clock = clock = clock or SystemClock()
         self._note = note or LimitedLog(LOG_INTERVAL).warn
+        self.outliers = Outliers(arena, self._note)
+        self.captures = Captures(arena, role.sync.policy.uses_drift, self.outliers)
         self.outbox = Outbox(role.rank, clock, self.handle, self._note, self.fail)
         self.transfers = Transfers(arena, self.outbox, clock)
         self.tables = TableWork(role.rank, clock, self.outbox, self.handle, self._reply)
@@ -400,9 +403,10 @@ class Driver:
                     drifts = self.role.sync.policy.uses_drift
                     base = self.transfers.sent_to(transfer.sender, fragment.number) if own else None
                     transfer.distance = fragment.subtract(transfer.incoming.buffer, drifts, base)
+                distance = fragment.distance_of_model(transfer.distance)
+                self.outliers.judge(distance, transfer.sender)
                 self.captures.commit(transfer, share, ticket if own else None)
             staleness, of_centre = self.arena.step - transfer.their_step, isinstance(transfer.request, ElasticRequest)
-            distance = fragment.distance_of_model(transfer.distance)
             self.on_retrieval(Retrieval(transfer.seconds, staleness, distance, transfer.sender, of_centre))
         transfer.incoming.release()
         self._forget(ticket)

@@ -23,9 +23,10 @@ class EarlierTotals:
     expiry_warnings: int = 0
     suspicions: int = 0
     set_back: int = 0
+    outliers: int = 0
 
 
-FAULTS = ("poisoned", "corrupted", "strangers", "expiry_warnings", "suspicions", "set_back")
+FAULTS = ("poisoned", "corrupted", "strangers", "expiry_warnings", "suspicions", "set_back", "outliers")
 """The counters of faults, which :class:`~gossipx.metrics.summary.Summary` explains."""
 
 _SAVED = ("blocked", "waited", "overhead", "distance")

@@ -186,6 +186,7 @@ class Reporter:
             "expiry_warnings": self._comm.expiry_warnings,
             "suspicions": self._role.members.suspicions,
             "set_back": self._role.set_back,
+            "outliers": self._driver.outliers.count,
         }
 
     # --- to the parent process ------------------------------------------------------------------------

@@ -384,6 +384,7 @@ def test_compare_shows_the_faults_that_there_were(tmp_path: Path) -> None:
         "expiry_warnings",
         "suspicions",
         "set_back",
+        "outliers",
         "unwritten",
         "crashes",
     )

@@ -66,6 +66,7 @@ REPORT = {
     "crashes": None,
     "restarts": None,
     "lost_iterations": None,
+    "outliers": 0,
 }
 """The report of one peer."""
 

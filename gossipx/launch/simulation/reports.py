@@ -43,7 +43,8 @@ class _TrafficDriver:
         self.arena = peer  # has the number of iterations, as an arena
         self.clock = VirtualClock(lambda: peer.world.now, peer.later)
         self._peer = peer
-        self.tables = self
+        self.tables = self.outliers = self
+        self.count = 0  # of outliers: models have no values
         self.in_use = peer.has_tables
 
     @property
