@@ -263,7 +263,9 @@ class Listener:
     def _serve_relayed(self, link: Link, gateway: int, sender: int, number: int) -> None:
         """Serve peer ``sender``, which speaks on this connection with peer ``gateway`` from now on."""
         link.send(frames.encode(AcceptReply(), number, checks=link.checks), time.monotonic() + self._member.timeout)
-        hosts = [""] * self._member.me.size
+        hosts = [""] * len(self._member.addresses)
+        if sender >= len(hosts):
+            raise ProtocolError(f"it passes on a connection of rank {sender}, which no peer has")
         hosts[sender] = self._member.addresses[gateway].host  # whose certificate it is: the gateway vouches
         self._serve(link.stream, hosts)
         self._links.drop(link)
@@ -271,8 +273,8 @@ class Listener:
     def _relay(self, link: Link, they: Hello, to: int, number: int) -> None:
         """Connect a peer behind NAT to another one, and pass on what they send until one of them ends."""
         member = self._member
-        if not member.addresses[to].behind_nat:
-            raise ProtocolError(f"it asked for a connection to {member.names[to]}, which any peer can connect to")
+        if to >= len(member.addresses) or not member.addresses[to].behind_nat:
+            raise ProtocolError(f"it asked for a connection to rank {to}, which is not behind NAT")
         deadline = time.monotonic() + member.timeout
         try:
             other = self.kept.take(to, deadline)

@@ -18,17 +18,18 @@ import pytest
 from certificates import Authority
 from emulated import EmulatedNetwork, NetworkUnavailableError, lacking
 from emulated.runs import train
-from managers import LONG, SECRET, Host, Run, frame, introduced, read_frame, soon
+from managers import LONG, SECRET, SHORT, Host, Run, frame, introduced, read_frame, soon
 from ports import free_ports
 from seeds import some
 from transfers import python, result
 
+from gossipx.comm.reversed import Kept
 from gossipx.config.settings import ExchangeSettings
-from gossipx.errors import CancelledError, PeerUnreachableError, UsageError
+from gossipx.errors import CancelledError, PeerFaultError, PeerUnreachableError, UsageError
 from gossipx.launch.hosts import PeerLine
 from gossipx.protocol.messages import HereReply, LeaveRequest, ModelReply, PullRequest, Stage
 from gossipx.tools.visit import visit
-from gossipx.transports import Address
+from gossipx.transports import Address, Stream
 from gossipx.transports.pace import Pace
 from gossipx.wire.reversal import RelayedRequest, RelayRequest, ReverseRequest
 
@@ -102,6 +103,53 @@ def test_two_peers_behind_nat_meet_at_a_third(start: Start, guard: Callable[[int
     assert gateway.comm.trust.strangers == one.comm.trust.strangers == other.comm.trust.strangers == 0
     pulls(gateway, 1)
     pulls(one, 0)
+
+
+def test_connections_of_ranks_that_no_peer_has_are_refused_without_a_traceback(
+    start: Start, guard: Callable[[int], dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway, one, _ = network(start(3), {0}, guard)
+    pulls(one, 2)
+    link, _ = one.comm._client.connect(0, soon())
+    with pytest.raises(PeerFaultError):
+        link.request(RelayRequest(1000), 1, soon())
+    link = gateway.comm._listener.kept.take(2, soon())
+    link.request(RelayedRequest(1000), 1, soon())
+    with pytest.raises(PeerFaultError):
+        link.receive(soon())
+    pulls(one, 2)
+    assert not caplog.records
+
+
+def test_what_a_gateway_passed_on_cannot_be_replayed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two peers behind NAT prove the secret to each other, so not even the gateway can repeat what one of them said."""
+    sent: list[tuple[Stream, bytes]] = []
+
+    class Recorded:
+        def __init__(self, source: Stream, target: Stream):
+            self._source, self._target = source, target
+
+        def send(self, parts: list[memoryview], deadline: float) -> None:
+            sent.extend((self._source, bytes(part)) for part in parts)
+            self._target.send(parts, deadline)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._target, name)
+
+    pump = Kept._pump
+    monkeypatch.setattr(Kept, "_pump", lambda kept, source, target: pump(kept, source, Recorded(source, target)))
+    gateway, one, other = network(start(3), {0}, lambda rank: {"secret": SECRET})
+    assert one.ask(2, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
+    other.received.get(timeout=LONG)
+    said = b"".join(part for source, part in sent if source is sent[0][0])
+    link = gateway.comm._listener.kept.take(2, soon())
+    link.request(RelayedRequest(1), 1, soon())
+    link.stream.send([memoryview(said)], soon())
+    with pytest.raises(PeerFaultError):
+        while True:
+            link.stream.receive_into(memoryview(bytearray(4096)), soon(SHORT))
+    assert other.received.empty()
+    pulls(one, 2)
 
 
 def test_another_gateway_takes_over(start: Start) -> None:
