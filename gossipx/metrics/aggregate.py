@@ -25,6 +25,9 @@ WORST: dict[str, Callable[[Collection[float]], float] | None] = {
     "time/blocked_fraction": max,
 }
 """The tags that are aggregated, and for those where peers may be bad, which value is the worst."""
+AHEAD = 1e9
+"""Seconds by which these curves begin before those of any peer. TensorBoard has seven colours, which it assigns in the
+order in which runs begin: the curves of up to seven runs, which it overlays, then have different ones."""
 METRICS = ("mean/test/accuracy", "mean/test/loss", "mean/comm/bytes_received")
 """Tags that TensorBoard's HPARAMS page shows beside the hyperparameters."""
 Record = tuple[str, int, float]
@@ -129,7 +132,7 @@ class Aggregate:
         from gossipx.metrics import records
         from gossipx.metrics.event_file import EventFile
 
-        file = EventFile(self._directory, goes_on_from, self._clock)
+        file = EventFile(self._directory, goes_on_from, self._clock, AHEAD)
         for part in records.trial(self._hparams(), METRICS):
             file.add(part)
         return file

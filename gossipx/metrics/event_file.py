@@ -44,12 +44,19 @@ class EventFile:
         goes_on_from: iteration to resume from; readers hide later records of other files in the directory. None: a new
             run.
         clock: returns the time of a record, in seconds.
+        ahead: seconds by which the time of the first record is before the clock's. TensorBoard orders runs by it.
 
     Raises:
         OSError: the file cannot be created.
     """
 
-    def __init__(self, directory: Path, goes_on_from: int | None = None, clock: Callable[[], float] = time.time):
+    def __init__(
+        self,
+        directory: Path,
+        goes_on_from: int | None = None,
+        clock: Callable[[], float] = time.time,
+        ahead: float = 0.0,
+    ):
         self._path = directory / f"{PREFIX}{_stamp(directory):010d}.{socket.gethostname()}.{os.getpid()}"
         self._clock = clock
         self._size = 0  # bytes of the file; what is behind them is part of a record that could not be written
@@ -64,7 +71,7 @@ class EventFile:
         self._closed = False
         directory.mkdir(parents=True, exist_ok=True)
         step = None if goes_on_from is None else goes_on_from + 1
-        self._add(Event(step=step, file_version=VERSION))
+        self._add(Event(step=step, file_version=VERSION), clock() - ahead)
         if goes_on_from is not None:
             self._add(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
         self._write()

@@ -15,6 +15,8 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
+FIRST = ("policy", "seed")
+"""Hyperparameters by which runs are told apart. TensorBoard shows five, first those that are marked as different."""
 Page = Mapping[str, Mapping[str, Sequence[str]]]
 """Parts of the custom-scalars page: for each chart by title, patterns that the tags of its curves begin with."""
 
@@ -51,7 +53,10 @@ def trial(hparams: Mapping[str, str | float], metrics: Sequence[str]) -> list[An
         metrics: tags of the scalars that are shown beside them.
     """
     experiment = api_pb2.Experiment(
-        hparam_infos=[api_pb2.HParamInfo(name=name, type=_kind_of(value)) for name, value in hparams.items()],
+        hparam_infos=[
+            api_pb2.HParamInfo(name=name, type=_kind_of(value), differs=name in FIRST)
+            for name, value in hparams.items()
+        ],
         metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in metrics],
     )
     start = plugin_data_pb2.SessionStartInfo()

@@ -13,6 +13,7 @@ from gossipx.config.hyperparameters import hyperparameters
 from gossipx.launch.curves import RunCurves
 from gossipx.launch.progress import PeerStatus
 from gossipx.metrics.aggregate import DIRECTORY, METRICS, Aggregate, Record
+from gossipx.metrics.board import TensorBoardRecorder
 from gossipx.metrics.summary import Summary, per_peer
 
 Curve = list[tuple[int, float]]
@@ -158,3 +159,25 @@ def test_hyperparameters_are_written_once(tmp_path: Path) -> None:
     hparams = start.session_start_info.hparams
     assert (hparams["policy"].string_value, hparams["seed"].number_value, len(hparams)) == ("tau:10", 3, 2)
     assert [metric.name.tag for metric in experiment.experiment.metric_infos] == list(METRICS)
+    shown_first = [info.name for info in experiment.experiment.hparam_infos if info.differs]
+    assert shown_first == ["policy", "seed"], "TensorBoard shows five, these and the first of the alphabet"
+
+
+def test_the_curves_of_runs_come_before_those_of_peers_and_so_have_colours_of_their_own(tmp_path: Path) -> None:
+    """TensorBoard colours runs in the order of their first records, and has seven colours. Those of two runs were one
+    if each had six peers."""
+    began = {}
+    for number, name in enumerate(("one", "two")):
+        start = 1.7e9 + 10 * number
+        board = TensorBoardRecorder(tmp_path / name / "peer-00", clock=lambda start=start: start)
+        curves = Aggregate(tmp_path / name, lambda: {"policy": "tau:10"}, clock=lambda start=start: start + 5)
+        curves.add(0, accuracy((10, 0.5)))
+        curves.write(10)
+        board.close()
+        curves.close()
+        for part in ("peer-00", DIRECTORY):
+            events = EventAccumulator(str(tmp_path / name / part))
+            events.Reload()
+            began[name, part] = events.FirstEventTimestamp()
+    order = sorted(began, key=began.__getitem__)
+    assert order == [("one", DIRECTORY), ("two", DIRECTORY), ("one", "peer-00"), ("two", "peer-00")]
