@@ -41,6 +41,8 @@ TAGS = {
     "comm/staleness",
     "time/blocked_fraction",
     "time/train_seconds",
+    "retrieval/delta",
+    "retrieval/distance",
 }
 
 
