@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ports import free_ports
@@ -13,6 +14,7 @@ from resuming import check_stopped, resume, store
 from served_loops import batch, loss_of, net, sgd
 
 import gossipx
+from gossipx.integrations import ddp
 from gossipx.metrics import summary
 from gossipx.runtime.checkpoints import store_of
 from runs import TEN_LINES, Folder, folder
@@ -112,7 +114,7 @@ def test_a_script_that_exits_by_itself_is_counted(two: Folder) -> None:
     assert figures.iterations == 20 and figures.stopped == two.names and figures.lost == []
 
 
-def loop(kind: str, hosts: Path) -> tuple[Callable[[], object], gossipx.Peer]:
+def loop(kind: str, hosts: Path) -> tuple[Callable[[], object], Any]:
     """Join a run of one peer; return an iteration of its training."""
     model = net()
     settings = {"peers": hosts, "rank": 0, "logdir": str(hosts.parent), "peer_timeout": 20.0}
@@ -126,7 +128,11 @@ def loop(kind: str, hosts: Path) -> tuple[Callable[[], object], gossipx.Peer]:
         return lambda: solver.step(1), gossipx.attach(solver, **settings).peer
     optimizer = sgd(model)
     served = {"mode": "server", "servers": "0"} if kind == "servers" else {}
-    peer = gossipx.join(model, None if kind == "steps" else optimizer, **settings, **served)
+    peer: Any
+    if kind == "group":
+        peer = ddp.join(model, optimizer, **settings)
+    else:
+        peer = gossipx.join(model, None if kind == "steps" else optimizer, **settings, **served)
 
     def iteration() -> None:
         optimizer.zero_grad()
@@ -140,7 +146,7 @@ def loop(kind: str, hosts: Path) -> tuple[Callable[[], object], gossipx.Peer]:
 
 @pytest.mark.fault(53)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("kind", ["optimizer", "steps", "servers", "solver"])
+@pytest.mark.parametrize("kind", ["optimizer", "steps", "servers", "solver", "group"])
 def test_a_script_that_catches_every_error_is_ended_by_each_further_step(
     tmp_path: Path, kind: str, number: signal.Signals
 ) -> None:
@@ -160,7 +166,8 @@ def test_a_script_that_catches_every_error_is_ended_by_each_further_step(
     finally:
         peer.close()
     assert ends == [SystemExit if number == signal.SIGTERM else KeyboardInterrupt] * 6
-    assert store_of(tmp_path / "joined", 0).find() in (3, 4), "of the iteration in which it was asked to stop"
+    kept = (None,) if kind == "group" else (3, 4)  # a group's state is saved by its script
+    assert store_of(tmp_path / "joined", 0).find() in kept, "of the iteration in which it was asked to stop"
 
 
 WORKERS = """
