@@ -152,10 +152,13 @@ def test_a_centre_that_holds_nan_on_its_way_is_not_mixed() -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(5))
+@pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.fault(26)
-def test_a_bad_network_stops_nobody(seed: int) -> None:
+def test_a_bad_network_stops_nobody(seed: int, blocking: bool) -> None:
     network = Network(delay=0.3, loss=0.1, repeat=0.2)
-    made = toy.world(4, seed, network, {1: 0.7}, hub=settings(), policy="random:p=0.5", iterations=40)
+    made = toy.world(
+        4, seed, network, {1: 0.7}, hub=settings(), policy="random:p=0.5", iterations=40, blocking=blocking
+    )
     toy.ended(made, toy.bound(4, 40, waits=20))
     assert made.fired["lost"] and made.fired["repeated"]
     for peer in made.peers.values():
