@@ -223,7 +223,7 @@ def main(name: str, seconds: int) -> None:
     import atheris
 
     sys.path.insert(0, str(ROOT / "tests" / "unit"))
-    compiled = [f"gossipx.codecs.loops_{name}" for name in ("levels", "sparse", "ternary")]  # by numba
+    compiled = [f"gossipx.codecs.loops{name}" for name in ("", "_levels", "_sparse", "_ternary")]  # by numba
     with atheris.instrument_imports(include=["gossipx"], exclude=compiled):
         target = TARGETS[name]()
         examples = list(target.examples())

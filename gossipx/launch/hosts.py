@@ -79,9 +79,8 @@ def read_hosts(path: Path) -> list[PeerLine]:
     Raises:
         UsageError: names the file and the line.
     """
-    if not path.exists():
-        raise UsageError("hosts file not found: write one line per host, such as 'localhost slots=4'", path)
-    return parse_hosts(texts.read(path, "hosts file"), path)
+    missing = "hosts file not found: write one line per host, such as 'localhost slots=4'"
+    return parse_hosts(texts.read(path, "hosts file", missing=missing), path)
 
 
 def parse_hosts(text: str, path: Path | None) -> list[PeerLine]:
@@ -130,9 +129,6 @@ def _parse(content: str, path: Path | None, number: int, rank: int) -> list[Peer
             ipaddress.IPv6Address(host)
         except ValueError:
             raise UsageError(f"'{match['host']}' is not an IPv6 address", path, number) from None
-    if is_everywhere(host):
-        reason = f"'{host}' is every address of a machine: write the one at which others reach it, or localhost"
-        raise UsageError(f"{reason}; to listen on all addresses, give --bind 0.0.0.0", path, number)
     port = DEFAULT_PORT if match["port"] is None else _number(match["port"], "port", LEAST_PORT, 65535, path, number)
     given: dict[str, str] = {}
     behind_nat = NAT in rest
@@ -159,11 +155,6 @@ def _parse(content: str, path: Path | None, number: int, rank: int) -> list[Peer
     if found := fault(host, port, peers[0].name) or fault(host, port, peers[-1].name):
         raise UsageError(found, path, number)
     return peers
-
-
-def is_everywhere(host: str) -> bool:
-    """Return whether a host, as written, is the unspecified address, by which each machine means itself."""
-    return re.fullmatch(r"\*|::|(::ffff:)?[0.:]*0[0.:]*|0x0+", host.lower()) is not None
 
 
 def _dialect(content: str, first: str) -> str:

@@ -192,11 +192,10 @@ def read(path: Path) -> Summary:
     Raises:
         UsageError: the file is missing or is not a summary.
     """
-    file = path / FILE if path.is_dir() else path
-    if not file.exists():
-        raise UsageError("no summary here: name the directory of a finished run", file)
+    file = path / FILE if texts.found(path) == "folder" else path
+    text = texts.read(file, "summary", missing="no summary here: name the directory of a finished run")
     try:
-        data = json.loads(texts.read(file, "summary"))
+        data = json.loads(text)
     except MALFORMED as error:
         raise UsageError(f"not a summary: {error}", file) from error
     names = {field.name for field in dataclasses.fields(Summary)}

@@ -16,14 +16,22 @@ _NUMBER = re.compile(r"\d+|0x[0-9a-f]*", re.IGNORECASE)
 _SHOWN = 60
 
 
+def is_everywhere(host: str) -> bool:
+    """Return whether a host, as written, is the unspecified address, by which each machine means itself."""
+    return re.fullmatch(r"\*|::|(::ffff:)?[0.:]*0[0.:]*|0x0+", host.lower()) is not None
+
+
 def host_fault(host: str) -> str:
     """Return in one line why no peer can have this host, a name or an address without brackets; empty: one can."""
     shown = f"'{printable(host, _SHOWN)}{'…' * (len(host) > _SHOWN)}'"
+    if is_everywhere(host):
+        reason = f"{shown} is every address of a machine: write the one at which others reach it, or localhost"
+        return f"{reason}; to listen on all addresses, give --bind 0.0.0.0"
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
         return _name_fault(host, shown)
-    if address.is_unspecified or address.is_multicast or address == ipaddress.IPv4Address("255.255.255.255"):
+    if address.is_multicast or address == ipaddress.IPv4Address("255.255.255.255"):
         return f"{shown} is not the address of one machine: give the one at which others reach it"
     return ""
 

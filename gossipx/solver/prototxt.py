@@ -138,9 +138,7 @@ def read(path: Path) -> SolverParameter:
     Raises:
         UsageError: it cannot be read, or is invalid, with line and column.
     """
-    if not path.exists():
-        raise UsageError("no such solver file", path)
-    return parse(texts.read(path, "solver", MOST), path)
+    return parse(texts.read(path, "solver", MOST, "no such solver file"), path)
 
 
 def parse(text: str, path: Path | None = None) -> SolverParameter:

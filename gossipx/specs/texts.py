@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import Literal
 
 from gossipx.errors import UsageError
 
@@ -12,12 +13,21 @@ MOST = 2**22
 """Bytes of a file: a hosts file of 65,536 lines has half as many."""
 
 
-def read(path: Path, what: str, most: int = MOST) -> str:
+def found(path: Path) -> Literal["file", "folder", ""]:
+    """Return what is at a path, which may be anything; empty: nothing can be read there."""
+    try:
+        return "folder" if path.is_dir() else "file" if path.exists() else ""
+    except (OSError, ValueError):  # too long for a name, or with a zero byte
+        return ""
+
+
+def read(path: Path, what: str, most: int = MOST, missing: str = "") -> str:
     """Return the text of a file.
 
     Args:
         what: it is, for messages.
         most: bytes that it may have.
+        missing: what to say if there is none.
 
     Raises:
         UsageError: it cannot be read, is no regular file, is too large, or is not UTF-8.
@@ -28,8 +38,11 @@ def read(path: Path, what: str, most: int = MOST) -> str:
             regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
             content = file.read(most + 1) if regular else b""
         text = content.decode("utf-8-sig")  # Windows editors write a byte order mark
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+    except FileNotFoundError as error:
+        raise UsageError(missing or f"cannot read the {what}: {error.strerror}", path) from error
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a zero byte
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else reason
         raise UsageError(f"cannot read the {what}: {reason}", path) from error
     if not regular or len(content) > most:
         reason = f"more than {most >> 10} KiB" if regular else "not a regular file"

@@ -77,7 +77,7 @@ def _path_of(name: str) -> Path | None:
 
     if word in GENERATORS:
         return None
-    if Path(name).exists() and not Path(name).is_dir():
+    if texts.found(Path(name)) == "file":
         return Path(name)
     files = shipped()
     if name in files:

@@ -292,8 +292,8 @@ def test_one_host_may_ask_for_many_places_without_taking_those_of_others() -> No
 IMPOSSIBLE = {
     "long label": ("h" * 64, PORT, "x", "'hhhh.*…' is not a host name: its parts between dots need 1 to 63"),
     "empty": ("", PORT, "x", "'' is not a host name or an address"),
-    "unspecified": ("0.0.0.0", PORT, "x", "'0.0.0.0' is not the address of one machine"),
-    "short unspecified": ("0", PORT, "x", "'0' is not a whole IPv4 address"),
+    "unspecified": ("0.0.0.0", PORT, "x", "'0.0.0.0' is every address of a machine"),
+    "short address": ("10.1", PORT, "x", "'10.1' is not a whole IPv4 address"),
     "option": ("-oX=y z", PORT, "x", "'-oX=y z' is not a host name or an address"),
     "system port": ("host", 22, "x", "port 22 is not from 1024 to 65535"),
     "no name": ("host", PORT, "", "the name is not one printable word"),

@@ -52,6 +52,15 @@ def test_a_file_without_an_end_is_refused_at_once(tmp_path: Path, what: str, kin
     assert re.fullmatch(f"{file}: cannot read the {what}: {told}", str(caught.value))
 
 
+@pytest.mark.parametrize("what", READERS)
+@pytest.mark.parametrize("name", ["x" * 3000, "a/" * 3000, "zero\0byte"], ids=["name", "path", "zero"])
+def test_a_path_that_no_file_can_have_is_refused_in_one_line(what: str, name: str) -> None:
+    """A setting or an argument may be anything."""
+    with pytest.raises(UsageError) as caught:
+        READERS[what](Path(name))
+    assert "\n" not in str(caught.value)
+
+
 def test_a_hosts_file_of_more_peers_than_ranks_is_refused_at_once(tmp_path: Path) -> None:
     """Each line alone is valid, and 1,000 of them took all memory."""
     file = tmp_path / "hosts.txt"

@@ -22,7 +22,7 @@ from gossipx.launch.environment import (
     ENV_RANK,
     ENV_SIZE,
 )
-from gossipx.launch.hosts import is_everywhere
+from gossipx.protocol.places import is_everywhere
 
 DEFAULT_PORT = 29500
 """Default port of rank 0, the same as torchrun's."""

@@ -50,7 +50,7 @@ def load(name: str | Path) -> Trace:
         UsageError: an unknown name, or a file that cannot be read or is not a trace.
     """
     path = Path(name)
-    if not path.exists() or path.is_dir():
+    if texts.found(path) != "file":
         if path.suffix or path.name != str(name):
             raise UsageError("no such trace file", path)
         if str(name) not in _shipped():
