@@ -6,6 +6,7 @@ The options of ``run`` are generated from the declarations in :mod:`gossipx.conf
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import sys
@@ -40,6 +41,11 @@ def _one_line(ctx: click.Context) -> Iterator[None]:
             raise
         print(*map(printable, str(error).splitlines()), sep="\n", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:  # a path that was given, wherever it is looked at first
+            raise
+        print(f"{printable(str(error.filename), 100)}…: {error.strerror}", file=sys.stderr)
+        sys.exit(UsageError.exit_code)
     except click.UsageError as error:
         if isinstance(error, _HELP):
             raise

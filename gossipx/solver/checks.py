@@ -9,7 +9,7 @@ from gossipx.errors import UsageError
 from gossipx.solver.optimizers import TYPES
 from gossipx.solver.prototxt import SolverParameter
 from gossipx.solver.rates import NEEDS
-from gossipx.specs import known_word
+from gossipx.specs import known_word, texts
 
 LEAST: dict[str, float] = {
     "base_lr": 0,
@@ -65,7 +65,7 @@ def _mistakes(param: SolverParameter, tests: int, of: str) -> Iterator[tuple[str
     yield from _of_type(param)
     yield from _tests(param, tests, of)
     for name in param.weight_files:
-        if not Path(name).is_file():
+        if texts.found(Path(name)) != "file":
             yield "weights", f"there is no file '{name}'"
 
 

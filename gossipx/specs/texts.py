@@ -27,7 +27,7 @@ def read(path: Path, what: str, most: int = MOST, missing: str = "") -> str:
     Args:
         what: it is, for messages.
         most: bytes that it may have.
-        missing: what to say if there is none.
+        missing: what to say if it is not found.
 
     Raises:
         UsageError: it cannot be read, is no regular file, is too large, or is not UTF-8.

@@ -397,6 +397,27 @@ def test_compare_shows_the_faults_that_there_were(tmp_path: Path) -> None:
     assert not {"models refused", "strangers", "suspicions", "crashes"} & table.keys()
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "compare",
+        "run --peers",
+        "run --resume",
+        "runs",
+        "status",
+        "simulate",
+        "export",
+        "topology show",
+        "server set-sync",
+    ],
+)
+def test_a_name_that_no_file_can_have_is_told_in_one_line(command: str) -> None:
+    """It was a traceback of the first look at it."""
+    result = gossipx(*command.split(), "x" * 3000, *(["bsp"] if "set-sync" in command else []))
+    assert result.stderr.count("\n") == 1 and result.exit_code == 2, result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+
+
 @pytest.mark.fault(81)
 def test_what_controls_a_terminal_is_never_printed(tmp_path: Path) -> None:
     """A summary, settings and a file's name that somebody sent; an escape sequence may write to the clipboard."""

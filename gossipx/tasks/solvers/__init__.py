@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gossipx.errors import UsageError
-from gossipx.specs import suggest
+from gossipx.specs import suggest, texts
 
 HERE = Path(__file__).parent
 
@@ -31,7 +31,7 @@ def find(given: str) -> Path:
     """
     if given in names():
         return HERE / f"{given}.prototxt"
-    if not Path(given).is_file():
+    if texts.found(Path(given)) != "file":
         known = names()
         suggestion = suggest(given, dict.fromkeys(known))
         raise UsageError(f"solver file not found{suggestion}; the built-in ones are {', '.join(known)}", given)
