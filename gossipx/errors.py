@@ -17,6 +17,11 @@ def printable(text: str, most: int = 4_000) -> str:
     return "".join(c if c.isprintable() else "?" for c in text[:most])
 
 
+def how_to_install(extra: str) -> str:
+    """Return the command that installs the packages of an extra; with the first release it is gossipx[EXTRA]."""
+    return f"pip install '.[{extra}]' in your clone of gossipx"
+
+
 class GossipxError(Exception):
     """Base class of all exceptions of gossipx."""
 

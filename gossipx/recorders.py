@@ -18,7 +18,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar, Literal, TextIO, final
 
-from gossipx.errors import UsageError
+from gossipx.errors import UsageError, how_to_install
 from gossipx.metrics import TensorBoardRecorder
 from gossipx.metrics.recorder import NullRecorder, Recorder
 from gossipx.specs import plugins
@@ -370,4 +370,4 @@ def _imported(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UsageError(f"--recorder {module} needs {module}: pip install 'gossipx[{extra}]'") from error
+        raise UsageError(f"--recorder {module} needs {module}: {how_to_install(extra)}") from error

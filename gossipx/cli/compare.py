@@ -22,6 +22,8 @@ from gossipx.metrics.compare import Row
 from gossipx.metrics.compare import compare as compared
 
 Cell = Callable[[Row], str]
+NONE = "–"
+"""A figure that a run does not have."""
 
 
 @click.command("compare", short_help="Compare runs in a table or a plot.")
@@ -100,42 +102,40 @@ def _column(row: Row) -> str:
 
 def _lines(rows: Sequence[Row]) -> list[tuple[str, Cell]]:
     """Return heading and cells of each line; figures that no run has, such as those of servers, have no line."""
-    quality = [*_quality(rows, "loss")]
-    if not quality or any(row.accuracy is not None for row in rows):
-        quality = [*_quality(rows, "accuracy", always=True), *quality]
-    return [
+    lines: list[tuple[str, Cell]] = [
         ("policy", lambda row: row.policy),
         ("codec", lambda row: row.codec),
         _figure("retrievals per peer", "retrievals", "{:.1f}"),
         _figure("skipped per peer", "skipped", "{:.1f}"),
         _figure("failed per peer", "failed", "{:.1f}"),
         ("reduction", lambda row: _shown(row.reduction, "{:.1%}")),
-        *_if_any(rows, "delayed pulls (DPRs)", "delayed_pulls", "{:.0f}"),
+        _figure("delayed pulls (DPRs)", "delayed_pulls", "{:.0f}"),
         _figure("MB received per peer", "received_mb", "{:.1f}"),
-        *_if_any(rows, "MB per serving peer", "serving_mb", "{:.1f}"),
+        _figure("MB per serving peer", "serving_mb", "{:.1f}"),
         _figure("MB in the finish", "finish_mb", "{:.2f}"),
-        *quality,
-        *_if_any(rows, "bits per character, mean", "bits_per_character", "{:.4f}"),
+        *_quality(rows, "accuracy"),
+        *_quality(rows, "loss"),
+        _figure("bits per character, mean", "bits_per_character", "{:.4f}"),
         _figure("training, s", "train_seconds", "{:.1f}"),
         _figure("wall time, s", "wall_seconds", "{:.1f}"),
         _figure("time blocked", "blocked", "{:.2%}"),
-        ("one final model", lambda row: {None: "–", True: "yes", False: "no"}[row.agreed]),
+        ("one final model", lambda row: {None: NONE, True: "yes", False: "no"}[row.agreed]),
         ("lost peers", lambda row: str(row.lost)),
         ("stopped peers", lambda row: str(row.stopped)),
         *_faults(rows),
     ]
+    return [(heading, cell) for heading, cell in lines if any(cell(row) != NONE for row in rows)]
 
 
-def _quality(rows: Sequence[Row], name: str, always: bool = False) -> list[tuple[str, Cell]]:
-    """Return the lines of accuracy or loss, if a run has them or ``always``."""
+def _quality(rows: Sequence[Row], name: str) -> list[tuple[str, Cell]]:
+    """Return the lines of accuracy or loss."""
     headings = {
         name: f"{name}, mean",
         f"{name}_worst": f"{name}, worst peer",
         f"{name}_before_finish": f"{name} before finish",
         f"{name}_averaged": "averaged model" if name == "accuracy" else f"{name} of averaged model",
     }
-    shown = [name for name in headings if always or any(getattr(row, name) is not None for row in rows)]
-    lines = [_figure(headings[name], name, "{:.4f}") for name in shown]
+    lines = [_figure(heading, name, "{:.4f}") for name, heading in headings.items()]
     has_seeds = any(len(row.seeds) > 1 for row in rows)
     for one in (name, f"{name}_before_finish"):
         if has_seeds and any(one in row.paired for row in rows):
@@ -168,10 +168,6 @@ def _faults(rows: Sequence[Row]) -> list[tuple[str, Cell]]:
     ]
 
 
-def _if_any(rows: Sequence[Row], heading: str, name: str, form: str) -> list[tuple[str, Cell]]:
-    return [_figure(heading, name, form)] if any(getattr(row, name) is not None for row in rows) else []
-
-
 def _figure(heading: str, name: str, form: str) -> tuple[str, Cell]:
     """Return the line of a figure, with its interval where there are several seeds."""
 
@@ -186,7 +182,7 @@ def _paired(name: str, row: Row) -> str:
     """Return the difference from the first row over the same seeds."""
     difference = row.paired.get(name)
     if difference is None:
-        return "–"
+        return NONE
     interval = "" if difference.interval is None else f" ± {difference.interval:.4f}"
     return f"{difference.mean:+.4f}{interval}"
 
@@ -197,4 +193,4 @@ def _interpolated(name: str, row: Row) -> str:
 
 
 def _shown(value: float | None, form: str) -> str:
-    return "–" if value is None else form.format(value)
+    return NONE if value is None else form.format(value)

@@ -6,7 +6,7 @@ shows all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,8 +32,8 @@ class Option(click.Option):
         self.common = common
 
 
-def option(key: Key) -> Callable[[Any], Any]:
-    """Return the decorator that adds a setting's option to a command."""
+def option(key: Key, help: str | None = None) -> Callable[[Any], Any]:
+    """Return the decorator that adds a setting's option to a command; ``help`` replaces the setting's."""
     names = f"{key.option}/--no-{key.name.replace('_', '-')}" if key.kind is bool else key.option
     default = "" if key.default is None else f"  [default: {str(key.default).lower()}]"
     kind: Any = (
@@ -47,17 +47,17 @@ def option(key: Key) -> Callable[[Any], Any]:
         default=None,
         type=kind,
         metavar=key.metavar,
-        help=key.help + default,
+        help=key.help + default if help is None else help,
         shell_complete=completers.for_setting(key),
     )
 
 
-def options(*names: str) -> Callable[[Any], Any]:
-    """Return the decorator that adds the options of several settings to a command, in this order."""
+def options(*names: str, help: Mapping[str, str] | None = None) -> Callable[[Any], Any]:
+    """Return the decorator that adds the options of several settings to a command, in this order; ``help`` as above."""
 
     def decorate(command: Any) -> Any:
         for name in reversed(names):
-            command = option(KEYS[name])(command)
+            command = option(KEYS[name], (help or {}).get(name))(command)
         return command
 
     return decorate

@@ -31,7 +31,7 @@ def server() -> None:
 @click.option("--pulls", default="", help="When delayed pulls are answered: lazy or soft. Default: unchanged.")
 @logdir_option
 def set_sync(run: Path, sync: str, shard: int | None, apply: str, pulls: str, logdir: Path) -> None:
-    """Switch to the sync model SYNC; no push is lost and every delayed pull is answered.
+    """Switch to the sync model SYNC. No push is lost. Delayed pulls are looked at again by the new one.
 
     \b
     gossipx server set-sync runs/mine ssp:staleness=3

@@ -19,7 +19,14 @@ from gossipx.errors import UsageError
 @click.command("simulate", short_help="Run a scenario in virtual time.")
 @click.argument("scenario", required=False, metavar="SCENARIO", shell_complete=completers.paths("file"))
 @click.option("--list", "lists", is_flag=True, help="List the scenarios that gossipx has.")
-@options("name", "logdir", "overwrite", "seed", "iterations")
+@options(
+    *("name", "logdir", "overwrite", "seed", "iterations"),
+    help={
+        "name": "Name of the run and of its directory in --logdir. Default: the scenario's, and a number if taken.",
+        "seed": "Seed of all random numbers. Default: the scenario's, or 0.",
+        "iterations": "Iterations per peer. Default: the scenario's, or 3000.",
+    },
+)
 @debug
 def simulate(scenario: str | None, lists: bool, **settings: Any) -> None:
     """Run the peers of a SCENARIO in virtual time: a TOML file, or the name of one that gossipx has.

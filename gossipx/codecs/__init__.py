@@ -28,7 +28,7 @@ from gossipx.codecs.signs import EFSignSGD, OneBit, SignSGD
 from gossipx.codecs.sparse import DGC, RandomK, Threshold, TopK
 from gossipx.codecs.state import Plan, State
 from gossipx.codecs.ternary import Stochastic3, ThreeLC
-from gossipx.errors import UsageError
+from gossipx.errors import UsageError, how_to_install
 from gossipx.specs import plugins
 
 __all__ = [
@@ -94,7 +94,7 @@ def parse(spec: str | Codec) -> Codec:
     if not isinstance(codec, Codec):
         raise UsageError(f"codec '{spec}': its entry point returns a {type(codec).__name__}, not a codec")
     if codec.needs_numba and importlib.util.find_spec("numba") is None:  # it takes long to import
-        raise UsageError(f"codec '{spec}' needs numba: pip install 'gossipx[codecs]', or use one without, such as fp16")
+        raise UsageError(f"codec '{spec}' needs numba: {how_to_install('codecs')}, or use one without, such as fp16")
     if not after:
         return codec
     squeezed = after[0].strip()

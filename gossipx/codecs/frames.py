@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from gossipx.errors import ProtocolError, UsageError
+from gossipx.errors import ProtocolError, UsageError, how_to_install
 
 Array: TypeAlias = npt.NDArray[Any]
 Buffer: TypeAlias = "bytes | bytearray | memoryview | Array"
@@ -232,7 +232,7 @@ def zstandard() -> Any:
     try:
         import zstandard as package
     except ImportError as error:
-        raise UsageError("+zstd needs the package zstandard: pip install 'gossipx[zstd]', or use +zlib") from error
+        raise UsageError(f"+zstd needs the package zstandard: {how_to_install('zstd')}, or use +zlib") from error
     return package
 
 

@@ -31,7 +31,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from gossipx.errors import UsageError
+from gossipx.errors import UsageError, how_to_install
 
 try:
     import numba
@@ -40,7 +40,7 @@ try:
     from numba.core import cgutils
     from numba.extending import intrinsic, overload
 except ImportError as error:
-    raise UsageError(f"compiled codecs need numba ({error}): pip install 'gossipx[codecs]'") from error
+    raise UsageError(f"compiled codecs need numba ({error}): {how_to_install('codecs')}") from error
 
 Array: TypeAlias = npt.NDArray[Any]
 _Loop = TypeVar("_Loop", bound=Callable[..., Any])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gossipx.errors import UsageError
+from gossipx.errors import UsageError, how_to_install
 from gossipx.integrations.ddp import GroupPeer, Joining, PolicyLike, shard
 from gossipx.runtime.optimizers import OneOrMore
 from gossipx.runtime.scores import Evaluate
@@ -19,7 +19,7 @@ try:
     from accelerate import Accelerator, DistributedType
     from accelerate.optimizer import AcceleratedOptimizer
 except ImportError as error:
-    raise UsageError(f"Accelerate cannot be imported ({error}): pip install 'gossipx[accelerate]'") from error
+    raise UsageError(f"Accelerate cannot be imported ({error}): {how_to_install('accelerate')}") from error
 
 __all__ = ["join", "shard"]
 

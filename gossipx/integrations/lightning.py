@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from gossipx.errors import UsageError
+from gossipx.errors import UsageError, how_to_install
 from gossipx.integrations.callback import PeerCallback
 from gossipx.integrations.ddp import GroupPeer
 from gossipx.model.layout import can_be_mixed
@@ -19,7 +19,7 @@ except ImportError:
     try:
         from pytorch_lightning.callbacks import BaseFinetuning, Callback, ModelCheckpoint, OnExceptionCheckpoint
     except ImportError as error:
-        raise UsageError(f"Lightning cannot be imported ({error}): pip install 'gossipx[lightning]'") from error
+        raise UsageError(f"Lightning cannot be imported ({error}): {how_to_install('lightning')}") from error
 
 KNOWN = {"SingleDeviceStrategy", "DDPStrategy"}
 """Strategies under which each process holds the whole model."""

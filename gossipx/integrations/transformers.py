@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from gossipx.errors import UsageError
+from gossipx.errors import UsageError, how_to_install
 from gossipx.integrations.accelerate import check_whole
 from gossipx.integrations.callback import PeerCallback
 
 try:
     from transformers import TrainerCallback
 except ImportError as error:
-    raise UsageError(f"transformers cannot be imported ({error}): pip install 'gossipx[transformers]'") from error
+    raise UsageError(f"transformers cannot be imported ({error}): {how_to_install('transformers')}") from error
 
 STATE_KEY = "gossipx"
 """Key of gossipx's state within the Trainer's state."""

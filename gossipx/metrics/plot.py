@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gossipx.errors import GossipxError, UsageError
+from gossipx.errors import GossipxError, UsageError, how_to_install
 from gossipx.metrics.curves import EMPTY, FIGURES, Band, Curves
 
 SUFFIXES = (".png", ".svg")
@@ -87,7 +87,7 @@ def check_library(option: str) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise UsageError(f"{option} needs matplotlib: pip install 'gossipx[plots]'") from error
+        raise UsageError(f"{option} needs matplotlib: {how_to_install('plots')}") from error
 
 
 def draw(runs: Sequence[Drawn], target: Path) -> None:

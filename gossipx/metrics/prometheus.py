@@ -9,7 +9,7 @@ import ipaddress
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from gossipx.errors import UsageError
+from gossipx.errors import UsageError, how_to_install
 
 COUNTERS = {
     "iterations": ("iteration", "Iterations done."),
@@ -63,7 +63,7 @@ def _library() -> Any:
     try:
         import prometheus_client.core
     except ImportError as error:
-        raise UsageError("--metrics-port needs prometheus-client: pip install 'gossipx[metrics]'") from error
+        raise UsageError(f"--metrics-port needs prometheus-client: {how_to_install('metrics')}") from error
     return prometheus_client
 
 

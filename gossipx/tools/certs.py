@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gossipx.errors import UsageError
+from gossipx.errors import UsageError, how_to_install
 from gossipx.launch.hosts import PeerLine, read_hosts
 
 if TYPE_CHECKING:
@@ -42,9 +42,7 @@ def new(directory: Path, hosts: Path) -> list[str]:
     try:
         import cryptography  # noqa: F401
     except ImportError as error:
-        raise UsageError(
-            "creating certificates needs a package that is not installed: pip install cryptography"
-        ) from error
+        raise UsageError(f"creating certificates needs cryptography: {how_to_install('certs')}") from error
     lines = read_hosts(hosts)
     first: dict[str, PeerLine] = {}
     for peer in lines:

@@ -19,7 +19,7 @@ from importlib.machinery import PathFinder
 find = PathFinder.find_spec
 PathFinder.find_spec = lambda name, *rest: None if name.partition(".")[0] in {MISSING} else find(name, *rest)
 """
-WANTED = "codec 'int8' needs numba: pip install 'gossipx[codecs]', or use one without, such as fp16"
+WANTED = "codec 'int8' needs numba: pip install '.[codecs]' in your clone of gossipx, or use one without, such as fp16"
 SCRIPT = """
 from importlib.util import find_spec
 
@@ -74,10 +74,10 @@ def test_compiled_codecs_are_refused_and_the_others_work(two: Folder, tmp_path: 
     needs = {name for name, kind in BUILT_IN.items() if getattr(kind, "needs_numba", False)}
     assert set(refused) == {*needs, "compress"} and {"3lc", "int8", "topk"} <= needs
     assert refused.pop("int8") == WANTED
-    assert all("pip install 'gossipx[codecs]'" in line and "\n" not in line for line in refused.values())
+    assert all("pip install '.[codecs]'" in line and "\n" not in line for line in refused.values())
 
 
 def test_a_run_with_a_compiled_codec_is_refused_in_one_line(two: Folder, tmp_path: Path) -> None:
     ended = two.start("-m", "gossipx", "run", "--peers", two.hosts, "--codec", "3lc", fresh=True).end()
     assert ended.code == 2 and ended.errors.count("\n") == 1, ended.shown
-    assert "codec '3lc' needs numba: pip install 'gossipx[codecs]'" in ended.errors
+    assert "codec '3lc' needs numba: pip install '.[codecs]'" in ended.errors

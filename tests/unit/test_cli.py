@@ -445,10 +445,14 @@ def test_compare_into_a_pipe_cuts_nothing(tmp_path: Path) -> None:
     assert "…" not in result.stdout
 
 
-def test_compare_shows_a_dash_for_missing_figures(tmp_path: Path) -> None:
-    result = gossipx("compare", *write(tmp_path, summary("own", 0.0, test_accuracy=[None, None])))
-    table = cells(result.stdout)
-    assert table["reduction"] == ["–"] and table["accuracy, mean"] == ["–"] and table["retrievals per peer"] == ["0.0"]
+def test_compare_shows_a_dash_for_a_figure_that_only_some_runs_have(tmp_path: Path) -> None:
+    """And no line for one that none has, such as the accuracy of a script that does not evaluate."""
+    own = summary("own", 0.0, test_accuracy=[None, None], consensus_accuracy=None)
+    table = cells(gossipx("compare", *write(tmp_path, own)).stdout)
+    assert not {"reduction", "accuracy, mean", "averaged model"} & table.keys()
+    assert table["retrievals per peer"] == ["0.0"]
+    both = cells(gossipx("compare", str(tmp_path / "own"), *write(tmp_path, summary("tau", 10.0))).stdout)
+    assert both["accuracy, mean"] == ["–", "0.7500"]
 
 
 def test_compare_shows_servers_and_serving_peers_only_where_there_are_some(tmp_path: Path) -> None:

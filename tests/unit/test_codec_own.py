@@ -100,7 +100,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(UsageError, match=r"pip install 'gossipx\[zstd\]', or use \+zlib"):
+    with pytest.raises(UsageError, match=r"pip install '\.\[zstd\]' in your clone of gossipx, or use \+zlib"):
         codecs.parse("int8+zstd")
     with pytest.raises(UsageError, match="zstandard"):
         frames.zstandard()

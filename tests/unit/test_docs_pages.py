@@ -100,8 +100,23 @@ def options(command: click.Command) -> Iterator[str]:
 OTHERS = {"--all", "--full", "--json", "--keep", "--logdir", "--only", "--rate", "--scenario", "--seeds"}
 OTHERS |= {"--period", "--steps", "--systems", "--lowest", "--python", "--quick"}
 OTHERS |= {"--build-arg", "--strict", "--rm"}  # those of twine and docker
-OTHERS |= {"--nproc-per-node", "--standalone", "--no-python", "--max-restarts"}  # torchrun's
-OTHERS |= {"--ntasks", "--kill-on-bad-exit", "--from-literal", "--mca"}  # srun's, kubectl's, mpirun's
+OTHERS |= {"--nproc-per-node", "--standalone", "--no-python", "--max-restarts", "--rdzv-backend"}  # torchrun's
+OTHERS |= {"--ntasks", "--kill-on-bad-exit", "--from-literal", "--mca", "--env"}  # srun's, kubectl's, mpirun's, flux's
+
+
+def test_the_page_of_the_command_line_has_every_command() -> None:
+    page = (DOCS / "command-line.md").read_text(encoding="utf-8")
+    assert isinstance(main, click.Group)
+    assert {name for name in main.commands if f"| `gossipx {name}` |" not in page} == set()
+
+
+@pytest.mark.parametrize("name", ["simulate", "doctor", "status", "compare"])
+def test_a_command_that_shares_settings_names_its_own_options_only(name: str) -> None:
+    """The iterations of gossipx simulate told of --solver and --seconds, which a scenario's command does not have."""
+    assert isinstance(main, click.Group)
+    command = main.commands[name]
+    texts = [one.help or "" for one in command.params if isinstance(one, click.Option)]
+    assert set(re.findall(r"--[a-z][\w-]+", " ".join(texts))) <= {*options(command)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

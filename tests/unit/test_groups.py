@@ -146,7 +146,7 @@ def test_a_missing_package_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatc
         if name in module:
             monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules, f"gossipx.integrations.{name}", raising=False)
-    with pytest.raises(UsageError, match=rf"{wanted} cannot be imported.*pip install 'gossipx\[{name}\]'"):
+    with pytest.raises(UsageError, match=rf"{wanted} cannot be imported.*pip install '\.\[{name}\]'"):
         importlib.import_module(f"gossipx.integrations.{name}")
 
 

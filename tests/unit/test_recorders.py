@@ -281,7 +281,7 @@ def test_a_service_that_is_not_installed_names_its_extra(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)  # as if it were not, where it is
-    with pytest.raises(UsageError, match=rf"^--recorder {name} needs {name}: pip install 'gossipx\[{name}\]'$"):
+    with pytest.raises(UsageError, match=rf"^--recorder {name} needs {name}: pip install '\.\[{name}\]' in your clone"):
         recorders.open_all(name, None, of(tmp_path))
 
 

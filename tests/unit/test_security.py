@@ -361,5 +361,5 @@ def test_without_the_package_the_message_names_it(
     assert ended.value.code == 2
     assert (
         capsys.readouterr().err
-        == "creating certificates needs a package that is not installed: pip install cryptography\n"
+        == "creating certificates needs cryptography: pip install '.[certs]' in your clone of gossipx\n"
     )
