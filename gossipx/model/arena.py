@@ -57,6 +57,8 @@ class ParameterArena:
         exchanged: the part of the model that exchanges move, as one fragment, number 0.
         fragments: the fragments that are exchanged in turn; only :attr:`exchanged` if the model is exchanged as one.
         slots: the tensors and their places in the layout.
+        constant_nans: by section, which values of mixed buffers were NaN in the model that this one began with; None:
+            no one was.
         places: keeps the tensors in the flat buffers while the script changes the module.
         pool: memory for models of this module.
         lock: the pool's lock, which guards reference counts; held while a boundary is written, and while a whole model
@@ -107,7 +109,7 @@ class ParameterArena:
         if self._samples is None:
             self.pool.now = Snapshot(self.pool)
             self.pool.now.fill(*self.pool.boundary_memory(), 0)
-        self.set_boundary(0)
+        self.start_from(0)
 
     def _in_fragments(self, count: int) -> list[Fragment]:
         if count > (most := units_of(self.sections)):
@@ -349,6 +351,8 @@ class ParameterArena:
         The outer optimizer starts anew.
         """
         self.set_boundary(step)
+        nans = [section.values[section.trainable : section.mixed].isnan() for section in self.sections]
+        self.constant_nans = [self.streams.to_host(nan) if bool(nan.any()) else None for nan in nans]
         for fragment in self.fragments:
             if fragment.outer is not None:
                 fragment.outer.start(is_initial=not step)

@@ -61,6 +61,11 @@ def squared_norm(vector: Tensor) -> float:
     return total
 
 
+def same(one: Tensor, other: Tensor) -> Tensor:
+    """Return which values of two vectors are equal, where NaN equals NaN."""
+    return (one == other) | ((one != one) & (other != other))
+
+
 def advance(x: Tensor, before: Tensor, after: Tensor) -> float:
     """Set ``after ← x``; return ‖x − before‖₂² (Adaptive Communication, Eq. 6, squared).
 

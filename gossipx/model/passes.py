@@ -134,7 +134,7 @@ def merge(section: Section, received: Tensor, captured: Tensor, a: float, b: flo
         x.mul_(b).add_(h * a)
     x, h = received[cut : section.mixed], captured[cut : section.mixed]
     as_is = (x == h) | ~h.isfinite()
-    others = kernels.squared_norm((x - h).masked_fill(x == h, 0))
+    others = kernels.squared_norm((x - h).masked_fill(kernels.same(x, h), 0))
     x.copy_(torch.where(as_is, h, b * x + a * h))
     return trained, others
 

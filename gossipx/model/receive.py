@@ -133,14 +133,15 @@ class Incoming:
     def norm(self) -> float:
         """Return ‖x_j − base‖₂ over the trained values, or ‖x_j‖₂ without a base; NaN if any value is not finite.
 
-        Call it once all bytes have arrived. A buffer may hold −∞ on both sides, as attention masks do.
+        Call it once all bytes have arrived. A buffer may hold −∞ or NaN on both sides, as attention masks and values
+        that nobody has set do.
         """
         self._release_base()
         if not self.compares:
             rows = zip(self.fragment.sections, self.buffer.vectors, strict=True)
             self._squared = sum(kernels.squared_norm(vector[: section.trainable]) for section, vector in rows)
         others = sum(
-            kernels.squared_norm(theirs.masked_fill(theirs == ours, 0))
+            kernels.squared_norm(theirs.masked_fill(kernels.same(theirs, ours), 0))
             for theirs, ours in self.fragment.buffers_of(self.buffer)
         )
         if not math.isfinite(self._squared + others):

@@ -16,7 +16,7 @@ from torch import nn
 from gossipx.comm import CommManager
 from gossipx.errors import DIFFERENT_MODELS, GossipxError, NotEnoughPeersError, UsageError
 from gossipx.metrics.prometheus import Exporter
-from gossipx.model.digest import digest
+from gossipx.model.digest import digest, flaw
 from gossipx.protocol.events import FiguresReady, FinalModel, JoinRun, LeaveRun, TrainingEnded
 from gossipx.protocol.messages import Stage
 from gossipx.runtime import exit_hooks, models
@@ -176,14 +176,14 @@ class Lifecycle:
         unsaved = self._save() or self._checkpoints.flush()
         self._driver.handle(FiguresReady(reporter.report(before, after, self._unwritten(unsaved))))
         self.wait()
-        sound = not self._role.trains or digest(self._arena) != ""
+        unfit = flaw(self._arena) if self._role.trains else ""
         reporter.report_result(after if averaged else {})
         self._comm.linger(lambda: self.asked_to_leave)
         self.close()
         if unsaved is not None:
             raise unsaved
-        if not sound:
-            raise GossipxError("this peer ended with NaN or Inf in its model: lower the learning rate")
+        if unfit:
+            raise GossipxError(f"this peer ended with {unfit}")
         if not self._options.under_run and self._role.claims_agreement and not self._role.agreement.agreed:
             log.warning("peers hold different models: exit code %d", DIFFERENT_MODELS)
             exit_hooks.exit_with(DIFFERENT_MODELS)

@@ -93,6 +93,19 @@ with peer:
     assert max(differences(run.model(0), run.model(2)).values()) <= 1e-6
 
 
+@pytest.mark.fault(76)
+@pytest.mark.parametrize("exchange", [("--blocking",), ("--exchange", "waves")])
+def test_a_constant_that_is_not_finite_is_exchanged_like_any_other(two: Folder, exchange: tuple[str, ...]) -> None:
+    limits = 'model.register_buffer("limits", torch.tensor([float("nan"), -torch.inf]))'
+    script = two.script(
+        TEN_LINES.replace("optimizer =", f"{limits}\noptimizer =")
+        + "\nwith peer:\n    train(peer, model, optimizer, 42)\n"
+    )
+    run = two.run("--policy", "tau:5", *exchange, "--peer-timeout", "20", script, two.path)
+    assert run.summary["agreed"] is True and run.summary["poisoned"] == [0, 0]
+    assert min(run.summary["retrievals"]) >= 1
+
+
 @pytest.mark.fault(22)
 def test_a_diverged_peer_logs_it_and_spoils_no_other(three: Folder) -> None:
     script = three.script(

@@ -13,6 +13,7 @@ from torch import nn
 from gossipx.errors import UsageError
 from gossipx.model.arena import ParameterArena
 from gossipx.model.buffers import HostBuffer, typed
+from gossipx.model.digest import digest, flaw
 from gossipx.model.receive import Incoming
 
 
@@ -217,6 +218,23 @@ def test_an_infinite_buffer_stays_and_spreads_no_nan():
     sent[arena.sections[0].trainable :][:3] = torch.tensor([math.inf, 5.0, 3.0])
     assert mix(arena, bytes(model), 0.5) == 0.0
     assert module.least.tolist() == [math.inf, math.inf, 2.0]
+
+
+@pytest.mark.fault(76)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_constant_that_is_not_finite_is_merged_and_is_no_flaw(value: float):
+    nets = Net(1), Net(2)
+    for net in nets:
+        net.norm.running_var[-1] = value
+    arenas = [ParameterArena(net) for net in nets]
+    assert [flaw(arena) for arena in arenas] == ["", ""] and all(map(digest, arenas))
+    merged(*arenas, 1, 1)
+    nets[0].norm.running_mean[0] = math.nan  # one that trained becomes NaN
+    assert flaw(arenas[0]) == "NaN in its buffer 'norm.running_mean', while all trained values are finite"
+    assert digest(arenas[0]) == ""
+    with torch.no_grad():
+        nets[0].head.weight[0, 0] = math.inf
+    assert flaw(arenas[0]) == "NaN or Inf in its model: lower the learning rate"
 
 
 # --- merging in waves ---------------------------------------------------------------------------------

@@ -192,6 +192,21 @@ def test_one_value_that_is_not_finite_is_reported(value: float) -> None:
         assert math.isnan(incoming.norm()), name
 
 
+@pytest.mark.fault(76)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_constant_that_is_not_finite_is_equal_to_itself(value: float) -> None:
+    nets = Net(0), Net(1)
+    for net in nets:
+        with torch.no_grad():
+            net.mean[-1] = value
+    own, other = map(ParameterArena, nets)
+    incoming = Incoming(own, own.snapshot())
+    receive(bytes_of(other), incoming)
+    assert math.isfinite(incoming.norm())
+    own.exchanged.commit(incoming.buffer, 0.5)
+    assert str(float(nets[0].mean[-1])) == str(value) and bool(nets[0].mean[:-1].isfinite().all())
+
+
 def test_a_whole_model_is_received_unchanged() -> None:
     arena, other = ParameterArena(Net(0)), ParameterArena(Net(1))
     incoming = Incoming(arena, None, whole=True)
