@@ -38,6 +38,7 @@ class Net(nn.Module):
         self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
         self.image = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mask", torch.rand(5) > 0.5)
         self.to(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -78,7 +79,7 @@ class Bench:
         role = PeerRole(0, 2, sync, graph, random.Random(1), 1, settings=settings, exchange_of=exchange_of)
         self.driver = Driver(role, self.arena)
         self.store = None if directory is None else Store(directory)
-        state = TrainingState(self.module, self.optimizers, self.driver, about)
+        state = TrainingState(self.optimizers, self.driver, about)
         self.checkpoints = Checkpoints(self.store, CheckpointInterval.parse(every), state, resumes)
 
     def begin(self) -> dict[str, Any]:

@@ -240,7 +240,7 @@ def _checkpoints(plan: _Plan, driver: Driver, options: PeerOptions) -> Checkpoin
     return Checkpoints(
         None if place.directory is None else store_of(place.directory, place.rank, run.keep_checkpoints),
         CheckpointInterval.parse(str(run.checkpoint_every)),
-        TrainingState(plan.module, plan.optimizers, driver, about, place.job),
+        TrainingState(plan.optimizers, driver, about, place.job),
         place.resumes,
         place.resumes_at,
         place.is_added,

@@ -215,7 +215,7 @@ class GroupPeer:
         if self._peer is None:
             self._signals.install()
             self._slots = list(layout.slots_of(self._module, run.sync.buffers == "mix"))
-            self._sections = [layout.lay_out(kind) for kind in layout.by_dtype(self._slots).values()]
+            self._sections = layout.sections_of(self._slots)
             self._places = Places(self._module, self._slots, self._sections)
         self._group.broadcast(section.storage for section in self._sections)
         self._optimizers.count(self.step)
@@ -244,7 +244,7 @@ class GroupPeer:
             **joining.settings,
         )
         peer.saved_by(joining.framework, joining.defers)
-        self._sections = peer.arena.sections
+        self._sections = peer.arena.whole
         if state is not None and own is not None:
             with torch.no_grad():
                 for tensor, value in zip(_tensors(self._module), own, strict=True):

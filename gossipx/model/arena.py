@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,7 +31,7 @@ from gossipx.errors import UsageError
 from gossipx.model import kernels, layout, master_weights, passes
 from gossipx.model.buffers import HostBuffer
 from gossipx.model.fragments import Fragment, ranges_of, units_of
-from gossipx.model.layout import Kind, Section, has_masters, lay_out, lengths, slots_of
+from gossipx.model.layout import Kind, has_masters, lengths, slots_of
 from gossipx.model.outer_state import OuterRule, OuterState
 from gossipx.model.places import Places
 from gossipx.model.pool import Pool
@@ -56,6 +57,8 @@ class ParameterArena:
         mixes: number of times that another model changed the weights.
         exchanged: the part of the model that exchanges move, as one fragment, number 0.
         fragments: the fragments that are exchanged in turn; only :attr:`exchanged` if the model is exchanged as one.
+        sections: the sections of which exchanges move a part.
+        whole: all sections; those first.
         slots: the tensors and their places in the layout.
         constant_nans: by section, which values of mixed buffers were NaN in the model that this one began with; None:
             no one was.
@@ -85,18 +88,19 @@ class ParameterArena:
         self.digest = hashlib.sha256("\n".join(self.manifest).encode()).hexdigest()
         self.step = 0
         self.mixes = 0
-        self.sections: list[Section] = [lay_out(kind) for kind in kinds.values()]
+        self.whole = layout.sections_of(slots)
+        self.sections = [section for section in self.whole if section.mixed]
         self.slots = slots
-        self.places = Places(module, slots, self.sections)
+        self.places = Places(module, slots, self.whole)
         self.streams = streams or streams_of(slots[0].tensor.device)
-        self.pool = Pool(self.sections, self.streams)
+        self.pool = Pool(self.sections, self.streams, whole=self.whole)
         self.lock = self.pool.lock
         whole = [slice(0, section.mixed) for section in self.sections]
         self.exchanged = Fragment(self, 0, whole, self.sections, self.pool)
         self.fragments = [self.exchanged] if fragments == 1 else self._in_fragments(fragments)
         self._samples: list[kernels.Sampled] | None = None
         if sampled is not None:
-            rows = zip(self.sections, kinds.values(), strict=True)
+            rows = ((section, kinds[section.storage.dtype]) for section in self.sections)
             self._samples = [passes.sampler(section, kind, sampled) for section, kind in rows]
         # Other peers get the model of the last step boundary, because the training thread changes weights and buffers
         # at any other time. For an exact delta each boundary is copied anyway, and that copy is shared. With a sampled
@@ -135,7 +139,7 @@ class ParameterArena:
 
     def nbytes(self, whole: bool = False) -> int:
         """Return the bytes of a model on the wire: the part that retrievals exchange, or the whole model."""
-        return sum(length * dtype.itemsize for dtype, length in lengths(self.sections, whole))
+        return sum(length * dtype.itemsize for dtype, length in lengths(self.whole if whole else self.sections, whole))
 
     # --- step boundaries --------------------------------------------------------------------------
 
@@ -308,8 +312,9 @@ class ParameterArena:
         boundary = [s.values[: s.mixed] for s in self.sections] if self.pool.now is None else self.pool.now.vectors
 
         def copy() -> None:
-            for section, vector, exchanged in zip(self.sections, buffer.vectors, boundary, strict=True):
-                vector[: section.mixed].copy_(exchanged)
+            for section, vector, exchanged in itertools.zip_longest(self.whole, buffer.vectors, boundary):
+                if exchanged is not None:
+                    vector[: section.mixed].copy_(exchanged)
                 vector[section.mixed :].copy_(section.storage[section.mixed :])
 
         self.streams.on_side_stream(copy, self.streams.mark())
@@ -335,7 +340,9 @@ class ParameterArena:
         Returns:
             False if its trained values contain NaN or Inf; nothing was changed then.
         """
-        rows = list(zip(self.sections, received.vectors, strict=True))
+        rows = list(
+            zip(self.whole, received.vectors, strict=False)
+        )  # maybe only what exchanges move, which comes first
         if not all(math.isfinite(kernels.squared_norm(vector[: section.trainable])) for section, vector in rows):
             return False
         for section, vector in rows:

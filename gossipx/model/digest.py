@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from gossipx.model import kernels, layout
 from gossipx.model.arena import ParameterArena
-from gossipx.model.layout import Kind
+from gossipx.model.layout import Kind, has_average
 from gossipx.model.snapshots import Snapshot
 
 
@@ -32,6 +32,24 @@ def digest(arena: ParameterArena) -> str:
         return found.hexdigest()
     finally:
         snapshot.release()
+
+
+def unshared(arena: ParameterArena, module: nn.Module) -> dict[str, int]:
+    """Return a checksum of each tensor that no exchange moves and all peers had alike at the start, by name.
+
+    These are frozen parameters, and buffers that have no average. BatchNorm's counts of batches are left out: they are
+    of the batches of one peer. So are floating-point buffers that are local by choice.
+    """
+    own = layout.batch_counters(module)
+    return {
+        slot.name: xxhash.xxh32_intdigest(
+            slot.tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data
+        )
+        for slot in arena.slots
+        if (slot.kind is Kind.FROZEN or (slot.kind is Kind.LOCAL and not has_average(slot.tensor)))
+        and slot.name not in own
+        and slot.tensor.numel()
+    }
 
 
 def flaw(arena: ParameterArena) -> str:

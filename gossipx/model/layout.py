@@ -1,7 +1,8 @@
 """The layout of a module's tensors in flat buffers, and the checks of which tensors can be laid out.
 
 All tensors of one dtype form a section, laid out as ``[trainable | mixed buffers | frozen | local buffers]``. A
-retrieval exchanges the head of it, up to the mixed buffers; a joining peer receives all of it.
+retrieval exchanges the head of it, up to the mixed buffers; a joining peer receives all of it. Buffers of integers and
+truth values have no average, so they are local.
 """
 
 from __future__ import annotations
@@ -91,10 +92,14 @@ def slots_of(module: nn.Module, mix_buffers: bool) -> Iterator[Slot]:
         if reason:
             raise UsageError(f"parameter '{name}' cannot be joined: {reason}")
         found.append((name, parameter, Kind.TRAINABLE if parameter.requires_grad else Kind.FROZEN))
+    devices = {tensor.device for _, tensor, _ in found}
     for name, buffer in module.named_buffers():
-        if _refusal(buffer) is None and (buffer.is_floating_point() or buffer.is_complex()):
-            kind = Kind.MIXED if mix_buffers and can_be_mixed(buffer) else Kind.LOCAL
-            found.append((plain_name(name), buffer, kind))
+        if _refusal(buffer) is not None:
+            continue
+        is_counted = not (buffer.is_floating_point() or buffer.is_complex())
+        if is_counted and (buffer.device not in devices or buffer.nbytes != buffer.untyped_storage().nbytes()):
+            continue  # a counter in host memory, or a part of another tensor: it stays as it is
+        found.append((plain_name(name), buffer, Kind.MIXED if mix_buffers and has_average(buffer) else Kind.LOCAL))
     slots = list(_placed(sorted(found, key=lambda row: row[2])))
     _check_devices(slots)
     _check_storage(slots)
@@ -143,6 +148,11 @@ def _refusal(tensor: Tensor) -> str | None:
 def can_be_mixed(tensor: Tensor) -> bool:
     """Return whether values can be averaged; 8-bit floats are storage formats without addition."""
     return tensor.dtype.itemsize > 1
+
+
+def has_average(tensor: Tensor) -> bool:
+    """Return whether peers can exchange a buffer: integers and truth values have no average."""
+    return (tensor.is_floating_point() or tensor.is_complex()) and can_be_mixed(tensor)
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -207,6 +217,11 @@ def lay_out(slots: list[Slot]) -> Section:
             alias.copy_(slot.tensor)
             slot.tensor.data = alias
     return Section(storage, storage.float() if has_masters(slots) else storage, trainable, mixed)
+
+
+def sections_of(slots: Iterable[Slot]) -> list[Section]:
+    """Move tensors into new sections, in the same order in all processes; those that exchanges do not move are last."""
+    return sorted((lay_out(kind) for kind in by_dtype(slots).values()), key=lambda section: not section.mixed)
 
 
 def range_of(vector: Tensor, start: int, length: int) -> Tensor:
@@ -276,13 +291,13 @@ def norms(module: nn.Module) -> set[str]:
     return found
 
 
-def others(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that are not laid out because they are never exchanged, such as counters, by name."""
-    buffers = ((plain_name(name), buffer) for name, buffer in module.named_buffers())
+def batch_counters(module: nn.Module) -> set[str]:
+    """Return the names of the buffers in which BatchNorm counts its batches."""
+    layers = module.named_modules()
     return {
-        name: buffer
-        for name, buffer in buffers
-        if _refusal(buffer) is None and not (buffer.is_floating_point() or buffer.is_complex())
+        plain_name(f"{place}.num_batches_tracked".lstrip("."))
+        for place, layer in layers
+        if isinstance(layer, nn.modules.batchnorm._NormBase)
     }
 
 

@@ -138,7 +138,10 @@ class Places:
     def _check_buffer(self, name: str, buffer: Tensor) -> None:
         index = self._buffers[name]
         if reason := self._places[index].refusal(buffer):  # such as a table that grows with the longest input
-            self._tell("changed", f"buffer '{name}' {reason} after gossipx.join: peers no longer exchange its values")
+            if self._slots[index].kind is Kind.MIXED:
+                self._tell(
+                    "changed", f"buffer '{name}' {reason} after gossipx.join: peers no longer exchange its values"
+                )
             return
         self._slots[index] = replace(self._slots[index], tensor=buffer)
         self._take_back(name, buffer, index)

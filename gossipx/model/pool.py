@@ -42,6 +42,7 @@ class Pool:
         fragment: number of the fragment; 0: the whole model.
         lock: guards reference counts; None: a new one.
         free: unused buffers, shared with other fragments of the same size; None: a list of its own.
+        whole: all sections of the module, for whole models; none for a fragment.
 
     Attributes:
         lock: guards reference counts.
@@ -57,10 +58,12 @@ class Pool:
         fragment: int = 0,
         lock: threading.RLock | None = None,
         free: list[HostBuffer] | None = None,
+        whole: Sequence[Section] = (),
     ):
         self.lock = lock or threading.RLock()
         self.copying = threading.Lock()
-        self.has_more = lengths(sections, whole=True) != lengths(sections, whole=False)
+        self._whole = lengths(whole, whole=True)
+        self.has_more = bool(whole) and self._whole != lengths(sections, whole=False)
         self.now: Snapshot | None = None
         self._sections = sections
         self._streams = streams
@@ -78,7 +81,7 @@ class Pool:
     def buffer(self, whole: bool = False) -> HostBuffer:
         """Return a free or new buffer for a model; the caller gives it back with :meth:`free`."""
         if whole and self.has_more:
-            return HostBuffer(lengths(self._sections, whole=True), whole=True)  # needed once per run: not reused
+            return HostBuffer(self._whole, whole=True)  # needed once per run: not reused
         with self.lock:
             if self._free:
                 free = self._free.pop()

@@ -60,7 +60,7 @@ class Incoming:
         self._buffer: HostBuffer | None = None
         self._squared = 0.0
         self._uploading = False
-        self._segments = _segments(self.fragment.sections, whole, self.compares)
+        self._segments = _segments(arena.whole if whole else self.fragment.sections, whole, self.compares)
         self._starts = [segment.start for segment in self._segments]
         self._staging: memoryview | None = None
 

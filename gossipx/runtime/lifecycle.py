@@ -178,6 +178,9 @@ class Lifecycle:
         self.wait()
         unfit = flaw(self._arena) if self._role.trains else ""
         reporter.report_result(after if averaged else {})
+        if differing := reporter.differing():
+            named = ", ".join(f"'{name}'" for name in differing[:3]) + (", ..." if len(differing) > 3 else "")
+            log.warning("%d tensors that have no average differ between the peers: %s", len(differing), named)
         self._comm.linger(lambda: self.asked_to_leave)
         self.close()
         if unsaved is not None:

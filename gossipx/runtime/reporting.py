@@ -10,6 +10,7 @@ from torch import nn
 from gossipx.comm import CommManager
 from gossipx.metrics.aggregate import WORST, Record
 from gossipx.metrics.recorder import Recorder
+from gossipx.model.digest import unshared
 from gossipx.peer.server_role import Total
 from gossipx.protocol.messages import Stage
 from gossipx.runtime import models
@@ -298,9 +299,21 @@ class Reporter:
             "finish_rounds_lost": self._role.waves.lost_at_end,
             # None: nothing is claimed; empty: it takes no part in the comparison, so its model is another
             "digest": self._role.agreement.digest if self._role.claims_agreement else None,
+            "unshared": list(unshared(self._arena, self._module).values()) if self._role.trains else None,
             "consensus_distance": figures.distance,
             "unwritten": unwritten + self._recorder.unwritten(),
         }
+
+    def differing(self) -> list[str]:
+        """Return the tensors that exchanges do not move and that differ between peers, for the lowest present rank."""
+        members = self._role.members
+        reports = {rank: other.report for rank, other in members.others.items() if other.report}
+        own = self._role.report.get("unshared")
+        if not own or any(rank < self._role.rank for rank in reports):
+            return []
+        names = unshared(self._arena, self._module)
+        told = [theirs for report in reports.values() if (theirs := report.get("unshared")) is not None]
+        return [name for name, *values in zip(names, own, *told, strict=False) if len(set(values)) > 1]
 
     def _averaged_scores(self, missing: Sequence[int], own: Mapping[str, float]) -> Mapping[str, float]:
         """Return the scores of the average of all final models.

@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gossipx.checkpoint import Checkpoint, Part, pack, unpack
-from gossipx.checkpoint.plain import copy_of
 from gossipx.errors import UsageError
 from gossipx.hub import Centre, Elastic
 from gossipx.model import layout
@@ -63,7 +62,6 @@ class TrainingState:
     """The training state of one peer, as checkpoints save it.
 
     Args:
-        module: the model; its parameters are in the driver's arena.
         optimizers: the joined optimizers; the script saves others itself.
         driver: carries out the exchanges of this peer; holds the arena and the peer's role.
         about: values of the settings that must be the same in the run that writes a checkpoint and in the run that
@@ -75,10 +73,7 @@ class TrainingState:
         script_parts: the parts that the script adds, by name.
     """
 
-    def __init__(
-        self, module: nn.Module, optimizers: Optimizers, driver: Driver, about: Mapping[str, Any], job: str = ""
-    ):
-        self._module = module
+    def __init__(self, optimizers: Optimizers, driver: Driver, about: Mapping[str, Any], job: str = ""):
         self.optimizers = optimizers
         self._driver = driver
         self._about = dict(about)
@@ -140,12 +135,11 @@ class TrainingState:
                     after.callback(held.release)
                     # "held" is the iteration of the held model.
                     parts[HUB] = pack({**centre.state_dict(), "held": held.step, "vectors": held.buffer.vectors}, HUB)
-            others = {name: copy_of(tensor) for name, tensor in layout.others(self._module).items()}
             undo.pop_all()
 
         def model() -> Part:
-            tensors = layout.named(arena.slots, arena.sections, snapshot.buffer.vectors)
-            return Part({**tensors, **others}, {"manifest": list(arena.manifest)})
+            tensors = layout.named(arena.slots, arena.whole, snapshot.buffer.vectors)
+            return Part(tensors, {"manifest": list(arena.manifest)})
 
         return CapturedState(self.iteration, parts, model, snapshot.release)
 
@@ -227,7 +221,7 @@ class TrainingState:
         arena, part = self._driver.arena, checkpoint.parts[MODEL]
         _compare(part.state["manifest"], arena, checkpoint)
         buffer = arena.pool.buffer(whole=True)
-        for name, tensor in layout.named(arena.slots, arena.sections, buffer.vectors).items():
+        for name, tensor in layout.named(arena.slots, arena.whole, buffer.vectors).items():
             tensor.copy_(part.tensors[name])
         if not arena.adopt(buffer, iteration):
             raise UsageError(
@@ -235,9 +229,6 @@ class TrainingState:
                 checkpoint.path,
             )
         arena.pool.free(buffer)
-        for name, tensor in layout.others(self._module).items():
-            if name in part.tensors:
-                tensor.copy_(part.tensors[name])
 
 
 def _compare(theirs: list[str], arena: ParameterArena, checkpoint: Checkpoint) -> None:

@@ -40,8 +40,9 @@ def step(arena: ParameterArena, amount: float = 0.5) -> float:
 
 def model_of(arena: ParameterArena, whole: bool = False) -> bytes:
     """Return the model as it is now, at a boundary or within a step."""
-    ends = [len(s.storage) if whole else s.mixed for s in arena.sections]
-    return b"".join(s.values[:end].numpy().tobytes() for s, end in zip(arena.sections, ends, strict=True))
+    sections = arena.whole if whole else arena.sections
+    ends = [len(s.storage) if whole else s.mixed for s in sections]
+    return b"".join(s.values[:end].numpy().tobytes() for s, end in zip(sections, ends, strict=True))
 
 
 @pytest.mark.parametrize("whole", [False, True])
