@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
 from gossipx.integrations.ddp import GroupPeer, Joining, PolicyLike
 from gossipx.runtime.scores import Evaluate
@@ -50,7 +50,7 @@ class PeerCallback:
         directory.mkdir(parents=True, exist_ok=True)
         return directory
 
-    def shard(self, dataset: Dataset[Any]) -> Subset[Any]:
+    def shard(self, dataset: Dataset[Any]) -> Dataset[Any]:
         """Return this peer's part of a data set by the run's ``partition``. Call it before training begins."""
         return self._joining.shard(dataset)
 

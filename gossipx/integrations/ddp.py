@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
 from gossipx.config.files import absolute_values
 from gossipx.config.settings import RunConfig, RunSettings
@@ -35,7 +35,7 @@ from gossipx.model.places import Places
 from gossipx.policies import Observation, Policy
 from gossipx.runtime import models, schedule_free
 from gossipx.runtime.optimizers import OneOrMore, Optimizers
-from gossipx.runtime.options import labels_of
+from gossipx.runtime.parts import part_of
 from gossipx.runtime.peer import Peer, check_own
 from gossipx.runtime.scores import Evaluate
 from gossipx.runtime.stop_signals import StopSignals
@@ -84,7 +84,7 @@ def shard(
     rank: int | None = None,
     config_file: str | Path | None = None,
     **settings: Any,
-) -> Subset[Any]:
+) -> Dataset[Any]:
     """Return this peer's part of a data set, before joining; the same in all processes of a group.
 
     Args:
@@ -151,7 +151,7 @@ class Joining:
             )
         return own
 
-    def shard(self, dataset: Dataset[Any]) -> Subset[Any]:
+    def shard(self, dataset: Dataset[Any]) -> Dataset[Any]:
         """Return this peer's part of a data set, as :meth:`gossipx.Peer.shard` does, but before joining.
 
         All processes of a group get the same part; a sampler divides it among them.
@@ -162,8 +162,8 @@ class Joining:
         run = self.run
         rank, size = rank_and_size(run, self.peers, self.rank)
         by = partition.parse(run.task.partition)
-        parts = by.split(labels_of(dataset, by.by_label), size, run.run.seed)
-        return Subset(dataset, [int(index) for index in parts[rank]])
+        split = functools.partial(by.split, parts=size, seed=run.run.seed)
+        return part_of(dataset, split, by.by_label, rank, lambda: size)
 
     def join(self, model: nn.Module, optimizer: OneOrMore, state: Mapping[str, Any] | None = None) -> GroupPeer:
         """Join the run.

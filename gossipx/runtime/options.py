@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset
-
-from gossipx.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -44,24 +41,3 @@ class PeerOptions:
     under_run: bool = False
     codec: str = "none"
     metrics: tuple[str, int] | None = None
-
-    def part(self, dataset: Dataset[Any], rank: int) -> list[int]:
-        """Return the indices of a peer's samples.
-
-        Raises:
-            UsageError: the split needs labels, and the data set has none.
-        """
-        return [int(index) for index in self.split(labels_of(dataset, self.by_label))[rank]]
-
-
-def labels_of(dataset: Dataset[Any], by_label: bool) -> np.ndarray[Any, Any]:
-    """Return the label of each sample; zeros if there are no labels and ``by_label`` is false.
-
-    Raises:
-        UsageError: there are no labels, and ``by_label`` is true.
-    """
-    labels = getattr(dataset, "targets", getattr(dataset, "labels", None))
-    if labels is None and by_label:
-        raise UsageError("--partition dirichlet divides by label, and the data set has no targets or labels")
-    length = len(dataset)  # type: ignore[arg-type]
-    return np.zeros(length, dtype=np.int64) if labels is None else np.asarray(labels)

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
 from gossipx.comm import CommManager
 from gossipx.errors import UsageError
@@ -25,6 +25,7 @@ from gossipx.runtime.driver import Driver
 from gossipx.runtime.lifecycle import Lifecycle
 from gossipx.runtime.optimizers import OneOrMore, Optimizers, untraced
 from gossipx.runtime.options import PeerOptions
+from gossipx.runtime.parts import part_of
 from gossipx.runtime.reporting import Reporter
 from gossipx.runtime.schedule_free import ScheduleFree
 from gossipx.runtime.scores import as_float
@@ -294,18 +295,21 @@ class Peer:
         """
         self._checkpoints.register(name, state_dict, load_state_dict)
 
-    def shard(self, dataset: Dataset[Any]) -> Subset[Any]:
+    def shard(self, dataset: Dataset[Any]) -> Dataset[Any]:
         """Return this peer's part of a data set; the parts of all peers are disjoint and cover it.
 
-        The run's ``partition`` setting says how it is divided.
+        The run's ``partition`` setting says how a data set with a length is divided. Of a stream, a torch
+        ``IterableDataset``, a peer gets every ``size``-th item from item ``rank`` on, as a stream.
 
         Args:
-            dataset: has a length; for a Dirichlet partition also ``targets`` or ``labels``, one integer per sample.
+            dataset: for a Dirichlet partition it has ``targets`` or ``labels``, one integer per sample. A stream yields
+                the same items in the same order in all peers.
 
         Raises:
             UsageError: the partition needs labels, and the data set has none.
         """
-        return Subset(dataset, self._options.part(dataset, self.rank))
+        options = self._options
+        return part_of(dataset, options.split, options.by_label, self.rank, lambda: self.size)
 
     def _close_steps(self) -> None:
         if not self._lifecycle.has_left_in_order:  # else each further step ends the script
