@@ -42,6 +42,40 @@ def test_a_callback_with_wrong_settings_is_refused_when_it_is_made(settings: dic
         PeerCallback(**settings)
 
 
+@pytest.mark.parametrize(("items", "recorded"), [(None, [2.5, 4.5]), (8, [5.0, 9.0])])
+def test_the_trainers_loss_is_recorded_whatever_logging_steps_says(items: int | None, recorded: list[float]) -> None:
+    """The Trainer tells callbacks every 500 steps. Of accumulated batches it is their mean, or with num_items_in_batch,
+    by which the Trainer has each divided by the items of all, their sum."""
+    pytest.importorskip("transformers")
+    from gossipx.integrations.transformers import GossipCallback
+
+    class Model(nn.Module):
+        def forward(self, loss: float, **kwargs: Any) -> dict[str, torch.Tensor]:
+            return {"loss": torch.tensor(loss)}
+
+    logged: list[float] = []
+    peer = SimpleNamespace(iteration=0, asked=False, leave_at_exit=lambda: None, finish=lambda: None)
+    peer.log = lambda tag, value: logged.append(float(value))
+    callback, model = GossipCallback(), Model()
+    callback._joining = SimpleNamespace(  # type: ignore[assignment]
+        own=lambda directory: directory,
+        join=lambda *arguments: peer,
+        run=SimpleNamespace(run=SimpleNamespace(log_interval=2)),
+    )
+    args = SimpleNamespace(output_dir="out", distributed_state=SimpleNamespace(distributed_type=None))
+    state = SimpleNamespace(stateful_callbacks={}, is_world_process_zero=False)
+    callback.on_train_begin(args, state, None, model=model, optimizer=object())
+    for step in range(1, 5):
+        for micro in (1, 2):
+            model(float(step + micro - 1), **({} if items is None else {"num_items_in_batch": items}))
+        model.eval()(99.0)
+        model.train()
+        peer.iteration = step
+        callback.on_step_end(args, state, None)
+    callback.on_log(args, state, None, logs={"loss": 7.0})
+    assert logged == recorded
+
+
 @given(
     st.builds(
         GroupStatus, COUNT, COUNT, st.integers(0, 2**62), st.booleans(), st.none() | st.integers(0, 255), st.text()
