@@ -129,7 +129,7 @@ def main() -> None:
     """Decentralized peer-to-peer gossip training for PyTorch.
 
     \b
-    gossipx run --peers hosts.txt --policy adaptive
+    gossipx run --peers hosts.txt train.py
     gossipx compare runs/tau runs/adaptive
     """
 
@@ -199,20 +199,20 @@ def run(
     \b
     # the built-in task, four peers on this machine
     echo 'localhost slots=4' > hosts.txt
-    gossipx run --peers hosts.txt --policy adaptive
+    gossipx run --peers hosts.txt
     # your own script, with its arguments
     gossipx run --peers hosts.txt --policy tau:10 train.py --epochs 3
     # several machines: the same command on each, or --ssh on one of them
     gossipx run --peers hosts.txt --bind 0.0.0.0 --secret-file secret train.py
     # five runs, which gossipx compare shows as one with 95 % intervals
-    gossipx run --peers hosts.txt --policy adaptive --seeds 0-4
+    gossipx run --peers hosts.txt --seeds 0-4
     # resume a run from its checkpoints
     gossipx run --resume tau
     # peers, topology and expected traffic; starts nothing
-    gossipx run --peers hosts.txt --policy adaptive --dry-run --link 100mbit
+    gossipx run --peers hosts.txt --dry-run --link 100mbit
     # started by torchrun or SLURM: each process is one peer
-    torchrun --nproc-per-node 4 --no-python gossipx run --policy adaptive
-    srun gossipx run --policy adaptive
+    torchrun --nproc-per-node 4 --no-python gossipx run
+    srun gossipx run
     """
     from gossipx.launch.local import launch
     from gossipx.launch.remote import Command

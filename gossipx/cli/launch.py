@@ -25,7 +25,7 @@ def launch() -> None:
     Arguments after -- are passed to 'gossipx run'.
 
     \b
-    gossipx launch slurm --nodes 4 -- --policy adaptive train.py > job.sh
+    gossipx launch slurm --nodes 4 -- train.py > job.sh
     """
 
 
@@ -52,7 +52,7 @@ def slurm(time: str | None, partition: str | None, **options: Any) -> None:
     """Print a script for sbatch.
 
     \b
-    gossipx launch slurm --nodes 4 --peers-per-node 2 --time 2:00:00 -- --policy adaptive train.py > job.sh
+    gossipx launch slurm --nodes 4 --peers-per-node 2 --time 2:00:00 -- train.py > job.sh
     sbatch job.sh
     """
     from gossipx.tools import jobs
@@ -73,7 +73,7 @@ def kubernetes(image: str, claim: str | None, **options: Any) -> None:
     """Print a manifest for kubectl apply: an Indexed Job, and the Service by which its pods find each other.
 
     \b
-    gossipx launch kubernetes --peers 4 --image example.org/train:1 -- --policy adaptive train.py > job.yaml
+    gossipx launch kubernetes --peers 4 --image example.org/train:1 -- train.py > job.yaml
     kubectl apply -f job.yaml
     """
     from gossipx.tools import jobs
