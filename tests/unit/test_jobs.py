@@ -104,6 +104,8 @@ def test_a_claim_holds_the_run() -> None:
     (mount,) = container["volumeMounts"]
     assert volume == {"name": mount["name"], "persistentVolumeClaim": {"claimName": "results"}}
     assert container["command"][2:4] == ["--logdir", mount["mountPath"]]
+    printed = launch("kubernetes", "--peers", "2", "--image", "x", "--claim", "results").stdout
+    assert "# To continue the run when the job has ended, delete the job and apply it with --resume RUN.\n" in printed
 
 
 def test_a_claim_is_mounted_where_the_run_is_written() -> None:

@@ -93,6 +93,16 @@ def test_a_missing_rank_is_named(world: World) -> None:
         assert error.exit_code == 1
 
 
+@pytest.mark.fault(74)
+def test_a_machine_that_was_started_again_alone_is_told_that(world: World) -> None:
+    """torchrun with a static rendezvous does so; processes of the attempt before have no use for what these publish."""
+    told = (
+        r"ranks 0, 1, 2 of 3 did not reach .*: this is attempt 2, for which the launcher has to start all again; check"
+    )
+    with pytest.raises(GossipxError, match=told), Rendezvous(replace(world, attempt=2), 0.2) as meeting:
+        meeting.gather("peer")
+
+
 def test_an_unreachable_rank_0_is_reported_with_address_variable_and_option(world: World) -> None:
     with pytest.raises(GossipxError) as caught, Rendezvous(replace(world, rank=1), 0.5):
         pass

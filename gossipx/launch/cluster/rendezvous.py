@@ -196,8 +196,10 @@ class Rendezvous:
             return False
 
         if not self._until(are_present):
+            attempt = self.world.attempt
+            again = f"this is attempt {attempt}, for which the launcher has to start all again; " if attempt else ""
             raise GossipxError(
-                f"{missing()} did not reach {self._place} within {self._timeout:g} s: check their output, or"
+                f"{missing()} did not reach {self._place} within {self._timeout:g} s: {again}check their output, or"
                 " increase --rendezvous-timeout"
             )
         return [_json(self._read(name)) for name in keys]
