@@ -144,7 +144,10 @@ class TrafficPeer(BasePeer):
     Attributes:
         on_retrieval: called with each model mixed during training.
         captured: iterations of captured models, by ticket.
+        slots: tensors of its model, as an arena's: it has none.
     """
+
+    slots = ()
 
     def __init__(
         self, role: PeerRole, iterations: int, compute: Callable[[], float], sizes: Sizes, delta: Callable[[int], float]

@@ -93,7 +93,7 @@ def test_a_number_of_threads_in_the_environment_stands(
 def test_a_script_sets_its_own_number_of_iterations(run: Run, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     body = """
         own = {**report(rank), "iterations": 7 - rank}
-        tell(result={"report": own, "reports": {}, "consensus_accuracy": None, "consensus_loss": None})
+        tell(result={"report": own, "reports": {}, "doubted": [], "consensus_accuracy": None, "consensus_loss": None})
     """
     told = "decides how long it trains: --iterations 5 has no effect"
     assert run(body, iterations=5) == 0
