@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from modes import MODES, nothing_left
-from toy import TIMEOUT, bound, ended, make, models, spread, world
+from property_tests import examples
+from toy import SIZE, TIMEOUT, bound, ended, make, models, spread, world
 
 from gossipx.peer.newcomers import MAX_RESERVED
 from gossipx.protocol.effects import AddPeer, Note, ReportEntry, Stop
@@ -334,3 +337,32 @@ def test_lists_of_newcomers_that_meet_stay_short_enough_to_send() -> None:
         role.handle(Received(1, "key", told), made.now)
     assert len(role.newcomers.listed) == MAX_JOINED
     assert ask(made, 0).refusal == f"{MAX_JOINED} peers have joined already"
+
+
+@pytest.mark.fault(51, 79)
+@examples(60, few=8)
+@given(
+    how=st.sampled_from(["crash", "pause", "restart", "leave"]),
+    after=st.floats(0, 45),
+    begins=st.floats(5, 29),
+    exchange=st.sampled_from(EXCHANGES),
+    slow=st.booleans(),
+    seed=st.integers(0, 100),
+)
+def test_a_newcomer_struck_while_it_joins_trains_or_ends(how, after, begins, exchange, slow, seed):
+    """Those who began the run end with one model and say so; a newcomer that sleeps claims no more than is true."""
+    network = Network(bandwidth=4 * SIZE, delay=0.01) if slow else None
+    made = world(3, seed, network, iterations=30, **exchange)
+    joins(made, 3, "late", begins, iterations=30, **exchange)
+    assume(made.run(begins + 2, until=lambda: 3 in made.peers) or 3 in made.peers)
+    at = made.now + after
+    if how == "pause":
+        made.pause(3, at, at + 30 * TIMEOUT)
+    elif how == "restart":
+        made.restart(3, at, unless=lambda: made.peers[3].down_since is not None)
+    else:
+        getattr(made, how)(3, at)
+    assert made.run(at + 100 * TIMEOUT)
+    agreed(made, [0, 1, 2])
+    if made.lines(3, "ends") and made.peers[3].role.agreement.agreed:
+        agreed(made, [0, 1, 2, 3])
