@@ -36,10 +36,14 @@ class Optimizers:
         stepped: those that have stepped since the last iteration.
 
     Raises:
-        UsageError: one of them is not an optimizer, or trains none of the model's parameters.
+        UsageError: the module is none, or one of them is not an optimizer or trains none of the model's parameters.
     """
 
     def __init__(self, module: nn.Module, given: OneOrMore | None):
+        if not isinstance(module, nn.Module):
+            raise UsageError(
+                f"join takes the model first, then the optimizer: {type(module).__name__} is not a torch module"
+            )
         self._names = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
         self.all = self._checked(given)
         self.stepped: set[torch.optim.Optimizer] = set()

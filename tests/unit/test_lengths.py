@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FILE, FUNCTION = 450, 60
-"""Maximum number of lines. The lines of a function are counted from its ``def``."""
+FILE, FUNCTION = 700, 60
+"""Maximum number of lines, of a function from its ``def``. A file cut only for a number is worse than a long one."""
 
 
 def sources() -> Iterator[Path]:

@@ -29,7 +29,7 @@ def test_memory_without_memfd_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_machine_without_a_boot_id_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peers share memory only if both name the same machine, and an empty name is none."""
 
-    def refuse(self: Path) -> str:
+    def refuse(self: Path, encoding: str) -> str:
         raise FileNotFoundError(self)
 
     monkeypatch.setattr(Path, "read_text", refuse)

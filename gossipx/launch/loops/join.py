@@ -72,19 +72,16 @@ def join(
 ) -> Peer:
     """Make this process a peer: from now on, each step of ``optimizer`` is an iteration of the run.
 
-    A model may have several optimizers: ``join(model, [adamw, muon])``. An iteration then ends when each of them has
-    stepped at least once.
-
     The model's parameters move into one flat buffer (the Parameter objects stay the same) and take the run's initial
     values. Returns when the other peers are connected or ``peer_timeout`` has passed. A peer that only serves the
     others (``hub_only``, ``servers_only``) serves here until their training is over, and exits.
 
-    Under ``gossipx run`` rank, peers and all settings are the run's, and override the arguments. Only objects and
-    functions, which no command line can name, are used.
+    Under ``gossipx run`` rank, peers and all settings are the run's. Of the arguments, objects and functions are used.
 
     Args:
         model: any module whose parameters are dense, on one device.
-        optimizer: the optimizer, or several; None: the loop calls :meth:`Peer.step` after each update.
+        optimizer: one, or several, ``[adamw, muon]``: an iteration then ends when each has stepped at least once;
+            None: the loop calls :meth:`Peer.step` after each update.
         peers: the hosts file. None under torchrun, srun or mpirun, whose processes exchange their addresses.
         policy: a spec such as ``adaptive:threshold=0.02``, a policy, or a function of an observation.
         rank: line of the hosts file of this process, from 0; required if several lines are this machine and the
@@ -103,10 +100,6 @@ def join(
         GossipxError: no peer sent an initial model, the port is in use, or the processes did not find each other.
     """
     channel = progress()
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"join takes the model first, then the optimizer: {type(model).__name__} is not a torch module"
-        )
     optimizers = Optimizers(model, optimizer)
     under_run = ENV_CONFIG in os.environ
     # Before the peer is built, which changes a model that may belong to another peer.
