@@ -259,7 +259,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Woke:
-    """No event was handled for longer than ``peer_timeout``: the process or its machine may have slept."""
+    """The process or its machine stood still for longer than ``peer_timeout``."""
 
 
 @dataclass(frozen=True)

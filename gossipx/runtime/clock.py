@@ -30,6 +30,9 @@ class NamedTimers(Protocol):
     def set(self, name: str, at: float) -> None:
         """Set the timer ``name`` to expire at ``at``; replace its earlier setting."""
 
+    def gap(self) -> float:
+        """Return the longest time since the last call for which the process or its machine stood still, in seconds."""
+
     def close(self) -> None:
         """Let no timer expire any more."""
 
@@ -39,9 +42,6 @@ class Clock(Protocol):
 
     def now(self) -> float:
         """Return the time in seconds; it never goes back."""
-
-    def passed(self) -> float:
-        """Return the seconds that have passed since some time, also while the machine was suspended."""
 
     def worker(self, name: str, failed: Callable[[Exception], None] | None = None) -> Worker:
         """Return a worker; ``failed`` is called with the error of a job."""
@@ -56,10 +56,6 @@ class SystemClock:
     def now(self) -> float:
         """Return the machine's monotonic time in seconds."""
         return time.monotonic()
-
-    def passed(self) -> float:
-        """Return a time that continues while the machine is suspended; ``time.monotonic()`` stops meanwhile."""
-        return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
     def worker(self, name: str, failed: Callable[[Exception], None] | None = None) -> SerialWorker:
         """Return a thread that runs jobs."""

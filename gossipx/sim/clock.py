@@ -44,17 +44,25 @@ class VirtualTimers:
     Args:
         later: schedules an action of the peer.
         fire: called with the name of the timer that expires.
+        paused: returns the length of all pauses of the peer so far.
     """
 
-    def __init__(self, later: Later, fire: Callable[[str], None]):
+    def __init__(self, later: Later, fire: Callable[[str], None], paused: Callable[[], float]):
         self._later = later
         self._fire = fire
+        self._paused = paused
+        self._paused_before = paused()
         self._at: dict[str, float] = {}
 
     def set(self, name: str, at: float) -> None:
         """Set the timer ``name`` to expire at ``at``; replace its earlier setting."""
         self._at[name] = at
         self._later(at, lambda: self._expire(name, at))
+
+    def gap(self) -> float:
+        """Return the length of the pauses since the last call."""
+        before, self._paused_before = self._paused_before, self._paused()
+        return self._paused_before - before
 
     def close(self) -> None:
         """Let no timer expire any more."""
@@ -72,11 +80,13 @@ class VirtualClock:
     Args:
         now: returns the virtual time in seconds.
         later: schedules an action of the peer.
+        paused: returns the length of all pauses of the peer so far.
     """
 
-    def __init__(self, now: Callable[[], float], later: Later):
-        self.now = self.passed = now
+    def __init__(self, now: Callable[[], float], later: Later, paused: Callable[[], float] = float):
+        self.now = now
         self._later = later
+        self._paused = paused
 
     def worker(self, name: str, failed: Callable[[Exception], None] | None = None) -> VirtualWorker:
         """Return a worker whose jobs are actions of the peer."""
@@ -84,4 +94,4 @@ class VirtualClock:
 
     def timers(self, fire: Callable[[str], None], name: str) -> VirtualTimers:
         """Return timers whose expiries are actions of the peer."""
-        return VirtualTimers(self._later, fire)
+        return VirtualTimers(self._later, fire, self._paused)

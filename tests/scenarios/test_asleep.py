@@ -90,6 +90,15 @@ def test_a_peer_that_wakes_in_time_ends_with_the_others_model(stage: str, exchan
     assert equal(made, [0, 1, 2]) and claiming(made) == [0, 1, 2]
 
 
+@pytest.mark.fault(79)
+def test_steps_longer_than_peer_timeout_are_no_sleep():
+    """One of two crashes; the other, in which nothing happens for longer than peer_timeout, is no sleeper."""
+    made = world(2, compute=3 * TIMEOUT, policy="tau:3", iterations=6)
+    made.crash(1, 7 * TIMEOUT)
+    assert made.run(100 * TIMEOUT) and made.fired["crash"] == 1
+    assert claiming(made) == [0] and not made.lines(0, "peer 1 was not seen to end")
+
+
 NAPS = st.tuples(st.integers(0, 5), st.floats(-1, 8, allow_nan=False), st.sampled_from([0.5, 1.5, 50.0]), st.booleans())
 
 
