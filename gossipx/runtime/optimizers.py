@@ -133,8 +133,7 @@ class Optimizers:
 
     def _checked(self, given: OneOrMore | None) -> tuple[torch.optim.Optimizer, ...]:
         several = isinstance(given, Iterable)
-        listed = given if isinstance(given, Iterable) else () if given is None else (given,)
-        found = dict.fromkeys(listed)  # one that is given twice counts once
+        found = list(given) if isinstance(given, Iterable) else [] if given is None else [given]
         for one in found:
             _check(one)
             if not any(id(parameter) in self._names for parameter in parameters_of(one)):
@@ -142,7 +141,7 @@ class Optimizers:
                 raise UsageError(
                     f"{whose} trains none of the model's parameters: join the model for which it was created"
                 )
-        return tuple(found)
+        return tuple(dict.fromkeys(found))  # one that is given twice counts once
 
 
 def _check(one: object) -> None:

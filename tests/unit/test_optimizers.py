@@ -124,6 +124,9 @@ def test_what_cannot_be_joined() -> None:
         Optimizers(net, others)
     with pytest.raises(UsageError, match=r"^Adam trains none of the model's parameters"):
         Optimizers(net, [own, others])
+    for given in ([[own], []], [{"optimizer": own}]):  # as Lightning's configure_optimizers returns them
+        with pytest.raises(UsageError, match=r"^(list|dict) is not a torch optimizer"):
+            Optimizers(net, given)  # type: ignore[arg-type]
     told = "is a learning rate scheduler: give the optimizer that it schedules in its place"
     for kind, arguments in (
         (torch.optim.lr_scheduler.ReduceLROnPlateau, ()),
