@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset, Subset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
 from gossipx.errors import UsageError
 
@@ -55,7 +57,8 @@ def labels_of(dataset: Dataset[Any], by_label: bool) -> np.ndarray[Any, Any]:
 class StreamPart(IterableDataset[Any]):
     """Every ``size``-th item of a stream, from item ``rank`` on.
 
-    The workers of a DataLoader each read the whole stream and take these items in turn.
+    The workers of a DataLoader each read the whole stream and take these items in turn. A stream that divides itself
+    among workers sees none, since each of them would else take a part of a part, and the other items would never come.
 
     Args:
         stream: yields the same items in the same order in all peers.
@@ -72,11 +75,31 @@ class StreamPart(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        for index, item in enumerate(self._stream):
+        with _no_workers():
+            items = enumerate(self._stream)
+        while True:
+            with _no_workers():
+                index, item = next(items, (-1, None))
+            if index < 0:
+                return
             turn, owner = divmod(index, self._size())
             if owner == self._rank and turn % workers == worker:
                 yield item
 
+    def __len__(self) -> int:
+        """Return the number of items if the stream tells its own; a TypeError, as without this method, if not."""
+        return len(range(self._rank, len(self._stream), self._size()))  # type: ignore[arg-type]
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a worker process, which has no peer to ask."""
         return {**vars(self), "_size": functools.partial(int, self._size())}
+
+
+@contextlib.contextmanager
+def _no_workers() -> Iterator[None]:
+    """Let ``get_worker_info`` return None meanwhile, as outside of a DataLoader's worker."""
+    info, torch_worker._worker_info = torch_worker._worker_info, None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = info

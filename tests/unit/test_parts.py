@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from gossipx.errors import UsageError
 from gossipx.runtime.parts import StreamPart, part_of
@@ -22,6 +22,17 @@ class Stream(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         yield from range(ITEMS)
+
+
+class Divided(Stream):
+    """A stream that divides itself among the workers, as the documentation of torch shows it, and knows its length."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        yield from range(ITEMS) if info is None else range(info.id, ITEMS, info.num_workers)
+
+    def __len__(self) -> int:
+        return ITEMS
 
 
 def nothing(labels: Any) -> Any:
@@ -39,9 +50,10 @@ def test_a_peer_gets_every_sizeth_item_from_its_rank_on(size: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_the_workers_of_a_data_loader_divide_the_part(workers: int) -> None:
+@pytest.mark.parametrize("kind", [Stream, Divided])
+def test_the_workers_of_a_data_loader_divide_the_part(kind: type[Stream], workers: int) -> None:
     """Each item comes once, from one worker of one peer."""
-    loaders = [DataLoader(part(rank, 2), batch_size=None, num_workers=workers) for rank in range(2)]
+    loaders = [DataLoader(part(rank, 2, kind()), batch_size=None, num_workers=workers) for rank in range(2)]
     found = [list(loader) for loader in loaders]
     assert [sorted(items) for items in found] == [list(range(rank, ITEMS, 2)) for rank in range(2)]
 
@@ -50,6 +62,12 @@ def test_the_workers_of_a_data_loader_divide_the_part(workers: int) -> None:
 def test_workers_that_are_spawned_divide_it_too() -> None:
     loader = DataLoader(part(1, 2), batch_size=None, num_workers=2, multiprocessing_context="spawn")
     assert sorted(loader) == list(range(1, ITEMS, 2))
+
+
+def test_a_part_is_as_long_as_its_stream_tells() -> None:
+    assert [len(DataLoader(part(rank, 3, Divided()), batch_size=None)) for rank in range(3)] == [8, 8, 7]
+    with pytest.raises(TypeError, match="'Stream' has no len"):
+        len(part(0, 3))
 
 
 def test_the_items_to_come_are_shared_with_a_newcomer() -> None:
