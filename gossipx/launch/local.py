@@ -246,18 +246,24 @@ class _Run:
         if os.environ.get(ENV_STOP_WITH_INPUT):
             selector.register(0, selectors.EVENT_READ, lambda: self._input(selector))
         while running or self._restarts.pending or (self._remote.running and not self._stopping.killed):
-            for key, _ in selector.select(POLL_INTERVAL):
-                if key.fd in selector.get_map():
-                    key.data()
-            for rank, child in list(running.items()):
-                if child.process.poll() is not None:
-                    del running[rank]
-                    child.drain(selector)
-                    self._ended(rank, child)
+            self._read(selector, POLL_INTERVAL)
+            ended = [rank for rank, child in running.items() if child.process.poll() is not None]
+            if ended:
+                self._read(selector, 0)  # what other peers told before that, such as having met a restarted one
+            for rank in ended:
+                child = running.pop(rank)
+                child.drain(selector)
+                self._ended(rank, child)
             self._stopping.check(running, self._remote.running)
             self._restart(running, selector)
             self._follow_remote(bool(running))
             self._display.refresh()
+
+    def _read(self, selector: selectors.BaseSelector, seconds: float) -> None:
+        """Read what has arrived, or arrives within ``seconds``."""
+        for key, _ in selector.select(seconds):
+            if key.fd in selector.get_map():
+                key.data()
 
     def _input(self, selector: selectors.BaseSelector) -> None:
         """Stop when the standard input ends, because the ``gossipx run --ssh`` at its other end stops or is gone."""

@@ -25,7 +25,7 @@ EXAMPLES = HOUSE / "examples"
 MARK = "# gossipx"
 LONG = 200.0  # seconds, after which a hanging example fails
 SHORT = {
-    "cifar_resnet.py": "--epochs 1 --limit 256 --width 4",
+    "cifar_resnet.py": "--epochs 1 --limit 256 --width 4 --batch-size 8",
     "finetune_lm.py": "--steps 12 --limit 60000",
     "lightning_module.py": "--epochs 1 --batches 20",
     "accelerate_loop.py": "--steps 40 --mixed-precision bf16",

@@ -62,7 +62,7 @@ def test_text_files_of_the_user(two: Folder) -> None:
     assert agree(run, 2) and run.model(0)["head.weight"].shape == (19, 96)
     (texts / "b.txt").write_bytes(b"\xff\xfe" * 100)
     told = two.refused("--task", "text", "--data-dir", "texts", name="y")
-    assert told == "texts/b.txt: not UTF-8 text (at byte 0): convert or remove it"
+    assert told == f"{texts}/b.txt: not UTF-8 text (at byte 0): convert or remove it"
 
 
 @pytest.mark.slow

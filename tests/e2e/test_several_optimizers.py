@@ -32,7 +32,7 @@ tell(peer, began=began, ended=peer.iteration, steps=[int(one["step"]) for one in
 def test_muon_beside_adamw_exchanges_and_resumes(two: Folder) -> None:
     until = two.path / "until"
     until.write_text("20")
-    options = ("--policy", "tau:5", "--peer-timeout", "20", "--checkpoint-every", "10")
+    options = ("--policy", "tau:5", "--blocking", "--peer-timeout", "20", "--checkpoint-every", "10")
     first = two.run(*options, two.script(SCRIPT), two.path)
     assert agree(first, 2) and first.summary["iterations"] == 20 and min(first.summary["retrievals"]) >= 2
     for rank in range(2):
