@@ -340,9 +340,8 @@ class ParameterArena:
         Returns:
             False if its trained values contain NaN or Inf; nothing was changed then.
         """
-        rows = list(
-            zip(self.whole, received.vectors, strict=False)
-        )  # maybe only what exchanges move, which comes first
+        # The model may hold only what exchanges move, which comes first.
+        rows = list(zip(self.whole, received.vectors, strict=False))
         if not all(math.isfinite(kernels.squared_norm(vector[: section.trainable])) for section, vector in rows):
             return False
         for section, vector in rows:
