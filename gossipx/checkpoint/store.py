@@ -27,7 +27,7 @@ from gossipx.errors import MALFORMED, GossipxError
 
 log = logging.getLogger("gossipx")
 
-FORMAT = 1
+FORMAT = 2
 """Format version; increased when older readers could not read what is written."""
 MANIFEST = "manifest.json"
 KEEP = 2
@@ -160,6 +160,15 @@ class Store:
                 return int(path.name)
         return None
 
+    def fault(self) -> str:
+        """Return what is wrong with the newest checkpoint that :meth:`load` would not return; empty: none is."""
+        for path in self._newest_first():
+            try:
+                _verify(path)
+            except DamagedError as damage:
+                return str(damage)
+        return ""
+
     def find_complete(self, log_damaged: bool = False) -> set[int]:
         """Return the iterations of all complete checkpoints.
 
@@ -261,7 +270,8 @@ def _manifest(path: Path) -> dict[str, Any]:
     if not matches:
         raise DamagedError(f"{file}: does not match its own hash: it was altered")
     if found.get("format") != FORMAT:
-        raise DamagedError(f"{file}: has format {found.get('format')}, but this gossipx reads format {FORMAT}")
+        reads = f"this gossipx reads format {FORMAT}: resume with the version that wrote it"
+        raise DamagedError(f"{file}: has format {found.get('format')}, but {reads}")
     if found.get("iteration") != int(path.name):
         raise DamagedError(f"{file}: is of iteration {found.get('iteration')}: it was moved here")
     listed = found.get("files")

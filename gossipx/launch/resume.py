@@ -175,11 +175,9 @@ def check(
         at = None
         found = [one for rank in here if rank < before and (one := store_of(path, rank).find()) is not None]
     if not found and len(here) == len(names):
-        raise UsageError(
-            "no peer has a complete checkpoint to resume from: a run writes checkpoints with --checkpoint-every,"
-            " and when SIGTERM ends it",
-            path,
-        )
+        fault = next((fault for rank in here if (fault := store_of(path, rank).fault())), "")
+        why = fault or "a run writes checkpoints with --checkpoint-every, and when SIGTERM ends it"
+        raise UsageError(f"no peer has a complete checkpoint to resume from: {why}", path)
     if not has_script and found and max(found) > settings.run.iterations:
         raise UsageError(f"--iterations {settings.run.iterations}, but its checkpoints already have {max(found)}", path)
     return at, settings

@@ -112,11 +112,11 @@ def test_without_a_complete_checkpoint_it_is_refused(tmp_path: Path) -> None:
     """Also for a run that never wrote one."""
     with folder(tmp_path, 1) as here:
         here.run("--policy", "never", "--iterations", "5", *BRIEF)
-        told = "no peer has a complete checkpoint to resume from: a run writes checkpoints with --checkpoint-every"
-        assert told in refused_at_once(here)
+        told = "no peer has a complete checkpoint to resume from: "
+        assert f"{told}a run writes checkpoints with --checkpoint-every" in refused_at_once(here)
         store(here, 0).save(5, {})
         (manifests(here, 0)[0]).write_text("{}")
-        assert told in refused_at_once(here)
+        assert f"{told}{manifests(here, 0)[0]}: does not match its own hash" in refused_at_once(here)
         assert (here.path / "x" / "summary.json").exists(), "the refusal removes nothing of the run"
 
 

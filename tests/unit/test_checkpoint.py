@@ -292,11 +292,12 @@ def test_a_manifest_of_another_kind_is_refused(store: Store, caplog: pytest.LogC
         from gossipx.checkpoint import store as module
 
         file = store.directory / "00000001" / MANIFEST
-        manifest = {**json.loads(file.read_bytes()), "format": 2}
+        manifest = {**json.loads(file.read_bytes()), "format": 1}
         manifest.pop(files.HASH)
         file.write_text(json.dumps({**manifest, files.HASH: module._digest(manifest)}))
     assert loaded(store) is None
-    assert ("format 2, but this gossipx reads format 1" if told == "format" else "iteration 1") in caplog.text
+    told = "format 1, but this gossipx reads format 2: resume with the" if told == "format" else "iteration 1"
+    assert told in caplog.text and told in store.fault()
 
 
 @pytest.fixture(autouse=True)

@@ -27,10 +27,10 @@ def rehashed(manifest: dict[str, Any]) -> bytes:
         b'{"format": ' + b"[" * 900 + b"]" * 900 + b"}",
         b"\xff\xfe",
         b"null",
-        b'{"format": 1, "iteration": ' + b"9" * 5000 + b"}",
+        b'{"format": 2, "iteration": ' + b"9" * 5000 + b"}",
         b'{"format": "\\ud800"}',
         *(
-            rehashed({"format": 1, "iteration": 20, "files": {}, **wrong})
+            rehashed({"format": 2, "iteration": 20, "files": {}, **wrong})
             for wrong in (
                 {"files": None},
                 {"files": ["model.json"]},
@@ -42,7 +42,7 @@ def rehashed(manifest: dict[str, Any]) -> bytes:
                 {"format": {}},
             )
         ),
-        rehashed({"format": 1, "files": {}}),
+        rehashed({"format": 2, "files": {}}),
     ],
     ids=lambda content: content[:60].decode("latin-1"),
 )

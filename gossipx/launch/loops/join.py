@@ -245,7 +245,8 @@ def _check_checkpoint(store: Store) -> None:
     """Check that there is a checkpoint: a run that begins at 0 is not what GOSSIPX_RESUME asks for."""
     if store.find() is None:
         reason = f"{ENV_RESUME} is set, but no complete checkpoint is here"
-        raise UsageError(f"{reason}: unset it to begin anew, or with the model of a peer that trains", store.directory)
+        why = store.fault() or "unset it to begin anew, or with the model of a peer that trains"
+        raise UsageError(f"{reason}: {why}", store.directory)
 
 
 def _admission() -> Admission | None:
