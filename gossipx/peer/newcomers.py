@@ -7,7 +7,9 @@ others: it adopts a model before it exchanges any, takes part in waves and in th
 
 Anybody who reaches a peer may ask, and never come. Until a newcomer connects its rank is therefore only reserved, for
 peer_timeout, and no other peer hears of it. One host has few ranks reserved at a time; its next newcomer gets the rank
-that was reserved for its oldest. One that comes late still has its rank if nobody else has come with it.
+that was reserved for its oldest. If hosts together have too many, the next one gets a rank of the host that has most.
+Of two that ask with one name or address before either comes, both get the same rank, and the first to come has it. One
+that comes late still has its rank if nobody else has come with it.
 
 Every peer keeps the list of the peers that joined. It learns of one from the connection that this one opens, or from
 the list that each stage announcement and each reply to one carries. A peer that was only heard of counts as lost, so
@@ -118,22 +120,30 @@ class Newcomers:
         for peer in self._peers.values():
             if (peer.name, peer.host, peer.port) == own:
                 return self._entry(event, peer)
-            if peer.name == event.name or (peer.host, peer.port) == own[1:]:
+            if _collide(peer, event):
                 refusal = f"{peer.name} is peer {peer.rank} of the run: choose another name or --port"
                 return ReportEntry(event.number, refusal=refusal)
         kept = {rank: one for rank, one in self._reserved.items() if one.until > now}
-        same = [rank for rank, one in kept.items() if (one.peer.name, one.peer.host, one.peer.port) == own]
-        of_opener = [rank for rank, one in kept.items() if one.opener == event.opener]
-        if same or len(of_opener) >= MAX_RESERVED:
-            rank = (same or of_opener)[0]
+        given = [rank for rank, one in kept.items() if _collide(one.peer, event)] or self._overdue(kept, event.opener)
+        if given:
+            rank = given[0]
             del kept[rank]  # to be the newest
-        elif len(self._peers) + len(kept) >= MAX_JOINED:
+        elif len(self._peers) >= MAX_JOINED:
             return ReportEntry(event.number, refusal=f"{MAX_JOINED} peers have joined already")
         else:
             rank = next(free for free in itertools.count(self._size) if free not in self._peers and free not in kept)
         newcomer = JoinedPeer(rank, *own, self._rank)
         self._reserved = {**kept, rank: _Reserved(newcomer, event.opener, now + self._members.timeout)}
         return self._entry(event, newcomer)
+
+    def _overdue(self, kept: dict[int, _Reserved], opener: str) -> list[int]:
+        """Return the ranks, oldest first, of which one is given again, for there are too many; empty: there are not."""
+        ranks: dict[str, list[int]] = {}
+        for rank, one in kept.items():
+            ranks.setdefault(one.opener, []).append(rank)
+        if len(own := ranks.get(opener, [])) >= MAX_RESERVED:
+            return own
+        return max(ranks.values(), key=len, default=[]) if len(self._peers) + len(kept) >= MAX_JOINED else []
 
     def _entry(self, event: AskEntry, newcomer: JoinedPeer) -> ReportEntry:
         joined = {**self._peers, newcomer.rank: newcomer}
@@ -182,6 +192,11 @@ class Newcomers:
         self._peers[peer.rank] = peer
         self._members.add(peer.rank, lost=True)
         return [AddPeer(peer)]
+
+
+def _collide(peer: JoinedPeer, event: AskEntry) -> bool:
+    """Return whether a newcomer and one that asks have one name or one address."""
+    return peer.name == event.name or (peer.host, peer.port) == (event.host, event.port)
 
 
 def _claim(peer: JoinedPeer) -> tuple[int, str]:

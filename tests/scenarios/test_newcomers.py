@@ -292,6 +292,33 @@ def test_one_host_may_ask_for_many_places_without_taking_those_of_others() -> No
     assert ask(made, 0, "fourth", host="fourth").rank == 4 + MAX_RESERVED
 
 
+@pytest.mark.fault(80)
+def test_a_flood_from_many_addresses_closes_no_door() -> None:
+    """Any process has all of 127.0.0.0/8; the hosts that have asked for most places lose their oldest."""
+    made = training()
+    assert ask(made, 0).rank == 3
+    for number in range(2 * MAX_JOINED):
+        assert ask(made, 0, f"n{number}", host=f"h{number}", opener=f"127.0.0.{number // 20}").rank is not None
+    assert ask(made, 0).rank == 3
+    assert ask(made, 0, "real", host="real", opener="real").rank is not None
+    role = made.peers[0].role
+    assert len(role.newcomers._reserved) <= MAX_JOINED
+
+
+@pytest.mark.fault(80)
+@pytest.mark.parametrize("second", [{"host": "other"}, {"name": "other"}], ids=["one name", "one address"])
+def test_of_two_that_ask_under_one_name_or_address_the_one_that_comes_first_is_a_member(second: dict[str, str]) -> None:
+    """Both ask before either connects, so that none of them is a peer that the other could be compared with."""
+    made = training()
+    role = made.peers[0].role
+    first = JoinedPeer(3, "late", "host", PORT, 0)
+    other = JoinedPeer(3, **{"name": "late", "host": "host", **second}, port=PORT, by=0)
+    assert (ask(made, 0).rank, ask(made, 0, **second).rank) == (3, 3)
+    assert AddPeer(first) in role.handle(PeerMet(first), made.now)
+    assert role.handle(PeerMet(other), made.now) == [] and role.newcomers.listed == (first,)
+    assert ask(made, 0, **second).refusal == "late is peer 3 of the run: choose another name or --port"
+
+
 IMPOSSIBLE = {
     "long label": ("h" * 64, PORT, "x", "'hhhh.*…' is not a host name: its parts between dots need 1 to 63"),
     "empty": ("", PORT, "x", "'' is not a host name or an address"),
