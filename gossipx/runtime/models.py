@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -17,6 +18,8 @@ from gossipx.model.layout import plain_name
 MODEL_FILE = "model.safetensors"
 ITERATION = "gossipx.iteration"
 """Metadata key of a model file: the number of iterations that the model was trained."""
+BUFFERS = "gossipx.buffers"
+"""Metadata key of a model file: a line with the name of each buffer, whose values are not trained."""
 
 
 def directory_of(directory: Path, rank: int) -> Path:
@@ -35,7 +38,8 @@ def save(module: nn.Module, iteration: int, target: Path) -> GossipxError | None
     Returns:
         The error if the file cannot be written, so that the caller can report its figures before it raises.
     """
-    metadata = {**safetensors_file.TORCH, ITERATION: str(iteration)}
+    buffers = "\n".join(plain_name(name) for name, _ in module.named_buffers())
+    metadata = {**safetensors_file.TORCH, ITERATION: str(iteration), BUFFERS: buffers}
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         safetensors_file.write(target, safetensors_file.tensors_of(module), "give --no-save-model", metadata)
@@ -77,12 +81,7 @@ def average(models: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
     Raises:
         UsageError: a file cannot be read, or its tensors are not those of the first.
     """
-    with contextlib.ExitStack() as opened:
-        files = [opened.enter_context(_opened(model)) for model in models]
-        names = sorted(files[0].keys())
-        for model, file in zip(models, files, strict=True):
-            if sorted(file.keys()) != names:
-                raise UsageError(f"it is of another model than {models[0]}", model)
+    with _alike(models) as (files, names):
         for name in names:
             first = files[0].get_tensor(name)
             if not first.is_floating_point():
@@ -100,10 +99,36 @@ def iteration_of(model: Path) -> int:
         return int((file.metadata() or {}).get(ITERATION, 0))
 
 
-def is_sound(model: Path) -> bool:
-    """Return whether a model file contains no NaN."""
-    with _opened(model) as file:
-        return not any(bool(file.get_tensor(name).isnan().any()) for name in file.keys())  # noqa: SIM118
+def sound_among(models: Sequence[Path]) -> list[Path]:
+    """Return the files of those models that have not diverged: none of their trained values is NaN.
+
+    A buffer may have NaN where all of these models have it: such a value is a constant. A checkpoint does not name its
+    buffers, but none is taken of a model whose trained values are not finite.
+
+    Raises:
+        UsageError: as :func:`average`.
+    """
+    with _alike(models) as (files, names):
+        buffers = (files[0].metadata() or {}).get(BUFFERS)
+        flawed: set[Path] = set()
+        for name in names:
+            nans = torch.stack([file.get_tensor(name).isnan() for file in files])
+            if buffers is None or name in buffers.split("\n"):
+                nans &= ~nans.all(0)
+            flawed.update(model for model, nan in zip(models, nans, strict=True) if nan.any())
+    return [model for model in models if model not in flawed]
+
+
+@contextlib.contextmanager
+def _alike(models: Sequence[Path]) -> Iterator[tuple[list[Any], list[str]]]:
+    """Open model files. Return them with the names of their tensors, which must be the same."""
+    with contextlib.ExitStack() as opened:
+        files = [opened.enter_context(_opened(model)) for model in models]
+        names = sorted(files[0].keys())
+        for model, file in zip(models, files, strict=True):
+            if sorted(file.keys()) != names:
+                raise UsageError(f"it is of another model than {models[0]}", model)
+        yield files, names
 
 
 def _read(model: Path, names: Iterable[str]) -> Iterator[Tensor]:

@@ -45,7 +45,7 @@ def export(run: str, target: Path, logdir: Path, peer: str | None = None, overwr
     names = [line.name for line in read_hosts(path / HOSTS_FILE)]
     ranks = range(len(names)) if peer is None else [rank_of(peer, "--peer", names)]
     files, of = _models(path, ranks, () if peer is not None else _lost(path, names))
-    sound = [file for file in files if models.is_sound(file)]
+    sound = models.sound_among(files)
     if not sound:
         raise UsageError("all models of this run contain NaN: it has diverged", path)
     settings = config_files.resolve(settings_in(path))

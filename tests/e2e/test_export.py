@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,3 +126,32 @@ def test_a_run_without_any_model_says_how_models_are_saved(two: Folder) -> None:
     assert "have no checkpoints: a run saves models at its end, and with --checkpoint-every" in one_line(
         export(two, "x", "--to", "m.safetensors"), 2
     )
+
+
+@pytest.mark.fault(76)
+@pytest.mark.parametrize("checkpoints", [False, True], ids=["final", "checkpoints"])
+def test_a_constant_that_is_not_a_number_is_exported(two: Folder, checkpoints: bool) -> None:
+    """Such a value is in the models of all peers; a trained value that is NaN is left out also if all have it."""
+    script = """
+model = nn.Linear(4, 1)
+model.register_buffer("unset", torch.tensor([1.0, float("nan")]))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with gossipx.join(model, optimizer) as peer:
+    train(peer, model, optimizer, 5)
+"""
+    options = ("--checkpoint-every", "5", "--no-save-model") if checkpoints else ()
+    run = two.run("--policy", "tau:2", "--finish", "none", *options, two.script(script), two.path)
+    ended = export(two, "x", "--to", "m.safetensors")
+    assert ended.code == 0 and "is the average of 2 models, as of " in ended.output, ended.shown
+    found = load_file(two.path / "m.safetensors")
+    assert str(found["unset"].tolist()) == "[1.0, nan]" and bool(found["weight"].isfinite().all())
+    if checkpoints:
+        return
+    for rank in range(2):
+        diverged = {**run.model(rank), "weight": torch.full((1, 4), math.nan)}
+        file = run.directory / f"peer-0{rank}" / "model.safetensors"
+        with safe_open(file, "pt") as before:
+            metadata = before.metadata()
+        save_file(diverged, file, metadata)
+    told = "all models of this run contain NaN: it has diverged"
+    assert told in one_line(export(two, "x", "--to", "n.safetensors"), 2)
