@@ -25,12 +25,22 @@ from gossipx.errors import (
     printable,
 )
 from gossipx.launch.hosts import PeerLine, peers_digest
+from gossipx.protocol.places import fault
 from gossipx.tools.doctor.probe import CONNECT, Prober, connect, probing
 from gossipx.transports.links import Links
 from gossipx.wire import Hello
 
 RANKS = ("exchanges_with", "waits_for", "suspects", "lost", "left")
 """Fields of a status that are lists of ranks; ``last_exchange`` is one rank or None."""
+_NUMBER = (int, float, type(None))
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys((*RANKS, "joined"), (list,)),
+    **dict.fromkeys(("stage", "waits_to"), (str,)),
+    **dict.fromkeys(("iteration", "retrievals", "waiting"), (int,)),
+    **dict.fromkeys(("seconds", "blocked_seconds"), (int, float)),
+    **dict.fromkeys(("loss", "last_exchange", "last_exchange_seconds"), _NUMBER),
+}
+"""Types of the fields that are shown or looked up; others are passed on as they are."""
 _AT_ONCE = 32  # peers that are asked at the same time
 
 
@@ -77,7 +87,10 @@ def visit(peers: Sequence[PeerLine], exchange: ExchangeSettings, part: str, only
                     return Visit(to, {}, "a doctor answers there")
                 if (facts["peers"], facts["size"], facts["name"]) != (digest, len(peers), to.name):
                     return Visit(to, {}, f"a peer of another run answers there: {printable(facts['name'])}")
-                return Visit(to, probe.report(part))
+                report = probe.report(part)
+                if report and not _is_status(report):
+                    return Visit(to, {}, "its status cannot be read: it may be of another version")
+                return Visit(to, report)
         except (NotAuthorisedError, StrangerError) as error:
             return Visit(to, {}, printable(str(error)), authorised=False)
         except PeerTimeoutError:
@@ -93,6 +106,12 @@ def visit(peers: Sequence[PeerLine], exchange: ExchangeSettings, part: str, only
         stack.callback(links.abort)
         pool = stack.enter_context(ThreadPoolExecutor(min(_AT_ONCE, len(only))))
         return list(pool.map(ask, only))
+
+
+def _is_status(report: Mapping[str, Any]) -> bool:
+    if not all(isinstance(report.get(name, ...), types) for name, types in _TYPES.items()):
+        return False
+    return all(isinstance(rank, int) for name in RANKS for rank in report[name])
 
 
 def _if_hidden(peer: PeerLine) -> str:
@@ -125,7 +144,8 @@ def _newcomers(found: Sequence[Visit], peers: Sequence[PeerLine]) -> list[PeerLi
     for told in (text for one in found for text in one.report.get("joined", ())):
         with contextlib.suppress(ValueError):  # it is another process's word
             rank, port, host, name = str(told).split(" ", 3)
-            joined[int(rank)] = PeerLine(int(rank), host, int(port), None, printable(name), line=0)
+            if not fault(host, int(port), name):
+                joined[int(rank)] = PeerLine(int(rank), host, int(port), None, name, line=0)
     return [joined[rank] for rank in sorted(joined) if rank >= len(peers)]
 
 
