@@ -25,6 +25,9 @@ from gossipx.launch.environment import ADDED, ENV_CONFIG, ENV_DEVICE, ENV_PEERS,
 from gossipx.launch.hosts import ADVICE, PeerLine, bind_host, local_ranks, read_hosts
 from gossipx.metrics.summary import Summary
 
+LEAST_MEMORY = 10**8
+"""Bytes that a peer's process takes at least: with torch, and before its model and data, it has 160 MB of its own."""
+
 
 def no_peers(script: Sequence[str], advice: str) -> UsageError:
     """Return the error of a command with a SCRIPT that names no peers; ``advice``: how to name them."""
@@ -213,6 +216,7 @@ def check_here(settings: RunConfig, own: Sequence[PeerLine], script: list[str], 
     Raises:
         UsageError: something is missing, or the script does not exist.
     """
+    _check_memory(len(own), hosts)
     uncovered = None
     for peer in own:
         bind = bind_host(peer, settings.exchange.bind, hosts)
@@ -225,6 +229,13 @@ def check_here(settings: RunConfig, own: Sequence[PeerLine], script: list[str], 
         check_transport(settings.exchange, None if script else peer.device or settings.run.device)
     check_script(script)
     return uncovered
+
+
+def _check_memory(peers: int, hosts: Path | None) -> None:
+    least, memory = peers * LEAST_MEMORY, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if least > memory > 0:
+        there = f"{peers} peers on this machine take at least {least / 1e9:.0f} GB, and it has {memory / 1e9:.0f} GB"
+        raise UsageError(f"{there}: give fewer slots, or use gossipx simulate", hosts)
 
 
 def check_script(script: list[str]) -> None:

@@ -13,6 +13,7 @@ from gossipx import topology
 from gossipx.config import files, scenario
 from gossipx.errors import UsageError
 from gossipx.launch.hosts import read_hosts
+from gossipx.launch.start import check
 from gossipx.metrics import summary
 from gossipx.sim import compute, traces
 from gossipx.solver import prototxt
@@ -114,3 +115,17 @@ def test_a_dry_run_of_many_peers_says_what_to_use_instead(tmp_path: Path) -> Non
         UsageError, match="30000 peers, and a dry run has at most 1024: gossipx simulate has up to 10000"
     ):
         dry_run(files.resolve({}), hosts, [])
+
+
+@pytest.mark.fault(68)
+def test_more_peers_than_a_machine_has_memory_for_are_refused_before_one_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """30,000 processes, each with torch, had been started until the system ended others' as well."""
+    hosts = tmp_path / "hosts.txt"
+    hosts.write_text("localhost slots=30000\n")
+    sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 4_000_000}
+    monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
+    wanted = "hosts.txt: 30000 peers on this machine take at least 3000 GB, and it has 16 GB: give fewer slots"
+    with pytest.raises(UsageError, match=wanted):
+        check(files.resolve({}), hosts, [])
