@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -38,10 +39,19 @@ def _edge_list(text: str, path: Path) -> Any:
 def _graphml(text: str, path: Path) -> Any:
     try:
         root = ElementTree.fromstring(text)
-        edges = [element for element in root.iter() if element.tag.rpartition("}")[2] == "edge"]
-        _check_size(len(edges), path)
-        for number, edge in enumerate(edges, 1):
+        found = {
+            tag: [one for one in root.iter() if one.tag.rpartition("}")[2] == tag] for tag in ("key", "node", "edge")
+        }
+        _check_size(len(found["edge"]), path)
+        for number, edge in enumerate(found["edge"], 1):
             edge.set("id", str(number))
+        _check_once("node", (node.get("id") for node in found["node"]), path)
+        for tag in ("node", "edge"):
+            for one in found[tag]:
+                _check_once(f"{tag} {one.get('id')}: key", (data.get("key") for data in one if data.get("key")), path)
+        for key in found["key"]:
+            if key.get("for", "all") == "all":  # networkx ignores the default of such a key
+                key.set("for", "edge" if key.get("attr.name") == "weight" else "node")
         content = ElementTree.tostring(root, encoding="unicode")
         graph = nx.parse_graphml(content, node_type=int, edge_key_type=int, force_multigraph=True)
     except ElementTree.ParseError as error:
@@ -56,8 +66,13 @@ def _graphml(text: str, path: Path) -> Any:
 
 def _node_link(text: str, path: Path) -> Any:
     wanted = 'node-link JSON is {"nodes": [{"id": 0}, …], "edges": [{"source": 0, "target": 1}, …]}'
+
+    def fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        _check_once("in one of its objects, field", (name for name, _ in pairs), path)
+        return dict(pairs)
+
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=fields)
     except json.JSONDecodeError as error:
         raise UsageError(f"not JSON: {error.msg}", file=path, line=error.lineno) from None
     except (RecursionError, ValueError):  # too deeply nested, or a number with too many digits
@@ -65,11 +80,18 @@ def _node_link(text: str, path: Path) -> Any:
     try:
         name = "links" if "links" in data else "edges"
         _check_size(len(data.get(name, ())), path)
+        _check_once("node", (node["id"] for node in data["nodes"] if "id" in node), path)
         edges = [{**edge, "key": number} for number, edge in enumerate(data.get(name, ()), 1)]
         graph = nx.node_link_graph({**data, name: edges, "multigraph": True, "graph": {}}, edges=name)
     except _FOREIGN as error:
         raise UsageError(f"not a graph ({_reason(error)}): {wanted}", file=path) from None
     return simple(graph, path)
+
+
+def _check_once(what: str, names: Iterable[Any], path: Path) -> None:
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        raise UsageError(f"{what} {twice} is given twice", file=path)
 
 
 def _check_size(edges: int, path: Path) -> None:

@@ -142,6 +142,36 @@ def test_two_weights_of_one_edge_are_refused_with_both_places(tmp_path: Path, na
     assert refused(tmp_path, name, text, None).startswith(f"{name}:{told}")
 
 
+TWICE = {
+    "node.json": ('{"nodes": [{"id": 0, "site": 1}, {"id": 0, "site": 2}], "edges": []}', "node 0"),
+    "field.json": (
+        '{"nodes": [], "edges": [{"source": 0, "target": 1, "target": 2}]}',
+        "in one of its objects, field target",
+    ),
+    "node.graphml": (GRAPHML.format('<node id="2"><data key="d1">east</data></node>'), "node 2"),
+    "data.graphml": (
+        GRAPHML.format('<edge source="0" target="2"><data key="d0">0.5</data><data key="d0">0.75</data></edge>'),
+        "edge 3: key d0",
+    ),
+}
+
+
+@pytest.mark.fault(78)
+@pytest.mark.parametrize("name", TWICE)
+def test_what_a_file_says_twice_is_refused(tmp_path: Path, name: str) -> None:
+    """The last one was taken in silence, also of a node's sites."""
+    text, told = TWICE[name]
+    assert refused(tmp_path, name, text, None) == f"{name}: {told} is given twice"
+
+
+def test_defaults_of_a_key_for_all_elements_are_applied(tmp_path: Path) -> None:
+    """Also of one that does not say for which."""
+    for given in ('for="all"', ""):
+        made = read(tmp_path, "x.graphml", GRAPHML.replace('for="edge"', given).format(""), None)
+        assert made.edge_shares == {(0, 1): 0.5, (1, 0): 0.5, (1, 2): 0.25, (2, 1): 0.25}
+        assert made.sites == (0, 0, 2)
+
+
 def test_the_two_directions_of_an_edge_may_have_two_weights(tmp_path: Path) -> None:
     made = read(tmp_path, "x.toml", "directed = true\nedges = [[0, 1, 0.5], [1, 0, 0.25], [0, 1, 0.5]]\n", None)
     assert made.edge_shares == {(0, 1): 0.5, (1, 0): 0.25}
