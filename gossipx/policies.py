@@ -219,11 +219,11 @@ def _adaptive(
     """Build ``adaptive`` from a spec's keys: the paper's rule with a threshold, else one that suits any model."""
     if threshold is not None:
         return Adaptive(threshold, bool(relative), of, warmup=warmup, max_silence=max_silence or 0)
-    if of != "difference":
+    if of == "delta":
         raise ValueError("delta itself exceeds a threshold: give threshold=")
     if relative is False:
         raise ValueError("no absolute threshold suits every model: give threshold=")
-    return Adaptive(FRACTION, True, warmup=warmup, max_silence=MAX_SILENCE if max_silence is None else max_silence)
+    return Adaptive(FRACTION, True, of, warmup=warmup, max_silence=MAX_SILENCE if max_silence is None else max_silence)
 
 
 @final

@@ -74,6 +74,7 @@ def test_what_a_spec_means(spec: str, expected: Policy):
         ("auto:often", "budget is a share of all iterations, above 0% and up to 100%"),
         ("random:p=nan", "from 0 to 1"),
         ("adaptive:threshold=-1", "a finite number of at least 0"),
+        ("adaptive:of=distance", "of is difference (of delta, section V-B) or delta (section IV)"),
         ("adaptive:threshold=1,of=distance", "of is difference (of delta, section V-B) or delta (section IV)"),
         ("adaptive:of=delta", "delta itself exceeds a threshold: give threshold="),
         ("adaptive:threshold=low", "threshold='low' is not NUMBER"),
