@@ -202,9 +202,8 @@ def read(path: Path) -> Summary:
     if not isinstance(data, dict):
         raise UsageError("not a summary: it is not a JSON object", file)
     if not names <= data.keys():
-        raise UsageError(
-            f"not a summary, or of another version of gossipx: it lacks '{min(names - data.keys())}'", file
-        )
+        lacking = f"it lacks '{min(names - data.keys())}', or another version of gossipx has written it"
+        raise UsageError(f"not a summary: {lacking}", file)
     for field in dataclasses.fields(Summary):
         if not _fits(str(field.type), data[field.name], data["peers"]):
             raise UsageError(f"not a summary: '{field.name}' is {_WANTED[str(field.type)]}", file)

@@ -174,10 +174,8 @@ def test_a_missing_field_is_named(tmp_path: Path, missing: str) -> None:
     data = dataclasses.asdict(summary(REPORT))
     del data[missing]
     (tmp_path / FILE).write_text(json.dumps(data), encoding="utf-8")
-    assert (
-        refused(tmp_path)
-        == f"{tmp_path / FILE}: not a summary: it lacks '{missing}', or another version of gossipx has written it"
-    )
+    told = f"not a summary: it lacks '{missing}', or another version of gossipx has written it"
+    assert refused(tmp_path) == f"{tmp_path / FILE}: {told}"
 
 
 @pytest.mark.parametrize(
