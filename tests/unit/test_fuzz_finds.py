@@ -14,6 +14,7 @@ def summary_with(**fields: object) -> bytes:
 
 
 FINDS: dict[str, list[bytes]] = {
+    "json": [b'{"graph": 5, "nodes": [{"id": 0}, {"id": 1}], "links": [{"source": 0, "target": 1}]}'],
     "summary": [summary_with(wall_seconds=10**400), summary_with(skipped=[10**400, 1])],
 }
 """Inputs that broke the reader of a target, shortened."""
