@@ -123,8 +123,8 @@ def test_each_process_pulls_the_shards_of_its_counterpart(two: Folder) -> None:
     here = told(two, "pulled")
     for (peer, rank), one in here.items():
         assert one["iteration"] == 12 and one["place"] == [peer, 2] and one["retrievals"] >= 3
-        own = f"runs/pulled/peer-{peer:02d}" if rank == 0 else f"runs/pulled/shards-01/peer-{peer:02d}"
-        assert one["directory"] == own
+        own = two.path / "runs" / "pulled" / ("" if rank == 0 else "shards-01") / f"peer-{peer:02d}"
+        assert one["directory"] == str(own)
         assert one["mixes"][-1] > one["mixes"][0]
         assert one["ended"] == pytest.approx(here[0, 0]["ended"], abs=1e-6)
         assert one["own"] == here[peer, 0]["own"], "the ranks of a group have one model"
