@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gossipx.protocol.events import Fault
 from gossipx.protocol.messages import Reply, Request
 from gossipx.sim.network import Transfer
+from gossipx.wire import ANSWERS
 
 if TYPE_CHECKING:
     from gossipx.sim.world import World
@@ -190,6 +191,8 @@ class Endpoint:
             done: called once with whether it was delivered.
         """
         asked = self._requests.pop(key)
+        # Over a connection another reply is a fault, after which the request is repeated.
+        assert isinstance(reply, ANSWERS[type(asked.request)]), f"{reply} does not answer {asked.request}"
         if asked.done is None:  # the requester has given up
             self.later(self.world.now, lambda: done(False))
             return
