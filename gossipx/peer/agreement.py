@@ -60,6 +60,7 @@ class Agreement:
         digest: checksum of our final model; empty: we have none.
         models: its weight.
         since: when our finish began.
+        averaged: the ranks that the last wave averages, as each of its members names them; empty before it.
         settled: whether the last comparison found all models equal; None: the comparisons are not over.
     """
 
@@ -68,6 +69,7 @@ class Agreement:
         self.digest = ""
         self.models = 0.0
         self.since = math.inf
+        self.averaged: tuple[int, ...] = ()
         self.settled: bool | None = None
         self._rank = rank
         self._members = members
@@ -154,10 +156,13 @@ class Agreement:
     @property
     def unseen(self) -> list[int]:
         """The ranks, ascending, of peers that were not seen to end the finish or to leave: those that were there in our
-        finish or reached theirs, and those that may have ended while we slept.
+        finish or reached theirs, as they or a member of the last wave told us, and those that may have ended while we
+        slept.
         """
-        known = sorted(self._members.others.known.copy().items())
-        return [rank for rank, other in known if self._was_here(other) and other.stage not in (Stage.DONE, Stage.LEFT)]
+        known = self._members.others.known.copy()
+        ended = {rank for rank, other in known.items() if other.stage in (Stage.DONE, Stage.LEFT)}
+        here = {*self.averaged, *(rank for rank, other in known.items() if self._was_here(other))}
+        return sorted(here - ended - {self._rank})
 
     def _was_here(self, other: OtherPeer) -> bool:
         return other.missed or (other.stage or Stage.JOINING) >= Stage.FINISH or other.told_at >= self.since

@@ -188,7 +188,11 @@ class Stages:
         return self._last_wave(members, now)
 
     def _last_wave(self, members: tuple[int, ...] | None, now: float) -> list[Effect]:
-        return self._waves.finish(members, self._training.step, self._exchange.weight, now, self._server.failed_source)
+        step, weight = self._training.step, self._exchange.weight
+        begun = self._waves.finish(members, step, weight, now, self._server.failed_source)
+        assert self._waves.current is not None
+        self._agreement.averaged = self._waves.current.members
+        return begun
 
     # --- comparing the final models ---------------------------------------------------------------
 

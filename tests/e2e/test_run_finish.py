@@ -18,7 +18,7 @@ if peer.rank == 1:
     merge = Captures.merge
     def struck(*arguments):
         print("is struck", flush=True)
-        os.kill(os.getpid(), signal.SIGNAL)
+        strike(signal.SIGNAL)
         return merge(*arguments)
     Captures.merge = struck
 with peer:
@@ -30,18 +30,18 @@ print("has finished", flush=True)
 
 
 ASLEEP = """
-from gossipx.peer.waves import Waves
+from gossipx.peer.wave import Wave
 if peer.rank == 1:
-    finish = Waves.finish
+    requested = Wave.requested
     def slept(*arguments):
         print("falls asleep", flush=True)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return finish(*arguments)
-    Waves.finish = slept
+        strike(signal.SIGSTOP)
+        return requested(*arguments)
+    Wave.requested = slept
 with peer:
     train(peer, model, optimizer, 20)
 """
-"""The end of a script whose peer 1 stops itself as it begins to average its model with the others."""
+"""The end of a script whose peer 1 stops itself as it is asked for its model in the finish, before it answers."""
 
 
 @pytest.mark.fault(51)
@@ -86,7 +86,7 @@ def test_peers_without_a_parent_of_which_one_sleeps_until_the_others_have_ended(
         started[1].signal(signal.SIGCONT)
         asleep = started[1].end()
     assert all(one.code == (0 if peers > 2 else 3) for one in awake), "\n".join(one.shown for one in awake)
-    assert all("peer 1 was not seen to end the finish" in one.errors for one in awake)
+    assert all("peer 1 was not seen to end the finish" in one.errors for one in awake), awake
     assert asleep.code == 3 and "peers hold different models" in asleep.errors, asleep.shown
 
 

@@ -6,6 +6,7 @@ seen.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -88,6 +89,20 @@ def test_a_peer_that_wakes_in_time_ends_with_the_others_model(stage: str, exchan
     made.pause(1, made.now, made.now + 0.8 * TIMEOUT)
     assert made.run(made.now + 3 * LONG) and made.fired["pause"] == 1
     assert equal(made, [0, 1, 2]) and claiming(made) == [0, 1, 2]
+
+
+@pytest.mark.fault(79)
+def test_a_sleeper_known_only_from_the_list_of_the_last_wave_is_not_seen_to_end():
+    """Peers 0 and 1 do not hear of each other's finish; peer 2 has heard both, and names them in its round request."""
+    made = world(3, network=slow(), policy="tau:3", iterations=4)
+    until(made, 1, "step 4")
+    made.network.cut([1], [0], made.now, math.inf)
+    until(made, 1, "is AGREE")
+    made.pause(1, made.now, made.now + LONG)
+    assert made.run(made.now + 3 * LONG) and made.fired["pause"] == 1
+    for rank in (0, 2):
+        assert made.lines(rank, "peer 1 was not seen to end the finish: it may hold another model"), rank
+    assert claiming(made) == [0, 2] and equal(made, [0, 2])
 
 
 @pytest.mark.fault(79)
