@@ -63,7 +63,7 @@ def strike(number):
     signal.pthread_kill(threading.get_ident(), number)
 
 
-def all_have(peer, what, done, ranks, most=200_000):
+def all_have(peer, what, done, ranks, most=2_000_000):
     # Says so once this peer is done. True when all of them have said so, or it takes too long.
     if done:
         (FOLDER / f"{peer.rank}-{what}").touch()
