@@ -13,7 +13,7 @@ import pytest
 from emulated import lacking
 
 ROOT = Path(__file__).parents[2]
-STEPS, TRANSFORMER = 12, 354_144
+STEPS, TRANSFORMER = 19, 354_144
 SMALLEST = ("--systems", "ddp,pairs", "--steps", str(STEPS), "--peers", "2")
 
 
@@ -29,8 +29,8 @@ def test_bytes_of_ddp_are_those_of_a_ring(tmp_path: Path) -> None:
     figures = {one["name"]: one for one in json.loads(done.stdout)["figures"]}
     ddp, pairs = (figures[f"text, 100mbit, {name}: bytes"]["value"] for name in ("ddp", "gossipx pairs"))
     assert 1 <= ddp / (STEPS * 4 * TRANSFORMER) < 1.05
-    # One pair, after ten steps, and its messages; less of it if training ends before all has arrived.
-    assert 0 < pairs / (4 * TRANSFORMER) < 1.2
+    # One pair, after ten steps, and its messages; nine more steps take longer than its 0.11 s on the link.
+    assert 1 <= pairs / (4 * TRANSFORMER) < 1.2
     assert figures["text, 100mbit, gossipx pairs: loss"]["value"] < math.log(64)  # that of a model that knows nothing
     assert {file.name for file in tmp_path.glob("*.png")} == {
         f"text-100mbit-{axis}.png" for axis in ("bytes", "seconds")
