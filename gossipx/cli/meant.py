@@ -29,6 +29,8 @@ def option_meant(name: str, ctx: click.Context) -> str:
         return f"{key.option} {own[key.option].make_metavar(ctx)} does that here ({help}){after}"
     if "scenario" in arguments and (key := (KEYS | scenario.OWN).get(word.replace("-", "_"))):
         return f"write {key.name} = ... under [{key.table}] in SCENARIO"
+    if f"{name}s" in own:
+        return f"did you mean '{name}s'?"
     root = ctx.find_root()
     having = [path for path, one in _commands(root.command, root.command_path) if _has(one, name)]
     return f"it belongs to '{having[0]}'" if having else ""

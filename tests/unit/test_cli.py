@@ -186,11 +186,13 @@ def test_wrong_arguments_exit_2_and_are_named(place: Path, arguments: list[str],
         (["run", "--tau", "10"], "No such option '--tau': --policy SPEC"),
         (["tune", "--lr", "0.1"], "No such option '--lr': --base-lr"),
         (["run", "--epochs", "3", "train.py"], "options of SCRIPT stand after it (see gossipx run --help"),
-        # an option that another command has, or that is an argument
+        # an option that is an argument, or that another command has, unless only its last s is missing
         (["runs", "--logdir", "x"], "No such option '--logdir': give it as an argument, gossipx runs [DIR]"),
         (["simulate", "--scenario", "x"], "give it as an argument, gossipx simulate SCENARIO"),
         (["--peers", "hosts.txt"], "No such option '--peers': it belongs to 'gossipx run'"),
         (["status", "--seed", "1"], "No such option '--seed': it belongs to 'gossipx run'"),
+        (["run", "--peer", "hosts.txt"], "No such option '--peer': did you mean '--peers'?"),
+        (["status", "--peer", "hosts.txt"], "No such option '--peer': did you mean '--peers'?"),
         (["simulate", "--policy", "adaptive"], "'--policy': write policy = ... under [sync] in SCENARIO"),
         (["simulate", "--peers", "4"], "'--peers': write peers = ... under [simulation] in SCENARIO"),
         # commands
