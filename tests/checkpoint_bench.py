@@ -14,7 +14,7 @@ from torch import nn
 from gossipx import outer, policies, topology
 from gossipx.checkpoint import Store
 from gossipx.config.interval import CheckpointInterval
-from gossipx.hub import Elastic, ElasticSettings
+from gossipx.hub import ElasticExchange, ElasticSettings
 from gossipx.model.arena import ParameterArena
 from gossipx.peer import PeerRole, PeerSettings
 from gossipx.runtime.checkpoints import Checkpoints
@@ -73,7 +73,7 @@ class Bench:
         if (parsed := outer.parse(rule)) is not None:
             self.arena.use_outer(parsed)
         graph = topology.load("full", 2)
-        exchange_of = None if hub is None else functools.partial(Elastic, settings=hub)
+        exchange_of = None if hub is None else functools.partial(ElasticExchange, settings=hub)
         sync = SyncManager(policies.parse(policy), seed=1)
         settings = PeerSettings(fragments=fragments)
         role = PeerRole(0, 2, sync, graph, random.Random(1), 1, settings=settings, exchange_of=exchange_of)
@@ -113,7 +113,7 @@ class Bench:
     def centre(self) -> list[torch.Tensor]:
         """Return the hub's centre; start the hub if it has none yet."""
         exchange = self.driver.role.exchange
-        assert isinstance(exchange, Elastic) and exchange.centre is not None
+        assert isinstance(exchange, ElasticExchange) and exchange.centre is not None
         for effect in exchange.start_serving(0.0):
             self.driver._carry_out_locked(effect)
         held = self.driver.captures.hold(exchange.centre.ticket)

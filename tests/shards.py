@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gossipx.server.sync_models.clock import ApplyBuffer, Clock, Decision, Handling, Pulls, Release, Tick
+from gossipx.server.sync_models.clock import ApplyBuffer, Clock, Decision, DelayedPulls, Handling, Release, Tick
 from gossipx.server.sync_models.models import SyncModel, parse
 
 RATE = 0.125
@@ -133,7 +133,7 @@ class Run:
         assert worker.waiting, "no worker is answered before it asks"
         worker.draw = self.draws.random()
         worker.index = worker.iteration
-        if self.clock.pulls is Pulls.SOFT:
+        if self.clock.pulls is DelayedPulls.SOFT:
             worker.index = min(worker.index, self.clock.clock)
         self._do(self.clock.pull(rank, worker.iteration, (worker.life, worker.iteration)), at_once=True)
 

@@ -13,10 +13,10 @@ import gossipx
 from gossipx.solver.solver import Solver
 
 BASICS = 'base_lr: 0.1\nlr_policy: "fixed"\nmax_iter: 6\nsolver_mode: CPU\n'
-Pairs = list[tuple[Tensor, Tensor]]
+PairExchange = list[tuple[Tensor, Tensor]]
 
 
-def batches(count: int = 4, seed: int = 0) -> Pairs:
+def batches(count: int = 4, seed: int = 0) -> PairExchange:
     generator = torch.Generator().manual_seed(seed)
     inputs = [torch.randn(8, 3, generator=generator) for _ in range(count)]
     return [(x, (x[:, 0] > 0).long()) for x in inputs]

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 from gossipx import mixing, policies
 from gossipx.config.settings import RunConfig
-from gossipx.hub import Elastic, ElasticSettings
+from gossipx.hub import ElasticExchange, ElasticSettings
 from gossipx.peer import PeerRole, PeerSettings
 from gossipx.peer.exchange import Exchange, PeerContext
-from gossipx.peer.pulls import Pulls
+from gossipx.peer.pulls import PullExchange
 from gossipx.policies import Policy
 from gossipx.protocol.fields import JoinedPeer
 from gossipx.server.mode import ServerMode
@@ -108,9 +108,9 @@ def _settings(config: RunConfig, model_bytes: int, closed: str) -> PeerSettings:
 
 def _exchange_of(
     hub: ElasticSettings | None, served: tuple[ServerSettings, dict[int, Clock]] | None
-) -> Callable[[PeerContext, Pulls], Exchange] | None:
+) -> Callable[[PeerContext, PullExchange], Exchange] | None:
     """Return the factory of the exchange of a run with a hub or servers; None: the run has neither."""
     if served is not None:
         settings, clocks = served
         return functools.partial(ServerMode, settings=settings, clocks=clocks)
-    return None if hub is None else functools.partial(Elastic, settings=hub)
+    return None if hub is None else functools.partial(ElasticExchange, settings=hub)

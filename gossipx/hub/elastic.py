@@ -19,7 +19,7 @@ from typing import Literal
 
 from gossipx.hub.centre import Centre
 from gossipx.peer.exchange import Exchange, PeerContext
-from gossipx.peer.pulls import Pulls
+from gossipx.peer.pulls import PullExchange
 from gossipx.peer.server_role import Metrics, ServerRole
 from gossipx.protocol.effects import Adopt, Answer, Cancel, Effect, Forget, Mix, Note, Resume, Stop, Wait
 from gossipx.protocol.events import Merged, Received
@@ -54,13 +54,13 @@ class _Elastic:
     is_mixing: bool = False
 
 
-class Elastic(Exchange, ServerRole):
+class ElasticExchange(Exchange, ServerRole):
     """The exchanges of one peer with the hub and, on the hub, its answers to the workers."""
 
     request_types = (ElasticRequest, CentreRequest)
-    timers = Pulls.timers
+    timers = PullExchange.timers
 
-    def __init__(self, context: PeerContext, pulls: Pulls, settings: ElasticSettings):
+    def __init__(self, context: PeerContext, pulls: PullExchange, settings: ElasticSettings):
         super().__init__(context)
         self._pulls = pulls  # used while the hub does not answer
         self._settings = settings

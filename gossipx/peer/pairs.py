@@ -65,7 +65,7 @@ class _OutboundExchange:
     phase: Phase = Phase.FETCHING
 
 
-class Pairs(Offers):
+class PairExchange(Offers):
     """Pairwise averaging of one peer: at most one outbound and one inbound exchange.
 
     Args:

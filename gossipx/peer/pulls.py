@@ -43,7 +43,7 @@ class _Pull:
     mixing: bool = False
 
 
-class Pulls(Exchange):
+class PullExchange(Exchange):
     """The pulls of one peer, one at a time.
 
     Args:

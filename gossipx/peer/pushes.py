@@ -70,7 +70,7 @@ class _Offer:
     is_delivered: bool = False
 
 
-class Pushes(Offers):
+class PushExchange(Offers):
     """The pushes of one peer, and those that it receives.
 
     Args:

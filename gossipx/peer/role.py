@@ -49,9 +49,9 @@ from gossipx.peer.exchange import Exchange, PeerContext
 from gossipx.peer.joining import Joining
 from gossipx.peer.membership import Membership, Requests
 from gossipx.peer.newcomers import Newcomers
-from gossipx.peer.pairs import Pairs
-from gossipx.peer.pulls import Pulls
-from gossipx.peer.pushes import Pushes
+from gossipx.peer.pairs import PairExchange
+from gossipx.peer.pulls import PullExchange
+from gossipx.peer.pushes import PushExchange
 from gossipx.peer.server_role import ServerRole
 from gossipx.peer.serving import Outgoing, Serving
 from gossipx.peer.settings import PeerSettings
@@ -59,7 +59,7 @@ from gossipx.peer.stages import Stages
 from gossipx.peer.training import UNSOUND, Training
 from gossipx.peer.turns import OTHER_FRAGMENTS, Turns
 from gossipx.peer.wave import TIMER, Wave
-from gossipx.peer.waves import Waves
+from gossipx.peer.waves import WaveSequence
 from gossipx.protocol import events
 from gossipx.protocol.effects import Adopt, Answer, Effect, Forget, Note, Resume, Wait
 from gossipx.protocol.fields import JoinedPeer
@@ -121,7 +121,7 @@ class PeerRole:
     settings: PeerSettings = field(default_factory=PeerSettings)
     schedule: Schedule | None = None
     shares: Mapping[int, float] = field(default_factory=dict)
-    exchange_of: Callable[[PeerContext, Pulls], Exchange] | None = None
+    exchange_of: Callable[[PeerContext, PullExchange], Exchange] | None = None
     joined: Sequence[JoinedPeer] = ()
 
     poisoned: int = field(default=0, init=False)
@@ -138,10 +138,10 @@ class PeerRole:
         self.joining = Joining(self.rank, self.members, self.requests, self.barrier, settings)
         self.agreement = Agreement(self.rank, self.members, self.requests)
         turns = Turns(settings.fragments)
-        self.waves = Waves(self.rank, self.members, self.requests, self.sync, timeout, turns)
+        self.waves = WaveSequence(self.rank, self.members, self.requests, self.sync, timeout, turns)
         own = self.rank, self.incarnation, timeout, settings.blocking
         self._context = PeerContext(*own, self.members, self.outgoing, self.requests, self.sync, turns)
-        self.pulls = Pulls(self._context, self.mixing, self.shares)
+        self.pulls = PullExchange(self._context, self.mixing, self.shares)
         self.exchange = self._build_exchange()
         self.server = self.exchange if isinstance(self.exchange, ServerRole) else ServerRole()
         self.training = Training(self._context, self.barrier, self.exchange, self.waves, settings.exchange == "waves")
@@ -156,8 +156,8 @@ class PeerRole:
         if self.exchange_of is not None:
             return self.exchange_of(self._context, self.pulls)
         if settings.mode == "push":
-            return Pushes(self._context, self.mixing, self.shares, settings.push_sum, settings.max_pushes)
-        return Pairs(self._context, self.mixing) if settings.mode == "pushpull" else self.pulls
+            return PushExchange(self._context, self.mixing, self.shares, settings.push_sum, settings.max_pushes)
+        return PairExchange(self._context, self.mixing) if settings.mode == "pushpull" else self.pulls
 
     @property
     def set_back(self) -> int:

@@ -17,7 +17,7 @@ from gossipx.peer.newcomers import Newcomers
 from gossipx.peer.server_role import ServerRole
 from gossipx.peer.settings import PeerSettings
 from gossipx.peer.training import Training
-from gossipx.peer.waves import Waves
+from gossipx.peer.waves import WaveSequence
 from gossipx.protocol.effects import Effect, Forget, Note, Resume, Stop, Wait
 from gossipx.protocol.events import Received
 from gossipx.protocol.messages import LAST_WAVE, ArriveRequest, HereReply, LeaveRequest, RoundRequest, Stage
@@ -49,7 +49,7 @@ class Stages:
         barrier: Barrier,
         joining: Joining,
         training: Training,
-        waves: Waves,
+        waves: WaveSequence,
         exchange: Exchange,
         server: ServerRole,
         newcomers: Newcomers,

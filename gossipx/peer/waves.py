@@ -28,7 +28,7 @@ ROUND_DOUBLINGS = 2
 intermittent peer holds up the whole wave."""
 
 
-class Waves:
+class WaveSequence:
     """The current wave of a peer, and requests that wait for the next one.
 
     Args:

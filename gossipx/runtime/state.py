@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gossipx.checkpoint import Checkpoint, Part, pack, unpack
 from gossipx.errors import UsageError
-from gossipx.hub import Centre, Elastic
+from gossipx.hub import Centre, ElasticExchange
 from gossipx.model import layout
 from gossipx.model.arena import ParameterArena
 from gossipx.runtime.driver import Driver
@@ -188,7 +188,7 @@ class TrainingState:
     def _centre(self) -> Centre | None:
         """The centre of elastic averaging, if this peer is the hub; else None."""
         exchange = self._driver.role.exchange
-        return exchange.centre if isinstance(exchange, Elastic) else None
+        return exchange.centre if isinstance(exchange, ElasticExchange) else None
 
     def restore_optimizers(self, checkpoint: Checkpoint) -> None:
         """Restore the optimizers.

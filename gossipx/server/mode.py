@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gossipx.peer.exchange import Exchange, PeerContext
-from gossipx.peer.pulls import Pulls
+from gossipx.peer.pulls import PullExchange
 from gossipx.peer.server_role import Metrics, ServerRole
 from gossipx.protocol.effects import Effect, Mix, Note, Resume, SetTimer, Stop
 from gossipx.protocol.events import ChangeServers, Prepared, Received, SwitchSync, TablesRestored
@@ -71,7 +71,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     )
     timers = (AGAIN, WATCH, RECORDS, FOLLOW)
 
-    def __init__(self, context: PeerContext, pulls: Pulls, settings: ServerSettings, clocks: dict[int, Clock]):
+    def __init__(self, context: PeerContext, pulls: PullExchange, settings: ServerSettings, clocks: dict[int, Clock]):
         super().__init__(context)
         self._settings = settings
         self._replies = Replies(context.requests)

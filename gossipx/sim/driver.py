@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from gossipx.errors import GossipxError
-from gossipx.hub import Elastic
+from gossipx.hub import ElasticExchange
 from gossipx.model.arena import ParameterArena
 from gossipx.model.snapshots import Snapshot
 from gossipx.peer import PeerRole
@@ -104,7 +104,9 @@ class SimDriver(Driver):
     def _is_centre(self, ticket: int) -> bool:
         """Whether a captured model is a hub's centre, rather than that of a wave."""
         exchange = self.role.exchange
-        return isinstance(exchange, Elastic) and exchange.centre is not None and exchange.centre.ticket == ticket
+        return (
+            isinstance(exchange, ElasticExchange) and exchange.centre is not None and exchange.centre.ticket == ticket
+        )
 
     # --- the log ------------------------------------------------------------------------------------
 

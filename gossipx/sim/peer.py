@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gossipx.compression import Coded
-from gossipx.hub import Elastic
+from gossipx.hub import ElasticExchange
 from gossipx.model.arena import ParameterArena
 from gossipx.model.buffers import typed
 from gossipx.model.digest import digest
@@ -119,7 +119,7 @@ class SimPeer(BasePeer):
 
     def centre(self) -> Tensor:
         """Return the hub's elastic centre as one float64 vector of trained values. For the hub only."""
-        assert isinstance(self.role.exchange, Elastic) and self.role.exchange.centre
+        assert isinstance(self.role.exchange, ElasticExchange) and self.role.exchange.centre
         centre = self.driver.captures.hold(self.role.exchange.centre.ticket)
         assert centre is not None
         rows = zip(self.arena.sections, centre.vectors, strict=True)

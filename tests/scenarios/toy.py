@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gossipx import codecs, mixing, outer, policies, topology
 from gossipx.compression import Coded, ElasticCodec, ModelCodec, WaveCodec
-from gossipx.hub import Elastic, ElasticSettings
+from gossipx.hub import ElasticExchange, ElasticSettings
 from gossipx.model.arena import ParameterArena
 from gossipx.peer import PeerRole, PeerSettings
 from gossipx.protocol.effects import ReportEntry
@@ -106,7 +106,7 @@ def make(
         PeerSettings(**{"peer_timeout": TIMEOUT, **settings}),
         plan,
         {} if joined else shares(weights, plan, rank, pushed=settings.get("mode") == "push"),
-        None if hub is None else lambda context, pulls: Elastic(context, pulls, hub),
+        None if hub is None else lambda context, pulls: ElasticExchange(context, pulls, hub),
         joined,
     )
     role.members.nobody_waits_for(() if entry is None else entry.lost)

@@ -11,7 +11,7 @@ import pytest
 from shards import Run
 
 from gossipx.errors import UsageError
-from gossipx.server.sync_models.clock import ApplyBuffer, Clock, Pulls, Release, Tick
+from gossipx.server.sync_models.clock import ApplyBuffer, Clock, DelayedPulls, Release, Tick
 from gossipx.server.sync_models.conditions import Apply, Conditions, Pull, SyncModel, View
 from gossipx.server.sync_models.models import ASP, BSP, DSPS, SSP, parse
 
@@ -146,7 +146,7 @@ def test_a_switch_answers_by_the_new_condition_under_lazy_execution():
             run.iterate(rank)
     assert run.clock.waiting == [(0, 1), (1, 1)]
     run.switch("ssp:1")
-    assert run.clock.waiting == [] and run.clock.pulls is Pulls.LAZY
+    assert run.clock.waiting == [] and run.clock.pulls is DelayedPulls.LAZY
     assert [len(messages) for _, messages in run.steps] == [3, 2], "a buffer that is no longer used is applied"
     run.iterate(0)
     assert run.clock.waiting == [(0, 2)]
@@ -155,7 +155,7 @@ def test_a_switch_answers_by_the_new_condition_under_lazy_execution():
     run.iterate(1)
     run.iterate(2)
     run.switch("bsp", pulls="soft")
-    assert run.clock.pulls is Pulls.SOFT and run.clock.waiting == [(0, 2), (1, 2)]
+    assert run.clock.pulls is DelayedPulls.SOFT and run.clock.waiting == [(0, 2), (1, 2)]
     run.iterate(2)
     assert run.clock.clock == 3 and run.clock.waiting == []
 

@@ -7,7 +7,7 @@ import random
 from gossipx import policies
 from gossipx.peer.membership import Membership, Requests
 from gossipx.peer.wave import TIMER, Wave
-from gossipx.peer.waves import Waves
+from gossipx.peer.waves import WaveSequence
 from gossipx.protocol.effects import Answer, Capture, Effect, Forget, Merge, Note, Send, SetTimer
 from gossipx.protocol.events import Answered, Received
 from gossipx.protocol.messages import LAST_WAVE, MAX_WAVE, HereReply, ModelReply, NotReadyReply, RoundRequest, Stage
@@ -164,11 +164,11 @@ def test_a_partner_that_tells_of_a_wave_is_not_refused_once_it_is_over():
 # --- the choice of wave -------------------------------------------------------------------------------
 
 
-def peer(rank: int, size: int) -> Waves:
+def peer(rank: int, size: int) -> WaveSequence:
     members = Membership(rank, size, Random(load("full", size)), TIMEOUT, random.Random(0))
     for other in members.others.values():
         other.stage = Stage.START
-    return Waves(rank, members, Requests(), SyncManager(policies.parse("never")), TIMEOUT)
+    return WaveSequence(rank, members, Requests(), SyncManager(policies.parse("never")), TIMEOUT)
 
 
 def meant(sender: int, members: tuple[int, ...], wave: int = 1, key: str = "k") -> Received:

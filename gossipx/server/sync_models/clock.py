@@ -16,10 +16,19 @@ from typing import Any
 from gossipx import specs
 from gossipx.errors import UsageError
 from gossipx.server.sync_models.conditions import Apply, Pull, SyncModel, View
-from gossipx.server.sync_models.decisions import ApplyBuffer, Counts, Decision, Handling, Part, Pulls, Release, Tick
+from gossipx.server.sync_models.decisions import (
+    ApplyBuffer,
+    Counts,
+    Decision,
+    DelayedPulls,
+    Handling,
+    Part,
+    Release,
+    Tick,
+)
 from gossipx.server.sync_models.models import application, describe
 
-__all__ = ["ApplyBuffer", "Clock", "Counts", "Decision", "Handling", "Part", "Pulls", "Release", "Tick"]
+__all__ = ["ApplyBuffer", "Clock", "Counts", "Decision", "DelayedPulls", "Handling", "Part", "Release", "Tick"]
 
 
 @dataclass
@@ -87,7 +96,7 @@ class Clock:
         self,
         model: SyncModel,
         apply: Apply | str | None = None,
-        pulls: Pulls | str = Pulls.LAZY,
+        pulls: DelayedPulls | str = DelayedPulls.LAZY,
         workers: Iterable[int] = (),
         rng: random.Random | None = None,
     ):
@@ -124,7 +133,7 @@ class Clock:
         return self._apply
 
     @property
-    def pulls(self) -> Pulls:
+    def pulls(self) -> DelayedPulls:
         """The index of delayed pulls."""
         return self._pulls
 
@@ -247,7 +256,7 @@ class Clock:
             one.read = self.counts.steps
             return [Release(key)]
         # The soft barrier's index is V_train; a pull of an earlier iteration never waits longer than a lazy one.
-        index = min(progress, self.clock) if self._pulls is Pulls.SOFT else progress
+        index = min(progress, self.clock) if self._pulls is DelayedPulls.SOFT else progress
         self._delayed.append(_Delayed(pull, key, index))
         return []
 
@@ -288,7 +297,7 @@ class Clock:
         return self._settle()
 
     def switch(
-        self, model: SyncModel, apply: Apply | str | None = None, pulls: Pulls | str | None = None
+        self, model: SyncModel, apply: Apply | str | None = None, pulls: DelayedPulls | str | None = None
     ) -> list[Decision]:
         """Switch to another sync model, which begins a new epoch. No push is lost.
 
@@ -439,9 +448,9 @@ class Clock:
         return {"model": describe(self._model), "apply": self._apply.value, "pulls": self._pulls.value}
 
 
-def _mode(pulls: Pulls | str) -> Pulls:
+def _mode(pulls: DelayedPulls | str) -> DelayedPulls:
     if isinstance(pulls, str):
-        words = {one.value: one for one in Pulls}
+        words = {one.value: one for one in DelayedPulls}
         specs.known_word("way to answer pulls", pulls, words)
         return words[pulls]
     return pulls

@@ -112,7 +112,7 @@ class SyncModel(abc.ABC):
     def answers_by_condition(self) -> bool:
         """Whether a delayed pull is answered when :meth:`may_pull` allows it, not when the clock has passed its index.
 
-        For the index see ``gossipx.server.sync_models.decisions.Pulls``.
+        For the index see ``gossipx.server.sync_models.decisions.DelayedPulls``.
         """
         return False
 

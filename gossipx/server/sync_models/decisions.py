@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 
-class Pulls(enum.Enum):
+class DelayedPulls(enum.Enum):
     """The index of a delayed pull, which is answered once the clock has passed it (FluentPS, section III-C).
 
     Attributes:
