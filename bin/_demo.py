@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from gossipx.config import files
 from gossipx.launch.loops.train import LIVE, optimizer_of, rate_of, scores
 from gossipx.metrics import curves, summary
+from gossipx.settings import files
 from gossipx.tasks.data import TASKS, Batches, load
 from gossipx.tasks.models import build_model
 from gossipx.tasks.partition import parse

@@ -395,6 +395,20 @@ def complete(spec: str) -> str:
     return describe(policy) if isinstance(policy, Adaptive) else spec
 
 
+def check(spec: str) -> None:
+    """Check the spec or the name of a policy: a bare name may take its arguments from the model's preset.
+
+    Raises:
+        UsageError: as :func:`parse`. A custom policy is refused only as the run begins, if no script passes it.
+    """
+    if is_object(spec):
+        return
+    if ":" in spec:
+        parse(spec)
+    elif spec.strip() not in BUILT_IN:
+        specs.known_word("policy", spec.strip(), names())
+
+
 def names() -> dict[str, Callable[..., Any]]:
     """Return all policies by name: the built-in ones and those of installed packages, which are not imported yet."""
     return plugins.names(BUILT_IN, ENTRY_POINT_GROUP)

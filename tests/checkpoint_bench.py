@@ -13,7 +13,6 @@ from torch import nn
 
 from gossipx import outer, policies, topology
 from gossipx.checkpoint import Store
-from gossipx.config.interval import CheckpointInterval
 from gossipx.hub import ElasticExchange, ElasticSettings
 from gossipx.model.arena import ParameterArena
 from gossipx.peer import PeerRole, PeerSettings
@@ -21,6 +20,7 @@ from gossipx.runtime.checkpoints import Checkpoints
 from gossipx.runtime.driver import Driver
 from gossipx.runtime.optimizers import Optimizers
 from gossipx.runtime.state import TrainingState
+from gossipx.settings.interval import CheckpointInterval
 from gossipx.sync import SyncManager
 
 ABOUT = {"--policy": "never", "peers": 2}

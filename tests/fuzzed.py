@@ -86,14 +86,14 @@ def _topology(ending: str) -> Target:
 
 
 def _settings() -> Target:
-    from gossipx.config import files
+    from gossipx.settings import files
 
     text = b'[run]\niterations = 10\n[sync]\npolicy = "tau:5"\ncodec = "3lc"\n[exchange]\npeer_timeout = 5.0\n'
     return Target(of_file("config.toml", lambda path: files.resolve(files.load(path))), lambda: iter([text]))
 
 
 def _scenario() -> Target:
-    from gossipx.config import scenario
+    from gossipx.settings import scenario
 
     def read(path: Path) -> object:
         return scenario.load(path, {})
@@ -132,7 +132,7 @@ def _summary() -> Target:
 
 
 def _admission() -> Target:
-    from gossipx.config.admissions import Admission
+    from gossipx.peer.admission import Admission
     from gossipx.protocol.fields import JoinedPeer
 
     of = Admission(2, "[run]\n", (("a", "10.0.0.1", 1),), (JoinedPeer(2, "b", "host", 29_400, 0),), (1,))

@@ -8,8 +8,8 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-from gossipx.config import files as config_files
 from gossipx.launch.local import launch
+from gossipx.settings import files as config_files
 
 Run = Callable[..., int]
 

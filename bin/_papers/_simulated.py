@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from gossipx.assembly.server import Parts
-from gossipx.config.scenario import Scenario, load
 from gossipx.launch.simulation.run import simulate
 from gossipx.metrics import summary
 from gossipx.metrics.summary import Figures, Summary
+from gossipx.settings.scenario import Scenario, load
 
 Tables = Mapping[str, Mapping[str, Any]]
 

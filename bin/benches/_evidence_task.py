@@ -20,9 +20,9 @@ from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from gossipx.assembly.settings import effective_config
-from gossipx.config import files
-from gossipx.config.settings import RunConfig
 from gossipx.launch.loops.train import optimizer_of, rate_of, scores
+from gossipx.settings import files
+from gossipx.settings.sections import RunConfig
 from gossipx.tasks.data import TASKS, Batches, load
 from gossipx.tasks.models import build_model
 from gossipx.tasks.partition import parse

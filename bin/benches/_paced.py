@@ -16,8 +16,8 @@ from torch.nn import functional
 
 import gossipx
 from gossipx.assembly.settings import effective_config
-from gossipx.config.files import resolve
 from gossipx.launch.loops.train import optimizer_of, rate_of, scores
+from gossipx.settings.files import resolve
 from gossipx.tasks.data import TASKS, Batches, load
 from gossipx.tasks.models import build_model
 from gossipx.tasks.partition import parse

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gossipx.config.admissions import Admission
-from gossipx.config.settings import RunConfig
+from gossipx.peer.admission import Admission
 from gossipx.protocol.admission import AdmitReply, AdmitRequest
 from gossipx.protocol.events import PeerMet
 from gossipx.protocol.fields import JoinedPeer
 from gossipx.runtime.driver import Driver
 from gossipx.runtime.roster import Roster
+from gossipx.settings.sections import RunConfig
 from gossipx.topology.schedules import BandwidthAware, Random, Schedule
 from gossipx.transports import Address
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gossipx.config.settings import ExchangeSettings
 from gossipx.errors import UsageError
+from gossipx.settings.sections import ExchangeSettings
 
 
 def check_device(name: str, option: str, file: Path | None = None, line: int | None = None) -> None:

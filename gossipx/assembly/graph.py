@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from gossipx import topology
-from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
+from gossipx.settings.sections import RunConfig
 from gossipx.topology import schedules, weights
 from gossipx.topology.schedules import Schedule
 

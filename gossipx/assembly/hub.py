@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.hub import ElasticSettings
+from gossipx.settings.sections import RunConfig
 from gossipx.specs import rank_of
 
 EASGD_BETA = 0.9

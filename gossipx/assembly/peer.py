@@ -20,11 +20,6 @@ from gossipx.assembly.server import Parts, Served, serve, warm_up
 from gossipx.assembly.settings import check_exchange, with_policy
 from gossipx.comm import CommManager
 from gossipx.compression import Coded, ElasticCodec, ModelCodec, WaveCodec
-from gossipx.config.admissions import settings_of_run
-from gossipx.config.hyperparameters import hyperparameters
-from gossipx.config.interval import CheckpointInterval
-from gossipx.config.security import Access, grant
-from gossipx.config.settings import ExchangeSettings, RunConfig
 from gossipx.errors import UsageError
 from gossipx.hub import ElasticSettings
 from gossipx.metrics import prometheus
@@ -32,6 +27,7 @@ from gossipx.metrics.board import HUB, PEERS, SERVERS, TEXT, WHOLE
 from gossipx.metrics.recorder import NullRecorder, Recorder
 from gossipx.model.arena import ParameterArena
 from gossipx.model.layout import norms
+from gossipx.peer.admission import settings_of_run
 from gossipx.policies import Policy
 from gossipx.protocol.events import GradientsReady
 from gossipx.recorders import Recorded
@@ -49,11 +45,15 @@ from gossipx.runtime.scores import Evaluate
 from gossipx.runtime.shards import ShardKeeper, store_of_shard
 from gossipx.runtime.state import TrainingState
 from gossipx.server.mode import ServerMode
+from gossipx.settings.hyperparameters import hyperparameters
+from gossipx.settings.interval import CheckpointInterval
+from gossipx.settings.sections import ExchangeSettings, RunConfig
 from gossipx.tasks import partition
 from gossipx.tasks.presets import TEXT_TASK
 from gossipx.topology import schedules
 from gossipx.topology.schedules import Schedule
 from gossipx.transports import Carriers
+from gossipx.transports.access import Access, grant
 
 
 def build_peer(

@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Sequence
 
 from gossipx import mixing, policies
-from gossipx.config.settings import RunConfig
 from gossipx.hub import ElasticExchange, ElasticSettings
 from gossipx.peer import PeerRole, PeerSettings
 from gossipx.peer.exchange import Exchange, PeerContext
@@ -17,6 +16,7 @@ from gossipx.protocol.fields import JoinedPeer
 from gossipx.server.mode import ServerMode
 from gossipx.server.settings import ServerSettings
 from gossipx.server.sync_models.clock import Clock
+from gossipx.settings.sections import RunConfig
 from gossipx.sync import SyncManager
 from gossipx.topology import weights
 from gossipx.topology.schedules import Schedule

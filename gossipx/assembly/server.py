@@ -14,8 +14,6 @@ from torch import nn
 
 from gossipx import codecs
 from gossipx.assembly.server_settings import server_ranks, sync_models
-from gossipx.config.interval import CheckpointInterval
-from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.model.layout import norms, plain_name
 from gossipx.server import placement
@@ -25,6 +23,8 @@ from gossipx.server.placement.layout import Layouts
 from gossipx.server.settings import ServerSettings as Settings
 from gossipx.server.sync_models import models, schedule
 from gossipx.server.sync_models.clock import Clock
+from gossipx.settings.interval import CheckpointInterval
+from gossipx.settings.sections import RunConfig
 from gossipx.tables.client import Client
 from gossipx.tables.coding import Coding
 from gossipx.tables.migration import TableMigrator

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gossipx.config.settings import RunConfig, ServerSettings
 from gossipx.errors import UsageError
 from gossipx.server.sync_models import models, schedule
+from gossipx.settings.sections import RunConfig, ServerSettings
 from gossipx.specs import rank_of
 
 

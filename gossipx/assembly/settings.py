@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from gossipx import mixing, outer, policies
 from gossipx.assembly.graph import build_schedule
-from gossipx.config.settings import KEYS, MOST_ITERATIONS, RunConfig, TaskSettings
 from gossipx.errors import UsageError
+from gossipx.settings.sections import KEYS, MOST_ITERATIONS, RunConfig, TaskSettings
 from gossipx.solver import prototxt
 from gossipx.tasks import solvers
 from gossipx.tasks.presets import PRESETS, TEXT_MODEL, TEXT_TASK, Preset
@@ -61,7 +61,7 @@ def effective_config(config: RunConfig, size: int, has_script: bool, model: str 
     if has_script:
         _refuse_of_task(config)
     if not has_script:
-        config = _with_preset(_with_task_of_model(config))
+        config = _with_preset(_with_task_of_model(_with_solver(config)))
         if config.task.solver is not None:
             _check_solver(config.task.solver)
     steps = config.task.lr_steps or ()
@@ -91,6 +91,23 @@ def with_policy(config: RunConfig, has_script: bool, model: str | None = None) -
         threshold = SCRIPTS_THRESHOLD if preset is None else preset.threshold
         spec = _completed("adaptive", f"adaptive:threshold={threshold:g}", spec)
     return dataclasses.replace(config, sync=dataclasses.replace(config.sync, policy=policies.complete(spec)))
+
+
+def _with_solver(config: RunConfig) -> RunConfig:
+    """Return the configuration with the model and the number of iterations that its solver file sets, unless given.
+
+    Raises:
+        UsageError: the file does not exist or is invalid.
+    """
+    if config.task.solver is None:
+        return config
+    param = prototxt.read(solvers.find(config.task.solver))
+    run, task = config.run, dataclasses.replace(config.task, solver=solvers.resolve(config.task.solver))
+    if param.net in PRESETS and not config.is_given("model"):
+        task = dataclasses.replace(task, model=param.net)
+    if param.max_iter > 0 and not config.is_given("iterations"):
+        run = dataclasses.replace(run, iterations=param.max_iter)
+    return dataclasses.replace(config, run=run, task=task)
 
 
 def _check_solver(given: str) -> None:

@@ -1,6 +1,6 @@
 """The command group ``gossipx`` and its commands ``run`` and ``certs``, made with click.
 
-The options of ``run`` are generated from the declarations in :mod:`gossipx.config.settings`.
+The options of ``run`` are generated from the declarations in :mod:`gossipx.settings.sections`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from gossipx.cli import completers
 from gossipx.cli.meant import command_meant, option_meant
 from gossipx.cli.options import Option, RunCommand, help_all, help_for, options, script_argument
 from gossipx.cli.output import unfailing
-from gossipx.config import files
-from gossipx.config.settings import KEYS, RunConfig
 from gossipx.errors import GossipxError, UsageError, printable
 from gossipx.launch.cluster.world import with_options
 from gossipx.launch.environment import ENV_DEBUG
+from gossipx.settings import files
+from gossipx.settings.sections import KEYS, RunConfig
 
 _HELP: tuple[type[BaseException], ...] = tuple(filter(None, [getattr(click.exceptions, "NoArgsIsHelpError", None)]))
 """The exception by which click, from 8.2, shows the help of a group that is called without a command."""

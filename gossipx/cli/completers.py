@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 from click.shell_completion import CompletionItem
 
-from gossipx.config.keys import Key
+from gossipx.settings.keys import Key
 
 Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 """A completion function, click's ``shell_complete``: from (context, parameter, typed text) to the offered items."""

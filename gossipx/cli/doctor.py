@@ -48,9 +48,9 @@ def doctor(wait: float, config_file: Path | None, as_json: bool, script: tuple[s
     gossipx doctor --peers hosts.txt --bind 0.0.0.0 --secret-file secret --model resnet20
     gossipx doctor --peers hosts.txt train.py
     """
-    from gossipx.config import files
     from gossipx.launch.hosts import ADVICE
     from gossipx.launch.start import no_peers
+    from gossipx.settings import files
     from gossipx.tools.doctor import examine
     from gossipx.tools.doctor.verdicts import verdicts
 

@@ -84,9 +84,9 @@ def kubernetes(image: str, claim: str | None, **options: Any) -> None:
 def _job_of(name: str, nodes: int, peers_per_node: int, gpus_per_peer: int, arguments: tuple[str, ...]) -> Job:
     """Return the job. Settings that 'gossipx run' would refuse are refused here."""
     from gossipx.cli.commands import run
-    from gossipx.config import files
     from gossipx.errors import UsageError
     from gossipx.launch import start
+    from gossipx.settings import files
     from gossipx.tools.jobs import Job
 
     options = {parameter.name: parameter.opts[0] for parameter in run.params}

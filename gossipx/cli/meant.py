@@ -1,7 +1,7 @@
 """Answers to options and commands of other tools, with those of gossipx that do the same.
 
 All of it is read from the declarations: from the options and arguments of the commands, and from the words that
-:mod:`gossipx.config.settings` gives as those of other tools.
+:mod:`gossipx.settings.sections` gives as those of other tools.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import click
 
-from gossipx.config import scenario
-from gossipx.config.settings import KEYS
+from gossipx.settings import scenario
+from gossipx.settings.sections import KEYS
 
 
 def option_meant(name: str, ctx: click.Context) -> str:

@@ -13,8 +13,8 @@ from typing import Any, get_args
 import click
 
 from gossipx.cli import completers
-from gossipx.config.keys import Group, Key
-from gossipx.config.settings import KEYS
+from gossipx.settings.keys import Group, Key
+from gossipx.settings.sections import KEYS
 
 _ALL = "gossipx.help-all"
 """Key in a context's ``meta``; set while the help must show every option."""

@@ -14,10 +14,10 @@ from gossipx.cli import completers
 from gossipx.cli.commands import debug
 from gossipx.cli.options import ACCESS, logdir_option, options, script_argument
 from gossipx.cli.status import peers_of
-from gossipx.config.settings import ExchangeSettings
 from gossipx.errors import GossipxError, NotAuthorisedError, UsageError
 from gossipx.launch.directory import CONFIG_FILE, run_directory
 from gossipx.launch.hosts import PeerLine
+from gossipx.settings.sections import ExchangeSettings
 from gossipx.specs import suggest
 
 OWN = ("logdir", "device", "threads", "data_dir", "bind", "advertise", *ACCESS)

@@ -49,8 +49,8 @@ def simulate(scenario: str | None, lists: bool, **settings: Any) -> None:
         return
     if scenario is None:
         raise UsageError("no scenario given: name a TOML file, or one of gossipx simulate --list")
-    from gossipx.config.scenario import load
     from gossipx.launch.simulation.run import simulate as run
+    from gossipx.settings.scenario import load
 
     path = scenarios.find(scenario)
     sys.exit(run(load(path, settings), Path(path).stem))

@@ -20,8 +20,8 @@ from gossipx.errors import NotAuthorisedError, UsageError
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, no_run, refuse_simulated, run_directory, settings_in
 
 if TYPE_CHECKING:
-    from gossipx.config.settings import ExchangeSettings
     from gossipx.launch.hosts import PeerLine
+    from gossipx.settings.sections import ExchangeSettings
     from gossipx.tools.visit import Visit
 
 WATCH_EVERY = 2.0
@@ -116,8 +116,8 @@ def peers_of(
     Raises:
         UsageError: neither or both are given, or the run does not exist.
     """
-    from gossipx.config import files
     from gossipx.launch.hosts import read_hosts
+    from gossipx.settings import files
 
     if (run is None) == (hosts is None):
         raise UsageError("give the RUN, or --peers hosts.txt on a machine that does not have it; and not both")

@@ -50,9 +50,9 @@ def tune(seconds: float, write: Path | None, as_json: bool, script: tuple[str, .
     gossipx tune --peers hosts.txt --model resnet20 --task cifar10 --data-dir data --write run.toml
     gossipx run --config run.toml
     """
-    from gossipx.config import files
     from gossipx.launch.hosts import ADVICE
     from gossipx.launch.start import no_peers
+    from gossipx.settings import files
     from gossipx.tools import tune as tuning
 
     if write is not None:

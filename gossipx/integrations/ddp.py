@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from gossipx.config.files import absolute_values
-from gossipx.config.settings import RunConfig, RunSettings
 from gossipx.errors import UsageError
 from gossipx.integrations.comm_hook import hook as hook
 from gossipx.integrations.group import Group, GroupStatus, rank_in_group
@@ -39,6 +37,8 @@ from gossipx.runtime.parts import part_of
 from gossipx.runtime.peer import Peer, check_own
 from gossipx.runtime.scores import Evaluate
 from gossipx.runtime.stop_signals import StopSignals
+from gossipx.settings.files import absolute_values
+from gossipx.settings.sections import RunConfig, RunSettings
 from gossipx.tasks import partition
 
 log = logging.getLogger("gossipx")

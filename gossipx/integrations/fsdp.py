@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gossipx.config.settings import RunConfig
 from gossipx.errors import GossipxError, UsageError
 from gossipx.integrations.ddp import Joining, PolicyLike
 from gossipx.integrations.ddp import shard as shard
@@ -33,6 +32,7 @@ from gossipx.launch.loops.join import join as join_alone
 from gossipx.launch.loops.join import rank_and_size, run_directory_of
 from gossipx.runtime import schedule_free
 from gossipx.runtime.optimizers import OneOrMore, Optimizers
+from gossipx.settings.sections import RunConfig
 from gossipx.transports import Address
 
 

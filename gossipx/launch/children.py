@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from gossipx.config.settings import KEYS
+from gossipx.settings.sections import KEYS
 
 READ = 1 << 16
 """Bytes per read from a pipe."""

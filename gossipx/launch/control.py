@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gossipx.config import files
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.directory import CONFIG_FILE, no_run, refuse_simulated
 from gossipx.runtime.control import ANSWER, COMMAND, DIRECTORY, POLL_INTERVAL, write
+from gossipx.settings import files
 
 TAKEN_WITHIN = 10.0
 """Seconds within which a running peer accepts a command: many times the interval at which it looks for one."""

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gossipx.config import files as config_files
-from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.metrics.aggregate import DIRECTORY as AGGREGATE
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.metrics.summary import Summary
+from gossipx.settings import files as config_files
+from gossipx.settings.sections import RunConfig
 from gossipx.specs import suggest
 
 log = logging.getLogger("gossipx")

@@ -17,8 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gossipx.config.hyperparameters import hyperparameters
-from gossipx.config.settings import MOST_ITERATIONS, RunConfig
 from gossipx.errors import DIFFERENT_MODELS, GossipxError, NotEnoughPeersError, UsageError
 from gossipx.launch.children import READ, Child, Spawn, command_of, misplaced
 from gossipx.launch.curves import RunCurves
@@ -36,6 +34,8 @@ from gossipx.launch.start import Start, from_hosts, peer_source, policy_or_sync_
 from gossipx.launch.stopping import Outcome, Stopping, how_to_continue
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.metrics.summary import Summary
+from gossipx.settings.hyperparameters import hyperparameters
+from gossipx.settings.sections import MOST_ITERATIONS, RunConfig
 from gossipx.transports import Address
 
 POLL_INTERVAL = 0.1

@@ -16,9 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from gossipx.assembly.devices import check_device
-from gossipx.config import files, security
-from gossipx.config.admissions import Admission
-from gossipx.config.settings import RunConfig
 from gossipx.errors import (
     GossipxError,
     NotAuthorisedError,
@@ -36,8 +33,12 @@ from gossipx.launch.local import follow
 from gossipx.launch.ports import reserve
 from gossipx.launch.start import Start, check_script
 from gossipx.metrics.summary import Summary
+from gossipx.peer.admission import Admission
 from gossipx.protocol.admission import AdmitReply, AdmitRequest
+from gossipx.settings import files
+from gossipx.settings.sections import RunConfig
 from gossipx.transports import Address, handshake
+from gossipx.transports.access import Access, grant
 from gossipx.transports.links import Links
 from gossipx.wire import Bytes, Hello, auth
 
@@ -75,7 +76,7 @@ def join(
     own = files.resolve(given)
     host = own.exchange.advertise or only_address(own.exchange.bind) or _local_host(addresses[0])
     bind = bind_host(PeerLine(0, host, DEFAULT_PORT, None, host, 0), own.exchange.bind, None)
-    access = security.grant(own.exchange, bind)
+    access = grant(own.exchange, bind)
     check_device(own.run.device, "--device")
     with _reserved(bind, port) as chosen:
         line = PeerLine(0, host, chosen, None, "", 0)
@@ -129,7 +130,7 @@ class _Asking:
         access: how peers of the run connect.
     """
 
-    def __init__(self, request: AdmitRequest, access: security.Access):
+    def __init__(self, request: AdmitRequest, access: Access):
         self._request = request
         self._access = access
         self._links = Links("newcomer", 0, ANSWER)

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gossipx.config.settings import KEYS
 from gossipx.errors import UsageError
 from gossipx.launch.children import READ, shown_of
 from gossipx.launch.environment import ENV_STOP_WITH_INPUT
 from gossipx.launch.hosts import PeerLine
 from gossipx.launch.start import Start
+from gossipx.settings.sections import KEYS
 
 ANYWHERE = ("0.0.0.0", "::", "[::]")
 """Values of --bind that mean all addresses of a machine, so that they suit every host."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from gossipx.config.settings import RunConfig
 from gossipx.launch.start import policy_or_sync_model
 from gossipx.metrics.summary import Summary, agreed, per_peer, reported
+from gossipx.settings.sections import RunConfig
 
 
 def sum_up(

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from gossipx.assembly.server_settings import server_ranks
-from gossipx.config import files
-from gossipx.config.settings import KEYS, RunConfig, RunSettings
 from gossipx.errors import MALFORMED, UsageError
 from gossipx.launch.cluster.world import find
 from gossipx.launch.directory import (
@@ -27,6 +25,8 @@ from gossipx.launch.hosts import read_hosts
 from gossipx.runtime.checkpoints import store_of
 from gossipx.runtime.models import directory_of
 from gossipx.runtime.shards import servers_of, store_of_shard
+from gossipx.settings import files
+from gossipx.settings.sections import KEYS, RunConfig, RunSettings
 
 log = logging.getLogger("gossipx")
 

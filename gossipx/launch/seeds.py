@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gossipx.config.settings import KEYS, RunConfig
 from gossipx.errors import NotAuthorisedError, UsageError
 from gossipx.launch.directory import check_name
 from gossipx.launch.local import launch
 from gossipx.launch.start import peer_source, stem_of
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
+from gossipx.settings.sections import KEYS, RunConfig
 
 MOST = 1000
 """Maximum number of seeds; more are a typing error."""

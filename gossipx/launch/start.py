@@ -15,8 +15,6 @@ from gossipx.assembly.devices import check_device, check_transport
 from gossipx.assembly.hub import elastic_settings
 from gossipx.assembly.server_settings import server_ranks
 from gossipx.assembly.settings import effective_config
-from gossipx.config import security
-from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.launch.children import script_exists
 from gossipx.launch.cluster.world import World, find, why_none
@@ -24,6 +22,8 @@ from gossipx.launch.directory import HOSTS_FILE, RunDirectory
 from gossipx.launch.environment import ADDED, ENV_CONFIG, ENV_DEVICE, ENV_PEERS, ENV_RANK, ENV_RESUME, ENV_RESUME_AT
 from gossipx.launch.hosts import ADVICE, PeerLine, bind_host, local_ranks, read_hosts
 from gossipx.metrics.summary import Summary
+from gossipx.settings.sections import RunConfig
+from gossipx.transports import access
 
 LEAST_MEMORY = 10**8
 """Bytes that a peer's process takes at least: with torch, and before its model and data, it has 160 MB of its own."""
@@ -220,8 +220,8 @@ def check_here(settings: RunConfig, own: Sequence[PeerLine], script: list[str], 
     uncovered = None
     for peer in own:
         bind = bind_host(peer, settings.exchange.bind, hosts)
-        security.grant(settings.exchange, bind)
-        uncovered = uncovered or security.uncovered(settings.exchange, bind)
+        access.grant(settings.exchange, bind)
+        uncovered = uncovered or access.uncovered(settings.exchange, bind)
         if peer.device is None:
             check_device(settings.run.device, "--device")
         else:

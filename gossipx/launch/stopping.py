@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from gossipx.config.settings import RunSettings
 from gossipx.launch.children import Child
 from gossipx.launch.progress import Display, PeerStatus
 from gossipx.runtime.stop_signals import continue_by
+from gossipx.settings.sections import RunSettings
 
 STOP_GRACE = 300.0
 """Seconds that peers have to stop, beyond ``peer_timeout``, before SIGKILL: as long as one waits for its checkpoint."""

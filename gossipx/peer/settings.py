@@ -1,4 +1,4 @@
-"""The settings of one peer's role. Those of a whole run are :mod:`gossipx.config.settings`."""
+"""The settings of one peer's role. Those of a whole run are :mod:`gossipx.settings.sections`."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class AdmitReply:
     """The reply to :class:`AdmitRequest`.
 
     Attributes:
-        size: bytes of the payload, a :class:`gossipx.config.admissions.Admission` if the newcomer is admitted.
+        size: bytes of the payload, a :class:`gossipx.peer.admission.Admission` if the newcomer is admitted.
         elsewhere: HOST:PORT of the peer that admits others now; empty: it is this one.
         later: why no peer can be admitted yet; empty: one can.
     """

@@ -24,11 +24,11 @@ from gossipx.checkpoint import (
     unpack,
 )
 from gossipx.checkpoint.store import PART
-from gossipx.config.interval import CheckpointInterval
 from gossipx.errors import GossipxError, UsageError
 from gossipx.runtime import models
 from gossipx.runtime.limited_log import LimitedLog
 from gossipx.runtime.state import MODEL, OPTIMIZER, SCRIPT, CapturedState, ScriptPart, TrainingState
+from gossipx.settings.interval import CheckpointInterval
 
 log = logging.getLogger("gossipx")
 

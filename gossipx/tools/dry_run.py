@@ -15,8 +15,6 @@ from gossipx.assembly.graph import build_schedule
 from gossipx.assembly.hub import elastic_settings
 from gossipx.assembly.peer import codec_of
 from gossipx.assembly.server_settings import server_ranks
-from gossipx.config.scenario import MOST_PEERS
-from gossipx.config.settings import MOST_ITERATIONS, RunConfig
 from gossipx.errors import UsageError
 from gossipx.launch.cluster.world import World, check_size
 from gossipx.launch.directory import check_name
@@ -24,6 +22,8 @@ from gossipx.launch.hosts import read_hosts
 from gossipx.launch.start import Checked, check, policy_or_sync_model
 from gossipx.model import layout
 from gossipx.server.placement import Table
+from gossipx.settings.scenario import MOST_PEERS
+from gossipx.settings.sections import MOST_ITERATIONS, RunConfig
 from gossipx.tasks.data import TASKS, load
 from gossipx.tasks.models import build_model
 from gossipx.tools import earlier, traffic

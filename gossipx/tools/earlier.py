@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from gossipx import policies
-from gossipx.config import files
-from gossipx.config.settings import RunConfig
 from gossipx.errors import MALFORMED, UsageError
 from gossipx.launch.directory import SCRIPT_FILE, settings_in
 from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
+from gossipx.settings import files
+from gossipx.settings.sections import RunConfig
 from gossipx.tools.traffic import ObservedRetrievals, wave
 
 

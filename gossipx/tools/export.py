@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from gossipx.config import files as config_files
 from gossipx.errors import UsageError
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, no_run, run_directory, settings_in
 from gossipx.launch.hosts import read_hosts
@@ -13,6 +12,7 @@ from gossipx.metrics import summary
 from gossipx.model import safetensors_file
 from gossipx.runtime import models
 from gossipx.runtime.checkpoints import store_of
+from gossipx.settings import files as config_files
 from gossipx.specs import rank_of
 
 SUFFIX = ".safetensors"

@@ -12,11 +12,11 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gossipx.config.security import SECRET_VARIABLE, is_loopback
-from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.launch.cluster.world import DEFAULT_PORT, MOST
 from gossipx.launch.environment import ENV_MASTER, ENV_RANK, ENV_SIZE
+from gossipx.settings.sections import RunConfig
+from gossipx.transports.access import SECRET_VARIABLE, is_loopback
 
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 """The annotation with a pod's index in an Indexed Job."""

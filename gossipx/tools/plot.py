@@ -9,8 +9,6 @@ from pathlib import Path
 from gossipx import topology
 from gossipx.assembly.hub import elastic_settings
 from gossipx.assembly.server_settings import server_ranks
-from gossipx.config import files
-from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE
 from gossipx.launch.hosts import read_hosts
@@ -18,6 +16,8 @@ from gossipx.metrics import curves, plot
 from gossipx.metrics.compare import Group, grouped
 from gossipx.metrics.plot import Drawn, Graph
 from gossipx.metrics.summary import Summary
+from gossipx.settings import files
+from gossipx.settings.sections import RunConfig
 from gossipx.tools.earlier import setting_of
 
 log = logging.getLogger("gossipx")

@@ -7,13 +7,13 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from gossipx.config import files
 from gossipx.errors import UsageError
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, SCRIPT_FILE, settings_in
 from gossipx.launch.hosts import read_hosts
 from gossipx.launch.start import policy_or_sync_model
 from gossipx.metrics import curves, summary
 from gossipx.metrics.summary import Summary, per_peer
+from gossipx.settings import files
 
 _TAGS = {
     "retrievals": "sync/retrievals",

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gossipx.config import files
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.directory import HOSTS_FILE, settings_in
 from gossipx.launch.hosts import read_hosts
 from gossipx.metrics import curves, plot
 from gossipx.metrics.summary import Figures, Summary
+from gossipx.settings import files
 from gossipx.tools import plot as plotting
 
 PER_PEER = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from gossipx.config import files
 from gossipx.errors import UsageError
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, is_in_progress, settings_in
 from gossipx.launch.hosts import read_hosts
@@ -13,6 +12,7 @@ from gossipx.launch.start import policy_or_sync_model
 from gossipx.launch.stopping import checkpoints_in
 from gossipx.metrics import summary
 from gossipx.metrics.compare import Row, compare
+from gossipx.settings import files
 from gossipx.tools import recorded
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from gossipx.assembly.graph import build_schedule
-from gossipx.config.settings import RunConfig
 from gossipx.policies import Adaptive, Auto, Never, Policy, Random, Tau
 from gossipx.server import placement
 from gossipx.server.placement import Table, bytes_by_server, checked
+from gossipx.settings.sections import RunConfig
 from gossipx.topology import part_in_round, wave_rounds
 from gossipx.topology.analysis import traffic_of
 from gossipx.topology.weights import Matrix

@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from gossipx.config import files
-from gossipx.config.settings import MOST_ITERATIONS, RunConfig
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.hosts import PeerLine, local_ranks
 from gossipx.launch.start import check
 from gossipx.metrics import curves
 from gossipx.metrics.curves import Series
+from gossipx.settings import files
+from gossipx.settings.sections import MOST_ITERATIONS, RunConfig
 from gossipx.tools.visit import visit
 
 LINK_SHARE = 0.5

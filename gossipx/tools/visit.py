@@ -13,8 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from gossipx.config import security
-from gossipx.config.settings import ExchangeSettings
 from gossipx.errors import (
     ConnectionClosedError,
     GossipxError,
@@ -26,7 +24,9 @@ from gossipx.errors import (
 )
 from gossipx.launch.hosts import PeerLine, peers_digest
 from gossipx.protocol.places import fault
+from gossipx.settings.sections import ExchangeSettings
 from gossipx.tools.doctor.probe import CONNECT, Prober, connect, probing
+from gossipx.transports.access import grant
 from gossipx.transports.links import Links
 from gossipx.wire import Hello
 
@@ -73,7 +73,7 @@ def visit(peers: Sequence[PeerLine], exchange: ExchangeSettings, part: str, only
     Raises:
         UsageError: the secret or the certificates cannot be used.
     """
-    granted = security.grant(exchange, "127.0.0.1")  # a visitor listens nowhere
+    granted = grant(exchange, "127.0.0.1")  # a visitor listens nowhere
     links = Links("visitor", 0, timeout=CONNECT)
     digest = peers_digest(peers)
 

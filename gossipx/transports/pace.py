@@ -38,6 +38,11 @@ def parse_rate(text: str, option: str = "--max-rate") -> float:
     return rate
 
 
+def parse_bandwidth(text: str) -> float:
+    """Parse the bandwidth of a link; as :func:`parse_rate`."""
+    return parse_rate(text, "bandwidth")
+
+
 class Pace:
     """Schedules when bytes may be sent. Senders take turns piece by piece, so that all get an equal share.
 

@@ -24,10 +24,10 @@ from seeds import some
 from transfers import python, result
 
 from gossipx.comm.reversed import Kept
-from gossipx.config.settings import ExchangeSettings
 from gossipx.errors import CancelledError, PeerFaultError, PeerUnreachableError, UsageError
 from gossipx.launch.hosts import PeerLine
 from gossipx.protocol.messages import HereReply, LeaveRequest, ModelReply, PullRequest, Stage
+from gossipx.settings.sections import ExchangeSettings
 from gossipx.tools.visit import visit
 from gossipx.transports import Address, Stream
 from gossipx.transports.pace import Pace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gossipx.config import files
+from gossipx.settings import files
 from runs import Folder
 
 ADAM = """

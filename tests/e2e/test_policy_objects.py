@@ -6,7 +6,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from gossipx.config import files
+from gossipx.settings import files
 from runs import TEN_LINES, Folder
 
 LATE = """

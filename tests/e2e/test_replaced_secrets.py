@@ -12,9 +12,9 @@ import managers
 from certificates import Authority, Identity
 from managers import LONG, Heard, Host, Run, failure
 
-from gossipx.config.security import SecretFile
 from gossipx.errors import NotAuthorisedError
 from gossipx.protocol.messages import HereReply, LeaveRequest, Stage
+from gossipx.transports.access import SecretFile
 from gossipx.wire.auth import FixedSecrets, Secret
 
 start, heard = managers.start, managers.heard

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from forks.client import readable
 
-from gossipx.config import files
 from gossipx.metrics import Summary
+from gossipx.settings import files
 from runs import LONG, Folder, Run, children, differences, folder, is_running, open_files
 
 BRIEF = ("--policy", "tau:5", "--iterations", "40", "--eval-interval", "0")

@@ -51,7 +51,7 @@ def load() -> None:
     import torch
 
     import gossipx
-    from gossipx.config.settings import TaskSettings
+    from gossipx.settings.sections import TaskSettings
 
     for name in filter(lambda name: find_spec(name.partition(".")[0]), LOADED):
         importlib.import_module(name)

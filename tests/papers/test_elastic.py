@@ -15,8 +15,8 @@ import toy
 from torch import Tensor
 
 from gossipx.assembly.hub import elastic_settings
-from gossipx.config import files
 from gossipx.hub import ElasticSettings
+from gossipx.settings import files
 from gossipx.sim import Network, SimPeer, World
 
 HUB = 0

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from gossipx import policies, topology
 from gossipx.assembly.server import Parts, serve
-from gossipx.config import files
 from gossipx.peer import PeerRole, PeerSettings
 from gossipx.server.mode import ServerMode
+from gossipx.settings import files
 from gossipx.sim import Network, SimPeer, World
 from gossipx.sync import SyncManager
 

@@ -9,10 +9,10 @@ import pytest
 
 from gossipx.assembly.admission import why_closed
 from gossipx.assembly.graph import build_schedule
-from gossipx.config import files
-from gossipx.config.admissions import Admission, settings_of_run
 from gossipx.errors import ProtocolError
+from gossipx.peer.admission import Admission, settings_of_run
 from gossipx.protocol.fields import JoinedPeer
+from gossipx.settings import files
 from gossipx.wire import Hello, Open, auth
 from gossipx.wire.agreement import objection
 

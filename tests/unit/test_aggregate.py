@@ -8,13 +8,13 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from gossipx.config import files
-from gossipx.config.hyperparameters import hyperparameters
 from gossipx.launch.curves import RunCurves
 from gossipx.launch.progress import PeerStatus
 from gossipx.metrics.aggregate import DIRECTORY, METRICS, Aggregate, Record
 from gossipx.metrics.board import TensorBoardRecorder
 from gossipx.metrics.summary import Summary, per_peer
+from gossipx.settings import files
+from gossipx.settings.hyperparameters import hyperparameters
 
 Curve = list[tuple[int, float]]
 

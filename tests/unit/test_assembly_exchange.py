@@ -13,7 +13,6 @@ from torch import nn
 
 from gossipx.assembly.peer import build_peer
 from gossipx.assembly.place import Place
-from gossipx.config import files
 from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
 from gossipx.peer.serving import SAVED, SECONDS_PER_MODEL
 from gossipx.protocol.effects import Answer
@@ -31,6 +30,7 @@ from gossipx.protocol.messages import (
 from gossipx.runtime.optimizers import Optimizers
 from gossipx.runtime.peer import Peer
 from gossipx.runtime.progress import Progress
+from gossipx.settings import files
 from gossipx.transports import Address
 from gossipx.wire import Bytes
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gossipx.assembly.graph import build_schedule
-from gossipx.config import files
 from gossipx.errors import UsageError
+from gossipx.settings import files
 from gossipx.topology import load
 
 HOSTS = ["10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.1"]

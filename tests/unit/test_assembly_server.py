@@ -13,8 +13,8 @@ from torch import nn
 from gossipx import codecs
 from gossipx.assembly import server
 from gossipx.assembly.server import Parts, serve
-from gossipx.config import files
 from gossipx.parts import Conditions, Storages, TransmitBuffer
+from gossipx.settings import files
 
 NAMES = ("a", "b", "c")
 

@@ -12,10 +12,10 @@ from torch import nn
 import gossipx
 from gossipx.assembly.server_settings import server_ranks
 from gossipx.assembly.settings import effective_config
-from gossipx.config import files
-from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.launch.loops.train import optimizer_of
+from gossipx.settings import files
+from gossipx.settings.sections import RunConfig
 from gossipx.tasks.models import build_model
 from gossipx.tasks.presets import PRESETS
 

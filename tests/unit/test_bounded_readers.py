@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from gossipx import topology
-from gossipx.config import files, scenario
 from gossipx.errors import UsageError
 from gossipx.launch.hosts import read_hosts
 from gossipx.launch.start import check
 from gossipx.metrics import summary
+from gossipx.settings import files, scenario
 from gossipx.sim import compute, traces
 from gossipx.solver import prototxt
 from gossipx.specs import toml

@@ -23,8 +23,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from gossipx.checkpoint import CheckpointError, Part, Store, files, pack, unpack
 from gossipx.checkpoint.plain import DTYPES
 from gossipx.checkpoint.store import MANIFEST
-from gossipx.config.interval import CheckpointInterval
 from gossipx.errors import UsageError
+from gossipx.settings.interval import CheckpointInterval
 
 
 @pytest.fixture

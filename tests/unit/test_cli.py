@@ -16,11 +16,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gossipx.cli import main
-from gossipx.config.keys import Group
-from gossipx.config.settings import KEYS
 from gossipx.launch.environment import ENV_DEBUG
 from gossipx.metrics import Summary
 from gossipx.metrics.summary import FILE
+from gossipx.settings.keys import Group
+from gossipx.settings.sections import KEYS
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from click.testing import CliRunner
 from gossipx import codecs
 from gossipx.cli import completers, main
 from gossipx.cli.completion import SHELLS, VARIABLE
-from gossipx.config import files as config_files
-from gossipx.config.keys import Key
-from gossipx.config.settings import KEYS
+from gossipx.settings import files as config_files
+from gossipx.settings.keys import Key
+from gossipx.settings.sections import KEYS
 from gossipx.tasks import partition
 from gossipx.tasks.models import UNTRAINED
 from gossipx.topology.generators import GENERATORS

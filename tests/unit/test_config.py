@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import Any
 import pytest
 from every_setting import CONFIG_TOML, EVERY_KEY
 
-from gossipx.config.files import absolute, dump, load, resolve
-from gossipx.config.settings import KEYS, RunConfig
 from gossipx.errors import UsageError
+from gossipx.settings.files import absolute, dump, load, resolve
+from gossipx.settings.sections import KEYS, RunConfig
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -121,6 +122,11 @@ def test_text_that_toml_escapes_is_read_back(tmp_path: Path) -> None:
     config = resolve({"logdir": 'a "b"\\c # [run] ä', "lr_steps": []})
     assert resolve(load(written(tmp_path, dump(config)))) == absolute(config)
     assert config.task.lr_steps == ()
+
+
+@pytest.mark.parametrize("name", sorted({n for key in KEYS.values() for n in (key.check, key.absolute) if n}))
+def test_what_a_setting_names_exists(name: str) -> None:
+    assert pkgutil.resolve_name(f"gossipx.{name}")
 
 
 def test_nothing_given_is_the_defaults() -> None:
@@ -327,7 +333,7 @@ def test_a_spec_accepts_no_nan_or_infinity(given: dict[str, str]) -> None:
 # --- no torch -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", ["gossipx", "gossipx.config.files", "gossipx.cli", "gossipx.launch.hosts"])
+@pytest.mark.parametrize("module", ["gossipx", "gossipx.settings.files", "gossipx.cli", "gossipx.launch.hosts"])
 def test_importing_it_does_not_import_torch(module: str) -> None:
     program = f"import sys, {module}; print(sorted({{'torch', 'numpy', 'tensorboard'}} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

@@ -14,10 +14,10 @@ from pages import HOUSE, LANGUAGES, PAGES, examples
 
 from gossipx import codecs, policies
 from gossipx.cli import main
-from gossipx.config.keys import Key
-from gossipx.config.settings import KEYS
 from gossipx.server.placement import BUILT_IN
 from gossipx.server.sync_models.models import SYNC_MODELS
+from gossipx.settings.keys import Key
+from gossipx.settings.sections import KEYS
 
 DOCS = HOUSE / "docs"
 REPOSITORY = "https://github.com/gossipx/gossipx"

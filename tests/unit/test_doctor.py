@@ -15,9 +15,9 @@ from click.testing import CliRunner
 from ports import free_ports
 
 from gossipx.cli import main
-from gossipx.config.settings import ExchangeSettings, RunConfig
 from gossipx.errors import PeerTimeoutError, ProtocolError, UsageError
 from gossipx.launch.hosts import PeerLine
+from gossipx.settings.sections import ExchangeSettings, RunConfig
 from gossipx.tools.doctor import examine, machine
 from gossipx.tools.doctor.findings import Findings, Host, Line, Measurement, Name, hosts_of
 from gossipx.tools.doctor.probe import ENOUGH, PIECE, Load

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from gossipx.config import security
-from gossipx.config.settings import ExchangeSettings
 from gossipx.launch.hosts import PeerLine
+from gossipx.settings.sections import ExchangeSettings
 from gossipx.tools.doctor.listener import Listener
 from gossipx.tools.doctor.probe import Prober, probing
 from gossipx.transports import tcp
+from gossipx.transports.access import grant
 from gossipx.transports.links import Links
 from gossipx.wire import Hello
 
@@ -34,7 +34,7 @@ def many_threads() -> Iterator[None]:
 def test_a_probe_counts_for_every_host_name_of_a_machine(many_threads: None) -> None:
     """Hosts b and c are one machine, whose load to host a counts as a probe by both."""
     peers = [PeerLine(rank, name, 0, None, f"{name}-0", rank + 1) for rank, name in enumerate("abc")]
-    access = security.grant(ExchangeSettings(), "127.0.0.1")
+    access = grant(ExchangeSettings(), "127.0.0.1")
 
     def prober(rank: int, aliases: list[str]) -> Prober:
         me = Hello(rank, peers[rank].name, 3, "digest", "")

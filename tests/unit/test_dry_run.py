@@ -15,12 +15,12 @@ from click.testing import CliRunner, Result
 from gossipx import policies
 from gossipx.assembly.settings import effective_config
 from gossipx.cli import main
-from gossipx.config import files
 from gossipx.errors import UsageError
 from gossipx.metrics import Summary
 from gossipx.model.arena import ParameterArena
 from gossipx.model.layout import nbytes
 from gossipx.server.placement import Table
+from gossipx.settings import files
 from gossipx.sync import SyncManager
 from gossipx.tasks.models import MODELS, build_model
 from gossipx.tools import earlier, traffic

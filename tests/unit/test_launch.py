@@ -12,9 +12,9 @@ from click.testing import CliRunner
 from launches import NAMES, Run, gone, hosts, launcher, script
 
 from gossipx.cli import main
-from gossipx.config import files as config_files
 from gossipx.errors import UsageError
 from gossipx.metrics.summary import FILE, read
+from gossipx.settings import files as config_files
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from textwrap import dedent
 import pytest
 from launches import Run, launcher
 
-from gossipx.config import files as config_files
 from gossipx.errors import UsageError
 from gossipx.launch import local
 from gossipx.launch.directory import CONFIG_FILE, RunDirectory, replace, run_directory
 from gossipx.launch.local import launch
 from gossipx.metrics.summary import FILE, read
+from gossipx.settings import files as config_files
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from click.testing import CliRunner
 
 from gossipx.assembly.settings import effective_config
 from gossipx.cli import main
-from gossipx.config import files
-from gossipx.config.settings import MOST_ITERATIONS, RunSettings
 from gossipx.errors import UsageError
 from gossipx.launch import seeds
 from gossipx.launch.loops.train import used_of
 from gossipx.launch.stopping import Outcome
+from gossipx.settings import files
+from gossipx.settings.sections import MOST_ITERATIONS, RunSettings
 from gossipx.tasks.presets import PRESETS, cosine_rate, learning_rate
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from gossipx.assembly.server import Parts, serve
-from gossipx.config import files
 from gossipx.errors import UsageError
 from gossipx.runtime.optimizers import Optimizers
+from gossipx.settings import files
 
 pytestmark = pytest.mark.fault(83)
 

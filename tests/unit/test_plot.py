@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gossipx.config import files
 from gossipx.errors import UsageError
 from gossipx.metrics import TensorBoardRecorder, curves, plot
 from gossipx.metrics.curves import EMPTY, Curves
 from gossipx.metrics.plot import Drawn, Graph
+from gossipx.settings import files
 from gossipx.tools.plot import graph_of
 
 NAMES = ("a", "b", "c", "d")

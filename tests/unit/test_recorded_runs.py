@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from gossipx.config import files
-from gossipx.config.settings import RunConfig, RunSettings
 from gossipx.errors import UsageError
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, is_in_progress
 from gossipx.metrics.board import TensorBoardRecorder
+from gossipx.settings import files
+from gossipx.settings.sections import RunConfig, RunSettings
 from gossipx.tools import recorded
 from gossipx.tools.runs import runs_in
 

@@ -19,8 +19,6 @@ from ports import free_ports
 from torch.distributed import TCPStore
 
 from gossipx.checkpoint import pack
-from gossipx.config import files
-from gossipx.config.settings import ExchangeSettings
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.cluster import membership, multi_process, rendezvous
 from gossipx.launch.cluster.attempts import joins_again
@@ -35,6 +33,8 @@ from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
 from gossipx.runtime.checkpoints import store_of
 from gossipx.runtime.state import PEER
+from gossipx.settings import files
+from gossipx.settings.sections import ExchangeSettings
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from gossipx.config import files
-from gossipx.config.settings import ExchangeSettings, RunConfig, RunSettings, SyncSettings
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE
 from gossipx.metrics.board import TensorBoardRecorder
+from gossipx.settings import files
+from gossipx.settings.sections import ExchangeSettings, RunConfig, RunSettings, SyncSettings
 from gossipx.tools import recorded, report
 from gossipx.tools.report import Compared
 

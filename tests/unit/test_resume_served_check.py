@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from gossipx.checkpoint import pack
-from gossipx.config import files
 from gossipx.errors import UsageError
 from gossipx.launch import resume
 from gossipx.runtime.checkpoints import store_of
 from gossipx.runtime.shards import CLOCK, SERVERS, store_of_shard
+from gossipx.settings import files
 
 NAMES = ["a", "b", "c"]
 Shards = Mapping[int, Sequence[tuple[int, tuple[int, ...]]]]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from gossipx.assembly.settings import effective_config
-from gossipx.config import files
 from gossipx.errors import UsageError
 from gossipx.launch import resume
+from gossipx.settings import files
 
 
 def resumed(directory: Path, given: dict[str, Any], **first: Any) -> tuple[str, str]:

@@ -18,7 +18,6 @@ from torch import nn
 from gossipx.assembly.peer import build_peer
 from gossipx.assembly.place import Place
 from gossipx.checkpoint import CheckpointError, Store, journal
-from gossipx.config import files
 from gossipx.peer.membership import Requests
 from gossipx.protocol.effects import Effect
 from gossipx.protocol.events import Received
@@ -32,6 +31,7 @@ from gossipx.server.mode import ServerMode
 from gossipx.server.shard import Shard
 from gossipx.server.sync_models.clock import Clock
 from gossipx.server.sync_models.models import parse
+from gossipx.settings import files
 from gossipx.tables.store import Gradient
 
 EVERY = 2

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gossipx.config.scenario import OF_FAULT, OWN, load
 from gossipx.errors import UsageError
 from gossipx.launch.simulation import scenarios
+from gossipx.settings.scenario import OF_FAULT, OWN, load
 from gossipx.sim import compute
 from gossipx.sim.network import PRESETS
 

@@ -15,11 +15,11 @@ import pytest
 from certificates import Authority
 
 from gossipx.cli import main
-from gossipx.config.security import SECRET_VARIABLE, grant, is_loopback, uncovered
-from gossipx.config.settings import ExchangeSettings
 from gossipx.errors import UsageError
+from gossipx.settings.sections import ExchangeSettings
 from gossipx.tools import certs
 from gossipx.transports import Address, tcp
+from gossipx.transports.access import SECRET_VARIABLE, grant, is_loopback, uncovered
 from gossipx.transports.tls import Tls
 from gossipx.wire.auth import Secret, Secrets
 

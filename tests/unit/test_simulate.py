@@ -13,10 +13,10 @@ from simulated import ALONE, MODEL, TRAFFIC, command, scenario, simulated
 from stale import SSPConsistency
 
 from gossipx.cli import main
-from gossipx.config.scenario import load
 from gossipx.launch.simulation.run import simulate
 from gossipx.metrics import summary
 from gossipx.parts import Parts
+from gossipx.settings.scenario import load
 from gossipx.sim import World, traces
 from gossipx.sync import SyncManager
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from gossipx import policies
-from gossipx.config.settings import TaskSettings
 from gossipx.errors import UsageError
 from gossipx.launch.loops.train import optimizer_of, rate_of, scores
+from gossipx.settings.sections import TaskSettings
 from gossipx.tasks import text
 from gossipx.tasks.data import TASKS, Batches, load
 from gossipx.tasks.models import MODELS, UNTRAINED, build_model, published_sizes

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gossipx.config import files
-from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
+from gossipx.settings import files
+from gossipx.settings.sections import RunConfig
 from gossipx.tools.tune import CANDIDATES, Measured, Tuned, check_target, choose, write
 
 

@@ -11,12 +11,12 @@ from ports import free_ports
 from torch import nn
 
 import gossipx
-from gossipx.config import files
-from gossipx.config.settings import KEYS
 from gossipx.errors import UsageError
 from gossipx.integrations.ddp import Joining
 from gossipx.launch.environment import ENV_RESUME
 from gossipx.runtime.checkpoints import store_of
+from gossipx.settings import files
+from gossipx.settings.sections import KEYS
 from gossipx.sim import compute
 from gossipx.solver import snapshots
 from gossipx.topology import load

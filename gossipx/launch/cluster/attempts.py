@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from gossipx.checkpoint import unpack
-from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.launch.cluster.rendezvous import Rendezvous
 from gossipx.launch.directory import HOSTS_FILE
@@ -23,6 +22,7 @@ from gossipx.launch.hosts import read_hosts
 from gossipx.metrics import summary
 from gossipx.runtime.checkpoints import store_of
 from gossipx.runtime.state import PEER
+from gossipx.settings.sections import RunConfig
 
 log = logging.getLogger("gossipx")
 

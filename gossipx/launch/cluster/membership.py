@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gossipx.config.security import grant, is_loopback
-from gossipx.config.settings import ExchangeSettings
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch import ports
 from gossipx.launch.cluster import world as worlds
 from gossipx.launch.cluster.rendezvous import Rendezvous
 from gossipx.launch.cluster.world import World
 from gossipx.launch.hosts import LOOPBACK, PeerLine, line_of, only_address, parse_hosts
+from gossipx.settings.sections import ExchangeSettings
 from gossipx.transports import Address
+from gossipx.transports.access import grant, is_loopback
 
 log = logging.getLogger("gossipx")
 

@@ -21,8 +21,6 @@ from typing import Any, BinaryIO
 
 import torch
 
-from gossipx.config import files
-from gossipx.config.settings import KEYS, RunConfig
 from gossipx.errors import UsageError
 from gossipx.launch import resume
 from gossipx.launch.cluster import attempts, membership
@@ -35,6 +33,8 @@ from gossipx.launch.start import Start, check_here, check_names, check_script, p
 from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
 from gossipx.runtime.models import directory_of
+from gossipx.settings import files
+from gossipx.settings.sections import KEYS, RunConfig
 from gossipx.specs import texts
 
 log = logging.getLogger("gossipx")

@@ -20,9 +20,6 @@ from gossipx.assembly.server import Parts
 from gossipx.assembly.settings import check_without_run
 from gossipx.checkpoint import Store
 from gossipx.comm import CommManager
-from gossipx.config import files
-from gossipx.config.admissions import Admission
-from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.launch.cluster.attempts import joins_again
 from gossipx.launch.cluster.membership import agree, check_reach, lines_of
@@ -42,6 +39,7 @@ from gossipx.launch.environment import (
 from gossipx.launch.hosts import PeerLine, bind_host, local_ranks, peers_digest, read_hosts
 from gossipx.metrics.recorder import Recorder
 from gossipx.model.arena import ParameterArena
+from gossipx.peer.admission import Admission
 from gossipx.policies import Observation, Policy
 from gossipx.runtime import exit_hooks, schedule_free
 from gossipx.runtime.checkpoints import store_of
@@ -49,6 +47,8 @@ from gossipx.runtime.optimizers import OneOrMore, Optimizers
 from gossipx.runtime.peer import Peer
 from gossipx.runtime.progress import Progress
 from gossipx.runtime.scores import Evaluate
+from gossipx.settings import files
+from gossipx.settings.sections import RunConfig
 from gossipx.sync import SyncManager
 from gossipx.transports import Address
 

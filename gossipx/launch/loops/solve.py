@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.launch.loops.attach import AttachedPeer, attach
 from gossipx.runtime.models import directory_of
 from gossipx.runtime.scores import Evaluate
+from gossipx.settings.sections import RunConfig
 from gossipx.solver import prototxt
 from gossipx.solver.solver import Solver
 from gossipx.tasks import solvers

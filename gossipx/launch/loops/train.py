@@ -15,14 +15,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gossipx.config import files
-from gossipx.config.settings import RunConfig, RunSettings, TaskSettings
 from gossipx.launch.environment import ENV_CONFIG, ENV_DEVICE, ENV_RANK, progress
 from gossipx.launch.loops import solve
 from gossipx.launch.loops.join import join
 from gossipx.launch.progress import LOADING_DATA
 from gossipx.optimizers import LARS
 from gossipx.runtime.peer import Peer
+from gossipx.settings import files
+from gossipx.settings.sections import RunConfig, RunSettings, TaskSettings
 from gossipx.tasks.data import TASKS, Batches, Samples, load
 from gossipx.tasks.models import build_model
 from gossipx.tasks.partition import parse

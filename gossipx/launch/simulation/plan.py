@@ -14,8 +14,6 @@ from gossipx.assembly.hub import elastic_settings
 from gossipx.assembly.peer import codec_of
 from gossipx.assembly.server import Parts, settings_of
 from gossipx.assembly.server_settings import server_ranks
-from gossipx.config.scenario import MANY, Net, Scenario
-from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
 from gossipx.hub import ElasticSettings
 from gossipx.launch.start import policy_or_sync_model
@@ -26,6 +24,8 @@ from gossipx.server import placement
 from gossipx.server.placement import Table
 from gossipx.server.placement.layout import Layouts
 from gossipx.server.settings import ServerSettings
+from gossipx.settings.scenario import MANY, Net, Scenario
+from gossipx.settings.sections import RunConfig
 from gossipx.sim import Network, compute, traces
 from gossipx.sim.compute import StepTimes
 from gossipx.sim.network import FULL_PACKET, PRESETS

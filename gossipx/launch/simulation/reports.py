@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from gossipx import recorders
-from gossipx.config.hyperparameters import hyperparameters
 from gossipx.errors import UsageError
 from gossipx.launch.simulation.plan import Plan
 from gossipx.metrics.aggregate import WORST, Aggregate
@@ -25,6 +24,7 @@ from gossipx.runtime import models
 from gossipx.runtime.captures import Retrieval
 from gossipx.runtime.progress import Progress
 from gossipx.runtime.reporting import Reporter
+from gossipx.settings.hyperparameters import hyperparameters
 from gossipx.sim import SimPeer, World
 from gossipx.sim.base import BasePeer
 from gossipx.sim.clock import VirtualClock

@@ -20,8 +20,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gossipx.assembly.server import Parts
 from gossipx.assembly.settings import effective_config
-from gossipx.config.scenario import MANY, Fault, Scenario
-from gossipx.config.settings import RunConfig
 from gossipx.errors import DIFFERENT_MODELS, GossipxError, NotEnoughPeersError, UsageError
 from gossipx.launch.directory import RunDirectory
 from gossipx.launch.results import sum_up
@@ -31,6 +29,8 @@ from gossipx.launch.simulation.reports import SimReporter, consensus, curves_of,
 from gossipx.metrics.aggregate import Aggregate
 from gossipx.metrics.recorder import Recorder
 from gossipx.metrics.summary import Summary
+from gossipx.settings.scenario import MANY, Fault, Scenario
+from gossipx.settings.sections import RunConfig
 from gossipx.sim import SimPeer, World
 from gossipx.sim.base import BasePeer
 from gossipx.sim.traffic import TrafficPeer

@@ -355,6 +355,12 @@ def parse(spec: str | SyncModel) -> SyncModel:
     return spec if isinstance(spec, SyncModel) else specs.build(spec, SYNC_MODELS, "sync model")
 
 
+def check(given: str) -> None:
+    """Check one sync model, or one per shard separated by ``|``; raises UsageError as :func:`parse`."""
+    for spec in given.split("|"):
+        parse(spec)
+
+
 def describe(model: SyncModel) -> str:
     """Return a built-in sync model as a spec that :func:`parse` reads; a custom one by its name, for messages."""
     if isinstance(model, Conditions):

@@ -15,15 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gossipx.config import security
-from gossipx.config.settings import RunConfig
 from gossipx.errors import GossipxError
 from gossipx.launch.hosts import PeerLine, bind_host, line_of, peers_digest, read_hosts
+from gossipx.settings.sections import RunConfig
 from gossipx.tools.doctor import machine
 from gossipx.tools.doctor.findings import Findings, Host, Line, Measurement, hosts_of
 from gossipx.tools.doctor.listener import Listener
 from gossipx.tools.doctor.probe import RETRY, Prober, connect, probing, reach
 from gossipx.transports import checkup
+from gossipx.transports.access import grant
 from gossipx.transports.links import Links
 from gossipx.wire import Hello
 from gossipx.wire.agreement import difference
@@ -50,7 +50,7 @@ def examine(
     here = machine.hosts_here(hosts, names, settings.exchange.advertise, peers_file)
     lines = [peer for host in here for peer in host.peers]
     binds = {peer.rank: bind_host(peer, settings.exchange.bind, peers_file) for peer in lines}
-    granted, *_ = [security.grant(settings.exchange, bind) for bind in binds.values()]
+    granted, *_ = [grant(settings.exchange, bind) for bind in binds.values()]
     with contextlib.ExitStack() as stack:
         # SIGTERM acts like Ctrl-C, so that the process that builds a model also ends.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))

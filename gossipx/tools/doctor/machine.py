@@ -15,12 +15,12 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from gossipx.config import files
-from gossipx.config.settings import RunConfig
 from gossipx.errors import GossipxError, UsageError, printable
 from gossipx.launch.children import Child, command_of, script_exists
 from gossipx.launch.environment import ENV_CONFIG, ENV_DESCRIBE, ENV_DEVICE, ENV_PEERS, ENV_PROGRESS, ENV_RANK
 from gossipx.launch.hosts import PeerLine, is_here, refuse_repeated
+from gossipx.settings import files
+from gossipx.settings.sections import RunConfig
 from gossipx.tools.doctor.findings import Host, Name, Verdict
 
 _RESOLVE = 5.0  # seconds for all names together, because an unresponsive resolver takes that long or longer

@@ -16,12 +16,12 @@ from itertools import zip_longest
 from typing import Any
 
 from gossipx import errors
-from gossipx.config.security import Access
 from gossipx.errors import printable
 from gossipx.launch.hosts import PeerLine
 from gossipx.protocol.messages import BusyReply
 from gossipx.tools.doctor.findings import Line, Measurement
 from gossipx.transports import Address, Stream, checkup, handshake
+from gossipx.transports.access import Access
 from gossipx.transports.link import Link
 from gossipx.transports.links import Links
 from gossipx.wire import MAX_LOAD, Bytes, CheckupReply, CheckupRequest, Hello, frames

@@ -1,7 +1,7 @@
 """The settings of a simulated run: a TOML file with those of ``gossipx run``, and with what it runs on.
 
 The tables ``[run]``, ``[task]``, ``[sync]``, ``[hub]``, ``[server]`` and ``[exchange]`` are those of
-:mod:`gossipx.config.settings`. The others are declared here.
+:mod:`gossipx.settings.sections`. The others are declared here.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gossipx.config import checks, files
-from gossipx.config.keys import keys_of, setting
-from gossipx.config.settings import KEYS as OF_RUN
-from gossipx.config.settings import RunConfig
 from gossipx.errors import UsageError
+from gossipx.settings import files
+from gossipx.settings.keys import keys_of, setting
+from gossipx.settings.sections import KEYS as OF_RUN
+from gossipx.settings.sections import RunConfig
 from gossipx.specs import texts, toml
 
 MOST_PEERS = 10_000
@@ -102,8 +102,8 @@ class Net:
     """The network; the TOML table ``[network]``. Values that are given replace those of the preset."""
 
     preset: Literal["10mbit", "100mbit", "1gbit", "10gbit", "wan"] = setting("1gbit", "The other values of this table.")
-    up: str | None = setting(None, "Bandwidth at which a peer sends.", check=checks.bandwidth)
-    down: str | None = setting(None, "Bandwidth at which a peer receives.", check=checks.bandwidth)
+    up: str | None = setting(None, "Bandwidth at which a peer sends.", check="transports.pace:parse_bandwidth")
+    down: str | None = setting(None, "Bandwidth at which a peer receives.", check="transports.pace:parse_bandwidth")
     slow_share: float = setting(0.0, "Share of the peers whose links are slower, drawn by the seed.", 0, 1)
     slow_factor: float = setting(10.0, "How much less bandwidth their links have, in each direction.", 1, 1e6)
     latency: float | None = setting(None, "Seconds that a message takes in one direction.", 0, 60)
@@ -120,7 +120,9 @@ class Net:
     )
     sites: int = setting(1, "Number of sites; ranks are divided among them evenly, in order.", 1, MOST_PEERS)
     uplink: str | None = setting(
-        None, "Bandwidth of each site's connection to the others, shared by its peers.", check=checks.bandwidth
+        None,
+        "Bandwidth of each site's connection to the others, shared by its peers.",
+        check="transports.pace:parse_bandwidth",
     )
     site_latency: float = setting(0.0, "Additional latency between sites in seconds.", 0, 60)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gossipx.config.settings import RunConfig
+from gossipx.settings.sections import RunConfig
 
 
 def hyperparameters(settings: RunConfig, peers: int) -> dict[str, str | float]:

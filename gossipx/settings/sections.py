@@ -1,7 +1,7 @@
 """The settings of a run, each declared once; the command-line option and the TOML key are generated from that.
 
 Each class here is a table of the TOML file; on the command line all settings are options of one command.
-:mod:`gossipx.config.files` turns given values into these classes.
+:mod:`gossipx.settings.files` turns given values into these classes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_type_hints
 
-from gossipx.config import checks
-from gossipx.config.keys import Key, keys_of, setting
+from gossipx.settings.keys import Key, keys_of, setting
 
 MOST_ITERATIONS = 10**12
 """Upper limit of settings that count iterations: a thousand per second for 30 years."""
@@ -78,13 +77,13 @@ class RunSettings:
     recorder: str = setting(
         "tensorboard",
         "Where curves are recorded: tensorboard, csv, wandb, mlflow, several joined by +, or none.",
-        check=checks.recorder,
+        check="recorders:parse",
     )
     metrics_port: str | None = setting(
         None,
         "Serve each peer's figures to Prometheus, on this port plus the peer's rank; on loopback unless an address is"
         " given, as in 0.0.0.0:9400.",
-        check=checks.metrics_port,
+        check="metrics.prometheus:parse",
         metavar="[HOST:]PORT",
     )
     eval_interval: int | None = setting(
@@ -98,7 +97,7 @@ class RunSettings:
     checkpoint_every: str | int = setting(
         "0",
         "Write a checkpoint every N iterations (500) or seconds (60s), for --resume; 0: no checkpoints.",
-        check=checks.interval,
+        check="settings.interval:CheckpointInterval.parse",
     )
     keep_checkpoints: int = setting(
         2, "Number of checkpoints to keep per peer; with 2, one remains if the newest is damaged.", 1, 1000
@@ -112,7 +111,7 @@ class TaskSettings:
     task: str = setting(
         "fashion-mnist",
         "Data set: fashion-mnist, mnist, cifar10, cifar100 or text.",
-        check=checks.task,
+        check="tasks.presets:TASKS",
         common="Training",
         metavar="NAME",
         others="dataset data-set",
@@ -127,15 +126,15 @@ class TaskSettings:
     model: str = setting(
         "lenet",
         "Model: lenet, convnet, resnet20, resnet56, resnet110, alexnet or googlenet; of text, transformer.",
-        check=checks.model,
+        check="tasks.presets:PRESETS",
         common="Training",
         metavar="NAME",
     )
     solver: str | None = setting(
         None,
         "Train with a Caffe solver file (solver.prototxt), or with a built-in one: alexnet, convnet, googlenet.",
-        check=checks.solver,
-        absolute=checks.solver_path,
+        check="tasks.solvers:find",
+        absolute="tasks.solvers:resolve",
     )
     batch_size: int | None = setting(
         None, "Batch size per peer, in images or windows of text. Default: the model's.", 1, 60_000, others="b bs batch"
@@ -160,7 +159,7 @@ class TaskSettings:
     partition: str = setting(
         "iid",
         "How the data are split among the peers: iid, dirichlet:alpha=0.3 or contiguous.",
-        check=checks.partition,
+        check="tasks.partition:parse",
     )
 
 
@@ -176,7 +175,7 @@ class SyncSettings:
     policy: str = setting(
         "tau:10",
         "When to exchange: never, tau:N, auto:budget, random:p, adaptive:threshold, travel:distance, drift:distance.",
-        check=checks.policy,
+        check="policies:check",
         common="Exchange",
         metavar="SPEC",
         others="tau period threshold sync-every sync-interval local-steps",
@@ -192,13 +191,13 @@ class SyncSettings:
     topology: str = setting(
         "full",
         "Which peers may exchange with each other: a name from 'gossipx topology list', or a file.",
-        absolute=checks.topology_path,
+        absolute="topology.files:absolute",
     )
     schedule: str | None = setting(
         None,
         "How partners are chosen: random, static, one-peer, inner-outer, bandwidth-aware. Default: random, or that"
         " of the topology file.",
-        check=checks.schedule,
+        check="topology.schedules:check",
     )
     weights: Literal["uniform", "metropolis", "push-sum"] = setting(
         "uniform",
@@ -207,12 +206,12 @@ class SyncSettings:
     mixing: str = setting(
         "average",
         "How a model is mixed in: average:beta=0.5, aged:beta=0.5,half_life=100; with --codec choco:gamma=0.2.",
-        check=checks.mixing,
+        check="mixing:parse",
     )
     outer: str = setting(
         "none",
         "Momentum across exchanges: momentum:0.6, nesterov:lr=0.7,momentum=0.9 (with --exchange waves), or none.",
-        check=checks.outer,
+        check="outer:parse",
     )
     fragments: int = setting(
         1, "Number of parts of the model, of which each exchange moves one in turn; 1: it moves the model.", 1, 1000
@@ -220,7 +219,7 @@ class SyncSettings:
     codec: str = setting(
         "none",
         "Codec of the models that peers exchange: none, 3lc:sparsity=1,residual=0.3, ...; see Codecs.",
-        check=checks.codec,
+        check="codecs:parse",
     )
     references: int = setting(
         8, "Reference models kept per direction, so that --codec encodes differences; 0: whole models.", 0, 65_536
@@ -289,12 +288,12 @@ class ServerSettings:
         "bsp",
         "Sync model: bsp, asp, ssp:staleness, dsps, drop:n, pssp:staleness,p or staleness,alpha, hybrid:step; one"
         " for all shards, or one per shard separated by '|'.",
-        check=checks.sync_model,
+        check="server.sync_models.models:check",
     )
     sync_plan: str | None = setting(
         None,
         "Later sync models, each with the clock at which it starts: 500=ssp:staleness=3;2000=asp.",
-        check=checks.plan,
+        check="server.sync_models.schedule:parse",
     )
     pulls: Literal["lazy", "soft"] = setting(
         "lazy", "When delayed pulls are answered: when the clock has passed them, or (soft barrier) when it ticks."
@@ -303,16 +302,22 @@ class ServerSettings:
         None, "Apply each push at once, by 1/N or whole, or their mean at each tick. Default: the sync model's."
     )
     placement: str = setting(
-        "heuristic", "How tensors are placed on servers: see gossipx placement MODEL.", check=checks.placement
+        "heuristic",
+        "How tensors are placed on servers: see gossipx placement MODEL.",
+        check="server.placement:parse",
     )
     bucket: int | None = setting(
         None, "Send small tensors together, up to this many bytes; 0: each alone. Default: 1 to 4 MiB.", 0, 2**30
     )
     push_codec: str = setting(
-        "none", "Codec of the gradients that workers push: none, 3lc:1.75, ...; see Codecs.", check=checks.codec
+        "none",
+        "Codec of the gradients that workers push: none, 3lc:1.75, ...; see Codecs.",
+        check="codecs:parse",
     )
     pull_codec: str = setting(
-        "none", "Codec of the table changes that workers pull: none, 3lc:1.75, ...; see Codecs.", check=checks.codec
+        "none",
+        "Codec of the table changes that workers pull: none, 3lc:1.75, ...; see Codecs.",
+        check="codecs:parse",
     )
     rescale_error: bool = setting(
         False, "Scale the error feedback of --push-codec by old over new learning rate when the rate changes."
@@ -368,7 +373,9 @@ class ExchangeSettings:
         " memory, or gloo or NCCL of torch.distributed.",
     )
     max_rate: str | None = setting(
-        None, "Upper limit of the rate at which models are sent over a network, in total: 100mbit.", check=checks.rate
+        None,
+        "Upper limit of the rate at which models are sent over a network, in total: 100mbit.",
+        check="transports.pace:parse_rate",
     )
     max_served: int = setting(4, "Pulls answered at a time; other requesters are sent to another peer.", 1, 1000)
     max_pushes: int = setting(

@@ -6,10 +6,10 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-from gossipx.config import files
-from gossipx.config.settings import ExchangeSettings, RunConfig, RunSettings
 from gossipx.errors import MALFORMED, ProtocolError
 from gossipx.protocol.fields import MAX_RANKS, JoinedPeer
+from gossipx.settings import files
+from gossipx.settings.sections import ExchangeSettings, RunConfig, RunSettings
 
 OF_MACHINE = {
     "run": ("peers", "logdir", "overwrite", "threads", "device"),

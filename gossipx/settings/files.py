@@ -1,7 +1,7 @@
 """Reading, checking, combining and writing the settings of a run.
 
 Values come from the command line, then from a TOML file, then from the defaults, in that order of precedence.
-:mod:`gossipx.config.settings` declares the settings.
+:mod:`gossipx.settings.sections` declares the settings.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 import tomli_w
 
-from gossipx.config.keys import Key
-from gossipx.config.settings import KEYS, TABLES, RunConfig
 from gossipx.errors import UsageError
+from gossipx.settings.keys import Key
+from gossipx.settings.sections import KEYS, TABLES, RunConfig
 from gossipx.specs import suggest, texts, toml
 
 PRESETS: Mapping[Any, Mapping[str, Any]] = {
@@ -106,8 +106,6 @@ def resolve(*layers: Mapping[str, Any]) -> RunConfig:
         preset = PRESETS.get(own.get("preset"), {})
         given.update({**preset, **own})
         by_user = by_user - preset.keys() | set(layer.get(GIVEN, own))
-    if "solver" in given:
-        given = _with_solver(given)
     sections: dict[str, dict[str, Any]] = {}
     for name, value in given.items():
         if name not in KEYS:
@@ -116,24 +114,6 @@ def resolve(*layers: Mapping[str, Any]) -> RunConfig:
         sections.setdefault(key.table, {})[name] = checked(key, value, key.option)
     made = {table: TABLES[table](**values) for table, values in sections.items()}
     return RunConfig(**made, given=frozenset(by_user))
-
-
-def _with_solver(given: dict[str, Any]) -> dict[str, Any]:
-    """Add the model and the number of iterations that a solver file sets; given values take precedence.
-
-    Raises:
-        UsageError: the file does not exist or is invalid.
-    """
-    from gossipx.solver.prototxt import read
-    from gossipx.tasks import presets, solvers
-
-    param = read(solvers.find(str(given["solver"])))
-    from_file: dict[str, Any] = {}
-    if param.net in presets.PRESETS:
-        from_file["model"] = param.net
-    if param.max_iter > 0:
-        from_file["iterations"] = param.max_iter
-    return {**from_file, **given, "solver": solvers.resolve(str(given["solver"]))}
 
 
 def absolute(config: RunConfig) -> RunConfig:
@@ -146,8 +126,7 @@ def absolute(config: RunConfig) -> RunConfig:
 
 def absolute_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values by name of the setting, with absolute paths."""
-    paths = {name: key.absolute for name, key in KEYS.items() if key.absolute is not None}
-    return {name: paths[name](str(v)) if name in paths and v is not None else v for name, v in values.items()}
+    return {name: KEYS[name].absolute_value(value) if name in KEYS else value for name, value in values.items()}
 
 
 def dump(config: RunConfig) -> str:
@@ -192,8 +171,7 @@ def checked(key: Key, value: Any, called: str, typed: bool = False) -> Any:
         raise UsageError(f"{called} is '{made}': one of {', '.join(key.choices)}")
     if made == "":
         raise UsageError(f"{called} is empty")
-    if key.check is not None:
-        key.check(made)
+    key.check_spec(made)
     if key.kind is float and math.isinf(made):
         raise UsageError(f"{called} is {made}: a finite number")
     if key.least is not None and not made >= key.least:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import pkgutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from gossipx.specs import known_word
 
 Group = Literal["Peers", "Exchange", "Training", "Run"]
 """Headings of the common options in ``gossipx run --help``, in order of display."""
 
 
-def _absolute(path: str) -> str:
+def absolute_path(path: str) -> str:
+    """Return a path in a form that is valid in any working directory."""
     return str(Path(path).absolute())
+
+
+def _named(name: str) -> Any:
+    return pkgutil.resolve_name(f"gossipx.{name}")
 
 
 def setting(
@@ -21,18 +29,18 @@ def setting(
     help: str,
     least: float | None = None,
     most: float | None = None,
-    check: Callable[[str], object] | None = None,
+    check: str | None = None,
     peers: Literal[0, 1, 2] = 0,
     common: Group | None = None,
     metavar: str | None = None,
     others: str = "",
-    absolute: Callable[[str], str] | None = None,
+    absolute: str | None = None,
 ) -> Any:
     """Declare a setting: its default, help and limits, and the other attributes of a :class:`Key`."""
     meta = {"help": help, "least": least, "most": most, "check": check, "peers": peers}
     shown = {"common": common, "metavar": metavar, "others": tuple(others.split())}
     if absolute is None and metavar in ("FILE", "DIR"):
-        absolute = _absolute
+        absolute = "settings.keys:absolute_path"
     return field(default=default, metadata=meta | shown | {"absolute": absolute})
 
 
@@ -46,14 +54,16 @@ class Key:
         kind: type of a value, or of an element of a list; without None.
         choices: the allowed values; empty: not restricted to a few.
         many: whether it is a list of values.
-        check: raises UsageError for an invalid value; None: ``least`` and ``most`` suffice.
+        check: name of a function that raises UsageError for an invalid value, or of the valid words, as in
+            ``policies:check`` of gossipx; None: ``least`` and ``most`` suffice. A name, since this room is below all
+            rooms that read settings.
         numbers: a text setting that also accepts a number, in TOML and in Python.
         peers: 1: text that names one peer; 2: text or a list that names several; 0: names no peers.
         common: heading under which ``gossipx run --help`` shows it; None: only ``--help-all`` shows it.
         metavar: placeholder for the value in the help; None: derived from the type.
         others: names of such an option in other tools, which an error answers with this one.
-        absolute: returns a path in a form that is valid in any working directory; None: the value is no path. A setting
-            whose placeholder is FILE or DIR is one.
+        absolute: name of a function that returns a path in a form that is valid in any working directory; None: the
+            value is no path. A setting whose placeholder is FILE or DIR is one.
     """
 
     table: str
@@ -65,18 +75,32 @@ class Key:
     help: str
     least: float | None
     most: float | None
-    check: Callable[[str], object] | None
+    check: str | None
     numbers: bool = False
     peers: int = 0
     common: Group | None = None
     metavar: str | None = None
     others: tuple[str, ...] = ()
-    absolute: Callable[[str], str] | None = None
+    absolute: str | None = None
 
     @property
     def option(self) -> str:
         """Return the option's name on the command line."""
         return "--" + self.name.replace("_", "-")
+
+    def check_spec(self, value: Any) -> None:
+        """Raise UsageError unless the value is valid to its reader, whose module is imported only now."""
+        if self.check is None or value == self.default:
+            return
+        check = _named(self.check)
+        if callable(check):
+            check(value)
+        else:
+            known_word(self.name, value, dict.fromkeys(check))
+
+    def absolute_value(self, value: Any) -> Any:
+        """Return the value with a path in a form that is valid in any working directory."""
+        return value if self.absolute is None or value is None else _named(self.absolute)(str(value))
 
 
 def keys_of(tables: Mapping[str, Any]) -> dict[str, Key]:

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gossipx.config.settings import ExchangeSettings
 from gossipx.errors import UsageError
 from gossipx.protocol.fields import MAX_SECRETS
+from gossipx.settings.sections import ExchangeSettings
 from gossipx.transports import Transport, tcp
 from gossipx.transports.tls import Tls
 from gossipx.transports.watched import WatchedFiles
