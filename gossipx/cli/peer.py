@@ -17,11 +17,9 @@ from gossipx.cli.status import peers_of
 from gossipx.errors import GossipxError, NotAuthorisedError, UsageError
 from gossipx.launch.directory import CONFIG_FILE, run_directory
 from gossipx.launch.hosts import PeerLine
-from gossipx.settings.sections import ExchangeSettings
+from gossipx.settings.sections import KEYS, ExchangeSettings, marked
 from gossipx.specs import suggest
 
-OWN = ("logdir", "device", "threads", "data_dir", "bind", "advertise", *ACCESS)
-"""Settings of a newcomer's machine; all others are those of the run."""
 LOOK_EVERY = 0.5
 """Seconds between two looks whether a peer has left."""
 _names = click.argument("names", nargs=-1, required=True, metavar="[RUN] PEER", shell_complete=completers.runs())
@@ -140,7 +138,7 @@ def _find(name: str, peers: Sequence[PeerLine], exchange: ExchangeSettings) -> P
     metavar="PORT",
     help="Port at which this peer listens.  [default: the first free one from 29400 on]",
 )
-@options(*OWN)
+@options(*(name for name in KEYS if name in marked("machine") - {"peers", "overwrite"}))
 @debug
 @script_argument
 def join(peers: str | None, port: int | None, script: tuple[str, ...], **settings: Any) -> None:

@@ -30,16 +30,6 @@ from gossipx.settings.sections import KEYS, RunConfig, RunSettings
 
 log = logging.getLogger("gossipx")
 
-CHANGEABLE = {
-    *("peers", "logdir", "iterations", "seconds", "threads", "device", "log_interval", "eval_interval", "save_model"),
-    *("metrics_port", "restart"),
-    *("checkpoint_every", "keep_checkpoints", "data_dir", "finish", "min_peers", "distance_interval"),
-    *("bind", "advertise", "secret_file", "tls_cert", "tls_key", "tls_ca", "transport", "max_rate"),
-    *("max_served", "max_pushes", "serve_share", "peer_timeout", "rendezvous_timeout"),
-}
-"""Settings that may change when a run resumes. The others define the meaning of the checkpoints: momentum belongs to a
-model, a position in the data to a seed, a partition and a batch size."""
-
 
 def settings_of(
     run: str, given: Mapping[str, Any], script: list[str], environ: Mapping[str, str]
@@ -96,7 +86,7 @@ def _check_unchanged(before: RunConfig, now: RunConfig, path: Path) -> None:
     for key in KEYS.values():
         was, wanted = (files.absolute(settings).value(key.name) for settings in (before, now))
         same_kind = key.name == "policy" and was.partition(":")[0] == wanted.partition(":")[0].strip()
-        if was != wanted and key.name not in CHANGEABLE and not same_kind:
+        if was != wanted and "later" not in key.marks and not same_kind:
             raise UsageError(
                 f"{key.option} cannot change when a run resumes; it is {_shown(was)} there: leave it out, or start a"
                 " new run",

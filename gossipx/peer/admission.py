@@ -9,14 +9,7 @@ from dataclasses import dataclass
 from gossipx.errors import MALFORMED, ProtocolError
 from gossipx.protocol.fields import MAX_RANKS, JoinedPeer
 from gossipx.settings import files
-from gossipx.settings.sections import ExchangeSettings, RunConfig, RunSettings
-
-OF_MACHINE = {
-    "run": ("peers", "logdir", "overwrite", "threads", "device"),
-    "task": ("data_dir",),
-    "exchange": ("bind", "advertise", "secret_file", "tls_cert", "tls_key", "tls_ca"),
-}
-"""Settings that belong to a machine, by table; a newcomer has its own."""
+from gossipx.settings.sections import KEYS, RunConfig, marked
 
 
 @dataclass(frozen=True)
@@ -81,9 +74,8 @@ class Admission:
 
 def settings_of_run(config: RunConfig) -> str:
     """Return the settings of a run as TOML, without those that belong to a machine."""
-    defaults = {"run": RunSettings(), "task": type(config.task)(), "exchange": ExchangeSettings()}
-    for table, names in OF_MACHINE.items():
-        own = {name: getattr(defaults[table], name) for name in names}
+    of_machine = marked("machine")
+    for table, values in config.tables.items():
+        own = {name: KEYS[name].default for name in values if name in of_machine}
         config = dataclasses.replace(config, **{table: dataclasses.replace(getattr(config, table), **own)})
-    given = config.given - {name for names in OF_MACHINE.values() for name in names}
-    return files.dump(dataclasses.replace(config, given=given))
+    return files.dump(dataclasses.replace(config, given=config.given - of_machine))

@@ -35,13 +35,14 @@ def setting(
     metavar: str | None = None,
     others: str = "",
     absolute: str | None = None,
+    marks: str = "",
 ) -> Any:
     """Declare a setting: its default, help and limits, and the other attributes of a :class:`Key`."""
     meta = {"help": help, "least": least, "most": most, "check": check, "peers": peers}
     shown = {"common": common, "metavar": metavar, "others": tuple(others.split())}
     if absolute is None and metavar in ("FILE", "DIR"):
         absolute = "settings.keys:absolute_path"
-    return field(default=default, metadata=meta | shown | {"absolute": absolute})
+    return field(default=default, metadata=meta | shown | {"absolute": absolute, "marks": frozenset(marks.split())})
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,9 @@ class Key:
         others: names of such an option in other tools, which an error answers with this one.
         absolute: name of a function that returns a path in a form that is valid in any working directory; None: the
             value is no path. A setting whose placeholder is FILE or DIR is one.
+        marks: ``machine``: it describes a machine, so that a newcomer and each process have their own; ``process``:
+            each process may have its own; ``later``: it may change when a run resumes; ``real``: it has no effect on a
+            simulated run; ``training``: it has no effect on simulated traffic.
     """
 
     table: str
@@ -82,6 +86,7 @@ class Key:
     metavar: str | None = None
     others: tuple[str, ...] = ()
     absolute: str | None = None
+    marks: frozenset[str] = frozenset()
 
     @property
     def option(self) -> str:

@@ -15,7 +15,7 @@ from gossipx.errors import UsageError
 from gossipx.settings import files
 from gossipx.settings.keys import keys_of, setting
 from gossipx.settings.sections import KEYS as OF_RUN
-from gossipx.settings.sections import RunConfig
+from gossipx.settings.sections import RunConfig, marked
 from gossipx.specs import texts, toml
 
 MOST_PEERS = 10_000
@@ -177,46 +177,10 @@ NEEDS = {
     "state": "rate",
 }
 """Settings that have an effect only with another one."""
-IN_TRAFFIC = frozenset(
-    [
-        "checkpoint_every",
-        "eval_interval",
-        "seconds",
-        "threads",
-        "buffers",
-        "delta",
-        "mixing",
-        "distance_interval",
-        *(key.name for key in OF_RUN.values() if key.table == "task"),
-    ]
-)
+IN_TRAFFIC = marked("training") | {key.name for key in OF_RUN.values() if key.table == "task"}
 """Settings of training, which work ``traffic`` does not have."""
 WITH_MODELS = frozenset(["wait_free"])
 """Settings without an effect on work ``real``: all gradients of an iteration are computed at one moment, its end."""
-
-
-WITHOUT_EFFECT = frozenset(
-    [
-        "peers",
-        "device",
-        "restart",
-        "metrics_port",
-        "save_model",
-        "keep_checkpoints",
-        "solver",
-        "journal",
-        "bind",
-        "advertise",
-        "secret_file",
-        "tls_cert",
-        "tls_key",
-        "tls_ca",
-        "transport",
-        "max_rate",
-        "rendezvous_timeout",
-    ]
-)
-"""Settings of real processes, machines and sockets, which a simulated run does not have."""
 
 
 @dataclass(frozen=True)
@@ -311,7 +275,7 @@ def _fault(fault: Mapping[str, Any], text: str, path: Path) -> Fault:
 def _check(scenario: Scenario) -> None:
     """Refuse settings that exclude or need each other."""
     of = scenario.simulation
-    for name in sorted(WITHOUT_EFFECT & scenario.config.given):
+    for name in sorted(marked("real") & scenario.config.given):
         raise UsageError(f"{name} has no effect on a simulated run: leave it out")
     refused, other = (IN_TRAFFIC, "real") if of.work == "traffic" else (WITH_MODELS, "traffic")
     for name in sorted(refused & scenario.config.given):

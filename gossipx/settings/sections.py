@@ -30,6 +30,7 @@ class RunSettings:
         metavar="FILE",
         others="f H hosts hosts-file hostfile machinefile n np nproc nproc-per-node num-processes nnodes world-size"
         " workers num-workers gpus",
+        marks="machine later real",
     )
     name: str | None = setting(
         None,
@@ -37,6 +38,7 @@ class RunSettings:
         common="Run",
         metavar="NAME",
         others="run-name experiment",
+        marks="process",
     )
     logdir: str = setting(
         "runs",
@@ -44,8 +46,9 @@ class RunSettings:
         common="Run",
         metavar="DIR",
         others="o log-dir out output output-dir",
+        marks="machine later",
     )
-    overwrite: bool = setting(False, "Replace an existing run of the same name.")
+    overwrite: bool = setting(False, "Replace an existing run of the same name.", marks="machine")
     seed: int = setting(
         0, "Seed of all random numbers: data split, batches, initial weights, draws.", 0, 2**32 - 1, common="Run"
     )
@@ -56,15 +59,28 @@ class RunSettings:
         MOST_ITERATIONS,
         common="Training",
         others="e epochs num-epochs num-train-epochs steps num-steps max-steps iters max-iter",
+        marks="later",
     )
     seconds: float | None = setting(
-        None, "Seconds of training per peer, evaluations included; --iterations may end it before.", 1e-3, 1e9
+        None,
+        "Seconds of training per peer, evaluations included; --iterations may end it before.",
+        1e-3,
+        1e9,
+        marks="later training",
     )
     threads: int = setting(
-        1, "Compute threads per peer; all peers of a machine together should not exceed its cores.", 1, 1024
+        1,
+        "Compute threads per peer; all peers of a machine together should not exceed its cores.",
+        1,
+        1024,
+        marks="machine later training",
     )
     device: str = setting(
-        "cpu", "Device to train on, unless the line of the hosts file has device=.", common="Training", metavar="DEVICE"
+        "cpu",
+        "Device to train on, unless the line of the hosts file has device=.",
+        common="Training",
+        metavar="DEVICE",
+        marks="machine later real",
     )
     restart: int = setting(
         0,
@@ -72,8 +88,11 @@ class RunSettings:
         " model of another peer. 0: never.",
         0,
         1000,
+        marks="later real",
     )
-    log_interval: int = setting(10, "Iterations between two records of loss and delta.", 1, MOST_ITERATIONS)
+    log_interval: int = setting(
+        10, "Iterations between two records of loss and delta.", 1, MOST_ITERATIONS, marks="later"
+    )
     recorder: str = setting(
         "tensorboard",
         "Where curves are recorded: tensorboard, csv, wandb, mlflow, several joined by +, or none.",
@@ -85,6 +104,7 @@ class RunSettings:
         " given, as in 0.0.0.0:9400.",
         check="metrics.prometheus:parse",
         metavar="[HOST:]PORT",
+        marks="process later real",
     )
     eval_interval: int | None = setting(
         None,
@@ -92,15 +112,21 @@ class RunSettings:
         0,
         MOST_ITERATIONS,
         common="Training",
+        marks="later training",
     )
-    save_model: bool = setting(True, "Save each peer's final model in the directory of the run.")
+    save_model: bool = setting(True, "Save each peer's final model in the directory of the run.", marks="later real")
     checkpoint_every: str | int = setting(
         "0",
         "Write a checkpoint every N iterations (500) or seconds (60s), for --resume; 0: no checkpoints.",
         check="settings.interval:CheckpointInterval.parse",
+        marks="later training",
     )
     keep_checkpoints: int = setting(
-        2, "Number of checkpoints to keep per peer; with 2, one remains if the newest is damaged.", 1, 1000
+        2,
+        "Number of checkpoints to keep per peer; with 2, one remains if the newest is damaged.",
+        1,
+        1000,
+        marks="later real",
     )
 
 
@@ -122,6 +148,7 @@ class TaskSettings:
         " text.",
         metavar="DIR",
         others="data data-path data-root",
+        marks="machine later",
     )
     model: str = setting(
         "lenet",
@@ -135,6 +162,7 @@ class TaskSettings:
         "Train with a Caffe solver file (solver.prototxt), or with a built-in one: alexnet, convnet, googlenet.",
         check="tasks.solvers:find",
         absolute="tasks.solvers:resolve",
+        marks="real",
     )
     batch_size: int | None = setting(
         None, "Batch size per peer, in images or windows of text. Default: the model's.", 1, 60_000, others="b bs batch"
@@ -207,6 +235,7 @@ class SyncSettings:
         "average",
         "How a model is mixed in: average:beta=0.5, aged:beta=0.5,half_life=100; with --codec choco:gamma=0.2.",
         check="mixing:parse",
+        marks="training",
     )
     outer: str = setting(
         "none",
@@ -228,7 +257,7 @@ class SyncSettings:
         False, "Wait for each exchange (Algorithms 1 and 2 as printed) or wave, instead of training during it."
     )
     finish: Literal["consensus", "none"] = setting(
-        "consensus", "Average all models at the end, or (as in the paper) do not."
+        "consensus", "Average all models at the end, or (as in the paper) do not.", marks="later"
     )
     finish_timeout: float = setting(
         0.0,
@@ -239,15 +268,27 @@ class SyncSettings:
     init: Literal["first", "own"] = setting(
         "first", "Start all peers from the weights of one peer, or each peer from its own."
     )
-    buffers: Literal["mix", "local"] = setting("mix", "Exchange the statistics of BatchNorm, or keep them local.")
+    buffers: Literal["mix", "local"] = setting(
+        "mix", "Exchange the statistics of BatchNorm, or keep them local.", marks="training"
+    )
     delta: Literal["exact", "sampled"] = setting(
-        "exact", "Measure each step over all weights, or estimate it from one sixteenth of them, for large models."
+        "exact",
+        "Measure each step over all weights, or estimate it from one sixteenth of them, for large models.",
+        marks="training",
     )
     min_peers: int = setting(
-        1, "Stop with exit code 4 when fewer peers than this are left; 1: continue even alone.", 1, 65_536
+        1,
+        "Stop with exit code 4 when fewer peers than this are left; 1: continue even alone.",
+        1,
+        65_536,
+        marks="later",
     )
     distance_interval: int = setting(
-        50, "Iterations between two estimates of the consensus distance (Eq. 8).", 1, MOST_ITERATIONS
+        50,
+        "Iterations between two estimates of the consensus distance (Eq. 8).",
+        1,
+        MOST_ITERATIONS,
+        marks="later training",
     )
 
 
@@ -330,7 +371,9 @@ class ServerSettings:
         0, "Number of replicas per shard, on other peers; a replica takes over when the server is lost: 0 or 1.", 0, 1
     )
     journal: bool = setting(
-        True, "Write each gradient to a journal before acknowledging it, so that a killed server can be restarted."
+        True,
+        "Write each gradient to a journal before acknowledging it, so that a killed server can be restarted.",
+        marks="real",
     )
     server_lost: Literal["wait", "stop"] = setting(
         "wait", "What to do while a server does not respond: wait until it is back, or stop with exit code 4."
@@ -347,11 +390,13 @@ class ExchangeSettings:
         common="Peers",
         metavar="ADDRESS",
         others="host address listen interface",
+        marks="machine later real",
     )
     advertise: str | None = setting(
         None,
         "Host of this machine in the hosts file, if it cannot be detected; under torchrun or srun, the address at"
         " which others reach it.",
+        marks="machine later real",
     )
     secret_file: str | None = setting(
         None,
@@ -359,34 +404,61 @@ class ExchangeSettings:
         " GOSSIPX_SECRET.",
         common="Peers",
         metavar="FILE",
+        marks="machine later real",
     )
     tls_cert: str | None = setting(
-        None, "Mutual TLS instead of a secret: PEM file with the certificate of this machine.", metavar="FILE"
+        None,
+        "Mutual TLS instead of a secret: PEM file with the certificate of this machine.",
+        metavar="FILE",
+        marks="machine later real",
     )
-    tls_key: str | None = setting(None, "With --tls-cert: PEM file with its private key.", metavar="FILE")
+    tls_key: str | None = setting(
+        None, "With --tls-cert: PEM file with its private key.", metavar="FILE", marks="machine later real"
+    )
     tls_ca: str | None = setting(
-        None, "With --tls-cert: PEM file with the CA that signed the certificates of all peers.", metavar="FILE"
+        None,
+        "With --tls-cert: PEM file with the CA that signed the certificates of all peers.",
+        metavar="FILE",
+        marks="machine later real",
     )
     transport: Literal["auto", "tcp", "shm", "gloo", "nccl"] = setting(
         "auto",
         "How models are sent: auto (shared memory between peers on one machine, else TCP), only TCP, only shared"
         " memory, or gloo or NCCL of torch.distributed.",
+        marks="later real",
     )
     max_rate: str | None = setting(
         None,
         "Upper limit of the rate at which models are sent over a network, in total: 100mbit.",
         check="transports.pace:parse_rate",
+        marks="later real",
     )
-    max_served: int = setting(4, "Pulls answered at a time; other requesters are sent to another peer.", 1, 1000)
+    max_served: int = setting(
+        4, "Pulls answered at a time; other requesters are sent to another peer.", 1, 1000, marks="later"
+    )
     max_pushes: int = setting(
-        1, "Pushes received at a time, each with memory for a model; others are sent to another peer.", 1, 64
+        1,
+        "Pushes received at a time, each with memory for a model; others are sent to another peer.",
+        1,
+        64,
+        marks="later",
     )
     serve_share: float = setting(
-        0.03, "Upper limit of the fraction of training time spent on answering pulls; 1: no limit.", 0.001, 1
+        0.03,
+        "Upper limit of the fraction of training time spent on answering pulls; 1: no limit.",
+        0.001,
+        1,
+        marks="later",
     )
-    peer_timeout: float = setting(30.0, "Seconds after which to stop waiting for another peer.", 0.1, 86_400)
+    peer_timeout: float = setting(
+        30.0, "Seconds after which to stop waiting for another peer.", 0.1, 86_400, marks="later"
+    )
     rendezvous_timeout: float = setting(
-        300.0, "Seconds that the processes started by torchrun, srun or mpirun have to find each other.", 0.1, 86_400
+        300.0,
+        "Seconds that the processes started by torchrun, srun or mpirun have to find each other.",
+        0.1,
+        86_400,
+        marks="process later real",
     )
 
 
@@ -434,3 +506,8 @@ TABLES: dict[str, Any] = {
 
 KEYS: dict[str, Key] = keys_of(TABLES)
 """All settings by name; names are unique across tables."""
+
+
+def marked(*marks: str) -> frozenset[str]:
+    """Return the names of the settings with one of these marks; see :class:`~gossipx.settings.keys.Key`."""
+    return frozenset(name for name, key in KEYS.items() if not key.marks.isdisjoint(marks))

@@ -34,18 +34,13 @@ from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
 from gossipx.runtime.models import directory_of
 from gossipx.settings import files
-from gossipx.settings.sections import KEYS, RunConfig
+from gossipx.settings.sections import KEYS, RunConfig, marked
 from gossipx.specs import texts
 
 log = logging.getLogger("gossipx")
 
 LOCK_INTERVAL = 0.05
 """Seconds between two attempts to lock the summary, which others write within milliseconds."""
-PER_PROCESS = {
-    *("peers", "name", "logdir", "overwrite", "threads", "device", "data_dir", "metrics_port"),
-    *("bind", "advertise", "secret_file", "tls_cert", "tls_key", "tls_ca", "rendezvous_timeout"),
-}
-"""Settings that may differ between the processes of a run, as they describe the machine."""
 
 
 def from_world(given: RunConfig, world: World, hosts: Path | None, script: list[str], resumes: int) -> Start:
@@ -161,8 +156,8 @@ def _one_run(
 
 def _common(settings: RunConfig) -> dict[str, Any]:
     """Return the settings that all processes must share, as they look after a round trip through JSON."""
-    values = {name: getattr(getattr(settings, key.table), name) for name, key in KEYS.items()}
-    common: dict[str, Any] = json.loads(json.dumps({n: v for n, v in values.items() if n not in PER_PROCESS}))
+    own = marked("machine", "process")
+    common: dict[str, Any] = json.loads(json.dumps({name: settings.value(name) for name in KEYS if name not in own}))
     return common
 
 
