@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from gossipx.assembly.settings import effective_config
+from gossipx.assembly.presets import effective_config
 from gossipx.launch.loops.train import optimizer_of, rate_of, scores
 from gossipx.settings import files
 from gossipx.settings.sections import RunConfig

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import gossipx
-from gossipx.assembly.settings import effective_config
+from gossipx.assembly.presets import effective_config
 from gossipx.launch.loops.train import optimizer_of, rate_of, scores
 from gossipx.settings.files import resolve
 from gossipx.tasks.data import TASKS, Batches, load

@@ -10,6 +10,7 @@ from gossipx.protocol.events import PeerMet
 from gossipx.protocol.fields import JoinedPeer
 from gossipx.runtime.driver import Driver
 from gossipx.runtime.roster import Roster
+from gossipx.settings.modes import Elastic, Server
 from gossipx.settings.sections import RunConfig
 from gossipx.topology.schedules import BandwidthAware, Random, Schedule
 from gossipx.transports import Address
@@ -25,9 +26,9 @@ def why_closed(config: RunConfig, turns: Schedule, addresses: Sequence[Address] 
     """
     if any(address.behind_nat for address in addresses):
         return "a peer of the run is behind NAT, and could not be reached by a new one"
-    if config.hub.hub is not None:
+    if isinstance(config.mode, Elastic):
         return f"the run has a hub, whose centre counts its workers: {WHICH}"
-    if config.has_servers:
+    if isinstance(config.mode, Server):
         return f"the run has servers, which count their workers: {WHICH}"
     if turns.topology.generator != "full":
         return (
@@ -35,7 +36,7 @@ def why_closed(config: RunConfig, turns: Schedule, addresses: Sequence[Address] 
             " peers exchange"
         )
     if not isinstance(turns, Random | BandwidthAware):
-        spec = config.sync.schedule or turns.topology.schedule
+        spec = config.values["schedule"] or turns.topology.schedule
         return f"--schedule {spec} is an order of the peers that began the run: use random, the default"
     return ""
 

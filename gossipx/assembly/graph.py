@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from gossipx import topology
 from gossipx.errors import UsageError
+from gossipx.settings.modes import HasPartners, Pairs
 from gossipx.settings.sections import RunConfig
 from gossipx.topology import schedules, weights
 from gossipx.topology.schedules import Schedule
@@ -22,11 +23,12 @@ def build_schedule(config: RunConfig, size: int, hosts: Sequence[str] = ()) -> S
     Raises:
         UsageError: the topology, the schedule or the weights are invalid, or exclude each other.
     """
-    graph = topology.load(config.sync.topology, size, config.run.seed)
-    weights.check(config.sync.weights, graph)
-    if config.sync.mode == "pushpull" and graph.edge_shares:
+    partners = config.mode if isinstance(config.mode, HasPartners) else HasPartners()
+    graph = topology.load(partners.topology, size, config.run.seed)
+    weights.check(partners.weights, graph)
+    if isinstance(config.mode, Pairs) and graph.edge_shares:
         raise UsageError(
             f"--mode pushpull averages two models equally, and '{graph.name}' has edge weights: leave one out"
         )
     sites = graph.sites or tuple(hosts.index(host) for host in hosts)
-    return schedules.parse(config.sync.schedule, dataclasses.replace(graph, sites=sites))
+    return schedules.parse(partners.schedule, dataclasses.replace(graph, sites=sites))

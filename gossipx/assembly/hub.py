@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from gossipx.errors import UsageError
 from gossipx.hub import ElasticSettings
+from gossipx.settings.modes import Elastic
 from gossipx.settings.sections import RunConfig
 from gossipx.specs import rank_of
 
@@ -20,14 +21,10 @@ def elastic_settings(config: RunConfig, names: Sequence[str]) -> ElasticSettings
         names: the names of all peers, by rank.
 
     Raises:
-        UsageError: the hub is not a peer, or other settings exclude a hub or need one.
+        UsageError: the hub is not a peer, nobody trains, or the centre would move past a worker's model.
     """
-    hub = config.hub
-    if hub.hub is None:
-        for name in ("hub_only", "alpha", "beta", "hub_lost"):
-            if config.is_given(name):
-                option = f"--{name.replace('_', '-')}"
-                raise UsageError(f"{option} needs a hub: name it with --hub, or leave {option} out")
+    hub = config.mode
+    if not isinstance(hub, Elastic):
         return None
     rank = rank_of(hub.hub, "--hub", names)
     workers = len(names) - hub.hub_only

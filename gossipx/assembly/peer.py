@@ -10,14 +10,15 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from gossipx import codecs, mixing, outer, policies, recorders
+from gossipx.assembly import rules
 from gossipx.assembly.admission import Door, why_closed
 from gossipx.assembly.graph import build_schedule
 from gossipx.assembly.hub import elastic_settings
 from gossipx.assembly.managers import Managers
 from gossipx.assembly.place import Place
+from gossipx.assembly.presets import with_policy
 from gossipx.assembly.role import build_role, max_rate
 from gossipx.assembly.server import Parts, Served, serve, warm_up
-from gossipx.assembly.settings import check_exchange, with_policy
 from gossipx.comm import CommManager
 from gossipx.compression import Coded, ElasticCodec, ModelCodec, WaveCodec
 from gossipx.errors import UsageError
@@ -45,8 +46,10 @@ from gossipx.runtime.scores import Evaluate
 from gossipx.runtime.shards import ShardKeeper, store_of_shard
 from gossipx.runtime.state import TrainingState
 from gossipx.server.mode import ServerMode
+from gossipx.settings import files
 from gossipx.settings.hyperparameters import hyperparameters
 from gossipx.settings.interval import CheckpointInterval
+from gossipx.settings.modes import HasPolicy, Pairs, Server, Waves
 from gossipx.settings.sections import ExchangeSettings, RunConfig
 from gossipx.tasks import partition
 from gossipx.tasks.presets import TEXT_TASK
@@ -82,9 +85,9 @@ def build_peer(
     """
     granted = grant(config.exchange, place.bind.host)
     managers = managers or Managers()
-    sync = dataclasses.replace(config.sync, policy=managers.configured(config.sync.policy))
-    config = with_policy(dataclasses.replace(config, sync=sync), has_script=True)
-    check_exchange(config)
+    if isinstance(config.mode, HasPolicy):
+        config = with_policy(files.changed(config, policy=managers.configured(config.mode.policy)), has_script=True)
+    rules.check(config)
     hub = elastic_settings(config, place.names)
     served = serve(config, place.names, place.rank, module, optimizers.all, parts or Parts())
     arena = build_arena(config, place.rank, served is not None, module)
@@ -100,7 +103,7 @@ def build_peer(
         _keep_shards(driver, served, place, config.run.keep_checkpoints)
     checkpoints = _checkpoints(plan, driver, options)
     recorder = _recorder(plan, options.policy, None if checkpoints.found is None else checkpoints.found.iteration)
-    backward = None if served is None else _backward(module, driver, served, config.server.wait_free)
+    backward = None if served is None else _backward(module, driver, served, config.values["wait_free"])
     reporter = Reporter(module, driver, comm, recorder, place.progress, options, evaluate)
     return Peer(module, optimizers, driver, comm, reporter, checkpoints, options, backward, schedule_free)
 
@@ -135,11 +138,11 @@ def build_arena(config: RunConfig, rank: int, has_servers: bool, module: nn.Modu
         has_servers: whether the run has a parameter server.
     """
     # In server mode only servers send tables, so the arena needs no copy of the model at each step boundary.
-    sampled = config.sync.delta == "sampled" or has_servers
+    sampled = config.values["delta"] == "sampled" or has_servers
     drawn = random.Random(f"delta {config.run.seed} {rank}").getrandbits(64) if sampled else None
-    buffers, fragments = config.sync.buffers == "mix", config.sync.fragments
+    buffers, fragments = config.sync.buffers == "mix", config.values["fragments"]
     arena = ParameterArena(module, mix_buffers=buffers, sampled=drawn, fragments=fragments)
-    if (rule := outer.parse(config.sync.outer)) is not None:
+    if (rule := outer.parse(config.values["outer"])) is not None:
         arena.use_outer(rule)
     return arena
 
@@ -162,7 +165,7 @@ def _driver(plan: _Plan, arena: ParameterArena) -> Driver:
         sync_manager=plan.managers.sync_manager,
     )
     role.members.nobody_waits_for(() if place.admission is None else place.admission.lost)
-    driver = Driver(role, arena, config.exchange.max_served)
+    driver = Driver(role, arena, config.values["max_served"])
     driver.tables.transfers.table_store = None if plan.served is None else plan.served.table_store
     driver.transfers.codec = model_codec(config, arena, plan.module, place.rank, len(place.names), plan.hub)
     if config.sync.init == "first" and not place.resumes:
@@ -201,7 +204,7 @@ def _options(plan: _Plan) -> PeerOptions:
     if plan.served is not None:
         policy = plan.served.sync
     else:
-        policy = plan.config.sync.policy if plan.policy is None else policies.describe(plan.policy)
+        policy = plan.config.decides if plan.policy is None else policies.describe(plan.policy)
         policy = plan.managers.describe(policy)
     return PeerOptions(
         name=place.names[place.rank],
@@ -231,8 +234,8 @@ def _checkpoints(plan: _Plan, driver: Driver, options: PeerOptions) -> Checkpoin
     run, place = plan.config.run, plan.place
     about = {
         "--policy": options.policy.partition(":")[0],
-        "--outer": plan.config.sync.outer,
-        "--fragments": plan.config.sync.fragments,
+        "--outer": plan.config.values["outer"],
+        "--fragments": plan.config.values["fragments"],
         "--seed": run.seed,
     }
     if plan.hub is not None or plan.served is not None:  # in gossip the number of peers may change
@@ -250,9 +253,9 @@ def _checkpoints(plan: _Plan, driver: Driver, options: PeerOptions) -> Checkpoin
 
 def codec_of(config: RunConfig) -> str:
     """Return the description of a run's codecs for its summary."""
-    if config.sync.codec != "none":
-        return codecs.describe(codecs.parse(config.sync.codec))
-    push, pull = (codecs.describe(codecs.parse(spec)) for spec in (config.server.push_codec, config.server.pull_codec))
+    if not isinstance(config.mode, Server):
+        return codecs.describe(codecs.parse(config.mode.codec))
+    push, pull = (codecs.describe(codecs.parse(spec)) for spec in (config.mode.push_codec, config.mode.pull_codec))
     return push if push == pull else f"push {push}, pull {pull}"
 
 
@@ -265,17 +268,16 @@ def model_codec(
         peers: number of peers.
         hub: settings of elastic SGD; None: the run has no hub.
     """
-    sync = config.sync
-    codec = codecs.parse(sync.codec)
-    if codec == codecs.NoCodec():
+    mode = config.mode
+    if isinstance(mode, Server) or (codec := codecs.parse(mode.codec)) == codecs.NoCodec():
         return None
     warm_up(codec)
     seed = random.Random(f"codec {config.run.seed} {rank}").getrandbits(63)
     plain = norms(module)
-    references = sync.references if hub is None else 0  # with a hub, workers do not exchange with each other
-    public, in_pairs = mixing.parse(sync.mixing).public, sync.mode == "pushpull"
+    references = mode.references if hub is None else 0  # with a hub, workers do not exchange with each other
+    public, in_pairs = mixing.parse(config.values["mixing"]).public, isinstance(mode, Pairs)
     numbers = [fragment.number for fragment in arena.fragments]
-    if sync.exchange == "waves":
+    if isinstance(mode, Waves):
         return Coded([], waves=[WaveCodec(codec, arena, rank, peers, plain, seed + 1000 * one, one) for one in numbers])
     models = [
         ModelCodec(codec, arena, references, plain, seed + 1000 * number, public and not in_pairs, number)
@@ -283,7 +285,7 @@ def model_codec(
     ]
     if hub is None:
         return Coded(models, in_pairs=public and in_pairs)
-    return Coded(models, ElasticCodec(codec, arena, hub.rank == rank, bool(sync.references), plain, seed))
+    return Coded(models, ElasticCodec(codec, arena, hub.rank == rank, bool(mode.references), plain, seed))
 
 
 def _keep_shards(driver: Driver, served: Served, place: Place, keep: int) -> None:
@@ -318,7 +320,7 @@ def _backward(
 
 def _alike(config: RunConfig, turns: Schedule, hub: ElasticSettings | None, served: Served | None) -> dict[str, str]:
     """Return the settings of the exchange that must be equal on all peers, by option."""
-    sync = config.sync
+    values = config.values
     around = {} if hub is None else {
         "--hub": str(hub.rank),
         "--hub-only": str(not hub.trains).lower(),
@@ -329,14 +331,14 @@ def _alike(config: RunConfig, turns: Schedule, hub: ElasticSettings | None, serv
         around = served.alike
     return {
         **around,
-        "--mode": sync.mode,
-        "--codec": codecs.describe(codecs.parse(sync.codec)),
-        "--references": str(sync.references),
-        "--exchange": sync.exchange,
-        "--outer": sync.outer,
-        "--fragments": str(sync.fragments),
-        "--weights": sync.weights,
-        "--schedule": schedules.describe(sync.schedule, turns),
+        "--mode": values["mode"],
+        "--codec": codecs.describe(codecs.parse(values["codec"])),
+        "--references": str(values["references"]),
+        "--exchange": values["exchange"],
+        "--outer": values["outer"],
+        "--fragments": str(values["fragments"]),
+        "--weights": values["weights"],
+        "--schedule": schedules.describe(values["schedule"], turns),
         "--topology": turns.topology.fingerprint(),
     }
 
@@ -358,7 +360,7 @@ def _recorder(plan: _Plan, policy: str, resumed_at: int | None) -> Recorder:
         WHOLE: True,
         TEXT: config.task.task == TEXT_TASK,
         PEERS: True,
-        HUB: config.hub.hub is not None,
+        HUB: plan.hub is not None,
         SERVERS: plan.served is not None,
     }
     parts = [part for part, is_used in used.items() if is_used]

@@ -16,6 +16,7 @@ from gossipx.protocol.fields import JoinedPeer
 from gossipx.server.mode import ServerMode
 from gossipx.server.settings import ServerSettings
 from gossipx.server.sync_models.clock import Clock
+from gossipx.settings.modes import Pushes
 from gossipx.settings.sections import RunConfig
 from gossipx.sync import SyncManager
 from gossipx.topology import weights
@@ -58,11 +59,13 @@ def build_role(
         joined: the peers that have joined the run while it was in progress.
         sync_manager: makes the SyncManager, given the policy and a seed.
     """
-    sync = config.sync
-    policy = policies.parse("never") if served else policy or policies.parse(sync.policy)
+    values = config.values
+    policy = policies.parse("never") if served else policy or policies.parse(values["policy"])
     # Each peer has its own random numbers; only the split of the data is the same on all.
     rng = random.Random(f"peer {config.run.seed} {rank}")
-    shares = {} if rank >= begun else weights.shares(sync.weights, turns, rank, pushed=sync.mode == "push")
+    shares = (
+        {} if rank >= begun else weights.shares(values["weights"], turns, rank, pushed=isinstance(config.mode, Pushes))
+    )
     return PeerRole(
         rank=rank,
         size=begun,
@@ -70,7 +73,7 @@ def build_role(
         topology=turns.topology,
         rng=rng,
         incarnation=incarnation,
-        mixing=mixing.parse(sync.mixing),
+        mixing=mixing.parse(values["mixing"]),
         settings=_settings(config, model_bytes, closed),
         schedule=turns,
         shares=shares,
@@ -86,18 +89,18 @@ def max_rate(config: RunConfig) -> float | None:
 
 
 def _settings(config: RunConfig, model_bytes: int, closed: str) -> PeerSettings:
-    sync, exchange = config.sync, config.exchange
+    values, sync, exchange = config.values, config.sync, config.exchange
     return PeerSettings(
         peer_timeout=exchange.peer_timeout,
         model_timeout=MODEL_SLACK * model_bytes / min(SLOWEST, max_rate(config) or SLOWEST),
-        max_served=exchange.max_served,
-        max_pushes=exchange.max_pushes,
-        serve_share=exchange.serve_share,
-        exchange=sync.exchange,
-        mode="pull" if sync.mode == "server" else sync.mode,
-        fragments=sync.fragments,
-        push_sum=sync.weights == "push-sum",
-        blocking=sync.blocking,
+        max_served=values["max_served"],
+        max_pushes=values["max_pushes"],
+        serve_share=values["serve_share"],
+        exchange=values["exchange"],
+        mode="pull" if values["mode"] == "server" else values["mode"],
+        fragments=values["fragments"],
+        push_sum=values["weights"] == "push-sum",
+        blocking=values["blocking"],
         finish=sync.finish,
         finish_timeout=sync.finish_timeout,
         init=sync.init,

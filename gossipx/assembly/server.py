@@ -24,6 +24,7 @@ from gossipx.server.settings import ServerSettings as Settings
 from gossipx.server.sync_models import models, schedule
 from gossipx.server.sync_models.clock import Clock
 from gossipx.settings.interval import CheckpointInterval
+from gossipx.settings.modes import Server
 from gossipx.settings.sections import RunConfig
 from gossipx.tables.client import Client
 from gossipx.tables.coding import Coding
@@ -96,8 +97,8 @@ def serve(
     Raises:
         UsageError: settings exclude each other, or there is not one optimizer of which servers can run a copy.
     """
-    ranks = server_ranks(config, names)
-    if ranks is None:
+    ranks, given = server_ranks(config, names), config.mode
+    if ranks is None or not isinstance(given, Server):
         return None
     if not optimizers:
         raise UsageError("in server mode the servers run the optimizer: pass it to gossipx.join")
@@ -116,15 +117,15 @@ def serve(
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     layouts = Layouts(
         [Table(name, parameter.numel()) for name, parameter in tables],
-        own.placement or placement.parse(config.server.placement),
+        own.placement or placement.parse(given.placement),
         lambda table: (tables[table][1].dtype, tables[table][1].element_size()),
-        config.server.bucket,
+        given.bucket,
     )
-    settings = settings_of(config, layouts, ranks, len(names), rates[0] if rates else None, own)
+    settings = settings_of(config, given, layouts, ranks, len(names), rates[0] if rates else None, own)
     here = [index for index, holders in enumerate(settings.holders) if rank in holders]
     groups = {id(value): number for number, group in enumerate(optimizer.param_groups) for value in group["params"]}
     numbers = [groups.get(id(value), -1) for _, value in tables]
-    coding = _coding(config, own.storages, module, tables, numbers, rank)
+    coding = _coding(given, config.run.seed, own.storages, module, tables, numbers, rank)
     layout, parameters = settings.layout, [value for _, value in tables]
 
     def store_of(partitions: Sequence[Partition], cut: Sequence[Bucket]) -> ShardStore:
@@ -136,23 +137,23 @@ def serve(
     table_store.migrator = TableMigrator(rank, layouts, layout, store_of)
     table_store.make = lambda index: store_of(layout.placed[index], layout.cut[index])
     clocks = {index: settings.clock_of(index) for index in here}
-    return Served(settings, tables, clocks, table_store, _alike(config, ranks, own), _describe_sync(config, own))
+    return Served(settings, tables, clocks, table_store, _alike(given, ranks, own), _describe_sync(given, own))
 
 
 def settings_of(
-    config: RunConfig, layouts: Layouts, ranks: Sequence[int], size: int, rate: float | None, own: Parts
+    config: RunConfig, given: Server, layouts: Layouts, ranks: Sequence[int], size: int, rate: float | None, own: Parts
 ) -> Settings:
     """Return the settings of the role in server mode.
 
     Args:
+        given: its mode.
         layouts: of the model's tables.
         ranks: the rank of each shard's server, by shard.
         size: number of peers in the run.
         rate: the initial learning rate; None: the optimizer has none.
     """
-    given = config.server
     layout = layouts.make(ranks)
-    syncs = sync_models(config, len(ranks), own.sync)
+    syncs = sync_models(given, len(ranks), own.sync)
     every = CheckpointInterval.parse(str(config.run.checkpoint_every))
 
     def clock_of(index: int) -> Clock:
@@ -166,7 +167,7 @@ def settings_of(
         layout=layout,
         clock_of=clock_of,
         holders=_holders(ranks, given.server_replicas, size),
-        fixed=_fixed(config, own.storages),
+        fixed=_fixed(given, bool(every), own.storages),
         trains=not given.servers_only,
         overlap=given.overlap,
         lost=given.server_lost,
@@ -180,7 +181,8 @@ def settings_of(
 
 
 def _coding(
-    config: RunConfig,
+    given: Server,
+    run_seed: int,
     storages: Storages,
     module: nn.Module,
     tables: Sequence[tuple[str, nn.Parameter]],
@@ -192,7 +194,6 @@ def _coding(
     Raises:
         UsageError: a codec is combined with custom parts that encode, too.
     """
-    given = config.server
     push, pull = codecs.parse(given.push_codec), codecs.parse(given.pull_codec)
     for option, codec, is_raw in (
         ("--push-codec", push, storages.raw_pushes),
@@ -212,7 +213,7 @@ def _coding(
         norms=frozenset(number for number, (name, _) in enumerate(tables) if name in norm_names),
         groups=groups,
         rescale=given.rescale_error,
-        seed=random.Random(f"codec {config.run.seed} {rank}").getrandbits(63),
+        seed=random.Random(f"codec {run_seed} {rank}").getrandbits(63),
     )
 
 
@@ -228,14 +229,13 @@ def warm_up(codec: codecs.Codec) -> None:
         log.warning("compiling %s took %.1f s; later runs on this machine reuse it", codecs.describe(codec), took)
 
 
-def _alike(config: RunConfig, ranks: Sequence[int], own: Parts) -> dict[str, str]:
+def _alike(given: Server, ranks: Sequence[int], own: Parts) -> dict[str, str]:
     """Return the settings of the servers that must be equal on all peers, by option."""
-    given = config.server
     return {
         "--servers": ",".join(map(str, ranks)),
         "--server-replicas": str(given.server_replicas),
         "--servers-only": str(given.servers_only).lower(),
-        "--sync": _describe_sync(config, own),
+        "--sync": _describe_sync(given, own),
         "--sync-plan": given.sync_plan or "none",
         "--apply": given.apply or "the sync model's",
         "--pulls": given.pulls,
@@ -261,17 +261,17 @@ def _holders(servers: Sequence[int], replicas: int, size: int) -> tuple[tuple[in
     return tuple(zip(servers, [*servers[1:], servers[0]], strict=True))
 
 
-def _fixed(config: RunConfig, storages: Storages) -> str:
+def _fixed(given: Server, takes_checkpoints: bool, storages: Storages) -> str:
     """Return why the servers cannot be changed during the run; empty if they can."""
-    if config.server.server_replicas:
+    if given.server_replicas:
         return "with --server-replicas the servers cannot be changed: a replica belongs to a shard of the first layout"
-    if config.server.servers_only and CheckpointInterval.parse(str(config.run.checkpoint_every)):
+    if given.servers_only and takes_checkpoints:
         return "with --servers-only and --checkpoint-every the servers cannot be changed: --resume needs the same ones"
     own = storages.describe()
     return f"with custom parts the servers cannot be changed, as their state cannot be moved: {own}" if own else ""
 
 
-def _describe_sync(config: RunConfig, own: Parts) -> str:
+def _describe_sync(given: Server, own: Parts) -> str:
     if own.sync is None:
-        return config.server.sync
+        return given.sync
     return "|".join(map(models.describe, [own.sync] if isinstance(own.sync, models.SyncModel) else own.sync))

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from gossipx.errors import UsageError
 from gossipx.server.sync_models import models, schedule
-from gossipx.settings.sections import RunConfig, ServerSettings
+from gossipx.settings.modes import Server
+from gossipx.settings.sections import RunConfig
 from gossipx.specs import rank_of
 
 
@@ -16,33 +17,25 @@ def server_ranks(config: RunConfig, names: Sequence[str]) -> tuple[int, ...] | N
     ``--mode server`` without ``--servers`` has one server, rank 0.
 
     Raises:
-        UsageError: a server is not a peer or is named twice, no peer is left to train, another setting conflicts with
-            servers, or an option of servers is given without servers.
+        UsageError: a server is not a peer or is named twice, no peer is left to train, or a sync model does not suit
+            the servers.
     """
-    given = config.server
-    if not config.has_servers:
-        for name in ServerSettings.__dataclass_fields__:
-            if config.is_given(name):
-                option = f"--{'no-' * (config.value(name) is False)}{name.replace('_', '-')}"
-                raise UsageError(
-                    f"{option} needs a parameter server: name its peers with --servers, or leave {option} out"
-                )
+    given = config.mode
+    if not isinstance(given, Server):
         return None
     ranks = tuple(rank_of(name.strip(), "--servers", names) for name in (given.servers or "0").split(","))
     if len(set(ranks)) < len(ranks):
         raise UsageError(f"--servers {given.servers} names a peer twice")
     if given.servers_only and len(ranks) == len(names):
         raise UsageError("--servers-only leaves no peer that trains: give more peers, or leave it out")
-    if config.hub.hub is not None:
-        raise UsageError("--hub and --servers exclude each other: leave one out")
     planned = (model for _, model in schedule.parse(given.sync_plan or ""))
-    for model in (*sync_models(config, len(ranks)), *planned):  # raises if --sync or --apply does not suit the servers
+    for model in (*sync_models(given, len(ranks)), *planned):  # raises if --sync or --apply does not suit the servers
         models.check_workers(model, len(names) - (len(ranks) if given.servers_only else 0))
     return ranks
 
 
 def sync_models(
-    config: RunConfig, shards: int, custom: models.SyncModel | Sequence[models.SyncModel] | None = None
+    given: Server, shards: int, custom: models.SyncModel | Sequence[models.SyncModel] | None = None
 ) -> list[models.SyncModel]:
     """Return the sync model of each shard.
 
@@ -57,10 +50,10 @@ def sync_models(
     if custom is not None:
         syncs = [custom] if isinstance(custom, models.SyncModel) else list(custom)
     else:
-        syncs = [models.parse(spec) for spec in config.server.sync.split("|")]
+        syncs = [models.parse(spec) for spec in given.sync.split("|")]
     if len(syncs) not in (1, shards):
         where = "--sync has " if custom is None else ""
         raise UsageError(f"{where}{len(syncs)} sync models for {shards} shards: give one for all, or one per shard")
     for model in syncs:
-        models.application(model, config.server.apply)  # raises if --apply does not suit the model
+        models.application(model, given.apply)  # raises if --apply does not suit the model
     return syncs * shards if len(syncs) == 1 else syncs

@@ -38,6 +38,7 @@ from gossipx.runtime.peer import Peer, check_own
 from gossipx.runtime.scores import Evaluate
 from gossipx.runtime.stop_signals import StopSignals
 from gossipx.settings.files import absolute_values
+from gossipx.settings.modes import Server
 from gossipx.settings.sections import RunConfig, RunSettings
 from gossipx.tasks import partition
 
@@ -394,7 +395,7 @@ def check(run: RunConfig) -> None:
     Raises:
         UsageError: it has a parameter server, checkpoints, or resumes.
     """
-    if run.has_servers:
+    if isinstance(run.mode, Server):
         raise UsageError("a parameter server needs a loop of your own with gossipx.join: leave out --servers here")
     if str(run.run.checkpoint_every) != "0" or os.environ.get(ENV_RESUME):
         raise UsageError(

@@ -14,6 +14,7 @@ from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.directory import CONFIG_FILE, no_run, refuse_simulated
 from gossipx.runtime.control import ANSWER, COMMAND, DIRECTORY, POLL_INTERVAL, write
 from gossipx.settings import files
+from gossipx.settings.modes import Server
 
 TAKEN_WITHIN = 10.0
 """Seconds within which a running peer accepts a command: many times the interval at which it looks for one."""
@@ -38,7 +39,7 @@ def command(run: Path, request: Mapping[str, Any], patience: float) -> None:
     refuse_simulated(run)
     if (run / CONFIG_FILE).is_file():
         settings = files.resolve(files.load(run / CONFIG_FILE))
-        if settings.sync.mode != "server" and settings.server.servers is None:
+        if not isinstance(settings.mode, Server):
             raise UsageError("this run has no parameter server", run)
     elif not any(run.glob("peer-*")):  # peers that were started without 'gossipx run' write no settings
         raise no_run(str(run), run.parent, CONFIG_FILE)

@@ -13,7 +13,6 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,13 @@ from gossipx.launch.progress import Display, PeerStatus
 from gossipx.launch.remote import Command, Remote
 from gossipx.launch.restarts import RESTARTED, Restarts
 from gossipx.launch.results import sum_up
-from gossipx.launch.start import Start, from_hosts, peer_source, policy_or_sync_model
+from gossipx.launch.start import Start, from_hosts, peer_source
 from gossipx.launch.stopping import Outcome, Stopping, how_to_continue
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.metrics.summary import Summary
+from gossipx.settings import files
 from gossipx.settings.hyperparameters import hyperparameters
+from gossipx.settings.modes import Elastic, Server
 from gossipx.settings.sections import MOST_ITERATIONS, RunConfig
 from gossipx.transports import Address
 
@@ -113,11 +114,12 @@ class _Run:
         self._statuses = {rank: PeerStatus(peers[rank].name, iterations=length) for rank in start.here}
         for status in self._statuses.values():
             status.begins(script)
-        central = "" if settings.hub.hub is None else f", hub {settings.hub.hub}"
-        if settings.has_servers:
-            central = f", servers {settings.server.servers or 0}"
-        kind = "sync" if settings.has_servers else "policy"
-        title = f"{settings.run.name}: {kind} {policy_or_sync_model(settings)}, {len(peers)} peers{central}"
+        mode, kind, central = settings.mode, "policy", ""
+        if isinstance(mode, Elastic):
+            central = f", hub {mode.hub}"
+        elif isinstance(mode, Server):
+            kind, central = "sync", f", servers {mode.servers or 0}"
+        title = f"{settings.run.name}: {kind} {settings.decides}, {len(peers)} peers{central}"
         self._display = Display(title, self._statuses, plain=start.shared)
         recorders = [part.partition(":")[0].strip() for part in settings.run.recorder.split("+")]
         is_one_of_many = start.shared or start.joins is not None
@@ -337,11 +339,9 @@ class _Run:
 
     def _record_policy(self, policy: str | None) -> None:
         """Record the policy with which a peer begins to train: a script may pass an object, which no setting names."""
-        settings = self._settings
-        if policy is None or settings.has_servers or policy == settings.sync.policy:
+        if policy is None or isinstance(self._settings.mode, Server) or policy == self._settings.decides:
             return
-        sync = replace(settings.sync, policy=policy)
-        self._settings = replace(settings, sync=sync, given=settings.given | {"policy"})
+        self._settings = files.changed(self._settings, ["policy"], policy=policy)
         self._directory.record(self._settings)
 
     def _follow_restarts(self, by: int, restarted: set[int]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from gossipx.launch.start import policy_or_sync_model
 from gossipx.metrics.summary import Summary, agreed, per_peer, reported
 from gossipx.settings.sections import RunConfig
 
@@ -46,8 +45,8 @@ def sum_up(
     done = [report["iterations"] for report in reports if report and "iterations" in report]
     return Summary(
         name=settings.run.name,
-        policy=reported("policy", reports, policy_or_sync_model(settings)),
-        codec=reported("codec", reports, settings.sync.codec),
+        policy=reported("policy", reports, settings.decides),
+        codec=reported("codec", reports, settings.values["codec"]),
         seed=settings.run.seed,
         peers=len(names),
         task=settings.task.task if built_in else None,

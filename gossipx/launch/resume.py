@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from gossipx.runtime.checkpoints import store_of
 from gossipx.runtime.models import directory_of
 from gossipx.runtime.shards import servers_of, store_of_shard
 from gossipx.settings import files
+from gossipx.settings.modes import Elastic, Server
 from gossipx.settings.sections import KEYS, RunConfig, RunSettings
 
 log = logging.getLogger("gossipx")
@@ -56,8 +56,8 @@ def settings_of(
     before = settings_in(path)
     given = {name: value for name, value in given.items() if value is not None}
     place = {"name": path.resolve().name, "logdir": str(path.parent)}
+    _check_unchanged([before, place], [before, given, {"logdir": place["logdir"]}], path)
     settings = files.resolve(before, given, place)
-    _check_unchanged(files.resolve(before, place), files.resolve(before, given, {"logdir": place["logdir"]}), path)
     world = find(environ)
     if "peers" in given or world is None or world.size == 1:
         hosts = Path(given["peers"]) if "peers" in given else path / HOSTS_FILE
@@ -82,9 +82,10 @@ def _script_in(recorded: Path) -> list[str]:
     return found
 
 
-def _check_unchanged(before: RunConfig, now: RunConfig, path: Path) -> None:
+def _check_unchanged(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], path: Path) -> None:
+    values = [files.absolute_values(files.merged(*layers)[0]) for layers in (before, now)]
     for key in KEYS.values():
-        was, wanted = (files.absolute(settings).value(key.name) for settings in (before, now))
+        was, wanted = (one.get(key.name, key.default) for one in values)
         same_kind = key.name == "policy" and was.partition(":")[0] == wanted.partition(":")[0].strip()
         if was != wanted and "later" not in key.marks and not same_kind:
             raise UsageError(
@@ -114,7 +115,8 @@ def check_size(settings: RunConfig, was: int, now: int, source: str, hosts: Path
     Raises:
         UsageError: it cannot.
     """
-    around = "a hub" if settings.hub.hub is not None else "servers" if settings.has_servers else None
+    mode = settings.mode
+    around = "a hub" if isinstance(mode, Elastic) else "servers" if isinstance(mode, Server) else None
     if was != now and around is not None:
         raise UsageError(
             f"{source} {now} peers, but the run to resume has {was}: with {around} the number cannot change", hosts
@@ -160,7 +162,7 @@ def check(
     if servers is not None:
         found, at, then = _served(path, settings, servers, here)
         if then != servers:
-            settings = replace(settings, server=replace(settings.server, servers=",".join(map(str, then))))
+            settings = files.changed(settings, servers=",".join(map(str, then)))
     else:
         at = None
         found = [one for rank in here if rank < before and (one := store_of(path, rank).find()) is not None]
@@ -189,7 +191,7 @@ def _served(
     Returns:
         The iterations of the checkpoints, the common iteration (None: each its own), and the servers at that time.
     """
-    workers = [rank for rank in here if not (settings.server.servers_only and rank in servers)]
+    workers = [rank for rank in here if not (settings.values["servers_only"] and rank in servers)]
     trained = {rank: found for rank in workers if (found := store_of(path, rank).find_complete(log_damaged=True))}
     shards = _shards(path, servers)
     best: tuple[int, int, tuple[int, ...]] | None = None  # iteration, minus the number of shards without, servers

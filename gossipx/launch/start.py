@@ -13,8 +13,8 @@ from typing import Protocol
 
 from gossipx.assembly.devices import check_device, check_transport
 from gossipx.assembly.hub import elastic_settings
+from gossipx.assembly.presets import effective_config
 from gossipx.assembly.server_settings import server_ranks
-from gossipx.assembly.settings import effective_config
 from gossipx.errors import UsageError
 from gossipx.launch.children import script_exists
 from gossipx.launch.cluster.world import World, find, why_none
@@ -263,9 +263,4 @@ def with_name(settings: RunConfig) -> RunConfig:
 
 def stem_of(settings: RunConfig) -> str:
     """Return the name of a run's policy or sync model."""
-    return re.split(r"\W", policy_or_sync_model(settings))[0]
-
-
-def policy_or_sync_model(settings: RunConfig) -> str:
-    """Return the policy, or with servers the sync model."""
-    return settings.server.sync if settings.has_servers else settings.sync.policy
+    return re.split(r"\W", settings.decides)[0]

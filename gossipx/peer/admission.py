@@ -75,7 +75,5 @@ class Admission:
 def settings_of_run(config: RunConfig) -> str:
     """Return the settings of a run as TOML, without those that belong to a machine."""
     of_machine = marked("machine")
-    for table, values in config.tables.items():
-        own = {name: KEYS[name].default for name in values if name in of_machine}
-        config = dataclasses.replace(config, **{table: dataclasses.replace(getattr(config, table), **own)})
-    return files.dump(dataclasses.replace(config, given=config.given - of_machine))
+    told = files.changed(config, **{name: KEYS[name].default for name in of_machine})
+    return files.dump(dataclasses.replace(told, given=config.given - of_machine))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ import tomli_w
 
 from gossipx.errors import UsageError
 from gossipx.settings.keys import Key
-from gossipx.settings.sections import KEYS, TABLES, RunConfig
+from gossipx.settings.refusals import mode_of
+from gossipx.settings.sections import KEYS, ExchangeSettings, RunConfig, RunSettings, SyncSettings, TaskSettings
 from gossipx.specs import suggest, texts, toml
 
 PRESETS: Mapping[Any, Mapping[str, Any]] = {
@@ -88,8 +89,8 @@ def _meant(name: str, keys: Mapping[str, Key]) -> str:
     return f" (did you mean '{called}'?)" if called else suggest(name, keys)
 
 
-def resolve(*layers: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration that results from layers of values.
+def merged(*layers: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return the checked values that result from layers of them, and the names of those that a user has given.
 
     Args:
         layers: values by name of the setting; a later layer overrides an earlier one, None means not given. Under the
@@ -99,29 +100,55 @@ def resolve(*layers: Mapping[str, Any]) -> RunConfig:
     Raises:
         UsageError: a setting is unknown or a value is invalid.
     """
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     by_user: set[str] = set()
     for layer in layers:
         own = {name: value for name, value in layer.items() if value is not None and name != GIVEN}
         preset = PRESETS.get(own.get("preset"), {})
-        given.update({**preset, **own})
+        values.update({**preset, **own})
         by_user = by_user - preset.keys() | set(layer.get(GIVEN, own))
-    sections: dict[str, dict[str, Any]] = {}
-    for name, value in given.items():
+    for name, value in values.items():
         if name not in KEYS:
             raise UsageError(f"unknown setting '{name}'{_meant(name, KEYS)}")
-        key = KEYS[name]
-        sections.setdefault(key.table, {})[name] = checked(key, value, key.option)
-    made = {table: TABLES[table](**values) for table, values in sections.items()}
-    return RunConfig(**made, given=frozenset(by_user))
+        values[name] = checked(KEYS[name], value, KEYS[name].option)
+    return values, frozenset(by_user)
+
+
+def resolve(*layers: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration that results from layers of values; as :func:`merged`.
+
+    Raises:
+        UsageError: a setting is unknown, a value is invalid, or a given setting has no effect beside the others.
+    """
+    return _built(*merged(*layers))
+
+
+def _built(values: Mapping[str, Any], given: frozenset[str]) -> RunConfig:
+    def section(kind: Any) -> Any:
+        return kind(**{name: values[name] for name in kind.__dataclass_fields__ if name in values})
+
+    return RunConfig(
+        section(RunSettings),
+        section(TaskSettings),
+        section(SyncSettings),
+        mode_of(values, given),
+        section(ExchangeSettings),
+        given,
+    )
+
+
+def changed(config: RunConfig, given: Collection[str] = (), **values: Any) -> RunConfig:
+    """Return the configuration with other values, of which those named in ``given`` count as given by a user.
+
+    Raises:
+        UsageError: as :func:`resolve`. The values are not checked.
+    """
+    return _built({**config.values, **values}, config.given.union(given))
 
 
 def absolute(config: RunConfig) -> RunConfig:
     """Return the same configuration with absolute paths, for processes that run in another directory, or change it."""
-    made = {
-        table: dataclasses.replace(getattr(config, table), **absolute_values(v)) for table, v in config.tables.items()
-    }
-    return dataclasses.replace(config, **made)
+    return changed(config, **absolute_values(config.values))
 
 
 def absolute_values(values: Mapping[str, Any]) -> dict[str, Any]:

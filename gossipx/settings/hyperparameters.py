@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gossipx.settings.modes import Elastic, Server
 from gossipx.settings.sections import RunConfig
 
 
@@ -12,15 +13,13 @@ def hyperparameters(settings: RunConfig, peers: int) -> dict[str, str | float]:
         settings: settings of the run.
         peers: number of peers.
     """
-    sync, server = settings.sync, settings.server
-    exchange = "server" if settings.has_servers else "hub" if settings.hub.hub is not None else None
-    codec = f"push {server.push_codec}, pull {server.pull_codec}" if settings.has_servers else sync.codec
+    mode, is_central = settings.mode, isinstance(settings.mode, Elastic | Server)
     found: dict[str, str | float | None] = {
-        "policy": settings.server.sync if settings.has_servers else sync.policy,
-        "exchange": exchange or (sync.exchange if sync.exchange == "waves" else sync.mode),
-        "codec": codec,
-        "outer": None if exchange else sync.outer,
-        "topology": None if exchange else sync.topology,
+        "policy": settings.decides,
+        "exchange": "hub" if isinstance(mode, Elastic) else mode.chosen_by[1],
+        "codec": f"push {mode.push_codec}, pull {mode.pull_codec}" if isinstance(mode, Server) else mode.codec,
+        "outer": None if is_central else settings.values["outer"],
+        "topology": None if is_central else settings.values["topology"],
         "seed": settings.run.seed,
         "peers": peers,
         "learning rate": settings.task.base_lr,

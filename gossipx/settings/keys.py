@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -36,13 +36,15 @@ def setting(
     others: str = "",
     absolute: str | None = None,
     marks: str = "",
+    purpose: str = "",
 ) -> Any:
     """Declare a setting: its default, help and limits, and the other attributes of a :class:`Key`."""
     meta = {"help": help, "least": least, "most": most, "check": check, "peers": peers}
     shown = {"common": common, "metavar": metavar, "others": tuple(others.split())}
     if absolute is None and metavar in ("FILE", "DIR"):
         absolute = "settings.keys:absolute_path"
-    return field(default=default, metadata=meta | shown | {"absolute": absolute, "marks": frozenset(marks.split())})
+    used = {"absolute": absolute, "marks": frozenset(marks.split()), "purpose": purpose}
+    return field(default=default, metadata=meta | shown | used)
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Key:
         marks: ``machine``: it describes a machine, so that a newcomer and each process have their own; ``process``:
             each process may have its own; ``later``: it may change when a run resumes; ``real``: it has no effect on a
             simulated run; ``training``: it has no effect on simulated traffic.
+        purpose: the beginning of the refusal where it has no purpose; see :class:`~gossipx.settings.modes.AnyMode`.
     """
 
     table: str
@@ -87,6 +90,7 @@ class Key:
     others: tuple[str, ...] = ()
     absolute: str | None = None
     marks: frozenset[str] = frozenset()
+    purpose: str = ""
 
     @property
     def option(self) -> str:
@@ -108,13 +112,15 @@ class Key:
         return value if self.absolute is None or value is None else _named(self.absolute)(str(value))
 
 
-def keys_of(tables: Mapping[str, Any]) -> dict[str, Key]:
-    """Return the settings that the classes of the tables declare, by name."""
+def keys_of(tables: Mapping[str, Sequence[type]]) -> dict[str, Key]:
+    """Return the settings that the classes of each table declare themselves, by name."""
     keys = {}
-    for table, section in tables.items():
-        hints = get_type_hints(section)
+    for table, section in ((table, section) for table, sections in tables.items() for section in sections):
+        hints, own = get_type_hints(section), vars(section)["__annotations__"]
         for declared in dataclasses.fields(section):
-            name, meta, hint = declared.name, declared.metadata, hints[declared.name]
+            if (name := declared.name) not in own:
+                continue
+            meta, hint = declared.metadata, hints[name]
             kind = next((part for part in get_args(hint) if part is not type(None)), None)
             kind = hint if kind is None or get_origin(hint) is Literal else kind
             choices = get_args(kind) if get_origin(kind) is Literal else ()

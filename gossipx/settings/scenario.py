@@ -163,10 +163,10 @@ class Fault:
         return [int(rank) for rank in self.peers or ()]
 
 
-OWN = keys_of({"simulation": Simulation, "compute": Compute, "network": Net, "churn": Churn})
+OWN = keys_of({"simulation": [Simulation], "compute": [Compute], "network": [Net], "churn": [Churn]})
 """The settings of the tables that are declared here, by name."""
 FAULTS = "faults"
-OF_FAULT = keys_of({FAULTS: Fault})
+OF_FAULT = keys_of({FAULTS: [Fault]})
 UNTIL = ("crash", "pause", "partition", "disk-full")
 """Kinds of faults that may end."""
 NEEDS = {

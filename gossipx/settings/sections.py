@@ -6,10 +6,12 @@ Each class here is a table of the TOML file; on the command line all settings ar
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
+from gossipx.settings import modes
 from gossipx.settings.keys import Key, keys_of, setting
 
 MOST_ITERATIONS = 10**12
@@ -193,69 +195,8 @@ class TaskSettings:
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """When and with which peers models are exchanged; the TOML table ``[sync]``."""
+    """The beginning and the end of a run, and its figures, whatever is exchanged; in the TOML table ``[sync]``."""
 
-    preset: Literal["paper"] | None = setting(
-        None,
-        "paper: settings that are not given are those of Adaptive Communication: its rule, --blocking, --finish none,"
-        " --outer none.",
-    )
-    policy: str = setting(
-        "tau:10",
-        "When to exchange: never, tau:N, auto:budget, random:p, adaptive:threshold, travel:distance, drift:distance.",
-        check="policies:check",
-        common="Exchange",
-        metavar="SPEC",
-        others="tau period threshold sync-every sync-interval local-steps",
-    )
-    mode: Literal["pull", "push", "pushpull", "server"] = setting(
-        "pull",
-        "How two peers exchange: pull a model, push a model, or average both models; or use a parameter server"
-        " (--servers).",
-    )
-    exchange: Literal["pulls", "waves"] = setting(
-        "pulls", "What a policy starts when it fires: an exchange with one peer (--mode), or a wave through all."
-    )
-    topology: str = setting(
-        "full",
-        "Which peers may exchange with each other: a name from 'gossipx topology list', or a file.",
-        absolute="topology.files:absolute",
-    )
-    schedule: str | None = setting(
-        None,
-        "How partners are chosen: random, static, one-peer, inner-outer, bandwidth-aware. Default: random, or that"
-        " of the topology file.",
-        check="topology.schedules:check",
-    )
-    weights: Literal["uniform", "metropolis", "push-sum"] = setting(
-        "uniform",
-        "Factor on the share of a received model: 1, Metropolis weights by how often two peers pull, or push-sum.",
-    )
-    mixing: str = setting(
-        "average",
-        "How a model is mixed in: average:beta=0.5, aged:beta=0.5,half_life=100; with --codec choco:gamma=0.2.",
-        check="mixing:parse",
-        marks="training",
-    )
-    outer: str = setting(
-        "none",
-        "Momentum across exchanges: momentum:0.6, nesterov:lr=0.7,momentum=0.9 (with --exchange waves), or none.",
-        check="outer:parse",
-    )
-    fragments: int = setting(
-        1, "Number of parts of the model, of which each exchange moves one in turn; 1: it moves the model.", 1, 1000
-    )
-    codec: str = setting(
-        "none",
-        "Codec of the models that peers exchange: none, 3lc:sparsity=1,residual=0.3, ...; see Codecs.",
-        check="codecs:parse",
-    )
-    references: int = setting(
-        8, "Reference models kept per direction, so that --codec encodes differences; 0: whole models.", 0, 65_536
-    )
-    blocking: bool = setting(
-        False, "Wait for each exchange (Algorithms 1 and 2 as printed) or wave, instead of training during it."
-    )
     finish: Literal["consensus", "none"] = setting(
         "consensus", "Average all models at the end, or (as in the paper) do not.", marks="later"
     )
@@ -271,11 +212,6 @@ class SyncSettings:
     buffers: Literal["mix", "local"] = setting(
         "mix", "Exchange the statistics of BatchNorm, or keep them local.", marks="training"
     )
-    delta: Literal["exact", "sampled"] = setting(
-        "exact",
-        "Measure each step over all weights, or estimate it from one sixteenth of them, for large models.",
-        marks="training",
-    )
     min_peers: int = setting(
         1,
         "Stop with exit code 4 when fewer peers than this are left; 1: continue even alone.",
@@ -289,94 +225,6 @@ class SyncSettings:
         1,
         MOST_ITERATIONS,
         marks="later training",
-    )
-
-
-@dataclass(frozen=True)
-class HubSettings:
-    """Elastic averaging with a hub; the TOML table ``[hub]``."""
-
-    hub: str | None = setting(
-        None,
-        "Peer that holds the centre of elastic averaging, by name or number; the other peers exchange with it.",
-        peers=1,
-    )
-    hub_only: bool = setting(False, "The hub only serves the other peers and does not train.")
-    alpha: float | None = setting(
-        None, "Fraction of its difference to the centre by which a worker moves. Default: 0.9 / workers.", 1e-9, 1
-    )
-    beta: float | None = setting(
-        None, "Workers times the fraction by which the centre moves. Default: workers times --alpha.", 1e-9, 65_536
-    )
-    hub_lost: Literal["gossip", "wait", "stop"] = setting(
-        "gossip", "While the hub does not respond: pull from other workers, train alone, or stop with exit code 4."
-    )
-
-
-@dataclass(frozen=True)
-class ServerSettings:
-    """The parameter server; the TOML table ``[server]``."""
-
-    servers: str | None = setting(
-        None,
-        "Train with a parameter server whose shards are on these peers, by name or number: 0,1.",
-        peers=2,
-        common="Exchange",
-        metavar="PEERS",
-    )
-    servers_only: bool = setting(False, "Servers only serve the workers and do not train.")
-    sync: str = setting(
-        "bsp",
-        "Sync model: bsp, asp, ssp:staleness, dsps, drop:n, pssp:staleness,p or staleness,alpha, hybrid:step; one"
-        " for all shards, or one per shard separated by '|'.",
-        check="server.sync_models.models:check",
-    )
-    sync_plan: str | None = setting(
-        None,
-        "Later sync models, each with the clock at which it starts: 500=ssp:staleness=3;2000=asp.",
-        check="server.sync_models.schedule:parse",
-    )
-    pulls: Literal["lazy", "soft"] = setting(
-        "lazy", "When delayed pulls are answered: when the clock has passed them, or (soft barrier) when it ticks."
-    )
-    apply: Literal["push", "each", "tick", "threshold"] | None = setting(
-        None, "Apply each push at once, by 1/N or whole, or their mean at each tick. Default: the sync model's."
-    )
-    placement: str = setting(
-        "heuristic",
-        "How tensors are placed on servers: see gossipx placement MODEL.",
-        check="server.placement:parse",
-    )
-    bucket: int | None = setting(
-        None, "Send small tensors together, up to this many bytes; 0: each alone. Default: 1 to 4 MiB.", 0, 2**30
-    )
-    push_codec: str = setting(
-        "none",
-        "Codec of the gradients that workers push: none, 3lc:1.75, ...; see Codecs.",
-        check="codecs:parse",
-    )
-    pull_codec: str = setting(
-        "none",
-        "Codec of the table changes that workers pull: none, 3lc:1.75, ...; see Codecs.",
-        check="codecs:parse",
-    )
-    rescale_error: bool = setting(
-        False, "Scale the error feedback of --push-codec by old over new learning rate when the rate changes."
-    )
-    wait_free: bool = setting(
-        True, "Send gradients as the backward pass produces them; else all at the optimizer's step."
-    )
-    overlap: bool = setting(True, "Pull from each shard separately; else from all shards once all of them can answer.")
-    server_replicas: int = setting(
-        0, "Number of replicas per shard, on other peers; a replica takes over when the server is lost: 0 or 1.", 0, 1
-    )
-    journal: bool = setting(
-        True,
-        "Write each gradient to a journal before acknowledging it, so that a killed server can be restarted.",
-        marks="real",
-    )
-    server_lost: Literal["wait", "stop"] = setting(
-        "wait", "What to do while a server does not respond: wait until it is back, or stop with exit code 4."
     )
 
 
@@ -433,23 +281,6 @@ class ExchangeSettings:
         check="transports.pace:parse_rate",
         marks="later real",
     )
-    max_served: int = setting(
-        4, "Pulls answered at a time; other requesters are sent to another peer.", 1, 1000, marks="later"
-    )
-    max_pushes: int = setting(
-        1,
-        "Pushes received at a time, each with memory for a model; others are sent to another peer.",
-        1,
-        64,
-        marks="later",
-    )
-    serve_share: float = setting(
-        0.03,
-        "Upper limit of the fraction of training time spent on answering pulls; 1: no limit.",
-        0.001,
-        1,
-        marks="later",
-    )
     peer_timeout: float = setting(
         30.0, "Seconds after which to stop waiting for another peer.", 0.1, 86_400, marks="later"
     )
@@ -467,6 +298,7 @@ class RunConfig:
     """All settings of a run.
 
     Attributes:
+        mode: what is exchanged, and the settings that only some modes have.
         given: names of the settings that a user has given, on the command line, in a file or in Python. A given setting
             that has no effect is refused, even if its value is the default.
     """
@@ -474,36 +306,52 @@ class RunConfig:
     run: RunSettings = RunSettings()
     task: TaskSettings = TaskSettings()
     sync: SyncSettings = SyncSettings()
-    hub: HubSettings = HubSettings()
-    server: ServerSettings = ServerSettings()
+    mode: modes.Mode = field(default_factory=modes.Pulls)
     exchange: ExchangeSettings = ExchangeSettings()
     given: frozenset[str] = field(default=frozenset(), compare=False)
 
-    @property
-    def tables(self) -> dict[str, dict[str, Any]]:
-        """The values of all settings, by table and name."""
-        return {table: dataclasses.asdict(getattr(self, table)) for table in TABLES}
+    @functools.cached_property
+    def values(self) -> Mapping[str, Any]:
+        """The value of each setting by name; of one that the mode does not have, the default."""
+        sections = self.run, self.task, self.sync, self.mode, self.exchange
+        held = dict([self.mode.chosen_by]) | {n: v for section in sections for n, v in vars(section).items()}
+        return {name: held.get(name, key.default) for name, key in KEYS.items()}
 
     @property
-    def has_servers(self) -> bool:
-        """Whether the run has a parameter server."""
-        return self.server.servers is not None or self.sync.mode == "server"
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """The values of all settings, by TOML table and name."""
+        return {
+            table: {name: self.values[name] for name, key in KEYS.items() if key.table == table} for table in TABLES
+        }
+
+    @property
+    def decides(self) -> str:
+        """The spec of what decides when peers exchange: the policy, or the sync model of a parameter server."""
+        return self.mode.sync if isinstance(self.mode, modes.Server) else self.mode.policy
 
     def is_given(self, name: str) -> bool:
         """Return whether a user has given a setting; a value that is not the default counts in any case."""
-        return name in self.given or self.value(name) != KEYS[name].default
-
-    def value(self, name: str) -> Any:
-        """Return the value of a setting."""
-        return getattr(getattr(self, KEYS[name].table), name)
+        return name in self.given or self.values[name] != KEYS[name].default
 
 
-TABLES: dict[str, Any] = {
-    table: kind for table, kind in get_type_hints(RunConfig).items() if dataclasses.is_dataclass(kind)
+TABLES = {
+    "run": (RunSettings,),
+    "task": (TaskSettings,),
+    "sync": (
+        modes.HasPolicy,
+        modes.Choice,
+        modes.HasPartners,
+        modes.HasMixing,
+        modes.HasOuter,
+        modes.HasFragments,
+        modes.HasCodec,
+        SyncSettings,
+    ),
+    "hub": (modes.Elastic,),
+    "server": (modes.Server,),
+    "exchange": (ExchangeSettings, modes.HasServing, modes.Pushes),
 }
-"""The classes of the tables by name, in order."""
-
-
+"""The classes that declare the settings of each TOML table."""
 KEYS: dict[str, Key] = keys_of(TABLES)
 """All settings by name; names are unique across tables."""
 

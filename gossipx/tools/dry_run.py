@@ -19,9 +19,10 @@ from gossipx.errors import UsageError
 from gossipx.launch.cluster.world import World, check_size
 from gossipx.launch.directory import check_name
 from gossipx.launch.hosts import read_hosts
-from gossipx.launch.start import Checked, check, policy_or_sync_model
+from gossipx.launch.start import Checked, check
 from gossipx.model import layout
 from gossipx.server.placement import Table
+from gossipx.settings.modes import Elastic, HasPartners, Server, Waves
 from gossipx.settings.scenario import MOST_PEERS
 from gossipx.settings.sections import MOST_ITERATIONS, RunConfig
 from gossipx.tasks.data import TASKS, load
@@ -196,8 +197,8 @@ def dry_run(
         model=model,
         link=link,
         between_machines=apart,
-        fragments=settings.sync.fragments,
-        exchange_seconds=model.encoded_bytes / settings.sync.fragments / min(rate, max_rate or rate),
+        fragments=settings.values["fragments"],
+        exchange_seconds=model.encoded_bytes / settings.values["fragments"] / min(rate, max_rate or rate),
         exchange_rate=link if most is None or parse_rate(most) >= rate else most,
         traffic=[_traffic(policy, count, per_round, seconds) for policy, count in counted],
         start_bytes=model.whole_bytes if settings.sync.init == "first" and len(names) > 1 else 0,
@@ -214,9 +215,9 @@ def _rounds(
     names = [peer.name for peer in checked.peers]
     iterations = settings.run.iterations
     servers = server_ranks(settings, names)
-    if servers is not None:
-        return _served(settings, servers, module, model, size), [
-            (policy_or_sync_model(settings), Count("each iteration", iterations, iterations))
+    if servers is not None and isinstance(settings.mode, Server):
+        return _served(settings.mode, servers, module, model, size), [
+            (settings.decides, Count("each iteration", iterations, iterations))
         ]
     hub = elastic_settings(settings, names)
     hosts = [peer.host for peer in checked.peers]
@@ -224,26 +225,21 @@ def _rounds(
     deciders = traffic.deciders(settings, size) if hub is None else 1
     of = None if module is None else settings.task.model
     counted = []
-    own = policies.parse(settings.sync.policy)
+    own = policies.parse(settings.decides)
     reference = [REFERENCE] if own != policies.parse(REFERENCE) else []  # the same policy has several spellings
-    for spec in (*reference, settings.sync.policy):
+    for spec in (*reference, settings.decides):
         policy = policies.parse(spec)
         found = traffic.counts(policy, iterations, of, earlier.seen(settings, script, policy), deciders)
         counted += [(spec, count) for count in found]
-    return models * (model.encoded_bytes / settings.sync.fragments), counted
+    return models * (model.encoded_bytes / settings.values["fragments"]), counted
 
 
-def _served(
-    settings: RunConfig, servers: Sequence[int], module: nn.Module | None, model: ModelPlan, size: int
-) -> Matrix:
+def _served(mode: Server, servers: Sequence[int], module: nn.Module | None, model: ModelPlan, size: int) -> Matrix:
     trained = [] if module is None else list(module.named_parameters())
     tables = [Table(name, parameter.numel()) for name, parameter in trained]
     total = FLOAT32 * sum(table.size for table in tables) or model.exchanged_bytes
-    push, pull = (
-        _encoded(codecs.parse(spec), module, total)[0] / total
-        for spec in (settings.server.push_codec, settings.server.pull_codec)
-    )
-    return total * traffic.with_servers(settings, servers, tables, size, push, pull)
+    push, pull = (_encoded(codecs.parse(spec), module, total)[0] / total for spec in (mode.push_codec, mode.pull_codec))
+    return total * traffic.with_servers(mode, servers, tables, size, push, pull)
 
 
 def _traffic(policy: str, count: Count, per_round: Matrix, seconds: float) -> Traffic:
@@ -262,7 +258,7 @@ def _traffic(policy: str, count: Count, per_round: Matrix, seconds: float) -> Tr
 
 def _finish(settings: RunConfig, names: Sequence[str], nbytes: int) -> float | None:
     """Return the mean bytes received per peer in the finish; None with servers, where it is not known before."""
-    if settings.has_servers:
+    if isinstance(settings.mode, Server):
         return None
     if settings.sync.finish == "none":
         return 0.0
@@ -293,8 +289,8 @@ def _model(settings: RunConfig, script: list[str], module: nn.Module | None, siz
     else:
         exchanged = whole = ASSUMED if size is None else parse_size(size)
     encoded, at_most = exchanged, None
-    if not settings.has_servers:
-        encoded, at_most = _encoded(codecs.parse(settings.sync.codec), module, exchanged)
+    if not isinstance(settings.mode, Server):
+        encoded, at_most = _encoded(codecs.parse(settings.mode.codec), module, exchanged)
     return ModelPlan(
         name=settings.task.model if module is not None else script[0],
         is_known=module is not None or size is not None,
@@ -353,7 +349,7 @@ def _peers(checked: Checked) -> list[PeerPlan]:
         if hub is not None and rank == hub.rank:
             return "hub and worker" if hub.trains else "hub"
         if rank in servers:
-            return "server" if settings.server.servers_only else "server and worker"
+            return "server" if settings.values["servers_only"] else "server and worker"
         return "worker" if hub is not None or servers else "peer"
 
     return [
@@ -378,24 +374,23 @@ def _machines(checked: Checked) -> list[int]:
 def _how(settings: RunConfig, names: Sequence[str]) -> str:
     hub = elastic_settings(settings, names)
     servers = server_ranks(settings, names)
-    sync = settings.sync
     if servers is not None:
         return f"servers {', '.join(names[rank] for rank in servers)}: each worker pushes and pulls in each iteration"
     if hub is not None:
         return f"hub {names[hub.rank]}: receives a model and sends its centre"
-    if sync.exchange == "waves":
+    if isinstance(settings.mode, Waves):
         return "waves: a peer that fires makes all peers average their models"
     return {
         "pull": "pulls: a peer that fires fetches the model of a neighbour",
         "push": "pushes: a peer that fires makes a neighbour fetch its model",
         "pushpull": "pairs: a peer that fires and a neighbour average their models; a peer is in one pair at a time",
-    }[sync.mode]
+    }[settings.values["mode"]]
 
 
 def _topology(settings: RunConfig, checked: Checked) -> Analysis | None:
-    uses_no_topology = settings.has_servers or settings.hub.hub is not None or settings.sync.exchange == "waves"
-    if uses_no_topology:
+    mode = settings.mode
+    if isinstance(mode, Elastic) or not isinstance(mode, HasPartners):
         return None
     hosts = [peer.host for peer in checked.peers]
     graph = build_schedule(settings, len(hosts), hosts).topology
-    return analyse(graph, settings.sync.schedule, settings.sync.weights, seed=settings.run.seed)
+    return analyse(graph, mode.schedule, mode.weights, seed=settings.run.seed)

@@ -13,6 +13,7 @@ from gossipx.launch.directory import SCRIPT_FILE, settings_in
 from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
 from gossipx.settings import files
+from gossipx.settings.modes import Waves
 from gossipx.settings.sections import RunConfig
 from gossipx.tools.traffic import ObservedRetrievals, wave
 
@@ -30,7 +31,7 @@ def seen(settings: RunConfig, script: list[str], policy: policies.Policy) -> Obs
         if same and done and found.iterations and _is_alike(found, file.parent, settings, script):
             other = "" if found.iterations == settings.run.iterations else f" of {found.iterations:,} iterations"
             size = len(found.retrievals)
-            models = float(wave(size).sum()) if settings.sync.exchange == "waves" and size > 1 else size
+            models = float(wave(size).sum()) if isinstance(settings.mode, Waves) and size > 1 else size
             rates[f"{found.name}{other}"] = sum(done) / len(done) / found.iterations * size / models
     return ObservedRetrievals(tuple(rates), min(rates.values()), max(rates.values())) if rates else None
 
@@ -80,5 +81,4 @@ def setting_of(run: Path) -> str | None:
 
 def _exchange(settings: RunConfig) -> tuple[object, ...]:
     """Return the settings that determine the kind of exchange."""
-    sync = settings.sync
-    return sync.mode, sync.exchange, sync.blocking, settings.hub.hub, settings.server.servers
+    return tuple(settings.values[name] for name in ("mode", "exchange", "blocking", "hub", "servers"))

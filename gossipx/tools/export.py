@@ -53,7 +53,7 @@ def export(run: str, target: Path, logdir: Path, peer: str | None = None, overwr
         "gossipx.run": path.resolve().name,
         "gossipx.model": of if peer is None else f"{of}, peer {names[ranks[0]]}",
         "gossipx.models_averaged": str(len(sound)),
-        "gossipx.policy": settings.sync.policy,
+        "gossipx.policy": settings.values["policy"],
     }
     safetensors_file.write(
         target, dict(models.average(sound)), "give another --to", {**safetensors_file.TORCH, **about}

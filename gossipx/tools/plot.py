@@ -17,6 +17,7 @@ from gossipx.metrics.compare import Group, grouped
 from gossipx.metrics.plot import Drawn, Graph
 from gossipx.metrics.summary import Summary
 from gossipx.settings import files
+from gossipx.settings.modes import Waves
 from gossipx.settings.sections import RunConfig
 from gossipx.tools.earlier import setting_of
 
@@ -68,11 +69,12 @@ def graph_of(settings: RunConfig, names: tuple[str, ...]) -> Graph:
     hub = elastic_settings(settings, names)
     if hub is not None:
         return Graph("hub", names, tuple((one, hub.rank) for one in ranks if one != hub.rank), centres=(hub.rank,))
-    if settings.sync.exchange == "waves":
+    if isinstance(settings.mode, Waves):
         return Graph("waves", names, tuple((one, other) for one in ranks for other in ranks if one < other))
-    title = Path(settings.sync.topology).name
+    given = settings.values["topology"]
+    title = Path(given).name
     try:
-        graph = topology.load(settings.sync.topology, len(names), settings.run.seed)
+        graph = topology.load(given, len(names), settings.run.seed)
     except UsageError as error:  # the run's topology file may not exist on this machine
         log.warning("%s: the plot shows no edges", error)
         return Graph(f"{title} (not found)", names, ())

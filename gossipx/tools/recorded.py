@@ -10,7 +10,6 @@ from typing import Any
 from gossipx.errors import UsageError
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, SCRIPT_FILE, settings_in
 from gossipx.launch.hosts import read_hosts
-from gossipx.launch.start import policy_or_sync_model
 from gossipx.metrics import curves, summary
 from gossipx.metrics.summary import Summary, per_peer
 from gossipx.settings import files
@@ -53,8 +52,8 @@ def read(run: Path) -> Summary:
     seconds = [one["train_seconds"] for one in reports if one and "train_seconds" in one]
     return Summary(
         name=settings.run.name or run.name,
-        policy=policy_or_sync_model(settings),
-        codec=settings.sync.codec,
+        policy=settings.decides,
+        codec=settings.values["codec"],
         seed=settings.run.seed,
         peers=len(names),
         task=settings.task.task if built_in else None,

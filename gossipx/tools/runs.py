@@ -8,7 +8,6 @@ from pathlib import Path
 from gossipx.errors import UsageError
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, is_in_progress, settings_in
 from gossipx.launch.hosts import read_hosts
-from gossipx.launch.start import policy_or_sync_model
 from gossipx.launch.stopping import checkpoints_in
 from gossipx.metrics import summary
 from gossipx.metrics.compare import Row, compare
@@ -57,7 +56,7 @@ def _listed(run: Path) -> ListedRun:
     resumable = max(checkpoints_in(run), default=None)
     in_progress = is_in_progress(run)
     try:
-        policy = policy_or_sync_model(files.resolve(settings_in(run)))
+        policy = files.resolve(settings_in(run)).decides
         peers = len(read_hosts(run / HOSTS_FILE))
     except UsageError:
         return ListedRun(run.name, "unreadable", 0, began, "", resumable=resumable)

@@ -15,6 +15,7 @@ from gossipx.assembly.graph import build_schedule
 from gossipx.policies import Adaptive, Auto, Never, Policy, Random, Tau
 from gossipx.server import placement
 from gossipx.server.placement import Table, bytes_by_server, checked
+from gossipx.settings.modes import Pairs, Pushes, Server, Waves
 from gossipx.settings.sections import RunConfig
 from gossipx.topology import part_in_round, wave_rounds
 from gossipx.topology.analysis import traffic_of
@@ -64,7 +65,7 @@ def deciders(settings: RunConfig, size: int) -> int:
         settings: the run's settings.
         size: number of peers.
     """
-    return size if settings.sync.exchange == "waves" else min(size, 2) if settings.sync.mode == "pushpull" else 1
+    return size if isinstance(settings.mode, Waves) else min(size, 2) if isinstance(settings.mode, Pairs) else 1
 
 
 def counts(
@@ -136,11 +137,11 @@ def gossip(settings: RunConfig, hosts: Sequence[str]) -> Matrix:
         settings: the run's settings.
         hosts: host names by rank.
     """
-    sync, size = settings.sync, len(hosts)
-    if sync.exchange == "waves":  # with a codec, each peer receives the encoded change of every other
-        return wave(size) if sync.codec == "none" else np.ones((size, size)) - np.eye(size)
+    mode, size = settings.mode, len(hosts)
+    if isinstance(mode, Waves):  # with a codec, each peer receives the encoded change of every other
+        return wave(size) if mode.codec == "none" else np.ones((size, size)) - np.eye(size)
     pulled = traffic_of(build_schedule(settings, size, hosts))
-    return {"push": pulled.T, "pushpull": (pulled + pulled.T) / 2}.get(sync.mode, pulled)
+    return pulled.T if isinstance(mode, Pushes) else (pulled + pulled.T) / 2 if isinstance(mode, Pairs) else pulled
 
 
 def wave(size: int) -> Matrix:
@@ -163,12 +164,12 @@ def around_hub(hub: int, size: int) -> Matrix:
 
 
 def with_servers(
-    settings: RunConfig, servers: Sequence[int], tables: Sequence[Table], size: int, pushed: float, pulled: float
+    mode: Server, servers: Sequence[int], tables: Sequence[Table], size: int, pushed: float, pulled: float
 ) -> Matrix:
     """Return the models sent when each worker pushes all gradients and pulls all tables, except those of its own shard.
 
     Args:
-        settings: the run's settings.
+        mode: of the run.
         servers: ranks by shard.
         tables: the model's tables; empty: unknown, assumed to be spread evenly.
         size: number of peers.
@@ -176,12 +177,12 @@ def with_servers(
     """
     loads = [1.0] * len(servers)
     if tables:
-        strategy = placement.parse(settings.server.placement)
+        strategy = placement.parse(mode.placement)
         loads = [float(load) for load in bytes_by_server(checked(strategy, tables, len(servers)), 1)]
     models = np.zeros((size, size))
     for server, load in zip(servers, loads, strict=True):
         for worker in range(size):
-            if worker != server and not (settings.server.servers_only and worker in servers):
+            if worker != server and not (mode.servers_only and worker in servers):
                 models[server, worker] += pushed * load / sum(loads)
                 models[worker, server] += pulled * load / sum(loads)
     return models

@@ -7,7 +7,6 @@ that of docs/choosing.md, and the first one that the link carries is chosen.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import signal
 import subprocess
@@ -222,7 +221,7 @@ def _measure(
                 report(f"  {line}")
             return Measured(candidate.name, candidate.options, why)
         found = [curves.scalars(place / RUN / f"peer-{peer.rank:02d}") for peer in here]
-    return _figures(candidate, settings.sync.policy, found)
+    return _figures(candidate, settings.decides, found)
 
 
 def _settings(candidate: Candidate, given: RunConfig, hosts: Path, place: Path, has_script: bool) -> RunConfig:
@@ -235,12 +234,8 @@ def _settings(candidate: Candidate, given: RunConfig, hosts: Path, place: Path, 
         "save_model": False,
         **({} if has_script else {"iterations": MOST_ITERATIONS, "eval_interval": 0}),
     }
-    return dataclasses.replace(
-        given,
-        run=dataclasses.replace(given.run, **run),
-        sync=dataclasses.replace(given.sync, finish="none", **candidate.settings),
-        given=given.given | run.keys() | candidate.settings.keys() | {"finish"},
-    )
+    wanted = {**run, "finish": "none", **candidate.settings}
+    return files.changed(given, wanted, **wanted)
 
 
 def _train(
@@ -329,8 +324,7 @@ def write(tuned: Tuned, given: RunConfig, target: Path) -> None:
     Raises:
         UsageError: it exists, or cannot be written.
     """
-    sync = dataclasses.replace(given.sync, **tuned.chosen)
-    settings = dataclasses.replace(given, sync=sync, given=given.given | tuned.chosen.keys())
+    settings = files.changed(given, tuned.chosen, **tuned.chosen)
     wanted = {
         table: {name: value for name, value in values.items() if name in settings.given and value is not None}
         for table, values in settings.tables.items()

@@ -37,7 +37,7 @@ def test_a_sync_manager_of_a_scripts_own_decides(two: Folder) -> None:
     assert run.summary["retrievals"] == [2, 2], "the policy alone would have pulled eight times"
     assert run.summary["policy"] == "object Spare:policy=tau:5"
     config = run.directory / "config.toml"
-    assert files.resolve(files.load(config)).sync.policy == "object Spare:policy=tau:5"
+    assert files.resolve(files.load(config)).decides == "object Spare:policy=tau:5"
     again = two.run("--config", config, *options, name="again")
     assert again.summary["retrievals"] == [2, 2]
     asked = "the policy is the object Spare:policy=tau:5 of a script, which no setting can name: pass it as"

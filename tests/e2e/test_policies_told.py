@@ -23,7 +23,7 @@ def test_adaptive_alone_exchanges_models_of_any_step_length(two: Folder) -> None
     assert min(run.summary["retrievals"]) > 0
     ran = "adaptive:threshold=0.75,relative=true,max_silence=100"
     assert run.summary["policy"] == ran
-    assert files.resolve(files.load(run.directory / "config.toml")).sync.policy == ran
+    assert files.resolve(files.load(run.directory / "config.toml")).decides == ran
 
 
 @pytest.mark.fault(47)

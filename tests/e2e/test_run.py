@@ -105,7 +105,7 @@ def test_peers_agree_after_the_finish_and_not_before(four: tuple[Folder, Run]) -
 
 def test_the_effective_configuration_is_written_and_reads_back(four: tuple[Folder, Run]) -> None:
     settings = files.resolve(files.load(four[1].directory / "config.toml"))
-    assert (settings.run.iterations, settings.run.eval_interval, settings.sync.policy) == (40, 20, "tau:5")
+    assert (settings.run.iterations, settings.run.eval_interval, settings.decides) == (40, 20, "tau:5")
     assert settings.task.batch_size == 32 and settings.task.base_lr == 0.01  # lenet's preset
     assert files.resolve(files.load(four[1].directory / "config.toml")) == settings
     written = (four[1].directory / "config.toml").read_text()

@@ -10,8 +10,8 @@ import pytest
 from torch import nn
 
 import gossipx
+from gossipx.assembly.presets import effective_config
 from gossipx.assembly.server_settings import server_ranks
-from gossipx.assembly.settings import effective_config
 from gossipx.errors import UsageError
 from gossipx.launch.loops.train import optimizer_of
 from gossipx.settings import files
@@ -56,7 +56,7 @@ def test_the_file_of_a_run_with_a_preset_has_its_policy(tmp_path: Path, model: s
     made = effective(model is None, preset="paper", **({} if model is None else {"model": model}))
     (tmp_path / "config.toml").write_text(files.dump(made))
     again = files.resolve(files.load(tmp_path / "config.toml"))
-    assert again == files.absolute(made) and again.sync.policy.startswith("adaptive:threshold=")
+    assert again == files.absolute(made) and again.decides.startswith("adaptive:threshold=")
 
 
 def refused(**given: Any) -> str:
@@ -72,8 +72,7 @@ def refused(**given: Any) -> str:
 def test_servers_refuse_settings_of_peer_to_peer_exchanges(given: dict[str, str]) -> None:
     ((name, value),) = given.items()
     told = refused(servers="0,1", **given)
-    shown = PRESETS["lenet"].policies.get(value, value) if name == "policy" else value
-    assert told.startswith(f"--{name} {shown} is for peers that exchange with each other")
+    assert told.startswith(f"--{name} {value} is for peers that exchange with each other")
     assert "with --servers 0,1 they exchange only with the servers" in told and "\n" not in told
     if name != "mode":
         assert "with --mode server they" in refused(mode="server", **given)
@@ -152,7 +151,10 @@ MOMENTUM = {"outer": "momentum:0.6"}
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({**MOMENTUM, "hub": "0"}, "--outer momentum:0.6 is for peers that exchange with each other, not --hub 0:"),
+        (
+            {**MOMENTUM, "hub": "0"},
+            "--outer momentum:0.6 is for peers that exchange with each other, and with --hub 0 they",
+        ),
         ({**MOMENTUM, "servers": "0"}, "--outer momentum:0.6 is for peers that exchange with each other, and with"),
         ({**MOMENTUM, "mode": "push"}, "--outer momentum:0.6 acts on exchanges that a peer begins"),
         ({**MOMENTUM, "mode": "push", "weights": "push-sum"}, "--outer momentum:0.6 acts on exchanges that a peer"),
@@ -231,8 +233,8 @@ def test_a_solver_file_is_refused_with_a_script() -> None:
 def test_the_policy_that_really_runs_is_recorded(given: str, has_script: bool, ran: str) -> None:
     """``adaptive`` alone suits any model; ``travel`` and ``drift`` of a built-in one have distances of their own."""
     made = effective(has_script, policy=given)
-    assert made.sync.policy == ran
-    assert effective_config(made, SIZE, has_script).sync.policy == ran, "a resumed run has the same"
+    assert made.decides == ran
+    assert effective_config(made, SIZE, has_script).decides == ran, "a resumed run has the same"
 
 
 @pytest.mark.parametrize(
@@ -247,8 +249,8 @@ def test_the_policy_that_really_runs_is_recorded(given: str, has_script: bool, r
 )  # fmt: skip
 def test_the_papers_preset(given: dict[str, Any], has_script: bool, ran: tuple[str, bool, str, str]) -> None:
     """Adaptive Communication: Algorithm 2 with the rule of section IV, Table I; given settings take precedence."""
-    sync = effective(has_script, preset="paper", **given).sync
-    assert (sync.policy, sync.blocking, sync.finish, sync.outer) == ran
+    values = effective(has_script, preset="paper", **given).values
+    assert tuple(values[name] for name in ("policy", "blocking", "finish", "outer")) == ran
 
 
 WITHOUT_EFFECT = [
@@ -262,7 +264,10 @@ WITHOUT_EFFECT = [
     ({"exchange": "waves", "topology": "full"}, "--topology full limits which peers exchange"),
     ({"exchange": "waves", "weights": "uniform"}, "--weights uniform weights the models of two peers"),
     ({"exchange": "waves", "mixing": "average"}, "--mixing average is for pulled models"),
-    ({"exchange": "waves", "max_served": 4}, "--max-served counts pulls, and with --exchange waves nobody pulls"),
+    (
+        {"exchange": "waves", "max_served": 4},
+        "--max-served counts pulls, and with --exchange waves all peers average all models equally",
+    ),
     ({"mode": "pushpull", "mixing": "average"}, "--mode pushpull averages two models equally: leave --mixing out"),
     ({"references": 8}, "--references 8 needs a --codec"),
     ({"max_pushes": 1}, "--max-pushes needs --mode push, not pull"),
@@ -331,7 +336,7 @@ def test_text_selects_the_transformer_and_the_transformer_text(given: dict[str, 
     assert (task.task, task.model, task.batch_size) == ("text", "transformer", 16)
     assert (task.base_lr, task.weight_decay) == (0.01, 0.0)
     assert (task.momentum, task.gamma, task.lr_steps) == (None, None, None)
-    assert made.sync.policy == "travel:distance=20"
+    assert made.decides == "travel:distance=20"
     assert effective_config(read_again(made, tmp_path), SIZE, has_script=False) == files.absolute(made), (
         "a resumed run has the same"
     )
@@ -430,7 +435,7 @@ def test_a_file_and_a_command_line_are_alike(tmp_path: Path) -> None:
 def test_a_recorded_configuration_knows_what_was_given(tmp_path: Path) -> None:
     """Its defaults are not refused when another setting leaves them without effect, but what was given is."""
     again = read_again(effective(seed=0), tmp_path)
-    assert again.given == {"seed"} and again.sync.policy == "tau:10"
+    assert again.given == {"seed"} and again.decides == "tau:10"
     recorded = files.load(tmp_path / "config.toml")
     effective_config(files.resolve(recorded, {"servers": "0"}), SIZE, has_script=False)
     with pytest.raises(UsageError, match=r"^--topology full is for peers that exchange with each other"):
@@ -472,13 +477,13 @@ def test_drop_stragglers_must_leave_out_a_worker(given: dict[str, Any], workers:
 def test_settings_that_are_read_again_are_the_same(given: dict[str, Any], ran: tuple[str, str], tmp_path: Path) -> None:
     """By a run's peers, or to resume it; the first are the defaults."""
     made = effective(**given)
-    assert (made.sync.policy, made.sync.outer) == ran
+    assert (made.decides, made.values["outer"]) == ran
     assert effective_config(read_again(made, tmp_path), SIZE, has_script=False) == files.absolute(made)
 
 
 @pytest.mark.parametrize(("has_script", "threshold"), [(False, "0.025"), (True, "0.02")])
 def test_the_papers_preset_has_the_papers_rule(has_script: bool, threshold: str) -> None:
-    assert effective(has_script, preset="paper").sync.policy == f"adaptive:threshold={threshold}"
+    assert effective(has_script, preset="paper").decides == f"adaptive:threshold={threshold}"
     made = effective(has_script, preset="paper", policy="adaptive:warmup=9")
-    assert made.sync.policy == f"adaptive:threshold={threshold},warmup=9"
-    assert effective(has_script, preset="paper", policy="tau:5").sync.policy == "tau:5"
+    assert made.decides == f"adaptive:threshold={threshold},warmup=9"
+    assert effective(has_script, preset="paper", policy="tau:5").decides == "tau:5"

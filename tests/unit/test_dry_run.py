@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gossipx import policies
-from gossipx.assembly.settings import effective_config
+from gossipx.assembly.presets import effective_config
 from gossipx.cli import main
 from gossipx.errors import UsageError
 from gossipx.metrics import Summary
@@ -146,11 +146,11 @@ def test_models_of_a_wave(size: int, received: list[int]) -> None:
 def test_workers_push_to_and_pull_from_the_servers_of_other_peers() -> None:
     tables = [Table("a", 30), Table("b", 10)]
     settings = files.resolve({"servers": "0,1", "placement": "round-robin"})
-    models = traffic.with_servers(settings, (0, 1), tables, 3, pushed=0.5, pulled=1.0)
+    models = traffic.with_servers(settings.mode, (0, 1), tables, 3, pushed=0.5, pulled=1.0)
     # Gradients are encoded to half their size; table a is on rank 0, table b on rank 1.
     assert np.allclose(models, [[0, 0.375 + 0.25, 0.375], [0.75 + 0.125, 0, 0.125], [0.75, 0.25, 0]])
     alone = files.resolve({"servers": "0,1", "placement": "round-robin", "servers_only": True})
-    assert traffic.with_servers(alone, (0, 1), tables, 3, 1.0, 1.0)[0, 1] == 0
+    assert traffic.with_servers(alone.mode, (0, 1), tables, 3, 1.0, 1.0)[0, 1] == 0
 
 
 def test_link_seconds_count_traffic_between_machines_in_the_busier_direction() -> None:

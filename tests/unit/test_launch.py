@@ -54,7 +54,7 @@ def test_when_all_finish_the_summary_is_complete(run: Run, mine: Path, capsys: p
 def test_the_run_keeps_its_configuration_and_its_hosts(run: Run, mine: Path) -> None:
     assert run("finish()", policy="travel:distance=3", iterations=7, peers="# two\nlocalhost slots=2") == 0
     kept = config_files.resolve(config_files.load(mine / "config.toml"))
-    assert kept.sync.policy == "travel:distance=3" and kept.run.iterations == 7 and kept.run.name == "mine"
+    assert kept.decides == "travel:distance=3" and kept.run.iterations == 7 and kept.run.name == "mine"
     assert (mine / "hosts.txt").read_text(encoding="utf-8") == "# two\nlocalhost slots=2\n"
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from gossipx.assembly.settings import effective_config
+from gossipx.assembly.presets import effective_config
 from gossipx.cli import main
 from gossipx.errors import UsageError
 from gossipx.launch import seeds

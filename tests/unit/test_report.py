@@ -13,7 +13,6 @@ from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE
 from gossipx.metrics.board import TensorBoardRecorder
 from gossipx.settings import files
-from gossipx.settings.sections import ExchangeSettings, RunConfig, RunSettings, SyncSettings
 from gossipx.tools import recorded, report
 from gossipx.tools.report import Compared
 
@@ -23,9 +22,7 @@ pytest.importorskip("matplotlib", reason="matplotlib draws the pictures")
 def run(logdir: Path, name: str, policy: str, curves: bool = True) -> Path:
     made = logdir / name
     made.mkdir()
-    config = RunConfig(
-        run=RunSettings(name=name), sync=SyncSettings(policy=policy), exchange=ExchangeSettings(max_served=2)
-    )
+    config = files.resolve({"name": name, "policy": policy, "max_served": 2})
     (made / CONFIG_FILE).write_text(files.dump(config))
     (made / HOSTS_FILE).write_text("localhost name=<a>\nlocalhost:29500 name=b\n")
     for rank in range(2):

@@ -37,7 +37,7 @@ def check(
             store_of_shard(path / "x", index, keep=9).save(clock, {CLOCK: pack({SERVERS: list(then)}, CLOCK)})
     settings = files.resolve({"name": "x", "logdir": str(path), "servers": servers, "iterations": 1000})
     at, settings = resume.check(settings, NAMES, [0, 1, 2], has_script=False, before=len(NAMES))
-    return at, settings.server.servers
+    return at, settings.values["servers"]
 
 
 def test_the_newest_iteration_that_all_have(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gossipx.assembly.settings import effective_config
+from gossipx.assembly.presets import effective_config
 from gossipx.errors import UsageError
 from gossipx.launch import resume
 from gossipx.settings import files
@@ -20,7 +20,7 @@ def resumed(directory: Path, given: dict[str, Any], **first: Any) -> tuple[str, 
     (directory / "hosts.txt").write_text("localhost slots=2\n")
     settings, _, _ = resume.settings_of(str(directory), given, [], {})
     made = effective_config(settings, 2, has_script=False)
-    return made.sync.policy, made.sync.outer
+    return made.decides, made.values["outer"]
 
 
 @pytest.mark.parametrize("across", ["momentum:0.6", "none"])

@@ -74,7 +74,7 @@ def test_the_file_has_the_chosen_settings_and_those_given(tmp_path: Path) -> Non
     write(Tuned([], chosen, "", True), given, target)
     found = files.resolve(files.load(target))
     assert (found.run.peers, found.task.batch_size) == ("hosts.txt", 16)
-    assert {name: getattr(found.sync, name) for name in chosen} == chosen
+    assert {name: found.values[name] for name in chosen} == chosen
     assert found.given == {"peers", "batch_size", *chosen}
     with pytest.raises(UsageError, match="the file exists"):
         write(Tuned([], chosen, "", True), RunConfig(), target)

@@ -105,7 +105,7 @@ def test_the_settings_of_a_run_name_its_files_from_anywhere(here: Path) -> None:
 @pytest.mark.parametrize("name", ["ring", "full", "two-sites-8", "torus:rows=2", "no-such"])
 def test_names_that_are_no_files_stay_names(here: Path, name: str) -> None:
     """``two-sites-8`` comes with gossipx, and each machine has its own."""
-    found = files.absolute(files.resolve({"topology": name})).sync.topology
+    found = files.absolute(files.resolve({"topology": name})).values["topology"]
     assert found == name
 
 

@@ -151,13 +151,13 @@ def _one_run(
                 " give all processes of a run the same"
             )
     name = checked_name(str(first["name"]))
-    return replace(settings, run=replace(settings.run, name=name)), first
+    return files.changed(settings, name=name), first
 
 
 def _common(settings: RunConfig) -> dict[str, Any]:
     """Return the settings that all processes must share, as they look after a round trip through JSON."""
     own = marked("machine", "process")
-    common: dict[str, Any] = json.loads(json.dumps({name: settings.value(name) for name in KEYS if name not in own}))
+    common: dict[str, Any] = json.loads(json.dumps({name: settings.values[name] for name in KEYS if name not in own}))
     return common
 
 

@@ -27,6 +27,7 @@ from gossipx.launch.loops.join import join, settings_of
 from gossipx.policies import Observation, Policy
 from gossipx.runtime.peer import Peer
 from gossipx.runtime.scores import Score
+from gossipx.settings.modes import Server
 from gossipx.solver import prototxt
 from gossipx.solver.net import Objective
 from gossipx.solver.solver import Solver
@@ -256,7 +257,7 @@ def attach(
     """
     progress()  # errors from here on are reported in one line
     run = settings_of(config_file, settings)
-    served = run.sync.mode == "server" or run.server.servers is not None
+    served = isinstance(run.mode, Server)
     options = {"peers": peers, "policy": policy, "rank": rank, "config_file": config_file, **settings}
     if isinstance(solver, Solver):
         if optimizer is not None:

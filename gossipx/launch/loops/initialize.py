@@ -24,6 +24,7 @@ from gossipx.errors import UsageError
 from gossipx.launch.environment import progress
 from gossipx.launch.loops.join import join, settings_of
 from gossipx.runtime.peer import Peer
+from gossipx.settings.modes import Server
 
 OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer from tables; each server makes one for the tables that it stores."""
@@ -247,7 +248,7 @@ def initialize(
     progress()  # errors from here on are reported in one line
     settings.setdefault("mode", "server")
     run = settings_of(config_file, settings)
-    if run.sync.mode != "server" and run.server.servers is None:
+    if not isinstance(run.mode, Server):
         raise UsageError("this run has no parameter server: name its servers by --servers")
 
     def join_by(tables: nn.Module, made: torch.optim.Optimizer) -> Peer:

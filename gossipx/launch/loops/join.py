@@ -16,8 +16,8 @@ from gossipx import policies
 from gossipx.assembly.managers import Managers
 from gossipx.assembly.peer import build_peer
 from gossipx.assembly.place import Place
+from gossipx.assembly.presets import check_without_run
 from gossipx.assembly.server import Parts
-from gossipx.assembly.settings import check_without_run
 from gossipx.checkpoint import Store
 from gossipx.comm import CommManager
 from gossipx.errors import UsageError
@@ -48,6 +48,7 @@ from gossipx.runtime.peer import Peer
 from gossipx.runtime.progress import Progress
 from gossipx.runtime.scores import Evaluate
 from gossipx.settings import files
+from gossipx.settings.modes import Server
 from gossipx.settings.sections import RunConfig
 from gossipx.sync import SyncManager
 from gossipx.transports import Address
@@ -107,7 +108,7 @@ def join(
     own = None if policy is None or isinstance(policy, str) else policies.parse(policy)
     run = settings_of(config_file, settings | _named(policy=policy, recorder=recorder))
     _check_deciders(run, under_run, own, sync_manager)
-    averages = schedule_free.of(model, optimizers, run.has_servers)
+    averages = schedule_free.of(model, optimizers, isinstance(run.mode, Server))
     _describe_if_asked(model, run, channel)
     managers = Managers(sync_manager, comm_manager, None if isinstance(recorder, str) else recorder)
     with contextlib.ExitStack() as until_started:
@@ -140,14 +141,14 @@ def _named(**given: object) -> dict[str, Any]:
 def _check_deciders(run: RunConfig, under_run: bool, policy: Policy | None, sync_manager: object) -> None:
     """Refuse a policy or a SyncManager without effect; a script under ``gossipx run --servers`` is only told so."""
     for name, value in (("policy", policy), ("sync_manager", sync_manager)):
-        if value is None or not run.has_servers:
+        if value is None or not isinstance(run.mode, Server):
             continue
         if not under_run:
             raise UsageError(f"a parameter server uses sync= instead of {name}=: leave {name}= out")
         log.warning("%s= has no effect, since a parameter server uses --sync instead", name)
-    is_given = policy is not None or (run.is_given("policy") and not policies.is_object(run.sync.policy))
+    is_given = policy is not None or (run.is_given("policy") and not policies.is_object(run.decides))
     if sync_manager is not None and not isinstance(sync_manager, type) and is_given:
-        given = "policy=" if policy is not None else f"--policy {run.sync.policy}"
+        given = "policy=" if policy is not None else f"--policy {run.decides}"
         raise UsageError(
             f"{given} has no effect, since sync_manager= is an object with a policy of its own: leave one out"
         )
@@ -160,10 +161,11 @@ def settings_of(config_file: str | Path | None, settings: Mapping[str, Any]) -> 
         UsageError: a given setting is unknown or invalid, even if the run's apply, or has no effect.
     """
     given = files.load(Path(config_file)) if config_file else {}
-    own = files.resolve(given, settings)
     if ENV_CONFIG in os.environ:
+        files.merged(given, settings)  # they may suit the run's settings, but not each other
         own = files.resolve(files.load(Path(os.environ[ENV_CONFIG])))
     else:
+        own = files.resolve(given, settings)
         check_without_run(own)
     return files.absolute(own)  # the script may change its directory
 

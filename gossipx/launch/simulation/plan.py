@@ -16,7 +16,6 @@ from gossipx.assembly.server import Parts, settings_of
 from gossipx.assembly.server_settings import server_ranks
 from gossipx.errors import UsageError
 from gossipx.hub import ElasticSettings
-from gossipx.launch.start import policy_or_sync_model
 from gossipx.policies import Never, Observation, Random, Tau
 from gossipx.protocol.messages import WHOLE
 from gossipx.runtime.options import PeerOptions
@@ -24,6 +23,7 @@ from gossipx.server import placement
 from gossipx.server.placement import Table
 from gossipx.server.placement.layout import Layouts
 from gossipx.server.settings import ServerSettings
+from gossipx.settings.modes import Elastic, Server, Waves
 from gossipx.settings.scenario import MANY, Net, Scenario
 from gossipx.settings.sections import RunConfig
 from gossipx.sim import Network, compute, traces
@@ -88,7 +88,7 @@ def plan_of(scenario: Scenario, config: RunConfig, parts: Parts) -> Plan:
     of, given, net = scenario.simulation, scenario.compute, scenario.network
     if of.work == "traffic":
         _check_traffic(scenario, config)
-    if given.forward is not None and not (of.work == "traffic" and config.has_servers):
+    if given.forward is not None and not (of.work == "traffic" and isinstance(config.mode, Server)):
         raise UsageError("forward is for traffic around servers: leave it out")
     names = [f"peer-{rank:0{max(2, len(str(of.peers - 1)))}d}" for rank in range(of.peers)]
     spread, seconds = compute.parse(given.spread), given.seconds
@@ -101,7 +101,7 @@ def plan_of(scenario: Scenario, config: RunConfig, parts: Parts) -> Plan:
     times = StepTimes.drawn(of.peers, seconds, spread, stragglers, delays, config.run.seed)
     sites = [f"site {rank * net.sites // of.peers}" for rank in range(of.peers)] if net.sites > 1 else []
     announced = of.peers <= MANY if of.announcements is None else of.announcements
-    needed = config.has_servers or config.hub.hub is not None or config.sync.finish != "none"
+    needed = isinstance(config.mode, Server | Elastic) or config.sync.finish != "none"
     if not announced and needed:
         if of.announcements is False:
             raise UsageError("announcements = false is for gossip and waves without a finish: leave it out")
@@ -113,26 +113,27 @@ def plan_of(scenario: Scenario, config: RunConfig, parts: Parts) -> Plan:
 
 def _check_traffic(scenario: Scenario, config: RunConfig) -> None:
     """Refuse what needs the values of a model."""
-    of, policy = scenario.simulation, policies.parse(config.sync.policy)
+    of, has_servers, values = scenario.simulation, isinstance(config.mode, Server), config.values
+    policy = policies.parse(values["policy"])
     assert of.model is not None
     known_word("model", of.model, MODELS | UNTRAINED)
     untimed = scenario.compute.seconds is None and not scenario.compute.spread.startswith("trace")
     if untimed and of.model not in costs.STEP_SECONDS:
         raise UsageError(f"the time of an iteration of {of.model} is not known: give seconds in [compute]")
-    if policy.uses_drift and not config.has_servers:
-        raise UsageError(f"{config.sync.policy} measures drift, which traffic does not have: give another policy")
-    if of.parameters is not None and config.has_servers:
+    if policy.uses_drift and not has_servers:
+        raise UsageError(f"{config.decides} measures drift, which traffic does not have: give another policy")
+    if of.parameters is not None and has_servers:
         raise UsageError("servers hold the tensors of a model, and parameters has none: leave it out")
-    coded = [config.sync.codec, config.server.push_codec, config.server.pull_codec] != ["none"] * 3
+    coded = any(values[name] != "none" for name in ("codec", "push_codec", "pull_codec"))
     if coded and of.encoded is None:
         raise UsageError("a codec's ratio depends on values: give encoded, the size of what it sends as a share of raw")
     if not coded and of.encoded is not None:
         raise UsageError("encoded is for runs with a codec: give codec, push_codec or pull_codec, or leave it out")
-    if config.has_servers and (of.deltas is not None or of.retrievals is not None):
+    if has_servers and (of.deltas is not None or of.retrievals is not None):
         raise UsageError("deltas and retrievals are for exchanges between peers, not for servers: leave them out")
-    by_deltas = of.retrievals is None and not config.has_servers and not isinstance(policy, Never | Tau | Random)
+    by_deltas = of.retrievals is None and not has_servers and not isinstance(policy, Never | Tau | Random)
     if by_deltas and of.deltas is None:
-        raise UsageError(f'{config.sync.policy} decides on deltas: name a trace of them, such as deltas = "lenet"')
+        raise UsageError(f'{config.decides} decides on deltas: name a trace of them, such as deltas = "lenet"')
     if of.deltas is not None and not by_deltas:
         raise UsageError("deltas are for a policy that decides on them, such as adaptive or travel: leave them out")
     if of.retrievals is not None and max(of.retrievals) > config.run.iterations:
@@ -142,7 +143,7 @@ def _check_traffic(scenario: Scenario, config: RunConfig) -> None:
         raise UsageError("retrievals are given instead of a policy: leave one out")
     if part := next((number for number in of.retrievals or () if number % 1), None):
         raise UsageError(f"retrievals has {part:g}: give whole numbers")
-    if len(set(of.retrievals or ())) > 1 and config.sync.exchange == "waves":
+    if len(set(of.retrievals or ())) > 1 and isinstance(config.mode, Waves):
         raise UsageError("retrievals differ, and all peers take part in a wave: give one number")
     if any(fault.kind == "disk-full" for fault in scenario.faults):
         raise UsageError('disk-full is for work = "real", which has checkpoints: leave it out')
@@ -151,10 +152,10 @@ def _check_traffic(scenario: Scenario, config: RunConfig) -> None:
 
 
 def _options(config: RunConfig) -> PeerOptions:
-    policy = policy_or_sync_model(config)
+    policy = config.decides
     return PeerOptions(
         name="",
-        policy=policy if config.has_servers else policies.describe(policies.parse(policy)),
+        policy=policy if isinstance(config.mode, Server) else policies.describe(policies.parse(policy)),
         directory=None,
         log_interval=config.run.log_interval,
         distance_interval=config.sync.distance_interval,
@@ -199,7 +200,7 @@ def sizes_of(plan: Plan) -> Sizes:
     of, config = plan.scenario.simulation, plan.config
     assert of.model is not None
     values = of.parameters or sum(count for _, count in published_sizes(of.model))
-    fragments = config.sync.fragments
+    fragments = config.values["fragments"]
     raw = {WHOLE: values * FLOAT}
     if fragments > 1:
         raw.update({number: round(values * FLOAT / fragments) for number in range(1, fragments + 1)})
@@ -208,23 +209,21 @@ def sizes_of(plan: Plan) -> Sizes:
 
 def served_of(plan: Plan) -> tuple[ServerSettings, Sizes] | None:
     """Return the settings of a parameter server for work ``traffic``, and the bytes; None: the run has none."""
-    config, of = plan.config, plan.scenario.simulation
+    config, of, mode = plan.config, plan.scenario.simulation, plan.config.mode
     ranks = server_ranks(config, plan.names)
-    if ranks is None:
+    if ranks is None or not isinstance(mode, Server):
         return None
     assert of.model is not None
     tables = costs.multiply_adds(of.model)
     layouts = Layouts(
         [Table(cost.name, cost.elements) for cost in tables],
-        plan.parts.placement or placement.parse(config.server.placement),
+        plan.parts.placement or placement.parse(mode.placement),
         lambda table: ("float32", FLOAT),
-        config.server.bucket,
+        mode.bucket,
     )
-    settings = settings_of(config, layouts, ranks, plan.size, config.task.base_lr, plan.parts)
+    settings = settings_of(config, mode, layouts, ranks, plan.size, config.task.base_lr, plan.parts)
     encoded = 1.0 if of.encoded is None else of.encoded
-    pushed, pulled = (
-        1.0 if codec == "none" else encoded for codec in (config.server.push_codec, config.server.pull_codec)
-    )
+    pushed, pulled = (1.0 if codec == "none" else encoded for codec in (mode.push_codec, mode.pull_codec))
     segments = []
     for shard, (placed, cut) in enumerate(zip(settings.layout.placed, settings.layout.cut, strict=True)):
         for number, bucket in enumerate(cut):
@@ -237,7 +236,7 @@ def served_of(plan: Plan) -> tuple[ServerSettings, Sizes] | None:
     ordered = [segment for _, segment in sorted(segments, key=lambda item: (item[0], item[1].place))]
     whole = sum(cost.elements for cost in tables) * FLOAT
     forward = FORWARD if plan.scenario.compute.forward is None else plan.scenario.compute.forward
-    return settings, Sizes({WHOLE: whole}, 1.0, ordered, config.server.wait_free, forward)
+    return settings, Sizes({WHOLE: whole}, 1.0, ordered, mode.wait_free, forward)
 
 
 def deltas_of(plan: Plan) -> Callable[[int], Callable[[int], float]]:

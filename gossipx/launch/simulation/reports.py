@@ -25,6 +25,7 @@ from gossipx.runtime.captures import Retrieval
 from gossipx.runtime.progress import Progress
 from gossipx.runtime.reporting import Reporter
 from gossipx.settings.hyperparameters import hyperparameters
+from gossipx.settings.modes import Elastic, Server
 from gossipx.sim import SimPeer, World
 from gossipx.sim.base import BasePeer
 from gossipx.sim.clock import VirtualClock
@@ -143,7 +144,7 @@ def peer_recorder(plan: Plan, directory: Path, rank: int, number: int, clock: Ca
     config = plan.config
     if rank >= plan.scenario.simulation.recorded or number:
         return NullRecorder()
-    used = {WHOLE: True, PEERS: True, HUB: config.hub.hub is not None, SERVERS: config.has_servers}
+    used = {WHOLE: True, PEERS: True, HUB: isinstance(config.mode, Elastic), SERVERS: isinstance(config.mode, Server)}
     parts = [part for part, is_used in used.items() if is_used]
     own, name = models.directory_of(directory, rank), str(config.run.name)
     settings = hyperparameters(config, plan.size)

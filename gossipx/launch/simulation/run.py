@@ -18,8 +18,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from gossipx.assembly.presets import effective_config
 from gossipx.assembly.server import Parts
-from gossipx.assembly.settings import effective_config
 from gossipx.errors import DIFFERENT_MODELS, GossipxError, NotEnoughPeersError, UsageError
 from gossipx.launch.directory import RunDirectory
 from gossipx.launch.results import sum_up

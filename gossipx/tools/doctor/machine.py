@@ -97,7 +97,7 @@ def model(
     """Return a title of the model that peer ``first`` would train, its description, and the error if it is missing."""
     if script is None:
         return "", b"", ""
-    from gossipx.assembly.settings import effective_config
+    from gossipx.assembly.presets import effective_config
 
     complete = effective_config(settings, peers, bool(script))
     title = script[0] if script else f"{complete.task.model} for {complete.task.task}"

@@ -1,0 +1,216 @@
+"""The effective settings of a run: those of its solver file and of its model's preset fill the gaps."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+from gossipx import policies
+from gossipx.assembly import rules
+from gossipx.assembly.graph import build_schedule
+from gossipx.errors import UsageError
+from gossipx.settings import files
+from gossipx.settings.modes import HasPolicy
+from gossipx.settings.sections import KEYS, MOST_ITERATIONS, RunConfig, TaskSettings
+from gossipx.solver import prototxt
+from gossipx.tasks import solvers
+from gossipx.tasks.presets import PRESETS, TEXT_MODEL, TEXT_TASK, Preset
+
+log = logging.getLogger("gossipx")
+
+SCRIPTS_THRESHOLD = 0.02
+"""Threshold of the paper's rule for models other than the built-in ones: the middle one of Table I of Adaptive
+Communication."""
+REPLACED = {
+    "solver_mode": "--device and the hosts file set the device",
+    "device_id": "--device and the hosts file set the device",
+    "random_seed": "--seed sets the seed of everything random",
+}
+"""Fields of a solver file that options of the run replace."""
+OF_TASK = (
+    *(field.name for field in dataclasses.fields(TaskSettings) if field.name != "partition"),
+    *("eval_interval", "seconds"),
+)
+"""Settings of the built-in task, which have no effect on a script."""
+MOMENTUM = 0.9
+"""Momentum of SGD and LARS for a model whose own optimizer has none: that of all other models."""
+LONGEST_EVAL_INTERVAL = 250
+"""Default of ``--eval-interval``: an evaluation takes as long as 14 iterations of lenet. In a run of fewer than 2,500
+iterations it is a tenth of them, since a curve needs some points."""
+OF_RUN = ("overwrite", "iterations", "threads", "device", "restart")
+"""Settings of ``gossipx run`` that have no effect on a script without it."""
+
+
+def effective_config(config: RunConfig, size: int, has_script: bool, model: str | None = None) -> RunConfig:
+    """Return the configuration with unset values filled in from the model's preset.
+
+    Args:
+        size: number of peers in the run.
+        has_script: whether the run trains a user's script; the presets of built-in models are not used then.
+        model: the model that is simulated without training, whose threshold counts.
+
+    Raises:
+        UsageError: a value that the peers would refuse; it is refused here before any of them is started.
+    """
+    if has_script and config.task.solver is not None:
+        reason = "is for the built-in task, and a script calls gossipx.get_solver instead: leave one out"
+        raise UsageError(f"--solver {config.task.solver} {reason}")
+    if has_script:
+        _refuse_of_task(config)
+    if not has_script:
+        config = _with_preset(_with_task_of_model(_with_solver(config)))
+        if config.task.solver is not None:
+            _check_solver(config.task.solver)
+    steps = config.task.lr_steps or ()
+    if list(steps) != sorted(steps):
+        raise UsageError(f"--lr-steps must be in ascending order: {', '.join(map(str, steps))}")
+    if isinstance(config.mode, HasPolicy) and not (has_script and policies.is_object(config.mode.policy)):
+        policies.parse(config.mode.policy)
+    build_schedule(config, size)
+    config = with_policy(config, has_script, model)
+    rules.check(config)
+    return config
+
+
+def with_policy(config: RunConfig, has_script: bool, model: str | None = None) -> RunConfig:
+    """Return the configuration with the complete spec of its policy; servers replace the policy, which is unchanged.
+
+    Args:
+        config: the configuration.
+        has_script: whether the run trains a user's script.
+        model: the model that is simulated without training.
+    """
+    if not isinstance(config.mode, HasPolicy):
+        return config
+    spec = config.mode.policy
+    if config.mode.preset == "paper":
+        preset = PRESETS.get((model or "") if has_script else config.task.model)
+        threshold = SCRIPTS_THRESHOLD if preset is None else preset.threshold
+        spec = _completed("adaptive", f"adaptive:threshold={threshold:g}", spec)
+    return files.changed(config, policy=policies.complete(spec))
+
+
+def _with_solver(config: RunConfig) -> RunConfig:
+    """Return the configuration with the model and the number of iterations that its solver file sets, unless given.
+
+    Raises:
+        UsageError: the file does not exist or is invalid.
+    """
+    if config.task.solver is None:
+        return config
+    param = prototxt.read(solvers.find(config.task.solver))
+    found: dict[str, Any] = {"solver": solvers.resolve(config.task.solver)}
+    if param.net in PRESETS and not config.is_given("model"):
+        found["model"] = param.net
+    if param.max_iter > 0 and not config.is_given("iterations"):
+        found["iterations"] = param.max_iter
+    return files.changed(config, **found)
+
+
+def _check_solver(given: str) -> None:
+    """Refuse a solver file that cannot train the built-in task, and warn of fields that have no effect."""
+    from gossipx.solver import checks  # imports torch
+
+    param = prototxt.read(solvers.find(given))
+    checks.check(param, min(len(param.test_iter), 1))
+    ignored = {**prototxt.WITHOUT_MEANING, **REPLACED}
+    if param.net in PRESETS:
+        del ignored["net"]
+    for warning in param.warnings(ignored):
+        log.warning(warning)
+
+
+def _with_task_of_model(config: RunConfig) -> RunConfig:
+    """Return the configuration with the model of a given text task, or the task of a given model of text.
+
+    Raises:
+        UsageError: the model cannot train the task.
+    """
+    task = config.task
+    if (task.task == TEXT_TASK) != (task.model == TEXT_MODEL):
+        if config.is_given("model" if task.task == TEXT_TASK else "task"):
+            raise UsageError(
+                f"--model {task.model} cannot train --task {task.task}: {TEXT_MODEL} is for {TEXT_TASK}, and all other"
+                " models are for images"
+            )
+        config = files.changed(config, task=TEXT_TASK, model=TEXT_MODEL)
+        task = config.task
+    if task.task == TEXT_TASK and task.solver is not None:
+        raise UsageError(f"--solver {task.solver} is for images: leave it out, or leave out --task {TEXT_TASK}")
+    return config
+
+
+def _with_preset(config: RunConfig) -> RunConfig:
+    task = config.task
+    preset = PRESETS[task.model]
+    in_solver_file = ("optimizer", "base_lr", "gamma", "momentum", "nesterov", "weight_decay", "lr_steps")
+    for key in (*in_solver_file, "eval_interval", "seconds") if task.solver is not None else ():
+        if config.is_given(key):
+            option = KEYS[key].option
+            raise UsageError(f"{option} is set by the solver file: leave it out, or leave out --solver {task.solver}")
+    values: dict[str, Any] = {"batch_size": preset.batch_size}
+    if task.solver is None:
+        values = {**dataclasses.asdict(preset), "momentum": _momentum_of(config, preset)}
+    if preset.schedule == "cosine":
+        reason = f"is for a learning rate with steps, and that of --model {task.model} follows a cosine: leave it out"
+        rules.refuse_given(config, ("gamma", "lr_steps"), reason)
+    filled = {key: value for key, value in values.items() if getattr(task, key, "") is None}
+    iterations = config.run.iterations
+    if config.run.seconds is not None and not config.is_given("iterations"):
+        filled["iterations"] = iterations = MOST_ITERATIONS
+    if config.run.eval_interval is None and task.solver is None:
+        filled["eval_interval"] = min(LONGEST_EVAL_INTERVAL, max(1, iterations // 10))
+    if isinstance(config.mode, HasPolicy):
+        filled["policy"] = _policy_for(preset, config.mode.policy)
+    return files.changed(config, **filled)
+
+
+def _momentum_of(config: RunConfig, preset: Preset) -> float | None:
+    """Return the momentum of the optimizer unless it is given; None: the optimizer has none.
+
+    Raises:
+        UsageError: settings do not suit the optimizer, or the preset's learning rate is for another.
+    """
+    task = config.task
+    name = task.optimizer or preset.optimizer
+    reason = f"is for SGD, and {'LARS' if name == 'lars' else 'AdamW'} trains --model {task.model}: leave it out"
+    without = {"sgd": (), "lars": ("nesterov",), "adamw": ("momentum", "nesterov")}[name]
+    rules.refuse_given(config, without, reason)
+    if name != preset.optimizer and task.base_lr is None:
+        raise UsageError(
+            f"--optimizer {name} needs --base-lr: the learning rate of --model {task.model} is for {preset.optimizer}"
+        )
+    return None if name == "adamw" else preset.momentum or MOMENTUM
+
+
+def _policy_for(preset: Preset, spec: str) -> str:
+    """Return the spec with the preset's arguments, unless it has arguments other than those that all policies have."""
+    for name, of_model in preset.policies.items():
+        spec = _completed(name, of_model, spec)
+    return spec
+
+
+def _completed(name: str, complete: str, spec: str) -> str:
+    """Return ``complete`` with the arguments of a spec of this name, if these are ones that all policies have."""
+    own, _, given = spec.partition(":")
+    keys = {part.partition("=")[0].strip() for part in given.split(",")} - {""}
+    if own.strip() != name or not keys <= {"warmup", "max_silence"}:
+        return spec
+    return f"{complete}{',' if ':' in complete else ':'}{given}" if keys else complete
+
+
+def check_without_run(config: RunConfig) -> None:
+    """Refuse settings that have no effect in a script that was not started by ``gossipx run``.
+
+    Raises:
+        UsageError: such a setting is given.
+    """
+    _refuse_of_task(config)
+    rules.refuse_given(config, OF_RUN, "is for 'gossipx run', and a script decides that itself: leave it out")
+
+
+def _refuse_of_task(config: RunConfig) -> None:
+    # In a run that resumes with a script, other values are those of the model's preset.
+    names = (name for name in OF_TASK if name in config.given)
+    rules.refuse_given(config, names, "is for the built-in task, and a script decides that itself: leave it out")

@@ -1,0 +1,159 @@
+"""Refusals of settings that their mode has, but that exclude each other, or need another one.
+
+Those that a mode does not have are refused in :mod:`gossipx.settings.refusals`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from gossipx import mixing, outer
+from gossipx.errors import UsageError
+from gossipx.settings.modes import (
+    Elastic,
+    HasMixing,
+    HasOuter,
+    HasPolicy,
+    HasServing,
+    Pairs,
+    Pulls,
+    Pushes,
+    Server,
+    Waves,
+)
+from gossipx.settings.refusals import shown
+from gossipx.settings.sections import RunConfig
+
+if TYPE_CHECKING:
+    from gossipx.codecs import Codec
+
+
+def check(config: RunConfig) -> None:
+    """Refuse settings that exclude each other.
+
+    Raises:
+        UsageError: names them and what to do.
+    """
+    mode = config.mode
+    if isinstance(mode, Elastic) and mode.hub_lost != "gossip":  # with gossip, workers pull from each other meanwhile
+        reason = "is for peers that exchange with each other, and with"
+        around = f"--hub {mode.hub} --hub-lost {mode.hub_lost} they exchange only with the hub: leave one out"
+        refuse_given(config, ("topology", "schedule", "weights", "mixing"), f"{reason} {around}")
+    if isinstance(mode, Pushes) and mode.weights == "push-sum":
+        reason = "is for parts of a model, and --weights push-sum has one weight for all of it: leave one out"
+        refuse_given(config, ["fragments"], reason)
+        if config.is_given("mixing"):
+            raise UsageError("--weights push-sum sets the share of a received model itself: leave --mixing out")
+    if isinstance(mode, Pairs) and config.is_given("mixing") and not mixing.parse(mode.mixing).public:
+        raise UsageError("--mode pushpull averages two models equally: leave --mixing out, or give choco and a --codec")
+    if isinstance(mode, HasOuter):
+        _check_outer(mode, config.sync.init)
+    if isinstance(mode, Server):
+        _check_server_codecs(config, mode)
+    else:
+        _check_codec(config, mode)
+    if (
+        isinstance(mode, HasServing)
+        and isinstance(mode, HasPolicy)
+        and config.is_given("serve_share")
+        and mode.blocking
+    ):
+        raise UsageError(
+            "--serve-share limits how much answers to pulls slow down training, and with --blocking training waits"
+            " for pulls anyway: leave one out"
+        )
+    if config.exchange.max_rate is not None and config.exchange.transport == "shm":
+        raise UsageError(
+            f"--max-rate {config.exchange.max_rate} limits network traffic, and --transport shm sends no model over a"
+            " network: leave one out"
+        )
+
+
+def refuse_given(config: RunConfig, names: Iterable[str], reason: str) -> None:
+    for name in names:
+        if config.is_given(name):
+            raise UsageError(f"{shown(name, config.values[name])} {reason}")
+
+
+def _check_outer(mode: HasOuter, init: str) -> None:
+    """Refuse an outer optimizer that does not suit the exchange of the run."""
+    if (rule := outer.parse(mode.outer)) is None:
+        return
+    option = f"--outer {mode.outer}"
+    if rule.waves_only and not isinstance(mode, Waves):
+        raise UsageError(f"{option} needs the mean of all models: give --exchange waves, or --outer momentum:0.6")
+    if rule.from_start and init == "own":
+        raise UsageError(f"{option} needs a common initial model: leave --init own out")
+
+
+def _check_server_codecs(config: RunConfig, server: Server) -> None:
+    """Refuse a codec that cannot encode what its option is for."""
+    push, pull = map(_codec, (server.push_codec, server.pull_codec))
+    for option, spec, parsed in (("--push-codec", server.push_codec, push), ("--pull-codec", server.pull_codec, pull)):
+        if parsed is not None and parsed.near:
+            raise UsageError(f"{option} {spec} is for models that peers exchange with each other: give it as --codec")
+    if pull is not None and pull.gradients_only:
+        raise UsageError(f"--pull-codec {server.pull_codec} is for gradients only: give it as --push-codec")
+    if config.is_given("rescale_error") and (push is None or not push.feedback):
+        raise UsageError("--rescale-error needs a --push-codec with error feedback: give one, or leave it out")
+
+
+def _check_codec(config: RunConfig, mode: Pulls | Pushes | Pairs | Waves | Elastic) -> None:
+    """Refuse a codec that cannot encode models, or that the exchange of the run excludes."""
+    codec, option = _codec(mode.codec), f"--codec {mode.codec}"
+    if isinstance(mode, HasMixing) and mixing.parse(mode.mixing).public:
+        given = f"--mixing {mode.mixing}"
+        if codec is None or not mode.references:
+            raise UsageError(
+                f"{given} mixes encoded differences: give --codec, such as 3lc, and --references, or leave it out"
+            )
+        if isinstance(mode, Pushes):
+            raise UsageError(f"{given} is for pulls and pairs: leave it out, or leave out --mode push")
+    if codec is None:
+        if config.is_given("references"):
+            raise UsageError(f"--references {mode.references} needs a --codec: give one, or leave it out")
+        return
+    if isinstance(mode, Pushes) and mode.weights == "push-sum":
+        raise UsageError(f"{option} is lossy, and --weights push-sum needs exact values: leave one out")
+    if codec.gradients_only:
+        raise UsageError(f"{option} is for gradients only, which workers push to servers: leave it out")
+    if isinstance(mode, Waves):
+        _check_coded_waves(config, mode, codec)
+        return
+    if not mode.references and not codec.alone:
+        from gossipx import codecs
+
+        raise UsageError(
+            f"{option} loses too much of a model to be used without references: give --references, or one of"
+            f" {', '.join(codecs.alone(near=not isinstance(mode, Elastic | Pushes)))}"
+        )
+    if codec.near and isinstance(mode, Elastic):
+        raise UsageError(f"{option} is for models that peers exchange with each other, not with a hub: leave one out")
+    if codec.near and isinstance(mode, Pushes):
+        raise UsageError(f"{option} is decoded with the puller's own model, and a push has no puller: leave one out")
+    if mode.references and codec.near:
+        raise UsageError(f"{option} is for models, and with references differences are encoded: give --references 0")
+
+
+def _check_coded_waves(config: RunConfig, mode: Waves, codec: Codec) -> None:
+    option = f"--codec {mode.codec}"
+    if config.is_given("references"):
+        raise UsageError("--references are models of other peers, and a wave needs none: leave it out")
+    if codec.near:
+        raise UsageError(f"{option} is for models, and a wave encodes changes: leave one out")
+    if outer.parse(mode.outer) is not None:
+        raise UsageError(
+            f"--outer {mode.outer} is for waves of whole models, and with a --codec the error that it leaves out"
+            " takes the place of momentum: leave one out"
+        )
+
+
+def _codec(spec: str) -> Codec | None:
+    """Return the codec of a spec; None for ``none``, which is handled without importing the codecs and torch."""
+    if spec == "none":
+        return None
+    from gossipx import codecs
+
+    codec = codecs.parse(spec)
+    return None if codec == codecs.NoCodec() else codec
