@@ -15,11 +15,12 @@ from gossipx import outer, policies, topology
 from gossipx.checkpoint import Store
 from gossipx.hub import ElasticExchange, ElasticSettings
 from gossipx.model.arena import ParameterArena
-from gossipx.peer import PeerRole, PeerSettings
+from gossipx.peer import PeerRole
 from gossipx.runtime.checkpoints import Checkpoints
 from gossipx.runtime.driver import Driver
 from gossipx.runtime.optimizers import Optimizers
 from gossipx.runtime.state import TrainingState
+from gossipx.settings import files
 from gossipx.settings.interval import CheckpointInterval
 from gossipx.sync import SyncManager
 
@@ -75,7 +76,7 @@ class Bench:
         graph = topology.load("full", 2)
         exchange_of = None if hub is None else functools.partial(ElasticExchange, settings=hub)
         sync = SyncManager(policies.parse(policy), seed=1)
-        settings = PeerSettings(fragments=fragments)
+        settings = files.resolve({"fragments": fragments})
         role = PeerRole(0, 2, sync, graph, random.Random(1), 1, settings=settings, exchange_of=exchange_of)
         self.driver = Driver(role, self.arena)
         self.store = None if directory is None else Store(directory)

@@ -17,9 +17,9 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from gossipx.assembly.peer import build_arena
+from gossipx.assembly.presets import effective_config
 from gossipx.assembly.role import build_role
 from gossipx.assembly.server import Parts, serve
-from gossipx.assembly.presets import effective_config
 from gossipx.launch.simulation.peers import ANY_NUMBER
 from gossipx.launch.simulation.plan import Plan, network_of, plan_of
 from gossipx.sim import SimPeer, World

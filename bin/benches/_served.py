@@ -23,10 +23,10 @@ from gossipx.model.arena import ParameterArena
 from gossipx.model.snapshots import Snapshot
 from gossipx.peer.membership import Membership, Requests
 from gossipx.peer.serving import Outgoing, Serving
-from gossipx.peer.settings import PeerSettings
 from gossipx.protocol.effects import Answer, Capture, Effect, Forget
 from gossipx.protocol.events import Answered, Received
 from gossipx.protocol.messages import PullRequest, Request
+from gossipx.settings.modes import HasServing
 from gossipx.tasks.models import build_model
 from gossipx.topology import load
 from gossipx.topology.schedules import Random
@@ -57,7 +57,7 @@ class Training:
         self._loss = nn.CrossEntropyLoss()
         self.arena = ParameterArena(self._module)
         self.comm: CommManager | None = None
-        settings = PeerSettings()
+        settings = HasServing()
         members = Membership(0, 2, Random(load("full", 2)), SECONDS, random.Random(0))
         self._serving = Serving(settings.max_served, settings.serve_share, Requests(), Outgoing(members))
         self._deciding = threading.Lock()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from gossipx import mixing, policies
 from gossipx.hub import ElasticExchange, ElasticSettings
-from gossipx.peer import PeerRole, PeerSettings
+from gossipx.peer import PeerRole
 from gossipx.peer.exchange import Exchange, PeerContext
 from gossipx.peer.pulls import PullExchange
 from gossipx.policies import Policy
@@ -74,11 +74,13 @@ def build_role(
         rng=rng,
         incarnation=incarnation,
         mixing=mixing.parse(values["mixing"]),
-        settings=_settings(config, model_bytes, closed),
+        settings=config,
         schedule=turns,
         shares=shares,
         exchange_of=_exchange_of(hub, served),
         joined=joined,
+        model_timeout=MODEL_SLACK * model_bytes / min(SLOWEST, max_rate(config) or SLOWEST),
+        closed=closed,
     )
 
 
@@ -86,27 +88,6 @@ def max_rate(config: RunConfig) -> float | None:
     """Return the maximum rate at which models are sent over a network, in bytes/s; None: no limit."""
     given = config.exchange.max_rate
     return None if given is None else parse_rate(given)
-
-
-def _settings(config: RunConfig, model_bytes: int, closed: str) -> PeerSettings:
-    values, sync, exchange = config.values, config.sync, config.exchange
-    return PeerSettings(
-        peer_timeout=exchange.peer_timeout,
-        model_timeout=MODEL_SLACK * model_bytes / min(SLOWEST, max_rate(config) or SLOWEST),
-        max_served=values["max_served"],
-        max_pushes=values["max_pushes"],
-        serve_share=values["serve_share"],
-        exchange=values["exchange"],
-        mode="pull" if values["mode"] == "server" else values["mode"],
-        fragments=values["fragments"],
-        push_sum=values["weights"] == "push-sum",
-        blocking=values["blocking"],
-        finish=sync.finish,
-        finish_timeout=sync.finish_timeout,
-        init=sync.init,
-        min_peers=sync.min_peers,
-        closed=closed,
-    )
 
 
 def _exchange_of(

@@ -1,6 +1,5 @@
 """The peer: a pure state machine for one model replica that trains on its own data and exchanges models with others."""
 
 from gossipx.peer.role import PeerRole
-from gossipx.peer.settings import PeerSettings
 
-__all__ = ["PeerRole", "PeerSettings"]
+__all__ = ["PeerRole"]

@@ -13,9 +13,9 @@ from collections import Counter
 
 from gossipx.peer.barrier import Barrier
 from gossipx.peer.membership import FIRST_BACKOFF, Membership, Requests
-from gossipx.peer.settings import PeerSettings
 from gossipx.protocol.effects import Effect, Forget, Note, Resume, Stop
 from gossipx.protocol.messages import ArriveRequest, InitialRequest, Stage
+from gossipx.settings.sections import RunConfig
 
 
 class Joining:
@@ -39,14 +39,14 @@ class Joining:
         members: Membership,
         requests: Requests,
         barrier: Barrier,
-        settings: PeerSettings,
+        settings: RunConfig,
     ):
         self._rank = rank
         self._members = members
         self._requests = requests
         self._barrier = barrier
-        self._timeout = settings.peer_timeout
-        self._own = settings.init == "own"
+        self._timeout = settings.exchange.peer_timeout
+        self._own = settings.sync.init == "own"
         self.must_adopt = False
         self.joins = False
         self._ticket: int | None = None  # of our open request

@@ -54,7 +54,7 @@ class Membership:
         rank: this peer's own rank.
         size: number of peers in the run.
         schedule: chooses partners, within its topology.
-        peer_timeout: seconds; see :class:`~gossipx.peer.settings.PeerSettings`.
+        peer_timeout: seconds.
         rng: used to choose partners and to randomize back-offs.
         model_timeout: seconds that a model may take before any transfer was measured; peer_timeout if that is more.
 

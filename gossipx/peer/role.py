@@ -54,7 +54,6 @@ from gossipx.peer.pulls import PullExchange
 from gossipx.peer.pushes import PushExchange
 from gossipx.peer.server_role import ServerRole
 from gossipx.peer.serving import Outgoing, Serving
-from gossipx.peer.settings import PeerSettings
 from gossipx.peer.stages import Stages
 from gossipx.peer.training import UNSOUND, Training
 from gossipx.peer.turns import OTHER_FRAGMENTS, Turns
@@ -82,6 +81,8 @@ from gossipx.protocol.messages import (
     Stage,
     TakeRequest,
 )
+from gossipx.settings.modes import HasFragments, HasPolicy, HasServing, Pairs, Pushes, Waves
+from gossipx.settings.sections import RunConfig
 from gossipx.sync import SyncManager
 from gossipx.topology import Topology
 from gossipx.topology.schedules import Random, Schedule
@@ -103,8 +104,11 @@ class PeerRole:
         mixing: the share of a received model that enters our own.
         schedule: chooses the next partner within ``topology``; None: a random neighbour.
         shares: factors on the mixing share, by rank of the model's sender; 1 for ranks that are missing.
-        exchange_of: builds the exchange of a mode that ``settings.mode`` does not name: a hub's or a server's.
+        settings: of the run.
+        exchange_of: builds the exchange of a run with a hub or servers.
         joined: peers that joined the run before this one starts; it is one of them if its rank is not below ``size``.
+        model_timeout: seconds that a model may take before any transfer was measured; ``peer_timeout`` if that is more.
+        closed: why no peer can join the run while it is in progress; empty: one can.
 
     Attributes:
         poisoned: number of models refused because they held NaN or Inf.
@@ -118,46 +122,51 @@ class PeerRole:
     rng: random.Random
     incarnation: int
     mixing: Mixing = field(default_factory=Average)
-    settings: PeerSettings = field(default_factory=PeerSettings)
+    settings: RunConfig = field(default_factory=RunConfig)
     schedule: Schedule | None = None
     shares: Mapping[int, float] = field(default_factory=dict)
     exchange_of: Callable[[PeerContext, PullExchange], Exchange] | None = None
     joined: Sequence[JoinedPeer] = ()
+    model_timeout: float = 0.0
+    closed: str = ""
 
     poisoned: int = field(default=0, init=False)
     requests: Requests = field(default_factory=Requests, init=False)
     _leaving: bool = field(default=False, init=False)  # set by LeaveRun until the hand-over is complete
 
     def __post_init__(self) -> None:
-        settings, timeout = self.settings, self.settings.peer_timeout
+        mode, timeout = self.settings.mode, self.settings.exchange.peer_timeout
+        limits = mode if isinstance(mode, HasServing) else HasServing()  # first models are pulled in every mode
         schedule = self.schedule or Random(self.topology)
-        self.members = Membership(self.rank, self.size, schedule, timeout, self.rng, settings.model_timeout)
+        self.members = Membership(self.rank, self.size, schedule, timeout, self.rng, self.model_timeout)
         self.outgoing = Outgoing(self.members)
-        self.serving = Serving(settings.max_served, settings.serve_share, self.requests, self.outgoing)
+        self.serving = Serving(limits.max_served, limits.serve_share, self.requests, self.outgoing)
         self.barrier = Barrier(self.members, self.requests, timeout)
-        self.joining = Joining(self.rank, self.members, self.requests, self.barrier, settings)
+        self.joining = Joining(self.rank, self.members, self.requests, self.barrier, self.settings)
         self.agreement = Agreement(self.rank, self.members, self.requests)
-        turns = Turns(settings.fragments)
+        turns = Turns(mode.fragments if isinstance(mode, HasFragments) else 1)
         self.waves = WaveSequence(self.rank, self.members, self.requests, self.sync, timeout, turns)
-        own = self.rank, self.incarnation, timeout, settings.blocking
+        own = self.rank, self.incarnation, timeout, isinstance(mode, HasPolicy) and mode.blocking
         self._context = PeerContext(*own, self.members, self.outgoing, self.requests, self.sync, turns)
         self.pulls = PullExchange(self._context, self.mixing, self.shares)
         self.exchange = self._build_exchange()
         self.server = self.exchange if isinstance(self.exchange, ServerRole) else ServerRole()
-        self.training = Training(self._context, self.barrier, self.exchange, self.waves, settings.exchange == "waves")
-        joined = self.barrier, settings.closed, self.joined
+        self.training = Training(self._context, self.barrier, self.exchange, self.waves, isinstance(mode, Waves))
+        joined = self.barrier, self.closed, self.joined
         self.newcomers = Newcomers(self.rank, self.size, self.members, *joined)
         self.joining.joins = self.newcomers.is_one
         parts = self.agreement, self.barrier, self.joining, self.training, self.waves, self.exchange, self.server
-        self.stages = Stages(self.incarnation, settings, self.members, self.requests, *parts, self.newcomers)
+        self.stages = Stages(self.incarnation, self.settings, self.members, self.requests, *parts, self.newcomers)
 
     def _build_exchange(self) -> Exchange:
-        settings = self.settings
         if self.exchange_of is not None:
             return self.exchange_of(self._context, self.pulls)
-        if settings.mode == "push":
-            return PushExchange(self._context, self.mixing, self.shares, settings.push_sum, settings.max_pushes)
-        return PairExchange(self._context, self.mixing) if settings.mode == "pushpull" else self.pulls
+        match self.settings.mode:
+            case Pushes(weights=weights, max_pushes=most):
+                return PushExchange(self._context, self.mixing, self.shares, weights == "push-sum", most)
+            case Pairs():
+                return PairExchange(self._context, self.mixing)
+        return self.pulls
 
     @property
     def set_back(self) -> int:
@@ -263,7 +272,7 @@ class PeerRole:
     @property
     def claims_agreement(self) -> bool:
         """Whether this peer is to end with the same model as all others."""
-        return self.settings.finish != "none" and self.trains
+        return self.settings.sync.finish != "none" and self.trains
 
     # --- requests and replies ---------------------------------------------------------------------
 
@@ -294,7 +303,7 @@ class PeerRole:
             case PullRequest() if not self.server.trains:
                 return [self._answer(event.key, NotReadyReply("it only serves and has no model of its own"), now)]
             case PullRequest():
-                trains = self.stage is Stage.TRAIN and not self.settings.blocking
+                trains = self.stage is Stage.TRAIN and not self._context.blocking
                 return self.serving.requested(event, self.training.step, now, trains)
             case _ if not isinstance(event.request, self.exchange.request_types):
                 refusal = NotReadyReply("it uses another kind of exchange: give all peers the same --mode")
@@ -305,7 +314,7 @@ class PeerRole:
                 return self.exchange.requested(event, now)
 
     def _answer(self, key: Hashable, reply: Reply, now: float) -> Answer:
-        return Answer(key, reply, now + self.settings.peer_timeout)
+        return Answer(key, reply, now + self.settings.exchange.peer_timeout)
 
     def _replied(self, event: events.Replied, now: float) -> list[Effect]:
         to, request, asked = self.requests.close(event.ticket)
@@ -434,7 +443,7 @@ class PeerRole:
     def _suspend(self, sender: int, now: float) -> Note:
         """Count a model of ``sender`` that holds NaN or Inf, and request no model from it for peer_timeout."""
         self.poisoned += 1
-        self.members.others[sender].suspended_until = now + self.settings.peer_timeout
+        self.members.others[sender].suspended_until = now + self.settings.exchange.peer_timeout
         text = f"the model of peer {sender} holds NaN or Inf: not mixed, and no more are requested for a while"
         return Note("poisoned", text)
 

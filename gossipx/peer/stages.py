@@ -15,12 +15,12 @@ from gossipx.peer.joining import Joining
 from gossipx.peer.membership import Membership, Requests
 from gossipx.peer.newcomers import Newcomers
 from gossipx.peer.server_role import ServerRole
-from gossipx.peer.settings import PeerSettings
 from gossipx.peer.training import Training
 from gossipx.peer.waves import WaveSequence
 from gossipx.protocol.effects import Effect, Forget, Note, Resume, Stop, Wait
 from gossipx.protocol.events import Received
 from gossipx.protocol.messages import LAST_WAVE, ArriveRequest, HereReply, LeaveRequest, RoundRequest, Stage
+from gossipx.settings.sections import RunConfig
 
 TRAINED = "its training is over"
 
@@ -42,7 +42,7 @@ class Stages:
     def __init__(
         self,
         incarnation: int,
-        settings: PeerSettings,
+        settings: RunConfig,
         members: Membership,
         requests: Requests,
         agreement: Agreement,
@@ -112,10 +112,10 @@ class Stages:
         self.stage = stage
         here, until = self.here(), math.inf
         self._agreement.since = now if stage is Stage.FINISH else self._agreement.since
-        if stage is Stage.FINISH and self._settings.finish_timeout and not self._is_needed:
-            until = self._finish_by = now + self._settings.finish_timeout
+        if stage is Stage.FINISH and self._settings.sync.finish_timeout and not self._is_needed:
+            until = self._finish_by = now + self._settings.sync.finish_timeout
         elif stage > Stage.FINISH:
-            until = max(self._finish_by, now + self._settings.peer_timeout)
+            until = max(self._finish_by, now + self._settings.exchange.peer_timeout)
         arrival = ArriveRequest(**vars(here))
         return [*self._barrier.begin(arrival, now, until), *self._server.members_changed(now)]
 
@@ -174,7 +174,7 @@ class Stages:
     @property
     def _agrees(self) -> bool:
         """Whether this peer takes part in the final averaging."""
-        return self._settings.finish != "none" and self._training.sound
+        return self._settings.sync.finish != "none" and self._training.sound
 
     def _agree(self, now: float, members: tuple[int, ...] | None = None) -> list[Effect]:
         """Start the final averaging: adopt the server role's final model if there is one, else start the last wave.
@@ -254,7 +254,7 @@ class Stages:
 
     def check_min_peers(self) -> list[Effect]:
         """Stop if too few peers are left."""
-        alive, least = self._members.alive(), self._settings.min_peers
+        alive, least = self._members.alive(), self._settings.sync.min_peers
         if alive >= least:
             return []
         return [Stop(f"{alive} of {self._members.size} peers left, fewer than min_peers = {least}"), Resume()]
@@ -267,7 +267,7 @@ class Stages:
         self._joining.leave()
         self._agreement.leave()
         dropped = self._training.leave(now)
-        deadline = now + self._settings.peer_timeout / 10
+        deadline = now + self._settings.exchange.peer_timeout / 10
         leaving: list[Effect] = [
             self._requests.send(rank, LeaveRequest(), now, deadline) for rank in self._members.awaited()
         ]

@@ -143,7 +143,7 @@ class Driver:
         self._lock = threading.Lock()
         self._resumed = threading.Event()
         self._resumed.set()
-        self.commands = Commands(self.handle, role.settings.peer_timeout)
+        self.commands = Commands(self.handle, role.settings.exchange.peer_timeout)
         self.roster: Roster | None = None
         self._timers = clock.timers(lambda name: self.handle(TimerFired(name)), str(role.rank))
         self._closed = False
@@ -164,7 +164,7 @@ class Driver:
         with self._lock:
             if self._closed:
                 return
-            now, slept = self.clock.now(), self._timers.gap() > self.role.settings.peer_timeout
+            now, slept = self.clock.now(), self._timers.gap() > self.role.settings.exchange.peer_timeout
             effects = [effect for one in ([Woke()] * slept + [event]) for effect in self.role.handle(one, now)]
             if self.comm is not None:
                 self._received_at.setdefault(self.role.stage, self.comm.bytes_received)

@@ -63,7 +63,7 @@ class SimPeer(BasePeer):
         )
         self.module = module
         self.compute_seconds = compute_seconds
-        self.arena = arena or ParameterArena(module, fragments=role.settings.fragments)
+        self.arena = arena or ParameterArena(module, fragments=role.settings.values["fragments"])
         clock = VirtualClock(lambda: self.world.now, self.later, lambda: self.paused_seconds)
         self.driver = SimDriver(role, self.arena, clock, self.note, self.warn, self.entries)
         self.driver.tables.transfers.table_store = None if table_store_of is None else table_store_of(module)

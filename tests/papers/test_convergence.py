@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from toy import ended
 
 from gossipx import policies, topology
-from gossipx.peer import PeerRole, PeerSettings
+from gossipx.peer import PeerRole
+from gossipx.settings import files
 from gossipx.sim import SimPeer, World
 from gossipx.sync import SyncManager
 
@@ -82,7 +83,7 @@ def run(policy: str, **settings: Any) -> World:
         def maker(incarnation: int) -> SimPeer:
             module = model()
             manager = SyncManager(policies.parse(policy), seed=rank)
-            given = PeerSettings(peer_timeout=10, **settings)
+            given = files.resolve({"peer_timeout": 10, **settings})
             role = PeerRole(rank, PEERS, manager, full, random.Random(rank), incarnation, settings=given)
             return SimPeer(role, module, trainer(*shard(rank), module, rank), ITERATIONS)
 
@@ -119,7 +120,7 @@ def never() -> World:
         ("adaptive:threshold=0.01", {}),
         pytest.param("travel:distance=0.2", {}, marks=pytest.mark.slow),
         pytest.param("tau:5", {"mode": "push"}, marks=pytest.mark.slow),
-        ("travel:distance=0.2", {"mode": "push", "push_sum": True}),
+        ("travel:distance=0.2", {"mode": "push", "weights": "push-sum"}),
         ("adaptive:threshold=0.01", {"mode": "pushpull"}),
     ],
 )

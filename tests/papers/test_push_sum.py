@@ -33,7 +33,7 @@ def still(peer: SimPeer) -> None:
 def start(size: int, graph: Topology, network: Network | None = None, seed: int = 0, **options) -> World:
     """Return a run of peers with different initial models that push and do not train."""
     made = World(seed, network)
-    given = {"policy": "tau:1", "init": "own", "gradient_step": still, "mode": "push", "push_sum": True}
+    given = {"policy": "tau:1", "init": "own", "gradient_step": still, "mode": "push", "weights": "push-sum"}
     paces = options.pop("paces", [1.0 + 0.01 * rank for rank in range(size)])
     for rank in range(size):
         made.start(rank, maker(rank, size, graph=graph, compute=paces[rank], **{**given, **options}))
@@ -128,7 +128,7 @@ def one_pushes(policy: str, iterations: int, **options: Any) -> World:
     """Return a run of two peers where only 0 pushes, at the time when 1 has requested the first push."""
     made = World(0, Network(delay=0.1))
     options = {"graph": Topology("one way", ((1,), (0,))), "init": "own", "gradient_step": still, **options}
-    options |= {"mode": "push", "push_sum": True, "iterations": iterations}
+    options |= {"mode": "push", "weights": "push-sum", "iterations": iterations}
     made.start(0, maker(0, 2, policy=policy, **options))
     made.start(1, maker(1, 2, policy="never", **options))
     return until(made, 1, "takes from 0")
@@ -181,7 +181,7 @@ def test_a_model_in_doubt_is_kept_aside_while_its_sender_cannot_be_reached(given
     """Without an answer for peer_timeout, and another push meanwhile; once answered, a valid push is mixed."""
     made = World(0, Network(delay=0.1))
     graph = Topology("two into one", ((2,), (2,), (0, 1)))
-    options = {"graph": graph, "init": "own", "gradient_step": still, "mode": "push", "push_sum": True}
+    options = {"graph": graph, "init": "own", "gradient_step": still, "mode": "push", "weights": "push-sum"}
     for rank, policy in enumerate(("tau:5", "tau:7", "never")):
         made.start(rank, maker(rank, 3, policy=policy, iterations=100, finish="none", **options))
     until(made, 2, "takes from 0")
@@ -300,7 +300,7 @@ def test_without_weights_a_directed_graph_does_not_keep_the_average():
     mean = starts(4).mean(0)
     away = {}
     for push_sum in (False, True):
-        made = start(4, UNBALANCED, iterations=200, push_sum=push_sum, finish="none")
+        made = start(4, UNBALANCED, iterations=200, weights="push-sum" if push_sum else "uniform", finish="none")
         ended(made, bound(4, 200, 1.1))
         away[push_sum] = float((models(made) - mean).abs().max())
     assert away[True] < 1e-3 < 0.05 < away[False], away

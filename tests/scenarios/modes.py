@@ -9,7 +9,7 @@ from toy import SIZE, before, models
 from gossipx.sim import Network, World
 
 PUSH = {"mode": "push"}
-PUSH_SUM = {"mode": "push", "push_sum": True}
+PUSH_SUM = {"mode": "push", "weights": "push-sum"}
 PAIRS = {"mode": "pushpull"}
 MODES = [PUSH, PUSH_SUM, PAIRS]
 every_mode = pytest.mark.parametrize("mode", MODES, ids=["push", "push-sum", "pushpull"])

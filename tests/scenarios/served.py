@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gossipx import policies, topology
 from gossipx.assembly.server import Parts, serve
-from gossipx.peer import PeerRole, PeerSettings
+from gossipx.peer import PeerRole
 from gossipx.server.mode import ServerMode
 from gossipx.settings import files
 from gossipx.sim import Network, SimPeer, World
@@ -78,7 +78,9 @@ def make(
 ) -> SimPeer:
     """Return a peer of a run with servers that is not started; ``given`` are settings of ``gossipx run``."""
     made = module()
-    resolved = files.resolve({"servers": "0", "bucket": 100, **given})
+    resolved = files.resolve(
+        {"servers": "0", "bucket": 100, "peer_timeout": toy.TIMEOUT, "min_peers": min_peers, **given}
+    )
     served = serve(
         resolved, [str(one) for one in range(size)], rank, made, [optimizer(made.parameters())], parts or Parts()
     )
@@ -93,7 +95,7 @@ def make(
         graph,
         random.Random(rank),
         incarnation,
-        settings=PeerSettings(peer_timeout=toy.TIMEOUT, min_peers=min_peers),
+        settings=resolved,
         exchange_of=lambda context, pulls: ServerMode(context, pulls, served.settings, served.clocks),
     )
     if not role.trains:

@@ -15,7 +15,7 @@ from gossipx.topology.schedules import SCHEDULES
 ITERATIONS = 10
 PULLS = 5
 
-MODES = [{}, {"exchange": "waves"}, {"mode": "push"}, {"mode": "push", "push_sum": True}, {"mode": "pushpull"}]
+MODES = [{}, {"exchange": "waves"}, {"mode": "push"}, {"mode": "push", "weights": "push-sum"}, {"mode": "pushpull"}]
 times = st.floats(0, 40, allow_nan=False)
 ranks = st.integers(0, 4)
 FAULTS = st.one_of(

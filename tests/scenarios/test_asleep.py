@@ -26,7 +26,7 @@ EXCHANGES: list[dict[str, Any]] = [
     {},
     {"exchange": "waves"},
     {"mode": "pushpull"},
-    {"mode": "push", "push_sum": True},
+    {"mode": "push", "weights": "push-sum"},
     {"hub": HUB},
 ]
 NAMES = ["pull", "waves", "pushpull", "push-sum", "hub"]

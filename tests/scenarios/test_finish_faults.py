@@ -15,7 +15,7 @@ from gossipx.hub import ElasticSettings
 from gossipx.peer.agreement import COMPARISONS
 from gossipx.sim import Network, World
 
-MODES = [{}, {"exchange": "waves"}, {"mode": "pushpull"}, {"mode": "push", "push_sum": True}]
+MODES = [{}, {"exchange": "waves"}, {"mode": "pushpull"}, {"mode": "push", "weights": "push-sum"}]
 
 
 def slow() -> Network:

@@ -20,7 +20,7 @@ EXCHANGES: list[dict[str, Any]] = [
     {"blocking": True},
     {"exchange": "waves"},
     {"mode": "push"},
-    {"mode": "push", "push_sum": True},
+    {"mode": "push", "weights": "push-sum"},
     {"mode": "pushpull"},
     {"hub": ElasticSettings(0, 0.2, 0.2)},
     {"codec": "int8"},

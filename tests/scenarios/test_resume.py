@@ -11,7 +11,7 @@ import torch
 from toy import TIMEOUT, bound, ended, make, sgd
 
 from gossipx import mixing, policies, topology
-from gossipx.peer import PeerRole, PeerSettings
+from gossipx.peer import PeerRole
 from gossipx.protocol.effects import Effect, Mix, Send
 from gossipx.protocol.events import Event, Failed, Fault, JoinRun, Mixed, Received, Replied, Restored, StepDone
 from gossipx.protocol.messages import (
@@ -23,6 +23,7 @@ from gossipx.protocol.messages import (
     SettleRequest,
     Stage,
 )
+from gossipx.settings import files
 from gossipx.sim import SimPeer, World
 from gossipx.sync import SyncManager
 from gossipx.topology import schedules
@@ -40,7 +41,7 @@ def role(seed: int, policy: str, schedule: str = "random", **settings: Any) -> P
         random.Random(seed),
         incarnation=seed,
         mixing=mixing.parse("average"),
-        settings=PeerSettings(peer_timeout=10.0, **settings),
+        settings=files.resolve({"peer_timeout": 10.0, **settings}),
         schedule=plan,
     )
 

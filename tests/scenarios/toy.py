@@ -15,8 +15,9 @@ from gossipx import codecs, mixing, outer, policies, topology
 from gossipx.compression import Coded, ElasticCodec, ModelCodec, WaveCodec
 from gossipx.hub import ElasticExchange, ElasticSettings
 from gossipx.model.arena import ParameterArena
-from gossipx.peer import PeerRole, PeerSettings
+from gossipx.peer import PeerRole
 from gossipx.protocol.effects import ReportEntry
+from gossipx.settings import files
 from gossipx.sim import Network, SimPeer, World
 from gossipx.sync import SyncManager
 from gossipx.topology import schedules
@@ -64,6 +65,9 @@ def _graph(name: str, size: int) -> topology.Topology:
     return topology.load(name, size)
 
 
+_config = functools.cache(lambda **settings: files.resolve(settings))
+
+
 def make(
     rank: int,
     size: int,
@@ -83,6 +87,8 @@ def make(
     references: int = 8,
     across: str = "none",
     entry: ReportEntry | None = None,
+    model_timeout: float = 0.0,
+    closed: str = "",
     **settings: Any,
 ) -> SimPeer:
     """Return one peer, not started.
@@ -103,11 +109,13 @@ def make(
         random.Random(draws + rank),
         incarnation,
         mixing.parse(mix),
-        PeerSettings(**{"peer_timeout": TIMEOUT, **settings}),
+        _config(**{"peer_timeout": TIMEOUT, **({} if weights == "uniform" else {"weights": weights}), **settings}),
         plan,
         {} if joined else shares(weights, plan, rank, pushed=settings.get("mode") == "push"),
         None if hub is None else lambda context, pulls: ElasticExchange(context, pulls, hub),
         joined,
+        model_timeout,
+        closed,
     )
     role.members.nobody_waits_for(() if entry is None else entry.lost)
     if hub is not None and hub.rank == rank and not hub.trains:

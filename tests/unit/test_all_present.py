@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from gossipx.peer import PeerRole, PeerSettings
+from gossipx.peer import PeerRole
 from gossipx.protocol.effects import Answer, Mix, Resume, Send, Wait
 from gossipx.protocol.events import AllPresent, Answered, JoinRun, Mixed, Received, Replied, StepDone
 from gossipx.protocol.messages import ArriveRequest, HereReply, ModelReply, PullRequest, RoundRequest, Stage
+from gossipx.settings import files
 from gossipx.sync import SyncManager
 from gossipx.topology import load
 
@@ -18,9 +19,9 @@ SIZE = 1000
 
 
 def roles(size: int = SIZE, policy: str = "tau:1", **settings: Any) -> list[PeerRole]:
-    graph = load("full", size)
+    graph, config = load("full", size), files.resolve(settings)
     return [
-        PeerRole(rank, size, SyncManager(policy), graph, random.Random(rank), 1, settings=PeerSettings(**settings))
+        PeerRole(rank, size, SyncManager(policy), graph, random.Random(rank), 1, settings=config)
         for rank in range(size)
     ]
 

@@ -33,6 +33,7 @@ from gossipx.protocol.messages import (
 )
 from gossipx.runtime.captures import Retrieval
 from gossipx.runtime.driver import Driver
+from gossipx.settings.sections import ExchangeSettings, RunConfig
 
 
 class Script:
@@ -40,7 +41,7 @@ class Script:
 
     def __init__(self) -> None:
         self.rank = 0
-        self.settings = SimpleNamespace(peer_timeout=30.0)
+        self.settings = RunConfig(exchange=ExchangeSettings(peer_timeout=30.0))
         self.stage = Stage.TRAIN
         self.pulling: int | None = None
         self.sync = SimpleNamespace(policy=SimpleNamespace(uses_drift=False))
