@@ -19,20 +19,22 @@ from gossipx.assembly.server import serve
 from gossipx.launch.loops.train import live_of, optimizer_of, rate_of, scores
 from gossipx.launch.simulation.plan import Plan, deltas_of, incarnation_of, policy_of, served_of, sizes_of
 from gossipx.peer import PeerRole
+from gossipx.settings.sections import RunConfig
 from gossipx.sim import SimPeer
 from gossipx.sim.base import BasePeer
 from gossipx.sim.traffic import TrafficPeer
 from gossipx.sync import SyncManager
-from gossipx.tasks.data import TASKS, Batches, load
+from gossipx.tasks.data import TASKS, Batches, Samples, load
 from gossipx.tasks.models import build_model
 from gossipx.tasks.partition import parse
 
 ANY_NUMBER = 2**20
 """Gradients that a server receives at a time: virtual time cannot wait for a place."""
+HOST = torch.device("cpu")
 
 
 @dataclass
-class Kept:
+class Disk:
     """The disk of a peer.
 
     Attributes:
@@ -55,11 +57,11 @@ class Disks:
 
     every: int
     lost: set[int] = field(default_factory=set)
-    _kept: dict[int, Kept] = field(default_factory=dict)
+    _disks: dict[int, Disk] = field(default_factory=dict)
 
-    def of(self, rank: int) -> Kept:
+    def of(self, rank: int) -> Disk:
         """Return the disk of a peer."""
-        return self._kept.setdefault(rank, Kept())
+        return self._disks.setdefault(rank, Disk())
 
     def found(self, rank: int) -> dict[str, Any] | None:
         """Return the checkpoint that a new process of a peer finds."""
@@ -93,7 +95,6 @@ class RealPeers:
         self._everything, self._test = load(task.task, None if task.data_dir is None else Path(task.data_dir))
         self._parts = parse(task.partition).split(self._everything.labels.numpy(), plan.size, plan.config.run.seed)
         self._live = live_of(self._test)
-        self._host = torch.device("cpu")
         self._scores: dict[str, dict[str, float]] = {}  # of final models, by digest
         torch.set_num_threads(plan.config.run.threads)
 
@@ -114,35 +115,12 @@ class RealPeers:
         batches = Batches(own, config.task.batch_size, config.run.seed * 1000 + rank)
         if number:
             batches.seek(number * config.run.iterations)  # other batches than those before
-
-        loss = math.nan
-
-        def step(peer: SimPeer) -> None:
-            nonlocal loss
-            for group in optimizer.param_groups:
-                group["lr"] = rate_of(config.task, *peer.used)
-            loss = _gradient(model, optimizer, batches)
-            if served is None:
-                optimizer.step()
-
-        def log() -> None:
-            assert peer.reporter is not None
-            if self._disks.is_due(rank, peer.arena.step) and not self._disks.of(rank).writable:
-                peer.unwritten += 1
-            elif self._disks.is_due(rank, peer.arena.step):
-                self._keep(peer, optimizer)
-            if peer.arena.step % config.run.log_interval == 0:
-                peer.reporter.scalar("train/loss", loss)
-            if config.run.eval_interval and peer.arena.step % config.run.eval_interval == 0:
-                for name, value in scores(model, self._live, self._host).items():
-                    peer.reporter.scalar(f"test/{name}", value)
-
-        iterations = config.run.iterations if role.trains else 0
+        training = _Training(config, model, optimizer, batches, self._live, self._disks, served is not None)
         peer = SimPeer(
             role,
             model,
-            step,
-            iterations,
+            training.step,
+            config.run.iterations if role.trains else 0,
             plan.times.of(rank),
             arena,
             None if served is None else lambda _: served.table_store,
@@ -151,11 +129,11 @@ class RealPeers:
         if config.sync.init == "first":
             peer.begin_codec()
         peer.seconds = config.run.seconds
-        peer.after_step = log
+        peer.after_step = lambda: training.step_done(peer)
         peer.evaluate = lambda: self._scores_of(peer)
         peer.scored = not plan.assembled or rank < plan.scenario.simulation.recorded
-        if plan.config.run.checkpoint_every != "0" and number:
-            self._resume(peer, optimizer, batches)
+        if config.run.checkpoint_every != "0" and number:
+            training.resume(peer)
         _assemble(plan, peer, number)
         return peer
 
@@ -163,40 +141,81 @@ class RealPeers:
         """Evaluate a model on all test data, once for all peers that hold it."""
         own = peer.digest()
         if own not in self._scores:
-            self._scores[own] = scores(peer.module, self._test, self._host)
+            self._scores[own] = scores(peer.module, self._test, HOST)
         return self._scores[own]
 
-    # --- checkpoints --------------------------------------------------------------------------------
 
-    def _keep(self, peer: SimPeer, optimizer: torch.optim.Optimizer) -> None:
-        self._disks.of(peer.rank).state = {
-            "model": {name: value.clone() for name, value in peer.module.state_dict().items()},
-            "optimizer": copy.deepcopy(optimizer.state_dict()),
-            "driver": peer.driver.state_dict(),
-        }
+class _Training:
+    """The training loop of one peer, and its checkpoints.
 
-    def _resume(self, peer: SimPeer, optimizer: torch.optim.Optimizer, batches: Batches) -> None:
+    Args:
+        live: the data on which the model is evaluated from time to time.
+        is_served: whether servers apply the gradients, in place of the optimizer.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batches: Batches,
+        live: Samples,
+        disks: Disks,
+        is_served: bool,
+    ):
+        self._config = config
+        self._model = model
+        self._optimizer = optimizer
+        self._batches = batches
+        self._live = live
+        self._disks = disks
+        self._is_served = is_served
+        self._loss = math.nan
+
+    def step(self, peer: SimPeer) -> None:
+        """Compute the gradient of the next batch, and make the optimizer's step."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate_of(self._config.task, *peer.used)
+        inputs, labels = next(self._batches)
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = functional.cross_entropy(self._model(inputs), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._loss = float(loss.detach())
+        if not self._is_served:
+            self._optimizer.step()
+
+    def step_done(self, peer: SimPeer) -> None:
+        """Write a checkpoint and record curves, if they are due."""
+        assert peer.reporter is not None
+        step, run = peer.arena.step, self._config.run
+        if self._disks.is_due(peer.rank, step) and not self._disks.of(peer.rank).writable:
+            peer.unwritten += 1
+        elif self._disks.is_due(peer.rank, step):
+            self._disks.of(peer.rank).state = {
+                "model": {name: value.clone() for name, value in self._model.state_dict().items()},
+                "optimizer": copy.deepcopy(self._optimizer.state_dict()),
+                "driver": peer.driver.state_dict(),
+            }
+        if step % run.log_interval == 0:
+            peer.reporter.scalar("train/loss", self._loss)
+        if run.eval_interval and step % run.eval_interval == 0:
+            for name, value in scores(self._model, self._live, HOST).items():
+                peer.reporter.scalar(f"test/{name}", value)
+
+    def resume(self, peer: SimPeer) -> None:
+        """Let a peer resume from the checkpoint on its disk, if there is one."""
         found = self._disks.found(peer.rank)
         if found is None:
             return
         peer.resumed = True
 
         def restore() -> None:
-            peer.module.load_state_dict(found["model"])
-            optimizer.load_state_dict(found["optimizer"])
+            self._model.load_state_dict(found["model"])
+            self._optimizer.load_state_dict(found["optimizer"])
             peer.driver.load_state_dict(found["driver"])
-            batches.seek(found["driver"]["iteration"])
+            self._batches.seek(found["driver"]["iteration"])
 
         peer.before_join = restore
-
-
-def _gradient(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches) -> float:
-    """Compute the gradient of the next batch; return the loss."""
-    inputs, labels = next(batches)
-    optimizer.zero_grad(set_to_none=True)
-    loss = functional.cross_entropy(model(inputs), labels)
-    loss.backward()  # type: ignore[no-untyped-call]
-    return float(loss.detach())
 
 
 class TrafficPeers:
