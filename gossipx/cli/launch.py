@@ -12,7 +12,7 @@ from gossipx.cli.commands import debug
 from gossipx.launch.cluster.world import MOST
 
 if TYPE_CHECKING:
-    from gossipx.tools.jobs import Job
+    from gossipx.tools.jobs import ClusterJob
 
 NOT_OF_A_JOB = ("seeds", "ssh", "dry_run", "link", "model_size", "as_json", "rank", "size", "master")
 """Options of ``gossipx run`` that have no use in a job, where the scheduler defines the peers."""
@@ -81,13 +81,13 @@ def kubernetes(image: str, claim: str | None, **options: Any) -> None:
     print(jobs.kubernetes(_job_of(peers_per_node=1, **options), image, claim), end="")
 
 
-def _job_of(name: str, nodes: int, peers_per_node: int, gpus_per_peer: int, arguments: tuple[str, ...]) -> Job:
+def _job_of(name: str, nodes: int, peers_per_node: int, gpus_per_peer: int, arguments: tuple[str, ...]) -> ClusterJob:
     """Return the job. Settings that 'gossipx run' would refuse are refused here."""
     from gossipx.cli.commands import run
     from gossipx.errors import UsageError
     from gossipx.launch import start
     from gossipx.settings import files
-    from gossipx.tools.jobs import Job
+    from gossipx.tools.jobs import ClusterJob
 
     options = {parameter.name: parameter.opts[0] for parameter in run.params}
     given = dict(run.make_context("gossipx run", list(arguments)).params)
@@ -97,8 +97,7 @@ def _job_of(name: str, nodes: int, peers_per_node: int, gpus_per_peer: int, argu
             raise UsageError(f"{options[other]} has no use in a job: leave it out")
     known = files.load(file) if file is not None and Path(file).is_file() else {}  # it may exist only in the image
     settings = files.resolve(known, given)
-    named = frozenset(known) | {key for key, value in given.items() if value is not None}
-    job = Job(name, nodes, peers_per_node, gpus_per_peer, settings, named, arguments, bool(script))
+    job = ClusterJob(name, nodes, peers_per_node, gpus_per_peer, settings, arguments, bool(script))
     if resume is None:  # a resumed run has its own settings
         start.presets(settings, job.peers, script, None)
     return job
