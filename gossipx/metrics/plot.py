@@ -10,6 +10,7 @@ from typing import Any
 
 from gossipx.errors import GossipxError, UsageError, how_to_install
 from gossipx.metrics.curves import EMPTY, FIGURES, Band, Curves
+from gossipx.specs import texts
 
 SUFFIXES = (".png", ".svg")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -71,10 +72,7 @@ def check_target(target: Path) -> None:
     Raises:
         UsageError: it cannot, or matplotlib is not installed.
     """
-    if target.suffix.lower() not in SUFFIXES:
-        raise UsageError(f"--plot {target}: a plot's name ends with {' or '.join(SUFFIXES)}")
-    if target.is_dir() or not target.parent.is_dir():
-        raise UsageError(f"--plot {target}: it must name a file in an existing directory")
+    texts.check_target("--plot", target, SUFFIXES)
     check_library("--plot")
 
 

@@ -1,9 +1,11 @@
-"""Text files that somebody names, read within bounds: a device, a pipe or a file without an end is refused at once."""
+"""Files that somebody names. Those that are read have bounds: a device, a pipe or a file without an end is refused at
+once."""
 
 from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -48,3 +50,19 @@ def read(path: Path, what: str, most: int = MOST, missing: str = "") -> str:
         reason = f"more than {most >> 10} KiB" if regular else "not a regular file"
         raise UsageError(f"cannot read the {what}: {reason}", path)
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def check_target(option: str, path: Path, suffixes: Sequence[str] = ()) -> None:
+    """Check that a file can be written to ``path``, before any work is done.
+
+    Args:
+        option: the option that names it, for messages.
+        suffixes: with one of which its name must end; none: with anything.
+
+    Raises:
+        UsageError: it has another suffix, is a directory, or is in a directory that does not exist.
+    """
+    if suffixes and path.suffix.lower() not in suffixes:
+        raise UsageError(f"{option} must name a file that ends with {' or '.join(suffixes)}", path)
+    if path.is_dir() or not path.parent.is_dir():
+        raise UsageError(f"{option} must name a file in an existing directory", path)

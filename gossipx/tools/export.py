@@ -13,9 +13,7 @@ from gossipx.model import safetensors_file
 from gossipx.runtime import models
 from gossipx.runtime.checkpoints import store_of
 from gossipx.settings import files as config_files
-from gossipx.specs import rank_of
-
-SUFFIX = ".safetensors"
+from gossipx.specs import rank_of, texts
 
 
 def export(run: str, target: Path, logdir: Path, peer: str | None = None, overwrite: bool = False) -> str:
@@ -41,7 +39,9 @@ def export(run: str, target: Path, logdir: Path, peer: str | None = None, overwr
     path = run_directory(run, logdir)
     if not (path / CONFIG_FILE).is_file():
         raise no_run(run, logdir, CONFIG_FILE)
-    _check_target(target, overwrite)
+    texts.check_target("--to", target, (".safetensors",))
+    if target.exists() and not overwrite:
+        raise UsageError("the file exists: give --overwrite, or another --to", target)
     names = [line.name for line in read_hosts(path / HOSTS_FILE)]
     ranks = range(len(names)) if peer is None else [rank_of(peer, "--peer", names)]
     files, of = _models(path, ranks, () if peer is not None else _lost(path, names))
@@ -61,15 +61,6 @@ def export(run: str, target: Path, logdir: Path, peer: str | None = None, overwr
     left_out = f", {len(files) - len(sound)} left out because they contain NaN" if len(files) > len(sound) else ""
     what = f"peer {names[ranks[0]]}'s model" if peer is not None else f"the average of {len(sound)} models{left_out}"
     return f"{target} is {what}, {of}"
-
-
-def _check_target(target: Path, overwrite: bool) -> None:
-    if target.suffix != SUFFIX:
-        raise UsageError(f"--to must name a safetensors file, which ends with {SUFFIX}", target)
-    if target.is_dir() or not target.parent.is_dir():
-        raise UsageError("--to must name a file in an existing directory", target)
-    if target.exists() and not overwrite:
-        raise UsageError("the file exists: give --overwrite, or another --to", target)
 
 
 def _lost(path: Path, names: Sequence[str]) -> Collection[int]:

@@ -15,6 +15,7 @@ from gossipx.launch.hosts import read_hosts
 from gossipx.metrics import curves, plot
 from gossipx.metrics.summary import Figures, Summary
 from gossipx.settings import files
+from gossipx.specs import texts
 from gossipx.tools import plot as plotting
 
 PER_PEER = {
@@ -57,10 +58,7 @@ def check_target(target: Path) -> None:
     Raises:
         UsageError: it cannot, or matplotlib is not installed.
     """
-    if target.suffix.lower() not in (".html", ".htm"):
-        raise UsageError(f"--html {target}: a report's name ends with .html")
-    if target.is_dir() or not target.parent.is_dir():
-        raise UsageError(f"--html {target}: it must name a file in an existing directory")
+    texts.check_target("--html", target, (".html", ".htm"))
     plot.check_library("--html")
 
 

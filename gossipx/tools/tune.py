@@ -29,6 +29,7 @@ from gossipx.metrics import curves
 from gossipx.metrics.curves import Series
 from gossipx.settings import files
 from gossipx.settings.sections import MOST_ITERATIONS, RunConfig
+from gossipx.specs import texts
 from gossipx.tools.visit import visit
 
 LINK_SHARE = 0.5
@@ -314,8 +315,7 @@ def check_target(target: Path) -> None:
     """
     if target.exists():
         raise UsageError("the file exists: give --write another name", target)
-    if not target.parent.is_dir():
-        raise UsageError("no such directory: --write names a file in an existing one", target.parent)
+    texts.check_target("--write", target)
 
 
 def write(tuned: Tuned, given: RunConfig, target: Path) -> None:

@@ -59,7 +59,7 @@ def test_one_peers_own_model_and_what_is_refused(two: Folder) -> None:
     for options, told in (
         (("x", "--to", "own.safetensors"), "the file exists: give --overwrite, or another --to"),
         (("xx", "--to", "m.safetensors"), "no such run (did you mean 'x'?)"),
-        (("x", "--to", "m.pt"), "--to must name a safetensors file"),
+        (("x", "--to", "m.pt"), "--to must name a file that ends with .safetensors"),
         (("x", "--to", "none/m.safetensors"), "--to must name a file in an existing directory"),
         (("x", "--to", "m.safetensors", "--peer", "5"), "--peer"),
     ):

@@ -80,7 +80,9 @@ def test_the_file_has_the_chosen_settings_and_those_given(tmp_path: Path) -> Non
         write(Tuned([], chosen, "", True), RunConfig(), target)
 
 
-@pytest.mark.parametrize(("name", "told"), [("run.toml", "the file exists"), ("nowhere/run.toml", "no such directory")])
+@pytest.mark.parametrize(
+    ("name", "told"), [("run.toml", "the file exists"), ("nowhere/run.toml", "in an existing directory")]
+)
 def test_a_target_that_cannot_be_written_is_refused_before_anything_is_measured(
     tmp_path: Path, name: str, told: str
 ) -> None:
