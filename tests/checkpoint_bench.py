@@ -13,7 +13,7 @@ from torch import nn
 
 from gossipx import outer, policies, topology
 from gossipx.checkpoint import Store
-from gossipx.hub import ElasticExchange, ElasticSettings
+from gossipx.hub import ElasticExchange
 from gossipx.model.arena import ParameterArena
 from gossipx.peer import PeerRole
 from gossipx.runtime.checkpoints import Checkpoints
@@ -22,6 +22,7 @@ from gossipx.runtime.optimizers import Optimizers
 from gossipx.runtime.state import TrainingState
 from gossipx.settings import files
 from gossipx.settings.interval import CheckpointInterval
+from gossipx.settings.modes import Elastic
 from gossipx.sync import SyncManager
 
 ABOUT = {"--policy": "never", "peers": 2}
@@ -60,7 +61,7 @@ class Bench:
         about: Mapping[str, Any] = ABOUT,
         net: Callable[[torch.dtype], nn.Module] = Net,
         sampled: int | None = None,
-        hub: ElasticSettings | None = None,
+        hub: Elastic | None = None,
         rule: str = "none",
         fragments: int = 1,
         several: bool = False,
@@ -74,7 +75,7 @@ class Bench:
         if (parsed := outer.parse(rule)) is not None:
             self.arena.use_outer(parsed)
         graph = topology.load("full", 2)
-        exchange_of = None if hub is None else functools.partial(ElasticExchange, settings=hub)
+        exchange_of = None if hub is None else functools.partial(ElasticExchange, settings=hub, hub=0)
         sync = SyncManager(policies.parse(policy), seed=1)
         settings = files.resolve({"fragments": fragments})
         role = PeerRole(0, 2, sync, graph, random.Random(1), 1, settings=settings, exchange_of=exchange_of)

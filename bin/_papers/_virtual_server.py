@@ -92,7 +92,7 @@ def _peer(plan: Plan, rank: int, work: Work, parts: Parts) -> SimPeer:
     optimizer = work.optimizer(module.parameters())
     served = serve(config, plan.names, rank, module, [optimizer], parts, ANY_NUMBER)
     assert served is not None
-    arena = build_arena(config, rank, True, module)
+    arena = build_arena(config, rank, module)
     role = build_role(
         config,
         rank,

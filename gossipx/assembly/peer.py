@@ -13,17 +13,14 @@ from gossipx import codecs, mixing, outer, policies, recorders
 from gossipx.assembly import rules
 from gossipx.assembly.admission import Door, why_closed
 from gossipx.assembly.graph import build_schedule
-from gossipx.assembly.hub import elastic_settings
 from gossipx.assembly.managers import Managers
-from gossipx.assembly.place import Place
 from gossipx.assembly.presets import with_policy
 from gossipx.assembly.role import build_role, max_rate
 from gossipx.assembly.server import Parts, Served, serve, warm_up
 from gossipx.comm import CommManager
 from gossipx.compression import Coded, ElasticCodec, ModelCodec, WaveCodec
 from gossipx.errors import UsageError
-from gossipx.hub import ElasticSettings
-from gossipx.metrics import prometheus
+from gossipx.hub import rank_of_hub
 from gossipx.metrics.board import HUB, PEERS, SERVERS, TEXT, WHOLE
 from gossipx.metrics.recorder import NullRecorder, Recorder
 from gossipx.model.arena import ParameterArena
@@ -37,8 +34,8 @@ from gossipx.runtime.backward import Backward
 from gossipx.runtime.checkpoints import Checkpoints, store_of
 from gossipx.runtime.driver import Driver
 from gossipx.runtime.optimizers import Optimizers
-from gossipx.runtime.options import PeerOptions
 from gossipx.runtime.peer import Peer
+from gossipx.runtime.place import Place
 from gossipx.runtime.reporting import Reporter
 from gossipx.runtime.roster import Roster
 from gossipx.runtime.schedule_free import ScheduleFree
@@ -47,11 +44,9 @@ from gossipx.runtime.shards import ShardKeeper, store_of_shard
 from gossipx.runtime.state import TrainingState
 from gossipx.server.mode import ServerMode
 from gossipx.settings import files
-from gossipx.settings.hyperparameters import hyperparameters
 from gossipx.settings.interval import CheckpointInterval
-from gossipx.settings.modes import HasPolicy, Pairs, Server, Waves
+from gossipx.settings.modes import Elastic, HasPolicy, Pairs, Server, Waves
 from gossipx.settings.sections import ExchangeSettings, RunConfig
-from gossipx.tasks import partition
 from gossipx.tasks.presets import TEXT_TASK
 from gossipx.topology import schedules
 from gossipx.topology.schedules import Schedule
@@ -88,57 +83,188 @@ def build_peer(
     if isinstance(config.mode, HasPolicy):
         config = with_policy(files.changed(config, policy=managers.configured(config.mode.policy)), has_script=True)
     rules.check(config)
-    hub = elastic_settings(config, place.names)
+    hub = rank_of_hub(config.mode, place.names)
     served = serve(config, place.names, place.rank, module, optimizers.all, parts or Parts())
-    arena = build_arena(config, place.rank, served is not None, module)
     turns = build_schedule(config, place.begun, [address.host for address in place.addresses[: place.begun]])
-    plan = _Plan(module, optimizers, config, place, policy, managers, hub, served, turns)
-    driver = _driver(plan, arena)
-    driver.roster = Roster(list(place.names), list(place.addresses))
-    comm = driver.comm = _comm(plan, driver, driver.roster, granted)
+    arena = build_arena(config, place.rank, module)
+    made = _Builder(config, place, module, managers, turns, hub, served)
+    driver = made.driver(arena, policy)
+    driver.roster = roster = Roster(list(place.names), list(place.addresses))
+    comm = driver.comm = made.comm(driver, roster, granted)
     if (gate := getattr(comm, "gate", None)) is not None:  # a script's own manager may have none
-        gate.admission = Door(driver, settings_of_run(config), driver.roster, place.begun)
-    options = _options(plan)
+        gate.admission = Door(driver, settings_of_run(config), roster, place.begun)
     if served is not None and place.directory is not None:
         _keep_shards(driver, served, place, config.run.keep_checkpoints)
-    checkpoints = _checkpoints(plan, driver, options)
-    recorder = _recorder(plan, options.policy, None if checkpoints.found is None else checkpoints.found.iteration)
-    backward = None if served is None else _backward(module, driver, served, config.values["wait_free"])
-    reporter = Reporter(module, driver, comm, recorder, place.progress, options, evaluate)
-    return Peer(module, optimizers, driver, comm, reporter, checkpoints, options, backward, schedule_free)
+    told = made.told_policy(policy)
+    checkpoints = made.checkpoints(driver, optimizers, told)
+    recorder = made.recorder(told, None if checkpoints.found is None else checkpoints.found.iteration)
+    reporter = Reporter(module, driver, comm, recorder, config, place, told, evaluate)
+    backward = None if served is None else made.backward(driver, served)
+    return Peer(module, optimizers, driver, comm, reporter, checkpoints, config, place, backward, schedule_free)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
-    """The inputs of the functions below, each of which makes one part of a peer.
+class _Builder:
+    """Makes the parts of one peer from the settings of its run and its place in it.
 
     Attributes:
-        policy: a custom policy; None: the configured one.
-        managers: custom managers.
-        hub: settings of elastic SGD; None: the run has no hub.
-        served: the server-mode parts; None: the run has no parameter server.
         turns: the exchange schedule.
+        hub: the rank of the hub; None: the run has none.
+        served: the server-mode parts; None: the run has no parameter server.
     """
 
-    module: nn.Module
-    optimizers: Optimizers
     config: RunConfig
     place: Place
-    policy: Policy | None
+    module: nn.Module
     managers: Managers
-    hub: ElasticSettings | None
-    served: Served | None
     turns: Schedule
+    hub: int | None
+    served: Served | None
+
+    def driver(self, arena: ParameterArena, policy: Policy | None) -> Driver:
+        """Return a driver for the peer's role, with the codec of models and the tables of a server."""
+        config, place, served = self.config, self.place, self.served
+        role = build_role(
+            config,
+            place.rank,
+            place.begun,
+            self.turns,
+            model_bytes=arena.nbytes(),
+            policy=policy,
+            hub=self.hub,
+            served=None if served is None else (served.settings, served.clocks),
+            incarnation=secrets.randbits(48),
+            closed=why_closed(config, self.turns, place.addresses),
+            joined=place.joined,
+            sync_manager=self.managers.sync_manager,
+        )
+        role.members.nobody_waits_for(() if place.admission is None else place.admission.lost)
+        driver = Driver(role, arena, config.values["max_served"])
+        driver.tables.transfers.table_store = None if served is None else served.table_store
+        driver.transfers.codec = model_codec(config, arena, self.module, place.rank, len(place.names), self.hub)
+        if config.sync.init == "first" and not place.resumes:
+            driver.begin_codec()
+        return driver
+
+    def comm(self, driver: Driver, roster: Roster, granted: Access) -> CommManager:
+        """Return the CommManager that connects the driver to the other peers."""
+        exchange, place = self.config.exchange, self.place
+        joins = {} if place.admission is None else {"joined": place.admission.own, "begun": place.begun}
+        return self.managers.comm_manager(
+            **joins,
+            rank=place.rank,
+            names=roster.names,
+            addresses=roster.addresses,
+            bind=place.bind,
+            peers_digest=place.digest,
+            settings=self._alike(),
+            manifest=driver.arena.manifest,
+            on_request=driver.received,
+            sink_for=driver.uploads.sink_for,
+            peer_timeout=exchange.peer_timeout,
+            max_rate=max_rate(self.config),
+            transport=granted.transport,
+            secret=granted.secret,
+            share_memory=granted.share_memory,
+            only_memory=exchange.transport == "shm",
+            carriers=_carriers(exchange, self.module),
+        )
+
+    def _alike(self) -> dict[str, str]:
+        """Return the settings of the exchange that must be equal on all peers, by option."""
+        values, mode, turns = self.config.values, self.config.mode, self.turns
+        around = {} if self.served is None else self.served.alike
+        if isinstance(mode, Elastic):
+            workers = len(self.place.names) - mode.hub_only
+            around = {
+                "--hub": str(self.hub),
+                "--hub-only": str(mode.hub_only).lower(),
+                "--alpha": f"{mode.step(workers):g}",
+                "--beta": f"{mode.share(workers):g} of a worker's difference",
+            }
+        return {
+            **around,
+            "--mode": values["mode"],
+            "--codec": codecs.describe(codecs.parse(values["codec"])),
+            "--references": str(values["references"]),
+            "--exchange": values["exchange"],
+            "--outer": values["outer"],
+            "--fragments": str(values["fragments"]),
+            "--weights": values["weights"],
+            "--schedule": schedules.describe(values["schedule"], turns),
+            "--topology": turns.topology.fingerprint(),
+        }
+
+    def told_policy(self, policy: Policy | None) -> str:
+        """Return the description of what decides when to exchange, given a custom policy or None."""
+        if self.served is not None:
+            return self.served.sync
+        return self.managers.describe(self.config.decides if policy is None else policies.describe(policy))
+
+    def checkpoints(self, driver: Driver, optimizers: Optimizers, policy: str) -> Checkpoints:
+        """Return the checkpoints of the peer, given the description of its policy."""
+        run, place, exchange = self.config.run, self.place, driver.role.exchange
+        about = {
+            "--policy": policy.partition(":")[0],
+            "--outer": self.config.values["outer"],
+            "--fragments": self.config.values["fragments"],
+            "--seed": run.seed,
+        }
+        if isinstance(self.config.mode, Elastic | Server):  # in gossip the number of peers may change
+            about["peers"] = len(place.names)
+        return Checkpoints(
+            None if place.directory is None else store_of(place.directory, place.rank, run.keep_checkpoints),
+            CheckpointInterval.parse(str(run.checkpoint_every)),
+            TrainingState(optimizers, driver, about, place.job),
+            place.resumes,
+            place.resumes_at,
+            place.is_added,
+            (lambda: exchange.checkpoint_at) if isinstance(exchange, ServerMode) and exchange.trains else None,
+        )
+
+    def recorder(self, policy: str, resumed_at: int | None) -> Recorder:
+        """Return what records the peer's curves."""
+        config, place = self.config, self.place
+        if place.directory is None:
+            return NullRecorder()
+        used = {
+            WHOLE: True,
+            TEXT: config.task.task == TEXT_TASK,
+            PEERS: True,
+            HUB: isinstance(config.mode, Elastic),
+            SERVERS: isinstance(config.mode, Server),
+        }
+        parts = [part for part, is_used in used.items() if is_used]
+        own = models.directory_of(place.directory, place.rank)
+        name = config.run.name or place.directory.name
+        settings = {**config.hyperparameters(len(place.names)), "policy": policy}
+        of = Recorded(name, place.name, place.rank, own, settings, parts, resumed_at)
+        try:
+            return recorders.open_all(config.run.recorder, self.managers.recorder, of)
+        except OSError as error:
+            raise UsageError(f"cannot write there: {error.strerror}; give another --logdir", own) from error
+
+    def backward(self, driver: Driver, served: Served) -> Callable[[Callable[[], None]], Backward]:
+        """Return what makes the exchange of gradients, given the function that it calls while it waits."""
+
+        def on_gradients_ready(buckets: Sequence[tuple[int, int]]) -> None:
+            driver.handle(GradientsReady(tuple(buckets)))
+
+        return lambda poll: Backward(
+            self.module,
+            served.tables,
+            served.table_store.client,
+            on_gradients_ready,
+            driver.wait_for_resume,
+            poll,
+            self.config.values["wait_free"],
+        )
 
 
-def build_arena(config: RunConfig, rank: int, has_servers: bool, module: nn.Module) -> ParameterArena:
-    """Return the arena of a peer's module.
-
-    Args:
-        has_servers: whether the run has a parameter server.
-    """
+def build_arena(config: RunConfig, rank: int, module: nn.Module) -> ParameterArena:
+    """Return the arena of a peer's module."""
     # In server mode only servers send tables, so the arena needs no copy of the model at each step boundary.
-    sampled = config.values["delta"] == "sampled" or has_servers
+    sampled = config.values["delta"] == "sampled" or isinstance(config.mode, Server)
     drawn = random.Random(f"delta {config.run.seed} {rank}").getrandbits(64) if sampled else None
     buffers, fragments = config.sync.buffers == "mix", config.values["fragments"]
     arena = ParameterArena(module, mix_buffers=buffers, sampled=drawn, fragments=fragments)
@@ -147,126 +273,14 @@ def build_arena(config: RunConfig, rank: int, has_servers: bool, module: nn.Modu
     return arena
 
 
-def _driver(plan: _Plan, arena: ParameterArena) -> Driver:
-    """Return a driver for the peer's role, with the codec of models and the tables of a server."""
-    config, place = plan.config, plan.place
-    role = build_role(
-        config,
-        place.rank,
-        place.begun,
-        plan.turns,
-        model_bytes=arena.nbytes(),
-        policy=plan.policy,
-        hub=plan.hub,
-        served=None if plan.served is None else (plan.served.settings, plan.served.clocks),
-        incarnation=secrets.randbits(48),
-        closed=why_closed(config, plan.turns, place.addresses),
-        joined=place.joined,
-        sync_manager=plan.managers.sync_manager,
-    )
-    role.members.nobody_waits_for(() if place.admission is None else place.admission.lost)
-    driver = Driver(role, arena, config.values["max_served"])
-    driver.tables.transfers.table_store = None if plan.served is None else plan.served.table_store
-    driver.transfers.codec = model_codec(config, arena, plan.module, place.rank, len(place.names), plan.hub)
-    if config.sync.init == "first" and not place.resumes:
-        driver.begin_codec()
-    return driver
-
-
-def _comm(plan: _Plan, driver: Driver, roster: Roster, granted: Access) -> CommManager:
-    """Return the CommManager that connects the driver to the other peers."""
-    exchange, place = plan.config.exchange, plan.place
-    joins = {} if place.admission is None else {"joined": place.admission.own, "begun": place.begun}
-    return plan.managers.comm_manager(
-        **joins,
-        rank=place.rank,
-        names=roster.names,
-        addresses=roster.addresses,
-        bind=place.bind,
-        peers_digest=place.digest,
-        settings=_alike(plan.config, plan.turns, plan.hub, plan.served),
-        manifest=driver.arena.manifest,
-        on_request=driver.received,
-        sink_for=driver.uploads.sink_for,
-        peer_timeout=exchange.peer_timeout,
-        max_rate=max_rate(plan.config),
-        transport=granted.transport,
-        secret=granted.secret,
-        share_memory=granted.share_memory,
-        only_memory=exchange.transport == "shm",
-        carriers=_carriers(exchange, plan.module),
-    )
-
-
-def _options(plan: _Plan) -> PeerOptions:
-    run, place = plan.config.run, plan.place
-    split = partition.parse(plan.config.task.partition)
-    if plan.served is not None:
-        policy = plan.served.sync
-    else:
-        policy = plan.config.decides if plan.policy is None else policies.describe(plan.policy)
-        policy = plan.managers.describe(policy)
-    return PeerOptions(
-        name=place.names[place.rank],
-        directory=place.directory,
-        log_interval=run.log_interval,
-        distance_interval=plan.config.sync.distance_interval,
-        peer_timeout=plan.config.exchange.peer_timeout,
-        split=lambda labels: split.split(labels, len(place.names), run.seed),
-        by_label=split.by_label,
-        policy=policy,
-        save_model=run.save_model,
-        under_run=place.under_run,
-        codec=codec_of(plan.config),
-        metrics=None if run.metrics_port is None else _metrics_of(run.metrics_port, place.rank),
-    )
-
-
-def _metrics_of(given: str, rank: int) -> tuple[str, int]:
-    """Return where the peer serves its figures: several peers of a machine cannot share a port."""
-    host, port = prometheus.parse(given)
-    if port + rank > 65535:
-        raise UsageError(f"--metrics-port {given}: the port of rank {rank} would be above 65535; give a lower one")
-    return host, port + rank
-
-
-def _checkpoints(plan: _Plan, driver: Driver, options: PeerOptions) -> Checkpoints:
-    run, place = plan.config.run, plan.place
-    about = {
-        "--policy": options.policy.partition(":")[0],
-        "--outer": plan.config.values["outer"],
-        "--fragments": plan.config.values["fragments"],
-        "--seed": run.seed,
-    }
-    if plan.hub is not None or plan.served is not None:  # in gossip the number of peers may change
-        about["peers"] = len(place.names)
-    return Checkpoints(
-        None if place.directory is None else store_of(place.directory, place.rank, run.keep_checkpoints),
-        CheckpointInterval.parse(str(run.checkpoint_every)),
-        TrainingState(plan.optimizers, driver, about, place.job),
-        place.resumes,
-        place.resumes_at,
-        place.is_added,
-        _servers_due(driver),
-    )
-
-
-def codec_of(config: RunConfig) -> str:
-    """Return the description of a run's codecs for its summary."""
-    if not isinstance(config.mode, Server):
-        return codecs.describe(codecs.parse(config.mode.codec))
-    push, pull = (codecs.describe(codecs.parse(spec)) for spec in (config.mode.push_codec, config.mode.pull_codec))
-    return push if push == pull else f"push {push}, pull {pull}"
-
-
 def model_codec(
-    config: RunConfig, arena: ParameterArena, module: nn.Module, rank: int, peers: int, hub: ElasticSettings | None
+    config: RunConfig, arena: ParameterArena, module: nn.Module, rank: int, peers: int, hub: int | None
 ) -> Coded | None:
     """Return the encoder of a peer's models; None: models are sent as raw values.
 
     Args:
         peers: number of peers.
-        hub: settings of elastic SGD; None: the run has no hub.
+        hub: the rank of the hub; None: the run has none.
     """
     mode = config.mode
     if isinstance(mode, Server) or (codec := codecs.parse(mode.codec)) == codecs.NoCodec():
@@ -285,7 +299,7 @@ def model_codec(
     ]
     if hub is None:
         return Coded(models, in_pairs=public and in_pairs)
-    return Coded(models, ElasticCodec(codec, arena, hub.rank == rank, bool(mode.references), plain, seed))
+    return Coded(models, ElasticCodec(codec, arena, hub == rank, bool(mode.references), plain, seed))
 
 
 def _keep_shards(driver: Driver, served: Served, place: Place, keep: int) -> None:
@@ -301,48 +315,6 @@ def _keep_shards(driver: Driver, served: Served, place: Place, keep: int) -> Non
         keeper.resume(shard, place.resumes_at)
 
 
-def _servers_due(driver: Driver) -> Callable[[], int] | None:
-    """Return a function that returns the iteration at which the servers request a checkpoint; None without servers."""
-    exchange = driver.role.exchange
-    return (lambda: exchange.checkpoint_at) if isinstance(exchange, ServerMode) and exchange.trains else None
-
-
-def _backward(
-    module: nn.Module, driver: Driver, served: Served, wait_free: bool
-) -> Callable[[Callable[[], None]], Backward]:
-    def on_gradients_ready(buckets: Sequence[tuple[int, int]]) -> None:
-        driver.handle(GradientsReady(tuple(buckets)))
-
-    return lambda poll: Backward(
-        module, served.tables, served.table_store.client, on_gradients_ready, driver.wait_for_resume, poll, wait_free
-    )
-
-
-def _alike(config: RunConfig, turns: Schedule, hub: ElasticSettings | None, served: Served | None) -> dict[str, str]:
-    """Return the settings of the exchange that must be equal on all peers, by option."""
-    values = config.values
-    around = {} if hub is None else {
-        "--hub": str(hub.rank),
-        "--hub-only": str(not hub.trains).lower(),
-        "--alpha": f"{hub.alpha:g}",
-        "--beta": f"{hub.share:g} of a worker's difference",
-    }  # fmt: skip
-    if served is not None:
-        around = served.alike
-    return {
-        **around,
-        "--mode": values["mode"],
-        "--codec": codecs.describe(codecs.parse(values["codec"])),
-        "--references": str(values["references"]),
-        "--exchange": values["exchange"],
-        "--outer": values["outer"],
-        "--fragments": str(values["fragments"]),
-        "--weights": values["weights"],
-        "--schedule": schedules.describe(values["schedule"], turns),
-        "--topology": turns.topology.fingerprint(),
-    }
-
-
 def _carriers(exchange: ExchangeSettings, module: nn.Module) -> Carriers | None:
     transport = exchange.transport
     if transport != "gloo" and transport != "nccl":
@@ -350,25 +322,3 @@ def _carriers(exchange: ExchangeSettings, module: nn.Module) -> Carriers | None:
     from gossipx.transports import process_group  # torch.distributed is slow to import
 
     return process_group.ProcessGroups(transport, next(module.parameters()).device)
-
-
-def _recorder(plan: _Plan, policy: str, resumed_at: int | None) -> Recorder:
-    config, place = plan.config, plan.place
-    if place.directory is None:
-        return NullRecorder()
-    used = {
-        WHOLE: True,
-        TEXT: config.task.task == TEXT_TASK,
-        PEERS: True,
-        HUB: plan.hub is not None,
-        SERVERS: plan.served is not None,
-    }
-    parts = [part for part, is_used in used.items() if is_used]
-    own = models.directory_of(place.directory, place.rank)
-    name = config.run.name or place.directory.name
-    settings = {**hyperparameters(config, len(place.names)), "policy": policy}
-    of = Recorded(name, place.names[place.rank], place.rank, own, settings, parts, resumed_at)
-    try:
-        return recorders.open_all(config.run.recorder, plan.managers.recorder, of)
-    except OSError as error:
-        raise UsageError(f"cannot write there: {error.strerror}; give another --logdir", own) from error

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from gossipx import mixing, policies
-from gossipx.hub import ElasticExchange, ElasticSettings
+from gossipx.hub import ElasticExchange
 from gossipx.peer import PeerRole
 from gossipx.peer.exchange import Exchange, PeerContext
 from gossipx.peer.pulls import PullExchange
@@ -16,7 +16,7 @@ from gossipx.protocol.fields import JoinedPeer
 from gossipx.server.mode import ServerMode
 from gossipx.server.settings import ServerSettings
 from gossipx.server.sync_models.clock import Clock
-from gossipx.settings.modes import Pushes
+from gossipx.settings.modes import Elastic, Pushes
 from gossipx.settings.sections import RunConfig
 from gossipx.sync import SyncManager
 from gossipx.topology import weights
@@ -39,7 +39,7 @@ def build_role(
     incarnation: int,
     closed: str,
     policy: Policy | None = None,
-    hub: ElasticSettings | None = None,
+    hub: int | None = None,
     served: tuple[ServerSettings, dict[int, Clock]] | None = None,
     joined: Sequence[JoinedPeer] = (),
     sync_manager: Callable[[Policy, int], SyncManager] = SyncManager,
@@ -53,7 +53,7 @@ def build_role(
         incarnation: distinguishes this process from an earlier one of the same rank.
         closed: why no peer can join the run while it is in progress; empty: one can.
         policy: a custom policy; None: the configured one.
-        hub: settings of elastic SGD; None: the run has no hub.
+        hub: the rank of the hub; None: the run has none.
         served: settings of the parameter server, and the clocks of the shards that this peer may hold; None: the run
             has none.
         joined: the peers that have joined the run while it was in progress.
@@ -77,7 +77,7 @@ def build_role(
         settings=config,
         schedule=turns,
         shares=shares,
-        exchange_of=_exchange_of(hub, served),
+        exchange_of=_exchange_of(config, hub, served),
         joined=joined,
         model_timeout=MODEL_SLACK * model_bytes / min(SLOWEST, max_rate(config) or SLOWEST),
         closed=closed,
@@ -91,10 +91,13 @@ def max_rate(config: RunConfig) -> float | None:
 
 
 def _exchange_of(
-    hub: ElasticSettings | None, served: tuple[ServerSettings, dict[int, Clock]] | None
+    config: RunConfig, hub: int | None, served: tuple[ServerSettings, dict[int, Clock]] | None
 ) -> Callable[[PeerContext, PullExchange], Exchange] | None:
     """Return the factory of the exchange of a run with a hub or servers; None: the run has neither."""
     if served is not None:
         settings, clocks = served
         return functools.partial(ServerMode, settings=settings, clocks=clocks)
-    return None if hub is None else functools.partial(ElasticExchange, settings=hub)
+    if hub is None:
+        return None
+    assert isinstance(config.mode, Elastic)
+    return functools.partial(ElasticExchange, settings=config.mode, hub=hub)

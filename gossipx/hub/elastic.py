@@ -14,9 +14,10 @@ A hub that trains is its own worker, through the same messages.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from gossipx.errors import UsageError
 from gossipx.hub.centre import Centre
 from gossipx.peer.exchange import Exchange, PeerContext
 from gossipx.peer.pulls import PullExchange
@@ -24,25 +25,30 @@ from gossipx.peer.server_role import Metrics, ServerRole
 from gossipx.protocol.effects import Adopt, Answer, Cancel, Effect, Forget, Mix, Note, Resume, Stop, Wait
 from gossipx.protocol.events import Merged, Received
 from gossipx.protocol.messages import BusyReply, CentreRequest, ElasticRequest, ModelReply, NotReadyReply, Reply
+from gossipx.settings.modes import Elastic, Mode
+from gossipx.specs import rank_of
 
 
-@dataclass(frozen=True)
-class ElasticSettings:
-    """The parameters of elastic averaging; the same on all peers of a run.
+def rank_of_hub(settings: Mode, names: Sequence[str]) -> int | None:
+    """Return the rank of a run's hub; None: the run has none.
 
-    Attributes:
-        rank: of the hub.
-        alpha: α of Eq. 1, in (0, 1]: the share of the difference to the centre by which a worker moves.
-        share: β/p of Eq. 2, in (0, 1]: the share of it by which the centre moves; equal to α, the sum is conserved.
-        trains: whether the hub trains, too.
-        lost: what a worker does while the hub does not answer: pull from other workers, continue alone, or stop.
+    Args:
+        names: the names of all peers, by rank.
+
+    Raises:
+        UsageError: the hub is not a peer, nobody trains, or the centre would move past a worker's model.
     """
-
-    rank: int
-    alpha: float
-    share: float
-    trains: bool = True
-    lost: Literal["gossip", "wait", "stop"] = "gossip"
+    if not isinstance(settings, Elastic):
+        return None
+    rank = rank_of(settings.hub, "--hub", names)
+    workers = len(names) - settings.hub_only
+    if not workers:
+        raise UsageError("--hub-only leaves no peer that trains: give more peers, or leave it out")
+    if settings.beta is not None and settings.beta > workers:
+        raise UsageError(
+            f"--beta {settings.beta:g} moves the centre past a worker's model: at most {workers}, 1 per worker"
+        )
+    return rank
 
 
 @dataclass
@@ -55,19 +61,28 @@ class _Elastic:
 
 
 class ElasticExchange(Exchange, ServerRole):
-    """The exchanges of one peer with the hub and, on the hub, its answers to the workers."""
+    """The exchanges of one peer with the hub and, on the hub, its answers to the workers.
+
+    Args:
+        pulls: used while the hub does not answer.
+        settings: of the run; the same on all peers.
+        hub: its rank.
+    """
 
     request_types = (ElasticRequest, CentreRequest)
     timers = PullExchange.timers
 
-    def __init__(self, context: PeerContext, pulls: PullExchange, settings: ElasticSettings):
+    def __init__(self, context: PeerContext, pulls: PullExchange, settings: Elastic, hub: int):
         super().__init__(context)
-        self._pulls = pulls  # used while the hub does not answer
-        self._settings = settings
-        self._is_hub = context.rank == settings.rank
-        self.centre = Centre(context.requests, settings.share) if self._is_hub else None
+        self._pulls = pulls
+        self._lost = settings.hub_lost
+        self._hub = hub
+        self._is_hub = context.rank == hub
+        workers = context.members.size - settings.hub_only
+        self._alpha = settings.step(workers)
+        self.centre = Centre(context.requests, settings.share(workers)) if self._is_hub else None
         self._numbers = itertools.count(1)
-        self._serves_only = self._is_hub and not settings.trains
+        self._serves_only = self._is_hub and settings.hub_only
         self._initial: list[Received] = []  # requests that wait until our model is the centre
         self._current: _Elastic | None = None
         self._centre_ticket: int | None = None  # ticket of our CentreRequest, until its model is adopted
@@ -91,24 +106,24 @@ class ElasticExchange(Exchange, ServerRole):
         return self.centre.begin() if self.centre else []
 
     def begin(self, now: float) -> list[Effect]:
-        if self._is_hub and not self._settings.trains:
+        if self._serves_only:
             return []
-        hub = self._context.members.others.get(self._settings.rank)
+        hub = self._context.members.others.get(self._hub)
         if hub is not None and not hub.may_be_asked(now):
-            if self._settings.lost == "gossip":
+            if self._lost == "gossip":
                 return self._pulls.begin(now)
             self._context.sync.skipped += 1
             return []
         self._context.sync.requested()
         patience = self._patience()
         request = ElasticRequest(self._context.incarnation, next(self._numbers), self._context.step, patience)
-        send = self._context.requests.send(self._settings.rank, request, now, now + patience)
+        send = self._context.requests.send(self._hub, request, now, now + patience)
         self._current = _Elastic(send.ticket)
         return [Wait(), send] if self._context.blocking else [send]
 
     def _patience(self) -> float:
         members = self._context.members
-        return members.model_timeout if self._is_hub else members.patience(self._settings.rank)
+        return members.model_timeout if self._is_hub else members.patience(self._hub)
 
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
         if ticket == self._centre_ticket:
@@ -145,7 +160,7 @@ class ElasticExchange(Exchange, ServerRole):
         if not (at_boundary or self._ending) or not current.has_centre or current.is_mixing:
             return None
         current.is_mixing = True
-        return Mix(current.ticket, self._settings.alpha)
+        return Mix(current.ticket, self._alpha)
 
     def mixed(self, ticket: int) -> bool:
         if self._current is None or self._current.ticket != ticket:
@@ -197,7 +212,7 @@ class ElasticExchange(Exchange, ServerRole):
         return self.peer_lost(rank, now)
 
     def peer_lost(self, rank: int, now: float) -> list[Effect]:
-        if rank != self._settings.rank or self._settings.lost != "stop":
+        if rank != self._hub or self._lost != "stop":
             return []
         return [Stop(f"the hub, peer {rank}, is gone, and --hub-lost is stop"), Resume()]
 
@@ -218,9 +233,9 @@ class ElasticExchange(Exchange, ServerRole):
 
     def fetch_final_model(self, now: float) -> list[Effect] | None:
         """Adopt the centre, which is the final model of every peer."""
-        hub = self._context.members.others.get(self._settings.rank)
+        hub = self._context.members.others.get(self._hub)
         if hub is not None and hub.silent:
-            self._failed_source = self._settings.rank
+            self._failed_source = self._hub
             return None
         return self._ask_for_centre(now)
 
@@ -230,7 +245,7 @@ class ElasticExchange(Exchange, ServerRole):
 
     def _ask_for_centre(self, now: float) -> list[Effect]:
         patience = self._patience()
-        send = self._context.requests.send(self._settings.rank, CentreRequest(patience), now, now + patience)
+        send = self._context.requests.send(self._hub, CentreRequest(patience), now, now + patience)
         self._centre_ticket = send.ticket
         return [send]
 
@@ -245,7 +260,7 @@ class ElasticExchange(Exchange, ServerRole):
         if self._is_hub:
             note = Note("centre", "the hub's centre is not available: this peer keeps its own model")
             return [Forget(ticket), note, *(self._answer_initial(now) if self._initial else [Resume()])]
-        self._failed_source = self._settings.rank
+        self._failed_source = self._hub
         return [Forget(ticket), Note("centre", "the hub sent no centre: the mean of all models is used instead")]
 
     def _answer_initial(self, now: float) -> list[Effect]:

@@ -34,7 +34,6 @@ from gossipx.launch.stopping import Outcome, Stopping, how_to_continue
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.metrics.summary import Summary
 from gossipx.settings import files
-from gossipx.settings.hyperparameters import hyperparameters
 from gossipx.settings.modes import Elastic, Server
 from gossipx.settings.sections import MOST_ITERATIONS, RunConfig
 from gossipx.transports import Address
@@ -125,7 +124,7 @@ class _Run:
         is_one_of_many = start.shared or start.joins is not None
         directory = None if is_one_of_many or "tensorboard" not in recorders else start.directory.path
         self._curves = RunCurves(
-            directory, self._statuses, lambda: hyperparameters(self._settings, len(peers)), bool(start.resumes)
+            directory, self._statuses, lambda: self._settings.hyperparameters(len(peers)), bool(start.resumes)
         )
         self._children: dict[int, Child] = {}
         self._results: dict[int, dict[str, Any]] = {}

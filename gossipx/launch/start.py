@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Protocol
 
 from gossipx.assembly.devices import check_device, check_transport
-from gossipx.assembly.hub import elastic_settings
 from gossipx.assembly.presets import effective_config
 from gossipx.assembly.server_settings import server_ranks
 from gossipx.errors import UsageError
+from gossipx.hub import rank_of_hub
 from gossipx.launch.children import script_exists
 from gossipx.launch.cluster.world import World, find, why_none
 from gossipx.launch.directory import HOSTS_FILE, RunDirectory
@@ -199,7 +199,7 @@ def check_names(settings: RunConfig, peers: Sequence[PeerLine]) -> None:
         UsageError: they are not.
     """
     names = [peer.name for peer in peers]
-    elastic_settings(settings, names)
+    rank_of_hub(settings.mode, names)
     server_ranks(settings, names)
 
 

@@ -59,6 +59,18 @@ def parse(text: str) -> tuple[str, int]:
     return host, number
 
 
+def address_of(given: str, rank: int) -> tuple[str, int]:
+    """Return where a peer serves its figures: the peers of one machine cannot share a port.
+
+    Raises:
+        UsageError: as :func:`parse`, or the port of this rank is too high.
+    """
+    host, port = parse(given)
+    if port + rank > 65535:
+        raise UsageError(f"--metrics-port {given}: the port of rank {rank} would be above 65535; give a lower one")
+    return host, port + rank
+
+
 def _library() -> Any:
     try:
         import prometheus_client.core

@@ -15,7 +15,7 @@ from torch import nn
 
 from gossipx.comm import CommManager
 from gossipx.errors import DIFFERENT_MODELS, GossipxError, NotEnoughPeersError, UsageError
-from gossipx.metrics.prometheus import Exporter
+from gossipx.metrics.prometheus import Exporter, address_of
 from gossipx.model.digest import digest, flaw
 from gossipx.protocol.events import FiguresReady, FinalModel, JoinRun, LeaveRun, TrainingEnded
 from gossipx.protocol.messages import Stage
@@ -25,9 +25,10 @@ from gossipx.runtime.checkpoints import Checkpoints
 from gossipx.runtime.control import Control
 from gossipx.runtime.driver import Driver
 from gossipx.runtime.inspection import Inspection
-from gossipx.runtime.options import PeerOptions
+from gossipx.runtime.place import Place
 from gossipx.runtime.reporting import Reporter
 from gossipx.runtime.stop_signals import StopSignals, children_may_die, continue_by
+from gossipx.settings.sections import RunConfig
 
 log = logging.getLogger("gossipx")
 
@@ -68,7 +69,8 @@ class Lifecycle:
         comm: CommManager,
         reporter: Reporter,
         checkpoints: Checkpoints,
-        options: PeerOptions,
+        config: RunConfig,
+        place: Place,
         backward: Callable[[Callable[[], None]], Backward] | None,
     ):
         self.open = True
@@ -79,7 +81,7 @@ class Lifecycle:
         self.framework = self.kept = ""
         self.defers = False
         self.before_leaving: list[Callable[[], None]] = []
-        self.signals = StopSignals(None if options.under_run else self._tell_stopping)
+        self.signals = StopSignals(None if place.under_run else self._tell_stopping)
         self._module = module
         self._driver = driver
         self._role = driver.role
@@ -87,7 +89,10 @@ class Lifecycle:
         self._comm = comm
         self._reporter = reporter
         self._checkpoints = checkpoints
-        self._options = options
+        self._config = config
+        self._place = place
+        port = config.run.metrics_port
+        self._metrics = None if port is None else address_of(port, place.rank)
         self.has_left_in_order = False
         self._problem: GossipxError | None = None  # with which it has left in order
         self._control: Control | None = None
@@ -106,9 +111,9 @@ class Lifecycle:
             undo.callback(self.close)
             if figures := self._checkpoints.restore():
                 self._reporter.figures.load_state_dict(figures)
-            exit_hooks.register(self, self._options.under_run)
+            exit_hooks.register(self, self._place.under_run)
             self.signals.install()
-            self._reporter.progress.watch_parent(self._options.peer_timeout, self._orphaned)
+            self._reporter.progress.watch_parent(self._config.exchange.peer_timeout, self._orphaned)
             self._answer_visits()
             self._comm.start()
             self._reporter.report_state("joining")
@@ -122,10 +127,10 @@ class Lifecycle:
         if self._role.sync.policy.uses_drift and not self._checkpoints.resumed:
             self._driver.captures.reference.set()
         self._checkpoints.start()
-        if self.backward is not None and self._options.directory is not None:
-            self._control = Control(self._options.directory, command)
+        if self.backward is not None and self._place.directory is not None:
+            self._control = Control(self._place.directory, command)
         self._reporter.training_begins()
-        self._reporter.report_state("train", policy=self._options.policy)
+        self._reporter.report_state("train", policy=self._reporter.policy)
         self._arena.leave_boundary()
 
     def _answer_visits(self) -> None:
@@ -135,12 +140,12 @@ class Lifecycle:
             self.signals.request(signal.SIGTERM)
             return {"iteration": self._arena.step}
 
-        inspection, options = Inspection(self._driver, self._reporter), self._options
+        inspection, place = Inspection(self._driver, self._reporter), self._place
         if isinstance(self._comm, CommManager):  # a script's own may answer no visits
             self._comm.visits.update(status=inspection.status, drain=drain)
-        if options.metrics is not None:
-            run = "" if options.directory is None else options.directory.name
-            self._exporter = Exporter(*options.metrics, run, options.name, inspection.status)
+        if self._metrics is not None:
+            run = "" if place.directory is None else place.directory.name
+            self._exporter = Exporter(*self._metrics, run, place.name, inspection.status)
 
     # --- ending -------------------------------------------------------------------------------------
 
@@ -187,7 +192,7 @@ class Lifecycle:
             raise unsaved
         if unfit:
             raise GossipxError(f"this peer ended with {unfit}")
-        if not self._options.under_run and self._role.claims_agreement and not self._role.agreement.agreed:
+        if not self._place.under_run and self._role.claims_agreement and not self._role.agreement.agreed:
             log.warning("peers hold different models: exit code %d", DIFFERENT_MODELS)
             exit_hooks.exit_with(DIFFERENT_MODELS)
 
@@ -209,9 +214,9 @@ class Lifecycle:
 
     def _save(self) -> GossipxError | None:
         """Write the model. Return the error if that fails, to be raised after the figures are reported."""
-        if self._options.directory is None or not self._options.save_model:
+        if self._place.directory is None or not self._config.run.save_model:
             return None
-        return models.save(self._module, self._arena.step, models.file_of(self._options.directory, self._role.rank))
+        return models.save(self._module, self._arena.step, models.file_of(self._place.directory, self._role.rank))
 
     def _unwritten(self, unsaved: GossipxError | None) -> int:
         """Return how many files of this peer could not be written, besides its curves; ``unsaved``: the last error."""
@@ -295,7 +300,7 @@ class Lifecycle:
         return self.signals.number is not None and not self.has_left_in_order
 
     def _tell_stopping(self, number: int) -> None:
-        name, again = self._options.name, "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        name, again = self._place.name, "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         log.warning("stopping %s at the end of its step, with a checkpoint: %s again stops at once", name, again)
 
     @property
@@ -379,12 +384,12 @@ class Lifecycle:
 
     def _tell_how_to_continue(self) -> None:
         """Log a line for a peer without a parent process, which would print it."""
-        if not self._options.under_run:
+        if not self._place.under_run:
             written = self._checkpoints.newest >= 0
             how = "; continue with GOSSIPX_RESUME=1 in the environment" if written else ", without a checkpoint"
             if self.framework:
                 how = f"; {continue_by(self.framework, self.kept)}"
-            log.warning("%s stopped at %d%s", self._options.name, self._arena.step, how)
+            log.warning("%s stopped at %d%s", self._place.name, self._arena.step, how)
 
     def wait_for_tables(self, tables: Sequence[int] | None = None) -> None:
         """In server mode, wait until the model holds the current values of tables.
@@ -416,7 +421,7 @@ class Lifecycle:
             reporter.report_state(reporter.state)
         if reporter.state == "serve":  # it has no steps of its own at which this would happen
             self._checkpoints.step_done(reporter.state_dict)
-            reporter.record_server_metrics(self._options.log_interval)
+            reporter.record_server_metrics(self._config.run.log_interval)
         return self.asked_to_leave
 
     def _tell_leaving(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,13 +25,15 @@ from gossipx.runtime.checkpoints import Checkpoints
 from gossipx.runtime.driver import Driver
 from gossipx.runtime.lifecycle import Lifecycle
 from gossipx.runtime.optimizers import OneOrMore, Optimizers, untraced
-from gossipx.runtime.options import PeerOptions
 from gossipx.runtime.parts import part_of
+from gossipx.runtime.place import Place
 from gossipx.runtime.reporting import Reporter
 from gossipx.runtime.schedule_free import ScheduleFree
 from gossipx.runtime.scores import as_float
 from gossipx.runtime.step_watch import StepWatch
+from gossipx.settings.sections import RunConfig
 from gossipx.specs import rank_of
+from gossipx.tasks import partition
 
 
 class Peer:
@@ -52,19 +55,21 @@ class Peer:
         comm: CommManager,
         reporter: Reporter,
         checkpoints: Checkpoints,
-        options: PeerOptions,
+        config: RunConfig,
+        place: Place,
         backward: Callable[[Callable[[], None]], Backward] | None = None,
         schedule_free: ScheduleFree | None = None,
     ):
         self.rank = driver.role.rank
-        self._lifecycle = Lifecycle(module, driver, comm, reporter, checkpoints, options, backward)
+        self._lifecycle = Lifecycle(module, driver, comm, reporter, checkpoints, config, place, backward)
         self._driver = driver
         self._role = driver.role
         self._arena = driver.arena
         self._comm = comm
         self._reporter = reporter
         self._checkpoints = checkpoints
-        self._options = options
+        self._config = config
+        self._place = place
         self._backward = self._lifecycle.backward
         self._optimizers = optimizers
         self._watch = StepWatch(module, optimizers, copies=backward is None)
@@ -102,8 +107,8 @@ class Peer:
     @property
     def directory(self) -> Path:
         """This peer's own directory for files that the script writes, ``runs/NAME/peer-00``."""
-        assert self._options.directory is not None  # without one, only parts of a peer are tested
-        return models.directory_of(self._options.directory, self.rank)
+        assert self._place.directory is not None  # without one, only parts of a peer are tested
+        return models.directory_of(self._place.directory, self.rank)
 
     @property
     def mixes(self) -> int:
@@ -308,8 +313,9 @@ class Peer:
         Raises:
             UsageError: the partition needs labels, and the data set has none.
         """
-        options = self._options
-        return part_of(dataset, options.split, options.by_label, self.rank, lambda: self.size)
+        rule, peers = partition.parse(self._config.task.partition), len(self._place.names)
+        split = functools.partial(rule.split, parts=peers, seed=self._config.run.seed)
+        return part_of(dataset, split, rule.by_label, self.rank, lambda: self.size)
 
     def _close_steps(self) -> None:
         if not self._lifecycle.has_left_in_order:  # else each further step ends the script

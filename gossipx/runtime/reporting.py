@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from gossipx import codecs
 from gossipx.comm import CommManager
 from gossipx.metrics.aggregate import WORST, Record
 from gossipx.metrics.recorder import Recorder
@@ -17,9 +18,10 @@ from gossipx.runtime import models
 from gossipx.runtime.captures import Retrieval
 from gossipx.runtime.driver import Driver
 from gossipx.runtime.figures import Figures
-from gossipx.runtime.options import PeerOptions
-from gossipx.runtime.progress import Progress
+from gossipx.runtime.place import Place
 from gossipx.runtime.scores import Evaluate, scores
+from gossipx.settings.modes import Server
+from gossipx.settings.sections import RunConfig
 from gossipx.sync import consensus_distance
 
 
@@ -29,12 +31,13 @@ class Reporter:
     Args:
         module: the model that is evaluated.
         recorder: records curves.
-        progress: the pipe to the parent process.
+        policy: the description of the policy or the sync model.
         evaluate: as for :func:`gossipx.join`; None: the model is not evaluated.
 
     Attributes:
         figures: the measured seconds and bytes.
         progress: the pipe to the parent process.
+        policy: the description of the policy or the sync model.
         state: the peer's state as last reported, such as ``joining`` or ``train``.
     """
 
@@ -44,12 +47,14 @@ class Reporter:
         driver: Driver,
         comm: CommManager,
         recorder: Recorder,
-        progress: Progress,
-        options: PeerOptions,
+        config: RunConfig,
+        place: Place,
+        policy: str,
         evaluate: Evaluate | None = None,
     ):
         self.figures = Figures(driver.clock.now)
-        self.progress = progress
+        self.progress = place.progress
+        self.policy = policy
         self.state = "starting"
         self._module = module
         self._driver = driver
@@ -58,7 +63,8 @@ class Reporter:
         self._arena = driver.arena
         self._comm = comm
         self._recorder = recorder
-        self._options = options
+        self._config = config
+        self._place = place
         self._evaluate = evaluate
         self._last: dict[str, float] = {}
         self._records: list[Record] = []  # records for the parent's aggregate that wait for the next progress line
@@ -90,10 +96,10 @@ class Reporter:
 
     def step_done(self, delta: float) -> None:
         """Record the figures of an iteration that are due."""
-        step, options, figures = self._arena.step, self._options, self.figures
+        step, config, figures = self._arena.step, self._config, self.figures
         scalar, sync = self._record, self._role.sync
         self._record_retrievals()
-        is_due = step % options.log_interval == 0
+        is_due = step % config.run.log_interval == 0
         if is_due or sync.fired:  # at each decision, else the values that made the policy fire would rarely be recorded
             if sync.observation is not None and sync.observation.step == step:  # else the model has diverged
                 scalar("sync/delta_difference", sync.observation.difference, step)
@@ -110,7 +116,7 @@ class Reporter:
             if self._driver.tables.in_use:
                 scalar("time/tables_fraction", figures.fraction(figures.waited), step)
             self.record_server_metrics()
-        if step % options.distance_interval == 0 and figures.squared_distances:
+        if step % config.sync.distance_interval == 0 and figures.squared_distances:
             figures.distance = consensus_distance(figures.squared_distances, self._role.members.size)
             figures.squared_distances.clear()
             scalar("sync/consensus_distance", figures.distance, step)
@@ -274,9 +280,9 @@ class Reporter:
         """
         figures, sync = self.figures, self._role.sync
         return {
-            "name": self._options.name,
-            "policy": self._options.policy,
-            "codec": self._options.codec,
+            "name": self._place.name,
+            "policy": self.policy,
+            "codec": codec_of(self._config),
             "iterations": self._arena.step,
             "retrievals": sync.retrievals,
             "taken_in": self._role.server.taken_in,
@@ -322,12 +328,20 @@ class Reporter:
         finish returns those of its ``own`` model, which is the average then.
         """
         present = sorted({self._role.rank, *self._role.members.others} - {*missing})
-        if self._evaluate is None or self._options.directory is None:
+        if self._evaluate is None or self._place.directory is None:
             return {}
         if self._role.rank != present[0]:
             return own
-        files = [models.file_of(self._options.directory, rank) for rank in present]
+        files = [models.file_of(self._place.directory, rank) for rank in present]
         if not all(file.is_file() for file in files):
             return own
         with models.averaged(self._module, files) as is_averaged:
             return self.scores() if is_averaged else {}
+
+
+def codec_of(config: RunConfig) -> str:
+    """Return the description of a run's codecs for its summary."""
+    if not isinstance(config.mode, Server):
+        return codecs.describe(codecs.parse(config.mode.codec))
+    push, pull = (codecs.describe(codecs.parse(spec)) for spec in (config.mode.push_codec, config.mode.pull_codec))
+    return push if push == pull else f"push {push}, pull {pull}"

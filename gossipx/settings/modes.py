@@ -13,6 +13,8 @@ from typing import ClassVar, Literal, TypeAlias
 
 from gossipx.settings.keys import setting
 
+EASGD_BETA = 0.9
+"""β of EASGD (Zhang et al.), which sets α = β/p for p workers."""
 FOR_PEERS = "{shown} is for peers that exchange with each other"
 
 
@@ -236,6 +238,17 @@ class Elastic(AnyMode, HasPolicy, HasPartners, HasMixing, HasCodec, HasServing):
     hub_lost: Literal["gossip", "wait", "stop"] = setting(
         "gossip", "While the hub does not respond: pull from other workers, train alone, or stop with exit code 4."
     )
+
+    def step(self, workers: int) -> float:
+        """Return α of Eq. 1, the share of its difference to the centre by which each of the workers moves."""
+        return EASGD_BETA / workers if self.alpha is None else self.alpha
+
+    def share(self, workers: int) -> float:
+        """Return β/p of Eq. 2, the share of a worker's difference by which the centre moves.
+
+        By default it is equal to α; then the sum of worker and centre is conserved.
+        """
+        return (workers * self.step(workers) if self.beta is None else self.beta) / workers
 
 
 @dataclass(frozen=True)

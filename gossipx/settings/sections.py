@@ -329,6 +329,22 @@ class RunConfig:
         """The spec of what decides when peers exchange: the policy, or the sync model of a parameter server."""
         return self.mode.sync if isinstance(self.mode, modes.Server) else self.mode.policy
 
+    def hyperparameters(self, peers: int) -> dict[str, str | float]:
+        """Return the hyperparameters by which runs of this number of peers are compared, in TensorBoard and others."""
+        mode, is_central = self.mode, isinstance(self.mode, modes.Elastic | modes.Server)
+        codec = f"push {mode.push_codec}, pull {mode.pull_codec}" if isinstance(mode, modes.Server) else mode.codec
+        found: dict[str, str | float | None] = {
+            "policy": self.decides,
+            "exchange": "hub" if isinstance(mode, modes.Elastic) else mode.chosen_by[1],
+            "codec": codec,
+            "outer": None if is_central else self.values["outer"],
+            "topology": None if is_central else self.values["topology"],
+            "seed": self.run.seed,
+            "peers": peers,
+            "learning rate": self.task.base_lr,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
     def is_given(self, name: str) -> bool:
         """Return whether a user has given a setting; a value that is not the default counts in any case."""
         return name in self.given or self.values[name] != KEYS[name].default

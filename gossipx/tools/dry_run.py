@@ -12,15 +12,15 @@ from torch import nn
 
 from gossipx import codecs, policies
 from gossipx.assembly.graph import build_schedule
-from gossipx.assembly.hub import elastic_settings
-from gossipx.assembly.peer import codec_of
 from gossipx.assembly.server_settings import server_ranks
 from gossipx.errors import UsageError
+from gossipx.hub import rank_of_hub
 from gossipx.launch.cluster.world import World, check_size
 from gossipx.launch.directory import check_name
 from gossipx.launch.hosts import read_hosts
 from gossipx.launch.start import Checked, check
 from gossipx.model import layout
+from gossipx.runtime.reporting import codec_of
 from gossipx.server.placement import Table
 from gossipx.settings.modes import Elastic, HasPartners, Server, Waves
 from gossipx.settings.scenario import MOST_PEERS
@@ -219,9 +219,9 @@ def _rounds(
         return _served(settings.mode, servers, module, model, size), [
             (settings.decides, Count("each iteration", iterations, iterations))
         ]
-    hub = elastic_settings(settings, names)
+    hub = rank_of_hub(settings.mode, names)
     hosts = [peer.host for peer in checked.peers]
-    models = traffic.gossip(settings, hosts) if hub is None else traffic.around_hub(hub.rank, size)
+    models = traffic.gossip(settings, hosts) if hub is None else traffic.around_hub(hub, size)
     deciders = traffic.deciders(settings, size) if hub is None else 1
     of = None if module is None else settings.task.model
     counted = []
@@ -262,7 +262,7 @@ def _finish(settings: RunConfig, names: Sequence[str], nbytes: int) -> float | N
         return None
     if settings.sync.finish == "none":
         return 0.0
-    hub = elastic_settings(settings, names)
+    hub = rank_of_hub(settings.mode, names)
     size = len(names)
     return nbytes * (float(traffic.wave(size).sum()) if hub is None else size - 1) / size
 
@@ -342,12 +342,12 @@ def _encoded(codec: codecs.Codec, module: nn.Module | None, exchanged: int) -> t
 def _peers(checked: Checked) -> list[PeerPlan]:
     settings = checked.settings
     names = [peer.name for peer in checked.peers]
-    hub = elastic_settings(settings, names)
+    hub = rank_of_hub(settings.mode, names)
     servers = server_ranks(settings, names) or ()
 
     def part(rank: int) -> str:
-        if hub is not None and rank == hub.rank:
-            return "hub and worker" if hub.trains else "hub"
+        if rank == hub:
+            return "hub" if settings.values["hub_only"] else "hub and worker"
         if rank in servers:
             return "server" if settings.values["servers_only"] else "server and worker"
         return "worker" if hub is not None or servers else "peer"
@@ -372,12 +372,12 @@ def _machines(checked: Checked) -> list[int]:
 
 
 def _how(settings: RunConfig, names: Sequence[str]) -> str:
-    hub = elastic_settings(settings, names)
+    hub = rank_of_hub(settings.mode, names)
     servers = server_ranks(settings, names)
     if servers is not None:
         return f"servers {', '.join(names[rank] for rank in servers)}: each worker pushes and pulls in each iteration"
     if hub is not None:
-        return f"hub {names[hub.rank]}: receives a model and sends its centre"
+        return f"hub {names[hub]}: receives a model and sends its centre"
     if isinstance(settings.mode, Waves):
         return "waves: a peer that fires makes all peers average their models"
     return {

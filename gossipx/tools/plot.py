@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gossipx import topology
-from gossipx.assembly.hub import elastic_settings
 from gossipx.assembly.server_settings import server_ranks
 from gossipx.errors import UsageError
+from gossipx.hub import rank_of_hub
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE
 from gossipx.launch.hosts import read_hosts
 from gossipx.metrics import curves, plot
@@ -66,9 +66,9 @@ def graph_of(settings: RunConfig, names: tuple[str, ...]) -> Graph:
     if servers is not None:
         edges = tuple((one, other) for other in servers for one in ranks if one != other)
         return Graph("parameter server", names, _once(edges), centres=servers)
-    hub = elastic_settings(settings, names)
+    hub = rank_of_hub(settings.mode, names)
     if hub is not None:
-        return Graph("hub", names, tuple((one, hub.rank) for one in ranks if one != hub.rank), centres=(hub.rank,))
+        return Graph("hub", names, tuple((one, hub) for one in ranks if one != hub), centres=(hub,))
     if isinstance(settings.mode, Waves):
         return Graph("waves", names, tuple((one, other) for one in ranks for other in ranks if one < other))
     given = settings.values["topology"]

@@ -14,25 +14,26 @@ import torch
 import toy
 from torch import Tensor
 
-from gossipx.assembly.hub import elastic_settings
-from gossipx.hub import ElasticSettings
+from gossipx.hub import rank_of_hub
 from gossipx.settings import files
+from gossipx.settings.modes import Elastic
 from gossipx.sim import Network, SimPeer, World
 
 HUB = 0
 
 
-def settings(alpha: float = 0.3, share: float | None = None, trains: bool = True) -> ElasticSettings:
-    return ElasticSettings(HUB, alpha, alpha if share is None else share, trains)
+def settings(alpha: float = 0.3, beta: float | None = None, trains: bool = True) -> Elastic:
+    return Elastic(hub=str(HUB), alpha=alpha, beta=beta, hub_only=not trains)
 
 
 class Reference:
     """The equations on plain vectors, carried out in the order of a run's log."""
 
-    def __init__(self, starts: dict[int, Tensor], hub: ElasticSettings):
+    def __init__(self, starts: dict[int, Tensor], hub: Elastic):
         self.x = {rank: start.clone() for rank, start in starts.items()}
         self.centre = starts[HUB].clone()
-        self.hub = hub
+        workers = len(starts) - hub.hub_only
+        self.alpha, self.share = hub.step(workers), hub.share(workers)
         self._uploaded: dict[int, Tensor] = {}
         self._difference: dict[int, Tensor] = {}
 
@@ -46,12 +47,12 @@ class Reference:
         elif taken := re.fullmatch(r"takes in (\d+)", what):
             worker = int(taken[1])
             self._difference[worker] = self._uploaded[worker] - self.centre
-            self.centre = self.centre + self.hub.share * self._difference[worker]
+            self.centre = self.centre + self.share * self._difference[worker]
         elif what == f"mixes {HUB}":
-            self.x[rank] = self.x[rank] - self.hub.alpha * self._difference[rank]
+            self.x[rank] = self.x[rank] - self.alpha * self._difference[rank]
 
 
-def run(hub: ElasticSettings, size: int = 4, seed: int = 0, **options: object) -> tuple[World, Reference]:
+def run(hub: Elastic, size: int = 4, seed: int = 0, **options: object) -> tuple[World, Reference]:
     """Run with random uneven steps and delays; return the world and the reference as of before the finish."""
     rng = random.Random(seed)
     slow = {rank: rng.uniform(0.3, 3.0) for rank in range(size)}
@@ -70,14 +71,11 @@ def test_the_defaults_of_alpha_and_beta(size: int, only: bool) -> None:
     """Eq. 1 and 2 with the α and β of Zhang et al., β = 0.9 = p·α; p counts the peers that train."""
     p = size - only
 
-    def made(**given: float) -> ElasticSettings:
-        found = elastic_settings(files.resolve({"hub": "1", "hub_only": only, **given}), [*map(str, range(size))])
-        assert found is not None and (found.rank, found.trains) == (1, not only)
-        return found
-
     def moves(**given: float) -> tuple[float, float]:
         """Return α, by which a worker moves, and β, by which the centre moves if all p workers exchange at once."""
-        return made(**given).alpha, p * made(**given).share
+        mode = files.resolve({"hub": "1", "hub_only": only, **given}).mode
+        assert isinstance(mode, Elastic) and rank_of_hub(mode, [*map(str, range(size))]) == 1
+        return mode.step(p), p * mode.share(p)
 
     assert moves() == pytest.approx((0.9 / p, 0.9))
     assert moves(alpha=0.3) == pytest.approx((0.3, 0.3 * p)), "their sum stays as it was"
@@ -137,10 +135,10 @@ def test_blocking_is_algorithm_1_as_printed(period: int, momentum: float, batche
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("blocking", [False, True])
 def test_workers_and_hub_do_what_the_equations_say(seed: int, blocking: bool) -> None:
-    hub = settings(alpha=0.2, share=0.1 + 0.1 * (seed % 3), trains=seed % 2 == 0)
+    hub = settings(alpha=0.2, beta=(3 + (seed % 2 == 0)) * (0.1 + 0.1 * (seed % 3)), trains=seed % 2 == 0)
     made, reference = run(hub, seed=seed, policy="random:p=0.4", blocking=blocking)
     assert made.peers[HUB].role.exchange.centre.exchanges >= 10  # type: ignore[union-attr]
-    workers = [rank for rank in made.peers if hub.trains or rank != HUB]
+    workers = [rank for rank in made.peers if not hub.hub_only or rank != HUB]
     for rank in workers:
         torch.testing.assert_close(made.peers[rank].weights(), reference.x[rank], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(made.peers[HUB].centre(), reference.centre, rtol=1e-5, atol=1e-5)
@@ -169,7 +167,7 @@ def test_the_sum_of_workers_and_centre_stays_as_it_was(trains: bool, blocking: b
 
 def test_other_shares_move_the_centre_by_as_much() -> None:
     """β < p·α: the centre moves less than a worker does."""
-    made, reference = run(settings(alpha=0.5, share=0.05), policy="tau:3")
+    made, reference = run(settings(alpha=0.5, beta=4 * 0.05), policy="tau:3")
     torch.testing.assert_close(made.peers[HUB].centre(), reference.centre, rtol=1e-5, atol=1e-5)
 
 
@@ -188,7 +186,8 @@ def test_momentum_depends_on_the_gradient_alone() -> None:
         module().backward()
         module.optimizer.step()
 
-    hub = settings(alpha=0.25)
+    alpha = share = 0.25
+    hub = settings(alpha)
     made = toy.world(3, hub=hub, policy="tau:4", blocking=True, finish="none", gradient_step=step)
     toy.ended(made, 300)
     y = {rank: toy.Point(HUB).x.detach().double() for rank in range(3)}
@@ -206,9 +205,9 @@ def test_momentum_depends_on_the_gradient_alone() -> None:
             uploaded[rank] = y[rank]
         elif taken := re.fullmatch(r"takes in (\d+)", entry.what):
             apart[int(taken[1])] = uploaded[int(taken[1])] - centre
-            centre = centre + hub.share * apart[int(taken[1])]
+            centre = centre + share * apart[int(taken[1])]
         elif entry.what == f"mixes {HUB}":
-            y[rank] = y[rank] - hub.alpha * apart[rank]
+            y[rank] = y[rank] - alpha * apart[rank]
     for rank in range(3):
         torch.testing.assert_close(made.peers[rank].weights(), y[rank], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(made.peers[HUB].centre(), centre, rtol=1e-4, atol=1e-5)

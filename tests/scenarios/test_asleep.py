@@ -17,11 +17,11 @@ from property_tests import examples
 from seeds import some
 from toy import SIZE, TIMEOUT, models, until, world
 
-from gossipx.hub import ElasticSettings
 from gossipx.peer import PeerRole
+from gossipx.settings.modes import Elastic
 from gossipx.sim import Network, World
 
-HUB = ElasticSettings(0, 0.2, 0.2)
+HUB = Elastic(hub="0", alpha=0.2)
 EXCHANGES: list[dict[str, Any]] = [
     {},
     {"exchange": "waves"},

@@ -11,8 +11,8 @@ from property_tests import examples
 from seeds import some
 from toy import SIZE, TIMEOUT, before, bound, ended, models, until, within, world
 
-from gossipx.hub import ElasticSettings
 from gossipx.peer.agreement import COMPARISONS
+from gossipx.settings.modes import Elastic
 from gossipx.sim import Network, World
 
 MODES = [{}, {"exchange": "waves"}, {"mode": "pushpull"}, {"mode": "push", "weights": "push-sum"}]
@@ -123,7 +123,7 @@ def test_a_partition_in_the_finish_leaves_two_models_and_nobody_claims_more():
 @pytest.mark.fault(51)
 def test_a_hub_that_dies_while_it_sends_its_centre():
     """One worker has the centre, two do not: they take it from the first."""
-    hub = ElasticSettings(0, 0.2, 0.2)
+    hub = Elastic(hub="0", alpha=0.2)
     made = until(world(4, network=slow(), hub=hub, slow={1: 0.9}), 1, "is AGREE")
     until(made, 1, "adopts the model of 0", made.now + 100)
     made.crash(0, made.now + 0.05)

@@ -7,15 +7,15 @@ import torch
 import toy
 from seeds import seeds
 
-from gossipx.hub import ElasticSettings
 from gossipx.protocol.messages import Stage
+from gossipx.settings.modes import Elastic
 from gossipx.sim import Network
 
 HUB = 0
 
 
-def settings(lost: str = "gossip", trains: bool = True) -> ElasticSettings:
-    return ElasticSettings(HUB, 0.25, 0.25, trains, lost)  # type: ignore[arg-type]
+def settings(lost: str = "gossip", trains: bool = True) -> Elastic:
+    return Elastic(hub=str(HUB), alpha=0.25, hub_only=not trains, hub_lost=lost)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("trains", [True, False])

@@ -16,15 +16,15 @@ from gossipx import codecs
 from gossipx.codecs.changes import FULL
 from gossipx.compression import ElasticCodec
 from gossipx.errors import ProtocolError
-from gossipx.hub import ElasticSettings
 from gossipx.model.arena import ParameterArena
 from gossipx.model.receive import Incoming
 from gossipx.protocol.messages import ElasticRequest, ModelReply
+from gossipx.settings.modes import Elastic
 from gossipx.sim import Network, World
 
 MODELS = [spec for spec in SPECS if not codecs.parse(spec).gradients_only]
 NEAR = "3lc:sparsity=1,residual=0.1"
-AROUND = ElasticSettings(0, 0.25, 0.25, trains=False)
+AROUND = Elastic(hub="0", alpha=0.25, hub_only=True)
 
 
 def run(**options: Any) -> World:
@@ -34,7 +34,7 @@ def run(**options: Any) -> World:
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("spec", some(MODELS, *MODELS[::4]))
 def test_every_codec(spec: str, trains: bool) -> None:
-    around = dataclasses.replace(AROUND, trains=trains)
+    around = dataclasses.replace(AROUND, hub_only=not trains)
     made = toy.ended(toy.world(3, hub=around, policy="tau:3", codec=spec), 1000.0)
     assert bool(toy.models(made).isfinite().all())
     assert made.peers[0].role.exchange.taken_in >= 6 + 5 * trains

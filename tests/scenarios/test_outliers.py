@@ -12,7 +12,7 @@ from property_tests import examples
 from seeds import some
 from toy import bound, ended, sgd, world
 
-from gossipx.hub import ElasticSettings
+from gossipx.settings.modes import Elastic
 from gossipx.sim import SimPeer, World
 
 EXCHANGES: list[dict[str, Any]] = [
@@ -22,7 +22,7 @@ EXCHANGES: list[dict[str, Any]] = [
     {"mode": "push"},
     {"mode": "push", "weights": "push-sum"},
     {"mode": "pushpull"},
-    {"hub": ElasticSettings(0, 0.2, 0.2)},
+    {"hub": Elastic(hub="0", alpha=0.2)},
     {"codec": "int8"},
     {"codec": "3lc:sparsity=1.5"},
     {"codec": "topk:ratio=0.2"},

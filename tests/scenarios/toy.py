@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from gossipx import codecs, mixing, outer, policies, topology
 from gossipx.compression import Coded, ElasticCodec, ModelCodec, WaveCodec
-from gossipx.hub import ElasticExchange, ElasticSettings
+from gossipx.hub import ElasticExchange
 from gossipx.model.arena import ParameterArena
 from gossipx.peer import PeerRole
 from gossipx.protocol.effects import ReportEntry
 from gossipx.settings import files
+from gossipx.settings.modes import Elastic
 from gossipx.sim import Network, SimPeer, World
 from gossipx.sync import SyncManager
 from gossipx.topology import schedules
@@ -82,7 +83,7 @@ def make(
     module: nn.Module | None = None,
     draws: int = 1000,
     gradient_step: Callable[[SimPeer], None] = lambda peer: sgd(peer.module),
-    hub: ElasticSettings | None = None,
+    hub: Elastic | None = None,
     codec: str = "none",
     references: int = 8,
     across: str = "none",
@@ -112,13 +113,13 @@ def make(
         _config(**{"peer_timeout": TIMEOUT, **({} if weights == "uniform" else {"weights": weights}), **settings}),
         plan,
         {} if joined else shares(weights, plan, rank, pushed=settings.get("mode") == "push"),
-        None if hub is None else lambda context, pulls: ElasticExchange(context, pulls, hub),
+        None if hub is None else functools.partial(ElasticExchange, settings=hub, hub=int(hub.hub)),
         joined,
         model_timeout,
         closed,
     )
     role.members.nobody_waits_for(() if entry is None else entry.lost)
-    if hub is not None and hub.rank == rank and not hub.trains:
+    if hub is not None and int(hub.hub) == rank and hub.hub_only:
         iterations = 0
     codec_of = None if codec == "none" else _codec_of(codec, role, mix, references, hub, settings)
     module = module or Point(rank, SIZE * settings.get("fragments", 1))
@@ -131,7 +132,7 @@ def make(
 
 
 def _codec_of(
-    codec: str, role: PeerRole, mix: str, references: int, hub: ElasticSettings | None, settings: dict[str, Any]
+    codec: str, role: PeerRole, mix: str, references: int, hub: Elastic | None, settings: dict[str, Any]
 ) -> Callable[[ParameterArena], Coded]:
     """Return a function that makes the codec of a peer's models."""
     kind, public, rank, peers = codecs.parse(codec), mixing.parse(mix).public, role.rank, role.members.size
@@ -143,7 +144,7 @@ def _codec_of(
         in_pairs = public and settings.get("mode") == "pushpull"
         one = functools.partial(ModelCodec, kind, arena, references, seed=rank, public=public and not in_pairs)
         models = [one(fragment=number) for number in numbers]
-        around = None if hub is None else ElasticCodec(kind, arena, hub.rank == rank, bool(references), seed=rank)
+        around = None if hub is None else ElasticCodec(kind, arena, int(hub.hub) == rank, bool(references), seed=rank)
         return Coded(models, around, in_pairs)
 
     return codec_of

@@ -14,7 +14,6 @@ from gossipx.metrics.aggregate import DIRECTORY, METRICS, Aggregate, Record
 from gossipx.metrics.board import TensorBoardRecorder
 from gossipx.metrics.summary import Summary, per_peer
 from gossipx.settings import files
-from gossipx.settings.hyperparameters import hyperparameters
 
 Curve = list[tuple[int, float]]
 
@@ -139,7 +138,7 @@ def test_a_directory_that_cannot_be_written_is_told_once(tmp_path: Path, caplog:
     ],
 )
 def test_a_run_is_one_trial(given: dict[str, object], expected: dict[str, object]) -> None:
-    found = hyperparameters(files.resolve(given), 4)
+    found = files.resolve(given).hyperparameters(4)
     assert found.items() >= {**expected, "seed": 0, "peers": 4}.items()
     names = {"policy", "exchange", "codec", "outer", "topology", "seed", "peers", "learning rate"}
     assert found.keys() <= names and ("topology" in found) == (found["exchange"] not in ("hub", "server"))

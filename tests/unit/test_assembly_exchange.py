@@ -12,7 +12,6 @@ from managers import HERE, LONG, soon
 from torch import nn
 
 from gossipx.assembly.peer import build_peer
-from gossipx.assembly.place import Place
 from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
 from gossipx.peer.serving import SAVED, SECONDS_PER_MODEL
 from gossipx.protocol.effects import Answer
@@ -29,6 +28,7 @@ from gossipx.protocol.messages import (
 )
 from gossipx.runtime.optimizers import Optimizers
 from gossipx.runtime.peer import Peer
+from gossipx.runtime.place import Place
 from gossipx.runtime.progress import Progress
 from gossipx.settings import files
 from gossipx.transports import Address

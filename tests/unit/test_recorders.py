@@ -18,10 +18,10 @@ from torch import nn
 from gossipx import policies, recorders
 from gossipx.assembly.managers import Managers
 from gossipx.assembly.peer import build_peer
-from gossipx.assembly.place import Place
 from gossipx.errors import UsageError
 from gossipx.recorders import Recorded, RecorderKind
 from gossipx.runtime.optimizers import Optimizers
+from gossipx.runtime.place import Place
 from gossipx.runtime.progress import Progress
 from gossipx.settings import files
 from gossipx.transports import Address

@@ -19,8 +19,8 @@ from torch import nn
 
 from gossipx.checkpoint import KEEP, CheckpointError, Part, Store
 from gossipx.errors import UsageError
-from gossipx.hub import ElasticSettings
 from gossipx.runtime import checkpoints
+from gossipx.settings.modes import Elastic
 
 LONG = 30.0
 
@@ -153,7 +153,7 @@ def test_an_outer_optimizer_resumes_with_its_state(
 def test_a_hub_resumes_with_its_centre(bench: Callable[..., Bench], dtype: torch.dtype) -> None:
     """The centre is neither a worker's model nor the hub's own; here no worker has changed it since the start."""
     torch.manual_seed(0)
-    hub = ElasticSettings(0, 0.3, 0.3)
+    hub = Elastic(hub="0", alpha=0.3)
     straight = bench(dtype=dtype, hub=hub)
     straight.begin()
     centre = straight.centre()

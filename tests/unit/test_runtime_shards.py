@@ -16,7 +16,6 @@ from table_sides import Side, side, values
 from torch import nn
 
 from gossipx.assembly.peer import build_peer
-from gossipx.assembly.place import Place
 from gossipx.checkpoint import CheckpointError, Store, journal
 from gossipx.peer.membership import Requests
 from gossipx.protocol.effects import Effect
@@ -24,6 +23,7 @@ from gossipx.protocol.events import Received
 from gossipx.protocol.table_effects import ApplyGradient, FillTables, KeepShard, Record
 from gossipx.runtime import shards
 from gossipx.runtime.optimizers import Optimizers
+from gossipx.runtime.place import Place
 from gossipx.runtime.progress import Progress
 from gossipx.runtime.shards import ShardKeeper
 from gossipx.server.failover.records import Journal, Records

@@ -15,7 +15,6 @@ from torch import nn
 from gossipx import policies
 from gossipx.assembly.managers import Managers
 from gossipx.assembly.peer import build_peer
-from gossipx.assembly.place import Place
 from gossipx.assembly.presets import check_without_run
 from gossipx.assembly.server import Parts
 from gossipx.checkpoint import Store
@@ -45,6 +44,7 @@ from gossipx.runtime import exit_hooks, schedule_free
 from gossipx.runtime.checkpoints import store_of
 from gossipx.runtime.optimizers import OneOrMore, Optimizers
 from gossipx.runtime.peer import Peer
+from gossipx.runtime.place import Place
 from gossipx.runtime.progress import Progress
 from gossipx.runtime.scores import Evaluate
 from gossipx.settings import files

@@ -108,7 +108,7 @@ class RealPeers:
         model = build_model(config.task.model, classes=classes, channels=spec.channels, pixels=spec.pixels)
         optimizer = optimizer_of(model, config.task)
         served = serve(config, plan.names, rank, model, [optimizer], plan.parts, ANY_NUMBER)
-        arena = build_arena(config, rank, served is not None, model)
+        arena = build_arena(config, rank, model)
         role = _role(plan, rank, number, arena.nbytes(), None if served is None else (served.settings, served.clocks))
         assert config.task.batch_size is not None
         own = self._everything.take(self._parts[rank])

@@ -10,15 +10,12 @@ from typing import Any
 
 from gossipx import policies
 from gossipx.assembly.graph import build_schedule
-from gossipx.assembly.hub import elastic_settings
-from gossipx.assembly.peer import codec_of
 from gossipx.assembly.server import Parts, settings_of
 from gossipx.assembly.server_settings import server_ranks
 from gossipx.errors import UsageError
-from gossipx.hub import ElasticSettings
+from gossipx.hub import rank_of_hub
 from gossipx.policies import Never, Observation, Random, Tau
 from gossipx.protocol.messages import WHOLE
-from gossipx.runtime.options import PeerOptions
 from gossipx.server import placement
 from gossipx.server.placement import Table
 from gossipx.server.placement.layout import Layouts
@@ -47,10 +44,9 @@ class Plan:
         config: its settings, with presets filled in.
         names: names of the peers, by rank.
         turns: the exchange schedule.
-        hub: settings of elastic SGD; None: the run has no hub.
+        hub: the rank of the hub; None: the run has none.
         times: the seconds of iterations.
         assembled: whether peers begin without announcements.
-        options: what the reporters of all peers need.
         parts: custom parts of a parameter server.
     """
 
@@ -58,10 +54,9 @@ class Plan:
     config: RunConfig
     names: Sequence[str]
     turns: Schedule
-    hub: ElasticSettings | None
+    hub: int | None
     times: StepTimes
     assembled: bool
-    options: PeerOptions
     parts: Parts
 
     @property
@@ -107,8 +102,8 @@ def plan_of(scenario: Scenario, config: RunConfig, parts: Parts) -> Plan:
             raise UsageError("announcements = false is for gossip and waves without a finish: leave it out")
         announced = True
     turns = build_schedule(config, of.peers, sites)
-    hub = elastic_settings(config, names)
-    return Plan(scenario, config, names, turns, hub, times, not announced, _options(config), parts)
+    hub = rank_of_hub(config.mode, names)
+    return Plan(scenario, config, names, turns, hub, times, not announced, parts)
 
 
 def _check_traffic(scenario: Scenario, config: RunConfig) -> None:
@@ -149,20 +144,6 @@ def _check_traffic(scenario: Scenario, config: RunConfig) -> None:
         raise UsageError('disk-full is for work = "real", which has checkpoints: leave it out')
     if scenario.churn.state == "kept" or any(fault.state == "kept" for fault in scenario.faults):
         raise UsageError('state = "kept" is for real work, which has checkpoints: leave it out')
-
-
-def _options(config: RunConfig) -> PeerOptions:
-    policy = config.decides
-    return PeerOptions(
-        name="",
-        policy=policy if isinstance(config.mode, Server) else policies.describe(policies.parse(policy)),
-        directory=None,
-        log_interval=config.run.log_interval,
-        distance_interval=config.sync.distance_interval,
-        peer_timeout=config.exchange.peer_timeout,
-        split=lambda labels: [],
-        codec=codec_of(config),
-    )
 
 
 def network_of(net: Net, peers: int, seed: int) -> Network:

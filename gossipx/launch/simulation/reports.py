@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -22,15 +21,16 @@ from gossipx.protocol.messages import Stage
 from gossipx.recorders import Recorded
 from gossipx.runtime import models
 from gossipx.runtime.captures import Retrieval
+from gossipx.runtime.place import Place
 from gossipx.runtime.progress import Progress
 from gossipx.runtime.reporting import Reporter
-from gossipx.settings.hyperparameters import hyperparameters
 from gossipx.settings.modes import Elastic, Server
 from gossipx.sim import SimPeer, World
 from gossipx.sim.base import BasePeer
 from gossipx.sim.clock import VirtualClock
 from gossipx.sim.endpoint import Endpoint
 from gossipx.sim.traffic import TrafficPeer
+from gossipx.transports import Address
 
 EXACT_DISTANCE = "sync/exact_consensus_distance"
 """Tag of Eq. 8 as it is, where ``sync/consensus_distance`` is what a peer can estimate of it."""
@@ -101,8 +101,9 @@ class SimReporter(Reporter):
         driver: Any = peer.driver if isinstance(peer, SimPeer) else _TrafficDriver(peer)  # type: ignore[arg-type]
         module = peer.module if isinstance(peer, SimPeer) else nn.Identity()
         comm: Any = _Counters(peer.endpoint)
-        options = dataclasses.replace(plan.options, name=plan.names[peer.rank])
-        super().__init__(module, driver, comm, recorder, Progress(None), options)
+        nowhere = Address("", 0)
+        place = Place(peer.rank, tuple(plan.names), (), nowhere, "", None, Progress(None), under_run=True)
+        super().__init__(module, driver, comm, recorder, plan.config, place, plan.config.decides)
         self._curves = curves
         self._peer = peer
         self._world = world
@@ -147,7 +148,7 @@ def peer_recorder(plan: Plan, directory: Path, rank: int, number: int, clock: Ca
     used = {WHOLE: True, PEERS: True, HUB: isinstance(config.mode, Elastic), SERVERS: isinstance(config.mode, Server)}
     parts = [part for part, is_used in used.items() if is_used]
     own, name = models.directory_of(directory, rank), str(config.run.name)
-    settings = hyperparameters(config, plan.size)
+    settings = config.hyperparameters(plan.size)
     try:
         return recorders.open_all(
             config.run.recorder, None, Recorded(name, plan.names[rank], rank, own, settings, parts, None, clock)
@@ -161,7 +162,7 @@ def curves_of(plan: Plan, directory: Path, clock: Callable[[], float]) -> Aggreg
     named = [part.partition(":")[0].strip() for part in plan.config.run.recorder.split("+")]
     if "tensorboard" not in named:
         return None
-    curves = Aggregate(directory, lambda: hyperparameters(plan.config, plan.size), clock=clock)
+    curves = Aggregate(directory, lambda: plan.config.hyperparameters(plan.size), clock=clock)
     curves.begin()
     return curves
 

@@ -46,6 +46,11 @@ class Place:
     job: str = ""
 
     @property
+    def name(self) -> str:
+        """This peer's name."""
+        return self.names[self.rank]
+
+    @property
     def begun(self) -> int:
         """The number of peers that begin the run."""
         return len(self.names) if self.admission is None else len(self.admission.begun)
