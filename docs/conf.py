@@ -6,8 +6,11 @@ more, and since Sphinx checks each cross-reference of the docstrings.
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import sys
 from importlib.metadata import version as installed
+from inspect import cleandoc
 from pathlib import Path
 
 import click
@@ -19,7 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from fault_marks import marked
 
-from gossipx.cli.options import RunCommand, by_heading, by_table  # of the same tree as these pages
+from gossipx import codecs  # of the same tree as these pages
+from gossipx.cli.options import RunCommand, by_heading, by_table
+from gossipx.specs.codecs import CODECS
 
 project = "gossipx"
 version = release = installed("gossipx")
@@ -124,6 +129,24 @@ def _faults(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = "\n".join(lines)
 
 
+def _codecs(app: Sphinx, page: str, source: list[str]) -> None:
+    """Put the table of codecs in place of its directive, from the declared table and the docstrings of the classes."""
+    if page != "codecs":
+        return
+    rows = ["| codec | sent | bits per value | error feedback |", "|---|---|---|---|"]
+    for name, kind in codecs.BUILT_IN.items():
+        keys = {key.name: key.default for key in dataclasses.fields(kind) if not key.kw_only}
+        shared = {key.name: key.default for key in dataclasses.fields(kind) if key.kw_only}
+        spec = name + ":" * bool(keys) + ",".join(f"{key}={value:g}" for key, value in keys.items())
+        summary, _, rest = cleandoc(kind.__doc__ or "").removeprefix(f"``{name}``: ").partition("\n\n")
+        meant = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", rest.partition("Attributes:\n")[2], re.MULTILINE)
+        scope = "For gradients only." if kind.gradients_only else "For models only." if kind.near else ""
+        text = " ".join([summary, scope, *(f"`{key}`: {what}" for key, what in meant)])
+        text = re.sub(r":\w+:`([^`]*)`|``([^`]*)``", r"`\1\2`", " ".join(text.split())).replace("|", "\\|")
+        rows.append(f"| `{spec}` | {text} | {CODECS[name].bits} | {'yes' if shared['feedback'] else 'no'} |")
+    source[0] = source[0].replace("```{codecs}\n```", "\n".join(rows))
+
+
 def _proofs(by_file: dict[str, list[str]]) -> str:
     few = 3  # more names in a cell would hide the table
     return "; ".join(
@@ -134,6 +157,7 @@ def _proofs(by_file: dict[str, list[str]]) -> str:
 
 def setup(app: Sphinx) -> None:
     app.connect("source-read", _faults)
+    app.connect("source-read", _codecs)
     app.connect("doctree-read", _words)
     app.connect("sphinx-click-process-description", _examples)
     app.connect("sphinx-click-process-epilog", _examples)

@@ -5,43 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gossipx.codecs import decode, decode_into
+from gossipx.codecs import decode, decode_into, parse
 from gossipx.codecs.base import KINDS
 from gossipx.codecs.frames import Buffer
+from gossipx.specs.codecs import CODECS
 
-SPECS = [
-    "none",
-    "fp16",
-    "bf16",
-    "int8",
-    "int8:block=64",
-    "uint8-minmax",
-    "3lc:sparsity=1",
-    "3lc:sparsity=1.75",
-    "3lc:sparsity=1,residual=0.3",
-    "stochastic3",
-    "onebit",
-    "topk:ratio=0.05",
-    "topk:ratio=0.05,sample=0.1",
-    "topk2:ratio=0.05,chunk=256",
-    "topk2:ratio=0.1,chunk=100,decay=1,small=32+zlib",
-    "randomk:ratio=0.1",
-    "threshold:value=0.5",
-    "qsgd:levels=7",
-    "qsgd:levels=4,block=0",
-    "natural",
-    "signsgd",
-    "signsgd:magnitude=1",
-    "efsignsgd",
-    "powersgd:rank=2",
-    "dgc:ratio=0.01",
-    "localsteps:k=2",
-    "3lc:sparsity=1.5+zlib",
-    "3lc:sparsity=1.5+zstd",
-    "topk:ratio=0.05,small=32+zstd",
-    "none+zlib",
-]
-NEAR = ["moniqua", "moniqua:bits=3,theta=1.0", "moniqua:bits=16,theta=0.5,small=32+zstd"]
+_EXAMPLES = [spec for row in CODECS.values() for spec in row.examples]
+SPECS = [spec for spec in _EXAMPLES if not parse(spec).near]
+NEAR = [spec for spec in _EXAMPLES if parse(spec).near]
 """Specs of the codecs that encode models only and need nearby reference values to decode."""
 
 

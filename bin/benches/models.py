@@ -45,7 +45,6 @@ CODECS: dict[str, tuple[str, ...]] = {
     "qsgd:levels=7": (),
     "stochastic3": (),
     "stochastic3, choco 0.2": ("--codec", "stochastic3", "--mixing", "choco:gamma=0.2"),
-    "natural, no references": ("--codec", "natural", "--references", "0"),
     "moniqua:bits=8,theta=0.1": ("--codec", "moniqua:bits=8,theta=0.1", "--references", "0"),
     "moniqua:bits=4,theta=0.05": ("--codec", "moniqua:bits=4,theta=0.05", "--references", "0"),
 }

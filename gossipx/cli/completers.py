@@ -18,12 +18,6 @@ from gossipx.settings.keys import Key
 Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 """A completion function, click's ``shell_complete``: from (context, parameter, typed text) to the offered items."""
 
-CODECS = (
-    *("none", "fp16", "bf16", "int8", "uint8-minmax", "3lc", "stochastic3", "onebit", "topk", "topk2", "randomk"),
-    *("threshold", "qsgd", "natural", "signsgd", "efsignsgd", "powersgd", "dgc", "localsteps", "moniqua"),
-)
-CODEC_PACKAGES = "gossipx.codecs"
-"""Entry-point group by which installed packages add codecs."""
 TOPOLOGIES = (
     *("full", "ring", "star", "grid", "torus", "hypercube", "exponential", "expander", "regular", "small-world"),
     *("erdos-renyi", "hierarchical", "bipartite"),
@@ -73,8 +67,9 @@ def _policies() -> Iterable[str]:
 
 def _codecs() -> Iterable[str]:
     from gossipx.specs import plugins
+    from gossipx.specs.codecs import CODECS, ENTRY_POINT_GROUP
 
-    return plugins.names(dict.fromkeys(CODECS, str), CODEC_PACKAGES)
+    return plugins.names(dict.fromkeys(CODECS, str), ENTRY_POINT_GROUP)
 
 
 def _recorders() -> Iterable[str]:

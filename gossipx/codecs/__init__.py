@@ -9,6 +9,7 @@ encoding error of one frame to the input of the next.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import re
 import sys
@@ -17,19 +18,13 @@ from typing import Any
 
 from gossipx import specs
 from gossipx.codecs.base import Codec, decode, decode_into, encoded_bytes
-from gossipx.codecs.chunked import TopK2
-from gossipx.codecs.feedback import ErrorFeedback, LocalSteps
+from gossipx.codecs.feedback import ErrorFeedback
 from gossipx.codecs.frames import SQUEEZERS, Tensors, zstandard
-from gossipx.codecs.levels import QSGD, BFloat16, Float16, Int8, Natural, UInt8MinMax
-from gossipx.codecs.lowrank import PowerSGD
-from gossipx.codecs.modulo import Moniqua
 from gossipx.codecs.per_tensor import NoCodec, PerTensor
-from gossipx.codecs.signs import EFSignSGD, OneBit, SignSGD
-from gossipx.codecs.sparse import DGC, RandomK, Threshold, TopK
 from gossipx.codecs.state import Plan, State
-from gossipx.codecs.ternary import Stochastic3, ThreeLC
 from gossipx.errors import UsageError, how_to_install
 from gossipx.specs import plugins
+from gossipx.specs.codecs import CODECS, ENTRY_POINT_GROUP, RETIRED_CODECS, retired
 
 __all__ = [
     "BUILT_IN",
@@ -52,29 +47,15 @@ __all__ = [
     "parse",
 ]
 
-BUILT_IN: dict[str, Callable[..., Codec]] = {
-    "none": NoCodec,
-    "fp16": Float16,
-    "bf16": BFloat16,
-    "int8": Int8,
-    "uint8-minmax": UInt8MinMax,
-    "3lc": ThreeLC,
-    "stochastic3": Stochastic3,
-    "onebit": OneBit,
-    "topk": TopK,
-    "topk2": TopK2,
-    "randomk": RandomK,
-    "threshold": Threshold,
-    "qsgd": QSGD,
-    "natural": Natural,
-    "signsgd": SignSGD,
-    "efsignsgd": EFSignSGD,
-    "powersgd": PowerSGD,
-    "dgc": DGC,
-    "localsteps": LocalSteps,
-    "moniqua": Moniqua,
-}
-ENTRY_POINT_GROUP = "gossipx.codecs"
+
+def _kind(place: str) -> type[Codec]:
+    """Import the class that a row of the table names, ``module.Class``."""
+    module, _, name = place.partition(".")
+    kind: type[Codec] = getattr(importlib.import_module(f"gossipx.codecs.{module}"), name)
+    return kind
+
+
+BUILT_IN = {name: _kind(row.kind) for name, row in CODECS.items()}
 
 
 def parse(spec: str | Codec) -> Codec:
@@ -90,6 +71,8 @@ def parse(spec: str | Codec) -> Codec:
     if isinstance(spec, Codec):
         return spec
     plain, *after = re.split(r"\+(?=\s*[A-Za-z])", spec, maxsplit=1)  # does not split at the + of 1e+20
+    if (name := plain.partition(":")[0].strip()) in RETIRED_CODECS:
+        raise UsageError(retired(name))
     codec = plugins.build(plain, BUILT_IN, ENTRY_POINT_GROUP, "codec")
     if not isinstance(codec, Codec):
         raise UsageError(f"codec '{spec}': its entry point returns a {type(codec).__name__}, not a codec")
@@ -116,8 +99,7 @@ def alone(near: bool = True) -> list[str]:
     Args:
         near: include codecs that need a nearby model to decode against.
     """
-    kinds = {name: kind for name, kind in BUILT_IN.items() if isinstance(kind, type) and issubclass(kind, Codec)}
-    return [name for name, kind in kinds.items() if kind is not NoCodec and kind.alone and (near or not kind.near)]
+    return [name for name, kind in BUILT_IN.items() if kind is not NoCodec and kind.alone and (near or not kind.near)]
 
 
 def names() -> dict[str, Callable[..., Any]]:
@@ -133,6 +115,6 @@ def compilations() -> int:
 
 def describe(codec: Codec) -> str:
     """Return the spec of a codec; a codec that is not built in appears under its class name."""
-    known: dict[object, str] = {kind: name for name, kind in BUILT_IN.items()}
+    known: dict[type[Codec], str] = {kind: name for name, kind in BUILT_IN.items()}
     plain = specs.text(dataclasses.replace(codec, squeezed=""), known.get(type(codec), type(codec).__name__))
     return f"{plain}+{codec.squeezed}" if codec.squeezed else plain

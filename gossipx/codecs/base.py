@@ -40,6 +40,7 @@ from gossipx.codecs.packing import as_bytes
 from gossipx.codecs.state import Plan, State
 from gossipx.errors import ProtocolError, UsageError
 from gossipx.specs import NOT_A_KEY
+from gossipx.specs.codecs import RETIRED_NUMBERS, retired
 
 KINDS: dict[int, type[Codec]] = {}
 """All codec classes, by the number that identifies them in frames."""
@@ -75,6 +76,8 @@ class Codec(abc.ABC):
         number = cls.__dict__.get("number")
         if number is None:
             return
+        if number in RETIRED_NUMBERS:
+            raise ValueError(f"codec number {number} was that of '{RETIRED_NUMBERS[number]}' and is not given again")
         known = KINDS.setdefault(number, cls)
         if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(f"codec number {number} is already taken by {known.__qualname__}")
@@ -150,22 +153,6 @@ class Codec(abc.ABC):
         seal(frame)
         state.frames += 1
         return frame.data, state
-
-    def decode(self, frame: Buffer, limit: int = LIMIT) -> Tensor:
-        """Decode a frame of any codec, see :func:`decode`."""
-        return decode(frame, limit)
-
-    def decode_into(
-        self,
-        frame: Buffer,
-        out: Tensor,
-        *,
-        add: bool = False,
-        tensors: Tensors | None = None,
-        near: Tensor | None = None,
-    ) -> None:
-        """Decode a frame of any codec in place, see :func:`decode_into`."""
-        decode_into(frame, out, add=add, tensors=tensors, near=near)
 
     def _begin(self, state: State, device: torch.device) -> None:  # noqa: B027 (most codecs are stateless)
         """Add the codec's own vectors to a new state."""
@@ -356,6 +343,8 @@ def _put_plain(vector: Tensor, error: Tensor | None, tensors: Tensors, index: in
 
 def _kind(opened: OpenedFrame) -> type[Codec]:
     kind = KINDS.get(opened.codec)
+    if opened.codec in RETIRED_NUMBERS:
+        raise ProtocolError(f"a codec's frame is of an earlier version: {retired(RETIRED_NUMBERS[opened.codec])}")
     if kind is None:
         raise ProtocolError(f"a codec's frame has codec number {opened.codec}, which this peer does not know")
     return kind

@@ -14,8 +14,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from gossipx.codecs.base import Codec, decode, decode_into, device_of
-from gossipx.codecs.frames import LIMIT, Array, Buffer, Tensors
+from gossipx.codecs.base import Codec, device_of
+from gossipx.codecs.frames import Array, Tensors
 from gossipx.codecs.per_tensor import PerTensor, floats
 from gossipx.codecs.state import State
 from gossipx.errors import ProtocolError
@@ -55,22 +55,6 @@ class ErrorFeedback:
     def encode(self, tensor: Tensor, state: State, out: Array | None = None) -> tuple[memoryview, State]:
         """Encode the sum of the tensor and the accumulated error, see :meth:`Codec.encode`."""
         return self.codec.encode(tensor, state, out, left=state.kept[ERROR])
-
-    def decode(self, frame: Buffer, limit: int = LIMIT) -> Tensor:
-        """Decode a frame of any codec, see :func:`gossipx.codecs.decode`."""
-        return decode(frame, limit)
-
-    def decode_into(
-        self,
-        frame: Buffer,
-        out: Tensor,
-        *,
-        add: bool = False,
-        tensors: Tensors | None = None,
-        near: Tensor | None = None,
-    ) -> None:
-        """Decode a frame of any codec in place, see :func:`gossipx.codecs.decode_into`."""
-        decode_into(frame, out, add=add, tensors=tensors, near=near)
 
 
 def rescale(error: Tensor, ratio: float) -> None:

@@ -16,7 +16,7 @@ from gossipx.codecs import packing
 from gossipx.codecs.base import Codec
 from gossipx.codecs.frames import Array, OpenedFrame, unpack_numbers
 from gossipx.codecs.packing import as_bytes
-from gossipx.codecs.per_tensor import PerTensor, fitted, floats, scale_of, uniform
+from gossipx.codecs.per_tensor import PerTensor, fitted, floats, uniform
 from gossipx.codecs.state import Plan, State
 from gossipx.errors import ProtocolError
 
@@ -139,38 +139,6 @@ class Int8(Codec):
 
 @final
 @dataclass(frozen=True)
-class UInt8MinMax(PerTensor):
-    """``uint8-minmax``: 256 levels from the smallest value to the largest.
-
-    Frame layout per tensor: these two values, and a byte per value.
-    """
-
-    number: ClassVar[int] = 6
-    alone: ClassVar[bool] = True
-
-    def _most(self, count: int, shape: tuple[int, ...]) -> int:
-        return 8 + count
-
-    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
-        low, high = values.aminmax()
-        step = (high.double() - low.double()) / 255  # the largest possible range overflows float32
-        levels = torch.zeros_like(values, dtype=torch.uint8)
-        if float(step):
-            levels = ((values.double() - low.double()) / step).round().to(torch.uint8)
-        return torch.stack((low, high)), levels
-
-    @classmethod
-    def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
-        low, high = scale_of(data), scale_of(data, 4)
-        _check_size(data, 8 + count, count)
-        if low > high:
-            raise ProtocolError(f"a tensor of a codec's frame has the minimum {low} and the maximum {high}")
-        levels = torch.from_numpy(data[8:].copy()).to(device)
-        return (low + levels.double() * ((high - low) / 255)).float().clamp(low, high)
-
-
-@final
-@dataclass(frozen=True)
 class QSGD(PerTensor):
     """``qsgd``: |x| / ‖x‖₂ rounded at random to one of the two nearest of s levels: unbiased (QSGD, Eq. 1).
 
@@ -223,43 +191,6 @@ class QSGD(PerTensor):
         signed = (packed >> 1) * (1 - 2 * (packed & 1))
         values: Tensor = in_blocks(signed, block) * (norms / levels)[:, None]
         return values.view(-1)[:count]
-
-
-@final
-@dataclass(frozen=True)
-class Natural(PerTensor):
-    """``natural``: sign and exponent; rounded at random to one of the two nearest powers of two, unbiased.
-
-    From Natural compression (Horváth et al.). Values are not rounded beyond 2^127.
-
-    Frame layout per tensor: the signs, one bit each, and the exponents, one byte each.
-    """
-
-    feedback: bool = field(default=False, kw_only=True)
-    number: ClassVar[int] = 8
-    alone: ClassVar[bool] = True
-
-    def _most(self, count: int, shape: tuple[int, ...]) -> int:
-        return packing.bits_bytes(count, 1) + count
-
-    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
-        generator = state.draws(values.device, index)
-        drawn = torch.randint(2**23, (len(values),), generator=generator, device=values.device)
-        # The mantissa is the fraction of the way to the next power: adding a uniform number carries with that chance.
-        carried = (values.contiguous().view(torch.int32).to(torch.int64) & 0x7FFFFFFF) + drawn
-        exponents = (carried >> 23).clamp(max=254).to(torch.uint8)
-        return packing.pack_bits((values < 0).to(torch.int64), 1), exponents
-
-    @classmethod
-    def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
-        signs = packing.bits_bytes(count, 1)
-        _check_size(data, signs + count, count)
-        exponents = torch.from_numpy(data[signs:].copy()).to(device)
-        if bool((exponents == 255).any()):
-            raise ProtocolError("a tensor of a codec's frame has the exponent of Inf or NaN")
-        negative = packing.unpack_bits(torch.from_numpy(data[:signs].copy()).to(device), count, 1)
-        magnitude = (exponents.to(torch.int32) << 23).view(torch.float32)
-        return torch.where(negative.bool(), -magnitude, magnitude)
 
 
 def blocks_of(count: int, block: int) -> int:

@@ -65,28 +65,6 @@ def largest(
 
 
 @loop
-def reaching(
-    x: Array,
-    error: Array | None,
-    starts: Array,
-    counts: Array,
-    threshold: Any,
-    workspace: Any,
-    out: Array,
-    end: int,
-    sizes: Array,
-) -> int:
-    """Encode the values of each tensor whose magnitude reaches ``threshold`` (bits as int32); return the new end."""
-    for index in range(len(starts)):
-        start, count = starts[index], counts[index]
-        if count and magnitude_of(peak(x, error, start, count)) < _INFINITY:
-            begin = end
-            end = _send(x, error, start, count, threshold, count, workspace, out, end)
-            sizes[index] = end - begin
-    return end
-
-
-@loop
 def _sample(x: Array, error: Array | None, start: int, count: int, key: Any, sample: Array) -> None:
     """Fill ``sample`` with one value from each of as many equal parts, at positions of a golden-ratio sequence."""
     first = (key ^ (key >> np.uint64(31))) * _GOLDEN

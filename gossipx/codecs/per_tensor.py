@@ -117,7 +117,7 @@ class PerTensor(Codec):
 @final
 @dataclass(frozen=True)
 class NoCodec(PerTensor):
-    """``none``: sends every tensor unencoded (plain), in its own dtype; so the methods that encode are never used."""
+    """``none``: every tensor unencoded, in its own dtype; so the methods that encode are never used."""
 
     feedback: bool = field(default=False, kw_only=True)
     number: ClassVar[int] = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import math
 import struct
 from collections.abc import Sequence
@@ -90,28 +89,9 @@ class _Sparse(PerTensor):
                 to.add_(values) if add else to.copy_(values)
 
 
-class _Selected(_Sparse):
-    """Base class of codecs that choose values by magnitude, in host memory by compiled loops."""
-
-    def _begin(self, state: State, device: torch.device) -> None:
-        if device.type == "cpu":
-            compiled()
-
-    def _encode(
-        self, x: Tensor, error: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
-    ) -> int:
-        if not x.is_cpu:
-            return super()._encode(x, error, state, plan, frame, end, sizes)
-        return self._encode_on_host(x.numpy(), None if error is None else error.numpy(), state, plan, frame, end, sizes)
-
-    @abc.abstractmethod
-    def _encode_on_host(self, x: Array, error: Array | None, state: State, plan: Plan, *to: Any) -> int:
-        """Encode tensors in host memory, see :meth:`_encode`; ``to`` are its last three arguments."""
-
-
 @final
 @dataclass(frozen=True)
-class TopK(_Selected):
+class TopK(_Sparse):
     """``topk``: the values of the largest magnitude (3LC, section 4.2, "sparsification").
 
     Attributes:
@@ -131,15 +111,26 @@ class TopK(_Selected):
         if not 0 <= self.sample <= 1:
             raise ValueError("sample is a fraction of the values, from 0 to 1")
 
-    def _encode_on_host(self, x: Array, error: Array | None, state: State, plan: Plan, *to: Any) -> int:
+    def _begin(self, state: State, device: torch.device) -> None:
+        if device.type == "cpu":
+            compiled()
+
+    def _encode(
+        self, x: Tensor, error: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
+    ) -> int:
+        if not x.is_cpu:
+            return super()._encode(x, error, state, plan, frame, end, sizes)
         counts, sampled = plan.counts, plan.counts
         if self.sample:
             drawn = np.maximum(_SAMPLE, np.rint(self.sample * counts)).astype(np.int64)
             sampled = np.where(counts > _SAMPLING_GAIN * drawn, drawn, counts)
         wanted = np.clip(np.rint(self.ratio * sampled), 1, np.maximum(sampled, 1)).astype(np.int64)
         key = np.uint64(state.draws(torch.device("cpu")).initial_seed())
-        workspace = _workspace(plan, sampled)
-        return int(compiled().largest(x, error, plan.starts, counts, wanted, sampled, key, workspace, *to))
+        if plan.workspace is None:
+            plan.workspace = compiled().allocate_workspace(counts, sampled)
+        host = x.numpy(), None if error is None else error.numpy()
+        selection = plan.starts, counts, wanted, sampled, key
+        return int(compiled().largest(*host, *selection, plan.workspace, frame, end, sizes))
 
     def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
         if not self.sample:
@@ -147,33 +138,6 @@ class TopK(_Selected):
             return self._encode_at(values, values.abs().topk(wanted, sorted=False).indices.sort().values)
         threshold = sampled_threshold(values, self.ratio, self.sample, state.draws(values.device, index))
         return self._encode_at(values, (values.abs() >= threshold).nonzero().view(-1))
-
-
-@final
-@dataclass(frozen=True)
-class Threshold(_Selected):
-    """``threshold``: the values above a fixed magnitude.
-
-    Attributes:
-        value: the magnitude that a sent value exceeds, in the units of the tensor.
-    """
-
-    value: float
-    number: ClassVar[int] = 13
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (self.value >= 0 and math.isfinite(self.value)):
-            raise ValueError("value is a magnitude, a finite number of at least 0")
-
-    def _encode_on_host(self, x: Array, error: Array | None, state: State, plan: Plan, *to: Any) -> int:
-        with np.errstate(over="ignore"):
-            threshold = np.nextafter(np.float32(self.value), np.float32(math.inf)).view(np.int32)
-        workspace = _workspace(plan, plan.counts)
-        return int(compiled().reaching(x, error, plan.starts, plan.counts, threshold, workspace, *to))
-
-    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
-        return self._encode_at(values, (values.abs() > self.value).nonzero().view(-1))
 
 
 @final
@@ -284,13 +248,6 @@ def compiled() -> Any:
     from gossipx.codecs import loops_sparse
 
     return loops_sparse
-
-
-def _workspace(plan: Plan, sampled: Array) -> Any:
-    """Return the work space of the loops, allocated with the first frame."""
-    if plan.workspace is None:
-        plan.workspace = compiled().allocate_workspace(plan.counts, sampled)
-    return plan.workspace
 
 
 def sampled_threshold(values: Tensor, ratio: float, sample: float, draws: torch.Generator) -> float:

@@ -58,7 +58,7 @@ def test_a_tensor_that_is_too_far_keeps_all_of_a_frame_out(spec: str) -> None:
     assert bool(((near - vector).abs() < 0.2).all())
 
 
-@pytest.mark.parametrize("spec", [*SPECS, *NEAR, "threshold:value=1e20", "threshold:1e+20+zlib", "dgc:clip=1e300"])
+@pytest.mark.parametrize("spec", [*SPECS, *NEAR, "dgc:clip=1e300", "dgc:clip=1e+20+zlib"])
 def test_spec_reads_as_it_was_given(spec: str) -> None:
     codec = codecs.parse(spec)
     assert codecs.parse(codecs.describe(codec)) == codec

@@ -38,7 +38,7 @@ from gossipx.errors import UsageError
 refused, wrong, x = {}, [], torch.linspace(-1, 1, 64)
 for name in codecs.BUILT_IN:
     try:
-        codec = codecs.parse({"threshold": "threshold:0.1", "localsteps": "localsteps:1"}.get(name, name))
+        codec = codecs.parse({"localsteps": "localsteps:1"}.get(name, name))
     except UsageError as error:
         refused[name] = str(error)
         continue
@@ -71,7 +71,7 @@ def test_compiled_codecs_are_refused_and_the_others_work(two: Folder, tmp_path: 
     assert ended.code == 0, ended.shown
     refused, wrong = json.loads(ended.output)
     assert wrong == []
-    needs = {name for name, kind in BUILT_IN.items() if getattr(kind, "needs_numba", False)}
+    needs = {name for name, kind in BUILT_IN.items() if kind.needs_numba}
     assert set(refused) == {*needs, "compress"} and {"3lc", "int8", "topk"} <= needs
     assert refused.pop("int8") == WANTED
     assert all("pip install '.[codecs]'" in line and "\n" not in line for line in refused.values())

@@ -11,8 +11,8 @@ import pytest
 from gossipx import codecs
 from runs import folder, one_line
 
-GIVEN = {"threshold": "threshold:value=0.001", "moniqua": "moniqua:theta=0.5"}
-"""Specs of codecs that need parameters, or parameters that suit models as different as these."""
+GIVEN = {"moniqua": "moniqua:theta=0.5"}
+"""Specs with parameters that suit models as different as these."""
 CODECS = [GIVEN.get(name, name) for name in codecs.BUILT_IN if name != "none"]
 WAYS = ("gossip", "hub", "server")
 BRIEF = ("--iterations", "40", "--eval-interval", "0")

@@ -1,8 +1,7 @@
 """Codecs other than 3LC, compared with direct implementations of their papers.
 
-QSGD (Alistarh et al., 2017), natural compression (Horváth et al., 2019), PowerSGD (Vogels et al., 2019), Deep Gradient
-Compression (Lin et al., 2018), 1-bit SGD (Seide et al., 2014), signSGD (Bernstein et al., 2018), EF-signSGD
-(Karimireddy et al., 2019).
+QSGD (Alistarh et al., 2017), PowerSGD (Vogels et al., 2019), Deep Gradient Compression (Lin et al., 2018), 1-bit SGD
+(Seide et al., 2014), signSGD (Bernstein et al., 2018), EF-signSGD (Karimireddy et al., 2019).
 """
 
 from __future__ import annotations
@@ -49,19 +48,6 @@ def test_qsgd_rounds_to_a_level_by_chance(levels: int, block: int) -> None:
     variance = (made - x.double()).square().sum(1).mean()
     size = block or 128
     assert float(variance) <= min(size / levels**2, size**0.5 / levels) * float(x.double().square().sum())
-
-
-def test_natural_rounds_to_a_power_of_two_by_chance() -> None:
-    """Natural compression, Definition 1 and Theorem 4: the nearer of two powers is more likely; ω = 1/8."""
-    x = normal(200)
-    made = torch.stack(decoded("natural", x, DRAWS)).double()
-    low = 2.0 ** x.double().abs().log2().floor()
-    assert bool(((made.abs() == low) | (made.abs() == 2 * low)).all())
-    assert bool((made.sign() == x.sign()).all())
-    chance = x.double().abs() / low - 1  # probability of the larger power
-    spread = (chance * (1 - chance)).sqrt() * low / DRAWS**0.5
-    assert bool(((made.mean(0) - x).abs() <= 5 * spread + 1e-9).all())
-    assert float((made - x.double()).square().sum(1).mean()) <= float(x.double().square().sum()) / 8
 
 
 def test_powersgd_goes_on_from_its_last_q() -> None:

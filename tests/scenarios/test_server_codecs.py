@@ -58,7 +58,7 @@ def test_every_codec_both_ways_under_bsp(spec: str) -> None:
     made = run(push_codec=spec, pull_codec=pulled(spec))
     assert served.clocks(made) == {0: served.ITERATIONS, 1: served.ITERATIONS}
     assert torch.equal(models(made), models(made)[0].expand(3, -1))
-    if spec in ("none", "fp16", "bf16", "int8", "3lc:sparsity=1,residual=0.3", "uint8-minmax"):
+    if spec in ("none", "fp16", "bf16", "int8", "3lc:sparsity=1,residual=0.3"):
         assert loss(made) < 1.1 * loss(run())
 
 
@@ -66,7 +66,8 @@ def test_every_codec_both_ways_under_bsp(spec: str) -> None:
 def test_random_codecs_train_as_well() -> None:
     """A single run may differ by a fifth."""
     losses = [
-        [loss(run(seed=seed, push_codec=spec, pull_codec=spec)) for seed in range(8)] for spec in ("natural", "none")
+        [loss(run(seed=seed, push_codec=spec, pull_codec=spec)) for seed in range(8)]
+        for spec in ("qsgd:levels=127", "none")
     ]
     assert sum(losses[0]) < 1.1 * sum(losses[1])
 

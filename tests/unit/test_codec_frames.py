@@ -206,6 +206,7 @@ def test_every_bit_is_covered_by_the_checksum() -> None:
     [
         (0, 0x50, "not a codec's frame"),
         (2, 2, "has version 2, this peer reads version 1"),
+        (3, 8, "is of an earlier version: codec 'natural' has been retired: use int8 or qsgd"),
         (3, 250, "has codec number 250, which this peer does not know"),
         (4, 99, "a dtype or flags that this version does not know"),
         (5, 0x80, "a dtype or flags that this version does not know"),

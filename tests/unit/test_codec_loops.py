@@ -15,7 +15,7 @@ from numba.core import caching
 from gossipx import codecs
 from gossipx.codecs import ErrorFeedback, Tensors, decode, decode_into, encoded_bytes, loops
 from gossipx.codecs.per_tensor import PerTensor
-from gossipx.codecs.sparse import DGC, Threshold, TopK
+from gossipx.codecs.sparse import DGC, TopK
 
 COUNTS = [1, 2, 7, 8, 9, 0, 64, 1025, 4096, 4097, 20_000]
 
@@ -53,9 +53,9 @@ def test_a_sampled_threshold_sends_about_as_many_of_real_gradients(model: str) -
     assert 0.04 < np.mean(sent) < 0.06
 
 
-@pytest.mark.parametrize("codec", [Threshold(0.5), Threshold(2.5), Threshold(9.0), TopK(0.3), TopK(0.001), TopK(1.0)])
+@pytest.mark.parametrize("codec", [TopK(0.3), TopK(0.01), TopK(0.001), TopK(1.0)])
 @pytest.mark.parametrize("fed", [False, True])
-def test_frames_are_those_of_torch(codec: Threshold | TopK, fed: bool) -> None:
+def test_frames_are_those_of_torch(codec: TopK, fed: bool) -> None:
     """Bit masks and packed indices, tensors of odd lengths, with and without an error."""
     x, left = normal(sum(COUNTS)), normal(sum(COUNTS), seed=1)
     wanted = x + left if fed else x

@@ -60,6 +60,11 @@ def test_two_codecs_of_one_number_are_refused() -> None:
         class Other(PerTensor):
             number: ClassVar[int] = 3
 
+    with pytest.raises(ValueError, match="codec number 13 was that of 'threshold' and is not given again"):
+
+        class Another(PerTensor):
+            number: ClassVar[int] = 13
+
 
 @pytest.mark.parametrize(
     ("spec", "told"),
@@ -72,8 +77,8 @@ def test_two_codecs_of_one_number_are_refused() -> None:
         ("int8:block=-1", "block counts values"),
         ("topk:ratio=0", "ratio is a fraction of the values"),
         ("topk:sample=2", "sample is a fraction of the values"),
-        ("threshold", "a value is missing"),
-        ("threshold:-1", "value is a magnitude"),
+        ("threshold:0.5", "codec 'threshold' has been retired: use topk"),
+        ("natural+zlib", "codec 'natural' has been retired: use int8 or qsgd"),
         ("qsgd:levels=0", "levels are from 1 to 65535"),
         ("signsgd:magnitude=-1", "magnitude must be a finite number"),
         ("powersgd:rank=0", "rank must be from 1 to 65535"),

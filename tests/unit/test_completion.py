@@ -15,7 +15,6 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from gossipx import codecs
 from gossipx.cli import completers, main
 from gossipx.cli.completion import SHELLS, VARIABLE
 from gossipx.settings import files as config_files
@@ -114,7 +113,6 @@ def test_a_key_press_loads_nothing_large(place: Path, line: str) -> None:
 
 def test_names_match_the_tables() -> None:
     """They are repeated so that completion does not import torch."""
-    assert tuple(codecs.BUILT_IN) == completers.CODECS and completers.CODEC_PACKAGES == codecs.ENTRY_POINT_GROUP
     assert tuple(GENERATORS) == completers.TOPOLOGIES and tuple(SCHEDULES) == completers.SCHEDULES
     assert tuple(partition.PARTITIONS) == completers.PARTITIONS
     assert tuple(UNTRAINED) == completers.UNTRAINED

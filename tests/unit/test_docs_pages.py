@@ -12,7 +12,7 @@ import click
 import pytest
 from pages import HOUSE, LANGUAGES, PAGES, examples
 
-from gossipx import codecs, policies
+from gossipx import policies
 from gossipx.cli import main
 from gossipx.server.placement import BUILT_IN
 from gossipx.server.sync_models.models import SYNC_MODELS
@@ -50,9 +50,7 @@ def test_every_sync_model_is_named_with_all_of_its_keys(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("page", "name"),
-    [("placement.md", name) for name in BUILT_IN]
-    + [("policies.md", name) for name in policies.BUILT_IN]
-    + [("codecs.md", name) for name in codecs.BUILT_IN],
+    [("placement.md", name) for name in BUILT_IN] + [("policies.md", name) for name in policies.BUILT_IN],
 )
 def test_every_spec_has_its_row(page: str, name: str) -> None:
     rows = re.findall(r"^\| `.*?\|", text_of([page]), re.MULTILINE)
