@@ -17,11 +17,18 @@ from collections.abc import Callable
 from typing import Any
 
 from gossipx import specs
-from gossipx.codecs.base import Codec, decode, decode_into, encoded_bytes
-from gossipx.codecs.feedback import ErrorFeedback
+from gossipx.codecs.base import (
+    Codec,
+    ErrorFeedback,
+    NoCodec,
+    PerTensor,
+    Plan,
+    State,
+    decode,
+    decode_into,
+    encoded_bytes,
+)
 from gossipx.codecs.frames import SQUEEZERS, Tensors, zstandard
-from gossipx.codecs.per_tensor import NoCodec, PerTensor
-from gossipx.codecs.state import Plan, State
 from gossipx.errors import UsageError, how_to_install
 from gossipx.specs import plugins
 from gossipx.specs.codecs import CODECS, ENTRY_POINT_GROUP, RETIRED_CODECS, retired

@@ -1,22 +1,28 @@
-"""The base class of codecs: immutable values that encode tensors into frames, with explicit, plain state.
+"""The base classes of codecs: immutable values that encode tensors into frames, with explicit, plain state.
 
-The interface is ``init(tensor) -> state``, ``encode(tensor, state) -> (frame, state)``, ``decode(frame) -> tensor`` and
-``decode_into(frame, out)``, which overwrites or adds. Frames are self-describing, so decoding needs no state. Some
-codecs send values modulo a range. Their decoder needs reference values near the encoded ones, such as the receiver's
-own model; ``decode_into`` takes these as ``near``.
+The interface is ``init(tensor) -> state`` and ``encode(tensor, state) -> (frame, state)``. The functions
+``decode(frame)`` and ``decode_into(frame, out)``, which overwrites or adds, decode frames of every codec. Frames are
+self-describing, so decoding needs no state. Some codecs send values modulo a range. Their decoder needs reference
+values near the encoded ones, such as the receiver's own model; ``decode_into`` takes these as ``near``.
 Codecs work on float32 values; other floating-point types are converted to float32 and back.
 
 A tensor with a non-finite value, or whose scale overflows, has no encoding. It decodes to NaN everywhere, so the
 receiver notices the fault as it would without a codec. Its accumulated error stays unchanged.
+
+:class:`PerTensor` encodes one tensor at a time with torch. The other codecs, such as ``3lc``, encode all tensors of a
+vector in one compiled loop, which is faster on a CPU. :class:`ErrorFeedback` adds the encoding error of one frame to
+the input of the next (3LC, section 3.1, "error accumulation"), so that no part of a gradient is lost, only delayed.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from itertools import pairwise
+from typing import Any, ClassVar, final
 
 import numpy as np
 import torch
@@ -34,13 +40,63 @@ from gossipx.codecs.frames import (
     open_frame,
     seal,
     squeeze,
+    unpack_numbers,
     width,
 )
 from gossipx.codecs.packing import as_bytes
-from gossipx.codecs.state import Plan, State
 from gossipx.errors import ProtocolError, UsageError
 from gossipx.specs import NOT_A_KEY
 from gossipx.specs.codecs import RETIRED_NUMBERS, retired
+
+
+@dataclass
+class Plan:
+    """Everything that all frames of a state have in common, computed once.
+
+    Attributes:
+        codec: the codec that encodes them.
+        contents: the tensors in a frame.
+        head: header and shapes of a frame.
+        max_bytes: size of the longest possible frame.
+        size_width: bytes per number in the table of sizes.
+        starts, counts, shapes: first index in the vector, number of elements and shape of each encoded tensor.
+        workspace: memory of the compiled loops, for codecs that need it.
+    """
+
+    codec: Any
+    contents: Contents
+    head: bytes
+    max_bytes: int
+    size_width: int
+    starts: Array
+    counts: Array
+    shapes: list[tuple[int, ...]]
+    workspace: Any = None
+
+
+@dataclass
+class State:
+    """A codec's state for one direction of a link. ``encode`` updates it in place and returns it.
+
+    Attributes:
+        tensors: layout of the tensors to encode.
+        seed: seeds the random draws; together with the frame number it makes them reproducible.
+        frames: number of frames encoded so far.
+        kept: the codec's own vectors by name, such as the accumulated error; with ``frames``, all that a checkpoint
+            needs.
+    """
+
+    tensors: Tensors
+    seed: int = 0
+    frames: int = 0
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    plan: Plan | None = field(default=None, repr=False, compare=False)  # derived from the above, on demand
+
+    def draws(self, device: torch.device, index: int = 0) -> torch.Generator:
+        """Return a random generator for one tensor of the current frame, by its index."""
+        seeds = np.random.SeedSequence((self.seed, self.frames, index)).generate_state(1, np.uint64)
+        return torch.Generator(device).manual_seed(int(seeds[0] >> np.uint64(1)))
+
 
 KINDS: dict[int, type[Codec]] = {}
 """All codec classes, by the number that identifies them in frames."""
@@ -375,3 +431,227 @@ def _decode(opened: OpenedFrame, read: Any, out: Tensor, starts: Array, add: boo
 
 def _put(values: Tensor, to: Tensor, add: bool) -> None:
     to.add_(values.to(to.device)) if add else to.copy_(values)
+
+
+class PerTensor(Codec):
+    """A codec that encodes one tensor at a time, on any device; most custom codecs derive from it.
+
+    A subclass defines ``_bytes``, which encodes a tensor, ``_values``, which decodes it, and ``_most``, which bounds
+    the size of the encoding. A codec whose decoder needs reference values, such as the receiver's own model, overrides
+    ``_values_near``, too. This class does the rest: error feedback, frames and checks; see
+    :class:`gossipx.codecs.base.Codec`.
+    """
+
+    @abc.abstractmethod
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
+        """Encode one tensor.
+
+        Args:
+            values: the tensor as a vector of at least one value, all finite, with the accumulated error added.
+            shape: the tensor's shape.
+            state: the codec's state, with what it has kept from earlier frames.
+            index: index of the tensor among those that are encoded.
+
+        Returns:
+            The parts of the encoding, in order; none if an intermediate result is not finite.
+        """
+
+    @classmethod
+    @abc.abstractmethod
+    def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
+        """Decode one tensor of ``count`` elements to a float32 vector on ``device``.
+
+        Raises:
+            ProtocolError: the data is malformed.
+        """
+
+    @classmethod
+    def _values_near(cls, data: Array, shape: tuple[int, ...], reference: Tensor) -> Tensor:
+        """Decode one tensor with the help of reference values, to a float32 vector on their device.
+
+        Args:
+            reference: values that the receiver knows to be close to the encoded ones; most codecs ignore them.
+
+        Raises:
+            ProtocolError: the data is malformed.
+            TooFarError: the reference values are too far away.
+        """
+        return cls._values(data, shape, len(reference), reference.device)
+
+    def _wanted(self, values: Tensor, error: Tensor) -> Tensor:
+        """Return the values to encode, given the accumulated error of earlier frames."""
+        return values + error
+
+    def _encode(
+        self, x: Tensor, error: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
+    ) -> int:
+        for index, (start, count) in enumerate(zip(plan.starts.tolist(), plan.counts.tolist(), strict=True)):
+            values = x[start : start + count]
+            if error is not None:
+                values = self._wanted(values, error[start : start + count])
+            if not count or not bool(torch.isfinite(values).all()):
+                continue
+            begin = end
+            for part in self._bytes(values, plan.shapes[index], state, index):
+                data = np.frombuffer(part, np.uint8) if isinstance(part, bytes) else as_bytes(part)
+                frame[end : end + len(data)] = data
+                end += len(data)
+            sizes[index] = end - begin
+            if error is not None and end > begin:
+                decoded = self._values_near(frame[begin:end], plan.shapes[index], values)
+                torch.sub(values, decoded, out=error[start : start + count])
+        return end
+
+    @classmethod
+    def _read(cls, opened: OpenedFrame, references: Sequence[Tensor] | None) -> list[Tensor | None]:
+        contents = opened.contents
+        read: list[Tensor | None] = []
+        for index, (begin, end) in enumerate(pairwise(opened.offsets.tolist())):
+            data, shape = opened.body[begin:end], contents.tensors.shapes[contents.encoded[index]]
+            if begin == end:
+                read.append(None)
+            elif references is None:
+                read.append(cls._values(data, shape, int(contents.counts[index]), torch.device("cpu")))
+            else:
+                read.append(cls._values_near(data, shape, references[index]))
+        return read
+
+    @classmethod
+    def _write(cls, opened: OpenedFrame, read: list[Tensor | None], out: Tensor, starts: Array, add: bool) -> None:
+        for values, start in zip(read, starts.tolist(), strict=True):
+            if values is not None:
+                to = out[start : start + len(values)]
+                to.add_(values) if add else to.copy_(values)
+
+
+@final
+@dataclass(frozen=True)
+class NoCodec(PerTensor):
+    """``none``: every tensor unencoded, in its own dtype; so the methods that encode are never used."""
+
+    feedback: bool = field(default=False, kw_only=True)
+    number: ClassVar[int] = 0
+    alone: ClassVar[bool] = True
+
+    def _plain(self, tensors: Tensors) -> tuple[bool, ...]:
+        return (True,) * len(tensors.shapes)
+
+    def _most(self, count: int, shape: tuple[int, ...]) -> int:
+        return 0
+
+    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
+        return ()  # never called: all tensors are plain
+
+    @classmethod
+    def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
+        raise ProtocolError("a codec's frame of codec 'none' has an encoded tensor")
+
+
+def fitted(values: Tensor, integers: Tensor) -> Tensor:
+    """Return the scale s that minimizes ‖values − s · integers‖₂ along the last dimension; 0 where all integers are 0.
+
+    With the best s the norm of the error is at most ‖values‖₂. Error feedback needs this bound, or errors would grow.
+    """
+    wide = integers.double()
+    return ((values.double() * wide).sum(-1) / wide.square().sum(-1).clamp(min=1)).float()
+
+
+def uniform(values: Tensor, state: State, index: int) -> Tensor:
+    """Draw a random number from [0, 1) for each value of a tensor, on its device.
+
+    Args:
+        state: seeds the draws, together with the frame number, so that they are reproducible.
+        index: index of the tensor, which gets its own sequence.
+    """
+    draws = state.draws(values.device, index)
+    return torch.rand(len(values), generator=draws, device=values.device, dtype=torch.float32)
+
+
+def norm(values: Tensor) -> float:
+    """Return ‖values‖₂. It is computed in float64, where the squares of finite float32 values do not overflow."""
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+
+def scale_of(data: Array, place: int = 0) -> float:
+    """Read the float32 scale at byte ``place`` of a tensor's encoding.
+
+    Raises:
+        ProtocolError: the scale is missing or not finite.
+    """
+    scale: float
+    (scale,) = unpack_numbers("<f", data, place)
+    if not math.isfinite(scale):
+        raise ProtocolError(f"a tensor of a codec's frame has the scale {scale}")
+    return scale
+
+
+def floats(data: Array, device: torch.device) -> Tensor:
+    """Read a tensor's encoding, or a part of it, as float32 values.
+
+    Raises:
+        ProtocolError: a value is not finite.
+    """
+    values = data.copy().view("<f4").astype(np.float32, copy=False)
+    if not np.isfinite(values).all():
+        raise ProtocolError("a tensor of a codec's frame has a value that is not finite")
+    return torch.from_numpy(values).to(device)
+
+
+ERROR = "error"
+"""Key of the accumulated error in ``State.kept``."""
+GATHERED = "gathered"
+"""Key of the unsent values in ``State.kept``, for codecs that accumulate these themselves."""
+
+
+@final
+@dataclass(frozen=True)
+class ErrorFeedback:
+    """A codec with error feedback; the state holds the accumulated error of one direction of one link.
+
+    Input + error before = decoded output + error after, in float32; ``topk2`` first multiplies the error before by its
+    ``decay``. The error does not include what is lost when other
+    dtypes are decoded. Frames are those of the codec.
+
+    Attributes:
+        codec: the wrapped codec.
+    """
+
+    codec: Codec
+
+    def init(self, tensor: Tensor | Tensors, seed: int = 0, device: torch.device | None = None) -> State:
+        """Return the initial state as :meth:`Codec.init` does, with an error of zero."""
+        state = self.codec.init(tensor, seed, device)
+        place = device_of(tensor, device)
+        state.kept[ERROR] = torch.zeros(state.tensors.length, dtype=torch.float32, device=place)
+        return state
+
+    def most(self, state: State) -> int:
+        """Return the size of the longest possible frame in bytes."""
+        return self.codec.most(state)
+
+    def encode(self, tensor: Tensor, state: State, out: Array | None = None) -> tuple[memoryview, State]:
+        """Encode the sum of the tensor and the accumulated error, see :meth:`Codec.encode`."""
+        return self.codec.encode(tensor, state, out, left=state.kept[ERROR])
+
+
+def rescale(error: Tensor, ratio: float) -> None:
+    """Scale the accumulated error of gradients by ``ratio``, the old learning rate divided by the new one.
+
+    Raises:
+        ValueError: the ratio is not a positive finite number.
+    """
+    if not (ratio > 0 and math.isfinite(ratio)):
+        raise ValueError(f"a ratio of learning rates is a positive finite number, not {ratio}")
+    error.mul_(ratio)
+
+
+def scattered(count: int, places: Tensor, values: Tensor) -> Tensor:
+    """Return a vector of ``count`` elements with the values at their places, and zeros elsewhere."""
+    return torch.zeros(count, dtype=torch.float32, device=values.device).index_copy_(0, places, values)
+
+
+def compiled() -> Any:
+    """Return :mod:`gossipx.codecs.loops`, imported on demand, since numba takes a second and 100 MB."""
+    from gossipx.codecs import loops
+
+    return loops

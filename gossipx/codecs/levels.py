@@ -1,23 +1,20 @@
-"""Codecs that quantize every value to fewer bits."""
+"""``fp16``, ``bf16`` and ``int8``, which give every value the same, fewer bits."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gossipx.codecs import packing
-from gossipx.codecs.base import Codec
+from gossipx.codecs.base import Codec, PerTensor, Plan, State, compiled, floats
 from gossipx.codecs.frames import Array, OpenedFrame, unpack_numbers
 from gossipx.codecs.packing import as_bytes
-from gossipx.codecs.per_tensor import PerTensor, fitted, floats, uniform
-from gossipx.codecs.state import Plan, State
 from gossipx.errors import ProtocolError
 
 
@@ -35,7 +32,7 @@ class _Halves(PerTensor):
 
     @classmethod
     def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
-        _check_size(data, 2 * count, count)
+        check_size(data, 2 * count, count)
         return torch.from_numpy(data.copy()).to(device).view(cls.dtype).float()
 
 
@@ -137,62 +134,6 @@ class Int8(Codec):
             to.add_(values) if add else to.copy_(values)
 
 
-@final
-@dataclass(frozen=True)
-class QSGD(PerTensor):
-    """``qsgd``: |x| / ‖x‖₂ rounded at random to one of the two nearest of s levels: unbiased (QSGD, Eq. 1).
-
-    With error feedback, the frame has the scale of least squared error in place of the norm, and is then biased: random
-    rounding may add more than a value's size, so the accumulated error would grow.
-
-    Frame layout per tensor: the number of levels, the block size, the norms, and the packed sign and level per value.
-
-    Attributes:
-        levels: s, the number of levels above zero.
-        block: number of values that share a norm; 0: one per tensor, which rounds most values of a large one to zero.
-    """
-
-    levels: int = 7
-    block: int = 512
-    feedback: bool = field(default=False, kw_only=True)
-    number: ClassVar[int] = 7
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 1 <= self.levels < 2**16:
-            raise ValueError("levels are from 1 to 65535")
-        if not 0 <= self.block < 2**32:
-            raise ValueError("block counts values, from 1 on; 0: all of a tensor")
-
-    def _most(self, count: int, shape: tuple[int, ...]) -> int:
-        return 6 + 4 * blocks_of(count, self.block) + packing.bits_bytes(count, 1 + self.levels.bit_length())
-
-    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
-        blocks = in_blocks(values, self.block)
-        norms = torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float64).float()
-        part = (blocks.abs() / norms.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).view(-1)[: len(values)]
-        drawn = uniform(values, state, index)
-        level = (part * self.levels + drawn).floor().clamp(max=self.levels).to(torch.int64)
-        scales = self.levels * fitted(blocks.abs(), in_blocks(level, self.block)) if self.feedback else norms
-        if not bool((norms.isfinite() & scales.isfinite()).all()):
-            return ()
-        packed = packing.pack_bits(level * 2 + (values < 0), 1 + self.levels.bit_length())
-        return struct.pack("<HI", self.levels, self.block), scales, packed
-
-    @classmethod
-    def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
-        levels, block = unpack_numbers("<HI", data)
-        end = 6 + 4 * blocks_of(count, block)
-        _check_size(data, end + packing.bits_bytes(count, 1 + levels.bit_length()), count)
-        norms = floats(data[6:end], device)
-        packed = packing.unpack_bits(torch.from_numpy(data[end:].copy()).to(device), count, 1 + levels.bit_length())
-        if not levels or int((packed >> 1).max()) > levels or not bool((norms >= 0).all()):
-            raise ProtocolError("a tensor of a codec's frame has a level or a norm out of range")
-        signed = (packed >> 1) * (1 - 2 * (packed & 1))
-        values: Tensor = in_blocks(signed, block) * (norms / levels)[:, None]
-        return values.view(-1)[:count]
-
-
 def blocks_of(count: int, block: int) -> int:
     """Return the number of blocks of a tensor; ``block`` 0: one."""
     return -(-count // block) if block else 1
@@ -212,13 +153,6 @@ def _block(data: Array) -> int:
     return block
 
 
-def _check_size(data: Array, size: int, count: int) -> None:
+def check_size(data: Array, size: int, count: int) -> None:
     if len(data) != size:
         raise ProtocolError(f"{count} values in a codec's frame take {size} bytes, not {len(data)}")
-
-
-def compiled() -> Any:
-    """Return :mod:`gossipx.codecs.loops_levels`, imported on demand, since numba takes a second and 100 MB."""
-    from gossipx.codecs import loops_levels
-
-    return loops_levels

@@ -1,4 +1,4 @@
-"""Sparse codecs: they send few of the values, as float32, and their indices."""
+"""``topk`` and ``dgc``, which send few of the values, as float32, and their indices."""
 
 from __future__ import annotations
 
@@ -14,18 +14,14 @@ import torch
 from torch import Tensor
 
 from gossipx.codecs import packing
-from gossipx.codecs.feedback import GATHERED
+from gossipx.codecs.base import GATHERED, PerTensor, Plan, State, floats, norm, scattered
 from gossipx.codecs.frames import Array, OpenedFrame, unpack_numbers
-from gossipx.codecs.per_tensor import PerTensor, floats, norm
-from gossipx.codecs.state import Plan, State
 from gossipx.errors import ProtocolError
 
 VELOCITY = "velocity"
 """Key of the accumulated momentum in ``State.kept``."""
 _SAMPLE = 1024
 """Least number of sampled values: the number of values above a threshold for 1 % then errs by about a third."""
-_CHUNK = 2**16
-"""Indices drawn at a time, so that they fit the processor's cache."""
 _SAMPLING_GAIN = 5
 """Sampling is faster than reading all values only if there are more than this many times as many."""
 
@@ -65,7 +61,7 @@ class _Sparse(PerTensor):
         else:
             places = packing.unpack_bits(where, count, 1).nonzero().view(-1)
         values = floats(data[end:], device)
-        return torch.zeros(count, dtype=torch.float32, device=device).index_copy_(0, places, values)
+        return scattered(count, places, values)
 
     @classmethod
     def _read(cls, opened: OpenedFrame, references: Sequence[Tensor] | None) -> list[Tensor | None]:
@@ -138,43 +134,6 @@ class TopK(_Sparse):
             return self._encode_at(values, values.abs().topk(wanted, sorted=False).indices.sort().values)
         threshold = sampled_threshold(values, self.ratio, self.sample, state.draws(values.device, index))
         return self._encode_at(values, (values.abs() >= threshold).nonzero().view(-1))
-
-
-@final
-@dataclass(frozen=True)
-class RandomK(PerTensor):
-    """``randomk``: values at random indices, which the receiver draws again from the same seed.
-
-    Frame layout per tensor: the seed, the ratio in units of 2^-32, and the values.
-
-    Attributes:
-        ratio: probability that a value is sent.
-    """
-
-    ratio: float = 0.01
-    number: ClassVar[int] = 14
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ratio(self.ratio)
-
-    def _most(self, count: int, shape: tuple[int, ...]) -> int:
-        return 12 + 4 * count
-
-    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
-        seed = state.draws(torch.device("cpu"), index).initial_seed()
-        below = min(2**32 - 1, round(self.ratio * 2**32))
-        places = _draw_indices(seed, below, len(values), len(values)).to(values.device)
-        return struct.pack("<QI", seed, below), values[places]
-
-    @classmethod
-    def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
-        seed, below = unpack_numbers("<QI", data)
-        places = _draw_indices(seed, below, count, (len(data) - 12) // 4).to(device)
-        if len(data) != 12 + 4 * len(places):
-            raise ProtocolError(f"a tensor of {len(data)} bytes in a codec's frame does not match its random indices")
-        sent = floats(data[12:], device)
-        return torch.zeros(count, dtype=torch.float32, device=device).index_copy_(0, places, sent)
 
 
 @final
@@ -276,26 +235,6 @@ def _index_bits(count: int) -> int:
 def _has_packed_indices(sent: int, count: int) -> bool:
     """Return whether ``sent`` packed indices take fewer bytes than a bit mask of all values."""
     return packing.bits_bytes(sent, _index_bits(count)) < packing.bits_bytes(count, 1)
-
-
-def _draw_indices(seed: int, below: int, count: int, enough: int) -> Tensor:
-    """Draw each index with probability ``below`` / 2^32, the same ones on all machines (SplitMix64).
-
-    Args:
-        enough: stop once there are more indices than this.
-    """
-    found, drawn = [], 0
-    for first in range(0, count, _CHUNK):
-        last = min(first + _CHUNK, count)
-        with np.errstate(over="ignore"):
-            mixed = np.arange(first + 1, last + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
-            for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-                mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-        found.append(first + np.flatnonzero(((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(32)) < below))
-        drawn += len(found[-1])
-        if drawn > enough:
-            break
-    return torch.from_numpy(np.concatenate(found or [np.empty(0, np.int64)]))
 
 
 def check_ratio(ratio: float) -> None:

@@ -1,4 +1,4 @@
-"""Codecs that quantize to three values: 3LC, and stochastic 3-value quantization (3LC, sections 3 and 4.2)."""
+"""``3lc``, which quantizes to three values (3LC, section 3), and its steps as functions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import operator
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, final
 
@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from gossipx.codecs import packing
-from gossipx.codecs.base import Codec
+from gossipx.codecs.base import Codec, Plan, State, compiled, norm
 from gossipx.codecs.frames import Array, OpenedFrame, unpack_numbers
 from gossipx.codecs.packing import as_bytes
-from gossipx.codecs.per_tensor import PerTensor, fitted, norm, scale_of, uniform
-from gossipx.codecs.state import Plan, State
 from gossipx.errors import ProtocolError, UsageError
 
 MAX_PASSES = 255
@@ -203,44 +201,6 @@ def _write_on_device(data: Array, out: Tensor, add: bool) -> None:
         out.add_(values) if add or nth else out.copy_(values)
 
 
-@final
-@dataclass(frozen=True)
-class Stochastic3(PerTensor):
-    """``stochastic3``: ±max |x| with probability |x| / max |x|, else 0, and base-3⁵ (3LC, section 4.2; TernGrad).
-
-    It is unbiased, and does not converge with error feedback (3LC, section 3.1). With ``feedback=true`` it therefore
-    sends the magnitude of least squared error, which is biased.
-
-    Frame layout per tensor: the magnitude and the packed trits.
-    """
-
-    feedback: bool = field(default=False, kw_only=True)
-    number: ClassVar[int] = 4
-
-    def _most(self, count: int, shape: tuple[int, ...]) -> int:
-        return _SCALE + packing.trit_bytes(count)
-
-    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
-        scale = values.abs().max()
-        drawn = uniform(values, state, index)
-        trits = torch.sign(values) * (drawn * scale < values.abs())
-        if self.feedback:
-            scale = fitted(values, trits)
-        return scale.view(1), packing.pack_trits(trits)
-
-    @classmethod
-    def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
-        scale = torch.tensor(scale_of(data, 0), dtype=torch.float32, device=device)
-        return packing.unpack_trits(torch.from_numpy(data[_SCALE:].copy()), count).to(device) * scale
-
-
 def _check_sparsity(sparsity: float, error: type[Exception]) -> None:
     if not 1 <= sparsity < 2:
         raise error(f"sparsity must be at least 1 and below 2, not {sparsity}")
-
-
-def compiled() -> Any:
-    """Return :mod:`gossipx.codecs.loops_ternary`, imported on demand, since numba takes a second and 100 MB."""
-    from gossipx.codecs import loops_ternary
-
-    return loops_ternary

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gossipx.codecs import Codec, State, Tensors, describe, encoder
-from gossipx.codecs.feedback import ERROR, GATHERED, rescale
+from gossipx.codecs.base import ERROR, GATHERED, rescale
 from gossipx.errors import UsageError
 from gossipx.protocol.fields import Setting
 from gossipx.server.placement import Partition

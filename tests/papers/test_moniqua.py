@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gossipx import codecs
-from gossipx.codecs import ErrorFeedback, Tensors, decode, decode_into, encoded_bytes, modulo, packing
-from gossipx.codecs.modulo import Moniqua
+from gossipx.codecs import ErrorFeedback, Tensors, decode, decode_into, encoded_bytes, packing, rivals
+from gossipx.codecs.rivals import Moniqua
 from gossipx.errors import ProtocolError, TooFarError
 
 FIXED = 13
@@ -148,7 +148,7 @@ def test_one_value_beyond_half_the_range_is_caught(
 def test_nothing_is_near_what_has_no_whole_number_of_levels(value: float) -> None:
     """Values too large for exact integers are refused regardless of the hash."""
     here = torch.tensor([value])
-    levels = modulo._nearest(torch.tensor([0]), here.double(), 8)
+    levels = rivals._nearest(torch.tensor([0]), here.double(), 8)
     body = struct.pack("<BfQ8s", 8, 1.0, xxhash.xxh3_64_intdigest(levels.numpy().tobytes()), bytes(8))
     with pytest.raises(TooFarError):
         Moniqua._values_near(np.frombuffer(body, np.uint8), (1,), here)
@@ -280,7 +280,7 @@ def test_near_values_that_are_not_contiguous() -> None:
 def test_more_values_than_are_worked_on_at_a_time() -> None:
     """The hash covers all chunks, so a wrap in the last one is detected."""
     codec = Moniqua(8, 0.1)
-    values = normal(2 * modulo._CHUNK + 5)
+    values = normal(2 * rivals._CHUNK + 5)
     near = values + 0.05
     assert float((recovered(codec, values, near) - values).abs().max()) < 0.0004
     near[-1] += 1

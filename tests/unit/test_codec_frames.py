@@ -19,11 +19,11 @@ import xxhash
 from encoded import NEAR, SPECS, normal
 
 from gossipx import codecs
-from gossipx.codecs import Tensors, decode, decode_into, frames, loops_levels, loops_sparse, loops_ternary
+from gossipx.codecs import Tensors, decode, decode_into, frames, loops, loops_sparse
 from gossipx.errors import ProtocolError
 
 LIMIT = 2**20
-LOOPS = (loops_levels, loops_sparse, loops_ternary)
+LOOPS = (loops, loops_sparse, loops)
 GUARDED = np.ones(2 * 4096 + 200, np.float32)
 INTACT = GUARDED.tobytes()
 OUT = torch.from_numpy(GUARDED)[4096:-4096]
@@ -124,7 +124,7 @@ def test_loops_refuse_tensors_outside_their_arrays() -> None:
     written = np.zeros(64, np.uint8)
     body, out = written.view(), np.zeros(8, np.float32)
     body.flags.writeable = False  # as it is for frames: other arrays would be compiled for anew
-    for loop in (loops_levels.levels_into, loops_sparse.sparse_into, loops_ternary.three_lc_into):
+    for loop in (loops.levels_into, loops_sparse.sparse_into, loops.three_lc_into):
         for offsets, start in (([0, 65], 0), ([0, 9], 1), ([0, 9], -1), ([9, 0], 0)):
             with pytest.raises(IndexError, match="lie outside"):
                 loop(body, np.array(offsets), np.array([8]), out, np.array([start]), False)

@@ -14,7 +14,7 @@ from numba.core import caching
 
 from gossipx import codecs
 from gossipx.codecs import ErrorFeedback, Tensors, decode, decode_into, encoded_bytes, loops
-from gossipx.codecs.per_tensor import PerTensor
+from gossipx.codecs.base import PerTensor
 from gossipx.codecs.sparse import DGC, TopK
 
 COUNTS = [1, 2, 7, 8, 9, 0, 64, 1025, 4096, 4097, 20_000]
