@@ -16,7 +16,6 @@ from gossipx.protocol.admission import AdmitReply, AdmitRequest
 from gossipx.protocol.messages import (
     LAST_WAVE,
     MAX_WAVE,
-    AnyStage,
     AnyWave,
     PastWave,
     Stage,
@@ -68,7 +67,7 @@ FITS: dict[object, st.SearchStrategy[object]] = {
     fields.Seconds: st.floats(0, 604_800, exclude_min=True),
     fields.FromZero: st.floats(0, 1e300),
     fields.Weight: st.floats(0, 65_536, exclude_min=True) | st.integers(1, 65_536),
-    fields.Flag: st.booleans(),
+    bool: st.booleans(),
     fields.Text: lines,
     fields.Ascii: words,
     fields.Key: st.binary(min_size=32, max_size=32).map(bytes.hex),
@@ -84,7 +83,7 @@ FITS: dict[object, st.SearchStrategy[object]] = {
         st.builds(fields.JoinedPeer, ranks, hosts, hosts, st.integers(1, 65_535), ranks), max_size=5
     ).map(tuple),
     fields.Workers: st.lists(st.tuples(ranks, counts | st.just(-1)), max_size=5).map(tuple),
-    AnyStage: st.sampled_from(Stage),
+    Stage: st.sampled_from(Stage),
     AnyWave: st.integers(1, MAX_WAVE) | st.just(LAST_WAVE),
     PastWave: st.integers(0, MAX_WAVE),
 }

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -59,7 +59,7 @@ class Side:
         """Return a push as it is sent."""
         parts, source = self.client.encode(place)
         made = GradientRequest(*place, 1, self.progress, parts, self.client.settings(place), 5.0)
-        return dataclasses.replace(made, **changed), bytearray(source.view)
+        return msgspec.structs.replace(made, **changed), bytearray(source.view)
 
     def push(self, buffered: bool = False, scale: float = 1.0) -> None:
         """Push all complete buckets to the shards."""

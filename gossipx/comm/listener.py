@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from gossipx.comm.member import Member, call_back, call_back_in_thread
 from gossipx.comm.reversed import Kept
@@ -134,7 +134,7 @@ class Listener:
         self._listener: TransportListener | None = None
         self._local_listener: TransportListener | None = None
         # The lock guards everything below.
-        self.visits: dict[str, Callable[[], dict[str, object]]] = {}
+        self.visits: dict[str, Callable[[], dict[str, Any]]] = {}
         self._lock = threading.Lock()
         self._slots: dict[Hashable, _Slot] = {}
         self._tell_corrupted_at = 0.0

@@ -11,10 +11,10 @@ full.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Collection, Sequence
 
+import msgspec
 from torch import Tensor
 
 from gossipx.codecs import Codec, State, decode_into
@@ -94,7 +94,7 @@ class ElasticCodec:
                 base, part, self._sent[number] = self._part(number, known[number], values)
                 bases.append(base)
                 parts.append(part)
-        completed = dataclasses.replace(request, bases=tuple(bases), sizes=tuple(map(len, parts)))
+        completed = msgspec.structs.replace(request, bases=tuple(bases), sizes=tuple(map(len, parts)))
         return completed, Source(self._sections.joined(parts, model))
 
     def _part(self, number: int, base: int, values: Tensor) -> tuple[int, memoryview, int]:
@@ -172,7 +172,7 @@ class ElasticCodec:
                 theirs += ours
                 parts.append(frame)
             self._states[worker] = states
-        completed = dataclasses.replace(reply, bases=(ALONE,) * len(parts), sizes=tuple(map(len, parts)))
+        completed = msgspec.structs.replace(reply, bases=(ALONE,) * len(parts), sizes=tuple(map(len, parts)))
         return completed, Source(self._sections.joined(parts, centre))
 
 

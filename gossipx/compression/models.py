@@ -16,12 +16,12 @@ unencoded. If the model is exchanged in fragments, each has a codec with referen
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import msgspec
 from torch import Tensor
 
 from gossipx.codecs import Codec, decode_into
@@ -120,7 +120,7 @@ class ModelCodec:
                 part, base = self._part(number, receiver, base, values)
                 used.append(base)
                 parts.append(part)
-        completed = dataclasses.replace(reply, bases=tuple(used), sizes=tuple(map(len, parts)))
+        completed = msgspec.structs.replace(reply, bases=tuple(used), sizes=tuple(map(len, parts)))
         return completed, Source(self._sections.joined(parts, model))
 
     def _part(self, number: int, receiver: int, base: int, values: Tensor) -> tuple[memoryview, int]:
@@ -151,7 +151,7 @@ class ModelCodec:
     def prepared(self, sender: int, request: Request) -> Request:
         """Return a request for a model, completed by the checksums of this peer's references."""
         assert isinstance(request, PullRequest | TakeRequest)
-        return dataclasses.replace(request, bases=self.bases(sender))
+        return msgspec.structs.replace(request, bases=self.bases(sender))
 
     def _reference(self, sender: int) -> _Reference | None:
         if sender in self._met or self._begun is None:

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 from torch import Tensor
 
 from gossipx.codecs import Codec, ErrorFeedback, State, decode_into
@@ -121,7 +122,7 @@ class WaveCodec:
     def prepared(self, request: RoundRequest) -> RoundRequest:
         """Return a request completed by the checksums of the reference, if the current average can be encoded."""
         wave = self._wave
-        return request if wave.frames is None else dataclasses.replace(request, bases=self._bases)
+        return request if wave.frames is None else msgspec.structs.replace(request, bases=self._bases)
 
     def give(
         self, ticket: int, bases: Sequence[int], model: Sequence[Tensor], reply: ModelReply
@@ -144,7 +145,7 @@ class WaveCodec:
             else:
                 parts = [as_bytes(values) for values in self._average(wave, model)]
                 used = (FULL,) * len(parts)
-        completed = dataclasses.replace(reply, bases=used, sizes=tuple(map(len, parts)))
+        completed = msgspec.structs.replace(reply, bases=used, sizes=tuple(map(len, parts)))
         return completed, Source(self._sections.joined(parts, model))
 
     def _entered(self, ticket: int, model: Sequence[Tensor]) -> _Wave:

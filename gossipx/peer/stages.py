@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
+
 from gossipx.peer.agreement import Agreement
 from gossipx.peer.barrier import Barrier
 from gossipx.peer.exchange import Exchange
@@ -116,7 +118,7 @@ class Stages:
             until = self._finish_by = now + self._settings.sync.finish_timeout
         elif stage > Stage.FINISH:
             until = max(self._finish_by, now + self._settings.exchange.peer_timeout)
-        arrival = ArriveRequest(**vars(here))
+        arrival = ArriveRequest(**msgspec.structs.asdict(here))
         return [*self._barrier.begin(arrival, now, until), *self._server.members_changed(now)]
 
     def begin(self, resumed: bool | None, now: float) -> list[Effect]:

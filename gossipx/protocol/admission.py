@@ -6,18 +6,16 @@ They take the place of Hello on a connection; see :mod:`gossipx.transports.hands
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
-from gossipx.protocol.fields import Text, integer, kind
+from gossipx.protocol.fields import Fields, Port, Text, between, kind
 
 MAX_ADMISSION = 2**20
 """Maximum bytes of a run's settings and peers: 10,000 peers with names of 50 characters."""
 
 
 @kind(56)
-@dataclass(frozen=True)
-class AdmitRequest:
+class AdmitRequest(Fields, frozen=True):
     """Asks to join the run as a further peer.
 
     Attributes:
@@ -27,12 +25,11 @@ class AdmitRequest:
 
     name: Text
     host: Text
-    port: Annotated[int, integer(1, 65_535)]
+    port: Port
 
 
 @kind(57, payload=MAX_ADMISSION)
-@dataclass(frozen=True)
-class AdmitReply:
+class AdmitReply(Fields, frozen=True):
     """The reply to :class:`AdmitRequest`.
 
     Attributes:
@@ -41,6 +38,6 @@ class AdmitReply:
         later: why no peer can be admitted yet; empty: one can.
     """
 
-    size: Annotated[int, integer(0, MAX_ADMISSION)] = 0
+    size: Annotated[int, between(0, MAX_ADMISSION)] = 0
     elsewhere: Text = ""
     later: Text = ""

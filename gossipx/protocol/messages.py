@@ -47,15 +47,16 @@ NotReadyReply      any role that cannot answer                 the module that s
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
 from typing import Annotated
+
+from msgspec import field
 
 from gossipx.protocol.fields import (
     MAX_METADATA,
     MAX_MODEL,
     Count,
     Digest,
-    Flag,
+    Fields,
     FromZero,
     Joined,
     Ranks,
@@ -64,8 +65,7 @@ from gossipx.protocol.fields import (
     Sections,
     Text,
     Weight,
-    enumerated,
-    integer,
+    between,
     kind,
 )
 from gossipx.protocol.server_messages import (
@@ -103,30 +103,26 @@ MAX_WAVE = 2**32
 
 Messages with a higher number are malformed, so a faulty peer cannot exhaust the numbers.
 """
-_training_wave = integer(1, MAX_WAVE)
 
 
-def _any_wave(value: object) -> int:
-    wave: int = LAST_WAVE if type(value) is int and value == LAST_WAVE else _training_wave(value)
-    return wave
+def _is_wave(wave: int) -> None:
+    if MAX_WAVE < wave < LAST_WAVE:
+        raise ValueError(f"is neither a number up to {MAX_WAVE} nor that of the last wave")
 
 
-AnyStage = Annotated[Stage, enumerated(Stage)]
-AnyWave = Annotated[int, _any_wave]
-PastWave = Annotated[int, integer(0, MAX_WAVE)]
+AnyWave = Annotated[int, between(1, LAST_WAVE), _is_wave]
+PastWave = Annotated[int, between(0, MAX_WAVE)]
 
 # --- models -------------------------------------------------------------------------------------
 
 
 @kind(16)
-@dataclass(frozen=True)
-class InitialRequest:
+class InitialRequest(Fields, frozen=True):
     """Requests a whole model, with frozen parameters and all buffers, from which the sender starts to train."""
 
 
 @kind(17)
-@dataclass(frozen=True)
-class PullRequest:
+class PullRequest(Fields, frozen=True):
     """Requests the receiver's current model: a pull.
 
     Attributes:
@@ -144,8 +140,7 @@ class PullRequest:
 
 
 @kind(18, MAX_METADATA)
-@dataclass(frozen=True)
-class RoundRequest:
+class RoundRequest(Fields, frozen=True):
     """Requests the partner's model in one round of a wave; the receiver joins the wave if it has not.
 
     Attributes:
@@ -165,8 +160,7 @@ class RoundRequest:
 
 
 @kind(32, payload=MAX_MODEL)
-@dataclass(frozen=True)
-class ModelReply:
+class ModelReply(Fields, frozen=True):
     """A model; its bytes are the payload.
 
     Attributes:
@@ -188,8 +182,7 @@ class ModelReply:
 
 
 @kind(21)
-@dataclass(frozen=True)
-class PushRequest:
+class PushRequest(Fields, frozen=True):
     """Offers the sender's model, which the receiver fetches by :class:`TakeRequest`.
 
     Attributes:
@@ -204,8 +197,7 @@ class PushRequest:
 
 
 @kind(22)
-@dataclass(frozen=True)
-class PairRequest:
+class PairRequest(Fields, frozen=True):
     """Offers to average the sender's and the receiver's models; each side then fetches the other's.
 
     Attributes:
@@ -218,8 +210,7 @@ class PairRequest:
 
 
 @kind(23)
-@dataclass(frozen=True)
-class TakeRequest:
+class TakeRequest(Fields, frozen=True):
     """Requests the model that the partner captured when it entered the exchange.
 
     Attributes:
@@ -234,8 +225,7 @@ class TakeRequest:
 
 
 @kind(24)
-@dataclass(frozen=True)
-class SettleRequest:
+class SettleRequest(Fields, frozen=True):
     """Tells the initiator whether its model has arrived, and asks whether the exchange takes effect.
 
     Attributes:
@@ -246,16 +236,15 @@ class SettleRequest:
 
     incarnation: Count
     number: Count
-    taken: Flag
-    ended: Flag = False
+    taken: bool
+    ended: bool = False
 
 
 # --- the hub ------------------------------------------------------------------------------------
 
 
 @kind(25, payload=MAX_MODEL)
-@dataclass(frozen=True)
-class ElasticRequest:
+class ElasticRequest(Fields, frozen=True):
     """Uploads the sender's model to the hub, and requests the centre as it was before the hub merged that model.
 
     The model's bytes are the payload. The hub merges each model once, even if the request is repeated.
@@ -277,8 +266,7 @@ class ElasticRequest:
 
 
 @kind(26)
-@dataclass(frozen=True)
-class CentreRequest:
+class CentreRequest(Fields, frozen=True):
     """Requests the current centre from the hub.
 
     Attributes:
@@ -292,8 +280,7 @@ class CentreRequest:
 
 
 @kind(52)
-@dataclass(frozen=True)
-class FinalRequest:
+class FinalRequest(Fields, frozen=True):
     """Requests the receiver's final model, which replaces the sender's.
 
     Attributes:
@@ -307,8 +294,7 @@ class FinalRequest:
 
 
 @kind(19, MAX_METADATA)
-@dataclass(frozen=True)
-class ArriveRequest:
+class ArriveRequest(Fields, frozen=True):
     """Announces that the sender has reached ``stage``.
 
     Attributes:
@@ -323,7 +309,7 @@ class ArriveRequest:
         joined: the peers that joined the run while it was in progress, as far as the sender knows.
     """
 
-    stage: AnyStage
+    stage: Stage
     incarnation: Count
     report: Report = field(default_factory=dict)
     wave: PastWave = 0
@@ -335,20 +321,18 @@ class ArriveRequest:
 
 
 @kind(20)
-@dataclass(frozen=True)
-class LeaveRequest:
+class LeaveRequest(Fields, frozen=True):
     """Announces that the sender takes no further part."""
 
 
 @kind(33, MAX_METADATA)
-@dataclass(frozen=True)
-class HereReply:
+class HereReply(Fields, frozen=True):
     """Answers :class:`ArriveRequest` and :class:`LeaveRequest` with the same fields of the replying peer.
 
     It also answers a :class:`RoundRequest` in a round in which the receiver gets a model but gives none.
     """
 
-    stage: AnyStage
+    stage: Stage
     report: Report = field(default_factory=dict)
     wave: PastWave = 0
     incarnation: Count = 0
@@ -363,22 +347,19 @@ class HereReply:
 
 
 @kind(34)
-@dataclass(frozen=True)
-class NotReadyReply:
+class NotReadyReply(Fields, frozen=True):
     """Refuses a request; ``reason`` is one line for the log."""
 
     reason: Text
 
 
 @kind(35)
-@dataclass(frozen=True)
-class AcceptReply:
+class AcceptReply(Fields, frozen=True):
     """Says yes: the offer is accepted, the exchange takes effect, or the request was carried out."""
 
 
 @kind(36)
-@dataclass(frozen=True)
-class BusyReply:
+class BusyReply(Fields, frozen=True):
     """Refuses a request without a fault: another exchange is under way, or training has ended, which ends an exchange
     that is not settled. The requester tries another peer.
 

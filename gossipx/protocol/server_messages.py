@@ -33,7 +33,6 @@ PlacedReply       the migration, to PlaceRequest and to a push  the coordinator;
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from gossipx.protocol.fields import (
@@ -42,7 +41,7 @@ from gossipx.protocol.fields import (
     Ascii,
     Count,
     CountOrNone,
-    Flag,
+    Fields,
     FromZero,
     Groups,
     Parts,
@@ -53,7 +52,7 @@ from gossipx.protocol.fields import (
     ShardEvents,
     Text,
     Workers,
-    integer,
+    between,
     kind,
 )
 
@@ -64,8 +63,7 @@ MEASURED = -1.0
 
 
 @kind(27, MAX_METADATA, MAX_MODEL)
-@dataclass(frozen=True)
-class GradientRequest:
+class GradientRequest(Fields, frozen=True):
     """Carries the gradient of one bucket of a shard (FluentPS, sPush); its bytes are the payload.
 
     The server applies each gradient once, even if the request is repeated.
@@ -93,8 +91,7 @@ class GradientRequest:
 
 
 @kind(28)
-@dataclass(frozen=True)
-class TablesRequest:
+class TablesRequest(Fields, frozen=True):
     """Requests one bucket of a shard (FluentPS, sPull); without a bucket, only to be told when the shard would answer.
 
     Attributes:
@@ -116,13 +113,12 @@ class TablesRequest:
     significance: FromZero
     patience: Seconds
     epoch: Count = 0
-    pushed: Flag = False
+    pushed: bool = False
     base: Count = 0
 
 
 @kind(37, MAX_METADATA, MAX_MODEL)
-@dataclass(frozen=True)
-class TablesReply:
+class TablesReply(Fields, frozen=True):
     """A bucket of a shard; its bytes are the payload.
 
     Attributes:
@@ -144,14 +140,12 @@ class TablesReply:
 
 
 @kind(39)
-@dataclass(frozen=True)
-class PushAgainReply:
+class PushAgainReply(Fields, frozen=True):
     """Refuses a pull, since the shard has lost pushes that it waits for: its server was restarted without its state."""
 
 
 @kind(29)
-@dataclass(frozen=True)
-class SwitchRequest:
+class SwitchRequest(Fields, frozen=True):
     """Requests that a server switch one of its shards to another sync model.
 
     Attributes:
@@ -168,8 +162,7 @@ class SwitchRequest:
 
 
 @kind(46)
-@dataclass(frozen=True)
-class WaitingRequest:
+class WaitingRequest(Fields, frozen=True):
     """Asks which workers' pulls wait at a shard; answered once others wait than those that the requester knows of. See
     :mod:`gossipx.server.failover.deadlock`.
 
@@ -185,8 +178,7 @@ class WaitingRequest:
 
 
 @kind(47, MAX_METADATA)
-@dataclass(frozen=True)
-class WaitingReply:
+class WaitingReply(Fields, frozen=True):
     """The workers whose pulls wait at a shard.
 
     Attributes:
@@ -200,8 +192,7 @@ class WaitingReply:
 
 
 @kind(30, MAX_METADATA, MAX_MODEL)
-@dataclass(frozen=True)
-class RecordRequest:
+class RecordRequest(Fields, frozen=True):
     """Carries to a shard's replica, in order, the latest events of the shard. If the last one is the gradient of a
     bucket, its bytes are the payload.
 
@@ -227,8 +218,7 @@ class RecordRequest:
 
 
 @kind(31)
-@dataclass(frozen=True)
-class CopyRequest:
+class CopyRequest(Fields, frozen=True):
     """Requests a copy of a shard, of which the sender becomes the replica; repeated as the replica's heartbeat.
 
     Attributes:
@@ -245,8 +235,7 @@ class CopyRequest:
 
 
 @kind(51)
-@dataclass(frozen=True)
-class HoldersRequest:
+class HoldersRequest(Fields, frozen=True):
     """Announces the two peers of a replicated shard, after they have changed; repeated to each peer that joins.
 
     Attributes:
@@ -263,8 +252,7 @@ class HoldersRequest:
 
 
 @kind(38, MAX_METADATA, MAX_MODEL)
-@dataclass(frozen=True)
-class CopyReply:
+class CopyReply(Fields, frozen=True):
     """A copy of a shard; its tables are the payload.
 
     Attributes:
@@ -277,15 +265,14 @@ class CopyReply:
     incarnation: Count
     copy: Count
     state: Ascii
-    size: Annotated[int, integer(0, MAX_MODEL)]
+    size: Annotated[int, between(0, MAX_MODEL)]
 
 
 # --- a change of servers ------------------------------------------------------------------------
 
 
 @kind(40, MAX_METADATA)
-@dataclass(frozen=True)
-class ServersRequest:
+class ServersRequest(Fields, frozen=True):
     """Requests that the server of shard 0 move the shards of the run to other peers; see
     :mod:`gossipx.server.failover.migration`.
 
@@ -301,8 +288,7 @@ class ServersRequest:
 
 
 @kind(41, MAX_METADATA)
-@dataclass(frozen=True)
-class PauseRequest:
+class PauseRequest(Fields, frozen=True):
     """Requests that the receiver push no further iteration; answered once all pushes under way have arrived.
 
     Attributes:
@@ -317,8 +303,7 @@ class PauseRequest:
 
 
 @kind(42, MAX_METADATA)
-@dataclass(frozen=True)
-class PrepareRequest:
+class PrepareRequest(Fields, frozen=True):
     """Requests that a server of the new layout fetch the values it lacks; answered once it has all of them.
 
     Attributes:
@@ -335,8 +320,7 @@ class PrepareRequest:
 
 
 @kind(43)
-@dataclass(frozen=True)
-class RangesRequest:
+class RangesRequest(Fields, frozen=True):
     """Requests values that move to the sender, with the optimizer's state and the gradients that wait for them.
 
     Attributes:
@@ -353,8 +337,7 @@ class RangesRequest:
 
 
 @kind(44, MAX_METADATA)
-@dataclass(frozen=True)
-class PlaceRequest:
+class PlaceRequest(Fields, frozen=True):
     """Announces the sender's layout; the reply carries the receiver's.
 
     Attributes:
@@ -369,8 +352,7 @@ class PlaceRequest:
 
 
 @kind(45, MAX_METADATA)
-@dataclass(frozen=True)
-class PlacedReply:
+class PlacedReply(Fields, frozen=True):
     """The sender's layout, in reply to a PlaceRequest or to a push or pull of an earlier layout.
 
     Attributes:

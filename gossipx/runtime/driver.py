@@ -8,11 +8,12 @@ blocking and resuming the training thread, are carried out under the lock.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import threading
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
+
+import msgspec
 
 from gossipx.comm import CommManager
 from gossipx.errors import (
@@ -370,7 +371,7 @@ class Driver:
 
         def send() -> None:
             try:
-                encoded, payload = self._encode(answer, dataclasses.replace(reply, step=snapshot.step), snapshot)
+                encoded, payload = self._encode(answer, msgspec.structs.replace(reply, step=snapshot.step), snapshot)
             except LocalFaultError as error:
                 refusal = NotReadyReply(str(error))
                 comm.answer(answer.key, refusal, payload=None, deadline=answer.deadline, done=lambda whole: done(False))

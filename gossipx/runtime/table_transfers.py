@@ -5,8 +5,9 @@ Each transfer is stored under the ticket by which the role refers to it, until t
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
+
+import msgspec
 
 from gossipx.errors import CancelledError, ProtocolError, UsageError
 from gossipx.memory import Source
@@ -104,7 +105,7 @@ class TableTransfers:
         except Exception as error:
             self._fail(error)
             raise CancelledError("its gradients cannot be encoded") from error
-        return dataclasses.replace(request, parts=parts, settings=client.settings(place)), None, source
+        return msgspec.structs.replace(request, parts=parts, settings=client.settings(place)), None, source
 
     def _arrived(self, ticket: int, reply: Reply) -> Fault | None:
         fetching = self._fetching.get(ticket)

@@ -6,8 +6,9 @@ work in the order of the role's decisions, so that neither training nor the netw
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+
+import msgspec
 
 from gossipx.errors import GossipxError
 from gossipx.memory import Source
@@ -188,11 +189,11 @@ class TableWork:
         if answer.tables is not None and isinstance(reply, TablesReply):
             shard = answer.tables.shard
             encoded = self._table_store.encode(answer.tables)
-            reply = dataclasses.replace(reply, parts=encoded.parts, base=encoded.base)
+            reply = msgspec.structs.replace(reply, parts=encoded.parts, base=encoded.base)
             self._reply(answer, reply, encoded.source, lambda: self._table_store.release(shard, encoded))
         elif answer.copied_shard is not None and isinstance(reply, CopyReply):
             source = self._table_store.copy(answer.copied_shard)
-            self._reply(answer, dataclasses.replace(reply, size=source.view.nbytes), source, nothing)
+            self._reply(answer, msgspec.structs.replace(reply, size=source.view.nbytes), source, nothing)
         elif answer.pieces is not None and isinstance(reply, TablesReply):
             self._answer_pieces(answer, reply, answer.pieces)
         else:
@@ -207,4 +208,4 @@ class TableWork:
         except GossipxError as error:
             self._reply(answer, NotReadyReply(str(error)), None, nothing)
             return
-        self._reply(answer, dataclasses.replace(reply, parts=((0, source.view.nbytes),)), source, nothing)
+        self._reply(answer, msgspec.structs.replace(reply, parts=((0, source.view.nbytes),)), source, nothing)

@@ -6,10 +6,11 @@ role decides as in any other run. What a mix does to a model is not known, so ne
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from gossipx.errors import GossipxError, NotEnoughPeersError
 from gossipx.peer import PeerRole
@@ -317,7 +318,7 @@ class TrafficPeer(BasePeer):
         reply, nbytes, request = answer.reply, 0, self._requests.pop(answer.key, None)
         if isinstance(reply, ModelReply):
             step = self._step if answer.captured is None else self._captured.get(answer.captured, self._step)
-            reply = dataclasses.replace(reply, step=step)
+            reply = msgspec.structs.replace(reply, step=step)
             assert request is not None
             nbytes = self._sizes.model(request, answer.whole_model)
         elif isinstance(reply, TablesReply) and answer.tables is not None:

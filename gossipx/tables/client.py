@@ -7,13 +7,13 @@ training thread wait for the buckets of the tables that it uses next.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -282,10 +282,10 @@ class Client:
         The first and the last pull of a run ask for full values, without a base.
         """
         if request.significance == MEASURED:
-            request = dataclasses.replace(request, significance=self.significance(request.shard))
+            request = msgspec.structs.replace(request, significance=self.significance(request.shard))
         if request.bucket < 0 or request.progress < 0:
             return request
-        return dataclasses.replace(request, base=self.base((request.shard, request.bucket)))
+        return msgspec.structs.replace(request, base=self.base((request.shard, request.bucket)))
 
     def base(self, place: Where) -> int:
         """Return the checksum of the bucket's values; FULL without a pull codec, or if no server has sent any."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 from gossipx.errors import (
     ModelMismatchError,
@@ -40,7 +40,7 @@ from gossipx.wire import (
 )
 from gossipx.wire.agreement import difference, objection
 
-Visits: TypeAlias = Mapping[str, Callable[[], dict[str, object]]]
+Visits: TypeAlias = Mapping[str, Callable[[], dict[str, Any]]]
 IN_HOSTS_FILE = "its host in the hosts file"
 
 

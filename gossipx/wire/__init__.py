@@ -10,8 +10,9 @@ payloads next to the connection, such as gloo.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Annotated, Protocol, runtime_checkable
+from typing import Annotated, Literal, Protocol, TypeAlias, runtime_checkable
+
+from msgspec import field
 
 from gossipx.errors import NotAuthorisedError, ProtocolError, RefusedError
 from gossipx.memory import copy
@@ -19,6 +20,7 @@ from gossipx.protocol.admission import AdmitReply, AdmitRequest
 from gossipx.protocol.fields import (
     MAX_METADATA,
     MAX_RANKS,
+    Fields,
     Joined,
     Key,
     Proofs,
@@ -26,10 +28,9 @@ from gossipx.protocol.fields import (
     Report,
     Text,
     Texts,
-    integer,
+    between,
     kind,
     octets,
-    one_of,
 )
 from gossipx.protocol.messages import (
     AcceptReply,
@@ -78,14 +79,13 @@ from gossipx.wire import reversal
 MAX_DESCRIPTION = 16 * 2**20
 # Bytes of payload in one frame of a checkup: enough to fill a link of 10 Gbit/s for longer than its round trip.
 MAX_LOAD = 16 * 2**20
-CHECKUP_PARTS = ("facts", "peers", "model", "load", "status", "drain")
+CheckupPart: TypeAlias = Literal["facts", "peers", "model", "load", "status", "drain"]
 MAX_NOTE = 4096  # bytes; gloo needs 170, NCCL 128
-_Load = Annotated[int, integer(0, MAX_LOAD)]
+_Load = Annotated[int, between(0, MAX_LOAD)]
 
 
 @kind(1)
-@dataclass(frozen=True)
-class Hello:
+class Hello(Fields, frozen=True):
     """The first frame on a connection; identifies the peer that opened it, the opener.
 
     Attributes:
@@ -100,7 +100,7 @@ class Hello:
 
     rank: Rank
     name: Text
-    size: Annotated[int, integer(1, MAX_RANKS)]
+    size: Annotated[int, between(1, MAX_RANKS)]
     peers: Text
     model: Text
     settings: Texts = field(default_factory=dict)
@@ -108,8 +108,7 @@ class Hello:
 
 
 @kind(2)
-@dataclass(frozen=True)
-class Welcome:
+class Welcome(Fields, frozen=True):
     """The reply to :class:`Hello`. If ``model`` differs from the opener's, it may only request the
     :class:`Description`.
 
@@ -127,8 +126,7 @@ class Welcome:
 
 
 @kind(6)
-@dataclass(frozen=True)
-class Open:
+class Open(Fields, frozen=True):
     """The very first frame if the run has a secret; see :mod:`gossipx.wire.auth`.
 
     Attributes:
@@ -144,62 +142,54 @@ class Open:
 
 
 @kind(7)
-@dataclass(frozen=True)
-class Challenge:
+class Challenge(Fields, frozen=True):
     """The reply to :class:`Open`: the answerer's nonce, which is all that an unauthenticated opener learns."""
 
     nonce: Key
 
 
 @kind(8)
-@dataclass(frozen=True)
-class Proof:
+class Proof(Fields, frozen=True):
     """The opener's proofs that it knows the secret, 64 hexadecimal digits each: one for each secret that it has."""
 
     proofs: Proofs
 
 
 @kind(9)
-@dataclass(frozen=True)
-class Accepted:
+class Accepted(Fields, frozen=True):
     """The reply to :class:`Proof`: the answerer's own, by a secret of both. All later frames are authenticated."""
 
     proof: Key
 
 
 @kind(10)
-@dataclass(frozen=True)
-class NotAuthorised:
+class NotAuthorised(Fields, frozen=True):
     """Says that the opener is not a member of the run, and no more; the connection is then closed."""
 
     reason: Text
 
 
 @kind(3)
-@dataclass(frozen=True)
-class Refused:
+class Refused(Fields, frozen=True):
     """Says in one line why the connection is closed."""
 
     reason: Text
 
 
 @kind(4)
-@dataclass(frozen=True)
-class DescribeRequest:
+class DescribeRequest(Fields, frozen=True):
     """Requests the manifest of the model."""
 
 
 @kind(5, payload=MAX_DESCRIPTION)
-@dataclass(frozen=True)
-class Description:
+class Description(Fields, frozen=True):
     """The manifest, one line per tensor, as a payload of ``size`` bytes of UTF-8."""
 
-    size: Annotated[int, integer(0, MAX_DESCRIPTION)]
+    size: Annotated[int, between(0, MAX_DESCRIPTION)]
 
 
 @kind(49)
-@dataclass(frozen=True)
-class CheckupRequest:
+class CheckupRequest(Fields, frozen=True):
     """A question from outside the run; may be the first frame, in place of Hello.
 
     ``gossipx doctor`` asks for all parts up to "load", ``gossipx status`` and ``gossipx peer`` for the others. A doctor
@@ -213,13 +203,12 @@ class CheckupRequest:
     """
 
     name: Text
-    part: Annotated[str, one_of(CHECKUP_PARTS)]
+    part: CheckupPart
     back: _Load = 0
 
 
 @kind(50, MAX_METADATA, MAX_LOAD)
-@dataclass(frozen=True)
-class CheckupReply:
+class CheckupReply(Fields, frozen=True):
     """The reply to :class:`CheckupRequest`.
 
     Attributes:
@@ -232,14 +221,12 @@ class CheckupReply:
 
 
 @kind(11)
-@dataclass(frozen=True)
-class ModelAck:
+class ModelAck(Fields, frozen=True):
     """Acknowledges a model that has arrived whole, so that its sender may release the bytes."""
 
 
 @kind(12)
-@dataclass(frozen=True)
-class CarrierRequest:
+class CarrierRequest(Fields, frozen=True):
     """Requests that both sides set up a carrier for models next to this connection.
 
     Attributes:
@@ -250,8 +237,7 @@ class CarrierRequest:
 
 
 @kind(13)
-@dataclass(frozen=True)
-class SetNote:
+class SetNote(Fields, frozen=True):
     """Sets ``key`` to ``value`` for the other side while both set up a carrier.
 
     Attributes:
@@ -263,22 +249,19 @@ class SetNote:
 
 
 @kind(14)
-@dataclass(frozen=True)
-class CarrierReply:
+class CarrierReply(Fields, frozen=True):
     """Reports that the sender has set up its end of the carrier."""
 
 
 @kind(15)
-@dataclass(frozen=True)
-class NoCarrierReply:
+class NoCarrierReply(Fields, frozen=True):
     """Reports that the sender cannot set up its end of the carrier; the connection is unusable from then on."""
 
     reason: Text
 
 
 @kind(48)
-@dataclass(frozen=True)
-class Carried:
+class Carried(Fields, frozen=True):
     """Confirms that a payload sent by a carrier is complete.
 
     Attributes:

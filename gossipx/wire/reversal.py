@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from gossipx.protocol.fields import Rank, kind
+from gossipx.protocol.fields import Fields, Rank, kind
 from gossipx.protocol.messages import AcceptReply, NotReadyReply
 
 
 @kind(53)
-@dataclass(frozen=True)
-class ReverseRequest:
+class ReverseRequest(Fields, frozen=True):
     """Hands a connection over to its acceptor, which sends requests on it from then on: its opener is behind NAT."""
 
 
 @kind(54)
-@dataclass(frozen=True)
-class RelayRequest:
+class RelayRequest(Fields, frozen=True):
     """Requests a connection to peer ``to``, which is behind NAT as the sender is.
 
     After the reply, the bytes of this connection are passed on to that peer and back.
@@ -26,8 +22,7 @@ class RelayRequest:
 
 
 @kind(55)
-@dataclass(frozen=True)
-class RelayedRequest:
+class RelayedRequest(Fields, frozen=True):
     """Announces that peer ``sender`` speaks on this connection from now on, through the sender of this message."""
 
     sender: Rank

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import managers
+import msgspec
 import pytest
 from certificates import Authority
 from managers import LONG, Heard, Run, failure, frame, knock, read_frame
@@ -340,7 +341,7 @@ def test_a_proven_peer_cannot_claim_to_be_another(start: Start, monkeypatch: pyt
     greet = handshake.greet
 
     def pretend(link: Link, me: Hello, *rest: Any) -> None:
-        greet(link, dataclasses.replace(me, rank=2, name="peer-02"), *rest)
+        greet(link, msgspec.structs.replace(me, rank=2, name="peer-02"), *rest)
 
     monkeypatch.setattr(handshake, "greet", pretend)
     assert "it has proven to be peer-01, not peer-02" in str(failure(b, 0))

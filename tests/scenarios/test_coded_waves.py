@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from encoded import SPECS
@@ -163,7 +163,7 @@ def test_malformed_changes_are_refused(change: Callable[[bytes], bytes], told: s
     request = codec.prepared(RoundRequest(1, 0, (0, 1)))
     reply, source = codec.give(1, request.bases, [torch.ones(SIZE)], ModelReply(5))
     content = change(bytes(source.view))
-    reply = dataclasses.replace(reply, sizes=(len(content),))
+    reply = msgspec.structs.replace(reply, sizes=(len(content),))
     if told is None:
         frames, (values, _) = codec.decoded(reply, memoryview(content))
         assert list(frames) == [1] and values.cast("B") == memoryview(torch.ones(SIZE).numpy()).cast("B")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import toy
@@ -331,15 +331,15 @@ def test_a_reply_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     reply, content = two.give()
     before = two.codecs[1].bases(0)
     for wrong in (
-        dataclasses.replace(reply, sizes=()),
-        dataclasses.replace(reply, sizes=(2**40,)),
-        dataclasses.replace(reply, bases=(FULL,)),
-        dataclasses.replace(reply, bases=()),
+        msgspec.structs.replace(reply, sizes=()),
+        msgspec.structs.replace(reply, sizes=(2**40,)),
+        msgspec.structs.replace(reply, bases=(FULL,)),
+        msgspec.structs.replace(reply, bases=()),
     ):
         with pytest.raises(ProtocolError, match="does not fit"):
             two.take(wrong, content)
     with pytest.raises(ProtocolError, match="a change from another base than this peer"):
-        two.take(dataclasses.replace(reply, bases=(77,)), content)
+        two.take(msgspec.structs.replace(reply, bases=(77,)), content)
     damaged = bytearray(content)
     damaged[20] ^= 1
     with pytest.raises(ProtocolError, match="codec's frame"):

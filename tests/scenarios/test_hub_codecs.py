@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import toy
@@ -205,10 +206,10 @@ def test_a_change_of_an_unknown_base_is_refused_and_changes_nothing() -> None:
     with pytest.raises(ProtocolError, match="a change from another base than this peer"):
         two.arrive(request, content)
     for wrong in (
-        dataclasses.replace(request, sizes=(2**40,)),
-        dataclasses.replace(request, sizes=(5, 5)),
-        dataclasses.replace(request, bases=(FULL,)),
-        dataclasses.replace(request, bases=()),
+        msgspec.structs.replace(request, sizes=(2**40,)),
+        msgspec.structs.replace(request, sizes=(5, 5)),
+        msgspec.structs.replace(request, bases=(FULL,)),
+        msgspec.structs.replace(request, bases=()),
     ):
         with pytest.raises(ProtocolError, match="does not fit"):
             two.arrive(wrong, content)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import hmac
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,7 +92,7 @@ def test_a_proof_is_the_hmac_of_both_nonces_the_run_the_side_the_names_and_the_v
 
 
 def test_a_stranger_learns_a_nonce_and_nothing_else() -> None:
-    assert dataclasses.astuple(answerer().opened(Open("0" * 64, "", "", ""))) == (NONCES[1].hex(),)
+    assert msgspec.structs.astuple(answerer().opened(Open("0" * 64, "", "", ""))) == (NONCES[1].hex(),)
 
 
 @pytest.mark.fault(18)
@@ -132,7 +132,7 @@ def test_no_field_of_the_opening_can_be_changed_on_the_way(field: str) -> None:
     def change(message: Message) -> Message:
         if isinstance(message, Open):
             changed = "f" * 64 if field == "nonce" else getattr(message, field) + "x"
-            return dataclasses.replace(message, **{field: changed})
+            return msgspec.structs.replace(message, **{field: changed})
         return message
 
     with pytest.raises(NotAuthorisedError):
@@ -156,7 +156,7 @@ def test_no_bit_of_a_nonce_or_a_proof_can_be_changed_on_the_way(which: type, bit
             return Proof((f"{int(message.proofs[0], 16) ^ 1 << bit:064x}",))
         name = "proof" if isinstance(message, Accepted) else "nonce"
         value = int(getattr(message, name), 16) ^ 1 << bit
-        return dataclasses.replace(message, **{name: f"{value:064x}"})
+        return msgspec.structs.replace(message, **{name: f"{value:064x}"})
 
     with pytest.raises(StrangerError if which is Accepted else NotAuthorisedError):
         shake_hands(opener(), answerer(), flip)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 import torch
 from hypothesis import given, strategies
@@ -101,7 +100,7 @@ def test_a_push_of_a_wrong_size_is_refused_before_there_is_room(storages: Storag
     ]
     for changed in wrong:
         with pytest.raises(ProtocolError):
-            here.table_store.sink_for(dataclasses.replace(right, **changed))
+            here.table_store.sink_for(msgspec.structs.replace(right, **changed))
     assert not here.table_store._free and here.table_store._places.acquire(
         blocking=False
     )  # it uses neither memory nor a place
@@ -132,7 +131,7 @@ def test_an_answer_of_another_kind_or_size_is_refused() -> None:
         with pytest.raises(ProtocolError):
             here.client.sink((0, 0)).fit(reply)
     with pytest.raises(ProtocolError):
-        here.client.sink((0, 0)).fit(ModelReply(*[0] * len(dataclasses.fields(ModelReply))))  # type: ignore[arg-type]
+        here.client.sink((0, 0)).fit(ModelReply(*[0] * len(ModelReply.__struct_fields__)))  # type: ignore[arg-type]
 
 
 def test_a_part_that_a_storage_refuses_leaves_its_place_and_the_values() -> None:

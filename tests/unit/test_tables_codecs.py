@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 
+import msgspec
 import pytest
 import torch
 from encoded import SPECS
@@ -116,14 +116,14 @@ def test_an_invalid_frame_is_refused() -> None:
     here.update(normal(1))
     request, content = here.request(here.whole[0])
     with pytest.raises(ProtocolError, match="not a valid frame of its bucket"):
-        here.table_store.sink_for(dataclasses.replace(request, parts=((0, 10**6),)))
+        here.table_store.sink_for(msgspec.structs.replace(request, parts=((0, 10**6),)))
     with pytest.raises(ProtocolError, match="not a valid frame of its bucket"):
-        here.table_store.sink_for(dataclasses.replace(request, parts=((0, 5), (1, 5))))
+        here.table_store.sink_for(msgspec.structs.replace(request, parts=((0, 5), (1, 5))))
     other = coded(push="3lc", least=0)
     other.update(normal(1))
     _, wrong = other.request(other.whole[-1])
     for bad in (bytes(len(content)), bytes(wrong)):
-        told = dataclasses.replace(request, parts=((0, len(bad)),))
+        told = msgspec.structs.replace(request, parts=((0, len(bad)),))
         gradient = here.table_store.sink_for(told)
         assert gradient is not None
         gradient.take(0, memoryview(bytearray(bad)))

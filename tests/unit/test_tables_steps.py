@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from gossipx.protocol.fields import kind_of
 from gossipx.protocol.server_messages import GradientRequest
 from gossipx.protocol.table_effects import RequestedBucket
 from gossipx.tables.store import settings_of
+from gossipx.wire.kinds import message_of, metadata_of
 
 # --- optimizers -------------------------------------------------------------------------------------------
 
@@ -84,7 +84,8 @@ def test_settings_arrive_with_their_types() -> None:
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))])
     optimizer.param_groups[0]["ns_steps"] = 5
     (group,) = settings_of(optimizer)
-    (arrived,) = kind_of(GradientRequest).checks["settings"](json.loads(json.dumps([group])))
+    sent = metadata_of(GradientRequest(0, 0, 1, 0, (), (group,), 5.0))
+    (arrived,) = message_of(kind_of(GradientRequest), sent).settings
     assert type(arrived["ns_steps"]) is int and arrived["betas"] == (0.9, 0.999)
     assert arrived == group
 

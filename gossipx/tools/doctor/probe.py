@@ -24,7 +24,7 @@ from gossipx.transports import Address, Stream, checkup, handshake
 from gossipx.transports.access import Access
 from gossipx.transports.link import Link
 from gossipx.transports.links import Links
-from gossipx.wire import MAX_LOAD, Bytes, CheckupReply, CheckupRequest, Hello, frames
+from gossipx.wire import MAX_LOAD, Bytes, CheckupPart, CheckupReply, CheckupRequest, Hello, frames
 
 # Seconds:
 CONNECT = 3.0  # for a connection, and for a reply on it: ten times a round trip around the world
@@ -85,7 +85,9 @@ class Probe:
         _, _, self.facts = self._round_trip()
         link.admitted()
 
-    def _ask(self, part: str, seconds: float, load: Load | None = None, name: str | None = None) -> frames.Frame:
+    def _ask(
+        self, part: CheckupPart, seconds: float, load: Load | None = None, name: str | None = None
+    ) -> frames.Frame:
         request = CheckupRequest(name or self._prober.me.name, part, load.nbytes if load else 0)
         return self._link.request(request, 0, time.monotonic() + seconds, load)
 
@@ -97,12 +99,12 @@ class Probe:
         facts = checkup.read(reply.report if isinstance(reply, CheckupReply) else {})
         return took, facts["clock"] - (clock + took / 2), facts
 
-    def read(self, part: str) -> bytes:
+    def read(self, part: CheckupPart) -> bytes:
         """Return a doctor's description of its "model", or its "peers", one line per item."""
         payload = self._ask(part, LOAD).payload
         return bytes(payload.view) if isinstance(payload, Bytes) else b""
 
-    def report(self, part: str) -> dict[str, Any]:
+    def report(self, part: CheckupPart) -> dict[str, Any]:
         """Return the answer of a run's peer to "status" or "drain"."""
         reply = self._ask(part, CONNECT).message
         return reply.report if isinstance(reply, CheckupReply) else {}
