@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
 
 from gossipx.errors import MALFORMED, ProtocolError
-from gossipx.protocol.fields import MAX_RANKS, JoinedPeer
+from gossipx.protocol.fields import MAX_RANKS, JoinedPeer, Port, Rank, at_most
 from gossipx.settings import files
 from gossipx.settings.sections import KEYS, RunConfig, marked
 
 
-@dataclass(frozen=True)
-class Admission:
+class Admission(msgspec.Struct, frozen=True):
     """The admission of one newcomer.
 
     Attributes:
@@ -24,11 +24,11 @@ class Admission:
         lost: ranks that the newcomer need not wait for.
     """
 
-    rank: int
+    rank: Rank
     settings: str
-    begun: tuple[tuple[str, str, int], ...]
+    begun: Annotated[tuple[tuple[str, str, Port], ...], at_most(MAX_RANKS)]
     joined: tuple[JoinedPeer, ...]
-    lost: tuple[int, ...] = ()
+    lost: tuple[Rank, ...] = ()
 
     @property
     def own(self) -> JoinedPeer:
@@ -37,7 +37,7 @@ class Admission:
 
     def encoded(self) -> bytes:
         """Return it as JSON."""
-        return json.dumps(dataclasses.asdict(self)).encode()
+        return msgspec.json.encode(self)
 
     @classmethod
     def decoded(cls, content: bytes) -> Admission:
@@ -47,23 +47,11 @@ class Admission:
             ProtocolError: it is malformed.
         """
         try:
-            found = json.loads(content)
-            made = cls(
-                int(found["rank"]),
-                str(found["settings"]),
-                tuple((str(name), str(host), int(port)) for name, host, port in found["begun"]),
-                tuple(
-                    JoinedPeer(int(rank), str(name), str(host), int(port), int(by))
-                    for rank, name, host, port, by in found["joined"]
-                ),
-                tuple(int(rank) for rank in found["lost"]),
-            )
-            _ = made.own
-            if not all(0 <= one < MAX_RANKS for one in (*made.lost, len(made.begun), *(p.rank for p in made.joined))):
-                raise ValueError("a rank is none")
+            admission = msgspec.json.decode(content, type=cls)
+            _ = admission.own
         except (*MALFORMED, StopIteration) as error:
             raise ProtocolError("the admission to the run is malformed") from error
-        return made
+        return admission
 
     def peers(self) -> list[tuple[str, str, int]]:
         """Return name, host and port of all peers by rank, up to the highest that is known."""
