@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import xxhash
@@ -20,7 +20,14 @@ PIECE = 1 << 20
 """Bytes hashed and written at a time."""
 
 
-def write(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
+class Measured(TypedDict):
+    """Size and hash of a file, as in a manifest."""
+
+    bytes: int
+    xxh3_128: str
+
+
+def write(path: Path, pieces: Iterable[bytes | memoryview]) -> Measured:
     """Write a new file, and wait until it is on the disk.
 
     Returns:
@@ -39,10 +46,10 @@ def write(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
                 size += file.write(part)
         file.flush()
         os.fsync(file.fileno())
-    return {"bytes": size, HASH: digest.hexdigest()}
+    return {"bytes": size, "xxh3_128": digest.hexdigest()}
 
 
-def measure(path: Path) -> dict[str, Any]:
+def measure(path: Path) -> Measured:
     """Return the size and hash of an existing file.
 
     Raises:
@@ -53,7 +60,7 @@ def measure(path: Path) -> dict[str, Any]:
         while piece := file.read(PIECE):
             digest.update(piece)
             size += len(piece)
-    return {"bytes": size, HASH: digest.hexdigest()}
+    return {"bytes": size, "xxh3_128": digest.hexdigest()}
 
 
 def sync(directory: Path) -> None:

@@ -15,8 +15,9 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
+import msgspec
 import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -34,6 +35,7 @@ KEEP = 2
 """Checkpoints kept: if the newest is damaged, there is an older one."""
 PART = re.compile(r"[\w-][\w.-]*", re.ASCII)
 """Valid names of parts, which become file names."""
+_Listed: TypeAlias = dict[Annotated[str, msgspec.Meta(pattern=rf"(?a)\A{PART.pattern}\Z")], files.Measured]
 
 
 class CheckpointError(GossipxError):
@@ -237,7 +239,7 @@ def _verify(path: Path) -> list[str]:
     Raises:
         DamagedError: it is not; the message names the file.
     """
-    listed = _manifest(path)["files"]
+    listed = _files_listed(path)
     for name, expected in listed.items():
         file = path / name
         try:
@@ -249,11 +251,12 @@ def _verify(path: Path) -> list[str]:
         if found["bytes"] != expected["bytes"]:
             raise DamagedError(f"{file}: has {found['bytes']} bytes, not the {expected['bytes']} that were written")
         if found != expected:
-            raise DamagedError(f"{file}: its hash is {found[files.HASH]}, not {expected[files.HASH]}: it was altered")
+            raise DamagedError(f"{file}: its hash is {found['xxh3_128']}, not {expected['xxh3_128']}: it was altered")
     return list(listed)
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+def _files_listed(path: Path) -> _Listed:
+    """Return what the manifest at ``path`` says of each file."""
     file = path / MANIFEST
     try:
         found: dict[str, Any] = json.loads(file.read_bytes())
@@ -274,10 +277,7 @@ def _manifest(path: Path) -> dict[str, Any]:
         raise DamagedError(f"{file}: has format {found.get('format')}, but {reads}")
     if found.get("iteration") != int(path.name):
         raise DamagedError(f"{file}: is of iteration {found.get('iteration')}: it was moved here")
-    listed = found.get("files")
-    if not isinstance(listed, dict) or not all(
-        PART.fullmatch(name) and isinstance(one, dict) and one.keys() == {"bytes", files.HASH}
-        for name, one in listed.items()
-    ):
-        raise DamagedError(f"{file}: does not list files with their sizes and hashes")
-    return found
+    try:
+        return msgspec.convert(found.get("files"), _Listed)
+    except msgspec.ValidationError:
+        raise DamagedError(f"{file}: does not list files with their sizes and hashes") from None
