@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
+
 from gossipx.peer.barrier import PURPOSES
 from gossipx.peer.role import PeerRole
 from gossipx.protocol.messages import ArriveRequest, LeaveRequest, Stage
@@ -9,20 +13,49 @@ from gossipx.protocol.messages import ArriveRequest, LeaveRequest, Stage
 _AWAITED = {**PURPOSES, Stage.JOINING: "answer", Stage.START: "arrive"}
 
 
-def status(role: PeerRole, now: float) -> dict[str, object]:
-    """Return a peer's status.
+class Status(msgspec.Struct):
+    """The figures of a peer that ``gossipx status`` shows; a status has further ones, which are passed on as they are.
+
+    Attributes:
+        stage: in lower case.
+        iteration: number of iterations done.
+        retrievals: as the SyncManager counts them.
+        waiting: whether the training thread is blocked by gossipx.
+        loss: the last one of training; None if it is missing or not finite.
+        seconds, blocked_seconds: of training, and of these that the training thread was blocked.
+        exchanges_with: ranks that requests of exchanges are open to.
+        waits_for: ranks that it waits for in a stage where peers wait for each other.
+        waits_to: what it waits for; empty: it does not wait.
+        suspects: ranks that have not answered since a request failed.
+        lost, left: ranks.
+        joined: of each peer that joined the run in progress its rank, port, host and name, separated by spaces.
+        last_exchange: rank of the peer with which a model was last exchanged.
+        last_exchange_seconds: how long ago that was.
+    """
+
+    stage: str
+    iteration: int
+    retrievals: int
+    waiting: bool
+    loss: float | None
+    seconds: float
+    blocked_seconds: float
+    exchanges_with: list[int]
+    waits_for: list[int]
+    waits_to: str
+    suspects: list[int]
+    lost: list[int]
+    left: list[int]
+    joined: list[str]
+    last_exchange: int | None
+    last_exchange_seconds: float | None
+
+
+def status(role: PeerRole, now: float) -> dict[str, Any]:
+    """Return what the role knows of a peer's :class:`Status`, and further figures of the SyncManager.
 
     Args:
         now: seconds on the driver's monotonic clock.
-
-    Returns:
-        Plain figures by name: ``stage``; ``iteration``; ``retrievals``, ``skipped`` and ``failed`` as the SyncManager
-        counts them; ``exchanges_with``, ranks that requests of exchanges are open to; ``waits_for``, ranks that it
-        waits for in a stage where peers wait for each other, and ``waits_to``, what for (empty: it does not wait);
-        ``joined``, of each peer that joined the run in progress its rank, port, host and name, separated by spaces;
-        ``suspects``, ranks that have not answered since a request failed; ``lost`` and ``left``, ranks;
-        ``last_exchange``, the rank of the peer with which a model was last exchanged, or None, and
-        ``last_exchange_seconds``, how long ago that was.
     """
     members, sync, barrier = role.members, role.sync, role.barrier
     last = members.last_transfer

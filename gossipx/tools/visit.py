@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from gossipx.errors import (
     ConnectionClosedError,
     GossipxError,
@@ -23,24 +25,16 @@ from gossipx.errors import (
     printable,
 )
 from gossipx.launch.hosts import PeerLine, peers_digest
+from gossipx.peer.status import Status
 from gossipx.protocol.places import fault
 from gossipx.settings.sections import ExchangeSettings
 from gossipx.tools.doctor.probe import CONNECT, Prober, connect, probing
 from gossipx.transports.access import grant
 from gossipx.transports.links import Links
-from gossipx.wire import Hello
+from gossipx.wire import CheckupPart, Hello
 
 RANKS = ("exchanges_with", "waits_for", "suspects", "lost", "left")
 """Fields of a status that are lists of ranks; ``last_exchange`` is one rank or None."""
-_NUMBER = (int, float, type(None))
-_TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys((*RANKS, "joined"), (list,)),
-    **dict.fromkeys(("stage", "waits_to"), (str,)),
-    **dict.fromkeys(("iteration", "retrievals", "waiting"), (int,)),
-    **dict.fromkeys(("seconds", "blocked_seconds"), (int, float)),
-    **dict.fromkeys(("loss", "last_exchange", "last_exchange_seconds"), _NUMBER),
-}
-"""Types of the fields that are shown or looked up; others are passed on as they are."""
 _AT_ONCE = 32  # peers that are asked at the same time
 
 
@@ -61,7 +55,9 @@ class Visit:
     authorised: bool = True
 
 
-def visit(peers: Sequence[PeerLine], exchange: ExchangeSettings, part: str, only: Sequence[PeerLine]) -> list[Visit]:
+def visit(
+    peers: Sequence[PeerLine], exchange: ExchangeSettings, part: CheckupPart, only: Sequence[PeerLine]
+) -> list[Visit]:
     """Ask peers of a run, several at a time, each within a few seconds.
 
     Args:
@@ -88,9 +84,11 @@ def visit(peers: Sequence[PeerLine], exchange: ExchangeSettings, part: str, only
                 if (facts["peers"], facts["size"], facts["name"]) != (digest, len(peers), to.name):
                     return Visit(to, {}, f"a peer of another run answers there: {printable(facts['name'])}")
                 report = probe.report(part)
-                if part == "status" and report and not _is_status(report):
-                    return Visit(to, {}, "its status cannot be read: it may be of another version")
+                if part == "status" and report:
+                    msgspec.convert(report, Status)
                 return Visit(to, report)
+        except msgspec.ValidationError:
+            return Visit(to, {}, "its status cannot be read: it may be of another version")
         except (NotAuthorisedError, StrangerError) as error:
             return Visit(to, {}, printable(str(error)), authorised=False)
         except PeerTimeoutError:
@@ -106,12 +104,6 @@ def visit(peers: Sequence[PeerLine], exchange: ExchangeSettings, part: str, only
         stack.callback(links.abort)
         pool = stack.enter_context(ThreadPoolExecutor(min(_AT_ONCE, len(only))))
         return list(pool.map(ask, only))
-
-
-def _is_status(report: Mapping[str, Any]) -> bool:
-    if not all(isinstance(report.get(name, ...), types) for name, types in _TYPES.items()):
-        return False
-    return all(isinstance(rank, int) for name in RANKS for rank in report[name])
 
 
 def _if_hidden(peer: PeerLine) -> str:
