@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gossipx.launch.loops.attach import attach, get_solver
     from gossipx.launch.loops.initialize import initialize
     from gossipx.launch.loops.join import join
-    from gossipx.runtime.peer import Peer
+    from gossipx.runtime.training.peer import Peer
     from gossipx.solver.solver import Solver
     from gossipx.sync import SyncManager
 
@@ -36,7 +36,7 @@ __all__ = [
 
 _HOMES = {
     "CommManager": "gossipx.comm",
-    "Peer": "gossipx.runtime.peer",
+    "Peer": "gossipx.runtime.training.peer",
     "Solver": "gossipx.solver.solver",
     "SyncManager": "gossipx.sync",
     "attach": "gossipx.launch.loops.attach",

@@ -16,10 +16,9 @@ from gossipx.checkpoint import Store
 from gossipx.hub import ElasticExchange
 from gossipx.model.arena import ParameterArena
 from gossipx.peer import PeerRole
-from gossipx.runtime.checkpoints import Checkpoints
+from gossipx.runtime.checkpoints import Checkpoints, TrainingState
 from gossipx.runtime.driver import Driver
 from gossipx.runtime.optimizers import Optimizers
-from gossipx.runtime.state import TrainingState
 from gossipx.settings import files
 from gossipx.settings.interval import CheckpointInterval
 from gossipx.settings.modes import Elastic

@@ -74,7 +74,7 @@ def finish(doubted=(), **reports):
         "missing": [], "consensus_accuracy": 0.875, "consensus_loss": 0.375,
     }})
 """
-"""The start of a script in place of a peer: it reports progress by the protocol of ``gossipx.runtime.progress``."""
+"""The start of a script in place of a peer: it reports progress as ``gossipx.runtime.figures.progress`` does."""
 
 
 def script(directory: Path, body: str) -> Path:

@@ -18,7 +18,7 @@ from _sums import held_at, interval
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gossipx.runtime.peer import Peer
+from gossipx.runtime.training.peer import Peer
 from gossipx.tasks.data import load
 from gossipx.tasks.models import build_model
 

@@ -27,7 +27,7 @@ from emulated import Host
 from torch import nn
 
 import gossipx
-from gossipx.runtime.peer import Peer
+from gossipx.runtime.training.peer import Peer
 
 SERVERS, WORKERS = 2, 4
 """Roles in all figures of bin/bench server: the first two processes serve one shard each, the others train."""

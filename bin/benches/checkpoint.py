@@ -23,9 +23,8 @@ from gossipx import policies, topology
 from gossipx.checkpoint import Store
 from gossipx.model.arena import ParameterArena
 from gossipx.peer import PeerRole
-from gossipx.runtime.checkpoints import Checkpoints
+from gossipx.runtime.checkpoints import Checkpoints, TrainingState
 from gossipx.runtime.driver import Driver
-from gossipx.runtime.state import TrainingState
 from gossipx.settings.interval import CheckpointInterval
 from gossipx.sync import SyncManager
 from gossipx.tasks.models import build_model

@@ -9,7 +9,7 @@ from gossipx.protocol.admission import AdmitReply, AdmitRequest
 from gossipx.protocol.events import PeerMet
 from gossipx.protocol.fields import JoinedPeer
 from gossipx.runtime.driver import Driver
-from gossipx.runtime.roster import Roster
+from gossipx.runtime.driver.roster import Roster
 from gossipx.settings.modes import Elastic, Server
 from gossipx.settings.sections import RunConfig
 from gossipx.topology.schedules import BandwidthAware, Random, Schedule

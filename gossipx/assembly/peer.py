@@ -30,18 +30,17 @@ from gossipx.policies import Policy
 from gossipx.protocol.events import GradientsReady
 from gossipx.recorders import Recorded
 from gossipx.runtime import models
-from gossipx.runtime.backward import Backward
-from gossipx.runtime.checkpoints import Checkpoints, store_of
+from gossipx.runtime.checkpoints import Checkpoints, TrainingState, store_of
 from gossipx.runtime.driver import Driver
+from gossipx.runtime.driver.roster import Roster
+from gossipx.runtime.driver.shards import ShardKeeper, store_of_shard
+from gossipx.runtime.figures.reporting import Reporter
+from gossipx.runtime.figures.scores import Evaluate
 from gossipx.runtime.optimizers import Optimizers
-from gossipx.runtime.peer import Peer
 from gossipx.runtime.place import Place
-from gossipx.runtime.reporting import Reporter
-from gossipx.runtime.roster import Roster
-from gossipx.runtime.schedule_free import ScheduleFree
-from gossipx.runtime.scores import Evaluate
-from gossipx.runtime.shards import ShardKeeper, store_of_shard
-from gossipx.runtime.state import TrainingState
+from gossipx.runtime.training.backward import Backward
+from gossipx.runtime.training.peer import Peer
+from gossipx.runtime.training.schedule_free import ScheduleFree
 from gossipx.server.mode import ServerMode
 from gossipx.settings import files
 from gossipx.settings.interval import CheckpointInterval

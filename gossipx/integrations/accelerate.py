@@ -12,8 +12,8 @@ from torch import nn
 
 from gossipx.errors import UsageError, how_to_install
 from gossipx.integrations.ddp import GroupPeer, Joining, PolicyLike, shard
+from gossipx.runtime.figures.scores import Evaluate
 from gossipx.runtime.optimizers import OneOrMore
-from gossipx.runtime.scores import Evaluate
 
 try:
     from accelerate import Accelerator, DistributedType

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from gossipx.integrations.ddp import GroupPeer, Joining, PolicyLike
-from gossipx.runtime.scores import Evaluate
+from gossipx.runtime.figures.scores import Evaluate
 
 
 class PeerCallback:

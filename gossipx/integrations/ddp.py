@@ -31,12 +31,13 @@ from gossipx.model import layout
 from gossipx.model.layout import Section, Slot
 from gossipx.model.places import Places
 from gossipx.policies import Observation, Policy
-from gossipx.runtime import models, schedule_free
+from gossipx.runtime import models
+from gossipx.runtime.ending.stop_signals import StopSignals
+from gossipx.runtime.figures.scores import Evaluate
 from gossipx.runtime.optimizers import OneOrMore, Optimizers
-from gossipx.runtime.parts import part_of
-from gossipx.runtime.peer import Peer, check_own
-from gossipx.runtime.scores import Evaluate
-from gossipx.runtime.stop_signals import StopSignals
+from gossipx.runtime.training import schedule_free
+from gossipx.runtime.training.data import part_of
+from gossipx.runtime.training.peer import Peer, check_own
 from gossipx.settings.files import absolute_values
 from gossipx.settings.modes import Server
 from gossipx.settings.sections import RunConfig, RunSettings

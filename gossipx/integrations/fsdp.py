@@ -30,8 +30,8 @@ from gossipx.launch.environment import ENV_CONFIG, ENV_PEERS, ENV_PROGRESS
 from gossipx.launch.hosts import NAT, read_hosts
 from gossipx.launch.loops.join import join as join_alone
 from gossipx.launch.loops.join import rank_and_size, run_directory_of
-from gossipx.runtime import schedule_free
 from gossipx.runtime.optimizers import OneOrMore, Optimizers
+from gossipx.runtime.training import schedule_free
 from gossipx.settings.sections import RunConfig
 from gossipx.transports import Address
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.directory import CONFIG_FILE, no_run, refuse_simulated
-from gossipx.runtime.control import ANSWER, COMMAND, DIRECTORY, POLL_INTERVAL, write
+from gossipx.runtime.ending.control import ANSWER, COMMAND, DIRECTORY, POLL_INTERVAL, write
 from gossipx.settings import files
 from gossipx.settings.modes import Server
 
@@ -29,7 +29,7 @@ def command(run: Path, request: Mapping[str, Any], patience: float) -> None:
 
     Args:
         run: directory of the run.
-        request: the command; see :class:`gossipx.runtime.control.Control`.
+        request: the command; see :class:`gossipx.runtime.ending.control.Control`.
         patience: seconds that carrying it out may take.
 
     Raises:

@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 
 from gossipx.errors import UsageError
-from gossipx.runtime.progress import Progress
+from gossipx.runtime.figures.progress import Progress
 
 ENV_CONFIG = "GOSSIPX_CONFIG"
 """Path of the run's effective settings, a TOML file in the run's directory."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from gossipx.errors import MALFORMED
 from gossipx.launch.control import RESTART
 from gossipx.launch.progress import PeerStatus
-from gossipx.runtime.control import DIRECTORY, MAX_BYTES, take
+from gossipx.runtime.ending.control import DIRECTORY, MAX_BYTES, take
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds before the first restart of a peer that died, which double with each one, and their limit: a fault that is

@@ -13,7 +13,7 @@ from types import FrameType
 
 from gossipx.launch.children import Child
 from gossipx.launch.progress import Display, PeerStatus
-from gossipx.runtime.stop_signals import continue_by
+from gossipx.runtime.ending.stop_signals import continue_by
 from gossipx.settings.sections import RunSettings
 
 STOP_GRACE = 300.0
@@ -166,7 +166,7 @@ def how_to_continue(path: Path, iterations: Sequence[int], at_once: bool, framew
         path: the run's directory.
         iterations: of the peers that stopped in order.
         at_once: whether peers were killed.
-        framework, kept: as :attr:`gossipx.runtime.lifecycle.Lifecycle.framework` and ``kept``, of the first peer.
+        framework, kept: as attributes of :class:`gossipx.runtime.ending.lifecycle.Lifecycle`, of the first peer.
     """
     where = "at once" if at_once else f"at {min(iterations)}" if iterations else "before the first iteration"
     if not at_once and len(set(iterations)) > 1:

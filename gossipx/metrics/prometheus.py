@@ -85,8 +85,8 @@ class Exporter:
     Args:
         host, port: where it listens.
         run, peer: names of the run and the peer, as labels of each figure.
-        status: returns the peer's figures, as :meth:`gossipx.runtime.inspection.Inspection.status` does; called on the
-            server's threads.
+        status: returns the peer's figures, as :class:`gossipx.runtime.figures.reporting.Inspection` does; called on
+            the server's threads.
 
     Raises:
         UsageError: the port is not available.

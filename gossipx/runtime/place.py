@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gossipx.peer.admission import Admission
 from gossipx.protocol.fields import JoinedPeer
-from gossipx.runtime.progress import Progress
+from gossipx.runtime.figures.progress import Progress
 from gossipx.transports import Address
 
 

@@ -11,8 +11,8 @@ from gossipx.peer import PeerRole
 from gossipx.protocol import events
 from gossipx.protocol.effects import ReportEntry
 from gossipx.protocol.messages import Stage
-from gossipx.runtime.lifecycle import trained_none
-from gossipx.runtime.reporting import Reporter
+from gossipx.runtime.ending.lifecycle import trained_none
+from gossipx.runtime.figures.reporting import Reporter
 from gossipx.sim.endpoint import Endpoint
 
 if TYPE_CHECKING:

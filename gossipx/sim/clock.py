@@ -75,7 +75,7 @@ class VirtualTimers:
 
 
 class VirtualClock:
-    """The clock of one peer in virtual time; see :class:`gossipx.runtime.clock.Clock`.
+    """The clock of one peer in virtual time; see :class:`gossipx.runtime.driver.clock.Clock`.
 
     Args:
         now: returns the virtual time in seconds.

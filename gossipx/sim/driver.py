@@ -36,9 +36,9 @@ from gossipx.protocol.messages import (
     RoundRequest,
     TakeRequest,
 )
-from gossipx.runtime.captures import Retrieval
-from gossipx.runtime.clock import Clock
 from gossipx.runtime.driver import Driver
+from gossipx.runtime.driver.captures import Retrieval
+from gossipx.runtime.driver.clock import Clock
 
 PLACES = 2**20
 """Uploads that a peer receives at a time: virtual time cannot wait for a place."""

@@ -34,7 +34,7 @@ from gossipx.protocol.messages import (
     fragment_of,
 )
 from gossipx.protocol.server_messages import GradientRequest, TablesReply, TablesRequest
-from gossipx.runtime.captures import Retrieval
+from gossipx.runtime.driver.captures import Retrieval
 from gossipx.sim.base import BasePeer
 from gossipx.sim.endpoint import Endpoint
 

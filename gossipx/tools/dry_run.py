@@ -20,7 +20,7 @@ from gossipx.launch.directory import check_name
 from gossipx.launch.hosts import read_hosts
 from gossipx.launch.start import Checked, check
 from gossipx.model import layout
-from gossipx.runtime.reporting import codec_of
+from gossipx.runtime.figures.reporting import codec_of
 from gossipx.server.placement import Table
 from gossipx.settings.modes import Elastic, HasPartners, Server, Waves
 from gossipx.settings.scenario import MOST_PEERS

@@ -14,7 +14,7 @@ from served_loops import Join
 from torch import nn
 
 import gossipx
-from gossipx.runtime.peer import Peer
+from gossipx.runtime.training.peer import Peer
 from runs import Folder, folder
 
 

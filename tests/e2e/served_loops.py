@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gossipx.runtime.peer import Peer
+from gossipx.runtime.training.peer import Peer
 
 STEPS = 6
 EACH_ALONE = {"placement": "range", "bucket": 0}  # one bucket per table, with the same numbers

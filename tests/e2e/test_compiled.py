@@ -13,7 +13,7 @@ import torch
 from served_loops import STEPS, Join, batch, loss_of, net, sgd
 from torch import nn
 
-from gossipx.runtime.peer import Peer
+from gossipx.runtime.training.peer import Peer
 
 pytestmark = pytest.mark.fault(75)
 Loop = Callable[[nn.Module, torch.optim.Optimizer, Peer | None], None]

@@ -60,5 +60,5 @@ def test_the_settings_of_a_run_are_read_without_torch(tmp_path: Path, command: s
         ended = here.start("-X", "importtime", "-m", "gossipx", command, *where, fresh=True).end()
         imported = {line.rpartition("|")[2].strip() for line in ended.errors.splitlines()}
         assert "killed" in ended.output or "not running" in ended.output, ended.shown
-        assert "gossipx.settings.interval" in imported
+        assert "gossipx.settings.sections" in imported
         assert not imported & {"torch", "numba", "networkx"}

@@ -13,7 +13,7 @@ from runs import TEN_LINES, Run, children, differences, folder
 STRUCK = (
     TEN_LINES
     + """
-from gossipx.runtime.captures import Captures
+from gossipx.runtime.driver.captures import Captures
 if peer.rank == 1:
     merge = Captures.merge
     def struck(*arguments):

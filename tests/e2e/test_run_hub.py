@@ -72,7 +72,7 @@ with gossipx.join(model, optimizer) as peer:
 def test_an_exchange_that_reaches_a_peer_before_its_first_iteration_counts_as_training(tmp_path: Path) -> None:
     """The hub's main thread returns from joining only after the worker's last exchange."""
     script = """
-from gossipx.runtime.reporting import Reporter
+from gossipx.runtime.figures.reporting import Reporter
 
 begin = Reporter.training_begins
 

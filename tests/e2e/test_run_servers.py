@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gossipx.checkpoint import unpack
-from gossipx.runtime.shards import store_of_shard
+from gossipx.runtime.driver.shards import store_of_shard
 from runs import Run, children, differences, folder, one_line
 
 BRIEF = ("--iterations", "120", "--batch-size", "8", "--eval-interval", "0", "--log-interval", "1")

@@ -17,7 +17,7 @@ from gossipx.errors import UsageError
 from gossipx.protocol.effects import Effect
 from gossipx.protocol.events import Received
 from gossipx.protocol.server_messages import TablesRequest
-from gossipx.runtime.peer import Peer
+from gossipx.runtime.training.peer import Peer
 from gossipx.server.mode import ServerMode
 from gossipx.server.shard import Shard
 from gossipx.server.sync_models.decisions import Part

@@ -26,10 +26,10 @@ from gossipx.protocol.messages import (
     Request,
     Stage,
 )
+from gossipx.runtime.figures.progress import Progress
 from gossipx.runtime.optimizers import Optimizers
-from gossipx.runtime.peer import Peer
 from gossipx.runtime.place import Place
-from gossipx.runtime.progress import Progress
+from gossipx.runtime.training.peer import Peer
 from gossipx.settings import files
 from gossipx.transports import Address
 from gossipx.wire import Bytes

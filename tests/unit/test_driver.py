@@ -31,8 +31,8 @@ from gossipx.protocol.messages import (
     Stage,
     TakeRequest,
 )
-from gossipx.runtime.captures import Retrieval
 from gossipx.runtime.driver import Driver
+from gossipx.runtime.driver.captures import Retrieval
 from gossipx.settings.sections import ExchangeSettings, RunConfig
 
 

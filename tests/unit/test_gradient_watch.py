@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossipx.runtime.gradients import Change, GradientWatch, fingerprint
+from gossipx.runtime.training.gradients import Change, GradientWatch, fingerprint
 
 pytestmark = pytest.mark.fault(46)
 

@@ -11,7 +11,7 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from gossipx.errors import UsageError
-from gossipx.runtime.parts import StreamPart, part_of
+from gossipx.runtime.training.data import StreamPart, part_of
 
 pytestmark = pytest.mark.fault(84)
 ITEMS = 23

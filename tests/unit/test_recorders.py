@@ -20,9 +20,9 @@ from gossipx.assembly.managers import Managers
 from gossipx.assembly.peer import build_peer
 from gossipx.errors import UsageError
 from gossipx.recorders import Recorded, RecorderKind
+from gossipx.runtime.figures.progress import Progress
 from gossipx.runtime.optimizers import Optimizers
 from gossipx.runtime.place import Place
-from gossipx.runtime.progress import Progress
 from gossipx.settings import files
 from gossipx.transports import Address
 

@@ -31,8 +31,7 @@ from gossipx.launch.environment import ADDED, ENV_RESUME
 from gossipx.launch.hosts import peers_digest
 from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
-from gossipx.runtime.checkpoints import store_of
-from gossipx.runtime.state import PEER
+from gossipx.runtime.checkpoints import PEER, store_of
 from gossipx.settings import files
 from gossipx.settings.sections import ExchangeSettings
 

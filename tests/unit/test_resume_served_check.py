@@ -12,7 +12,7 @@ from gossipx.checkpoint import pack
 from gossipx.errors import UsageError
 from gossipx.launch import resume
 from gossipx.runtime.checkpoints import store_of
-from gossipx.runtime.shards import CLOCK, SERVERS, store_of_shard
+from gossipx.runtime.driver.shards import CLOCK, SERVERS, store_of_shard
 from gossipx.settings import files
 
 NAMES = ["a", "b", "c"]

@@ -21,11 +21,11 @@ from gossipx.peer.membership import Requests
 from gossipx.protocol.effects import Effect
 from gossipx.protocol.events import Received
 from gossipx.protocol.table_effects import ApplyGradient, FillTables, KeepShard, Record
-from gossipx.runtime import shards
+from gossipx.runtime.driver import shards
+from gossipx.runtime.driver.shards import ShardKeeper
+from gossipx.runtime.figures.progress import Progress
 from gossipx.runtime.optimizers import Optimizers
 from gossipx.runtime.place import Place
-from gossipx.runtime.progress import Progress
-from gossipx.runtime.shards import ShardKeeper
 from gossipx.server.failover.records import Journal, Records
 from gossipx.server.mode import ServerMode
 from gossipx.server.shard import Shard

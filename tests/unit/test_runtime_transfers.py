@@ -15,9 +15,9 @@ from gossipx.protocol.effects import Send
 from gossipx.protocol.events import Event, Failed, Fault, Replied
 from gossipx.protocol.server_messages import TablesReply, TablesRequest
 from gossipx.protocol.table_effects import RequestedBucket
-from gossipx.runtime.clock import SystemClock
-from gossipx.runtime.requests import Outbox
-from gossipx.runtime.table_transfers import TableTransfers
+from gossipx.runtime.driver.clock import SystemClock
+from gossipx.runtime.driver.outbox import Outbox
+from gossipx.runtime.driver.tables import TableTransfers
 from gossipx.tables.coding import Coding
 
 

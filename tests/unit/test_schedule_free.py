@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gossipx.errors import UsageError
-from gossipx.runtime import schedule_free
+from gossipx.runtime.training import schedule_free
 
 schedulefree = pytest.importorskip("schedulefree")
 KINDS: dict[str, dict[str, Any]] = {

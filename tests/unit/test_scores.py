@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gossipx.runtime.scores import scores
+from gossipx.runtime.figures.scores import scores
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from gossipx.peer.server_role import Total
-from gossipx.runtime.clock import SystemClock
-from gossipx.runtime.reporting import Reporter
+from gossipx.runtime.driver.clock import SystemClock
+from gossipx.runtime.figures.reporting import Reporter
 
 
 def test_a_total_is_recorded_as_the_mean_since_the_last_record() -> None:

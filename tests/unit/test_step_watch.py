@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gossipx.runtime.optimizers import Optimizers
-from gossipx.runtime.step_watch import PATIENCE, USUAL, StepWatch
+from gossipx.runtime.training.step_watch import PATIENCE, USUAL, StepWatch
 
 pytestmark = pytest.mark.fault(48)
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from gossipx.runtime import stop_signals
-from gossipx.runtime.stop_signals import NUMBERS, StopSignals
+from gossipx.runtime.ending import stop_signals
+from gossipx.runtime.ending.stop_signals import NUMBERS, StopSignals
 
 
 @pytest.fixture

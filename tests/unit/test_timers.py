@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from gossipx.runtime import timers
+from gossipx.runtime.driver import clock
 
 pytestmark = pytest.mark.fault(79)
 
@@ -20,8 +20,8 @@ def test_a_gap_is_a_time_in_which_the_thread_could_not_run(monkeypatch: pytest.M
             ran.set()
         return passed
 
-    monkeypatch.setattr(timers, "_passed", look)
-    made = timers.Timers(lambda name: None, "0")
+    monkeypatch.setattr(clock, "_passed", look)
+    made = clock.Timers(lambda name: None, "0")
     try:
         for _ in range(6):
             passed += 10.0

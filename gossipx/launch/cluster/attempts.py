@@ -20,8 +20,7 @@ from gossipx.launch.directory import HOSTS_FILE
 from gossipx.launch.environment import ADDED
 from gossipx.launch.hosts import read_hosts
 from gossipx.metrics import summary
-from gossipx.runtime.checkpoints import store_of
-from gossipx.runtime.state import PEER
+from gossipx.runtime.checkpoints import PEER, store_of
 from gossipx.settings.sections import RunConfig
 
 log = logging.getLogger("gossipx")

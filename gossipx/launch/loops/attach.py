@@ -25,8 +25,8 @@ from gossipx.launch.environment import progress
 from gossipx.launch.loops.initialize import OptimizerOf
 from gossipx.launch.loops.join import join, settings_of
 from gossipx.policies import Observation, Policy
-from gossipx.runtime.peer import Peer
-from gossipx.runtime.scores import Score
+from gossipx.runtime.figures.scores import Score
+from gossipx.runtime.training.peer import Peer
 from gossipx.settings.modes import Server
 from gossipx.solver import prototxt
 from gossipx.solver.net import Objective

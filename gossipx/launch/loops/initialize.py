@@ -23,7 +23,7 @@ from gossipx.assembly.server import Parts
 from gossipx.errors import UsageError
 from gossipx.launch.environment import progress
 from gossipx.launch.loops.join import join, settings_of
-from gossipx.runtime.peer import Peer
+from gossipx.runtime.training.peer import Peer
 from gossipx.settings.modes import Server
 
 OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

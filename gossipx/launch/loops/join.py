@@ -40,13 +40,14 @@ from gossipx.metrics.recorder import Recorder
 from gossipx.model.arena import ParameterArena
 from gossipx.peer.admission import Admission
 from gossipx.policies import Observation, Policy
-from gossipx.runtime import exit_hooks, schedule_free
 from gossipx.runtime.checkpoints import store_of
+from gossipx.runtime.ending import exit_hooks
+from gossipx.runtime.figures.progress import Progress
+from gossipx.runtime.figures.scores import Evaluate
 from gossipx.runtime.optimizers import OneOrMore, Optimizers
-from gossipx.runtime.peer import Peer
 from gossipx.runtime.place import Place
-from gossipx.runtime.progress import Progress
-from gossipx.runtime.scores import Evaluate
+from gossipx.runtime.training import schedule_free
+from gossipx.runtime.training.peer import Peer
 from gossipx.settings import files
 from gossipx.settings.modes import Server
 from gossipx.settings.sections import RunConfig

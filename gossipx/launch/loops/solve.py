@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from gossipx.errors import UsageError
 from gossipx.launch.loops.attach import AttachedPeer, attach
+from gossipx.runtime.figures.scores import Evaluate
 from gossipx.runtime.models import directory_of
-from gossipx.runtime.scores import Evaluate
 from gossipx.settings.sections import RunConfig
 from gossipx.solver import prototxt
 from gossipx.solver.solver import Solver

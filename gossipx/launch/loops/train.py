@@ -20,7 +20,7 @@ from gossipx.launch.loops import solve
 from gossipx.launch.loops.join import join
 from gossipx.launch.progress import LOADING_DATA
 from gossipx.optimizers import LARS
-from gossipx.runtime.peer import Peer
+from gossipx.runtime.training.peer import Peer
 from gossipx.settings import files
 from gossipx.settings.sections import RunConfig, RunSettings, TaskSettings
 from gossipx.tasks.data import TASKS, Batches, Samples, load

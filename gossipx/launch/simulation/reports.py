@@ -20,10 +20,10 @@ from gossipx.peer import PeerRole
 from gossipx.protocol.messages import Stage
 from gossipx.recorders import Recorded
 from gossipx.runtime import models
-from gossipx.runtime.captures import Retrieval
+from gossipx.runtime.driver.captures import Retrieval
+from gossipx.runtime.figures.progress import Progress
+from gossipx.runtime.figures.reporting import Reporter
 from gossipx.runtime.place import Place
-from gossipx.runtime.progress import Progress
-from gossipx.runtime.reporting import Reporter
 from gossipx.settings.modes import Elastic, Server
 from gossipx.sim import SimPeer, World
 from gossipx.sim.base import BasePeer

@@ -20,8 +20,8 @@ from types import TracebackType
 from typing import Any
 
 from gossipx.errors import GossipxError
-from gossipx.runtime import exit_hooks
-from gossipx.runtime.stop_signals import INTERRUPTED, ORDERLY
+from gossipx.runtime.ending import exit_hooks
+from gossipx.runtime.ending.stop_signals import INTERRUPTED, ORDERLY
 
 INTERVAL = 0.25
 """Minimum seconds between two progress lines; nobody can read them faster."""

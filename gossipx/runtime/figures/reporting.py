@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,13 +15,14 @@ from gossipx.metrics.aggregate import WORST, Record
 from gossipx.metrics.recorder import Recorder
 from gossipx.model.digest import unshared
 from gossipx.peer.server_role import Total
+from gossipx.peer.status import status
 from gossipx.protocol.messages import Stage
 from gossipx.runtime import models
-from gossipx.runtime.captures import Retrieval
 from gossipx.runtime.driver import Driver
-from gossipx.runtime.figures import Figures
+from gossipx.runtime.driver.captures import Retrieval
+from gossipx.runtime.figures.measured import Figures
+from gossipx.runtime.figures.scores import Evaluate, scores
 from gossipx.runtime.place import Place
-from gossipx.runtime.scores import Evaluate, scores
 from gossipx.settings.modes import Server
 from gossipx.settings.sections import RunConfig
 from gossipx.sync import consensus_distance
@@ -230,7 +233,7 @@ class Reporter:
         """Report that the peer has left on request, with its figures until then.
 
         Args:
-            framework, kept: as :attr:`gossipx.runtime.lifecycle.Lifecycle.framework` and ``kept``.
+            framework, kept: as :attr:`gossipx.runtime.ending.lifecycle.Lifecycle.framework` and ``kept``.
         """
         self.finished()
         figures = {**self.report({}, {}), "seconds_before": self.figures.earlier.seconds}
@@ -345,3 +348,43 @@ def codec_of(config: RunConfig) -> str:
         return codecs.describe(codecs.parse(config.mode.codec))
     push, pull = (codecs.describe(codecs.parse(spec)) for spec in (config.mode.push_codec, config.mode.pull_codec))
     return push if push == pull else f"push {push}, pull {pull}"
+
+
+class Inspection:
+    """The status of one peer. Its methods may be called on any thread.
+
+    Args:
+        driver: the peer's driver.
+        reporter: has the peer's figures.
+    """
+
+    def __init__(self, driver: Driver, reporter: Reporter):
+        self._driver = driver
+        self._reporter = reporter
+
+    def status(self) -> dict[str, object]:
+        """Return the figures of :func:`gossipx.peer.status.status`, and those of the process.
+
+        Returns:
+            Also ``waiting``: whether the training thread is blocked by gossipx; ``loss`` and ``accuracy``: the last
+            ``train/loss`` and ``test/accuracy``, None if it is missing or not finite; ``bytes_received`` and
+            ``bytes_sent`` of this process; ``seconds`` of training; ``blocked_seconds`` of these that the training
+            thread was blocked; and the counters of faults, named as in :class:`gossipx.metrics.summary.Summary`.
+        """
+        reporter, comm = self._reporter, self._driver.comm
+        figures = reporter.figures
+        return {
+            **self._driver.read(lambda role: status(role, time.monotonic())),
+            "waiting": self._driver.waiting,
+            "loss": _finite(reporter.last("train/loss")),
+            "accuracy": _finite(reporter.last("test/accuracy")),
+            "bytes_received": 0 if comm is None else comm.bytes_received,
+            "bytes_sent": 0 if comm is None else comm.bytes_sent,
+            "seconds": figures.elapsed,
+            "blocked_seconds": figures.blocked,
+            **reporter.faults(),
+        }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -19,15 +19,15 @@ from gossipx.metrics.prometheus import Exporter, address_of
 from gossipx.model.digest import digest, flaw
 from gossipx.protocol.events import FiguresReady, FinalModel, JoinRun, LeaveRun, TrainingEnded
 from gossipx.protocol.messages import Stage
-from gossipx.runtime import exit_hooks, models
-from gossipx.runtime.backward import Backward
+from gossipx.runtime import models
 from gossipx.runtime.checkpoints import Checkpoints
-from gossipx.runtime.control import Control
 from gossipx.runtime.driver import Driver
-from gossipx.runtime.inspection import Inspection
+from gossipx.runtime.ending import exit_hooks
+from gossipx.runtime.ending.control import Control
+from gossipx.runtime.ending.stop_signals import StopSignals, children_may_die, continue_by
+from gossipx.runtime.figures.reporting import Inspection, Reporter
 from gossipx.runtime.place import Place
-from gossipx.runtime.reporting import Reporter
-from gossipx.runtime.stop_signals import StopSignals, children_may_die, continue_by
+from gossipx.runtime.training.backward import Backward
 from gossipx.settings.sections import RunConfig
 
 log = logging.getLogger("gossipx")
@@ -250,7 +250,7 @@ class Lifecycle:
         may be a consequence: the signal may have ended other processes of the script, too.
 
         Raises:
-            KeyboardInterrupt, SystemExit: see :meth:`gossipx.runtime.stop_signals.StopSignals.end`.
+            KeyboardInterrupt, SystemExit: see :meth:`gossipx.runtime.ending.stop_signals.StopSignals.end`.
             GossipxError: as :meth:`leave`.
         """
         if isinstance(error, SystemExit):  # the script chooses its exit code
@@ -335,7 +335,7 @@ class Lifecycle:
 
         Raises:
             GossipxError: checkpoint or model cannot be written, or why the run cannot continue.
-            KeyboardInterrupt, SystemExit: see :meth:`gossipx.runtime.stop_signals.StopSignals.end`.
+            KeyboardInterrupt, SystemExit: see :meth:`gossipx.runtime.ending.stop_signals.StopSignals.end`.
         """
         self._leave_in_order()
         self.signals.end()

@@ -18,19 +18,20 @@ from gossipx.comm import CommManager
 from gossipx.errors import UsageError
 from gossipx.model.arena import ParameterArena
 from gossipx.protocol.events import StepDone
-from gossipx.runtime import exit_hooks, models
-from gossipx.runtime.backward import Backward
-from gossipx.runtime.bypass import OptimizerBypass
+from gossipx.runtime import models
 from gossipx.runtime.checkpoints import Checkpoints
 from gossipx.runtime.driver import Driver
-from gossipx.runtime.lifecycle import Lifecycle
+from gossipx.runtime.ending import exit_hooks
+from gossipx.runtime.ending.lifecycle import Lifecycle
+from gossipx.runtime.figures.reporting import Reporter
+from gossipx.runtime.figures.scores import as_float
 from gossipx.runtime.optimizers import OneOrMore, Optimizers, untraced
-from gossipx.runtime.parts import part_of
 from gossipx.runtime.place import Place
-from gossipx.runtime.reporting import Reporter
-from gossipx.runtime.schedule_free import ScheduleFree
-from gossipx.runtime.scores import as_float
-from gossipx.runtime.step_watch import StepWatch
+from gossipx.runtime.training.backward import Backward
+from gossipx.runtime.training.bypass import OptimizerBypass
+from gossipx.runtime.training.data import part_of
+from gossipx.runtime.training.schedule_free import ScheduleFree
+from gossipx.runtime.training.step_watch import StepWatch
 from gossipx.settings.sections import RunConfig
 from gossipx.specs import rank_of
 from gossipx.tasks import partition

@@ -75,17 +75,13 @@ from gossipx.protocol.messages import (
     fragment_of,
 )
 from gossipx.protocol.table_effects import Fetched, TableEffect
-from gossipx.runtime.captures import Captures, Retrieval
-from gossipx.runtime.clock import Clock, SystemClock
-from gossipx.runtime.commands import Commands
-from gossipx.runtime.limited_log import LimitedLog
-from gossipx.runtime.model_transfers import Transfers
-from gossipx.runtime.outliers import Outliers
-from gossipx.runtime.requests import Outbox
-from gossipx.runtime.roster import Roster
-from gossipx.runtime.table_transfers import TableRequest
-from gossipx.runtime.tables import TableWork
-from gossipx.runtime.uploads import Uploads
+from gossipx.runtime.driver.captures import Captures, Outliers, Retrieval
+from gossipx.runtime.driver.clock import Clock, LimitedLog, SystemClock
+from gossipx.runtime.driver.commands import Commands
+from gossipx.runtime.driver.models import Transfers, Uploads
+from gossipx.runtime.driver.outbox import Outbox
+from gossipx.runtime.driver.roster import Roster
+from gossipx.runtime.driver.tables import TableRequest, TableWork
 from gossipx.wire import UploadSink
 
 T = TypeVar("T")

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gossipx.errors import UsageError
-from gossipx.runtime.forwards import Forwards
-from gossipx.runtime.gradients import Change, GradientWatch, fingerprint
 from gossipx.runtime.optimizers import untraced
+from gossipx.runtime.training.forwards import Forwards
+from gossipx.runtime.training.gradients import Change, GradientWatch, fingerprint
 from gossipx.tables.client import Client
 
 log = logging.getLogger("gossipx")

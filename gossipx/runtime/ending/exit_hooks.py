@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, NoReturn, Protocol
 
 from gossipx.errors import GossipxError, UsageError
-from gossipx.runtime.stop_signals import INTERRUPTED
+from gossipx.runtime.ending.stop_signals import INTERRUPTED
 
 
 class Finishable(Protocol):

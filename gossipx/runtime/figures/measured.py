@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gossipx.runtime.captures import Retrieval
+from gossipx.runtime.driver.captures import Retrieval
 
 
 @dataclass(frozen=True)

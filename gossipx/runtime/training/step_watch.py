@@ -21,8 +21,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gossipx.runtime.gradients import fingerprint
 from gossipx.runtime.optimizers import Optimizers, parameters_of, untraced
+from gossipx.runtime.training.gradients import fingerprint
 
 log = logging.getLogger("gossipx")
 

@@ -23,10 +23,10 @@ from gossipx.memory import Source
 from gossipx.protocol.effects import Send
 from gossipx.protocol.events import Event, Failed, Fault, Replied
 from gossipx.protocol.messages import Reply, Request
-from gossipx.runtime.clock import Clock
+from gossipx.runtime.driver.clock import Clock
 from gossipx.wire import Sink, SinkFactory
 
-Prepared = tuple[Request, Sink | SinkFactory | None, Source | None]
+PreparedRequest = tuple[Request, Sink | SinkFactory | None, Source | None]
 """The request that is sent, the sink for the reply's payload, and the request's own payload."""
 
 
@@ -66,7 +66,7 @@ class Outbox:
     def send(
         self,
         send: Send,
-        prepare: Callable[[], Prepared],
+        prepare: Callable[[], PreparedRequest],
         arrived: Callable[[Reply], Fault | None],
         over: Callable[[], None] = nothing,
     ) -> None:

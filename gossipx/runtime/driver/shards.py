@@ -25,8 +25,7 @@ from gossipx.errors import ProtocolError, UsageError
 from gossipx.protocol.fields import kind_of
 from gossipx.protocol.server_messages import RecordRequest
 from gossipx.protocol.table_effects import ApplyBuffer, ApplyGradient, BufferGradient
-from gossipx.runtime.limited_log import LimitedLog
-from gossipx.runtime.serial_worker import CLOSE_TIMEOUT, SerialWorker
+from gossipx.runtime.driver.clock import CLOSE_TIMEOUT, LimitedLog, SerialWorker
 from gossipx.server.shard import Shard
 from gossipx.tables.store import Gradient, TableStore
 from gossipx.wire.kinds import message_of, metadata_of
