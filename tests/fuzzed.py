@@ -73,7 +73,7 @@ def _hosts() -> Target:
 def _solver() -> Target:
     from gossipx.solver import prototxt
 
-    return Target(of_file("solver.prototxt", prototxt.read), lambda: _files("gossipx/tasks/solvers/*.prototxt"))
+    return Target(of_file("solver.prototxt", prototxt.read_solver), lambda: _files("gossipx/tasks/solvers/*.prototxt"))
 
 
 def _topology(ending: str) -> Target:

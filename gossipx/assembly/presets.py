@@ -99,7 +99,7 @@ def _with_solver(config: RunConfig) -> RunConfig:
     """
     if config.task.solver is None:
         return config
-    param = prototxt.read(solvers.find(config.task.solver))
+    param = prototxt.read_solver(solvers.find(config.task.solver))
     found: dict[str, Any] = {"solver": solvers.resolve(config.task.solver)}
     if param.net in PRESETS and not config.is_given("model"):
         found["model"] = param.net
@@ -110,10 +110,10 @@ def _with_solver(config: RunConfig) -> RunConfig:
 
 def _check_solver(given: str) -> None:
     """Refuse a solver file that cannot train the built-in task, and warn of fields that have no effect."""
-    from gossipx.solver import checks  # imports torch
+    from gossipx.solver.trainable import check_trainable  # imports torch
 
-    param = prototxt.read(solvers.find(given))
-    checks.check(param, min(len(param.test_iter), 1))
+    param = prototxt.read_solver(solvers.find(given))
+    check_trainable(param, min(len(param.test_iter), 1))
     ignored = {**prototxt.WITHOUT_MEANING, **REPLACED}
     if param.net in PRESETS:
         del ignored["net"]

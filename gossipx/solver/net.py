@@ -1,19 +1,29 @@
-"""A torch module with pycaffe's interface of a net: parameters as blobs of numpy arrays, and passes over a batch."""
+"""A torch module with pycaffe's interface of a net: parameters as numpy arrays, passes over a batch, snapshots.
+
+A snapshot is two safetensors files in the same directory: the weights ``{prefix}_iter_{N}.safetensors`` and the state
+``{prefix}_iter_{N}.solverstate``. The state has the optimizer's histories, ``PARAMETER/HISTORY``, and its metadata
+has the iteration, the solver's type and the name of the weights' file.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from gossipx.errors import UsageError
+from gossipx.model import safetensors_file
 from gossipx.model.layout import plain_name
+from gossipx.solver.optimizers import CaffeOptimizer, type_of
 
 Objective = Callable[[Any, Any], Tensor]
 """The loss of a module's output and the batch's y."""
@@ -21,9 +31,11 @@ Score = Callable[[Any, Any], Any]
 """A metric of a module's output and the batch's y, such as an accuracy; its value must be accepted by float()."""
 _NO_PAIRS = (Mapping, Set, Tensor, np.ndarray, str, bytes)
 """Types that are not a pair (x, y), although two of their elements, such as keys or rows, can be unpacked."""
+_WEIGHTS, _STATE = ".safetensors", ".solverstate"
+_KNOB = "see the solver file's snapshot_prefix"
 
 
-class Batches:
+class SourceBatches:
     """An endless sequence of batches (x, y), which restarts its source at the end.
 
     Args:
@@ -143,7 +155,9 @@ class Net:
         blobs: outputs of the last pass by name.
     """
 
-    def __init__(self, module: nn.Module, loss: Objective, batches: Batches, scores: Mapping[str, Score], trains: bool):
+    def __init__(
+        self, module: nn.Module, loss: Objective, batches: SourceBatches, scores: Mapping[str, Score], trains: bool
+    ):
         self.module = module
         self.params: dict[str, list[Blob]] = {}
         self.blobs: dict[str, Output] = {}
@@ -176,14 +190,14 @@ class Net:
         self.flush()
         device = next(self.module.parameters()).device
         x, y = (_on(device, part) for part in self._batches.next())
-        with torch.set_grad_enabled(self._trains), _mode(self.module, self._trains):
+        with torch.set_grad_enabled(self._trains), _in_mode(self.module, self._trains):
             output = self.module(x)
             loss = self._loss(output, y)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             given = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(f"the loss is {given}, and must be a tensor of one number: loss(module(x), y)")
         with torch.no_grad():
-            figures = {name: _figure(name, score(output, y)) for name, score in self._scores.items()}
+            figures = {name: _as_number(name, score(output, y)) for name, score in self._scores.items()}
         self._objective = loss if self._trains else None
         figures["loss"] = float(loss.detach())
         self.blobs = {name: Output(np.asarray(figures[name], np.float32)) for name in self.outputs}
@@ -214,7 +228,7 @@ class Net:
 
 
 @contextlib.contextmanager
-def _mode(module: nn.Module, trains: bool) -> Iterator[None]:
+def _in_mode(module: nn.Module, trains: bool) -> Iterator[None]:
     """Set training or evaluation mode, and restore the mode of each submodule at the end."""
     if module.training == trains:
         yield
@@ -228,7 +242,7 @@ def _mode(module: nn.Module, trains: bool) -> Iterator[None]:
             one.training = mode
 
 
-def _figure(name: str, value: Any) -> float:
+def _as_number(name: str, value: Any) -> float:
     """Return a score's value as a number."""
     given = type(value).__name__
     try:
@@ -244,3 +258,122 @@ def _on(device: torch.device, part: Any) -> Any:
     if isinstance(part, np.ndarray):
         part = torch.from_numpy(part)
     return part.to(device, non_blocking=True) if isinstance(part, Tensor) else part
+
+
+# --- snapshots ------------------------------------------------------------------------------------
+
+
+def snapshot_prefix(given: str, file: Path | None) -> Path:
+    """Return the absolute path prefix of snapshots, by Caffe's rules.
+
+    If ``given`` is a directory, the prefix is the solver file's name within it. If it is empty, the prefix is the path
+    of the solver file. Both are without the file's suffix.
+
+    Args:
+        given: the solver file's ``snapshot_prefix``; may be empty.
+        file: the solver file; None: no file.
+    """
+    stem = "solver" if file is None else file.stem
+    if not given:
+        return (Path(stem) if file is None else file.with_suffix("")).absolute()
+    return (Path(given) / stem if Path(given).is_dir() or given.endswith("/") else Path(given)).absolute()
+
+
+def probe_snapshots(prefix: Path) -> None:
+    """Check that snapshots can be written, to fail before hours of training.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    # The file name is unique, because other peers of the script may probe the same prefix at the same time.
+    with tempfile.NamedTemporaryFile(dir=prefix.parent, prefix=f"{prefix.name}_", suffix=".tempfile"):
+        pass
+
+
+def save_snapshot(prefix: Path, iteration: int, module: nn.Module, optimizer: CaffeOptimizer) -> tuple[Path, Path]:
+    """Write a snapshot: the weights first, so that a state never names a missing file.
+
+    Returns:
+        The files of the weights and of the state.
+
+    Raises:
+        GossipxError: a file cannot be written; no partial file is left.
+    """
+    stem = f"{prefix.name}_iter_{iteration}"
+    weights, state = prefix.with_name(stem + _WEIGHTS), prefix.with_name(stem + _STATE)
+    safetensors_file.write(weights, safetensors_file.tensors_of(module), _KNOB)
+    histories = {
+        f"{name}/{kind}": history
+        for name, parameter in _parameters(module).items()
+        for kind, history in optimizer.state.get(parameter, {}).items()
+    }
+    metadata = {"iteration": str(iteration), "type": type_of(optimizer), "learned_net": weights.name}
+    safetensors_file.write(state, histories, _KNOB, metadata)
+    return weights, state
+
+
+def load_weights(file: Path, module: nn.Module) -> None:
+    """Load weights by name, as Caffe does. Tensors that only the file or only the module has are ignored.
+
+    Raises:
+        UsageError: the file cannot be read, no name matches, or a shape differs. The module is unchanged then.
+    """
+    found, _ = _content_of(file)
+    own = safetensors_file.tensors_of(module)
+    shared = own.keys() & found.keys()
+    if not shared:
+        raise UsageError(f"none of its tensors belongs to this net, which has {next(iter(own))} and others", file)
+    for name in sorted(shared):
+        if found[name].shape != own[name].shape:
+            raise UsageError(f"'{name}' is {list(found[name].shape)} there, and {list(own[name].shape)} here", file)
+    with torch.no_grad():
+        for name in shared:
+            own[name].copy_(found[name])
+
+
+@dataclass(frozen=True)
+class SolverState:
+    """The state to resume a solver from: iterations done, histories by parameter and kind, and the weights' file."""
+
+    iteration: int
+    histories: dict[nn.Parameter, dict[str, Tensor]]
+    weights: Path
+
+
+def load_solver_state(file: Path, module: nn.Module, optimizer: CaffeOptimizer) -> SolverState:
+    """Read the state of a snapshot without changing the module or the optimizer.
+
+    Raises:
+        UsageError: the file cannot be read, or belongs to another net or another type of solver.
+    """
+    tensors, metadata = _content_of(file)
+    if not {"iteration", "type", "learned_net"} <= metadata.keys() or not metadata["iteration"].isdigit():
+        raise UsageError(f"not the state of a solver: give the {_STATE} file of a snapshot", file)
+    mine, theirs = type_of(optimizer), metadata["type"]
+    if theirs != mine:
+        raise UsageError(f"it belongs to a solver of type {theirs}, and this one is {mine}: set its type", file)
+    parameters = _parameters(module)
+    histories: dict[nn.Parameter, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, _, kind = key.rpartition("/")
+        parameter = parameters.get(name)
+        if parameter is None or parameter.shape != tensor.shape:
+            here = "no such parameter" if parameter is None else f"one of {list(parameter.shape)}"
+            raise UsageError(f"it has '{name}' of {list(tensor.shape)}, and this net has {here}", file)
+        histories.setdefault(parameter, {})[kind] = tensor.to(parameter.device)
+    return SolverState(int(metadata["iteration"]), histories, file.with_name(Path(metadata["learned_net"]).name))
+
+
+def _content_of(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    try:
+        with safe_open(file, "pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
+    except OSError as error:
+        raise UsageError(f"it cannot be read ({error.strerror or error})", file) from None
+    except SafetensorError as error:
+        why = "Caffe's binary files are not supported" if file.suffix in (".caffemodel", _STATE, ".h5") else "damaged?"
+        raise UsageError(f"not a safetensors file ({error}): {why}", file) from None
+
+
+def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {plain_name(name): one for name, one in module.named_parameters() if one.requires_grad}

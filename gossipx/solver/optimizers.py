@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +31,26 @@ DEFAULTS: dict[str, float] = {
 }
 """Settings of a parameter group, with Caffe's names and defaults. All are numbers, because a worker sends them to the
 parameter server with each gradient. ``lr`` is the iteration's rate; ``l1`` is nonzero for L1 decay."""
+
+
+@dataclass(frozen=True)
+class _ParameterStep:
+    """One step of a parameter: its group's settings, weights, gradient after decay, and histories."""
+
+    group: dict[str, float]
+    weights: Tensor
+    gradient: Tensor
+    state: dict[str, Tensor]
+
+    @property
+    def rate(self) -> float:
+        return self.group["lr"] * self.group["lr_mult"]
+
+    def history(self, name: str) -> Tensor:
+        """Return a history, which begins as zeros."""
+        if name not in self.state:
+            self.state[name] = torch.zeros_like(self.weights, memory_format=torch.preserve_format)
+        return self.state[name]
 
 
 class CaffeOptimizer(torch.optim.Optimizer):
@@ -53,17 +74,14 @@ class CaffeOptimizer(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update each parameter that has a gradient. Regularization does not change the gradient itself."""
         for group in self.param_groups:
-            rate = group["lr"] * group["lr_mult"]
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     gradient = _regularized(group, parameter, parameter.grad)
-                    self._update(group, rate, parameter, gradient, self.state[parameter])
+                    self._update(_ParameterStep(group, parameter, gradient, self.state[parameter]))
 
     @abstractmethod
-    def _update(
-        self, group: dict[str, float], rate: float, weights: Tensor, gradient: Tensor, state: dict[str, Tensor]
-    ) -> None:
-        """Update the weights, and the histories in ``state``, which start as zeros."""
+    def _update(self, step: _ParameterStep) -> None:
+        """Update the weights and the histories of one parameter."""
 
 
 def _regularized(group: dict[str, float], weights: Tensor, gradient: Tensor) -> Tensor:
@@ -73,67 +91,51 @@ def _regularized(group: dict[str, float], weights: Tensor, gradient: Tensor) -> 
     return gradient.add(torch.sign(weights) if group["l1"] else weights, alpha=decay)
 
 
-def _history(state: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
-    if name not in state:
-        state[name] = torch.zeros_like(like, memory_format=torch.preserve_format)
-    return state[name]
-
-
 class SGD(CaffeOptimizer):
     """V ← μV + αg; W ← W − V."""
 
-    def _update(
-        self, group: dict[str, float], rate: float, weights: Tensor, gradient: Tensor, state: dict[str, Tensor]
-    ) -> None:
-        weights.sub_(_history(state, "history", weights).mul_(group["momentum"]).add_(gradient, alpha=rate))
+    def _update(self, step: _ParameterStep) -> None:
+        step.weights.sub_(step.history("history").mul_(step.group["momentum"]).add_(step.gradient, alpha=step.rate))
 
 
-class Nesterov(CaffeOptimizer):
+class CaffeNesterov(CaffeOptimizer):
     """V' ← μV + αg; W ← W − ((1 + μ)V' − μV)."""
 
-    def _update(
-        self, group: dict[str, float], rate: float, weights: Tensor, gradient: Tensor, state: dict[str, Tensor]
-    ) -> None:
-        momentum, history = group["momentum"], _history(state, "history", weights)
+    def _update(self, step: _ParameterStep) -> None:
+        momentum, history = step.group["momentum"], step.history("history")
         back = history * -momentum
-        history.mul_(momentum).add_(gradient, alpha=rate)
-        weights.sub_(back.add_(history, alpha=1 + momentum))
+        history.mul_(momentum).add_(step.gradient, alpha=step.rate)
+        step.weights.sub_(back.add_(history, alpha=1 + momentum))
 
 
 class AdaGrad(CaffeOptimizer):
     """H ← H + g²; W ← W − αg / (√H + δ)."""
 
-    def _update(
-        self, group: dict[str, float], rate: float, weights: Tensor, gradient: Tensor, state: dict[str, Tensor]
-    ) -> None:
-        history = _history(state, "history", weights).addcmul_(gradient, gradient)
-        weights.addcdiv_(gradient, history.sqrt().add_(group["delta"]), value=-rate)
+    def _update(self, step: _ParameterStep) -> None:
+        history = step.history("history").addcmul_(step.gradient, step.gradient)
+        step.weights.addcdiv_(step.gradient, history.sqrt().add_(step.group["delta"]), value=-step.rate)
 
 
 class RMSProp(CaffeOptimizer):
     """H ← ρH + (1 − ρ)g², where ρ is ``rms_decay``; W ← W − αg / (√H + δ)."""
 
-    def _update(
-        self, group: dict[str, float], rate: float, weights: Tensor, gradient: Tensor, state: dict[str, Tensor]
-    ) -> None:
-        decay = group["rms_decay"]
-        history = _history(state, "history", weights).mul_(decay).addcmul_(gradient, gradient, value=1 - decay)
-        weights.addcdiv_(gradient, history.sqrt().add_(group["delta"]), value=-rate)
+    def _update(self, step: _ParameterStep) -> None:
+        decay = step.group["rms_decay"]
+        history = step.history("history").mul_(decay).addcmul_(step.gradient, step.gradient, value=1 - decay)
+        step.weights.addcdiv_(step.gradient, history.sqrt().add_(step.group["delta"]), value=-step.rate)
 
 
 class AdaDelta(CaffeOptimizer):
     """H ← μH + (1 − μ)g²; u = g·√((U + δ) / (H + δ)); U ← μU + (1 − μ)u²; W ← W − αu."""
 
-    def _update(
-        self, group: dict[str, float], rate: float, weights: Tensor, gradient: Tensor, state: dict[str, Tensor]
-    ) -> None:
-        momentum, delta = group["momentum"], group["delta"]
-        updates = _history(state, "updates", weights)
-        history = _history(state, "history", weights)
-        history.mul_(momentum).addcmul_(gradient, gradient, value=1 - momentum)
-        update = updates.add(delta).div_(history + delta).sqrt_().mul_(gradient)
-        updates.mul_(momentum).addcmul_(update, update, value=1 - momentum)
-        weights.sub_(update, alpha=rate)
+    def _update(self, step: _ParameterStep) -> None:
+        momentum, delta = step.group["momentum"], step.group["delta"]
+        updates = step.history("updates")
+        history = step.history("history")
+        history.mul_(momentum).addcmul_(step.gradient, step.gradient, value=1 - momentum)
+        change = updates.add(delta).div_(history + delta).sqrt_().mul_(step.gradient)
+        updates.mul_(momentum).addcmul_(change, change, value=1 - momentum)
+        step.weights.sub_(change, alpha=step.rate)
 
 
 class Adam(CaffeOptimizer):
@@ -142,17 +144,25 @@ class Adam(CaffeOptimizer):
     β₁ is ``momentum``, β₂ is ``momentum2``, and t is the iteration's number, from 1.
     """
 
-    def _update(
-        self, group: dict[str, float], rate: float, weights: Tensor, gradient: Tensor, state: dict[str, Tensor]
-    ) -> None:
-        beta1, beta2, t = group["momentum"], group["momentum2"], int(group["iteration"]) + 1
-        mean = _history(state, "history", weights).mul_(beta1).add_(gradient, alpha=1 - beta1)
-        square = _history(state, "squares", weights).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        corrected = rate * math.sqrt(1 - beta2**t) / (1 - beta1**t)
-        weights.addcdiv_(mean, square.sqrt().add_(group["delta"]), value=-corrected)
+    def _update(self, step: _ParameterStep) -> None:
+        beta1, beta2, t = step.group["momentum"], step.group["momentum2"], int(step.group["iteration"]) + 1
+        mean = step.history("history").mul_(beta1).add_(step.gradient, alpha=1 - beta1)
+        square = step.history("squares").mul_(beta2).addcmul_(step.gradient, step.gradient, value=1 - beta2)
+        corrected = step.rate * math.sqrt(1 - beta2**t) / (1 - beta1**t)
+        step.weights.addcdiv_(mean, square.sqrt().add_(step.group["delta"]), value=-corrected)
 
 
 TYPES: dict[str, type[CaffeOptimizer]] = {
-    one.__name__: one for one in (SGD, Nesterov, AdaGrad, RMSProp, AdaDelta, Adam)
+    "SGD": SGD,
+    "Nesterov": CaffeNesterov,
+    "AdaGrad": AdaGrad,
+    "RMSProp": RMSProp,
+    "AdaDelta": AdaDelta,
+    "Adam": Adam,
 }
 """Optimizers by the ``type`` of a solver file."""
+
+
+def type_of(optimizer: CaffeOptimizer) -> str:
+    """Return the ``type`` that a solver file has for an optimizer."""
+    return next(name for name, kind in TYPES.items() if kind is type(optimizer))

@@ -7,12 +7,17 @@ of all callbacks; update the weights and increment ``iter``; write a snapshot if
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 import torch
@@ -20,13 +25,12 @@ from torch import nn
 
 from gossipx.errors import GossipxError, UsageError
 from gossipx.model.layout import plain_name
-from gossipx.solver import log, snapshots
-from gossipx.solver.checks import check, check_length
-from gossipx.solver.net import Batches, Net, Objective, Score
+from gossipx.solver import net as nets
+from gossipx.solver.net import Net, Objective, Score, SourceBatches
 from gossipx.solver.optimizers import DEFAULTS, TYPES, CaffeOptimizer
 from gossipx.solver.prototxt import SolverParameter
 from gossipx.solver.rates import learning_rate, steps_passed
-from gossipx.solver.signals import Requests
+from gossipx.solver.trainable import check_length, check_trainable
 
 Callback = Callable[[], object]
 
@@ -73,15 +77,15 @@ class Solver:
         decay_mult: Mapping[str, float] | None = None,
         stream: TextIO | None = None,
     ):
-        tests = _tests(test)
-        check(param, len(tests), "test=")
+        tests = _test_data(test)
+        check_trainable(param, len(tests), "test=")
         check_length(param)
         _check_arguments(net, scores)
         self.param = param
         self.iter = 0
-        self.snapshot_prefix = snapshots.prefix_of(param.snapshot_prefix, param.path)
-        self._log = log.to_stream(sys.stderr if stream is None else stream)
-        data, *test_data = [Batches(one, name) for name, one in [("train=", train), *tests]]
+        self.snapshot_prefix = nets.snapshot_prefix(param.snapshot_prefix, param.path)
+        self._log = _log_to(sys.stderr if stream is None else stream)
+        data, *test_data = [SourceBatches(one, name) for name, one in [("train=", train), *tests]]
         for warning in [*param.warnings(), *(line for one in (data, *test_data) for line in one.warnings())]:
             self._log.warning(warning)
         if param.random_seed >= 0:
@@ -93,14 +97,14 @@ class Solver:
         self.results: tuple[int, list[dict[str, float]]] = (-1, [])
         self.settle: Callback = lambda: None
         self._callbacks: list[tuple[Callback, Callback]] = []
-        self._requests = Requests()
+        self._requests = _SignalRequests()
         self._unwritten_at: int | None = None  # iteration of the last snapshot that could not be written
         self._losses: list[float] = []
         if param.snapshot:
             self._probe()
         for file in param.weight_files:
             self._log.info(f"Finetuning from {file}")
-            snapshots.load_weights(Path(file), net)
+            nets.load_weights(Path(file), net)
 
     def _place(self, net: nn.Module) -> None:
         if self.param.solver_mode == "CPU":
@@ -132,7 +136,7 @@ class Solver:
     def _probe(self) -> None:
         """Check that snapshots can be written, to fail before hours of training."""
         try:
-            snapshots.probe(self.snapshot_prefix)
+            nets.probe_snapshots(self.snapshot_prefix)
         except OSError as error:
             cause = f"snapshots cannot be written to {self.snapshot_prefix} ({error.strerror})"
             raise self.param.error("snapshot_prefix", cause) from None
@@ -252,7 +256,7 @@ class Solver:
         """
         self.settle()
         self.net.flush()
-        weights, state = snapshots.save(self.snapshot_prefix, self.iter, self.net.module, self.optimizer)
+        weights, state = nets.save_snapshot(self.snapshot_prefix, self.iter, self.net.module, self.optimizer)
         self._log.info(f"Snapshotting to safetensors file {weights}")
         self._log.info(f"Snapshotting solver state to safetensors file {state}")
         return state
@@ -272,8 +276,8 @@ class Solver:
             UsageError: it cannot be read, or belongs to another net or type of solver. Nothing is changed then.
         """
         self._log.info(f"Restoring previous solver status from {file}")
-        state = snapshots.load_state(Path(file), self.net.module, self.optimizer)
-        snapshots.load_weights(state.weights, self.net.module)
+        state = nets.load_solver_state(Path(file), self.net.module, self.optimizer)
+        nets.load_weights(state.weights, self.net.module)
         self.optimizer.state.clear()
         for parameter, histories in state.histories.items():
             self.optimizer.state[parameter] = histories
@@ -324,7 +328,7 @@ class Solver:
         self._log.info(f"Iteration {self.iter}, loss = {self.smoothed_loss:g}")
         for number, name in enumerate(self.net.outputs):
             value = float(self.net.blobs[name].data)
-            self._log.info(f"    Train net output #{number}: {_shown(name, value)}")
+            self._log.info(f"    Train net output #{number}: {_caffe_output(name, value)}")
 
     def _gradients(self) -> list[torch.Tensor]:
         """Return the gradients of all trained parameters; as in Caffe, zeros for parameters that no pass has used."""
@@ -364,7 +368,7 @@ class Solver:
         if self.param.test_compute_loss:
             self._log.info(f"Test loss: {means['loss']:g}")
         for place, (name, mean) in enumerate(means.items()):
-            self._log.info(f"    Test net output #{place}: {_shown(name, mean)}")
+            self._log.info(f"    Test net output #{place}: {_caffe_output(name, mean)}")
         return means
 
     # --- the end ------------------------------------------------------------------------------------
@@ -390,7 +394,7 @@ class Solver:
         raise KeyboardInterrupt
 
 
-def _tests(test: Iterable[Any] | Mapping[str, Iterable[Any]] | None) -> list[tuple[str, Iterable[Any]]]:
+def _test_data(test: Iterable[Any] | Mapping[str, Iterable[Any]] | None) -> list[tuple[str, Iterable[Any]]]:
     """Return the data of each test net, with its name in messages."""
     if test is None:
         return []
@@ -412,6 +416,92 @@ def _factor(given: Mapping[str, float], name: str) -> float:
     return next((float(value) for pattern, value in given.items() if fnmatchcase(name, pattern)), 1.0)
 
 
-def _shown(name: str, value: float) -> str:
+def _caffe_output(name: str, value: float) -> str:
     """Format an output as Caffe does; for the loss add its weighted part in the objective, whose weight is 1."""
     return f"{name} = {value:g}" + (f" (* 1 = {value:g} loss)" if name == "loss" else "")
+
+
+class _SignalRequests:
+    """Caffe's signals: SIGINT stops training after the iteration and a snapshot, SIGHUP requests a snapshot.
+
+    SIGINT is left alone if the script, or the peer that the solver is, has a handler of its own.
+
+    Attributes:
+        stop: whether SIGINT was received. A second SIGINT raises KeyboardInterrupt at once.
+    """
+
+    def __init__(self) -> None:
+        self.stop = False
+        self._snapshot = False
+        self._catching = False
+
+    def take_snapshot_request(self) -> bool:
+        """Return whether SIGHUP was received since the last call."""
+        requested, self._snapshot = self._snapshot, False
+        return requested
+
+    @contextlib.contextmanager
+    def caught(self) -> Iterator[None]:
+        """Turn signals into requests within this context. Has no effect outside the main thread.
+
+        Raises:
+            KeyboardInterrupt: SIGINT was received after the last check of the requests.
+        """
+        if self._catching or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._catching = True
+        before = {signal.SIGHUP: signal.getsignal(signal.SIGHUP)}
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            before[signal.SIGINT] = signal.default_int_handler
+        try:
+            signal.signal(signal.SIGHUP, self._on_hangup)
+            if signal.SIGINT in before:
+                signal.signal(signal.SIGINT, self._on_interrupt)
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            stopped, self.stop, self._catching = self.stop, False, False
+        if stopped:
+            raise KeyboardInterrupt
+
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self.stop:
+            raise KeyboardInterrupt
+        self.stop = True
+
+    def _on_hangup(self, number: int, frame: FrameType | None) -> None:
+        self._snapshot = True
+
+
+class _Glog(logging.Formatter):
+    """Caffe's format of log lines, that of glog, so that Caffe's log parser and plotting tools can read them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%m%d %H:%M:%S", time.localtime(record.created))
+        micros = int(record.created % 1 * 1e6)
+        place = f"{record.filename}:{record.lineno}]"
+        return f"{record.levelname[0]}{moment}.{micros:06d} {record.process:5d} {place} {record.getMessage()}"
+
+
+class _LogHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not generic before Python 3.11
+    """Writes lines; when it cannot, it logs one warning, and later lines are tried again."""
+
+    _has_warned = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - of logging
+        error = sys.exc_info()[1]
+        if not self._has_warned:
+            self._has_warned = True
+            name = getattr(self.stream, "name", "the solver's log")
+            logging.getLogger("gossipx").warning("%s: lines of the log cannot be written (%s)", name, error)
+
+
+def _log_to(stream: TextIO) -> logging.Logger:
+    """Return a new logger to ``stream``, with lines ``I0210 13:39:22.381027 25210 solver.py:204] Iteration 100``."""
+    log = logging.Logger("gossipx.solver")
+    handler = _LogHandler(stream)
+    handler.setFormatter(_Glog())
+    log.addHandler(handler)
+    return log

@@ -25,7 +25,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "configuration": files.load,
     "scenario": lambda path: scenario.load(path, {}),
     "topology": lambda path: topology.load(str(path), 4),
-    "solver": prototxt.read,
+    "solver": prototxt.read_solver,
     "trace": traces.load,
     "trace of iterations": lambda path: compute.parse(f"trace:{path}").mean,
     "summary": summary.read,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from gossipx.errors import UsageError
-from gossipx.solver import forks, schema
-from gossipx.solver.prototxt import parse
+from gossipx.solver import prototxt
+from gossipx.solver.prototxt import solver_from_text
 
 PATH = Path("lenet_solver.prototxt")
 SSD, NVIDIA, INTEL = "SSD's fork of Caffe", "NVIDIA's fork of Caffe", "Intel's fork of Caffe"
@@ -37,7 +37,7 @@ SSD, NVIDIA, INTEL = "SSD's fork of Caffe", "NVIDIA's fork of Caffe", "Intel's f
 def test_a_field_of_a_fork_is_named_as_that(text: str, place: str, field: str, fork: str) -> None:
     """They were taken for errors in typing, such as min_lr for base_lr."""
     with pytest.raises(UsageError) as caught:
-        parse(text, PATH)
+        solver_from_text(text, PATH)
     assert caught.value.exit_code == 2
     assert (
         str(caught.value) == f"{PATH}:{place}: field {field} is of {fork}: gossipx has BVLC's fields only, so remove it"
@@ -49,12 +49,12 @@ def test_a_field_of_a_fork_is_named_as_that(text: str, place: str, field: str, f
 def test_a_field_of_an_unknown_fork_is_not_taken_for_another(field: str) -> None:
     """stepvalue, a list of iterations where the rate falls, is not what was meant."""
     with pytest.raises(UsageError) as caught:
-        parse(f"base_lr: 1\n{field}: 5", PATH)
+        solver_from_text(f"base_lr: 1\n{field}: 5", PATH)
     told = f"{PATH}:2:1: unknown field '{field}': BVLC's Caffe has none of that name; if it is a fork's, remove it"
     assert str(caught.value) == told
 
 
 def test_no_field_of_a_fork_is_in_the_schema() -> None:
-    for added in forks._FORKS.values():
+    for added in prototxt.FORKS.values():
         for message, names in added.items():
-            assert not schema.MESSAGES[message].keys() & set(names.split())
+            assert not prototxt.MESSAGES[message].keys() & set(names.split())

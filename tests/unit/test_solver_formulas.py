@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from gossipx.solver.optimizers import TYPES
-from gossipx.solver.prototxt import parse
+from gossipx.solver.prototxt import solver_from_text
 from gossipx.solver.rates import learning_rate
 from gossipx.solver.solver import Solver
 
@@ -155,15 +155,15 @@ def test_rates_are_caffes(policy: str):
         base_lr: {BASE} gamma: {GAMMA} power: {POWER} stepsize: {SIZE} max_iter: {LAST}
         stepvalue: 7 stepvalue: 12 stepvalue: 30 lr_policy: "{policy}"
     """
-    param = parse(text, Path("solver.prototxt"))
+    param = solver_from_text(text, Path("solver.prototxt"))
     for i in range(LAST + 1):
         assert learning_rate(param, i) == pytest.approx(RATE_FORMULAS[policy](i), rel=1e-12)
 
 
 def test_rates_far_out_are_numbers():
     text = 'base_lr: 0.1 gamma: -1 stepsize: 1000000 power: 0.5 max_iter: 10 lr_policy: "{}"'
-    assert learning_rate(parse(text.format("sigmoid").replace("-1", "1"), Path("s")), 0) == 0.0
-    assert learning_rate(parse(text.format("poly"), Path("s")), 11) == 0.0
+    assert learning_rate(solver_from_text(text.format("sigmoid").replace("-1", "1"), Path("s")), 0) == 0.0
+    assert learning_rate(solver_from_text(text.format("poly"), Path("s")), 11) == 0.0
 
 
 # --- Caffe itself -------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def test_steps_are_those_of_caffe_itself(case: dict[str, Any]) -> None:
     """Sequences of clipping, scaling, decay, multipliers, rates and updates, recorded from pycaffe's apply_update."""
     net = nn.Linear(2, 3)
     solver = Solver(
-        parse(case["solver"] + " solver_mode: CPU"),
+        solver_from_text(case["solver"] + " solver_mode: CPU"),
         net=net,
         loss=nn.functional.mse_loss,
         train=[],

@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from property_tests import examples
 
 from gossipx.errors import UsageError
-from gossipx.solver import schema
-from gossipx.solver.places import Walk
-from gossipx.solver.prototxt import WITHOUT_MEANING, NetState, SolverParameter, parse, read
+from gossipx.solver import prototxt
+from gossipx.solver.prototxt import WITHOUT_MEANING, NetState, SolverParameter, Walk, read_solver, solver_from_text
 
 PATH = Path("lenet_solver.prototxt")
 OURS = {"given", "places", "path"}
-FIELDS = schema.MESSAGES["SolverParameter"]
+FIELDS = prototxt.MESSAGES["SolverParameter"]
 
 EVERY_FIELD = """# Every field, in the forms that Caffe's own files use.
 net: "train_test.prototxt"
@@ -95,7 +94,7 @@ net_param {
 
 def refusal(text: str) -> str:
     with pytest.raises(UsageError) as caught:
-        parse(text, PATH)
+        solver_from_text(text, PATH)
     assert caught.value.exit_code == 2
     return str(caught.value)
 
@@ -119,7 +118,7 @@ def test_defaults_are_those_of_caffe() -> None:
         "layer_wise_reduce": True,
         "train_state": NetState("TEST", 0, ()),
     }
-    empty = parse("# nothing\n", PATH)
+    empty = solver_from_text("# nothing\n", PATH)
     assert empty == SolverParameter()
     assert empty.given == frozenset()
     values = {one.name: getattr(empty, one.name) for one in dataclasses.fields(empty) if one.name not in OURS}
@@ -128,7 +127,7 @@ def test_defaults_are_those_of_caffe() -> None:
 
 
 def test_every_field_is_read() -> None:
-    parameter = parse(EVERY_FIELD, PATH)
+    parameter = solver_from_text(EVERY_FIELD, PATH)
     assert parameter.given == FIELDS.keys() - {"solver_type"}
     assert {one.name: getattr(parameter, one.name) for one in dataclasses.fields(parameter)} == {
         "net": "train_test.prototxt",
@@ -179,15 +178,15 @@ def test_every_field_is_read() -> None:
     lines = EVERY_FIELD.splitlines()
     for name, place in parameter.places.items():
         assert place == (next(k for k, line in enumerate(lines, 1) if re.match(rf"{name}\b", line)), 1)
-    assert hash(parameter) == hash(parse(EVERY_FIELD, Path("elsewhere")))
+    assert hash(parameter) == hash(solver_from_text(EVERY_FIELD, Path("elsewhere")))
 
 
 def test_an_inline_net_of_any_age_is_read() -> None:
-    parameter = parse(OLD_NET, PATH)
+    parameter = solver_from_text(OLD_NET, PATH)
     assert re.findall(r"(?m)^  (?:  )?name: (.*)$", parameter.net_param) == [
         '"mnist"', '"conv"', '"pool"', '"older"', '"new"', '"loss"'
     ]  # fmt: skip
-    assert parse(f"net_param {{ {parameter.net_param} }}", PATH).net_param == parameter.net_param
+    assert solver_from_text(f"net_param {{ {parameter.net_param} }}", PATH).net_param == parameter.net_param
 
 
 @pytest.mark.parametrize(
@@ -218,13 +217,13 @@ def test_an_inline_net_of_any_age_is_read() -> None:
     ],
 )
 def test_each_form_of_the_text_is_taken(text: str, name: str, value: object) -> None:
-    parameter = parse(text, PATH)
+    parameter = solver_from_text(text, PATH)
     assert getattr(parameter, name) == value
     assert name in parameter.given
 
 
 def test_not_a_number_is_one() -> None:
-    assert math.isnan(parse("base_lr: nan", PATH).base_lr)
+    assert math.isnan(solver_from_text("base_lr: nan", PATH).base_lr)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +232,7 @@ def test_not_a_number_is_one() -> None:
      ("ADAM", "Adam")],
 )  # fmt: skip
 def test_the_old_solver_type_becomes_a_type(old: str, new: str) -> None:
-    parameter = parse(f"base_lr: 1\n  solver_type: {old}", PATH)
+    parameter = solver_from_text(f"base_lr: 1\n  solver_type: {old}", PATH)
     assert (parameter.type, parameter.given, parameter.places["type"]) == (new, {"base_lr", "type"}, (2, 3))
 
 
@@ -296,7 +295,7 @@ def test_places_are_those_of_fields_alone() -> None:
         "lr_policy: \"} power: 1\"\n'base_lr: 1'\t base_lr: 0.5\n"
         "test_state: [{ stage: 'a' }, { }]; test_iter: [ 1 # ]\n, 2 ] snapshot: 1 test_iter: 3\n"
     )
-    assert parse(text, PATH).places == {
+    assert solver_from_text(text, PATH).places == {
         "net_param": (2, 1),
         "gamma": (2, 73),
         "lr_policy": (3, 1),
@@ -308,18 +307,18 @@ def test_places_are_those_of_fields_alone() -> None:
 
 
 def test_an_error_about_a_value_has_its_position() -> None:
-    parameter = parse("base_lr: 1\n max_iter: -5", PATH)
+    parameter = solver_from_text("base_lr: 1\n max_iter: -5", PATH)
     assert str(parameter.error("max_iter", "is below 0")) == f"{PATH}:2:2: max_iter: is below 0"
     assert str(parameter.error("stepsize", "is missing")) == f"{PATH}: stepsize: is missing"
 
 
 def test_fields_without_effect_give_warnings_in_order() -> None:
-    parameter = parse("base_lr: 1\nsnapshot_diff: false solver_mode: GPU\nnet: 'a'\n", PATH)
+    parameter = solver_from_text("base_lr: 1\nsnapshot_diff: false solver_mode: GPU\nnet: 'a'\n", PATH)
     assert parameter.warnings() == [
         f"{PATH}:2:1: snapshot_diff: has no effect: {WITHOUT_MEANING['snapshot_diff']}",
         f"{PATH}:3:1: net: has no effect: {WITHOUT_MEANING['net']}",
     ]
-    assert {line.split(": ")[1] for line in parse(EVERY_FIELD, PATH).warnings()} == WITHOUT_MEANING.keys()
+    assert {line.split(": ")[1] for line in solver_from_text(EVERY_FIELD, PATH).warnings()} == WITHOUT_MEANING.keys()
 
 
 @pytest.mark.parametrize(
@@ -336,16 +335,16 @@ def test_a_file_that_is_no_text_is_one_line(tmp_path: Path, content: bytes | Non
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UsageError) as caught:
-        read(path)
+        read_solver(path)
     assert str(caught.value) == f"{path}{said}"
     with pytest.raises(UsageError, match="cannot read the solver: Is a directory"):
-        read(tmp_path)
+        read_solver(tmp_path)
 
 
 def test_a_byte_order_mark_moves_no_column(tmp_path: Path) -> None:
     path = tmp_path / "solver.prototxt"
     path.write_bytes("\ufeffbase_lr: 0.1".encode())
-    assert (read(path).base_lr, read(path).places) == (0.1, {"base_lr": (1, 1)})
+    assert (read_solver(path).base_lr, read_solver(path).places) == (0.1, {"base_lr": (1, 1)})
 
 
 _VALUES: dict[str, st.SearchStrategy[Any]] = {
@@ -362,21 +361,21 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
 @st.composite
 def messages(draw: st.DrawFn, name: str = "SolverParameter", deepest: int = 4) -> Any:
     """Draw a message with some of its fields set."""
-    fields = schema.MESSAGES[name]
-    usable = [one for one, what in fields.items() if deepest or what.kind not in schema.MESSAGES]
+    fields = prototxt.MESSAGES[name]
+    usable = [one for one, what in fields.items() if deepest or what.kind not in prototxt.MESSAGES]
     chosen = set(draw(st.lists(st.sampled_from(usable), max_size=5))) if usable else set()
     chosen |= {one for one, what in fields.items() if what.label == "!"}
     values: dict[str, Any] = {}
     for one in sorted(chosen):
         kind = fields[one].kind
-        if kind in schema.MESSAGES:
+        if kind in prototxt.MESSAGES:
             value = messages(kind, deepest - 1)
-        elif kind in schema.ENUMS:
-            value = st.sampled_from(sorted(schema.ENUMS[kind].values()))
+        elif kind in prototxt.ENUMS:
+            value = st.sampled_from(sorted(prototxt.ENUMS[kind].values()))
         else:
             value = _VALUES[kind]
         values[one] = draw(st.lists(value, min_size=1, max_size=3) if fields[one].label == "*" else value)
-    return schema.message_class(name)(**values)
+    return prototxt.message_class(name)(**values)
 
 
 def solvers() -> st.SearchStrategy[Any]:
@@ -387,19 +386,19 @@ def solvers() -> st.SearchStrategy[Any]:
 @given(solvers(), st.booleans())
 def test_what_protobuf_writes_is_read_back(message: Any, one_line: bool) -> None:
     text = text_format.MessageToString(message, as_one_line=one_line)
-    parameter = parse(text, PATH)
+    parameter = solver_from_text(text, PATH)
     set_fields = {field.name for field, _ in message.ListFields()}
     assert parameter.given == {"type" if name == "solver_type" else name for name in set_fields}
     for name in set_fields - {"solver_type"}:
         field, value, got = FIELDS[name], getattr(message, name), getattr(parameter, name)
         for wanted, each in zip(value, got, strict=True) if field.label == "*" else [(value, got)]:
             if field.kind == "NetParameter":
-                assert text_format.Parse(each, schema.message_class(field.kind)()) == wanted
+                assert text_format.Parse(each, prototxt.message_class(field.kind)()) == wanted
             elif field.kind == "NetState":
                 phase = "TRAIN" if wanted.HasField("phase") and not wanted.phase else "TEST"
                 assert each == NetState(phase, wanted.level, tuple(wanted.stage))
             else:
-                assert (schema.ENUMS[field.kind][each] if field.kind in schema.ENUMS else each) == wanted
+                assert (prototxt.ENUMS[field.kind][each] if field.kind in prototxt.ENUMS else each) == wanted
     lines = text.split("\n")
     for place in Walk(text, "SolverParameter").found:
         assert place.known
@@ -428,7 +427,7 @@ _PIECES = (*_WORDS, *"{}<>[]:,;#\n\x85é", '"a"', "'b'", '"\\xff"', '"\\q', "'c"
 )
 def test_garbage_is_refused_in_one_line_with_its_place(text: str) -> None:
     try:
-        parse(text, PATH)
+        solver_from_text(text, PATH)
     except UsageError as error:
         place = re.match(rf"{PATH}:(\d+)(?::(\d+))?: .", str(error))
         assert place

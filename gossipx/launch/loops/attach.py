@@ -220,7 +220,7 @@ def get_solver(path: str | Path, *, net: nn.Module, loss: Objective, train: Iter
         UsageError: as :class:`gossipx.Solver`; or the file cannot be read (names line and column).
     """
     progress()  # errors from here on are reported in one line
-    return Solver(prototxt.read(Path(path)), net=net, loss=loss, train=train, **options)
+    return Solver(prototxt.read_solver(Path(path)), net=net, loss=loss, train=train, **options)
 
 
 def attach(

@@ -64,7 +64,7 @@ def train(
     # SIGHUP requests a snapshot. Outside of training it must not end the process.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     own = directory_of(directory, rank)
-    given = prototxt.read(solvers.find(run.task.solver))
+    given = prototxt.read_solver(solvers.find(run.task.solver))
     prefix = own / (Path(given.snapshot_prefix).name or Path(run.task.solver).stem)
     param = dataclasses.replace(
         given,

@@ -27,7 +27,7 @@ LEAST: dict[str, float] = {
 """The minimum of each field."""
 
 
-def check(param: SolverParameter, tests: int, of: str = "the run") -> None:
+def check_trainable(param: SolverParameter, tests: int, of: str = "the run") -> None:
     """Check that training can start.
 
     Args:
@@ -57,19 +57,19 @@ def _missing(param: SolverParameter) -> str:
 
 
 def _mistakes(param: SolverParameter, tests: int, of: str) -> Iterator[tuple[str, str]]:
-    yield from _names(param)
+    yield from _known_names(param)
     for field, least in LEAST.items():
         if not getattr(param, field) >= least:  # also true for NaN
             yield field, f"{getattr(param, field):g} is less than {least:g}"
     yield from _rate(param)
     yield from _of_type(param)
-    yield from _tests(param, tests, of)
+    yield from _check_test_nets(param, tests, of)
     for name in param.weight_files:
         if texts.found(Path(name)) != "file":
             yield "weights", f"there is no file '{name}'"
 
 
-def _names(param: SolverParameter) -> Iterator[tuple[str, str]]:
+def _known_names(param: SolverParameter) -> Iterator[tuple[str, str]]:
     known: dict[str, Mapping[str, object]] = {
         "type": TYPES,
         "lr_policy": NEEDS,
@@ -112,7 +112,7 @@ def _of_type(param: SolverParameter) -> Iterator[tuple[str, str]]:
         yield "momentum2", f"{param.momentum2:g} is not in [0, 1)"
 
 
-def _tests(param: SolverParameter, tests: int, of: str) -> Iterator[tuple[str, str]]:
+def _check_test_nets(param: SolverParameter, tests: int, of: str) -> Iterator[tuple[str, str]]:
     if len(param.test_iter) != tests:
         yield "test_iter", f"it is given {len(param.test_iter)} times, once per test net, and {of} has {tests} of them"
     if tests and not param.test_interval:
