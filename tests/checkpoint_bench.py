@@ -73,7 +73,7 @@ class Bench:
         self.arena = ParameterArena(self.module, sampled=sampled, fragments=fragments)
         if (parsed := outer.parse(rule)) is not None:
             self.arena.use_outer(parsed)
-        graph = topology.load("full", 2)
+        graph = topology.topology_from("full", 2)
         exchange_of = None if hub is None else functools.partial(ElasticExchange, settings=hub, hub=0)
         sync = SyncManager(policies.parse(policy), seed=1)
         settings = files.resolve({"fragments": fragments})

@@ -77,10 +77,10 @@ def _solver() -> Target:
 
 
 def _topology(ending: str) -> Target:
-    from gossipx.topology import load
+    from gossipx.topology import topology_from
 
     def read(path: Path) -> None:
-        load(str(path), 8)
+        topology_from(str(path), 8)
 
     return Target(of_file(f"graph.{ending}", read), lambda: _files(f"topologies/*.{ending}"))
 

@@ -28,8 +28,8 @@ from gossipx.protocol.events import Answered, Received
 from gossipx.protocol.messages import PullRequest, Request
 from gossipx.settings.modes import HasServing
 from gossipx.tasks.models import build_model
-from gossipx.topology import load
-from gossipx.topology.schedules import Random
+from gossipx.topology import topology_from
+from gossipx.topology.schedules import RandomNeighbour
 from gossipx.transports import Address
 from gossipx.wire import Bytes
 
@@ -58,7 +58,7 @@ class Training:
         self.arena = ParameterArena(self._module)
         self.comm: CommManager | None = None
         settings = HasServing()
-        members = Membership(0, 2, Random(load("full", 2)), SECONDS, random.Random(0))
+        members = Membership(0, 2, RandomNeighbour(topology_from("full", 2)), SECONDS, random.Random(0))
         self._serving = Serving(settings.max_served, settings.serve_share, Requests(), Outgoing(members))
         self._deciding = threading.Lock()
         self._held: dict[int, Snapshot] = {}

@@ -49,7 +49,7 @@ class Training:
         self.module, self.optimizer = module, make(module.parameters())
         self.arena = ParameterArena(module)
         sync = SyncManager(policies.parse("never"))
-        role = PeerRole(0, 2, sync, topology.load("full", 2), random.Random(0), incarnation=0)
+        role = PeerRole(0, 2, sync, topology.topology_from("full", 2), random.Random(0), incarnation=0)
         self.driver = Driver(role, self.arena)
         self.store = Store(directory)
         state = TrainingState(module, self.optimizer, self.driver, {})

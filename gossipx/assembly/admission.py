@@ -12,7 +12,7 @@ from gossipx.runtime.driver import Driver
 from gossipx.runtime.driver.roster import Roster
 from gossipx.settings.modes import Elastic, Server
 from gossipx.settings.sections import RunConfig
-from gossipx.topology.schedules import BandwidthAware, Random, Schedule
+from gossipx.topology.schedules import BandwidthAware, RandomNeighbour, Schedule
 from gossipx.transports import Address
 
 WHICH = "only peers that exchange with each other take newcomers"
@@ -35,7 +35,7 @@ def why_closed(config: RunConfig, turns: Schedule, addresses: Sequence[Address] 
             f"--topology {turns.topology.name} has no place for a new peer: only in 'full', the default, may any two"
             " peers exchange"
         )
-    if not isinstance(turns, Random | BandwidthAware):
+    if not isinstance(turns, RandomNeighbour | BandwidthAware):
         spec = config.values["schedule"] or turns.topology.schedule
         return f"--schedule {spec} is an order of the peers that began the run: use random, the default"
     return ""

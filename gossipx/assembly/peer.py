@@ -190,7 +190,7 @@ class _Builder:
             "--outer": values["outer"],
             "--fragments": str(values["fragments"]),
             "--weights": values["weights"],
-            "--schedule": schedules.describe(values["schedule"], turns),
+            "--schedule": schedules.schedule_spec(values["schedule"], turns),
             "--topology": turns.topology.fingerprint(),
         }
 

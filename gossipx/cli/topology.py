@@ -53,11 +53,15 @@ def list_command(as_json: bool) -> None:
     """
     from gossipx.topology import shipped
     from gossipx.topology.generators import GENERATORS
-    from gossipx.topology.graphs import described
+    from gossipx.topology.graphs import generator_descriptions
     from gossipx.topology.schedules import SCHEDULES
 
     files = {name: str(path) for name, path in shipped().items()}
-    kinds = {"topology": described(GENERATORS), "schedule": described(SCHEDULES), "file": files}
+    kinds = {
+        "topology": generator_descriptions(GENERATORS),
+        "schedule": generator_descriptions(SCHEDULES),
+        "file": files,
+    }
     if as_json:
         print(json.dumps(kinds, indent=2))
         return
@@ -80,9 +84,9 @@ def show(name: str, size: int | None, seed: int, as_json: bool) -> None:
     gossipx topology show torus --size 12
     gossipx topology show topologies/two-sites-8.edges
     """
-    from gossipx.topology import load
+    from gossipx.topology import topology_from
 
-    found = load(name, size, seed, connected=False)
+    found = topology_from(name, size, seed, connected=False)
     if as_json:
         neighbours = [list(others) for others in found.neighbours]
         shown = {"name": found.name, "size": found.size, "directed": found.directed, "neighbours": neighbours}
@@ -116,12 +120,12 @@ def check(name: str, size: int | None, seed: int, as_json: bool, **settings: Any
     gossipx topology check hypercube --size 16 --schedule one-peer
     gossipx topology check hierarchical:sites=2 --size 8 --schedule inner-outer --slots 4
     """
-    from gossipx.topology import load
-    from gossipx.topology.analysis import analyse, check_size
+    from gossipx.topology import topology_from
+    from gossipx.topology.analysis import analyse, check_graph_size
 
     if size is not None:
-        check_size(size, f"--size {size}")  # before a large graph is built
-    graph = load(name, size, seed, connected=False)
+        check_graph_size(size, f"--size {size}")  # before a large graph is built
+    graph = topology_from(name, size, seed, connected=False)
     with Console(stderr=True).status(f"{graph.size} peers: this may take minutes"):  # shown on a terminal only
         found = analyse(graph, seed=seed, **{key: value for key, value in settings.items() if value is not None})
     if as_json:

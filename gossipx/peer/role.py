@@ -85,7 +85,7 @@ from gossipx.settings.modes import HasFragments, HasPolicy, HasServing, Pairs, P
 from gossipx.settings.sections import RunConfig
 from gossipx.sync import SyncManager
 from gossipx.topology import Topology
-from gossipx.topology.schedules import Random, Schedule
+from gossipx.topology.schedules import RandomNeighbour, Schedule
 
 TIMED_REQUESTS = PullRequest | TakeRequest | RoundRequest | ElasticRequest
 """Requests whose round-trip time updates the latency estimate; InitialRequest, which many send at once, does not."""
@@ -137,7 +137,7 @@ class PeerRole:
     def __post_init__(self) -> None:
         mode, timeout = self.settings.mode, self.settings.exchange.peer_timeout
         limits = mode if isinstance(mode, HasServing) else HasServing()  # first models are pulled in every mode
-        schedule = self.schedule or Random(self.topology)
+        schedule = self.schedule or RandomNeighbour(self.topology)
         self.members = Membership(self.rank, self.size, schedule, timeout, self.rng, self.model_timeout)
         self.outgoing = Outgoing(self.members)
         self.serving = Serving(limits.max_served, limits.serve_share, self.requests, self.outgoing)

@@ -52,14 +52,14 @@ class HasPartners:
     topology: str = setting(
         "full",
         "Which peers may exchange with each other: a name from 'gossipx topology list', or a file.",
-        absolute="topology.files:absolute",
+        absolute="topology.files:absolute_topology",
         purpose="{shown} limits which peers exchange",
     )
     schedule: str | None = setting(
         None,
         "How partners are chosen: random, static, one-peer, inner-outer, bandwidth-aware. Default: random, or that"
         " of the topology file.",
-        check="topology.schedules:check",
+        check="topology.schedules:check_schedule",
         purpose="{shown} orders the exchanges",
     )
     weights: Literal["uniform", "metropolis", "push-sum"] = setting(

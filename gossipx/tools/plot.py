@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from gossipx import topology
 from gossipx.assembly.server_settings import server_ranks
 from gossipx.errors import UsageError
 from gossipx.hub import rank_of_hub
@@ -20,6 +19,7 @@ from gossipx.settings import files
 from gossipx.settings.modes import Waves
 from gossipx.settings.sections import RunConfig
 from gossipx.tools.earlier import setting_of
+from gossipx.topology import topology_from
 
 log = logging.getLogger("gossipx")
 
@@ -74,7 +74,7 @@ def graph_of(settings: RunConfig, names: tuple[str, ...]) -> Graph:
     given = settings.values["topology"]
     title = Path(given).name
     try:
-        graph = topology.load(given, len(names), settings.run.seed)
+        graph = topology_from(given, len(names), settings.run.seed)
     except UsageError as error:  # the run's topology file may not exist on this machine
         log.warning("%s: the plot shows no edges", error)
         return Graph(f"{title} (not found)", names, ())

@@ -4,15 +4,15 @@ An edge i → j means that i initiates exchanges with j: i pulls j's model or, i
 an undirected graph both may initiate.
 """
 
-from gossipx.topology.files import load, shipped
+from gossipx.topology.files import shipped, topology_from
 from gossipx.topology.graphs import Topology
 from gossipx.topology.rounds import RoundPart, part_in_round, wave_rounds
 
 __all__ = [
     "RoundPart",
     "Topology",
-    "load",
     "part_in_round",
     "shipped",
+    "topology_from",
     "wave_rounds",
 ]

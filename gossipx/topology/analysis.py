@@ -10,7 +10,7 @@ import numpy as np
 
 from gossipx.errors import UsageError
 from gossipx.topology.graphs import Topology
-from gossipx.topology.schedules import DEFAULT, BandwidthAware, InnerOuter, InTurn, Schedule, parse
+from gossipx.topology.schedules import DEFAULT, BandwidthAware, InnerOuter, InTurn, Schedule, schedule_from
 from gossipx.topology.weights import Matrix, Weights, all_shares, mixing_matrix
 
 BETA = 0.5
@@ -116,11 +116,11 @@ def analyse(
         UsageError: more than :data:`LARGEST` peers, an unknown schedule, or weights that do not fit the graph.
     """
     size = topology.size
-    check_size(size, f"topology '{topology.name}' has {size} peers")
+    check_graph_size(size, f"topology '{topology.name}' has {size} peers")
     machines = [rank // slots for rank in range(size)]
     if not topology.sites and slots > 1:
         topology = replace(topology, sites=tuple(machines))
-    plan = parse(schedule, topology)
+    plan = schedule_from(schedule, topology)
     matrix = mixing_matrix(weights, plan, BETA)
     degrees = [len(others) for others in topology.neighbours]
     keeps_mean = bool(np.allclose(matrix.sum(0), 1.0, rtol=0, atol=_EPSILON))
@@ -150,7 +150,7 @@ def analyse(
     return replace(found, warnings=tuple(_warnings(found, plan)))
 
 
-def check_size(size: int, what: str) -> None:
+def check_graph_size(size: int, what: str) -> None:
     """Refuse a graph whose analysis would take minutes or longer; ``what`` begins the message and names the graph.
 
     Raises:

@@ -13,15 +13,14 @@ from typing import Any
 
 from gossipx.errors import UsageError
 from gossipx.specs import suggest, texts
-from gossipx.topology.graphs import Topology, generate, keys_of, neighbours_of
-from gossipx.topology.plain import PLAIN
+from gossipx.topology.graphs import PLAIN, Topology, generate, generator_keys, neighbours_of
 
 _ENDINGS = (".edges", ".graphml", ".json", ".toml")
 _SHOWN = 8
 """Maximum number of ranks to list in a message."""
 
 
-def load(name: str, size: int | None = None, seed: int = 0, connected: bool = True) -> Topology:
+def topology_from(name: str, size: int | None = None, seed: int = 0, connected: bool = True) -> Topology:
     """Return the named topology for ``size`` peers.
 
     Args:
@@ -33,8 +32,8 @@ def load(name: str, size: int | None = None, seed: int = 0, connected: bool = Tr
     Raises:
         UsageError: an unknown name, an unreadable file, an invalid node, or peers that cannot reach each other.
     """
-    path = _path_of(name)
-    topology = generate(name, _known(size, name), seed) if path is None else _read(path, name, size, seed)
+    path = _graph_path(name)
+    topology = generate(name, _known_size(size, name), seed) if path is None else _graph_in(path, name, size, seed)
     islands = topology.islands()
     if connected and len(islands) > 1:
         alone = islands[0]
@@ -59,16 +58,16 @@ def shipped() -> dict[str, Path]:
     return found
 
 
-def absolute(name: str) -> str:
+def absolute_topology(name: str) -> str:
     """Return the name of a topology in a form that is valid in any working directory; an unknown one as it is."""
     try:
-        path = _path_of(name)
+        path = _graph_path(name)
     except UsageError:
         return name
     return name if path is None or path.is_absolute() else str(path.absolute())
 
 
-def _path_of(name: str) -> Path | None:
+def _graph_path(name: str) -> Path | None:
     """Return the named file; None if the name is a generator's."""
     word = name.partition(":")[0].strip()
     if word in PLAIN:
@@ -90,10 +89,10 @@ def _path_of(name: str) -> Path | None:
     raise UsageError(f"unknown topology '{word}'{near}: one of {known}{from_files}, or a file")
 
 
-def _known(size: int | None, name: str) -> int:
+def _known_size(size: int | None, name: str) -> int:
     if size is None:
         word, value = (part.strip() for part in (name.partition(":")[::2]))
-        if value and not keys_of(word):
+        if value and not generator_keys(word):
             number = value if value.isdecimal() else "N"
             raise UsageError(
                 f"topology '{name}': '{word}' takes no keys; give the number of peers apart: {word} --size {number}"
@@ -102,18 +101,17 @@ def _known(size: int | None, name: str) -> int:
     return size
 
 
-def _read(path: Path, name: str, size: int | None, seed: int) -> Topology:
+def _graph_in(path: Path, name: str, size: int | None, seed: int) -> Topology:
     text = texts.read(path, "topology")
-    from gossipx.topology.formats import READERS  # imports networkx, which most runs do not need
-    from gossipx.topology.tables import drawn_in_toml
+    from gossipx.topology.formats import READERS, read_toml  # imports networkx, which most runs do not need
 
     if path.suffix == ".toml":
-        drawing = drawn_in_toml(text, path)
-        if isinstance(drawing.graph, str):
-            topology = generate(drawing.graph, _known(size, name), seed)
+        file = read_toml(text, path)
+        if isinstance(file.graph, str):
+            topology = generate(file.graph, _known_size(size, name), seed)
         else:
-            topology = _of_graph(drawing.graph, path, name, size)
-        return replace(topology, name=name, schedule=drawing.schedule)
+            topology = _of_graph(file.graph, path, name, size)
+        return replace(topology, name=name, schedule=file.schedule)
     return _of_graph(READERS.get(path.suffix, READERS[".edges"])(text, path), path, name, size)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import networkx as nx
 
-from gossipx.topology.plain import PLAIN, Generator
+from gossipx.topology.graphs import PLAIN, Generator
 
 
 def star() -> Generator:

@@ -9,8 +9,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gossipx import specs
-from gossipx.topology.plain import PLAIN, Generator
-from gossipx.topology.ranks import Rotated, position_of
+from gossipx.topology.ranks import AllBut, Rotated, position_of
+
+Generator = Callable[[int, int], Any]
+"""A function of (size, seed) that returns a networkx graph over the ranks 0 … size − 1, or each rank's neighbours."""
+
+
+def full() -> Generator:
+    """All peers are neighbours."""
+    return lambda size, seed: tuple(AllBut(rank, size) for rank in range(size))
+
+
+def ring() -> Generator:
+    """Each peer's neighbours are the peers before and after it."""
+    return lambda size, seed: tuple(
+        tuple(sorted({(rank - 1) % size, (rank + 1) % size} - {rank})) for rank in range(size)
+    )
+
+
+PLAIN: dict[str, Callable[..., Generator]] = {"full": full, "ring": ring}
+"""The generators that nearly every run uses, by name. The others, in :mod:`gossipx.topology.generators`, need networkx,
+which takes 0.2 s to import."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +110,7 @@ def generate(spec: str, size: int, seed: int) -> Topology:
     return Topology(spec, neighbours_of(graph), generator=name, sites=sites if -1 not in sites else ())
 
 
-def keys_of(name: str) -> list[str]:
+def generator_keys(name: str) -> list[str]:
     """Return the keys that the spec of a generator may have."""
     return list(inspect.signature((PLAIN if name in PLAIN else _generators())[name]).parameters)
 
@@ -107,7 +126,7 @@ def neighbours_of(graph: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(set(graph.neighbors(rank)) - {rank})) for rank in range(len(graph)))
 
 
-def described(table: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
+def generator_descriptions(table: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
     """Return for each entry its spec with all defaults, and the first line of its docstring."""
     lines = {}
     for name, factory in table.items():

@@ -55,7 +55,7 @@ class Schedule(abc.ABC):
 
 @final
 @dataclass(frozen=True)
-class Random(Schedule):
+class RandomNeighbour(Schedule):
     """A random neighbour, all with equal probability (Algorithm 2, line 4)."""
 
     def partner(
@@ -159,7 +159,7 @@ Maker = Callable[[Topology], Schedule]
 
 def random_neighbour() -> Maker:
     """A random neighbour."""
-    return Random
+    return RandomNeighbour
 
 
 def static() -> Maker:
@@ -193,7 +193,7 @@ SCHEDULES: dict[str, Callable[..., Maker]] = {
 }
 
 
-def check(spec: str) -> None:
+def check_schedule(spec: str) -> None:
     """Check the spec of a schedule, before there is a graph.
 
     Raises:
@@ -202,16 +202,16 @@ def check(spec: str) -> None:
     specs.build(spec, SCHEDULES, "schedule")
 
 
-def parse(spec: str | None, topology: Topology) -> Schedule:
+def schedule_from(spec: str | None, topology: Topology) -> Schedule:
     """Return the schedule that ``spec`` names; None: the one that the topology's file sets, or :data:`DEFAULT`.
 
     Raises:
-        UsageError: as :func:`check`.
+        UsageError: as :func:`check_schedule`.
     """
     return specs.build(spec or topology.schedule or DEFAULT, SCHEDULES, "schedule")(topology)
 
 
-def describe(spec: str | None, schedule: Schedule) -> str:
+def schedule_spec(spec: str | None, schedule: Schedule) -> str:
     """Return a canonical description of a schedule parsed from ``spec``, the same for all spellings of the spec."""
     name = (spec or schedule.topology.schedule or DEFAULT).partition(":")[0].strip()
     values = {field.name: getattr(schedule, field.name) for field in fields(schedule)}

@@ -20,7 +20,7 @@ Weights = Literal["uniform", "metropolis", "push-sum"]
 Matrix = np.ndarray[Any, np.dtype[np.float64]]
 
 
-def check(weights: Weights, topology: Topology) -> None:
+def check_weights(weights: Weights, topology: Topology) -> None:
     """Check that ``weights`` fit the graph.
 
     Raises:
@@ -47,9 +47,9 @@ def shares(weights: Weights, schedule: Schedule, rank: int, pushed: bool = False
         pushed: models are pushed to ``rank`` over its incoming edges; otherwise it pulls over its outgoing edges.
 
     Raises:
-        UsageError: as :func:`check`.
+        UsageError: as :func:`check_weights`.
     """
-    check(weights, schedule.topology)
+    check_weights(weights, schedule.topology)
     return _shares(weights, schedule.topology, rank, schedule.frequency, pushed)
 
 
@@ -57,9 +57,9 @@ def all_shares(weights: Weights, schedule: Schedule) -> list[dict[int, float]]:
     """Return the :func:`shares` of every rank, in time linear in the number of edges.
 
     Raises:
-        UsageError: as :func:`check`.
+        UsageError: as :func:`check_weights`.
     """
-    check(weights, schedule.topology)
+    check_weights(weights, schedule.topology)
     size = schedule.topology.size
     often = [schedule.frequency(rank) for rank in range(size)]
     return [_shares(weights, schedule.topology, rank, often.__getitem__) for rank in range(size)]
@@ -96,7 +96,7 @@ def mixing_matrix(weights: Weights, schedule: Schedule, beta: float = 0.5) -> Ma
         beta: the mixing share β.
 
     Raises:
-        UsageError: as :func:`check`.
+        UsageError: as :func:`check_weights`.
     """
     if weights == "push-sum":
         return push_sum_matrix(schedule)

@@ -77,7 +77,7 @@ def loss_of(weights: Tensor) -> float:
 
 def run(policy: str, **settings: Any) -> World:
     made = World(0)
-    full = topology.load("full", PEERS)
+    full = topology.topology_from("full", PEERS)
 
     def start(rank: int) -> None:
         def maker(incarnation: int) -> SimPeer:

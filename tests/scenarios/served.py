@@ -87,7 +87,7 @@ def make(
     assert served is not None
     store = served.table_store
     store._places = store._places_of_records = threading.BoundedSemaphore(1000)  # virtual time cannot wait for a place
-    graph = topology.load("full", size)
+    graph = topology.topology_from("full", size)
     role = PeerRole(
         rank,
         size,

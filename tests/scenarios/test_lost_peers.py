@@ -30,7 +30,7 @@ from gossipx.protocol.effects import Note
 from gossipx.protocol.events import Fault
 from gossipx.protocol.messages import Stage
 from gossipx.sim import Network
-from gossipx.topology.schedules import Random
+from gossipx.topology.schedules import RandomNeighbour
 
 
 def slow() -> Network:
@@ -316,7 +316,7 @@ def test_a_peer_that_has_ended_is_not_lost():
 @pytest.mark.fault(40)
 def test_a_local_fault_counts_against_no_other_peer():
     """Without file descriptors all requests fail at once; this is no evidence against the other peers."""
-    members = Membership(0, 3, Random(topology.load("full", 3)), TIMEOUT, random.Random(0))
+    members = Membership(0, 3, RandomNeighbour(topology.topology_from("full", 3)), TIMEOUT, random.Random(0))
     members.others[1].stage = members.others[2].stage = Stage.TRAIN
     for tenth in range(int(10 * TIMEOUT)):
         assert not members.failed(1, Fault.LOCAL, tenth / 10)

@@ -32,7 +32,7 @@ SIZE = 5
 
 
 def role(seed: int, policy: str, schedule: str = "random", **settings: Any) -> PeerRole:
-    plan = schedules.parse(schedule, topology.load("full", SIZE))
+    plan = schedules.schedule_from(schedule, topology.topology_from("full", SIZE))
     return PeerRole(
         0,
         SIZE,

@@ -10,7 +10,7 @@ import torch
 from toy import Point, before, bound, ended, models, spread, world
 
 from gossipx.sim import Network, World
-from gossipx.topology import Topology, load
+from gossipx.topology import Topology, topology_from
 
 STILL: dict[str, Any] = {
     "policy": "tau:1",
@@ -127,7 +127,7 @@ def test_metropolis_weights_keep_the_mean_where_uniform_ones_lose_it() -> None:
 
 
 def test_pulls_follow_the_edges_of_a_directed_graph() -> None:
-    graph = load("kautz-12")
+    graph = topology_from("kautz-12")
     made = ended(world(12, graph="kautz-12", policy="tau:1"), bound(12))
     assert graph.directed
     for rank in range(12):

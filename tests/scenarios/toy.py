@@ -63,7 +63,7 @@ def alone(rank: int, steps: int, begin: Tensor | None = None) -> Tensor:
 
 @functools.cache
 def _graph(name: str, size: int) -> topology.Topology:
-    return topology.load(name, size)
+    return topology.topology_from(name, size)
 
 
 _config = functools.cache(lambda **settings: files.resolve(settings))
@@ -101,7 +101,7 @@ def make(
     """
     graph = _graph(graph, size) if isinstance(graph, str) else graph
     joined = () if entry is None else entry.joined
-    plan = schedules.parse(schedule, graph)
+    plan = schedules.schedule_from(schedule, graph)
     role = PeerRole(
         rank,
         size,

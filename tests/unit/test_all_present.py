@@ -13,13 +13,13 @@ from gossipx.protocol.events import AllPresent, Answered, JoinRun, Mixed, Receiv
 from gossipx.protocol.messages import ArriveRequest, HereReply, ModelReply, PullRequest, RoundRequest, Stage
 from gossipx.settings import files
 from gossipx.sync import SyncManager
-from gossipx.topology import load
+from gossipx.topology import topology_from
 
 SIZE = 1000
 
 
 def roles(size: int = SIZE, policy: str = "tau:1", **settings: Any) -> list[PeerRole]:
-    graph, config = load("full", size), files.resolve(settings)
+    graph, config = topology_from("full", size), files.resolve(settings)
     return [
         PeerRole(rank, size, SyncManager(policy), graph, random.Random(rank), 1, settings=config)
         for rank in range(size)

@@ -7,7 +7,7 @@ import pytest
 from gossipx.assembly.graph import build_schedule
 from gossipx.errors import UsageError
 from gossipx.settings import files
-from gossipx.topology import load
+from gossipx.topology import topology_from
 
 HOSTS = ["10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.1"]
 
@@ -22,7 +22,7 @@ def test_sites_are_the_hosts_unless_the_topology_has_its_own() -> None:
 
 def test_a_random_graph_uses_the_runs_seed() -> None:
     made = [build_schedule(files.resolve({"topology": "regular", "seed": seed}), 20).topology for seed in (3, 4)]
-    assert made[0].neighbours == load("regular", 20, 3).neighbours != made[1].neighbours
+    assert made[0].neighbours == topology_from("regular", 20, 3).neighbours != made[1].neighbours
 
 
 def test_the_topologys_schedule_unless_one_is_given() -> None:

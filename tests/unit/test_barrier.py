@@ -11,15 +11,15 @@ from gossipx.peer.barrier import Barrier
 from gossipx.peer.membership import Membership, Requests
 from gossipx.peer.others import OtherPeer
 from gossipx.protocol.messages import ArriveRequest, Stage
-from gossipx.topology import load
-from gossipx.topology.schedules import Random
+from gossipx.topology import topology_from
+from gossipx.topology.schedules import RandomNeighbour
 
 TIMEOUT = 10.0
 OWN = 2
 
 
 def begun(size: int, stage: Stage) -> tuple[Barrier, Membership, Requests]:
-    members = Membership(OWN, size, Random(load("full", size)), TIMEOUT, random.Random(0))
+    members = Membership(OWN, size, RandomNeighbour(topology_from("full", size)), TIMEOUT, random.Random(0))
     requests = Requests()
     barrier = Barrier(members, requests, TIMEOUT)
     barrier.begin(ArriveRequest(stage, 0), 0.0)

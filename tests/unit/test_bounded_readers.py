@@ -24,7 +24,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "hosts file": read_hosts,
     "configuration": files.load,
     "scenario": lambda path: scenario.load(path, {}),
-    "topology": lambda path: topology.load(str(path), 4),
+    "topology": lambda path: topology.topology_from(str(path), 4),
     "solver": prototxt.read_solver,
     "trace": traces.load,
     "trace of iterations": lambda path: compute.parse(f"trace:{path}").mean,

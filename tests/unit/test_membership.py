@@ -18,14 +18,14 @@ from gossipx.peer.membership import (
 from gossipx.peer.others import MAX_TRANSFERS
 from gossipx.protocol.events import Fault
 from gossipx.protocol.messages import ArriveRequest, Stage
-from gossipx.topology import load
-from gossipx.topology.schedules import SCHEDULES, BandwidthAware, Random, parse
+from gossipx.topology import topology_from
+from gossipx.topology.schedules import SCHEDULES, BandwidthAware, RandomNeighbour, schedule_from
 
 TIMEOUT = 20.0
 
 
 def members(model_timeout: float = 0.0, seed: int = 0) -> Membership:
-    return Membership(0, 3, Random(load("full", 3)), TIMEOUT, random.Random(seed), model_timeout)
+    return Membership(0, 3, RandomNeighbour(topology_from("full", 3)), TIMEOUT, random.Random(seed), model_timeout)
 
 
 @pytest.mark.parametrize(("model_timeout", "first"), [(0.0, TIMEOUT), (300.0, 300.0)])
@@ -83,7 +83,7 @@ def test_outgoing_transfers_are_measured_separately_and_allow_at_least_peer_time
 
 
 def test_the_draw_uses_the_rates_of_the_models_direction():
-    made = Membership(0, 3, BandwidthAware(load("full", 3)), TIMEOUT, random.Random(0))
+    made = Membership(0, 3, BandwidthAware(topology_from("full", 3)), TIMEOUT, random.Random(0))
     for rank, comes, goes in ((1, 1.0, 1e6), (2, 1e6, 1.0)):
         made.record_transfer(rank, comes, 0.0)
         made.record_transfer(rank, goes, 0.0, outgoing=True)
@@ -191,7 +191,7 @@ def test_a_draw_is_that_from_the_list_of_all_available_neighbours(
     graph: str, spec: str, some: list[tuple[str, int, Stage, bool]], exclude: set[int]
 ):
     """After any change, from the same random stream."""
-    made = Membership(0, NUMBER, parse(spec, load(graph, NUMBER)), TIMEOUT, random.Random(0))
+    made = Membership(0, NUMBER, schedule_from(spec, topology_from(graph, NUMBER)), TIMEOUT, random.Random(0))
     for number, (change, rank, stage, outgoing) in enumerate(some):
         now = 0.3 * number
         if change == "joined":
@@ -221,7 +221,7 @@ def test_a_draw_is_that_from_the_list_of_all_available_neighbours(
 
 def test_questions_about_all_peers_store_no_entries():
     size = 1000
-    made = Membership(3, size, Random(load("full", size)), TIMEOUT, random.Random(0))
+    made = Membership(3, size, RandomNeighbour(topology_from("full", size)), TIMEOUT, random.Random(0))
     assert len(made.others) == size - 1 and list(made.others) == [rank for rank in range(size) if rank != 3]
     assert 3 not in made.others and size not in made.others and made.others.get(3) is made.others.get(size) is None
     with pytest.raises(KeyError):

@@ -13,14 +13,14 @@ from gossipx.peer.serving import SAVED, SECONDS_PER_MODEL, Outgoing, Serving
 from gossipx.protocol.effects import Answer, Capture, Effect, Forget
 from gossipx.protocol.events import Answered, Received
 from gossipx.protocol.messages import BusyReply, ModelReply, PullRequest
-from gossipx.topology import load
-from gossipx.topology.schedules import Random
+from gossipx.topology import topology_from
+from gossipx.topology.schedules import RandomNeighbour
 
 TIMEOUT = 20.0
 
 
 def serving_at_most(most: int, members: Membership | None = None, share: float = 1.0) -> Serving:
-    members = members or Membership(10, 11, Random(load("full", 11)), TIMEOUT, random.Random(0))
+    members = members or Membership(10, 11, RandomNeighbour(topology_from("full", 11)), TIMEOUT, random.Random(0))
     return Serving(most, share, Requests(), Outgoing(members))
 
 

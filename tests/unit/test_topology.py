@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from property_tests import examples
 
 from gossipx.errors import UsageError
-from gossipx.topology import Topology, load
+from gossipx.topology import Topology, topology_from
 from gossipx.topology.generators import GENERATORS
 
 SPECS = [
@@ -46,19 +46,19 @@ def test_all_generators_are_tested() -> None:
 @given(size=sizes, seed=seeds)
 def test_every_generator_fits_every_number_of_peers(spec: str, size: int, seed: int) -> None:
     """Every graph is simple, strongly connected, has the ranks as nodes, and depends on the seed only."""
-    made = load(spec, size, seed)
+    made = topology_from(spec, size, seed)
     assert len(made.neighbours) == made.size == size and made.name == spec
     for rank, others in enumerate(made.neighbours):
         assert rank not in others and set(others) <= set(range(size)) and list(others) == sorted(set(others))
     assert nx.is_strongly_connected(graph(made))
     assert len(made.islands()) == 1
     assert made.directed == (graph(made).reverse().edges != graph(made).edges)
-    assert load(spec, size, seed) == made
+    assert topology_from(spec, size, seed) == made
 
 
 @pytest.mark.parametrize("spec", ["regular", "small-world:p=0.5", "erdos-renyi:p=0.3"])
 def test_another_seed_is_another_graph(spec: str) -> None:
-    assert len({load(spec, 30, seed).neighbours for seed in range(5)}) == 5
+    assert len({topology_from(spec, 30, seed).neighbours for seed in range(5)}) == 5
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_another_seed_is_another_graph(spec: str) -> None:
     ],
 )
 def test_graphs_by_name(name: str, size: int, neighbours: tuple[tuple[int, ...], ...]) -> None:
-    assert load(name, size).neighbours == neighbours
+    assert topology_from(name, size).neighbours == neighbours
 
 
 @pytest.mark.parametrize(
@@ -94,15 +94,15 @@ def test_graphs_by_name(name: str, size: int, neighbours: tuple[tuple[int, ...],
     ],
 )
 def test_graphs_are_those_that_have_the_name(name: str, size: int, known: nx.Graph) -> None:
-    assert nx.is_isomorphic(graph(load(name, size)).to_undirected(), known)
+    assert nx.is_isomorphic(graph(topology_from(name, size)).to_undirected(), known)
 
 
 def test_a_fingerprint_tells_graphs_apart_and_not_their_names() -> None:
-    ring = load("ring", 5)
+    ring = topology_from("ring", 5)
     assert ring.fingerprint() == replace(ring, name="mine", generator="", schedule="one-peer").fingerprint()
     others = [
-        load("ring", 6),
-        load("full", 5),
+        topology_from("ring", 6),
+        topology_from("full", 5),
         replace(ring, edge_shares={(0, 1): 0.5}),
         replace(ring, sites=(0, 0, 0, 1, 1)),
     ]
@@ -115,13 +115,13 @@ def test_a_fingerprint_tells_graphs_apart_and_not_their_names() -> None:
 def test_hops_are_exact_powers() -> None:
     """Logarithms would miss 5³: log(125, 5) is not 3."""
     assert math.log(125, 5) != 3
-    assert load("exponential:base=5", 300).neighbours[0] == (1, 5, 25, 125)
-    assert load("exponential", 2**12 + 1).neighbours[0] == tuple(2**k for k in range(13))
+    assert topology_from("exponential:base=5", 300).neighbours[0] == (1, 5, 25, 125)
+    assert topology_from("exponential", 2**12 + 1).neighbours[0] == tuple(2**k for k in range(13))
 
 
 @given(size=sizes, seed=seeds, degree=st.integers(3, 9))
 def test_regular_graphs_are_regular(size: int, seed: int, degree: int) -> None:
-    degrees = {len(others) for others in load(f"regular:degree={degree}", size, seed).neighbours}
+    degrees = {len(others) for others in topology_from(f"regular:degree={degree}", size, seed).neighbours}
     assert degrees == {min(degree + degree * size % 2, size - 1)}
 
 
@@ -129,20 +129,20 @@ def test_regular_graphs_are_regular(size: int, seed: int, degree: int) -> None:
 def test_the_expander_is_margulis_graph_for_squares(side: int) -> None:
     known = nx.Graph(nx.convert_node_labels_to_integers(nx.margulis_gabber_galil_graph(side), ordering="sorted"))
     known.remove_edges_from(list(nx.selfloop_edges(known)))
-    assert load("expander", side**2).neighbours == tuple(tuple(sorted(known[rank])) for rank in range(side**2))
+    assert topology_from("expander", side**2).neighbours == tuple(tuple(sorted(known[rank])) for rank in range(side**2))
 
 
 @given(size=sizes)
 def test_the_expander_has_few_neighbours_and_short_ways(size: int) -> None:
     """Degree 8 for squares, and 16 for merged nodes. Paths are logarithmic in the size: it is an expander."""
-    made = load("expander", size)
+    made = topology_from("expander", size)
     assert max(map(len, made.neighbours)) <= 16
     assert nx.diameter(graph(made)) <= 2 + math.log2(size)
 
 
 @given(size=sizes, sites=st.integers(1, 8))
 def test_sites_are_nearly_equal_and_each_peer_has_a_twin(size: int, sites: int) -> None:
-    made = load(f"hierarchical:sites={sites}", size)
+    made = topology_from(f"hierarchical:sites={sites}", size)
     members = [[rank for rank in range(size) if made.sites[rank] == site] for site in range(min(sites, size))]
     assert [rank for site in members for rank in site] == list(range(size))
     assert max(map(len, members)) - min(map(len, members)) <= 1
@@ -153,7 +153,7 @@ def test_sites_are_nearly_equal_and_each_peer_has_a_twin(size: int, sites: int) 
 
 
 def test_neighbours_in_turn_begin_with_the_next() -> None:
-    assert [load("full", 4).in_turn(rank) for rank in (0, 2)] == [(1, 2, 3), (3, 0, 1)]
+    assert [topology_from("full", 4).in_turn(rank) for rank in (0, 2)] == [(1, 2, 3), (3, 0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -172,13 +172,13 @@ def test_neighbours_in_turn_begin_with_the_next() -> None:
 )
 def test_what_a_wrong_spec_is_told(spec: str, told: str) -> None:
     with pytest.raises(UsageError) as raised:
-        load(spec, 8)
+        topology_from(spec, 8)
     assert told in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_an_unknown_name_is_told_the_known_ones() -> None:
     with pytest.raises(UsageError) as raised:
-        load("rong", 4)
+        topology_from("rong", 4)
     told = str(raised.value)
     assert told.startswith("unknown topology 'rong' (did you mean 'ring'?): one of bipartite, erdos-renyi")
     assert "two-sites-8" in told
@@ -187,4 +187,4 @@ def test_an_unknown_name_is_told_the_known_ones() -> None:
 def test_a_regular_graph_that_falls_in_two_is_drawn_again() -> None:
     """Eight peers with three neighbours each: for this seed, the first draw is two full graphs of four."""
     assert not nx.is_connected(nx.random_regular_graph(3, 8, seed=15))
-    assert len(load("regular:degree=3", 8, 15).islands()) == 1
+    assert len(topology_from("regular:degree=3", 8, 15).islands()) == 1

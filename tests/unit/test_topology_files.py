@@ -9,7 +9,7 @@ import networkx as nx
 import pytest
 
 from gossipx.errors import UsageError
-from gossipx.topology import Topology, load, shipped
+from gossipx.topology import Topology, shipped, topology_from
 from gossipx.topology.analysis import analyse
 from gossipx.topology.formats import MAX_EDGES
 
@@ -20,7 +20,7 @@ LINE = ((1,), (0, 2), (1, 3), (2,))
 
 def read(place: Path, name: str, text: str, size: int | None = 4) -> Topology:
     (place / name).write_text(text, encoding="utf-8")
-    return load(str(place / name), size)
+    return topology_from(str(place / name), size)
 
 
 def refused(place: Path, name: str, text: str, size: int | None = 4) -> str:
@@ -48,15 +48,15 @@ def test_an_edge_list_with_weights(tmp_path: Path) -> None:
 
 def test_toml_with_a_generator(tmp_path: Path) -> None:
     text = "generator = 'hierarchical'\nparameters = { sites = 2 }\nschedule = 'inner-outer'\n"
-    made, known = read(tmp_path, "two.toml", text, 6), load("hierarchical:sites=2", 6)
+    made, known = read(tmp_path, "two.toml", text, 6), topology_from("hierarchical:sites=2", 6)
     assert (made.neighbours, made.sites, made.generator) == (known.neighbours, known.sites, "hierarchical")
     assert made.schedule == "inner-outer" and made.name == str(tmp_path / "two.toml")
 
 
 def test_toml_with_a_random_generator_takes_the_runs_seed(tmp_path: Path) -> None:
     read(tmp_path, "some.toml", "generator = 'regular'\n[parameters]\ndegree = 3\n", 20)
-    made = [load(str(tmp_path / "some.toml"), 20, seed).neighbours for seed in (1, 1, 2)]
-    assert made[0] == made[1] == load("regular:degree=3", 20, 1).neighbours != made[2]
+    made = [topology_from(str(tmp_path / "some.toml"), 20, seed).neighbours for seed in (1, 1, 2)]
+    assert made[0] == made[1] == topology_from("regular:degree=3", 20, 1).neighbours != made[2]
 
 
 def test_toml_with_edges_weights_and_sites(tmp_path: Path) -> None:
@@ -301,25 +301,25 @@ def test_graphml_whose_nodes_have_names_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"\xff\xfe\x00\x01")
     with pytest.raises(UsageError, match="cannot read the topology: not UTF-8 text"):
-        load(str(tmp_path / name), 2)
+        topology_from(str(tmp_path / name), 2)
 
 
 def test_a_file_that_is_missing_is_named() -> None:
     with pytest.raises(UsageError, match=r"^here/none\.toml: no such topology file$"):
-        load("here/none.toml", 2)
+        topology_from("here/none.toml", 2)
 
 
 def test_a_generator_needs_a_number_of_peers(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--size N"):
-        load("ring")
+        topology_from("ring")
     (tmp_path / "x.toml").write_text("generator = 'ring'")
     with pytest.raises(UsageError, match="--size N"):
-        load(str(tmp_path / "x.toml"))
+        topology_from(str(tmp_path / "x.toml"))
 
 
 def test_a_graph_in_parts_may_be_looked_at(tmp_path: Path) -> None:
     (tmp_path / "x.edges").write_text("0 1\n2 3\n")
-    assert load(str(tmp_path / "x.edges"), 4, connected=False).islands() == [[0, 1], [2, 3]]
+    assert topology_from(str(tmp_path / "x.edges"), 4, connected=False).islands() == [[0, 1], [2, 3]]
 
 
 # --- files that come with gossipx ------------------------------------------------------------------
@@ -329,14 +329,16 @@ def test_shipped_files_are_found_by_name(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     assert set(shipped()) == {path.stem for path in HOUSE.iterdir() if path.name != "README.md"}
     assert {path.suffix for path in shipped().values()} == {".edges", ".graphml", ".json", ".toml"}
-    assert load("petersen-10", 10).neighbours == load(str(HOUSE / "petersen-10.graphml"), 10).neighbours
+    assert (
+        topology_from("petersen-10", 10).neighbours == topology_from(str(HOUSE / "petersen-10.graphml"), 10).neighbours
+    )
 
 
 def test_files_of_ones_own_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("topologies").mkdir()
     Path("topologies/petersen-10.edges").write_text("0 1\n")
-    assert load("petersen-10").size == 2
+    assert topology_from("petersen-10").size == 2
 
 
 @pytest.mark.parametrize("name", sorted(shipped()))
@@ -345,7 +347,7 @@ def test_every_shipped_file_makes_peers_agree(name: str) -> None:
     assert f"`{shipped()[name].name}`" in (HOUSE / "README.md").read_text(encoding="utf-8")
     sizes = [int(name.rpartition("-")[2])] if name[-1].isdigit() else [1, 2, 7, 8]
     for size in sizes:
-        found = analyse(load(name, size))
+        found = analyse(topology_from(name, size))
         assert found.strongly_connected and found.rounds_to_consensus is not None and found.size == size
     if name[-1].isdigit():
-        assert load(name).size == sizes[0]
+        assert topology_from(name).size == sizes[0]

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossipx.topology import Topology, load
+from gossipx.topology import Topology, topology_from
 from gossipx.topology.ranks import AllBut, Rotated, Without, added_to, position_of
-from gossipx.topology.schedules import SCHEDULES, parse
+from gossipx.topology.schedules import SCHEDULES, schedule_from
 
 GRAPHS = ["full", "ring", "star", "exponential", "erdos-renyi:p=0.5", "hierarchical:sites=3", "bipartite"]
 sizes = st.integers(1, 30)
@@ -36,7 +36,7 @@ def test_all_but_one(rank: int, size: int) -> None:
     assert AllBut(rank, size) != tuple(range(size + 1))
 
 
-@given(graph=st.builds(load, st.sampled_from(GRAPHS), sizes, st.integers(0, 9)), data=st.data())
+@given(graph=st.builds(topology_from, st.sampled_from(GRAPHS), sizes, st.integers(0, 9)), data=st.data())
 def test_without_some_draws_what_the_list_draws(graph: Topology, data: st.DataObject) -> None:
     """From the same random stream, also when drawing continues, and for every schedule."""
     rank, seed = data.draw(st.integers(0, graph.size - 1)), data.draw(st.integers(0, 99))
@@ -44,7 +44,7 @@ def test_without_some_draws_what_the_list_draws(graph: Topology, data: st.DataOb
     excluded = data.draw(st.sets(st.integers(0, graph.size + 3)))
     view, stored = Without(others, excluded), [other for other in others if other not in excluded]
     check_alike(view, tuple(stored))
-    plan = parse(data.draw(st.sampled_from([*SCHEDULES, "inner-outer:outer=0.5"])), graph)
+    plan = schedule_from(data.draw(st.sampled_from([*SCHEDULES, "inner-outer:outer=0.5"])), graph)
     rates = {other: data.draw(st.floats(0, 1e9)) for other in others if data.draw(st.booleans())}
     one, other = random.Random(seed), random.Random(seed)
     for number in range(8):
@@ -52,7 +52,7 @@ def test_without_some_draws_what_the_list_draws(graph: Topology, data: st.DataOb
     assert one.getstate() == other.getstate()
 
 
-@given(graph=st.builds(load, st.sampled_from(GRAPHS), sizes), data=st.data())
+@given(graph=st.builds(topology_from, st.sampled_from(GRAPHS), sizes), data=st.data())
 def test_neighbours_in_turn_begin_with_the_next_rank(graph: Topology, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, graph.size - 1))
     others = graph.neighbours[rank]
@@ -80,9 +80,9 @@ def test_a_full_graph_stays_a_view_as_peers_join(own: int) -> None:
 
 def test_a_full_graph_of_ten_thousand_is_not_stored() -> None:
     """Its 10⁸ edges would take gigabytes."""
-    graph = load("full", 10_000)
+    graph = topology_from("full", 10_000)
     assert all(isinstance(others, AllBut) for others in graph.neighbours) and not graph.directed
-    turns = parse("static", graph)
+    turns = schedule_from("static", graph)
     assert [turns.partner(9_998, number, graph.neighbours[9_998], random.Random(0), {}) for number in range(3)] == [
         9_999,
         0,
@@ -92,7 +92,7 @@ def test_a_full_graph_of_ten_thousand_is_not_stored() -> None:
 
 def test_the_full_graphs_fingerprint_is_that_of_its_edges() -> None:
     """A file may list them: peers with the generator and peers with the file have the same graph."""
-    full = load("full", 4)
+    full = topology_from("full", 4)
     listed = Topology("own", tuple(map(tuple, full.neighbours)))
     assert full.fingerprint() == listed.fingerprint()
     assert full.neighbours == listed.neighbours

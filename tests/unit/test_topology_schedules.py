@@ -10,22 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gossipx.errors import UsageError
-from gossipx.topology import Topology, load
-from gossipx.topology.schedules import SCHEDULES, Schedule, check, describe, parse
+from gossipx.topology import Topology, topology_from
+from gossipx.topology.schedules import SCHEDULES, Schedule, check_schedule, schedule_from, schedule_spec
 
 GRAPHS = ["full", "ring", "star", "grid", "hypercube", "exponential", "regular", "erdos-renyi:p=0.2", "hierarchical"]
-graphs = st.builds(load, st.sampled_from(GRAPHS), st.integers(1, 40), st.integers(0, 9))
+graphs = st.builds(topology_from, st.sampled_from(GRAPHS), st.integers(1, 40), st.integers(0, 9))
 schedules = st.sampled_from([*SCHEDULES, "inner-outer:outer=0.5"])
 DIGRAPH = Topology("own", ((1, 2), (2,), (0, 3), (0,)))
 
 
 def test_a_schedule_is_told_alike_however_it_is_spelt() -> None:
-    graph = load("hierarchical:sites=2", 6)
+    graph = topology_from("hierarchical:sites=2", 6)
     spelt = ["inner-outer", "inner-outer:0.1", " inner-outer: outer=.1\n", "inner-outer:outer=0.10"]
-    assert {describe(spec, parse(spec, graph)) for spec in spelt} == {"inner-outer outer=0.1"}
-    assert describe("inner-outer:0.2", parse("inner-outer:0.2", graph)) == "inner-outer outer=0.2"
+    assert {schedule_spec(spec, schedule_from(spec, graph)) for spec in spelt} == {"inner-outer outer=0.1"}
+    assert schedule_spec("inner-outer:0.2", schedule_from("inner-outer:0.2", graph)) == "inner-outer outer=0.2"
     plain = {None: "random", "static": "static", "one-peer": "one-peer"}
-    assert {spec: describe(spec, parse(spec, graph)) for spec in plain} == plain
+    assert {spec: schedule_spec(spec, schedule_from(spec, graph)) for spec in plain} == plain
 
 
 def row(schedule: Schedule, number: int) -> list[int | None]:
@@ -43,7 +43,7 @@ def counted(schedule: Schedule, rank: int, rounds: int, rates: dict[int, float] 
 
 @given(graph=graphs, spec=schedules, seed=st.integers(0, 99), data=st.data())
 def test_a_partner_is_one_that_may_be_asked(graph: Topology, spec: str, seed: int, data: st.DataObject) -> None:
-    schedule = parse(spec, graph)
+    schedule = schedule_from(spec, graph)
     rank = data.draw(st.integers(0, graph.size - 1))
     others = graph.neighbours[rank]
     candidates = [other for other in others if data.draw(st.booleans())]
@@ -60,7 +60,7 @@ def test_a_partner_is_one_that_may_be_asked(graph: Topology, spec: str, seed: in
 
 @given(graph=graphs, spec=schedules)
 def test_frequencies_are_of_neighbours_and_add_up(graph: Topology, spec: str) -> None:
-    schedule = parse(spec, graph)
+    schedule = schedule_from(spec, graph)
     for rank, others in enumerate(graph.neighbours):
         often = schedule.frequency(rank)
         assert set(often) == set(others), "every neighbour is chosen"
@@ -71,7 +71,7 @@ def test_frequencies_are_of_neighbours_and_add_up(graph: Topology, spec: str) ->
 @pytest.mark.parametrize("spec", [*SCHEDULES, "inner-outer:outer=0.4"])
 @pytest.mark.parametrize("graph", ["hierarchical:sites=3", "exponential", "star"])
 def test_frequencies_are_what_is_drawn(spec: str, graph: str) -> None:
-    schedule = parse(spec, load(graph, 12))
+    schedule = schedule_from(spec, topology_from(graph, 12))
     for rank in (0, 5):
         drawn = counted(schedule, rank, 6000)
         assert drawn == pytest.approx(schedule.frequency(rank), abs=0.03)
@@ -81,12 +81,12 @@ def test_frequencies_are_what_is_drawn(spec: str, graph: str) -> None:
 
 
 def test_static_asks_all_in_turn_beginning_with_the_next() -> None:
-    schedule = parse("static", load("full", 4))
+    schedule = schedule_from("static", topology_from("full", 4))
     assert [row(schedule, number) for number in range(4)] == [[1, 2, 3, 0], [2, 3, 0, 1], [3, 0, 1, 2], [1, 2, 3, 0]]
 
 
 def test_static_passes_over_who_may_not_be_asked() -> None:
-    schedule = parse("static", load("full", 4))
+    schedule = schedule_from("static", topology_from("full", 4))
     asked = [schedule.partner(0, number, [1, 3], random.Random(0), {}) for number in range(4)]
     assert asked == [1, 3, 3, 1]
 
@@ -97,7 +97,7 @@ def test_static_passes_over_who_may_not_be_asked() -> None:
 @given(graph=graphs)
 def test_one_peer_rounds_are_matchings_that_use_every_edge(graph: Topology) -> None:
     """Undirected edges give pairs that pull from each other; over directed ones no peer is pulled from twice."""
-    schedule = parse("one-peer", graph)
+    schedule = schedule_from("one-peer", graph)
     rounds = len(schedule.turns[0])
     degree = max(map(len, graph.neighbours))
     used = set()
@@ -115,7 +115,7 @@ def test_one_peer_rounds_are_matchings_that_use_every_edge(graph: Topology) -> N
 
 @given(bits=st.integers(1, 6))
 def test_one_peer_of_a_hypercube_is_one_dimension_a_round(bits: int) -> None:
-    schedule = parse("one-peer", load("hypercube", 2**bits))
+    schedule = schedule_from("one-peer", topology_from("hypercube", 2**bits))
     for number in range(bits):
         assert row(schedule, number) == [rank ^ (1 << number) for rank in range(2**bits)]
 
@@ -123,9 +123,9 @@ def test_one_peer_of_a_hypercube_is_one_dimension_a_round(bits: int) -> None:
 @given(size=st.integers(4, 60), base=st.integers(2, 4))
 def test_one_peer_of_an_exponential_graph_is_one_hop_a_round(size: int, base: int) -> None:
     """Ying et al. 2021, section 4: in round k every peer pulls from the peer base^k ranks ahead."""
-    graph = load(f"exponential:base={base}", size)
+    graph = topology_from(f"exponential:base={base}", size)
     if graph.directed:
-        schedule = parse("one-peer", graph)
+        schedule = schedule_from("one-peer", graph)
         hops = [base**k for k in range(size) if base**k < size]
         rounds = [[(rank + hop) % size for rank in range(size)] for hop in hops]
         assert [row(schedule, number) for number in range(len(hops))] == rounds
@@ -133,14 +133,14 @@ def test_one_peer_of_an_exponential_graph_is_one_hop_a_round(size: int, base: in
 
 
 def test_one_peer_goes_on_with_the_next_where_the_partner_is_gone_and_rests_where_it_has_none() -> None:
-    schedule = parse("one-peer", load("star", 3))
+    schedule = schedule_from("one-peer", topology_from("star", 3))
     assert [row(schedule, number) for number in range(2)] == [[1, 0, None], [2, None, 0]]
     assert schedule.partner(0, 0, [2], random.Random(0), {}) == 2
     assert schedule.partner(1, 1, [0], random.Random(0), {}) is None
 
 
 def test_one_peer_over_any_digraph() -> None:
-    schedule = parse("one-peer", DIGRAPH)
+    schedule = schedule_from("one-peer", DIGRAPH)
     assert [row(schedule, number) for number in range(2)] == [[1, 2, 3, 0], [2, None, 0, None]]
 
 
@@ -148,30 +148,32 @@ def test_one_peer_over_any_digraph() -> None:
 
 
 def test_inner_outer_leaves_its_site_now_and_then() -> None:
-    graph = load("hierarchical:sites=2", 8)
-    drawn = counted(parse("inner-outer:outer=0.2", graph), 1, 5000)
+    graph = topology_from("hierarchical:sites=2", 8)
+    drawn = counted(schedule_from("inner-outer:outer=0.2", graph), 1, 5000)
     assert drawn == pytest.approx({0: 0.8 / 3, 2: 0.8 / 3, 3: 0.8 / 3, 5: 0.2}, abs=0.03)
 
 
 @pytest.mark.parametrize(("candidates", "asked"), [([5], {5}), ([2, 3], {2, 3})])
 def test_inner_outer_takes_what_there_is(candidates: list[int], asked: set[int]) -> None:
-    schedule, rng = parse("inner-outer", load("hierarchical:sites=2", 8)), random.Random(0)
+    schedule, rng = schedule_from("inner-outer", topology_from("hierarchical:sites=2", 8)), random.Random(0)
     assert {schedule.partner(1, number, candidates, rng, {}) for number in range(50)} == asked
 
 
 def test_inner_outer_without_sites_is_random() -> None:
-    assert parse("inner-outer", load("ring", 5)).frequency(0) == parse("random", load("ring", 5)).frequency(0)
+    assert schedule_from("inner-outer", topology_from("ring", 5)).frequency(0) == schedule_from(
+        "random", topology_from("ring", 5)
+    ).frequency(0)
 
 
 def test_bandwidth_aware_draws_by_rate() -> None:
-    schedule = parse("bandwidth-aware", load("full", 4))
+    schedule = schedule_from("bandwidth-aware", topology_from("full", 4))
     drawn = counted(schedule, 0, 8000, {1: 1.0, 2: 3.0, 3: 4.0})
     assert drawn == pytest.approx({1: 1 / 8, 2: 3 / 8, 3: 4 / 8}, abs=0.03)
 
 
 def test_bandwidth_aware_counts_the_unknown_as_average() -> None:
     """Invalid rates count as unknown; without any known rate the choice is uniform."""
-    schedule = parse("bandwidth-aware", load("full", 4))
+    schedule = schedule_from("bandwidth-aware", topology_from("full", 4))
     rates = {1: 1.0, 2: 3.0, 3: 0.0}
     assert counted(schedule, 0, 8000, rates) == pytest.approx({1: 1 / 6, 2: 3 / 6, 3: 2 / 6}, abs=0.03)
     assert counted(schedule, 0, 8000) == pytest.approx({1: 1 / 3, 2: 1 / 3, 3: 1 / 3}, abs=0.03)
@@ -181,10 +183,10 @@ def test_bandwidth_aware_counts_the_unknown_as_average() -> None:
 
 
 def test_the_topologys_own_schedule_is_the_default() -> None:
-    graph = load("one-peer-exponential", 8)
-    assert parse(None, graph) == parse("one-peer", graph)
-    assert parse("random", graph) != parse("one-peer", graph)
-    assert parse(None, load("ring", 8)) == parse("random", load("ring", 8))
+    graph = topology_from("one-peer-exponential", 8)
+    assert schedule_from(None, graph) == schedule_from("one-peer", graph)
+    assert schedule_from("random", graph) != schedule_from("one-peer", graph)
+    assert schedule_from(None, topology_from("ring", 8)) == schedule_from("random", topology_from("ring", 8))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +198,7 @@ def test_the_topologys_own_schedule_is_the_default() -> None:
     ],
 )
 def test_what_a_wrong_schedule_is_told(spec: str, told: str) -> None:
-    for refuse in (check, lambda given: parse(given, load("ring", 4))):
+    for refuse in (check_schedule, lambda given: schedule_from(given, topology_from("ring", 4))):
         with pytest.raises(UsageError) as raised:
             refuse(spec)
         assert told in str(raised.value)

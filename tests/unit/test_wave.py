@@ -12,8 +12,8 @@ from gossipx.protocol.effects import Answer, Capture, Effect, Forget, Merge, Not
 from gossipx.protocol.events import Answered, Received
 from gossipx.protocol.messages import LAST_WAVE, MAX_WAVE, HereReply, ModelReply, NotReadyReply, RoundRequest, Stage
 from gossipx.sync import SyncManager
-from gossipx.topology import load
-from gossipx.topology.schedules import Random
+from gossipx.topology import topology_from
+from gossipx.topology.schedules import RandomNeighbour
 
 TIMEOUT = 10.0
 
@@ -165,7 +165,7 @@ def test_a_partner_that_tells_of_a_wave_is_not_refused_once_it_is_over():
 
 
 def peer(rank: int, size: int) -> WaveSequence:
-    members = Membership(rank, size, Random(load("full", size)), TIMEOUT, random.Random(0))
+    members = Membership(rank, size, RandomNeighbour(topology_from("full", size)), TIMEOUT, random.Random(0))
     for other in members.others.values():
         other.stage = Stage.START
     return WaveSequence(rank, members, Requests(), SyncManager(policies.parse("never")), TIMEOUT)

@@ -19,7 +19,7 @@ from gossipx.settings import files
 from gossipx.settings.sections import KEYS
 from gossipx.sim import compute
 from gossipx.solver.net import snapshot_prefix
-from gossipx.topology import load
+from gossipx.topology import topology_from
 
 pytestmark = pytest.mark.fault(73)
 
@@ -99,7 +99,7 @@ def test_the_settings_of_a_run_name_its_files_from_anywhere(here: Path) -> None:
         found = Path(files.load(here / "config.toml")[name])
         assert found == (here / "topologies/mine.edges" if name == "topology" else here / "../x")
         os.chdir(here)
-    assert load(str(here / "topologies" / "mine.edges")).size == 2
+    assert topology_from(str(here / "topologies" / "mine.edges")).size == 2
 
 
 @pytest.mark.parametrize("name", ["ring", "full", "two-sites-8", "torus:rows=2", "no-such"])
