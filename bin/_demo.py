@@ -21,7 +21,7 @@ from gossipx.metrics import curves, summary
 from gossipx.settings import files
 from gossipx.tasks.data import TASKS, Batches, load
 from gossipx.tasks.models import build_model
-from gossipx.tasks.partition import parse
+from gossipx.tasks.partition import partition_from
 
 
 def ddp(config: Path, target: Path) -> None:
@@ -41,7 +41,7 @@ def ddp(config: Path, target: Path) -> None:
     spec = TASKS[task.task]
     model = build_model(task.model, classes=everything.classes, channels=spec.channels, pixels=spec.pixels)
     wrapped, optimizer = DistributedDataParallel(model), optimizer_of(model, task)
-    own = everything.take(parse(task.partition).split(everything.labels.numpy(), size, settings.seed)[rank])
+    own = everything.take(partition_from(task.partition).split(everything.labels.numpy(), size, settings.seed)[rank])
     batches = Batches(own, task.batch_size, settings.seed * 1000 + rank)
     live = test.take(torch.arange(LIVE))
     megabytes = 2 * (size - 1) / size * 4 * sum(parameter.numel() for parameter in model.parameters()) / 1e6

@@ -29,7 +29,7 @@ from gossipx.server.placement import Partition
 from gossipx.tables.coding import Coding, PushEncoder
 from gossipx.tasks.data import Batches, Dataset, load
 from gossipx.tasks.models import build_model
-from gossipx.tasks.partition import parse as split_by
+from gossipx.tasks.partition import partition_from
 
 WORKERS = 4
 RATES = {"lenet": 0.02, "resnet20": 0.1}
@@ -106,7 +106,7 @@ class Cluster:
         self.shown = self.table.detach().clone()  # what all workers have
         momentum = 0.0 if isinstance(pushed, DGC) else MOMENTUM
         self.optimizer = torch.optim.SGD([self.table], lr=1.0, momentum=momentum, weight_decay=DECAY)
-        parts = split_by("iid").split(data[0].labels.numpy(), workers, seed)
+        parts = partition_from("iid").split(data[0].labels.numpy(), workers, seed)
         own = [data[0].take(part) for part in parts]
         self.batches = [Batches(one, BATCH, 1000 * seed + rank) for rank, one in enumerate(own)]
         self.test = data[1]

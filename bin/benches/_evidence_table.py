@@ -62,7 +62,7 @@ class Comparison:
     def title(self) -> str:
         """Return what was compared, and what the table leaves out."""
         model = self.workload.model
-        average = 2 * (self.peers - 1) / self.peers * 4 * MODELS[model].facts.parameters / 1e6
+        average = 2 * (self.peers - 1) / self.peers * 4 * MODELS[model].parameters / 1e6
         seeds = max(map(len, self.runs.values()), default=0)
         return (
             f"{self.task} ({self.workload.partition}), {model}, {self.peers} peers, {self.rate}, {self.steps} steps,"

@@ -25,7 +25,7 @@ from gossipx.settings import files
 from gossipx.settings.sections import RunConfig
 from gossipx.tasks.data import TASKS, Batches, load
 from gossipx.tasks.models import build_model
-from gossipx.tasks.partition import parse
+from gossipx.tasks.partition import partition_from
 
 POINTS = 12
 """Evaluations of a run, at equal distances; the last is at its end."""
@@ -151,7 +151,7 @@ class Assignment:
         """
         run = self._settings()
         train, _ = load(run.task.task)
-        parts = parse(run.task.partition).split(train.labels.numpy(), self.peers, self.seed)
+        parts = partition_from(run.task.partition).split(train.labels.numpy(), self.peers, self.seed)
         assert run.task.batch_size is not None
         batches = Batches(train.take(parts[rank]), run.task.batch_size, self.seed * 1000 + rank)
         recorder = Recorder(self, rank, averaged(model))

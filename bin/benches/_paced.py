@@ -20,7 +20,7 @@ from gossipx.launch.loops.train import optimizer_of, rate_of, scores
 from gossipx.settings.files import resolve
 from gossipx.tasks.data import TASKS, Batches, load
 from gossipx.tasks.models import build_model
-from gossipx.tasks.partition import parse
+from gossipx.tasks.partition import partition_from
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
     torch.manual_seed(seed * 1000 + rank)
     model = build_model(task.model, classes=everything.classes, channels=spec.channels, pixels=spec.pixels)
     optimizer = optimizer_of(model, task)
-    own = everything.take(parse(task.partition).split(everything.labels.numpy(), size, seed)[rank])
+    own = everything.take(partition_from(task.partition).split(everything.labels.numpy(), size, seed)[rank])
     assert task.batch_size is not None
     batches = Batches(own, task.batch_size, seed * 1000 + rank)
 

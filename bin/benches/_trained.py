@@ -53,7 +53,7 @@ class Trained:
     """
 
     def __init__(self, name: str, batch: int, rate: float = 1e-4):
-        facts = MODELS[name].facts
+        facts = MODELS[name]
         torch.manual_seed(0)
         self.module = build_model(name, classes=facts.classes, channels=facts.channels, pixels=facts.pixels)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=rate, momentum=0.9)

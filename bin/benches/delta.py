@@ -69,7 +69,7 @@ class Laid:
     """A model whose trained parameters are one vector, and a copy of the vector from before a step."""
 
     def __init__(self, case: Case):
-        facts = MODELS[case.model].facts
+        facts = MODELS[case.model]
         torch.manual_seed(0)
         self.module = build_model(case.model, classes=facts.classes, channels=facts.channels, pixels=facts.pixels)
         self.parameters = list(self.module.parameters())

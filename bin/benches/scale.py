@@ -30,7 +30,8 @@ from _report import figure, report
 from _simulated import Run, merged, run
 
 from gossipx.sim.network import FULL_PACKET, PRESETS
-from gossipx.tasks.models import build_model, costs, published_sizes
+from gossipx.tasks import costs
+from gossipx.tasks.models import build_model, published_sizes
 
 RATES = ("100mbit", "1gbit", "10gbit")
 MODEL = "resnet110"

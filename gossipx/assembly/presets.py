@@ -99,8 +99,8 @@ def _with_solver(config: RunConfig) -> RunConfig:
     """
     if config.task.solver is None:
         return config
-    param = prototxt.read_solver(solvers.find(config.task.solver))
-    found: dict[str, Any] = {"solver": solvers.resolve(config.task.solver)}
+    param = prototxt.read_solver(solvers.solver_file(config.task.solver))
+    found: dict[str, Any] = {"solver": solvers.resolved_solver(config.task.solver)}
     if param.net in PRESETS and not config.is_given("model"):
         found["model"] = param.net
     if param.max_iter > 0 and not config.is_given("iterations"):
@@ -112,7 +112,7 @@ def _check_solver(given: str) -> None:
     """Refuse a solver file that cannot train the built-in task, and warn of fields that have no effect."""
     from gossipx.solver.trainable import check_trainable  # imports torch
 
-    param = prototxt.read_solver(solvers.find(given))
+    param = prototxt.read_solver(solvers.solver_file(given))
     check_trainable(param, min(len(param.test_iter), 1))
     ignored = {**prototxt.WITHOUT_MEANING, **REPLACED}
     if param.net in PRESETS:

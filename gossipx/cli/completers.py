@@ -105,7 +105,7 @@ def _placements() -> Iterable[str]:
 def _solvers() -> Iterable[str]:
     from gossipx.tasks import solvers
 
-    return solvers.names()
+    return solvers.solver_names()
 
 
 def _tasks() -> Iterable[str]:

@@ -163,7 +163,7 @@ class Joining:
         """
         run = self.run
         rank, size = rank_and_size(run, self.peers, self.rank)
-        by = partition.parse(run.task.partition)
+        by = partition.partition_from(run.task.partition)
         split = functools.partial(by.split, parts=size, seed=run.run.seed)
         return part_of(dataset, split, by.by_label, rank, lambda: size)
 

@@ -162,8 +162,8 @@ class TaskSettings:
     solver: str | None = setting(
         None,
         "Train with a Caffe solver file (solver.prototxt), or with a built-in one: alexnet, convnet, googlenet.",
-        check="tasks.solvers:find",
-        absolute="tasks.solvers:resolve",
+        check="tasks.solvers:solver_file",
+        absolute="tasks.solvers:resolved_solver",
         marks="real",
     )
     batch_size: int | None = setting(
@@ -189,7 +189,7 @@ class TaskSettings:
     partition: str = setting(
         "iid",
         "How the data are split among the peers: iid, dirichlet:alpha=0.3 or contiguous.",
-        check="tasks.partition:parse",
+        check="tasks.partition:partition_from",
     )
 
 

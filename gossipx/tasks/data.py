@@ -1,6 +1,8 @@
-"""Data sets: read from the published files, normalised, held in memory and served in shuffled batches.
+"""Data sets: read from the published files, held in memory and served in shuffled batches.
 
-Shapes: N images, C channels, H×W pixels, B images per batch. Text is in :mod:`gossipx.tasks.text`.
+Images are normalised. Text is split into a training and a test set, and cut into windows of characters.
+
+Shapes: N images or windows, C channels, H×W pixels, T characters of context, B samples per batch.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import math
 import os
 import tarfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,10 +27,21 @@ from torch import Tensor
 
 from gossipx.errors import UsageError
 from gossipx.specs import suggest
-from gossipx.tasks import text
-from gossipx.tasks.seeds import seeded
+from gossipx.tasks.partition import seeded
 
 Bytes = npt.NDArray[np.uint8]
+CONTEXT = 64
+"""T: a model predicts each character of a window from those before it in the window, at most this many."""
+HELD_OUT = 0.1
+"""Fraction of each file, at its end, that is not trained on."""
+TEST_WINDOWS = 500
+"""Windows of the test set: enough that the mean loss has a standard error of about 0.01 nats per character."""
+EMBEDDED = "king-james-bible.tar.gz"
+MOST_CODES = 0x110000
+"""Number of code points of Unicode."""
+
+Codes = npt.NDArray[np.uint32]
+"""A text as its code points."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +75,35 @@ class Dataset:
         return self.images.index_select(0, index), self.labels.index_select(0, index)
 
 
-Samples = Dataset | text.Windows
+@dataclass(frozen=True)
+class Windows:
+    """Windows of a text.
+
+    Attributes:
+        characters: (N, T + 1) int32: each character's place in the vocabulary. The last T are what a model predicts.
+        labels: (N,) int64: the number of the file in which a window begins.
+        classes: size of the vocabulary.
+    """
+
+    characters: Tensor
+    labels: Tensor
+    classes: int
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, indices: npt.NDArray[np.int64] | Tensor) -> Windows:
+        """Return a copy of the windows at ``indices``, for example a peer's part of a partition."""
+        index = torch.as_tensor(indices)
+        return Windows(self.characters.index_select(0, index), self.labels.index_select(0, index), self.classes)
+
+    def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the windows at ``index`` and what follows each of their characters, both (B, T) int64."""
+        chosen = self.characters.index_select(0, index).long()
+        return chosen[:, :-1], chosen[:, 1:]
+
+
+Samples = Dataset | Windows
 """The data of a task; both kinds have ``labels``, ``classes``, ``take`` and ``batch``."""
 
 
@@ -146,11 +187,10 @@ IDX_FILES = (
     "t10k-images-idx3-ubyte.gz",
     "t10k-labels-idx1-ubyte.gz",
 )
-_FOUR_FILES = f"the four files {', '.join(IDX_FILES)}"
 
 
 @dataclass(frozen=True)
-class Records:
+class CifarRecords:
     """The files of CIFAR's binary version: records of label bytes, then 32×32 red, green and blue bytes.
 
     Attributes:
@@ -166,75 +206,61 @@ class Records:
     labels: int
 
 
+def _idx_task(mean: float, std: float, source: str, sums: Sequence[tuple[str, ...]]) -> Task:
+    """Return a task of grey images in the four files of MNIST's format."""
+    files = dict(zip(IDX_FILES, sums, strict=True))
+    return Task(10, 1, 28, "lenet", f"the four files {', '.join(IDX_FILES)} of {source}", (mean,), (std,), files)
+
+
+def _cifar_task(classes: int, mean: tuple[float, ...], std: tuple[float, ...], md5: str) -> Task:
+    """Return a task of the binary version of CIFAR."""
+    archive = CIFAR[f"cifar{classes}"].archive
+    source = f"the binary version {archive} of https://www.cs.toronto.edu/~kriz/cifar.html"
+    return Task(classes, 3, 32, "convnet", source, mean, std, {archive: (md5,)})
+
+
 CIFAR = {
-    "cifar10": Records(
+    "cifar10": CifarRecords(
         "cifar-10-binary.tar.gz",
         "cifar-10-batches-bin",
         {**{f"data_batch_{number}.bin": 10_000 for number in range(1, 6)}, "test_batch.bin": 10_000},
         labels=1,
     ),
-    "cifar100": Records(
+    "cifar100": CifarRecords(
         "cifar-100-binary.tar.gz", "cifar-100-binary", {"train.bin": 50_000, "test.bin": 10_000}, labels=2
     ),
 }
-_OF_CIFAR = "of https://www.cs.toronto.edu/~kriz/cifar.html"
-
 TASKS: dict[str, Task] = {
-    "fashion-mnist": Task(
-        classes=10,
-        channels=1,
-        pixels=28,
-        mean=(0.2860,),
-        std=(0.3530,),
-        model="lenet",
-        source=f"{_FOUR_FILES} of https://github.com/zalandoresearch/fashion-mnist "
+    "fashion-mnist": _idx_task(
+        0.2860,
+        0.3530,
+        "https://github.com/zalandoresearch/fashion-mnist "
         "(on Debian: apt install dataset-fashion-mnist; they are in /usr/share/datasets/fashion-mnist)",
         # First the project's sums, then those of Debian's dataset-fashion-mnist, which has the same compressed streams
         # without the name and time in gzip's header.
-        files={
-            IDX_FILES[0]: ("8d4fb7e6c68d591d4c3dfef9ec88bf0d", "cf8536b0aa1a6ac5fa3f23001093305c"),
-            IDX_FILES[1]: ("25c81989df183df01b3e8a0aad5dffbe", "10bea18fdb374794d4bb42e356e600c9"),
-            IDX_FILES[2]: ("bef4ecab320f06d8554ea6380940ec79", "f78720b4224f21cce2f2ccf2d7a94c9a"),
-            IDX_FILES[3]: ("bb300cfdad3c16e7a12a480ee83cd310", "0d30e22e447f3c33dab9ed536400ac01"),
-        },
+        [
+            ("8d4fb7e6c68d591d4c3dfef9ec88bf0d", "cf8536b0aa1a6ac5fa3f23001093305c"),
+            ("25c81989df183df01b3e8a0aad5dffbe", "10bea18fdb374794d4bb42e356e600c9"),
+            ("bef4ecab320f06d8554ea6380940ec79", "f78720b4224f21cce2f2ccf2d7a94c9a"),
+            ("bb300cfdad3c16e7a12a480ee83cd310", "0d30e22e447f3c33dab9ed536400ac01"),
+        ],
     ),
-    "mnist": Task(
-        classes=10,
-        channels=1,
-        pixels=28,
-        mean=(0.1307,),
-        std=(0.3081,),
-        model="lenet",
-        source=f"{_FOUR_FILES} of http://yann.lecun.com/exdb/mnist "
-        "(a mirror: https://ossci-datasets.s3.amazonaws.com/mnist)",
-        files={
-            IDX_FILES[0]: ("f68b3c2dcbeaaa9fbdd348bbdeb94873",),
-            IDX_FILES[1]: ("d53e105ee54ea40749a09fcbcd1e9432",),
-            IDX_FILES[2]: ("9fb629c4189551a2d022fa330f9573f3",),
-            IDX_FILES[3]: ("ec29112dd5afa0611ce80d1b7f02629c",),
-        },
+    "mnist": _idx_task(
+        0.1307,
+        0.3081,
+        "http://yann.lecun.com/exdb/mnist (a mirror: https://ossci-datasets.s3.amazonaws.com/mnist)",
+        [
+            ("f68b3c2dcbeaaa9fbdd348bbdeb94873",),
+            ("d53e105ee54ea40749a09fcbcd1e9432",),
+            ("9fb629c4189551a2d022fa330f9573f3",),
+            ("ec29112dd5afa0611ce80d1b7f02629c",),
+        ],
     ),
-    "cifar10": Task(
-        classes=10,
-        channels=3,
-        pixels=32,
-        mean=(0.4914, 0.4822, 0.4465),
-        std=(0.2470, 0.2435, 0.2616),
-        model="convnet",
-        source=f"the binary version {CIFAR['cifar10'].archive} {_OF_CIFAR}",
-        files={CIFAR["cifar10"].archive: ("c32a1d4ab5d03f1284b67883e8d87530",)},
+    "cifar10": _cifar_task(10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), "c32a1d4ab5d03f1284b67883e8d87530"),
+    "cifar100": _cifar_task(
+        100, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762), "03b5dce01913d631647c71ecec9e9cb8"
     ),
-    "cifar100": Task(
-        classes=100,
-        channels=3,
-        pixels=32,
-        mean=(0.5071, 0.4865, 0.4409),
-        std=(0.2673, 0.2564, 0.2762),
-        model="convnet",
-        source=f"the binary version {CIFAR['cifar100'].archive} {_OF_CIFAR}",
-        files={CIFAR["cifar100"].archive: ("03b5dce01913d631647c71ecec9e9cb8",)},
-    ),
-    "text": Task(classes=64, channels=0, pixels=text.CONTEXT, model="transformer", source="UTF-8 text files"),
+    "text": Task(classes=64, channels=0, pixels=CONTEXT, model="transformer", source="UTF-8 text files"),
 }
 
 
@@ -254,11 +280,11 @@ def load(task_name: str, data_dir: Path | None = None) -> tuple[Samples, Samples
     if task_name not in TASKS:
         raise UsageError(f"unknown task '{task_name}'{suggest(task_name, TASKS)}: one of {', '.join(sorted(TASKS))}")
     if data_dir is not None:
-        with _reading(data_dir):
+        with _data_errors(data_dir):
             if data_dir.is_file():
                 raise UsageError("is a file: give the directory of the files as --data-dir", file=data_dir)
     if task_name == "text":
-        return text.load(data_dir)
+        return text_data(data_dir)
     task = TASKS[task_name]
     if data_dir is not None:
         records = CIFAR.get(task_name)
@@ -271,6 +297,9 @@ def load(task_name: str, data_dir: Path | None = None) -> tuple[Samples, Samples
         return _read_idx_sets(task, folder)
 
 
+# --- images ----------------------------------------------------------------------------------------
+
+
 def read_idx(path: Path) -> Bytes:
     """Return the bytes of an IDX file, plain or gzipped, in the shape of its header (at most four dimensions).
 
@@ -280,7 +309,7 @@ def read_idx(path: Path) -> Bytes:
     Raises:
         UsageError: the file cannot be read, is not IDX of unsigned bytes, or its length does not match its header.
     """
-    with _reading(path), path.open("rb") as raw:
+    with _data_errors(path), path.open("rb") as raw:
         packed = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)
         stream = gzip.GzipFile(fileobj=raw) if packed else raw
@@ -302,7 +331,7 @@ def read_idx(path: Path) -> Bytes:
 
 
 @contextmanager
-def _reading(path: Path, source: str = "it again") -> Iterator[None]:
+def _data_errors(path: Path, source: str = "it again") -> Iterator[None]:
     """Convert errors of the libraries that read ``path`` to a UsageError that says what to download."""
     try:
         yield
@@ -338,7 +367,7 @@ def _read_idx_set(task: Task, images_path: Path, labels_path: Path) -> Dataset:
     return Dataset(_normalise(values, task), torch.from_numpy(labels.astype(np.int64)), task.classes)
 
 
-def _load_cifar(task: Task, records: Records, folder: Path) -> tuple[Dataset, Dataset]:
+def _load_cifar(task: Task, records: CifarRecords, folder: Path) -> tuple[Dataset, Dataset]:
     values = torch.empty(sum(records.files.values()), task.channels, task.pixels, task.pixels)
     labels = torch.empty(len(values), dtype=torch.int64)
     ends = dict(zip(records.files, itertools.accumulate(records.files.values()), strict=True))
@@ -355,7 +384,7 @@ def _load_cifar(task: Task, records: Records, folder: Path) -> tuple[Dataset, Da
     return Dataset(values[:cut], labels[:cut], task.classes), Dataset(values[cut:], labels[cut:], task.classes)
 
 
-def _cifar_files(task: Task, records: Records, folder: Path) -> Iterator[tuple[Path, bytes]]:
+def _cifar_files(task: Task, records: CifarRecords, folder: Path) -> Iterator[tuple[Path, bytes]]:
     """Yield each file with its content, after a check of its size."""
     record = records.labels + task.channels * task.pixels**2
     archive, unpacked = folder / records.archive, folder / records.folder
@@ -363,13 +392,13 @@ def _cifar_files(task: Task, records: Records, folder: Path) -> Iterator[tuple[P
         raise UsageError(f"neither {records.archive} nor {records.folder} found: get {task.source}", file=folder)
     if not archive.exists():
         for path, count in ((unpacked / name, count) for name, count in records.files.items()):
-            with _reading(path, task.source):
+            with _data_errors(path, task.source):
                 if path.stat().st_size != count * record:
                     raise UsageError(f"does not have {count * record} bytes: get {task.source} again", file=path)
                 yield path, path.read_bytes()
         return
     _check_md5(archive, task.files[records.archive], task.source)
-    with _reading(archive, task.source), tarfile.open(archive, "r:gz") as tar:
+    with _data_errors(archive, task.source), tarfile.open(archive, "r:gz") as tar:
         # Read in the archive's order, because a step back would decompress from the start.
         for member in tar:
             name = Path(member.name).name
@@ -386,8 +415,91 @@ def _normalise(values: Tensor, task: Task) -> Tensor:
 
 def _check_md5(path: Path, known: tuple[str, ...], source: str) -> None:
     found = hashlib.md5(usedforsecurity=False)  # the published sums are md5: they detect damage, not tampering
-    with _reading(path, source), path.open("rb") as file:
+    with _data_errors(path, source), path.open("rb") as file:
         while block := file.read(1 << 20):
             found.update(block)
     if found.hexdigest() not in known:
         raise UsageError(f"its md5 is {found.hexdigest()}, not {known[0]}: get {source} again", file=path)
+
+
+# --- text ------------------------------------------------------------------------------------------
+
+
+def text_data(folder: Path | None = None) -> tuple[Windows, Windows]:
+    """Return the training set and the test set of a text.
+
+    The end of each file is held out. What remains of all files, in the order of their paths, is cut into the windows of
+    the training set. The test set is a fixed random choice of windows of the held-out ends. The vocabulary has the
+    characters of the training text, and one entry for all others.
+
+    Args:
+        folder: all files below it are the text, but for those whose name, or a folder's, begins with a dot. None: the
+            embedded text, most of the King James Bible.
+
+    Raises:
+        UsageError: there are no files, one of them cannot be read or is not UTF-8 text, or text or files are too short.
+    """
+    texts = _embedded_text() if folder is None else [_text_of(path) for path in _text_files(folder)]
+    cuts = [len(text) - round(len(text) * HELD_OUT) for text in texts]
+    ends = [text[cut:] for text, cut in zip(texts, cuts, strict=True)]
+    if (count := sum(map(len, ends))) <= CONTEXT:
+        total, least = sum(map(len, texts)), round((CONTEXT + 1) / HELD_OUT)
+        if total < least:
+            raise UsageError(f"has {total} characters of text: give at least {least} as --data-dir", file=folder)
+        raise UsageError(
+            f"has {total} characters of text, but the held-out ends of its {len(texts)} files, {HELD_OUT:.0%} of each,"
+            f" have {count}, and a test set needs {CONTEXT + 1}: join the files of --data-dir into longer ones",
+            file=folder,
+        )
+    begins = [text[:cut] for text, cut in zip(texts, cuts, strict=True)]
+    vocabulary = np.flatnonzero(np.bincount(np.concatenate(begins)))
+    train, held_out = _windows(begins, vocabulary), _windows(ends, vocabulary)
+    # In random order, so that the first windows are a fair choice too.
+    return train, held_out.take(seeded(0).permutation(len(held_out))[:TEST_WINDOWS])
+
+
+def _windows(texts: list[Codes], vocabulary: npt.NDArray[np.int64]) -> Windows:
+    """Cut texts, one after the other, into windows, each of which begins with the last character of the one before."""
+    places = np.full(MOST_CODES, len(vocabulary), np.int32)
+    places[vocabulary] = np.arange(len(vocabulary))
+    characters = torch.from_numpy(places[np.concatenate(texts)]).unfold(0, CONTEXT + 1, CONTEXT)
+    ends = np.cumsum([len(text) for text in texts])
+    labels = np.searchsorted(ends, np.arange(len(characters)) * CONTEXT, side="right")
+    return Windows(characters, torch.from_numpy(labels), len(vocabulary) + 1)
+
+
+def _embedded_text() -> list[Codes]:
+    path = importlib.resources.files("gossipx.tasks") / "embedded" / EMBEDDED
+    with path.open("rb") as raw, tarfile.open(fileobj=raw, mode="r:gz") as archive:
+        members = ((member.name, archive.extractfile(member)) for member in archive)
+        return [_codes(content.read(), Path(name)) for name, content in members if content is not None]
+
+
+def _text_files(folder: Path) -> list[Path]:
+    """Return the files of a text, in an order that is the same on all machines."""
+    names = sorted(path.relative_to(folder).parts for path in folder.rglob("*") if path.is_file())
+    shown = [folder.joinpath(*parts) for parts in names if not any(part.startswith(".") for part in parts)]
+    if not shown:
+        what = "has no text files" if folder.is_dir() else "no such directory"
+        raise UsageError(f"{what}: give a directory of UTF-8 text files as --data-dir", file=folder)
+    return shown
+
+
+def _text_of(path: Path) -> Codes:
+    try:
+        return _codes(path.read_bytes(), path)
+    except OSError as error:
+        raise UsageError(
+            f"cannot be read ({error.strerror}): remove it, or check its permissions", file=path
+        ) from error
+
+
+def _codes(content: bytes, path: Path) -> Codes:
+    """Return the code points of UTF-8 text, without a byte order mark."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"not UTF-8 text (at byte {error.start}): convert or remove it", file=path) from None
+    if "\0" in text:
+        raise UsageError("not text, since it contains a zero byte: remove it", file=path)
+    return np.frombuffer(text.encode("utf-32-le"), np.uint32)

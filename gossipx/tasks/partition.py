@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from gossipx import specs
 from gossipx.errors import UsageError
-from gossipx.tasks.seeds import seeded
 
 Indices = npt.NDArray[np.int64]
 
@@ -24,8 +23,18 @@ SMALLEST_ALPHA = 1e-6
 """The minimum of alpha. At this value each class already belongs to a single peer."""
 
 
+def seeded(*numbers: int) -> np.random.RandomState:
+    """Return a generator seeded by ``numbers`` (each modulo 2^64).
+
+    It is a ``RandomState``, whose streams numpy guarantees to keep (NEP 19). Those of ``Generator`` may change between
+    versions, and peers would then disagree on the partition of the samples.
+    """
+    words = [(number >> shift) & 0xFFFFFFFF for number in numbers for shift in (0, 32)]
+    return np.random.RandomState(words)
+
+
 @dataclass(frozen=True)
-class Partition(abc.ABC):
+class DataPartition(abc.ABC):
     """A rule that distributes samples over parts.
 
     Attributes:
@@ -53,7 +62,7 @@ class Partition(abc.ABC):
 
 @final
 @dataclass(frozen=True)
-class IID(Partition):
+class IID(DataPartition):
     """A random split into parts of equal size, give or take one."""
 
     def split(self, labels: npt.NDArray[np.integer[Any]], parts: int, seed: int) -> list[Indices]:
@@ -63,7 +72,7 @@ class IID(Partition):
 
 @final
 @dataclass(frozen=True)
-class Dirichlet(Partition):
+class Dirichlet(DataPartition):
     """A split with skewed classes: the proportions of each class are drawn from a symmetric Dirichlet distribution.
 
     The split is that of Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (2019),
@@ -99,7 +108,7 @@ class Dirichlet(Partition):
 
 @final
 @dataclass(frozen=True)
-class Contiguous(Partition):
+class Contiguous(DataPartition):
     """Consecutive samples for each part, in the order of the data set, of equal number, give or take one.
 
     With text each peer has files of its own; a file at a border is cut.
@@ -110,10 +119,10 @@ class Contiguous(Partition):
         return np.array_split(np.arange(len(labels), dtype=np.int64), parts)
 
 
-PARTITIONS: dict[str, type[Partition]] = {"iid": IID, "dirichlet": Dirichlet, "contiguous": Contiguous}
+PARTITIONS: dict[str, type[DataPartition]] = {"iid": IID, "dirichlet": Dirichlet, "contiguous": Contiguous}
 
 
-def parse(spec: str) -> Partition:
+def partition_from(spec: str) -> DataPartition:
     """Parse a spec such as ``iid`` or ``dirichlet:alpha=0.3``.
 
     Raises:

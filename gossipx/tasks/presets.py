@@ -8,9 +8,9 @@ other lengths than the paper's 50,000 iterations.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 TASKS = ("fashion-mnist", "mnist", "cifar10", "cifar100", "text")
 """The keys of ``gossipx.tasks.data.TASKS``."""
@@ -18,22 +18,6 @@ TEXT_TASK, TEXT_MODEL = "text", "transformer"
 """The task with text, and its model. All other models train all other tasks."""
 WARM_UP = 0.05
 """Fraction of a run in which a cosine schedule raises the rate to its base: Adam's first steps have poor estimates."""
-
-
-class Schedule(Protocol):
-    """The fields that :func:`learning_rate` uses."""
-
-    @property
-    def base_lr(self) -> float:
-        """The rate at the start."""
-
-    @property
-    def gamma(self) -> float:
-        """The factor of the rate at each step."""
-
-    @property
-    def lr_steps(self) -> tuple[float, ...]:
-        """The steps as fractions of the run, ascending."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +33,7 @@ class Preset:
         batch_size: images, or windows of text, per batch on each peer.
         threshold: of the paper's rule, for the difference of delta.
         optimizer: SGD, or AdamW with torch's betas.
-        schedule: of the learning rate, :func:`learning_rate` or :func:`cosine_rate`.
+        schedule: of the learning rate, :func:`step_rate` or :func:`cosine_rate`.
     """
 
     base_lr: float
@@ -82,17 +66,17 @@ class Preset:
         }
 
 
-def learning_rate(schedule: Schedule, step: float, iterations: float) -> float:
+def step_rate(base_lr: float, gamma: float, lr_steps: Sequence[float], step: float, iterations: float) -> float:
     """Return the rate of one iteration: base_lr · gamma^(number of steps passed), as Caffe's "step" and "multistep".
 
     Args:
-        schedule: a preset, or settings with the same fields.
+        base_lr, gamma, lr_steps: as in a preset.
         step: number of iterations before this one, or milliseconds.
         iterations: length of the run in the same unit.
     """
     # The tolerance absorbs rounding of fractions such as 2/9, which would delay a step by an iteration.
-    passed = sum(step >= fraction * iterations - 1e-6 for fraction in schedule.lr_steps)
-    return schedule.base_lr * schedule.gamma**passed
+    passed = sum(step >= fraction * iterations - 1e-6 for fraction in lr_steps)
+    return base_lr * gamma**passed
 
 
 def cosine_rate(base_lr: float, step: float, iterations: float) -> float:

@@ -34,7 +34,7 @@ def test_the_command_needs_no_large_libraries() -> None:
 @pytest.mark.parametrize("model", [*MODELS, *UNTRAINED])
 def test_every_model(model: str) -> None:
     found = json.loads(gossipx("placement", model, "--json").stdout)
-    facts = (MODELS | UNTRAINED)[model].facts
+    facts = (MODELS | UNTRAINED)[model]
     assert (found["model"], found["servers"], found["elements"]) == (model, 4, facts.parameters)
     assert sum(one["tables"] for one in found["sizes"]) == found["tables"]
     assert sum(one["elements"] for one in found["sizes"]) == found["elements"]

@@ -167,7 +167,7 @@ def test_link_seconds_count_traffic_between_machines_in_the_busier_direction() -
 @pytest.mark.parametrize("name", ["lenet", "convnet", "resnet20"])
 @pytest.mark.parametrize("mixed", [True, False])
 def test_bytes_are_those_that_an_arena_has(name: str, mixed: bool) -> None:
-    facts = MODELS[name].facts
+    facts = MODELS[name]
     module = build_model(name, classes=facts.classes, channels=facts.channels, pixels=facts.pixels)
     found = nbytes(module, mixed)
     arena = ParameterArena(module, mix_buffers=mixed)

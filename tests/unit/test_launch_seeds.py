@@ -18,7 +18,7 @@ from gossipx.launch.loops.train import used_of
 from gossipx.launch.stopping import Outcome
 from gossipx.settings import files
 from gossipx.settings.sections import MOST_ITERATIONS, RunSettings
-from gossipx.tasks.presets import PRESETS, cosine_rate, learning_rate
+from gossipx.tasks.presets import PRESETS, cosine_rate, step_rate
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,9 @@ def test_whichever_budget_ends_first_counts() -> None:
 def test_the_learning_rate_follows_the_share_of_the_budget() -> None:
     preset = PRESETS["lenet"]  # a step at 70 %
     for share, rate in ((0.69, 0.01), (0.71, 0.001)):
-        assert learning_rate(preset, *used(5, share * 60, iterations=10**6, seconds=60.0)) == pytest.approx(rate)
+        assert step_rate(
+            preset.base_lr, preset.gamma, preset.lr_steps, *used(5, share * 60, iterations=10**6, seconds=60.0)
+        ) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize("seconds", [10.0, 25.0, 60.0, 3600.0])

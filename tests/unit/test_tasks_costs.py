@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gossipx.errors import UsageError
+from gossipx.tasks.costs import STEP_SECONDS, Cost, multiply_adds
 from gossipx.tasks.models import MODELS, UNTRAINED, published_sizes
-from gossipx.tasks.models.costs import STEP_SECONDS, Cost, multiply_adds
 
 
 def total(name: str) -> int:

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossipx.errors import UsageError
-from gossipx.tasks.partition import IID, Contiguous, Dirichlet, Partition
-from gossipx.tasks.partition import parse as parse_partition
+from gossipx.tasks.partition import IID, Contiguous, DataPartition, Dirichlet, partition_from
 
 partitions = st.one_of(
     st.sampled_from([IID(), Contiguous()]),
@@ -29,7 +28,7 @@ def class_counts(parts: list[np.ndarray], labels: np.ndarray) -> np.ndarray:
 @settings(deadline=None)
 @given(partition=partitions, labels=labellings, parts=st.integers(1, 40), seed=seeds)
 def test_parts_are_disjoint_and_complete_and_not_empty_if_possible(
-    partition: Partition, labels: np.ndarray, parts: int, seed: int
+    partition: DataPartition, labels: np.ndarray, parts: int, seed: int
 ) -> None:
     split = partition.split(labels, parts, seed)
     assert len(split) == parts
@@ -42,14 +41,16 @@ def test_parts_are_disjoint_and_complete_and_not_empty_if_possible(
 
 @settings(deadline=None)
 @given(partition=partitions, labels=labellings, parts=st.integers(1, 9), seed=seeds)
-def test_every_peer_computes_the_same_split(partition: Partition, labels: np.ndarray, parts: int, seed: int) -> None:
+def test_every_peer_computes_the_same_split(
+    partition: DataPartition, labels: np.ndarray, parts: int, seed: int
+) -> None:
     again = partition.split(labels.astype(np.int64), parts, seed)
     for ours, theirs in zip(partition.split(labels, parts, seed), again, strict=True):
         assert np.array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("partition", [IID(), Dirichlet()])
-def test_another_seed_is_another_split(partition: Partition) -> None:
+def test_another_seed_is_another_split(partition: DataPartition) -> None:
     splits = [tuple(partition.split(BALANCED, 4, seed)[0].tolist()) for seed in (0, 1, 2**32, 2**63)]
     assert len(set(splits)) == 4
 
@@ -64,7 +65,7 @@ def test_a_split_is_fixed_for_good() -> None:
 
 @settings(deadline=None)
 @given(labels=labellings, seed=seeds, partition=partitions)
-def test_one_part_is_everything(labels: np.ndarray, seed: int, partition: Partition) -> None:
+def test_one_part_is_everything(labels: np.ndarray, seed: int, partition: DataPartition) -> None:
     (part,) = partition.split(labels, 1, seed)
     assert np.array_equal(part, np.arange(len(labels)))
 
@@ -108,9 +109,9 @@ def test_empty_parts_get_one_sample_each_from_the_largest() -> None:
 
 
 def test_specs() -> None:
-    assert parse_partition("iid") == IID() and parse_partition("contiguous") == Contiguous()
-    assert parse_partition("dirichlet") == Dirichlet(0.3)
-    assert parse_partition("dirichlet:alpha=0.5") == parse_partition("dirichlet:0.5") == Dirichlet(0.5)
+    assert partition_from("iid") == IID() and partition_from("contiguous") == Contiguous()
+    assert partition_from("dirichlet") == Dirichlet(0.3)
+    assert partition_from("dirichlet:alpha=0.5") == partition_from("dirichlet:0.5") == Dirichlet(0.5)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_specs() -> None:
 )
 def test_wrong_specs_say_what_would_be_right(spec: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        parse_partition(spec)
+        partition_from(spec)
 
 
 def test_contiguous_parts_are_the_data_set_in_order_whatever_the_seed() -> None:
@@ -137,6 +138,6 @@ def test_contiguous_parts_are_the_data_set_in_order_whatever_the_seed() -> None:
 
 
 @pytest.mark.parametrize("partition", [IID(), Dirichlet(), Contiguous()])
-def test_no_parts_are_refused(partition: Partition) -> None:
+def test_no_parts_are_refused(partition: DataPartition) -> None:
     with pytest.raises(UsageError, match="at least one part, not 0"):
         partition.split(BALANCED, 0, 0)

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from gossipx.errors import UsageError
-from gossipx.tasks.data import Batches, load
-from gossipx.tasks.partition import parse
-from gossipx.tasks.text import CONTEXT, HELD_OUT, TEST_WINDOWS, Windows
+from gossipx.tasks.data import CONTEXT, HELD_OUT, TEST_WINDOWS, Batches, Windows, load
+from gossipx.tasks.partition import partition_from
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +99,7 @@ def test_a_partition_gives_peers_shares_of_each_file(
 ) -> None:
     """``alone`` is the least share of the text that is in files of which one peer has nearly all."""
     labels = embedded[0].labels.numpy()
-    parts = parse(spec).split(labels, 4, 0)
+    parts = partition_from(spec).split(labels, 4, 0)
     counts = np.stack([np.bincount(labels[part], minlength=54) for part in parts])
     owned = counts.max(0) > 0.9 * counts.sum(0)
     share = counts.sum(0)[owned].sum() / counts.sum()

@@ -22,7 +22,7 @@ from gossipx.solver import prototxt
 from gossipx.solver.solver import Solver
 from gossipx.tasks import solvers
 from gossipx.tasks.data import Batches, Samples
-from gossipx.tasks.partition import parse
+from gossipx.tasks.partition import partition_from
 
 TEST_BATCH = 100
 """Images per test iteration, as in Caffe's examples for small images: a test_iter of 100 covers 10,000."""
@@ -64,7 +64,7 @@ def train(
     # SIGHUP requests a snapshot. Outside of training it must not end the process.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     own = directory_of(directory, rank)
-    given = prototxt.read_solver(solvers.find(run.task.solver))
+    given = prototxt.read_solver(solvers.solver_file(run.task.solver))
     prefix = own / (Path(given.snapshot_prefix).name or Path(run.task.solver).stem)
     param = dataclasses.replace(
         given,
@@ -90,7 +90,7 @@ def train(
         with attach(solver, evaluate=lambda one: evaluate(one.net.module)) as attached:
             solver.snapshot_prefix = prefix  # each peer already has its own directory
             peer = attached.peer
-            parts = parse(run.task.partition).split(everything.labels.numpy(), peer.size, run.run.seed)
+            parts = partition_from(run.task.partition).split(everything.labels.numpy(), peer.size, run.run.seed)
             mine = everything.take(parts[peer.rank])
             batches = Batches(mine, run.task.batch_size, run.run.seed * 1000 + peer.rank)
             batches.seek(peer.iteration * param.iter_size)

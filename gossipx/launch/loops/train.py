@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,11 +22,10 @@ from gossipx.optimizers import LARS
 from gossipx.runtime.training.peer import Peer
 from gossipx.settings import files
 from gossipx.settings.sections import RunConfig, RunSettings, TaskSettings
-from gossipx.tasks.data import TASKS, Batches, Samples, load
+from gossipx.tasks.data import TASKS, Batches, Samples, Windows, load
 from gossipx.tasks.models import build_model
-from gossipx.tasks.partition import parse
-from gossipx.tasks.presets import PRESETS, cosine_rate, learning_rate
-from gossipx.tasks.text import Windows
+from gossipx.tasks.partition import partition_from
+from gossipx.tasks.presets import PRESETS, cosine_rate, step_rate
 
 TEST_BATCH, LIVE = 500, 2000
 """Images evaluated at once: large enough for full speed, small enough for the cache; and in all, during training. The
@@ -37,15 +35,6 @@ TEST_BATCH_TEXT, LIVE_TEXT = 50, 100
 
 PER_SECOND = 1000
 """Units of a budget of seconds: a schedule counts whole units, and the warm-up of a short run takes about a second."""
-
-
-@dataclass(frozen=True)
-class Steps:
-    """Learning rate schedule; see :func:`gossipx.tasks.presets.learning_rate`."""
-
-    base_lr: float
-    gamma: float
-    lr_steps: tuple[float, ...]
 
 
 def main() -> None:
@@ -77,7 +66,7 @@ def train(run: RunConfig, rank: int) -> None:
         return
     optimizer = optimizer_of(model, task)
     with join(model, optimizer, evaluate=evaluate) as peer:
-        parts = parse(task.partition).split(everything.labels.numpy(), peer.size, run.run.seed)
+        parts = partition_from(task.partition).split(everything.labels.numpy(), peer.size, run.run.seed)
         loop(peer, model, optimizer, everything.take(parts[peer.rank]), test, run)
 
 
@@ -99,7 +88,7 @@ def rate_of(task: TaskSettings, step: float, iterations: float) -> float:
     if PRESETS[task.model].schedule == "cosine":
         return cosine_rate(task.base_lr, step, iterations)
     assert task.gamma is not None and task.lr_steps is not None
-    return learning_rate(Steps(task.base_lr, task.gamma, task.lr_steps), step, iterations)
+    return step_rate(task.base_lr, task.gamma, task.lr_steps, step, iterations)
 
 
 def loop(

@@ -26,7 +26,7 @@ from gossipx.sim.traffic import TrafficPeer
 from gossipx.sync import SyncManager
 from gossipx.tasks.data import TASKS, Batches, Samples, load
 from gossipx.tasks.models import build_model
-from gossipx.tasks.partition import parse
+from gossipx.tasks.partition import partition_from
 
 ANY_NUMBER = 2**20
 """Gradients that a server receives at a time: virtual time cannot wait for a place."""
@@ -93,7 +93,8 @@ class RealPeers:
         self._plan = plan
         self._disks = disks
         self._everything, self._test = load(task.task, None if task.data_dir is None else Path(task.data_dir))
-        self._parts = parse(task.partition).split(self._everything.labels.numpy(), plan.size, plan.config.run.seed)
+        labels = self._everything.labels.numpy()
+        self._parts = partition_from(task.partition).split(labels, plan.size, plan.config.run.seed)
         self._live = live_of(self._test)
         self._scores: dict[str, dict[str, float]] = {}  # of final models, by digest
         torch.set_num_threads(plan.config.run.threads)

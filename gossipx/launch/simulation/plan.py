@@ -28,7 +28,8 @@ from gossipx.sim.compute import StepTimes
 from gossipx.sim.network import FULL_PACKET, PRESETS
 from gossipx.sim.traffic import FORWARD, Segment, Sizes
 from gossipx.specs import known_word
-from gossipx.tasks.models import MODELS, UNTRAINED, costs, published_sizes
+from gossipx.tasks import costs
+from gossipx.tasks.models import MODELS, UNTRAINED, published_sizes
 from gossipx.topology.schedules import Schedule
 from gossipx.transports.pace import parse_rate
 

@@ -314,7 +314,7 @@ class Peer:
         Raises:
             UsageError: the partition needs labels, and the data set has none.
         """
-        rule, peers = partition.parse(self._config.task.partition), len(self._place.names)
+        rule, peers = partition.partition_from(self._config.task.partition), len(self._place.names)
         split = functools.partial(rule.split, parts=peers, seed=self._config.run.seed)
         return part_of(dataset, split, rule.by_label, self.rank, lambda: self.size)
 

@@ -15,12 +15,12 @@ from gossipx.specs import suggest, texts
 HERE = Path(__file__).parent
 
 
-def names() -> list[str]:
+def solver_names() -> list[str]:
     """Return the names of the built-in solver files."""
     return sorted(file.stem for file in HERE.glob("*.prototxt"))
 
 
-def find(given: str) -> Path:
+def solver_file(given: str) -> Path:
     """Return the path of a solver file.
 
     Args:
@@ -29,15 +29,15 @@ def find(given: str) -> Path:
     Raises:
         UsageError: the file does not exist.
     """
-    if given in names():
+    if given in solver_names():
         return HERE / f"{given}.prototxt"
     if texts.found(Path(given)) != "file":
-        known = names()
+        known = solver_names()
         suggestion = suggest(given, dict.fromkeys(known))
         raise UsageError(f"solver file not found{suggestion}; the built-in ones are {', '.join(known)}", given)
     return Path(given)
 
 
-def resolve(given: str) -> str:
+def resolved_solver(given: str) -> str:
     """Return ``given`` in a form that is valid in any working directory: a built-in name or an absolute path."""
-    return given if given in names() else str(Path(given).absolute())
+    return given if given in solver_names() else str(Path(given).absolute())

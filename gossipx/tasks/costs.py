@@ -37,7 +37,7 @@ STEP_SECONDS: dict[str, float] = {
     "inception-v4": 1 / 1.47,
     # Chosen, about 1 s: 6 operations per parameter and token, forward and backward (Kaplan et al. 2020,
     # arXiv:2001.08361, section 2.1), with the batch and the rate above.
-    "transformer-1b": 6 * UNTRAINED["transformer-1b"].facts.parameters * _TOKENS / _FLOPS,
+    "transformer-1b": 6 * UNTRAINED["transformer-1b"].parameters * _TOKENS / _FLOPS,
 }
 """Seconds of one iteration on one worker without communication, by model: forward and backward pass of a batch."""
 
@@ -72,8 +72,8 @@ def multiply_adds(name: str) -> list[Cost]:
     Raises:
         UsageError: the name is unknown.
     """
-    model, facts = published(name)
-    counts: dict[Tensor, int] = dict.fromkeys(model.parameters(), 0)
+    module, facts = published(name)
+    counts: dict[Tensor, int] = dict.fromkeys(module.parameters(), 0)
 
     def count(layer: nn.Module, given: tuple[Tensor], output: Tensor) -> None:
         first = next(layer.parameters(recurse=False))
@@ -83,13 +83,13 @@ def multiply_adds(name: str) -> list[Cost]:
         else:
             counts[first] += 2 * output.numel()
 
-    for layer in model.modules():
+    for layer in module.modules():
         if next(layer.parameters(recurse=False), None) is not None:
             layer.register_forward_hook(count)
     one = (1, facts.channels, facts.pixels, facts.pixels) if facts.channels else (1, facts.pixels)
-    model.eval()(torch.zeros(one, dtype=torch.float32 if facts.channels else torch.int64, device="meta"))
+    module.eval()(torch.zeros(one, dtype=torch.float32 if facts.channels else torch.int64, device="meta"))
     total = sum(counts.values())
     return [
         Cost(of, parameter.numel(), counts[parameter], counts[parameter] / total)
-        for of, parameter in model.named_parameters()
+        for of, parameter in module.named_parameters()
     ]
