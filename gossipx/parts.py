@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from gossipx.assembly.server import Parts
 from gossipx.errors import ProtocolError
-from gossipx.model.buffers import typed
+from gossipx.model.pool import typed
 from gossipx.server.placement import Partition, Placement, Table
 from gossipx.server.sync_models.conditions import Apply, Conditions, Pull, State, SyncModel, View
 from gossipx.server.sync_models.growth import Double, Fixed, Growth, Step

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from gossipx.model.arena import ParameterArena
+from gossipx.model.pool import Snapshot
 from gossipx.model.receive import Incoming
-from gossipx.model.snapshots import Snapshot
 
 
 def mix_in(arena: ParameterArena, model: bytes, share: float) -> float:

@@ -20,7 +20,7 @@ from torch import nn
 from gossipx.comm import CommManager
 from gossipx.memory import Memory
 from gossipx.model.arena import ParameterArena
-from gossipx.model.snapshots import Snapshot
+from gossipx.model.pool import Snapshot
 from gossipx.peer.membership import Membership, Requests
 from gossipx.peer.serving import Outgoing, Serving
 from gossipx.protocol.effects import Answer, Capture, Effect, Forget

@@ -24,7 +24,8 @@ from _trained import Trained, timed
 
 from gossipx.model import kernels
 from gossipx.model.arena import ParameterArena
-from gossipx.model.layout import Kind, lay_out, slots_of
+from gossipx.model.layout import lay_out, slots_of
+from gossipx.model.section import TensorKind
 from gossipx.tasks.models import MODELS, build_model
 
 Pass = Callable[[], float]
@@ -73,7 +74,9 @@ class Laid:
         torch.manual_seed(0)
         self.module = build_model(case.model, classes=facts.classes, channels=facts.channels, pixels=facts.pixels)
         self.parameters = list(self.module.parameters())
-        section = lay_out([slot for slot in slots_of(self.module, mix_buffers=False) if slot.kind is Kind.TRAINABLE])
+        section = lay_out(
+            [slot for slot in slots_of(self.module, mix_buffers=False) if slot.kind is TensorKind.TRAINABLE]
+        )
         self.x = section.storage[: section.trainable]
         self.before = self.x.clone()
         self.other = self.x.clone()

@@ -19,7 +19,7 @@ from _report import figure, report
 from torch import nn
 
 from gossipx.model.arena import ParameterArena
-from gossipx.model.buffers import HostBuffer
+from gossipx.model.pool import HostBuffer
 from gossipx.model.receive import Incoming
 
 WIDTHS = {"2 M": 512, "60 M": 2752}

@@ -13,8 +13,8 @@ from gossipx.compression.waves import WaveCodec, WaveSink
 from gossipx.errors import LocalFaultError
 from gossipx.memory import Source
 from gossipx.model.arena import ParameterArena
+from gossipx.model.pool import Snapshot
 from gossipx.model.receive import Incoming
-from gossipx.model.snapshots import Snapshot
 from gossipx.protocol.effects import Answer
 from gossipx.protocol.messages import (
     LAST_WAVE,

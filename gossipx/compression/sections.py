@@ -14,9 +14,9 @@ from torch import Tensor
 from gossipx.codecs import Codec, State, Tensors, decode_into
 from gossipx.codecs.changes import ALONE, FULL, Changes, checksum
 from gossipx.errors import ProtocolError
-from gossipx.model.buffers import typed
-from gossipx.model.fragments import Fragment
-from gossipx.model.layout import Kind, Section, Slot
+from gossipx.model.arena import Fragment
+from gossipx.model.pool import typed
+from gossipx.model.section import Section, Slot, TensorKind
 
 
 class Sections:
@@ -143,7 +143,7 @@ def _tensors(section: Section, own: slice, slots: Sequence[Slot], norms: Collect
     """
     found: dict[int, tuple[tuple[int, ...], bool]] = {}  # by start: shape, and whether it is sent unencoded
     for slot in slots:
-        if slot.kind is not Kind.TRAINABLE or slot.tensor.dtype != section.storage.dtype:
+        if slot.kind is not TensorKind.TRAINABLE or slot.tensor.dtype != section.storage.dtype:
             continue
         count = slot.tensor.numel()
         begin, end = max(slot.start, own.start), min(slot.start + count, own.stop)

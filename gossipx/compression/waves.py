@@ -31,7 +31,7 @@ from gossipx.compression.sections import Sections, as_bytes
 from gossipx.errors import LocalFaultError, ProtocolError
 from gossipx.memory import Source
 from gossipx.model.arena import ParameterArena
-from gossipx.model.buffers import HostBuffer
+from gossipx.model.pool import HostBuffer
 from gossipx.model.receive import Incoming
 from gossipx.protocol.messages import WHOLE, ModelReply, RoundRequest
 

@@ -28,8 +28,8 @@ from gossipx.launch.environment import ENV_PEERS, ENV_RESUME, progress
 from gossipx.launch.loops.join import join as join_alone
 from gossipx.launch.loops.join import rank_and_size, run_directory_of, settings_of
 from gossipx.model import layout
-from gossipx.model.layout import Section, Slot
-from gossipx.model.places import Places
+from gossipx.model.layout import Places
+from gossipx.model.section import Section, Slot
 from gossipx.policies import Observation, Policy
 from gossipx.runtime import models
 from gossipx.runtime.ending.stop_signals import StopSignals

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 
 Array: TypeAlias = npt.NDArray[Any]
+Update: TypeAlias = "Callable[[Tensor, Tensor, Sequence[Tensor]], None]"
+"""``update(own, mixed, kept)``, in place; see :class:`gossipx.outer.Outer`."""
 
 PIECE = 1 << 18
 """Bytes per piece on a CPU: pieces of three vectors leave room in a core's second-level cache of 1 or 2 MiB."""
@@ -134,7 +136,7 @@ def apply_outer(
     own: Tensor,
     mixed: Tensor,
     kept: Sequence[Tensor],
-    update: Callable[[Tensor, Tensor, Sequence[Tensor]], None],
+    update: Update,
     share: float | None = None,
 ) -> None:
     """Set ``x ← x̄ + (x − own)``, where ``update`` makes x̄ of ``mixed`` in place, on any device.

@@ -1,97 +1,40 @@
-"""The layout of a module's tensors in flat buffers, and the checks of which tensors can be laid out.
+"""The layout of a module's tensors in flat buffers, the checks of which tensors can be laid out, and their places.
 
 All tensors of one dtype form a section, laid out as ``[trainable | mixed buffers | frozen | local buffers]``. A
 retrieval exchanges the head of it, up to the mixed buffers; a joining peer receives all of it. Buffers of integers and
 truth values have no average, so they are local.
+
+A script may give a tensor other memory: ``parameter.data = ...``, ``vector_to_parameters``, a buffer that is assigned,
+a model that is passed to another process. It trains from the values there, but the arena would measure, exchange and
+mix those in the old place. So at each step boundary :class:`Places` looks for such changes and takes the values back
+into the arena. A change for which the layout has no place is refused, because peers would end with different models.
 """
 
 from __future__ import annotations
 
-import enum
 import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from gossipx.errors import UsageError
-
-ALIGNMENT = 64
-"""Bytes: every tensor starts on a cache line."""
-
-
-class Kind(enum.IntEnum):
-    """The kinds of tensors, in the order of the layout; their names in lower case stand in the manifest."""
-
-    TRAINABLE = 0
-    MIXED = 1
-    FROZEN = 2
-    LOCAL = 3
-
-
-@dataclass(frozen=True)
-class Slot:
-    """The place of one tensor in the layout.
-
-    Attributes:
-        start: index of its first element in its section's vector; tied tensors share one place.
-    """
-
-    name: str
-    tensor: Tensor
-    kind: Kind
-    start: int
-
-    @property
-    def end(self) -> int:
-        """Index at which the next tensor may begin."""
-        step = ALIGNMENT // self.tensor.dtype.itemsize
-        return self.start + -(-self.tensor.numel() // step) * step
-
-    def line(self, masters: bool) -> str:
-        """Return its line of the manifest; ``masters``: it is exchanged in float32."""
-        dtype = str(self.tensor.dtype).removeprefix("torch.")
-        shape = "x".join(map(str, self.tensor.shape)) or "scalar"
-        strides = "x".join(map(str, self.tensor.stride())) or "-"
-        exchanged = f"{dtype} as float32" if masters else dtype
-        return f"{self.name} {exchanged} {shape} strides {strides} {self.kind.name.lower()}"
-
-
-@dataclass
-class Section:
-    """All tensors of one dtype.
-
-    Attributes:
-        storage: flat vector on the module's device; the module's tensors lie in its memory.
-        values: vector that is measured, exchanged and mixed: the storage itself, or its float32 masters for training in
-            16 bits (see :mod:`gossipx.model.master_weights`).
-        trainable: number of leading elements that are trained.
-        mixed: number of leading elements that a retrieval exchanges.
-    """
-
-    storage: Tensor
-    values: Tensor
-    trainable: int
-    mixed: int
-
-    def part(self, start: int, stop: int) -> Section:
-        """Return a range of the values that a retrieval exchanges, as views of the same memory."""
-        storage = self.storage[start:stop]
-        values = storage if self.values is self.storage else self.values[start:stop]
-        return Section(storage, values, min(max(self.trainable - start, 0), stop - start), stop - start)
+from gossipx.model.section import Section, Slot, TensorKind
 
 
 def slots_of(module: nn.Module, mix_buffers: bool) -> Iterator[Slot]:
     """Yield all tensors of a module that a joining peer needs, checked, in the order of the layout."""
-    found: list[tuple[str, Tensor, Kind]] = []
+    found: list[tuple[str, Tensor, TensorKind]] = []
     for name, parameter in module.named_parameters():
         name = plain_name(name)
         reason = _refusal(parameter)
         if reason:
             raise UsageError(f"parameter '{name}' cannot be joined: {reason}")
-        found.append((name, parameter, Kind.TRAINABLE if parameter.requires_grad else Kind.FROZEN))
+        found.append((name, parameter, TensorKind.TRAINABLE if parameter.requires_grad else TensorKind.FROZEN))
     devices = {tensor.device for _, tensor, _ in found}
     for name, buffer in module.named_buffers():
         if _refusal(buffer) is not None:
@@ -99,14 +42,15 @@ def slots_of(module: nn.Module, mix_buffers: bool) -> Iterator[Slot]:
         is_counted = not (buffer.is_floating_point() or buffer.is_complex())
         if is_counted and (buffer.device not in devices or buffer.nbytes != buffer.untyped_storage().nbytes()):
             continue  # a counter in host memory, or a part of another tensor: it stays as it is
-        found.append((plain_name(name), buffer, Kind.MIXED if mix_buffers and has_average(buffer) else Kind.LOCAL))
+        kind = TensorKind.MIXED if mix_buffers and has_average(buffer) else TensorKind.LOCAL
+        found.append((plain_name(name), buffer, kind))
     slots = list(_placed(sorted(found, key=lambda row: row[2])))
     _check_devices(slots)
     _check_storage(slots)
     yield from slots
 
 
-def _placed(tensors: Iterable[tuple[str, Tensor, Kind]]) -> Iterator[Slot]:
+def _placed(tensors: Iterable[tuple[str, Tensor, TensorKind]]) -> Iterator[Slot]:
     """Yield the slots of tensors ordered by kind."""
     ends: dict[torch.dtype, int] = {}
     starts: dict[int, int] = {}  # by address
@@ -232,10 +176,10 @@ def range_of(vector: Tensor, start: int, length: int) -> Tensor:
 
 def _ends(slots: Iterable[Slot]) -> tuple[int, int, int]:
     """Return the ends of the trained, the mixed and all elements of one dtype."""
-    ends = dict.fromkeys(Kind, 0)
+    ends = dict.fromkeys(TensorKind, 0)
     for slot in slots:
         ends[slot.kind] = max(ends[slot.kind], slot.end)
-    return ends[Kind.TRAINABLE], max(ends[Kind.TRAINABLE], ends[Kind.MIXED]), max(ends.values())
+    return ends[TensorKind.TRAINABLE], max(ends[TensorKind.TRAINABLE], ends[TensorKind.MIXED]), max(ends.values())
 
 
 def nbytes(module: nn.Module, mix_buffers: bool) -> tuple[int, int]:
@@ -308,4 +252,166 @@ def lengths(sections: Iterable[Section], whole: bool) -> list[tuple[torch.dtype,
 
 def has_masters(slots: Iterable[Slot]) -> bool:
     """Return whether tensors of one dtype are exchanged as float32 masters, as some are trained in 16 bits."""
-    return any(slot.kind is Kind.TRAINABLE and slot.tensor.dtype in (torch.float16, torch.bfloat16) for slot in slots)
+    return any(
+        slot.kind is TensorKind.TRAINABLE and slot.tensor.dtype in (torch.float16, torch.bfloat16) for slot in slots
+    )
+
+
+log = logging.getLogger("gossipx")
+
+BEFORE = "make such changes before gossipx.join"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A slot's memory, and the form of its tensor there."""
+
+    storage: Tensor
+    start: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @property
+    def address(self) -> int:
+        return self.storage.data_ptr() + self.start * self.storage.itemsize
+
+    def refusal(self, tensor: Tensor) -> str | None:
+        """Return why a tensor cannot be taken back, or None if it can."""
+        for before, now in (
+            (self.storage.dtype, tensor.dtype),
+            (self.storage.device, tensor.device),
+            (tuple(self.shape), tuple(tensor.shape)),
+        ):
+            if before != now:
+                return f"was changed from {before} to {now}".replace("torch.", "")
+        return None
+
+    def has_stride_of(self, tensor: Tensor) -> bool:
+        rows = zip(self.shape, self.stride, tensor.stride(), strict=True)
+        return all(size == 1 or before == now for size, before, now in rows)
+
+
+class Places:
+    """Keeps a module's tensors in the arena.
+
+    Args:
+        module: the model that was laid out.
+        slots: its tensors; a slot whose buffer the script replaces is replaced in the list.
+        sections: the vectors in which they lie.
+    """
+
+    def __init__(self, module: nn.Module, slots: list[Slot], sections: Sequence[Section]):
+        self._module = module
+        self._slots = slots
+        storages = {section.storage.dtype: section.storage for section in sections}
+        self._places = [
+            _Place(storages[slot.tensor.dtype], slot.start, slot.tensor.shape, slot.tensor.stride()) for slot in slots
+        ]
+        self._at: dict[int, int] = {}  # by address; of tied tensors, one that is trained
+        self._buffers: dict[str, int] = {}
+        for index, slot in reversed(list(enumerate(slots))):
+            if slot.tensor.numel():
+                self._at[self._places[index].address] = index
+                if slot.kind in (TensorKind.MIXED, TensorKind.LOCAL):
+                    self._buffers[slot.name] = index
+        self._at_join = {plain_name(name) for name, _ in module.named_buffers()}
+        self._told: set[str] = set()
+        self._remember()
+
+    def check(self) -> None:
+        """Take tensors that the script moved to other memory back into the arena, with their values.
+
+        The training thread calls this at each step boundary, before the model is measured. It compares addresses and
+        ``requires_grad``, not values, so it costs little.
+
+        Raises:
+            UsageError: a change cannot be followed; the message names the parameter, the reason and the remedy.
+        """
+        if self._look() == self._seen:
+            return
+        for name, parameter in self._module.named_parameters():
+            if parameter.numel():
+                self._check_parameter(plain_name(name), parameter)
+        for name, buffer in self._module.named_buffers():
+            if buffer.numel() and buffer.data_ptr() not in self._at and plain_name(name) in self._buffers:
+                self._check_buffer(plain_name(name), buffer)
+            elif plain_name(name) not in self._at_join:
+                self._check_new_buffer(name, buffer)
+        self._remember()
+
+    def _remember(self) -> None:
+        modules = list(self._module.modules())
+        # The modules' own dicts: to walk through the modules takes twice as long.
+        self._tensors = [held for module in modules for held in (module._parameters, module._buffers)]
+        self._children = [module._modules for module in modules]
+        self._seen = self._look()
+
+    def _look(self) -> tuple[Any, ...]:
+        return (
+            [(one.data_ptr(), one.requires_grad) for held in self._tensors for one in held.values() if one is not None],
+            [child for children in self._children for child in children.values()],
+        )
+
+    def _check_parameter(self, name: str, parameter: Tensor) -> None:
+        at = self._at.get(parameter.data_ptr())
+        index = next((i for i, slot in enumerate(self._slots) if slot.tensor is parameter), None) if at is None else at
+        if index is None:
+            if any(name == slot.name for slot in self._slots):
+                raise UsageError(
+                    f"'{name}' is another Parameter than at gossipx.join (load_state_dict(assign=True)?), which the"
+                    f" optimizer does not train: {BEFORE}"
+                )
+            if parameter.requires_grad:
+                raise UsageError(f"'{name}' was added to the model after gossipx.join: {BEFORE}")
+        elif parameter.requires_grad and self._slots[index].kind is not TensorKind.TRAINABLE:
+            raise UsageError(
+                f"'{name}' was unfrozen after gossipx.join, so peers do not exchange it: unfreeze it before"
+                " gossipx.join, and freeze it after, for as long as it is not to be trained"
+            )
+        elif reason := self._places[index].refusal(parameter):
+            raise UsageError(f"'{name}' {reason} after gossipx.join: {BEFORE}")
+        elif at is None:
+            self._take_back(name, parameter, index)
+
+    def _check_buffer(self, name: str, buffer: Tensor) -> None:
+        index = self._buffers[name]
+        if reason := self._places[index].refusal(buffer):  # such as a table that grows with the longest input
+            if self._slots[index].kind is TensorKind.MIXED:
+                self._tell(
+                    "changed", f"buffer '{name}' {reason} after gossipx.join: peers no longer exchange its values"
+                )
+            return
+        self._slots[index] = replace(self._slots[index], tensor=buffer)
+        self._take_back(name, buffer, index)
+
+    def _check_new_buffer(self, name: str, buffer: Tensor) -> None:
+        """Tell of a buffer that changes what the model computes on this peer alone, such as the mask of pruning."""
+        outer, _, own = name.rpartition(".")
+        cache = own in self._module.get_submodule(outer)._non_persistent_buffers_set
+        if not cache and (buffer.is_floating_point() or buffer.is_complex()):
+            self._tell(
+                "added",
+                f"buffer '{plain_name(name)}' was added after gossipx.join: peers do not exchange it; register it"
+                " before gossipx.join",
+            )
+
+    def _take_back(self, name: str, moved: Tensor, index: int) -> None:
+        """Copy a tensor's values to its place, and let it and the tensors tied to it lie there again."""
+        place = self._places[index]
+        if moved.device.type == "cpu" and moved.is_shared():  # type: ignore[no-untyped-call]
+            self._tell("shared", f"'{name}' was passed to another process, which keeps a copy of it as it was then")
+        if not place.has_stride_of(moved):
+            self._tell("format", f"'{name}' keeps the memory format that it had at gossipx.join: {BEFORE}")
+        own = range_of(place.storage, place.start, moved.numel())
+        with torch.no_grad():
+            own.as_strided(place.shape, place.stride).copy_(moved)
+        for slot, other in zip(self._slots, self._places, strict=True):
+            if (other.storage is place.storage and other.start == place.start) and slot.tensor.numel():
+                slot.tensor.data = own.as_strided(other.shape, other.stride)
+                torch.autograd.graph.increment_version(slot.tensor)  # the loop has written to it
+
+    def _tell(self, kind: str, text: str) -> None:
+        """Log a kind of change once, for the first of its tensors."""
+        if kind not in self._told:
+            self._told.add(kind)
+            log.warning(text)

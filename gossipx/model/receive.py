@@ -1,8 +1,10 @@
-"""The sink for an incoming model, which subtracts a base from the trained values as they arrive.
+"""An incoming model, the distance that a peer's own steps have moved its model, and the checksum of a final model.
 
-The base is this peer's own model as of the request. The difference is formed piece by piece, while the bytes are in
-cache, and stored in the base's own memory if nobody else reads it. So a pull with its averaging moves little more
-memory than the pull alone, and needs one buffer.
+The sink of an incoming model subtracts a base from the trained values as they arrive: this peer's own model as of the
+request. The difference is formed piece by piece, while the bytes are in cache, and stored in the base's own memory if
+nobody else reads it. So a pull with its averaging moves little more memory than the pull alone, and needs one buffer.
+
+*Drift* is the distance that a peer's own steps, without mixing, have moved its model; some policies use it.
 """
 
 from __future__ import annotations
@@ -13,14 +15,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
+import xxhash
+from torch import Tensor, nn
 
 from gossipx.memory import STAGED, copy
-from gossipx.model import kernels
+from gossipx.model import kernels, layout
 from gossipx.model.arena import ParameterArena
-from gossipx.model.buffers import HostBuffer, typed
-from gossipx.model.layout import Section
-from gossipx.model.snapshots import Snapshot
+from gossipx.model.layout import has_average
+from gossipx.model.pool import HostBuffer, Snapshot, typed
+from gossipx.model.section import Section, TensorKind
 
 
 @dataclass(frozen=True)
@@ -219,3 +223,155 @@ def _segments(sections: Sequence[Section], whole: bool, compares: bool) -> list[
                 found.append(_Segment(start, stop, number, first, trained=compares and first == 0 < section.trainable))
                 start = stop
     return found
+
+
+class DriftReference:
+    """The reference model x_r of the drift ‖x_t − x_r‖₂; for one thread at a time.
+
+    Args:
+        arena: holds x_t. Until a method first keeps a copy, x_r is the model at the last step boundary.
+    """
+
+    def __init__(self, arena: ParameterArena):
+        self._arena = arena
+        self._model: HostBuffer | None = None
+
+    def set(self, model: HostBuffer | None = None) -> None:
+        """Set x_r to a copy of ``model``, or of the fragment in it; None: of the last boundary."""
+        if model is None:
+            now = self._arena.snapshot()
+            self.set(now.buffer)
+            now.release()
+            return
+        self.load(model.vectors, model.fragment)
+
+    def commit(self, difference: HostBuffer, share: float, base: Snapshot | None) -> None:
+        """Mix a received model into the weights, and move x_r with them. Mixing is not drift.
+
+        Args:
+            difference, share: as for :meth:`gossipx.model.arena.Fragment.commit`.
+            base: our model at the request; x_r becomes what the exchange makes of it, so that drift counts the steps
+                since then. None: another peer pushed the model, and the share is added to x_r.
+        """
+        fragment = self._arena.fragment(difference.fragment)
+        fragment.commit(difference, share, base)
+        if base is not None and fragment.outer is not None:
+            self.load(fragment.result_in(difference), fragment.number)
+            return
+        if self._model is None:  # x_r is the last boundary, which contains the mix: keep a copy of it
+            self.set()
+            return
+        references = fragment.vectors_of(self._model.vectors)
+        begun = references if base is None else base.buffer.vectors
+        rows = zip(fragment.sections, references, begun, difference.vectors, strict=True)
+        for section, reference, begin, mixed in rows:
+            cut = section.trainable
+            torch.add(begin[:cut], mixed[:cut], alpha=share, out=reference[:cut])
+
+    def apply_merged(self, merged: Snapshot, captured: Snapshot) -> None:
+        """Write a merged model into the weights while training, and make its result x_r."""
+        fragment = self._arena.fragment(merged.buffer.fragment)
+        fragment.apply_merged(merged, captured)
+        self.load(fragment.result_in(merged.buffer), fragment.number)
+
+    def vectors(self) -> list[torch.Tensor]:
+        """Return x_r as flat vectors, one per section; empty if x_r is the model of the last boundary."""
+        return [] if self._model is None else list(self._model.vectors)
+
+    def load(self, vectors: Sequence[torch.Tensor], fragment: int = 0) -> None:
+        """Set x_r, or a fragment of it, to a copy of ``vectors``: those of :meth:`vectors` with the same layout."""
+        if self._model is None and fragment:
+            self.set()
+        self._model = self._model or self._arena.pool.buffer()
+        references = self._arena.fragment(fragment).vectors_of(self._model.vectors)
+        for reference, vector in zip(references, vectors, strict=True):
+            reference.copy_(vector)
+
+    def distance(self, begun: HostBuffer | None = None) -> float:
+        """Return ‖x_t − x_r‖₂ over the trained values; keeps a copy of x_r from then on.
+
+        Args:
+            begun: our model, or a fragment of it, as an exchange under way began; drift of that is measured from there.
+                None: no exchange is under way.
+        """
+        squared = 0.0
+        for fragment in self._arena.fragments:
+            if begun is not None and begun.fragment == fragment.number:
+                squared += fragment.squared_distance(begun.vectors)
+                continue
+            if self._model is None:
+                self.set()
+            assert self._model is not None
+            squared += fragment.squared_distance(fragment.vectors_of(self._model.vectors))
+        return math.sqrt(squared)
+
+
+def digest(arena: ParameterArena) -> str:
+    """Return the checksum of the part of the model that peers exchange, as it is now; that is a step boundary then.
+
+    Two peers with the same result hold the same bits: 128 of them are too many for a coincidence. Empty: the model has
+    a :func:`flaw`, so that no other peer must adopt it.
+    """
+    snapshot = _snapshot(arena)
+    try:
+        found = xxhash.xxh3_128()
+        if _flaw(arena, snapshot.buffer.vectors):
+            return ""
+        for vector in snapshot.buffer.vectors:
+            if vector.numel():
+                found.update(vector.view(torch.uint8).numpy().data)
+        return found.hexdigest()
+    finally:
+        snapshot.release()
+
+
+def unshared(arena: ParameterArena, module: nn.Module) -> dict[str, int]:
+    """Return a checksum of each tensor that no exchange moves and all peers had alike at the start, by name.
+
+    These are frozen parameters, and buffers that have no average. BatchNorm's counts of batches are left out: they are
+    of the batches of one peer. So are floating-point buffers that are local by choice.
+    """
+    own = layout.batch_counters(module)
+    return {
+        slot.name: xxhash.xxh32_intdigest(
+            slot.tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data
+        )
+        for slot in arena.slots
+        if (slot.kind is TensorKind.FROZEN or (slot.kind is TensorKind.LOCAL and not has_average(slot.tensor)))
+        and slot.name not in own
+        and slot.tensor.numel()
+    }
+
+
+def flaw(arena: ParameterArena) -> str:
+    """Return what makes a model unfit for other peers, and what to do; empty: it is fit.
+
+    A trained value is NaN or infinite, or a buffer has become NaN. A buffer that was NaN from the start is a constant.
+    """
+    snapshot = _snapshot(arena)
+    try:
+        return _flaw(arena, snapshot.buffer.vectors)
+    finally:
+        snapshot.release()
+
+
+def _snapshot(arena: ParameterArena) -> Snapshot:
+    arena.set_boundary(arena.step)  # a parameter server's tables, for one, are written between boundaries
+    return arena.snapshot()
+
+
+def _flaw(arena: ParameterArena, vectors: Sequence[Tensor]) -> str:
+    rows = list(zip(arena.sections, vectors, arena.constant_nans, strict=True))
+    if not all(math.isfinite(kernels.squared_norm(vector[: section.trainable])) for section, vector, _ in rows):
+        return "NaN or Inf in its model: lower the learning rate"
+    spoiled = []
+    for section, vector, constant in rows:
+        now = torch.zeros(len(vector), dtype=torch.bool)
+        buffers = vector[section.trainable :].isnan()
+        now[section.trainable :] = buffers if constant is None else buffers & ~constant
+        spoiled.append(now)
+    if not any(bool(now.any()) for now in spoiled):
+        return ""
+    mixed = [slot for slot in arena.slots if slot.kind is TensorKind.MIXED]
+    name = next(name for name, now in layout.named(mixed, arena.sections, spoiled).items() if bool(now.any()))
+    return f"NaN in its buffer '{name}', while all trained values are finite"

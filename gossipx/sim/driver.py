@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gossipx.errors import GossipxError
 from gossipx.hub import ElasticExchange
 from gossipx.model.arena import ParameterArena
-from gossipx.model.snapshots import Snapshot
+from gossipx.model.pool import Snapshot
 from gossipx.peer import PeerRole
 from gossipx.protocol.effects import (
     AddPeer,

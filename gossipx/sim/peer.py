@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from gossipx.compression import Coded
 from gossipx.hub import ElasticExchange
 from gossipx.model.arena import ParameterArena
-from gossipx.model.buffers import typed
-from gossipx.model.digest import digest
+from gossipx.model.pool import typed
+from gossipx.model.receive import digest
 from gossipx.peer import PeerRole
 from gossipx.protocol import events
 from gossipx.protocol.messages import Request, Stage

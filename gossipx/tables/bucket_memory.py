@@ -15,7 +15,7 @@ from gossipx.codecs.base import read_into
 from gossipx.codecs.changes import FULL, checksum
 from gossipx.errors import ProtocolError
 from gossipx.memory import Memory, Source, copy
-from gossipx.model.buffers import typed
+from gossipx.model.pool import typed
 from gossipx.protocol.fields import Parts, Setting
 from gossipx.protocol.messages import CarryingReply
 from gossipx.protocol.server_messages import TablesReply

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gossipx.errors import UsageError
 from gossipx.memory import Memory, Source
-from gossipx.model.buffers import typed
+from gossipx.model.pool import typed
 from gossipx.protocol.fields import Parts, Setting
 from gossipx.protocol.server_messages import MEASURED, TablesRequest
 from gossipx.server.placement import Partition

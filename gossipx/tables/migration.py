@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gossipx.errors import MALFORMED, ProtocolError, UsageError
 from gossipx.memory import copy
-from gossipx.model.buffers import typed
+from gossipx.model.pool import typed
 from gossipx.protocol.messages import CarryingReply
 from gossipx.protocol.server_messages import TablesReply
 from gossipx.server.placement import Partition

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gossipx.errors import ProtocolError
 from gossipx.memory import copy
-from gossipx.model.buffers import typed
+from gossipx.model.pool import typed
 from gossipx.server.placement import Partition
 
 Encoded = bytes | bytearray | memoryview

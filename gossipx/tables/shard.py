@@ -19,7 +19,7 @@ from gossipx.codecs.changes import FULL, Changes
 from gossipx.errors import ProtocolError, UsageError
 from gossipx.memory import Memory, Source, copy
 from gossipx.model import kernels
-from gossipx.model.buffers import typed
+from gossipx.model.pool import typed
 from gossipx.protocol.fields import Parts, Setting
 from gossipx.protocol.server_messages import GradientRequest, RecordRequest
 from gossipx.server.placement import Partition

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from gossipx.model.buffers import typed
+from gossipx.model.pool import typed
 
 CHUNK = 4 * 2**20
 """Bytes per message of a group."""

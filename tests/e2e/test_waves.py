@@ -20,7 +20,7 @@ def four(tmp_path: Path) -> Iterator[Folder]:
 
 WATCHED = """
 import hashlib
-import gossipx.model.fragments
+import gossipx.model.arena
 import gossipx.model.pool
 
 made, waves = [], []
@@ -30,13 +30,13 @@ class Counted(gossipx.model.pool.HostBuffer):
         made.append(self)
 gossipx.model.pool.HostBuffer = Counted
 
-plain = gossipx.model.fragments.Fragment.apply_merged
+plain = gossipx.model.arena.Fragment.apply_merged
 def apply_merged(self, *arguments):
     plain(self, *arguments)
     now = self._boundaries.snapshot()
     waves.append(hashlib.sha256(now.buffer.view).hexdigest())
     now.release()
-gossipx.model.fragments.Fragment.apply_merged = apply_merged
+gossipx.model.arena.Fragment.apply_merged = apply_merged
 
 model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)).double()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

@@ -12,9 +12,8 @@ from torch import nn
 
 from gossipx.errors import UsageError
 from gossipx.model.arena import ParameterArena
-from gossipx.model.buffers import HostBuffer, typed
-from gossipx.model.digest import digest, flaw
-from gossipx.model.receive import Incoming
+from gossipx.model.pool import HostBuffer, typed
+from gossipx.model.receive import Incoming, digest, flaw
 
 
 def received(arena: ParameterArena, other: ParameterArena) -> HostBuffer:

@@ -12,7 +12,6 @@ from torch import nn
 from gossipx import outer
 from gossipx.errors import UsageError
 from gossipx.memory import PIECE
-from gossipx.model import master_weights
 from gossipx.model.arena import ParameterArena
 from gossipx.model.receive import Incoming
 
@@ -124,7 +123,7 @@ def test_masters_of_16_bit_models_take_small_momentum() -> None:
     pull(arena, model_of(theirs), 0.0)
     section = arena.sections[0]
     section.values.add_(2.0**-14)
-    master_weights.write_back(section)
+    section.write_back()
     arena.set_boundary(1)
     now = section.values.clone()
     pull(arena, model_of(theirs), 0.0)

@@ -16,7 +16,7 @@ from gossipx.codecs.changes import FULL
 from gossipx.compression import Coded, ElasticCodec, ModelCodec
 from gossipx.errors import CancelledError
 from gossipx.model.arena import ParameterArena
-from gossipx.model.buffers import HostBuffer
+from gossipx.model.pool import HostBuffer
 from gossipx.model.receive import Incoming
 from gossipx.protocol.effects import Answer, Cancel, Capture, Effect, Forget, Keep, Merge, Mix, MoveReference, Send
 from gossipx.protocol.events import Answered, Event, Failed, Fault, JoinRun, Merged, Mixed, Received, Replied, Restored

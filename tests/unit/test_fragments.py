@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from gossipx import outer
 from gossipx.errors import UsageError
 from gossipx.model.arena import ParameterArena
-from gossipx.model.drift import DriftReference
-from gossipx.model.layout import ALIGNMENT
-from gossipx.model.receive import Incoming
+from gossipx.model.receive import DriftReference, Incoming
+from gossipx.model.section import ALIGNMENT
 
 COUNT = 5
 GAMMA = 0.6

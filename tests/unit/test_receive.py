@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from gossipx.memory import STAGED
 from gossipx.model.arena import ParameterArena
+from gossipx.model.pool import Snapshot
 from gossipx.model.receive import Incoming
-from gossipx.model.snapshots import Snapshot
 from gossipx.wire import Sink
 from gossipx.wire.pieces import gather
 

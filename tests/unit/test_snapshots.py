@@ -11,7 +11,7 @@ from arenas import mix
 from torch import nn
 
 from gossipx.errors import LocalFaultError
-from gossipx.model import snapshots
+from gossipx.model import pool
 from gossipx.model.arena import ParameterArena
 
 
@@ -63,7 +63,7 @@ def test_at_a_boundary_a_copy_is_made_at_once_and_shared(whole: bool):
 
 
 def test_a_snapshot_of_nothing_knows_its_step():
-    empty = snapshots.Snapshot(made().pool)
+    empty = pool.Snapshot(made().pool)
     empty.fill([], None, step=3)
     assert (empty.step, empty.vectors) == (3, [])
 
@@ -115,7 +115,7 @@ def test_snapshots_fail_after_the_last_boundary():
 
 
 def test_waiting_for_a_boundary_has_a_timeout(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(snapshots, "PATIENCE", 0.0)
+    monkeypatch.setattr(pool, "PATIENCE", 0.0)
     with pytest.raises(LocalFaultError, match="the step takes longer"):
         _ = made().snapshot().vectors
 

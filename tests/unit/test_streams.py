@@ -16,10 +16,8 @@ from seeds import some
 from torch import Tensor, nn
 
 from gossipx.model.arena import ParameterArena
-from gossipx.model.buffers import HostBuffer
+from gossipx.model.pool import Asynchronous, DeviceStreams, HostBuffer, Mark, Snapshot, Synchronous, streams_of
 from gossipx.model.receive import Incoming
-from gossipx.model.snapshots import Snapshot
-from gossipx.model.streams import Asynchronous, DeviceStreams, Mark, Synchronous, streams_of
 
 DEVICES = ["late", pytest.param("cuda", marks=pytest.mark.cuda)]
 

@@ -26,7 +26,7 @@ from gossipx.errors import (
 )
 from gossipx.memory import Source
 from gossipx.model.arena import ParameterArena
-from gossipx.model.snapshots import Snapshot
+from gossipx.model.pool import Snapshot
 from gossipx.peer import PeerRole
 from gossipx.protocol.effects import (
     AddPeer,

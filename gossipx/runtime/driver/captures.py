@@ -20,8 +20,8 @@ from torch import Tensor
 
 from gossipx.compression import WaveSink
 from gossipx.model.arena import ParameterArena
-from gossipx.model.drift import DriftReference
-from gossipx.model.snapshots import CapturedModel, Snapshot
+from gossipx.model.pool import CapturedModel, Snapshot
+from gossipx.model.receive import DriftReference
 from gossipx.protocol.messages import WHOLE, RoundRequest
 from gossipx.runtime.driver.models import Transfer
 
@@ -35,7 +35,7 @@ class Retrieval:
         staleness: number of iterations of this peer minus that of the received model.
         distance: ‖x_j − base‖₂ over the trained values. The base is this peer's model at the time of the request; for a
             pushed model, at the time of mixing. Of a fragment, it is the estimate for the whole model that Eq. 8 needs
-            (:meth:`gossipx.model.fragments.Fragment.distance_of_model`). None: one of the two models is a mean of
+            (:meth:`gossipx.model.arena.Fragment.distance_of_model`). None: one of the two models is a mean of
             several peers' models, or the fragment has no trained values.
         sender: rank of the model's peer; None: unknown.
         of_centre: whether the model was a hub's centre, as it was before this exchange changed it.

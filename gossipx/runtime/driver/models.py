@@ -12,8 +12,8 @@ from torch import Tensor
 from gossipx.compression import Coded, ModelSink, UploadedModelSink
 from gossipx.errors import LocalFaultError, ProtocolError
 from gossipx.model.arena import ParameterArena
+from gossipx.model.pool import Snapshot
 from gossipx.model.receive import Incoming
-from gossipx.model.snapshots import Snapshot
 from gossipx.protocol.effects import Send
 from gossipx.protocol.events import Fault
 from gossipx.protocol.messages import (

@@ -16,7 +16,7 @@ from torch import nn
 from gossipx.comm import CommManager
 from gossipx.errors import DIFFERENT_MODELS, GossipxError, NotEnoughPeersError, UsageError
 from gossipx.metrics.prometheus import Exporter, address_of
-from gossipx.model.digest import digest, flaw
+from gossipx.model.receive import digest, flaw
 from gossipx.protocol.events import FiguresReady, FinalModel, JoinRun, LeaveRun, TrainingEnded
 from gossipx.protocol.messages import Stage
 from gossipx.runtime import models

@@ -13,7 +13,7 @@ from gossipx import codecs
 from gossipx.comm import CommManager
 from gossipx.metrics.aggregate import WORST, Record
 from gossipx.metrics.recorder import Recorder
-from gossipx.model.digest import unshared
+from gossipx.model.receive import unshared
 from gossipx.peer.server_role import Total
 from gossipx.peer.status import status
 from gossipx.protocol.messages import Stage
