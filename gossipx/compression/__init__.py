@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from gossipx.compression.elastic import ElasticCodec, UploadedModelSink
-from gossipx.compression.models import ModelCodec
-from gossipx.compression.receive import ModelSink
-from gossipx.compression.waves import WaveCodec, WaveSink
+from gossipx.compression.group_coding import ElasticCodec, UploadedModelSink, WaveCodec, WaveSink
+from gossipx.compression.model_coding import ModelCodec, ModelSink
 from gossipx.errors import LocalFaultError
 from gossipx.memory import Source
 from gossipx.model.arena import ParameterArena
