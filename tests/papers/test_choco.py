@@ -64,7 +64,7 @@ def test_what_is_mixed_is_the_difference_of_both_public_copies(spec: str) -> Non
         for peer in (first, second):
             peer.train(normal(1, SIZE, seed=10 * step + peer.rank))
         public = [
-            copy + codec.decode(codec.encode(peer.x - copy, codec.init(copy))[0])
+            copy + codecs.decode(codec.encode(peer.x - copy, codec.init(copy))[0])
             for peer, copy in zip((first, second), public, strict=True)
         ]
         assert torch.allclose(first.pull(second), public[1] - public[0], atol=1e-5)

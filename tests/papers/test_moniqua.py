@@ -318,7 +318,7 @@ def test_error_feedback_keeps_what_a_frame_leaves_out() -> None:
     values = normal(200)
     frame, state = feedback.encode(values, feedback.init(values))
     out = torch.zeros(200)
-    feedback.decode_into(frame, out, near=values + 0.2)
+    decode_into(frame, out, near=values + 0.2)
     assert torch.equal(state.kept["error"], values - out)
 
 
