@@ -7,6 +7,7 @@ a number. Tests marked ``cuda`` are skipped without a CUDA device; ``bin/gpu-che
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +35,18 @@ def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
     """A file system with room for 1 MB."""
     with small_disks.small_disk(tmp_path / "small") as disk:
         yield disk
+
+
+@pytest.fixture(scope="module")
+def benches() -> Iterator[Path]:
+    """The folder of the benchmarks, whose modules can be imported meanwhile."""
+    folder, before = Path(__file__).parents[1] / "bin" / "benches", set(sys.modules)
+    sys.path.append(str(folder))  # last: one has the name of a module of the standard library
+    yield folder
+    sys.path.remove(str(folder))
+    for name in set(sys.modules) - before:
+        if str(folder) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,16 +9,18 @@ steps, ratios and bits are those that bin/bench compression --full has recorded.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from _simulated import mean, run
+from _bench.cached_runs import CachedRuns, Job
+from _bench.cli import Given
+from _bench.simulated import mean, run
+from _bench.tables import interval
 from _table import Part, show
 from published import Figure, Paper
 
@@ -26,9 +28,7 @@ from gossipx.tasks.models import published_sizes
 
 BIN = Path(__file__).parents[1]
 sys.path.append(str(BIN / "benches"))
-from _cached_runs import CachedRuns, Job  # noqa: E402
 from _cluster import RATES, train  # noqa: E402
-from _sums import interval  # noqa: E402
 from compression import FLOAT, PAPER, SHARES, TERNARY, ratio_spec, runs  # noqa: E402
 
 BITS = {FLOAT: 32.0, "8-bit int": 8.0, "Stoch 3-value b-3-5": 1.6, "MQE 1-bit int": 1.0, "2 local steps": 16.0}
@@ -50,13 +50,15 @@ DIVERGED = 0.2
 """A model with a lower accuracy is as good as none."""
 
 
-def parts(paper: Paper, full: bool, arguments: argparse.Namespace) -> Sequence[Part]:
-    """Return the tables."""
+def parts(paper: Paper, given: Given) -> Iterator[Part]:
+    """Yield the tables."""
     kept = CachedRuns(BIN.parent / "runs" / "codecs" / "compression.jsonl")
     bits = {f"3LC (s={float(sparsity):.2f})": fmean(_ratio(kept, sparsity)["bits"]) for sparsity in TERNARY}
-    times, seconds = _speedups(paper, 20 if full else 6, bits)
-    made = [times, *_accuracies(paper, kept), _steps(paper, kept, seconds), _ratios(paper, kept)]
-    return [*made, _trained(paper, full, arguments.data_dir)]
+    yield _ratios(paper, kept)
+    if not given.smoke:
+        times, seconds = _speedups(paper, given.of(1, 6, 20), bits)
+        yield from (times, *_accuracies(paper, kept), _steps(paper, kept, seconds))
+    yield _trained(paper, given)
 
 
 # --- traffic --------------------------------------------------------------------------------------
@@ -234,9 +236,10 @@ def _result(design: str, steps: int, workers: int, data_dir: str | None) -> Any:
     return train({**job, "rate": RATES["lenet"], "workers": workers})
 
 
-def _trained(paper: Paper, full: bool, data_dir: str | None) -> Part:
-    workers, steps = (10, 2000) if full else (4, 200)
-    designs = list(PAPER) if full else [FLOAT, "8-bit int", LC["1.00"], LC["1.75"]]
+def _trained(paper: Paper, given: Given) -> Part:
+    workers, steps = given.of((2, 4), (4, 200), (10, 2000))
+    some, data_dir = [FLOAT, "8-bit int", LC["1.00"], LC["1.75"]], given.data_dir
+    designs = given.of(some, some, list(PAPER))
     data = "CIFAR-10" if data_dir else "Fashion-MNIST"
     setting = f"LeNet on {data}, {workers} workers, {steps} steps, one seed, trained by this command"
     made = Part("The same, trained now", setting)
@@ -259,4 +262,4 @@ def _trained(paper: Paper, full: bool, data_dir: str | None) -> Part:
 
 
 if __name__ == "__main__":
-    show("3lc", parts, __doc__ or "", ["--data-dir"])
+    show("3lc", parts, __doc__)

@@ -65,9 +65,8 @@ def bound(terms: float, workers: int, iterations: int) -> float:
     return 4 * F * LIPSCHITZ * math.sqrt(2 * terms * workers / (workers * iterations))
 
 
-def part(paper: Paper, full: bool) -> Part:
+def part(paper: Paper, workers: int, iterations: int) -> Part:
     """Return the regret of SSP, constant PSSP and dynamic PSSP beside its bounds."""
-    workers, iterations = (16, 400) if full else (8, 60)
     models: Sequence[tuple[str, str, float]] = (
         ("SSP, s = 3 (Eq. 1)", "ssp:staleness=3", 4),
         ("PSSP, s = 3, c = 1/2 (Theorem 1)", "pssp:staleness=3,p=0.5", 5),

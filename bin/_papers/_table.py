@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from _bench.cli import Given, parser_of
+from _bench.tables import console_of
 from published import Claim, Figure, Paper, read
-from rich.console import Console
 from rich.table import Table as RichTable
 
 from gossipx.errors import UsageError
@@ -132,54 +132,38 @@ class Part:
     setting: str
     lines: list[Line] = field(default_factory=list)
 
-    def add(
-        self,
-        what: str,
-        paper: Figure | Claim | str,
-        ours: float,
-        unit: str,
-        agrees: bool | None = None,
-        holds: bool = False,
-        half: float | None = None,
-        none: float | None = None,
-    ) -> None:
+    def add(self, what: str, paper: Figure | Claim | str, ours: float, unit: str, *more: Any, **named: Any) -> None:
         """Add a row; the arguments are those of :class:`Line`."""
-        self.lines.append(Line(what, paper, ours, unit, agrees, holds, half, none))
+        self.lines.append(Line(what, paper, ours, unit, *more, **named))
 
 
-Parts = Callable[[Paper, bool, argparse.Namespace], Sequence[Part]]
-"""Makes the tables, given the paper and whether the full setting is wanted."""
+Parts = Callable[[Paper, Given], Iterable[Part]]
+"""Makes the tables of a paper."""
 
 
-def show(name: str, parts: Parts, description: str, options: Sequence[str] = ()) -> None:
+def show(name: str, parts: Parts, description: str | None, data_dir: bool = True) -> None:
     """Make the tables of a paper and print them, as the command line asks.
 
     Args:
         name: of the paper's file.
+        parts: of the paper.
         description: of the command.
-        options: names of further options with a value, such as ``--data-dir``.
+        data_dir: whether CIFAR-10 can be used.
     """
-    parser = argparse.ArgumentParser(
-        prog=f"bin/papers {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--full", action="store_true", help="larger settings, closer to the paper's")
-    parser.add_argument("--json", action="store_true")
-    for option in options:
-        parser.add_argument(option, help="see above")
-    arguments = parser.parse_args()
+    options = {"--data-dir": {"help": "with CIFAR-10; see above"}} if data_dir else {}
+    parser = parser_of(f"bin/papers {name}", description, options)
+    given = parser.parse_args(namespace=Given())
     paper = read(name)
     try:
-        if getattr(arguments, "data_dir", None):
-            load("cifar10", Path(arguments.data_dir))  # now, not after minutes
-        made = parts(paper, arguments.full, arguments)
+        if data_dir and given.data_dir:
+            load("cifar10", Path(given.data_dir))  # now, not after minutes
+        made = list(parts(paper, given))
     except UsageError as error:
         parser.error(str(error))
-    if arguments.json:
+    if given.json:
         print(json.dumps({"figures": [line.figure for part in made for line in part.lines]}, indent=2))
         return
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 160
+    console = console_of(160)
     console.print(f"{paper.title} ({paper.authors})")
     for part in made:
         table = RichTable("", paper.reference, "where", "here", "agrees", title=f"\n{part.title}", title_justify="left")

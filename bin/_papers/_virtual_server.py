@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from _simulated import Tables, written
+from _bench.simulated import Tables, written
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer

@@ -9,21 +9,17 @@ and retrievals are those of the built-in task; --data-dir trains on CIFAR-10.
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
 
-from _simulated import Run, run
+from _bench.cli import Given
+from _bench.simulated import Run, run
+from _bench.tables import interval
 from _table import Part, show
 from published import Paper
 
 from gossipx.tasks.presets import PRESETS
-
-sys.path.append(str(Path(__file__).parents[1] / "benches"))
-from _sums import interval
 
 PEERS = 4
 PARAMETERS = {"alexnet": None, "googlenet": 11_000_000, "convnet": 2_112_970}
@@ -42,9 +38,10 @@ CONSTANT = {"gamma": 1.0}
 """The learning rate: Caffe's solvers of these models lower it first after more than the paper's 50,000 iterations."""
 
 
-def parts(paper: Paper, full: bool, arguments: argparse.Namespace) -> Sequence[Part]:
-    """Return the tables."""
-    return [times(paper, ITERATIONS if full else ITERATIONS // 10), *trained(paper, full, arguments.data_dir)]
+def parts(paper: Paper, given: Given) -> Iterator[Part]:
+    """Yield the tables."""
+    yield times(paper, given.of(ITERATIONS // 1000, ITERATIONS // 10, ITERATIONS))
+    yield from () if given.smoke else trained(paper, given.full, given.data_dir)
 
 
 # --- times ----------------------------------------------------------------------------------------
@@ -223,4 +220,4 @@ def _half_of(one: Run) -> float:
 
 
 if __name__ == "__main__":
-    show("adaptive-gossip", parts, __doc__ or "", ["--data-dir"])
+    show("adaptive-gossip", parts, __doc__)

@@ -9,11 +9,11 @@ are equal, or those of half of the peers are ten times slower. The loss is that 
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from _simulated import Run, mean, run
+from _bench.cli import Given
+from _bench.simulated import Run, mean, run
 from _table import Part, show
 from published import Figure, Paper
 
@@ -42,25 +42,26 @@ Kind = tuple[str, int]
 """A system and its period in iterations."""
 
 
-def parts(paper: Paper, full: bool, arguments: argparse.Namespace) -> Sequence[Part]:
-    """Return the tables."""
-    rare = 50 if full else 20
+def parts(paper: Paper, given: Given) -> Iterator[Part]:
+    """Yield the tables."""
+    full, rare = given.full, given.of(10, 20, 50)
     kinds: list[Kind] = [*((system, rare) for system in SYSTEMS), ("pull", 10)]
-    lengths = {4: 800, 16: 400, 64: 200} if full else {4: 100, 8: 100}
+    lengths = given.of({4: 20}, {4: 100, 8: 100}, {4: 800, 16: 400, 64: 200})
     more: list[Kind] = [("diloco", 10), ("diloco", 20), ("waves", 10)] if full else []
     found = {
         size: {kind: _run(kind, size, steps, full) for kind in (*kinds, *(more if size == 4 else ()))}
         for size, steps in lengths.items()
     }
+    for size, runs in found.items():
+        yield _loss(paper, size, lengths[size], runs, full)
+    if given.smoke:
+        return
+    yield _bytes(paper, found, rare, lengths)
     middle = list(lengths)[1]
     slow = {
         kind: _run(kind, middle, lengths[middle], full, **SLOW) for kind in kinds if kind[0] in ("diloco", "momentum")
     }
-    return [
-        *(_loss(paper, size, lengths[size], runs, full) for size, runs in found.items()),
-        _bytes(paper, found, rare, lengths),
-        _links(paper, found[middle], slow, middle, "1 Gbit/s" if full else "100 Mbit/s"),
-    ]
+    yield _links(paper, found[middle], slow, middle, "1 Gbit/s" if full else "100 Mbit/s")
 
 
 def _run(kind: Kind, size: int, steps: int, full: bool, **network: float) -> Run:
@@ -176,4 +177,4 @@ def _links(paper: Paper, equal: dict[Kind, Run], slow: dict[Kind, Run], size: in
 
 
 if __name__ == "__main__":
-    show("diloco", parts, __doc__ or "")
+    show("diloco", parts, __doc__, data_dir=False)

@@ -9,15 +9,15 @@ two other kinds stand beside it. The paper trains with LARS, and we with SGD. --
 
 from __future__ import annotations
 
-import argparse
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import _regret
 import torch
-from _simulated import run
+from _bench.cli import Given
+from _bench.simulated import run
 from _table import Part, show
 from _workers import Outcome, Problem, Stale, train
 from published import Figure, Paper
@@ -52,23 +52,26 @@ PAIRS = {2: 4, 3: 5, 5: 7, 10: 12}
 """s' of the SSP with the same bound of regret, by 1/c of the PSSP with s = 3 (Figure 9)."""
 
 
-def parts(paper: Paper, full: bool, arguments: argparse.Namespace) -> Sequence[Part]:
-    """Return the tables."""
-    real = full or bool(arguments.data_dir)
-    problem = _lenet(arguments.data_dir) if real else _mlp()
+def parts(paper: Paper, given: Given) -> Iterator[Part]:
+    """Yield the tables."""
+    full = given.full
+    yield _regret.part(paper, *given.of((2, 5), (8, 60), (16, 400)))
+    if given.smoke:
+        return
+    real = full or bool(given.data_dir)
+    problem = _lenet(given.data_dir) if real else _mlp()
     alexnet = _Block("alexnet", 1, 3, 1.76, *((64, 400) if full else (16, 40)))
     resnet = _Block("resnet56", 8, 2, 1.23, *((32, 100) if full else (8, 20)))
     columns = list(COLUMNS) if full else [name for name in COLUMNS if not name.endswith(":0.3")]
-    return [
-        _communication(paper, (8, 16, 32) if full else (8, 16)),
-        _baseline(paper, problem if real else _mlp(1.0), (2, 4, 8, 16, 64) if full else (2, 16), 400 if full else 60),
-        _table_4(paper, problem, alexnet, columns),
-        _table_4(paper, _mlp(), resnet, columns),
-        _stragglers(problem, alexnet, full),
-        _pairs(paper, _mlp(), 64 if full else 16, 200 if full else 40, PAIRS if full else {10: 12}),
-        *([_many(paper, problem)] if full else []),
-        _regret.part(paper, full),
-    ]
+    yield _communication(paper, (8, 16, 32) if full else (8, 16))
+    numbers, iterations = ((2, 4, 8, 16, 64), 400) if full else ((2, 16), 60)
+    yield _baseline(paper, problem if real else _mlp(1.0), numbers, iterations)
+    yield _table_4(paper, problem, alexnet, columns)
+    yield _table_4(paper, _mlp(), resnet, columns)
+    yield _stragglers(problem, alexnet, full)
+    yield _pairs(paper, _mlp(), *((64, 200, PAIRS) if full else (16, 40, {10: 12})))
+    if full:
+        yield _many(paper, problem)
 
 
 # --- Figure 6 -------------------------------------------------------------------------------------
@@ -442,4 +445,4 @@ def _many(paper: Paper, problem: Problem) -> Part:
 
 
 if __name__ == "__main__":
-    show("fluentps", parts, __doc__ or "", ["--data-dir"])
+    show("fluentps", parts, __doc__)

@@ -10,16 +10,17 @@ A value is the mean over a round of hybrid less that of another sync model that 
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
+from _bench.cli import Given
+from _bench.tables import interval
 from _table import Part, show
 from _virtual_server import Samples, Work, train
 from published import Paper
@@ -32,7 +33,6 @@ from gossipx.tasks.models import build_model
 
 sys.path.append(str(Path(__file__).parents[1] / "benches"))
 from _hybrid import JUDGED, MOMENTS, RATE, random_task
-from _sums import interval
 
 WORKERS = 25
 COMPUTE = 0.2
@@ -92,20 +92,21 @@ Rounds = list[dict[str, float]]
 """For each round, the means of the metrics."""
 
 
-def parts(paper: Paper, full: bool, arguments: argparse.Namespace) -> Sequence[Part]:
-    """Return the tables."""
-    if arguments.data_dir and not full:
+def parts(paper: Paper, given: Given) -> Iterator[Part]:
+    """Yield the tables."""
+    if given.data_dir and not given.full:
         raise UsageError("--data-dir is for Table 2, which needs --full: add that, or leave it out")
-    rounds, seconds = (3, 50.0) if full else (3, 8.0)
-    images = [cell for cell in IMAGES if cell.table == "table-1" or arguments.data_dir]
-    cells = (*FULL, *images) if full else (ONE,)
-    made = []
-    for cell in cells:
+    rounds, seconds = given.of((1, 0.5), (3, 8.0), (3, 50.0))
+    images = [cell for cell in IMAGES if cell.table == "table-1" or given.data_dir]
+    for cell in (*FULL, *images) if given.full else (ONE,):
         specs = _models(cell, seconds)
-        means = {name: _rounds(cell, spec, rounds, seconds, arguments.data_dir) for name, spec in specs.items()}
-        made.append(_cell(paper, cell, means, rounds, seconds))
-    made += [_summed(paper, rounds, seconds), _steps(paper, rounds, seconds)]
-    return [*made, _over_settings(paper, rounds, seconds)] if full else made
+        means = {name: _rounds(cell, spec, rounds, seconds, given.data_dir) for name, spec in specs.items()}
+        yield _cell(paper, cell, means, rounds, seconds)
+    if not given.smoke:
+        yield _summed(paper, rounds, seconds)
+        yield _steps(paper, rounds, seconds)
+    if given.full:
+        yield _over_settings(paper, rounds, seconds)
 
 
 def _models(cell: Cell, seconds: float) -> dict[str, str]:
@@ -285,4 +286,4 @@ def _task(table: str, seed: int, data_dir: str | None) -> tuple[Any, Samples, Sa
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    show("hybrid", parts, __doc__ or "", ["--data-dir"])
+    show("hybrid", parts, __doc__)

@@ -9,13 +9,13 @@ LeNet on Fashion-MNIST, in place of ResNet-110 on CIFAR-10; --data-dir trains on
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from _simulated import Run, mean, merged, run
+from _bench.cli import Given
+from _bench.simulated import Run, mean, merged, run
 from _table import Part, show
 from _workers import Stale
 from published import Paper
@@ -53,19 +53,19 @@ PER_MESSAGE = 1e-4
 PLACEMENTS = ("uniform", "round-robin", "heuristic")
 
 
-def parts(paper: Paper, full: bool, arguments: argparse.Namespace) -> Sequence[Part]:
-    """Return the tables."""
-    iterations = 41 if full else 6
+def parts(paper: Paper, given: Given) -> Iterator[Part]:
+    """Yield the tables."""
+    yield _sizes(paper)
+    yield _variations(paper)
+    yield _scaling(paper, given.of(2, 6, 21), given.of((2,), (2, 4), (1, 2, 4, 8, 16)))
+    if given.smoke:
+        return
+    iterations = given.of(2, 6, 41)
     speeds = {model: _speeds(paper, model, iterations) for model in ("resnet", "inception-v4")}
-    return [
-        _sizes(paper),
-        _variations(paper),
-        _placements(paper, full),
-        _optimizations(paper, speeds, iterations),
-        _scaling(paper, 21 if full else 6, (1, 2, 4, 8, 16) if full else (2, 4)),
-        _utilisation(paper, speeds["resnet"]),
-        *_accuracy(paper, full, arguments.data_dir, speeds["resnet"]),
-    ]
+    yield _placements(paper, given.full)
+    yield _optimizations(paper, speeds, iterations)
+    yield _utilisation(paper, speeds["resnet"])
+    yield from _accuracy(paper, given.full, given.data_dir, speeds["resnet"])
 
 
 # --- traffic --------------------------------------------------------------------------------------
@@ -364,4 +364,4 @@ def _reached(curve: dict[int, float], target: float) -> float:
 
 
 if __name__ == "__main__":
-    show("modular-server", parts, __doc__ or "", ["--data-dir"])
+    show("modular-server", parts, __doc__)

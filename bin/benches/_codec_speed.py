@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from _bench.training import seconds
 from _gradients import Recorded, tiled
 from _torch_codecs import Reference
 from torch import Tensor
@@ -58,7 +58,7 @@ class Case:
 
     def memcpy(self) -> float:
         """Return the seconds of a memcpy of the input."""
-        return _timed(lambda: np.copyto(self.copy.numpy(), self.x.numpy()))
+        return seconds(lambda: np.copyto(self.copy.numpy(), self.x.numpy()))
 
 
 class Ours:
@@ -142,7 +142,7 @@ def measured(case: Case, sides: dict[str, Ours | Theirs], rounds: int) -> tuple[
                 continue
             for work, run in side.works().items():
                 copy = case.memcpy()
-                took = _timed(run)
+                took = seconds(run)
                 if number:
                     rates[name][work].append(copy / took)
                     copies.append(copy)
@@ -194,9 +194,3 @@ def bits(recorded: Recorded, codec: Codec) -> tuple[float, float]:
             values, payload = values + encoded, payload + size
             frames, steps = frames + len(frame), steps + 1
     return 8 * payload / values, steps * recorded.tensors.nbytes / frames
-
-
-def _timed(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin

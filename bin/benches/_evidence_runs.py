@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from _cached_runs import Job
+from _bench.cached_runs import Job
+from _bench.processes import command_of
 from _evidence_systems import SYSTEMS, System
 from _evidence_task import Assignment, curve
 from emulated import EmulatedNetwork
 from emulated.runs import train
 
-HERE = Path(__file__).parent
+SCRIPT = Path(__file__).with_name("_evidence_programs.py")
 LONGEST = 4 * 3600.0
 """Maximum seconds of a run: DDP with 800 steps of 1.4 MB over 10 Mbit/s takes about half an hour."""
 
@@ -47,8 +47,7 @@ def run(one: Job) -> list[dict[str, Any]]:
         made.write()
         if system.is_gossipx:
             own = system.arguments(one["task"], one["period"], one["peers"])
-            script = (HERE / system.program, folder)
-            train(net, folder, "run", "--seed", str(one["seed"]), *own, *script, longest=LONGEST)
+            train(net, folder, "run", "--seed", str(one["seed"]), *own, SCRIPT, folder, longest=LONGEST)
         else:
             _train(net, folder, system)
         return curve(made)
@@ -63,19 +62,18 @@ def _train(net: EmulatedNetwork, folder: Path, system: System) -> None:
     started = []
     for rank, host in enumerate(net.hosts):
         output = folder / f"output-{rank}.txt"
-        command = [sys.executable, HERE / system.program, folder, str(rank)]
+        command = command_of(system.program, str(folder), rank)
         # Without it, gloo would listen on the address of the host's name, which is not in the namespace.
         inside = ["env", "GLOO_SOCKET_IFNAME=eth0", "OMP_NUM_THREADS=1", *command]
         with output.open("w") as written:
             started.append((host.popen(inside, stdout=written, stderr=subprocess.STDOUT), output))
-    until = time.monotonic() + LONGEST
-    while any(process.poll() is None for process, _ in started):
+    until, running = time.monotonic() + LONGEST, True
+    while running:
+        running = any(process.poll() is None for process, _ in started)
         for process, output in started:
             if process.poll():
-                raise RuntimeError(f"{system.program} ended with {process.returncode}:\n{output.read_text()}")
+                ended = f"{system.program.__name__} ended with {process.returncode}"
+                raise RuntimeError(f"{ended}:\n{output.read_text()}")
         if time.monotonic() > until:
-            raise RuntimeError(f"{system.program} has not ended within {LONGEST:g} s")
+            raise RuntimeError(f"{system.program.__name__} has not ended within {LONGEST:g} s")
         time.sleep(0.1)
-    for process, output in started:
-        if process.returncode:
-            raise RuntimeError(f"{system.program} ended with {process.returncode}:\n{output.read_text()}")

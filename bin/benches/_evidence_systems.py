@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import _evidence_programs as programs
 from _evidence_task import WORKLOADS
 
 from gossipx.tasks.presets import PRESETS
 
-GOSSIPX = "_evidence_gossipx.py"
 PERIODS = (10, 20, 50, 100, 200)
 """Steps between two exchanges, of which each system gets its best."""
 SHORT_PERIOD = 50
@@ -23,7 +24,7 @@ class System:
     """A system.
 
     Attributes:
-        program: file of the program of one peer; of gossipx the script that ``gossipx run`` starts.
+        program: runs one peer; of gossipx in the script that ``gossipx run`` starts.
         options: of gossipx, options of ``gossipx run``, with ``{period}``; ``{adaptive}``, the paper's rule with the
             threshold of the model's preset; and ``{everyone}``, all ranks. Of others, what the program reads.
         periodic: whether it has a period.
@@ -31,7 +32,7 @@ class System:
         is_synchronous: whether all peers wait for each other in each step, so that its losses are those of any link.
     """
 
-    program: str
+    program: Callable[..., None]
     options: tuple[str, ...] | dict[str, Any]
     periodic: bool = False
     package: str | None = None
@@ -40,7 +41,7 @@ class System:
     @property
     def is_gossipx(self) -> bool:
         """Whether it is gossipx itself."""
-        return self.program == GOSSIPX
+        return self.program is programs.gossipx
 
     def arguments(self, workload: str, period: int | None, peers: int) -> list[str]:
         """Return the options of ``gossipx run``."""
@@ -50,11 +51,11 @@ class System:
 
 
 def _run(*options: str, periodic: bool = False, is_synchronous: bool = False) -> System:
-    return System(GOSSIPX, options, periodic, is_synchronous=is_synchronous)
+    return System(programs.gossipx, options, periodic, is_synchronous=is_synchronous)
 
 
 def _ddp(**options: Any) -> System:
-    return System("_evidence_ddp.py", options, is_synchronous=True)
+    return System(programs.ddp, options, is_synchronous=True)
 
 
 WAVES = ("--exchange", "waves", "--policy", "tau:{period}")
@@ -71,10 +72,10 @@ SYSTEMS = {
     "ddp-fp16": _ddp(kind="fp16"),
     "ddp-powersgd": _ddp(kind="powersgd", rank=1),
     "ddp-powersgd-4": _ddp(kind="powersgd", rank=4),
-    "local-sgd": System("_evidence_ddp.py", {"kind": "local", "averaged": 0.0}, periodic=True),
-    "post-local-sgd": System("_evidence_ddp.py", {"kind": "local", "averaged": 0.05}, periodic=True),
-    "diloco": System("_evidence_torchft.py", {}, periodic=True, package="torchft"),
-    "hivemind": System("_evidence_hivemind.py", {}, periodic=True, package="hivemind"),
+    "local-sgd": System(programs.ddp, {"kind": "local", "averaged": 0.0}, periodic=True),
+    "post-local-sgd": System(programs.ddp, {"kind": "local", "averaged": 0.05}, periodic=True),
+    "diloco": System(programs.torchft, {}, periodic=True, package="torchft"),
+    "hivemind": System(programs.hivemind, {}, periodic=True, package="hivemind"),
     "never": _run("--policy", "never"),
     "tau:10": _run("--policy", "tau:10"),
     "paper": _run("--policy", "{adaptive}", "--outer", "none", "--finish", "none", "--blocking"),

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from _bench.tables import Table, interval
 from _evidence_systems import DDP, SYSTEMS, shown
 from _evidence_task import WORKLOADS
-from _report import figure
-from _sums import interval
 
 from gossipx.tasks.models import MODELS
 
@@ -71,46 +69,41 @@ class Comparison:
             + (f"\nwithout results: {', '.join(map(shown, self._left_out))}" if self._left_out else "")
         )
 
-    def headings(self) -> list[str]:
-        """Return the headings of :meth:`rows`."""
-        near = f"DDP's loss + {NEAR:g}"
-        return [
-            "system",
-            "period",
-            self.workload.figure,
-            "own models",
-            "MB per peer",
-            "of DDP's",
-            "s",
-            f"s to {near}",
-            f"MB to {near}",
-            "ahead of gossipx",
-        ]
-
-    def rows(self) -> list[list[str]]:
-        """Return a row per system."""
+    def table(self) -> Table:
+        """Return a row per system, and the figures, with the goals that apply."""
+        figure, near = self.workload.figure, f"DDP's loss + {NEAR:g}"
+        headings = ("system", "period", figure, "own models", "MB per peer", "of DDP's", "s")
+        table = Table(self.title(), (*headings, f"s to {near}", f"MB to {near}", "ahead of gossipx"))
         ahead = {axis: self.ahead(axis) for axis in ("bytes", "seconds")}
-        rows = []
         for name, runs in self.runs.items():
-            last = [points[-1][self.workload.figure] for points in runs]
+            last = [points[-1][figure] for points in runs]
             half = f" ± {interval(last):.3f}" if len(last) > 1 else ""
-            reached = self._reached[name]
-            whole = self._share(name)
-            rows.append(
-                [
-                    shown(name),
-                    str(self._periods.get(name, "")),
-                    f"{statistics.fmean(last):.3f}{half}",
-                    f"{self.mean(name, 'own'):.3f}" if all("own" in points[-1] for points in runs) else "",
-                    f"{self.mean(name, 'bytes') / 1e6:.2f}",
-                    "" if whole is None else f"1/{1 / whole:.0f}" if whole < 0.5 else f"{whole:.2f}",
-                    f"{self.mean(name, 'seconds'):.1f}",
-                    "–" if reached is None else f"{reached['seconds']:.1f}",
-                    "–" if reached is None else f"{reached['bytes'] / 1e6:.2f}",
-                    ", ".join(axis for axis, names in ahead.items() if name in names),
-                ]
+            whole, reached = self._share(name), self._reached[name]
+            table.row(
+                shown(name),
+                self._periods.get(name, ""),
+                f"{statistics.fmean(last):.3f}{half}",
+                f"{self.mean(name, 'own'):.3f}" if all("own" in points[-1] for points in runs) else "",
+                f"{self.mean(name, 'bytes') / 1e6:.2f}",
+                "" if whole is None else f"1/{1 / whole:.0f}" if whole < 0.5 else f"{whole:.2f}",
+                f"{self.mean(name, 'seconds'):.1f}",
+                "–" if reached is None else f"{reached['seconds']:.1f}",
+                "–" if reached is None else f"{reached['bytes'] / 1e6:.2f}",
+                ", ".join(axis for axis, names in ahead.items() if name in names),
             )
-        return rows
+        where = f"{self.task}, {self.rate}"
+        for name in self.runs:
+            for key, unit in ((figure, ""), ("bytes", "bytes"), ("seconds", "s")):
+                reference = self.mean(DDP, key) if DDP in self.runs else None
+                table.figure(f"{where}, {shown(name)}: {key}", self.mean(name, key), unit, reference=reference)
+        if self._own():
+            rivals = [name for name in self._left_out if not SYSTEMS[name].is_gossipx]
+            unknown = f", without a result of {', '.join(rivals)}" if rivals else ""
+            for axis, names in ahead.items():
+                name, met = f"{where}: ahead of gossipx in error and {axis}{unknown}", not names and not rivals
+                table.figure(name, len(names), "systems", most=0, met=met)
+            self._tell_goals(table, where)
+        return table
 
     def mean(self, name: str, key: str) -> float:
         """Return the mean over seeds of a value at the end."""
@@ -165,40 +158,20 @@ class Comparison:
             return None
         return {key: statistics.fmean(one[key] for one in found) for key in ("seconds", "bytes")}
 
-    def figures(self) -> list[dict[str, Any]]:
-        """Return the figures, with the goals that apply."""
-        where, figures = f"{self.task}, {self.rate}", []
-        for name in self.runs:
-            for key, unit in ((self.workload.figure, ""), ("bytes", "bytes"), ("seconds", "s")):
-                reference = self.mean(DDP, key) if DDP in self.runs else None
-                figures.append(
-                    figure(f"{where}, {shown(name)}: {key}", self.mean(name, key), unit, reference=reference)
-                )
-        if not self._own():
-            return figures
-        rivals = [name for name in self._left_out if not SYSTEMS[name].is_gossipx]
-        unknown = f", without a result of {', '.join(rivals)}" if rivals else ""
-        for axis in ("bytes", "seconds"):
-            count = len(self.ahead(axis))
-            name = f"{where}: ahead of gossipx in error and {axis}{unknown}"
-            figures.append(figure(name, count, "systems", goal=0, met=count == 0 and not rivals))
-        return figures + self._goals(where)
-
-    def _goals(self, where: str) -> list[dict[str, Any]]:
+    def _tell_goals(self, table: Table, where: str) -> None:
         if DDP not in self.runs:
-            return []
-        figures = []
+            return
         if self.workload.figure == "loss":
             for more, times in LOSS_GOALS.items():
                 name = f"{where}: fewer bytes than DDP, at most {more:g} above its loss"
-                figures.append(_at_least(name, self._fewest(self.error(DDP) + more), times))
+                table.figure(name, self._fewest(self.error(DDP) + more), "times", least=times)
         elif BASE in self.runs:
             for less, times in ACCURACY_GOALS.items():
                 name = f"{where}: fewer bytes than DDP, at most {less:g} below the accuracy of {BASE}"
-                figures.append(_at_least(name, self._fewest(self.error(BASE) + less), times))
+                table.figure(name, self._fewest(self.error(BASE) + less), "times", least=times)
         if self.rate == SOONER[0] and self.workload.figure == "loss":
-            figures.append(_at_least(f"{where}: sooner than DDP at its loss + {NEAR:g}", self._soonest(), SOONER[1]))
-        return figures
+            name = f"{where}: sooner than DDP at its loss + {NEAR:g}"
+            table.figure(name, self._soonest(), "times", least=SOONER[1])
 
     def _fewest(self, error: float) -> float:
         """Return DDP's bytes divided by the fewest of gossipx with at most this error; 0: it is never that low."""
@@ -215,10 +188,6 @@ class Comparison:
 
     def _own(self) -> list[str]:
         return [name for name in self.runs if SYSTEMS[name].is_gossipx]
-
-
-def _at_least(name: str, value: float, goal: float) -> dict[str, Any]:
-    return figure(name, value, "times", goal=goal, met=value >= goal)
 
 
 def mean(points: Sequence[Point]) -> dict[str, float]:

@@ -46,8 +46,8 @@ class Recorded:
     steps: Tensor
 
 
-def record(model: str) -> Recorded:
-    """Train a built-in model by its preset on the embedded data, and record its gradients."""
+def record(model: str, kept: int = KEPT) -> Recorded:
+    """Train a built-in model by its preset on the embedded data, and record its gradients of ``kept`` steps."""
     task, preset = TASKS[TASK], PRESETS[model]
     torch.manual_seed(0)
     module = build_model(model, classes=task.classes, channels=task.channels, pixels=task.pixels)
@@ -56,7 +56,7 @@ def record(model: str) -> Recorded:
     )
     batches = Batches(load(TASK)[0], preset.batch_size, 0)
     steps = []
-    for step in range(BEFORE + KEPT):
+    for step in range(BEFORE + kept):
         images, labels = next(batches)
         optimizer.zero_grad()
         nn.functional.cross_entropy(module(images), labels).backward()

@@ -6,15 +6,15 @@ evaluation takes no time from training.
 
 from __future__ import annotations
 
+import bisect
 import random
 import statistics
 import time
-from typing import Any
+from collections.abc import Sequence
 
 import torch
+from _bench.tables import Table, interval
 from _process_pool import SERVERS, WORKERS, Done, Job, ProcessPool, join
-from _report import figure
-from _sums import held_at, interval
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -41,8 +41,8 @@ METRICS = {"accuracy": "test accuracy", "loss": "test loss", "train": "train los
 Curves = dict[str, list[float]]
 
 
-def measure(pool: ProcessPool, rounds: int, seconds: float, tasks: tuple[str, ...] = TASKS) -> Any:
-    """Return title, headings, rows and figures.
+def measure(pool: ProcessPool, rounds: int, seconds: float, tasks: tuple[str, ...] = TASKS) -> Table:
+    """Return the table.
 
     Args:
         pool: processes on loopback.
@@ -50,7 +50,12 @@ def measure(pool: ProcessPool, rounds: int, seconds: float, tasks: tuple[str, ..
         seconds: duration of a round.
         tasks: the tasks to train.
     """
-    rows, figures = [], []
+    title = (
+        f"{WORKERS} workers, {SERVERS} servers, {rounds} rounds of {seconds:g} s, learning rate {RATE}, batches of"
+        f" {BATCH}, delays |N(0, {SPREAD})| s on half of the workers; means over a round, hybrid's less the other's,"
+        " with the 95 % interval over rounds"
+    )
+    table = Table(title, ("task", "sync", "gradients", "less", *METRICS.values()))
     for task in tasks:
         curves: dict[str, list[Curves]] = {}
         gradients: dict[str, list[int]] = {}
@@ -60,26 +65,17 @@ def measure(pool: ProcessPool, rounds: int, seconds: float, tasks: tuple[str, ..
                 settings = {"servers": "0,1", "servers_only": True, "sync": model, "seed": number, "finish": "none"}
                 if model == "asp":
                     settings["apply"] = "each"  # the paper's asynchronous baseline
-                done = pool.run("_hybrid:train", task=task, seed=number, seconds=seconds, settings=settings)
+                done = pool.run(train, task=task, seed=number, seconds=seconds, settings=settings)
                 curves.setdefault(model, []).append(next(one["curves"] for one in done if one.get("curves")))
                 gradients.setdefault(model, []).append(sum(one.get("iterations", 0) for one in done))
-        more = _told(task, curves, gradients)
-        rows += more[0]
-        figures += more[1]
-    title = (
-        f"{WORKERS} workers, {SERVERS} servers, {rounds} rounds of {seconds:g} s, learning rate {RATE}, batches of"
-        f" {BATCH}, delays |N(0, {SPREAD})| s on half of the workers; means over a round, hybrid's less the other's,"
-        " with the 95 % interval over rounds"
-    )
-    return title, ("task", "sync", "gradients", "less", *METRICS.values()), rows, figures
+        _tell(table, task, curves, gradients)
+    return table
 
 
-def _told(task: str, curves: dict[str, list[Curves]], gradients: dict[str, list[int]]) -> tuple[list[Any], list[Any]]:
-    rows, figures = [], []
+def _tell(table: Table, task: str, curves: dict[str, list[Curves]], gradients: dict[str, list[int]]) -> None:
     for name, rounds in curves.items():
         count = f"{statistics.fmean(gradients[name]):.0f}"
-        means = [f"{statistics.fmean(_means(rounds, metric)):.3f}" for metric in METRICS]
-        rows.append((task, name, count, "", *means))
+        table.row(task, name, count, "", *(f"{statistics.fmean(_means(rounds, metric)):.3f}" for metric in METRICS))
     for hybrid in HYBRIDS:
         for other in OTHERS:
             shown = []
@@ -89,10 +85,8 @@ def _told(task: str, curves: dict[str, list[Curves]], gradients: dict[str, list[
                 mean, half = statistics.fmean(differences), interval(differences)
                 shown.append(f"{mean:+.3f} ± {half:.3f}")
                 better = mean > 0 if metric == "accuracy" else mean < 0
-                one = figure(f"{task}: {hybrid} less {other}, {called}", mean, "", goal=0.0)
-                figures.append({**one, "met": better})
-            rows.append((task, hybrid, "", other, *shown))
-    return rows, figures
+                table.figure(f"{task}: {hybrid} less {other}, {called}", mean, "", least=0.0, met=better)
+            table.row(task, hybrid, "", other, *shown)
 
 
 def _means(rounds: list[Curves], metric: str) -> list[float]:
@@ -160,6 +154,16 @@ def _judged(
         curves["loss"].append(float(functional.cross_entropy(scores, test[1][:JUDGED])))
         curves["train"].append(float(functional.cross_entropy(model(data[0][:JUDGED]), data[1][:JUDGED])))
     return curves
+
+
+def held_at(times: Sequence[float], moments: Sequence[float]) -> list[int]:
+    """Return, for each moment, the index of the last time not after it, or 0 before all times.
+
+    Args:
+        times: ascending, at least one.
+        moments: ascending.
+    """
+    return [max(0, bisect.bisect_right(times, moment) - 1) for moment in moments]
 
 
 def _task(name: str, seed: int) -> tuple[nn.Module, Samples, Samples]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _cached_runs import CachedRuns, Job
+from _bench.cached_runs import CachedRuns, Job
 from _cluster import WORKERS
 from emulated import EmulatedNetwork
 from emulated.runs import train

@@ -9,7 +9,7 @@ from typing import Any
 
 import _links
 import matplotlib as mpl
-from _cached_runs import CachedRuns
+from _bench.cached_runs import CachedRuns
 from _evidence_systems import PERIODS, SYSTEMS, shown
 
 mpl.use("Agg")

@@ -14,15 +14,14 @@ import select
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from _ports import HERE, reserved
-from _remote import end_with_parent
+from _bench.peers import HERE, reserved
+from _bench.processes import Spawned
 from emulated import Host
 from torch import nn
 
@@ -47,7 +46,6 @@ class ProcessPool:
 
     def __init__(self, size: int = SERVERS + WORKERS, hosts: Sequence[Host] | None = None):
         self._hosts = hosts
-        self._size = size
         self._jobs = 0
         self._undo = contextlib.ExitStack()
         self._ports = self._undo.enter_context(contextlib.ExitStack())
@@ -55,39 +53,31 @@ class ProcessPool:
         self._secret = self._folder / "secret"
         self._secret.touch(mode=0o600)
         self._secret.write_text(os.urandom(32).hex())
-        self._processes = [self._start(rank) for rank in range(size)]
+        inside = [subprocess.Popen] * size if hosts is None else [host.popen for host in hosts]
+        self._processes = [Spawned(run_jobs, inside=each) for each in inside]
 
-    def _start(self, rank: int) -> subprocess.Popen[str]:
-        command = [sys.executable, __file__]
-        piped: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        if self._hosts is None:
-            return subprocess.Popen(command, **piped)
-        inside: subprocess.Popen[str] = self._hosts[rank].popen(command, **piped)
-        return inside
-
-    def run(self, work: str, ranks: Sequence[int] | None = None, **job: Any) -> list[Done]:
+    def run(self, work: Callable[[Job], Done], ranks: Sequence[int] | None = None, **job: Any) -> list[Done]:
         """Run a job in the processes at the same time, and return their results.
 
         Args:
-            work: ``module:function``, which receives the job and returns plain data.
+            work: a module-level function that receives the job and returns plain data.
             ranks: the processes, in the order of the run's peers; None: all.
             job: the job's parameters, in addition to ``rank``, ``hosts`` (the hosts file), ``ports`` and ``settings``.
 
         Raises:
             SystemExit: a process failed and reported the error on standard error.
         """
-        taking = [self._processes[rank] for rank in (range(self._size) if ranks is None else ranks)]
-        places = self._places(ranks or range(self._size))
+        ranks = range(len(self._processes)) if ranks is None else ranks
+        taking, places = [self._processes[rank] for rank in ranks], self._places(ranks)
         file = self._folder / f"hosts-{self._jobs}.txt"
         file.write_text("".join(f"{host}:{port}\n" for host, port in places))
+        named = f"{work.__module__}:{work.__name__}"
         for rank, process in enumerate(taking):
             own: dict[str, Any] = {"logdir": str(self._folder / "runs"), "save_model": False, **job.get("settings", {})}
             if self._hosts is not None:
                 own |= {"bind": places[rank][0], "secret_file": str(self._secret)}
-            told = {**job, "work": work, "rank": rank, "hosts": str(file), "places": places, "settings": own}
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(told) + "\n")
-            process.stdin.flush()
+            told = {**job, "work": named, "rank": rank, "hosts": str(file), "places": places, "settings": own}
+            process.tell(json.dumps(told))
         return self._answers(taking)
 
     def _places(self, ranks: Sequence[int]) -> list[tuple[str, int]]:
@@ -99,19 +89,19 @@ class ProcessPool:
         first = self._ports.enter_context(reserved(len(ranks)))
         return [(HERE, first + number) for number in range(len(ranks))]
 
-    def _answers(self, taking: Sequence[subprocess.Popen[str]]) -> list[Done]:
+    def _answers(self, taking: Sequence[Spawned]) -> list[Done]:
         """Collect the results as they arrive, so that one failure ends the job although others still wait for it."""
         done: dict[int, Done] = {}
         while len(done) < len(taking):
-            waiting = {process.stdout: number for number, process in enumerate(taking) if number not in done}
+            waiting = {one.process.stdout: number for number, one in enumerate(taking) if number not in done}
             there, _, _ = select.select(list(waiting), [], [], LONGEST)
             if not there:
                 raise SystemExit("bin/bench server: its processes did not finish in time")
-            for pipe in there:
-                line = pipe.readline()
+            for number in (waiting[pipe] for pipe in there):
+                line = taking[number].line()
                 if not line:
                     raise SystemExit("bin/bench server: one of its processes has failed")
-                done[waiting[pipe]] = json.loads(line)
+                done[number] = json.loads(line)
         return [done[number] for number in range(len(taking))]
 
     def __enter__(self) -> ProcessPool:
@@ -121,14 +111,7 @@ class ProcessPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for process in self._processes:
-            assert process.stdin is not None and process.stdout is not None
-            if error is not None:
-                process.kill()
-            process.stdin.close()  # the process exits
-        for process in self._processes:
-            process.wait(LONGEST)
-            assert process.stdout is not None
-            process.stdout.close()
+            process.close(kill=error is not None)
         self._undo.close()
 
 
@@ -149,10 +132,8 @@ def delayed_pulls(peer: Peer) -> int:
     return sum(int((report or {}).get("delayed_pulls", 0)) for report in reports)
 
 
-def main() -> None:
+def run_jobs() -> None:
     """Run jobs from standard input, one per line, until it ends."""
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # all other output goes to standard error
     for line in sys.stdin:
@@ -162,7 +143,3 @@ def main() -> None:
         answers.write(json.dumps(done) + "\n")
         answers.flush()
         gc.collect()  # a finished peer is in reference cycles, which keep its tables alive
-
-
-if __name__ == "__main__":
-    main()

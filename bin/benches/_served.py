@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 import random
 import statistics
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Hashable
 
 import torch
-from _remote import HERE, SECONDS, manager
-from _report import figure
-from torch import nn
+from _bench.cli import Given
+from _bench.processes import SECONDS, Spawned
+from _bench.tables import Table
+from _bench.training import Training
+from _ways import HERE, manager
+from torch import Tensor, nn
 
 from gossipx.comm import CommManager
 from gossipx.memory import Memory
@@ -37,25 +38,15 @@ RATES = {"none": 0.0, "10 a second": 10.0, "back to back": float("inf")}
 GOALS = {"10 a second": 0.01, "back to back": 0.05}
 SEGMENT = 1.5
 """Seconds of training at one rate of pulls before the next rate."""
+HEADINGS = ("model", "way", "pulled", "pulls per second", "ms per step", "longer", "goal")
 
 
-def _cnn() -> tuple[nn.Module, torch.Tensor]:
-    return build_model("lenet", classes=10, channels=1, pixels=28), torch.randn(32, 1, 28, 28)
-
-
-def _mlp() -> tuple[nn.Module, torch.Tensor]:
-    return nn.Sequential(nn.Linear(784, 96), nn.ReLU(), nn.Linear(96, 10)), torch.randn(32, 784)
-
-
-class Training:
+class Served:
     """A model in training that answers pulls, like a peer's role and driver."""
 
-    def __init__(self, made: tuple[nn.Module, torch.Tensor]):
-        self._module, self._batch = made
-        self._targets = torch.randint(0, 10, (len(self._batch),))
-        self._optimizer = torch.optim.SGD(self._module.parameters(), lr=1e-4)
-        self._loss = nn.CrossEntropyLoss()
-        self.arena = ParameterArena(self._module)
+    def __init__(self, module: nn.Module, inputs: Tensor):
+        self.training = Training(module, inputs)
+        self.arena = ParameterArena(module)
         self.comm: CommManager | None = None
         settings = HasServing()
         members = Membership(0, 2, RandomNeighbour(topology_from("full", 2)), SECONDS, random.Random(0))
@@ -85,25 +76,19 @@ class Training:
                     done = functools.partial(self._answered, key)
                     self.comm.answer(key, reply, payload=held, deadline=deadline, done=done, begins=effect.begins)
 
-    def step(self) -> None:
-        """Run one step and its boundary."""
-        self._optimizer.zero_grad()
-        self._loss(self._module(self._batch), self._targets).backward()
-        self._optimizer.step()
-        self.arena.step_done()
-
-    def mean_step(self) -> float:
-        """Return the mean seconds per step of one segment."""
+    def mean_step(self, lasting: float) -> float:
+        """Return the mean seconds per step, with its boundary, of one segment."""
         steps, began = 0, time.perf_counter()
-        while time.perf_counter() - began < SEGMENT:
-            self.step()
+        while time.perf_counter() - began < lasting:
+            self.training.step()
+            self.arena.step_done()
             steps += 1
         return (time.perf_counter() - began) / steps
 
 
-def pull(nbytes: int, port: int, share: str) -> None:
+def pull(nbytes: int, port: int, way: str) -> None:
     """Pull at the rate in the last line of input, in another process; at each line print the pulls since the last."""
-    comm = manager(1, [Address(HERE, port), Address(HERE, 1)], lambda *given: None, "shm" if share else "tcp")
+    comm = manager(1, [Address(HERE, port), Address(HERE, 1)], lambda *given: None, way)
     buffer = Bytes(Memory(nbytes).view)
     rate, count = [0.0], [0]
     changed, over = threading.Event(), threading.Event()
@@ -134,67 +119,37 @@ def pull(nbytes: int, port: int, share: str) -> None:
     comm.close()
 
 
-def disturbance(name: str, make: Callable[[], Any], share: bool, rounds: int) -> tuple[list[Any], list[Any]]:
-    """Return rows and figures of one model; each round runs all rates, and ratios are to no pulls in the same round."""
-    training = Training(make())
-    comm = training.comm = manager(0, [Address(HERE, 1)] * 2, training.answer, "shm" if share else "tcp")
-    nbytes = training.arena.nbytes()
-    command = [sys.executable, __file__, str(nbytes), str(comm.address.port), "share" if share else ""]
-    puller = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert puller.stdin is not None
-    assert puller.stdout is not None
+def served(given: Given) -> Table:
+    """Return the table of steps; each round runs all rates, and ratios are to no pulls in the same round."""
+    lenet = build_model("lenet", classes=10, channels=1, pixels=28), torch.randn(32, 1, 28, 28)
+    mlp = nn.Sequential(nn.Linear(784, 96), nn.ReLU(), nn.Linear(96, 10)), torch.randn(32, 784)
+    table = Table("A training step while another process pulls the model, medians of rounds in turn", HEADINGS)
+    for name, (module, inputs) in {"lenet, batch 32": lenet, "MLP 784-96-10, batch 32": mlp}.items():
+        for way, kind in {"TCP": "tcp", "shared memory": "shm"}.items():
+            if not given.smoke or (module is mlp[0] and kind == "tcp"):
+                _measure(table, name, way, kind, Served(module, inputs), given)
+    return table
 
-    def turn_to(rate: float) -> int:
-        assert puller.stdin is not None
-        assert puller.stdout is not None
-        print(rate, file=puller.stdin, flush=True)
-        return int(puller.stdout.readline())
 
-    seconds: dict[str, list[float]] = {kind: [] for kind in RATES}
-    pulls: dict[str, list[float]] = {kind: [] for kind in RATES}
-    for number in range(rounds + 1):
-        for kind, rate in RATES.items():
-            turn_to(rate)
-            took = training.mean_step()
-            came = turn_to(0.0)
-            if number:  # the first round is warm-up
-                seconds[kind].append(took)
-                pulls[kind].append(came / SEGMENT)
-    puller.stdin.close()
-    puller.wait(SECONDS)
+def _measure(table: Table, name: str, way: str, kind: str, serving: Served, given: Given) -> None:
+    comm = serving.comm = manager(0, [Address(HERE, 1)] * 2, serving.answer, kind)
+    lasting = given.of(0.05, SEGMENT, SEGMENT)
+    seconds: dict[str, list[float]] = {rate: [] for rate in RATES}
+    pulls: dict[str, list[float]] = {rate: [] for rate in RATES}
+    with Spawned(pull, serving.arena.nbytes(), comm.address.port, kind) as puller:
+        for number in range(given.of(1, 7, 15) + 1):
+            for called, rate in RATES.items():
+                puller.ask(rate)
+                took = serving.mean_step(lasting)
+                came = int(puller.ask(0.0))
+                if number:  # the first round is warm-up
+                    seconds[called].append(took)
+                    pulls[called].append(came / lasting)
     comm.close()
-    way = "shared memory" if share else "TCP"
-    rows, figures = [], []
-    for kind in RATES:
-        ratios = [one / none - 1 for one, none in zip(seconds[kind], seconds["none"], strict=True)]
-        more = statistics.median(ratios)
-        goal = GOALS.get(kind)
-        shown = [
-            name,
-            way,
-            kind,
-            f"{statistics.median(pulls[kind]):.0f}",
-            f"{statistics.median(seconds[kind]) * 1e3:.3f}",
-        ]
-        rows.append((*shown, f"{more:+.1%}", "" if goal is None else f"{goal:.0%}"))
+    for called in RATES:
+        ratios = [one / none - 1 for one, none in zip(seconds[called], seconds["none"], strict=True)]
+        more, goal = statistics.median(ratios), GOALS.get(called)
+        came, step = statistics.median(pulls[called]), statistics.median(seconds[called]) * 1e3
+        table.row(name, way, called, f"{came:.0f}", f"{step:.3f}", f"{more:+.1%}", f"{goal:.0%}" if goal else "")
         if goal is not None:
-            what = f"{name} over {way}, pulled {kind}: longer steps"
-            figures.append(figure(what, more, "of undisturbed", goal=goal, met=more < goal))
-    return rows, figures
-
-
-def served(full: bool) -> tuple[str, tuple[str, ...], list[Any], list[Any]]:
-    """Return title, headings, rows and figures."""
-    torch.set_num_threads(1)
-    rows, figures = [], []
-    for name, make in (("lenet, batch 32", _cnn), ("MLP 784-96-10, batch 32", _mlp)):
-        for share in (False, True):
-            more = disturbance(name, make, share, 15 if full else 7)
-            rows += more[0]
-            figures += more[1]
-    headings = ("model", "way", "pulled", "pulls per second", "ms per step", "longer", "goal")
-    return "A training step while another process pulls the model, medians of rounds in turn", headings, rows, figures
-
-
-if __name__ == "__main__":
-    pull(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+            table.figure(f"{name} over {way}, pulled {called}: longer steps", more, "of undisturbed", most=goal)

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Any
 
 import torch
+from _bench.tables import Table
 from _process_pool import SERVERS, WORKERS, Done, Job, ProcessPool, delayed_pulls, join
-from _report import figure
-from _sums import equal_staleness
 from torch import nn
 from torch.nn import functional
 
@@ -31,6 +29,16 @@ TURN = 10
 STRAGGLERS = {"the same": 0, "each in its turn": TURN}
 
 
+def equal_staleness(staleness: int, inverse: int) -> int:
+    """Return s' = s + 1/c − 1: SSP with s' has the regret bound of PSSP with s and c (FluentPS, section III-E.1).
+
+    Args:
+        staleness: s.
+        inverse: 1/c.
+    """
+    return staleness + inverse - 1
+
+
 def kinds(groups: tuple[int, ...]) -> dict[str, str]:
     """Return sync models by row: ASP, SSP, dynamic PSSP, each PSSP, and the SSP with the same regret bound."""
     made = {
@@ -45,8 +53,8 @@ def kinds(groups: tuple[int, ...]) -> dict[str, str]:
     return made
 
 
-def measure(pool: ProcessPool, rounds: int, iterations: int, groups: tuple[int, ...] = GROUPS) -> Any:
-    """Return title, headings, rows and figures.
+def measure(pool: ProcessPool, rounds: int, iterations: int, groups: tuple[int, ...] = GROUPS) -> Table:
+    """Return the table.
 
     Args:
         pool: processes on loopback.
@@ -54,33 +62,30 @@ def measure(pool: ProcessPool, rounds: int, iterations: int, groups: tuple[int, 
         iterations: length of each run.
         groups: 1/c of the PSSP models.
     """
-    rows: list[tuple[str, ...]] = []
-    figures: list[Any] = []
-    for straggler, turn in STRAGGLERS.items():
-        medians = _medians(pool, rounds, iterations, groups, turn)
-        for name in kinds(groups):
-            soft = medians[name, "soft"]
-            lazy = medians.get((name, "lazy"), soft)
-            rows.append(
-                (straggler, name, *(f"{one[key]:{form}}" for key, form in _FORMS.items() for one in (soft, lazy)))
-            )
-            for pulls, one in (("soft", soft), ("lazy", lazy)):
-                called = f"{straggler}: {name}, {pulls}"
-                reference = medians[f"SSP s={STALENESS}", "soft"]
-                for key, (what, unit) in _TOLD.items():
-                    figures.append(figure(f"{called}: {what}", one[key], unit, reference=reference[key]))
-        figures += _directions(straggler, medians, groups)
-    headings = (
-        "slow",
-        "sync model",
-        *(f"{name}, {pulls}" for name in ("DPRs", "s, fast", "s, last") for pulls in PULLS),
-    )
     title = (
         f"Per 100 iterations: DPRs of {WORKERS} workers at {SERVERS} shards (at most {100 * WORKERS * SERVERS}), and"
         f" seconds of the first {WORKERS - 1} workers and of the last; steps of {STEP * 1e3:.0f} ms asleep, one worker"
         f" {SLOWED} times as long, the last or each for {TURN} iterations; {iterations} iterations, rounds: {rounds}"
     )
-    return title, headings, rows, figures
+    columns = (f"{name}, {pulls}" for name in ("DPRs", "s, fast", "s, last") for pulls in PULLS)
+    table = Table(title, ("slow", "sync model", *columns))
+    for straggler, turn in STRAGGLERS.items():
+        medians = _medians(pool, rounds, iterations, groups, turn)
+        reference = medians[f"SSP s={STALENESS}", "soft"]
+        for name in kinds(groups):
+            soft = medians[name, "soft"]
+            lazy = medians.get((name, "lazy"), soft)
+            shown = (f"{one[key]:{form}}" for key, form in _FORMS.items() for one in (soft, lazy))
+            table.row(straggler, name, *shown)
+            for pulls, one in (("soft", soft), ("lazy", lazy)):
+                called = f"{straggler}: {name}, {pulls}"
+                table.figure(f"{called}: DPRs per 100 iterations", one["dprs"], "", reference=reference["dprs"])
+                table.figure(f"{called}: 100 iterations", one["fast"], "s", reference=reference["fast"])
+        _tell_directions(table, straggler, medians, groups)
+    return table
+
+
+_FORMS = {"dprs": ".0f", "fast": ".2f", "slow": ".2f"}
 
 
 def _medians(
@@ -92,13 +97,9 @@ def _medians(
         for name, model in kinds(groups).items():
             for pulls in PULLS if model != "asp" else PULLS[:1]:
                 settings = {"servers": "0,1", "servers_only": True, "sync": model, "pulls": pulls, "seed": number}
-                done = pool.run("_staleness:train", iterations=iterations, turn=turn, settings=settings)
+                done = pool.run(train, iterations=iterations, turn=turn, settings=settings)
                 found.setdefault((name, pulls), []).append(_summed_up(done, iterations))
     return {kind: {key: statistics.median(one[key] for one in runs) for key in runs[0]} for kind, runs in found.items()}
-
-
-_FORMS = {"dprs": ".0f", "fast": ".2f", "slow": ".2f"}
-_TOLD = {"dprs": ("DPRs per 100 iterations", ""), "fast": ("100 iterations", "s")}
 
 
 def _summed_up(done: list[Done], iterations: int) -> dict[str, float]:
@@ -111,20 +112,23 @@ def _summed_up(done: list[Done], iterations: int) -> dict[str, float]:
     }
 
 
-def _directions(straggler: str, medians: dict[tuple[str, str], dict[str, float]], groups: tuple[int, ...]) -> list[Any]:
-    """Return figures for the paper's findings: lazy pulls and PSSP save DPRs."""
+def _tell_directions(
+    table: Table, straggler: str, medians: dict[tuple[str, str], dict[str, float]], groups: tuple[int, ...]
+) -> None:
+    """Add figures for the paper's findings: lazy pulls and PSSP save DPRs."""
+
+    def tell(what: str, fewer: tuple[str, str], more: tuple[str, str]) -> None:
+        most = medians[more]["dprs"]
+        saved = 1 - medians[fewer]["dprs"] / most if most else 0.0
+        table.figure(f"{straggler}: {what}", saved, "", least=0.0, met=saved > 0)
+
     plain = f"SSP s={STALENESS}"
-    soft, lazy = medians[plain, "soft"]["dprs"], medians[plain, "lazy"]["dprs"]
-    saved = 1 - lazy / soft
-    made = [{**figure(f"{straggler}: {plain}: DPRs that lazy saves of soft", saved, "", goal=0.0), "met": saved > 0}]
+    tell(f"{plain}: DPRs that lazy saves of soft", (plain, "lazy"), (plain, "soft"))
     for inverse in groups:
+        bounded = f"SSP s={equal_staleness(STALENESS, inverse)}, as bounded"
         for pulls in PULLS:
-            bounded = medians[f"SSP s={equal_staleness(STALENESS, inverse)}, as bounded", pulls]["dprs"]
             name = f"PSSP s={STALENESS} c=1/{inverse}"
-            saved = 1 - medians[name, pulls]["dprs"] / bounded if bounded else 0.0
-            one = figure(f"{straggler}: {name}, {pulls}: DPRs saved of SSP as bounded", saved, "", goal=0.0)
-            made.append({**one, "met": saved > 0})
-    return made
+            tell(f"{name}, {pulls}: DPRs saved of SSP as bounded", (name, pulls), (bounded, pulls))
 
 
 # --- in each process ------------------------------------------------------------------------------------

@@ -7,16 +7,16 @@ replica or journal that preserve pushes when a server is killed.
 from __future__ import annotations
 
 import socket
-import statistics
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from _bench.tables import Table, medians
+from _bench.training import seconds
 from _process_pool import SERVERS, WORKERS, Done, Job, ProcessPool, join
-from _remote import loss_based
-from _report import figure
+from _ways import loss_based
 from emulated import EmulatedNetwork, NetworkUnavailableError
 from torch import nn
 
@@ -53,8 +53,8 @@ def measure(
     model: int = MODEL,
     ways: Ways = WAYS,
     network: str = "loopback",
-) -> Any:
-    """Return title, headings, rows and figures.
+) -> Table:
+    """Return the table.
 
     Args:
         pool: processes on loopback or on an emulated network.
@@ -65,38 +65,32 @@ def measure(
         ways: configurations to compare with sockets.
         network: name of the network in the figures.
     """
-    rows, figures = [], []
-    for size in sizes:
-        seconds: dict[str, list[float]] = {"sockets": [], **{way: [] for way in ways}}
-        for _ in range(rounds):
-            job = {"size": size, "model": model, "iterations": iterations}
-            seconds["sockets"] += _times(pool.run("_throughput:plain", **job))
-            for way in ways:
-                settings = {"servers": "0,1", "servers_only": True, "wait_free": False, **ways[way]}
-                seconds[way] += _times(pool.run("_throughput:served", **job, settings=settings))
-        more = _told(network, size, model, {way: statistics.median(values) for way, values in seconds.items()})
-        rows += more[0]
-        figures += more[1]
     title = (
         f"Push and pull of {model / 2**20:g} MiB by each of {WORKERS} workers, {SERVERS} servers, bsp, medians of"
         f" {rounds} x {iterations} iterations, {network}"
     )
-    return title, HEADINGS, rows, figures
+    table = Table(title, HEADINGS)
+    for size in sizes:
+        taken: dict[str, list[float]] = {"sockets": [], **{way: [] for way in ways}}
+        for _ in range(rounds):
+            job = {"size": size, "model": model, "iterations": iterations}
+            taken["sockets"] += _times(pool.run(plain, **job))
+            for way in ways:
+                settings = {"servers": "0,1", "servers_only": True, "wait_free": False, **ways[way]}
+                taken[way] += _times(pool.run(served, **job, settings=settings))
+        _tell(table, network, size, model, medians(taken))
+    return table
 
 
-def measure_links(rounds: int, iterations: int) -> Any:
+def measure_links(rounds: int, iterations: int) -> Table:
     """Run :func:`measure` over emulated links of ``RATE``; return no rows if the system cannot emulate links."""
     try:
         with EmulatedNetwork(SERVERS + WORKERS, RATE) as net, ProcessPool(hosts=net.hosts) as pool:
-            title, *table = measure(pool, rounds, iterations, SIZES[1:], ways=TCP, network=RATE)
-            return f"{title}\n{net.describe()}", *table
+            table = measure(pool, rounds, iterations, SIZES[1:], ways=TCP, network=RATE)
+            table.title = f"{table.title}\n{net.describe()}"
+            return table
     except NetworkUnavailableError as error:
-        return f"Push and pull over links of {RATE}: not measured, {error}", HEADINGS, [], []
-
-
-def measure_safe(pool: ProcessPool, rounds: int, iterations: int) -> Any:
-    """Run :func:`measure` with and without the replica and journal that preserve pushes when a server is killed."""
-    return measure(pool, rounds, iterations, (SAFE_SIZE,), ways=SAFE)
+        return Table(f"Push and pull over links of {RATE}: not measured, {error}", HEADINGS)
 
 
 def _times(done: list[Done]) -> list[float]:
@@ -104,21 +98,19 @@ def _times(done: list[Done]) -> list[float]:
     return [max(one) for one in zip(*(one["seconds"] for one in done if one["seconds"]), strict=True)]
 
 
-def _told(network: str, size: int, model: int, seconds: dict[str, float]) -> tuple[list[tuple[str, ...]], list[Any]]:
-    rows, figures = [], []
+def _tell(table: Table, network: str, size: int, model: int, taken: dict[str, float]) -> None:
     moved = 2 * WORKERS * model / 1e9
-    raw = moved / seconds["sockets"]
+    raw = moved / taken["sockets"]
     called = f"{size // 1024} KiB" if size < 2**20 else f"{size // 2**20} MiB"
-    rows.append((called, "sockets, sendall", f"{raw:.2f}", "", ""))
-    for way in list(seconds)[1:]:
-        rate = moved / seconds[way]
+    table.row(called, "sockets, sendall", f"{raw:.2f}", "", "")
+    for way in list(taken)[1:]:
+        rate = moved / taken[way]
         goal = GOAL if way in TCP and size >= 2**20 else None
-        rows.append((called, way, f"{rate:.2f}", f"{rate / raw:.0%}", "" if goal is None else f"{goal:.0%}"))
+        table.row(called, way, f"{rate:.2f}", f"{rate / raw:.0%}", "" if goal is None else f"{goal:.0%}")
         what = f"{network}, {called} tensors: {way}"
-        figures.append(figure(what, rate, "GB/s", reference=raw))
+        table.figure(what, rate, "GB/s", reference=raw)
         if goal is not None:
-            figures.append(figure(f"{what}, of sockets", rate / raw, "", goal=goal, met=rate / raw >= goal))
-    return rows, figures
+            table.figure(f"{what}, of sockets", rate / raw, "", least=goal)
 
 
 # --- gossipx, in each process ---------------------------------------------------------------------------
@@ -136,17 +128,11 @@ def served(job: Job) -> Done:
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)  # arithmetic on denormals would be slower
         peer.sync()  # exclude the first pull from the iterations
-        seconds = _timed(optimizer.step, job["iterations"])
-    return {"seconds": seconds}
+        return {"seconds": _timed(optimizer.step, job["iterations"])}
 
 
 def _timed(once: Callable[[], Any], iterations: int) -> list[float]:
-    seconds = []
-    for _ in range(WARM_UP + iterations):
-        began = time.perf_counter()
-        once()
-        seconds.append(time.perf_counter() - began)
-    return seconds[WARM_UP:]
+    return [seconds(once) for _ in range(WARM_UP + iterations)][WARM_UP:]
 
 
 # --- plain sockets, in each process ---------------------------------------------------------------------
@@ -171,10 +157,10 @@ def plain(job: Job) -> Done:
     def once() -> None:
         _at_once(lambda one: _exchange(connected[one], buffers[one], size), len(connected))
 
-    seconds = _timed(once, job["iterations"])
+    taken = _timed(once, job["iterations"])
     for one in connected:
         one.close()
-    return {"seconds": seconds}
+    return {"seconds": taken}
 
 
 def _connect(place: tuple[str, int]) -> socket.socket:

@@ -6,13 +6,12 @@ shard has received all pushes.
 
 from __future__ import annotations
 
-import statistics
 import time
 from typing import Any
 
 import torch
+from _bench.tables import Table, medians
 from _process_pool import SERVERS, WORKERS, Done, Job, ProcessPool, join
-from _report import figure
 from emulated import EmulatedNetwork, NetworkUnavailableError
 from torch import Tensor, nn
 
@@ -36,57 +35,45 @@ KINDS: dict[str, tuple[list[int] | None, dict[str, Any]]] = {
 COMPUTED = {"on these cores": 0.0, "asleep, as a device would": ASLEEP}
 
 
-def measure(rounds: int, iterations: int) -> Any:
-    """Return title, headings, rows and figures, over an emulated network, or paced if the system has none.
+def measure(rounds: int, iterations: int) -> Table:
+    """Return the table, over an emulated network, or paced if the system has none.
 
     Args:
         rounds: number of rounds; each runs all kinds.
         iterations: measured iterations of each run.
     """
+    table = Table("", ("computed", "gradients leave", "ms per iteration", "of all at the end", "beyond never"))
     try:
         with EmulatedNetwork(SERVERS + WORKERS, RATE) as net, ProcessPool(hosts=net.hosts) as pool:
-            rows, figures = _measure(pool, rounds, iterations, {})
+            _measure(table, pool, rounds, iterations, {})
             network = net.describe()
     except NetworkUnavailableError as error:
         with ProcessPool() as pool:
-            rows, figures = _measure(pool, rounds, iterations, {"max_rate": RATE})
+            _measure(table, pool, rounds, iterations, {"max_rate": RATE})
         network = f"loopback, what each sends paced by --max-rate {RATE}: {error}"
     megabytes = 4 * LAYERS * (WIDTH * WIDTH + WIDTH) / 1e6
-    title = (
+    table.title = (
         f"{LAYERS} linear layers, {megabytes:.1f} MB, {WORKERS} workers, {SERVERS} servers, bsp, medians of"
         f" {rounds} x {iterations} iterations\n{network}"
     )
-    return (
-        title,
-        ("computed", "gradients leave", "ms per iteration", "of all at the end", "beyond never"),
-        rows,
-        figures,
-    )
+    return table
 
 
-def _measure(pool: ProcessPool, rounds: int, iterations: int, paced: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    rows, figures = [], []
+def _measure(table: Table, pool: ProcessPool, rounds: int, iterations: int, paced: dict[str, Any]) -> None:
     for computed, asleep in COMPUTED.items():
         seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for _ in range(rounds):
             for kind, (ranks, settings) in KINDS.items():
                 job = {"iterations": iterations, "asleep": asleep, "settings": {**settings, **paced}}
-                seconds[kind] += _times(pool.run("_wait_free:train", ranks, **job))
-        median = {kind: statistics.median(values) for kind, values in seconds.items()}
-        alone, whole = median["no network (never)"], median["all at the end"]
-        for kind, value in median.items():
-            rows.append(
-                (computed, kind, f"{value * 1e3:.0f}", f"{value / whole:.2f}", f"{(value - alone) * 1e3:+.0f} ms")
-            )
-            figures.append(figure(f"{computed}, {kind}: an iteration", value, "s", reference=whole))
-        shorter = figure(f"{computed}: wait-free, of all at the end", median["wait-free"] / whole, "", goal=1.0)
-        figures.append({**shorter, "met": median["wait-free"] < whole})
-    return rows, figures
-
-
-def _times(done: list[Done]) -> list[float]:
-    """Return the times of all iterations of all workers, which run in lockstep under bsp."""
-    return [seconds for one in done for seconds in one["seconds"]]
+                for done in pool.run(train, ranks, **job):
+                    seconds[kind] += done["seconds"]  # of all workers, which run in lockstep under bsp
+        found = medians(seconds)
+        alone, whole = found["no network (never)"], found["all at the end"]
+        for kind, value in found.items():
+            beyond = f"{(value - alone) * 1e3:+.0f} ms"
+            table.row(computed, kind, f"{value * 1e3:.0f}", f"{value / whole:.2f}", beyond)
+            table.figure(f"{computed}, {kind}: an iteration", value, "s", reference=whole)
+        table.figure(f"{computed}: wait-free, of all at the end", found["wait-free"] / whole, "", most=1.0)
 
 
 # --- in each process ------------------------------------------------------------------------------------

@@ -5,10 +5,7 @@ bin/bench checkpoint [--json]       resnet110 (7 MB) and a model of 44 MB, with 
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _report import figure, report
+from _bench.cli import Given, bench
+from _bench.tables import Table, medians
+from _bench.training import built, seconds
 from torch import nn
 
 from gossipx import policies, topology
@@ -25,21 +24,27 @@ from gossipx.model.arena import ParameterArena
 from gossipx.peer import PeerRole
 from gossipx.runtime.checkpoints import Checkpoints, TrainingState
 from gossipx.runtime.driver import Driver
+from gossipx.runtime.optimizers import Optimizers
+from gossipx.settings import files
 from gossipx.settings.interval import CheckpointInterval
 from gossipx.sync import SyncManager
-from gossipx.tasks.models import build_model
 
 WIDTH, LAYERS = 1172, 8
 """Square layers with 11 M parameters in total: 44 MB."""
 ROUNDS = 9
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "resnet110": lambda: build_model("resnet110", classes=10, channels=3, pixels=32),
+    "lenet": lambda: built("lenet"),
+    "resnet110": lambda: built("resnet110"),
     "44 MB": lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))),
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD, momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-4, momentum=0.9),
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-4),
 }
+HEADINGS = (
+    *("model, optimizer", "MB copied", "training thread, ms", "clones of as much, ms", "next boundary, ms more"),
+    *("MB on disk", "until it is there, s"),
+)
 
 
 class Training:
@@ -48,11 +53,11 @@ class Training:
     def __init__(self, module: nn.Module, make: Callable[[Any], torch.optim.Optimizer], directory: Path):
         self.module, self.optimizer = module, make(module.parameters())
         self.arena = ParameterArena(module)
-        sync = SyncManager(policies.parse("never"))
-        role = PeerRole(0, 2, sync, topology.topology_from("full", 2), random.Random(0), incarnation=0)
+        sync, settings = SyncManager(policies.parse("never")), files.resolve({})
+        role = PeerRole(0, 2, sync, topology.load("full", 2), random.Random(0), incarnation=0, settings=settings)
         self.driver = Driver(role, self.arena)
         self.store = Store(directory)
-        state = TrainingState(module, self.optimizer, self.driver, {})
+        state = TrainingState(Optimizers(module, [self.optimizer]), self.driver, {})
         self.checkpoints = Checkpoints(self.store, CheckpointInterval(iterations=2), state, resumes=False)
 
     def step(self) -> tuple[float, float]:
@@ -60,93 +65,66 @@ class Training:
         for parameter in self.module.parameters():
             parameter.grad = torch.full_like(parameter, 1e-3)
         self.optimizer.step()
-        begin = time.perf_counter()
-        self.arena.step_done()
-        middle = time.perf_counter()
-        self.checkpoints.step_done(dict)
-        self.arena.leave_boundary()
-        return middle - begin, time.perf_counter() - middle
+        boundary = seconds(self.arena.step_done)
+        return boundary, seconds(lambda: (self.checkpoints.step_done(dict), self.arena.leave_boundary()))
+
+    def copy(self) -> list[torch.Tensor]:
+        """Return a copy of the optimizer's state."""
+        state = self.optimizer.state.values()
+        return [value.clone() for of in state for value in of.values() if isinstance(value, torch.Tensor)]
 
     def close(self) -> None:
         self.checkpoints.close()
         self.driver.close()
 
 
-def measure(module: nn.Module, make: Callable[[Any], torch.optim.Optimizer]) -> dict[str, float]:
+def measure(module: nn.Module, make: Callable[[Any], torch.optim.Optimizer], rounds: int) -> dict[str, float]:
     """Return medians over the rounds, in seconds and bytes."""
     with tempfile.TemporaryDirectory() as directory:
         training = Training(module, make, Path(directory))
-        rows: dict[str, list[float]] = {name: [] for name in ("capture", "boundary", "held", "write", "copy")}
-        for number in range(ROUNDS + 2):
+        found: dict[str, list[float]] = {name: [] for name in ("capture", "boundary", "held", "write", "copy", "size")}
+        for number in range(rounds + 2):
             training.checkpoints.flush()
             boundary, _ = training.step()
             _, capture = training.step()
-            begin = time.perf_counter()
+            began = time.perf_counter()
             held, _ = training.step()  # the snapshot is in use, so that the boundary needs another buffer
             training.checkpoints.flush()
-            write = time.perf_counter() - begin
+            write = time.perf_counter() - began
             training.step()
             training.checkpoints.flush()
-            copied = [t for s in training.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
-            begin = time.perf_counter()
-            kept = [tensor.clone() for tensor in copied]
-            copy = time.perf_counter() - begin
-            if number >= 2:  # the first rounds have no memory to reuse
-                for name, value in zip(rows, (capture, boundary, held, write, copy), strict=True):
-                    rows[name].append(value)
+            began = time.perf_counter()
+            kept = training.copy()
+            copy = time.perf_counter() - began
             size = sum(tensor.nbytes for tensor in kept)
-            del kept
-        found = training.store.load()
-        assert found is not None
-        on_disk = sum(file.stat().st_size for file in found.path.iterdir())
+            if number >= 2:  # the first rounds have no memory to reuse
+                for name, value in zip(found, (capture, boundary, held, write, copy, size), strict=True):
+                    found[name].append(value)
+        stored = training.store.load()
+        assert stored is not None
+        on_disk = sum(file.stat().st_size for file in stored.path.iterdir())
         training.close()
-    return {**{name: statistics.median(row) for name, row in rows.items()}, "size": size, "disk": on_disk}
+    return {**medians(found), "disk": on_disk}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print only the figures")
-    parser.add_argument("--full", action="store_true", help="no effect")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
+def checkpoints(given: Given) -> Table:
+    """Return the table."""
     torch.manual_seed(0)
-    rows, figures = [], []
-    for name, build in MODELS.items():
-        for optimizer, make in OPTIMIZERS.items():
-            one = measure(build(), make)
+    table = Table("A checkpoint", HEADINGS)
+    for name in given.of(["lenet"], ["resnet110", "44 MB"], ["resnet110", "44 MB"]):
+        for optimizer in given.of(["SGD, momentum"], list(OPTIMIZERS), list(OPTIMIZERS)):
+            one = measure(MODELS[name](), OPTIMIZERS[optimizer], given.of(1, ROUNDS, ROUNDS))
             further = max(one["held"] - one["boundary"], 0.0)
-            rows.append(
-                [
-                    f"{name}, {optimizer}",
-                    f"{one['size'] / 1e6:.1f}",
-                    f"{one['capture'] * 1e3:.1f}",
-                    f"{one['copy'] * 1e3:.1f}",
-                    f"{further * 1e3:.1f}",
-                    f"{one['disk'] / 1e6:.1f}",
-                    f"{one['write']:.2f}",
-                ]
-            )
+            milliseconds = (f"{value * 1e3:.1f}" for value in (one["capture"], one["copy"], further))
+            copied, on_disk = (f"{one[what] / 1e6:.1f}" for what in ("size", "disk"))
+            table.row(f"{name}, {optimizer}", copied, *milliseconds, on_disk, f"{one['write']:.2f}")
             called = f"checkpoint {name} {optimizer}"
-            figures += [
-                figure(f"{called}: training thread", one["capture"] * 1e3, "ms", reference=one["copy"] * 1e3),
-                figure(f"{called}: next boundary", further * 1e3, "ms"),
-                figure(f"{called}: copied", one["size"] / 1e6, "MB"),
-                figure(f"{called}: written", one["write"], "s"),
-            ]
-    if given.json:
-        print(json.dumps({"figures": figures}, indent=2))
-        return
-    headings = (
-        "model, optimizer",
-        "MB copied",
-        "training thread, ms",
-        "clones of as much, ms",
-        "next boundary, ms more",
-        "MB on disk",
-        "until it is there, s",
-    )
-    report("A checkpoint", headings, rows, figures)
+            table.figure(f"{called}: training thread", one["capture"] * 1e3, "ms", reference=one["copy"] * 1e3)
+            table.figure(f"{called}: next boundary", further * 1e3, "ms")
+            table.figure(f"{called}: copied", one["size"] / 1e6, "MB")
+            table.figure(f"{called}: written", one["write"], "s")
+    return table
 
 
 if __name__ == "__main__":
-    main()
+    bench(__file__, __doc__, checkpoints)

@@ -10,17 +10,14 @@ bin/bench codecs --record FILE    only write the sample of gradients for the tes
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-from _codec_speed import ADD, ENCODE, FED, WORKS, Case, Ours, Rates, Theirs, allocated, bits, measured
+from _bench.cli import Given, bench
+from _bench.tables import Table, medians
+from _codec_speed import ADD, ENCODE, FED, WORKS, Case, Ours, Theirs, allocated, bits, measured
 from _gradients import Recorded, drawn, record, save_sample
-from _report import figure, report
 from _torch_codecs import RATIO, SAMPLE, Int8, Reference, ThreeLC, TopK
 
 from gossipx.codecs import parse
@@ -58,121 +55,91 @@ SPARSITIES = (1.0, 1.5, 1.75, 1.9)
 HEADINGS = ("codec", *WORKS)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="bin/bench codecs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--full", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--record", type=Path, metavar="FILE")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    if arguments.record:
-        save_sample(arguments.record)
+def codecs(given: Given) -> Iterator[Table]:
+    """Yield the tables, or only record gradients."""
+    if given.record:
+        save_sample(given.record)
+        return
+    if given.smoke:
+        recorded = record("lenet", 4)
+        yield _with_goals("lenet", recorded, (INT8, LC, TOPK), 1, MILLION // 10)
+        yield _sizes("lenet", recorded)
         return
     models = {model: record(model) for model in MODELS}
-    times, fewer = (3, VALUES) if arguments.full else (1, FEWER)
-    figures: list[Any] = []
-
-    def tell(title: str, headings: Sequence[str], rows: list[tuple[str, ...]], found: list[Any]) -> None:
-        figures.extend(found)
-        if not arguments.json:
-            report(title, headings, rows, found)
-
+    times, fewer = given.of(1, 1, 3), given.of(FEWER, FEWER, VALUES)
     for model, recorded in models.items():
-        tell(*_with_goals(model, recorded, (LC, LC_DENSE, INT8, TOPK), times * ROUNDS))
+        yield _with_goals(model, recorded, (LC, LC_DENSE, INT8, TOPK), times * ROUNDS)
     for part in DRAWN:
-        tell(*_with_goals(f"{100 * part:g} %", drawn(MILLION, part), (LC_DENSE,), times * ROUNDS))
-    tell(*_others(models["resnet20"], fewer, FEW_ROUNDS))
+        yield _with_goals(f"{100 * part:g} %", drawn(MILLION, part), (LC_DENSE,), times * ROUNDS)
+    yield _others(models["resnet20"], fewer, FEW_ROUNDS)
     for model, recorded in models.items():
-        tell(*_sizes(model, recorded))
-    if arguments.json:
-        print(json.dumps({"figures": figures}, indent=2))
+        yield _sizes(model, recorded)
 
 
-Table = tuple[str, Sequence[str], list[tuple[str, ...]], list[Any]]
-
-
-def _with_goals(name: str, recorded: Recorded, specs: Sequence[str], rounds: int) -> Table:
+def _with_goals(name: str, recorded: Recorded, specs: Sequence[str], rounds: int, values: int = VALUES) -> Table:
     """Return the table of codecs with goals, each compared with torch operations."""
-    case = Case.of(recorded, VALUES)
-    rows, figures, copies = [], [], []
+    case, table, copies = Case.of(recorded, values), Table("", HEADINGS), []
     for spec in specs:
         ours = Ours(spec, case)
         sides: dict[str, Ours | Theirs] = {spec: ours}
         for whole, told in ((False, "tensor by tensor"), (True, "a model as one tensor")):
             if not whole or len(recorded.tensors.shapes) > 1:
                 sides[f"  torch, {told}"] = Theirs(REFERENCES[spec](), case, ours.left.clone(), whole)
-        rates, memcpy = measured(case, sides, rounds)
-        copies.append(memcpy)
-        rows += [_row(side, of_side, memcpy) for side, of_side in rates.items()]
-        figures += _figures(f"{name} {spec}", rates, memcpy, GOALS.get((name, spec), {}))
+        copies.append(_compare(table, name, case, sides, rounds, GOALS.get((name, spec), {})))
         part = allocated(case, ours) / (4 * case.tensors.length)
-        told = f"{name} {spec}: allocated by one more encoding"
-        figures.append(figure(told, part, "of the input", goal=ALLOCATED, met=part <= ALLOCATED))
-    title = f"{name}: {_told(case)}; GB/s, and in brackets to a memcpy of {statistics.median(copies):.1f} GB/s; medians"
-    return title, HEADINGS, rows, figures
+        table.figure(f"{name} {spec}: allocated by one more encoding", part, "of the input", most=ALLOCATED)
+    table.title = f"{name}: {_told(case, copies)}"
+    return table
 
 
-def _figures(name: str, rates: dict[str, Rates], memcpy: float, goals: dict[str, float]) -> list[Any]:
-    """Return the figures of a codec, the first side, and of the sides it is compared with."""
-    figures = []
-    (_, ours), *theirs = (
-        (side.strip(), {work: statistics.median(of_work) for work, of_work in of_side.items()})
-        for side, of_side in rates.items()
-    )
+def _compare(
+    table: Table, name: str, case: Case, sides: dict[str, Ours | Theirs], rounds: int, goals: dict[str, float]
+) -> float:
+    """Measure a codec, the first side, and what it is compared with; return the GB/s of a memcpy."""
+    rates, memcpy = measured(case, sides, rounds)
+    for side, of_side in rates.items():
+        found = medians(of_side)
+        table.row(side, *(f"{found[work] * memcpy:.3g} ({found[work]:.2f})" if work in found else "" for work in WORKS))
+    (spec, ours), *theirs = ((side.strip(), medians(of_side)) for side, of_side in rates.items())
     for work, rate in ours.items():
-        goal = goals.get(work)
-        figures.append(figure(f"{name}: {work}", rate * memcpy, "GB/s", reference=memcpy))
+        what, goal = f"{name} {spec}: {work}", goals.get(work)
+        table.figure(what, rate * memcpy, "GB/s", reference=memcpy)
         if goal:
-            figures.append(figure(f"{name}: {work}", rate, "of a memcpy", goal=goal, met=rate >= goal))
+            table.figure(what, rate, "of a memcpy", least=goal)
         for side, of_side in theirs:
-            faster = rate / of_side[work]
-            times, met = (TIMES_TORCH, faster >= TIMES_TORCH) if goal else (None, None)
-            figures.append(figure(f"{name}: {work}", faster, f"times {side}", goal=times, met=met))
-    return figures
+            table.figure(what, rate / of_side[work], f"times {side}", least=TIMES_TORCH if goal else None)
+    return memcpy
 
 
 def _others(recorded: Recorded, values: int, rounds: int) -> Table:
-    case = Case.of(recorded, values)
-    rows, figures, copies = [], [], []
-    for spec in OTHERS:
-        rates, memcpy = measured(case, {spec: Ours(spec, case)}, rounds)
-        copies.append(memcpy)
-        rows.append(_row(spec, rates[spec], memcpy))
-        figures += _figures(f"resnet20 {spec}", rates, memcpy, {})
-    title = f"The others on resnet20: {_told(case)}; GB/s, and in brackets to a memcpy of "
-    return f"{title}{statistics.median(copies):.1f} GB/s; medians", HEADINGS, rows, figures
+    case, table = Case.of(recorded, values), Table("", HEADINGS)
+    copies = [_compare(table, "resnet20", case, {spec: Ours(spec, case)}, rounds, {}) for spec in OTHERS]
+    table.title = f"The others on resnet20: {_told(case, copies)}"
+    return table
 
 
 def _sizes(model: str, recorded: Recorded) -> Table:
     """Return the table of sizes of 3LC with error feedback; normalisation tensors are not encoded."""
+    title = f"{model}: size of frames over {len(recorded.steps)} steps, with error feedback"
+    table = Table(title, ("codec", "bits per value, payload", "times smaller", "whole frames, times smaller"))
     kept = recorded.tensors.are_plain(1)
     counts = [count for count, plain in zip(recorded.tensors.counts, kept, strict=True) if not plain]
     dense = 8 * sum(map(trit_bytes, counts)) / sum(counts)
-    rows = [("without zero-run encoding", f"{dense:.3f}", f"{32 / dense:.1f}", "")]
-    figures = [figure(f"{model} 3lc without zero-run encoding: payload", dense, "bits per value")]
+    table.row("without zero-run encoding", f"{dense:.3f}", f"{32 / dense:.1f}", "")
+    table.figure(f"{model} 3lc without zero-run encoding: payload", dense, "bits per value")
     for sparsity in SPARSITIES:
         spec = f"3lc:sparsity={sparsity:g},small=1"
         payload, whole = bits(recorded, parse(spec))
-        rows.append((spec, f"{payload:.3f}", f"{32 / payload:.1f}", f"{whole:.1f}"))
-        figures.append(figure(f"{model} {spec}: payload", payload, "bits per value"))
-        figures.append(figure(f"{model} {spec}: frame", whole, "times smaller"))
-    title = f"{model}: size of frames over {len(recorded.steps)} steps, with error feedback"
-    return title, ("codec", "bits per value, payload", "times smaller", "whole frames, times smaller"), rows, figures
+        table.row(spec, f"{payload:.3f}", f"{32 / payload:.1f}", f"{whole:.1f}")
+        table.figure(f"{model} {spec}: payload", payload, "bits per value")
+        table.figure(f"{model} {spec}: frame", whole, "times smaller")
+    return table
 
 
-def _row(name: str, rates: Rates, memcpy: float) -> tuple[str, ...]:
-    shown = []
-    for work in WORKS:
-        rate = statistics.median(rates[work]) if work in rates else None
-        shown.append("" if rate is None else f"{rate * memcpy:.3g} ({rate:.2f})")
-    return name, *shown
-
-
-def _told(case: Case) -> str:
-    return f"{case.tensors.length / MILLION:.0f} million values in {len(case.tensors.shapes):,} tensors"
+def _told(case: Case, copies: Sequence[float]) -> str:
+    values = f"{case.tensors.length / MILLION:.0f} million values in {len(case.tensors.shapes):,} tensors"
+    return f"{values}; GB/s, and in brackets to a memcpy of {statistics.median(copies):.1f} GB/s; medians"
 
 
 if __name__ == "__main__":
-    main()
+    bench(__file__, __doc__, codecs, {"--record": {"type": Path, "metavar": "FILE"}})

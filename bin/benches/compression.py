@@ -15,21 +15,18 @@ bin/bench compression --full          all codecs and the paper's designs, five s
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import _links
-from _cached_runs import CachedRuns, Job
+from _bench.cached_runs import CachedRuns, Job
+from _bench.cli import Given, bench
+from _bench.tables import Table, interval
 from _cluster import RATES, WORKERS, train
-from _report import figure, report
-from _sums import interval
 
-PARTS = ("accuracy", "half-rate", "steps", "ratios", "links")
 FLOAT = "32-bit float"
 
 PAPER = {
@@ -90,14 +87,14 @@ def runs(name: str, specs: Sequence[str], seeds: int, steps: int, judged: int = 
 
 
 class Plan:
-    """The plan of a short or full benchmark."""
+    """The plan of a short or full benchmark, or of its smoke form."""
 
-    def __init__(self, full: bool):
+    def __init__(self, full: bool, smoke: bool = False):
         self.designs = dict(PAPER) if full else {name: PAPER[name] for name in SOME}
         self.all = self.designs | ({spec: spec for spec in OTHERS} if full else {})
-        self.seeds, self.steps, self.judged = (5, 4000, 10) if full else (2, 300, 1)
+        self.seeds, self.steps, self.judged = (5, 4000, 10) if full else (1, 4, 1) if smoke else (2, 300, 1)
         self.early = min(self.seeds, 3)
-        self.model, self.ratio_steps = ("resnet20", 1200) if full else ("lenet", 200)
+        self.model, self.ratio_steps = ("resnet20", 1200) if full else ("lenet", 4 if smoke else 200)
         self.rounds = 3 if full else 1
 
     def jobs(self, part: str) -> list[Job]:
@@ -143,38 +140,37 @@ class Plan:
         return [kept[job] for job in self.whole([spec], slower)]
 
 
-def accuracy_table(plan: Plan, kept: CachedRuns) -> Any:
+def accuracy_table(plan: Plan, kept: CachedRuns) -> Table:
     """Return the last column of Table 1: the accuracy with each codec in both directions."""
     return _accuracies(plan, kept, plan.all, 1)
 
 
-def half_rate_table(plan: Plan, kept: CachedRuns) -> Any:
+def half_rate_table(plan: Plan, kept: CachedRuns) -> Table:
     """Return the accuracy table of 3LC with half the learning rate."""
     return _accuracies(plan, kept, plan.ternary, 2)
 
 
-def _accuracies(plan: Plan, kept: CachedRuns, designs: dict[str, str], slower: int) -> Any:
-    none = [100 * one["accuracy"] for one in plan.of("none", kept, slower)]
+def _accuracies(plan: Plan, kept: CachedRuns, designs: dict[str, str], slower: int) -> Table:
     rate = RATES["lenet"] / slower
-    rows, figures = [], []
-    for name, spec in designs.items():
-        made = plan.of(spec, kept, slower)
-        own = [100 * one["accuracy"] for one in made]
-        less = [one - other for one, other in zip(own, none, strict=True)]
-        mean, half = statistics.fmean(less), interval(less)
-        push, pull = (statistics.fmean(one["bits"][way] for one in made) for way in (0, 1))
-        ratio = sum(one["whole"] for one in made) / sum(one["wire"] for one in made)
-        shown = f"{mean:+.2f} ± {half:.2f}" if name != FLOAT else ""
-        rows.append((name, spec, f"{statistics.fmean(own):.2f}", shown, f"{push:.3f}", f"{pull:.3f}", f"{ratio:.1f}"))
-        asked = -0.3 if name in ASKED else None
-        one = figure(f"rate {rate:g}: accuracy of {spec} less none", mean, "points", goal=asked)
-        figures.append({**one, "met": None if asked is None else is_as_good(mean, half)})
     title = (
         f"LeNet, learning rate {rate:g}, {WORKERS} workers, bsp, {plan.steps} steps, {plan.seeds} seeds, means with the"
         " 95 % interval of the difference"
     )
     heads = ("design", "codec", "accuracy %", "less float", "push, bits per value", "pull", "times fewer bytes")
-    return title, heads, rows, figures
+    table = Table(title, heads)
+    none = [100 * one["accuracy"] for one in plan.of("none", kept, slower)]
+    for name, spec in designs.items():
+        made = plan.of(spec, kept, slower)
+        own = [100 * one["accuracy"] for one in made]
+        less = [one - other for one, other in zip(own, none, strict=True)]
+        mean, half = statistics.fmean(less), interval(less)
+        bits = (statistics.fmean(one["bits"][way] for one in made) for way in (0, 1))
+        ratio = sum(one["whole"] for one in made) / sum(one["wire"] for one in made)
+        shown = f"{mean:+.2f} ± {half:.2f}" if name != FLOAT else ""
+        table.row(name, spec, f"{statistics.fmean(own):.2f}", shown, *(f"{one:.3f}" for one in bits), f"{ratio:.1f}")
+        least, what = -0.3 if name in ASKED else None, f"rate {rate:g}: accuracy of {spec} less none"
+        table.figure(what, mean, "points", least=least, met=None if least is None else is_as_good(mean, half))
+    return table
 
 
 def is_as_good(mean: float, half: float) -> bool:
@@ -182,20 +178,16 @@ def is_as_good(mean: float, half: float) -> bool:
     return mean >= -0.3 or (mean + half >= 0 and half <= WIDE)
 
 
-def steps_table(plan: Plan, kept: CachedRuns) -> Any:
+def steps_table(plan: Plan, kept: CachedRuns) -> Table:
     """Return the data of Figures 3 and 5: accuracy by number of steps."""
-    rows, figures = [], []
-    for name, spec in plan.designs.items():
-        made = {
-            share: statistics.fmean(100 * kept[job]["accuracy"] for job in plan.shorter(spec, share))
-            for share in SHARES
-        }
-        figures += [
-            figure(f"accuracy of {spec} after {share} % of the steps", mean, "%") for share, mean in made.items()
-        ]
-        rows.append((name, *(f"{mean:.2f}" for mean in made.values())))
     title = f"LeNet, accuracy in % after a part of {plan.steps} steps, {plan.early} seeds"
-    return title, ("design", *(f"{share} %" for share in SHARES)), rows, figures
+    table = Table(title, ("design", *(f"{share} %" for share in SHARES)))
+    for name, spec in plan.designs.items():
+        made = [statistics.fmean(100 * kept[job]["accuracy"] for job in plan.shorter(spec, share)) for share in SHARES]
+        table.row(name, *(f"{mean:.2f}" for mean in made))
+        for share, mean in zip(SHARES, made, strict=True):
+            table.figure(f"accuracy of {spec} after {share} % of the steps", mean, "%")
+    return table
 
 
 def ratio_spec(sparsity: str) -> str:
@@ -203,41 +195,40 @@ def ratio_spec(sparsity: str) -> str:
     return f"3lc:sparsity={sparsity},small=1"
 
 
-def ratios_table(plan: Plan, kept: CachedRuns) -> Any:
+def ratios_table(plan: Plan, kept: CachedRuns) -> Table:
     """Return Table 2: the compression ratios of 3LC."""
-    rows, figures = [], []
+    title = f"{plan.model}, {WORKERS} workers, bsp, {plan.ratio_steps} steps: how many times fewer bytes than float32"
+    table = Table(title, ("3LC", "payload", "push, bits per value", "pull", "all frames", "the paper's"))
     for sparsity, paper in TERNARY.items():
         (job,) = runs(plan.model, [ratio_spec(sparsity)], 1, plan.ratio_steps)
         run = kept[job]
         push, pull = run["bits"]
         payload, wire = 64 / (push + pull), run["whole"] / run["wire"]
-        rows.append((f"s={sparsity}", f"{payload:.1f}", f"{push:.3f}", f"{pull:.3f}", f"{wire:.1f}", f"{paper:g}"))
-        goal = {"1": 39.0, "1.75": 107.0}.get(sparsity)
-        one = figure(f"{plan.model}: ratio of 3LC, s={sparsity}, payload", payload, "x", goal=goal)
-        figures.append({**one, "met": None if goal is None else payload >= goal})
-        figures.append(figure(f"{plan.model}: ratio of 3LC, s={sparsity}, all frames", wire, "x"))
-    title = f"{plan.model}, {WORKERS} workers, bsp, {plan.ratio_steps} steps: how many times fewer bytes than float32"
-    return title, ("3LC", "payload", "push, bits per value", "pull", "all frames", "the paper's"), rows, figures
+        table.row(f"s={sparsity}", f"{payload:.1f}", f"{push:.3f}", f"{pull:.3f}", f"{wire:.1f}", f"{paper:g}")
+        name = f"{plan.model}: ratio of 3LC, s={sparsity}"
+        table.figure(f"{name}, payload", payload, "x", least={"1": 39.0, "1.75": 107.0}.get(sparsity))
+        table.figure(f"{name}, all frames", wire, "x")
+    return table
 
 
-def links_table(plan: Plan, kept: CachedRuns) -> Any:
+def links_table(plan: Plan, kept: CachedRuns) -> Table:
     """Return the speedups of Table 1."""
-    rows, figures = [], []
+    heads = ("design", *(head for rate in _links.RATES for head in (f"{rate}, s a step", "times faster")))
+    table = Table(f"{_links.TITLE}, medians of {plan.rounds}", heads)
     seconds = {rate: _links.medians(rate, plan.specs, plan.rounds, kept) for rate in _links.RATES}
     for name, spec in plan.designs.items():
         cells = []
         for rate, medians in seconds.items():
             faster = medians["none"] / medians[spec]
             cells += [f"{medians[spec]:.3f}", f"{faster:.2f}"]
-            figures.append(figure(f"{rate}: seconds per step, {spec}", medians[spec], "s", reference=medians["none"]))
+            table.figure(f"{rate}: seconds per step, {spec}", medians[spec], "s", reference=medians["none"])
             if (name, rate) == ("3LC (s=1.75)", "10mbit"):
-                figures.append(figure(f"{rate}: faster by {spec}", faster, "times", goal=15, met=faster >= 15))
-        rows.append((name, *cells))
-    heads = ("design", *(head for rate in _links.RATES for head in (f"{rate}, s a step", "times faster")))
-    return f"{_links.TITLE}, medians of {plan.rounds}", heads, rows, figures
+                table.figure(f"{rate}: faster by {spec}", faster, "times", least=15)
+        table.row(name, *cells)
+    return table
 
 
-TABLES = {
+TABLES: dict[str, Callable[[Plan, CachedRuns], Table]] = {
     "accuracy": accuracy_table,
     "half-rate": half_rate_table,
     "steps": steps_table,
@@ -246,34 +237,25 @@ TABLES = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="bin/bench compression", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--full", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--only", choices=PARTS)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--keep", type=Path)
-    parser.add_argument("--plots", type=Path)
-    given = parser.parse_args()
-    plan, kept = Plan(given.full), CachedRuns(given.keep)
-    tables = []
-    for part in [given.only] if given.only else PARTS:
-        kept.complete(plan.jobs(part), train, given.jobs)
+def compression(given: Given) -> Iterator[Table]:
+    """Yield the tables, and write the figures if they are wanted."""
+    plan, kept = Plan(given.full, given.smoke), CachedRuns(given.keep)
+    for part in [given.only] if given.only else ["accuracy"] if given.smoke else TABLES:
+        kept.complete(plan.jobs(part), train, 1 if given.smoke else given.jobs)
         if part == "links":
             kept.complete(_links.jobs(plan.specs, plan.rounds), _links.run, 1)
-        tables.append(TABLES[part](plan, kept))
+        yield TABLES[part](plan, kept)
     if given.plots:
         import _plots  # imports matplotlib only when needed
 
         _plots.draw(plan, kept, given.plots)
-    if given.json:
-        print(json.dumps({"figures": [one for *_, figures in tables for one in figures]}))
-        return
-    for title, headings, rows, figures in tables:
-        report(title, headings, rows, figures)
 
 
 if __name__ == "__main__":
-    main()
+    options = {
+        "--only": {"choices": tuple(TABLES)},
+        "--jobs": {"type": int, "default": os.cpu_count() or 1},
+        "--keep": {"type": Path},
+        "--plots": {"type": Path},
+    }
+    bench(__file__, __doc__, compression, options)

@@ -8,25 +8,22 @@ bin/bench delta --full     three times as many rounds and steps
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from _ports import reserved
-from _report import figure, report
-from _trained import Trained, timed
+from _bench.cli import Given, bench
+from _bench.peers import hosts_file
+from _bench.tables import Table, median_ratio
+from _bench.training import Training, built, seconds
 
 from gossipx.model import kernels
 from gossipx.model.arena import ParameterArena
-from gossipx.model.layout import lay_out, slots_of
-from gossipx.model.section import TensorKind
-from gossipx.tasks.models import MODELS, build_model
+from gossipx.model.layout import Kind, lay_out, slots_of
 
 Pass = Callable[[], float]
 MEMCPY, READ, EXACT, SAMPLED = "memcpy", "one read of both vectors", "kernels.advance", "kernels.Sampled"
@@ -64,15 +61,14 @@ CASES = (
     Case("resnet110", 128, 60, 6, (0.001, 0.001)),
     Case("alexnet", 32, 9, 6, (0.04, 0.01)),
 )
+SMOKE = Case("lenet", 4, 3, 4, None)
 
 
 class Laid:
     """A model whose trained parameters are one vector, and a copy of the vector from before a step."""
 
     def __init__(self, case: Case):
-        facts = MODELS[case.model]
-        torch.manual_seed(0)
-        self.module = build_model(case.model, classes=facts.classes, channels=facts.channels, pixels=facts.pixels)
+        self.module = built(case.model)
         self.parameters = list(self.module.parameters())
         section = lay_out(
             [slot for slot in slots_of(self.module, mix_buffers=False) if slot.kind is TensorKind.TRAINABLE]
@@ -143,12 +139,12 @@ def _fused() -> Callable[[Any, Any], float] | None:
 def _side_by_side(laid: Laid, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each pass in each round, with caches as left by an untimed call just before."""
     passes = laid.passes()
-    seconds: dict[str, list[float]] = {name: [] for name in passes}
+    taken: dict[str, list[float]] = {name: [] for name in passes}
     for _ in range(rounds):
         for name, run in passes.items():
             run()
-            seconds[name].append(timed(run).wall)
-    return seconds
+            taken[name].append(seconds(run))
+    return taken
 
 
 def _in_training(case: Case, steps: int) -> tuple[float, dict[str, float]]:
@@ -164,7 +160,7 @@ def _in_training(case: Case, steps: int) -> tuple[float, dict[str, float]]:
 
 def _pass_alone(case: Case, sampled: bool, steps: int, whole: list[float]) -> float:
     """Return the seconds of the arena's work after a step without requests, and append each step's to ``whole``."""
-    trained = Trained(case.model, case.batch)
+    trained = Training.of(case.model, case.batch)
     arena = ParameterArena(trained.module, sampled=0 if sampled else None)
 
     def measured() -> None:
@@ -173,11 +169,11 @@ def _pass_alone(case: Case, sampled: bool, steps: int, whole: list[float]) -> fl
 
     trained.step()
     measured()
-    seconds = []
+    taken = []
     for _ in range(steps):
-        whole.append(timed(trained.step).wall)
-        seconds.append(timed(measured).wall)
-    return statistics.median(seconds)
+        whole.append(seconds(trained.step))
+        taken.append(seconds(measured))
+    return statistics.median(taken)
 
 
 def _whole_step(case: Case, delta: str, steps: int, whole: list[float]) -> float:
@@ -185,16 +181,14 @@ def _whole_step(case: Case, delta: str, steps: int, whole: list[float]) -> float
 
     The check of the parameters' addresses at every 50th step is excluded.
     """
-    trained = Trained(case.model, case.batch)
-    with tempfile.TemporaryDirectory() as scratch, reserved(1) as port:
-        hosts = Path(scratch) / "hosts.txt"
-        hosts.write_text(f"127.0.0.1:{port}\n")
+    trained = Training.of(case.model, case.batch)
+    with tempfile.TemporaryDirectory() as scratch, hosts_file(Path(scratch), 1) as hosts:
         peer = trained.join(hosts, policy=SAYS_NO, delta=delta, log_interval=RECORDED, logdir=scratch)
         for _ in range(RECORDED):
             trained.step()
         trained.in_peer.clear()
         for _ in range(steps):
-            took = timed(trained.step).wall
+            took = seconds(trained.step)
             whole.append(took - trained.in_peer[-1].wall)
         peer.close()
     told = [span.wall for span in trained.in_peer]
@@ -202,55 +196,37 @@ def _whole_step(case: Case, delta: str, steps: int, whole: list[float]) -> float
     return plain + (recorded - plain) / IN_A_RUN
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="bin/bench delta", description=__doc__)
-    parser.add_argument("--full", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)  # like a peer
-    times = 3 if arguments.full else 1
-    figures: list[Any] = []
-    for case in CASES:
+def delta(given: Given) -> Iterator[Table]:
+    """Yield a table per model."""
+    times = given.of(1, 1, 3)
+    for case in given.of((SMOKE,), CASES, CASES):
         laid = Laid(case)
-        seconds = _side_by_side(laid, times * case.rounds)
+        taken = _side_by_side(laid, times * case.rounds)
         length = len(laid.x)
         del laid
         step, ours = _in_training(case, times * case.steps)
-        figures += _report(case, length, seconds, step, ours, quiet=arguments.json)
-    if arguments.json:
-        print(json.dumps({"figures": figures}, indent=2))
+        yield _table(case, length, taken, step, ours)
 
 
-def _ratio(values: list[float], reference: list[float]) -> float:
-    """Return the median of the rounds' ratios: other load on the machine slows both sides of a round equally."""
-    return statistics.median(mine / other for mine, other in zip(values, reference, strict=True))
-
-
-def _report(
-    case: Case, length: int, seconds: dict[str, list[float]], step: float, ours: dict[str, float], quiet: bool
-) -> list[Any]:
-    rows, figures = [], []
-    for name, values in seconds.items():
+def _table(case: Case, length: int, taken: dict[str, list[float]], step: float, ours: dict[str, float]) -> Table:
+    title = f"{case.model}, {length:,} values, batches of {case.batch}, a step takes {step * 1e3:.1f} ms; medians"
+    table = Table(title, ("pass", "ms", "to memcpy", "ms after a step", "of the step"))
+    after = {name: (f"{each * 1e3:.3f}", f"{each / step:.3%}") for name, each in ours.items()}
+    for name, values in taken.items():
         milliseconds = statistics.median(values) * 1e3
-        ratio = _ratio(values, seconds[MEMCPY])
-        after = (f"{ours[name] * 1e3:.3f}", f"{ours[name] / step:.3%}") if name in ours else ("", "")
-        rows.append((name, f"{milliseconds:.3f}", f"{ratio:.2f}", *after))
-        figures.append(figure(f"{case.model} {name}", milliseconds, "ms", reference=milliseconds / ratio))
-    reads = _ratio(seconds[EXACT], seconds[READ])
-    figures.append(figure(f"{case.model} {EXACT} to {READ}", reads, "times", goal=1.0, met=reads <= 1.0))
+        ratio = median_ratio(values, taken[MEMCPY])
+        table.row(name, f"{milliseconds:.3f}", f"{ratio:.2f}", *after.get(name, ("", "")))
+        table.figure(f"{case.model} {name}", milliseconds, "ms", reference=milliseconds / ratio)
+    reads = median_ratio(taken[EXACT], taken[READ])
+    table.figure(f"{case.model} {EXACT} to {READ}", reads, "times", most=1.0)
     goals = dict(zip(WHOLE, case.goals or (), strict=False))
     for name, after_step in ours.items():
-        share, goal = after_step / step, goals.get(name)
         if name in WHOLE:
-            rows.append((name, "", "", f"{after_step * 1e3:.3f}", f"{share:.3%}"))
-        met = share < goal if goal else None
-        figures.append(figure(f"{case.model} {name}: share", share, "of a step", goal=goal, met=met))
-    figures.append(figure(f"{case.model} training step", step * 1e3, "ms"))
-    if not quiet:
-        title = f"{case.model}, {length:,} values, batches of {case.batch}, a step takes {step * 1e3:.1f} ms; medians"
-        report(title, ("pass", "ms", "to memcpy", "ms after a step", "of the step"), rows, figures)
-    return figures
+            table.row(name, "", "", *after[name])
+        table.figure(f"{case.model} {name}: share", after_step / step, "of a step", most=goals.get(name))
+    table.figure(f"{case.model} training step", step * 1e3, "ms")
+    return table
 
 
 if __name__ == "__main__":
-    main()
+    bench(__file__, __doc__, delta)

@@ -14,21 +14,19 @@ It needs root on Linux with ip and tc (Debian's iproute2). docs/figures-evidence
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import _plots
-from _cached_runs import CachedRuns, Job
+from _bench.cached_runs import CachedRuns, Job
+from _bench.cli import Given, bench, some_of
+from _bench.tables import Table
 from _evidence_runs import job, run
-from _evidence_systems import PERIODS, SHORT, SHORT_PERIOD, SYSTEMS, missing
+from _evidence_systems import DDP, PERIODS, SHORT, SHORT_PERIOD, SYSTEMS, missing
 from _evidence_table import Comparison, mean, stretched
 from _evidence_task import WORKLOADS
-from _report import report
-from emulated import lacking
+from emulated import NetworkUnavailableError, lacking
 
 RATES = ("10mbit", "100mbit", "1000mbit")
 FASTEST = RATES[-1]
@@ -43,15 +41,15 @@ class Plan:
 
     Args:
         task: a key of ``WORKLOADS``.
-        given: the options.
+        given: the options, complete.
         absent: names of systems whose packages are not installed.
         kept: results.
     """
 
-    def __init__(self, task: str, given: argparse.Namespace, absent: Collection[str], kept: CachedRuns):
+    def __init__(self, task: str, given: Given, absent: Collection[str], kept: CachedRuns):
         self.task, self.workload, self._absent = task, WORKLOADS[task], absent
         self.systems = systems = [name for name in given.systems if name not in absent]
-        self.steps = given.steps or (WORKLOADS[task].steps if given.full else SHORT_STEPS)
+        self.steps = given.steps or WORKLOADS[task].steps
         self.peers, self.seeds, self._rates = given.peers, range(given.seeds), given.rate
         self._kept = kept
         periodic = [name for name in systems if SYSTEMS[name].periodic]
@@ -133,71 +131,54 @@ class Plan:
         return max((period for period, error in errors.items() if error <= enough), default=SHORT_PERIOD)
 
 
-def main() -> None:
-    given = _options()
-    reason = lacking()
-    if reason is not None:
-        sys.exit(f"bin/bench evidence: {reason}")
+def evidence(given: Given) -> Iterator[Table]:
+    """Yield a table per task and link, and write pictures of them if results are kept."""
+    if (reason := lacking()) is not None:
+        raise NetworkUnavailableError(reason)
+    _complete(given)
     absent = missing(given.systems)
     if absent:
         packages = " ".join(sorted(set(absent.values())))
-        print(
-            f"bin/bench evidence: {', '.join(absent)} left out: install {packages} by"
-            f" '{sys.executable} -m pip install {packages}'",
-            file=sys.stderr,
-        )
+        left_out = f"bin/bench evidence: {', '.join(absent)} left out: install {packages}"
+        print(f"{left_out} by '{sys.executable} -m pip install {packages}'", file=sys.stderr)
     if given.keep is not None:
         given.keep.mkdir(parents=True, exist_ok=True)
     kept = CachedRuns(None if given.keep is None else given.keep / "runs.jsonl")
-    figures: list[Any] = []
     for task in given.task:
         plan = Plan(task, given, absent, kept)
         for rate in sorted(given.rate, key=RATES.index, reverse=True):  # FASTEST first, see Plan
             comparison = plan.compare(rate)
-            figures += comparison.figures()
-            if not given.json:
-                report(comparison.title(), comparison.headings(), comparison.rows(), comparison.figures())
+            yield comparison.table()
             if given.keep is not None:
+                import _plots  # imports matplotlib only when needed
+
                 _plots.evidence(comparison, given.keep)
         if given.keep is not None and FASTEST in given.rate:
             _plots.periods(plan, given.keep)
-    if given.json:
-        print(json.dumps({"figures": figures}, indent=2))
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="bin/bench evidence", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--full", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--task", type=_some_of(WORKLOADS), help=", ".join(WORKLOADS))
-    parser.add_argument("--rate", type=_some_of(RATES), help=", ".join(RATES))
-    parser.add_argument("--systems", type=_some_of(SYSTEMS), help=", ".join(SYSTEMS))
-    parser.add_argument("--seeds", type=int, choices=range(1, 9), help="default: 1, with --full 3")
-    parser.add_argument("--steps", type=int, help="default: 200, with --full 800, for LeNet 3000")
-    parser.add_argument("--peers", type=int, default=PEERS)
-    parser.add_argument("--period", type=int, choices=PERIODS, help="default: the best one, without --full 50 or less")
-    parser.add_argument("--keep", type=Path)
-    given = parser.parse_args()
-    given.task = given.task or (list(WORKLOADS) if given.full else ["text"])
-    given.rate = given.rate or (list(RATES) if given.full else ["100mbit"])
-    given.systems = given.systems or list(SYSTEMS if given.full else SHORT)
-    given.seeds = given.seeds or (3 if given.full else 1)
+def _complete(given: Given) -> None:
+    """Set the options that are not given."""
+    given.task = given.task or given.of(["fashion-mnist"], ["text"], list(WORKLOADS))
+    given.rate = given.rate or given.of([FASTEST], ["100mbit"], list(RATES))
+    given.systems = given.systems or list(given.of((DDP, "tau:10"), SHORT, SYSTEMS))
+    given.steps = given.steps or given.of(12, SHORT_STEPS, None)
+    given.peers = given.peers or given.of(2, PEERS, PEERS)
+    given.seeds = given.seeds or given.of(1, 1, 3)
     given.keep = given.keep or (Path("runs/evidence") if given.full else None)
-    return given
 
 
-def _some_of(known: Any) -> Any:
-    def names(text: str) -> list[str]:
-        chosen = text.split(",")
-        for name in chosen:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"'{name}' is not one of {', '.join(known)}")
-        return chosen
-
-    return names
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--task": {"type": some_of(WORKLOADS), "help": ", ".join(WORKLOADS)},
+    "--rate": {"type": some_of(RATES), "help": ", ".join(RATES)},
+    "--systems": {"type": some_of(SYSTEMS), "help": ", ".join(SYSTEMS)},
+    "--seeds": {"type": int, "choices": range(1, 9), "help": "default: 1, with --full 3"},
+    "--steps": {"type": int, "help": "default: 200, with --full 800, for LeNet 3000"},
+    "--peers": {"type": int, "help": f"default: {PEERS}"},
+    "--period": {"type": int, "choices": PERIODS, "help": "default: the best one, without --full 50 or less"},
+    "--keep": {"type": Path},
+}
 
 
 if __name__ == "__main__":
-    main()
+    bench(__file__, __doc__, evidence, OPTIONS)

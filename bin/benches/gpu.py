@@ -6,16 +6,16 @@ bin/bench gpu --device cpu          the same passes on the CPU, to check the pro
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
+import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from _report import figure, report
+from _bench.cli import Given, bench
+from _bench.tables import Table, median_ratio
+from _bench.training import seconds
 from torch import nn
 
 from gossipx.model.arena import ParameterArena
@@ -61,12 +61,6 @@ class Loop:
             torch.cuda.synchronize(self.device)
 
 
-def _timed(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
-
-
 def _steps(width: int, device: torch.device) -> dict[str, list[float]]:
     """Return the seconds of a step in each round, without and with a peer."""
     kinds = {"alone": (False, False), "exact delta": (False, True), "sampled delta": (True, True)}
@@ -89,13 +83,13 @@ def _moves(width: int, device: torch.device) -> tuple[int, dict[str, float]]:
     for _ in range(ROUNDS):
         loop.step()
         snapshot = arena.snapshot()
-        found["snapshot"].append(_timed(lambda one=snapshot: one.buffer))
+        found["snapshot"].append(seconds(lambda one=snapshot: one.buffer))
         snapshot.release()
         incoming = Incoming(arena, arena.snapshot())
         loop.finish()
-        found["received, to the device"].append(_timed(lambda one=incoming: _receive(one, model)))
+        found["received, to the device"].append(seconds(lambda one=incoming: _receive(one, model)))
         there: HostBuffer = incoming.buffer
-        found["mixed"].append(_timed(lambda one=there: (arena.exchanged.commit(one, 0.5), loop.finish())))
+        found["mixed"].append(seconds(lambda one=there: (arena.exchanged.commit(one, 0.5), loop.finish())))
         arena.leave_boundary()
         incoming.release()
     return len(model), {name: statistics.median(values) for name, values in found.items()}
@@ -142,47 +136,37 @@ def _overlap(width: int, device: torch.device) -> tuple[float, float, float]:
     return alone, busy, moved[0] / (time.perf_counter() - begin)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="bin/bench gpu", description=__doc__)
-    parser.add_argument("--full", action="store_true", help="no effect: the benchmark takes a minute")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--device", default="cuda", type=torch.device)
-    arguments = parser.parse_args()
-    if arguments.device.type == "cuda" and not torch.cuda.is_available():
-        parser.exit(0, "bin/bench gpu: skipped, torch sees no CUDA device here\n")
-    figures: list[Any] = []
-    for name, width in WIDTHS.items():
-        figures += _measure(name, width, arguments.device, arguments.json)
-    if arguments.json:
-        print(json.dumps({"figures": figures}, indent=2))
+def gpu(given: Given) -> Iterator[Table]:
+    """Yield a table per model."""
+    device: torch.device = given.device
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("bin/bench gpu: skipped, torch sees no CUDA device here", file=sys.stderr)
+        sys.exit(0)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    for name, width in given.of({"small": 64}, WIDTHS, WIDTHS).items():
+        table = Table(f"{name} parameters on {where}; medians", ("what", "value", "unit", "to undisturbed"))
+        _measure(table, name, width, device)
+        yield table
 
 
-def _measure(name: str, width: int, device: torch.device, quiet: bool) -> list[Any]:
-    rows, figures = [], []
-
+def _measure(table: Table, name: str, width: int, device: torch.device) -> None:
     def tell(what: str, value: float, unit: str, reference: float | None = None) -> None:
-        told = "" if reference is None else f"{value / reference:.3f}"
-        rows.append((what, f"{value:.4g}", unit, told))
-        figures.append(figure(f"{name} {what}", value, unit, reference=reference))
+        table.row(what, f"{value:.4g}", unit, "" if reference is None else f"{value / reference:.3f}")
+        table.figure(f"{name} {what}", value, unit, reference=reference)
 
     steps = _steps(width, device)
     for kind, values in steps.items():
-        # The median of ratios, because other load on the machine slows both sides of a round equally.
-        ratio = statistics.median(mine / alone for mine, alone in zip(values, steps["alone"], strict=True))
         milliseconds = statistics.median(values) * 1e3
-        tell(f"step, {kind}", milliseconds, "ms", milliseconds / ratio)
+        tell(f"step, {kind}", milliseconds, "ms", milliseconds / median_ratio(values, steps["alone"]))
     nbytes, moves = _moves(width, device)
-    for what, seconds in moves.items():
-        tell(what, seconds * 1e3, "ms")
-        tell(f"{what}, rate", nbytes / seconds / 1e9, "GB/s")
+    for what, taken in moves.items():
+        tell(what, taken * 1e3, "ms")
+        tell(f"{what}, rate", nbytes / taken / 1e9, "GB/s")
     alone, busy, models = _overlap(width, device)
     tell("step, models read and received all the time", busy * 1e3, "ms", alone * 1e3)
     tell("models read and received", models, "a second")
-    if not quiet:
-        where = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-        report(f"{name} parameters on {where}; medians", ("what", "value", "unit", "to undisturbed"), rows, figures)
-    return figures
 
 
 if __name__ == "__main__":
-    main()
+    options = {"--device": {"default": "cuda", "type": torch.device}}
+    bench(__file__, __doc__, gpu, options)

@@ -10,158 +10,181 @@ same round, and the table shows medians over rounds, so that other load on the m
 
 from __future__ import annotations
 
-import argparse
-import json
+import functools
 import statistics
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
-import _overlap
-from _report import figure, report
-from emulated import EmulatedNetwork, NetworkUnavailableError
+from _bench.cli import Given, bench
+from _bench.tables import Table, known, median_ratio, medians
+from emulated import EmulatedNetwork
 from emulated.runs import train
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from gossipx.metrics.summary import Summary
+
+NEVER = "never"
 PEERS = 4
 RATES = ("10mbit", "100mbit", "1gbit")
 KINDS = {
-    "never": ("--policy", "never"),
+    NEVER: ("--policy", NEVER),
     "tau:10": ("--policy", "tau:10"),
     "adaptive:threshold=0.025": ("--policy", "adaptive:threshold=0.025"),
     "tau:10, 4 fragments": ("--policy", "tau:10", "--fragments", "4"),
     "tau:10, blocking": ("--policy", "tau:10", "--blocking"),
 }
 """Overlapped pulls, and for comparison the paper's Algorithm 2, which waits for each pull."""
-LENGTHS = {
-    ("policies", False): (2, 500),
-    ("policies", True): (3, 3000),
-    ("overlap", False): (2, 160),
-    ("overlap", True): (3, 400),
-}
-"""Rounds and iterations of a scenario, short and with --full."""
+LENGTHS = {"policies": ((1, 10), (2, 500), (3, 3000)), "overlap": ((1, 10), (2, 160), (3, 400))}
+"""Rounds and iterations of a scenario, by size of the benchmark."""
+Runs = dict[str, list[float]]
+"""The values of a figure by its name, one per round."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One run.
+def network(given: Given) -> Table:
+    """Return the table of the chosen scenario."""
+    rounds, iterations = given.of(*LENGTHS[given.scenario])
+    rounds, iterations = given.rounds or rounds, given.iterations or iterations
+    return (policies if given.scenario == "policies" else overlap)(given.smoke, rounds, iterations)
 
-    Attributes:
-        seconds: training time of the slowest peer.
-        pulls: completed pulls, mean over peers.
-        skipped: decisions to pull during a pull, mean over peers.
-        blocked: share of the training time that peers waited for gossipx, mean.
-        link_bytes: bytes of Ethernet frames to a peer, mean, from the first connection to the finish.
+
+def policies(smoke: bool, rounds: int, iterations: int) -> Table:
+    """Return time and bytes of the policies by link."""
+    headings = ("link", "policy", "pulls", "skipped", "s", "of never's", "blocked", "MB per link", "of never's")
+    table = Table(f"lenet, {iterations} iterations, rounds: {rounds}; links shaped by tc", headings)
+    peers, rates, kinds = (2, RATES[-1:], [NEVER]) if smoke else (PEERS, RATES, list(KINDS))
+    for rate in rates:
+        with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(peers, rate) as net:
+            _describe(table, net)
+            found = _rounds(kinds, rounds, functools.partial(_policy, net, Path(scratch), iterations))
+        for kind, runs in found.items():
+            one = medians(runs)
+            times, links = (median_ratio(runs[name], found[NEVER][name]) for name in ("seconds", "bytes"))
+            pulls = (f"{one['pulls']:.1f}", f"{one['skipped']:.1f}", f"{one['seconds']:.1f}", f"{times:.2f}")
+            table.row(rate, kind, *pulls, f"{one['blocked']:.1%}", f"{one['bytes'] / 1e6:.1f}", f"{links:.1f}")
+            never = medians(found[NEVER])
+            table.figure(f"{rate} {kind}: training", one["seconds"], "s", reference=never["seconds"])
+            table.figure(f"{rate} {kind}: received a link", one["bytes"], "bytes", reference=never["bytes"])
+            table.figure(f"{rate} {kind}: pulls per peer", one["pulls"], "")
+    return table
+
+
+def _rounds(kinds: list[str], rounds: int, run: Callable[[str, int], Mapping[str, float]]) -> dict[str, Runs]:
+    """Return what runs return, by kind; each round runs all kinds in turn."""
+    made = [{kind: run(kind, number) for kind in kinds} for number in range(rounds)]
+    return {kind: {name: [one[kind][name] for one in made] for name in made[0][kind]} for kind in kinds}
+
+
+def _policy(net: EmulatedNetwork, scratch: Path, iterations: int, kind: str, seed: int) -> dict[str, float]:
+    """Run peers, and return the seconds of the slowest, and means over peers.
+
+    The bytes are those of Ethernet frames to a peer, from the first connection to the finish.
     """
-
-    seconds: float
-    pulls: float
-    skipped: float
-    blocked: float
-    link_bytes: float
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="bin/bench network", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--full", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--scenario", choices=("policies", "overlap"), default="policies")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--iterations", type=int)
-    arguments = parser.parse_args()
-    default = LENGTHS[arguments.scenario, arguments.full]
-    rounds, iterations = arguments.rounds or default[0], arguments.iterations or default[1]
-    measure = policies if arguments.scenario == "policies" else _overlap.measure
-    try:
-        table = measure(rounds, iterations)
-    except NetworkUnavailableError as error:
-        sys.exit(f"bin/bench network: {error}")
-    if arguments.json:
-        print(json.dumps({"figures": table[-1]}, indent=2))
-    else:
-        report(*table)
-
-
-def policies(rounds: int, iterations: int) -> tuple[str, list[str], list[list[str]], list[Any]]:
-    """Return title, headings, rows and figures."""
-    rows, figures, networks = [], [], []
-    with tempfile.TemporaryDirectory() as scratch:
-        for rate in RATES:
-            with EmulatedNetwork(PEERS, rate) as net:
-                networks.append(net.describe())
-                print(networks[-1], file=sys.stderr)
-                runs = [_round(net, Path(scratch), iterations, seed) for seed in range(rounds)]
-            for kind in KINDS:
-                rows.append(_row(rate, kind, runs))
-                figures += _figures(rate, kind, runs)
-    headings = ["link", "policy", "pulls", "skipped", "s", "of never's", "blocked", "MB per link", "of never's"]
-    title = f"lenet, {iterations} iterations, rounds: {rounds}; links shaped by tc"
-    return "\n".join([title, *networks]), headings, rows, figures
-
-
-def _round(net: EmulatedNetwork, scratch: Path, iterations: int, seed: int) -> dict[str, Measured]:
-    """Run each kind, one after the other."""
-    common = ("--iterations", str(iterations), "--eval-interval", "0", "--seed", str(seed), "--overwrite")
-    return {kind: _measure(net, scratch, *common, *options) for kind, options in KINDS.items()}
-
-
-def _measure(net: EmulatedNetwork, scratch: Path, *options: str) -> Measured:
     before = _received(net)
-    one = train(net, scratch, "run", *options)[0]
-    trained = [float(seconds or 0.0) for seconds in one.train_seconds]
-    blocked = [float(seconds or 0.0) for seconds in one.blocked_seconds]
-    return Measured(
-        seconds=max(trained),
-        pulls=statistics.fmean(float(count or 0.0) for count in one.retrievals),
-        skipped=statistics.fmean(float(count or 0.0) for count in one.skipped),
-        blocked=statistics.fmean(part / whole for part, whole in zip(blocked, trained, strict=True)),
-        link_bytes=(_received(net) - before) / PEERS,
-    )
+    common = ("--iterations", str(iterations), "--eval-interval", "0", "--seed", str(seed), "--overwrite")
+    one = train(net, scratch, "run", *common, *KINDS[kind])[0]
+    trained, blocked = known(one.train_seconds), known(one.blocked_seconds)
+    return {
+        "seconds": max(trained),
+        "pulls": _mean(one, "retrievals"),
+        "skipped": _mean(one, "skipped"),
+        "blocked": statistics.fmean(part / whole for part, whole in zip(blocked, trained, strict=True)),
+        "bytes": (_received(net) - before) / len(net.hosts),
+    }
+
+
+def _describe(table: Table, net: EmulatedNetwork) -> None:
+    table.title = f"{table.title}\n{net.describe()}"
+    print(net.describe(), file=sys.stderr)
+
+
+def _mean(one: Summary, name: str) -> float:
+    """Return the mean over peers; a peer without a value counts as 0."""
+    return statistics.fmean(value or 0.0 for value in getattr(one, name))
 
 
 def _received(net: EmulatedNetwork) -> int:
     return sum(host.counters().received for host in net.hosts)
 
 
-def _median(runs: list[dict[str, Measured]], kind: str, name: str) -> float:
-    return float(statistics.median(getattr(one[kind], name) for one in runs))
+# --- overlapped pulls of a large model ----------------------------------------------------------------------
+
+PARAMETERS = 60_000_000
+"""Number of float32 parameters: 240 MB, the paper's AlexNet."""
+STEP_SECONDS = 0.05
+RATE = "1gbit"
+POLICIES = (NEVER, "tau:10", "tau:50")
+MOST_TIME = 0.02
+"""Limit for the training time that pulls add, as a fraction."""
+LEAST_USE = 0.95
+"""Goal for the use of the link during a pull, as a fraction of its rate, at tau:10."""
 
 
-def _ratio(runs: list[dict[str, Measured]], kind: str, name: str) -> float:
-    """Return the median ratio to never in the same round."""
-    return float(statistics.median(getattr(one[kind], name) / getattr(one["never"], name) for one in runs))
+def overlap(smoke: bool, rounds: int, iterations: int) -> Table:
+    """Return cost and use of the link of overlapped pulls of a large model, by two peers."""
+    headings = ("policy", "pulls", "skipped", "ms per step", "measuring", "time added", "link, payload", "link, frames")
+    sizes = f"{PARAMETERS * 4 / 1e6:.0f} MB, steps of {STEP_SECONDS * 1e3:.0f} ms asleep, {iterations} steps"
+    table = Table(f"{sizes}, rounds: {rounds}; links shaped by tc", headings)
+    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(2, RATE) as net:
+        _describe(table, net)
+        found = _rounds(list(POLICIES), rounds, functools.partial(_overlapped, net, Path(scratch), iterations))
+    for policy, runs in found.items():
+        one, added = medians(runs), median_ratio(runs["seconds"], found[NEVER]["seconds"]) - 1
+        pulled = policy != NEVER
+        shares = (f"{added:+.1%}", f"{one['payload']:.1%}", f"{one['use']:.1%}") if pulled else ("–", "–", "–")
+        step = 1e3 * one["seconds"] / iterations
+        counts = (f"{one['pulls']:.1f}", f"{one['skipped']:.1f}", f"{step:.0f}", f"{one['overhead']:.0%}")
+        table.row(policy, *counts, *shares)
+        table.figure(f"overlap {policy}: measuring", one["overhead"], "of a step")
+        if pulled:
+            least = LEAST_USE if policy == "tau:10" else None
+            table.figure(f"overlap {policy}: time added", added, "of never's", most=MOST_TIME)
+            table.figure(f"overlap {policy}: link while busy", one["use"], "of its rate", least=least)
+            table.figure(f"overlap {policy}: link while busy, payload", one["payload"], "of its rate")
+    return table
 
 
-def _row(rate: str, kind: str, runs: list[dict[str, Measured]]) -> list[str]:
-    return [
-        rate,
-        kind,
-        f"{_median(runs, kind, 'pulls'):.1f}",
-        f"{_median(runs, kind, 'skipped'):.1f}",
-        f"{_median(runs, kind, 'seconds'):.1f}",
-        f"{_ratio(runs, kind, 'seconds'):.2f}",
-        f"{_median(runs, kind, 'blocked'):.1%}",
-        f"{_median(runs, kind, 'link_bytes') / 1e6:.1f}",
-        f"{_ratio(runs, kind, 'link_bytes'):.1f}",
-    ]
+def _overlapped(net: EmulatedNetwork, scratch: Path, iterations: int, policy: str, number: int) -> dict[str, float]:
+    """Run both peers, and return the seconds of the slower one, means of both, and medians over pulls.
+
+    ``payload`` is the model's bytes per second of a pull, as a share of the link's rate, and ``use`` the same for
+    Ethernet frames, to which the rate applies.
+    """
+    script = Path(__file__).with_name("_large_model.py")
+    options = ("--policy", policy, "--delta", "sampled", "--overwrite", "--no-save-model", "--finish", "none")
+    before = _received(net)
+    one = train(net, scratch, "run", *options, script, str(PARAMETERS), str(iterations), str(STEP_SECONDS))[0]
+    # A joining peer also pulls the model; the frames' overhead is the same for all transfers.
+    frames = (_received(net) - before) / (sum(known(one.bytes_received)) + 4 * PARAMETERS)
+    pulls = [4 * PARAMETERS * 8 / spent / net.bucket.rate for spent in _pull_seconds(scratch, len(net.hosts))]
+    payload = statistics.median(pulls) if pulls else 0.0
+    return {
+        "seconds": max(known(one.train_seconds)),
+        "overhead": sum(known(one.overhead_seconds)) / sum(known(one.train_seconds)),
+        "pulls": _mean(one, "retrievals"),
+        "skipped": _mean(one, "skipped"),
+        "payload": payload,
+        "use": payload * frames,
+    }
 
 
-def _figures(rate: str, kind: str, runs: list[dict[str, Measured]]) -> list[Any]:
-    seconds = figure(
-        f"{rate} {kind}: training", _median(runs, kind, "seconds"), "s", reference=_median(runs, "never", "seconds")
-    )
-    received = figure(
-        f"{rate} {kind}: received a link",
-        _median(runs, kind, "link_bytes"),
-        "bytes",
-        reference=_median(runs, "never", "link_bytes"),
-    )
-    pulls = figure(f"{rate} {kind}: pulls per peer", _median(runs, kind, "pulls"), "")
-    return [seconds, received, pulls]
+def _pull_seconds(scratch: Path, peers: int) -> list[float]:
+    """Return the seconds of each pull, from the request to the last byte."""
+    found: list[float] = []
+    for rank in range(peers):
+        folder = scratch / f"host-{rank}" / "run" / f"peer-{rank:02d}"
+        events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+        events.Reload()
+        if "comm/pull_seconds" in events.Tags()["scalars"]:
+            found += [event.value for event in events.Scalars("comm/pull_seconds")]
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    options = {
+        "--scenario": {"choices": tuple(LENGTHS), "default": "policies"},
+        "--rounds": {"type": int},
+        "--iterations": {"type": int},
+    }
+    bench(__file__, __doc__, network, options)

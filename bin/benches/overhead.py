@@ -16,19 +16,16 @@ their snapshot, and writes the snapshot: 3.2 MB, not in the caches after a step,
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import torch
-from _idle_peer import IdlePeer
-from _ports import reserved
-from _report import figure, report
-from _trained import Span, Trained, timed
+from _bench.cli import Given, bench
+from _bench.peers import hosts_file
+from _bench.processes import Spawned
+from _bench.tables import Table
+from _bench.training import Span, Training, idle, timed
 
 BATCH = 64
 GOAL = 0.01
@@ -65,15 +62,13 @@ class Measured:
     pulls: int = 0
 
 
-def measure(model: str, policy: str, steps: int) -> Measured:
+def measure(model: str, policy: str, steps: int, batch: int = BATCH) -> Measured:
     """Time ``steps`` steps with a peer, and as many without one."""
     measured = Measured()
-    alone, trained = Trained(model, BATCH, RATE), Trained(model, BATCH, RATE)
-    with tempfile.TemporaryDirectory() as scratch, reserved(2) as port:
-        hosts = Path(scratch) / "hosts.txt"
-        hosts.write_text(f"127.0.0.1:{port} slots=2\n")
+    alone, trained = Training.of(model, batch, RATE), Training.of(model, batch, RATE)
+    with tempfile.TemporaryDirectory() as scratch, hosts_file(Path(scratch), 2) as hosts:
         settings = {"policy": policy, "logdir": scratch, "name": "overhead", "peer_timeout": PATIENCE}
-        with IdlePeer(model, hosts, settings):
+        with Spawned(idle, model, str(hosts), settings):
             peer = trained.join(hosts, rank=0, **settings)
             for number in range(WARM + steps):
                 plain, joined = timed(alone.step), timed(trained.step)
@@ -94,31 +89,20 @@ def interval(values: list[float]) -> tuple[float, float]:
     return ordered[max(0, middle - half)], ordered[min(len(ordered) - 1, middle + half)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="bin/bench overhead", description=__doc__)
-    parser.add_argument("--full", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    rows: list[tuple[str, ...]] = []
-    figures: list[Any] = []
-    told: list[str] = []
-    for model, steps in STEPS.items():
-        for policy in FULL if arguments.full else POLICIES if model == GOAL_MODEL else (NO,):
-            measured = measure(model, policy, steps * (3 if arguments.full else 1))
-            row, more = _told(model, policy, measured)
-            rows.append(row)
-            figures += more
-            if policy == NO:
-                told.append(_longer(model, measured))
-    if arguments.json:
-        print(json.dumps({"figures": figures}, indent=2))
-        return
-    report(f"Share of peer.step() in a step, batches of {BATCH}, one thread", HEADINGS, rows, figures)
-    print(*told, sep="\n")
+def overhead(given: Given) -> Table:
+    """Return the table; below its title, how much longer whole steps are."""
+    table, longer = Table(f"Share of peer.step() in a step, batches of {BATCH}, one thread", HEADINGS), []
+    for model, steps in given.of({"lenet": 30}, STEPS, STEPS).items():
+        for policy in given.of(("tau:2",), POLICIES if model == GOAL_MODEL else (NO,), FULL):
+            measured = measure(model, policy, given.of(steps, steps, 3 * steps), given.of(4, BATCH, BATCH))
+            _tell(table, model, policy, measured)
+            if policy not in PULLING:
+                longer.append(_longer(model, policy, measured))
+    table.title = "\n".join((table.title, *longer))
+    return table
 
 
-def _told(model: str, policy: str, measured: Measured) -> tuple[tuple[str, ...], list[Any]]:
+def _tell(table: Table, model: str, policy: str, measured: Measured) -> None:
     step, inside = (statistics.median(one.wall for one in spans) for spans in (measured.plain, measured.inside))
     mean = statistics.fmean(one.wall for one in measured.inside)
     shares = {
@@ -127,26 +111,23 @@ def _told(model: str, policy: str, measured: Measured) -> tuple[tuple[str, ...],
         "mean on a core": sum(one.core for one in measured.inside) / sum(one.core for one in measured.plain),
     }
     times = (f"{step * 1e3:.1f}", f"{inside * 1e3:.3f}", f"{mean * 1e3:.3f}")
-    row = (model, policy, str(measured.pulls), *times, *(f"{share:.3%}" for share in shares.values()))
+    table.row(model, policy, measured.pulls, *times, *(f"{share:.3%}" for share in shares.values()))
     name = f"{model}, {policy}: peer.step()"
-    held = GOAL if model == GOAL_MODEL and policy not in PULLING else None
-    figures = []
     for what, share in shares.items():
-        met = None if held is None else share < held
-        figures.append(figure(f"{name}, {what}", share, "of a step", goal=held, met=met))
-    figures.append(figure(f"{name}, seconds", inside, "s", reference=step))
-    return row, figures
+        goal = GOAL if model == GOAL_MODEL and policy not in PULLING else None
+        table.figure(f"{name}, {what}", share, "of a step", most=goal)
+    table.figure(f"{name}, seconds", inside, "s", reference=step)
 
 
-def _longer(model: str, measured: Measured) -> str:
+def _longer(model: str, policy: str, measured: Measured) -> str:
     """Describe how much longer whole steps are with a peer; the interval includes the machine's noise."""
     ratios = [one.wall / other.wall - 1 for one, other in zip(measured.joined, measured.plain, strict=True)]
     low, high = interval(ratios)
     return (
-        f"{model}, {NO}: whole steps are {statistics.median(ratios):+.2%} longer with a peer"
+        f"{model}, {policy}: whole steps are {statistics.median(ratios):+.2%} longer with a peer"
         f" (95 % interval of the median {low:+.2%} to {high:+.2%}, {len(ratios)} pairs)"
     )
 
 
 if __name__ == "__main__":
-    main()
+    bench(__file__, __doc__, overhead)

@@ -10,18 +10,15 @@ bin/bench policies --task text      the transformer (about 25 minutes; --full: i
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from _report import figure, report
-from _runs import train
-from _sums import interval
+from _bench.cli import Given, bench
+from _bench.peers import train
+from _bench.tables import Table, interval
 
 from gossipx.metrics.summary import Summary
 from gossipx.tasks.presets import PRESETS
@@ -62,79 +59,56 @@ KINDS = {
 GOALS = {PAPERS: (0.90, 0.010), "travel": (0.85, 0.005)}
 """The least share of retrievals saved, and the most accuracy lost, of LeNet on iid images."""
 PEERS = 4
+OPTIONS = {
+    "--task": {"choices": list(TASKS), "default": "fashion-mnist"},
+    "--iterations": {"type": int},
+    "--seeds": {"type": int, "choices": range(1, 6), "help": "default: 1, with --full 5"},
+    "--partition": {"help": "only this one"},
+    "--only": {"action": "append", "choices": list(KINDS), "help": "rows in addition to tau:10; default: all"},
+}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="bin/bench policies", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--full", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--task", choices=list(TASKS), default="fashion-mnist")
-    parser.add_argument("--iterations", type=int)
-    parser.add_argument("--seeds", type=int, choices=range(1, 6), help="default: 1, with --full 5")
-    parser.add_argument("--partition", help="only this one")
-    parser.add_argument("--only", action="append", choices=list(KINDS), help="rows in addition to tau:10; default: all")
-    given = parser.parse_args()
+def policies(given: Given) -> Iterator[Table]:
+    """Yield a table per partition of the data."""
     task = TASKS[given.task]
-    iterations = given.iterations or task.iterations
-    seeds = range(given.seeds or (5 if given.full else 1))
-    partitions = (given.partition,) if given.partition else task.partitions if given.full else task.partitions[:1]
-    kinds = [kind for kind in KINDS if not given.only or kind in ("tau:10", *given.only)]
-    figures: list[Any] = []
+    iterations = given.iterations or given.of(20, task.iterations, task.iterations)
+    seeds = range(given.seeds or given.of(1, 1, 5))
+    partitions = (given.partition,) if given.partition else given.of(*[task.partitions[:1]] * 2, task.partitions)
+    kinds = ["tau:10"] if given.smoke else [kind for kind in KINDS if not given.only or kind in ("tau:10", *given.only)]
+    own = f"own {task.measured}"
+    headings = ("policy", "models", "saved", "MB", f"{own}, before finish", f"{own}, after", "of the average")
     for partition in partitions:
         common = ("--task", given.task, "--partition", partition, "--iterations", str(iterations))
-        with tempfile.TemporaryDirectory() as scratch:
-            runs = {kind: _train(Path(scratch), task, KINDS[kind], common, seeds) for kind in kinds}
-        rows, found = _compared(task, partition, runs)
-        figures += found
-        if not given.json:
-            title = f"{partition}: {task.model}, {PEERS} peers, {iterations} iterations, {len(seeds)} seeds"
-            own = f"own {task.measured}"
-            headings = ("policy", "models", "saved", "MB", f"{own}, before finish", f"{own}, after", "of the average")
-            report(f"{title}; models and MB per peer", headings, rows, found)
-    if given.json:
-        print(json.dumps({"figures": figures}, indent=2))
+        title = f"{partition}: {task.model}, {PEERS} peers, {iterations} iterations, {len(seeds)} seeds"
+        table = Table(f"{title}; models and MB per peer", headings)
+        runs = {kind: _train(task, KINDS[kind], common, seeds) for kind in kinds}
+        for kind, summaries in runs.items():
+            _compare(table, task, partition, kind, summaries, runs["tau:10"])
+        yield table
 
 
-def _train(scratch: Path, task: Task, kind: tuple[str, ...], common: tuple[str, ...], seeds: range) -> list[Summary]:
+def _train(task: Task, kind: tuple[str, ...], common: tuple[str, ...], seeds: range) -> list[Summary]:
     options = [option.format(threshold=PRESETS[task.model].threshold) for option in (*kind, *common)]
-    return [train(scratch, "run", PEERS, *options, "--eval-interval", "0", "--seed", str(seed)) for seed in seeds]
+    with tempfile.TemporaryDirectory() as scratch:
+        return [train(Path(scratch), PEERS, *options, "--eval-interval", "0", "--seed", str(seed)) for seed in seeds]
 
 
-def _compared(task: Task, partition: str, runs: dict[str, list[Summary]]) -> tuple[list[Any], list[Any]]:
-    """Return the rows of the table and the figures."""
-    rows, figures = [], []
-    key, tau = f"test_{task.measured}", runs["tau:10"]
-    retrievals = _mean(tau, "retrievals")
-    sign = 1 if task.measured == "accuracy" else -1
-    for kind, summaries in runs.items():
-        pulls, own = _mean(summaries, "retrievals"), _mean(summaries, key)
-        saved, lost = 1 - pulls / retrievals, sign * (_mean(tau, key) - own)
-        ends = [statistics.fmean(getattr(one, key)) for one in summaries]
-        half = f" ± {interval(ends):.4f}" if len(ends) > 1 else ""
-        averaged = statistics.fmean(getattr(one, f"consensus_{task.measured}") or 0.0 for one in summaries)
-        rows.append(
-            (
-                kind if "," in kind else summaries[0].policy,
-                f"{pulls:.1f}",
-                f"{saved:.1%}",
-                f"{_mean(summaries, 'bytes_received') / 1e6:.1f}",
-                f"{_mean(summaries, f'{key}_before_finish'):.4f}",
-                f"{own:.4f}{half}",
-                f"{averaged:.4f}",
-            )
-        )
-        goals = GOALS.get(kind) if task.model == "lenet" and partition == "iid" else None
-        name = f"{partition} {kind.format(threshold=PRESETS[task.model].threshold)}"
-        figures.append(figure(f"{name} retrievals per peer", pulls, "", reference=retrievals))
-        figures.append(_goal(f"{name} retrievals saved", saved, "of tau:10's", goals and goals[0], float.__ge__))
-        figures.append(_goal(f"{name} {task.measured} worse", lost, "than tau:10", goals and goals[1], float.__le__))
-    return rows, figures
-
-
-def _goal(name: str, value: float, unit: str, goal: float | None, meets: Callable[[float, float], bool]) -> Any:
-    return figure(name, value, unit, goal=goal, met=None if goal is None else meets(value, goal))
+def _compare(table: Table, task: Task, partition: str, kind: str, found: list[Summary], tau: list[Summary]) -> None:
+    """Add a row and its figures."""
+    key, sign = f"test_{task.measured}", 1 if task.measured == "accuracy" else -1
+    retrievals, pulls, own = _mean(tau, "retrievals"), _mean(found, "retrievals"), _mean(found, key)
+    saved, lost = 1 - pulls / max(retrievals, 1), sign * (_mean(tau, key) - own)
+    ends = [statistics.fmean(getattr(one, key)) for one in found]
+    half = f" ± {interval(ends):.4f}" if len(ends) > 1 else ""
+    averaged = statistics.fmean(getattr(one, f"consensus_{task.measured}") or 0.0 for one in found)
+    counts = (f"{pulls:.1f}", f"{saved:.1%}", f"{_mean(found, 'bytes_received') / 1e6:.1f}")
+    judged = (f"{_mean(found, f'{key}_before_finish'):.4f}", f"{own:.4f}{half}", f"{averaged:.4f}")
+    table.row(kind if "," in kind else found[0].policy, *counts, *judged)
+    goals = GOALS.get(kind) if task.model == "lenet" and partition == "iid" else None
+    name = f"{partition} {kind.format(threshold=PRESETS[task.model].threshold)}"
+    table.figure(f"{name} retrievals per peer", pulls, "", reference=retrievals)
+    table.figure(f"{name} retrievals saved", saved, "of tau:10's", least=goals and goals[0])
+    table.figure(f"{name} {task.measured} worse", lost, "than tau:10", most=goals and goals[1])
 
 
 def _mean(summaries: list[Summary], key: str) -> float:
@@ -143,4 +117,4 @@ def _mean(summaries: list[Summary], key: str) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    bench(__file__, __doc__, policies, OPTIONS)

@@ -13,21 +13,16 @@ returned; none crashes meanwhile. Its loss is that of a server with bsp: both co
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import random
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "_papers"))
-
 import numpy as np
-from _report import figure, report
-from _simulated import Run, merged, run
+from _bench.cli import Given, bench
+from _bench.simulated import Run, merged, run
+from _bench.tables import Table
 
 from gossipx.sim.network import FULL_PACKET, PRESETS
 from gossipx.tasks import costs
@@ -106,45 +101,37 @@ NOISE = 0.01
 0.007 from seed to seed, and DiLoCo less tau:10 by 0.027."""
 SEEDED = 16
 """The most peers with several seeds."""
-Table = tuple[str, list[str], list[list[str]], list[Any]]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="bin/bench scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--full", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    sizes = (4, 16, 64, 256, 1000) if arguments.full else (4, 16, 64)
-    trained = sizes if arguments.full else (4, 16)
-    found = {rate: costs_of(rate, sizes, arguments.full and rate == CHURNED) for rate in RATES}
+def scale(given: Given) -> Iterator[Table]:
+    """Yield the tables."""
+    sizes = given.of((4,), (4, 16, 64), (4, 16, 64, 256, 1000))
+    found = {rate: costs_of(rate, sizes, given.full and rate == CHURNED, given.of(10, 100, 100)) for rate in RATES}
+    yield costs_table(sizes, found)
+    if given.smoke:
+        return
     losses: Losses = {}
-    for size in trained:
+    for size in given.of((), (4, 16), sizes):
         for system in TRAINED:
             for rate in RATES if size <= MOST_TRAINED else (LOSS_RATE,):
-                seeds = 3 if arguments.full and size <= SEEDED else 1
+                seeds = 3 if given.full and size <= SEEDED else 1
                 settings = AVERAGED if system == SERVED and size > MOST_TRAINED else SYSTEMS[system]
                 alike = RATES[2] if system in WAITING else RATES[1] if system in PROMPT and rate == RATES[2] else rate
                 done = losses.get((size, system, alike))
                 losses[size, system, rate] = done or losses_of(size, settings, alike, seeds)
-    tables = [costs_table(sizes, found), losses_table(losses), budget_table(losses, found)]
-    if arguments.json:
-        print(json.dumps({"figures": [one for table in tables for one in table[3]]}, indent=2))
-        return
-    for table in tables:
-        report(*table)
+    yield losses_table(losses)
+    yield budget_table(losses, found)
 
 
 # --- seconds and bytes ----------------------------------------------------------------------------
 
 
-def costs_of(rate: str, sizes: Sequence[int], with_churn: bool) -> dict[str, Costs]:
+def costs_of(rate: str, sizes: Sequence[int], with_churn: bool, iterations: int) -> dict[str, Costs]:
     """Return the costs of each system on links of a rate."""
     found: dict[str, Costs] = {}
     for system in (*SYSTEMS, DDP):
         there = [size for size in sizes if system not in (SERVED, EQUAL) or size <= MOST_WORKERS]
-        found[system] = {size: _cost(system, size, rate, 100) for size in there}
+        found[system] = {size: _cost(system, size, rate, iterations) for size in there}
         if with_churn and system in WITH_CHURN:
             found[f"{system}, churn"] = {size: _cost(system, size, rate, _churned(size), CHURN) for size in there}
     return found
@@ -157,7 +144,8 @@ def _churned(size: int) -> int:
 
 def costs_table(sizes: Sequence[int], costs: Mapping[str, Mapping[str, Costs]]) -> Table:
     """Return seconds and bytes per iteration by number of peers, and the exponents that they grow with."""
-    rows, figures = [], []
+    headings = ("link", "exchange", *(f"{size} peers" for size in sizes), "s beyond computing: N^", "bytes: N^")
+    table = Table(f"Seconds per iteration, and bytes that a peer receives in it: {MODEL}", headings)
     for rate, systems in costs.items():
         for system, by_size in systems.items():
             found = {size: by_size[size] for size in sizes if size in by_size}
@@ -168,13 +156,11 @@ def costs_table(sizes: Sequence[int], costs: Mapping[str, Mapping[str, Costs]]) 
             told = [grows, f"{_exponent({size: one[1] for size, one in found.items()}):.2f}"]
             theory = THEORY.get(system, ("", ""))
             told = [f"{one} ({of})" if of else one for one, of in zip(told, theory, strict=True)]
-            rows.append([rate, system, *cells, *told])
-            figures += [
-                figure(f"{system}, {rate}, {size} peers: seconds per iteration", one[0], "s", reference=STEP)
-                for size, one in found.items()
-            ]
-    headings = ["link", "exchange", *(f"{size} peers" for size in sizes), "s beyond computing: N^", "bytes: N^"]
-    return f"Seconds per iteration, and bytes that a peer receives in it: {MODEL}", headings, rows, figures
+            table.row(rate, system, *cells, *told)
+            for size, one in found.items():
+                name = f"{system}, {rate}, {size} peers: seconds per iteration"
+                table.figure(name, one[0], "s", reference=STEP)
+    return table
 
 
 def _cost(
@@ -222,7 +208,9 @@ def _ring(size: int, rate: str, iterations: int) -> tuple[float, float]:
 
 
 def _exponent(values: dict[int, float]) -> float:
-    """Return the least-squares slope of log(value) over log(peers)."""
+    """Return the least-squares slope of log(value) over log(peers); NaN for one number of peers."""
+    if len(values) < 2:
+        return math.nan
     points = [(math.log(size), math.log(value)) for size, value in values.items()]
     return float(np.polyfit(*zip(*points, strict=True), 1)[0])
 
@@ -256,21 +244,23 @@ def losses_of(size: int, settings: Mapping[str, Mapping[str, Any]], rate: str, s
 
 def losses_table(losses: Losses) -> Table:
     """Return the loss at equal iterations."""
-    rows, figures = [], []
+    headings = ("peers", "exchange", *(f"{length} iterations" for length in LENGTHS))
+    table = Table(f"Loss of LeNet at equal iterations, {LOSS_RATE}", headings)
     for (size, system, rate), found in losses.items():
         if rate != LOSS_RATE:
             continue
         told = f"{system}; {DDP}" if system == SERVED else system
-        rows.append([str(size), told, *(f"{found[each]:.3f}" if each in found else "" for each in LENGTHS)])
+        table.row(size, told, *(f"{found[each]:.3f}" if each in found else "" for each in LENGTHS))
         for length, loss in found.items():
-            figures.append(figure(f"{told}, {size} peers, {length} iterations: loss", loss, ""))
-    headings = ["peers", "exchange", *(f"{length} iterations" for length in LENGTHS)]
-    return f"Loss of LeNet at equal iterations, {LOSS_RATE}", headings, rows, figures
+            table.figure(f"{told}, {size} peers, {length} iterations: loss", loss, "")
+    return table
 
 
 def budget_table(losses: Losses, costs: Mapping[str, Mapping[str, Costs]]) -> Table:
     """Return the loss at equal seconds and at equal bytes; the least of each column are marked."""
-    rows, figures = [], []
+    headings = ("peers", "exchange", *(f"{SECONDS:g} s at {rate}" for rate in costs), f"{MEGABYTES:g} MB received")
+    title = f"Loss of LeNet after as many iterations as {MODEL} has in a budget; *: the least"
+    table = Table(title, headings)
     for size in dict.fromkeys(size for size, *_ in losses if size <= MOST_TRAINED):
         kinds = [(f"{SECONDS:g} s at {rate}", rate, 0, SECONDS) for rate in costs]
         kinds += [(f"{MEGABYTES:g} MB", list(costs)[-1], 1, MEGABYTES * 1e6)]  # at the rate that no exchange fills
@@ -281,12 +271,12 @@ def budget_table(losses: Losses, costs: Mapping[str, Mapping[str, Costs]]) -> Ta
                 trained = losses[size, SERVED if system == DDP else system, rate]
                 found[system] = _loss_at(trained, budget / costs[rate][system][size][index])
             columns.append(found)
-            figures += [figure(f"{system}, {size} peers, {what}: loss", one, "") for system, one in found.items()]
+            for system, one in found.items():
+                table.figure(f"{system}, {size} peers, {what}: loss", one, "")
         for system in (*TRAINED, DDP):
             cells = [f"{of[system]:.3f}{' *' if of[system] < min(of.values()) + NOISE else ''}" for of in columns]
-            rows.append([str(size), system, *cells])
-    headings = ["peers", "exchange", *(f"{SECONDS:g} s at {rate}" for rate in costs), f"{MEGABYTES:g} MB received"]
-    return f"Loss of LeNet after as many iterations as {MODEL} has in a budget; *: the least", headings, rows, figures
+            table.row(size, system, *cells)
+    return table
 
 
 def _loss_at(losses: Mapping[int, float], iterations: float) -> float:
@@ -295,4 +285,4 @@ def _loss_at(losses: Mapping[int, float], iterations: float) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    bench(__file__, __doc__, scale)

@@ -13,84 +13,57 @@ bin/bench server --only throughput|links|safe|wait-free|staleness|hybrid
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Callable
-from typing import Any
-
 import _hybrid
 import _staleness
 import _throughput
 import _wait_free
+from _bench.cli import Given, bench
+from _bench.tables import Table
 from _process_pool import ProcessPool
-from _report import report
-
-Table = tuple[str, tuple[str, ...], list[tuple[str, ...]], list[dict[str, Any]]]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="bin/bench server", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--full", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--only", choices=tuple(PARTS))
-    arguments = parser.parse_args()
-    figures: list[dict[str, Any]] = []
-    for name, measure in PARTS.items():
-        if arguments.only in (None, name):
-            table = measure(arguments.full)
-            figures += table[-1]
-            if not arguments.json:
-                report(*table)
-    if arguments.json:
-        print(json.dumps({"figures": figures}, indent=2))
-
-
-def _throughput_of(full: bool) -> Table:
+def throughput(given: Given) -> Table:
     with ProcessPool() as pool:
-        table: Table = _throughput.measure(pool, 3 if full else 1, 10 if full else 8)
-    return table
+        if given.smoke:
+            return _throughput.measure(pool, 1, 1, (2**16,), 2**18, _throughput.TCP)
+        return _throughput.measure(pool, given.of(1, 1, 3), given.of(2, 8, 10))
 
 
-def _links_of(full: bool) -> Table:
-    table: Table = _throughput.measure_links(3 if full else 1, 5 if full else 3)
-    return table
+def links(given: Given) -> Table:
+    return _throughput.measure_links(given.of(1, 1, 3), given.of(1, 3, 5))
 
 
-def _safe_of(full: bool) -> Table:
+def safe(given: Given) -> Table:
+    sizes, ways = (_throughput.SAFE_SIZE,), _throughput.SAFE
     with ProcessPool() as pool:
-        table: Table = _throughput.measure_safe(pool, 3 if full else 1, 10 if full else 5)
-    return table
+        return _throughput.measure(pool, given.of(1, 1, 3), given.of(1, 5, 10), sizes, ways=ways)
 
 
-def _wait_free_of(full: bool) -> Table:
-    table: Table = _wait_free.measure(3 if full else 1, 20 if full else 8)
-    return table
+def wait_free(given: Given) -> Table:
+    return _wait_free.measure(given.of(1, 1, 3), given.of(1, 8, 20))
 
 
-def _staleness_of(full: bool) -> Table:
+def staleness(given: Given) -> Table:
     with ProcessPool() as pool:
-        groups = _staleness.GROUPS if full else (2, 10)
-        table: Table = _staleness.measure(pool, 2 if full else 1, 200 if full else 100, groups)
-    return table
+        groups = given.of((2,), (2, 10), _staleness.GROUPS)
+        return _staleness.measure(pool, given.of(1, 1, 2), given.of(12, 100, 200), groups)
 
 
-def _hybrid_of(full: bool) -> Table:
+def hybrid(given: Given) -> Table:
     with ProcessPool() as pool:
-        table: Table = _hybrid.measure(pool, 5 if full else 2, 10.0 if full else 4.0)
-    return table
+        tasks = given.of(_hybrid.TASKS[1:], _hybrid.TASKS, _hybrid.TASKS)
+        return _hybrid.measure(pool, given.of(1, 2, 5), given.of(0.5, 4.0, 10.0), tasks)
 
 
-PARTS: dict[str, Callable[[bool], Table]] = {
-    "throughput": _throughput_of,
-    "links": _links_of,
-    "safe": _safe_of,
-    "wait-free": _wait_free_of,
-    "staleness": _staleness_of,
-    "hybrid": _hybrid_of,
+PARTS = {
+    "throughput": throughput,
+    "links": links,
+    "safe": safe,
+    "wait-free": wait_free,
+    "staleness": staleness,
+    "hybrid": hybrid,
 }
 
 
 if __name__ == "__main__":
-    main()
+    bench(__file__, __doc__, PARTS, smoke=("throughput", "staleness"))

@@ -11,21 +11,19 @@ table shows medians over rounds; each round has a seed of its own, which the sim
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _report import figure, report
-from emulated import EmulatedNetwork, NetworkUnavailableError
+from _bench.cli import Given, bench
+from _bench.simulated import run
+from _bench.tables import Table
+from emulated import EmulatedNetwork
 from emulated.runs import train
 
-from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
 
 PEERS = 4
@@ -75,43 +73,27 @@ class Outcome:
         return cls([float(n or 0) for n in one.retrievals], max(float(s or 0) for s in one.train_seconds))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="bin/bench simulation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--full", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--iterations", type=int)
-    parser.add_argument("--rates", default=",".join(RATES))
-    parser.add_argument("--kinds", default=";".join(KINDS))
-    arguments = parser.parse_args()
-    rounds, iterations = arguments.rounds or (3 if arguments.full else 1), arguments.iterations
-    iterations = iterations or 220
-    kinds = [NEVER, *(kind for kind in arguments.kinds.split(";") if kind != NEVER)]
-    rows, figures = [], []
-    try:
-        for rate in arguments.rates.split(","):
-            measured = _measure(rate, kinds, rounds, iterations)
-            for kind in kinds:
-                rows.append(_row(rate, kind, [one[kind] for one in measured]))
-                figures += _figures(rate, kind, [one[kind] for one in measured])
-    except NetworkUnavailableError as error:
-        sys.exit(f"bin/bench simulation: {error}")
-    if arguments.json:
-        print(json.dumps({"figures": figures}, indent=2))
-        return
-    headings = ["link", "run", "retrievals", "simulated", "s", "simulated", "of the real run's", "in goal"]
-    report(f"lenet, {PEERS} peers, {iterations} iterations, rounds: {rounds}", headings, rows, figures)
-
-
 Pair = tuple[Outcome, Outcome]
 """The real run and the simulated one."""
 
 
-def _measure(rate: str, kinds: list[str], rounds: int, iterations: int) -> list[dict[str, Pair]]:
+def simulation(given: Given) -> Table:
+    """Return the table."""
+    rounds, iterations = given.rounds or given.of(1, 1, 3), given.iterations or given.of(10, 220, 220)
+    peers, rates, named = given.of((2, "1gbit", NEVER), *[(PEERS, given.rates, given.kinds)] * 2)
+    kinds = [NEVER, *(kind for kind in named.split(";") if kind != NEVER)]
+    headings = ("link", "run", "retrievals", "simulated", "s", "simulated", "of the real run's", "in goal")
+    table = Table(f"lenet, {peers} peers, {iterations} iterations, rounds: {rounds}", headings)
+    for rate in rates.split(","):
+        measured = _measure(rate, kinds, rounds, iterations, peers)
+        for kind in kinds:
+            _tell(table, rate, kind, [one[kind] for one in measured])
+    return table
+
+
+def _measure(rate: str, kinds: list[str], rounds: int, iterations: int, peers: int) -> list[dict[str, Pair]]:
     found: list[dict[str, Pair]] = []
-    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(PEERS, rate) as net:
+    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(peers, rate) as net:
         print(net.describe(), file=sys.stderr)
         for seed in range(rounds):
             pairs: dict[str, Pair] = {}
@@ -119,11 +101,16 @@ def _measure(rate: str, kinds: list[str], rounds: int, iterations: int) -> list[
             for kind in kinds:
                 settings = _settings(kind, seed, iterations)
                 way = "server" if "server" in settings else "peers"
-                script = [SCRIPT, *map(str, (seed, settings["run"]["iterations"], PACE, PEERS)), way]
+                script = [SCRIPT, *map(str, (seed, settings["run"]["iterations"], PACE, peers)), way]
                 options = [*_options(settings), "--overwrite", *script]
                 real = Outcome.of(train(net, Path(scratch), "run", *options)[0])
                 seconds = seconds or real.seconds / iterations
-                pairs[kind] = real, _simulate(Path(scratch), rate, seconds, settings)
+                tables = {
+                    "simulation": {"peers": peers},
+                    "compute": {"seconds": seconds, "evaluation": EVALUATION},
+                    "network": {"preset": rate},
+                }
+                pairs[kind] = real, Outcome.of(run(tables, settings).summary)
                 print(rate, kind, *pairs[kind], file=sys.stderr)
             found.append(pairs)
     return found
@@ -146,59 +133,30 @@ def _options(settings: dict[str, dict[str, Any]]) -> list[str]:
     return options
 
 
-def _simulate(scratch: Path, rate: str, seconds: float, settings: dict[str, dict[str, Any]]) -> Outcome:
-    tables = {
-        "simulation": {"peers": PEERS},
-        "compute": {"seconds": seconds, "evaluation": EVALUATION},
-        "network": {"preset": rate},
-        **settings,
-    }
-    lines = []
-    for table, content in tables.items():
-        lines += [f"[{table}]", *(f"{name} = {json.dumps(value)}" for name, value in content.items())]
-    scenario = scratch / "scenario.toml"
-    scenario.write_text("\n".join(lines) + "\n")
-    command = [sys.executable, "-m", "gossipx", "simulate", str(scenario), "--logdir", str(scratch), "--overwrite"]
-    subprocess.run([*command, "--name", "simulated"], check=True, stdout=subprocess.DEVNULL, timeout=600)
-    return Outcome.of(summary.read(scratch / "simulated"))
-
-
-def _row(rate: str, kind: str, pairs: list[Pair]) -> list[str]:
-    real, simulated = (statistics.median(statistics.fmean(pair[n].retrievals) for pair in pairs) for n in (0, 1))
-    seconds = [statistics.median(pair[n].seconds for pair in pairs) for n in (0, 1)]
-    near, in_time = _met(kind, pairs)
-    met = {True: "yes", False: "NO"}
-    return [
-        *(rate, kind, f"{real:.1f}", f"{simulated:.1f}", f"{seconds[0]:.1f}", f"{seconds[1]:.1f}"),
-        *(f"{_ratio(pairs):.2f}", f"{met[near]}, {met[in_time]}"),
-    ]
-
-
-def _ratio(pairs: list[Pair]) -> float:
-    return float(statistics.median(simulated.seconds / real.seconds for real, simulated in pairs))
-
-
-def _difference(pairs: list[Pair]) -> float:
-    """Return the largest relative difference of the mean retrievals."""
+def _tell(table: Table, rate: str, kind: str, pairs: list[Pair]) -> None:
+    """Add a row and its figures, from pairs of several rounds."""
+    retrievals, times = (
+        [statistics.median(of(pair[n]) for pair in pairs) for n in (0, 1)]
+        for of in (lambda one: statistics.fmean(one.retrievals), lambda one: one.seconds)
+    )
     means = [[statistics.fmean(one.retrievals) for one in pair] for pair in pairs]
-    return max(abs(simulated - real) / max(real, 1.0) for real, simulated in means)
-
-
-def _met(kind: str, pairs: list[Pair]) -> tuple[bool, bool]:
-    """Return whether the retrievals and the training time are within their goals."""
+    difference = max(abs(simulated - real) / max(real, 1.0) for real, simulated in means)
     exact = all(real.retrievals == simulated.retrievals for real, simulated in pairs)
-    return exact if kind in EXACT else _difference(pairs) <= NEAR, abs(_ratio(pairs) - 1) <= SECONDS
-
-
-def _figures(rate: str, kind: str, pairs: list[Pair]) -> list[Any]:
-    near, in_time = _met(kind, pairs)
-    goal = 0.0 if kind in EXACT else NEAR
-    name = f"{kind}, {rate}"
-    return [
-        figure(f"{name}: difference of retrievals", _difference(pairs), "", goal=goal, met=near),
-        figure(f"{name}: difference of time", abs(_ratio(pairs) - 1), "", goal=SECONDS, met=in_time),
-    ]
+    ratio = statistics.median(simulated.seconds / real.seconds for real, simulated in pairs)
+    near, in_time = exact if kind in EXACT else difference <= NEAR, abs(ratio - 1) <= SECONDS
+    met = {True: "yes", False: "NO"}
+    numbers = (f"{number:.1f}" for number in (*retrievals, *times))
+    table.row(rate, kind, *numbers, f"{ratio:.2f}", f"{met[near]}, {met[in_time]}")
+    most, name = 0.0 if kind in EXACT else NEAR, f"{kind}, {rate}"
+    table.figure(f"{name}: difference of retrievals", difference, "", most=most, met=near)
+    table.figure(f"{name}: difference of time", abs(ratio - 1), "", most=SECONDS)
 
 
 if __name__ == "__main__":
-    main()
+    options = {
+        "--rounds": {"type": int},
+        "--iterations": {"type": int},
+        "--rates": {"default": ",".join(RATES)},
+        "--kinds": {"default": ";".join(KINDS)},
+    }
+    bench(__file__, __doc__, simulation, options)

@@ -23,7 +23,7 @@ def test_bytes_of_ddp_are_those_of_a_ring(tmp_path: Path) -> None:
     if (reason := lacking()) is not None:
         pytest.skip(reason)
     command = [sys.executable, ROOT / "bin" / "benches" / "evidence.py", *SMALLEST, "--json", "--keep", tmp_path]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "bin")))}
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     figures = {one["name"]: one for one in json.loads(done.stdout)["figures"]}

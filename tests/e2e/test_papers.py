@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.mark.parametrize("name", LEAST)
 def test_the_directions_hold(name: str) -> None:
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "bin")))
     done = subprocess.run(
         [sys.executable, ROOT / "bin" / "_papers" / f"{name.replace('-', '_')}.py", "--json"],
         capture_output=True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from pathlib import Path
 from types import ModuleType
 
@@ -16,14 +16,8 @@ from gossipx.codecs import packing
 
 
 @pytest.fixture(scope="module")
-def theirs() -> ModuleType:
-    """Import the module; the benchmarks are no package."""
-    file = Path(__file__).parents[2] / "bin" / "benches" / "_torch_codecs.py"
-    spec = importlib.util.spec_from_file_location("_torch_codecs", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def theirs(benches: Path) -> ModuleType:
+    return importlib.import_module("_torch_codecs")
 
 
 @pytest.mark.parametrize("count", [5, 17, 5120, 30_003])

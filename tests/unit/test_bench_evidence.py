@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,10 @@ from click.testing import CliRunner
 
 from gossipx.cli import main
 
-BENCHES = Path(__file__).parents[2] / "bin" / "benches"
-
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[Any]:
-    """Import the module; the benchmarks are no package, and have names of the standard library, so they come last."""
-    before = set(sys.modules)
-    sys.path.append(str(BENCHES))
-    yield importlib.import_module("_evidence_table")
-    sys.path.remove(str(BENCHES))
-    for name in set(sys.modules) - before:
-        if str(BENCHES) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
+def bench(benches: Path) -> Any:
+    return importlib.import_module("_evidence_table")
 
 
 def points(*each: tuple[float, float, float]) -> list[dict[str, float]]:
@@ -58,7 +48,8 @@ def test_a_system_is_ahead_if_it_is_lower_in_both(bench: Any) -> None:
 
 def test_a_row_has_the_figures_of_the_average_and_of_own_models(bench: Any) -> None:
     comparison = compared(bench, ddp=(1.8, 100, 1e9), pairs=(1.85, 20, 2e7))
-    (_, pairs) = (dict(zip(comparison.headings(), row, strict=True)) for row in comparison.rows())
+    table = comparison.table()
+    (_, pairs) = (dict(zip(table.headings, row, strict=True)) for row in table.rows)
     shown = {"system": "gossipx pairs", "loss": "1.850", "own models": "2.350", "of DDP's": "1/50", "s": "20.0"}
     assert shown.items() <= pairs.items()
 
@@ -89,7 +80,7 @@ def test_a_rival_without_results_leaves_the_goal_unmet(bench: Any) -> None:
     made = {"pairs": [points((1.9, 50, 2e7))]}
     for left_out, met in (((), True), (("hub",), True), (("hivemind",), False)):
         comparison = bench.Comparison("text", "1000mbit", 4, 800, made, {}, None, left_out)
-        goals = [one for one in comparison.figures() if "ahead" in one["name"]]
+        goals = [one for one in comparison.table().figures if "ahead" in one["name"]]
         assert [one["met"] for one in goals] == [met, met]
         assert all(met != one["name"].endswith(", without a result of hivemind") for one in goals), "it says why"
         assert all(bench.shown(name) in comparison.title() for name in left_out)
@@ -97,7 +88,7 @@ def test_a_rival_without_results_leaves_the_goal_unmet(bench: Any) -> None:
 
 def test_goals_are_relative_to_ddp(bench: Any) -> None:
     comparison = compared(bench, ddp=(1.8, 400, 1.5e9), pairs=(1.84, 25, 3e6), momentum_3lc=(1.89, 19, 1e6))
-    goals = {one["name"].partition(": ")[2]: one for one in comparison.figures() if one["goal"]}
+    goals = {one["name"].partition(": ")[2]: one for one in comparison.table().figures if one["goal"]}
     near, far, further, sooner = goals.values()
     assert (near["value"], near["met"]) == (pytest.approx(500), True)
     assert (far["value"], far["met"]) == (pytest.approx(1500), True)
@@ -108,7 +99,7 @@ def test_goals_are_relative_to_ddp(bench: Any) -> None:
 def test_a_goal_may_be_met_with_any_period(bench: Any) -> None:
     made = {"ddp": [points((1.8, 400, 1.5e9))], "pairs": [points((1.81, 25, 3e7))]}
     comparison = bench.Comparison("text", "1000mbit", 4, 800, made, {}, {"pairs": points((1.84, 25, 3e6))})
-    assert [one["value"] for one in comparison.figures() if one["name"].endswith("0.05 above its loss")] == [500]
+    assert [one["value"] for one in comparison.table().figures if one["name"].endswith("0.05 above its loss")] == [500]
 
 
 def test_other_periods_count_with_the_same_seeds_only(bench: Any) -> None:
@@ -129,7 +120,7 @@ def test_other_periods_count_with_the_same_seeds_only(bench: Any) -> None:
 
 
 def test_a_goal_that_no_run_reaches_is_not_met(bench: Any) -> None:
-    goals = [one for one in compared(bench, ddp=(1.8, 4, 1e9), pairs=(2.5, 1, 1e6)).figures() if one["goal"]]
+    goals = [one for one in compared(bench, ddp=(1.8, 4, 1e9), pairs=(2.5, 1, 1e6)).table().figures if one["goal"]]
     assert [(one["value"], one["met"]) for one in goals] == [(0, False)] * 4
 
 

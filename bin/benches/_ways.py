@@ -1,31 +1,35 @@
-"""Clients and servers of the exchange benchmark, one pair per way to fetch a model from another process.
+"""Ways to fetch a model from another process, for the exchange benchmark: a client each, whose process serves it.
 
-The server runs in a separate process, which prints a line when it is ready, and sends the model at each request.
+A server prints a line when it is ready, and sends the model at each request.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hmac
 import json
 import os
 import queue
 import socket
+import ssl
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
+from _bench.peers import HERE
+from _bench.processes import SECONDS, Spawned, pin
 from torch.distributed import rpc
 
 from gossipx.comm import CommManager
 from gossipx.comm.listener import OnRequest
 from gossipx.launch.ports import reserve
-from gossipx.memory import PIECE, Memory, Source
+from gossipx.memory import HOT, PIECE, Memory, Source
 from gossipx.protocol.messages import ArriveRequest, HereReply, ModelReply, PullRequest, Request, Stage
 from gossipx.tools.certs import folder_of
 from gossipx.transports import Address, tcp
@@ -33,50 +37,36 @@ from gossipx.transports.process_group import ProcessGroups
 from gossipx.transports.tls import Tls
 from gossipx.wire import Message, Sink, auth, frames
 
-HERE = "127.0.0.1"
 MANIFEST = ("model uint8 1 strides 1 trainable",)
-SECONDS = 120.0  # timeout of every wait, longer than any transfer
 
 
-class Way(Protocol):
-    """A client of one way to fetch the model of another process."""
+class Way:
+    """A client of one way to fetch the model of another process.
+
+    Args:
+        serve: what its server runs.
+        arguments: of the server.
+
+    Attributes:
+        seconds: what a pull has taken, of ways that measure it themselves.
+    """
+
+    seconds: float | None = None
+
+    def __init__(self, serve: Callable[..., None], *arguments: Any):
+        self._server = Spawned(serve, *arguments)
+        self._told = self._server.line()
+
+    def prepare(self) -> None:
+        """Get ready for the next pull; not timed."""
 
     def pull(self) -> None:
         """Fetch the model once, into allocated memory."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Close the connection and end the server."""
-
-
-def start(script: str, kind: str, size: int, *more: str, stdin: int | None = None) -> tuple[subprocess.Popen[str], str]:
-    """Start the process in which ``script`` serves a way, and return it with the line that it prints."""
-    command = [sys.executable, script, kind, str(size), *more]
-    process = subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    return process, process.stdout.readline().strip()
-
-
-def serve(ways: dict[str, Callable[..., None]]) -> None:
-    """Serve the way that the arguments name; the main function of a process started by :func:`start`."""
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
-    pin(1)
-    ways[sys.argv[1]](int(sys.argv[2]), *sys.argv[3:])
-
-
-def end_with_parent() -> None:
-    """End this process when the benchmark ends, however it ends."""
-    parent = os.getppid()
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
-
-
-def pin(place: int) -> None:
-    """Pin this process to a core: otherwise both sides sometimes share a core, which halves the rate."""
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(range(os.cpu_count() or 1))
-        os.sched_setaffinity(0, {cores[place % len(cores)]})
+        self._server.close()
 
 
 def filled(size: int) -> Memory:
@@ -87,7 +77,7 @@ def filled(size: int) -> Memory:
     return memory
 
 
-# --- blocking sockets, without any check ---------------------------------------------------------------
+# --- blocking sockets -------------------------------------------------------------------------------------
 
 
 def loss_based(connecting: socket.socket) -> None:
@@ -113,6 +103,17 @@ def on_the_wire(message: Message) -> int:
     return sum(len(buffer) for buffers, _ in frames.encode(message, 0) for buffer in buffers)
 
 
+def accepted() -> socket.socket:
+    """Tell the client a port, and return the connection that it opens."""
+    pin(1)
+    with socket.create_server((HERE, 0)) as listening:
+        loss_based(listening)
+        print(listening.getsockname()[1], flush=True)
+        connected, _ = listening.accept()
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connected
+
+
 def serve_raw(size: int, sending: str) -> None:
     """Send the model for each received byte, and a reply of gossipx's size for a request of gossipx's size.
 
@@ -120,33 +121,29 @@ def serve_raw(size: int, sending: str) -> None:
     """
     model = filled(size)
     question, answer = on_the_wire(QUESTION), bytes(on_the_wire(ANSWER))
-    with socket.create_server((HERE, 0)) as listening:
-        loss_based(listening)
-        print(listening.getsockname()[1], flush=True)
-        connected, _ = listening.accept()
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while asked := connected.recv(4096):
-            if len(asked) > 1:
-                left = question - len(asked)
-                while left:
-                    left -= len(connected.recv(left))
-                connected.sendall(answer)
-            elif sending == "sendfile" and model.descriptor is not None:
-                done = 0
-                while done < size:
-                    done += os.sendfile(connected.fileno(), model.descriptor, done, size - done)
-            else:
-                connected.sendall(model.view)
+    connected = accepted()
+    while asked := connected.recv(4096):
+        if len(asked) > 1:
+            left = question - len(asked)
+            while left:
+                left -= len(connected.recv(left))
+            connected.sendall(answer)
+        elif sending == "sendfile" and model.descriptor is not None:
+            done = 0
+            while done < size:
+                done += os.sendfile(connected.fileno(), model.descriptor, done, size - done)
+        else:
+            connected.sendall(model.view)
 
 
-class Raw:
-    """A client over blocking sockets, with MSG_WAITALL into one buffer."""
+class Raw(Way):
+    """A client over blocking sockets without any check, with MSG_WAITALL into one buffer."""
 
-    def __init__(self, size: int, sending: str):
-        self._process, port = start(__file__, "raw", size, sending)
+    def __init__(self, size: int, *arguments: Any, serve: Callable[..., None] = serve_raw):
+        super().__init__(serve, size, *arguments)
         self._socket = socket.socket()
         loss_based(self._socket)
-        self._socket.connect((HERE, int(port)))
+        self._socket.connect((HERE, int(self._told)))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._buffer = Memory(size).view
         self._question, self._answer = bytes(on_the_wire(QUESTION)), on_the_wire(ANSWER)
@@ -166,19 +163,80 @@ class Raw:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.wait(SECONDS)
+        super().close()
 
 
-class Iperf:
+KEY = bytes(range(32))
+CHECKS: dict[str, Callable[[], Any]] = {
+    "mac": lambda: hmac.new(KEY, digestmod="sha256"),
+    "xxh3": xxhash.xxh3_64,
+    "tls": frames.Unchecked,
+}
+"""What protects the model over sockets: one primitive, whose cost alone in Python is the reference for gossipx."""
+
+
+def context(folder: Path, purpose: ssl._SSLMethod) -> ssl.SSLContext:
+    """Return a context for TLS 1.3 with certificates on both sides, as in gossipx."""
+    made = ssl.SSLContext(purpose)
+    made.minimum_version = ssl.TLSVersion.TLSv1_3
+    made.check_hostname = False
+    made.load_cert_chain(folder / folder_of(HERE) / "cert.pem", folder / folder_of(HERE) / "key.pem")
+    made.load_verify_locations(folder / "ca.pem")
+    made.verify_mode = ssl.CERT_REQUIRED
+    return made
+
+
+def serve_secured(size: int, way: str) -> None:
+    """Send the model for each received byte: under a MAC, with an XXH3 checksum, or by TLS."""
+    model = filled(size)
+    kind, _, folder = way.partition(":")
+    connected = accepted()
+    if kind == "tls":
+        connected = context(Path(folder), ssl.PROTOCOL_TLS_SERVER).wrap_socket(connected, server_side=True)
+    while connected.recv(1):
+        check = CHECKS[kind]()
+        for start in range(0, size, PIECE):
+            piece = model.view[start : start + PIECE]
+            connected.sendall(piece)
+            check.update(piece)  # while it is in the processor's cache
+        connected.sendall(check.digest())
+
+
+class Secured(Raw):
+    """A client over blocking sockets with one of :data:`CHECKS` on both sides."""
+
+    def __init__(self, size: int, way: str):
+        super().__init__(size, way, serve=serve_secured)
+        self._kind, _, folder = way.partition(":")
+        if self._kind == "tls":
+            self._socket = context(Path(folder), ssl.PROTOCOL_TLS_CLIENT).wrap_socket(self._socket)
+        self._buffer = Memory(size + CHECKS[self._kind]().digest_size).view
+        self._size = size
+
+    def pull(self) -> None:
+        self._socket.send(b"x")
+        check = CHECKS[self._kind]()
+        flags = () if self._kind == "tls" else (socket.MSG_WAITALL,)
+        done = 0
+        while done < len(self._buffer):
+            end = min(done + HOT, self._size) if done < self._size else len(self._buffer)
+            begin = done
+            while done < end:
+                done += self._socket.recv_into(self._buffer[done:end], 0, *flags)
+            if end <= self._size:
+                check.update(self._buffer[begin:end])
+        assert bytes(self._buffer[self._size :]) == check.digest()
+
+
+class Iperf(Way):
     """iperf3 for the same number of bytes; it measures its own time, from the first byte to the last."""
 
     def __init__(self, size: int):
         self._reserved = reserve(Address(HERE, 0))
         self._port = str(self._reserved.getsockname()[1])
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self._server = subprocess.Popen(["iperf3", "-s", "-p", self._port, "-B", HERE], **quiet)
+        self._process = subprocess.Popen(["iperf3", "-s", "-p", self._port, "-B", HERE], **quiet)
         self._size = str(size)
-        self.seconds = 0.0
 
     def pull(self) -> None:
         command = ["iperf3", "-c", HERE, "-p", self._port, "-n", self._size, "-C", "cubic", "-J"]
@@ -191,31 +249,18 @@ class Iperf:
         raise SystemExit(f"iperf3 failed: {done.stdout}{done.stderr}")
 
     def close(self) -> None:
-        self._server.terminate()
-        self._server.wait(SECONDS)
+        self._process.terminate()
+        self._process.wait(SECONDS)
         self._reserved.close()
 
 
 # --- gossipx ---------------------------------------------------------------------------------------------
 
 
-KEY = bytes(range(32))
-SECRET = auth.Secret(KEY)
-
-
-def tls_of(folder: Path) -> Tls:
-    """Return gossipx's TLS transport with the certificates in a folder."""
-    return Tls(folder / folder_of(HERE) / "cert.pem", folder / folder_of(HERE) / "key.pem", folder / "ca.pem")
-
-
-def manager(
-    rank: int,
-    addresses: list[Address],
-    on_request: OnRequest,
-    way: str,
-) -> CommManager:
+def manager(rank: int, addresses: list[Address], on_request: OnRequest, way: str) -> CommManager:
     """Return one of two managers; ``way`` is tcp, shm, gloo, mac, unchecked, or tls with its folder of certificates."""
     kind, _, folder = way.partition(":")
+    own = Path(folder) / folder_of(HERE)
     comm = CommManager(
         rank=rank,
         names=["near", "far"],
@@ -226,8 +271,8 @@ def manager(
         manifest=MANIFEST,
         on_request=on_request,
         peer_timeout=SECONDS,
-        transport=tls_of(Path(folder)) if kind == "tls" else tcp,
-        secret=SECRET if kind == "mac" else None,
+        transport=Tls(own / "cert.pem", own / "key.pem", Path(folder) / "ca.pem") if kind == "tls" else tcp,
+        secret=auth.FixedSecrets((auth.Secret(KEY),)) if kind == "mac" else None,
         share_memory=kind == "shm",
         carriers=ProcessGroups("gloo", torch.device("cpu")) if kind == "gloo" else None,
     )
@@ -251,6 +296,7 @@ def serve_gossipx(size: int, way: str, versions: str) -> None:
         deadline = time.monotonic() + SECONDS
         comm.answer(key, reply, payload=payload if pulled else None, deadline=deadline, done=lambda whole: None)
 
+    pin(1)
     if way == "unchecked":
         frames.CHECKSUMS = frames.Unchecked
     comm = manager(1, [Address(HERE, 1)] * 2, react, way)
@@ -259,7 +305,7 @@ def serve_gossipx(size: int, way: str, versions: str) -> None:
     comm.close()
 
 
-class Gossipx:
+class Gossipx(Way):
     """A client of a CommManager's pull, with all its checks.
 
     Args:
@@ -278,11 +324,8 @@ class Gossipx:
         after: Callable[[Any], None] = lambda sink: None,
         versions: str = "one",
     ):
-        command = [sys.executable, __file__, "gossipx", str(size), way, versions]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        port = int(self._process.stdout.readline())
-        self._comm = manager(0, [Address(HERE, 1), Address(HERE, port)], lambda *given: None, way)
+        super().__init__(serve_gossipx, size, way, versions)
+        self._comm = manager(0, [Address(HERE, 1), Address(HERE, int(self._told))], lambda *given: None, way)
         self._sink, self._after = sink, after
         self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
         if way == "unchecked":  # connections keep their initial check
@@ -298,7 +341,6 @@ class Gossipx:
             raise reply
 
     def prepare(self) -> None:
-        """Create the destination of the next pull; not timed."""
         self._buffer = self._sink()
 
     def pull(self) -> None:
@@ -311,9 +353,7 @@ class Gossipx:
 
     def close(self) -> None:
         self._comm.close()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(SECONDS)
+        super().close()
 
 
 # --- torch.distributed's gloo, and torch rpc ---------------------------------------------------------------
@@ -325,6 +365,7 @@ def _join(rank: int, place: str) -> None:
 
 def serve_gloo(size: int, place: str) -> None:
     """Send the model for each received number until 0."""
+    pin(1)
     print("", flush=True)
     _join(1, place)
     model, asked = torch.ones(size // 4), torch.ones(1)
@@ -335,11 +376,11 @@ def serve_gloo(size: int, place: str) -> None:
     dist.destroy_process_group()
 
 
-class Gloo:
+class Gloo(Way):
     """A client of torch.distributed's send and recv."""
 
     def __init__(self, size: int, place: str):
-        self._process, _ = start(__file__, "gloo", size, place)
+        super().__init__(serve_gloo, size, place)
         _join(0, place)
         self._buffer = torch.ones(size // 4)
 
@@ -350,7 +391,7 @@ class Gloo:
     def close(self) -> None:
         dist.send(torch.zeros(1), 1)
         dist.destroy_process_group()
-        self._process.wait(SECONDS)
+        super().close()
 
 
 _given: dict[int, torch.Tensor] = {}
@@ -368,18 +409,19 @@ def _rpc(rank: int, place: str) -> None:
     rpc.init_rpc(("near", "far")[rank], rank=rank, world_size=2, rpc_backend_options=options)
 
 
-def serve_rpc(size: int, place: str) -> None:
+def serve_rpc(place: str) -> None:
     """Serve :func:`give`."""
+    pin(1)
     print("", flush=True)
     _rpc(1, place)
     rpc.shutdown()
 
 
-class Rpc:
+class Rpc(Way):
     """A client of a remote call that returns the model."""
 
     def __init__(self, size: int, place: str):
-        self._process, _ = start(__file__, "rpc", size, place)
+        super().__init__(serve_rpc, place)
         _rpc(0, place)
         self._size = size
 
@@ -388,16 +430,94 @@ class Rpc:
 
     def close(self) -> None:
         rpc.shutdown()
-        self._process.wait(SECONDS)
+        super().close()
 
 
-if __name__ == "__main__":
-    import _remote  # imported by name, which remote calls refer to
+# --- hivemind, if it is installed (tested with 1.1.12) -------------------------------------------------------
 
-    ways = {
-        "raw": _remote.serve_raw,
-        "gossipx": _remote.serve_gossipx,
-        "gloo": _remote.serve_gloo,
-        "rpc": _remote.serve_rpc,
-    }
-    _remote.serve(ways)
+END = "end\n"
+
+
+def _averager(size: int, peers: list[str]) -> tuple[Any, Any]:
+    import hivemind
+
+    dht = hivemind.DHT(start=True, initial_peers=peers, host_maddrs=[f"/ip4/{HERE}/tcp/0"])
+    averager = hivemind.averaging.DecentralizedAverager(
+        [torch.ones(size // 4)],
+        dht,
+        prefix="bench",
+        target_group_size=2,
+        min_matchmaking_time=1.0,
+        request_timeout=0.5,
+        start=True,
+    )
+    return dht, averager
+
+
+def _matched(averager: Any) -> Any:
+    """Return an all-reduce whose group is complete and that waits for its trigger."""
+    from hivemind.averaging.control import AveragingStage
+
+    control = averager.step(wait=False, require_trigger=True, timeout=SECONDS)
+    until = time.monotonic() + SECONDS
+    while control.stage is not AveragingStage.AWAITING_TRIGGER:
+        if control.done() or time.monotonic() > until:
+            raise SystemExit(f"hivemind found no group: {control.stage}")
+        time.sleep(0.005)
+    return control
+
+
+def _requests() -> Iterator[str]:
+    """Yield lines until END. The pipe itself does not end, because hivemind's forked processes keep it open."""
+    return iter(sys.stdin.readline, END)
+
+
+def remote_hivemind(size: int) -> None:
+    """Take part in one all-reduce per line of standard input."""
+    pin(1)
+    dht, averager = _averager(size, [])
+    print(*dht.get_visible_maddrs(), flush=True)
+    for _ in _requests():
+        control = _matched(averager)
+        control.allow_allreduce()
+        print("ready", flush=True)
+        control.result(SECONDS)
+    averager.shutdown()
+    dht.shutdown()
+
+
+def local_hivemind(size: int) -> None:
+    """Run the timed side, which prints the seconds of each all-reduce."""
+    pin(0)
+    with Spawned(remote_hivemind, size) as other:
+        dht, averager = _averager(size, other.line().split())
+        print("", flush=True)
+        for _ in _requests():
+            other.tell("again")
+            control = _matched(averager)
+            other.line()
+            began = time.perf_counter()
+            control.allow_allreduce()
+            control.result(SECONDS)
+            print(time.perf_counter() - began, flush=True)
+        other.tell(END.strip())
+    averager.shutdown()
+    dht.shutdown()
+
+
+class Hivemind(Way):
+    """A client for all-reduces of two, after which each has the average.
+
+    The averagers are in two processes besides this one, because hivemind itself starts more. They find each other
+    through its DHT, which is not timed.
+    """
+
+    def __init__(self, size: int):
+        super().__init__(local_hivemind, size)
+
+    def pull(self) -> None:
+        self.seconds = float(self._server.ask("again"))
+
+    def close(self) -> None:
+        self._server.tell(END.strip())
+        super().close()
