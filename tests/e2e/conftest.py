@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ports import free_ports
+from ports import places
 from served_loops import Join
 from torch import nn
 
@@ -36,7 +36,7 @@ def three(tmp_path: Path) -> Iterator[Folder]:
 def join(tmp_path: Path) -> Iterator[Join]:
     """Join a run whose single peer is its own server."""
     hosts = tmp_path / "hosts.txt"
-    hosts.write_text(f"127.0.0.1:{free_ports(1)[0]}\n")
+    hosts.write_text(f"{places(1)[0]}\n")
     with contextlib.ExitStack() as undo:
 
         def joined(model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -> Peer:

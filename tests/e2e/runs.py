@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from forks import client as forks
-from ports import free_ports
+from ports import places
 from safetensors.torch import load_file
 
 LONG = 240.0  # seconds, after which a hanging test fails; a run takes a few on an idle machine
@@ -208,7 +208,7 @@ class Folder:
     def __init__(self, path: Path, peers: int):
         self.path = path
         self.hosts = path / "hosts.txt"
-        self.names = [f"127.0.0.1:{port}" for port in free_ports(peers)]
+        self.names = places(peers)
         self.hosts.write_text("".join(f"{name}\n" for name in self.names))
         self._processes: list[Process] = []
 

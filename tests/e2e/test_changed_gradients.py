@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ports import free_ports
+from ports import places
 from served_loops import STEPS, Join, Step, batch, loop, loss_of, net, plain, same, served, sgd
 from solving import Made, weights
 from torch import Tensor, nn
@@ -438,7 +438,7 @@ def test_a_solver_that_clips_or_accumulates(tmp_path: Path, text: str) -> None:
         return Made(folder, text, loss=loss).solver
 
     hosts = tmp_path / "hosts.txt"
-    hosts.write_text(f"127.0.0.1:{free_ports(1)[0]}\n")
+    hosts.write_text(f"{places(1)[0]}\n")
     served, alone = solver("served"), solver("alone")
     settings = {"mode": "server", "servers": "0", "peer_timeout": 20.0, "logdir": str(tmp_path)}
     with gossipx.attach(served, peers=hosts, rank=0, **settings):

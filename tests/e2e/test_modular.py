@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ports import free_ports
+from ports import places
 
 import gossipx
 from gossipx.errors import UsageError
@@ -32,7 +32,7 @@ def two(tmp_path: Path) -> Iterator[Folder]:
 def initialize(tmp_path: Path) -> Iterator[Callable[..., ParameterServer]]:
     """Call ``gossipx.initialize`` in this process, for a run of one peer."""
     hosts = tmp_path / "hosts.txt"
-    hosts.write_text(f"127.0.0.1:{free_ports(1)[0]}\n")
+    hosts.write_text(f"{places(1)[0]}\n")
     made: list[ParameterServer] = []
 
     def initialized(**settings: Any) -> ParameterServer:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from certificates import Authority
-from ports import free_ports
+from ports import address, free_ports, places
 from resuming import BRIEF
 from seeds import some
 
@@ -143,8 +143,8 @@ def test_the_built_in_task_is_joined_without_a_script_and_left_in_order(here: Fo
     """On Ctrl-C, or because somebody drains it by the name that gossipx status shows; it is restarted by that name."""
     run = here.start_run("--policy", "tau:5", "--iterations", "100000", *BRIEF)
     run.line(" train ")
-    (nowhere,) = free_ports(1)
-    late = join(here, f"127.0.0.1:{nowhere},{here.names[0]}")
+    (nowhere,) = places(1)
+    late = join(here, f"{nowhere},{here.names[0]}")
     late.line(r" train \d+/100000 .*pulls [1-9]")
     shown = here.start("-m", "gossipx", "status", "x", "--logdir", here.path, "--json").end()
     assert shown.code == 0, shown.shown
@@ -252,7 +252,7 @@ def test_a_run_without_a_place_for_a_newcomer_says_so_in_one_line(tmp_path: Path
 
 
 def test_a_run_with_a_peer_behind_nat_says_so_in_one_line(tmp_path: Path) -> None:
-    with training(tmp_path, "--policy", "tau:5", hosts="127.0.0.1:{}\n127.0.0.2:{} nat\n") as here:
+    with training(tmp_path, "--policy", "tau:5", hosts=f"{address()}:{{}}\n{address(2)}:{{}} nat\n") as here:
         line = one_line(join(here, here.names[0]).end(), 2)
         assert (
             line == f"{here.names[0]}: refused: a peer of the run is behind NAT, and could not be reached by a new one"
@@ -262,8 +262,8 @@ def test_a_run_with_a_peer_behind_nat_says_so_in_one_line(tmp_path: Path) -> Non
 
 def test_mistakes_are_told_in_one_line_and_leave_nothing(tmp_path: Path) -> None:
     with training(tmp_path, "--policy", "tau:5") as here:
-        (nowhere,) = free_ports(1)
-        line = one_line(join(here, f"127.0.0.1:{nowhere}").end(), 1)
+        (nowhere,) = places(1)
+        line = one_line(join(here, nowhere).end(), 1)
         assert "no peer of a run answers at --peers: " in line and "Connection refused" in line
         line = one_line(join(here, here.names[0], "--advertise", "no.such.host.invalid").end(), 2)
         assert line.startswith("host 'no.such.host.invalid' does not resolve")

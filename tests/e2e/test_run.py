@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from forks.client import readable
+from ports import address
 
 from gossipx.metrics import Summary
 from gossipx.settings import files
@@ -276,7 +277,7 @@ def test_a_port_in_use_is_named(place: Any) -> None:
     here = place(1)
     port = int(here.names[0].partition(":")[2])
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", port))
+        taken.bind((address(), port))
         taken.listen()
         ended = here.start_run(*BRIEF).end()
     assert ended.code == 1, ended.shown

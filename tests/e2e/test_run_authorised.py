@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 from certificates import Authority, Identity
+from ports import address, free_ports
 from seeds import some
 
-from runs import TEN_LINES, Ended, Folder, Process, Run, differences, folder, free_ports, one_line
+from runs import TEN_LINES, Ended, Folder, Process, Run, differences, folder, one_line
 
 WITH_SCRIPT = ("--peer-timeout", "10", "--policy", "tau:5")
 BRIEF = ("--iterations", "30", "--batch-size", "8", "--eval-interval", "0", *WITH_SCRIPT)
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is lo
 def place(tmp_path: Path) -> Iterator[Folder]:
     """A folder whose three peers are three hosts."""
     with folder(tmp_path, 1) as here:
-        here.names = [f"127.0.0.{host}:{port}" for host, port in enumerate(free_ports(3), 1)]
+        here.names = [f"{address(host)}:{port}" for host, port in enumerate(free_ports(3), 1)]
         here.hosts.write_text("".join(f"{name}\n" for name in here.names))
         yield here
 
@@ -44,7 +45,7 @@ def secret(here: Folder, name: str, value: str) -> Path:
 def start(here: Folder, host: int, *options: str | Path) -> Process:
     """Start ``gossipx run`` as on one of the hosts, from 1."""
     brief = WITH_SCRIPT if any(isinstance(option, Path) and option.suffix == ".py" for option in options) else BRIEF
-    return here.start_run(*brief, "--advertise", f"127.0.0.{host}", *options, name=f"host{host}")
+    return here.start_run(*brief, "--advertise", address(host), *options, name=f"host{host}")
 
 
 def agreed(here: Folder, ended: dict[int, Ended]) -> None:
@@ -147,12 +148,12 @@ with gossipx.join(model, optimizer) as peer:
 def certified(here: Folder, what: str) -> tuple[Identity, Identity, str]:
     """Certificates of two hosts, of which the second is invalid, and the expected message."""
     authority = Authority(here.path / "ca")
-    good = authority.issue("127.0.0.1")
+    good = authority.issue(address())
     if what == "expired":
-        return good, authority.issue("127.0.0.2", days=-1), "says that the certificate of this peer has expired"
+        return good, authority.issue(address(2), days=-1), "says that the certificate of this peer has expired"
     if what == "another host's":
-        return good, authority.issue("127.0.0.9"), "is not for '127.0.0.2', its host in the hosts file"
-    foreign = Authority(here.path / "foreign", "somebody's CA").issue("127.0.0.2")
+        return good, authority.issue(address(9)), f"is not for '{address(2)}', its host in the hosts file"
+    foreign = Authority(here.path / "foreign", "somebody's CA").issue(address(2))
     return good, dataclasses.replace(foreign, authority=good.authority), "does not know the CA that signed"
 
 
@@ -172,10 +173,10 @@ def test_certificates_made_by_gossipx_are_all_that_is_needed(place: Folder) -> N
     place.hosts.write_text("".join(f"{name}\n" for name in place.names[:2]))
     made = place.start("-m", "gossipx", "certs", "new", "certs", place.hosts).end()
     assert made.code == 0, made.shown
-    assert "copy certs/host-127.0.0.2/ to 127.0.0.2" in made.output
+    assert f"copy certs/host-{address(2)}/ to {address(2)}" in made.output
     runs = {}
     for host in (1, 2):
-        own = place.path / "certs" / f"host-127.0.0.{host}"
+        own = place.path / "certs" / f"host-{address(host)}"
         files = Identity(own / "cert.pem", own / "key.pem", own / "ca.pem")
         runs[host] = start(place, host, *files.options())
     agreed(place, {host: run.end() for host, run in runs.items()})

@@ -1,4 +1,4 @@
-"""``gossipx doctor`` in real processes: on loopback, where 127.0.0.1 to .3 stand for machines, and in namespaces."""
+"""``gossipx doctor`` in real processes: on loopback, where three addresses stand for machines, and in namespaces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from emulated import EmulatedNetwork, Host, lacking
 from emulated.namespaces import run
-from ports import free_ports
+from ports import address, free_ports
 
 from gossipx.launch.hosts import DEFAULT_PORT
 from runs import LONG, Ended, Folder, Process, folder, is_running
@@ -63,13 +63,13 @@ def ways(found: dict[str, Any]) -> dict[int, dict[str, Any]]:
 
 def machines(place: Folder, count: int, slots: int = 1) -> None:
     """Write a hosts file of loopback addresses; with ``--advertise`` each address stands for a machine."""
-    (port,) = free_ports(1)
-    place.hosts.write_text("".join(f"127.0.0.{n + 1}:{port} slots={slots}\n" for n in range(count)))
+    port, *_ = free_ports(slots)
+    place.hosts.write_text("".join(f"{address(n + 1)}:{port} slots={slots}\n" for n in range(count)))
 
 
 def test_each_of_three_processes_reports_what_it_sees(place: Folder) -> None:
     machines(place, 3, slots=2)
-    started = [start(place, "--advertise", f"127.0.0.{n + 1}") for n in range(3)]
+    started = [start(place, "--advertise", address(n + 1)) for n in range(3)]
     for number, found in enumerate(findings(process.end(), 0) for process in started):
         assert len(found["findings"]["reached"]) == 6, "its own second line, too"
         assert found["findings"]["heard"] == sorted({0, 1, 2} - {number})
@@ -79,21 +79,22 @@ def test_each_of_three_processes_reports_what_it_sees(place: Folder) -> None:
 
 def test_a_missing_host_is_reported_with_advice(place: Folder) -> None:
     machines(place, 2)
-    found = findings(start(place, "--advertise", "127.0.0.1", "--wait", SHORT).end(), 1)
+    found = findings(start(place, "--advertise", address(), "--wait", SHORT).end(), 1)
     (line,) = lines(found, "fail", "reach")
-    assert "127.0.0.1 → 127.0.0.2" in line and "Connection refused" in line and "start the same command there" in line
+    assert f"{address()} → {address(2)}" in line and "Connection refused" in line
+    assert "start the same command there" in line
     assert ways(found) == {}
 
 
 def test_another_program_on_the_port_is_reported_by_both_sides(place: Folder) -> None:
     machines(place, 2)
     port = int(place.hosts.read_text().split(":")[1].split()[0])
-    with socket.create_server(("127.0.0.2", port)) as server:
+    with socket.create_server((address(2), port)) as server:
         threading.Thread(target=greet_as_ssh, args=(server,), daemon=True).start()
         there = findings(start(place, "--wait", SHORT).end(), 1)
         (line,) = lines(there, "fail", "ports")
-        assert f"port {port} of 127.0.0.2 is not free: no gossipx listens there" in line and "another port" in line
-        here = findings(start(place, "--advertise", "127.0.0.1", "--wait", SHORT).end(), 1)
+        assert f"port {port} of {address(2)} is not free: no gossipx listens there" in line and "another port" in line
+        here = findings(start(place, "--advertise", address(), "--wait", SHORT).end(), 1)
         (line,) = lines(here, "fail", "reach")
         assert "no gossipx listens there" in line and "SSH" in line
 
@@ -110,7 +111,7 @@ def test_a_run_at_work_reports_its_model_and_receives_no_load(place: Folder) -> 
     running.line("ready")
     found = findings(start(place, place.script(JOINS, "other.py"), "5").end(), 1)
     (line,) = lines(found, "fail", "model")
-    assert "127.0.0.1 (a run)" in line
+    assert f"{address()} (a run)" in line
     (note,) = lines(found, "note", "ports")
     assert "a run is at work there" in note
     assert all(way["rate"] is None and way["latency"] > 0 for way in ways(found).values()), "no load for a run"
@@ -154,7 +155,7 @@ with gossipx.join(model, optimizer) as peer:
 def test_scripts_whose_models_differ_are_reported_with_the_first_tensor(place: Folder) -> None:
     machines(place, 2)
     script = place.script(JOINS)
-    started = [start(place, "--advertise", f"127.0.0.{n + 1}", script, str(n + 3)) for n in range(2)]
+    started = [start(place, "--advertise", address(n + 1), script, str(n + 3)) for n in range(2)]
     for process, (here, there) in zip(started, ((3, 4), (4, 3)), strict=True):
         (line,) = lines(findings(process.end(), 1), "fail", "model")
         assert f"'weight float32 1x{here}" in line and f"here and 'weight float32 1x{there}" in line
@@ -172,7 +173,7 @@ def test_another_secret_ends_with_5_on_both_sides(place: Folder, theirs: str | N
     started = []
     for number, secret in enumerate(("one", theirs)):
         options = [] if secret is None else ["--secret-file", a_secret(place.path / secret)]
-        started.append(start(place, "--advertise", f"127.0.0.{number + 1}", "--wait", SHORT, *options))
+        started.append(start(place, "--advertise", address(number + 1), "--wait", SHORT, *options))
     for process in started:
         (line,) = lines(findings(process.end(), 5), "fail", "reach")
         assert any(cause in line for cause in causes.split("|")) and "--secret-file" in line
@@ -187,21 +188,21 @@ def a_secret(file: Path) -> Path:
 def test_a_different_hosts_file_is_reported_with_the_first_line_that_differs(place: Folder) -> None:
     machines(place, 2)
     other = place.path / "other.txt"
-    other.write_text(place.hosts.read_text() + "127.0.0.3\n")
-    one = start(place, "--advertise", "127.0.0.1", "--wait", SHORT)
-    two = start(place, "--advertise", "127.0.0.2", "--wait", SHORT, "--peers", other)
+    other.write_text(place.hosts.read_text() + f"{address(3)}\n")
+    one = start(place, "--advertise", address(), "--wait", SHORT)
+    two = start(place, "--advertise", address(2), "--wait", SHORT, "--peers", other)
     for process in (one, two):
         found = findings(process.end(), 1)
         here, there = (2, 3) if process is one else (3, 2)
         (text,) = [text for text in failures(found) if "the hosts files differ" in text]
         assert f"the hosts files differ: {here} peers here and {there} there; peer 2 is " in text
-        assert "127.0.0.3" in text and "missing" in text
+        assert address(3) in text and "missing" in text
 
 
 def test_ctrl_c_ends_it_at_once_and_leaves_nothing(place: Folder) -> None:
     machines(place, 2)
     port = int(place.hosts.read_text().split(":")[1].split()[0])
-    process = start(place, "--advertise", "127.0.0.1", "--wait", "3600")
+    process = start(place, "--advertise", address(), "--wait", "3600")
     until = time.monotonic() + LONG
     while not listens(port):
         assert is_running(process.pid) and time.monotonic() < until
@@ -213,7 +214,7 @@ def test_ctrl_c_ends_it_at_once_and_leaves_nothing(place: Folder) -> None:
 
 def listens(port: int) -> bool:
     with socket.socket() as knocking:
-        return knocking.connect_ex(("127.0.0.1", port)) == 0
+        return knocking.connect_ex((address(), port)) == 0
 
 
 # --- in namespaces ----------------------------------------------------------------------------------

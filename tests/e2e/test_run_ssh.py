@@ -1,6 +1,6 @@
 """``gossipx run --ssh``: with a real sshd on this machine, and with a program that stands in for ssh.
 
-127.0.0.1 and 127.0.0.2 stand for two machines.
+Two loopback addresses stand for two machines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ports import free_ports
+from ports import address, free_ports
 from safetensors.torch import load_file
 
 from gossipx.metrics import summary
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is lo
 def hosts(tmp_path: Path) -> Iterator[Folder]:
     """A folder whose two peers are two hosts."""
     with folder(tmp_path, 1) as here:
-        here.names = [f"127.0.0.{host}:{port}" for host, port in enumerate(free_ports(2), 1)]
+        here.names = [f"{address(host)}:{port}" for host, port in enumerate(free_ports(2), 1)]
         here.hosts.write_text("".join(f"{name}\n" for name in here.names))
         yield here
 
@@ -65,13 +65,13 @@ def sshd(hosts: Folder, monkeypatch: pytest.MonkeyPatch) -> Iterator[Folder]:
     for name in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", keys / name], check=True, timeout=LONG)
     (keys / "sshd_config").write_text(
-        f"ListenAddress 127.0.0.2:{port}\nHostKey {keys}/host\nAuthorizedKeysFile {keys}/user.pub\nPidFile none\n"
+        f"ListenAddress {address(2)}:{port}\nHostKey {keys}/host\nAuthorizedKeysFile {keys}/user.pub\nPidFile none\n"
         "StrictModes no\nUsePAM no\nPasswordAuthentication no\nSetEnv "
         + " ".join(f'{name}="{os.environ[name]}"' for name in ("PYTHONPATH", "OMP_NUM_THREADS") if name in os.environ)
         + "\n"
     )
     (keys / "config").write_text(
-        f"Host 127.0.0.2\nPort {port}\nUser {getpass.getuser()}\nIdentityFile {keys}/user\nIdentitiesOnly yes\n"
+        f"Host {address(2)}\nPort {port}\nUser {getpass.getuser()}\nIdentityFile {keys}/user\nIdentitiesOnly yes\n"
         f"BatchMode yes\nUserKnownHostsFile {keys}/known\nStrictHostKeyChecking accept-new\nLogLevel ERROR\n"
     )
     if os.getuid() == 0:
@@ -91,22 +91,22 @@ def sshd(hosts: Folder, monkeypatch: pytest.MonkeyPatch) -> Iterator[Folder]:
 
 def answers(port: int) -> bool:
     with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.2", port)) == 0
+        return probe.connect_ex((address(2), port)) == 0
 
 
 def start(here: Folder, *options: str | Path) -> Process:
     """Start ``gossipx run --ssh`` as on the first host."""
-    return here.start_run("--advertise", "127.0.0.1", "--ssh", *BRIEF, *options, fresh=True)
+    return here.start_run("--advertise", address(), "--ssh", *BRIEF, *options, fresh=True)
 
 
 def whole(here: Folder) -> None:
     """Check that both hosts have the same model, and a summary of both peers."""
-    for directory in (here.path / "x", here.path / "127.0.0.2" / "x"):
+    for directory in (here.path / "x", here.path / address(2) / "x"):
         found = summary.read(directory)
         assert found.lost == [] and found.agreed is True and None not in found.retrievals
     models = [
         load_file(directory / f"peer-{rank:02d}" / "model.safetensors")
-        for rank, directory in enumerate((here.path / "x", here.path / "127.0.0.2" / "x"))
+        for rank, directory in enumerate((here.path / "x", here.path / address(2) / "x"))
     ]
     assert max(differences(*models).values()) == 0
 
@@ -114,7 +114,7 @@ def whole(here: Folder) -> None:
 def test_both_hosts_train_and_the_others_lines_are_shown(sshd: Folder) -> None:
     ended = start(sshd, "--iterations", "30").end()
     assert ended.code == 0 and "Traceback" not in ended.output, ended.shown
-    assert "[127.0.0.2] wrote" in ended.output, ended.shown
+    assert f"[{address(2)}] wrote" in ended.output, ended.shown
     whole(sshd)
 
 
@@ -129,7 +129,7 @@ with gossipx.join(model, optimizer) as peer:
 """
     )
     run = stand_in.start_run(
-        *("--advertise", "127.0.0.1", "--ssh", "--peer-timeout", "20", "--no-save-model", script, stand_in.path),
+        *("--advertise", address(), "--ssh", "--peer-timeout", "20", "--no-save-model", script, stand_in.path),
         *("two words", "--flag"),
         fresh=True,
     )
@@ -137,9 +137,9 @@ with gossipx.join(model, optimizer) as peer:
     assert ended.code == 0, ended.shown
     assert stand_in.told(0) == stand_in.told(1) == {"arguments": ["two words", "--flag"]}
     host, command = (stand_in.path / "asked").read_text().splitlines()
-    assert host == "127.0.0.2"
+    assert host == address(2)
     assert f"cd {stand_in.path} && exec env GOSSIPX_STOP_WITH_INPUT=1" in command
-    for part in ("--name x", f"--logdir {stand_in.path}/127.0.0.2", "--advertise 127.0.0.2", "--no-save-model"):
+    for part in ("--name x", f"--logdir {stand_in.path}/{address(2)}", f"--advertise {address(2)}", "--no-save-model"):
         assert part in command, command
     assert "--ssh" not in command and "'two words' --flag" in command
 
@@ -150,12 +150,12 @@ with gossipx.join(model, optimizer) as peer:
 def test_all_hosts_stop_in_order(stand_in: Folder, number: signal.Signals, code: int) -> None:
     run = start(stand_in, "--iterations", "1000000")
     run.line(rf"{stand_in.names[0]} train \d+")
-    run.line(rf"\[127.0.0.2\] {stand_in.names[1]} train \d+")
+    run.line(rf"\[{address(2)}\] {stand_in.names[1]} train \d+")
     run.signal(number)
     ended = run.end()
     assert ended.code == code, ended.shown
-    assert "[127.0.0.2] stopped at" in ended.output, ended.shown
-    for rank, directory in enumerate((stand_in.path / "x", stand_in.path / "127.0.0.2" / "x")):
+    assert f"[{address(2)}] stopped at" in ended.output, ended.shown
+    for rank, directory in enumerate((stand_in.path / "x", stand_in.path / address(2) / "x")):
         assert stand_in.names[rank] in summary.read(directory).stopped
         assert any(directory.glob(f"peer-{rank:02d}/checkpoints/*/manifest.json"))
 
@@ -163,11 +163,11 @@ def test_all_hosts_stop_in_order(stand_in: Folder, number: signal.Signals, code:
 def test_a_host_that_ssh_does_not_reach_ends_the_run_before_it_trains(
     hosts: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program(hosts, monkeypatch, "echo 'ssh: connect to host 127.0.0.2 port 22: Connection refused'; exit 255")
+    program(hosts, monkeypatch, f"echo 'ssh: connect to host {address(2)} port 22: Connection refused'; exit 255")
     ended = start(hosts, "--iterations", "30").end()
     assert ended.code == 1, ended.shown
-    assert "[127.0.0.2] ssh: connect to host" in ended.output
-    assert ended.errors == "127.0.0.2: ssh has failed, or its connection was lost\n"
+    assert f"[{address(2)}] ssh: connect to host" in ended.output
+    assert ended.errors == f"{address(2)}: ssh has failed, or its connection was lost\n"
     assert not (hosts.path / "x").exists(), "the name stays free"
 
 
@@ -186,7 +186,7 @@ def test_an_ssh_from_which_nothing_comes_is_killed_after_the_run(
     program(hosts, monkeypatch, "exec sleep 1000")
     ended = start(hosts, "--iterations", "10", "--peer-timeout", "2").end()
     assert ended.code == 255, ended.shown
-    assert "127.0.0.2: its ssh was killed, because nothing has come from there" in ended.output, ended.shown
+    assert f"{address(2)}: its ssh was killed, because nothing has come from there" in ended.output, ended.shown
     assert summary.read(hosts.path / "x").lost == [hosts.names[1]]
 
 
@@ -197,7 +197,7 @@ def test_an_ssh_that_hangs_is_named_and_ends_at_the_second_signal(
     run = start(hosts, "--iterations", "30", "--peer-timeout", "2")
     run.line(rf"{hosts.names[0]} joining")
     run.signal(signal.SIGINT)
-    run.line("waiting for 127.0.0.2 to stop; killed in")
+    run.line(f"waiting for {address(2)} to stop; killed in")
     run.signal(signal.SIGINT)
     ended = run.end()
-    assert ended.code == 130 and "127.0.0.2: did not stop" in ended.output, ended.shown
+    assert ended.code == 130 and f"{address(2)}: did not stop" in ended.output, ended.shown

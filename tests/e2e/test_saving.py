@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from ports import places
 from torch import nn
 
 import gossipx
-from runs import free_ports
 
 
 def unchanged(module: nn.Module, args: object) -> None:
@@ -28,7 +28,7 @@ def saved(module: nn.Module) -> bytes:
 @pytest.mark.parametrize("wait_free", [True, False])
 def test_a_model_is_saved_and_copied_without_the_hooks_of_server_mode(tmp_path: Path, wait_free: bool):
     hosts = tmp_path / "hosts.txt"
-    hosts.write_text(f"127.0.0.1:{free_ports(1)[0]}\n")
+    hosts.write_text(f"{places(1)[0]}\n")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
     handle = model[0].register_forward_pre_hook(unchanged)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ports import free_ports
+from ports import places
 from resuming import check_stopped, resume, store
 from served_loops import batch, loss_of, net, sgd
 
@@ -151,7 +151,7 @@ def test_a_script_that_catches_every_error_is_ended_by_each_further_step(
     tmp_path: Path, kind: str, number: signal.Signals
 ) -> None:
     """A bare ``except`` within its loop, which would train on alone to the end."""
-    (tmp_path / "hosts.txt").write_text(f"127.0.0.1:{free_ports(1)[0]}\n")
+    (tmp_path / "hosts.txt").write_text(f"{places(1)[0]}\n")
     iteration, peer = loop(kind, tmp_path / "hosts.txt")
     try:
         for _ in range(3):

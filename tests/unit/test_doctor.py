@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from ports import free_ports
+from ports import address, free_ports
 
 from gossipx.cli import main
 from gossipx.errors import PeerTimeoutError, ProtocolError, UsageError
@@ -307,17 +307,17 @@ def test_a_missing_device_is_reported_with_the_option_that_named_it() -> None:
 def test_another_version_of_the_protocol_is_reported_once(tmp_path: Path) -> None:
     """Another program holds a port here, and listens on a host there."""
     with contextlib.ExitStack() as stack:
-        here = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        here = stack.enter_context(socket.create_server((address(), 0)))
         port = here.getsockname()[1]
-        there = stack.enter_context(socket.create_server(("127.0.0.2", port)))
+        there = stack.enter_context(socket.create_server((address(2), port)))
         for server in (here, there):
             threading.Thread(target=speak_another_version, args=(server,), daemon=True).start()
         file = tmp_path / "hosts.txt"
-        file.write_text(f"127.0.0.1:{port}\n127.0.0.2:{port}\n")
-        found = examine(RunConfig(exchange=ExchangeSettings(advertise="127.0.0.1")), file, None, 0.0, print)
+        file.write_text(f"{address()}:{port}\n{address(2)}:{port}\n")
+        found = examine(RunConfig(exchange=ExchangeSettings(advertise=address())), file, None, 0.0, print)
     seen = f"uses version 3 of the protocol, this side version {VERSION}: install the same gossipx on both"
-    the_one(found, "fail", "reach", f"127.0.0.1 → 127.0.0.2:{port}: the other side {seen}")
-    the_one(found, "fail", "ports", f"port {port} of 127.0.0.1 is not free: the other side {seen}")
+    the_one(found, "fail", "reach", f"{address()} → {address(2)}:{port}: the other side {seen}")
+    the_one(found, "fail", "ports", f"port {port} of {address()} is not free: the other side {seen}")
     assert codes(found) == {1}
 
 
@@ -364,14 +364,14 @@ def test_the_hosts_file_is_named_by_option_or_in_the_config_file(tmp_path: Path)
 def test_the_command_prints_one_verdict_per_line_and_json_for_programs(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     file = tmp_path / "hosts.txt"
-    file.write_text(f"127.0.0.1:{port}\n127.0.0.2:{port}\n")
+    file.write_text(f"{address()}:{port}\n{address(2)}:{port}\n")
     printed = CliRunner().invoke(main, ["doctor", "--peers", str(file), "--wait", "5"])
     assert printed.exit_code == 0, printed.output
     for about in ("names", "ports", "reach", "versions", "clock", "latency", "bandwidth", "devices"):
         assert sum(line.startswith(f"ok    {about} ") for line in printed.output.splitlines()) == 1, printed.output
     plain = json.loads(CliRunner().invoke(main, ["doctor", "--peers", str(file), "--json"]).stdout)
     assert plain["exit_code"] == 0 and {one["level"] for one in plain["verdicts"]} == {"ok", "note"}
-    assert [host["name"] for host in plain["findings"]["hosts"]] == ["127.0.0.1", "127.0.0.2"]
+    assert [host["name"] for host in plain["findings"]["hosts"]] == [address(), address(2)]
     assert all(way["rate"] > 0 and way["latency"] > 0 for way in plain["findings"]["ways"].values())
 
 

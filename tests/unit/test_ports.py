@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import socket
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+from _bench.peers import reserved
+from forks.client import Piped
 from launches import launcher
-from ports import free_ports
+from ports import address, free_ports, places
 
 from gossipx.launch.ports import kept_free, reserve
 from gossipx.transports import Address, tcp
@@ -75,12 +76,18 @@ def test_a_run_holds_the_ports_of_its_peers_from_its_start(tmp_path: Path, capsy
 
 def test_benchmarks_hold_the_ports_that_they_choose() -> None:
     """They looked for free ports, and lost them in the seconds until the peers listened."""
-    file = Path(__file__).parents[2] / "bin" / "benches" / "_ports.py"  # the benchmarks are no package
-    spec = importlib.util.spec_from_file_location("_ports", file)
-    assert spec is not None and spec.loader is not None
-    _ports = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(_ports)
-    with _ports.reserved(3) as first, _ports.reserved(1) as other:
+    with reserved(3) as first, reserved(1) as other:
         assert all(is_taken(port) for port in (first, first + 1, first + 2, other))
         assert other not in range(first, first + 3)
     assert not is_taken(first)
+
+
+def test_no_other_test_process_has_the_same_addresses() -> None:
+    """A doctor met a listener of a test beside it on the next port: "6 peers here and 1 there"."""
+    program = "import ports; print(ports.address(), *ports.places(2), flush=True); input()"
+    with Piped("-c", program) as one, Piped("-c", program) as two:
+        found = [process.stdout.readline().split() for process in (one, two)]
+        assert len({address(), found[0][0], found[1][0]}) == 3
+        assert len({place.partition(":")[2] for _, *listed in (*found, ("", *places(2))) for place in listed}) == 6
+        with socket.create_server((found[0][0], 0)) as listening, socket.socket() as other:
+            other.bind((address(), listening.getsockname()[1]))  # the same port of another process is free here

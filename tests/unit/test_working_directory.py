@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ports import free_ports
+from ports import places
 from torch import nn
 
 import gossipx
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.fault(73)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with a hosts file of one peer and an empty directory ``elsewhere``."""
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "hosts.txt").write_text(f"127.0.0.1:{free_ports(1)[0]}\n")
+    (tmp_path / "hosts.txt").write_text(f"{places(1)[0]}\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
