@@ -1,1 +1,1 @@
-"""What benchmarks and papers' tables share: the command line, tables, processes and peers, runs and their results."""
+"""The library of benchmarks and papers: the command line, tables, processes and peers, tasks, runs and results."""

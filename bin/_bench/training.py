@@ -50,7 +50,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 def built(name: str) -> nn.Module:
     """Return a built-in model with its published size."""
-    facts = MODELS[name].facts
+    facts = MODELS[name]
     torch.manual_seed(0)
     return build_model(name, classes=facts.classes, channels=facts.channels, pixels=facts.pixels)
 
@@ -76,7 +76,7 @@ class Training:
     @classmethod
     def of(cls, name: str, batch: int, rate: float = 1e-4) -> Training:
         """Return the training of a built-in model with momentum on random images of its published size."""
-        facts = MODELS[name].facts
+        facts = MODELS[name]
         inputs = torch.randn(batch, facts.channels, facts.pixels, facts.pixels)
         return cls(built(name), inputs, rate, momentum=0.9)
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 import torch
+from _bench.tasks import Samples, Task
 from _table import Part
-from _workers import Problem, Samples, train
+from _workers import Problem, train
 from published import Paper
 from torch import Tensor, nn
 from torch.nn import functional
@@ -121,9 +122,7 @@ def _problem(seen: _Seen, terms: float, workers: int) -> Problem:
 
     return Problem(
         "softmax regression",
-        model,
-        (inputs, labels),
-        (inputs, labels),
+        Task(model, (inputs, labels), (inputs, labels)),
         BATCH,
         lambda parameters: torch.optim.SGD(parameters, lr=sigma),
         lambda iteration: sigma / math.sqrt((iteration - 1) * workers + 1),

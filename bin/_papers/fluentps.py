@@ -11,21 +11,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import _regret
 import torch
 from _bench.cli import Given
 from _bench.simulated import run
+from _bench.tasks import clouds, images
 from _table import Part, show
 from _workers import Outcome, Problem, Stale, train
 from published import Figure, Paper
-from torch import nn
 
 from gossipx.parts import Parts
-from gossipx.tasks.data import load
-from gossipx.tasks.models import build_model
 
 SECONDS = 1.0
 """Of an iteration of an ordinary worker; times are relative to ASP's."""
@@ -142,41 +139,14 @@ def _slowest(workers: int, step: float, server: dict[str, Any], iterations: int)
 
 
 def _mlp(rate: float = 0.1) -> Problem:
-    generator = torch.Generator().manual_seed(0)
-    centres = torch.randn(20, 20, generator=generator)
-    clouds = torch.randint(0, 20, (10_000,), generator=generator)
-    inputs, labels = centres[clouds] + torch.randn(10_000, 20, generator=generator), clouds % 10
-
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10))
-
-    return Problem(
-        f"MLP of 20, 64 and 10 units, random clouds, rate {rate:g}",
-        model,
-        (inputs[:8_000], labels[:8_000]),
-        (inputs[8_000:], labels[8_000:]),
-        32,
-        lambda parameters: torch.optim.SGD(parameters, lr=rate),
-    )
+    name = f"MLP of 20, 64 and 10 units, random clouds, rate {rate:g}"
+    return Problem(name, clouds(0), 32, lambda parameters: torch.optim.SGD(parameters, lr=rate))
 
 
 def _lenet(data_dir: str | None) -> Problem:
-    data, test = load("cifar10", Path(data_dir)) if data_dir else load("fashion-mnist")
-    pixels, channels = data.images.shape[-1], data.images.shape[1]
-
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        return build_model("lenet", classes=10, channels=channels, pixels=pixels)
-
-    return Problem(
-        f"LeNet, {'CIFAR-10' if data_dir else 'Fashion-MNIST'}",
-        model,
-        (data.images, data.labels),
-        (test.images, test.labels),
-        32,
-        lambda parameters: torch.optim.SGD(parameters, lr=0.05),
-    )
+    task = images("cifar10", data_dir) if data_dir else images()
+    name = f"LeNet, {'CIFAR-10' if data_dir else 'Fashion-MNIST'}"
+    return Problem(name, task, 32, lambda parameters: torch.optim.SGD(parameters, lr=0.05))
 
 
 def slower(factor: float) -> Callable[[int], Callable[[], float]]:
@@ -232,7 +202,7 @@ def _baseline(paper: Paper, problem: Problem, numbers: Sequence[int], iterations
         problem.batch = batch // workers
         for name, (settings, own) in kinds.items():
             done = train(problem, workers, 1, iterations, varied(), parts=own, **settings)
-            found[name, workers] = 100 * done.accuracy(problem.test)
+            found[name, workers] = 100 * done.accuracy(problem.task)
             published = "a curve of Figure 7"
             if workers == numbers[-1]:
                 which = "fluentps" if name == "FluentPS" else "ssptable"
@@ -310,7 +280,7 @@ def _table_4(paper: Paper, problem: Problem, block: _Block, columns: Sequence[st
         time, of = published("time", column), published("time", "asp")
         told = Figure("", time.value / of.value, "× ASP's", "Table IV") if time and of else "not given"
         made.add(f"{column}: time", told, one.seconds / found["asp"].seconds, "× ASP's")
-    accuracy = {column: one.accuracy(problem.test) for column, one in found.items()}
+    accuracy = {column: one.accuracy(problem.task) for column, one in found.items()}
     for column, value in accuracy.items():
         made.add(f"{column}: accuracy", published("accuracy", column) or "not given", value, "of 1")
     _directions(paper, made, block.model, found, accuracy)
@@ -435,7 +405,7 @@ def _many(paper: Paper, problem: Problem) -> Part:
     block = _Block("alexnet", 8, 3, 1.76, 128, 200)
     found: dict[str, float] = {}
     for column in ("asp", "soft/pssp:0.3", "soft/pssp:0.5"):
-        found[column] = 100 * block.train(problem, column, slower(1.76)).accuracy(problem.test)
+        found[column] = 100 * block.train(problem, column, slower(1.76)).accuracy(problem.task)
         made.add(column, "a curve of Figure 11", found[column], "%")
     figure = paper.figures["figure-11/pssp/accuracy"]
     for column in list(found)[1:]:

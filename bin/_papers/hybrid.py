@@ -21,18 +21,16 @@ from typing import Any
 import torch
 from _bench.cli import Given
 from _bench.tables import interval
+from _bench.tasks import Samples, Task, clouds, images
 from _table import Part, show
-from _virtual_server import Samples, Work, train
+from _workers import Problem, run_peers
 from published import Paper
 from torch import nn
-from torch.nn import functional
 
 from gossipx.errors import UsageError
-from gossipx.tasks.data import load
-from gossipx.tasks.models import build_model
 
 sys.path.append(str(Path(__file__).parents[1] / "benches"))
-from _hybrid import JUDGED, MOMENTS, RATE, random_task
+from _hybrid import JUDGED, MOMENTS, RATE
 
 WORKERS = 25
 COMPUTE = 0.2
@@ -47,7 +45,7 @@ READINGS = {
 at once, and what is done with K gradients."""
 WAITS, AT_ONCE = "wait, mean", "at once, mean"
 ASP, BSP, SUMMED = "asp", "bsp", "bsp, sum"
-METRICS = ("test-accuracy", "test-loss", "train-loss")
+METRICS = {"test-accuracy": "accuracy", "test-loss": "loss", "train-loss": "train"}
 UNITS = {"test-accuracy": "points", "test-loss": "loss", "train-loss": "loss"}
 DATA = {"table-1": "fashion-mnist", "table-2": "cifar10"}
 
@@ -237,21 +235,16 @@ def _rounds(cell: Cell, spec: str, rounds: int, seconds: float, data_dir: str | 
 
 
 def _round(cell: Cell, spec: str, seed: int, seconds: float, data_dir: str | None) -> dict[str, float]:
-    make, data, test = _task(cell.table, seed, data_dir)
+    task = _task(cell.table, seed, data_dir)
     draws = [random.Random(f"{seed} {rank}") for rank in range(WORKERS + 1)]
     found: list[dict[str, float]] = []
 
     def batch(rank: int) -> Samples:
-        chosen = torch.tensor(draws[rank].choices(range(rank - 1, len(data[1]), WORKERS), k=cell.batch))
-        return data[0][chosen], data[1][chosen]
+        chosen = torch.tensor(draws[rank].choices(range(rank - 1, len(task.train[1]), WORKERS), k=cell.batch))
+        return task.train[0][chosen], task.train[1][chosen]
 
     def judge(model: nn.Module) -> None:
-        with torch.no_grad():
-            scores, labels = model(test[0][:JUDGED]), test[1][:JUDGED]
-            trained = functional.cross_entropy(model(data[0][:JUDGED]), data[1][:JUDGED])
-        accuracy = float((scores.argmax(1) == labels).float().mean())
-        loss = float(functional.cross_entropy(scores, labels))
-        found.append({"test-accuracy": accuracy, "test-loss": loss, "train-loss": float(trained)})
+        found.append(task.scores(model, JUDGED))
 
     server: dict[str, Any] = {"servers": "0", "servers_only": True, "sync": BSP if spec == SUMMED else spec}
     if spec in (ASP, SUMMED):
@@ -265,23 +258,17 @@ def _round(cell: Cell, spec: str, seed: int, seconds: float, data_dir: str | Non
         "network": {"preset": "10gbit"},
     }
     moments = [(number + 1) * seconds / MOMENTS - 1e-3 for number in range(MOMENTS)]
-    work = Work(make, batch, lambda parameters: torch.optim.SGD(parameters, lr=RATE))
-    peers = train(tables, work, None, moments, judge)
+    made = Problem(cell.table, task, cell.batch, lambda parameters: torch.optim.SGD(parameters, lr=RATE), draw=batch)
+    peers = run_peers(tables, made, moments=moments, judge=judge)
     gradients = sum(peer.step for peer in peers[1:])
-    return {**{metric: fmean(one[metric] for one in found) for metric in METRICS}, "gradients": gradients}
+    return {
+        **{metric: fmean(one[name] for one in found) for metric, name in METRICS.items()},
+        "gradients": gradients,
+    }
 
 
-def _task(table: str, seed: int, data_dir: str | None) -> tuple[Any, Samples, Samples]:
-    """Return what makes the model, the training set and the test set."""
-    if table in DATA:
-        training, test = load(DATA[table], Path(data_dir) if table == "table-2" and data_dir else None)
-        pixels, channels = training.images.shape[-1], training.images.shape[1]
-        own = (training.images, training.labels), (test.images, test.labels)
-        return lambda: build_model("lenet", classes=10, channels=channels, pixels=pixels), *own
-    samples, labels = random_task(seed)
-    cut = len(labels) * 4 // 5
-    mlp = lambda: nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10))  # noqa: E731
-    return mlp, (samples[:cut], labels[:cut]), (samples[cut:], labels[cut:])
+def _task(table: str, seed: int, data_dir: str | None) -> Task:
+    return images(DATA[table], data_dir if table == "table-2" else None) if table in DATA else clouds(seed)
 
 
 if __name__ == "__main__":

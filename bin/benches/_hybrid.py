@@ -14,13 +14,12 @@ from collections.abc import Sequence
 
 import torch
 from _bench.tables import Table, interval
+from _bench.tasks import Task, clouds, images
 from _process_pool import SERVERS, WORKERS, Done, Job, ProcessPool, join
 from torch import Tensor, nn
 from torch.nn import functional
 
 from gossipx.runtime.training.peer import Peer
-from gossipx.tasks.data import load
-from gossipx.tasks.models import build_model
 
 RATE, BATCH = 0.01, 32
 SPREAD = 0.25
@@ -100,7 +99,8 @@ def _means(rounds: list[Curves], metric: str) -> list[float]:
 def train(job: Job) -> Done:
     """Train one worker for a round; the first worker without delays evaluates the servers' model."""
     torch.manual_seed(job["seed"])  # all sync models of a round have the same initial weights
-    model, data, test = _task(job["task"], job["seed"])
+    task = images() if job["task"] == TASKS[0] else clouds(job["seed"])
+    model = task.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     peer = join(job, model, optimizer)
     if peer is None:
@@ -108,7 +108,7 @@ def train(job: Job) -> Done:
     worker = peer.rank - SERVERS
     draws = random.Random(f"{job['seed']} {worker}")
     kept: list[tuple[float, list[Tensor]]] = []
-    own = data[0][worker::WORKERS], data[1][worker::WORKERS]
+    own = task.train[0][worker::WORKERS], task.train[1][worker::WORKERS]
     began = time.perf_counter()
     while time.perf_counter() - began < job["seconds"]:
         if worker == 0:
@@ -122,7 +122,7 @@ def train(job: Job) -> Done:
     done: Done = {"iterations": peer.iteration}
     peer.finish()
     if worker == 0:
-        done["curves"] = _judged(model, kept, data, test, job["seconds"])
+        done["curves"] = _judged(task, model, kept, job["seconds"])
     return done
 
 
@@ -135,24 +135,15 @@ def _keep(peer: Peer, model: nn.Module, kept: list[tuple[float, list[Tensor]]], 
         kept.append((now, [parameter.detach().clone() for parameter in model.parameters()]))
 
 
-Samples = tuple[Tensor, Tensor]
-
-
-@torch.no_grad()
-def _judged(
-    model: nn.Module, kept: list[tuple[float, list[Tensor]]], data: Samples, test: Samples, seconds: float
-) -> Curves:
+def _judged(task: Task, model: nn.Module, kept: list[tuple[float, list[Tensor]]], seconds: float) -> Curves:
     """Evaluate the model of each moment."""
     moments = [(number + 1) * seconds / MOMENTS for number in range(MOMENTS)]
-    places = held_at([at for at, _ in kept], moments)
     curves: Curves = {metric: [] for metric in METRICS}
-    for place in places:
+    for place in held_at([at for at, _ in kept], moments):
         for parameter, value in zip(model.parameters(), kept[place][1], strict=True):
-            parameter.copy_(value)
-        scores = model(test[0][:JUDGED])
-        curves["accuracy"].append(float((scores.argmax(1) == test[1][:JUDGED]).float().mean()))
-        curves["loss"].append(float(functional.cross_entropy(scores, test[1][:JUDGED])))
-        curves["train"].append(float(functional.cross_entropy(model(data[0][:JUDGED]), data[1][:JUDGED])))
+            parameter.detach().copy_(value)
+        for metric, value in task.scores(model, JUDGED).items():
+            curves[metric].append(value)
     return curves
 
 
@@ -164,30 +155,3 @@ def held_at(times: Sequence[float], moments: Sequence[float]) -> list[int]:
         moments: ascending.
     """
     return [max(0, bisect.bisect_right(times, moment) - 1) for moment in moments]
-
-
-def _task(name: str, seed: int) -> tuple[nn.Module, Samples, Samples]:
-    """Return the model, the training set and the test set."""
-    if name == TASKS[0]:
-        data, test = load("fashion-mnist")
-        model = build_model("lenet", classes=10, channels=1, pixels=28)
-        return model, (data.images, data.labels), (test.images, test.labels)
-    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10))
-    everything = random_task(seed)
-    cut = len(everything[1]) * 4 // 5
-    return model, (everything[0][:cut], everything[1][:cut]), (everything[0][cut:], everything[1][cut:])
-
-
-def random_task(seed: int, samples: int = 10_000, dimensions: int = 20, classes: int = 10) -> Samples:
-    """Return a random classification task (section 6), in which each class is two clouds of unit variance.
-
-    Args:
-        seed: the round's seed.
-        samples: number of samples, in random order.
-        dimensions: dimensions of a sample.
-        classes: number of classes.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    centres = torch.randn(classes * 2, dimensions, generator=generator)
-    clouds = torch.randint(0, classes * 2, (samples,), generator=generator)
-    return centres[clouds] + torch.randn(samples, dimensions, generator=generator), clouds % classes

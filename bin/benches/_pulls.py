@@ -49,7 +49,7 @@ REFERENCES: dict[str, tuple[str, float | None]] = {
     MAC: ("sockets, HMAC-SHA256", 0.9),
     "gossipx, TLS": ("sockets, TLS 1.3", 0.9),
 }
-"""What a way is compared with, and the least share of it; others are compared with unchecked transfers."""
+"""The way that another is compared with, and the least share of it; by default, unchecked transfers."""
 
 
 class Averaging:

@@ -172,7 +172,7 @@ CHECKS: dict[str, Callable[[], Any]] = {
     "xxh3": xxhash.xxh3_64,
     "tls": frames.Unchecked,
 }
-"""What protects the model over sockets: one primitive, whose cost alone in Python is the reference for gossipx."""
+"""Protection of the model over sockets by one primitive: its cost alone in Python is the reference for gossipx."""
 
 
 def context(folder: Path, purpose: ssl._SSLMethod) -> ssl.SSLContext:

@@ -54,7 +54,9 @@ class Training:
         self.module, self.optimizer = module, make(module.parameters())
         self.arena = ParameterArena(module)
         sync, settings = SyncManager(policies.parse("never")), files.resolve({})
-        role = PeerRole(0, 2, sync, topology.load("full", 2), random.Random(0), incarnation=0, settings=settings)
+        role = PeerRole(
+            0, 2, sync, topology.topology_from("full", 2), random.Random(0), incarnation=0, settings=settings
+        )
         self.driver = Driver(role, self.arena)
         self.store = Store(directory)
         state = TrainingState(Optimizers(module, [self.optimizer]), self.driver, {})

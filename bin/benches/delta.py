@@ -23,7 +23,8 @@ from _bench.training import Training, built, seconds
 
 from gossipx.model import kernels
 from gossipx.model.arena import ParameterArena
-from gossipx.model.layout import Kind, lay_out, slots_of
+from gossipx.model.layout import lay_out, slots_of
+from gossipx.model.section import TensorKind
 
 Pass = Callable[[], float]
 MEMCPY, READ, EXACT, SAMPLED = "memcpy", "one read of both vectors", "kernels.advance", "kernels.Sampled"
