@@ -9,6 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import msgspec
+
 from gossipx.errors import GossipxError, printable
 from gossipx.launch.hosts import PeerLine
 from gossipx.memory import Source
@@ -44,7 +46,7 @@ class Listener:
             seen = reach(self._prober, peer)
             return replace(seen, state=seen.facts.get("role", seen.state))
         self._listening.append(listening)
-        me = replace(self._prober.me, rank=peer.rank, name=peer.name)
+        me = msgspec.structs.replace(self._prober.me, rank=peer.rank, name=peer.name)
         self._prober.links.spawn(f"accept-{peer.rank}", self._accept, listening, me)
         return Line(peer.rank, "open")
 
