@@ -98,7 +98,7 @@ class Choco(Mixing):
 MIXINGS: dict[str, type[Mixing]] = {"average": Average, "aged": Aged, "choco": Choco}
 
 
-def parse(spec: str) -> Mixing:
+def mixing_from(spec: str) -> Mixing:
     """Return the mixing of a spec: ``average:beta=0.5``, ``aged:beta=0.5,half_life=100`` or ``choco:gamma=0.2``."""
     return specs.build(spec, MIXINGS, "mixing")
 

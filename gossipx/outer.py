@@ -127,7 +127,7 @@ def _no_outer() -> None:
 OUTERS: dict[str, Callable[..., Outer | None]] = {"none": _no_outer, "momentum": Momentum, "nesterov": Nesterov}
 
 
-def parse(spec: str) -> Outer | None:
+def outer_from(spec: str) -> Outer | None:
     """Return the outer optimizer of a spec: ``momentum:0.6``, ``nesterov:lr=0.7,momentum=0.9``; None for ``none``."""
     return specs.build(spec, OUTERS, "outer optimizer")
 

@@ -319,7 +319,7 @@ class Several:
 BUILT_IN: dict[str, type[RecorderKind]] = {"tensorboard": TensorBoard, "csv": CSV, "wandb": WandB, "mlflow": MLflow}
 
 
-def parse(spec: str) -> list[RecorderKind]:
+def recorders_from(spec: str) -> list[RecorderKind]:
     """Return the recorders of a spec: ``tensorboard``, ``csv+wandb:project=mine``; none for ``none``.
 
     Raises:
@@ -334,7 +334,7 @@ def parse(spec: str) -> list[RecorderKind]:
     return kinds
 
 
-def names() -> dict[str, Callable[..., Any]]:
+def recorder_names() -> dict[str, Callable[..., Any]]:
     """Return all recorders by name: the built-in ones and those of installed packages, which are not imported yet."""
     return plugins.names(BUILT_IN, ENTRY_POINT_GROUP)
 
@@ -357,7 +357,7 @@ def open_all(spec: str, own: Recorder | None, of: Recorded) -> Recorder:
         if missing:
             raise UsageError(f"recorder= of type {type(own).__name__} has no method '{missing[0]}'")
         return own
-    opened = [kind.open(of) for kind in parse(spec)]
+    opened = [kind.open(of) for kind in recorders_from(spec)]
     return opened[0] if len(opened) == 1 else Several(opened) if opened else NullRecorder()
 
 

@@ -71,7 +71,7 @@ class Bench:
         more = [torch.optim.SGD(trained[:1], lr=0.01, momentum=0.9)] if several else []
         self.optimizers = Optimizers(self.module, [self.optimizer, *more])
         self.arena = ParameterArena(self.module, sampled=sampled, fragments=fragments)
-        if (parsed := outer.parse(rule)) is not None:
+        if (parsed := outer.outer_from(rule)) is not None:
             self.arena.use_outer(parsed)
         graph = topology.topology_from("full", 2)
         exchange_of = None if hub is None else functools.partial(ElasticExchange, settings=hub, hub=0)

@@ -267,7 +267,7 @@ def build_arena(config: RunConfig, rank: int, module: nn.Module) -> ParameterAre
     drawn = random.Random(f"delta {config.run.seed} {rank}").getrandbits(64) if sampled else None
     buffers, fragments = config.sync.buffers == "mix", config.values["fragments"]
     arena = ParameterArena(module, mix_buffers=buffers, sampled=drawn, fragments=fragments)
-    if (rule := outer.parse(config.values["outer"])) is not None:
+    if (rule := outer.outer_from(config.values["outer"])) is not None:
         arena.use_outer(rule)
     return arena
 
@@ -288,7 +288,7 @@ def model_codec(
     seed = random.Random(f"codec {config.run.seed} {rank}").getrandbits(63)
     plain = norms(module)
     references = mode.references if hub is None else 0  # with a hub, workers do not exchange with each other
-    public, in_pairs = mixing.parse(config.values["mixing"]).public, isinstance(mode, Pairs)
+    public, in_pairs = mixing.mixing_from(config.values["mixing"]).public, isinstance(mode, Pairs)
     numbers = [fragment.number for fragment in arena.fragments]
     if isinstance(mode, Waves):
         return Coded([], waves=[WaveCodec(codec, arena, rank, peers, plain, seed + 1000 * one, one) for one in numbers])

@@ -73,7 +73,7 @@ def build_role(
         topology=turns.topology,
         rng=rng,
         incarnation=incarnation,
-        mixing=mixing.parse(values["mixing"]),
+        mixing=mixing.mixing_from(values["mixing"]),
         settings=config,
         schedule=turns,
         shares=shares,

@@ -45,7 +45,7 @@ def check(config: RunConfig) -> None:
         refuse_given(config, ["fragments"], reason)
         if config.is_given("mixing"):
             raise UsageError("--weights push-sum sets the share of a received model itself: leave --mixing out")
-    if isinstance(mode, Pairs) and config.is_given("mixing") and not mixing.parse(mode.mixing).public:
+    if isinstance(mode, Pairs) and config.is_given("mixing") and not mixing.mixing_from(mode.mixing).public:
         raise UsageError("--mode pushpull averages two models equally: leave --mixing out, or give choco and a --codec")
     if isinstance(mode, HasOuter):
         _check_outer(mode, config.sync.init)
@@ -78,7 +78,7 @@ def refuse_given(config: RunConfig, names: Iterable[str], reason: str) -> None:
 
 def _check_outer(mode: HasOuter, init: str) -> None:
     """Refuse an outer optimizer that does not suit the exchange of the run."""
-    if (rule := outer.parse(mode.outer)) is None:
+    if (rule := outer.outer_from(mode.outer)) is None:
         return
     option = f"--outer {mode.outer}"
     if rule.waves_only and not isinstance(mode, Waves):
@@ -102,7 +102,7 @@ def _check_server_codecs(config: RunConfig, server: Server) -> None:
 def _check_codec(config: RunConfig, mode: Pulls | Pushes | Pairs | Waves | Elastic) -> None:
     """Refuse a codec that cannot encode models, or that the exchange of the run excludes."""
     codec, option = _codec(mode.codec), f"--codec {mode.codec}"
-    if isinstance(mode, HasMixing) and mixing.parse(mode.mixing).public:
+    if isinstance(mode, HasMixing) and mixing.mixing_from(mode.mixing).public:
         given = f"--mixing {mode.mixing}"
         if codec is None or not mode.references:
             raise UsageError(
@@ -142,7 +142,7 @@ def _check_coded_waves(config: RunConfig, mode: Waves, codec: Codec) -> None:
         raise UsageError("--references are models of other peers, and a wave needs none: leave it out")
     if codec.near:
         raise UsageError(f"{option} is for models, and a wave encodes changes: leave one out")
-    if outer.parse(mode.outer) is not None:
+    if outer.outer_from(mode.outer) is not None:
         raise UsageError(
             f"--outer {mode.outer} is for waves of whole models, and with a --codec the error that it leaves out"
             " takes the place of momentum: leave one out"

@@ -75,7 +75,7 @@ def _codecs() -> Iterable[str]:
 def _recorders() -> Iterable[str]:
     from gossipx import recorders
 
-    return recorders.names()
+    return recorders.recorder_names()
 
 
 def _outers() -> Iterable[str]:

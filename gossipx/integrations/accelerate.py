@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gossipx.errors import UsageError, how_to_install
-from gossipx.integrations.ddp import GroupPeer, Joining, PolicyLike, shard
+from gossipx.integrations.ddp import GroupPeer, PendingJoin, PolicyLike, shard
 from gossipx.runtime.figures.scores import Evaluate
 from gossipx.runtime.optimizers import OneOrMore
 
@@ -74,7 +74,7 @@ def join(
             raise UsageError("this optimizer is not prepared: give the one that accelerator.prepare returned")
         optimizers.append(one.optimizer)
     plain = accelerator.unwrap_model(model)
-    joining = Joining(peers, policy, rank, evaluate, config_file, settings, "Accelerate")
+    joining = PendingJoin(peers, policy, rank, evaluate, config_file, settings, "Accelerate")
     peer = joining.join(plain, optimizers)
     accelerator.register_for_checkpointing(peer)
     _separate(accelerator, joining.own)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from gossipx.integrations.ddp import GroupPeer, Joining, PolicyLike
+from gossipx.integrations.ddp import GroupPeer, PendingJoin, PolicyLike
 from gossipx.runtime.figures.scores import Evaluate
 
 
@@ -40,7 +40,7 @@ class PeerCallback:
         **settings: Any,
     ):
         self.peer: GroupPeer | None = None
-        self._joining = Joining(peers, policy, rank, evaluate, config_file, settings, self._framework, defers=True)
+        self._joining = PendingJoin(peers, policy, rank, evaluate, config_file, settings, self._framework, defers=True)
         self._accuracy = accuracy
 
     @property

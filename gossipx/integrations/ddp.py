@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 from gossipx.errors import UsageError
 from gossipx.integrations.comm_hook import hook as hook
-from gossipx.integrations.group import Group, GroupStatus, rank_in_group
+from gossipx.integrations.group import GroupStatus, WorldGroup, rank_in_group
 from gossipx.launch.environment import ENV_PEERS, ENV_RESUME, progress
 from gossipx.launch.loops.join import join as join_alone
 from gossipx.launch.loops.join import rank_and_size, run_directory_of, settings_of
@@ -76,7 +76,7 @@ def join(
         UsageError: as :func:`gossipx.join`; or servers or ``checkpoint_every`` are set, which are not supported here.
         GossipxError: as :func:`gossipx.join`, on all ranks of the group.
     """
-    return Joining(peers, policy, rank, evaluate, config_file, settings).join(model, optimizer)
+    return PendingJoin(peers, policy, rank, evaluate, config_file, settings).join(model, optimizer)
 
 
 def shard(
@@ -96,11 +96,11 @@ def shard(
     Raises:
         UsageError: the partition needs labels and the data set has none, or the hosts file does not name this peer.
     """
-    return Joining(peers, None, rank, None, config_file, settings).shard(dataset)
+    return PendingJoin(peers, None, rank, None, config_file, settings).shard(dataset)
 
 
 @dataclass
-class Joining:
+class PendingJoin:
     """The arguments of :func:`join` except model and optimizer, stored until these exist."""
 
     peers: str | Path | None = None
@@ -115,7 +115,7 @@ class Joining:
 
     def __post_init__(self) -> None:
         progress()  # an error may end this process before it joins
-        check(self.run)
+        _check_for_groups(self.run)
         # The script may change its directory before it joins.
         self.peers, self.config_file = (
             None if given is None else Path(given).absolute() for given in (self.peers, self.config_file)
@@ -192,7 +192,7 @@ class GroupPeer:
 
     def __init__(
         self,
-        joining: Joining,
+        joining: PendingJoin,
         model: nn.Module,
         optimizer: OneOrMore,
         state: Mapping[str, Any] | None,
@@ -201,7 +201,7 @@ class GroupPeer:
         self._module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         self._optimizers = Optimizers(self._module, optimizer)
         self._averages = schedule_free.of(self._module, self._optimizers, has_servers=False)
-        self._group = Group()
+        self._group = WorldGroup()
         self._peer: Peer | None = None
         # The model's layout on ranks other than 0; on rank 0 the peer's arena has it.
         self._slots: list[Slot] = []
@@ -223,7 +223,7 @@ class GroupPeer:
         self._optimizers.count(self.step)
         self._open = True
 
-    def _begin(self, joining: Joining, state: Mapping[str, Any] | None) -> None:
+    def _begin(self, joining: PendingJoin, state: Mapping[str, Any] | None) -> None:
         """Join the run; for rank 0 of the group."""
         if self._group.size > 1 and joining.peers is None and ENV_PEERS not in os.environ:
             raise UsageError(
@@ -390,7 +390,7 @@ class GroupPeer:
             self.close()
 
 
-def check(run: RunConfig) -> None:
+def _check_for_groups(run: RunConfig) -> None:
     """Check that a run is one for groups of processes.
 
     Raises:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gossipx.errors import GossipxError, UsageError
-from gossipx.integrations.ddp import Joining, PolicyLike
+from gossipx.integrations.ddp import PendingJoin, PolicyLike
 from gossipx.integrations.ddp import shard as shard
 from gossipx.integrations.group import TIMEOUT
 from gossipx.launch.environment import ENV_CONFIG, ENV_PEERS, ENV_PROGRESS
@@ -59,7 +59,7 @@ def join(
         UsageError: as :func:`gossipx.integrations.ddp.join`; or a parameter is not sharded like this.
         GossipxError: as :func:`gossipx.join`.
     """
-    return ShardPeer(Joining(peers, policy, rank, None, config_file, settings, "torch"), model, optimizer)
+    return ShardPeer(PendingJoin(peers, policy, rank, None, config_file, settings, "torch"), model, optimizer)
 
 
 class ShardPeer:
@@ -73,7 +73,7 @@ class ShardPeer:
         directory: of this process within the run's directory.
     """
 
-    def __init__(self, joining: Joining, model: nn.Module, optimizer: OneOrMore):
+    def __init__(self, joining: PendingJoin, model: nn.Module, optimizer: OneOrMore):
         run = joining.run
         self._optimizers = Optimizers(model, optimizer)
         for one in self._optimizers:
@@ -88,7 +88,7 @@ class ShardPeer:
         self._open = True
         self._mixes = -1
         self.rank, self.size = rank_and_size(run, joining.peers, joining.rank)
-        with _place(run, joining.peers) as given:
+        with _join_arguments(run, joining.peers) as given:
             self._together(lambda: self._join(joining, given))
         self.directory = self._peer.directory
         self._take_back()
@@ -99,7 +99,7 @@ class ShardPeer:
         """Iterations done."""
         return self._peer.iteration
 
-    def _join(self, joining: Joining, given: dict[str, Any]) -> None:
+    def _join(self, joining: PendingJoin, given: dict[str, Any]) -> None:
         own = {"peers": joining.peers, **joining.settings, **given}
         self._peer = join_alone(
             self._copy, None, policy=joining.policy, rank=self.rank, config_file=joining.config_file, **own
@@ -236,7 +236,7 @@ def _buffers(source: nn.Module, target: nn.Module) -> Iterator[tuple[Tensor, Ten
 
 
 @contextlib.contextmanager
-def _place(run: RunConfig, peers: str | Path | None) -> Iterator[dict[str, Any]]:
+def _join_arguments(run: RunConfig, peers: str | Path | None) -> Iterator[dict[str, Any]]:
     """Yield the arguments with which this process joins: rank 0 joins the run, and each other rank one beside it.
 
     That has a directory within the run's, with a hosts file of its own.
@@ -253,12 +253,12 @@ def _place(run: RunConfig, peers: str | Path | None) -> Iterator[dict[str, Any]]
     lines = read_hosts(Path(hosts))
     places = [(Address(line.host, line.port + rank * len(lines)), f" {NAT}" * line.behind_nat) for line in lines]
     own = "".join(f"{place}{nat}\n" for place, nat in places)
-    _write(directory / "hosts.txt", own)
+    _write_shared(directory / "hosts.txt", own)
     if ENV_CONFIG not in os.environ:
         yield {"peers": directory / "hosts.txt", "logdir": str(directory.parent), "name": directory.name}
         return
     kept = {name: os.environ.get(name) for name in (ENV_CONFIG, ENV_PEERS, ENV_PROGRESS)}
-    _write(directory / "config.toml", Path(os.environ[ENV_CONFIG]).read_text(encoding="utf-8"))
+    _write_shared(directory / "config.toml", Path(os.environ[ENV_CONFIG]).read_text(encoding="utf-8"))
     os.environ.update({ENV_CONFIG: str(directory / "config.toml"), ENV_PEERS: str(directory / "hosts.txt")})
     os.environ.pop(ENV_PROGRESS, None)
     try:
@@ -271,7 +271,7 @@ def _place(run: RunConfig, peers: str | Path | None) -> Iterator[dict[str, Any]]
                 os.environ[name] = value
 
 
-def _write(file: Path, text: str) -> None:
+def _write_shared(file: Path, text: str) -> None:
     """Write a file that groups of one machine may write at the same time, with the same content."""
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     unfinished.write_text(text, encoding="utf-8")

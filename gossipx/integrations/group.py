@@ -12,7 +12,7 @@ import datetime
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,22 @@ class GroupStatus:
     reason: str = ""
     asked: bool = False
 
+    FORM: ClassVar[struct.Struct] = struct.Struct("<iiq??h500s")
+
+    def packed(self) -> bytes:
+        """Return the status in a fixed number of bytes; a long reason is cut."""
+        code = -1 if self.exit_code is None else self.exit_code & 0xFF
+        return self.FORM.pack(
+            self.rank, self.size, self.iteration, self.entered, self.asked, code, self.reason.encode()[:500]
+        )
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> GroupStatus:
+        """Return the status of which :meth:`packed` returned ``data``."""
+        rank, size, iteration, entered, asked, code, reason = cls.FORM.unpack(data)
+        text = reason.rstrip(b"\0").decode(errors="ignore")
+        return cls(rank, size, iteration, entered, None if code < 0 else code, text, asked)
+
     @staticmethod
     def of(error: BaseException) -> GroupStatus:
         """Return the status of a rank 0 that ends with this error."""
@@ -74,28 +90,12 @@ class GroupStatus:
         raise error
 
 
-FORM = struct.Struct("<iiq??h500s")
-
-
-def _packed(status: GroupStatus) -> bytes:
-    code = -1 if status.exit_code is None else status.exit_code & 0xFF
-    return FORM.pack(
-        status.rank, status.size, status.iteration, status.entered, status.asked, code, status.reason.encode()[:500]
-    )
-
-
-def _unpacked(data: bytes) -> GroupStatus:
-    rank, size, iteration, entered, asked, code, reason = FORM.unpack(data)
-    text = reason.rstrip(b"\0").decode(errors="ignore")
-    return GroupStatus(rank, size, iteration, entered, None if code < 0 else code, text, asked)
-
-
 def rank_in_group() -> int:
     """Return the rank of this process in torch.distributed's world; 0 if that is not initialized."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-class Group:
+class WorldGroup:
     """The processes of torch.distributed's world; only this process if torch.distributed is not initialized.
 
     Attributes:
@@ -114,11 +114,11 @@ class Group:
         if self._gloo is None:
             assert status is not None
             return status
-        data = torch.zeros(FORM.size, dtype=torch.uint8)
+        data = torch.zeros(GroupStatus.FORM.size, dtype=torch.uint8)
         if status is not None:
-            data = torch.frombuffer(bytearray(_packed(status)), dtype=torch.uint8)
+            data = torch.frombuffer(bytearray(status.packed()), dtype=torch.uint8)
         dist.broadcast(data, src=0, group=self._gloo)
-        return status or _unpacked(bytes(data.numpy()))
+        return status or GroupStatus.unpacked(bytes(data.numpy()))
 
     def broadcast(self, vectors: Iterable[Tensor]) -> None:
         """Overwrite the vectors on all ranks with those of rank 0."""

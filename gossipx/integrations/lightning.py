@@ -27,7 +27,7 @@ STOPPED = "stopped.ckpt"
 """File in the peer's directory into which Lightning saves its state when a signal has asked to stop."""
 
 
-class GossipCallback(PeerCallback, Callback):
+class LightningCallback(PeerCallback, Callback):
     """A Lightning callback that makes a training a peer; the rest of the script is unchanged.
 
     ``fit`` joins before its first batch and ends with the finish. Under DDP the processes of a fit are one peer. With
@@ -121,3 +121,7 @@ def _unfreeze(module: nn.Module, undo: contextlib.ExitStack) -> None:
         has_gradients = parameter.is_floating_point() or parameter.is_complex()
         if has_gradients and can_be_mixed(parameter) and not parameter.requires_grad:
             undo.callback(parameter.requires_grad_(True).requires_grad_, False)
+
+
+GossipCallback = LightningCallback
+"""The name by which scripts import it."""

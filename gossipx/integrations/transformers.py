@@ -21,7 +21,7 @@ STATE_KEY = "gossipx"
 """Key of gossipx's state within the Trainer's state."""
 
 
-class GossipCallback(PeerCallback, TrainerCallback):
+class PeerTrainerCallback(PeerCallback, TrainerCallback):
     """A Trainer callback that makes a training a peer; the rest of the script is unchanged.
 
     ``train`` joins before its first batch and ends with the finish. Under DDP the processes of a training are one peer.
@@ -102,3 +102,7 @@ class GossipCallback(PeerCallback, TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         """Record the accuracy."""
         self._record_accuracy(metrics)
+
+
+GossipCallback = PeerTrainerCallback
+"""The name by which scripts import it."""

@@ -76,7 +76,7 @@ class HasMixing:
     mixing: str = setting(
         "average",
         "How a model is mixed in: average:beta=0.5, aged:beta=0.5,half_life=100; with --codec choco:gamma=0.2.",
-        check="mixing:parse",
+        check="mixing:mixing_from",
         marks="training",
         purpose="{shown} is for pulled models",
     )
@@ -89,7 +89,7 @@ class HasOuter:
     outer: str = setting(
         "none",
         "Momentum across exchanges: momentum:0.6, nesterov:lr=0.7,momentum=0.9 (with --exchange waves), or none.",
-        check="outer:parse",
+        check="outer:outer_from",
         purpose="{shown} acts on exchanges that a peer begins",
     )
 

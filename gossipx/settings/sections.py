@@ -98,7 +98,7 @@ class RunSettings:
     recorder: str = setting(
         "tensorboard",
         "Where curves are recorded: tensorboard, csv, wandb, mlflow, several joined by +, or none.",
-        check="recorders:parse",
+        check="recorders:recorders_from",
     )
     metrics_port: str | None = setting(
         None,

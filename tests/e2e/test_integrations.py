@@ -336,7 +336,7 @@ from gossipx.integrations import ddp
 
 model = nn.Linear(4, 2)
 state = {"rank": 1, "peers": 2}
-ddp.Joining().join(model, torch.optim.SGD(model.parameters(), lr=0.1), state)
+ddp.PendingJoin().join(model, torch.optim.SGD(model.parameters(), lr=0.1), state)
 """
 
 

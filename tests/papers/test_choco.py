@@ -130,4 +130,4 @@ def test_peers_come_to_the_mean_by_a_tenth_of_the_values() -> None:
 @pytest.mark.parametrize("gamma", ["0", "-0.1", "1.5", "nan"])
 def test_gamma_is_a_share(gamma: str) -> None:
     with pytest.raises(UsageError, match="gamma is a share, above 0 and up to 1"):
-        mixing.parse(f"choco:gamma={gamma}")
+        mixing.mixing_from(f"choco:gamma={gamma}")

@@ -40,7 +40,7 @@ def role(seed: int, policy: str, schedule: str = "random", **settings: Any) -> P
         plan.topology,
         random.Random(seed),
         incarnation=seed,
-        mixing=mixing.parse("average"),
+        mixing=mixing.mixing_from("average"),
         settings=files.resolve({"peer_timeout": 10.0, **settings}),
         schedule=plan,
     )

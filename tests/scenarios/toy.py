@@ -109,7 +109,7 @@ def make(
         graph,
         random.Random(draws + rank),
         incarnation,
-        mixing.parse(mix),
+        mixing.mixing_from(mix),
         _config(**{"peer_timeout": TIMEOUT, **({} if weights == "uniform" else {"weights": weights}), **settings}),
         plan,
         {} if joined else shares(weights, plan, rank, pushed=settings.get("mode") == "push"),
@@ -124,7 +124,7 @@ def make(
     codec_of = None if codec == "none" else _codec_of(codec, role, mix, references, hub, settings)
     module = module or Point(rank, SIZE * settings.get("fragments", 1))
     made = SimPeer(role, module, gradient_step, iterations, compute, codec_of=codec_of)
-    if (rule := outer.parse(across)) is not None:
+    if (rule := outer.outer_from(across)) is not None:
         made.arena.use_outer(rule)
     if settings.get("init", "first") == "first":
         made.begin_codec()
@@ -135,7 +135,7 @@ def _codec_of(
     codec: str, role: PeerRole, mix: str, references: int, hub: Elastic | None, settings: dict[str, Any]
 ) -> Callable[[ParameterArena], Coded]:
     """Return a function that makes the codec of a peer's models."""
-    kind, public, rank, peers = codecs.parse(codec), mixing.parse(mix).public, role.rank, role.members.size
+    kind, public, rank, peers = codecs.parse(codec), mixing.mixing_from(mix).public, role.rank, role.members.size
 
     def codec_of(arena: ParameterArena) -> Coded:
         numbers = [fragment.number for fragment in arena.fragments]

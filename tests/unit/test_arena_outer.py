@@ -22,7 +22,7 @@ def made(seed: int, rule: str | None = None, module: nn.Module | None = None, **
     module = Net(seed) if module is None else module
     arena = ParameterArena(module, **options)
     if rule is not None:
-        arena.use_outer(outer.parse(rule))
+        arena.use_outer(outer.outer_from(rule))
     return module, arena
 
 
@@ -194,11 +194,11 @@ def test_the_finish_is_a_plain_average() -> None:
 )  # fmt: skip
 def test_a_wrong_spec_is_one_line(spec: str, said: str) -> None:
     with pytest.raises(UsageError) as caught:
-        outer.parse(spec)
+        outer.outer_from(spec)
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_specs() -> None:
-    assert outer.parse("none") is None
-    assert outer.parse("momentum:0.6") == outer.Momentum(0.6)
-    assert outer.parse("nesterov") == outer.Nesterov(0.7, 0.9)
+    assert outer.outer_from("none") is None
+    assert outer.outer_from("momentum:0.6") == outer.Momentum(0.6)
+    assert outer.outer_from("nesterov") == outer.Nesterov(0.7, 0.9)

@@ -31,7 +31,7 @@ def made(
     if dtype != torch.float32:
         module.to(dtype)
     arena = ParameterArena(module, fragments=fragments, sampled=sampled)
-    if (parsed := outer.parse(rule)) is not None:
+    if (parsed := outer.outer_from(rule)) is not None:
         arena.use_outer(parsed)
     return module, arena
 

@@ -21,7 +21,7 @@ from torch import nn
 from gossipx.errors import GossipxError, NotEnoughPeersError, UsageError
 from gossipx.integrations import ddp
 from gossipx.integrations.callback import PeerCallback
-from gossipx.integrations.group import GroupStatus, _packed, _unpacked
+from gossipx.integrations.group import GroupStatus
 from gossipx.launch.environment import ENV_PEERS, ENV_PROGRESS, ENV_RESUME
 
 COUNT = st.integers(0, 2**31 - 1)
@@ -82,7 +82,7 @@ def test_the_trainers_loss_is_recorded_whatever_logging_steps_says(items: int | 
     )
 )
 def test_a_status_arrives_unchanged(word: GroupStatus) -> None:
-    said = _unpacked(_packed(word))
+    said = GroupStatus.unpacked(word.packed())
     assert (said.rank, said.size, said.iteration) == (word.rank, word.size, word.iteration)
     assert (said.entered, said.exit_code) == (word.entered, word.exit_code)
     assert word.reason.rstrip("\0").startswith(said.reason)
@@ -98,7 +98,7 @@ def test_a_status_arrives_unchanged(word: GroupStatus) -> None:
 )
 def test_the_others_fail_with_what_rank_0_failed_with(error: Exception, code: int, reason: str) -> None:
     with pytest.raises(GossipxError, match=reason) as raised:
-        _unpacked(_packed(GroupStatus.of(error))).end()
+        GroupStatus.unpacked(GroupStatus.of(error).packed()).end()
     assert raised.value.exit_code == code
 
 
@@ -107,7 +107,7 @@ def test_the_others_fail_with_what_rank_0_failed_with(error: Exception, code: in
 )
 def test_the_others_leave_as_rank_0_leaves(error: BaseException, code: int) -> None:
     with pytest.raises(SystemExit) as raised:
-        _unpacked(_packed(GroupStatus.of(error))).end()
+        GroupStatus.unpacked(GroupStatus.of(error).packed()).end()
     assert raised.value.code == code
 
 
@@ -135,10 +135,10 @@ def test_a_shard_is_the_same_part_that_the_peer_would_give(tmp_path: Path, monke
     monkeypatch.delenv(ENV_PEERS, raising=False)
     hosts = tmp_path / "hosts.txt"
     hosts.write_text("127.0.0.1:7001\n127.0.0.1:7002\n127.0.0.1:7003\n")
-    parts = [list(ddp.Joining(hosts, rank=rank).shard(list(range(10))).indices) for rank in range(3)]
+    parts = [list(ddp.PendingJoin(hosts, rank=rank).shard(list(range(10))).indices) for rank in range(3)]
     assert sorted(itertools.chain(*parts)) == list(range(10)) and {len(part) for part in parts} == {3, 4}
     with pytest.raises(UsageError, match="targets or labels"):
-        ddp.Joining(hosts, rank=0, settings={"partition": "dirichlet:alpha=1"}).shard(list(range(10)))
+        ddp.PendingJoin(hosts, rank=0, settings={"partition": "dirichlet:alpha=1"}).shard(list(range(10)))
 
 
 # --- refusals -----------------------------------------------------------------------------------------

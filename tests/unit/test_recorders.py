@@ -108,7 +108,7 @@ def test_none_records_nothing(tmp_path: Path) -> None:
 )
 def test_a_wrong_recorder_is_one_line(spec: str, told: str) -> None:
     with pytest.raises(UsageError) as caught:
-        recorders.parse(spec)
+        recorders.recorders_from(spec)
     assert str(caught.value).startswith(told) and "\n" not in str(caught.value)
 
 

@@ -101,9 +101,9 @@ def test_text_is_the_spec_again(value: Shape, expected: str):
 
 
 def test_mixings():
-    assert mixing.parse("average") == Average(0.5)
-    assert mixing.parse("average:0.25").share(3, 100) == 0.25
-    aged = mixing.parse("aged:beta=0.5,half_life=10")
+    assert mixing.mixing_from("average") == Average(0.5)
+    assert mixing.mixing_from("average:0.25").share(3, 100) == 0.25
+    aged = mixing.mixing_from("aged:beta=0.5,half_life=10")
     assert aged == Aged(0.5, 10.0)
     assert [aged.share(30, step) for step in (40, 30, 20, 10)] == [0.5, 0.5, 0.25, 0.125]
 
@@ -121,7 +121,7 @@ def test_mixings():
 )
 def test_shares_that_make_no_sense_are_refused(spec: str):
     with pytest.raises(UsageError, match=r"share|half_life"):
-        mixing.parse(spec)
+        mixing.mixing_from(spec)
 
 
 @pytest.mark.parametrize(("given", "rank"), [("node-b", 1), ("0", 0), ("2", 2), ("7", 3)])

@@ -12,7 +12,7 @@ from torch import nn
 
 import gossipx
 from gossipx.errors import UsageError
-from gossipx.integrations.ddp import Joining
+from gossipx.integrations.ddp import PendingJoin
 from gossipx.launch.environment import ENV_RESUME
 from gossipx.runtime.checkpoints import store_of
 from gossipx.settings import files
@@ -61,7 +61,7 @@ def test_results_of_a_script_stay_together(here: Path, config_file: bool) -> Non
 
 def test_a_callback_joins_where_it_was_made(here: Path) -> None:
     """Before the training begins, which joins."""
-    joining = Joining(peers="hosts.txt", rank=0, settings={"secret_file": "secret"})
+    joining = PendingJoin(peers="hosts.txt", rank=0, settings={"secret_file": "secret"})
     before = joining.directory
     os.chdir("elsewhere")
     assert joining.directory == before == here / "runs" / "joined" / "peer-00"
