@@ -145,13 +145,12 @@ def _checkpoint() -> Target:
 
     import torch
 
-    from gossipx.checkpoint import Store, files, from_bytes, store, to_bytes
-    from gossipx.checkpoint.plain import Part
+    from gossipx.checkpoint import HASH, MANIFEST, CheckpointPart, Store, _digest, from_bytes, to_bytes
     from gossipx.errors import MALFORMED
 
     root = _place() / "checkpoints"
-    Store(root).save(7, {"model": Part({"w": torch.ones(2)}, {"step": 7})})
-    manifest = root / "00000007" / store.MANIFEST
+    Store(root).save(7, {"model": CheckpointPart({"w": torch.ones(2)}, {"step": 7})})
+    manifest = root / "00000007" / MANIFEST
     whole = manifest.read_bytes()
 
     def take(data: bytes) -> None:
@@ -159,8 +158,8 @@ def _checkpoint() -> Target:
             from_bytes(memoryview(data))
         with contextlib.suppress(*MALFORMED):
             found = json.loads(data)
-            found.pop(files.HASH, None)
-            data = json.dumps({**found, files.HASH: store._digest(found)}).encode()
+            found.pop(HASH, None)
+            data = json.dumps({**found, HASH: _digest(found)}).encode()
         manifest.write_bytes(data)
         Store(root).load()
         Store(root).find_complete()

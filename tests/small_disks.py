@@ -62,7 +62,7 @@ def keep_old_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: Path) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
-    monkeypatch.setattr("gossipx.checkpoint.store._remove", fail)
+    monkeypatch.setattr("gossipx.checkpoint._remove", fail)
 
 
 def _mount(*arguments: str) -> None:

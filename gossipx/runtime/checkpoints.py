@@ -23,15 +23,15 @@ from torch import Tensor
 
 from gossipx.checkpoint import (
     KEEP,
+    PART,
     Checkpoint,
     CheckpointError,
+    CheckpointPart,
     NotRemovedError,
-    Part,
     Store,
     pack,
     unpack,
 )
-from gossipx.checkpoint.store import PART
 from gossipx.errors import GossipxError, UsageError
 from gossipx.hub import Centre, ElasticExchange
 from gossipx.model import layout
@@ -283,8 +283,8 @@ class CapturedState:
     """
 
     iteration: int
-    parts: dict[str, Part]
-    model: Callable[[], Part]
+    parts: dict[str, CheckpointPart]
+    model: Callable[[], CheckpointPart]
     release: Callable[[], None]
 
 
@@ -375,9 +375,9 @@ class TrainingState:
                     parts[HUB] = pack({**centre.state_dict(), "held": held.step, "vectors": held.buffer.vectors}, HUB)
             undo.pop_all()
 
-        def model() -> Part:
+        def model() -> CheckpointPart:
             tensors = layout.named(arena.slots, arena.whole, snapshot.buffer.vectors)
-            return Part(tensors, {"manifest": list(arena.manifest)})
+            return CheckpointPart(tensors, {"manifest": list(arena.manifest)})
 
         return CapturedState(self.iteration, parts, model, snapshot.release)
 
@@ -481,7 +481,7 @@ def _compare(theirs: list[str], arena: ParameterArena, checkpoint: Checkpoint) -
     )
 
 
-def _random(device: torch.device) -> Part:
+def _random(device: torch.device) -> CheckpointPart:
     """Return the states of all random number generators that :meth:`TrainingState.restore_random` restores."""
     kind, words, *rest = np.random.get_state()
     state: dict[str, Tensor | tuple[Any, ...]] = {

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from gossipx.checkpoint import Store
-from gossipx.checkpoint.store import MANIFEST
+from gossipx.checkpoint import MANIFEST, Store
 from gossipx.metrics import summary
 from runs import LONG, Folder, Process, Run
 

@@ -13,7 +13,7 @@ from forks.server import TEST_IMAGES
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from gossipx.checkpoint.store import Store
+from gossipx.checkpoint import Store
 from gossipx.launch.loops.train import scores
 from gossipx.tasks.data import load
 from gossipx.tasks.models import build_model

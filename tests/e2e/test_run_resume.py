@@ -14,7 +14,7 @@ import pytest
 from resuming import BRIEF, equal, kill, manifests, resumed, store, wait_for
 from seeds import some
 
-from gossipx.checkpoint.store import MANIFEST
+from gossipx.checkpoint import MANIFEST
 from runs import Folder, differences
 
 
@@ -193,12 +193,12 @@ def test_a_peer_killed_while_it_writes_resumes_from_the_previous_checkpoint(plac
     here = place(1)
     script = here.script(
         """
-from gossipx.checkpoint import files
+from gossipx import checkpoint
 
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 begun = None
-real = files.write
+real = checkpoint.write_durably
 
 
 def write(path, pieces):
@@ -208,7 +208,7 @@ def write(path, pieces):
     return real(path, pieces)
 
 
-files.write = write
+checkpoint.write_durably = write
 with gossipx.join(model, optimizer) as peer:
     begun = peer.iteration
     while peer.iteration < (10**9 if begun == 0 else 45):
@@ -234,11 +234,11 @@ def test_a_full_disk_costs_a_line_and_no_step(place: Any) -> None:
     script = here.script(
         """
 import errno
-from gossipx.checkpoint import files
+from gossipx import checkpoint
 
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-real, full, refused = files.write, False, []
+real, full, refused = checkpoint.write_durably, False, []
 
 
 def write(path, pieces):
@@ -248,7 +248,7 @@ def write(path, pieces):
     return real(path, pieces)
 
 
-files.write = write
+checkpoint.write_durably = write
 with gossipx.join(model, optimizer) as peer:
     for until in (10, 20, 30):
         train(peer, model, optimizer, until)

@@ -20,9 +20,8 @@ from small_disks import SmallDisk
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from gossipx.checkpoint import CheckpointError, Part, Store, files, pack, unpack
-from gossipx.checkpoint.plain import DTYPES
-from gossipx.checkpoint.store import MANIFEST
+from gossipx import checkpoint
+from gossipx.checkpoint import DTYPES, HASH, MANIFEST, CheckpointError, CheckpointPart, Store, pack, plain_json, unpack
 from gossipx.errors import UsageError
 from gossipx.settings.interval import CheckpointInterval
 
@@ -32,10 +31,12 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "checkpoints")
 
 
-def parts(value: float) -> dict[str, Part]:
+def parts(value: float) -> dict[str, CheckpointPart]:
     """Return two parts that identify a checkpoint."""
     return {
-        "model": Part({"weight": torch.full((64,), value), "count": torch.tensor(3)}, {"manifest": ["weight"]}),
+        "model": CheckpointPart(
+            {"weight": torch.full((64,), value), "count": torch.tensor(3)}, {"manifest": ["weight"]}
+        ),
         "hub": pack({"centre": torch.full((2, 3), -value), "rounds": 5}),
     }
 
@@ -78,7 +79,7 @@ def test_plain_data_is_restored_exactly(tree: Any) -> None:
     """Floats to the bit, NaN and infinities, tuples, keys other than text, and the reserved key."""
     part = pack(tree)
     assert not part.tensors
-    assert same(unpack(Part({}, json.loads(files.plain(part.state)))), tree)
+    assert same(unpack(CheckpointPart({}, json.loads(plain_json(part.state)))), tree)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4)])
@@ -176,7 +177,7 @@ def test_state_that_cannot_be_packed_is_named(tree: Any, told: str) -> None:
 
 def test_part_names_cannot_leave_the_directory(store: Store) -> None:
     with pytest.raises(CheckpointError, match="is not a valid part name"):
-        store.save(1, {"../x": Part()})
+        store.save(1, {"../x": CheckpointPart()})
 
 
 # --- which checkpoints are kept -----------------------------------------------------------------------
@@ -289,12 +290,12 @@ def test_a_manifest_of_another_kind_is_refused(store: Store, caplog: pytest.LogC
     if told == "iteration":
         (store.directory / "00000001").rename(store.directory / "00000002")
     else:
-        from gossipx.checkpoint import store as module
+        from gossipx.checkpoint import _digest
 
         file = store.directory / "00000001" / MANIFEST
         manifest = {**json.loads(file.read_bytes()), "format": 1}
-        manifest.pop(files.HASH)
-        file.write_text(json.dumps({**manifest, files.HASH: module._digest(manifest)}))
+        manifest.pop(HASH)
+        file.write_text(json.dumps({**manifest, HASH: _digest(manifest)}))
     assert loaded(store) is None
     told = "format 1, but this gossipx reads format 2: resume with the" if told == "format" else "iteration 1"
     assert told in caplog.text and told in store.fault()
@@ -341,7 +342,8 @@ def counted(patched: pytest.MonkeyPatch, error: BaseException | None, at: int) -
 
         patched.setattr(owner, name, call)
 
-    for owner, name in ((os, "fsync"), (Path, "mkdir"), (Path, "rename"), (Path, "unlink"), (files, "write")):
+    writes = (checkpoint, "write_durably")
+    for owner, name in ((os, "fsync"), (Path, "mkdir"), (Path, "rename"), (Path, "unlink"), writes):
         wrap(owner, name)
     return calls
 
@@ -398,7 +400,7 @@ def test_a_disk_that_is_really_full(small_disk: SmallDisk) -> None:
     store = Store(small_disk.path / "checkpoints")
     store.save(10, parts(10))
     with pytest.raises(CheckpointError, match="No space left on device"):
-        store.save(20, {"model": Part({"weight": torch.zeros(1 << 20)})})
+        store.save(20, {"model": CheckpointPart({"weight": torch.zeros(1 << 20)})})
     assert names(store) == ["00000010"] and loaded(store) == (10, 10)
 
 

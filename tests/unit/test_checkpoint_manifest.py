@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from gossipx.checkpoint import Part, Store, files
-from gossipx.checkpoint.store import MANIFEST, _digest
+from gossipx.checkpoint import HASH, MANIFEST, CheckpointPart, Store, _digest
 
 
 def rehashed(manifest: dict[str, Any]) -> bytes:
     """Return a manifest with the hash that belongs to it."""
-    manifest.pop(files.HASH, None)
-    return json.dumps({**manifest, files.HASH: _digest(manifest)}).encode()
+    manifest.pop(HASH, None)
+    return json.dumps({**manifest, HASH: _digest(manifest)}).encode()
 
 
 @pytest.mark.fault(58)
@@ -36,7 +35,7 @@ def rehashed(manifest: dict[str, Any]) -> bytes:
                 {"files": ["model.json"]},
                 {"files": {"model.json": 1}},
                 {"files": {"model.json": {"bytes": 1}}},
-                {"files": {"../../secret": {"bytes": 1, files.HASH: ""}}},
+                {"files": {"../../secret": {"bytes": 1, HASH: ""}}},
                 {"iteration": None},
                 {"iteration": [20]},
                 {"format": {}},
@@ -51,7 +50,7 @@ def test_a_manifest_of_any_other_form_is_a_damaged_checkpoint(
 ) -> None:
     store = Store(tmp_path)
     for iteration in (10, 20):
-        store.save(iteration, {"model": Part(state=iteration)})
+        store.save(iteration, {"model": CheckpointPart(state=iteration)})
     manifest = tmp_path / "00000020" / MANIFEST
     manifest.write_bytes(content)
     assert store.find() == 10 and store.find_complete() == {10}

@@ -8,15 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossipx.checkpoint import from_bytes, journal, to_bytes
-from gossipx.checkpoint.journal import Journal, path_of
+from gossipx.checkpoint import (
+    JournalFile,
+    drop_journals,
+    from_bytes,
+    journal_clocks,
+    journal_path,
+    records_of,
+    to_bytes,
+)
 
 ENTRIES = [(b"first", b"12345678"), (b"second", b""), (b"", b"third"), (b"fourth", bytes(range(256)))]
 
 
 def write(directory: Path, clock: int, entries: list[tuple[bytes, bytes]], goes_on: bool = False) -> Path:
-    path = path_of(directory, clock)
-    writing = Journal(path, goes_on)
+    path = journal_path(directory, clock)
+    writing = JournalFile(path, goes_on)
     for words, content in entries:
         writing.append(words, memoryview(content))
     writing.close()
@@ -24,7 +31,7 @@ def write(directory: Path, clock: int, entries: list[tuple[bytes, bytes]], goes_
 
 
 def read(directory: Path, clock: int) -> list[tuple[bytes, bytes]]:
-    return [(words, bytes(content)) for _, words, content in journal.read(directory, clock)]
+    return [(words, bytes(content)) for _, words, content in records_of(directory, clock)]
 
 
 def test_records_are_read_in_order(tmp_path: Path) -> None:
@@ -37,7 +44,7 @@ def test_a_checkpoint_is_followed_by_its_own_journal_and_all_later_ones(tmp_path
     for clock, entry in zip((30, 5, 100), ENTRIES, strict=False):
         write(tmp_path, clock, [entry])
     assert read(tmp_path, 30) == [ENTRIES[0], ENTRIES[2]]
-    assert sorted(journal.clocks(tmp_path)) == [5, 30, 100]
+    assert sorted(journal_clocks(tmp_path)) == [5, 30, 100]
 
 
 @given(cut=st.integers(1, 400))
@@ -74,9 +81,9 @@ def test_a_new_journal_drops_old_records(tmp_path: Path) -> None:
 def test_journals_that_no_checkpoint_needs_are_removed(tmp_path: Path) -> None:
     for clock in (1, 2, 3, 4):
         write(tmp_path, clock, ENTRIES)
-    journal.drop(tmp_path, before=2)
-    journal.drop(tmp_path, after=3)
-    assert sorted(journal.clocks(tmp_path)) == [2, 3]
+    drop_journals(tmp_path, before=2)
+    drop_journals(tmp_path, after=3)
+    assert sorted(journal_clocks(tmp_path)) == [2, 3]
 
 
 def test_truncated_packed_state_is_refused() -> None:

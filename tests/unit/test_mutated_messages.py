@@ -22,7 +22,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import seed as seeded
 from table_sides import side
 
-from gossipx.checkpoint import from_bytes, journal, to_bytes
+from gossipx.checkpoint import JournalFile, from_bytes, journal_path, records_of, to_bytes
 from gossipx.errors import ProtocolError
 from gossipx.protocol.fields import MAX_METADATA, Kind
 from gossipx.server.placement import Partition
@@ -241,8 +241,8 @@ def test_mutated_ranges_are_refused_or_valid(many: int = 1_000) -> None:
 @pytest.mark.fault(13, 14)
 def test_mutated_journals_end_where_they_are_damaged(tmp_path: Path, many: int = 300) -> None:
     draws = random.Random(0)
-    path = journal.path_of(tmp_path, 0)
-    writing = journal.Journal(path)
+    path = journal_path(tmp_path, 0)
+    writing = JournalFile(path)
     entries = [(metadata_of(message), b"12345678" * n) for n, message in enumerate(drawn(KINDS[30])[:5])]
     for words, content in entries:
         writing.append(words, memoryview(content))
@@ -250,5 +250,5 @@ def test_mutated_journals_end_where_they_are_damaged(tmp_path: Path, many: int =
     whole = path.read_bytes()
     for _ in range(many):
         path.write_bytes(mutated_bytes(whole, draws))
-        left = [(words, bytes(content)) for _, words, content in journal.read(tmp_path, 0)]
+        left = [(words, bytes(content)) for _, words, content in records_of(tmp_path, 0)]
         assert left == entries[: len(left)]

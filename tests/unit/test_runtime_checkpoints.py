@@ -17,7 +17,7 @@ from seeds import some
 from small_disks import keep_old_checkpoints
 from torch import nn
 
-from gossipx.checkpoint import KEEP, CheckpointError, Part, Store
+from gossipx.checkpoint import KEEP, CheckpointError, CheckpointPart, Store
 from gossipx.errors import UsageError
 from gossipx.runtime import checkpoints
 from gossipx.settings.modes import Elastic
@@ -46,7 +46,7 @@ class Slow(Store):
         self.begun, self.may = threading.Semaphore(0), threading.Semaphore(0)
         self.saved: list[int] = []
 
-    def save(self, iteration: int, parts: Mapping[str, Part]) -> None:
+    def save(self, iteration: int, parts: Mapping[str, CheckpointPart]) -> None:
         self.begun.release()
         assert self.may.acquire(timeout=LONG)
         self.saved.append(iteration)
@@ -285,7 +285,7 @@ def test_a_full_disk_is_logged_at_a_limited_rate_and_the_last_checkpoint_decides
     one.step(10)
     save = one.store.save
 
-    def full(iteration: int, parts: Mapping[str, Part]) -> None:
+    def full(iteration: int, parts: Mapping[str, CheckpointPart]) -> None:
         raise CheckpointError("no room")
 
     monkeypatch.setattr(one.store, "save", full)
@@ -316,7 +316,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_hides_no_later_fai
     assert one.checkpoints.newest == written == 10 * KEEP + 10, "the new one is complete"
     assert one.checkpoints.failed == 0 and one.checkpoints.flush() is None
 
-    def full(iteration: int, parts: Mapping[str, Part]) -> None:
+    def full(iteration: int, parts: Mapping[str, CheckpointPart]) -> None:
         raise CheckpointError("no room")
 
     monkeypatch.setattr(one.store, "save", full)

@@ -16,7 +16,7 @@ from table_sides import Side, side, values
 from torch import nn
 
 from gossipx.assembly.peer import build_peer
-from gossipx.checkpoint import CheckpointError, Store, journal
+from gossipx.checkpoint import CheckpointError, Store, journal_clocks, journal_path
 from gossipx.peer.membership import Requests
 from gossipx.protocol.effects import Effect
 from gossipx.protocol.events import Received
@@ -292,7 +292,7 @@ def test_a_damaged_journal_is_named_and_training_continues_from_what_is_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: str
 ) -> None:
     before = pushed(Server(tmp_path), range(2 * EVERY + 1))
-    path = journal.path_of(tmp_path, max(journal.clocks(tmp_path)))
+    path = journal_path(tmp_path, max(journal_clocks(tmp_path)))
     content = bytearray(path.read_bytes())
     if harm == "cut to half":
         del content[len(content) // 2 :]

@@ -19,8 +19,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gossipx.checkpoint import KEEP, Checkpoint, CheckpointError, NotRemovedError, Store, journal, pack, unpack
-from gossipx.checkpoint.journal import Journal
+from gossipx.checkpoint import (
+    KEEP,
+    Checkpoint,
+    CheckpointError,
+    JournalFile,
+    NotRemovedError,
+    Store,
+    drop_journals,
+    journal_clocks,
+    journal_path,
+    pack,
+    records_of,
+    unpack,
+)
 from gossipx.errors import ProtocolError, UsageError
 from gossipx.protocol.fields import kind_of
 from gossipx.protocol.server_messages import RecordRequest
@@ -80,7 +92,7 @@ class ShardKeeper:
         self._epoch = 0
         self._stores = stores
         self._keeps_journals = journals
-        self._journals: dict[int, Journal] = {}  # open journals
+        self._journals: dict[int, JournalFile] = {}  # open journals
         self._begun: set[int] = set()  # shards whose journals in this layout have begun
         self._table_store = table_store
         self._fresh = fresh
@@ -120,7 +132,7 @@ class ShardKeeper:
         def write() -> None:
             try:
                 store.save(clock, parts)
-                journal.drop(store.directory.parent, before=store.oldest() or 0)
+                drop_journals(store.directory.parent, before=store.oldest() or 0)
             except NotRemovedError as error:
                 self._warn(f"old checkpoint of {shard}", str(error))
             except OSError as error:
@@ -150,8 +162,8 @@ class ShardKeeper:
         self._begun.add(shard)
         directory = self._stores[shard].directory.parent
         try:
-            journal.drop(directory, after=after)
-            self._journals[shard] = Journal(journal.path_of(directory, clock), append)
+            drop_journals(directory, after=after)
+            self._journals[shard] = JournalFile(journal_path(directory, clock), append)
         except OSError as error:
             self._no_journal(shard, error)
 
@@ -191,12 +203,12 @@ class ShardKeeper:
         def report(line: str) -> None:
             log.warning("%s: the changes of shard %d in them are lost", line, shard)
 
-        for number, (journal_clock, words, content) in enumerate(journal.read(directory, clock, report), first):
+        for number, (journal_clock, words, content) in enumerate(records_of(directory, clock, report), first):
             record = _record(words)
             if record is None or (record.copy, record.number) != (self._epoch, number):
                 message = "shard %d: the journal has a gap between clocks %d and %d: later changes are lost"
                 log.warning(message, shard, last, journal_clock)
-                journal.drop(directory, after=last)
+                drop_journals(directory, after=last)
                 return
             last = journal_clock
             yield record, Gradient(record, content)
@@ -230,7 +242,7 @@ class ShardKeeper:
                         self._table_store.buffer(gradient)
                     case ApplyBuffer(_, sums):
                         self._table_store.apply_buffer(index, sums)
-        last = max(journal.clocks(self._stores[index].directory.parent), default=clock)
+        last = max(journal_clocks(self._stores[index].directory.parent), default=clock)
         last = max(last, clock)
         self._begin_journal(index, last, after=last, append=True)
         message = "shard %d is restored from its checkpoint and its journal, at clock %d"
