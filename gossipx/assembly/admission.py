@@ -42,7 +42,7 @@ def why_closed(config: RunConfig, turns: Schedule, addresses: Sequence[Address] 
 
 
 class Door:
-    """Answers processes that want to join, for one peer; a :class:`gossipx.transports.admissions.Admission`.
+    """Answers processes that want to join, for one peer; a :class:`gossipx.transports.handshake.JoinHandler`.
 
     Args:
         settings: of the run, as TOML.

@@ -30,9 +30,9 @@ from gossipx.memory import Source
 from gossipx.protocol.fields import JoinedPeer
 from gossipx.protocol.messages import Reply, Request
 from gossipx.transports import Address, Carriers, Expiring, Transport, tcp, unix
-from gossipx.transports.links import Links
+from gossipx.transports.handshake import Trust
+from gossipx.transports.link import Links
 from gossipx.transports.pace import Pace
-from gossipx.transports.trust import Trust
 from gossipx.wire import Hello, Sink, SinkFactory, auth
 from gossipx.wire.agreement import manifest_bytes
 

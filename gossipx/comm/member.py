@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gossipx.transports import Address, Carriers, Transport
-from gossipx.transports.admissions import Admission
-from gossipx.transports.links import Links
-from gossipx.transports.trust import Trust
+from gossipx.transports.handshake import JoinHandler, Trust
+from gossipx.transports.link import Links
 from gossipx.wire import Hello, auth
 
 log = logging.getLogger("gossipx")
@@ -28,7 +27,7 @@ class Gate:
     """
 
     def __init__(self, links: Links):
-        self.admission: Admission | None = None
+        self.admission: JoinHandler | None = None
         self._links = links
 
     def forget(self, rank: int) -> None:

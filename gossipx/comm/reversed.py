@@ -24,8 +24,7 @@ from typing import Protocol
 from gossipx.comm.member import Member
 from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
 from gossipx.transports import Stream
-from gossipx.transports.link import Link
-from gossipx.transports.links import Links
+from gossipx.transports.link import Link, Links
 from gossipx.wire import Welcome
 from gossipx.wire.reversal import ReverseRequest
 

@@ -39,7 +39,7 @@ from gossipx.settings import files
 from gossipx.settings.sections import RunConfig
 from gossipx.transports import Address, handshake
 from gossipx.transports.access import Access, grant
-from gossipx.transports.links import Links
+from gossipx.transports.link import Links
 from gossipx.wire import Bytes, Hello, auth
 
 ANSWER = 10.0

@@ -30,7 +30,7 @@ from gossipx.protocol.places import fault
 from gossipx.settings.sections import ExchangeSettings
 from gossipx.tools.doctor.probe import CONNECT, Prober, connect, probing
 from gossipx.transports.access import grant
-from gossipx.transports.links import Links
+from gossipx.transports.link import Links
 from gossipx.wire import CheckupPart, Hello
 
 RANKS = ("exchanges_with", "waits_for", "suspects", "lost", "left")

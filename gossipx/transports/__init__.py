@@ -1,7 +1,7 @@
 """Interfaces of transports, which move bytes to another peer: streams, listeners, and carriers for models.
 
 Each transport is a module or object that implements :class:`Transport`. :mod:`gossipx.transports.link` carries frames
-over any of them, and :mod:`gossipx.transports.links` keeps all connections of a peer.
+over any of them, and :mod:`gossipx.transports.link` keeps all connections of a peer.
 """
 
 from __future__ import annotations

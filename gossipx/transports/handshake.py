@@ -2,24 +2,40 @@
 
 The opener calls :func:`prove` (only if the run has a secret), then :func:`greet`. The acceptor calls :func:`challenge`
 (likewise), then :func:`admit`.
+
+Three kinds of openers are answered before or instead of a peer. A process that wants to join asks by AdmitRequest, on a
+connection of its own; whether the run takes it is decided by the role. Once it is admitted it opens connections like
+any peer, and its Hello says that it joined. ``gossipx doctor`` and ``gossipx status`` ask by CheckupRequest; a doctor
+and a peer of a run report the same facts, so that one can examine the other. All others are turned away, and
+:class:`Trust` records it: from failed authentications a peer decides whether it is itself the one that does not belong
+to the run.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import math
 import os
+import platform
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from importlib import metadata
+from typing import Any, Protocol, TypeAlias, cast
 
 from gossipx.errors import (
     ModelMismatchError,
     NotAuthorisedError,
     PeerFaultError,
     ProtocolError,
+    RefusedError,
     StrangerError,
 )
-from gossipx.protocol.admission import AdmitRequest
-from gossipx.protocol.fields import MAX_TEXT
-from gossipx.transports import Certified, admissions, checkup
+from gossipx.memory import Source
+from gossipx.protocol.admission import AdmitReply, AdmitRequest
+from gossipx.protocol.fields import MAX_TEXT, JoinedPeer
+from gossipx.transports import Certified
 from gossipx.transports.link import Link
 from gossipx.wire import (
     Accepted,
@@ -39,6 +55,137 @@ from gossipx.wire import (
     frames,
 )
 from gossipx.wire.agreement import difference, objection
+
+
+class JoinHandler(Protocol):
+    """Decides on newcomers; :class:`gossipx.assembly.admission.Door`."""
+
+    def admit(self, request: AdmitRequest, opener: str) -> tuple[AdmitReply, bytes] | str:
+        """Return the reply to a process on host ``opener`` that asks to join, and its payload; or, in one line, why it
+        cannot join.
+        """
+
+    def meet(self, peer: JoinedPeer) -> str | None:
+        """Add a peer that joined; return in one line why it is not a member, None if it is."""
+
+
+def answer_newcomer(link: Link, request: AdmitRequest, admission: JoinHandler | None, deadline: float) -> str | None:
+    """Answer a process that asks to join; return why it cannot, None if it was answered."""
+    opener = link.stream.remote.rpartition(":")[0]
+    decided = "this process takes no newcomers" if admission is None else admission.admit(request, opener)
+    if isinstance(decided, str):
+        return decided
+    reply, payload = decided
+    source = Source(memoryview(payload)) if payload else None
+    link.send(frames.encode(reply, 0, source, link.checks), deadline)
+    return None
+
+
+def checkup_facts(me: Hello, role: str) -> dict[str, Any]:
+    """Return the facts of this process. ``role`` is "run" or "doctor"; hosts file and model are given as digests."""
+    own = {"name": me.name, "role": role, "peers": me.peers, "size": me.size, "model": me.model}
+    return {**own, "protocol": frames.VERSION, **_versions(), "clock": time.time()}
+
+
+def facts_in(report: Mapping[str, object]) -> dict[str, Any]:
+    """Return the facts in a report; ProtocolError if one is missing."""
+    wanted = checkup_facts(Hello(0, "", 1, "", ""), "")
+    for name, example in wanted.items():
+        if type(report.get(name)) is not type(example):
+            raise ProtocolError(f"its report has no {name}")
+    return {name: report[name] for name in wanted}
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("gossipx", "torch"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "unknown"
+    return found
+
+
+log = logging.getLogger("gossipx")
+
+# Seconds between two log lines about strangers; those in between are only counted.
+_LOG_EVERY = 60.0
+# Share of peer_timeout after which a peer that some have turned away, and none has admitted, stops waiting for the
+# rest. Others may start a little later; but after the whole of peer_timeout this peer would begin to train alone.
+_PATIENCE = 0.5
+
+
+class Trust:
+    """Records failed and successful authentications, as seen by one peer; thread-safe.
+
+    Args:
+        others: number of other peers in the run.
+        peer_timeout: seconds after which a peer begins without those that it has not found.
+    """
+
+    def __init__(self, others: int, peer_timeout: float):
+        self._others = others
+        self._gives_up_at = time.monotonic() + _PATIENCE * peer_timeout
+        self._lock = threading.Lock()
+        self._strangers = 0
+        self._logged = (-math.inf, 0)  # time of the last log line about strangers, and their number then
+        self._is_admitted = False
+        self._at_odds: set[int] = set()  # ranks of peers that turned this one away or were turned away by it
+        self._doubt: NotAuthorisedError | RefusedError | None = None
+
+    @property
+    def strangers(self) -> int:
+        """Connections that were turned away because their openers did not prove to belong to the run."""
+        return self._strangers
+
+    @property
+    def is_outcast(self) -> bool:
+        """Whether this peer itself seems not to belong to the run.
+
+        That is so if all others turn it away, or if some do and none has admitted it for half of peer_timeout. Once one
+        has admitted it, the peers that turn it away are taken for the strangers.
+        """
+        with self._lock:
+            everybody = len(self._at_odds) == self._others
+            late = time.monotonic() > self._gives_up_at
+            return not self._is_admitted and bool(self._at_odds) and (everybody or late)
+
+    @property
+    def doubt(self) -> NotAuthorisedError | RefusedError | None:
+        """The reason why no peer has admitted this one, if an authentication failure is known.
+
+        The failure may be a stranger's that connected here, which anyone can cause. So this alone ends nothing; it only
+        explains why a peer has found no others.
+        """
+        with self._lock:
+            return None if self._is_admitted else self._doubt
+
+    def record_admission(self) -> None:
+        """Record that this peer and another one have admitted each other."""
+        with self._lock:
+            self._is_admitted = True
+
+    def record_rejection(self, rank: int, error: NotAuthorisedError | RefusedError) -> None:
+        """Record that this peer was turned away by, or has turned away, the peer of this rank."""
+        with self._lock:
+            self._doubt = error
+            self._at_odds.add(rank)
+
+    def record_stranger(self, remote: str, error: NotAuthorisedError | StrangerError) -> None:
+        """Record that an inbound connection was turned away; log it at a limited rate."""
+        with self._lock:
+            self._strangers += 1
+            if isinstance(error, NotAuthorisedError):
+                self._doubt = self._doubt or error
+            now = time.monotonic()
+            when, before = self._logged
+            if now - when < _LOG_EVERY:
+                return
+            self._logged = now, self._strangers
+            more = self._strangers - before - 1
+        log.warning("a connection from %s: %s%s", remote, error, f" ({more} more turned away before)" if more else "")
+
 
 Visits: TypeAlias = Mapping[str, Callable[[], dict[str, Any]]]
 IN_HOSTS_FILE = "its host in the hosts file"
@@ -122,7 +269,7 @@ def admit(
     welcome: Welcome,
     visits: Visits,
     deadline: float,
-    admission: admissions.Admission | None = None,
+    admission: JoinHandler | None = None,
 ) -> Hello:
     """Accept a connection, as counterpart of :func:`greet`: check the opener, and welcome or refuse it.
 
@@ -140,7 +287,7 @@ def admit(
     they = _unproven(link, deadline)
     if isinstance(they, AdmitRequest):
         _check_certificate(link, they.name, they.host, "its own address", deadline)
-        if (refusal := admissions.answer(link, they, admission, deadline)) is not None:
+        if (refusal := answer_newcomer(link, they, admission, deadline)) is not None:
             raise refuse(link, refusal, deadline)
         they = _first(link, deadline)  # it closes the connection now
     while isinstance(they, CheckupRequest):
@@ -166,7 +313,7 @@ def admit(
 
 def _visited(me: Hello, part: str, visits: Visits) -> CheckupReply:
     if part == "facts":
-        return CheckupReply(checkup.facts(me, "run"))
+        return CheckupReply(checkup_facts(me, "run"))
     if part not in visits:
         raise ProtocolError(f"it asked for {part}, which this peer does not answer")
     return CheckupReply(visits[part]())

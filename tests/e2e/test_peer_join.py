@@ -24,7 +24,7 @@ from gossipx.errors import RefusedError
 from gossipx.launch.hosts import address_of
 from gossipx.protocol.admission import AdmitRequest
 from gossipx.transports import Address, tcp
-from gossipx.transports.links import Links
+from gossipx.transports.link import Links
 from runs import (
     LONG,
     TEN_LINES,

@@ -22,8 +22,7 @@ from managers import LONG, Host, certify, runs, settings_of
 from gossipx.errors import LocalFaultError, NoCarrierError, PeerUnreachableError, ProtocolError
 from gossipx.protocol.messages import ModelReply, PullRequest
 from gossipx.transports import KeyValueStore, link
-from gossipx.transports.backends import CHUNK, Gloo
-from gossipx.transports.process_group import PairGroup, ProcessGroups
+from gossipx.transports.process_group import CHUNK, Gloo, PairGroup, ProcessGroups
 from gossipx.transports.shared_memory import LinkStore
 from gossipx.wire import Carried, CarrierReply, Message, ModelAck, NoCarrierReply, SetNote
 

@@ -20,7 +20,7 @@ from gossipx.tools.doctor.probe import Prober, reach
 from gossipx.tools.visit import visit
 from gossipx.transports import Address, Listener, tcp
 from gossipx.transports.access import grant
-from gossipx.transports.links import Links
+from gossipx.transports.link import Links
 from gossipx.wire import Hello
 
 Asking = Callable[[Authority, Path], Identity | None]

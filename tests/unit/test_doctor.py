@@ -22,7 +22,7 @@ from gossipx.tools.doctor import examine, machine
 from gossipx.tools.doctor.findings import Findings, Host, Line, Measurement, Name, hosts_of
 from gossipx.tools.doctor.probe import ENOUGH, PIECE, Load
 from gossipx.tools.doctor.verdicts import REACH, verdicts
-from gossipx.transports import checkup
+from gossipx.transports.handshake import checkup_facts, facts_in
 from gossipx.wire import Hello
 from gossipx.wire.frames import VERSION
 
@@ -281,11 +281,11 @@ def test_a_load_is_cut_short_once_its_rate_is_known() -> None:
 
 
 def test_facts_that_are_not_whole_are_refused() -> None:
-    whole = checkup.facts(Hello(0, "a", 2, "digest", "model"), "run")
-    assert checkup.read(whole | {"more": 1}) == whole
+    whole = checkup_facts(Hello(0, "a", 2, "digest", "model"), "run")
+    assert facts_in(whole | {"more": 1}) == whole
     for name in whole:
         with pytest.raises(ProtocolError, match=f"no {name}"):
-            checkup.read(whole | {name: None})
+            facts_in(whole | {name: None})
 
 
 # --- this machine -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from gossipx.tools.doctor.listener import Listener
 from gossipx.tools.doctor.probe import Prober, probing
 from gossipx.transports import tcp
 from gossipx.transports.access import grant
-from gossipx.transports.links import Links
+from gossipx.transports.link import Links
 from gossipx.wire import Hello
 
 

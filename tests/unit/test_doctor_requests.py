@@ -10,7 +10,7 @@ import pytest
 
 from gossipx.errors import NotAuthorisedError, ProtocolError
 from gossipx.transports import Address, handshake, tcp
-from gossipx.transports.links import Links
+from gossipx.transports.link import Links
 from gossipx.wire import CheckupRequest, Hello, Welcome
 from gossipx.wire.auth import FixedSecrets, Secret
 from gossipx.wire.frames import VERSION

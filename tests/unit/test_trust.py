@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from gossipx.errors import NotAuthorisedError, StrangerError
-from gossipx.transports import trust
-from gossipx.transports.trust import Trust
+from gossipx.transports import handshake
+from gossipx.transports.handshake import Trust
 
 REFUSED = NotAuthorisedError("not authorised: why")
 
@@ -24,7 +24,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(trust, "time", made)
+    monkeypatch.setattr(handshake, "time", made)
     return made
 
 

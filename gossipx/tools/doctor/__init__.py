@@ -22,9 +22,9 @@ from gossipx.tools.doctor import machine
 from gossipx.tools.doctor.findings import Findings, Host, Line, Measurement, hosts_of
 from gossipx.tools.doctor.listener import Listener
 from gossipx.tools.doctor.probe import RETRY, Prober, connect, probing, reach
-from gossipx.transports import checkup
 from gossipx.transports.access import grant
-from gossipx.transports.links import Links
+from gossipx.transports.handshake import checkup_facts
+from gossipx.transports.link import Links
 from gossipx.wire import Hello
 from gossipx.wire.agreement import difference
 
@@ -57,7 +57,7 @@ def examine(
         title, manifest, fault = machine.model(settings, len(peers), peers_file, lines[0], script)
         digest = hashlib.sha256(manifest).hexdigest() if manifest else ""
         me = Hello(lines[0].rank, lines[0].name, len(peers), peers_digest(peers), digest)
-        found = Findings(hosts, [host.number for host in here], checkup.facts(me, "doctor"), names)
+        found = Findings(hosts, [host.number for host in here], checkup_facts(me, "doctor"), names)
         found.model, found.fault, found.tls = title, fault, settings.exchange.tls_cert is not None
         found.devices = machine.devices(found.own, lines, settings.run.device)
         links = Links("doctor", 0, timeout=10.0)

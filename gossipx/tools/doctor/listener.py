@@ -17,8 +17,9 @@ from gossipx.memory import Source
 from gossipx.protocol.messages import BusyReply
 from gossipx.tools.doctor.findings import Line
 from gossipx.tools.doctor.probe import LOAD, Prober, reach
-from gossipx.transports import Address, Stream, checkup, handshake
+from gossipx.transports import Address, Stream, handshake
 from gossipx.transports import Listener as Listening
+from gossipx.transports.handshake import checkup_facts
 from gossipx.transports.link import Link
 from gossipx.wire import MAX_LOAD, CheckupReply, CheckupRequest, Hello, Message, frames
 
@@ -84,7 +85,7 @@ class Listener:
 
     def _answer(self, link: Link, me: Hello, request: CheckupRequest) -> None:
         if request.part == "facts":
-            self._send(link, b"", CheckupReply(checkup.facts(me, "doctor")))
+            self._send(link, b"", CheckupReply(checkup_facts(me, "doctor")))
         elif request.part != "load":
             self._send(link, self._prober.manifest if request.part == "model" else self._prober.listing)
         # One load at a time, and none while this host measures a round trip: each would slow the other down.

@@ -20,10 +20,10 @@ from gossipx.errors import printable
 from gossipx.launch.hosts import PeerLine
 from gossipx.protocol.messages import BusyReply
 from gossipx.tools.doctor.findings import Line, Measurement
-from gossipx.transports import Address, Stream, checkup, handshake
+from gossipx.transports import Address, Stream, handshake
 from gossipx.transports.access import Access
-from gossipx.transports.link import Link
-from gossipx.transports.links import Links
+from gossipx.transports.handshake import facts_in
+from gossipx.transports.link import Link, Links
 from gossipx.wire import MAX_LOAD, Bytes, CheckupPart, CheckupReply, CheckupRequest, Hello, frames
 
 # Seconds:
@@ -96,7 +96,7 @@ class Probe:
         began, clock = time.monotonic(), time.time()
         reply = self._ask("facts", CONNECT).message
         took = time.monotonic() - began
-        facts = checkup.read(reply.report if isinstance(reply, CheckupReply) else {})
+        facts = facts_in(reply.report if isinstance(reply, CheckupReply) else {})
         return took, facts["clock"] - (clock + took / 2), facts
 
     def read(self, part: CheckupPart) -> bytes:
