@@ -41,8 +41,8 @@ def why_closed(config: RunConfig, turns: Schedule, addresses: Sequence[Address] 
     return ""
 
 
-class Door:
-    """Answers processes that want to join, for one peer; a :class:`gossipx.transports.handshake.JoinHandler`.
+class JoinHandler:
+    """Answers processes that want to join, for one peer; a :class:`gossipx.transports.handshake.Newcomers`.
 
     Args:
         settings: of the run, as TOML.

@@ -11,7 +11,7 @@ from torch import nn
 
 from gossipx import codecs, mixing, outer, policies, recorders
 from gossipx.assembly import rules
-from gossipx.assembly.admission import Door, why_closed
+from gossipx.assembly.admission import JoinHandler, why_closed
 from gossipx.assembly.graph import build_schedule
 from gossipx.assembly.managers import Managers
 from gossipx.assembly.presets import with_policy
@@ -90,8 +90,8 @@ def build_peer(
     driver = made.driver(arena, policy)
     driver.roster = roster = Roster(list(place.names), list(place.addresses))
     comm = driver.comm = made.comm(driver, roster, granted)
-    if (gate := getattr(comm, "gate", None)) is not None:  # a script's own manager may have none
-        gate.admission = Door(driver, settings_of_run(config), roster, place.begun)
+    if isinstance(comm, CommManager):  # a script's own manager admits nobody
+        comm.join_handler = JoinHandler(driver, settings_of_run(config), roster, place.begun)
     if served is not None and place.directory is not None:
         _keep_shards(driver, served, place, config.run.keep_checkpoints)
     told = made.told_policy(policy)

@@ -1,7 +1,7 @@
 """Requests to other peers and responses to theirs, over real connections.
 
-One request, end to end, from :class:`gossipx.comm.client.Client` here to :class:`gossipx.comm.listener.Listener` on the
-other peer ("there")::
+One request, end to end, from :class:`gossipx.comm.client.RequestClient` here to
+:class:`gossipx.comm.listener.RequestListener` on the other peer ("there")::
 
     request()       here    queues a job, wakes or starts a worker, returns
       _work         here    the worker takes the job
@@ -13,7 +13,7 @@ other peer ("there")::
       _finish       here    calls done(reply) or done(error)
 
 A connection carries one request at a time, always from the side that opened it, unless it was handed over to the other
-side (:mod:`gossipx.comm.reversed`). Callbacks run without locks held.
+side (:mod:`gossipx.comm.member`). Callbacks run without locks held.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from gossipx.comm.client import Client, Job
-from gossipx.comm.listener import Listener, OnRequest, Response, SinkFor, no_sink
-from gossipx.comm.member import Gate, Member
-from gossipx.comm.reversed import StandBy
+from gossipx.comm.client import OutgoingRequest, RequestClient, StandBy
+from gossipx.comm.listener import OnRequest, RequestListener, Response, SinkFor, no_sink
+from gossipx.comm.member import Member
 from gossipx.errors import GossipxError
 from gossipx.memory import Source
 from gossipx.protocol.fields import JoinedPeer
 from gossipx.protocol.messages import Reply, Request
 from gossipx.transports import Address, Carriers, Expiring, Transport, tcp, unix
-from gossipx.transports.handshake import Trust
+from gossipx.transports.handshake import Newcomers, Trust
 from gossipx.transports.link import Links
 from gossipx.transports.pace import Pace
 from gossipx.wire import Hello, Sink, SinkFactory, auth
@@ -75,7 +74,6 @@ class CommManager:
         trust: which peers and strangers were turned away.
         visits: answers to requests from outside the run: by part of a CheckupRequest, a function that returns the
             report. It is called on a connection's thread, after authentication.
-        gate: decides on processes that are not in the hosts file.
 
     Raises:
         UsageError: the manifest exceeds the 16 MiB that can be sent.
@@ -108,7 +106,6 @@ class CommManager:
         model, size = hashlib.sha256(described).hexdigest(), len(names) if begun is None else begun
         self.trust = Trust(len(names) - 1, peer_timeout)
         links = Links(names[rank], len(names), peer_timeout, None if max_rate is None else Pace(max_rate))
-        self.gate = Gate(links)
         self._member = Member(
             me=Hello(rank, names[rank], size, peers_digest, model, settings, () if joined is None else (joined,)),
             names=names,
@@ -121,12 +118,11 @@ class CommManager:
             secret=secret,
             trust=self.trust,
             links=links,
-            gate=self.gate,
         )
         most = 32 + 4 * len(names) if max_connections is None else max_connections
-        self._listener = Listener(self._member, bind, on_request, sink_for, most)
+        self._listener = RequestListener(self._member, bind, on_request, sink_for, most)
         self.visits = self._listener.visits
-        self._client = Client(self._member, only_memory, self._listener)
+        self._client = RequestClient(self._member, only_memory, self._listener)
         self._stand_by = StandBy(self._member, self._client, self._listener.serve_reversed)
 
     @property
@@ -159,6 +155,19 @@ class CommManager:
         """How often this peer has warned that a certificate expires."""
         transport = self._member.transport
         return transport.expiry_warnings if isinstance(transport, Expiring) else 0
+
+    @property
+    def join_handler(self) -> Newcomers | None:
+        """The decider on processes that are not in the hosts file; None: nobody is admitted."""
+        return self._member.join_handler
+
+    @join_handler.setter
+    def join_handler(self, handler: Newcomers | None) -> None:
+        self._member.join_handler = handler
+
+    def forget(self, rank: int) -> None:
+        """Close idle connections to a peer, as another one has its rank now."""
+        self._member.links.forget(rank)
 
     def start(self) -> None:
         """Listen and serve requests; GossipxError if the address is not available."""
@@ -193,7 +202,7 @@ class CommManager:
             ValueError: the request is invalid.
             RuntimeError: the system cannot start another thread; ``done`` is not called.
         """
-        return self._client.request(Job(to, request, deadline, payload, done, upload))
+        return self._client.request(OutgoingRequest(to, request, deadline, payload, done, upload))
 
     def answer(
         self,

@@ -1,8 +1,8 @@
 """The sending side of a peer: worker threads that send requests on connections which this peer has opened.
 
-:meth:`Client.request` queues a job and returns. A worker takes the job, picks or opens a connection, waits for the
-reply and calls ``done``. A *carrier*, such as gloo or NCCL, transfers payloads between two processes outside the stream
-of their connection.
+:meth:`RequestClient.request` queues a job and returns. A worker takes the job, picks or opens a connection, waits for
+the reply and calls ``done``. A *carrier*, such as gloo or NCCL, transfers payloads between two processes outside the
+stream of their connection. :class:`StandBy` keeps connections ready on which others send requests to a peer behind NAT.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
-from gossipx.comm.listener import Listener, LoopbackRequest
-from gossipx.comm.member import Member, call_back, call_back_in_thread
+from gossipx.comm.listener import LoopbackRequest, RequestListener
+from gossipx.comm.member import WAIT, Member, call_back, call_back_in_thread
 from gossipx.errors import (
     CancelledError,
     GossipxError,
@@ -36,19 +36,24 @@ from gossipx.protocol.messages import NotReadyReply, Reply, Request
 from gossipx.transports import Address, handshake, unix
 from gossipx.transports.link import Link
 from gossipx.wire import DescribeRequest, Sink, SinkFactory, Welcome, frames
-from gossipx.wire.reversal import RelayRequest
+from gossipx.wire.reversal import RelayRequest, ReverseRequest
 
 log = logging.getLogger("gossipx")
 
 # Seconds. If a reused connection fails this soon, it was dead before, and the request is retried on a new one. If it
 # fails later, the peer may already have acted on the request, so it is not sent twice.
 _STALE_AFTER = 1.0
+# Connections that a peer behind NAT keeps ready per gateway: one for a model, and one for a message meanwhile. Each is
+# replaced as soon as it is used.
+_READY = 2
+# Shares of peer_timeout: the longest pause after a peer behind NAT failed to open a connection, first and at most.
+_PAUSE = 1 / 300, 1 / 30
 # Seconds that a worker without work stays alive: longer than the pause between two pulls of a fast loop.
 _WORKER_IDLE = 30.0
 
 
 @dataclass(eq=False)
-class Job:
+class OutgoingRequest:
     """One outgoing request.
 
     Attributes:
@@ -68,7 +73,7 @@ class Job:
     link: Link | LoopbackRequest | None = None
 
 
-class Client:
+class RequestClient:
     """Sends requests and receives their replies.
 
     Args:
@@ -77,7 +82,7 @@ class Client:
         own: serves requests that this peer sends to itself.
     """
 
-    def __init__(self, member: Member, only_memory: bool, own: Listener):
+    def __init__(self, member: Member, only_memory: bool, own: RequestListener):
         self._member = member
         self._own = own
         self._only_memory = only_memory
@@ -86,8 +91,8 @@ class Client:
         # The lock guards everything below.
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)  # a job was queued, or all connections have ended
-        self._jobs: deque[Job] = deque()
-        self._unfinished: set[Job] = set()
+        self._jobs: deque[OutgoingRequest] = deque()
+        self._unfinished: set[OutgoingRequest] = set()
         self._idle_workers = 0
         # What is known of each peer's current process, by rank. A new process listens on a new Unix socket, and what
         # was known of the old one is forgotten.
@@ -97,7 +102,7 @@ class Client:
         self._unreachable_locally: set[int] = set()  # on this machine, but its Unix socket is unreachable
         self._without_carrier: set[int] = set()  # no carrier can be built with it
 
-    def request(self, job: Job) -> Callable[[], None]:
+    def request(self, job: OutgoingRequest) -> Callable[[], None]:
         """Queue a request; return a function that cancels it. See :meth:`gossipx.comm.CommManager.request`."""
         if not 0 <= job.to < len(self._member.names):
             raise ValueError(f"no peer has rank {job.to}")
@@ -115,7 +120,7 @@ class Client:
         call_back_in_thread(job.done, self._links.closed_error())
         return lambda: None
 
-    def _cancel(self, job: Job) -> None:
+    def _cancel(self, job: OutgoingRequest) -> None:
         with self._lock:
             if job.cancelled or job not in self._unfinished:
                 return
@@ -128,7 +133,7 @@ class Client:
         with contextlib.suppress(RuntimeError):
             call_back_in_thread(lambda result: self._finish(job, result), self._cancelled_error(job))
 
-    def _cancelled_error(self, job: Job) -> CancelledError:
+    def _cancelled_error(self, job: OutgoingRequest) -> CancelledError:
         return CancelledError(f"{self._member.names[job.to]}: the request was cancelled")
 
     def wake(self) -> None:
@@ -155,7 +160,7 @@ class Client:
                 job = self._jobs.popleft()
             self._finish(job, self._outcome(job))
 
-    def _outcome(self, job: Job) -> Reply | GossipxError:
+    def _outcome(self, job: OutgoingRequest) -> Reply | GossipxError:
         try:
             return self._exchange(job)
         except PeerFaultError as error:
@@ -172,14 +177,14 @@ class Client:
             log.exception("a request to %s failed", self._member.names[job.to])
             return GossipxError(f"{self._member.names[job.to]}: {error!r}")
 
-    def _finish(self, job: Job, result: Reply | GossipxError) -> None:
+    def _finish(self, job: OutgoingRequest, result: Reply | GossipxError) -> None:
         with self._lock:
             if job not in self._unfinished:
                 return
             self._unfinished.remove(job)
         call_back(job.done, result)
 
-    def _exchange(self, job: Job) -> Reply:
+    def _exchange(self, job: OutgoingRequest) -> Reply:
         try:
             return self._attempt(job)
         except NoCarrierError as error:
@@ -196,7 +201,7 @@ class Client:
                 log.warning("models from %s use sockets from now on: %s", self._member.names[job.to], error)
             return reply
 
-    def _attempt(self, job: Job, without_carrier: bool = False) -> Reply:
+    def _attempt(self, job: OutgoingRequest, without_carrier: bool = False) -> Reply:
         """Send the request on an idle connection or a new one, with a carrier unless ``without_carrier``."""
         if job.cancelled:
             raise self._cancelled_error(job)
@@ -214,7 +219,7 @@ class Client:
                     raise
         return self._ask_over(self._open(job.to, job.deadline), job, without_carrier)
 
-    def _ask_over(self, link: Link, job: Job, without_carrier: bool) -> Reply:
+    def _ask_over(self, link: Link, job: OutgoingRequest, without_carrier: bool) -> Reply:
         member = self._member
         carriers = None if member.crosses_nat(job.to) else member.carriers
         with self._lock:
@@ -233,7 +238,7 @@ class Client:
         return cast(Reply, frame.message)
 
     @contextlib.contextmanager
-    def _registered(self, link: Link | LoopbackRequest, job: Job) -> Iterator[None]:
+    def _registered(self, link: Link | LoopbackRequest, job: OutgoingRequest) -> Iterator[None]:
         """Register ``link`` with the job for the block, so that cancelling the job aborts the link.
 
         Raises:
@@ -349,5 +354,54 @@ class Client:
         return welcome
 
 
-def _wants_bytes(job: Job) -> bool:
+def _wants_bytes(job: OutgoingRequest) -> bool:
     return job.payload is not None and job.payload.nbytes > 0
+
+
+class StandBy:
+    """Opens connections from a peer behind NAT to all peers that it reaches, and serves requests on them.
+
+    Args:
+        member: identity and connections of this peer.
+        client: opens the connections.
+        serve: serves a connection that was handed over, until it ends. Its last argument is called at the first
+            request.
+    """
+
+    def __init__(
+        self, member: Member, client: RequestClient, serve: Callable[[Link, Welcome, Callable[[], None]], None]
+    ):
+        self._member = member
+        self._links = member.links
+        self._client = client
+        self._serve = serve
+
+    def start(self) -> None:
+        """Begin to connect, if this peer is behind NAT."""
+        if self._member.is_cut_off_itself:
+            for rank in self._member.gateways() * _READY:
+                self._links.spawn("stand-by", self._stand_by, rank)
+
+    def _stand_by(self, rank: int) -> None:
+        """Keep one connection to peer ``rank`` ready; return once it was used, as another one takes its place."""
+        shortest, longest = (share * self._member.timeout for share in _PAUSE)
+        pause, is_replaced = shortest, False
+
+        def replace() -> None:
+            nonlocal is_replaced
+            self._links.spawn("stand-by", self._stand_by, rank)
+            is_replaced = True
+
+        while not is_replaced and not self._links.closed.is_set():
+            try:
+                deadline = time.monotonic() + WAIT * self._member.timeout
+                link, welcome = self._client.connect(rank, deadline)
+                with self._links.dropped_on_failure(link):
+                    link.request(ReverseRequest(), 0, deadline)
+                pause = shortest
+                self._serve(link, welcome, replace)
+            except GossipxError as error:
+                log.debug("no connection is ready for requests of %s: %s", self._member.names[rank], error)
+            if not is_replaced:
+                self._links.closed.wait(pause)
+                pause = min(2 * pause, longest)

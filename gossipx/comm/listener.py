@@ -1,6 +1,7 @@
 """The serving side of a peer: inbound connections, each with its own thread, and the responses to their requests.
 
-A connection's thread passes a request to ``on_request`` and waits until :meth:`Listener.answer` provides the response.
+A connection's thread passes a request to ``on_request`` and waits until :meth:`RequestListener.answer` provides the
+response.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from gossipx.comm.member import Member, call_back, call_back_in_thread
-from gossipx.comm.reversed import Kept
+from gossipx.comm.member import HandedOverLinks, Member, call_back, call_back_in_thread
 from gossipx.errors import (
     CorruptedError,
     GossipxError,
@@ -30,8 +30,7 @@ from gossipx.errors import (
 )
 from gossipx.memory import Source
 from gossipx.protocol.messages import AcceptReply, CarryingReply, CarryingRequest, NotReadyReply, Reply, Request
-from gossipx.transports import Address, Stream, handshake, unix
-from gossipx.transports import Listener as TransportListener
+from gossipx.transports import Address, Listener, Stream, handshake, unix
 from gossipx.transports.link import Link
 from gossipx.wire import (
     CarrierRequest,
@@ -102,7 +101,7 @@ OnRequest: TypeAlias = Callable[[int, Hashable, Request, "UploadSink | None"], N
 """Called with the sender's rank, a key, the request and its payload."""
 
 
-class Listener:
+class RequestListener:
     """Accepts connections, passes requests on, and sends the responses.
 
     Args:
@@ -119,7 +118,7 @@ class Listener:
     """
 
     def __init__(self, member: Member, bind: Address, on_request: OnRequest, sink_for: SinkFor, most: int):
-        self.kept = Kept(member.links)
+        self.kept = HandedOverLinks(member.links)
         self._member = member
         self._bind = bind
         self._on_request = on_request
@@ -131,8 +130,8 @@ class Listener:
         # A random name that no other process can have taken. It also tells a restarted process from the one before,
         # even where no memory is shared.
         self._local = Address(f"gossipx-{secrets.token_hex(16)}", 0)
-        self._listener: TransportListener | None = None
-        self._local_listener: TransportListener | None = None
+        self._listener: Listener | None = None
+        self._local_listener: Listener | None = None
         # The lock guards everything below.
         self.visits: dict[str, Callable[[], dict[str, Any]]] = {}
         self._lock = threading.Lock()
@@ -177,7 +176,7 @@ class Listener:
             if listener is not None:
                 listener.close()
 
-    def _accept(self, listener: TransportListener) -> None:
+    def _accept(self, listener: Listener) -> None:
         pause, full = _PAUSE[0], False
         while not self._links.closed.is_set():
             try:
@@ -225,7 +224,7 @@ class Listener:
         Args:
             hosts: for which its certificate may be, by rank; empty: the hosts of the peers.
         """
-        member, gate = self._member, self._member.gate.admission
+        member = self._member
         with self._told(stream):
             link = self._links.add(stream)
             with self._links.dropped_on_failure(link):
@@ -234,7 +233,9 @@ class Listener:
                     handshake.challenge(link, member.secret, member.me, deadline)
                 hosts = hosts or [address.host for address in member.addresses]
                 welcome = Welcome(member.me.rank, member.me.name, member.me.model, member.machine, self._local.host)
-                they = handshake.admit(link, member.me, member.names, hosts, welcome, self.visits, deadline, gate)
+                they = handshake.admit(
+                    link, member.me, member.names, hosts, welcome, self.visits, deadline, member.join_handler
+                )
                 if they.model == member.me.model:  # else it may only ask for the manifest
                     member.trust.record_admission()
                 with self._lock:

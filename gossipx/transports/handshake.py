@@ -57,8 +57,8 @@ from gossipx.wire import (
 from gossipx.wire.agreement import difference, objection
 
 
-class JoinHandler(Protocol):
-    """Decides on newcomers; :class:`gossipx.assembly.admission.Door`."""
+class Newcomers(Protocol):
+    """Decides on newcomers; :class:`gossipx.assembly.admission.JoinHandler`."""
 
     def admit(self, request: AdmitRequest, opener: str) -> tuple[AdmitReply, bytes] | str:
         """Return the reply to a process on host ``opener`` that asks to join, and its payload; or, in one line, why it
@@ -69,7 +69,7 @@ class JoinHandler(Protocol):
         """Add a peer that joined; return in one line why it is not a member, None if it is."""
 
 
-def answer_newcomer(link: Link, request: AdmitRequest, admission: JoinHandler | None, deadline: float) -> str | None:
+def answer_newcomer(link: Link, request: AdmitRequest, admission: Newcomers | None, deadline: float) -> str | None:
     """Answer a process that asks to join; return why it cannot, None if it was answered."""
     opener = link.stream.remote.rpartition(":")[0]
     decided = "this process takes no newcomers" if admission is None else admission.admit(request, opener)
@@ -269,7 +269,7 @@ def admit(
     welcome: Welcome,
     visits: Visits,
     deadline: float,
-    admission: JoinHandler | None = None,
+    admission: Newcomers | None = None,
 ) -> Hello:
     """Accept a connection, as counterpart of :func:`greet`: check the opener, and welcome or refuse it.
 

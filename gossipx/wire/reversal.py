@@ -1,4 +1,4 @@
-"""Messages about connections to peers behind NAT; see :mod:`gossipx.comm.reversed`."""
+"""Messages about connections to peers behind NAT; see :mod:`gossipx.comm.member`."""
 
 from __future__ import annotations
 

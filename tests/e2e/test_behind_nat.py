@@ -23,7 +23,7 @@ from ports import free_ports
 from seeds import some
 from transfers import python, result
 
-from gossipx.comm.reversed import Kept
+from gossipx.comm.member import HandedOverLinks
 from gossipx.errors import CancelledError, PeerFaultError, PeerUnreachableError, UsageError
 from gossipx.launch.hosts import PeerLine
 from gossipx.protocol.messages import HereReply, LeaveRequest, ModelReply, PullRequest, Stage
@@ -136,8 +136,10 @@ def test_what_a_gateway_passed_on_cannot_be_replayed(start: Start, monkeypatch: 
         def __getattr__(self, name: str) -> Any:
             return getattr(self._target, name)
 
-    pump = Kept._pump
-    monkeypatch.setattr(Kept, "_pump", lambda kept, source, target: pump(kept, source, Recorded(source, target)))
+    pump = HandedOverLinks._pump
+    monkeypatch.setattr(
+        HandedOverLinks, "_pump", lambda kept, source, target: pump(kept, source, Recorded(source, target))
+    )
     gateway, one, other = network(start(3), {0}, lambda rank: {"secret": SECRET})
     assert one.ask(2, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
     other.received.get(timeout=LONG)

@@ -30,6 +30,6 @@ class Roster:
             self.names.append(f"peer {rank}")
         self.addresses[peer.rank], self.names[peer.rank] = address, peer.name
         if peer.rank < known and driver.comm is not None:
-            driver.comm.gate.forget(peer.rank)
+            driver.comm.forget(peer.rank)
         if driver.transfers.codec is not None:
             driver.transfers.codec.resize(len(self.names))
