@@ -11,7 +11,6 @@ from torch import nn
 
 from gossipx import codecs, mixing, outer, policies, recorders
 from gossipx.assembly import rules
-from gossipx.assembly.admission import JoinHandler, why_closed
 from gossipx.assembly.graph import build_schedule
 from gossipx.assembly.managers import Managers
 from gossipx.assembly.presets import with_policy
@@ -25,14 +24,14 @@ from gossipx.metrics.board import HUB, PEERS, SERVERS, TEXT, WHOLE
 from gossipx.metrics.recorder import NullRecorder, Recorder
 from gossipx.model.arena import ParameterArena
 from gossipx.model.layout import norms
-from gossipx.peer.admission import settings_of_run
+from gossipx.peer.admission import settings_of_run, why_closed
 from gossipx.policies import Policy
 from gossipx.protocol.events import GradientsReady
 from gossipx.recorders import Recorded
 from gossipx.runtime import models
 from gossipx.runtime.checkpoints import Checkpoints, TrainingState, store_of
 from gossipx.runtime.driver import Driver
-from gossipx.runtime.driver.roster import Roster
+from gossipx.runtime.driver.joins import JoinHandler
 from gossipx.runtime.driver.shards import ShardKeeper, store_of_shard
 from gossipx.runtime.figures.reporting import Reporter
 from gossipx.runtime.figures.scores import Evaluate
@@ -88,10 +87,13 @@ def build_peer(
     arena = build_arena(config, place.rank, module)
     made = _Builder(config, place, module, managers, turns, hub, served)
     driver = made.driver(arena, policy)
-    driver.roster = roster = Roster(list(place.names), list(place.addresses))
-    comm = driver.comm = made.comm(driver, roster, granted)
-    if isinstance(comm, CommManager):  # a script's own manager admits nobody
-        comm.join_handler = JoinHandler(driver, settings_of_run(config), roster, place.begun)
+    names, addresses = list(place.names), list(place.addresses)
+    driver.join_handler = joins = JoinHandler(
+        driver.commands, driver.handle, settings_of_run(config), names, addresses, place.begun
+    )
+    comm = driver.comm = made.comm(driver, joins, granted)
+    if isinstance(comm, CommManager):  # a script\'s own manager admits nobody
+        comm.join_handler = joins
     if served is not None and place.directory is not None:
         _keep_shards(driver, served, place, config.run.keep_checkpoints)
     told = made.told_policy(policy)
@@ -133,33 +135,33 @@ class _Builder:
             hub=self.hub,
             served=None if served is None else (served.settings, served.clocks),
             incarnation=secrets.randbits(48),
-            closed=why_closed(config, self.turns, place.addresses),
+            closed=why_closed(config, self.turns, any(address.behind_nat for address in place.addresses)),
             joined=place.joined,
             sync_manager=self.managers.sync_manager,
         )
         role.members.nobody_waits_for(() if place.admission is None else place.admission.lost)
         driver = Driver(role, arena, config.values["max_served"])
-        driver.tables.transfers.table_store = None if served is None else served.table_store
-        driver.transfers.codec = model_codec(config, arena, self.module, place.rank, len(place.names), self.hub)
+        driver.tables.store = None if served is None else served.table_store
+        driver.models.codec = model_codec(config, arena, self.module, place.rank, len(place.names), self.hub)
         if config.sync.init == "first" and not place.resumes:
             driver.begin_codec()
         return driver
 
-    def comm(self, driver: Driver, roster: Roster, granted: Access) -> CommManager:
+    def comm(self, driver: Driver, joins: JoinHandler, granted: Access) -> CommManager:
         """Return the CommManager that connects the driver to the other peers."""
         exchange, place = self.config.exchange, self.place
-        joins = {} if place.admission is None else {"joined": place.admission.own, "begun": place.begun}
+        joined = {} if place.admission is None else {"joined": place.admission.own, "begun": place.begun}
         return self.managers.comm_manager(
-            **joins,
+            **joined,
             rank=place.rank,
-            names=roster.names,
-            addresses=roster.addresses,
+            names=joins.names,
+            addresses=joins.addresses,
             bind=place.bind,
             peers_digest=place.digest,
             settings=self._alike(),
             manifest=driver.arena.manifest,
             on_request=driver.received,
-            sink_for=driver.uploads.sink_for,
+            sink_for=driver.models.sink_for,
             peer_timeout=exchange.peer_timeout,
             max_rate=max_rate(self.config),
             transport=granted.transport,

@@ -10,7 +10,9 @@ import msgspec
 from gossipx.errors import MALFORMED, ProtocolError
 from gossipx.protocol.fields import MAX_RANKS, JoinedPeer, Port, Rank, at_most
 from gossipx.settings import files
+from gossipx.settings.modes import Elastic, Server
 from gossipx.settings.sections import KEYS, RunConfig, marked
+from gossipx.topology.schedules import BandwidthAware, RandomNeighbour, Schedule
 
 
 class Admission(msgspec.Struct, frozen=True):
@@ -65,3 +67,28 @@ def settings_of_run(config: RunConfig) -> str:
     of_machine = marked("machine")
     told = files.changed(config, **{name: KEYS[name].default for name in of_machine})
     return files.dump(dataclasses.replace(told, given=config.given - of_machine))
+
+
+def why_closed(config: RunConfig, turns: Schedule, behind_nat: bool = False) -> str:
+    """Return why no peer can join a run while it is in progress, in one line; empty: one can.
+
+    Args:
+        turns: the exchange schedule.
+        behind_nat: whether a peer that begins the run is behind NAT.
+    """
+    which = "only peers that exchange with each other take newcomers"
+    if behind_nat:
+        return "a peer of the run is behind NAT, and could not be reached by a new one"
+    if isinstance(config.mode, Elastic):
+        return f"the run has a hub, whose centre counts its workers: {which}"
+    if isinstance(config.mode, Server):
+        return f"the run has servers, which count their workers: {which}"
+    if turns.topology.generator != "full":
+        return (
+            f"--topology {turns.topology.name} has no place for a new peer: only in 'full', the default, may any two"
+            " peers exchange"
+        )
+    if not isinstance(turns, RandomNeighbour | BandwidthAware):
+        spec = config.values["schedule"] or turns.topology.schedule
+        return f"--schedule {spec} is an order of the peers that began the run: use random, the default"
+    return ""

@@ -353,7 +353,7 @@ class TrainingState:
         if self.optimizers:
             parts[OPTIMIZER] = pack(self.optimizers.state_dict(), OPTIMIZER)
         if (
-            (table_store := driver.tables.transfers.table_store) is not None
+            (table_store := driver.tables.store) is not None
             and driver.role.trains
             and (tables := table_store.client.state_dict())
         ):
@@ -404,7 +404,7 @@ class TrainingState:
                 self.restore_optimizers(checkpoint)
             else:
                 self.awaited = " and ".join(kinds)
-        if (table_store := driver.tables.transfers.table_store) is not None and TABLES in checkpoint.parts:
+        if (table_store := driver.tables.store) is not None and TABLES in checkpoint.parts:
             try:
                 table_store.client.load_state_dict(unpack(checkpoint.parts[TABLES]))
             except (UsageError, ValueError) as error:

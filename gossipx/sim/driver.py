@@ -129,8 +129,6 @@ class SimDriver(Driver):
                 self._senders[ticket] = self._requesters[key]
             case AddPeer(peer):
                 self._log(f"hears of {peer.rank}")
-                if self.transfers.codec is not None:
-                    self.transfers.codec.resize(self.role.members.size)
         return super()._carry_out_locked(effect)
 
     def _carry_out(self, effect: Effect, snapshot: Snapshot | None) -> None:

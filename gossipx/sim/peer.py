@@ -66,8 +66,8 @@ class SimPeer(BasePeer):
         self.arena = arena or ParameterArena(module, fragments=role.settings.values["fragments"])
         clock = VirtualClock(lambda: self.world.now, self.later, lambda: self.paused_seconds)
         self.driver = SimDriver(role, self.arena, clock, self.note, self.warn, self.entries)
-        self.driver.tables.transfers.table_store = None if table_store_of is None else table_store_of(module)
-        self.driver.transfers.codec = None if codec_of is None else codec_of(self.arena)
+        self.driver.tables.store = None if table_store_of is None else table_store_of(module)
+        self.driver.models.codec = None if codec_of is None else codec_of(self.arena)
         self.before_finish: Tensor | None = None
         self._gradient_step = gradient_step
         self._lacks_since: float | None = None  # since when training waits for tables
@@ -90,12 +90,12 @@ class SimPeer(BasePeer):
     @property
     def codec(self) -> Coded | None:
         """The codec of models; None: models are sent as raw values."""
-        return self.driver.transfers.codec
+        return self.driver.models.codec
 
     @property
     def table_store(self) -> TableStore | None:
         """The tables of this peer; None without a parameter server."""
-        return self.driver.tables.transfers.table_store
+        return self.driver.tables.store
 
     @property
     def retrievals(self) -> list[Mixing]:
@@ -137,7 +137,7 @@ class SimPeer(BasePeer):
         self.driver.handle(event)
 
     def connect(self, world: World[Any]) -> Endpoint:
-        comm = SimComm(world, self.rank, self.driver.uploads.sink_for, self._received, self.later, self._sent)
+        comm = SimComm(world, self.rank, self.driver.models.sink_for, self._received, self.later, self._sent)
         self.driver.comm = comm  # type: ignore[assignment]  # has the methods that a driver calls
         return comm.endpoint
 

@@ -58,7 +58,7 @@ from gossipx.wire.agreement import difference, objection
 
 
 class Newcomers(Protocol):
-    """Decides on newcomers; :class:`gossipx.assembly.admission.JoinHandler`."""
+    """Decides on newcomers; :class:`gossipx.runtime.driver.joins.JoinHandler`."""
 
     def admit(self, request: AdmitRequest, opener: str) -> tuple[AdmitReply, bytes] | str:
         """Return the reply to a process on host ``opener`` that asks to join, and its payload; or, in one line, why it

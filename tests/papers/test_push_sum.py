@@ -67,7 +67,7 @@ def under_way(made: World) -> list[tuple[float, Tensor]]:
                 continue
             sender = made.peers[inbound.sender].role
             if sender.incarnation == inbound._incarnation and sender.exchange._settled.get(rank) == inbound._number:
-                incoming = peer.driver.transfers._transfers[inbound.ticket].incoming
+                incoming = peer.driver.models.received[inbound.ticket].incoming
                 found.append((inbound.reply.weight, incoming.buffer.vectors[0].double()))
     return found
 

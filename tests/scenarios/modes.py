@@ -31,5 +31,5 @@ def agree(made: World, ranks: list[int]) -> None:
 def nothing_left(made: World) -> None:
     """Assert that no peer that ended keeps a model, its own or another's."""
     for peer in (peer for peer in made.peers.values() if made.lines(peer.rank)[-1] != "crashes"):
-        kept = peer.driver.transfers._transfers, peer.driver.captures._captured
+        kept = peer.driver.models.received, peer.driver.captures._captured
         assert not any(kept), (peer.rank, kept)

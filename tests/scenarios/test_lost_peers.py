@@ -75,7 +75,7 @@ def test_crash_of_the_receiver_in_mid_pull():
     peer = made.peers[1]
     assert made.fired["crash"] == 1
     assert torch.equal(peer.weights(), alone(1, ITERATIONS, Point(0).x)), "it began with 0's weights and mixed nothing"
-    assert not peer.driver.transfers._transfers and not peer.driver.captures._captured
+    assert not peer.driver.models.received and not peer.driver.captures._captured
 
 
 def test_crash_before_the_finish():

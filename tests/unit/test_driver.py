@@ -195,7 +195,7 @@ def test_a_request_is_sent_once_its_base_is_complete(mid_step: Bench):
     before = mid_step.step()
     mid_step.reply(PULL, ModelReply(3), before)
     assert mid_step.role.told[-1] == Replied(5, ModelReply(3))
-    assert mid_step.driver.transfers._transfers[5].distance == 0
+    assert mid_step.driver.models.received[5].distance == 0
 
 
 @pytest.mark.parametrize("sent", [False, True])
@@ -213,7 +213,7 @@ def test_a_request_is_cancelled_after_or_before_it_is_sent(mid_step: Bench, sent
     mid_step.do(Forget(5))
     mid_step.do(Cancel(5))
     answered(mid_step)
-    assert mid_step.role.told.count(Failed(5, Fault.CANCELLED)) == 1 and not mid_step.driver.transfers._transfers
+    assert mid_step.role.told.count(Failed(5, Fault.CANCELLED)) == 1 and not mid_step.driver.models.received
 
 
 def test_a_request_may_be_cancelled_while_another_thread_is_about_to_send_it(bench: Bench):
@@ -254,7 +254,7 @@ def test_a_model_mixed_while_training_is_a_retrieval(bench: Bench, request_: Any
 
 def test_codecs_start_anew_once_exchanges_under_way_are_dropped(bench: Bench):
     told: list[Event] = []
-    bench.driver.transfers.codec = SimpleNamespace(begin_from=lambda _: told.extend(bench.role.told))  # type: ignore
+    bench.driver.models.codec = SimpleNamespace(begin_from=lambda _: told.extend(bench.role.told))  # type: ignore
     bench.driver.load_state_dict({"iteration": 3, "sync": {}, "weight": 1.0, "draws": {}})
     assert told == [Restored(3, {}, 1.0, {})], "models that arrive before refer to the earlier weights"
 
@@ -273,7 +273,7 @@ class Around:
         self.module.load_state_dict(bench.module.state_dict())
         self.arena = ParameterArena(self.module)
         self.worker = ElasticCodec(codec, self.arena, is_hub=False)
-        bench.driver.transfers.codec = Coded([ModelCodec(codec, bench.arena, 8)], self.hub)
+        bench.driver.models.codec = Coded([ModelCodec(codec, bench.arena, 8)], self.hub)
         bench.driver.begin_codec()
         self.worker.begin(self.arena.snapshot().buffer.vectors)
         self.module.weight.data += torch.arange(16.0)
@@ -282,7 +282,7 @@ class Around:
     def bring(self, key: int = 1) -> ElasticRequest:
         """Upload a model of peer 1 with the request ``key``, as the CommManager would."""
         request, source = self.worker.bring(ElasticRequest(1, key, 1, 5.0), self.arena.snapshot().buffer.vectors)
-        sink = self.bench.driver.uploads.sink_for(1, request)
+        sink = self.bench.driver.models.sink_for(1, request)
         sink.take(0, source.view)
         self.bench.driver.received(1, key, request, sink)
         return request

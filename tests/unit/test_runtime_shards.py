@@ -223,7 +223,7 @@ def test_as_many_checkpoints_are_kept_as_for_peers(tmp_path: Path, keep: int) ->
     try:
         keeper, table_store, exchange = (
             peer._driver.tables.keeper,
-            peer._driver.tables.transfers.table_store,
+            peer._driver.tables.store,
             peer._role.exchange,
         )
         assert keeper is not None and table_store is not None and isinstance(exchange, ServerMode)

@@ -17,7 +17,7 @@ from gossipx.protocol.server_messages import TablesReply, TablesRequest
 from gossipx.protocol.table_effects import RequestedBucket
 from gossipx.runtime.driver.clock import SystemClock
 from gossipx.runtime.driver.outbox import Outbox
-from gossipx.runtime.driver.tables import TableTransfers
+from gossipx.runtime.driver.tables import TableWork
 from gossipx.tables.coding import Coding
 
 
@@ -48,13 +48,13 @@ def test_tables_that_cannot_be_decoded_count_as_a_failed_request(damage: bool) -
     notes: list[str] = []
     failures: list[Exception] = []
     outbox = Outbox(0, SystemClock(), events.append, lambda _, text: notes.append(text), failures.append)
-    transfers = TableTransfers(outbox)
+    work = TableWork(0, SystemClock(), outbox, events.append, reply=lambda *_: None)
     comm = Comm()
-    outbox.comm, transfers.table_store = comm, here.table_store  # type: ignore[assignment]
+    outbox.comm, work.store = comm, here.table_store  # type: ignore[assignment]
     try:
         send = Send(7, 1, TablesRequest(0, 0, 1, 1, 0.0, 5.0), 1e9)
-        transfers.expect(send)
-        transfers.send(send)
+        work.expect(send)
+        work.send(send)
         told, sink, done = comm.sent.get(timeout=30)
         base = here.client.base((0, 0))
         assert told.base == base != FULL
@@ -65,6 +65,7 @@ def test_tables_that_cannot_be_decoded_count_as_a_failed_request(damage: bool) -
         done(reply)
     finally:
         outbox.close()
+        work.close()
     assert not failures
     assert here.client._bucket_memories[0, 0].apply.view.tobytes() == before  # until the role decides what happens next
     if damage:
@@ -73,5 +74,5 @@ def test_tables_that_cannot_be_decoded_count_as_a_failed_request(damage: bool) -
         assert here.client.base((0, 0)) == FULL  # the next ones are sent in full
     else:
         assert events == [Replied(7, reply)] and not notes
-        transfers.fetched(7)
+        work.fetched(7)
         assert here.client._bucket_memories[0, 0].apply.view.tobytes() != before

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gossipx.assembly.admission import why_closed
 from gossipx.assembly.peer import build_arena, model_codec
 from gossipx.assembly.role import build_role
 from gossipx.assembly.server import serve
 from gossipx.launch.loops.train import live_of, optimizer_of, rate_of, scores
 from gossipx.launch.simulation.plan import Plan, deltas_of, incarnation_of, policy_of, served_of, sizes_of
 from gossipx.peer import PeerRole
+from gossipx.peer.admission import why_closed
 from gossipx.settings.sections import RunConfig
 from gossipx.sim import SimPeer
 from gossipx.sim.base import BasePeer

@@ -61,6 +61,7 @@ from gossipx.protocol.events import (
     TimerFired,
     Woke,
 )
+from gossipx.protocol.fields import JoinedPeer
 from gossipx.protocol.messages import (
     BusyReply,
     CarryingRequest,
@@ -78,9 +79,9 @@ from gossipx.protocol.table_effects import Fetched, TableEffect
 from gossipx.runtime.driver.captures import Captures, Outliers, Retrieval
 from gossipx.runtime.driver.clock import Clock, LimitedLog, SystemClock
 from gossipx.runtime.driver.commands import Commands
-from gossipx.runtime.driver.models import Transfers, Uploads
+from gossipx.runtime.driver.joins import JoinHandler
+from gossipx.runtime.driver.models import ModelTransfers
 from gossipx.runtime.driver.outbox import Outbox
-from gossipx.runtime.driver.roster import Roster
 from gossipx.runtime.driver.tables import TableRequest, TableWork
 from gossipx.wire import UploadSink
 
@@ -103,13 +104,12 @@ class Driver:
 
     Attributes:
         outbox: sends requests.
-        transfers: models that are being received.
-        uploads: models and gradients that other peers upload with their requests.
+        models: models that are being received, also those that other peers upload with their requests.
         captures: captured models of this peer.
         tables: carries out effects on the tables of a parameter server.
         outliers: counts received models that are suddenly far from this peer's.
         commands: requests of users, programs and newcomers that the role answers.
-        roster: names and addresses of all peers; None: none can join while the run is in progress.
+        join_handler: names and addresses of all peers, and those that join; None: they do not matter.
         on_retrieval: called with each model mixed during training, in the thread that mixed it.
         error: why training cannot continue; None while it can.
         committing: lock that is held while a received model is written into the weights.
@@ -133,21 +133,20 @@ class Driver:
         self.outliers = Outliers(arena, self._note)
         self.captures = Captures(arena, role.sync.policy.uses_drift, self.outliers)
         self.outbox = Outbox(role.rank, clock, self.handle, self._note, self.fail)
-        self.transfers = Transfers(arena, self.outbox, clock)
         self.tables = TableWork(role.rank, clock, self.outbox, self.handle, self._reply)
-        self.uploads = Uploads(arena, self.transfers, self.tables.transfers, places, clock)
+        self.models = ModelTransfers(arena, self.outbox, clock, self.tables, places)
         self._received_at: dict[Stage, int] = {}  # bytes received when the role reached a stage
         self._lock = threading.Lock()
         self._resumed = threading.Event()
         self._resumed.set()
         self.commands = Commands(self.handle, role.settings.exchange.peer_timeout)
-        self.roster: Roster | None = None
+        self.join_handler: JoinHandler | None = None
         self._timers = clock.timers(lambda name: self.handle(TimerFired(name)), str(role.rank))
         self._closed = False
 
     @property
     def comm(self) -> CommManager | None:
-        """The CommManager, built with ``on_request`` = :meth:`received` and ``sink_for`` = ``uploads.sink_for``."""
+        """The CommManager, built with ``on_request`` = :meth:`received` and ``sink_for`` = ``models.sink_for``."""
         return self.outbox.comm
 
     @comm.setter
@@ -175,7 +174,7 @@ class Driver:
             self.arena.pool.wait_for_buffers()
         if isinstance(request, CarryingRequest) and upload is not None:
             try:
-                self.uploads.store(key, request, upload)
+                self.models.store(key, request, upload)
             except ProtocolError as error:
                 # A difference to a model that was dropped. The sender uploads a whole model next.
                 self._note("protocol", f"the upload of peer {sender} is ignored: {error}")
@@ -237,6 +236,8 @@ class Driver:
         self._timers.close()
         self.outbox.close()
         self.commands.close()
+        if self.join_handler is not None:
+            self.join_handler.close()
         self.tables.close()
         self.on_retrieval = lambda retrieval: None  # break the reference cycle with the reporter
 
@@ -258,18 +259,18 @@ class Driver:
                 self.fail(self.rejection or NotEnoughPeersError(reason))
             case Capture(ticket, saved, fragment):
                 self.captures.capture(ticket, saved, fragment)
-                if self.transfers.codec is not None:
-                    self.transfers.codec.captured(ticket, fragment)
+                if self.models.codec is not None:
+                    self.models.codec.captured(ticket, fragment)
             case Answer(captured=int(ticket)):
                 return self.captures.hold(ticket)
             case Keep(key, ticket):
-                self.uploads.keep(key, ticket)
-            case AddPeer(peer) if self.roster is not None:
-                self.roster.add(peer, self)
+                self.models.keep(key, ticket)
+            case AddPeer(peer):
+                self._add(peer)
             case Cancel(ticket):
                 self.outbox.give_up(ticket)
             case Send():
-                self.tables.transfers.expect(effect)
+                self.tables.expect(effect)
             case Answer() if self.tables.answers(effect):
                 self.tables.answer(effect)
             case _ if isinstance(effect, TableEffect):
@@ -279,9 +280,9 @@ class Driver:
     def _carry_out(self, effect: Effect, snapshot: Snapshot | None) -> None:
         match effect:
             case Send() if isinstance(effect.request, TableRequest):
-                self.tables.transfers.send(effect)
+                self.tables.send(effect)
             case Send():
-                self.transfers.send(effect, self._base(effect))
+                self.models.send(effect, self._base(effect))
             case Cancel(ticket):
                 self.outbox.cancel(ticket)
             case Answer():
@@ -293,10 +294,10 @@ class Driver:
             case Mix(ticket, share):
                 self._mix(ticket, share)
             case Adopt(ticket, step):
-                transfer = self.transfers.pop(ticket)
+                model = self.models.received.pop(ticket)
                 with self.committing:
-                    taken = self.arena.adopt(transfer.incoming.buffer, self.arena.step if step is None else step)
-                transfer.incoming.release()
+                    taken = self.arena.adopt(model.incoming.buffer, self.arena.step if step is None else step)
+                model.incoming.release()
                 if taken:
                     self.begin_codec()
                 self.handle(Mixed(ticket) if taken else Poisoned(ticket))
@@ -305,7 +306,7 @@ class Driver:
             case MoveReference(ticket):
                 self.captures.record_delivery(ticket)
             case Fetched(ticket) if not self.tables.raw_pulls:
-                self.tables.transfers.fetched(ticket)
+                self.tables.fetched(ticket)
             case ReportSwitch() | ReportEntry():
                 self.commands.answered(effect)
             case SetTimer(name, at):
@@ -320,7 +321,7 @@ class Driver:
 
         None: the requested model is stored as received.
         """
-        codec = self.transfers.codec
+        codec = self.models.codec
         match send.request:
             case TakeRequest() if codec is None or not codec.in_pairs:
                 return self.captures.hold(send.ticket)
@@ -329,14 +330,20 @@ class Driver:
             case _:
                 return None
 
+    def _add(self, peer: JoinedPeer) -> None:
+        if self.join_handler is not None and self.join_handler.add(peer) and self.comm is not None:
+            self.comm.forget(peer.rank)
+        if self.models.codec is not None:
+            self.models.codec.resize(self.role.members.size)
+
     def begin_codec(self) -> None:
         """Initialize the codec from the current weights: at step 0 they are the same on all peers."""
-        if self.transfers.codec is not None:
-            self.transfers.codec.begin_from(self.arena)
+        if self.models.codec is not None:
+            self.models.codec.begin_from(self.arena)
 
     def _answer(self, answer: Answer, snapshot: Snapshot | None) -> None:
         assert self.comm is not None
-        self.uploads.drop(answer.key)
+        self.models.drop(answer.key)
         if not self.tables.answers(answer):
             self._answer_now(answer, snapshot)  # answers about tables are queued on the table thread instead
 
@@ -382,39 +389,40 @@ class Driver:
 
     def _encode(self, answer: Answer, reply: ModelReply, snapshot: Snapshot) -> tuple[ModelReply, Source]:
         """Encode a model for the wire. Return the reply with the codec's fields, and the payload."""
-        codec = self.transfers.codec
-        upload_sink = None if answer.difference_from is None else self.transfers.upload_sink(answer.difference_from)
-        if upload_sink is not None:
-            return upload_sink.answered(snapshot.buffer.vectors, reply)
+        codec = self.models.codec
+        upload = None if answer.difference_from is None else self.models.received.get(answer.difference_from)
+        if upload is not None and upload.upload_sink is not None:
+            return upload.upload_sink.answered(snapshot.buffer.vectors, reply)
         return (reply, snapshot.source) if codec is None else codec.give(answer, reply, snapshot)
 
     def _mix(self, ticket: int, share: float) -> None:
         own = ticket == self.role.pulling  # else another peer has pushed the model, and drift keeps its reference
-        transfer = self.transfers.pop(ticket)
-        poisoned, fragment = math.isnan(transfer.distance), transfer.incoming.fragment
+        model = self.models.received.pop(ticket)
+        sender, fragment, poisoned = model.sender, model.incoming.fragment, math.isnan(model.distance)
         if not poisoned:
             with self.committing:
-                if not transfer.incoming.compares:
+                if not model.incoming.compares:
                     drifts = self.role.sync.policy.uses_drift
-                    base = self.transfers.sent_to(transfer.sender, fragment.number) if own else None
-                    transfer.distance = fragment.subtract(transfer.incoming.buffer, drifts, base)
-                distance = fragment.distance_of_model(transfer.distance)
-                self.outliers.judge(distance, transfer.sender)
-                self.captures.commit(transfer, share, ticket if own else None)
-            staleness, of_centre = self.arena.step - transfer.their_step, isinstance(transfer.request, ElasticRequest)
-            self.on_retrieval(Retrieval(transfer.seconds, staleness, distance, transfer.sender, of_centre))
-        transfer.incoming.release()
+                    codec = self.models.codec if own else None
+                    base = None if codec is None or sender is None else codec.of(fragment.number).sent(sender)
+                    model.distance = fragment.subtract(model.incoming.buffer, drifts, base)
+                distance = fragment.distance_of_model(model.distance)
+                self.outliers.judge(distance, sender)
+                self.captures.commit(model, share, ticket if own else None)
+            staleness, of_centre = self.arena.step - model.their_step, isinstance(model.request, ElasticRequest)
+            self.on_retrieval(Retrieval(model.seconds, staleness, distance, sender, of_centre))
+        model.incoming.release()
         self._forget(ticket)
         self.handle(Poisoned(ticket) if poisoned else Mixed(ticket))
 
     def _merge(self, merge: Merge) -> None:
-        sound = self.captures.merge(self.transfers.pop(merge.ticket), merge.into, merge.own, merge.theirs)
+        sound = self.captures.merge(self.models.received.pop(merge.ticket), merge.into, merge.own, merge.theirs)
         if sound is not None:  # None: the model to merge into was forgotten
             self.handle(Merged(merge.ticket, merge.into, sound))
 
     def _apply_merged(self, ticket: int) -> None:
-        if self.transfers.codec is not None and (average := self.captures.hold(ticket)) is not None:
-            self.transfers.codec.wave_ended(ticket, average)
+        if self.models.codec is not None and (average := self.captures.hold(ticket)) is not None:
+            self.models.codec.wave_ended(ticket, average)
             average.release()
         with self.committing:
             taken = self.captures.apply_merged(ticket, self.role.stage is Stage.TRAIN)
@@ -425,8 +433,8 @@ class Driver:
     def _forget(self, ticket: int) -> None:
         self.captures.forget(ticket)
         self.outbox.forget(ticket)
-        self.transfers.forget(ticket)
-        self.tables.transfers.forget(ticket)
+        self.models.forget(ticket)
+        self.tables.forget(ticket)
 
     # --- checkpoints --------------------------------------------------------------------------------
 

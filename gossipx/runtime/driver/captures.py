@@ -23,7 +23,7 @@ from gossipx.model.arena import ParameterArena
 from gossipx.model.pool import CapturedModel, Snapshot
 from gossipx.model.receive import DriftReference
 from gossipx.protocol.messages import WHOLE, RoundRequest
-from gossipx.runtime.driver.models import Transfer
+from gossipx.runtime.driver.models import ReceivedModel
 
 
 @dataclass(frozen=True)
@@ -113,14 +113,14 @@ class Captures:
             captured = self._captured.get(ticket)
             return None if captured is None else captured.now.hold()
 
-    def merge(self, transfer: Transfer, into: int, own: float, theirs: float) -> bool | None:
+    def merge(self, model: ReceivedModel, into: int, own: float, theirs: float) -> bool | None:
         """Merge a received model x_j into a captured model h: h ← (own · h + theirs · x_j) / (own + theirs).
 
         This implements :class:`gossipx.protocol.effects.Merge`, outside the training thread. The computation needs no
         lock: it does not touch the weights, and the role allows one merge per captured model at a time.
 
         Args:
-            transfer: holds x_j; its memory is taken or released.
+            model: holds x_j; its memory is taken or released.
             into: ticket of h.
             own: weight of h.
             theirs: weight of x_j.
@@ -130,32 +130,32 @@ class Captures:
         """
         before = self.hold(into)
         if before is None:
-            transfer.incoming.release()
+            model.incoming.release()
             return None
-        fragment, sink = transfer.incoming.fragment, transfer.model_sink
+        fragment, sink = model.incoming.fragment, model.model_sink
         if isinstance(sink, WaveSink):
             distance = sink.merge(into, before.buffer, own, theirs)
         else:
-            distance = fragment.merge(transfer.incoming.buffer, before.buffer, own, theirs)
+            distance = fragment.merge(model.incoming.buffer, before.buffer, own, theirs)
         before.release()
         if math.isnan(distance):
-            transfer.incoming.release()
+            model.incoming.release()
             return False
-        in_wave = isinstance(transfer.request, RoundRequest)  # otherwise a hub merges a worker's model into its centre
-        step = before.step if in_wave else max(before.step, transfer.their_step)
-        merged = fragment.snapshot_of(transfer.incoming.give_away(), step)
-        staleness = self._arena.step - transfer.their_step
+        in_wave = isinstance(model.request, RoundRequest)  # otherwise a hub merges a worker's model into its centre
+        step = before.step if in_wave else max(before.step, model.their_step)
+        merged = fragment.snapshot_of(model.incoming.give_away(), step)
+        staleness = self._arena.step - model.their_step
         known = None
         with self._arena.lock:
             captured = self._captured.get(into)
             if captured is not None:
-                two_models = captured.now is captured.base and transfer.weight == 1 and sink is None
+                two_models = captured.now is captured.base and model.weight == 1 and sink is None
                 if in_wave:
                     known = fragment.distance_of_model(distance) if two_models else None
-                    captured.retrievals.append(Retrieval(transfer.seconds, staleness, known, transfer.sender))
+                    captured.retrievals.append(Retrieval(model.seconds, staleness, known, model.sender))
                 captured.now, merged = merged, captured.now
         merged.release()
-        self._outliers.judge(known, transfer.sender)
+        self._outliers.judge(known, model.sender)
         return True
 
     def apply_merged(self, ticket: int, training: bool) -> list[Retrieval]:
@@ -196,17 +196,17 @@ class Captures:
         else:
             self.forget(ticket)
 
-    def commit(self, transfer: Transfer, share: float, ticket: int | None) -> None:
+    def commit(self, model: ReceivedModel, share: float, ticket: int | None) -> None:
         """Mix a received model into the weights.
 
         Args:
-            transfer: holds the difference of the received model to its base.
+            model: holds the difference of the received model to its base.
             share: the share of this difference that is added to the weights.
             ticket: ticket under which the base may be captured; None: another peer pushed the model.
         """
-        difference = transfer.incoming.buffer
+        difference = model.incoming.buffer
         base = None if ticket is None else self.hold(ticket)
-        (self.reference if self._uses_drift else transfer.incoming.fragment).commit(difference, share, base)
+        (self.reference if self._uses_drift else model.incoming.fragment).commit(difference, share, base)
         if base is not None:
             base.release()
 

@@ -1,4 +1,8 @@
-"""Model transfers: requested models and uploads of other peers, stored by ticket until the role forgets them."""
+"""Model transfers: requested models and uploads of other peers, stored by ticket until the role forgets them.
+
+The payload of a request arrives before the role has handled the request; it is stored under the request's key until the
+role keeps it under a ticket or drops it.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,6 @@ import math
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from gossipx.compression import Coded, ModelSink, UploadedModelSink
 from gossipx.errors import LocalFaultError, ProtocolError
@@ -31,13 +33,13 @@ from gossipx.protocol.messages import (
 from gossipx.protocol.server_messages import GradientRequest, RecordRequest
 from gossipx.runtime.driver.clock import Clock
 from gossipx.runtime.driver.outbox import Outbox, PreparedRequest
-from gossipx.runtime.driver.tables import TableTransfers
+from gossipx.runtime.driver.tables import TableWork
 from gossipx.tables.store import Gradient
 from gossipx.wire import UploadSink
 
 
 @dataclass
-class Transfer:
+class ReceivedModel:
     """A model that is being received, or was received.
 
     Attributes:
@@ -65,26 +67,52 @@ class Transfer:
     upload_sink: UploadedModelSink | None = None
 
 
-class Transfers:
-    """Sends requests and stores received models by ticket.
+class _UploadedModel(Incoming):
+    """A model that another peer uploads; it occupies one of the limited places."""
+
+    def __init__(self, arena: ParameterArena, free_place: Callable[[], None]):
+        super().__init__(arena, None)
+        self._free_place: Callable[[], None] | None = free_place
+
+    def release(self) -> None:
+        """Release the buffers and the place."""
+        super().release()
+        free_place, self._free_place = self._free_place, None
+        if free_place is not None:
+            free_place()
+
+
+class ModelTransfers:
+    """Sends requests for models, receives uploads, and stores received models by ticket.
 
     Args:
         arena: lends the buffers.
         outbox: sends this peer's requests.
         clock: measures transfers.
+        tables: stores the gradients that are uploaded.
+        places: number of models that may be uploaded at the same time; further senders wait.
 
     Attributes:
         codec: encodes models; None: they are sent as raw values.
+        received: models that are being received or were received, by ticket.
     """
 
-    def __init__(self, arena: ParameterArena, outbox: Outbox, clock: Clock):
+    def __init__(self, arena: ParameterArena, outbox: Outbox, clock: Clock, tables: TableWork, places: int):
         self.codec: Coded | None = None
+        self.received: dict[int, ReceivedModel] = {}
         self._arena = arena
         self._outbox = outbox
         self._clock = clock
-        self._transfers: dict[int, Transfer] = {}
+        self._tables = tables
+        self._uploads: dict[Hashable, ReceivedModel | Gradient] = {}  # by the request's key
+        self._places = threading.BoundedSemaphore(places)
 
-    # --- out --------------------------------------------------------------------------------------
+    def forget(self, ticket: int) -> None:
+        """Release the model stored under ``ticket``, if any."""
+        if model := self.received.pop(ticket, None):
+            model.incoming.release()
+
+    # --- requests -----------------------------------------------------------------------------------
 
     def send(self, send: Send, base: Snapshot | None) -> None:
         """Send a request for a model, or one without a payload.
@@ -104,7 +132,7 @@ class Transfers:
         payload = Incoming(self._arena, base, is_whole, fragment)
         model_sink = None if self.codec is None else self.codec.model_sink(send.to, send.request, payload)
         began = self._clock.now()
-        self._transfers[send.ticket] = Transfer(send.request, payload, began, send.to, model_sink=model_sink)
+        self.received[send.ticket] = ReceivedModel(send.request, payload, began, send.to, model_sink=model_sink)
 
         def over() -> None:
             if upload is not None:
@@ -134,78 +162,21 @@ class Transfers:
     def _arrived(self, ticket: int, reply: Reply) -> Fault | None:
         if not isinstance(reply, ModelReply):
             return None
-        transfer = self._transfers[ticket]
-        transfer.seconds = self._clock.now() - transfer.began
-        transfer.their_step, transfer.weight = reply.step, reply.weight
-        if transfer.model_sink is not None:
+        model = self.received[ticket]
+        model.seconds = self._clock.now() - model.began
+        model.their_step, model.weight = reply.step, reply.weight
+        if model.model_sink is not None:
             try:
-                transfer.model_sink.decode()
+                model.model_sink.decode()
             except ProtocolError as error:
                 raise ProtocolError(f"a received model cannot be decoded: {error}") from error
-        if isinstance(transfer.request, PullRequest | TakeRequest | ElasticRequest):
-            transfer.distance = transfer.incoming.norm()
+        if isinstance(model.request, PullRequest | TakeRequest | ElasticRequest):
+            model.distance = model.incoming.norm()
         # In a take or an elastic exchange the other side relies on the mixing, so a NaN must be refused now.
-        is_paired = isinstance(transfer.request, TakeRequest | ElasticRequest)
-        return Fault.POISONED if is_paired and math.isnan(transfer.distance) else None
+        is_paired = isinstance(model.request, TakeRequest | ElasticRequest)
+        return Fault.POISONED if is_paired and math.isnan(model.distance) else None
 
-    def sent_to(self, rank: int | None, fragment: int) -> list[Tensor] | None:
-        """Return a fragment of this model as another peer has decoded it last; None: models are not encoded."""
-        return None if self.codec is None or rank is None else self.codec.of(fragment).sent(rank)
-
-    # --- by ticket --------------------------------------------------------------------------------
-
-    def upload_sink(self, ticket: int) -> UploadedModelSink | None:
-        """Return the sink that decoded the upload stored under ``ticket``; None if it was not encoded or is gone."""
-        transfer = self._transfers.get(ticket)
-        return None if transfer is None else transfer.upload_sink
-
-    def keep(self, ticket: int, upload: Transfer) -> None:
-        """Store an uploaded model under ``ticket``."""
-        self._transfers[ticket] = upload
-
-    def pop(self, ticket: int) -> Transfer:
-        """Remove and return the model stored under ``ticket``."""
-        return self._transfers.pop(ticket)
-
-    def forget(self, ticket: int) -> None:
-        """Release the model stored under ``ticket``, if any."""
-        if transfer := self._transfers.pop(ticket, None):
-            transfer.incoming.release()
-
-
-class _UploadedModel(Incoming):
-    """A model that another peer uploads; it occupies one of the limited places."""
-
-    def __init__(self, arena: ParameterArena, free_place: Callable[[], None]):
-        super().__init__(arena, None)
-        self._free_place: Callable[[], None] | None = free_place
-
-    def release(self) -> None:
-        """Release the buffers and the place."""
-        super().release()
-        free_place, self._free_place = self._free_place, None
-        if free_place is not None:
-            free_place()
-
-
-class Uploads:
-    """Receives uploads and stores each until it is kept or dropped.
-
-    Args:
-        arena: lends the buffers for models.
-        transfers: stores the models that are kept.
-        tables: stores the gradients that are kept.
-        places: number of models that may be uploaded at the same time; further senders wait.
-        clock: says when an upload arrived.
-    """
-
-    def __init__(self, arena: ParameterArena, transfers: Transfers, tables: TableTransfers, places: int, clock: Clock):
-        self._arena = arena
-        self._transfers = transfers
-        self._tables = tables
-        self._uploads: dict[Hashable, Transfer | Gradient] = {}  # by the request's key
-        self._clock = clock
-        self._places = threading.BoundedSemaphore(places)
+    # --- uploads ------------------------------------------------------------------------------------
 
     def sink_for(self, sender: int, request: CarryingRequest) -> UploadSink:
         """Return the sink for an upload; wait for a free place if it is a model. Called by the CommManager.
@@ -216,17 +187,16 @@ class Uploads:
         """
         sink: UploadSink | None = None
         if isinstance(request, GradientRequest | RecordRequest):
-            table_store = self._tables.table_store
-            if table_store is None:
+            store = self._tables.store
+            if store is None:
                 raise ProtocolError("it sent a gradient, and this peer is not a server")
-            sink = table_store.sink_for(request)
+            sink = store.sink_for(request)
             if isinstance(sink, Gradient) and isinstance(request, GradientRequest):
                 sink.sender = sender
         elif self._places.acquire(timeout=request.patience):
             model = _UploadedModel(self._arena, self._places.release)
-            codec = self._transfers.codec
             try:
-                sink = None if codec is None else codec.upload_sink(sender, request, model)
+                sink = None if self.codec is None else self.codec.upload_sink(sender, request, model)
             except ProtocolError:
                 model.release()
                 raise
@@ -250,15 +220,17 @@ class Uploads:
             incoming = upload.incoming if isinstance(upload, UploadedModelSink) else upload
             assert isinstance(incoming, Incoming)
             began = self._clock.now()
-            self._uploads[key] = Transfer(request, incoming, began, their_step=request.step, upload_sink=upload_sink)
+            self._uploads[key] = ReceivedModel(
+                request, incoming, began, their_step=request.step, upload_sink=upload_sink
+            )
 
     def keep(self, key: Hashable, ticket: int) -> None:
         """Move the upload of the request ``key`` to ``ticket``."""
         upload = self._uploads.pop(key)
         if isinstance(upload, Gradient):
-            self._tables.keep(ticket, upload)
+            self._tables.gradients[ticket] = upload
         else:
-            self._transfers.keep(ticket, upload)
+            self.received[ticket] = upload
 
     def drop(self, key: Hashable) -> None:
         """Release the upload of the request ``key`` unless it was kept."""

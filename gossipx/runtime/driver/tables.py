@@ -1,6 +1,8 @@
-"""Table transfers in server mode: gradients that are pushed, tables that are pulled, and shards that move.
+"""The table work of a driver in server mode: it carries out the effects on the tables of a parameter server.
 
-Each transfer is stored under the ticket by which the role refers to it, until the role forgets the ticket.
+A table is one parameter tensor; a shard is the part of all tables that one server holds. A thread of its own does the
+work in the order of the role's decisions, so that neither training nor the network waits for it. What is received,
+such as a pushed gradient, is stored under the ticket by which the role refers to it, until the role forgets the ticket.
 """
 
 from __future__ import annotations
@@ -65,43 +67,95 @@ class _Fetching:
     sink: TablesSink | ChangeSink
 
 
-class TableTransfers:
-    """Sends requests about tables and stores received tables and uploaded gradients by ticket.
+SendReply = Callable[[Answer, Reply, Source | None, Callable[[], None]], None]
+"""Sends a reply with its payload, and calls back once the payload is no longer read."""
+
+
+class TableWork:
+    """Carries out the effects on tables, and sends the requests about them.
 
     Args:
+        rank: this peer's rank, for the thread's name.
+        clock: makes the thread.
         outbox: sends this peer's requests.
+        handle: called with the events that result.
+        reply: sends a reply.
 
     Attributes:
-        table_store: the peer's tables; None without a parameter server.
+        store: the peer's tables; None without a parameter server. Set by the caller.
+        keeper: writes the shards' checkpoints and journals; None: nothing is written. Set by the caller.
+        gradients: uploaded by other peers, by ticket.
     """
 
-    def __init__(self, outbox: Outbox):
-        self.table_store: TableStore | None = None
-        self._outbox = outbox
-        self._gradients: dict[int, Gradient] = {}  # uploaded by other peers
+    def __init__(self, rank: int, clock: Clock, outbox: Outbox, handle: Callable[[Event], None], reply: SendReply):
+        self.store: TableStore | None = None
+        self.keeper: ShardKeeper | None = None
+        self.gradients: dict[int, Gradient] = {}
         self._fetching: dict[int, _Fetching] = {}
         self._copies: dict[int, CopySink] = {}
         self._ranges: dict[int, RangesSink] = {}
+        self._worker = clock.worker(f"gossipx-tables-{rank}", self._rejected)
+        self._outbox = outbox
+        self._handle = handle
+        self._reply = reply
 
     @property
-    def _table_store(self) -> TableStore:
-        assert self.table_store is not None
-        return self.table_store
+    def _store(self) -> TableStore:
+        assert self.store is not None
+        return self.store
 
-    # --- out --------------------------------------------------------------------------------------
+    @property
+    def in_use(self) -> bool:
+        """Whether the run has a parameter server."""
+        return self.store is not None
+
+    @property
+    def raw_pulls(self) -> bool:
+        """Whether tables are sent as raw values, with nothing to decode."""
+        return self._store.client.raw_pulls
+
+    def forget(self, ticket: int) -> None:
+        """Release everything stored under ``ticket``."""
+        for stored in (self._fetching, self._copies, self._ranges):
+            stored.pop(ticket, None)
+        if gradient := self.gradients.pop(ticket, None):
+            gradient.release()
+
+    def close(self) -> None:
+        """Stop the thread. Checkpoints that are queued are still written."""
+        self._worker.close(wait=self.keeper is not None)
+        if self.keeper is not None:
+            self.keeper.close()
+        self._handle = self._reply = nothing  # break the reference cycle with the driver
+
+    def _rejected(self, error: Exception) -> None:
+        """Log and ignore a push that does not fit its shard; end training on any other error."""
+        if isinstance(error, ProtocolError):
+            self._outbox.note("protocol", f"a push that does not fit its shard is ignored: {error}")
+        else:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if not isinstance(error, UsageError):  # its message names the cause
+            failure = UsageError(f"a part of the parameter server failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            error = failure
+        self._outbox.fail(error)
+
+    # --- requests -----------------------------------------------------------------------------------
 
     def expect(self, send: Send) -> None:
         """Prepare the sink for a pull by the current placement. Called under the driver's lock."""
         match send.request:
             case TablesRequest(shard=shard, bucket=bucket) if bucket >= 0:
-                self._fetching[send.ticket] = _Fetching((shard, bucket), self._table_store.client.sink((shard, bucket)))
+                self._fetching[send.ticket] = _Fetching((shard, bucket), self._store.client.sink((shard, bucket)))
             case RangesRequest():
-                self._ranges[send.ticket] = self._table_store.ranges()
+                self._ranges[send.ticket] = self._store.ranges()
 
     def send(self, send: Send) -> None:
         """Send a request of one of the types of :data:`TableRequest`."""
         if isinstance(send.request, CopyRequest):
-            self._copies[send.ticket] = self._table_store.copy_sink(send.request.shard)
+            self._copies[send.ticket] = self._store.copy_sink(send.request.shard)
         self._outbox.send(send, lambda: self._prepared(send), lambda reply: self._arrived(send.ticket, reply))
 
     def _prepared(self, send: Send) -> PreparedRequest:
@@ -112,9 +166,9 @@ class TableTransfers:
             case TablesRequest():
                 fetching = self._fetching.get(ticket)
                 sink = EmptySink() if fetching is None else fetching.sink
-                return self._table_store.client.complete_request(request), sink, None
+                return self._store.client.complete_request(request), sink, None
             case RecordRequest():
-                gradient = self._gradients.get(ticket)
+                gradient = self.gradients.get(ticket)
                 return request, None, Source(memoryview(b"")) if gradient is None else gradient.source
             case CopyRequest():
                 return request, self._copies.get(ticket, EmptySink()), None
@@ -123,7 +177,7 @@ class TableTransfers:
 
     def _push(self, request: GradientRequest) -> PreparedRequest:
         """Encode a bucket's gradients just before they are sent."""
-        client, place = self._table_store.client, (request.shard, request.bucket)
+        client, place = self._store.client, (request.shard, request.bucket)
         if request.epoch != client.epoch:
             raise CancelledError("the servers were changed before the push was sent")
         try:
@@ -142,147 +196,46 @@ class TableTransfers:
                 raise ProtocolError(f"pulled tables cannot be decoded, the pull is retried: {error}") from error
         return None
 
-    # --- received tables --------------------------------------------------------------------------
-
     def fetched(self, ticket: int) -> None:
         """Pass the tables received under ``ticket`` to the client. Do nothing if that was done before."""
         fetching = self._fetching.pop(ticket, None)
         if fetching is None:
             return
         try:
-            self._table_store.client.fetched(fetching.place, fetching.sink)
+            self._store.client.fetched(fetching.place, fetching.sink)
         except Exception as error:
             self._fail(error)
-
-    def ranges(self, ticket: int) -> RangesSink:
-        """Take the ranges of a moving shard that were received under ``ticket``."""
-        return self._ranges.pop(ticket)
-
-    def copy(self, ticket: int) -> CopySink:
-        """Take the copy of a shard that was received under ``ticket``."""
-        return self._copies.pop(ticket)
-
-    # --- uploaded gradients -----------------------------------------------------------------------
-
-    def keep(self, ticket: int, gradient: Gradient) -> None:
-        """Store an uploaded gradient under ``ticket``."""
-        self._gradients[ticket] = gradient
-
-    def share(self, ticket: int, other: int) -> None:
-        """Store a second reference to the gradient of ``ticket`` under ``other``."""
-        self._gradients[other] = self._gradients[ticket].hold()
-
-    def held_gradient(self, ticket: int) -> Gradient:
-        """Return a new reference to the gradient of ``ticket``; the caller releases it."""
-        return self._gradients[ticket].hold()
-
-    def gradient(self, ticket: int) -> Gradient:
-        """Take the gradient of ``ticket``; its reference becomes the caller's."""
-        return self._gradients.pop(ticket)
-
-    def forget(self, ticket: int) -> None:
-        """Release everything stored under ``ticket``."""
-        for stored in (self._fetching, self._copies, self._ranges):
-            stored.pop(ticket, None)
-        if gradient := self._gradients.pop(ticket, None):
-            gradient.release()
-
-    # --- faults -----------------------------------------------------------------------------------
-
-    def rejected(self, error: Exception) -> None:
-        """Log and ignore a push that does not fit its shard; end training on any other error."""
-        if isinstance(error, ProtocolError):
-            self._outbox.note("protocol", f"a push that does not fit its shard is ignored: {error}")
-        else:
-            self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        if isinstance(error, UsageError):  # its message names the cause
-            self._outbox.fail(error)
-            return
-        failure = UsageError(f"a part of the parameter server failed: {type(error).__name__}: {error}")
-        failure.__cause__ = error
-        self._outbox.fail(failure)
-
-
-SendReply = Callable[[Answer, Reply, Source | None, Callable[[], None]], None]
-"""Sends a reply with its payload, and calls back once the payload is no longer read."""
-
-
-class TableWork:
-    """Carries out the effects on tables.
-
-    Args:
-        rank: this peer's rank, for the thread's name.
-        clock: makes the thread.
-        outbox: sends this peer's requests.
-        handle: called with the events that result.
-        reply: sends a reply.
-
-    Attributes:
-        transfers: tables and gradients that are being sent or received.
-        keeper: writes the shards' checkpoints and journals; None: nothing is written. Set by the caller.
-    """
-
-    def __init__(self, rank: int, clock: Clock, outbox: Outbox, handle: Callable[[Event], None], reply: SendReply):
-        self.keeper: ShardKeeper | None = None
-        self.transfers = TableTransfers(outbox)
-        self._worker = clock.worker(f"gossipx-tables-{rank}", self.transfers.rejected)
-        self._handle = handle
-        self._reply = reply
-
-    @property
-    def _table_store(self) -> TableStore:
-        assert self.transfers.table_store is not None
-        return self.transfers.table_store
-
-    @property
-    def in_use(self) -> bool:
-        """Whether the run has a parameter server."""
-        return self.transfers.table_store is not None
-
-    @property
-    def raw_pulls(self) -> bool:
-        """Whether tables are sent as raw values, with nothing to decode."""
-        return self._table_store.client.raw_pulls
-
-    def close(self) -> None:
-        """Stop the thread. Checkpoints that are queued are still written."""
-        self._worker.close(wait=self.keeper is not None)
-        if self.keeper is not None:
-            self.keeper.close()
-        self._handle = self._reply = nothing  # break the reference cycle with the driver
 
     # --- effects ------------------------------------------------------------------------------------
 
     def do(self, effect: TableEffect) -> None:
         """Carry out an effect, or queue it behind the effects of earlier decisions. Called under the driver's lock."""
-        table_store, put = self._table_store, self._worker.put
+        store, put = self._store, self._worker.put
         match effect:
             case Gather():
-                table_store.client.gather()
+                store.client.gather()
             case Fetch(buckets):
-                table_store.client.expect(buckets)
+                store.client.expect(buckets)
             case Unchanged(buckets):
-                table_store.client.unchanged(buckets)
+                store.client.unchanged(buckets)
             case Fetched(ticket):
                 if self.raw_pulls:  # otherwise the driver decodes them after it releases its lock
-                    self.transfers.fetched(ticket)
+                    self.fetched(ticket)
             case ApplyGradient(ticket, scale, buffers):
-                gradient = self.transfers.gradient(ticket)
-                put(lambda: self._report_poisoned(table_store.apply(gradient, scale, buffers)))
+                gradient = self.gradients.pop(ticket)
+                put(lambda: self._report_poisoned(store.apply(gradient, scale, buffers)))
             case BufferGradient(ticket):
-                added = self.transfers.gradient(ticket)
-                put(lambda: self._report_poisoned(table_store.buffer(added)))
+                added = self.gradients.pop(ticket)
+                put(lambda: self._report_poisoned(store.buffer(added)))
             case ApplyBuffer(shard, sums):
-                put(lambda: table_store.apply_buffer(shard, sums))
+                put(lambda: store.apply_buffer(shard, sums))
             case FillTables(shard):
-                put(lambda: table_store.fill(shard))
+                put(lambda: store.fill(shard))
             case Share(ticket, other):
-                self.transfers.share(ticket, other)
+                self.gradients[other] = self.gradients[ticket].hold()
             case TakeCopy(ticket, shard):
-                copy = self.transfers.copy(ticket)
-                put(lambda: table_store.take_copy(shard, copy))
+                copy = self._copies.pop(ticket)
+                put(lambda: store.take_copy(shard, copy))
             case RestoreTables(shard, epoch) if self.keeper is None:
                 put(lambda: self._handle(TablesRestored(shard, epoch, None)))
             case Record() | KeepShard() | RestoreTables():
@@ -298,7 +251,7 @@ class TableWork:
     def _keep(self, keeper: ShardKeeper, effect: Record | KeepShard | RestoreTables) -> None:
         match effect:
             case Record(record, ticket):
-                gradient = None if ticket is None else self.transfers.held_gradient(ticket)
+                gradient = None if ticket is None else self.gradients[ticket].hold()
                 self._worker.put(lambda: keeper.record(record, gradient))
             case KeepShard(shard, clock, state):
                 self._worker.put(lambda: keeper.save_checkpoint(shard, clock, state))
@@ -307,20 +260,20 @@ class TableWork:
 
     def _move(self, effect: PrepareTables | TakeRanges | ReportPrepared | PlaceTables | DropTables) -> None:
         """Carry out an effect of a change of servers."""
-        table_store, put = self._table_store, self._worker.put
+        store, put = self._store, self._worker.put
         match effect:
             case PrepareTables(epoch, servers):
-                put(lambda: table_store.prepare(epoch, servers))
+                put(lambda: store.prepare(epoch, servers))
             case TakeRanges(ticket, pieces):
-                ranges = self.transfers.ranges(ticket)
-                put(lambda: table_store.take(ranges, pieces))
+                ranges = self._ranges.pop(ticket)
+                put(lambda: store.take(ranges, pieces))
             case ReportPrepared(epoch):
-                put(lambda: self._handle(Prepared(epoch, self._unwritten() or table_store.prepared())))
+                put(lambda: self._handle(Prepared(epoch, self._unwritten() or store.prepared())))
             case PlaceTables(epoch, servers):
-                table_store.switch_client(epoch, servers)
+                store.switch_client(epoch, servers)
                 put(lambda: self._place(epoch, servers))
             case DropTables():
-                put(table_store.drop)
+                put(store.drop)
 
     def _unwritten(self) -> str:
         """Return why shards cannot move yet; empty if they can.
@@ -331,7 +284,7 @@ class TableWork:
         return "" if settled else "its last checkpoint takes too long to write"
 
     def _place(self, epoch: int, servers: tuple[int, ...]) -> None:
-        self._table_store.place(epoch, servers)
+        self._store.place(epoch, servers)
         if self.keeper is not None:
             self.keeper.place(epoch, servers)
 
@@ -349,11 +302,11 @@ class TableWork:
         reply = answer.reply
         if answer.tables is not None and isinstance(reply, TablesReply):
             shard = answer.tables.shard
-            encoded = self._table_store.encode(answer.tables)
+            encoded = self._store.encode(answer.tables)
             reply = msgspec.structs.replace(reply, parts=encoded.parts, base=encoded.base)
-            self._reply(answer, reply, encoded.source, lambda: self._table_store.release(shard, encoded))
+            self._reply(answer, reply, encoded.source, lambda: self._store.release(shard, encoded))
         elif answer.copied_shard is not None and isinstance(reply, CopyReply):
-            source = self._table_store.copy(answer.copied_shard)
+            source = self._store.copy(answer.copied_shard)
             self._reply(answer, msgspec.structs.replace(reply, size=source.view.nbytes), source, nothing)
         elif answer.pieces is not None and isinstance(reply, TablesReply):
             self._answer_pieces(answer, reply, answer.pieces)
@@ -365,7 +318,7 @@ class TableWork:
             self._reply(answer, NotReadyReply(unwritten), None, nothing)
             return
         try:
-            source = self._table_store.pack(pieces)
+            source = self._store.pack(pieces)
         except GossipxError as error:
             self._reply(answer, NotReadyReply(str(error)), None, nothing)
             return
