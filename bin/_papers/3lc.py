@@ -22,10 +22,11 @@ from _bench.cli import Given
 from _bench.simulated import mean, run
 from _bench.tables import interval
 from _table import Part, show
-from published import Figure, Paper
+from published import Figure, read
 
 from gossipx.tasks.models import published_sizes
 
+paper = read("3lc")
 BIN = Path(__file__).parents[1]
 sys.path.append(str(BIN / "benches"))
 from _cluster import RATES, train  # noqa: E402
@@ -50,15 +51,15 @@ DIVERGED = 0.2
 """A model with a lower accuracy is as good as none."""
 
 
-def parts(paper: Paper, given: Given) -> Iterator[Part]:
+def parts(given: Given) -> Iterator[Part]:
     """Yield the tables."""
     kept = CachedRuns(BIN.parent / "runs" / "codecs" / "compression.jsonl")
     bits = {f"3LC (s={float(sparsity):.2f})": fmean(_ratio(kept, sparsity)["bits"]) for sparsity in TERNARY}
-    yield _ratios(paper, kept)
+    yield _ratios(kept)
     if not given.smoke:
-        times, seconds = _speedups(paper, given.of(1, 6, 20), bits)
-        yield from (times, *_accuracies(paper, kept), _steps(paper, kept, seconds))
-    yield _trained(paper, given)
+        times, seconds = _speedups(given.of(1, 6, 20), bits)
+        yield from (times, *_accuracies(kept), _steps(kept, seconds))
+    yield _trained(given)
 
 
 # --- traffic --------------------------------------------------------------------------------------
@@ -90,7 +91,7 @@ def seconds_of(own: dict[str, float], design: str, link: str, steps: int) -> flo
     return (whole - first) / steps  # the first tables are raw
 
 
-def _speedups(paper: Paper, steps: int, own: dict[str, float]) -> tuple[Part, dict[str, float]]:
+def _speedups(steps: int, own: dict[str, float]) -> tuple[Part, dict[str, float]]:
     """Return Table 1's speedups, and the seconds of a step at 10 Mbit/s by design."""
     setting = (
         f"traffic of ResNet-110, {COMPUTE} s of computation per step; 3LC's bits are ours of Table 2 below, those of"
@@ -106,20 +107,20 @@ def _speedups(paper: Paper, steps: int, own: dict[str, float]) -> tuple[Part, di
         made.add(f"{FLOAT} at {link}, time of a step", published, seconds[FLOAT], "s")
         for design in list(PAPER)[1:]:
             speedup[link][design] = seconds[FLOAT] / seconds[design]
-            made.add(f"{design} at {link}", paper.figures[f"table-1/{design}/{link}"], speedup[link][design], "times")
+            made.add(f"{design} at {link}", paper[f"table-1/{design}/{link}"], speedup[link][design], "times")
     slow, other, fast = (speedup[link] for link in LINKS)
     first = [max(of, key=lambda design: of[design]) in LC.values() for of in (slow, other, fast)]
-    claim = paper.claims["table-1/speedup"]
+    claim = paper["table-1/speedup"]
     made.add("3LC is the fastest at all rates", claim, sum(first), "of 3 rates", all(first), holds=True)
     for link, of in speedup.items():
-        theirs = sorted(of, key=lambda design: paper.figures[f"table-1/{design}/{link}"].value)
+        theirs = sorted(of, key=lambda design: paper[f"table-1/{design}/{link}"].value)
         same = [of[one] <= of[two] for one, two in itertools.pairwise(theirs)]
         what, told = f"neighbours in the paper's order at {link}", " < ".join(theirs)
         made.add(what, told, sum(same), f"of {len(same)}", all(same), link == LINKS[0])
     falls = all(slow[design] >= other[design] >= fast[design] for design in slow)
     made.add("speedups fall with the rate", "Table 1", slow[LC["1.00"]] / fast[LC["1.00"]], "times", falls, True)
-    claim, one = paper.claims["figure-3/1gbit/one-bit"], fast["MQE 1-bit int"] / fast["8-bit int"]
-    made.add("MQE 1-bit int / 8-bit int at 1gbit", claim, one, "", one < 1)
+    one = fast["MQE 1-bit int"] / fast["8-bit int"]
+    made.add("MQE 1-bit int / 8-bit int at 1gbit", paper["figure-3/1gbit/one-bit"], one, "", one < 1)
     return made, each[LINKS[0]]
 
 
@@ -130,42 +131,41 @@ def _recorded(kept: CachedRuns, design: str, slower: int = 1) -> list[Any]:
     return [kept[job] for job in runs("lenet", [PAPER[design]], 5, 4000, 10, slower)]
 
 
-def _accuracies(paper: Paper, kept: CachedRuns) -> list[Part]:
+def _accuracies(kept: CachedRuns) -> list[Part]:
     setting = f"{RECORDED}, 4,000 steps, five seeds; mean, paired by seed"
     made = Part("Table 1: accuracy, less that of 32-bit float", setting)
     exact = [one["accuracy"] for one in _recorded(kept, FLOAT)]
-    made.add(FLOAT, paper.figures[f"table-1/{FLOAT}/accuracy"], 100 * fmean(exact), "%")
-    lost = {design: _lost(paper, made, design, _recorded(kept, design), exact) for design in list(PAPER)[1:]}
-    claim, worse = paper.claims["figure-3/stochastic"], lost["Stoch 3-value b-3-5"] - lost[LC["1.00"]]
-    made.add("Stoch 3-value less 3LC (s=1.00)", claim, worse, "points", worse < 0)
+    made.add(FLOAT, paper[f"table-1/{FLOAT}/accuracy"], 100 * fmean(exact), "%")
+    lost = {design: _lost(made, design, _recorded(kept, design), exact) for design in list(PAPER)[1:]}
+    worse = lost["Stoch 3-value b-3-5"] - lost[LC["1.00"]]
+    made.add("Stoch 3-value less 3LC (s=1.00)", paper["figure-3/stochastic"], worse, "points", worse < 0)
     tails = {design: fmean(one["losses"][-1] for one in _recorded(kept, design)) for design in PAPER}
-    claim, close = paper.claims["figure-4/3lc"], tails[LC["1.00"]] / tails[FLOAT]
-    made.add("training loss, 3LC (s=1.00) / float", claim, close, "", close < 1.1)
-    claim, others = paper.claims["figure-4/others"], [d for d in PAPER if d not in (FLOAT, *LC.values())]
+    close = tails[LC["1.00"]] / tails[FLOAT]
+    made.add("training loss, 3LC (s=1.00) / float", paper["figure-4/3lc"], close, "", close < 1.1)
+    claim, others = paper["figure-4/others"], [d for d in PAPER if d not in (FLOAT, *LC.values())]
     higher = [tails[design] > tails[LC["1.00"]] for design in others]
     made.add("designs with more training loss than 3LC", claim, sum(higher), f"of {len(others)}", all(higher))
     slower = Part("The same with half the learning rate", setting)
     exact = [one["accuracy"] for one in _recorded(kept, FLOAT, 2)]
-    slower.add(FLOAT, paper.figures[f"table-1/{FLOAT}/accuracy"], 100 * fmean(exact), "%")
-    lost = {design: _lost(paper, slower, design, _recorded(kept, design, 2), exact) for design in LC.values()}
-    claim, dense = paper.claims["figure-5/1.90"], lost[LC["1.90"]] - min(lost[LC[s]] for s in ("1.00", "1.50", "1.75"))
-    slower.add("3LC, s=1.90 less the next", claim, dense, "points", dense < 0)
+    slower.add(FLOAT, paper[f"table-1/{FLOAT}/accuracy"], 100 * fmean(exact), "%")
+    lost = {design: _lost(slower, design, _recorded(kept, design, 2), exact) for design in LC.values()}
+    dense = lost[LC["1.90"]] - min(lost[LC[s]] for s in ("1.00", "1.50", "1.75"))
+    slower.add("3LC, s=1.90 less the next", paper["figure-5/1.90"], dense, "points", dense < 0)
     return [made, slower]
 
 
-def _lost(paper: Paper, made: Part, design: str, runs: Sequence[Any], exact: Sequence[float]) -> float:
+def _lost(made: Part, design: str, runs: Sequence[Any], exact: Sequence[float]) -> float:
     """Add how much more accurate a design is than 32-bit float, and return it, in points."""
     own = [one["accuracy"] for one in runs]
     pairs = [100 * (one - of) for one, of in zip(own, exact, strict=True)]
     diverged = sum(accuracy < DIVERGED for accuracy in own)
     told = f"{design}, accuracy ({diverged} of {len(own)} seeds diverged)" if diverged else f"{design}, accuracy"
-    published = paper.figures[f"table-1/difference/accuracy/{design}"]
     half = None if diverged else interval(pairs)
-    made.add(told, published, fmean(pairs), published.unit, half=half)
+    made.add(told, paper[f"table-1/difference/accuracy/{design}"], fmean(pairs), half=half)
     return fmean(pairs)
 
 
-def _steps(paper: Paper, kept: CachedRuns, seconds: dict[str, float]) -> Part:
+def _steps(kept: CachedRuns, seconds: dict[str, float]) -> Part:
     """Return Figures 3 and 5: accuracy and time of runs of a part of the steps."""
     setting = f"{RECORDED}, three seeds; a run of a part of the steps has its own schedule; time at 10 Mbit/s as above"
     made = Part("Figures 3 and 5: accuracy and training time with fewer steps", setting)
@@ -179,27 +179,27 @@ def _steps(paper: Paper, kept: CachedRuns, seconds: dict[str, float]) -> Part:
             made.add(f"{design}, {share} % of the steps", "a curve", found[design, share], f"% after {hours:.2f} h")
     first = SHARES[0]
     dense, sparse = (found[LC[s], first] for s in ("1.00", "1.75"))
-    claim = paper.claims["figure-3/10mbit/fewer-steps"]
+    claim = paper["figure-3/10mbit/fewer-steps"]
     made.add(f"{first} % of the steps, s=1.00 less s=1.75", claim, dense - sparse, "points", dense > sparse)
     return made
 
 
-def _ratios(paper: Paper, kept: CachedRuns) -> Part:
+def _ratios(kept: CachedRuns) -> Part:
     setting = "recorded: ResNet-20 on Fashion-MNIST, four workers, 1,200 steps, one seed; Figure 6: LeNet, five seeds"
     made = Part("Table 2 and Figure 6: compression", setting)
     bits = {}
     for sparsity in TERNARY:
         bits[sparsity], column = fmean(_ratio(kept, sparsity)["bits"]), f"s={float(sparsity):.2f}"
-        made.add(f"{column}, bits", paper.figures[f"table-2/bits/{column}"], bits[sparsity], "bits per value")
-        made.add(f"{column}, ratio", paper.figures[f"table-2/ratio/{column}"], 32 / bits[sparsity], "times")
+        made.add(f"{column}, bits", paper[f"table-2/bits/{column}"], bits[sparsity], "bits per value")
+        made.add(f"{column}, ratio", paper[f"table-2/ratio/{column}"], 32 / bits[sparsity], "times")
     grows = bits["1"] > bits["1.5"] > bits["1.75"]
     made.add("the ratio grows from s=1.00 to 1.75", "Table 2", bits["1"] / bits["1.75"], "times", grows)
-    most = paper.figures["table-2/ratio/s=1.90"].value / paper.figures["table-2/ratio/s=1.75"].value
+    most = paper["table-2/ratio/s=1.90"].value / paper["table-2/ratio/s=1.75"].value
     grows = bits["1.75"] / bits["1.9"]
     made.add("and from s=1.75 to 1.90", Figure("", most, "times", "Table 2"), grows, "times")
-    dense = paper.figures["table-2/bits/No ZRE"].value
-    claim, halves = paper.claims["table-2/zero-runs"], dense / bits["1"]
-    made.add("zero-run encoding, s=1.00", claim, halves, "times smaller", 1.5 < halves < 4)
+    dense = paper["table-2/bits/No ZRE"].value
+    halves = dense / bits["1"]
+    made.add("zero-run encoding, s=1.00", paper["table-2/zero-runs"], halves, "times smaller", 1.5 < halves < 4)
     for sparsity in ("1.00", "1.75"):
         curves = [(one["push"], one["pull"]) for one in _recorded(kept, LC[sparsity])]
         for way, of in (("push", 0), ("pull", 1)):
@@ -214,7 +214,7 @@ def _ratios(paper: Paper, kept: CachedRuns) -> Part:
                 for number, (push, pull) in enumerate(zip(pushes, pulls, strict=True))
                 if (number >= LATER * len(pushes)) is later
             )
-            says = paper.figures["figure-6/pushes-become-larger"] if later else paper.claims["figure-6/pushes"]
+            says = paper["figure-6/pushes-become-larger"] if later else paper["figure-6/pushes"]
             agrees = smaller < 50 if later else smaller > 50
             what = f"s={sparsity}, {when} 70 % of the training: pushes smaller than pulls"
             made.add(what, says, smaller, "% of the steps", agrees)
@@ -236,7 +236,7 @@ def _result(design: str, steps: int, workers: int, data_dir: str | None) -> Any:
     return train({**job, "rate": RATES["lenet"], "workers": workers})
 
 
-def _trained(paper: Paper, given: Given) -> Part:
+def _trained(given: Given) -> Part:
     workers, steps = given.of((2, 4), (4, 200), (10, 2000))
     some, data_dir = [FLOAT, "8-bit int", LC["1.00"], LC["1.75"]], given.data_dir
     designs = given.of(some, some, list(PAPER))
@@ -247,19 +247,18 @@ def _trained(paper: Paper, given: Given) -> Part:
     for design in designs:
         found = _result(design, steps, workers, data_dir)
         bits[design] = fmean(found["bits"])
-        published = paper.figures[f"table-1/{design}/accuracy"]
-        made.add(f"{design}, accuracy here", published, 100 * found["accuracy"], "%")
+        made.add(f"{design}, accuracy here", paper[f"table-1/{design}/accuracy"], 100 * found["accuracy"], "%")
         known: Any = f"{BITS.get(design, SPARSE):g} by definition"
         if design in LC.values():
-            known = paper.figures[f"table-2/bits/{design[5:-1]}"]
+            known = paper[f"table-2/bits/{design[5:-1]}"]
         made.add(f"{design}, bits here", known, bits[design], "bits per value")
     fewer = bits[LC["1.00"]] / bits[LC["1.75"]]
     published = Figure("", 0.812 / 0.298, "times", "Table 2")
     made.add("bits, s=1.00 / s=1.75, here", published, fewer, "times", holds=True)
-    dense = str(paper.figures["base-3^5/bits"])
+    dense = str(paper["base-3^5/bits"])
     made.add("bits with zero runs below base-3^5", dense, bits[LC["1.00"]], "bits", bits[LC["1.00"]] < 1.6, holds=True)
     return made
 
 
 if __name__ == "__main__":
-    show("3lc", parts, __doc__)
+    show(paper, parts, __doc__)

@@ -17,7 +17,6 @@ import torch
 from _bench.tasks import Samples, Task
 from _table import Part
 from _workers import Problem, train
-from published import Paper
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -66,7 +65,7 @@ def bound(terms: float, workers: int, iterations: int) -> float:
     return 4 * F * LIPSCHITZ * math.sqrt(2 * terms * workers / (workers * iterations))
 
 
-def part(paper: Paper, workers: int, iterations: int) -> Part:
+def part(workers: int, iterations: int) -> Part:
     """Return the regret of SSP, constant PSSP and dynamic PSSP beside its bounds."""
     models: Sequence[tuple[str, str, float]] = (
         ("SSP, s = 3 (Eq. 1)", "ssp:staleness=3", 4),

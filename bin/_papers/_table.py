@@ -11,7 +11,7 @@ from typing import Any
 
 from _bench.cli import Given, parser_of
 from _bench.tables import console_of
-from published import Claim, Figure, Paper, read
+from published import Claim, Figure, Paper
 from rich.table import Table as RichTable
 
 from gossipx.errors import UsageError
@@ -132,32 +132,33 @@ class Part:
     setting: str
     lines: list[Line] = field(default_factory=list)
 
-    def add(self, what: str, paper: Figure | Claim | str, ours: float, unit: str, *more: Any, **named: Any) -> None:
-        """Add a row; the arguments are those of :class:`Line`."""
+    def add(
+        self, what: str, paper: Figure | Claim | str, ours: float, unit: str | None = None, *more: Any, **named: Any
+    ) -> None:
+        """Add a row; the arguments are those of :class:`Line`, and by default the unit is the paper's."""
+        if unit is None:
+            unit = paper.unit if isinstance(paper, Figure) else ""
         self.lines.append(Line(what, paper, ours, unit, *more, **named))
 
 
-Parts = Callable[[Paper, Given], Iterable[Part]]
-"""Makes the tables of a paper."""
-
-
-def show(name: str, parts: Parts, description: str | None, data_dir: bool = True) -> None:
+def show(
+    paper: Paper, parts: Callable[[Given], Iterable[Part]], description: str | None, data_dir: bool = True
+) -> None:
     """Make the tables of a paper and print them, as the command line asks.
 
     Args:
-        name: of the paper's file.
-        parts: of the paper.
+        paper: the paper.
+        parts: makes its tables.
         description: of the command.
         data_dir: whether CIFAR-10 can be used.
     """
     options = {"--data-dir": {"help": "with CIFAR-10; see above"}} if data_dir else {}
-    parser = parser_of(f"bin/papers {name}", description, options)
+    parser = parser_of(f"bin/papers {paper.name}", description, options)
     given = parser.parse_args(namespace=Given())
-    paper = read(name)
     try:
         if data_dir and given.data_dir:
             load("cifar10", Path(given.data_dir))  # now, not after minutes
-        made = list(parts(paper, given))
+        made = list(parts(given))
     except UsageError as error:
         parser.error(str(error))
     if given.json:

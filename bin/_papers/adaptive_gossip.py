@@ -17,10 +17,11 @@ from _bench.cli import Given
 from _bench.simulated import Run, run
 from _bench.tables import interval
 from _table import Part, show
-from published import Paper
+from published import read
 
 from gossipx.tasks.presets import PRESETS
 
+paper = read("adaptive-gossip")
 PEERS = 4
 PARAMETERS = {"alexnet": None, "googlenet": 11_000_000, "convnet": 2_112_970}
 """None: those of the model that gossipx has, about the paper's 60 million. GoogLeNet's are the paper's. ConvNet's
@@ -38,16 +39,16 @@ CONSTANT = {"gamma": 1.0}
 """The learning rate: Caffe's solvers of these models lower it first after more than the paper's 50,000 iterations."""
 
 
-def parts(paper: Paper, given: Given) -> Iterator[Part]:
+def parts(given: Given) -> Iterator[Part]:
     """Yield the tables."""
-    yield times(paper, given.of(ITERATIONS // 1000, ITERATIONS // 10, ITERATIONS))
-    yield from () if given.smoke else trained(paper, given.full, given.data_dir)
+    yield times(given.of(ITERATIONS // 1000, ITERATIONS // 10, ITERATIONS))
+    yield from () if given.smoke else trained(given.full, given.data_dir)
 
 
 # --- times ----------------------------------------------------------------------------------------
 
 
-def times(paper: Paper, iterations: int) -> Part:
+def times(iterations: int) -> Part:
     """Return the training times of Table II and Figure 6, with the paper's retrievals as inputs."""
     setting = (
         "traffic only, the paper's numbers of parameters and of retrievals; the time of an iteration is that of Figure "
@@ -57,35 +58,35 @@ def times(paper: Paper, iterations: int) -> Part:
     made = Part("Table II and Figure 6: training time", setting)
     saved: dict[str, float] = {}
     for model in PARAMETERS:
-        tau, adaptive = (paper.figures[f"table-2/retrievals/{model}/{name}"].value for name in ("tau:10", "adaptive"))
-        found = {number: _minutes(paper, model, number, iterations) for number in (0.0, tau, adaptive)}
+        tau, adaptive = (paper[f"table-2/retrievals/{model}/{name}"].value for name in ("tau:10", "adaptive"))
+        found = {number: _minutes(model, number, iterations) for number in (0.0, tau, adaptive)}
         for name, number in (("tau:10", tau), ("adaptive", adaptive)):
-            made.add(f"{model}, {name}", paper.figures[f"table-2/time/{model}/{name}"], found[number], "min")
+            made.add(f"{model}, {name}", paper[f"table-2/time/{model}/{name}"], found[number], "min")
         if model == "alexnet":
-            made.add("alexnet, never", paper.figures["figure-6/never/time"], found[0.0], "min")
+            made.add("alexnet, never", paper["figure-6/never/time"], found[0.0], "min")
             shorter = found[0.0] / min(found[tau], found[adaptive])
-            made.add("alexnet, never / the next", paper.claims["figure-6/never-is-fastest"], shorter, "", shorter < 1)
-            measured = found[adaptive] + paper.figures["derived/alexnet/measuring"].value * ITERATIONS / 60
-            figure = paper.figures["table-2/time/alexnet/adaptive"]
+            made.add("alexnet, never / the next", paper["figure-6/never-is-fastest"], shorter, "", shorter < 1)
+            measured = found[adaptive] + paper["derived/alexnet/measuring"].value * ITERATIONS / 60
+            figure = paper["table-2/time/alexnet/adaptive"]
             made.add("alexnet, adaptive with the paper's other costs", figure, measured, "min")
         pull = 60 * (found[tau] - found[0.0]) / tau
-        made.add(f"{model}, time of a retrieval", paper.figures[f"derived/{model}/retrieval"], pull, "s")
+        made.add(f"{model}, time of a retrieval", paper[f"derived/{model}/retrieval"], pull, "s")
         saved[model] = 100 * (1 - found[adaptive] / found[tau])
-        made.add(f"{model}, time saved", paper.figures[f"summary/time-saved/{model}"], saved[model], "% of tau:10's")
+        made.add(f"{model}, time saved", paper[f"summary/time-saved/{model}"], saved[model], "% of tau:10's")
     largest = saved["alexnet"] > max(saved["googlenet"], saved["convnet"])
-    claim = paper.claims["table-2/large-models-benefit"]
+    claim = paper["table-2/large-models-benefit"]
     made.add("AlexNet saves the most", claim, saved["alexnet"], "% of tau:10's", largest, holds=True)
     second = saved["googlenet"] - saved["convnet"]
     made.add("time saved, GoogLeNet less ConvNet", claim, second, "points", second > 0)
     return made
 
 
-def _minutes(paper: Paper, model: str, retrievals: float, iterations: int) -> float:
+def _minutes(model: str, retrievals: float, iterations: int) -> float:
     """Return the minutes of the paper's iterations with a number of retrievals."""
     sizes: dict[str, Any] = {"work": "traffic", "model": model}
     if PARAMETERS[model] is not None:
         sizes["parameters"] = PARAMETERS[model]
-    seconds = paper.figures[f"derived/{model}/iteration"].value
+    seconds = paper[f"derived/{model}/iteration"].value
     chosen = {"retrievals": [round(retrievals * iterations / ITERATIONS)]}
     found = run(
         BASE, {"simulation": {**sizes, **chosen}, "run": {"iterations": iterations}, "compute": {"seconds": seconds}}
@@ -96,7 +97,7 @@ def _minutes(paper: Paper, model: str, retrievals: float, iterations: int) -> fl
 # --- training -------------------------------------------------------------------------------------
 
 
-def trained(paper: Paper, full: bool, data_dir: str | None) -> list[Part]:
+def trained(full: bool, data_dir: str | None) -> list[Part]:
     """Return what real training shows: Table II's retrievals and accuracies, and Figures 3, 4, 5 and 7."""
     made = []
     lengths = {"lenet": (3_000, 5), "convnet": (1_000, 1)} if full else {"lenet": (300, 1)}
@@ -123,27 +124,25 @@ def trained(paper: Paper, full: bool, data_dir: str | None) -> list[Part]:
             f"{SMALL[model]} on {task['task']}, {iterations} iterations, {seeds} {'seed' if seeds == 1 else 'seeds'}, "
             f"a constant learning rate; threshold {threshold}, {given}"
         )
-        made += [_table_2(paper, setting, found), _figures(paper, setting, iterations, found)]
+        made += [_table_2(setting, found), _figures(setting, iterations, found)]
     return made
 
 
-def _table_2(paper: Paper, setting: str, found: dict[str, list[Run]]) -> Part:
+def _table_2(setting: str, found: dict[str, list[Run]]) -> Part:
     made = Part("Table II and Figure 7: retrievals and accuracy", setting)
     retrievals = {name: fmean(one.retrievals for one in runs) for name, runs in found.items()}
     accuracy = {name: fmean(one.accuracy for one in runs) for name, runs in found.items()}
     for name in ("tau:10", "adaptive"):
-        figure = paper.figures[f"table-2/retrievals/convnet/{name}"]
-        made.add(f"retrievals, {name}", figure, retrievals[name], "retrievals")
+        made.add(f"retrievals, {name}", paper[f"table-2/retrievals/convnet/{name}"], retrievals[name], "retrievals")
     saved = 100 * (1 - retrievals["adaptive"] / retrievals["tau:10"])
     made.add("adaptive retrieves less often", "Table II", saved, "% less", saved > 0, holds=True)
-    made.add("retrievals saved", paper.figures["summary/retrievals-saved/least"], saved, "% of tau:10's")
+    made.add("retrievals saved", paper["summary/retrievals-saved/least"], saved, "% of tau:10's")
     for name in ("tau:10", "adaptive"):
-        figure = paper.figures[f"table-2/accuracy/convnet/{name}"]
-        made.add(f"accuracy, {name}", figure, accuracy[name], "top-1, of 1")
+        made.add(f"accuracy, {name}", paper[f"table-2/accuracy/convnet/{name}"], accuracy[name], "top-1, of 1")
     lost = 100 * (accuracy["tau:10"] - accuracy["adaptive"])
-    made.add("accuracy, tau:10 − adaptive", paper.figures["summary/accuracy-lost"], lost, "points")
+    made.add("accuracy, tau:10 − adaptive", paper["summary/accuracy-lost"], lost, "points")
     lost = 100 * (accuracy["tau:10"] - accuracy["never"])
-    figure = paper.figures["derived/alexnet/accuracy-lost"]
+    figure = paper["derived/alexnet/accuracy-lost"]
     made.add("accuracy, tau:10 − never", figure, lost, "points")
     pairs = [
         100 * (own.accuracy - other.accuracy) for own, other in zip(found["adaptive"], found["never"], strict=True)
@@ -153,32 +152,29 @@ def _table_2(paper: Paper, setting: str, found: dict[str, list[Run]]) -> Part:
     return made
 
 
-def _figures(paper: Paper, setting: str, iterations: int, found: dict[str, list[Run]]) -> Part:
+def _figures(setting: str, iterations: int, found: dict[str, list[Run]]) -> Part:
     made = Part("Figures 3, 4, 5 and 7: deltas, distances, and where the retrievals fall", setting)
     sums = {tau: fmean(_sum_per_period(one, tau) for one in found[f"tau:{tau}"]) for tau in (10, 50)}
-    claim = paper.claims["figure-3/larger-tau"]
+    claim = paper["figure-3/larger-tau"]
     made.add("delta summed over a period, tau 50 / 10", claim, sums[50] / sums[10], "", sums[50] > sums[10])
     delta, distance, difference = (
         [_mean_of(found["tau:10"], f"sync/{tag}", iterations, part) for part in range(3)]
         for tag in ("delta", "exact_consensus_distance", "delta_difference")
     )
     grows, later = delta[1] / delta[0], delta[2] / delta[1]
-    made.add("delta, second third / first", paper.claims["figure-3/increases"], grows, "", grows > 1)
+    made.add("delta, second third / first", paper["figure-3/increases"], grows, "", grows > 1)
     slower = abs(later - 1) < abs(grows - 1)
-    made.add("delta, last third / second", paper.claims["figure-3/converges"], later, "", slower)
+    made.add("delta, last third / second", paper["figure-3/converges"], later, "", slower)
     constant = distance[2] / distance[1]
-    claim = paper.claims["figure-4/constant"]
-    made.add("distance (Eq. 8), last third / second", claim, constant, "", abs(constant - 1) < 0.1)
+    made.add("distance (Eq. 8), last third / second", paper["figure-4/constant"], constant, "", abs(constant - 1) < 0.1)
     falls = difference[2] / difference[0]
-    claim = paper.claims["figure-5/decreases"]
-    made.add("difference of delta, last third / first", claim, falls, "", falls < 1, holds=True)
+    made.add("difference of delta, last third / first", paper["figure-5/decreases"], falls, "", falls < 1, holds=True)
     fallen = {name: 100 * fmean(map(_half_of, found[name])) / iterations for name in ("tau:10", "adaptive")}
-    claim = paper.claims["figure-7/tau-uniform"]
-    made.add("half of tau:10's retrievals, after", claim, fallen["tau:10"], "% of the run")
-    claim = paper.claims["figure-7/adaptive-falls"]
+    made.add("half of tau:10's retrievals, after", paper["figure-7/tau-uniform"], fallen["tau:10"], "% of the run")
+    claim = paper["figure-7/adaptive-falls"]
     early = fallen["adaptive"] < 50
     made.add("half of adaptive's retrievals, after", claim, fallen["adaptive"], "% of the run", early, holds=True)
-    first, last = (paper.figures[f"figure-7/frequent/{end}"].value * 100 / ITERATIONS for end in ("from", "to"))
+    first, last = (paper[f"figure-7/frequent/{end}"].value * 100 / ITERATIONS for end in ("from", "to"))
     told = f"frequent from {first:.0f} to {last:.0f} % of the run (Figure 7)"
     parts = (0.0, first), (first, last), (last, 100.0)
     density = [fmean(_density(one, iterations, *part) for one in found["adaptive"]) for part in parts]
@@ -220,4 +216,4 @@ def _half_of(one: Run) -> float:
 
 
 if __name__ == "__main__":
-    show("adaptive-gossip", parts, __doc__)
+    show(paper, parts, __doc__)

@@ -15,8 +15,9 @@ from typing import Any
 from _bench.cli import Given
 from _bench.simulated import Run, mean, run
 from _table import Part, show
-from published import Figure, Paper
+from published import Figure, read
 
+paper = read("diloco")
 COMPUTE = 0.075
 """Seconds of an iteration: the transformer's on half of a core, as in the real runs."""
 NESTEROV, MOMENTUM = "nesterov:lr=0.7,momentum=0.9", "momentum:0.6"
@@ -42,7 +43,7 @@ Kind = tuple[str, int]
 """A system and its period in iterations."""
 
 
-def parts(paper: Paper, given: Given) -> Iterator[Part]:
+def parts(given: Given) -> Iterator[Part]:
     """Yield the tables."""
     full, rare = given.full, given.of(10, 20, 50)
     kinds: list[Kind] = [*((system, rare) for system in SYSTEMS), ("pull", 10)]
@@ -53,15 +54,15 @@ def parts(paper: Paper, given: Given) -> Iterator[Part]:
         for size, steps in lengths.items()
     }
     for size, runs in found.items():
-        yield _loss(paper, size, lengths[size], runs, full)
+        yield _loss(size, lengths[size], runs, full)
     if given.smoke:
         return
-    yield _bytes(paper, found, rare, lengths)
+    yield _bytes(found, rare, lengths)
     middle = list(lengths)[1]
     slow = {
         kind: _run(kind, middle, lengths[middle], full, **SLOW) for kind in kinds if kind[0] in ("diloco", "momentum")
     }
-    yield _links(paper, found[middle], slow, middle, "1 Gbit/s" if full else "100 Mbit/s")
+    yield _links(found[middle], slow, middle, "1 Gbit/s" if full else "100 Mbit/s")
 
 
 def _run(kind: Kind, size: int, steps: int, full: bool, **network: float) -> Run:
@@ -91,7 +92,7 @@ def _loss_of(of: Run) -> float:
     return of.summary.consensus_loss
 
 
-def _loss(paper: Paper, size: int, steps: int, runs: dict[Kind, Run], full: bool) -> Part:
+def _loss(size: int, steps: int, runs: dict[Kind, Run], full: bool) -> Part:
     task = "the transformer on text" if full else "LeNet on Fashion-MNIST, dirichlet:alpha=0.3"
     other = "" if full else ", and 50 iterations between exchanges in place of 20"
     setting = f"{task}, {steps} iterations, one seed, {COMPUTE} s each; real: 800 of the transformer on text{other}"
@@ -111,14 +112,12 @@ def _loss(paper: Paper, size: int, steps: int, runs: dict[Kind, Run], full: bool
     if full and size == 4:
         for column, unit in (("loss", "nats"), ("bytes", "MB per peer")):
             ours = _loss_of(runs["diloco", rare]) if column == "loss" else _megabytes(runs["diloco", rare])
-            made.add(
-                f"DiLoCo of torchft, beside ours: {column}", paper.figures[f"text/torchft:50/{column}"], ours, unit
-            )
+            made.add(f"DiLoCo of torchft, beside ours: {column}", paper[f"text/torchft:50/{column}"], ours, unit)
     alone = mean(runs["never", rare].summary.test_loss_before_finish)
-    own = paper.figures["text/never:own/loss"]
+    own = paper["text/never:own/loss"]
     known = "4 peers only" if size != 4 else own if full else str(own)
     made.add(f"{size} peers, {TOLD['never']}: loss of the peers' own models", known, alone, "nats")
-    claim, better = paper.claims["period"], _loss_of(runs["pull", rare]) - _loss_of(runs["pull", 10])
+    claim, better = paper["period"], _loss_of(runs["pull", rare]) - _loss_of(runs["pull", 10])
     made.add(f"{size} peers, pulls every {rare} − every 10: loss", claim, better, "nats", better > 0)
     losses = [_loss_of(runs[system, rare]) for system in SYSTEMS if system != "never"]
     apart = max(losses) - min(losses)
@@ -128,13 +127,13 @@ def _loss(paper: Paper, size: int, steps: int, runs: dict[Kind, Run], full: bool
         (NESTEROV_SAVES, "diloco", "waves"),
     ):
         gained = _loss_of(runs[other, rare]) - _loss_of(runs[own, rare])
-        saved = paper.figures[f"text/{other}:50/loss"].value - paper.figures[f"text/{own}:50/loss"].value
+        saved = paper[f"text/{other}:50/loss"].value - paper[f"text/{own}:50/loss"].value
         real = Figure("", saved, "nats", "text, 4 peers")
         made.add(f"{size} peers, {what}", real if full else str(real), gained, "nats")
     return made
 
 
-def _bytes(paper: Paper, found: dict[int, dict[Kind, Run]], rare: int, lengths: dict[int, int]) -> Part:
+def _bytes(found: dict[int, dict[Kind, Run]], rare: int, lengths: dict[int, int]) -> Part:
     setting = f"exchanges every {rare} iterations, of which the last pull has no time left; theory in place of a paper"
     made = Part("Bytes of an exchange against peers", setting)
     for size in list(found)[1:]:
@@ -156,7 +155,7 @@ def _bytes(paper: Paper, found: dict[int, dict[Kind, Run]], rare: int, lengths: 
     return made
 
 
-def _links(paper: Paper, equal: dict[Kind, Run], slow: dict[Kind, Run], size: int, rate: str) -> Part:
+def _links(equal: dict[Kind, Run], slow: dict[Kind, Run], size: int, rate: str) -> Part:
     setting = (
         f"{size} peers, one seed; 10 Mbit/s for half of the peers and 100 Mbit/s for the others, where a round "
         f"of a wave waits for the slowest; equal links have {rate}"
@@ -168,7 +167,7 @@ def _links(paper: Paper, equal: dict[Kind, Run], slow: dict[Kind, Run], size: in
         made.add(f"{_name(kind)}: time", "not measured", longer[kind[0]], "times that of computing")
         change = _loss_of(one) - _loss_of(equal[kind])
         made.add(f"{_name(kind)}: loss, less that on equal links", "not measured", change, "nats")
-    claim = paper.claims["overlap"]
+    claim = paper["overlap"]
     costs = longer["diloco"] > longer["momentum"]
     made.add("time of DiLoCo, which blocks, / GASLoC", claim, longer["diloco"] / longer["momentum"], "", costs)
     free = longer["momentum"] < 1.02
@@ -177,4 +176,4 @@ def _links(paper: Paper, equal: dict[Kind, Run], slow: dict[Kind, Run], size: in
 
 
 if __name__ == "__main__":
-    show("diloco", parts, __doc__, data_dir=False)
+    show(paper, parts, __doc__, data_dir=False)

@@ -20,10 +20,11 @@ from _bench.simulated import run
 from _bench.tasks import clouds, images
 from _table import Part, show
 from _workers import Outcome, Problem, Stale, train
-from published import Figure, Paper
+from published import Figure, read
 
 from gossipx.parts import Parts
 
+paper = read("fluentps")
 SECONDS = 1.0
 """Of an iteration of an ordinary worker; times are relative to ASP's."""
 COLUMNS = {
@@ -49,10 +50,10 @@ PAIRS = {2: 4, 3: 5, 5: 7, 10: 12}
 """s' of the SSP with the same bound of regret, by 1/c of the PSSP with s = 3 (Figure 9)."""
 
 
-def parts(paper: Paper, given: Given) -> Iterator[Part]:
+def parts(given: Given) -> Iterator[Part]:
     """Yield the tables."""
     full = given.full
-    yield _regret.part(paper, *given.of((2, 5), (8, 60), (16, 400)))
+    yield _regret.part(*given.of((2, 5), (8, 60), (16, 400)))
     if given.smoke:
         return
     real = full or bool(given.data_dir)
@@ -60,21 +61,21 @@ def parts(paper: Paper, given: Given) -> Iterator[Part]:
     alexnet = _Block("alexnet", 1, 3, 1.76, *((64, 400) if full else (16, 40)))
     resnet = _Block("resnet56", 8, 2, 1.23, *((32, 100) if full else (8, 20)))
     columns = list(COLUMNS) if full else [name for name in COLUMNS if not name.endswith(":0.3")]
-    yield _communication(paper, (8, 16, 32) if full else (8, 16))
+    yield _communication((8, 16, 32) if full else (8, 16))
     numbers, iterations = ((2, 4, 8, 16, 64), 400) if full else ((2, 16), 60)
-    yield _baseline(paper, problem if real else _mlp(1.0), numbers, iterations)
-    yield _table_4(paper, problem, alexnet, columns)
-    yield _table_4(paper, _mlp(), resnet, columns)
+    yield _baseline(problem if real else _mlp(1.0), numbers, iterations)
+    yield _table_4(problem, alexnet, columns)
+    yield _table_4(_mlp(), resnet, columns)
     yield _stragglers(problem, alexnet, full)
-    yield _pairs(paper, _mlp(), *((64, 200, PAIRS) if full else (16, 40, {10: 12})))
+    yield _pairs(_mlp(), *((64, 200, PAIRS) if full else (16, 40, {10: 12})))
     if full:
-        yield _many(paper, problem)
+        yield _many(problem)
 
 
 # --- Figure 6 -------------------------------------------------------------------------------------
 
 
-def _communication(paper: Paper, numbers: Sequence[int]) -> Part:
+def _communication(numbers: Sequence[int]) -> Part:
     setting = (
         "traffic of ResNet-56, bsp, 8 servers on machines of their own, 0.625 Gbit/s each (25 Gbit/s / 40, chosen),"
         " equal shares of links; computation of 0.37 s with 32 workers, chosen, and more in proportion with fewer, as"
@@ -101,24 +102,20 @@ def _communication(paper: Paper, numbers: Sequence[int]) -> Part:
     for workers in numbers:
         lite, overlapped, sliced, *_ = (whole[workers, name] for name in kinds)
         computing = lite[0] - lite[1]
-        figure = paper.figures["derived/figure-6/communication"]
+        figure = paper["derived/figure-6/communication"]
         times = lite[1] / computing
         made.add(f"{workers} workers, as PS-Lite: communication", figure, times, figure.unit, none=0.0)
         for new, old, name in ((overlapped, lite, "overlapped"), (sliced, overlapped, "sliced")):
-            figure = paper.figures[f"figure-6/{name}/communication-saved"]
             saved = 100 * (1 - new[1] / old[1])
-            made.add(f"{workers} workers, {name}: saved", figure, saved, figure.unit)
+            made.add(f"{workers} workers, {name}: saved", paper[f"figure-6/{name}/communication-saved"], saved)
             faster = old[0] / new[0]
-            figure = paper.figures[f"figure-6/{name}/speedup"]
-            made.add(f"{workers} workers, {name}: speedup", figure, faster, figure.unit)
+            made.add(f"{workers} workers, {name}: speedup", paper[f"figure-6/{name}/speedup"], faster)
         saved = 100 * (1 - sliced[1] / lite[1])
-        figure = paper.figures["abstract/communication-saved"]
-        made.add(f"{workers} workers, both: saved", figure, saved, figure.unit)
+        made.add(f"{workers} workers, both: saved", paper["abstract/communication-saved"], saved)
         faster = lite[0] / sliced[0]
-        figure = paper.figures["abstract/speedup"]
-        made.add(f"{workers} workers, both: speedup", figure, faster, figure.unit)
+        made.add(f"{workers} workers, both: speedup", paper["abstract/speedup"], faster)
     first, last = (whole[workers, "as PS-Lite"][1] for workers in (numbers[0], numbers[-1]))
-    claim = paper.claims["figure-6/communication"]
+    claim = paper["figure-6/communication"]
     made.add(f"PS-Lite, {numbers[-1]} / {numbers[0]} workers", claim, last / first, "×", last > first, holds=True)
     return made
 
@@ -183,7 +180,7 @@ def varied(sigma: float = 0.3) -> Callable[[int], Callable[[], float]]:
 # --- Figure 7 -------------------------------------------------------------------------------------
 
 
-def _baseline(paper: Paper, problem: Problem, numbers: Sequence[int], iterations: int) -> Part:
+def _baseline(problem: Problem, numbers: Sequence[int], iterations: int) -> Part:
     batch = 32 * numbers[-1]
     setting = (
         f"{problem.name}, {iterations} iterations (4,000 in the paper), a batch of {batch} images of all workers "
@@ -206,23 +203,22 @@ def _baseline(paper: Paper, problem: Problem, numbers: Sequence[int], iterations
             published = "a curve of Figure 7"
             if workers == numbers[-1]:
                 which = "fluentps" if name == "FluentPS" else "ssptable"
-                least, most = (paper.figures[f"figure-7/{which}/{end}"].value for end in ("least", "most"))
+                least, most = (paper[f"figure-7/{which}/{end}"].value for end in ("least", "most"))
                 published = f"{least:g} to {most:g} % with 64 workers (Figure 7)"
             made.add(f"{name}, {workers} workers", published, found[name, workers], "%")
     problem.batch = 32
     few, many = numbers[0], numbers[-1]
     lost = found["FluentPS", few] - found["FluentPS", many]
-    claim = paper.claims["figure-7/fluentps"]
+    claim = paper["figure-7/fluentps"]
     made.add(f"FluentPS loses accuracy from {few} to {many} workers", claim, lost, "points", lost < 3, holds=True)
     for name in list(kinds)[1:]:
         below = found["FluentPS", many] - found[name, many]
-        apart = paper.figures["figure-7/fluentps/least"].value - paper.figures["figure-7/ssptable/most"].value
+        apart = paper["figure-7/fluentps/least"].value - paper["figure-7/ssptable/most"].value
         told = Figure("", apart, "points", "Figure 7, with 64 workers", "at least")
         made.add(f"FluentPS − {name}, {many} workers", told, below, "points")
         for workers in (one for one in numbers if one in (2, 4)):
             above = found["FluentPS", workers] - found[name, workers]
-            figure = paper.figures[f"figure-7/difference/{workers}-workers"]
-            made.add(f"FluentPS − {name}, {workers} workers", figure, above, figure.unit)
+            made.add(f"FluentPS − {name}, {workers} workers", paper[f"figure-7/difference/{workers}-workers"], above)
     return made
 
 
@@ -252,7 +248,7 @@ class _Block:
         )
 
 
-def _table_4(paper: Paper, problem: Problem, block: _Block, columns: Sequence[str]) -> Part:
+def _table_4(problem: Problem, block: _Block, columns: Sequence[str]) -> Part:
     asked = paper.setting["table-4"][block.model]
     setting = (
         f"{problem.name} for {block.model}; {block.workers} workers ({asked['workers']} in the paper), {block.servers} "
@@ -283,17 +279,17 @@ def _table_4(paper: Paper, problem: Problem, block: _Block, columns: Sequence[st
     accuracy = {column: one.accuracy(problem.task) for column, one in found.items()}
     for column, value in accuracy.items():
         made.add(f"{column}: accuracy", published("accuracy", column) or "not given", value, "of 1")
-    _directions(paper, made, block.model, found, accuracy)
+    _directions(made, block.model, found, accuracy)
     return made
 
 
-def _directions(paper: Paper, made: Part, model: str, found: dict[str, Outcome], accuracy: dict[str, float]) -> None:
+def _directions(made: Part, model: str, found: dict[str, Outcome], accuracy: dict[str, float]) -> None:
     """Add what the paper concludes from Table IV."""
     dprs = {column: one.dprs for column, one in found.items()}
     seconds = {column: one.seconds for column, one in found.items()}
 
     def published(row: str, column: str) -> float:
-        return paper.figures[f"table-4/{model}/cifar-10/{row}/{column}"].value
+        return paper[f"table-4/{model}/cifar-10/{row}/{column}"].value
 
     soft = [dprs[f"soft/{name}"] for name in ("pssp:0.1", "pssp:0.3", "pssp:0.5", "ssp") if f"soft/{name}" in dprs]
     rising = soft == sorted(soft) and len(set(soft)) == len(soft)
@@ -315,15 +311,14 @@ def _directions(paper: Paper, made: Part, model: str, found: dict[str, Outcome],
         made.add(f"{model}, {what}", Figure("", theirs, "×", "Table IV"), gain, "×")
     for what, fewer in (("SSP, lazy", "lazy/ssp"), ("PSSP 0.1, lazy", "lazy/pssp:0.1")):
         times = dprs["soft/ssp"] / dprs[fewer]
-        figure = paper.figures["abstract/dprs"]
+        figure = paper["abstract/dprs"]
         if (model, fewer) != ("resnet56", "lazy/ssp"):
             theirs = published("dprs", "soft/ssp") / published("dprs", fewer)
             figure = Figure("", theirs, figure.unit, "Table IV")
         made.add(f"{model}: DPRs of SSP, soft / {what}", figure, times, figure.unit)
     apart = 100 * max(abs(accuracy[name] - accuracy["soft/ssp"]) for name in accuracy if name.startswith("soft/pssp"))
-    claim = paper.claims["figure-10/ssp"]
-    made.add(f"{model}, soft: PSSP's accuracy is near SSP's", claim, apart, "points", apart < 1)
-    claim = paper.claims["figure-10/asp"]
+    made.add(f"{model}, soft: PSSP's accuracy is near SSP's", paper["figure-10/ssp"], apart, "points", apart < 1)
+    claim = paper["figure-10/asp"]
     fastest = seconds["asp"] <= min(seconds.values())
     made.add(f"{model}, ASP is fastest", claim, seconds["asp"] / min(seconds.values()), "× the least", fastest)
     others = {column: value for column, value in accuracy.items() if column not in ("asp", "bsp")}
@@ -358,7 +353,7 @@ def _stragglers(problem: Problem, block: _Block, full: bool) -> Part:
     return made
 
 
-def _pairs(paper: Paper, problem: Problem, workers: int, iterations: int, pairs: dict[int, int]) -> Part:
+def _pairs(problem: Problem, workers: int, iterations: int, pairs: dict[int, int]) -> Part:
     setting = (
         f"{problem.name}, {workers} workers, 1 server, {iterations} iterations (4,000 in the paper), one worker always "
         "1.76 times as slow; each pair has the same bound of regret"
@@ -377,26 +372,26 @@ def _pairs(paper: Paper, problem: Problem, workers: int, iterations: int, pairs:
             made.add(f"{name}: DPRs of SSP", "a bar of Figure 9", ssp.dprs * scale, "per 100")
             made.add(f"{name}: DPRs of PSSP", "a bar of Figure 9", pssp.dprs * scale, "per 100")
             saved = 100 * (1 - pssp.dprs / ssp.dprs) if ssp.dprs else 0.0
-            figure = paper.figures[f"figure-9/pssp/{pulls}/dprs-saved"]
+            figure = paper[f"figure-9/pssp/{pulls}/dprs-saved"]
             made.add(f"{name}: DPRs saved by PSSP", figure, saved, figure.unit, holds=pulls == "soft")
             saved = 100 * (1 - pssp.seconds / ssp.seconds)
-            figure = paper.figures["figure-9/pssp/soft/time-saved"]
+            figure = paper["figure-9/pssp/soft/time-saved"]
             told = figure if pulls == "soft" else "a bar of Figure 9"
             made.add(f"{name}: time saved by PSSP", told, saved, figure.unit)
         soft, lazy = found["soft"], found["lazy"]
         name = f"SSP, s' = {other}"
         saved = 100 * (1 - lazy[1].dprs / soft[1].dprs) if soft[1].dprs else 0.0
-        figure = paper.figures["figure-9/lazy/dprs-saved"]
+        figure = paper["figure-9/lazy/dprs-saved"]
         made.add(f"{name}: DPRs saved by lazy pulls", figure, saved, figure.unit)
-        gain, figure = soft[1].seconds / lazy[1].seconds, paper.figures["figure-9/lazy/speedup"]
+        gain, figure = soft[1].seconds / lazy[1].seconds, paper["figure-9/lazy/speedup"]
         made.add(f"{name}: lazy pulls are faster", figure, gain, figure.unit)
         shorter = lazy[0].seconds / soft[0].seconds
-        claim = paper.claims["figure-9/soft-sometimes-shorter"]
+        claim = paper["figure-9/soft-sometimes-shorter"]
         made.add(f"PSSP, c = 1/{inverse}: time of lazy / soft", claim, shorter, "", shorter > 1)
     return made
 
 
-def _many(paper: Paper, problem: Problem) -> Part:
+def _many(problem: Problem) -> Part:
     """Return Figure 11."""
     made = Part(
         "Figure 11: accuracy of 128 workers",
@@ -407,12 +402,11 @@ def _many(paper: Paper, problem: Problem) -> Part:
     for column in ("asp", "soft/pssp:0.3", "soft/pssp:0.5"):
         found[column] = 100 * block.train(problem, column, slower(1.76)).accuracy(problem.task)
         made.add(column, "a curve of Figure 11", found[column], "%")
-    figure = paper.figures["figure-11/pssp/accuracy"]
     for column in list(found)[1:]:
         gain = found[column] - found["asp"]
-        made.add(f"{column} − ASP", figure, gain, figure.unit)
+        made.add(f"{column} − ASP", paper["figure-11/pssp/accuracy"], gain)
     return made
 
 
 if __name__ == "__main__":
-    show("fluentps", parts, __doc__)
+    show(paper, parts, __doc__)

@@ -24,7 +24,7 @@ from _bench.tables import interval
 from _bench.tasks import Samples, Task, clouds, images
 from _table import Part, show
 from _workers import Problem, run_peers
-from published import Paper
+from published import read
 from torch import nn
 
 from gossipx.errors import UsageError
@@ -32,6 +32,7 @@ from gossipx.errors import UsageError
 sys.path.append(str(Path(__file__).parents[1] / "benches"))
 from _hybrid import JUDGED, MOMENTS, RATE
 
+paper = read("hybrid")
 WORKERS = 25
 COMPUTE = 0.2
 """Seconds of a gradient, which the paper does not give."""
@@ -90,7 +91,7 @@ Rounds = list[dict[str, float]]
 """For each round, the means of the metrics."""
 
 
-def parts(paper: Paper, given: Given) -> Iterator[Part]:
+def parts(given: Given) -> Iterator[Part]:
     """Yield the tables."""
     if given.data_dir and not given.full:
         raise UsageError("--data-dir is for Table 2, which needs --full: add that, or leave it out")
@@ -99,12 +100,12 @@ def parts(paper: Paper, given: Given) -> Iterator[Part]:
     for cell in (*FULL, *images) if given.full else (ONE,):
         specs = _models(cell, seconds)
         means = {name: _rounds(cell, spec, rounds, seconds, given.data_dir) for name, spec in specs.items()}
-        yield _cell(paper, cell, means, rounds, seconds)
+        yield _cell(cell, means, rounds, seconds)
     if not given.smoke:
-        yield _summed(paper, rounds, seconds)
-        yield _steps(paper, rounds, seconds)
+        yield _summed(rounds, seconds)
+        yield _steps(rounds, seconds)
     if given.full:
-        yield _over_settings(paper, rounds, seconds)
+        yield _over_settings(rounds, seconds)
 
 
 def _models(cell: Cell, seconds: float) -> dict[str, str]:
@@ -113,7 +114,7 @@ def _models(cell: Cell, seconds: float) -> dict[str, str]:
     return {**{name: spec.format(step) for name, spec in READINGS.items()}, ASP: ASP, BSP: BSP}
 
 
-def _over_settings(paper: Paper, rounds: int, seconds: float) -> Part:
+def _over_settings(rounds: int, seconds: float) -> Part:
     """Return what the paper concludes from Figures 4, 5, 8 and 10, with the values of the tables above."""
     made = Part("Figures 4, 5, 8 and 10: over settings", "as above")
 
@@ -130,33 +131,33 @@ def _over_settings(paper: Paper, rounds: int, seconds: float) -> Part:
         falls = [one - other for one, other in zip(batches["8"], batches["128"], strict=True)]
         fall, half = fmean(falls), interval(falls)
         agrees = fall > 0 if abs(fall) > half else None
-        claim = paper.claims["figure-8/batch-size"]
+        claim = paper["figure-8/batch-size"]
         made.add(f"{reading}: lead over asp, batch 8 less batch 128", claim, fall, "points", agrees, half=half)
         ahead = sum(fmean(pairs) > interval(pairs) for pairs in delays.values())
-        claim = paper.claims["figure-10/delays"]
+        claim = paper["figure-10/delays"]
         made.add(f"{reading}: ahead of asp", claim, ahead, f"of {len(delays)} delays", ahead == len(delays))
         both = [leads(reading, "table-1", over) for over in (ASP, BSP)]
         ahead = sum(all(fmean(one[column]) > interval(one[column]) for one in both) for column in both[0])
-        claim = paper.claims["figures-4-and-5/mnist"]
+        claim = paper["figures-4-and-5/mnist"]
         made.add(
             f"{reading}, images: ahead of both", claim, ahead, f"of {len(both[0])} settings", ahead == len(both[0])
         )
     return made
 
 
-def _summed(paper: Paper, rounds: int, seconds: float) -> Part:
+def _summed(rounds: int, seconds: float) -> Part:
     """Return how far hybrid is ahead of a bsp that makes as many steps of a gradient as asp does."""
     made = Part("bsp with the sum of the gradients", "as the table of Table 3, batch 32, in place of their mean")
     specs = _models(ONE, seconds)
     summed = _rounds(ONE, SUMMED, rounds, seconds, None)
     for reading in READINGS:
         ours, half = _less(_rounds(ONE, specs[reading], rounds, seconds, None), summed, "test-accuracy")
-        claim = paper.claims["figures-4-to-7/synchronous"]
+        claim = paper["figures-4-to-7/synchronous"]
         made.add(f"{reading}: accuracy less bsp's", claim, ours, "points", ours > half, half=half)
     return made
 
 
-def _steps(paper: Paper, rounds: int, seconds: float) -> Part:
+def _steps(rounds: int, seconds: float) -> Part:
     """Return how far hybrid is ahead with the shortest and the longest step."""
     setting = "workers wait, unless stated, and K gradients are one step of their mean"
     made = Part("Table 4 and Figure 9: step sizes", setting)
@@ -167,21 +168,21 @@ def _steps(paper: Paper, rounds: int, seconds: float) -> Part:
         own, at_once, asp, bsp = (
             _rounds(cell, specs[name], rounds, seconds, None) for name in (WAITS, AT_ONCE, ASP, BSP)
         )
-        figure = paper.figures[f"table-4/test-accuracy/{factor}/lr"]
+        figure = paper[f"table-4/test-accuracy/{factor}/lr"]
         for reading, one in (("", own), (f", {AT_ONCE}", at_once)):
             ours, half = _less(one, asp, "test-accuracy")
             made.add(f"step {factor}/lr{reading}: accuracy less asp's", figure, ours, "points", half=half)
         ahead[factor], half = _less(own, bsp, "test-accuracy")
-        claim = paper.claims[f"figure-9/{'small' if factor == 1 else 'large'}-steps"]
+        claim = paper[f"figure-9/{'small' if factor == 1 else 'large'}-steps"]
         near = abs(ahead[factor]) < half if factor == 1 else None
         made.add(f"step {factor}/lr: accuracy less bsp's", claim, ahead[factor], "points", near, half=half)
     nearer = ahead[1] < ahead[10]
-    claim = paper.claims["figure-9/small-steps"]
+    claim = paper["figure-9/small-steps"]
     made.add("1/lr is nearer to bsp than 10/lr", claim, ahead[10] - ahead[1], "points", nearer, holds=True)
     return made
 
 
-def _cell(paper: Paper, cell: Cell, means: dict[str, Rounds], rounds: int, seconds: float) -> Part:
+def _cell(cell: Cell, means: dict[str, Rounds], rounds: int, seconds: float) -> Part:
     data = DATA.get(cell.table, "random data, new in each round, MLP of 20, 64 and 10 units")
     if cell.table == "table-1":
         data += " in place of MNIST"
@@ -191,21 +192,20 @@ def _cell(paper: Paper, cell: Cell, means: dict[str, Rounds], rounds: int, secon
         f"{data}, {rounds} rounds of {seconds:g} virtual seconds in place of 5 of 100{shorter}, {cell.compute:g} s per "
         "gradient; ± is the 95 % interval over rounds; means over the round"
     )
-    place = paper.figures[f"{cell.table}/test-accuracy/{cell.column}"].place
+    place = paper[f"{cell.table}/test-accuracy/{cell.column}"].place
     made = Part(f"{place.split(',')[0]}: batch {cell.batch}, step {cell.step}, delays {cell.deviation:g} s", setting)
     name = f"{cell.table} {cell.column} {cell.compute:g} s"
     for reading in READINGS:
         for metric in METRICS:
-            figure = paper.figures[f"{cell.table}/{metric}/{cell.column}"]
+            figure = paper[f"{cell.table}/{metric}/{cell.column}"]
             ours, half = _less(means[reading], means[ASP], metric)
             made.add(f"{name}, {reading}: {metric} less asp's", figure, ours, UNITS[metric], half=half)
     for reading in READINGS:
         ours, half = _less(means[reading], means[BSP], "test-accuracy")
-        claim = paper.claims["figures-4-to-7/synchronous"]
         what, holds = f"{name}, {reading}: accuracy less bsp's", reading != WAITS
-        made.add(what, claim, ours, "points", ours > half, holds, half)
+        made.add(what, paper["figures-4-to-7/synchronous"], ours, "points", ours > half, holds, half)
     gradients = fmean(one["gradients"] for one in means[ASP]) / fmean(one["gradients"] for one in means[BSP])
-    made.add(f"{name}, gradients of asp / bsp", paper.claims["figures-4-to-7/synchronous"], gradients, "", None)
+    made.add(f"{name}, gradients of asp / bsp", paper["figures-4-to-7/synchronous"], gradients, "", None)
     return made
 
 
@@ -273,4 +273,4 @@ def _task(table: str, seed: int, data_dir: str | None) -> Task:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    show("hybrid", parts, __doc__)
+    show(paper, parts, __doc__)

@@ -18,13 +18,14 @@ from _bench.cli import Given
 from _bench.simulated import Run, mean, merged, run
 from _table import Part, show
 from _workers import Stale
-from published import Paper
+from published import read
 
 from gossipx.parts import Parts
 from gossipx.server import placement as placements
 from gossipx.server.placement.survey import survey
 from gossipx.tasks.models import published_sizes
 
+paper = read("modular-server")
 WORKERS = 4
 RATE = 1e9 / 8
 MODELS = {"resnet": "resnet110", "inception-v4": "inception-v4", "googlenet": "googlenet"}
@@ -53,19 +54,19 @@ PER_MESSAGE = 1e-4
 PLACEMENTS = ("uniform", "round-robin", "heuristic")
 
 
-def parts(paper: Paper, given: Given) -> Iterator[Part]:
+def parts(given: Given) -> Iterator[Part]:
     """Yield the tables."""
-    yield _sizes(paper)
-    yield _variations(paper)
-    yield _scaling(paper, given.of(2, 6, 21), given.of((2,), (2, 4), (1, 2, 4, 8, 16)))
+    yield _sizes()
+    yield _variations()
+    yield _scaling(given.of(2, 6, 21), given.of((2,), (2, 4), (1, 2, 4, 8, 16)))
     if given.smoke:
         return
     iterations = given.of(2, 6, 41)
-    speeds = {model: _speeds(paper, model, iterations) for model in ("resnet", "inception-v4")}
-    yield _placements(paper, given.full)
-    yield _optimizations(paper, speeds, iterations)
-    yield _utilisation(paper, speeds["resnet"])
-    yield from _accuracy(paper, given.full, given.data_dir, speeds["resnet"])
+    speeds = {model: _speeds(model, iterations) for model in ("resnet", "inception-v4")}
+    yield _placements(given.full)
+    yield _optimizations(speeds, iterations)
+    yield _utilisation(speeds["resnet"])
+    yield from _accuracy(given.full, given.data_dir, speeds["resnet"])
 
 
 # --- traffic --------------------------------------------------------------------------------------
@@ -86,13 +87,12 @@ class Speed:
     network: float
 
 
-def seconds_of(paper: Paper, model: str) -> float:
+def seconds_of(model: str) -> float:
     """Return the seconds of an iteration on a single machine."""
-    return GOOGLENET if model == "googlenet" else paper.figures[f"derived/{model}/iteration"].value
+    return GOOGLENET if model == "googlenet" else paper[f"derived/{model}/iteration"].value
 
 
 def speed(
-    paper: Paper,
     model: str,
     iterations: int,
     server: Mapping[str, Any],
@@ -105,7 +105,7 @@ def speed(
     simulation: dict[str, Any] = {"peers": workers, "work": "traffic", "model": MODELS[model]}
     if "push_codec" in server:
         simulation["encoded"] = ENCODED
-    step = seconds_of(paper, model)
+    step = seconds_of(model)
     settings = {"servers": ",".join(map(str, range(workers))), "bucket": BUCKETS[model], **server}
     tables = {
         "simulation": simulation,
@@ -120,7 +120,7 @@ def speed(
     return Speed(workers * step / seconds, min(100.0, 100 * step / seconds), 100 * received / (RATE * seconds))
 
 
-def _speeds(paper: Paper, model: str, iterations: int) -> dict[str, Speed]:
+def _speeds(model: str, iterations: int) -> dict[str, Speed]:
     servers: dict[str, tuple[dict[str, Any], Parts | None]] = {
         "traditional": (TRADITIONAL, None),
         "wait-free": (WAIT_FREE, None),
@@ -130,24 +130,22 @@ def _speeds(paper: Paper, model: str, iterations: int) -> dict[str, Speed]:
         "all": ({**WAIT_FREE, **TOP}, STALE),
         "Tensorflow": ({**WAIT_FREE, "placement": "round-robin"}, None),
     }
-    return {name: speed(paper, model, iterations, server, own=own) for name, (server, own) in servers.items()}
+    return {name: speed(model, iterations, server, own=own) for name, (server, own) in servers.items()}
 
 
-def _sizes(paper: Paper) -> Part:
+def _sizes() -> Part:
     made = Part("Table 1.1: models", "sizes of the models that gossipx has; bits = parameters × 32 × steps per second")
     for column, model in (("resnet", "resnet110"), ("inception-v4", "inception-v4")):
         million = sum(count for _, count in published_sizes(model)) / 1e6
-        published = paper.figures[f"table-1.1/parameters/{column}"]
-        made.add(f"{column}, parameters", published, million, "million", holds=True)
-        bits = million * 32 * paper.figures[f"table-1.1/steps/{column}"].value
-        published = paper.figures[f"table-1.1/bits/{column}"]
-        made.add(f"{column}, bits per second", published, bits, "Mbit/s")
+        made.add(f"{column}, parameters", paper[f"table-1.1/parameters/{column}"], million, "million", holds=True)
+        bits = million * 32 * paper[f"table-1.1/steps/{column}"].value
+        made.add(f"{column}, bits per second", paper[f"table-1.1/bits/{column}"], bits, "Mbit/s")
     densenet = sum(count for _, count in published_sizes("densenet121")) / 1e6
-    made.add("densenet (here DenseNet-121)", paper.figures["table-1.1/parameters/densenet"], densenet, "million")
+    made.add("densenet (here DenseNet-121)", paper["table-1.1/parameters/densenet"], densenet, "million")
     return made
 
 
-def _variations(paper: Paper) -> Part:
+def _variations() -> Part:
     """Return Figures 5.2 and 5.3, which no run is needed for."""
     made = Part("Figures 5.2 and 5.3: sizes of layers, and variation of what the servers hold", "four servers")
     variations: dict[str, dict[str, float]] = {}
@@ -162,21 +160,20 @@ def _variations(paper: Paper) -> Part:
             made.add(f"{model}, {one.placement}: coefficient of variation", told, one.variation, "of servers' bytes")
         if model == "resnet":
             split = next(one.partitions for one in found.placements if one.placement == "uniform") / found.tables
-            figure = paper.figures["figure-5.1/uniform/partitions"]
-            made.add("resnet, uniform: partitions", figure, split, figure.unit, holds=True)
+            made.add("resnet, uniform: partitions", paper["figure-5.1/uniform/partitions"], split, holds=True)
     inception = variations["inception-v4"]
-    claim, least = paper.claims["figure-5.2/inception-v4"], min(inception["round-robin"], inception["heuristic"])
+    claim, least = paper["figure-5.2/inception-v4"], min(inception["round-robin"], inception["heuristic"])
     made.add("inception-v4, others than uniform: the least variation", claim, least, "of servers' bytes", least > 0.05)
     lower = [by["heuristic"] < by["round-robin"] for by in variations.values()]
-    claim = paper.claims["figure-5.1/heuristic"]
+    claim = paper["figure-5.1/heuristic"]
     made.add("heuristic varies less than round-robin", claim, sum(lower), f"of {len(lower)} models", all(lower), True)
-    claim = paper.claims["figure-5.3/round-robin"]
+    claim = paper["figure-5.3/round-robin"]
     most = max(variations, key=lambda model: variations[model]["round-robin"]) == "googlenet"
     made.add("round-robin varies most with GoogLeNet", claim, variations["googlenet"]["round-robin"], "", most)
     return made
 
 
-def _placements(paper: Paper, full: bool) -> Part:
+def _placements(full: bool) -> Part:
     alone = (
         "each tensor alone in a message" if full else "each tensor of ResNet alone in a message, the others' grouped"
     )
@@ -192,13 +189,13 @@ def _placements(paper: Paper, full: bool) -> Part:
             bucket = 0 if full or model == "resnet" else BUCKETS[model]
             server = {**TRADITIONAL, "bucket": bucket, "placement": placement}
             network = {**EVENLY, "per_message": PER_MESSAGE}
-            ran = speed(paper, model, 9 if full else 2, server, network=network, spread="constant")
+            ran = speed(model, 9 if full else 2, server, network=network, spread="constant")
             found[model][placement] = ran.speedup
             made.add(f"{model}, {placement}", "a bar of Figure 5.1", ran.speedup, "times a single machine")
 
     def ratio(model: str, one: str, claim: str, agrees: bool, holds: bool) -> None:
         by = found[model]
-        made.add(f"{model}, {one} / heuristic", paper.claims[claim], by[one] / by["heuristic"], "", agrees, holds)
+        made.add(f"{model}, {one} / heuristic", paper[claim], by[one] / by["heuristic"], "", agrees, holds)
 
     resnet, inception, googlenet = found["resnet"], found["inception-v4"], found["googlenet"]
     ratio("resnet", "uniform", "figure-5.1/resnet/uniform", resnet["uniform"] < 0.9 * resnet["heuristic"], True)
@@ -208,13 +205,11 @@ def _placements(paper: Paper, full: bool) -> Part:
     ratio("googlenet", "round-robin", "figure-5.3/round-robin", worst, True)
     average = {name: fmean(by[name] for by in found.values()) for name in resnet}
     first = average["heuristic"] >= max(average.values())
-    made.add(
-        "heuristic, mean", paper.claims["figure-5.1/heuristic"], average["heuristic"], "times a single machine", first
-    )
+    made.add("heuristic, mean", paper["figure-5.1/heuristic"], average["heuristic"], "times a single machine", first)
     return made
 
 
-def _optimizations(paper: Paper, speeds: dict[str, dict[str, Speed]], iterations: int) -> Part:
+def _optimizations(speeds: dict[str, dict[str, Speed]], iterations: int) -> Part:
     setting = (
         f"traffic, heuristic placement, {iterations} iterations that vary by {JITTER}, wait-free in messages of 256 "
         "KiB with ResNet and 2 MiB with others; top-1 % sends 2 % of the bytes both ways, and encoding takes no time; "
@@ -224,48 +219,44 @@ def _optimizations(paper: Paper, speeds: dict[str, dict[str, Speed]], iterations
     made = Part("Figures 1.1 and 5.4: speedups at four workers", setting)
     for model, by in speeds.items():
         gain = by["wait-free"].speedup / by["traditional"].speedup
-        published = paper.figures[f"figure-5.4/wait-free/{model}"]
+        published = paper[f"figure-5.4/wait-free/{model}"]
         made.add(f"{model}, wait-free / traditional", published, gain, published.unit, holds=True)
-        uneven = [speed(paper, model, iterations, one, network={}).speedup for one in (WAIT_FREE, TRADITIONAL)]
+        uneven = [speed(model, iterations, one, network={}).speedup for one in (WAIT_FREE, TRADITIONAL)]
         gain = uneven[0] / uneven[1]
         made.add("— with unequal shares of links", published, gain, published.unit)
         if model == "resnet":
-            free, traditional = (
-                speed(paper, model, iterations, {**one, "bucket": None}) for one in (WAIT_FREE, TRADITIONAL)
-            )
+            free, traditional = (speed(model, iterations, {**one, "bucket": None}) for one in (WAIT_FREE, TRADITIONAL))
             gain = free.speedup / traditional.speedup
             made.add("— with gossipx's default messages, 1 to 4 MiB", published, gain, published.unit)
         top, ssp, every = (by[name].speedup for name in ("wait-free, top-1 %", "wait-free, SSP 5", "all"))
-        made.add(f"{model}, all", paper.figures[f"figure-5.4/all/{model}"], every, "times a single machine", holds=True)
+        made.add(f"{model}, all", paper[f"figure-5.4/all/{model}"], every, "times a single machine", holds=True)
         ordered = ssp > top if model == "resnet" else top > ssp
-        claim = paper.claims[f"figure-5.4/{model}"]
+        claim = paper[f"figure-5.4/{model}"]
         made.add(f"{model}, SSP 5 / top-1 %", claim, ssp / top, "", ordered, holds=model == "resnet")
         own = by["wait-free, ssp:5"].speedup
         made.add(
             "— gossipx's ssp:5, which pulls each time", claim, own / top, "", own > top if model == "resnet" else None
         )
         near = by["Tensorflow"].speedup / by["wait-free"].speedup
-        claim = paper.claims["figure-5.4/overhead"]
-        made.add(f"{model}, Tensorflow / wait-free", claim, near, "", 0.9 < near < 1.1)
+        made.add(f"{model}, Tensorflow / wait-free", paper["figure-5.4/overhead"], near, "", 0.9 < near < 1.1)
     slower = speeds["inception-v4"]["Tensorflow"].speedup
-    claim = paper.claims["figure-1.1/inception-v4"]
-    made.add("inception-v4, Tensorflow", claim, slower, "times a single machine", slower < 1)
+    made.add("inception-v4, Tensorflow", paper["figure-1.1/inception-v4"], slower, "times a single machine", slower < 1)
     return made
 
 
-def _scaling(paper: Paper, iterations: int, numbers: Sequence[int]) -> Part:
+def _scaling(iterations: int, numbers: Sequence[int]) -> Part:
     made = Part("Figure 5.5: scaling of ResNet", "as above; the thesis has four machines, and no numbers")
     for workers in numbers:
-        plain = speed(paper, "resnet", iterations, WAIT_FREE, workers).speedup
-        every = speed(paper, "resnet", iterations, {**WAIT_FREE, **TOP}, workers, STALE).speedup
+        plain = speed("resnet", iterations, WAIT_FREE, workers).speedup
+        every = speed("resnet", iterations, {**WAIT_FREE, **TOP}, workers, STALE).speedup
         made.add(f"{workers} workers, wait-free", "a curve of Figure 5.5", plain, "times a single machine")
         near = every > 0.85 * workers
-        claim = paper.claims["figure-5.5/scaling"]
+        claim = paper["figure-5.5/scaling"]
         made.add(f"{workers} workers, all", claim, every, "times a single machine", near, holds=True)
     return made
 
 
-def _utilisation(paper: Paper, speeds: dict[str, Speed]) -> Part:
+def _utilisation(speeds: dict[str, Speed]) -> Part:
     setting = "as above; GPU: computation / time; network: what a worker receives / what its link carries in the time"
     made = Part("Figure 5.6: utilisation with ResNet", setting)
     for name, one in speeds.items():
@@ -277,24 +268,22 @@ def _utilisation(paper: Paper, speeds: dict[str, Speed]) -> Part:
         speeds[name] for name in ("traditional", "wait-free", "wait-free, top-1 %", "wait-free, SSP 5")
     )
     raises = free.gpu > plain.gpu and free.network > plain.network
-    claim = paper.claims["figure-5.6/wait-free"]
-    made.add("wait-free raises both", claim, free.network / plain.network, "× network", raises)
+    made.add("wait-free raises both", paper["figure-5.6/wait-free"], free.network / plain.network, "× network", raises)
     less = max(top.network, ssp.network) < free.network and min(top.gpu, ssp.gpu) > free.gpu
-    claim = paper.claims["figure-5.6/compression-and-ssp"]
+    claim = paper["figure-5.6/compression-and-ssp"]
     made.add("SSP and top-1 %: less network, more GPU", claim, ssp.network / free.network, "× network", less)
     more = ssp.network > top.network and ssp.gpu >= 0.95 * top.gpu
-    claim = paper.claims["figure-5.6/ssp"]
-    made.add("SSP / top-1 %: network", claim, ssp.network / top.network, "times", more, holds=False)
+    made.add("SSP / top-1 %: network", paper["figure-5.6/ssp"], ssp.network / top.network, "times", more, holds=False)
     every = speeds["all"]
     both = every.gpu >= 0.99 * max(one.gpu for one in speeds.values()) and every.network <= top.network
-    made.add("all: most GPU, least network", paper.claims["figure-5.6/all"], every.network, "%", both, holds=False)
+    made.add("all: most GPU, least network", paper["figure-5.6/all"], every.network, "%", both, holds=False)
     return made
 
 
 # --- training -------------------------------------------------------------------------------------
 
 
-def _accuracy(paper: Paper, full: bool, data_dir: str | None, speeds: dict[str, Speed]) -> list[Part]:
+def _accuracy(full: bool, data_dir: str | None, speeds: dict[str, Speed]) -> list[Part]:
     iterations, seeds = (1_200, 3) if full else (60, 1)
     task = {"task": "cifar10", "data_dir": data_dir} if data_dir else {"task": "fashion-mnist"}
     told = "one seed" if seeds == 1 else f"{seeds} seeds"
@@ -306,7 +295,7 @@ def _accuracy(paper: Paper, full: bool, data_dir: str | None, speeds: dict[str, 
     common: dict[str, dict[str, Any]] = {
         "simulation": {"peers": WORKERS},
         "task": {"model": "lenet", "base_lr": 0.05, "momentum": 0.0, "weight_decay": 0.0, **task},
-        "compute": {"seconds": seconds_of(paper, "resnet"), "spread": JITTER},
+        "compute": {"seconds": seconds_of("resnet"), "spread": JITTER},
         "server": {"servers": "0,1,2,3"},
         "run": {"iterations": iterations, "eval_interval": iterations // POINTS},
         "sync": {"finish": "none"},
@@ -325,10 +314,9 @@ def _accuracy(paper: Paper, full: bool, data_dir: str | None, speeds: dict[str, 
         accuracy[name] = fmean(one.accuracy for one in runs)
         curves[name] = _curve(runs)
         made.add(f"accuracy, {name}", "a curve of Figure 5.7", accuracy[name], "of 1")
-    claim = paper.claims["figure-5.7/accuracy"]
     below = 100 * (accuracy["bsp"] - accuracy["all"])
-    made.add("accuracy, bsp − all", claim, below, "points", 0 < below < SLIGHTLY)
-    return [made, _by_time(paper, setting, curves, speeds)]
+    made.add("accuracy, bsp − all", paper["figure-5.7/accuracy"], below, "points", 0 < below < SLIGHTLY)
+    return [made, _by_time(setting, curves, speeds)]
 
 
 def _curve(runs: Sequence[Run]) -> dict[int, float]:
@@ -337,21 +325,20 @@ def _curve(runs: Sequence[Run]) -> dict[int, float]:
     return {step: fmean(peer[step] for peer in every) for step in every[0] if all(step in peer for peer in every)}
 
 
-def _by_time(paper: Paper, setting: str, curves: dict[str, dict[int, float]], speeds: dict[str, Speed]) -> Part:
+def _by_time(setting: str, curves: dict[str, dict[int, float]], speeds: dict[str, Speed]) -> Part:
     """Return the time to the accuracies that both all optimizations and Tensorflow reach."""
     often = (
         f"accuracy is measured {POINTS} times and interpolated; an iteration takes as long as that of ResNet's traffic"
     )
     made = Part("Figure 5.8: accuracy by time", f"{setting}; {often}")
     own, plain = curves["all"], curves["bsp"]
-    step = WORKERS * seconds_of(paper, "resnet")
+    step = WORKERS * seconds_of("resnet")
     each = {name: step / speeds[speed].speedup for name, speed in (("all", "all"), ("bsp", "Tensorflow"))}
     for share in (0.8, 0.9, 1.0):
         target = share * min(max(own.values()), max(plain.values()))
         taken = [_reached(curve, target) * each[name] for name, curve in (("all", own), ("bsp", plain))]
-        figure = paper.figures["figure-5.8/time-to-accuracy"]
         percent = 100 * taken[0] / taken[1]
-        made.add(f"time to accuracy {target:.2f}, all / Tensorflow", figure, percent, figure.unit)
+        made.add(f"time to accuracy {target:.2f}, all / Tensorflow", paper["figure-5.8/time-to-accuracy"], percent)
     return made
 
 
@@ -364,4 +351,4 @@ def _reached(curve: dict[int, float], target: float) -> float:
 
 
 if __name__ == "__main__":
-    show("modular-server", parts, __doc__)
+    show(paper, parts, __doc__)

@@ -89,6 +89,10 @@ class Paper:
     figures: Mapping[str, Figure]
     claims: Mapping[str, Claim]
 
+    def __getitem__(self, key: str) -> Any:
+        """Return a figure or a claim by its id."""
+        return self.figures[key] if key in self.figures else self.claims[key]
+
 
 def read(name: str) -> Paper:
     """Return the paper ``name``, one of :data:`NAMES`.

@@ -35,7 +35,7 @@ def run(job: Job) -> dict[str, Any]:
     codec = ("--push-codec", job["spec"], "--pull-codec", job["spec"])
     options = ("--servers", "0", "--servers-only", "--sync", "bsp", *codec, "--seed", str(job["round"]))
     with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(WORKERS + 1, job["link"]) as net:
-        script = (Path(__file__).with_name("_linked.py"), job["model"], str(RATES[job["link"]]), scratch)
+        script = (Path(__file__).with_name("_scripts.py"), "timed", job["model"], str(RATES[job["link"]]), scratch)
         train(net, Path(scratch), "run", *options, *script)
         return {"seconds": max(json.loads(file.read_text()) for file in Path(scratch).glob("*.json"))}
 

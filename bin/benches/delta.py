@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from _bench.cli import Given, bench
@@ -97,43 +96,14 @@ class Laid:
 
     def passes(self) -> dict[str, Pass]:
         x, before, other = self.x, self.before, self.other
-        passes: dict[str, Pass] = {
+        return {
             MEMCPY: lambda: float(other.copy_(x)[0]),
             READ: lambda: float(torch.dot(x, other)),
             "torch._foreach": self.foreach,
             "torch, flat": self.flat,
-            "numba, one fused pass": lambda: fused(x.numpy(), before.numpy()),
             EXACT: lambda: kernels.advance(x, before, before),
             SAMPLED: lambda: self.sampled.advance(x),
         }
-        fused = _fused()
-        if fused is None:
-            del passes["numba, one fused pass"]
-        return passes
-
-
-def _fused() -> Callable[[Any, Any], float] | None:
-    """Return the pass compiled by numba if it is installed, which shows the possible gain."""
-    try:
-        import numba
-        import numpy as np
-    except ImportError:
-        return None
-
-    @numba.njit(nogil=True, fastmath={"reassoc", "contract"})
-    def fused(x: Any, before: Any) -> float:
-        total = 0.0
-        for start in range(0, len(x), kernels.BLOCK):
-            now, old = x[start : start + kernels.BLOCK], before[start : start + kernels.BLOCK]
-            block = np.float32(0)
-            for index in range(len(now)):
-                change = now[index] - old[index]
-                block += change * change
-                old[index] = now[index]
-            total += block
-        return total
-
-    return fused
 
 
 @torch.no_grad()
@@ -150,31 +120,22 @@ def _side_by_side(laid: Laid, rounds: int) -> dict[str, list[float]]:
 
 def _in_training(case: Case, steps: int) -> tuple[float, dict[str, float]]:
     """Return the median seconds of a step, and of each kind of work right after it, with the caches as it left them."""
-    ours: dict[str, float] = {}
     whole: list[float] = []
-    for name, sampled in IN_TRAINING.items():
-        ours[name] = _pass_alone(case, sampled, steps, whole)
-    for name, delta in WHOLE.items():
-        ours[name] = _whole_step(case, delta, steps, whole)
+    ours = {name: _pass_alone(case, sampled, steps, whole) for name, sampled in IN_TRAINING.items()}
+    ours |= {name: _whole_step(case, delta, steps, whole) for name, delta in WHOLE.items()}
     return statistics.median(whole), ours
 
 
 def _pass_alone(case: Case, sampled: bool, steps: int, whole: list[float]) -> float:
     """Return the seconds of the arena's work after a step without requests, and append each step's to ``whole``."""
-    trained = Training.of(case.model, case.batch)
-    arena = ParameterArena(trained.module, sampled=0 if sampled else None)
-
-    def measured() -> None:
-        arena.step_done()
-        arena.leave_boundary()
-
-    trained.step()
-    measured()
+    training = Training.of(case.model, case.batch)
+    arena = ParameterArena(training.module, sampled=0 if sampled else None)
     taken = []
-    for _ in range(steps):
-        whole.append(seconds(trained.step))
-        taken.append(seconds(measured))
-    return statistics.median(taken)
+    for _ in range(1 + steps):
+        whole.append(seconds(training.step))
+        taken.append(seconds(lambda: (arena.step_done(), arena.leave_boundary())))
+    del whole[-1 - steps]  # the first step
+    return statistics.median(taken[1:])
 
 
 def _whole_step(case: Case, delta: str, steps: int, whole: list[float]) -> float:
@@ -182,18 +143,14 @@ def _whole_step(case: Case, delta: str, steps: int, whole: list[float]) -> float
 
     The check of the parameters' addresses at every 50th step is excluded.
     """
-    trained = Training.of(case.model, case.batch)
+    training = Training.of(case.model, case.batch)
     with tempfile.TemporaryDirectory() as scratch, hosts_file(Path(scratch), 1) as hosts:
-        peer = trained.join(hosts, policy=SAYS_NO, delta=delta, log_interval=RECORDED, logdir=scratch)
-        for _ in range(RECORDED):
-            trained.step()
-        trained.in_peer.clear()
-        for _ in range(steps):
-            took = seconds(trained.step)
-            whole.append(took - trained.in_peer[-1].wall)
+        peer = training.join(hosts, policy=SAYS_NO, delta=delta, log_interval=RECORDED, logdir=scratch)
+        taken = [seconds(training.step) for _ in range(RECORDED + steps)]
         peer.close()
-    told = [span.wall for span in trained.in_peer]
-    plain, recorded = (statistics.median(told[place::RECORDED]) for place in (0, RECORDED - 1))
+    told = [span.wall for span in training.in_peer]
+    whole += [step - own for step, own in zip(taken[RECORDED:], told[RECORDED:], strict=True)]
+    plain, recorded = (statistics.median(told[RECORDED + place :: RECORDED]) for place in (0, RECORDED - 1))
     return plain + (recorded - plain) / IN_A_RUN
 
 

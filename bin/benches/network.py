@@ -151,10 +151,10 @@ def _overlapped(net: EmulatedNetwork, scratch: Path, iterations: int, policy: st
     ``payload`` is the model's bytes per second of a pull, as a share of the link's rate, and ``use`` the same for
     Ethernet frames, to which the rate applies.
     """
-    script = Path(__file__).with_name("_large_model.py")
+    script = (Path(__file__).with_name("_scripts.py"), "large", str(PARAMETERS), str(iterations), str(STEP_SECONDS))
     options = ("--policy", policy, "--delta", "sampled", "--overwrite", "--no-save-model", "--finish", "none")
     before = _received(net)
-    one = train(net, scratch, "run", *options, script, str(PARAMETERS), str(iterations), str(STEP_SECONDS))[0]
+    one = train(net, scratch, "run", *options, *script)[0]
     # A joining peer also pulls the model; the frames' overhead is the same for all transfers.
     frames = (_received(net) - before) / (sum(known(one.bytes_received)) + 4 * PARAMETERS)
     pulls = [4 * PARAMETERS * 8 / spent / net.bucket.rate for spent in _pull_seconds(scratch, len(net.hosts))]

@@ -5,7 +5,7 @@ bin/bench simulation --full     three rounds (about an hour and a quarter)
 
 Real peers run in namespaces whose links are shaped by tc; it needs root on Linux with ip and tc (Debian's iproute2).
 The simulator gets the rate and the latency of the links and, from the real run without exchanges, the time of an
-iteration, in which a process mostly sleeps (bin/benches/_paced.py), as four peers share the cores of this machine. The
+iteration, in which a process mostly sleeps (bin/benches/_scripts.py), as four peers share the cores here. The
 table shows medians over rounds; each round has a seed of its own, which the simulated run shares.
 """
 
@@ -27,7 +27,7 @@ from emulated.runs import train
 from gossipx.metrics.summary import Summary
 
 PEERS = 4
-SCRIPT = str(Path(__file__).parent / "_paced.py")
+SCRIPT = (str(Path(__file__).with_name("_scripts.py")), "paced")
 RATES = ("10mbit", "100mbit", "1gbit")
 NEVER = "never"
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
@@ -100,8 +100,8 @@ def _measure(rate: str, kinds: list[str], rounds: int, iterations: int, peers: i
             seconds = 0.0
             for kind in kinds:
                 settings = _settings(kind, seed, iterations)
-                way = "server" if "server" in settings else "peers"
-                script = [SCRIPT, *map(str, (seed, settings["run"]["iterations"], PACE, peers)), way]
+                served = ["served"] if "server" in settings else []
+                script = [*SCRIPT, *map(str, (seed, settings["run"]["iterations"], PACE, peers)), *served]
                 options = [*_options(settings), "--overwrite", *script]
                 real = Outcome.of(train(net, Path(scratch), "run", *options)[0])
                 seconds = seconds or real.seconds / iterations
