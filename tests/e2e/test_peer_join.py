@@ -196,7 +196,7 @@ def test_over_tls_with_a_certificate_for_its_own_address(here: Folder, tmp_path:
     authority = Authority(tmp_path / "ca")
     script = here.script(LATE)
     arguments = (script, here.path, "3", "012")
-    run = here.start_run("--policy", "tau:3", "--peer-timeout", "20", *authority.issue().options(), *arguments)
+    run = here.start_run("--policy", "tau:3", "--peer-timeout", "20", *authority.issue(address()).options(), *arguments)
     run.line(" train ")
     contact = here.names[1]
     line = one_line(join(here, contact, *authority.issue("198.51.100.7").options(), *arguments).end(), 5)
