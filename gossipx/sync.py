@@ -13,18 +13,19 @@ from typing import Any
 from gossipx.policies import Observation, Policy, describe, parse
 
 QUIET = 100
-"""Iterations after which a policy that does not fire is told, early enough to mend a run of some hundred."""
+"""Warn after this many iterations without an exchange, early enough to correct a short run."""
 PERIODS = 3
-"""Multiple of the longest earlier silence that is told: a policy that fires ever more rarely is as intended."""
+"""Warn only after this multiple of the longest earlier pause, so that a policy that is meant to fire less and less
+often causes no warning."""
 LOSSES = 10
-"""Skipped decisions that are told, if they are also a share of all: a few are normal at the start of a run, when
-connections are still being made."""
+"""Warn after this many skipped decisions, if they are also a large share of all. A few are normal at the start of a
+run, while connections are being made."""
 LOST_SHARE = 0.2
-"""Share of skipped decisions that is told: ``tau:10`` then exchanges more rarely than ``tau:12``."""
+"""Warn from this share of skipped decisions on: ``tau:10`` then exchanges less often than ``tau:12``."""
 
 
 @dataclass
-class _Counters:
+class _SinceRetrieval:
     """Counters since the last retrieval."""
 
     delta: float = 0.0  # Δ_r
@@ -39,11 +40,11 @@ class _Decisions:
     Attributes:
         overtaken: number of decisions that found an exchange in flight.
         declined: number of decisions that found all other peers busy.
-        told_of_silence: whether it is told that the policy does not fire, or need not be told.
+        warned_of_silence: whether the warning about silence has been given or is not needed.
     """
 
     def __init__(self, policy: Policy):
-        self.told_of_silence = not policy.depends_on_model or policy.max_silence > 0
+        self.warned_of_silence = not policy.depends_on_model or policy.max_silence > 0
         self.overtaken = 0
         self.declined = 0
         self._policy = policy
@@ -52,7 +53,7 @@ class _Decisions:
         self._silence = 0  # iterations since the last of them
         self._longest = 0  # such silence before
         self._last: Observation | None = None
-        self._lossy = False  # whether it is told that many decisions are skipped
+        self._lossy = False  # whether the warning about skips has been given
 
     def observe(self, observation: Observation, wanted: bool) -> None:
         """Count an iteration, and whether the policy ``wanted`` an exchange."""
@@ -66,8 +67,8 @@ class _Decisions:
     def warnings(self) -> dict[str, str]:
         """See :meth:`SyncManager.warnings`."""
         found = {}
-        if not self.told_of_silence and self._last is not None and self._is_silent(self._last):
-            self.told_of_silence = True
+        if not self.warned_of_silence and self._last is not None and self._is_silent(self._last):
+            self.warned_of_silence = True
             since = f", since iteration {self._last.step - self._silence}" if self._made else ""
             found["quiet"] = (
                 f"{describe(self._policy)} has not fired in {self._silence} iterations{since}:"
@@ -84,7 +85,7 @@ class _Decisions:
         return found
 
     def _is_silent(self, last: Observation) -> bool:
-        """Return whether neither the policy nor another peer, such as by a wave, has begun an exchange for long."""
+        """Return whether no exchange has begun for long, by the policy or by another peer, such as in a wave."""
         return min(self._silence, last.silence) >= max(QUIET, PERIODS * self._longest)
 
 
@@ -94,8 +95,8 @@ class SyncManager:
     The counters restart when a request is sent. If the request fails, they continue as if it had never been sent, with
     the earlier Δ_r.
 
-    A wave counts as one request, also if another peer started it; Δ_r is set when this peer joins it. Each model that a
-    wave brings counts as one retrieval, so that statistics of pulls and waves are comparable.
+    A wave counts as one request, also if another peer started it; Δ_r is set when this peer joins it. Each model
+    received in a wave counts as one retrieval, so that statistics of pulls and waves are comparable.
 
     Args:
         policy: what :func:`gossipx.policies.parse` accepts: a spec such as ``tau:10``, a policy or a function.
@@ -106,15 +107,16 @@ class SyncManager:
 
     Attributes:
         policy: the policy.
-        observation: what the policy decided on after the last step, with Δ_r as it was then; None before the first.
-        fired: whether :meth:`step` then returned that the caller should exchange.
+        observation: the observation of the last step, with Δ_r as it was when the policy decided; None before the first
+            step.
+        fired: whether :meth:`step` last told the caller to exchange.
         decisions: number of decisions to exchange after the warm-up, including skipped ones.
         retrievals: number of mixed models of other peers, including pushed ones.
         skipped: number of decisions to pull that had no effect, because an exchange was in flight or no peer was
             available or willing.
         failed: number of exchanges that did not complete, and of waves that met no other peer.
-        accumulated: number of the last retrieval of a completed exchange, and the sum of the deltas from the request
-            before to its own (Figure 3).
+        accumulated: the number of the last retrieval of a completed exchange, and the sum of the deltas between the
+            request before it and its own (Figure 3).
     """
 
     def __init__(self, policy: str | Policy | Callable[[Observation], bool], seed: int = 0):
@@ -128,8 +130,8 @@ class SyncManager:
         self.accumulated = (0, 0.0)
         self._coin = random.Random(seed)
         self._policy_state = self.policy.init()
-        self._since = _Counters()
-        self._before_request: _Counters | None = None
+        self._since = _SinceRetrieval()
+        self._before_request: _SinceRetrieval | None = None
         self._delta = 0.0
         self._decisions = _Decisions(self.policy)
 
@@ -178,13 +180,13 @@ class SyncManager:
         return wanted
 
     def warnings(self) -> dict[str, str]:
-        """Return, by topic, what a user should know about the decisions so far; each topic once."""
+        """Return the new warnings about the decisions so far, by topic; each topic is returned once."""
         return self._decisions.warnings()
 
     def requested(self, *, shared: bool = False) -> None:
         """Record that a pull was sent or, if ``shared``, that a wave or a pair began; restart the counters."""
         self._before_request = self._since
-        self._since = _Counters(delta=self._delta, shared=shared)
+        self._since = _SinceRetrieval(delta=self._delta, shared=shared)
 
     def completed(self, models: int = 1) -> None:
         """Record that the exchange in flight has ended after mixing ``models`` models of other peers."""
@@ -206,7 +208,7 @@ class SyncManager:
         if self._before_request is None:
             return
         before, self._before_request = self._before_request, None
-        self._since = _Counters(
+        self._since = _SinceRetrieval(
             delta=before.delta,
             travelled=before.travelled + self._since.travelled,
             silence=before.silence + self._since.silence,
@@ -226,7 +228,7 @@ class SyncManager:
         if self._before_request is not None:
             before = self._before_request
             travelled, silence = before.travelled + since.travelled, before.silence + since.silence
-            since = _Counters(before.delta, travelled, silence, before.shared)
+            since = _SinceRetrieval(before.delta, travelled, silence, before.shared)
         version, words, gauss = self._coin.getstate()
         return {
             "policy": copy.deepcopy(self._policy_state),  # the policy may update its state in place
@@ -241,11 +243,11 @@ class SyncManager:
         version, words, gauss = state["coin"]
         self._coin.setstate((version, tuple(words), gauss))
         self._policy_state = copy.deepcopy(state["policy"])
-        self._since = _Counters(**state["since"])
+        self._since = _SinceRetrieval(**state["since"])
         self._before_request = None
         self._delta = state["delta"]
         self.retrievals, self.skipped, self.failed, self.decisions = state["counts"]
-        self._decisions.told_of_silence |= any(state["counts"])  # it has fired, but its earlier silence is not known
+        self._decisions.warned_of_silence |= any(state["counts"])  # how long it was silent is not saved
 
 
 def consensus_distance(squared_distances: Sequence[float], peers: int) -> float:

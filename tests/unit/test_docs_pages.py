@@ -22,7 +22,7 @@ from gossipx.settings.sections import KEYS
 DOCS = HOUSE / "docs"
 REPOSITORY = "https://github.com/gossipx/gossipx"
 # The pages that document each section of settings.
-SECTIONS = {"hub": ["hub.md"], "server": ["server.md", "placement.md"]}
+SECTIONS = {"hub": ["hub.md"], "server": ["server.md"]}
 
 
 def text_of(names: list[str]) -> str:
@@ -50,7 +50,7 @@ def test_every_sync_model_is_named_with_all_of_its_keys(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("page", "name"),
-    [("placement.md", name) for name in BUILT_IN] + [("policies.md", name) for name in policies.BUILT_IN],
+    [("server.md", name) for name in BUILT_IN] + [("policies.md", name) for name in policies.BUILT_IN],
 )
 def test_every_spec_has_its_row(page: str, name: str) -> None:
     rows = re.findall(r"^\| `.*?\|", text_of([page]), re.MULTILINE)
