@@ -196,12 +196,9 @@ def mean(points: Sequence[Point]) -> dict[str, float]:
 
 
 def stretched(whole: Sequence[Point], timed: Sequence[Point]) -> list[dict[str, float]]:
-    """Return the points of a synchronous system's run with the seconds of another link.
+    """Return the points of a synchronous system's run over a fast link with the seconds of another link.
 
-    Args:
-        whole: of a run over a fast link.
-        timed: of the first steps of the same run over the other link; their mean after the first point is the time of a
-            step.
+    ``timed`` is the run's begin over that link: its mean after the first point is the time of a step.
     """
     first, last = timed[0], timed[-1]
     seconds = (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])
@@ -209,12 +206,7 @@ def stretched(whole: Sequence[Point], timed: Sequence[Point]) -> list[dict[str, 
 
 
 def reach(points: Sequence[Point], loss: float) -> dict[str, float] | None:
-    """Return seconds and bytes at which a curve first has a loss, on straight lines between its points.
-
-    Args:
-        points: of one run, by step.
-        loss: the loss of the averaged model to reach.
-    """
+    """Return seconds and bytes at which a run first has a loss, on straight lines between its points."""
     for place, point in enumerate(points):
         if point["loss"] <= loss:
             if place == 0:

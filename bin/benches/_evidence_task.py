@@ -35,14 +35,8 @@ LONGEST_WAIT = 300.0
 
 @dataclass(frozen=True)
 class Workload:
-    """A task as all systems train it.
-
-    Attributes:
-        task, model, partition: settings of ``gossipx run``.
-        steps: iterations of each peer.
-        figure: the test figure that the table shows, ``loss`` or ``accuracy``.
-        noise: a difference of it that two seeds of one setting easily have.
-    """
+    """A task as all systems train it: settings of ``gossipx run``; iterations of each peer; the test figure that the
+    table shows, ``loss`` or ``accuracy``; and a difference of it that two seeds of one setting easily have."""
 
     task: str
     model: str
@@ -77,15 +71,8 @@ def model_of(workload: Workload, classes: int, seed: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The run of which a program is one peer.
-
-    Attributes:
-        folder: of the run, shared by its peers; not part of the emulated network.
-        workload: a key of :data:`WORKLOADS`.
-        seed, steps, peers: of the run.
-        options: what the program needs to know of its system.
-        addresses: of the peers, by rank.
-    """
+    """The run of which a program is one peer: its folder, which the peers share beside the emulated network, its key in
+    :data:`WORKLOADS`, what the program needs to know of its system, and the peers' addresses by rank."""
 
     folder: Path
     workload: str
@@ -140,14 +127,9 @@ class Assignment:
         after_step: Callable[[int], None] = lambda done: None,
         before_reading: Callable[[], None] = lambda: None,
     ) -> None:
-        """Train one peer, and write its snapshots.
+        """Train one peer, whose model and optimizer may be wrapped, and write its snapshots.
 
-        Args:
-            rank: of the peer.
-            model: the model, perhaps wrapped.
-            optimizer: the optimizer, perhaps wrapped.
-            after_step: called after each step with the number of steps done.
-            before_reading: called before parameters are read.
+        ``after_step`` is called with the number of steps done, and ``before_reading`` before parameters are read.
         """
         run = self._settings()
         train, _ = load(run.task.task)
@@ -220,11 +202,8 @@ def averaged(model: nn.Module) -> list[Tensor]:
 
 
 def sent_bytes(pid: int | str = "self") -> int | None:
-    """Return the bytes that the emulated interface has sent, as the kernel counts them; None: the process has ended.
-
-    Args:
-        pid: a process in the namespace of the interface.
-    """
+    """Return the bytes that the emulated interface in the namespace of a process has sent, as the kernel counts them;
+    None: the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/net/dev").read_text().splitlines()
     except OSError:
@@ -236,12 +215,9 @@ def sent_bytes(pid: int | str = "self") -> int | None:
 
 
 def curve(run: Assignment) -> list[dict[str, float]]:
-    """Return the points of a run from all peers' snapshots, with the figures of the average of all models.
-
-    Returns:
-        Points by step: ``step``, ``seconds`` of the slowest peer, ``bytes`` sent per peer, and the test figures. The
-        last one also has ``own``, the mean of the figure of the peers' own models.
-    """
+    """Return the points of a run by step: ``step``, ``seconds`` of the slowest peer, ``bytes`` sent per peer, and the
+    test figures of the average of all models. The last one also has ``own``, the mean of the figure of the peers' own
+    models."""
     workload = WORKLOADS[run.workload]
     torch.set_num_threads(1)
     _, test = load(workload.task)

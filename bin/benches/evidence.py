@@ -14,19 +14,23 @@ It needs root on Linux with ip and tc (Debian's iproute2). docs/figures-evidence
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from _bench.cached_runs import CachedRuns, Job
 from _bench.cli import Given, bench, some_of
+from _bench.processes import command_of
 from _bench.tables import Table
-from _evidence_runs import job, run
-from _evidence_systems import DDP, PERIODS, SHORT, SHORT_PERIOD, SYSTEMS, missing
+from _evidence_systems import DDP, PERIODS, SHORT, SHORT_PERIOD, SYSTEMS, System, missing
 from _evidence_table import Comparison, mean, stretched
-from _evidence_task import WORKLOADS
-from emulated import NetworkUnavailableError, lacking
+from _evidence_task import WORKLOADS, Assignment, curve
+from emulated import EmulatedNetwork, NetworkUnavailableError, lacking
+from emulated.runs import train
 
 RATES = ("10mbit", "100mbit", "1000mbit")
 FASTEST = RATES[-1]
@@ -34,6 +38,70 @@ FASTEST = RATES[-1]
 PEERS, SHORT_STEPS = 4, 200
 TIMED_STEPS = 48
 """Steps that show the seconds of a synchronous system over a slower link; DDP takes 80 s for them at 10 Mbit/s."""
+
+
+SCRIPT = Path(__file__).with_name("_evidence_programs.py")
+LONGEST = 4 * 3600.0
+"""Maximum seconds of a run: DDP with 800 steps of 1.4 MB over 10 Mbit/s takes about half an hour."""
+
+
+def job(workload: str, system: str, rate: str, peers: int, seed: int, steps: int, period: int | None) -> Job:
+    """Return the job of one run."""
+    of = SYSTEMS[system]
+    options = of.arguments(workload, period, peers) if of.is_gossipx else of.options
+    return {
+        "task": workload,
+        "system": system,
+        "options": options,
+        "rate": rate,
+        "peers": peers,
+        "seed": seed,
+        "steps": steps,
+        "period": period if of.periodic else None,
+    }
+
+
+def run(one: Job) -> list[dict[str, Any]]:
+    """Run a job, a process per host of an emulated network; return its points, see :func:`_evidence_task.curve`."""
+    system = SYSTEMS[one["system"]]
+    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(one["peers"], one["rate"]) as net:
+        folder = Path(scratch)
+        options = {"period": one["period"], **(system.options if isinstance(system.options, dict) else {})}
+        addresses = [host.address for host in net.hosts]
+        made = Assignment(folder, one["task"], one["seed"], one["steps"], one["peers"], options, addresses)
+        made.write()
+        if system.is_gossipx:
+            own = system.arguments(one["task"], one["period"], one["peers"])
+            train(net, folder, "run", "--seed", str(one["seed"]), *own, SCRIPT, folder, longest=LONGEST)
+        else:
+            _train(net, folder, system)
+        return curve(made)
+
+
+def _train(net: EmulatedNetwork, folder: Path, system: System) -> None:
+    """Run a system's program on every host, until all have ended or one has failed.
+
+    Raises:
+        RuntimeError: a program has failed; has its output.
+    """
+    started = []
+    for rank, host in enumerate(net.hosts):
+        output = folder / f"output-{rank}.txt"
+        command = command_of(system.program, str(folder), rank)
+        # Without it, gloo would listen on the address of the host's name, which is not in the namespace.
+        inside = ["env", "GLOO_SOCKET_IFNAME=eth0", "OMP_NUM_THREADS=1", *command]
+        with output.open("w") as written:
+            started.append((host.popen(inside, stdout=written, stderr=subprocess.STDOUT), output))
+    until, running = time.monotonic() + LONGEST, True
+    while running:
+        running = any(process.poll() is None for process, _ in started)
+        for process, output in started:
+            if process.poll():
+                ended = f"{system.program.__name__} ended with {process.returncode}"
+                raise RuntimeError(f"{ended}:\n{output.read_text()}")
+        if time.monotonic() > until:
+            raise RuntimeError(f"{system.program.__name__} has not ended within {LONGEST:g} s")
+        time.sleep(0.1)
 
 
 class Plan:
