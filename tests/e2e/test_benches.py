@@ -28,6 +28,7 @@ def test_the_smoke_form_prints_figures(file: Path, tmp_path: Path) -> None:
         "PYTHONPATH": os.pathsep.join(map(str, (TESTS.parent, TESTS, BIN))),
         "OMP_NUM_THREADS": "1",
         "GOSSIPX_PYTHON": str(commands() / "python"),  # forks all further processes, too
+        "FORKED_PYTHON": str(commands() / "python"),  # and those on emulated hosts
     }
     command = [commands() / "python", file, "--smoke", "--json", *MORE.get(file.stem, ())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, cwd=tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -63,16 +64,15 @@ class Host:
         """Start a command on the host. It and its child processes are killed when the network is removed.
 
         Args:
-            command: program and arguments.
+            command: program and arguments. If FORKED_PYTHON is set, that forks Python's processes; see :mod:`forks`.
             options: options of :class:`subprocess.Popen`.
         """
-        inside = [
-            "ip",
-            "netns",
-            "exec",
-            self.namespace,
-            *map(str, command),
-        ]  # 'ip' execs, so this process becomes the command
+        inside = list(map(str, command))
+        if sys.executable in inside and "FORKED_PYTHON" in os.environ:
+            inside[inside.index(sys.executable)] = os.environ["FORKED_PYTHON"]
+            options["env"] = {**(options.get("env") or os.environ), "FORKS_NETWORK": f"/run/netns/{self.namespace}"}
+        else:
+            inside = ["ip", "netns", "exec", self.namespace, *inside]  # 'ip' execs, so this process becomes the command
         process = subprocess.Popen(inside, **options)
         self._processes.append(process)
         return process

@@ -24,6 +24,8 @@ from typing import Any, NoReturn
 _ARGUMENTS = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
 _KEPT: list[Any] = []
 """File objects that the child must not finalize: their descriptor numbers belong to other files there."""
+NETWORK = "FORKS_NETWORK"
+"""The environment variable with the file of the network namespace that a forked process enters."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGALRM)
 
 
@@ -66,6 +68,7 @@ def _become(call: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
     environment = os.environ if call["env"] is None else dict(call["env"])
     os.environ.clear()
     os.environ.update(environment)
+    _enter(os.environ.pop(NETWORK, ""))
     gc.freeze()  # do not collect the parent's objects: the descriptors of its files have been reused
     _streams()
     logging.root.handlers.clear()
@@ -73,6 +76,14 @@ def _become(call: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
     command = [os.fspath(argument) for argument in call["args"]]
     _set_threads()
     _exit_with(lambda: _run(command[1:]))
+
+
+def _enter(network: str) -> None:
+    """Enter a network namespace, given by its file."""
+    if network:
+        with Path(network).open("rb") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0x40000000):  # CLONE_NEWNET
+                raise OSError(ctypes.get_errno(), f"cannot enter {network}")
 
 
 def _exit_with(run: Callable[[], int]) -> NoReturn:
