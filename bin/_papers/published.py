@@ -28,16 +28,8 @@ NAMES = tuple(sorted(file.stem for file in HERE.glob("*.toml")))
 
 @dataclass(frozen=True)
 class Figure:
-    """A published figure.
-
-    Attributes:
-        id: unique in its paper.
-        value: as published, in ``unit``.
-        unit: never empty.
-        place: where it is in the paper.
-        qualifier: of the value in the text, such as "up to".
-        derived: how it follows from published figures; empty: it is published itself.
-    """
+    """A published figure: its value and unit, its place in the paper, a qualifier such as "up to", and how it follows
+    from published figures if it is not published itself."""
 
     id: str
     value: float
@@ -52,13 +44,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Claim:
-    """A result that the paper states without a figure.
-
-    Attributes:
-        id: unique in its paper, also among the figures.
-        says: a quotation.
-        place: where it is in the paper, and what it is about.
-    """
+    """A result that the paper states without a figure, in its words, and where it is in the paper."""
 
     id: str
     says: str
@@ -67,17 +53,9 @@ class Claim:
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper's setting and results.
+    """A paper's setting, as nested tables, and its results by id, in the file's order, tables first.
 
-    Attributes:
-        name: one of :data:`NAMES`.
-        title: of the paper.
-        authors: of the paper.
-        reference: what the figures are from: the paper, unless the file has another ``reference``.
-        not_given: what it does not say.
-        setting: nested tables of settings.
-        figures: by id, in the file's order: tables first.
-        claims: by id.
+    Its name is one of :data:`NAMES`. The figures are from its ``reference``, usually the paper itself.
     """
 
     name: str

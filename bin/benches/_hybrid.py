@@ -41,14 +41,7 @@ Curves = dict[str, list[float]]
 
 
 def measure(pool: ProcessPool, rounds: int, seconds: float, tasks: tuple[str, ...] = TASKS) -> Table:
-    """Return the table.
-
-    Args:
-        pool: processes on loopback.
-        rounds: number of rounds; all sync models start from the same weights in a round.
-        seconds: duration of a round.
-        tasks: the tasks to train.
-    """
+    """Return the table; all sync models start from the same weights in a round of ``seconds``."""
     title = (
         f"{WORKERS} workers, {SERVERS} servers, {rounds} rounds of {seconds:g} s, learning rate {RATE}, batches of"
         f" {BATCH}, delays |N(0, {SPREAD})| s on half of the workers; means over a round, hybrid's less the other's,"
@@ -148,10 +141,5 @@ def _judged(task: Task, model: nn.Module, kept: list[tuple[float, list[Tensor]]]
 
 
 def held_at(times: Sequence[float], moments: Sequence[float]) -> list[int]:
-    """Return, for each moment, the index of the last time not after it, or 0 before all times.
-
-    Args:
-        times: ascending, at least one.
-        moments: ascending.
-    """
+    """Return, for each moment, the index of the last of the ascending times not after it, or 0 before all times."""
     return [max(0, bisect.bisect_right(times, moment) - 1) for moment in moments]

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import _links
 import matplotlib as mpl
 from _bench.cached_runs import CachedRuns
 from _evidence_systems import PERIODS, SYSTEMS, shown
+from compression import LINK_STEPS, link_seconds
 
 mpl.use("Agg")
 from matplotlib import pyplot, ticker
@@ -31,7 +31,7 @@ def draw(plan: Any, kept: CachedRuns, folder: Path) -> None:
     """Write each figure whose runs are complete."""
     folder.mkdir(parents=True, exist_ok=True)
     for file, drawn in {
-        "figure-3.png": lambda: _over_time(plan, kept, plan.designs, list(_links.RATES)),
+        "figure-3.png": lambda: _over_time(plan, kept, plan.designs, list(LINK_STEPS)),
         "figure-4.png": lambda: _running(plan, kept),
         "figure-5.png": lambda: _over_time(plan, kept, plan.ternary, ["10mbit"]),
         "figure-6.png": lambda: _bits(plan, kept),
@@ -49,7 +49,7 @@ def _over_time(plan: Any, kept: CachedRuns, designs: dict[str, str], rates: Sequ
     """Plot accuracy over training time, for a quarter of the steps up to all."""
     figure, panels = pyplot.subplots(1, len(rates), figsize=(1 + 4.5 * len(rates), 4.2), squeeze=False, sharey=True)
     for panel, rate in zip(panels[0], rates, strict=True):
-        seconds = _links.medians(rate, plan.specs, plan.rounds, kept)
+        seconds = link_seconds(rate, plan.specs, plan.rounds, kept)
         for place, (name, spec) in enumerate(designs.items()):
             shares = plan.accuracies(spec, kept)
             times = [seconds[spec] * plan.steps * share / 100 / 3600 for share in shares]
@@ -113,12 +113,7 @@ def _steps(count: int, last: int) -> list[float]:
 
 
 def evidence(comparison: Any, folder: Path) -> None:
-    """Write two pictures: the loss or accuracy of the averaged models against bytes, and against seconds.
-
-    Args:
-        comparison: of systems over one link.
-        folder: receives ``TASK-RATE-bytes.png`` and ``TASK-RATE-seconds.png``.
-    """
+    """Write ``TASK-RATE-bytes.png`` and ``-seconds.png``: loss or accuracy of the averaged models against either."""
     for axis, scale, label in (("bytes", 1e6, "MB sent per peer"), ("seconds", 1.0, "seconds of training")):
         figure, panel = pyplot.subplots(figsize=(9, 5), layout="constrained")
         drawn = [name for name in comparison.runs if comparison.mean(name, "bytes") > NOTHING]
@@ -134,12 +129,7 @@ def evidence(comparison: Any, folder: Path) -> None:
 
 
 def periods(plan: Any, folder: Path) -> None:
-    """Write a picture of the end of each run of the search for periods: loss or accuracy against bytes.
-
-    Args:
-        plan: of a task.
-        folder: receives ``TASK-periods.png``.
-    """
+    """Write ``TASK-periods.png``: loss or accuracy against bytes at the end of each run of the search for periods."""
     figure, panel = pyplot.subplots(figsize=(9, 5), layout="constrained")
     drawn = {name: [end for end in plan.ends(name) if end["bytes"] > NOTHING] for name in plan.systems}
     own = [end for name, ends in drawn.items() if SYSTEMS[name].is_gossipx for end in ends]

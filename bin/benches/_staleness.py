@@ -30,12 +30,7 @@ STRAGGLERS = {"the same": 0, "each in its turn": TURN}
 
 
 def equal_staleness(staleness: int, inverse: int) -> int:
-    """Return s' = s + 1/c − 1: SSP with s' has the regret bound of PSSP with s and c (FluentPS, section III-E.1).
-
-    Args:
-        staleness: s.
-        inverse: 1/c.
-    """
+    """Return s' from s and 1/c: SSP with s' has the regret bound of PSSP with s and c (FluentPS, section III-E.1)."""
     return staleness + inverse - 1
 
 
@@ -54,14 +49,7 @@ def kinds(groups: tuple[int, ...]) -> dict[str, str]:
 
 
 def measure(pool: ProcessPool, rounds: int, iterations: int, groups: tuple[int, ...] = GROUPS) -> Table:
-    """Return the table.
-
-    Args:
-        pool: processes on loopback.
-        rounds: number of rounds, over which medians are taken.
-        iterations: length of each run.
-        groups: 1/c of the PSSP models.
-    """
+    """Return the table of medians over rounds; ``groups`` are 1/c of the PSSP models."""
     title = (
         f"Per 100 iterations: DPRs of {WORKERS} workers at {SERVERS} shards (at most {100 * WORKERS * SERVERS}), and"
         f" seconds of the first {WORKERS - 1} workers and of the last; steps of {STEP * 1e3:.0f} ms asleep, one worker"

@@ -54,17 +54,7 @@ def measure(
     ways: Ways = WAYS,
     network: str = "loopback",
 ) -> Table:
-    """Return the table.
-
-    Args:
-        pool: processes on loopback or on an emulated network.
-        rounds: number of rounds; each runs all configurations for all sizes.
-        iterations: measured iterations of each run.
-        sizes: sizes of a tensor, in bytes.
-        model: total bytes of all tensors.
-        ways: configurations to compare with sockets.
-        network: name of the network in the figures.
-    """
+    """Return the table; each round runs all configurations for all sizes of a tensor and ``model`` bytes in all."""
     title = (
         f"Push and pull of {model / 2**20:g} MiB by each of {WORKERS} workers, {SERVERS} servers, bsp, medians of"
         f" {rounds} x {iterations} iterations, {network}"

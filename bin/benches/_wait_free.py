@@ -36,12 +36,7 @@ COMPUTED = {"on these cores": 0.0, "asleep, as a device would": ASLEEP}
 
 
 def measure(rounds: int, iterations: int) -> Table:
-    """Return the table, over an emulated network, or paced if the system has none.
-
-    Args:
-        rounds: number of rounds; each runs all kinds.
-        iterations: measured iterations of each run.
-    """
+    """Return the table, over an emulated network, or paced if the system has none; each round runs all kinds."""
     table = Table("", ("computed", "gradients leave", "ms per iteration", "of all at the end", "beyond never"))
     try:
         with EmulatedNetwork(SERVERS + WORKERS, RATE) as net, ProcessPool(hosts=net.hosts) as pool:

@@ -15,17 +15,20 @@ bin/bench compression --full          all codecs and the paper's designs, five s
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import _links
 from _bench.cached_runs import CachedRuns, Job
 from _bench.cli import Given, bench
 from _bench.tables import Table, interval
 from _cluster import RATES, WORKERS, train
+from emulated import EmulatedNetwork
+from emulated.runs import train as train_linked
 
 FLOAT = "32-bit float"
 
@@ -65,19 +68,14 @@ SOME = (FLOAT, "8-bit int", "3LC (s=1.75)")
 """Designs without --full."""
 SHARES = (25, 50, 75)
 """Fractions of the steps, in %."""
+LINK_STEPS = {"10mbit": 12, "100mbit": 40, "1000mbit": 100}
+"""Links, and steps of a run: an even number, because a codec that sends every second step alternates in length."""
+LINKED = "resnet20"
+"""The model that is trained over links."""
 
 
 def runs(name: str, specs: Sequence[str], seeds: int, steps: int, judged: int = 1, slower: int = 1) -> list[Job]:
-    """Return jobs for :func:`_cluster.train`, ordered by seed.
-
-    Args:
-        name: the model.
-        specs: the codecs.
-        seeds: number of seeds.
-        steps: length of a run.
-        judged: number of evaluations.
-        slower: divisor of the usual learning rate.
-    """
+    """Return jobs for :func:`_cluster.train`, ordered by seed; the learning rate is the usual one by ``slower``."""
     rate = RATES[name] / slower
     return [
         {"model": name, "spec": spec, "seed": seed, "steps": steps, "judged": judged, "rate": rate}
@@ -138,6 +136,38 @@ class Plan:
     def of(self, spec: str, kept: CachedRuns, slower: int = 1) -> list[Any]:
         """Return the results of runs of all steps, one per seed."""
         return [kept[job] for job in self.whole([spec], slower)]
+
+
+# --- over emulated links, a server and workers of ``gossipx run`` on separate hosts ------------------------
+
+
+def link_jobs(specs: Sequence[str], rounds: int) -> list[Job]:
+    """Return the jobs: each round runs all codecs on all links in turn."""
+    return [
+        {"link": rate, "model": LINKED, "spec": spec, "round": number}
+        for number in range(rounds)
+        for rate in LINK_STEPS
+        for spec in specs
+    ]
+
+
+def run_linked(job: Job) -> dict[str, Any]:
+    """Run a job, and return ``seconds`` per step, the mean of the slowest worker."""
+    codec = ("--push-codec", job["spec"], "--pull-codec", job["spec"])
+    options = ("--servers", "0", "--servers-only", "--sync", "bsp", *codec, "--seed", str(job["round"]))
+    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(WORKERS + 1, job["link"]) as net:
+        script = (Path(__file__).with_name("_scripts.py"), "timed", job["model"], str(LINK_STEPS[job["link"]]), scratch)
+        train_linked(net, Path(scratch), "run", *options, *script)
+        return {"seconds": max(json.loads(file.read_text()) for file in Path(scratch).glob("*.json"))}
+
+
+def link_seconds(rate: str, specs: Sequence[str], rounds: int, kept: CachedRuns) -> dict[str, float]:
+    """Return the median seconds per step by codec over links of a rate."""
+    made = [job for job in link_jobs(specs, rounds) if job["link"] == rate]
+    return {spec: statistics.median(kept[job]["seconds"] for job in made if job["spec"] == spec) for spec in specs}
+
+
+# --- tables ----------------------------------------------------------------------------------------------
 
 
 def accuracy_table(plan: Plan, kept: CachedRuns) -> Table:
@@ -213,9 +243,9 @@ def ratios_table(plan: Plan, kept: CachedRuns) -> Table:
 
 def links_table(plan: Plan, kept: CachedRuns) -> Table:
     """Return the speedups of Table 1."""
-    heads = ("design", *(head for rate in _links.RATES for head in (f"{rate}, s a step", "times faster")))
-    table = Table(f"{_links.TITLE}, medians of {plan.rounds}", heads)
-    seconds = {rate: _links.medians(rate, plan.specs, plan.rounds, kept) for rate in _links.RATES}
+    heads = ("design", *(head for rate in LINK_STEPS for head in (f"{rate}, s a step", "times faster")))
+    table = Table(f"{LINKED}, {WORKERS} workers and a server, bsp, links shaped by tc, medians of {plan.rounds}", heads)
+    seconds = {rate: link_seconds(rate, plan.specs, plan.rounds, kept) for rate in LINK_STEPS}
     for name, spec in plan.designs.items():
         cells = []
         for rate, medians in seconds.items():
@@ -243,7 +273,7 @@ def compression(given: Given) -> Iterator[Table]:
     for part in [given.only] if given.only else ["accuracy"] if given.smoke else TABLES:
         kept.complete(plan.jobs(part), train, 1 if given.smoke else given.jobs)
         if part == "links":
-            kept.complete(_links.jobs(plan.specs, plan.rounds), _links.run, 1)
+            kept.complete(link_jobs(plan.specs, plan.rounds), run_linked, 1)
         yield TABLES[part](plan, kept)
     if given.plots:
         import _plots  # imports matplotlib only when needed

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from _bench.cached_runs import CachedRuns
 
 @pytest.fixture(scope="module")
 def bench(benches: Path) -> Any:
-    return SimpleNamespace(**{name.strip("_"): importlib.import_module(name) for name in ("compression", "_links")})
+    return importlib.import_module("compression")
 
 
 def work(job: dict[str, Any]) -> int:
@@ -61,11 +60,11 @@ def trained(accuracy: float) -> dict[str, Any]:
 
 
 def test_accuracy_is_compared_seed_by_seed(bench: Any) -> None:
-    plan = bench.compression.Plan(full=False)
+    plan = bench.Plan(full=False)
     kept = CachedRuns(None)
     for job in plan.jobs("accuracy"):
         kept.add(job, trained(0.8 + 0.05 * job["seed"] - (0.001 if "3lc" in job["spec"] else 0)))
-    table = bench.compression.accuracy_table(plan, kept)
+    table = bench.accuracy_table(plan, kept)
     row = dict(zip(table.headings, table.rows[-1], strict=True))
     assert row["accuracy %"] == "82.40"
     assert row["less float"] == "-0.10 ± 0.00"  # the seeds differ by far more
@@ -78,32 +77,32 @@ def test_accuracy_is_compared_seed_by_seed(bench: Any) -> None:
     [(-0.2, 0.0, True), (-0.5, 0.6, True), (-0.5, 0.4, False), (-2.0, 3.0, False), (float("nan"), 1.0, False)],
 )
 def test_within_a_third_of_a_point_or_within_the_interval(bench: Any, mean: float, half: float, met: bool) -> None:
-    assert bench.compression.is_as_good(mean, half) is met
+    assert bench.is_as_good(mean, half) is met
 
 
 def test_ratios_include_both_directions(bench: Any) -> None:
-    plan = bench.compression.Plan(full=True)
+    plan = bench.Plan(full=True)
     kept = CachedRuns(None)
     for job in plan.jobs("ratios"):
         kept.add(job, trained(0.9))
-    table = bench.compression.ratios_table(plan, kept)
+    table = bench.ratios_table(plan, kept)
     row = dict(zip(table.headings, table.rows[0], strict=True))
     assert row["payload"] == "64.0" and row["all frames"] == "50.0"
     assert [one["met"] for one in table.figures if one["goal"]] == [True, False]  # 39 of sparsity 1, 107 of 1.75
 
 
 def test_a_step_is_compared_on_its_own_link(bench: Any) -> None:
-    plan = bench.compression.Plan(full=True)
+    plan = bench.Plan(full=True)
     kept = CachedRuns(None)
-    for job in bench.links.jobs(plan.specs, plan.rounds):
+    for job in bench.link_jobs(plan.specs, plan.rounds):
         slow = 10.0 if job["link"] == "10mbit" else 1.0
         kept.add(job, {"seconds": slow * (1.0 if job["spec"] == "none" else 0.05) + 0.001 * job["round"]})
-    table = bench.compression.links_table(plan, kept)
+    table = bench.links_table(plan, kept)
     (row,) = (dict(zip(table.headings, one, strict=True)) for one in table.rows if one[0] == "3LC (s=1.75)")
     assert row["10mbit, s a step"] == "0.501"
     assert [one["met"] for one in table.figures if one["goal"]] == [True]
 
 
 def test_jobs_are_ordered_by_seed(bench: Any) -> None:
-    seeds = [job["seed"] for job in bench.compression.Plan(full=True).jobs("accuracy")]
+    seeds = [job["seed"] for job in bench.Plan(full=True).jobs("accuracy")]
     assert seeds == sorted(seeds) and set(seeds) == set(range(5))
