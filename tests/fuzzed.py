@@ -119,6 +119,7 @@ def _summary() -> Target:
     import json
 
     from gossipx.cli.compare import _lines
+    from gossipx.figures import PER_PEER
     from gossipx.metrics import summary
     from gossipx.metrics.compare import compare
 
@@ -126,8 +127,9 @@ def _summary() -> Target:
         rows = compare([summary.read(path)])
         [cell(row) for _, cell in _lines(rows) for row in rows]
 
-    of_type = {"str": "x", "int": 2, "float": 0.5, "list[str]": ["a"], "Figures": [1, None]}
+    of_type = {"str": "x", "Whole": 2, "Number": 0.5, "list[str]": ["a"]}
     fields = {field.name: of_type.get(str(field.type)) for field in dataclasses.fields(summary.Summary)}
+    fields |= {key: [1, None] for key in PER_PEER}
     return Target(of_file("summary.json", read), lambda: iter([json.dumps(fields).encode()]))
 
 

@@ -53,7 +53,7 @@ def report(rank):
         "retrievals": 10 + rank, "bytes_received": 1000 * rank, "finish_bytes": 7, "test_accuracy": 0.5 + rank / 8,
         "test_accuracy_before_finish": 0.25, "consensus_distance": 1.5, "train_seconds": 4.0, "blocked_seconds": 1.0,
         "overhead_seconds": 0.5, "skipped": 2, "failed": 1, "poisoned": 0, "corrupted": 0, "strangers": 0,
-        "expiry_warnings": 0, "suspicions": 0, "set_back": 0, "outliers": 0,
+        "expiry_warnings": 0, "suspicions": 0, "shard_rollbacks": 0, "outliers": 0,
     }}
 
 def stop_alone():

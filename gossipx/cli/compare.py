@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from rich.table import Table
 from gossipx.cli import completers
 from gossipx.cli.commands import debug
 from gossipx.cli.options import logdir_option
+from gossipx.figures import LINES, Combine, Line
 from gossipx.launch.directory import CONFIG_FILE, no_run, run_directory
 from gossipx.launch.progress import plain_console
 from gossipx.metrics import summary
@@ -77,7 +77,7 @@ def compare(runs: tuple[Path, ...], logdir: Path, as_json: bool, plot: Path | No
         report.write(list(zip(places, summaries, strict=True)), table, html)
         print(f"{html}: a report on {', '.join(found.name for found in summaries)}", file=sys.stderr)
     if as_json:
-        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
+        print(json.dumps([row.as_dict() for row in rows], indent=2))
     else:
         _print_table(rows)
 
@@ -102,80 +102,46 @@ def _column(row: Row) -> str:
 
 def _lines(rows: Sequence[Row]) -> list[tuple[str, Cell]]:
     """Return heading and cells of each line; figures that no run has, such as those of servers, have no line."""
-    lines: list[tuple[str, Cell]] = [
-        ("policy", lambda row: row.policy),
-        ("codec", lambda row: row.codec),
-        _figure("retrievals per peer", "retrievals", "{:.1f}"),
-        _figure("skipped per peer", "skipped", "{:.1f}"),
-        _figure("failed per peer", "failed", "{:.1f}"),
-        ("reduction", lambda row: _shown(row.reduction, "{:.1%}")),
-        _figure("delayed pulls (DPRs)", "delayed_pulls", "{:.0f}"),
-        _figure("MB received per peer", "received_mb", "{:.1f}"),
-        _figure("MB per serving peer", "serving_mb", "{:.1f}"),
-        _figure("MB in the finish", "finish_mb", "{:.2f}"),
-        *_quality(rows, "accuracy"),
-        *_quality(rows, "loss"),
-        _figure("bits per character, mean", "bits_per_character", "{:.4f}"),
-        _figure("training, s", "train_seconds", "{:.1f}"),
-        _figure("wall time, s", "wall_seconds", "{:.1f}"),
-        _figure("time blocked", "blocked", "{:.2%}"),
+    lines: list[tuple[str, Cell]] = [("policy", lambda row: row.policy), ("codec", lambda row: row.codec)]
+    counts: list[tuple[str, Cell]] = []
+    for _, line in LINES:
+        if line.combine in (Combine.COUNT, Combine.SEEN):
+            counts += [_figure(line)] if any(row.figures[line.key] for row in rows) else []
+            continue
+        lines.append(_figure(line))
+        if line.key == "failed":
+            lines.append(("reduction", lambda row: _shown(row.reduction, ".1%")))
+        if line.key in ("accuracy_averaged", "loss_averaged"):
+            lines += _beside(rows, line.key.removesuffix("_averaged"))
+    lines += [
         ("one final model", lambda row: {None: NONE, True: "yes", False: "no"}[row.agreed]),
         ("lost peers", lambda row: str(row.lost)),
         ("stopped peers", lambda row: str(row.stopped)),
-        *_faults(rows),
+        *counts,
     ]
     return [(heading, cell) for heading, cell in lines if any(cell(row) != NONE for row in rows)]
 
 
-def _quality(rows: Sequence[Row], name: str) -> list[tuple[str, Cell]]:
-    """Return the lines of accuracy or loss."""
-    headings = {
-        name: f"{name}, mean",
-        f"{name}_worst": f"{name}, worst peer",
-        f"{name}_before_finish": f"{name} before finish",
-        f"{name}_averaged": "averaged model" if name == "accuracy" else f"{name} of averaged model",
-    }
-    lines = [_figure(heading, name, "{:.4f}") for name, heading in headings.items()]
-    has_seeds = any(len(row.seeds) > 1 for row in rows)
-    for one in (name, f"{name}_before_finish"):
-        if has_seeds and any(one in row.paired for row in rows):
-            lines.append((f"{headings[one]}, paired", partial(_paired, one)))
-    for one in (name, f"{name}_before_finish"):
+def _beside(rows: Sequence[Row], name: str) -> Iterator[tuple[str, Cell]]:
+    """Yield what accuracy or loss are compared with: the first row over the same seeds, and a fixed period."""
+    headings = {name: f"{name}, mean", f"{name}_before_finish": f"{name} before finish"}
+    for one, heading in headings.items():
+        if any(len(row.seeds) > 1 for row in rows) and any(one in row.paired for row in rows):
+            yield f"{heading}, paired", partial(_paired, one)
+    for one, heading in headings.items():
         if any(row.fixed_period and one in row.fixed_period.figures for row in rows):
-            lines.append((f"{headings[one]}, tau interpolated", partial(_interpolated, one)))
-    return lines
+            yield f"{heading}, tau interpolated", partial(_interpolated, one)
 
 
-def _faults(rows: Sequence[Row]) -> list[tuple[str, Cell]]:
-    """Return the lines of faults that happened."""
-    headings = {
-        "poisoned": "models refused",
-        "corrupted": "frames refused",
-        "strangers": "strangers",
-        "expiry_warnings": "expiry warnings",
-        "suspicions": "suspicions",
-        "set_back": "shards set back",
-        "outliers": "models far off",
-        "unwritten": "not written to disk",
-        "crashes": "crashes",
-        "restarts": "restarts",
-        "lost_iterations": "lost iterations",
-    }
-    return [
-        _figure(heading, name, "{:.0f}")
-        for name, heading in headings.items()
-        if any(getattr(row, name) for row in rows)
-    ]
-
-
-def _figure(heading: str, name: str, form: str) -> tuple[str, Cell]:
+def _figure(line: Line) -> tuple[str, Cell]:
     """Return the line of a figure, with its interval where there are several seeds."""
 
     def cell(row: Row) -> str:
-        interval = row.intervals.get(name)
-        return _shown(getattr(row, name), form) + ("" if interval is None else f" ± {form.format(interval)}")
+        interval = row.intervals.get(line.key)
+        more = "" if interval is None else f" ± {interval:{line.form}}"
+        return _shown(row.figures[line.key], line.form) + more
 
-    return heading, cell
+    return line.heading, cell
 
 
 def _paired(name: str, row: Row) -> str:
@@ -189,8 +155,8 @@ def _paired(name: str, row: Row) -> str:
 
 def _interpolated(name: str, row: Row) -> str:
     """Return what a fixed period with as many retrievals reached."""
-    return _shown(None if row.fixed_period is None else row.fixed_period.figures.get(name), "{:.4f}")
+    return _shown(None if row.fixed_period is None else row.fixed_period.figures.get(name), ".4f")
 
 
 def _shown(value: float | None, form: str) -> str:
-    return NONE if value is None else form.format(value)
+    return NONE if value is None else format(value, form)

@@ -25,10 +25,11 @@ from gossipx.comm.client import OutgoingRequest, RequestClient, StandBy
 from gossipx.comm.listener import OnRequest, RequestListener, Response, SinkFor, no_sink
 from gossipx.comm.member import Member
 from gossipx.errors import GossipxError
+from gossipx.figures import Counters
 from gossipx.memory import Source
 from gossipx.protocol.fields import JoinedPeer
 from gossipx.protocol.messages import Reply, Request
-from gossipx.transports import Address, Carriers, Expiring, Transport, tcp, unix
+from gossipx.transports import Address, Carriers, Counting, Transport, tcp, unix
 from gossipx.transports.handshake import Newcomers, Trust
 from gossipx.transports.link import Links
 from gossipx.transports.pace import Pace
@@ -71,6 +72,7 @@ class CommManager:
             limited to 32, or two per peer if that is more.
 
     Attributes:
+        counts: the corrupted frames, strangers and warnings of this process.
         trust: which peers and strangers were turned away.
         visits: answers to requests from outside the run: by part of a CheckupRequest, a function that returns the
             report. It is called on a connection's thread, after authentication.
@@ -104,8 +106,10 @@ class CommManager:
     ):
         described = manifest_bytes(manifest)
         model, size = hashlib.sha256(described).hexdigest(), len(names) if begun is None else begun
-        self.trust = Trust(len(names) - 1, peer_timeout)
-        links = Links(names[rank], len(names), peer_timeout, None if max_rate is None else Pace(max_rate))
+        self.counts = transport.counts if isinstance(transport, Counting) else Counters()
+        self.trust = Trust(len(names) - 1, peer_timeout, self.counts)
+        pace = None if max_rate is None else Pace(max_rate)
+        links = Links(names[rank], len(names), peer_timeout, pace, self.counts)
         self._member = Member(
             me=Hello(rank, names[rank], size, peers_digest, model, settings, () if joined is None else (joined,)),
             names=names,
@@ -144,17 +148,6 @@ class CommManager:
     def bytes_received(self) -> int:
         """Bytes received from the wire, including data that was discarded."""
         return self._member.links.received
-
-    @property
-    def corrupted(self) -> int:
-        """Received frames that were refused because they did not match their checksums."""
-        return self._member.links.corrupted
-
-    @property
-    def expiry_warnings(self) -> int:
-        """How often this peer has warned that a certificate expires."""
-        transport = self._member.transport
-        return transport.expiry_warnings if isinstance(transport, Expiring) else 0
 
     @property
     def join_handler(self) -> Newcomers | None:

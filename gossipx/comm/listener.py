@@ -316,7 +316,7 @@ class RequestListener:
             if (now := time.monotonic()) < self._tell_corrupted_at:
                 return
             self._tell_corrupted_at = now + _TELL_EVERY
-        log.warning("%s sent %s: it is refused (%d refused so far)", remote, error, self._links.corrupted)
+        log.warning("%s sent %s: it is refused (%d refused so far)", remote, error, self._links.counts["corrupted"])
 
     def _receive(self, link: Link, they: Hello | Welcome) -> tuple[frames.Frame, UploadSink | None]:
         """Return the next frame and its payload, which the caller must release."""

@@ -60,5 +60,5 @@ def sum_up(
         wall_seconds=before + seconds,
         consensus_accuracy=accuracy,
         consensus_loss=loss,
-        **per_peer(reports),
+        figures=per_peer(reports),
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gossipx.figures import FIGURES
 from gossipx.metrics.summary import Summary
 
 if TYPE_CHECKING:
@@ -14,16 +15,8 @@ if TYPE_CHECKING:
 
 DIRECTORY = "all"
 """Name of the directory beside those of the peers."""
-WORST: dict[str, Callable[[Collection[float]], float] | None] = {
-    "test/accuracy": min,
-    "test/loss": max,
-    "test/bits_per_character": max,
-    "train/loss": None,
-    "sync/retrievals": None,
-    "sync/consensus_distance": None,
-    "comm/bytes_received": max,
-    "time/blocked_fraction": max,
-}
+_WORST: dict[str, Callable[[Collection[float]], float]] = {"lowest": min, "highest": max}
+WORST = {figure.where.tag: _WORST.get(figure.where.whole) for figure in FIGURES if figure.where.whole}
 """The tags that are aggregated, and for those where peers may be bad, which value is the worst."""
 AHEAD = 1e9
 """Seconds by which these curves begin before those of any peer. TensorBoard has seven colours, which it assigns in the
@@ -91,17 +84,11 @@ class Aggregate:
 
     def conclude(self, summary: Summary) -> None:
         """Write the final figures, at which peers need not have made equally many iterations."""
-        figures = {
-            "sync/retrievals": summary.retrievals,
-            "comm/bytes_received": summary.bytes_received,
-            "test/accuracy": summary.test_accuracy_before_finish,
-            "test/accuracy_after_finish": summary.test_accuracy,
-            "test/loss": summary.test_loss_before_finish,
-            "test/loss_after_finish": summary.test_loss,
-            "test/bits_per_character": summary.test_bits_per_character_before_finish,
-            "test/bits_per_character_after_finish": summary.test_bits_per_character,
-        }
-        for tag, values in figures.items():
+        for figure in FIGURES:
+            tag = figure.where.tag
+            if not figure.where.summary or tag.removesuffix("_after_finish") not in WORST:
+                continue
+            values = summary.figures[figure.name]
             present = [value for value in summary.of_training(values) if value is not None]
             if present:
                 self._add(tag, present, summary.iterations, self._clock())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,9 @@ from typing import Any
 
 from gossipx import policies
 from gossipx.errors import UsageError
+from gossipx.figures import LINES, Combine, Line
 from gossipx.metrics.intervals import Estimate, estimate
-from gossipx.metrics.summary import Figures, Summary
+from gossipx.metrics.summary import PerPeer, Summary
 from gossipx.policies import Policy, Tau
 
 
@@ -23,7 +25,7 @@ class FixedPeriod:
 
     Attributes:
         between: names of the two rows, the one with fewer retrievals first.
-        figures: the interpolated figures, by name of the row's field.
+        figures: the interpolated figures, by name.
     """
 
     between: tuple[str, str]
@@ -34,45 +36,20 @@ class FixedPeriod:
 class Row:
     """One run in the comparison, or several that differ only in their seeds. A field is None without a value.
 
-    Figures of peers are means over the peers that train. For several runs they are then means over the runs, and counts
-    of faults and of peers are sums.
+    Counts of faults and of peers are sums over several runs, other figures are means over them.
 
     Attributes:
         name: name of the run; of several, what their names have in common.
         runs: names of the runs.
         seeds: their seeds.
         codec: codec of models or gradients; ``none`` if they were sent unencoded.
-        retrievals: per peer.
-        skipped: decisions to exchange that came to nothing, per peer.
-        failed: exchanges that did not complete, per peer.
         reduction: share of the first row's retrievals that this one saves.
-        delayed_pulls: DPRs, summed over all shards; None without servers.
-        received_mb: 10⁶ bytes received while training, per peer.
-        serving_mb: the same of peers that only serve others; None: all of them train.
-        finish_mb: 10⁶ bytes received in the finish, per peer.
-        accuracy: of peers' own models after the finish.
-        accuracy_worst: the same of the worst peer.
-        accuracy_before_finish: the same before the finish.
-        accuracy_averaged: of the average of all models.
-        loss, loss_worst, loss_before_finish, loss_averaged: the same of the loss on test data.
-        bits_per_character: the same as ``loss``, of text.
-        train_seconds: from the first iteration to the last, of the peer that took longest.
-        wall_seconds: from the first iteration to the end of the last peer, with finish and evaluations.
-        blocked: share of the training time in which gossipx blocked the training thread.
         agreed: whether all peers ended with the same model, in all runs.
         lost: number of peers that did not finish.
         stopped: number of peers that were stopped before the finish.
-        poisoned: received models refused because of NaN or Inf; this and the following are summed over peers.
-        corrupted: received frames refused because they did not match their checksums.
-        strangers: connections turned away because their openers did not prove to belong to the run.
-        expiry_warnings: warnings that a certificate expires.
-        suspicions: how often another peer stopped answering.
-        set_back: how often a shard's server came back without all of the shard's state; of the worker that saw most.
-        outliers: received models that were suddenly far from the receiver's.
-        unwritten: records of curves, checkpoints and models that could not be written.
-        crashes, restarts, lost_iterations: of a simulated run.
-        intervals: half the 95 % interval of each mean over several runs, by name of the field.
-        paired: differences from the first row's runs of the same seeds, by name of the field; empty for the first row,
+        figures: the values of :data:`gossipx.figures.LINES` by key; None: there is none. Each is also an attribute.
+        intervals: half the 95 % interval of each mean over several runs, by name of the figure.
+        paired: differences from the first row's runs of the same seeds, by name of the figure; empty for the first row,
             and without common seeds.
         fixed_period: a fixed period at equal retrievals; None: this is one, or there are no suitable runs.
     """
@@ -82,59 +59,31 @@ class Row:
     seeds: tuple[int, ...]
     policy: str
     codec: str
-    retrievals: float | None
-    skipped: float | None
-    failed: float | None
     reduction: float | None
-    delayed_pulls: float | None
-    received_mb: float | None
-    serving_mb: float | None
-    finish_mb: float | None
-    accuracy: float | None
-    accuracy_worst: float | None
-    accuracy_before_finish: float | None
-    accuracy_averaged: float | None
-    loss: float | None
-    loss_worst: float | None
-    loss_before_finish: float | None
-    loss_averaged: float | None
-    bits_per_character: float | None
-    train_seconds: float | None
-    wall_seconds: float | None
-    blocked: float | None
     agreed: bool | None
     lost: int
     stopped: int
-    poisoned: float | None
-    corrupted: float | None
-    strangers: float | None
-    expiry_warnings: float | None
-    suspicions: float | None
-    set_back: float | None
-    outliers: float | None
-    unwritten: float | None
-    crashes: float | None
-    restarts: float | None
-    lost_iterations: float | None
+    figures: dict[str, float | None]
     intervals: dict[str, float]
     paired: dict[str, Estimate]
     fixed_period: FixedPeriod | None
 
+    def __getattr__(self, name: str) -> float | None:
+        figures: dict[str, float | None] = vars(self).get("figures", {})  # empty while an object is being copied
+        if name not in figures:
+            raise AttributeError(f"a comparison has no figure '{name}'")
+        return figures[name]
 
-REACHED = (
-    *("accuracy", "accuracy_worst", "accuracy_before_finish", "accuracy_averaged"),
-    *("loss", "loss_worst", "loss_before_finish", "loss_averaged"),
-)
-"""Fields of a row that say how good the models are."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain data: one flat object."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "figures"} | self.figures
 
-SUMMED = (
-    *("poisoned", "corrupted", "strangers", "expiry_warnings", "suspicions", "outliers", "unwritten"),
-    *("crashes", "restarts", "lost_iterations"),
-)
-"""Counts of a summary that are summed over peers and runs."""
+
+REACHED = tuple(line.key for _, line in LINES if line.key.startswith(("accuracy", "loss")))
+"""Figures of a row that say how good the models are."""
 
 _Measured = Mapping[str, float | None]
-"""The figures of one run, by name of the row's field."""
+"""The figures of one run that are compared, by key of their lines."""
 
 
 @dataclass
@@ -207,8 +156,10 @@ def compare(summaries: Sequence[Summary], settings: Sequence[object] | None = No
                 intervals={name: one.interval for name, one in own.items() if one.interval is not None},
                 paired={} if group is groups[0] else _paired(group, groups[0]),
                 fixed_period=_fixed_period(group, own, groups, means),
-                **_means(group, own),
-                **_counted(group.runs),
+                agreed=_agreed(group.runs),
+                lost=sum(len(run.lost) for run in group.runs),
+                stopped=sum(len(run.stopped) for run in group.runs),
+                figures={line.key: _value(figure.name, line, group.runs, own) for figure, line in LINES},
             )
         )
     return rows
@@ -238,53 +189,45 @@ def grouped(summaries: Sequence[Summary], settings: Sequence[object] | None = No
 
 def _measured(run: Summary) -> dict[str, float | None]:
     """Return the figures of a run whose means over seeds are compared."""
-    of = run.of_training
-    accuracies, losses = _present(of(run.test_accuracy)), _present(of(run.test_loss))
-    fractions: Figures = [
-        None if blocked is None or not seconds else blocked / seconds
-        for blocked, seconds in zip(run.blocked_seconds, run.train_seconds, strict=True)
-    ]
-    return {
-        "retrievals": _mean(of(run.retrievals)),
-        "skipped": _mean(of(run.skipped)),
-        "failed": _mean(of(run.failed)),
-        "delayed_pulls": _sum(run.delayed_pulls),
-        "received_mb": _mean(of(run.bytes_received), 1e-6),
-        "serving_mb": _mean(run.of_serving(run.bytes_received), 1e-6),
-        "finish_mb": _mean(of(run.finish_bytes), 1e-6),
-        "accuracy": _mean(accuracies),
-        "accuracy_worst": min(accuracies, default=None),
-        "accuracy_before_finish": _mean(of(run.test_accuracy_before_finish)),
-        "accuracy_averaged": run.consensus_accuracy,
-        "loss": _mean(losses),
-        "loss_worst": max(losses, default=None),
-        "loss_before_finish": _mean(of(run.test_loss_before_finish)),
-        "loss_averaged": run.consensus_loss,
-        "bits_per_character": _mean(of(run.test_bits_per_character)),
-        "train_seconds": max(_present(of(run.train_seconds)), default=None),
-        "wall_seconds": run.wall_seconds,
-        "blocked": _mean(fractions),
-    }
+    found = {}
+    for figure, line in LINES:
+        if line.combine not in (Combine.COUNT, Combine.SEEN):
+            value = _combined(run, figure.name, line.combine)
+            found[line.key] = None if value is None else value * line.factor
+    return found
 
 
-def _means(group: Group, own: Mapping[str, Estimate]) -> dict[str, Any]:
-    return {name: own[name].mean if name in own else None for name in group.measured[0]}
+def _combined(run: Summary, name: str, combine: Combine) -> float | None:
+    """Return one number of the figures of a run's peers."""
+    figures: PerPeer = getattr(run, name) if combine is not Combine.RUN else [getattr(run, name)]
+    match combine:
+        case Combine.MEAN:
+            return _mean(run.of_training(figures))
+        case Combine.SERVING:
+            return _mean(run.of_serving(figures))
+        case Combine.SHARE:
+            pairs = zip(figures, run.train_seconds, strict=True)
+            return _mean([None if value is None or not of else value / of for value, of in pairs])
+        case Combine.LOWEST:
+            return min(_present(run.of_training(figures)), default=None)
+        case Combine.HIGHEST:
+            return max(_present(run.of_training(figures)), default=None)
+        case Combine.SEEN:
+            return max(_present(figures), default=None)
+    return _sum(figures)
 
 
-def _counted(runs: Sequence[Summary]) -> dict[str, Any]:
-    """Return the counts of faults and of peers of all runs together, and whether each run ended with one model."""
+def _value(name: str, line: Line, runs: Sequence[Summary], means: Mapping[str, Estimate]) -> float | None:
+    """Return the value of a line for runs that differ only in their seeds, given their ``means``."""
+    if line.combine in (Combine.COUNT, Combine.SEEN):
+        return _sum([_combined(run, name, line.combine) for run in runs])
+    return means[line.key].mean if line.key in means else None
+
+
+def _agreed(runs: Sequence[Summary]) -> bool | None:
+    """Return whether each run ended with one model."""
     agreements = [run.agreed for run in runs]
-
-    def total(name: str) -> float | None:
-        return _sum([value for run in runs for value in getattr(run, name)])
-
-    return {
-        "agreed": False if False in agreements else None if None in agreements else True,
-        "lost": sum(len(run.lost) for run in runs),
-        "stopped": sum(len(run.stopped) for run in runs),
-        "set_back": _sum([max(_present(run.set_back), default=None) for run in runs]),
-        **{name: total(name) for name in SUMMED},
-    }
+    return False if False in agreements else None if None in agreements else True
 
 
 def _paired(group: Group, first: Group) -> dict[str, Estimate]:
@@ -342,15 +285,15 @@ def _is_fixed(spec: str) -> bool:
     return isinstance(policy, Tau) and policy == Tau(policy.period)
 
 
-def _present(figures: Figures) -> list[float]:
+def _present(figures: PerPeer) -> list[float]:
     return [value for value in figures if value is not None]
 
 
-def _mean(figures: Sequence[float | None], unit: float = 1.0) -> float | None:
-    present = [value for value in figures if value is not None]
-    return sum(present) / len(present) * unit if present else None
+def _mean(figures: PerPeer) -> float | None:
+    present = _present(figures)
+    return sum(present) / len(present) if present else None
 
 
-def _sum(figures: Figures) -> float | None:
+def _sum(figures: PerPeer) -> float | None:
     present = _present(figures)
     return sum(present) if present else None

@@ -10,34 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from gossipx.errors import UsageError, how_to_install
-
-COUNTERS = {
-    "iterations": ("iteration", "Iterations done."),
-    "retrievals": ("retrievals", "Models of other peers mixed in."),
-    "skipped": ("skipped", "Decisions to exchange that came to nothing."),
-    "failed": ("failed", "Exchanges that did not complete."),
-    "received_bytes": ("bytes_received", "Bytes received from other peers by this process."),
-    "sent_bytes": ("bytes_sent", "Bytes sent to other peers by this process."),
-    "training_seconds": ("seconds", "Seconds of training."),
-    "blocked_seconds": ("blocked_seconds", "Seconds of training that gossipx blocked the training thread."),
-    "poisoned_models": ("poisoned", "Received models refused because of NaN or Inf."),
-    "outliers": ("outliers", "Received models that were suddenly far from this peer's."),
-    "corrupted_frames": ("corrupted", "Received frames refused because they did not match their checksums."),
-    "strangers": ("strangers", "Connections turned away because their openers did not prove to belong to the run."),
-    "expiry_warnings": ("expiry_warnings", "Warnings that a certificate expires, from 14 days before on."),
-    "suspicions": ("suspicions", "How often another peer stopped answering."),
-}
-"""Counters by name, each with the figure of a peer's status and a description."""
-GAUGES = {
-    "loss": ("loss", "Last loss on training data."),
-    "accuracy": ("accuracy", "Last accuracy on test data."),
-    "last_exchange_age_seconds": ("last_exchange_seconds", "Seconds since a model was last exchanged."),
-    "waiting": ("waiting", "Whether gossipx blocks the training thread now: 1 or 0."),
-    "peers_suspected": ("suspects", "Peers that have not answered since a request failed."),
-    "peers_lost": ("lost", "Peers that are considered dead."),
-    "peers_left": ("left", "Peers that have left the run in order."),
-}
-"""Gauges, likewise; of a list its length counts."""
+from gossipx.figures import FIGURES
 
 
 def parse(text: str) -> tuple[str, int]:
@@ -113,11 +86,12 @@ class Exporter:
     def collect(self) -> Iterator[Any]:
         """Yield the metric families; called by the registry for each request."""
         core, figures = self._prometheus.core, self._status()
-        for kinds, family in ((COUNTERS, core.CounterMetricFamily), (GAUGES, core.GaugeMetricFamily)):
-            for name, (key, text) in kinds.items():
-                value = figures.get(key)
-                if value is not None:
-                    yield self._sample(family, name, text, len(value) if isinstance(value, list) else value)
+        for figure in FIGURES:
+            value, name = figures.get(figure.name), figure.where.prometheus
+            if name and value is not None:
+                family = core.GaugeMetricFamily if figure.where.gauge else core.CounterMetricFamily
+                text = f"{figure.help[0].upper()}{figure.help[1:]}."
+                yield self._sample(family, name, text, len(value) if isinstance(value, list) else value)
         yield self._sample(core.GaugeMetricFamily, "stage", "The stage that the peer is in.", 1, stage=figures["stage"])
 
     def _sample(self, family: Any, name: str, text: str, value: float, **labels: str) -> Any:

@@ -8,20 +8,24 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, get_type_hints
+
+import msgspec
 
 from gossipx.errors import MALFORMED, GossipxError, UsageError, printable
-from gossipx.protocol.fields import MAX_COUNT
+from gossipx.figures import COUNTED, PER_PEER, renamed
+from gossipx.protocol.fields import Whole
 from gossipx.specs import texts
 
 FILE = "summary.json"
-Figures = list[float | None]
+PerPeer = list[float | None]
 """One number per peer, by rank; None for a peer that did not finish."""
+Number: TypeAlias = Whole | float  # integers in JSON are unbounded
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The metrics of a run. Lists have one entry per peer, by rank, None for a peer that was lost.
+    """The metrics of a run.
 
     A resumed run counts from its beginning: everything that led to its final models. Work after the last checkpoint,
     which was lost, does not count.
@@ -36,95 +40,52 @@ class Summary:
         model: the model; None for a user's script.
         partition: how the data were divided among peers.
         iterations: length of the run.
-        retrievals: other peers' models mixed in while training, whichever side began the exchange.
-        taken_in: models that a hub mixed into its centre.
-        delayed_pulls: DPRs of the shards that this peer serves: one worker's pulls of one iteration count once per
-            shard if they had to wait; None without servers.
-        bytes_received: bytes on the wire while training.
-        finish_bytes: bytes received in the finish.
-        test_accuracy: of each peer's own model, after the finish; None where only the loss is measured.
-        test_accuracy_before_finish: the same before the finish.
-        test_loss: of each peer's own model, after the finish, in nats per image, or per character of text; None: it is
-            not measured.
-        test_loss_before_finish: the same before the finish.
-        test_bits_per_character: ``test_loss`` of text in bits; None for other data.
-        test_bits_per_character_before_finish: the same before the finish.
-        consensus_accuracy: of the average of all final models.
-        consensus_distance: each peer's estimate of Eq. 8 at the end of training.
+        consensus_accuracy, consensus_loss: on test data, of the average of all final models.
         agreed: whether all peers that finished hold the same model, bit by bit; False also if the peers that were seen
             to end are not most of those in the finish; None: the run has no finish, so that nothing is claimed.
         lost: names of peers that did not finish.
         stopped: names of peers that were stopped before the finish, by a signal; their figures are those until then.
         wall_seconds: from the first peer's first iteration to the last peer's end.
-        train_seconds: of each peer, from its first iteration to its last.
-        blocked_seconds: time that gossipx blocked the training thread; None for a peer that only serves others.
-        overhead_seconds: time that the training thread spent on measuring its model and recording metrics.
-        skipped: decisions to exchange that came to nothing, because one was under way or no other peer was available.
-        failed: exchanges begun but not completed.
-        poisoned: received models refused because of NaN or Inf.
-        corrupted: received frames refused because they did not match their checksums.
-        strangers: connections turned away because their openers did not prove to belong to the run.
-        expiry_warnings: how often a peer has warned that a certificate expires, from 14 days before on.
-        suspicions: how often another peer stopped answering; most of them answer again later.
-        set_back: how often a shard's server came back without all of the shard's state, as each worker saw it.
-        outliers: received models that were suddenly far from the receiver's.
-        unwritten: records of curves, checkpoints, changes for a server's journal and models that could not be written.
-        crashes: how often each peer's process was killed; this and the next two: None in a real run.
-        restarts: how often it was started again.
-        lost_iterations: iterations that its killed processes had made since the checkpoint with which the next process
-            began, or all, if there was none. Other peers may have mixed in models with them.
-        consensus_loss: loss on test data of the average of all final models.
+        figures: one list for each of :data:`gossipx.figures.PER_PEER`, by name, with one number per peer, by rank; None
+            for a peer that was lost. Each is also an attribute, such as ``retrievals``.
     """
 
     name: str
     policy: str
     codec: str
-    seed: int
-    peers: int
+    seed: Whole
+    peers: Whole
     task: str | None
     model: str | None
     partition: str
-    iterations: int
-    retrievals: Figures
-    taken_in: Figures
-    delayed_pulls: Figures
-    bytes_received: Figures
-    finish_bytes: Figures
-    test_accuracy: Figures
-    test_accuracy_before_finish: Figures
-    consensus_accuracy: float | None
-    test_loss: Figures
-    test_loss_before_finish: Figures
-    test_bits_per_character: Figures
-    test_bits_per_character_before_finish: Figures
-    consensus_loss: float | None
-    consensus_distance: Figures
+    iterations: Whole
+    consensus_accuracy: Number | None
+    consensus_loss: Number | None
     agreed: bool | None
     lost: list[str]
     stopped: list[str]
-    wall_seconds: float
-    train_seconds: Figures
-    blocked_seconds: Figures
-    overhead_seconds: Figures
-    skipped: Figures
-    failed: Figures
-    poisoned: Figures
-    corrupted: Figures
-    strangers: Figures
-    expiry_warnings: Figures
-    suspicions: Figures
-    set_back: Figures
-    outliers: Figures
-    unwritten: Figures
-    crashes: Figures
-    restarts: Figures
-    lost_iterations: Figures
+    wall_seconds: Number
+    figures: dict[str, PerPeer]
 
-    def of_training(self, figures: Figures) -> Figures:
+    def __getattr__(self, name: str) -> PerPeer:
+        figures: dict[str, PerPeer] = vars(self).get("figures", {})  # empty while an object is being copied
+        if name not in figures:
+            raise AttributeError(f"a summary has no figure '{name}'")
+        return figures[name]
+
+    def with_figures(self, figures: Mapping[str, PerPeer]) -> Summary:
+        """Return this summary with other figures for some names."""
+        return dataclasses.replace(self, figures=self.figures | dict(figures))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as it is written: one flat object."""
+        return {name: value for name, value in vars(self).items() if name != "figures"} | self.figures
+
+    def of_training(self, figures: PerPeer) -> PerPeer:
         """Return the figures of the peers that train; peers that were lost are left out."""
         return [value for value, blocked in zip(figures, self.blocked_seconds, strict=True) if blocked is not None]
 
-    def of_serving(self, figures: Figures) -> Figures:
+    def of_serving(self, figures: PerPeer) -> PerPeer:
         """Return the figures of the peers that only serve others; there is nothing of theirs to block."""
         present = zip(figures, self.blocked_seconds, self.train_seconds, strict=True)
         return [value for value, blocked, seconds in present if blocked is None and seconds is not None]
@@ -140,7 +101,7 @@ class Summary:
         """
         unfinished = directory / f"{FILE}{'' if by is None else f'.{by}'}.tmp"
         try:
-            unfinished.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
+            unfinished.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
             unfinished.replace(directory / FILE)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -149,12 +110,9 @@ class Summary:
 
     def completed(self, other: Summary) -> Summary:
         """Return this summary with the figures that another one of the same run has of peers that are lost here."""
-        both: dict[str, Any] = {
-            name: [
-                ours if theirs is None else theirs
-                for ours, theirs in zip(getattr(other, name), getattr(self, name), strict=True)
-            ]
-            for name in PER_PEER
+        both = {
+            name: [ours if theirs is None else theirs for ours, theirs in zip(known, self.figures[name], strict=True)]
+            for name, known in other.figures.items()
         }
         return dataclasses.replace(
             self,
@@ -162,15 +120,11 @@ class Summary:
             agreed=False if other.agreed is False else self.agreed,
             lost=[name for name in self.lost if name in other.lost],
             stopped=sorted({*self.stopped, *(name for name in other.stopped if name in self.lost)}),
-            **both,
+            figures=both,
         )
 
 
-PER_PEER = tuple(field.name for field in dataclasses.fields(Summary) if field.type == "Figures")
-"""The fields with one entry per peer; peers' reports have a value under each of these names."""
-
-
-def per_peer(reports: Sequence[Mapping[str, Any] | None]) -> dict[str, Figures]:
+def per_peer(reports: Sequence[Mapping[str, Any] | None]) -> dict[str, PerPeer]:
     """Return the lists of a summary from the peers' reports, by rank; None for a peer without one."""
     return {name: [None if report is None else report.get(name) for report in reports] for name in PER_PEER}
 
@@ -198,46 +152,27 @@ def read(path: Path) -> Summary:
         data = json.loads(text)
     except MALFORMED as error:
         raise UsageError(f"not a summary: {error}", file) from error
-    names = {field.name for field in dataclasses.fields(Summary)}
     if not isinstance(data, dict):
         raise UsageError("not a summary: it is not a JSON object", file)
-    if not names <= data.keys():
-        lacking = f"it lacks '{min(names - data.keys())}', or another version of gossipx has written it"
+    data = renamed(data)
+    of_run = get_type_hints(Summary, include_extras=True)
+    del of_run["figures"]
+    here = [name for name in PER_PEER if name in data or name not in COUNTED]  # a run may be older than a counter
+    if missing := {*of_run, *here} - data.keys():
+        lacking = f"it lacks '{min(missing)}', or another version of gossipx has written it"
         raise UsageError(f"not a summary: {lacking}", file)
-    for field in dataclasses.fields(Summary):
-        if not _fits(str(field.type), data[field.name], data["peers"]):
-            raise UsageError(f"not a summary: '{field.name}' is {_WANTED[str(field.type)]}", file)
-    return Summary(**{name: _printable(data[name]) for name in names})
+    found = {name: _read_as(kind, name, data[name], file) for name, kind in of_run.items()}
+    figures = {name: _read_as(list[Number | None], name, data[name], file) for name in here}
+    for name, values in figures.items():
+        if len(values) != found["peers"]:
+            raise UsageError(f"not a summary: '{name}' is not one number or null per peer", file)
+    nothing: PerPeer = [None] * found["peers"]
+    return Summary(**found, figures={name: figures.get(name, nothing) for name in PER_PEER})
 
 
-def _printable(value: Any) -> Any:
-    return printable(value) if isinstance(value, str) else value
-
-
-_WANTED = {
-    "str": "not text",
-    "str | None": "neither text nor null",
-    "bool | None": "neither true, false nor null",
-    "int": "not an integer",
-    "float": "not a number",
-    "float | None": "neither a number nor null",
-    "list[str]": "not a list of names",
-    "Figures": "not one number or null per peer",
-}
-
-
-def _fits(kind: str, value: Any, peers: int) -> bool:
-    """Return whether a value from the file fits a field of type ``kind``."""
-    if kind.endswith(" | None"):
-        return value is None or _fits(kind.removesuffix(" | None"), value, peers)
-    if kind == "str":
-        return isinstance(value, str)
-    if kind == "bool":
-        return isinstance(value, bool)
-    if kind == "list[str]":
-        return isinstance(value, list) and all(isinstance(one, str) for one in value)
-    if kind == "Figures":
-        return isinstance(value, list) and len(value) == peers and all(_fits("float | None", v, peers) for v in value)
-    if isinstance(value, bool) or not isinstance(value, int if kind == "int" else int | float):
-        return False
-    return isinstance(value, float) or abs(value) <= MAX_COUNT  # integers in JSON are unbounded, and sums must fit
+def _read_as(kind: Any, name: str, value: object, file: Path) -> Any:
+    try:
+        found = msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"not a summary: '{name}' is of another type ({error})", file) from None
+    return printable(found) if isinstance(found, str) else found

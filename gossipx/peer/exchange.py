@@ -10,6 +10,7 @@ import abc
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from gossipx.figures import Counters
 from gossipx.peer.membership import Membership, Requests
 from gossipx.peer.serving import Outgoing
 from gossipx.peer.turns import Turns
@@ -29,8 +30,8 @@ class PeerContext:
         timeout: peer_timeout, in seconds.
         blocking: whether training waits for each exchange.
         turns: chooses the fragment of our model that is exchanged next.
+        counts: the role's.
         step: iterations that our model has seen.
-        set_back: how often a shard's server came back without all of the shard's state.
     """
 
     rank: int
@@ -42,8 +43,8 @@ class PeerContext:
     requests: Requests
     sync: SyncManager
     turns: Turns
+    counts: Counters
     step: int = 0
-    set_back: int = 0
 
 
 class Exchange(abc.ABC):

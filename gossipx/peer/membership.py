@@ -24,6 +24,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
+from gossipx.figures import Counters
 from gossipx.peer.others import OtherPeer, Others, Rates, Transfers
 from gossipx.protocol.effects import Send
 from gossipx.protocol.events import Fault
@@ -57,13 +58,13 @@ class Membership:
         peer_timeout: seconds.
         rng: used to choose partners and to randomize back-offs.
         model_timeout: seconds that a model may take before any transfer was measured; peer_timeout if that is more.
+        counts: gets the number of peers that became suspected after they had been heard from.
 
     Attributes:
         others: the entry of each other peer, by rank.
         size: number of peers in the run, with those that joined it under way.
         timeout: peer_timeout.
         model_timeout: seconds to wait for a model when no transfer was measured.
-        suspicions: how often a peer that had been heard from became suspected.
         last_transfer: the rank of the peer to or from which a model was last sent, and when; None: none was.
     """
 
@@ -75,6 +76,7 @@ class Membership:
         peer_timeout: float,
         rng: random.Random,
         model_timeout: float = 0.0,
+        counts: Counters | None = None,
     ) -> None:
         self.others = Others(rank, size)
         self.size = max(size, rank + 1)
@@ -87,7 +89,7 @@ class Membership:
         self._round = -1  # the schedule's round: one per exchange
         self.timeout = peer_timeout
         self.model_timeout = max(peer_timeout, model_timeout)
-        self.suspicions = 0
+        self._counts = Counters() if counts is None else counts
         self.last_transfer: tuple[int, float] | None = None
         self._rng = rng
 
@@ -290,7 +292,7 @@ class Membership:
         ended = other.stage in (Stage.DONE, Stage.LEFT)  # then it may exit at any time
         if other.silent_since is None:
             other.silent_since = now
-            self.suspicions += other.stage is not None and not ended
+            self._counts.add("suspicions", other.stage is not None and not ended)
         self.back_off(rank, now)
         silent = now - other.silent_since >= self.timeout
         if other.lost or ended or not (other.has_ended or silent):

@@ -42,6 +42,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gossipx.figures import Counters
 from gossipx.mixing import Average, Mixing
 from gossipx.peer.agreement import Agreement
 from gossipx.peer.barrier import ANNOUNCE, BARRIER, Barrier
@@ -111,7 +112,7 @@ class PeerRole:
         closed: why no peer can join the run while it is in progress; empty: one can.
 
     Attributes:
-        poisoned: number of models refused because they held NaN or Inf.
+        counts: what this role, its parts and its driver count.
         requests: the requests of this peer that await a reply.
     """
 
@@ -130,7 +131,7 @@ class PeerRole:
     model_timeout: float = 0.0
     closed: str = ""
 
-    poisoned: int = field(default=0, init=False)
+    counts: Counters = field(default_factory=Counters, init=False)
     requests: Requests = field(default_factory=Requests, init=False)
     _leaving: bool = field(default=False, init=False)  # set by LeaveRun until the hand-over is complete
 
@@ -138,7 +139,7 @@ class PeerRole:
         mode, timeout = self.settings.mode, self.settings.exchange.peer_timeout
         limits = mode if isinstance(mode, HasServing) else HasServing()  # first models are pulled in every mode
         schedule = self.schedule or RandomNeighbour(self.topology)
-        self.members = Membership(self.rank, self.size, schedule, timeout, self.rng, self.model_timeout)
+        self.members = Membership(self.rank, self.size, schedule, timeout, self.rng, self.model_timeout, self.counts)
         self.outgoing = Outgoing(self.members)
         self.serving = Serving(limits.max_served, limits.serve_share, self.requests, self.outgoing)
         self.barrier = Barrier(self.members, self.requests, timeout)
@@ -147,7 +148,7 @@ class PeerRole:
         turns = Turns(mode.fragments if isinstance(mode, HasFragments) else 1)
         self.waves = WaveSequence(self.rank, self.members, self.requests, self.sync, timeout, turns)
         own = self.rank, self.incarnation, timeout, isinstance(mode, HasPolicy) and mode.blocking
-        self._context = PeerContext(*own, self.members, self.outgoing, self.requests, self.sync, turns)
+        self._context = PeerContext(*own, self.members, self.outgoing, self.requests, self.sync, turns, self.counts)
         self.pulls = PullExchange(self._context, self.mixing, self.shares)
         self.exchange = self._build_exchange()
         self.server = self.exchange if isinstance(self.exchange, ServerRole) else ServerRole()
@@ -167,11 +168,6 @@ class PeerRole:
             case Pairs():
                 return PairExchange(self._context, self.mixing)
         return self.pulls
-
-    @property
-    def set_back(self) -> int:
-        """How often a shard's server came back without all of the shard's state."""
-        return self._context.set_back
 
     def handle(self, event: events.Event, now: float) -> list[Effect]:
         """Handle one event and return the effects to carry out, in order.
@@ -206,7 +202,7 @@ class PeerRole:
             case events.Poisoned():
                 return self._poisoned(event.ticket, now)
             case events.GradientPoisoned(sender):
-                self.poisoned += 1
+                self.counts.add("poisoned")
                 return [Note("poisoned", f"a gradient of peer {sender} holds NaN or Inf: the gradient is ignored")]
             case events.JoinRun(resumed):
                 return [Wait(), *self.stages.begin(resumed, now)]
@@ -429,7 +425,7 @@ class PeerRole:
 
     def _poisoned(self, ticket: int, now: float) -> list[Effect]:
         if self.stage is Stage.LEFT:
-            self.poisoned += 1
+            self.counts.add("poisoned")
             return []
         if (source := self.agreement.source_of(ticket)) is not None:
             return [self._suspend(source, now), *self.stages.final_failed(ticket, now)]
@@ -442,7 +438,7 @@ class PeerRole:
 
     def _suspend(self, sender: int, now: float) -> Note:
         """Count a model of ``sender`` that holds NaN or Inf, and request no model from it for peer_timeout."""
-        self.poisoned += 1
+        self.counts.add("poisoned")
         self.members.others[sender].suspended_until = now + self.settings.exchange.peer_timeout
         text = f"the model of peer {sender} holds NaN or Inf: not mixed, and no more are requested for a while"
         return Note("poisoned", text)
@@ -453,7 +449,7 @@ class PeerRole:
 
     def _merged(self, event: events.Merged, now: float) -> list[Effect]:
         if (taken := self.server.merged(event, now)) is not None:
-            self.poisoned += not event.sound
+            self.counts.add("poisoned", not event.sound)
             return taken
         wave = self._meeting(event.ticket)
         if wave is None:  # the wave was given up meanwhile

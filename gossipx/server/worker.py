@@ -360,7 +360,7 @@ class Worker:
         if other is None or not 0 <= reply.restarted_at < seen or other.incarnation == link.restart_of:
             return []
         link.restart_of = other.incarnation
-        self._context.set_back += 1
+        self._context.counts.add("shard_rollbacks")
         back = f"shard {shard} continues from clock {reply.restarted_at}, and what it had applied since is lost"
         lost = back if reply.restarted_at else f"the state of shard {shard} is lost, its optimizer's too"
         sync = reply.sync or "the initial one"

@@ -3,11 +3,10 @@ recorded."""
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import Any
 
 from gossipx.errors import UsageError
+from gossipx.figures import FIGURES
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, SCRIPT_FILE, settings_in
 from gossipx.launch.hosts import read_hosts
 from gossipx.metrics import curves, summary
@@ -15,14 +14,9 @@ from gossipx.metrics.summary import Summary, per_peer
 from gossipx.settings import files
 
 _TAGS = {
-    "retrievals": "sync/retrievals",
-    "skipped": "sync/skipped",
-    "failed": "sync/failed",
-    "bytes_received": "comm/bytes_received",
-    "train_seconds": "time/train_seconds",
-    "test_accuracy_before_finish": "test/accuracy",
-    "test_loss_before_finish": "test/loss",
-    "test_bits_per_character_before_finish": "test/bits_per_character",
+    figure.name: figure.where.tag
+    for figure in FIGURES
+    if figure.where.summary and figure.where.tag and not figure.where.tag.endswith("_after_finish")
 }
 """Figures of a peer by name, with the tags of the curves that end with them."""
 
@@ -66,17 +60,17 @@ def read(run: Path) -> Summary:
         wall_seconds=max(seconds, default=0.0),
         consensus_accuracy=None,
         consensus_loss=None,
-        **per_peer(reports),
+        figures=per_peer(reports),
     )
 
 
 def _completed(found: Summary, directory: Path) -> Summary:
     """Return the summary of a stopped run with its last measured accuracies and losses, which nobody measured again."""
     tested = [name for name in _TAGS if name.startswith("test_")]
-    if any(value is not None for name in tested for value in getattr(found, name)):
+    if any(value is not None for name in tested for value in found.figures[name]):
         return found
-    figures: dict[str, Any] = per_peer(_last_of(directory, found.peers))
-    return dataclasses.replace(found, **{name: figures[name] for name in tested})
+    last = per_peer(_last_of(directory, found.peers))
+    return found.with_figures({name: last[name] for name in tested})
 
 
 def _last_of(directory: Path, peers: int) -> list[dict[str, float] | None]:

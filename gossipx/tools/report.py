@@ -10,27 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from gossipx.errors import GossipxError, UsageError
+from gossipx.figures import FIGURES
 from gossipx.launch.directory import HOSTS_FILE, settings_in
 from gossipx.launch.hosts import read_hosts
 from gossipx.metrics import curves, plot
-from gossipx.metrics.summary import Figures, Summary
+from gossipx.metrics.summary import Summary
 from gossipx.settings import files
 from gossipx.specs import texts
 from gossipx.tools import plot as plotting
 
-PER_PEER = {
-    "retrievals": ("retrievals", 1.0, "{:.0f}"),
-    "bytes_received": ("MB received", 1e-6, "{:.1f}"),
-    "test_accuracy": ("accuracy", 1.0, "{:.4f}"),
-    "test_accuracy_before_finish": ("accuracy before finish", 1.0, "{:.4f}"),
-    "test_loss": ("loss", 1.0, "{:.4f}"),
-    "test_loss_before_finish": ("loss before finish", 1.0, "{:.4f}"),
-    "train_seconds": ("training, s", 1.0, "{:.1f}"),
-    "blocked_seconds": ("blocked, s", 1.0, "{:.2f}"),
-    "skipped": ("skipped", 1.0, "{:.0f}"),
-    "failed": ("failed", 1.0, "{:.0f}"),
-}
-"""Figures in the table of a run's peers: heading, factor and format. Columns without a value are left out."""
+_COLUMNS = tuple(figure for figure in FIGURES if figure.where.column)
+"""Figures in the table of a run's peers. Columns without a value are left out."""
+_SHOWN = {"bytes": (1e-6, ".1f"), "share": (1.0, ".4f"), "nats": (1.0, ".4f"), "s": (1.0, ".2f")}
+"""Factor and format of figures by their unit; others are whole numbers."""
 NOT_COMPARED = ("name", "peers", "logdir", "overwrite")
 """Settings in which all runs differ, or that say only where a run is."""
 _STYLE = """
@@ -143,22 +135,22 @@ def _peers(path: Path, summary: Summary) -> str:
     names = [line.name for line in read_hosts(hosts)] if hosts.is_file() else []
     if len(names) != summary.peers:
         names = [f"peer {rank}" for rank in range(summary.peers)]
-    shown = {name: how for name, how in PER_PEER.items() if any(one is not None for one in getattr(summary, name))}
+    shown = [one for one in _COLUMNS if any(value is not None for value in summary.figures[one.name])]
     states = [_state(name, summary) for name in names]
     rows = [
-        [name, state, *(_cell(getattr(summary, figure), rank, how) for figure, how in shown.items())]
+        [name, state, *(_cell(summary.figures[one.name][rank], one.unit) for one in shown)]
         for rank, (name, state) in enumerate(zip(names, states, strict=True))
     ]
-    return _table(["peer", "", *(heading for heading, _, _ in shown.values())], rows)
+    return _table(["peer", "", *(one.where.column for one in shown)], rows)
 
 
 def _state(name: str, summary: Summary) -> str:
     return "lost" if name in summary.lost else "stopped" if name in summary.stopped else ""
 
 
-def _cell(figures: Figures, rank: int, how: tuple[str, float, str]) -> str:
-    value, (_, factor, form) = figures[rank], how
-    return "–" if value is None else form.format(value * factor)
+def _cell(value: float | None, unit: str) -> str:
+    factor, form = _SHOWN.get(unit, (1.0, ".0f"))
+    return "–" if value is None else format(value * factor, form)
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from gossipx.figures import Counters
 from gossipx.memory import ByteObserver
 
 
@@ -107,12 +108,10 @@ class SharesMemory(Protocol):
 
 
 @runtime_checkable
-class Expiring(Protocol):
-    """A transport whose certificates expire."""
+class Counting(Protocol):
+    """A transport that counts; the peer that uses it counts there, too."""
 
-    @property
-    def expiry_warnings(self) -> int:
-        """How often this peer has warned that a certificate expires."""
+    counts: Counters
 
 
 class Carrier(Protocol):

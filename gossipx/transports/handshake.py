@@ -32,6 +32,7 @@ from gossipx.errors import (
     RefusedError,
     StrangerError,
 )
+from gossipx.figures import Counters
 from gossipx.memory import Source
 from gossipx.protocol.admission import AdmitReply, AdmitRequest
 from gossipx.protocol.fields import MAX_TEXT, JoinedPeer
@@ -122,22 +123,18 @@ class Trust:
     Args:
         others: number of other peers in the run.
         peer_timeout: seconds after which a peer begins without those that it has not found.
+        counts: get the number of strangers.
     """
 
-    def __init__(self, others: int, peer_timeout: float):
+    def __init__(self, others: int, peer_timeout: float, counts: Counters):
         self._others = others
         self._gives_up_at = time.monotonic() + _PATIENCE * peer_timeout
         self._lock = threading.Lock()
-        self._strangers = 0
+        self._counts = counts
         self._logged = (-math.inf, 0)  # time of the last log line about strangers, and their number then
         self._is_admitted = False
         self._at_odds: set[int] = set()  # ranks of peers that turned this one away or were turned away by it
         self._doubt: NotAuthorisedError | RefusedError | None = None
-
-    @property
-    def strangers(self) -> int:
-        """Connections that were turned away because their openers did not prove to belong to the run."""
-        return self._strangers
 
     @property
     def is_outcast(self) -> bool:
@@ -175,15 +172,16 @@ class Trust:
     def record_stranger(self, remote: str, error: NotAuthorisedError | StrangerError) -> None:
         """Record that an inbound connection was turned away; log it at a limited rate."""
         with self._lock:
-            self._strangers += 1
+            self._counts.add("strangers")
+            strangers = self._counts["strangers"]
             if isinstance(error, NotAuthorisedError):
                 self._doubt = self._doubt or error
             now = time.monotonic()
             when, before = self._logged
             if now - when < _LOG_EVERY:
                 return
-            self._logged = now, self._strangers
-            more = self._strangers - before - 1
+            self._logged = now, strangers
+            more = strangers - before - 1
         log.warning("a connection from %s: %s%s", remote, error, f" ({more} more turned away before)" if more else "")
 
 

@@ -26,6 +26,7 @@ from gossipx.errors import (
     PeerUnreachableError,
     ProtocolError,
 )
+from gossipx.figures import Counters
 from gossipx.memory import PIECE, ByteObserver, Source
 from gossipx.protocol.fields import MAX_METADATA, SMALL_METADATA
 from gossipx.protocol.messages import CarryingReply, CarryingRequest
@@ -339,20 +340,20 @@ class Links:
         peers: number of peers in the run.
         timeout: seconds in which the rest of a frame must arrive once it has begun, if the caller sets no deadline.
         pace: rate limit shared by all models sent over a network; None: unlimited.
+        counts: get the number of corrupted frames.
 
     Attributes:
         closed: set once no new links are accepted.
         sent, received: numbers of bytes on the wire, over all links.
-        corrupted: received frames that did not match their checksums.
     """
 
-    def __init__(self, name: str, peers: int, timeout: float, pace: Pace | None = None):
+    def __init__(self, name: str, peers: int, timeout: float, pace: Pace | None = None, counts: Counters | None = None):
         self.timeout = timeout
         self.pace = pace
         self.closed = threading.Event()
         self.sent = 0
         self.received = 0
-        self.corrupted = 0
+        self.counts = Counters() if counts is None else counts
         self._name = name
         self._lock = threading.Lock()
         self._links: set[Link] = set()
@@ -368,7 +369,7 @@ class Links:
     def count_corrupted(self) -> None:
         """Count a frame that did not match its checksum."""
         with self._lock:
-            self.corrupted += 1
+            self.counts.add("corrupted")
 
     def add(self, stream: Stream) -> Link:
         """Return a new link over ``stream``.

@@ -41,6 +41,7 @@ from gossipx.errors import (
     StrangerError,
     UsageError,
 )
+from gossipx.figures import Counters
 from gossipx.memory import ByteObserver
 from gossipx.transports import Address, Listener, Stream, Transport, tcp, validity
 from gossipx.transports.validity import Reminder, Validity
@@ -348,12 +349,8 @@ class Tls:
         self._lock = threading.Lock()  # held while the files are read
         self._server, self._client, certificates = self._load()
         self._spare: list[memoryview] = []
-        self._dates = Reminder(certificates)
-
-    @property
-    def expiry_warnings(self) -> int:
-        """How often this peer has warned that a certificate expires."""
-        return self._dates.warnings
+        self.counts = Counters()
+        self._dates = Reminder(certificates, self.counts)
 
     def listen(self, address: Address) -> TlsListener:
         """Listen; see :class:`gossipx.transports.Transport`. Warns if a certificate expires soon."""

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gossipx.figures import Counters
+
 log = logging.getLogger("gossipx")
 
 WARN_AT = (14 * 86400.0, 7 * 86400.0, 86400.0, 3600.0, 0.0)
@@ -54,13 +56,11 @@ class Reminder:
 
     Args:
         certificates: their validity.
-
-    Attributes:
-        warnings: number of warnings so far.
+        counts: get the number of warnings.
     """
 
-    def __init__(self, certificates: Sequence[Validity]):
-        self.warnings = 0
+    def __init__(self, certificates: Sequence[Validity], counts: Counters):
+        self._counts = counts
         self._lock = threading.Lock()
         self.renew(certificates)
 
@@ -85,7 +85,7 @@ class Reminder:
             if now < self._due:
                 return
             self._due = self._next_after(now)
-            self.warnings += 1
+            self._counts.add("expiry_warnings")
             first = self._first
         assert first is not None
         ends = datetime.datetime.fromtimestamp(first.ends, datetime.timezone.utc)

@@ -54,7 +54,7 @@ def test_a_model_is_pulled(start: Start, guard: dict[str, Any], size: int) -> No
         assert buffer == model
         assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
     assert not a.comm.trust.is_outcast
-    assert b.comm.trust.strangers == 0
+    assert b.comm.counts["strangers"] == 0
 
 
 @pytest.mark.fault(27)
@@ -93,7 +93,7 @@ def test_a_wrong_secret_is_refused_and_logged_once(start: Start, heard: Heard) -
         assert str(error) == ("peer-01: not authorised: the secrets differ; give every peer of the run the same secret")
     assert a.comm.trust.is_outcast
     b.comm.close()  # waits for its threads, so that all bytes are counted
-    assert b.comm.trust.strangers == 3
+    assert b.comm.counts["strangers"] == 3
     assert b.received.empty()
     assert heard.wait("not authorised: the secrets differ").levelno == logging.WARNING
     while not heard.records.empty():
@@ -319,7 +319,7 @@ def test_a_replayed_connection_is_refused(start: Start, middle: Callable[[Addres
         stream.sendall(way.sent)
         assert b"secrets differ" in everything(stream)
     b.comm.close()  # waits for its threads, so that all bytes are counted
-    assert b.comm.trust.strangers == 1
+    assert b.comm.counts["strangers"] == 1
     assert b.received.empty()
 
 
@@ -410,4 +410,4 @@ def test_a_thousand_idle_connections_leave_peers_and_threads_alone(start: Start,
         assert a.ask(1, PullRequest(2, 30.0), bytearray(len(model))).get(timeout=LONG) == ModelReply(2)
         assert len(b.comm._listener._inbound) <= 32 + 4 * 2
         assert threading.active_count() <= threads + 2 * (32 + 4 * 2)
-    assert b.comm.trust.strangers == 0
+    assert b.comm.counts["strangers"] == 0

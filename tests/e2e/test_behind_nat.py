@@ -100,7 +100,7 @@ def test_two_peers_behind_nat_meet_at_a_third(start: Start, guard: Callable[[int
         pulls(other, 1, step)
     assert gateway.received.empty(), "the third one passes on what is not for it"
     assert {sender for sender, _, _ in list(other.received.queue)} == {1}
-    assert gateway.comm.trust.strangers == one.comm.trust.strangers == other.comm.trust.strangers == 0
+    assert gateway.comm.counts["strangers"] == one.comm.counts["strangers"] == other.comm.counts["strangers"] == 0
     pulls(gateway, 1)
     pulls(one, 0)
 

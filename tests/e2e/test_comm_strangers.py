@@ -57,7 +57,7 @@ def test_a_damaged_frame_is_refused_counted_and_told_once_a_minute(two: tuple[Ho
                 assert stream.recv(100) == b""
     told = heard.wait("does not match its checksum: it is refused")
     assert told.levelno == logging.WARNING and re.search(r"\([123] refused so far\)", told.getMessage())
-    assert (a.comm.corrupted, b.comm.corrupted) == (0, 3)
+    assert (a.comm.counts["corrupted"], b.comm.counts["corrupted"]) == (0, 3)
     assert not any("it is refused" in record.getMessage() for record in list(heard.records.queue))
     b.serve(b"")
     assert a.ask(1, LeaveRequest()).get(timeout=LONG) == HereReply(Stage.TRAIN)
@@ -76,7 +76,7 @@ def test_a_damaged_model_is_refused_and_counted(start: Callable[[int], Run]) -> 
             welcome[-3] ^= 1
             stream.sendall(welcome)
             assert isinstance(results.get(timeout=LONG), CorruptedError)
-    assert a.comm.corrupted == 1
+    assert a.comm.counts["corrupted"] == 1
 
 
 @pytest.mark.fault(16)

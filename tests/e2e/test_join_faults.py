@@ -80,7 +80,7 @@ with peer:
     train(peer, model, optimizer, 10)
     if peer.rank == 1:
         model[1].running_mean.fill_(float("nan"))
-    while not all_have(peer, "refused", peer._role.poisoned > 0, (0, 2)):
+    while not all_have(peer, "refused", peer._role.counts["poisoned"] > 0, (0, 2)):
         train(peer, model, optimizer, peer.iteration + 5)
 """
     )

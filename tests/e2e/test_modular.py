@@ -55,7 +55,7 @@ def test_the_papers_program_with_all_of_its_parts(two: Folder) -> None:
     summary = run.summary
     assert summary["iterations"] == 600 and summary["lost"] == []
     assert summary["policy"] == "SSPConsistency:staleness=3"
-    assert summary["taken_in"] == [1200, 1200]  # each of the two shards got every gradient
+    assert summary["merged_by_hub"] == [1200, 1200]  # each of the two shards got every gradient
     assert sum(summary["retrievals"]) < 1000, "the slower worker's tables are recent enough in three of four iterations"
     assert max(differences(run.model(0), run.model(1)).values()) == 0
     truth = torch.ones(20, 20).triu()[:, ::2]
@@ -132,7 +132,7 @@ with gossipx.join(model, optimizer, parts=Parts(sync=EveryThird())) as peer:
 def test_gradients_gather_until_the_controller_asks_for_a_push(two: Folder, free: list[str]) -> None:
     """Figure 2.3d: eight pushes and the rest at the end; every gradient, of ones, counts once."""
     run = two.run(*BRIEF, "--apply", "each", *free, two.script(GATHERS), two.path)
-    assert run.summary["taken_in"] == [18, 18] and run.summary["retrievals"] == [8, 8]
+    assert run.summary["merged_by_hub"] == [18, 18] and run.summary["retrievals"] == [8, 8]
     assert run.model(0)["weight"].unique().tolist() == [-0.125 * 2 * 25]
 
 
@@ -178,7 +178,7 @@ def test_a_server_counts_an_iteration_that_uses_none_of_its_tables(two: Folder) 
     """Both workers have the same batches, so the mean gradient is that of one; server 1 has only the branch."""
     run = two.run(*BRIEF, "--placement", "range", two.script(BRANCH), two.path)
     assert two.told(0)["off"] < 1e-5 and two.told(1)["off"] < 1e-5
-    assert run.summary["taken_in"] == [48, 48]
+    assert run.summary["merged_by_hub"] == [48, 48]
 
 
 def test_a_pull_is_of_one_iteration(initialize: Callable[..., ParameterServer]) -> None:

@@ -50,7 +50,7 @@ def test_a_secret_is_rotated_while_peers_connect(start: Start, tmp_path: Path) -
             subprocess.run(command.format(file), shell=True, check=True, cwd=tmp_path)
             both_connect(run)
     assert files[0].read_text() == new.read_text()
-    assert a.comm.trust.strangers == b.comm.trust.strangers == 0
+    assert a.comm.counts["strangers"] == b.comm.counts["strangers"] == 0
     stale = run.host(1, secret=FixedSecrets((Secret(b"the old secret of this run"),)))
     assert isinstance(failure(stale, 0), NotAuthorisedError)
 
@@ -85,6 +85,6 @@ def test_certificates_are_replaced_while_peers_connect(start: Start, heard: Hear
     for identity in own:
         shutil.copy(new.file, identity.authority)
         both_connect(run)
-    assert a.comm.trust.strangers == b.comm.trust.strangers == 0
+    assert a.comm.counts["strangers"] == b.comm.counts["strangers"] == 0
     stale = run.host(1, transport=dataclasses.replace(old.issue(), authority=new.file).transport())
     assert isinstance(failure(stale, 0), NotAuthorisedError)

@@ -279,6 +279,6 @@ def test_a_hub_resumes_with_its_centre(tmp_path: Path, only: bool) -> None:
         assert again.code == 0, again.shown
         cut = Run(here.path / "cut", again)
     assert kept["exchanges"] >= 8 and kept["step"] >= 35
-    assert cut.summary["taken_in"][0] > kept["exchanges"] + 20, "its count continues"
+    assert cut.summary["merged_by_hub"][0] > kept["exchanges"] + 20, "its count continues"
     assert max(differences(cut.model(0), cut.model(1)).values()) == 0
     assert cut.summary["test_accuracy"][1] > 0.7

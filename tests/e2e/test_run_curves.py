@@ -51,7 +51,7 @@ def test_curves_of_a_hub(three: dict[str, Run]) -> None:
     run = three["hub"]
     centre, *workers = (curves(run, rank) for rank in range(3))
     assert list(centre) == ["hub/exchanges"] and grows(centre["hub/exchanges"])
-    assert centre["hub/exchanges"][-1][1] == run.summary["taken_in"][0]
+    assert centre["hub/exchanges"][-1][1] == run.summary["merged_by_hub"][0]
     for rank, worker in enumerate(workers, start=1):
         assert list(worker) == ["sync/elastic_distance"]
         distances = [value for _, value in worker["sync/elastic_distance"]]

@@ -26,7 +26,7 @@ def test_all_end_with_the_centre(tmp_path: Path, only: bool) -> None:
     assert len(set(summary["test_accuracy"])) == 1
     exchanges = [summary["retrievals"][rank] for rank in workers]
     assert exchanges == [15, 15] if only else (sum(exchanges) >= 1 and max(exchanges) <= 15)
-    assert summary["taken_in"] == [0, pytest.approx(sum(summary["retrievals"]), abs=3), 0]
+    assert summary["merged_by_hub"] == [0, pytest.approx(sum(summary["retrievals"]), abs=3), 0]
     model = sum(tensor.nbytes for tensor in run.model(0).values())
     # The hub's exchanges with itself use no connection.
     others = sum(summary["retrievals"][rank] for rank in (0, 2))
@@ -65,7 +65,7 @@ with gossipx.join(model, optimizer) as peer:
             "--policy", "adaptive:threshold=0.001", "--hub", "0", "--hub-only", here.script(script), here.path
         )
         assert not (tmp_path / "0.json").exists() and here.told(1) == here.told(2) == {"trains": True}
-    assert run.summary["taken_in"][0] >= 2
+    assert run.summary["merged_by_hub"][0] >= 2
     assert max(differences(run.model(1), run.model(2)).values()) == 0
 
 

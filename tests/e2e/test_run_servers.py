@@ -73,7 +73,7 @@ def test_three_peers_train_by_servers(tmp_path: Path, options: tuple[str, ...]) 
     workers = [0, 2] if "--servers-only" in options else [0, 1, 2]
     assert all(summary["test_accuracy"][rank] > 0.6 for rank in workers)
     assert all(summary["retrievals"][rank] >= 110 for rank in workers)
-    assert sum(summary["taken_in"]) > 0
+    assert sum(summary["merged_by_hub"]) > 0
     assert (summary["lost"], sum(summary["failed"])) == ([], 0)
 
 

@@ -155,7 +155,7 @@ def test_a_server_that_is_asked_to_leave_hands_its_shard_over(tmp_path: Path) ->
         ended = process.end()
         assert ended.code == 0, ended.shown
     run = Run(tmp_path / "x", ended)
-    assert run.summary["lost"] == [here.names[0]] and run.summary["taken_in"][1] > 0
+    assert run.summary["lost"] == [here.names[0]] and run.summary["merged_by_hub"][1] > 0
     assert max(differences(run.model(1), run.model(2)).values()) == 0
 
 

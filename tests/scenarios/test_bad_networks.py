@@ -52,7 +52,7 @@ def test_partition_that_heals(blocking: bool):
     apart = spread(models(made))
     assert all(made.peers[rank].arena.step > steps[rank] + 5 for rank in range(4))
     assert all(made.peers[rank].role.sync.retrievals > 2 for rank in range(4)), "each side keeps pulling"
-    assert all(made.peers[rank].role.members.suspicions > 0 for rank in range(4)), "and counts that others went silent"
+    assert all(made.peers[rank].role.counts["suspicions"] > 0 for rank in range(4)), "others went silent"
     ended(made, bound(4, 40, waits=4))
     healed = spread(before(made))
     assert healed < 0.8 * apart
@@ -208,7 +208,7 @@ def test_model_with_nan_is_not_mixed():
     ended(made, bound(3, 30))
     assert made.fired["poison"] > 0
     hurt = [made.peers[rank] for rank in (0, 2)]
-    assert sum(peer.role.poisoned for peer in hurt) == made.fired["poison"]
+    assert sum(peer.role.counts["poisoned"] for peer in hurt) == made.fired["poison"]
     for peer in hurt:
         mine = [entry for entry in made.log if entry.rank == peer.rank]
         refused = [entry.time for entry in mine if entry.what == "refuses the model of 1"]
@@ -240,7 +240,7 @@ def test_models_with_nan_in_the_finish(size: int):
     made.poison(1, 4.0)
     ended(made, bound(size, 5))
     assert made.fired["poison"] > 0
-    assert sum(peer.role.poisoned for peer in made.peers.values()) == made.fired["poison"]
+    assert sum(peer.role.counts["poisoned"] for peer in made.peers.values()) == made.fired["poison"]
     assert within(models(made), before(made))
 
 
@@ -310,7 +310,7 @@ def test_peer_whose_own_model_becomes_nan(size: int, blocking: bool):
         "own model holds NaN or Inf since iteration 8: it is not sent to others; a lower learning rate may help"
     ]
     assert not made.peers[1].weights().isfinite().all() and made.peers[1].arena.step == 30
-    assert all(peer.role.poisoned == 0 for peer in made.peers.values())
+    assert all(peer.role.counts["poisoned"] == 0 for peer in made.peers.values())
     others = [rank for rank in range(size) if rank != 1]
     agree(made, others)
     assert models(made, others).isfinite().all()

@@ -136,7 +136,7 @@ def test_a_model_that_holds_nan_does_not_enter_the_centre() -> None:
     made.poison(1, 5.0)
     toy.ended(made, toy.bound(3, waits=2))
     assert made.fired["poison"] >= 1
-    assert made.lines(HUB, "refuses the model of 1") and made.peers[HUB].role.poisoned >= 1
+    assert made.lines(HUB, "refuses the model of 1") and made.peers[HUB].role.counts["poisoned"] >= 1
     assert bool(made.peers[HUB].centre().isfinite().all())
 
 

@@ -194,7 +194,7 @@ def test_model_with_nan_is_not_mixed(mode: dict[str, Any]):
     ended(made, bound(3, 30, waits=2))
     assert made.fired["poison"] > 0
     hurt = [made.peers[rank] for rank in (0, 2)]
-    assert sum(peer.role.poisoned for peer in hurt) > 0
+    assert sum(peer.role.counts["poisoned"] for peer in hurt) > 0
     assert models(made).isfinite().all()
     assert math.fsum(peer.role.weight for peer in made.peers.values()) == 3.0
     agree(made, [0, 1, 2])

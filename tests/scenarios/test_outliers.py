@@ -34,7 +34,7 @@ LENGTH = 40
 
 
 def counts(made: World) -> list[int]:
-    return [made.peers[rank].driver.outliers.count for rank in sorted(made.peers)]
+    return [made.peers[rank].role.counts["outliers"] for rank in sorted(made.peers)]
 
 
 @pytest.mark.fault(82)

@@ -230,7 +230,7 @@ def test_a_gradient_that_is_not_finite_is_skipped(sync: str, monkeypatch: pytest
     made = served.world(3, servers="0", sync=sync)
     served.ended(made)
     done(made, range(3))
-    assert made.peers[0].role.poisoned > 0 and made.lines(0, "a gradient of peer 1 holds NaN or Inf")
+    assert made.peers[0].role.counts["poisoned"] > 0 and made.lines(0, "a gradient of peer 1 holds NaN or Inf")
     end = served.values(made.peers[0].module)
     assert end.isfinite().all()
     if sync == "bsp":

@@ -56,7 +56,7 @@ def test_workers_push_again_what_a_restarted_server_lacks(sync: str, servers_onl
     assert made.lines(0, "shard 0 was lost when this server was killed: it continues from clock")
     told = "peer 0, a server, was restarted: the state of shard 0 is lost, its optimizer's too"
     assert all(made.lines(rank, told) for rank in (1, 2)), made.log
-    assert all(made.peers[rank].role.set_back == 1 for rank in (1, 2)), "and it is counted"
+    assert all(made.peers[rank].role.counts["shard_rollbacks"] == 1 for rank in (1, 2)), "and it is counted"
 
 
 @pytest.mark.fault(44)

@@ -272,7 +272,7 @@ def test_model_with_nan_is_not_merged():
     made.poison(1, 4.0, 20.0)
     ended(made, bound(4, 40))
     hurt = [made.peers[rank] for rank in (0, 2, 3)]
-    assert 0 < sum(peer.role.poisoned for peer in hurt) == made.fired["poison"]
+    assert 0 < sum(peer.role.counts["poisoned"] for peer in hurt) == made.fired["poison"]
     for peer in hurt:
         mine = [entry for entry in made.log if entry.rank == peer.rank]
         refused = [entry.time for entry in mine if entry.what == "refuses the model of 1"]
@@ -296,7 +296,7 @@ def test_peer_whose_own_model_becomes_nan_in_a_wave():
     others = [0, 2, 3]
     assert models(made, others).isfinite().all()
     assert not [line for line in made.lines(1)[made.lines(1).index("step 8") :] if line.startswith(("mixes", "takes"))]
-    assert all(made.peers[rank].role.poisoned == 0 for rank in range(4))
+    assert all(made.peers[rank].role.counts["poisoned"] == 0 for rank in range(4))
     assert made.peers[0].role.sync.retrievals > 4
 
 

@@ -88,7 +88,7 @@ def test_figures_of_the_final_model_are_written_for_all_peers_at_once(tmp_path: 
     about = {"name": "x", "policy": "tau:10", "codec": "none", "seed": 0, "peers": 3, "task": None, "model": None}
     ended = {"partition": "iid", "agreed": True, "lost": [], "stopped": [], "wall_seconds": 1.0, "iterations": 10}
     averaged = {"consensus_accuracy": None, "consensus_loss": None}
-    curves.conclude(Summary(**about, **ended, **averaged, **per_peer([*reports, serving])))
+    curves.conclude(Summary(**about, **ended, **averaged, figures=per_peer([*reports, serving])))
     curves.close()
     found = read(tmp_path)
     assert found["mean/test/accuracy"] == [(10, 0.625), (10, 0.1875)]

@@ -14,8 +14,10 @@ from typing import get_args
 
 import pytest
 from click.testing import CliRunner, Result
+from summaries import summary_of
 
 from gossipx.cli import main
+from gossipx.figures import PER_PEER
 from gossipx.launch.environment import ENV_DEBUG
 from gossipx.metrics import Summary
 from gossipx.metrics.summary import FILE
@@ -46,8 +48,8 @@ def one_line(result: Result, code: int = 2) -> str:
 
 def summary(name: str, retrievals: float, **others: object) -> Summary:
     """Return the summary of two peers, the second of which is lost."""
-    values = {field.name: [1.0, None] for field in dataclasses.fields(Summary) if field.type == "Figures"}
-    return Summary(
+    values = {key: [1.0, None] for key in PER_PEER}
+    return summary_of(
         **{
             **values,
             "name": name,
@@ -385,14 +387,20 @@ def test_compare_shows_the_faults_that_there_were(tmp_path: Path) -> None:
         "strangers",
         "expiry_warnings",
         "suspicions",
-        "set_back",
+        "shard_rollbacks",
         "outliers",
         "unwritten",
         "crashes",
     )
     none = {key: [0, None] for key in counted}
-    some = {**none, "corrupted": [2, None], "expiry_warnings": [1, None], "set_back": [1, None], "unwritten": [5, None]}
-    runs = write(tmp_path, summary("tau", 300.0, **none), summary("travel", 30.0, **some))
+    some = {
+        **none,
+        "corrupted": [2, None],
+        "expiry_warnings": [1, None],
+        "shard_rollbacks": [1, None],
+        "unwritten": [5, None],
+    }
+    runs = write(tmp_path, summary("tau", 300.0, **none), summary("travel", 30.0, **{**none, **some}))
     table = cells(gossipx("compare", *runs).stdout)
     assert table["frames refused"] == ["0", "2"] and table["not written to disk"] == ["0", "5"]
     assert table["shards set back"] == ["0", "1"] and table["expiry warnings"] == ["0", "1"]

@@ -7,6 +7,7 @@ import math
 import statistics
 
 import pytest
+from summaries import summary_of
 
 from gossipx.metrics.compare import Row, compare
 from gossipx.metrics.intervals import estimate, student_t
@@ -20,7 +21,7 @@ def run(policy: str, seed: int, accuracy: float | None, retrievals: float = 30, 
     ended = {"agreed": True, "lost": [], "stopped": [], "wall_seconds": 12.5}
     averaged = {"consensus_accuracy": None, "consensus_loss": None}
     values = {"name": f"{policy.partition(':')[0]}-seed{seed}", "policy": policy, "seed": seed, **setting, **ended}
-    return Summary(**{**values, **averaged, **per_peer([{**report, "test_accuracy": accuracy}]), **others})
+    return summary_of(**{**values, **averaged, **per_peer([{**report, "test_accuracy": accuracy}]), **others})
 
 
 def names(rows: list[Row]) -> list[tuple[str, tuple[int, ...]]]:

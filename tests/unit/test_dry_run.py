@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from pathlib import Path
@@ -11,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from summaries import summary_of
 
 from gossipx import policies
 from gossipx.assembly.presets import effective_config
 from gossipx.cli import main
 from gossipx.errors import UsageError
-from gossipx.metrics import Summary
+from gossipx.figures import PER_PEER
 from gossipx.model.arena import ParameterArena
 from gossipx.model.layout import nbytes
 from gossipx.server.placement import Table
@@ -268,13 +268,13 @@ def test_the_finish_is_an_agreement_or_the_centre(place: Path, settings: dict[st
 @pytest.mark.parametrize(("peers", "retrievals", "waves"), [(1, [0.0], 0.0), (4, [20.0] * 4, 10.0)])
 def test_an_estimate_of_waves_counts_waves(place: Path, peers: int, retrievals: list[float], waves: float) -> None:
     """A summary counts the models that were merged, two in a wave of four peers."""
-    figures = {field.name: [1.0] * peers for field in dataclasses.fields(Summary) if field.type == "Figures"}
+    figures = dict.fromkeys(PER_PEER, [1.0] * peers)
     named = {"name": "one", "codec": "none", "seed": 0, "peers": peers, "task": "fashion-mnist", "partition": "iid"}
     ends = {"consensus_accuracy": None, "consensus_loss": None, "agreed": True, "wall_seconds": 1.0, "stopped": []}
     policy, given = "adaptive:threshold=0.025", {"exchange": "waves"}
     kept = {"model": "lenet", "policy": policy, "iterations": 1000, "lost": [], "retrievals": retrievals}
     (place / "runs" / "one").mkdir(parents=True)
-    Summary(**{**figures, **named, **ends, **kept}).write(place / "runs" / "one")
+    summary_of(**{**figures, **named, **ends, **kept}).write(place / "runs" / "one")
     run = effective_config(files.resolve({"policy": policy, **given}), peers, has_script=False)
     (place / "runs" / "one" / "config.toml").write_text(files.dump(run))
     seen = earlier.seen(run, [], policies.parse(policy))
@@ -282,7 +282,7 @@ def test_an_estimate_of_waves_counts_waves(place: Path, peers: int, retrievals: 
 
 
 def test_an_estimate_uses_earlier_runs_of_the_same_kind(place: Path) -> None:
-    figures = {field.name: [1.0, 1.0] for field in dataclasses.fields(Summary) if field.type == "Figures"}
+    figures = {key: [1.0, 1.0] for key in PER_PEER}
     plain = {"codec": "none", "seed": 0, "peers": 2, "task": "fashion-mnist", "partition": "iid", "lost": []}
     default = "adaptive:threshold=0.025"
     for name, given, policy, iterations, retrievals in (
@@ -299,7 +299,7 @@ def test_an_estimate_uses_earlier_runs_of_the_same_kind(place: Path) -> None:
         results = {"retrievals": retrievals, "consensus_accuracy": None, "consensus_loss": None}
         results |= {"agreed": True, "wall_seconds": 1.0, "stopped": []}
         (place / "runs" / name).mkdir(parents=True)
-        Summary(**{**kept, **results}).write(place / "runs" / name)
+        summary_of(**{**kept, **results}).write(place / "runs" / name)
         run = effective_config(files.resolve({"policy": policy, **given}), 4, has_script=False)
         (place / "runs" / name / "config.toml").write_text(files.dump(run))
     (place / "runs" / "broken").mkdir()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 import pytest
 
 from gossipx.errors import UsageError
+from gossipx.figures import PER_PEER
 from gossipx.metrics import Summary
 from gossipx.metrics.compare import compare
-from gossipx.metrics.summary import FILE, PER_PEER, per_peer, read
+from gossipx.metrics.summary import FILE, per_peer, read
 
 RELIED_ON = {
     "name",
@@ -40,7 +40,7 @@ RELIED_ON = {
 
 REPORT = {
     "retrievals": 30,
-    "taken_in": 0,
+    "merged_by_hub": 0,
     "delayed_pulls": 0,
     "bytes_received": 4_000_000,
     "finish_bytes": 500_000,
@@ -62,7 +62,7 @@ REPORT = {
     "strangers": 0,
     "expiry_warnings": 0,
     "suspicions": 0,
-    "set_back": 0,
+    "shard_rollbacks": 0,
     "crashes": None,
     "restarts": None,
     "lost_iterations": None,
@@ -90,7 +90,7 @@ def summary(*reports: dict[str, Any] | None, **others: Any) -> Summary:
         "stopped": [],
         "wall_seconds": 12.5,
     }
-    return Summary(**{**values, **per_peer(reports), **others})
+    return Summary(**{**values, **others}, figures=per_peer(reports))
 
 
 # --- the summary --------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def test_the_file_has_the_documented_keys(tmp_path: Path) -> None:
 
 def test_fields_of_a_later_version_are_ignored(tmp_path: Path) -> None:
     written = summary(REPORT)
-    text = json.dumps({**dataclasses.asdict(written), "of_a_later_version": 1})
+    text = json.dumps({**written.as_dict(), "of_a_later_version": 1})
     (tmp_path / FILE).write_text(text, encoding="utf-8")
     assert read(tmp_path) == written
 
@@ -171,7 +171,7 @@ def test_json_that_is_no_summary_is_reported(tmp_path: Path, value: object) -> N
 
 @pytest.mark.parametrize("missing", ["retrievals", "lost", "wall_seconds"])
 def test_a_missing_field_is_named(tmp_path: Path, missing: str) -> None:
-    data = dataclasses.asdict(summary(REPORT))
+    data = summary(REPORT).as_dict()
     del data[missing]
     (tmp_path / FILE).write_text(json.dumps(data), encoding="utf-8")
     told = f"not a summary: it lacks '{missing}', or another version of gossipx has written it"
@@ -198,7 +198,7 @@ def test_a_missing_field_is_named(tmp_path: Path, missing: str) -> None:
 )
 def test_a_field_of_the_wrong_type_is_named(tmp_path: Path, name: str, value: object) -> None:
     """After an edit by hand or by a program, the comparison must not fail with a traceback."""
-    data = {**dataclasses.asdict(summary(REPORT, REPORT)), name: value}
+    data = {**summary(REPORT, REPORT).as_dict(), name: value}
     (tmp_path / FILE).write_text(json.dumps(data), encoding="utf-8")
     assert refused(tmp_path).startswith(f"{tmp_path / FILE}: not a summary: '{name}' is ")
 
@@ -279,8 +279,8 @@ def test_faults_of_all_peers_are_compared() -> None:
 @pytest.mark.fault(44)
 def test_a_shard_that_was_set_back_is_counted_once() -> None:
     """Each worker sees it; one was restarted after the first time."""
-    [row] = compare([summary({**REPORT, "set_back": 2}, None, {**REPORT, "set_back": 1})])
-    assert row.set_back == 2
+    [row] = compare([summary({**REPORT, "shard_rollbacks": 2}, None, {**REPORT, "shard_rollbacks": 1})])
+    assert row.shard_rollbacks == 2
 
 
 def test_a_run_without_servers_has_no_delayed_pulls() -> None:
@@ -297,9 +297,9 @@ def test_values_that_a_run_does_not_have_are_none() -> None:
     """All peers were lost; or the first run has no retrievals to save."""
     [lost] = compare([summary(None, None, consensus_accuracy=None, consensus_loss=None, agreed=None)])
     assert lost.lost == 2
-    for field in dataclasses.fields(lost):
-        if field.name not in ("name", "runs", "seeds", "policy", "codec", "wall_seconds", "lost", "stopped"):
-            assert not getattr(lost, field.name), field.name
+    for name, value in lost.as_dict().items():
+        if name not in ("name", "runs", "seeds", "policy", "codec", "wall_seconds", "lost", "stopped"):
+            assert not value, name
     never, tau = compare([summary({**REPORT, "retrievals": 0}), summary(REPORT)])
     assert never.reduction is None and tau.reduction is None
     assert never.retrievals == 0.0 and tau.retrievals == 30.0

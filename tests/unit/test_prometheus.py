@@ -76,8 +76,8 @@ def served(figures: Mapping[str, Any]) -> list[str]:
 def test_figures_have_the_names_of_run_and_peer() -> None:
     """Counts of lists are their lengths; a figure without a value is left out."""
     assert served(STATUS) == [
-        'gossipx_iterations_total{peer="a",run="mine"} 120.0',
         'gossipx_retrievals_total{peer="a",run="mine"} 12.0',
+        'gossipx_iterations_total{peer="a",run="mine"} 120.0',
         'gossipx_received_bytes_total{peer="a",run="mine"} 1000.0',
         'gossipx_loss{peer="a",run="mine"} 0.5',
         'gossipx_waiting{peer="a",run="mine"} 0.0',

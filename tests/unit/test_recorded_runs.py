@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import os
 from pathlib import Path
@@ -67,7 +66,7 @@ def test_a_stopped_run_keeps_its_figures_and_gets_the_last_measured_accuracy(tmp
     run = begun(tmp_path, "stopped")
     train(run)
     unmeasured = dict.fromkeys(("test_accuracy_before_finish", "test_loss_before_finish"), [None] * 3)
-    stopped = dataclasses.replace(recorded.read(run), retrievals=[11.0, None, 9.0], **unmeasured)
+    stopped = recorded.read(run).with_figures({"retrievals": [11.0, None, 9.0], **unmeasured})
     stopped.write(run)
     found = recorded.read(run)
     assert found.retrievals == [11.0, None, 9.0]

@@ -505,7 +505,7 @@ def figures(lost: list[str]) -> Summary:
     told = {"name": "x", "policy": "never", "codec": "none", "seed": 0, "peers": 2, "task": None, "model": None}
     averaged = {"consensus_accuracy": None, "consensus_loss": None}
     more = {"partition": "iid", "iterations": 1, **averaged, "lost": lost, "stopped": []}
-    return Summary(**told, **more, **summary.per_peer([None, None]), agreed=None, wall_seconds=1.0)
+    return Summary(**told, **more, figures=summary.per_peer([None, None]), agreed=None, wall_seconds=1.0)
 
 
 @pytest.mark.parametrize(

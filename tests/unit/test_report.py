@@ -85,7 +85,7 @@ def test_the_report_has_the_picture_and_all_tables_and_loads_nothing(tmp_path: P
     assert differing == [["", "one", "two"], ["policy", "tau:10", "tau:20"]], "the setting in which they differ"
     assert one == two
     assert one[0] == ["peer", "", "retrievals", "MB received", "accuracy before finish", "training, s", "blocked, s"]
-    assert one[1] == ["<a>", "stopped", "6", "60.0", "0.8000", "30.0", "0.00"]
+    assert one[1] == ["<a>", "stopped", "6", "60.0", "0.8000", "30.00", "0.00"]
 
 
 def test_a_run_without_curves_has_its_tables_and_a_note(tmp_path: Path) -> None:

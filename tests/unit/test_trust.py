@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from gossipx.errors import NotAuthorisedError, StrangerError
+from gossipx.figures import Counters
 from gossipx.transports import handshake
 from gossipx.transports.handshake import Trust
 
@@ -29,7 +30,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_a_peer_turned_away_by_all_others_is_an_outcast_at_once(clock: Clock) -> None:
-    own = Trust(2, 30.0)
+    own = Trust(2, 30.0, Counters())
     assert not own.is_outcast
     own.record_rejection(1, REFUSED)
     own.record_rejection(1, REFUSED)
@@ -39,7 +40,7 @@ def test_a_peer_turned_away_by_all_others_is_an_outcast_at_once(clock: Clock) ->
 
 
 def test_a_peer_turned_away_by_some_waits_for_others_until_half_of_peer_timeout(clock: Clock) -> None:
-    own, nobody_there = Trust(5, 30.0), Trust(5, 30.0)
+    own, nobody_there = Trust(5, 30.0, Counters()), Trust(5, 30.0, Counters())
     own.record_rejection(1, REFUSED)
     clock.now += 15
     assert not own.is_outcast
@@ -49,7 +50,7 @@ def test_a_peer_turned_away_by_some_waits_for_others_until_half_of_peer_timeout(
 
 
 def test_a_peer_admitted_by_one_is_no_outcast(clock: Clock) -> None:
-    own = Trust(2, 30.0)
+    own = Trust(2, 30.0, Counters())
     own.record_admission()
     own.record_rejection(1, REFUSED)
     own.record_rejection(2, REFUSED)
@@ -59,7 +60,7 @@ def test_a_peer_admitted_by_one_is_no_outcast(clock: Clock) -> None:
 
 def test_strangers_are_logged_once_a_minute_and_all_counted(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "gossipx")
-    own = Trust(2, 30.0)
+    own = Trust(2, 30.0, Counters())
     for _ in range(5):
         own.record_stranger("192.0.2.1:7", REFUSED)
     clock.now += 60
@@ -68,11 +69,11 @@ def test_strangers_are_logged_once_a_minute_and_all_counted(clock: Clock, caplog
         "a connection from 192.0.2.1:7: not authorised: why",
         "a connection from 192.0.2.1:8: not authorised: why (4 more turned away before)",
     ]
-    assert own.strangers == 6
+    assert own._counts["strangers"] == 6
 
 
 def test_a_peer_without_others_knows_whether_one_was_refused(clock: Clock) -> None:
-    own = Trust(2, 30.0)
+    own = Trust(2, 30.0, Counters())
     own.record_stranger("192.0.2.1:7", StrangerError("not authorised: it gave no certificate"))
     assert own.doubt is None  # a port scanner could cause it
     own.record_stranger("192.0.2.1:7", REFUSED)

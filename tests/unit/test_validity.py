@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from certificates import Authority
 
+from gossipx.figures import Counters
 from gossipx.transports import Address, validity
 from gossipx.transports.validity import Reminder, Validity
 
@@ -48,7 +49,8 @@ def test_a_certificate_that_expires_in_mid_run_is_warned_of_before(
 ) -> None:
     caplog.set_level(logging.WARNING, "gossipx")
     early, late = Validity(0.0, clock.now + 30 * DAY, Path("cert.pem")), Validity(0.0, 4e9, Path("ca.pem"))
-    dates = Reminder([late, early])
+    counts = Counters()
+    dates = Reminder([late, early], counts)
     told = []
     for hours in range(32 * 24):
         for _ in range(3):
@@ -63,14 +65,14 @@ def test_a_certificate_that_expires_in_mid_run_is_warned_of_before(
     )
     assert "expires in 24 hours" in told[2][1] and "has expired (" in told[4][1]
     assert dates.fault() == "has expired"
-    assert dates.warnings == 5
+    assert counts["expiry_warnings"] == 5
     dates.renew([Validity(0.0, clock.now + 20 * DAY, Path("cert.pem"))])
     assert dates.fault() == ""
     dates.remind()
-    assert dates.warnings == 5
+    assert counts["expiry_warnings"] == 5
     clock.now += 7 * DAY
     dates.remind()
-    assert dates.warnings == 6
+    assert counts["expiry_warnings"] == 6
 
 
 @pytest.mark.fault(63)

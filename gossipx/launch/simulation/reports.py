@@ -12,6 +12,7 @@ from torch import nn
 
 from gossipx import recorders
 from gossipx.errors import UsageError
+from gossipx.figures import Counters
 from gossipx.launch.simulation.plan import Plan
 from gossipx.metrics.aggregate import WORST, Aggregate
 from gossipx.metrics.board import HUB, PEERS, SERVERS, WHOLE
@@ -44,8 +45,7 @@ class _TrafficDriver:
         self.arena = peer  # has the number of iterations, as an arena
         self.clock = VirtualClock(lambda: peer.world.now, peer.later)
         self._peer = peer
-        self.tables = self.outliers = self
-        self.count = 0  # of outliers: models have no values
+        self.tables = self
         self.in_use = peer.has_tables
 
     @property
@@ -69,11 +69,9 @@ class _TrafficDriver:
 class _Counters:
     """The part of a CommManager that a reporter reads."""
 
-    corrupted = strangers = expiry_warnings = 0
-
     def __init__(self, endpoint: Endpoint):
         self._endpoint = endpoint
-        self.trust = self
+        self.counts = Counters()
 
     @property
     def bytes_received(self) -> int:

@@ -336,12 +336,8 @@ class _Simulation:
         traffic = self._plan.scenario.simulation.work == "traffic"
         summary = sum_up(self._plan.config, self._plan.names, not traffic, ended - began, results, stopped, results)
         ranks = range(self._plan.size)
-        summary = dataclasses.replace(
-            summary,
-            crashes=[self._crashes[rank] for rank in ranks],
-            restarts=[self._restarts[rank] for rank in ranks],
-            lost_iterations=[self._lost_iterations[rank] for rank in ranks],
-        )
+        counted = {"crashes": self._crashes, "restarts": self._restarts, "lost_iterations": self._lost_iterations}
+        summary = summary.with_figures({name: [count[rank] for rank in ranks] for name, count in counted.items()})
         if not results:
             summary = dataclasses.replace(summary, iterations=max(peer.step for peer in peers))
         if self._plan.scenario.simulation.retrievals is not None:

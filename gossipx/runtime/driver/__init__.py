@@ -130,7 +130,7 @@ class Driver:
         self.committing = threading.Lock()
         self.clock = clock = clock or SystemClock()
         self._note = note or LimitedLog(LOG_INTERVAL).warn
-        self.outliers = Outliers(arena, self._note)
+        self.outliers = Outliers(arena, self._note, role.counts)
         self.captures = Captures(arena, role.sync.policy.uses_drift, self.outliers)
         self.outbox = Outbox(role.rank, clock, self.handle, self._note, self.fail)
         self.tables = TableWork(role.rank, clock, self.outbox, self.handle, self._reply)

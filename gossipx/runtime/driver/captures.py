@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gossipx.compression import WaveSink
+from gossipx.figures import Counters
 from gossipx.model.arena import ParameterArena
 from gossipx.model.pool import CapturedModel, Snapshot
 from gossipx.model.receive import DriftReference
@@ -252,13 +253,11 @@ class Outliers:
     Args:
         arena: this peer's model.
         note: logs a text on a topic.
-
-    Attributes:
-        count: number of outliers so far.
+        counts: gets the number of outliers.
     """
 
-    def __init__(self, arena: ParameterArena, note: Callable[[str, str], None]):
-        self.count = 0
+    def __init__(self, arena: ParameterArena, note: Callable[[str, str], None], counts: Counters):
+        self._counts = counts
         self._arena = arena
         self._note = note
         self._recent: deque[float] = deque(maxlen=RECENT)
@@ -273,8 +272,8 @@ class Outliers:
             return
         largest = max(self._recent, default=0.0)
         if len(self._recent) >= LEAST and distance > FACTOR * largest and distance > NORMS * self._norm():
-            self.count += 1
-            if self.count == 1:
+            self._counts.add("outliers")
+            if self._counts["outliers"] == 1:
                 times = f"more than {FACTOR:g} times as far from ours as the last {len(self._recent)} models"
                 text = (
                     f"the model of peer {sender} is {times}: it is mixed in, and counted in outliers; look at that peer"

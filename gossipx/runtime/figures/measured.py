@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from gossipx.figures import COUNTED, Counters, renamed
 from gossipx.runtime.driver.captures import Retrieval
 
 
@@ -17,17 +17,8 @@ class EarlierTotals:
     bytes_received: int = 0
     bytes_sent: int = 0
     seconds: float = 0.0
-    poisoned: int = 0
-    corrupted: int = 0
-    strangers: int = 0
-    expiry_warnings: int = 0
-    suspicions: int = 0
-    set_back: int = 0
-    outliers: int = 0
+    counts: Mapping[str, int] = field(default_factory=Counters)
 
-
-FAULTS = ("poisoned", "corrupted", "strangers", "expiry_warnings", "suspicions", "set_back", "outliers")
-"""The counters of faults, which :class:`~gossipx.metrics.summary.Summary` explains."""
 
 _SAVED = ("blocked", "waited", "overhead", "distance")
 """Attributes that a checkpoint saves unchanged."""
@@ -81,26 +72,27 @@ class Figures:
         """Seconds of training so far."""
         return self._now() - self._began
 
-    def all_faults(self, here: Mapping[str, int]) -> dict[str, int]:
-        """Return the counters of faults for the whole run, given those of this process."""
-        return {name: getattr(self.earlier, name) + here[name] for name in FAULTS}
+    def all_counts(self, here: Mapping[str, int]) -> dict[str, int]:
+        """Return the counters for the whole run, given those of this process."""
+        return {name: number + here[name] for name, number in self.earlier.counts.items()}
 
-    def state_dict(self, received: int, sent: int, faults: Mapping[str, int]) -> dict[str, Any]:
+    def state_dict(self, received: int, sent: int, counts: Mapping[str, int]) -> dict[str, Any]:
         """Return what a checkpoint saves, as plain data.
 
         Args:
             received, sent: bytes that this process has received and sent.
-            faults: the counters of faults of this process.
+            counts: the counters of this process.
         """
-        earlier = EarlierTotals(
-            self.received(received), self.earlier.bytes_sent + sent, self.elapsed, **self.all_faults(faults)
-        )
+        sent += self.earlier.bytes_sent
+        totals = {"bytes_received": self.received(received), "bytes_sent": sent, "seconds": self.elapsed}
         own = {name: getattr(self, name) for name in _SAVED}
-        return {"before": dataclasses.asdict(earlier), **own, "squared_distances": list(self.squared_distances)}
+        return {"before": totals | self.all_counts(counts), **own, "squared_distances": list(self.squared_distances)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned; call it before :meth:`start`."""
-        self.earlier = EarlierTotals(**state["before"])
+        before = renamed(state["before"])
+        counts = {name: before.get(name, 0) for name in COUNTED}  # a checkpoint may be older than a counter
+        self.earlier = EarlierTotals(before["bytes_received"], before["bytes_sent"], before["seconds"], counts)
         for name in _SAVED:
             setattr(self, name, state[name])
         self.squared_distances = list(state["squared_distances"])

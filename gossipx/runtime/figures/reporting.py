@@ -11,6 +11,7 @@ from torch import nn
 
 from gossipx import codecs
 from gossipx.comm import CommManager
+from gossipx.figures import Counters
 from gossipx.metrics.aggregate import WORST, Record
 from gossipx.metrics.recorder import Recorder
 from gossipx.model.receive import unshared
@@ -185,19 +186,12 @@ class Reporter:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the figures for a checkpoint, as plain data."""
-        return self.figures.state_dict(self._comm.bytes_received, self._comm.bytes_sent, self.faults())
+        return self.figures.state_dict(self._comm.bytes_received, self._comm.bytes_sent, self.counts())
 
-    def faults(self) -> dict[str, int]:
-        """Return the counters of faults of this process; for any thread."""
-        return {
-            "poisoned": self._role.poisoned,
-            "corrupted": self._comm.corrupted,
-            "strangers": self._comm.trust.strangers,
-            "expiry_warnings": self._comm.expiry_warnings,
-            "suspicions": self._role.members.suspicions,
-            "set_back": self._role.set_back,
-            "outliers": self._driver.outliers.count,
-        }
+    def counts(self) -> dict[str, int]:
+        """Return the counters of this process; for any thread."""
+        of_comm = getattr(self._comm, "counts", Counters())  # a script's own CommManager may count nothing
+        return {name: number + of_comm[name] for name, number in self._role.counts.items()}
 
     # --- to the parent process ------------------------------------------------------------------------
 
@@ -288,7 +282,7 @@ class Reporter:
             "codec": codec_of(self._config),
             "iterations": self._arena.step,
             "retrievals": sync.retrievals,
-            "taken_in": self._role.server.taken_in,
+            "merged_by_hub": self._role.server.taken_in,
             "delayed_pulls": self._role.server.delayed_pulls if self._driver.tables.in_use else None,
             "bytes_received": figures.received(figures.bytes_at_end),
             "bytes_sent": figures.earlier.bytes_sent + self._comm.bytes_sent,
@@ -304,7 +298,7 @@ class Reporter:
             "train_seconds": figures.seconds,
             "skipped": sync.skipped,
             "failed": sync.failed,
-            **figures.all_faults(self.faults()),
+            **figures.all_counts(self.counts()),
             "finish_rounds_lost": self._role.waves.lost_at_end,
             # None: nothing is claimed; empty: it takes no part in the comparison, so its model is another
             "digest": self._role.agreement.digest if self._role.claims_agreement else None,
@@ -369,7 +363,7 @@ class Inspection:
             Also ``waiting``: whether the training thread is blocked by gossipx; ``loss`` and ``accuracy``: the last
             ``train/loss`` and ``test/accuracy``, None if it is missing or not finite; ``bytes_received`` and
             ``bytes_sent`` of this process; ``seconds`` of training; ``blocked_seconds`` of these that the training
-            thread was blocked; and the counters of faults, named as in :class:`gossipx.metrics.summary.Summary`.
+            thread was blocked; and the counters of :data:`gossipx.figures.COUNTED`.
         """
         reporter, comm = self._reporter, self._driver.comm
         figures = reporter.figures
@@ -382,7 +376,7 @@ class Inspection:
             "bytes_sent": 0 if comm is None else comm.bytes_sent,
             "seconds": figures.elapsed,
             "blocked_seconds": figures.blocked,
-            **reporter.faults(),
+            **reporter.counts(),
         }
 
 
