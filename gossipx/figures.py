@@ -312,6 +312,8 @@ COUNTED = tuple(figure.name for figure in FIGURES if figure.where.counted)
 """The figures that :class:`Counters` have."""
 LINES = tuple((figure, line) for figure in FIGURES for line in figure.where.lines)
 """The lines of ``gossipx compare``, each with its figure."""
+TAGS = {figure.name: figure.where.tag for figure in FIGURES if figure.where.summary and figure.where.tag}
+"""By name, the tags of the curves that end with figures of peers."""
 _EARLIER_NAMES = {figure.where.was: figure.name for figure in FIGURES if figure.where.was}
 
 

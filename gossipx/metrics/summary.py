@@ -163,9 +163,8 @@ def read(path: Path) -> Summary:
         raise UsageError(f"not a summary: {lacking}", file)
     found = {name: _read_as(kind, name, data[name], file) for name, kind in of_run.items()}
     figures = {name: _read_as(list[Number | None], name, data[name], file) for name in here}
-    for name, values in figures.items():
-        if len(values) != found["peers"]:
-            raise UsageError(f"not a summary: '{name}' is not one number or null per peer", file)
+    if wrong := [name for name, values in figures.items() if len(values) != found["peers"]]:
+        raise UsageError(f"not a summary: '{wrong[0]}' is not one number or null per peer", file)
     nothing: PerPeer = [None] * found["peers"]
     return Summary(**found, figures={name: figures.get(name, nothing) for name in PER_PEER})
 
@@ -174,5 +173,6 @@ def _read_as(kind: Any, name: str, value: object, file: Path) -> Any:
     try:
         found = msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise UsageError(f"not a summary: '{name}' is of another type ({error})", file) from None
+        told = f"of another type ({error})" if name not in PER_PEER else "not one number or null per peer"
+        raise UsageError(f"not a summary: '{name}' is {told}", file) from None
     return printable(found) if isinstance(found, str) else found

@@ -6,19 +6,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from gossipx.errors import UsageError
-from gossipx.figures import FIGURES
+from gossipx.figures import TAGS
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, SCRIPT_FILE, settings_in
 from gossipx.launch.hosts import read_hosts
 from gossipx.metrics import curves, summary
 from gossipx.metrics.summary import Summary, per_peer
 from gossipx.settings import files
 
-_TAGS = {
-    figure.name: figure.where.tag
-    for figure in FIGURES
-    if figure.where.summary and figure.where.tag and not figure.where.tag.endswith("_after_finish")
-}
-"""Figures of a peer by name, with the tags of the curves that end with them."""
+_TAGS = {name: tag for name, tag in TAGS.items() if not tag.endswith("_after_finish")}
+"""Figures of a peer that are recorded during training, with the tags of their curves."""
 
 
 def read(run: Path) -> Summary:

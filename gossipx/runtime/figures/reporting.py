@@ -11,7 +11,7 @@ from torch import nn
 
 from gossipx import codecs
 from gossipx.comm import CommManager
-from gossipx.figures import Counters
+from gossipx.figures import TAGS, Counters
 from gossipx.metrics.aggregate import WORST, Record
 from gossipx.metrics.recorder import Recorder
 from gossipx.model.receive import unshared
@@ -111,11 +111,10 @@ class Reporter:
             scalar("sync/decisions", sync.decisions, step)
         if is_due:
             scalar("sync/delta", delta, step)
-            scalar("sync/retrievals", sync.retrievals, step)
-            scalar("sync/skipped", sync.skipped, step)
-            scalar("sync/failed", sync.failed, step)
-            scalar("comm/bytes_received", figures.received(self._comm.bytes_received), step)
-            scalar("time/train_seconds", figures.elapsed, step)
+            now: dict[str, float] = {"retrievals": sync.retrievals, "skipped": sync.skipped, "failed": sync.failed}
+            now |= {"bytes_received": figures.received(self._comm.bytes_received), "train_seconds": figures.elapsed}
+            for name, value in now.items():
+                scalar(TAGS[name], value, step)
             scalar("time/blocked_fraction", figures.fraction(figures.blocked), step)
             if self._driver.tables.in_use:
                 scalar("time/tables_fraction", figures.fraction(figures.waited), step)
