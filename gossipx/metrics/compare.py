@@ -47,7 +47,7 @@ class Row:
         agreed: whether all peers ended with the same model, in all runs.
         lost: number of peers that did not finish.
         stopped: number of peers that were stopped before the finish.
-        figures: the values of :data:`gossipx.figures.LINES` by key; None: there is none. Each is also an attribute.
+        figures: the values of :data:`gossipx.figures.LINES` by key; None without a value. Each is also an attribute.
         intervals: half the 95 % interval of each mean over several runs, by name of the figure.
         paired: differences from the first row's runs of the same seeds, by name of the figure; empty for the first row,
             and without common seeds.
