@@ -379,34 +379,6 @@ def test_compare_prints_a_table(tmp_path: Path) -> None:
     assert table["lost peers"] == ["1", "1"]
 
 
-@pytest.mark.fault(12, 57)
-def test_compare_shows_the_faults_that_there_were(tmp_path: Path) -> None:
-    counted = (
-        "poisoned",
-        "corrupted",
-        "strangers",
-        "expiry_warnings",
-        "suspicions",
-        "shard_rollbacks",
-        "outliers",
-        "unwritten",
-        "crashes",
-    )
-    none = {key: [0, None] for key in counted}
-    some = {
-        **none,
-        "corrupted": [2, None],
-        "expiry_warnings": [1, None],
-        "shard_rollbacks": [1, None],
-        "unwritten": [5, None],
-    }
-    runs = write(tmp_path, summary("tau", 300.0, **none), summary("travel", 30.0, **{**none, **some}))
-    table = cells(gossipx("compare", *runs).stdout)
-    assert table["frames refused"] == ["0", "2"] and table["not written to disk"] == ["0", "5"]
-    assert table["shards set back"] == ["0", "1"] and table["expiry warnings"] == ["0", "1"]
-    assert not {"models refused", "strangers", "suspicions", "crashes"} & table.keys()
-
-
 @pytest.mark.parametrize(
     "command",
     [
