@@ -19,6 +19,8 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
     CommManager: ("trust",),
 }
 """Public attributes that the built-in managers get when they are made, beside their methods."""
+OPTIONAL = ("forget", "join_handler")
+"""Members of CommManager that another object may lack: without them nobody joins the run through this peer."""
 WITHIN = ":policy="
 """In the description of a class of a script's own, what stands before the policy that it was made with."""
 
@@ -100,7 +102,7 @@ def _make(maker: Callable[..., Any], kind: type, argument: str, wanted: str, *gi
 
 
 def _check(made: object, kind: type, argument: str, wanted: str) -> None:
-    names = [*ATTRIBUTES[kind], *(name for name in vars(kind) if not name.startswith("_"))]
+    names = [*ATTRIBUTES[kind], *(name for name in vars(kind) if not name.startswith("_") and name not in OPTIONAL)]
     # A property may not have a value yet, so it is looked for by name; an object that stands for another has no names.
     missing = [name for name in names if name not in dir(made) and not hasattr(made, name)]
     if missing:

@@ -92,7 +92,7 @@ def build_peer(
         driver.commands, driver.handle, settings_of_run(config), names, addresses, place.begun
     )
     comm = driver.comm = made.comm(driver, joins, granted)
-    if isinstance(comm, CommManager):  # a script\'s own manager admits nobody
+    if isinstance(comm, CommManager):  # a script's own manager admits nobody
         comm.join_handler = joins
     if served is not None and place.directory is not None:
         _keep_shards(driver, served, place, config.run.keep_checkpoints)

@@ -331,7 +331,8 @@ class Driver:
                 return None
 
     def _add(self, peer: JoinedPeer) -> None:
-        if self.join_handler is not None and self.join_handler.add(peer) and self.comm is not None:
+        replaces = self.join_handler is not None and self.join_handler.add(peer)
+        if replaces and isinstance(self.comm, CommManager):
             self.comm.forget(peer.rank)
         if self.models.codec is not None:
             self.models.codec.resize(self.role.members.size)
