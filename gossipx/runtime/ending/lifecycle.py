@@ -6,10 +6,11 @@ The finish is the last wave of a run, after which all peers hold the average of 
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from torch import nn
 
@@ -27,7 +28,6 @@ from gossipx.runtime.ending.control import Control
 from gossipx.runtime.ending.stop_signals import StopSignals, children_may_die, continue_by
 from gossipx.runtime.figures.reporting import Inspection, Reporter
 from gossipx.runtime.place import Place
-from gossipx.runtime.training.backward import Backward
 from gossipx.settings.sections import RunConfig
 
 log = logging.getLogger("gossipx")
@@ -40,26 +40,65 @@ def trained_none(step: int) -> str:
     return "no iteration was counted: pass the optimizer to gossipx.join, or call peer.step() in the loop"
 
 
+class Phase(enum.Enum):
+    """Where a peer is in its life."""
+
+    JOINING = "joining"
+    TRAINING = "training"
+    SAVING = "saving"  # asked to leave; the framework that trains saves its state first
+    FINISHING = "finishing"
+    LEAVING = "leaving"  # in order: by a signal or a lack of peers, with a checkpoint
+    LEFT = "left"  # has left in order: a script that trains on is ended again
+    CLOSED = "closed"
+
+
+NEXT: Mapping[Phase, frozenset[Phase]] = {
+    Phase.JOINING: frozenset({Phase.TRAINING, Phase.LEAVING, Phase.CLOSED}),
+    Phase.TRAINING: frozenset({Phase.SAVING, Phase.FINISHING, Phase.LEAVING, Phase.CLOSED}),
+    Phase.SAVING: frozenset({Phase.FINISHING, Phase.LEAVING, Phase.CLOSED}),
+    Phase.FINISHING: frozenset({Phase.LEAVING, Phase.CLOSED}),
+    Phase.LEAVING: frozenset({Phase.LEFT}),
+    Phase.LEFT: frozenset(),
+    Phase.CLOSED: frozenset(),
+}
+"""The phases that may follow each."""
+
+
+class Loop(Protocol):
+    """What a lifecycle needs of the training loop; :class:`gossipx.runtime.training.hooks.Hooks`."""
+
+    backward: Any
+
+    def begin(self) -> None:
+        """The peer has joined and trains."""
+
+    def settle(self, tables: Sequence[int] | None = None) -> None:
+        """Wait until the model holds the current values of these tables; None: of all."""
+
+    def take_wait_seconds(self) -> float:
+        """Return for how long the training thread waited for tables since the last call."""
+
+    def ended(self) -> None:
+        """The training loop has ended normally."""
+
+    def leaving(self) -> None:
+        """The peer leaves on request; its checkpoint is taken next."""
+
+    def close(self, again: bool) -> None:
+        """Remove the hooks; ``again``: further steps shall still reach the peer, which then ends the script again."""
+
+
 class Lifecycle:
     """Joining, waiting and ending of one peer. The training loop in between is the caller's.
 
     Args:
-        backward: makes the module's hooks in server mode; None in other modes. Its argument is called periodically
-            while the hooks wait for tables.
+        loop: the hooks in the training loop.
 
     Attributes:
-        open: whether the peer is not closed yet.
-        finishes_at_exit: whether a script that ends normally without closing the peer has completed its training.
+        phase: see :class:`Phase`.
         steps: iterations done in this process.
-        backward: the module's hooks in server mode; None in other modes.
-        before_finish: functions called when the training loop has ended normally.
-        unhook: functions that remove the caller's hooks, called on close.
-        framework: the framework that saves the state, so that no checkpoint is written here; empty: none does.
-        kept: the framework's checkpoint from which this peer continues; empty: unknown.
-        defers: whether the next :meth:`wait` does not leave, since the framework first saves its state.
-        before_leaving: functions called when the peer leaves on request, before its checkpoint is taken.
+        finishes_at_exit: whether a script that ends normally without closing the peer has completed its training.
         signals: requests to leave the run.
-        has_left_in_order: whether this peer leaves, or has left, with a checkpoint: by a signal or a lack of peers.
     """
 
     def __init__(
@@ -71,16 +110,12 @@ class Lifecycle:
         checkpoints: Checkpoints,
         config: RunConfig,
         place: Place,
-        backward: Callable[[Callable[[], None]], Backward] | None,
+        loop: Loop,
     ):
-        self.open = True
+        self.phase = Phase.JOINING
         self.finishes_at_exit = True
         self.steps = 0
-        self.before_finish: list[Callable[[], None]] = []
-        self.unhook: list[Callable[[], None]] = []
-        self.framework = self.kept = ""
-        self.defers = False
-        self.before_leaving: list[Callable[[], None]] = []
+        self._framework, self._defers = "", False  # see saved_by()
         self.signals = StopSignals(None if place.under_run else self._tell_stopping)
         self._module = module
         self._driver = driver
@@ -93,11 +128,27 @@ class Lifecycle:
         self._place = place
         port = config.run.metrics_port
         self._metrics = None if port is None else address_of(port, place.rank)
-        self.has_left_in_order = False
         self._problem: GossipxError | None = None  # with which it has left in order
         self._control: Control | None = None
         self._exporter: Exporter | None = None
-        self.backward = None if backward is None else backward(self._poll_while_waiting)
+        self._loop = loop
+
+    @property
+    def open(self) -> bool:
+        """Whether the peer is not closed yet."""
+        return self.phase not in (Phase.LEFT, Phase.CLOSED)
+
+    def _enter(self, phase: Phase) -> None:
+        assert phase in NEXT[self.phase], f"a peer cannot be {phase.value} when it is {self.phase.value}"
+        self.phase = phase
+
+    def saved_by(self, framework: str, defers: bool) -> None:
+        """Leave it to a framework to save the state, so that no checkpoint is written when a signal asks to stop.
+
+        Args:
+            defers: whether it calls :meth:`leave_on_request` once it has saved; else :meth:`wait` leaves.
+        """
+        self._framework, self._defers = framework, defers
 
     # --- joining ------------------------------------------------------------------------------------
 
@@ -121,13 +172,14 @@ class Lifecycle:
             self.wait()
             if self._driver.rejection is not None:  # do not train alone because all other peers refused this one
                 raise self._driver.rejection
-            if self.backward is not None and self._role.trains:
-                self.backward.start()
+            if self._role.trains:
+                self._loop.begin()
             undo.pop_all()
+        self._enter(Phase.TRAINING)
         if self._role.sync.policy.uses_drift and not self._checkpoints.resumed:
             self._driver.captures.reference.set()
         self._checkpoints.start()
-        if self.backward is not None and self._place.directory is not None:
+        if self._loop.backward is not None and self._place.directory is not None:
             self._control = Control(self._place.directory, command)
         self._reporter.training_begins()
         self._reporter.report_state("train", policy=self._reporter.policy)
@@ -155,9 +207,8 @@ class Lifecycle:
             return
         if not self.steps and self._role.trains:
             log.warning("%s", trained_none(self._arena.step))
-        self.defers = False
-        for prepare in self.before_finish:
-            prepare()
+        self._enter(Phase.FINISHING)
+        self._loop.ended()
         reporter = self._reporter
         reporter.training_ended()
         agrees = self._takes_part()
@@ -270,7 +321,7 @@ class Lifecycle:
         """Leave the run without a finish or a notice. The weights stay as they are. Idempotent."""
         if not self.open:
             return
-        self.open = False
+        self._enter(Phase.LEFT if self.phase is Phase.LEAVING else Phase.CLOSED)
         if self._control is not None:
             self._control.close()
             self._control = None  # break the reference cycle with the peer
@@ -280,10 +331,7 @@ class Lifecycle:
         self._arena.end_training()
         exit_hooks.unregister(self)
         self._reporter.progress.peer_closed()
-        while self.unhook:
-            self.unhook.pop()()
-        if self.backward is not None:
-            self.backward.close()
+        self._loop.close(again=self.phase is Phase.LEFT)
         self._driver.close()
         self._comm.close()
         self._driver.comm = None  # break the reference cycle: otherwise both stay until the next gc run
@@ -297,7 +345,7 @@ class Lifecycle:
     @property
     def asked_to_leave(self) -> bool:
         """Whether a signal asked this peer to stop: the next :meth:`wait` leaves the run."""
-        return self.signals.number is not None and not self.has_left_in_order
+        return self.signals.number is not None and self.phase not in (Phase.LEAVING, Phase.LEFT)
 
     def _tell_stopping(self, number: int) -> None:
         name, again = self._place.name, "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
@@ -311,7 +359,7 @@ class Lifecycle:
     def _orphaned(self, late: bool) -> bool:
         """Ask to leave, as the parent process has died. Return whether to wait: leaving has limits of its own."""
         self.signals.request(signal.SIGHUP)
-        return self.open and (self.has_left_in_order or not late)
+        return self.phase is Phase.LEAVING or (self.open and not late)
 
     def wait(self) -> None:
         """Wait until the role lets training continue; leave the run if a signal asked for it.
@@ -325,22 +373,25 @@ class Lifecycle:
             if not self.steps:
                 raise
             self.leave_on_request()
-        if self.asked_to_leave and self.defers:
-            self.defers = False
+        if self.asked_to_leave and self._defers and self.phase is Phase.TRAINING:
+            self._enter(Phase.SAVING)
         elif self.asked_to_leave:
             self.leave_on_request()
 
-    def leave_on_request(self) -> NoReturn:
+    def leave_on_request(self, kept: str = "") -> NoReturn:
         """Take a checkpoint, notify the other peers, save the model, report the figures, and end the script.
+
+        Args:
+            kept: the framework's checkpoint from which this peer continues; empty: unknown.
 
         Raises:
             GossipxError: checkpoint or model cannot be written, or why the run cannot continue.
             KeyboardInterrupt, SystemExit: see :meth:`gossipx.runtime.ending.stop_signals.StopSignals.end`.
         """
-        self._leave_in_order()
+        self._leave_in_order(kept)
         self.signals.end()
 
-    def _leave_in_order(self) -> None:
+    def _leave_in_order(self, kept: str = "") -> None:
         """Do all that :meth:`leave_on_request` does, but do not end the script.
 
         The checkpoint is that of a step boundary. If the script has failed within an iteration, it is that of the last
@@ -348,25 +399,26 @@ class Lifecycle:
         while it is being written.
         """
         with children_may_die():
-            self._take_leave()
+            try:
+                self._take_leave(kept)
+            finally:
+                self.close()
 
-    def _take_leave(self) -> None:
-        self.has_left_in_order = True
+    def _take_leave(self, kept: str) -> None:
+        self._enter(Phase.LEAVING)
         reporter, checkpoints = self._reporter, self._checkpoints
         reporter.training_ended()
         reporter.report_state("leave")
-        for prepare in self.before_leaving:
-            prepare()
+        self._loop.leaving()
         if self.steps or not self._role.trains:
-            if not self.framework:
+            if not self._framework:
                 checkpoints.leaving(reporter.state_dict)
             self._arena.fill_pending()  # no step boundary follows if a worker leaves while it waits for tables
         self._tell_leaving()
         with self._driver.committing:
             unsaved = self._save() or checkpoints.flush()
-        reporter.report_left(self.framework, self.kept)
-        self._tell_how_to_continue()
-        self.close()
+        reporter.report_left(self._framework, kept)
+        self._tell_how_to_continue(kept)
         self._problem = unsaved or self._driver.error
         if self._problem is not None:
             raise self._problem
@@ -379,16 +431,16 @@ class Lifecycle:
         """
         if self._problem is not None:
             raise self._problem
-        if self.has_left_in_order:
+        if self.phase is Phase.LEFT:
             self.signals.end()
 
-    def _tell_how_to_continue(self) -> None:
+    def _tell_how_to_continue(self, kept: str) -> None:
         """Log a line for a peer without a parent process, which would print it."""
         if not self._place.under_run:
             written = self._checkpoints.newest >= 0
             how = "; continue with GOSSIPX_RESUME=1 in the environment" if written else ", without a checkpoint"
-            if self.framework:
-                how = f"; {continue_by(self.framework, self.kept)}"
+            if self._framework:
+                how = f"; {continue_by(self._framework, kept)}"
             log.warning("%s stopped at %d%s", self._place.name, self._arena.step, how)
 
     def wait_for_tables(self, tables: Sequence[int] | None = None) -> None:
@@ -397,18 +449,16 @@ class Lifecycle:
         Args:
             tables: numbers of the tables; None: all.
         """
-        if self.backward is not None:
-            self.backward.wait(tables)
-            self.add_wait_time(self.backward)
+        self._loop.settle(tables)
+        self.add_wait_time()
 
-    def add_wait_time(self, backward: Backward) -> None:
+    def add_wait_time(self) -> None:
         """Add the seconds that the training thread waited for tables since the last call to the figures."""
-        figures = self._reporter.figures
-        figures.blocked += backward.wait_seconds
-        figures.waited += backward.wait_seconds
-        backward.wait_seconds = 0.0
+        seconds = self._loop.take_wait_seconds()
+        self._reporter.figures.blocked += seconds
+        self._reporter.figures.waited += seconds
 
-    def _poll_while_waiting(self) -> None:
+    def poll_while_waiting(self) -> None:
         """Raise the driver's error, or leave on request; called periodically while tables are awaited."""
         self._arena.fill_pending()
         if self._poll() or self._driver.error is not None:

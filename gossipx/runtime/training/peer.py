@@ -28,10 +28,9 @@ from gossipx.runtime.figures.scores import as_float
 from gossipx.runtime.optimizers import OneOrMore, Optimizers, untraced
 from gossipx.runtime.place import Place
 from gossipx.runtime.training.backward import Backward
-from gossipx.runtime.training.bypass import OptimizerBypass
 from gossipx.runtime.training.data import part_of
+from gossipx.runtime.training.hooks import Hooks
 from gossipx.runtime.training.schedule_free import ScheduleFree
-from gossipx.runtime.training.step_watch import StepWatch
 from gossipx.settings.sections import RunConfig
 from gossipx.specs import rank_of
 from gossipx.tasks import partition
@@ -62,7 +61,6 @@ class Peer:
         schedule_free: ScheduleFree | None = None,
     ):
         self.rank = driver.role.rank
-        self._lifecycle = Lifecycle(module, driver, comm, reporter, checkpoints, config, place, backward)
         self._driver = driver
         self._role = driver.role
         self._arena = driver.arena
@@ -71,22 +69,12 @@ class Peer:
         self._checkpoints = checkpoints
         self._config = config
         self._place = place
-        self._backward = self._lifecycle.backward
         self._optimizers = optimizers
-        self._watch = StepWatch(module, optimizers, copies=backward is None)
-        self._lifecycle.before_finish.append(self._watch.training_ended)
-        self._lifecycle.unhook.append(self._watch.close)
-        if schedule_free is not None:
-            self._lifecycle.before_finish.append(schedule_free.training_ended)
-            self._lifecycle.unhook.append(schedule_free.close)
-        if self._backward is not None:
-            for optimizer in optimizers:
-                bypass = OptimizerBypass(optimizer, self._backward.iteration_done)
-                self._lifecycle.unhook.append(bypass.close)
-        optimizers.count(self.step)
-        self._lifecycle.unhook.append(self._close_steps)
+        self._backward = None if backward is None else backward(lambda: self._lifecycle.poll_while_waiting())
+        self._hooks = Hooks(module, optimizers, self.step, self._backward, schedule_free)
+        self._lifecycle = Lifecycle(module, driver, comm, reporter, checkpoints, config, place, self._hooks)
         self.step = untraced(self.step)  # type: ignore[method-assign]  # a loop that calls it may be compiled
-        self._lifecycle.unhook.append(lambda: vars(self).pop("step"))  # break the reference cycle
+        self._hooks.closes.callback(lambda: vars(self).pop("step"))  # break the reference cycle
 
     # --- the training loop --------------------------------------------------------------------------
 
@@ -146,7 +134,7 @@ class Peer:
         self._arena.places.check()
         self._lifecycle.steps += 1
         delta = self._arena.step_done()
-        self._watch.iteration_done(self._arena.step)
+        self._hooks.watch.iteration_done(self._arena.step)
         drift = self._driver.captures.drift(self._role.pulling) if self._role.sync.policy.uses_drift else None
         measured = time.perf_counter()
         try:
@@ -160,7 +148,7 @@ class Peer:
             self._arena.leave_boundary()
         if self._backward is not None:
             self._backward.after_step()
-            self._lifecycle.add_wait_time(self._backward)
+            self._lifecycle.add_wait_time()
         figures = self._reporter.figures
         figures.blocked += resumed - measured
         figures.overhead += measured - began + time.perf_counter() - resumed
@@ -180,7 +168,7 @@ class Peer:
         if self._backward is not None:
             raise UsageError("servers make the updates, by the optimizer given to gossipx.join: keep that one")
         self._optimizers.replace(optimizer)
-        self._watch.optimizers_replaced()
+        self._hooks.watch.optimizers_replaced()
         self._checkpoints.optimizers_replaced()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -318,10 +306,6 @@ class Peer:
         split = functools.partial(rule.split, parts=peers, seed=self._config.run.seed)
         return part_of(dataset, split, rule.by_label, self.rank, lambda: self.size)
 
-    def _close_steps(self) -> None:
-        if not self._lifecycle.has_left_in_order:  # else each further step ends the script
-            self._optimizers.close()
-
     # --- from join to finish ------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -366,7 +350,7 @@ class Peer:
             defers: whether it then calls :meth:`leave_saved` before the next step. Otherwise this peer leaves by
                 itself, within the step.
         """
-        self._lifecycle.framework, self._lifecycle.defers = framework, defers
+        self._lifecycle.saved_by(framework, defers)
 
     @property
     def asked(self) -> bool:
@@ -382,12 +366,11 @@ class Peer:
         Raises:
             KeyboardInterrupt, SystemExit: always, as the signal asks.
         """
-        self._lifecycle.kept = kept
-        self._lifecycle.leave_on_request()
+        self._lifecycle.leave_on_request(kept)
 
     def before_leaving(self, prepare: Callable[[], None]) -> None:
         """Call ``prepare`` when a signal has asked this peer to leave, before its last checkpoint is taken."""
-        self._lifecycle.before_leaving.append(prepare)
+        self._hooks.before_leaving.append(prepare)
 
     def leave(self) -> None:
         """Leave the run without a finish, and notify the other peers.
