@@ -24,6 +24,8 @@ from fault_marks import marked
 
 from gossipx import codecs  # of the same tree as these pages
 from gossipx.cli.options import RunCommand, by_heading, by_table
+from gossipx.settings.modes import MODES
+from gossipx.settings.sections import KEYS
 from gossipx.specs.codecs import CODECS
 
 project = "gossipx"
@@ -147,6 +149,21 @@ def _codecs(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = source[0].replace("```{codecs}\n```", "\n".join(rows))
 
 
+def _modes(app: Sphinx, page: str, source: list[str]) -> None:
+    """Put the table of the settings that only some modes have in place of its directive, from their declarations."""
+    if page != "command-line":
+        return
+    rows = [
+        "| setting | " + " | ".join(mode.__name__.lower() for mode in MODES) + " |",
+        "|---" * (len(MODES) + 1) + "|",
+    ]
+    has = {mode: {field.name for field in dataclasses.fields(mode)} for mode in MODES}
+    for name in sorted(set.union(*has.values()), key=list(KEYS).index):
+        marks = ["x" if name in has[mode] else "" for mode in MODES]
+        rows.append(f"| `{KEYS[name].option}` | {' | '.join(marks)} |")
+    source[0] = source[0].replace("```{modes}\n```", "\n".join(rows))
+
+
 def _proofs(by_file: dict[str, list[str]]) -> str:
     few = 3  # more names in a cell would hide the table
     return "; ".join(
@@ -158,6 +175,7 @@ def _proofs(by_file: dict[str, list[str]]) -> str:
 def setup(app: Sphinx) -> None:
     app.connect("source-read", _faults)
     app.connect("source-read", _codecs)
+    app.connect("source-read", _modes)
     app.connect("doctree-read", _words)
     app.connect("sphinx-click-process-description", _examples)
     app.connect("sphinx-click-process-epilog", _examples)

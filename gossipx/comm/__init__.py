@@ -151,7 +151,7 @@ class CommManager:
 
     @property
     def join_handler(self) -> Newcomers | None:
-        """The decider on processes that are not in the hosts file; None: nobody is admitted."""
+        """The object that decides on processes which are not in the hosts file, or None if nobody is admitted."""
         return self._member.join_handler
 
     @join_handler.setter

@@ -65,7 +65,7 @@ NEXT: Mapping[Phase, frozenset[Phase]] = {
 
 
 class Loop(Protocol):
-    """What a lifecycle needs of the training loop; :class:`gossipx.runtime.training.hooks.Hooks`."""
+    """The training loop as a lifecycle sees it; :class:`gossipx.runtime.training.hooks.Hooks`."""
 
     backward: Any
 

@@ -1,4 +1,4 @@
-"""What hangs on a script's training loop while its peer is open: hooks on the module and on its optimizers."""
+"""Hooks on a script's module and its optimizers, by which its training loop reaches the peer while that is open."""
 
 from __future__ import annotations
 
