@@ -194,7 +194,7 @@ def _peer(
         model_bytes=arena.nbytes(),
         incarnation=rank + 1,
         closed="",
-        served=(served.settings, served.clocks),
+        served=served.plan,
     )
 
     def step(peer: SimPeer) -> None:

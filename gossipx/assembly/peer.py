@@ -133,7 +133,7 @@ class _Builder:
             model_bytes=arena.nbytes(),
             policy=policy,
             hub=self.hub,
-            served=None if served is None else (served.settings, served.clocks),
+            served=None if served is None else served.plan,
             incarnation=secrets.randbits(48),
             closed=why_closed(config, self.turns, any(address.behind_nat for address in place.addresses)),
             joined=place.joined,
@@ -307,10 +307,10 @@ def _keep_shards(driver: Driver, served: Served, place: Place, keep: int) -> Non
     """Enable checkpoints of this peer's shards; in a resumed run, restore the shards."""
     assert place.directory is not None
     stores = {index: store_of_shard(place.directory, index, keep) for index in range(len(place.names))}
-    settings = served.settings
     exchange = driver.role.exchange
     assert isinstance(exchange, ServerMode)
-    keeper = ShardKeeper(stores, served.table_store, exchange.hosted.fresh, settings.servers, settings.journals)
+    servers, journals = served.plan.layout.servers, served.plan.journals
+    keeper = ShardKeeper(stores, served.table_store, exchange.hosted.fresh, servers, journals)
     driver.tables.keeper = keeper
     for shard in exchange.beginning() if place.resumes else ():
         keeper.resume(shard, place.resumes_at)

@@ -14,8 +14,7 @@ from gossipx.peer.pulls import PullExchange
 from gossipx.policies import Policy
 from gossipx.protocol.fields import JoinedPeer
 from gossipx.server.mode import ServerMode
-from gossipx.server.settings import ServerSettings
-from gossipx.server.sync_models.clock import Clock
+from gossipx.server.plan import ServerPlan
 from gossipx.settings.modes import Elastic, Pushes
 from gossipx.settings.sections import RunConfig
 from gossipx.sync import SyncManager
@@ -40,7 +39,7 @@ def build_role(
     closed: str,
     policy: Policy | None = None,
     hub: int | None = None,
-    served: tuple[ServerSettings, dict[int, Clock]] | None = None,
+    served: ServerPlan | None = None,
     joined: Sequence[JoinedPeer] = (),
     sync_manager: Callable[[Policy, int], SyncManager] = SyncManager,
 ) -> PeerRole:
@@ -54,8 +53,7 @@ def build_role(
         closed: why no peer can join the run while it is in progress; empty: one can.
         policy: a custom policy; None: the configured one.
         hub: the rank of the hub; None: the run has none.
-        served: settings of the parameter server, and the clocks of the shards that this peer may hold; None: the run
-            has none.
+        served: the plan of the parameter server; None: the run has none.
         joined: the peers that have joined the run while it was in progress.
         sync_manager: makes the SyncManager, given the policy and a seed.
     """
@@ -91,12 +89,11 @@ def max_rate(config: RunConfig) -> float | None:
 
 
 def _exchange_of(
-    config: RunConfig, hub: int | None, served: tuple[ServerSettings, dict[int, Clock]] | None
+    config: RunConfig, hub: int | None, served: ServerPlan | None
 ) -> Callable[[PeerContext, PullExchange], Exchange] | None:
     """Return the factory of the exchange of a run with a hub or servers; None: the run has neither."""
     if served is not None:
-        settings, clocks = served
-        return functools.partial(ServerMode, settings=settings, clocks=clocks)
+        return functools.partial(ServerMode, plan=served)
     if hub is None:
         return None
     assert isinstance(config.mode, Elastic)

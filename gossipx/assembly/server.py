@@ -1,4 +1,4 @@
-"""The server-mode parts of a peer: its tables, its sync models and the settings of its role."""
+"""The server-mode parts of a peer: its tables, its sync models and the plan of its role."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 from gossipx import codecs
-from gossipx.assembly.server_settings import server_ranks, sync_models
 from gossipx.errors import UsageError
 from gossipx.model.layout import norms, plain_name
 from gossipx.server import placement
 from gossipx.server.placement import Partition, Placement, Table
 from gossipx.server.placement.buckets import Bucket
 from gossipx.server.placement.layout import Layouts
-from gossipx.server.settings import ServerSettings as Settings
+from gossipx.server.plan import ServerPlan, holders, server_ranks, sync_models, workers
 from gossipx.server.sync_models import models, schedule
 from gossipx.server.sync_models.clock import Clock
 from gossipx.settings.interval import CheckpointInterval
@@ -61,17 +60,15 @@ class Served:
     """The parts of a peer in server mode.
 
     Attributes:
-        settings: the settings of its role.
+        plan: of its role.
         tables: the model's trained parameters with their names, by table.
-        clocks: the clocks of the shards that this peer may hold, by shard.
         table_store: the tables of this peer, as a worker and as a server.
         alike: settings that must be equal on all peers, by option.
         sync: description of the sync models, for the summary.
     """
 
-    settings: Settings
+    plan: ServerPlan
     tables: list[tuple[str, nn.Parameter]]
-    clocks: dict[int, Clock]
     table_store: TableStore
     alike: dict[str, str]
     sync: str
@@ -121,29 +118,28 @@ def serve(
         lambda table: (tables[table][1].dtype, tables[table][1].element_size()),
         given.bucket,
     )
-    settings = settings_of(config, given, layouts, ranks, len(names), rates[0] if rates else None, own)
-    here = [index for index, holders in enumerate(settings.holders) if rank in holders]
+    plan = server_plan(config, given, layouts, ranks, len(names), rates[0] if rates else None, own)
     groups = {id(value): number for number, group in enumerate(optimizer.param_groups) for value in group["params"]}
     numbers = [groups.get(id(value), -1) for _, value in tables]
     coding = _coding(given, config.run.seed, own.storages, module, tables, numbers, rank)
-    layout, parameters = settings.layout, [value for _, value in tables]
+    layout, parameters = plan.layout, [value for _, value in tables]
 
     def store_of(partitions: Sequence[Partition], cut: Sequence[Bucket]) -> ShardStore:
         return ShardStore(partitions, cut, parameters, numbers, optimizer, own.storages, coding)
 
+    here = [index for index, ranks in enumerate(plan.holders) if rank in ranks]
     stores = {index: store_of(layout.placed[index], layout.cut[index]) for index in here}
     client = Client(parameters, layout.placed, layout.cut, own.storages, coding)
     table_store = TableStore(client, stores, parameters, optimizer, places or max(8, 2 * len(names)))
     table_store.migrator = TableMigrator(rank, layouts, layout, store_of)
     table_store.make = lambda index: store_of(layout.placed[index], layout.cut[index])
-    clocks = {index: settings.clock_of(index) for index in here}
-    return Served(settings, tables, clocks, table_store, _alike(given, ranks, own), _describe_sync(given, own))
+    return Served(plan, tables, table_store, _alike(given, ranks, own), _describe_sync(given, own))
 
 
-def settings_of(
+def server_plan(
     config: RunConfig, given: Server, layouts: Layouts, ranks: Sequence[int], size: int, rate: float | None, own: Parts
-) -> Settings:
-    """Return the settings of the role in server mode.
+) -> ServerPlan:
+    """Return the plan of a run with servers.
 
     Args:
         given: its mode.
@@ -152,7 +148,6 @@ def settings_of(
         size: number of peers in the run.
         rate: the initial learning rate; None: the optimizer has none.
     """
-    layout = layouts.make(ranks)
     syncs = sync_models(given, len(ranks), own.sync)
     every = CheckpointInterval.parse(str(config.run.checkpoint_every))
 
@@ -160,24 +155,20 @@ def settings_of(
         model = syncs[index % len(syncs)]
         model = model.resolved(rate) if model.needs_rate and rate is not None else model
         rng = random.Random(f"shard {config.run.seed} {index}")
-        return Clock(model, given.apply, given.pulls, settings.workers(size), rng)
+        return Clock(model, given.apply, given.pulls, workers(given, ranks, size), rng)
 
-    settings = Settings(
+    return ServerPlan(
+        settings=given,
         layouts=layouts,
-        layout=layout,
+        layout=layouts.make(ranks),
         clock_of=clock_of,
-        holders=_holders(ranks, given.server_replicas, size),
-        fixed=_fixed(given, bool(every), own.storages),
-        trains=not given.servers_only,
-        overlap=given.overlap,
-        lost=given.server_lost,
-        plans=(schedule.parse(given.sync_plan or "", rate),) * len(ranks),
-        rate=rate,
-        every=(every.iterations, every.seconds),
+        holders=holders(ranks, given.server_replicas, size),
         syncs=tuple(syncs),
-        journals=bool(every) and given.journal and not given.server_replicas,
+        switches=schedule.parse(given.sync_plan or "", rate),
+        rate=rate,
+        every=every,
+        fixed=_fixed(given, bool(every), own.storages),
     )
-    return settings
 
 
 def _coding(
@@ -245,20 +236,6 @@ def _alike(given: Server, ranks: Sequence[int], own: Parts) -> dict[str, str]:
         "--pull-codec": codecs.describe(codecs.parse(given.pull_codec)),
         "parts": own.storages.describe() or "gossipx's own",
     }
-
-
-def _holders(servers: Sequence[int], replicas: int, size: int) -> tuple[tuple[int, ...], ...]:
-    """Return by shard the rank of its server, followed by that of its replica if there are replicas.
-
-    The replica is on the next server, or on the next peer if there is a single server.
-    """
-    if replicas and size == 1:
-        raise UsageError("--server-replicas 1 needs a second peer for the replica: give more peers, or leave it out")
-    if not replicas:
-        return tuple((rank,) for rank in servers)
-    if len(servers) == 1:
-        return ((servers[0], (servers[0] + 1) % size),)
-    return tuple(zip(servers, [*servers[1:], servers[0]], strict=True))
 
 
 def _fixed(given: Server, takes_checkpoints: bool, storages: Storages) -> str:

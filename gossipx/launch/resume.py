@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gossipx.assembly.server_settings import server_ranks
 from gossipx.errors import MALFORMED, UsageError
 from gossipx.launch.cluster.world import find
 from gossipx.launch.directory import (
@@ -24,6 +23,7 @@ from gossipx.launch.hosts import read_hosts
 from gossipx.runtime.checkpoints import store_of
 from gossipx.runtime.driver.shards import servers_of, store_of_shard
 from gossipx.runtime.models import directory_of
+from gossipx.server.plan import server_ranks
 from gossipx.settings import files
 from gossipx.settings.modes import Elastic, Server
 from gossipx.settings.sections import KEYS, RunConfig, RunSettings

@@ -13,7 +13,6 @@ from typing import Protocol
 
 from gossipx.assembly.devices import check_device, check_transport
 from gossipx.assembly.presets import effective_config
-from gossipx.assembly.server_settings import server_ranks
 from gossipx.errors import UsageError
 from gossipx.hub import rank_of_hub
 from gossipx.launch.children import script_exists
@@ -22,6 +21,7 @@ from gossipx.launch.directory import HOSTS_FILE, RunDirectory
 from gossipx.launch.environment import ADDED, ENV_CONFIG, ENV_DEVICE, ENV_PEERS, ENV_RANK, ENV_RESUME, ENV_RESUME_AT
 from gossipx.launch.hosts import ADVICE, PeerLine, bind_host, local_ranks, read_hosts
 from gossipx.metrics.summary import Summary
+from gossipx.server.plan import server_ranks
 from gossipx.settings.sections import RunConfig
 from gossipx.transports import access
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from gossipx.settings.interval import CheckpointInterval
+
 NOTICE = 2
 """Ticks between the moment when a checkpoint by seconds becomes due and the checkpoint itself. With bsp, two are enough
 to tell all shards and workers: at clock c the replies of the current tick are already sent, the next replies tell the
@@ -14,7 +16,7 @@ class CheckpointSchedule:
     """Decides when to take a checkpoint of one shard.
 
     Args:
-        every: ticks, or seconds, between two checkpoints; 0, 0: no checkpoints.
+        every: the interval between two checkpoints, in ticks or seconds.
         leads: whether this shard announces a checkpoint by seconds to all other shards and workers.
 
     Attributes:
@@ -23,7 +25,7 @@ class CheckpointSchedule:
         last_time: when that was taken, or when the shard began.
     """
 
-    def __init__(self, every: tuple[int, float], leads: bool):
+    def __init__(self, every: CheckpointInterval, leads: bool):
         self.due_clock = self.last_clock = 0
         self.last_time = 0.0
         self._every = every
@@ -46,7 +48,7 @@ class CheckpointSchedule:
             first: the shard begins.
             leaves: the shard's holder is about to leave.
         """
-        ticks, seconds = self._every
+        ticks, seconds = self._every.iterations, self._every.seconds
         if seconds and self._leads and self.due_clock <= self.last_clock and now - self.last_time >= seconds:
             self.due_clock = clock + NOTICE
         by_ticks = ticks and clock // ticks > self.last_clock // ticks

@@ -13,7 +13,7 @@ from gossipx.protocol.messages import Reply
 from gossipx.protocol.table_effects import RestoreTables
 from gossipx.server.failover.records import Journal
 from gossipx.server.placement.layout import Layout
-from gossipx.server.settings import ServerSettings
+from gossipx.server.plan import ServerPlan
 from gossipx.server.shard import Shard
 from gossipx.server.sync_models.clock import Clock
 from gossipx.server.sync_models.models import Hybrid
@@ -48,26 +48,25 @@ class HostedShards:
             started.
     """
 
-    def __init__(self, context: PeerContext, settings: ServerSettings):
+    def __init__(self, context: PeerContext, plan: ServerPlan):
         self.shards: dict[int, Shard] = {}
         self.epoch = 0
         self.unconfirmed = False
         self._context = context
-        self._settings = settings
+        self._plan = plan
         self._counted_before = (0, 0)  # gradients and DPRs counted before the last change of servers
         self._leaves = False
 
     def make(self, index: int, clock: Clock, layout: Layout) -> Shard:
         """Make a shard of ``layout``, to be hosted or replicated here."""
-        plan = self._settings.plans[index % len(self._settings.plans)] if self._settings.plans else ()
-        leads = not any(layout.buckets[:index])
-        shard = Shard(index, layout.buckets[index], clock, self._context.requests, plan, self._settings.every, leads)
-        shard.records = Journal(index, self.epoch) if self._settings.journals else shard.records
+        plan, leads = self._plan, not any(layout.buckets[:index])
+        shard = Shard(index, layout.buckets[index], clock, self._context.requests, plan.every, plan.switches, leads)
+        shard.records = Journal(index, self.epoch) if plan.journals else shard.records
         return shard
 
     def fresh(self, index: int, servers: Sequence[int]) -> Shard:
         """Make a shard of another layout in its initial state, without hosting it."""
-        return self.make(index, self._settings.clock_of(index), self._settings.layouts.make(servers))
+        return self.make(index, self._plan.clock_of(index), self._plan.layouts.make(servers))
 
     # --- state --------------------------------------------------------------------------------------
 
@@ -83,7 +82,7 @@ class HostedShards:
 
         If none were training, a journal on disk is from an earlier run.
         """
-        return self._settings.journals and self.is_restarted
+        return self._plan.journals and self.is_restarted
 
     @property
     def is_restarted(self) -> bool:
@@ -121,7 +120,7 @@ class HostedShards:
         first.
         """
         alone = self.is_restarted and not any(shard.run_resumes for shard in self.shards.values())
-        self.unconfirmed = bool(self.shards) and alone and not self._settings.fixed
+        self.unconfirmed = bool(self.shards) and alone and not self._plan.fixed
         return [] if self.unconfirmed else self.start_shards(now)
 
     def start_shards(self, now: float) -> list[Effect]:
@@ -194,7 +193,7 @@ class HostedShards:
         self.epoch, self.unconfirmed = epoch, False
         here = [index for index, rank in enumerate(layout.servers) if rank == self._context.rank]
         self.shards.clear()
-        self.shards.update({index: self.make(index, self._settings.clock_of(index), layout) for index in here})
+        self.shards.update({index: self.make(index, self._plan.clock_of(index), layout) for index in here})
         started = [
             effect
             for shard in self.shards.values()

@@ -39,10 +39,9 @@ from gossipx.server.failover.migration import UNDER_WAY, Migration, MigrationHos
 from gossipx.server.failover.replica import FOLLOW, RECORDS, Replica
 from gossipx.server.hosted_shards import HostedShards
 from gossipx.server.placement.layout import Layout
+from gossipx.server.plan import ServerPlan, workers
 from gossipx.server.replies import Replies
-from gossipx.server.settings import ServerSettings
 from gossipx.server.shard import Shard
-from gossipx.server.sync_models.clock import Clock
 from gossipx.server.sync_models.switching import SyncModelSwitch
 from gossipx.server.worker import AGAIN, Worker
 
@@ -56,7 +55,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     """One peer of a run with a parameter server.
 
     Args:
-        clocks: of the shards that this peer hosts or replicates, by shard.
+        plan: the same on all peers.
 
     Attributes:
         hosted: the shards hosted here.
@@ -71,35 +70,36 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     )
     timers = (AGAIN, WATCH, RECORDS, FOLLOW)
 
-    def __init__(self, context: PeerContext, pulls: PullExchange, settings: ServerSettings, clocks: dict[int, Clock]):
+    def __init__(self, context: PeerContext, pulls: PullExchange, plan: ServerPlan):
         super().__init__(context)
-        self._settings = settings
+        self._plan = plan
+        self._settings = plan.settings
         self._replies = Replies(context.requests)
-        self.hosted = HostedShards(context, settings)
+        self.hosted = HostedShards(context, plan)
         self.shards = self.hosted.shards
-        self._trains = settings.trains or context.rank not in settings.servers
-        self.migration = Migration(context, self._replies, self, settings.layouts, settings.layout)
-        self.coordinator = Coordinator(context, self._replies, self.migration, settings.fixed)
+        self._trains = not plan.settings.servers_only or context.rank not in plan.layout.servers
+        self.migration = Migration(context, self._replies, self, plan.layouts, plan.layout)
+        self.coordinator = Coordinator(context, self._replies, self.migration, plan.fixed)
         self._replication = Replication(
-            *(context, self._replies, self.shards, self._training, settings.holders),
-            fresh=lambda index: self.hosted.fresh(index, settings.servers),
+            *(context, self._replies, self.shards, self._training, plan.holders),
+            fresh=lambda index: self.hosted.fresh(index, plan.layout.servers),
             begin=self.hosted.begin,
             turn=lambda index, ranks: self.worker.turn(index, ranks),
             ask_for_signs=self._ask_for_signs,
         )
-        for index, clock in clocks.items():
-            shard = self.hosted.make(index, clock, settings.layout)
-            others = [rank for rank in settings.holders[index] if rank != context.rank]
+        for index, clock in plan.clocks(context.rank).items():
+            shard = self.hosted.make(index, clock, plan.layout)
+            others = [rank for rank in plan.holders[index] if rank != context.rank]
             if others:
-                initial_holder = settings.holders[index][0] == context.rank
+                initial_holder = plan.holders[index][0] == context.rank
                 self._replication.follow(shard, others[0], initial_holder)
             else:
                 self.shards[index] = shard
         common = context, self._replies
-        shape = settings.holders, settings.layout.buckets
-        self.worker = Worker(*common, self._worker_answered, *shape, settings.overlap, settings.syncs)
+        shape = plan.holders, plan.layout.buckets
+        self.worker = Worker(*common, self._worker_answered, *shape, plan.settings.overlap, plan.syncs)
         self._sync_model_switch = SyncModelSwitch(
-            *common, self.shards, self.worker.holder, len(self._workers()), settings.rate, self._obstacle
+            *common, self.shards, self.worker.holder, len(self._workers()), plan.rate, self._obstacle
         )
         self._deadlock_detector = DeadlockDetector(*common, self.shards, self.worker.holder)
         self._serves = False  # all peers have reached START
@@ -219,7 +219,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         """Handle a lost server: if no holder of its shard is left, ask the other peers for a newer layout first."""
         if not any(map(self._are_gone, self._holders)) or self.migration.is_asking_for_layout:
             return []
-        seeks = not self._settings.fixed and not (self._asked_for_layout and self._settings.lost == "stop")
+        seeks = not self._plan.fixed and not (self._asked_for_layout and self._settings.server_lost == "stop")
         questions = self.migration.ask_layout(now) if seeks else []
         self._asked_for_layout = True
         return questions or self._stop_lost()
@@ -231,7 +231,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
             not gone
             or not self._asked_for_layout
             or self.migration.is_asking_for_layout
-            or self._settings.lost != "stop"
+            or self._settings.server_lost != "stop"
         ):
             return []
         return [Stop(f"peer {gone[0]}, a server, is lost, and --server-lost is stop"), Resume()]
@@ -324,7 +324,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         return [*ranks, self._context.rank] if own else ranks
 
     def _workers(self) -> list[int]:
-        return self._settings.workers(len(self._context.members.others) + 1)
+        return workers(self._settings, self._plan.layout.servers, len(self._context.members.others) + 1)
 
     def members_changed(self, now: float) -> list[Effect]:
         training = self._training()
@@ -403,7 +403,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         self.migration.release()
         training = [rank for rank in self._training() if rank != self._context.rank]
         kept = self.hosted.checkpoint(now, leaves=True)
-        if not (self.shards and training and self.hosted.ready) or self._finishing or self._settings.fixed:
+        if not (self.shards and training and self.hosted.ready) or self._finishing or self._plan.fixed:
             return kept
         return self._follow_up(
             [*kept, *self.migration.worker_advanced(now), *self.coordinator.leave(training, now)], now

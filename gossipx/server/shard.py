@@ -42,6 +42,7 @@ from gossipx.server.sync_models.conditions import SyncModel
 from gossipx.server.sync_models.decisions import Decision, Handling
 from gossipx.server.sync_models.models import describe, parse
 from gossipx.server.waiting import ShardWorker, WaitingPull, requested_bucket
+from gossipx.settings.interval import CheckpointInterval
 
 NEXT_RECORD = "next_record"
 """The key in a shard's state for the number of the next record."""
@@ -57,8 +58,8 @@ class Shard:
         buckets: the number of buckets.
         clock: knows the workers that the run begins with.
         requests: the role's open requests; numbers tickets.
+        every: the interval between two checkpoints, in ticks or seconds.
         plan: the sync models to switch to, each with the clock to switch at.
-        every: ticks, or seconds, between two checkpoints; 0, 0: no checkpoints.
         leads: whether this shard announces checkpoints by seconds to all others.
 
     Attributes:
@@ -74,8 +75,8 @@ class Shard:
         buckets: int,
         clock: Clock,
         requests: Requests,
+        every: CheckpointInterval,
         plan: Sequence[tuple[int, SyncModel]] = (),
-        every: tuple[int, float] = (0, 0.0),
         leads: bool = True,
     ):
         self.index = index

@@ -12,7 +12,6 @@ from torch import nn
 
 from gossipx import codecs, policies
 from gossipx.assembly.graph import build_schedule
-from gossipx.assembly.server_settings import server_ranks
 from gossipx.errors import UsageError
 from gossipx.hub import rank_of_hub
 from gossipx.launch.cluster.world import World, check_size
@@ -22,6 +21,7 @@ from gossipx.launch.start import Checked, check
 from gossipx.model import layout
 from gossipx.runtime.figures.reporting import codec_of
 from gossipx.server.placement import Table
+from gossipx.server.plan import server_ranks
 from gossipx.settings.modes import Elastic, HasPartners, Server, Waves
 from gossipx.settings.scenario import MOST_PEERS
 from gossipx.settings.sections import MOST_ITERATIONS, RunConfig

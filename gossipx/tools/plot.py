@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from gossipx.assembly.server_settings import server_ranks
 from gossipx.errors import UsageError
 from gossipx.hub import rank_of_hub
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE
@@ -15,6 +14,7 @@ from gossipx.metrics import curves, plot
 from gossipx.metrics.compare import Group, grouped
 from gossipx.metrics.plot import Drawn, Graph
 from gossipx.metrics.summary import Summary
+from gossipx.server.plan import server_ranks
 from gossipx.settings import files
 from gossipx.settings.modes import Waves
 from gossipx.settings.sections import RunConfig

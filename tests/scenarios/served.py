@@ -96,7 +96,7 @@ def make(
         random.Random(rank),
         incarnation,
         settings=resolved,
-        exchange_of=lambda context, pulls: ServerMode(context, pulls, served.settings, served.clocks),
+        exchange_of=lambda context, pulls: ServerMode(context, pulls, served.plan),
     )
     if not role.trains:
         iterations = 0

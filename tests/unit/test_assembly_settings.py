@@ -11,9 +11,9 @@ from torch import nn
 
 import gossipx
 from gossipx.assembly.presets import effective_config
-from gossipx.assembly.server_settings import server_ranks
 from gossipx.errors import UsageError
 from gossipx.launch.loops.train import optimizer_of
+from gossipx.server.plan import server_ranks
 from gossipx.settings import files
 from gossipx.settings.sections import RunConfig
 from gossipx.tasks.models import build_model

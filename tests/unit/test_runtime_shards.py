@@ -32,6 +32,7 @@ from gossipx.server.shard import Shard
 from gossipx.server.sync_models.clock import Clock
 from gossipx.server.sync_models.models import parse
 from gossipx.settings import files
+from gossipx.settings.interval import CheckpointInterval
 from gossipx.tables.store import Gradient
 
 EVERY = 2
@@ -80,7 +81,7 @@ class Server:
     def fresh(self, index: int, servers: Sequence[int]) -> Shard:
         assert list(servers) == [self._epoch]
         clock = Clock(parse("asp"), workers=[0])
-        made = Shard(index, len(self.side.cut[0]), clock, Requests(), every=(EVERY, 0.0))
+        made = Shard(index, len(self.side.cut[0]), clock, Requests(), CheckpointInterval(EVERY))
         made.records = Journal(index, self._epoch)
         return made
 

@@ -19,6 +19,7 @@ from gossipx.launch.loops.train import live_of, optimizer_of, rate_of, scores
 from gossipx.launch.simulation.plan import Plan, deltas_of, incarnation_of, policy_of, served_of, sizes_of
 from gossipx.peer import PeerRole
 from gossipx.peer.admission import why_closed
+from gossipx.server.plan import ServerPlan
 from gossipx.settings.sections import RunConfig
 from gossipx.sim import SimPeer
 from gossipx.sim.base import BasePeer
@@ -110,7 +111,7 @@ class RealPeers:
         optimizer = optimizer_of(model, config.task)
         served = serve(config, plan.names, rank, model, [optimizer], plan.parts, ANY_NUMBER)
         arena = build_arena(config, rank, model)
-        role = _role(plan, rank, number, arena.nbytes(), None if served is None else (served.settings, served.clocks))
+        role = _role(plan, rank, number, arena.nbytes(), None if served is None else served.plan)
         assert config.task.batch_size is not None
         own = self._everything.take(self._parts[rank])
         batches = Batches(own, config.task.batch_size, config.run.seed * 1000 + rank)
@@ -235,11 +236,7 @@ class TrafficPeers:
     def __call__(self, rank: int, number: int) -> TrafficPeer:
         """Return the peer of this rank; ``number`` counts its processes from 0."""
         plan, config = self._plan, self._plan.config
-        served = None
-        if self._served is not None:
-            settings = self._served[0]
-            here = [index for index, holders in enumerate(settings.holders) if rank in holders]
-            served = settings, {index: settings.clock_of(index) for index in here}
+        served = None if self._served is None else self._served[0]
         role = _role(plan, rank, number, self._sizes.whole, served)
         iterations = config.run.iterations if role.trains else 0
         peer = TrafficPeer(role, iterations, plan.times.of(rank), self._sizes, self._deltas(rank))
@@ -253,7 +250,7 @@ def _assemble(plan: Plan, peer: BasePeer, number: int) -> None:
     peer.evaluation_seconds = plan.scenario.compute.evaluation
 
 
-def _role(plan: Plan, rank: int, number: int, model_bytes: int, served: Any) -> PeerRole:
+def _role(plan: Plan, rank: int, number: int, model_bytes: int, served: ServerPlan | None) -> PeerRole:
     chosen = policy_of(plan, rank)
     return build_role(
         plan.config,

@@ -10,8 +10,7 @@ from typing import Any
 
 from gossipx import policies
 from gossipx.assembly.graph import build_schedule
-from gossipx.assembly.server import Parts, settings_of
-from gossipx.assembly.server_settings import server_ranks
+from gossipx.assembly.server import Parts, server_plan
 from gossipx.errors import UsageError
 from gossipx.hub import rank_of_hub
 from gossipx.policies import Never, Observation, Random, Tau
@@ -19,7 +18,7 @@ from gossipx.protocol.messages import WHOLE
 from gossipx.server import placement
 from gossipx.server.placement import Table
 from gossipx.server.placement.layout import Layouts
-from gossipx.server.settings import ServerSettings
+from gossipx.server.plan import ServerPlan, server_ranks
 from gossipx.settings.modes import Elastic, Server, Waves
 from gossipx.settings.scenario import MANY, Net, Scenario
 from gossipx.settings.sections import RunConfig
@@ -189,8 +188,8 @@ def sizes_of(plan: Plan) -> Sizes:
     return Sizes(raw, 1.0 if of.encoded is None else of.encoded)
 
 
-def served_of(plan: Plan) -> tuple[ServerSettings, Sizes] | None:
-    """Return the settings of a parameter server for work ``traffic``, and the bytes; None: the run has none."""
+def served_of(plan: Plan) -> tuple[ServerPlan, Sizes] | None:
+    """Return the plan of a parameter server for work ``traffic``, and the bytes; None: the run has none."""
     config, of, mode = plan.config, plan.scenario.simulation, plan.config.mode
     ranks = server_ranks(config, plan.names)
     if ranks is None or not isinstance(mode, Server):
@@ -203,11 +202,11 @@ def served_of(plan: Plan) -> tuple[ServerSettings, Sizes] | None:
         lambda table: ("float32", FLOAT),
         mode.bucket,
     )
-    settings = settings_of(config, mode, layouts, ranks, plan.size, config.task.base_lr, plan.parts)
+    made = server_plan(config, mode, layouts, ranks, plan.size, config.task.base_lr, plan.parts)
     encoded = 1.0 if of.encoded is None else of.encoded
     pushed, pulled = (1.0 if codec == "none" else encoded for codec in (mode.push_codec, mode.pull_codec))
     segments = []
-    for shard, (placed, cut) in enumerate(zip(settings.layout.placed, settings.layout.cut, strict=True)):
+    for shard, (placed, cut) in enumerate(zip(made.layout.placed, made.layout.cut, strict=True)):
         for number, bucket in enumerate(cut):
             held = placed[bucket.first : bucket.stop]
             nbytes = sum(one.stop - one.start for one in held) * FLOAT
@@ -218,7 +217,7 @@ def served_of(plan: Plan) -> tuple[ServerSettings, Sizes] | None:
     ordered = [segment for _, segment in sorted(segments, key=lambda item: (item[0], item[1].place))]
     whole = sum(cost.elements for cost in tables) * FLOAT
     forward = FORWARD if plan.scenario.compute.forward is None else plan.scenario.compute.forward
-    return settings, Sizes({WHOLE: whole}, 1.0, ordered, mode.wait_free, forward)
+    return made, Sizes({WHOLE: whole}, 1.0, ordered, mode.wait_free, forward)
 
 
 def deltas_of(plan: Plan) -> Callable[[int], Callable[[int], float]]:

@@ -1,0 +1,130 @@
+"""The plan of a run with a parameter server: which peers hold which shard, and by which sync model it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gossipx.errors import UsageError
+from gossipx.server.placement.layout import Layout, Layouts
+from gossipx.server.sync_models import models, schedule
+from gossipx.server.sync_models.clock import Clock
+from gossipx.server.sync_models.conditions import SyncModel
+from gossipx.settings.interval import CheckpointInterval
+from gossipx.settings.modes import Server
+from gossipx.settings.sections import RunConfig
+from gossipx.specs import rank_of
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """What follows from the settings of a run with servers, for its roles; the same on all peers.
+
+    Attributes:
+        settings: the settings.
+        layouts: makes the layout of any list of servers.
+        layout: the first layout.
+        clock_of: makes a shard's initial clock.
+        holders: for each shard, the rank that holds it, followed by the rank of its replica if it has one.
+        syncs: each shard's first sync model.
+        switches: the sync models that all shards switch to, each with the clock to switch at.
+        rate: the learning rate, for sync models that depend on it; None: unknown.
+        every: the interval between two checkpoints of a shard, in ticks or seconds.
+        fixed: why the servers cannot be changed, in one line; empty: they can.
+    """
+
+    settings: Server
+    layouts: Layouts
+    layout: Layout
+    clock_of: Callable[[int], Clock]
+    holders: tuple[tuple[int, ...], ...]
+    syncs: tuple[SyncModel, ...]
+    switches: schedule.Plan
+    rate: float | None
+    every: CheckpointInterval
+    fixed: str
+
+    @property
+    def journals(self) -> bool:
+        """Whether changes of a shard are written to a journal before they are acknowledged."""
+        return bool(self.every) and self.settings.journal and not self.settings.server_replicas
+
+    def clocks(self, rank: int) -> dict[int, Clock]:
+        """Return the clocks of the shards that a peer may hold when the run begins, by shard."""
+        return {index: self.clock_of(index) for index, holders in enumerate(self.holders) if rank in holders}
+
+
+def workers(given: Server, servers: Sequence[int], size: int) -> list[int]:
+    """Return the ranks that train; they do not change when the servers change.
+
+    Args:
+        servers: the rank of each shard's first server.
+        size: the number of peers.
+    """
+    return [rank for rank in range(size) if not given.servers_only or rank not in servers]
+
+
+def server_ranks(config: RunConfig, names: Sequence[str]) -> tuple[int, ...] | None:
+    """Return the rank of each shard's server, by shard; None if the run has no parameter server.
+
+    ``--mode server`` without ``--servers`` has one server, rank 0.
+
+    Raises:
+        UsageError: a server is not a peer or is named twice, no peer is left to train, or a sync model does not suit
+            the servers.
+    """
+    given = config.mode
+    if not isinstance(given, Server):
+        return None
+    ranks = tuple(rank_of(name.strip(), "--servers", names) for name in (given.servers or "0").split(","))
+    if len(set(ranks)) < len(ranks):
+        raise UsageError(f"--servers {given.servers} names a peer twice")
+    trained = workers(given, ranks, len(names))
+    if not trained:
+        raise UsageError("--servers-only leaves no peer that trains: give more peers, or leave it out")
+    planned = (model for _, model in schedule.parse(given.sync_plan or ""))
+    for model in (*sync_models(given, len(ranks)), *planned):  # raises if --sync or --apply does not suit the servers
+        models.check_workers(model, len(trained))
+    return ranks
+
+
+def sync_models(
+    given: Server, shards: int, custom: models.SyncModel | Sequence[models.SyncModel] | None = None
+) -> list[models.SyncModel]:
+    """Return the sync model of each shard.
+
+    Args:
+        shards: the number of shards.
+        custom: sync models instead of the configured ones; None: the configured ones.
+
+    Raises:
+        UsageError: the number of sync models is neither 1 nor the number of shards, or ``--apply`` does not suit one
+            of them.
+    """
+    if custom is not None:
+        syncs = [custom] if isinstance(custom, models.SyncModel) else list(custom)
+    else:
+        syncs = [models.parse(spec) for spec in given.sync.split("|")]
+    if len(syncs) not in (1, shards):
+        where = "--sync has " if custom is None else ""
+        raise UsageError(f"{where}{len(syncs)} sync models for {shards} shards: give one for all, or one per shard")
+    for model in syncs:
+        models.application(model, given.apply)  # raises if --apply does not suit the model
+    return syncs * shards if len(syncs) == 1 else syncs
+
+
+def holders(servers: Sequence[int], replicas: int, size: int) -> tuple[tuple[int, ...], ...]:
+    """Return by shard the rank of its server, followed by that of its replica if there are replicas.
+
+    The replica is on the next server, or on the next peer if there is a single server.
+
+    Raises:
+        UsageError: there is no second peer for the replica.
+    """
+    if replicas and size == 1:
+        raise UsageError("--server-replicas 1 needs a second peer for the replica: give more peers, or leave it out")
+    if not replicas:
+        return tuple((rank,) for rank in servers)
+    if len(servers) == 1:
+        return ((servers[0], (servers[0] + 1) % size),)
+    return tuple(zip(servers, [*servers[1:], servers[0]], strict=True))
