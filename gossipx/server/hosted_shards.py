@@ -11,10 +11,9 @@ from gossipx.protocol.effects import Effect
 from gossipx.protocol.events import TablesRestored
 from gossipx.protocol.messages import Reply
 from gossipx.protocol.table_effects import RestoreTables
-from gossipx.server.failover.records import Journal
 from gossipx.server.placement.layout import Layout
 from gossipx.server.plan import ServerPlan
-from gossipx.server.shard import Shard
+from gossipx.server.shard import JournalRecords, Shard
 from gossipx.server.sync_models.clock import Clock
 from gossipx.server.sync_models.models import Hybrid
 
@@ -61,7 +60,7 @@ class HostedShards:
         """Make a shard of ``layout``, to be hosted or replicated here."""
         plan, leads = self._plan, not any(layout.buckets[:index])
         shard = Shard(index, layout.buckets[index], clock, self._context.requests, plan.every, plan.switches, leads)
-        shard.records = Journal(index, self.epoch) if plan.journals else shard.records
+        shard.records = JournalRecords(index, self.epoch) if plan.journals else shard.records
         return shard
 
     def fresh(self, index: int, servers: Sequence[int]) -> Shard:
@@ -160,7 +159,7 @@ class HostedShards:
             return []  # the servers were changed meanwhile, so this shard is another one, or lies elsewhere
         if event.state is None:
             return [*self.begin(shard, now), *shard.update_members(training)]
-        shard.records = Journal(shard.index, event.epoch)
+        shard.records = JournalRecords(shard.index, event.epoch)
         shard.load_state_dict(event.state)
         shard.restarted_at = shard.clock.clock
         return [*shard.serve(now), *shard.update_members(training)]

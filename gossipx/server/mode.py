@@ -40,7 +40,7 @@ from gossipx.server.failover.replica import FOLLOW, RECORDS, Replica
 from gossipx.server.hosted_shards import HostedShards
 from gossipx.server.placement.layout import Layout
 from gossipx.server.plan import ServerPlan, workers
-from gossipx.server.replies import Replies
+from gossipx.server.requests import Replies
 from gossipx.server.shard import Shard
 from gossipx.server.sync_models.switching import SyncModelSwitch
 from gossipx.server.worker import AGAIN, Worker

@@ -4,6 +4,11 @@ The shard's clock decides which gradients to apply and which pulls to answer. Th
 of the clock, and its decisions into effects. A push takes one message per bucket. A pull is answered only after its
 worker's own push of that iteration is complete here, so messages may arrive in any order. All pulls of one worker and
 iteration are answered together.
+
+A shard's decisions follow from its inputs in order. So a log of these inputs, with the gradients, leads from an earlier
+copy to the same tables. Records of them go to a journal beside the shard's checkpoints, or to the peer with the
+replica. Acknowledgements wait until the records of their inputs are safe, so no acknowledged push is lost with the
+shard's holder.
 """
 
 from __future__ import annotations
@@ -11,13 +16,14 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gossipx.errors import UsageError
 from gossipx.peer.membership import Requests
 from gossipx.protocol.effects import Answer, Effect, Forget, Keep, Note
 from gossipx.protocol.events import Received
+from gossipx.protocol.fields import ShardEvent
 from gossipx.protocol.messages import AcceptReply, NotReadyReply, Reply
 from gossipx.protocol.server_messages import (
     GradientRequest,
@@ -32,17 +38,178 @@ from gossipx.protocol.table_effects import (
     BufferGradient,
     FillTables,
     KeepShard,
+    Record,
+    RequestedBucket,
 )
-from gossipx.server.checkpoint_schedule import CheckpointSchedule
-from gossipx.server.deferred import Deferred, defer, put_off
-from gossipx.server.failover.records import MOST, Records
+from gossipx.server.requests import Deferred, defer, put_off
 from gossipx.server.sync_models import decisions
 from gossipx.server.sync_models.clock import Clock
 from gossipx.server.sync_models.conditions import SyncModel
 from gossipx.server.sync_models.decisions import Decision, Handling
 from gossipx.server.sync_models.models import describe, parse
-from gossipx.server.waiting import ShardWorker, WaitingPull, requested_bucket
 from gossipx.settings.interval import CheckpointInterval
+
+MOST_ENTRIES = 500
+"""The number of entries at which a record without a gradient is made."""
+
+
+class Records:
+    """The log of one shard's inputs; this base class discards it.
+
+    Args:
+        shard: its index.
+        copy: identifies the copy of the shard that records are numbered from: the epoch of a journal's layout, or the
+            number of a replica's copy.
+
+    Attributes:
+        number: of the next record after that copy, to be made or followed.
+    """
+
+    enabled = False
+    """Whether records are made."""
+    from_checkpoint = False
+    """Whether records are useful only with a checkpoint to start from."""
+
+    def __init__(self, shard: int, copy: int = 0):
+        self.shard = shard
+        self.copy = copy
+        self.number = 0
+        self._happened: list[ShardEvent] = []
+
+    def log(self, *entry: str | int | float) -> None:
+        """Append an input of the shard to the next record."""
+        if self.enabled:
+            self._happened.append(entry)
+
+    def log_push(self, push: GradientRequest, ticket: int) -> list[Effect]:
+        """Make a record of all inputs up to a push, whose gradient is kept under ``ticket``."""
+        return self._made(push, ticket)
+
+    def flush(self, at_least: int = 1) -> list[Effect]:
+        """Make a record of the inputs without a gradient, if there are at least ``at_least``."""
+        return self._made(None, None) if self.enabled and len(self._happened) >= at_least else []
+
+    def _made(self, push: GradientRequest | None, ticket: int | None) -> list[Effect]:
+        if not self.enabled:
+            return []
+        log, self._happened = tuple(self._happened), []
+        gradient = (-1, -1, (), ()) if push is None else (push.bucket, push.progress, push.parts, push.settings)
+        # The sender sets its own patience.
+        record = RecordRequest(self.shard, self.copy, self.number, log, *gradient, patience=1.0)
+        self.number += 1
+        return self.write(record, ticket)
+
+    def write(self, record: RecordRequest, ticket: int | None) -> list[Effect]:
+        """Store or send a record."""
+        return []
+
+    def delay_answers(self, effects: Sequence[Effect]) -> list[Effect]:
+        """Delay the answers among ``effects`` until the records made so far are safe."""
+        return list(effects)
+
+
+class JournalRecords(Records):
+    """A log that is written to disk before anything is acknowledged; valid for one layout only."""
+
+    enabled = from_checkpoint = True
+
+    def write(self, record: RecordRequest, ticket: int | None) -> list[Effect]:
+        return [Record(record, ticket)]
+
+    def delay_answers(self, effects: Sequence[Effect]) -> list[Effect]:
+        return [replace(one, in_order=True) if isinstance(one, Answer) else one for one in effects]
+
+
+NOTICE = 2
+"""Ticks between the moment when a checkpoint by seconds becomes due and the checkpoint itself. With bsp, two are enough
+to tell all shards and workers: at clock c the replies of the current tick are already sent, the next replies tell the
+workers before they compute iteration c + 1, and their pushes of that iteration tell the other shards before these tick
+to c + 2.
+"""
+
+
+class CheckpointSchedule:
+    """Decides when to take a checkpoint of one shard.
+
+    Args:
+        every: the interval between two checkpoints, in ticks or seconds.
+        leads: whether this shard announces a checkpoint by seconds to all other shards and workers.
+
+    Attributes:
+        due_clock: the clock of the next checkpoint by seconds, or of the last one if none is scheduled.
+        last_clock: the clock of the last checkpoint.
+        last_time: when that was taken, or when the shard began.
+    """
+
+    def __init__(self, every: CheckpointInterval, leads: bool):
+        self.due_clock = self.last_clock = 0
+        self.last_time = 0.0
+        self._every = every
+        self._leads = leads
+        self._handed_over = False
+
+    def take_over(self, last_clock: int, now: float) -> None:
+        """Continue after the last checkpoint of another layout. It does not fit this layout, so the next one is taken
+        even if the clock has not advanced.
+        """
+        self.last_clock, self.last_time, self._handed_over = last_clock, now, True
+
+    def take(self, clock: int, now: float, last: bool, first: bool, leaves: bool) -> bool:
+        """Return whether to take a checkpoint now, and if so record it as taken.
+
+        Args:
+            clock: the shard's.
+            now: in seconds.
+            last: training is over.
+            first: the shard begins.
+            leaves: the shard's holder is about to leave.
+        """
+        ticks, seconds = self._every.iterations, self._every.seconds
+        if seconds and self._leads and self.due_clock <= self.last_clock and now - self.last_time >= seconds:
+            self.due_clock = clock + NOTICE
+        by_ticks = ticks and clock // ticks > self.last_clock // ticks
+        at_an_end = (last or first) and (ticks or seconds)
+        due = leaves or self.last_clock < self.due_clock <= clock or by_ticks or at_an_end
+        if (clock == self.last_clock and not (first or self._handed_over)) or not due:
+            return False
+        self.last_clock, self.last_time, self._handed_over = clock, now, False
+        return True
+
+
+@dataclass
+class WaitingPull:
+    """A pull of one bucket that has not been answered yet."""
+
+    deferred: Deferred
+    requested: RequestedBucket
+
+
+@dataclass
+class ShardWorker:
+    """A worker as one shard knows it.
+
+    Attributes:
+        receiving: the iteration of the push being received; -1: none yet.
+        received: the buckets of that push that have arrived.
+        pulls: its waiting pulls, by iteration.
+        significance: from the last of these pulls.
+        released: pulls up to this iteration are answered.
+    """
+
+    incarnation: int
+    receiving: int = -1
+    received: set[int] = field(default_factory=set)
+    pulls: dict[int, list[WaitingPull]] = field(default_factory=dict)
+    significance: float = 0.0
+    released: int = -1
+
+
+def requested_bucket(event: Received) -> RequestedBucket:
+    """Return the bucket that a pull asks for."""
+    request = event.request
+    assert isinstance(request, TablesRequest)
+    return RequestedBucket(request.shard, request.bucket, event.sender, request.base)
+
 
 NEXT_RECORD = "next_record"
 """The key in a shard's state for the number of the next record."""
@@ -266,7 +433,7 @@ class Shard:
             effects += self._pushed(event, request, now)
         else:
             effects += self._pulled(event, request, now)
-        return self.records.delay_answers([*effects, *self.records.flush(at_least=MOST)])
+        return self.records.delay_answers([*effects, *self.records.flush(at_least=MOST_ENTRIES)])
 
     def _met(self, worker: int, incarnation: int) -> list[Effect]:
         """Register a new worker, or a new incarnation of a known one."""
@@ -366,7 +533,7 @@ class Shard:
     def lost(self, worker: int) -> list[Effect]:
         """Remove a worker that is gone or has finished, so that nothing waits for it."""
         self.records.log("lost", worker)
-        return self.records.delay_answers([*self._drop(worker), *self.records.flush(at_least=MOST)])
+        return self.records.delay_answers([*self._drop(worker), *self.records.flush(at_least=MOST_ENTRIES)])
 
     def step_down(self) -> list[Effect]:
         """Stop serving, since another peer holds the shard now, and refuse all waiting pulls."""

@@ -26,9 +26,8 @@ from gossipx.runtime.driver.shards import ShardKeeper
 from gossipx.runtime.figures.progress import Progress
 from gossipx.runtime.optimizers import Optimizers
 from gossipx.runtime.place import Place
-from gossipx.server.failover.records import Journal, Records
 from gossipx.server.mode import ServerMode
-from gossipx.server.shard import Shard
+from gossipx.server.shard import JournalRecords, Records, Shard
 from gossipx.server.sync_models.clock import Clock
 from gossipx.server.sync_models.models import parse
 from gossipx.settings import files
@@ -82,7 +81,7 @@ class Server:
         assert list(servers) == [self._epoch]
         clock = Clock(parse("asp"), workers=[0])
         made = Shard(index, len(self.side.cut[0]), clock, Requests(), CheckpointInterval(EVERY))
-        made.records = Journal(index, self._epoch)
+        made.records = JournalRecords(index, self._epoch)
         return made
 
     def _place(self, epoch: int) -> None:

@@ -19,10 +19,9 @@ from gossipx.protocol.effects import Answer, Effect, Forget, Note, ReportSwitch
 from gossipx.protocol.events import ChangeServers, Received
 from gossipx.protocol.messages import BusyReply, NotReadyReply, Reply, Stage
 from gossipx.protocol.server_messages import PauseRequest, PlaceRequest, PrepareRequest, ServersRequest
-from gossipx.server.deferred import Deferred, defer, put_off
 from gossipx.server.failover.migration import NOT_READY, UNDER_WAY, Migration
 from gossipx.server.placement.layout import Layout, order
-from gossipx.server.replies import Replies, outcome
+from gossipx.server.requests import Deferred, Replies, defer, outcome, put_off
 
 TABLES = 4
 """The timeout for moving all tables, as a multiple of the time for one model: Adam keeps two numbers per element, and a

@@ -28,7 +28,7 @@ from gossipx.protocol.server_messages import (
     WaitingRequest,
 )
 from gossipx.server.failover.replica import FOLLOW, Replica, Standby
-from gossipx.server.replies import Replies
+from gossipx.server.requests import Replies
 from gossipx.server.shard import Shard
 
 NOBODY = -1

@@ -20,8 +20,7 @@ from gossipx.protocol.effects import Effect, Forget
 from gossipx.protocol.events import Received
 from gossipx.protocol.messages import NotReadyReply, Reply
 from gossipx.protocol.server_messages import WaitingReply, WaitingRequest
-from gossipx.server.deferred import Deferred, defer
-from gossipx.server.replies import Replies
+from gossipx.server.requests import Deferred, Replies, defer
 from gossipx.server.shard import Shard
 
 

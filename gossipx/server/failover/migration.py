@@ -41,10 +41,9 @@ from gossipx.protocol.server_messages import (
     TablesRequest,
 )
 from gossipx.protocol.table_effects import DropTables, PlaceTables, PrepareTables, ReportPrepared, TakeRanges
-from gossipx.server.deferred import Deferred, defer, put_off
 from gossipx.server.hosted_shards import HostedShards
 from gossipx.server.placement.layout import Batch, Layout, Layouts
-from gossipx.server.replies import Replies, outcome
+from gossipx.server.requests import Deferred, Replies, defer, outcome, put_off
 from gossipx.server.worker import Worker
 
 MAX_OPEN = 2

@@ -20,9 +20,8 @@ from gossipx.protocol.events import Received
 from gossipx.protocol.messages import AcceptReply, NotReadyReply, Reply
 from gossipx.protocol.server_messages import CopyReply, CopyRequest, RecordRequest
 from gossipx.protocol.table_effects import Share, TakeCopy
-from gossipx.server.failover.records import Records
-from gossipx.server.replies import Handler, Replies
-from gossipx.server.shard import Shard
+from gossipx.server.requests import Handler, Replies
+from gossipx.server.shard import Records, Shard
 
 RECORDS, FOLLOW = "records", "follow"
 """Timers for sending records again, and for requesting a copy again; each is followed by a space and the shard's index.

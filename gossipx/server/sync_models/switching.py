@@ -10,7 +10,7 @@ from gossipx.protocol.effects import Answer, Effect, Forget, ReportSwitch
 from gossipx.protocol.events import Received, SwitchSync
 from gossipx.protocol.messages import AcceptReply, NotReadyReply, Reply
 from gossipx.protocol.server_messages import SwitchRequest
-from gossipx.server.replies import Replies
+from gossipx.server.requests import Replies
 from gossipx.server.shard import Shard
 from gossipx.server.sync_models.models import check_workers, parse
 
