@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from gossipx.protocol.server_messages import GradientRequest, TablesReply
 from gossipx.protocol.table_effects import RequestedBucket
 from gossipx.server import placement
-from gossipx.server.placement import Partition, Placement, Table
-from gossipx.server.placement.buckets import Bucket, buckets
+from gossipx.server.placement import Bucket, Partition, Placement, Table, cut_into_buckets
 from gossipx.tables.client import Client
 from gossipx.tables.coding import Coding
 from gossipx.tables.parts import ApplyBuffer, ServerStorage, Storages, TransmitBuffer, raw
@@ -99,8 +98,10 @@ def side(
 ) -> Side:
     made = [one if isinstance(one, nn.Parameter) else nn.Parameter(one) for one in parameters]
     tables = [Table(str(number), one.numel()) for number, one in enumerate(made)]
-    placed = placement.checked(placement.parse(place), tables, servers)
-    cut = [buckets(held, lambda table: (made[table].dtype, made[table].element_size()), least) for held in placed]
+    placed = placement.checked(placement.placement_from(place), tables, servers)
+    cut = [
+        cut_into_buckets(held, lambda table: (made[table].dtype, made[table].element_size()), least) for held in placed
+    ]
     storages = storages or Storages()
     step = optimizer(made)
     groups = {id(one): number for number, group in enumerate(step.param_groups) for one in group["params"]}

@@ -16,9 +16,7 @@ from gossipx import codecs
 from gossipx.errors import UsageError
 from gossipx.model.layout import norms, plain_name
 from gossipx.server import placement
-from gossipx.server.placement import Partition, Placement, Table
-from gossipx.server.placement.buckets import Bucket
-from gossipx.server.placement.layout import Layouts
+from gossipx.server.placement import Bucket, Layouts, Partition, Placement, Table
 from gossipx.server.plan import ServerPlan, holders, server_ranks, sync_models, workers
 from gossipx.server.sync_models import models, schedule
 from gossipx.server.sync_models.clock import Clock
@@ -114,7 +112,7 @@ def serve(
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     layouts = Layouts(
         [Table(name, parameter.numel()) for name, parameter in tables],
-        own.placement or placement.parse(given.placement),
+        own.placement or placement.placement_from(given.placement),
         lambda table: (tables[table][1].dtype, tables[table][1].element_size()),
         given.bucket,
     )

@@ -15,7 +15,7 @@ from gossipx.cli.commands import debug
 from gossipx.cli.tables import show
 
 if TYPE_CHECKING:
-    from gossipx.server.placement.survey import Survey
+    from gossipx.server.placement import Survey
 
 _MOST = 1024
 """Maximum number of servers: more than any of the models has tensors, and the table can still be scrolled through."""
@@ -49,11 +49,11 @@ def placement(model: str, servers: int, strategy: str | None, as_json: bool) -> 
     gossipx placement resnet110 --servers 8 --placement sliced --json
     """
     from gossipx.server import placement as placements
-    from gossipx.server.placement.survey import survey
+    from gossipx.server.placement import survey
     from gossipx.tasks.models import published_sizes
 
     asked = [strategy] if strategy is not None else list(placements.BUILT_IN)
-    chosen = {name: placements.parse(name) for name in asked}
+    chosen = {name: placements.placement_from(name) for name in asked}
     tables = [placements.Table(name, size) for name, size in published_sizes(model)]
     found = survey(model, tables, servers, chosen)
     if as_json:

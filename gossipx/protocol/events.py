@@ -14,11 +14,11 @@ JoinRun           once, when the peer is listening             peer/stages, peer
 AllPresent        once, in place of JoinRun                    peer/stages
 StepDone          at each optimizer step                       peer/training
 GradientsReady    as the backward pass computes gradients      server/worker
-SwitchSync        when a user or a program requests it         server/sync_models/switching
-ChangeServers     when a user or a program requests it         server/failover/coordinator
+SwitchSync        when a user or a program requests it         server/other_shards
+ChangeServers     when a user or a program requests it         server/coordinator
 TablesRestored    after RestoreTables                          server/hosted_shards
 GradientPoisoned  when a gradient is ignored                   peer/role, which counts and logs it
-Prepared          after ReportPrepared                         server/failover/migration
+Prepared          after ReportPrepared                         server/migration
 AskEntry          when a process asks to join the run          peer/newcomers
 PeerMet           when a peer that joined opens a connection   peer/newcomers
 TrainingEnded     once, after the last iteration               peer/training

@@ -164,7 +164,7 @@ class SwitchRequest(Fields, frozen=True):
 @kind(46)
 class WaitingRequest(Fields, frozen=True):
     """Asks which workers' pulls wait at a shard; answered once others wait than those that the requester knows of. See
-    :mod:`gossipx.server.failover.deadlock`.
+    :mod:`gossipx.server.other_shards`.
 
     Attributes:
         shard: the shard.
@@ -274,7 +274,7 @@ class CopyReply(Fields, frozen=True):
 @kind(40, MAX_METADATA)
 class ServersRequest(Fields, frozen=True):
     """Requests that the server of shard 0 move the shards of the run to other peers; see
-    :mod:`gossipx.server.failover.migration`.
+    :mod:`gossipx.server.migration`.
 
     Attributes:
         number: identifies the request at its sender, so that a repetition does not start another migration.

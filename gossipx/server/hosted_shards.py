@@ -11,7 +11,7 @@ from gossipx.protocol.effects import Effect
 from gossipx.protocol.events import TablesRestored
 from gossipx.protocol.messages import Reply
 from gossipx.protocol.table_effects import RestoreTables
-from gossipx.server.placement.layout import Layout
+from gossipx.server.placement import Layout
 from gossipx.server.plan import ServerPlan
 from gossipx.server.shard import JournalRecords, Shard
 from gossipx.server.sync_models.clock import Clock

@@ -32,17 +32,15 @@ from gossipx.protocol.server_messages import (
     TablesRequest,
     WaitingRequest,
 )
-from gossipx.server.failover.coordinator import Coordinator
-from gossipx.server.failover.copies import Replication
-from gossipx.server.failover.deadlock import DeadlockDetector
-from gossipx.server.failover.migration import UNDER_WAY, Migration, MigrationHost
-from gossipx.server.failover.replica import FOLLOW, RECORDS, Replica
+from gossipx.server.coordinator import Coordinator
 from gossipx.server.hosted_shards import HostedShards
-from gossipx.server.placement.layout import Layout
+from gossipx.server.migration import UNDER_WAY, Migration, MigrationHost
+from gossipx.server.other_shards import DeadlockDetector, SyncModelSwitch
+from gossipx.server.placement import Layout
 from gossipx.server.plan import ServerPlan, workers
+from gossipx.server.replication import FOLLOW, RECORDS, Replica, Replication
 from gossipx.server.requests import Replies
 from gossipx.server.shard import Shard
-from gossipx.server.sync_models.switching import SyncModelSwitch
 from gossipx.server.worker import AGAIN, Worker
 
 WATCH = "watch"

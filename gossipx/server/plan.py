@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gossipx.errors import UsageError
-from gossipx.server.placement.layout import Layout, Layouts
+from gossipx.server.placement import Layout, Layouts
 from gossipx.server.sync_models import models, schedule
 from gossipx.server.sync_models.clock import Clock
 from gossipx.server.sync_models.conditions import SyncModel

@@ -294,7 +294,7 @@ class Server(AnyMode):
     placement: str = setting(
         "heuristic",
         "How tensors are placed on servers: see gossipx placement MODEL.",
-        check="server.placement:parse",
+        check="server.placement:placement_from",
     )
     bucket: int | None = setting(
         None, "Send small tensors together, up to this many bytes; 0: each alone. Default: 1 to 4 MiB.", 0, 2**30

@@ -22,8 +22,7 @@ from gossipx.memory import Memory, Source
 from gossipx.model.pool import typed
 from gossipx.protocol.fields import Parts, Setting
 from gossipx.protocol.server_messages import MEASURED, TablesRequest
-from gossipx.server.placement import Partition
-from gossipx.server.placement.buckets import Bucket
+from gossipx.server.placement import Bucket, Partition
 from gossipx.tables.bucket_memory import BucketMemory, ChangeSink, Settings, TablesSink
 from gossipx.tables.coding import Coding, PushEncoder, Redistribution, warn_error_lost
 from gossipx.tables.parts import ApplyBuffer, ClientTable, Replaceable, Storages, TransmitBuffer, load_states, states_of

@@ -20,9 +20,7 @@ from gossipx.memory import copy
 from gossipx.model.pool import typed
 from gossipx.protocol.messages import CarryingReply
 from gossipx.protocol.server_messages import TablesReply
-from gossipx.server.placement import Partition
-from gossipx.server.placement.buckets import Bucket
-from gossipx.server.placement.layout import Layout, Layouts, common
+from gossipx.server.placement import Bucket, Layout, Layouts, Partition, common_pieces
 from gossipx.tables.bucket_memory import Settings, Whole
 from gossipx.tables.client import Client
 from gossipx.tables.parts import raw
@@ -75,7 +73,7 @@ def _found(store: ShardStore, pieces: Sequence[Partition]) -> Iterator[tuple[Par
         wanted.setdefault(piece.table, []).append(piece)
     for bucket in store.buckets:
         for partition, place in zip(bucket.partitions, bucket.ranges, strict=True):
-            for part in common([partition], wanted.get(partition.table, [])):
+            for part in common_pieces([partition], wanted.get(partition.table, [])):
                 first = place.start + part.start - partition.start
                 yield part, bucket, slice(first, first + part.stop - part.start)
 
@@ -149,7 +147,7 @@ class Prepared:
             start = LENGTH.size + length
             header = json.loads(bytes(content[LENGTH.size : start]))
             received = [Partition(*map(int, record["at"])) for record in header["pieces"]]
-            if not _size(received) == _size(pieces) == _size(common(received, pieces)):
+            if not _size(received) == _size(pieces) == _size(common_pieces(received, pieces)):
                 raise ProtocolError("the reply holds other ranges than were requested")
             for at, record in zip(received, header["pieces"], strict=True):
                 start = self._take(content, start, at, record)
@@ -232,7 +230,7 @@ class TableMigrator:
         layout = self._layouts.make(servers)
         here = [shard for shard, rank in enumerate(servers) if rank == self._rank]
         stores = {shard: self._store_of(layout.placed[shard], layout.cut[shard]) for shard in here}
-        return Prepared(stores), common(self._layout.held_by(self._rank), layout.held_by(self._rank))
+        return Prepared(stores), common_pieces(self._layout.held_by(self._rank), layout.held_by(self._rank))
 
     @property
     def max_bytes(self) -> int:

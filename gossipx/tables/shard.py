@@ -22,8 +22,7 @@ from gossipx.model import kernels
 from gossipx.model.pool import typed
 from gossipx.protocol.fields import Parts, Setting
 from gossipx.protocol.server_messages import GradientRequest, RecordRequest
-from gossipx.server.placement import Partition
-from gossipx.server.placement.buckets import Bucket
+from gossipx.server.placement import Bucket, Partition
 from gossipx.tables.bucket_memory import check_sizes
 from gossipx.tables.coding import Coding
 from gossipx.tables.parts import Replaceable, Storages, load_states, states_of

@@ -177,7 +177,7 @@ def with_servers(
     """
     loads = [1.0] * len(servers)
     if tables:
-        strategy = placement.parse(mode.placement)
+        strategy = placement.placement_from(mode.placement)
         loads = [float(load) for load in bytes_by_server(checked(strategy, tables, len(servers)), 1)]
     models = np.zeros((size, size))
     for server, load in zip(servers, loads, strict=True):

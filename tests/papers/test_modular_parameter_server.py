@@ -11,8 +11,7 @@ from functools import cache
 
 import pytest
 
-from gossipx.server.placement import BUILT_IN, Table
-from gossipx.server.placement.survey import Outcome, Survey, survey
+from gossipx.server.placement import BUILT_IN, Outcome, Survey, Table, survey
 from gossipx.tasks.models import published_sizes
 
 SERVERS = 4

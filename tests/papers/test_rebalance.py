@@ -15,8 +15,7 @@ from torch import Tensor
 
 from gossipx.optimizers import LARS
 from gossipx.server.mode import ServerMode
-from gossipx.server.placement import BUILT_IN, Partition, Sliced, Table
-from gossipx.server.placement.layout import Layout, Layouts, common, order
+from gossipx.server.placement import BUILT_IN, Layout, Layouts, Partition, Sliced, Table, common, order
 from gossipx.sim import World
 
 OPTIMIZERS: dict[str, served.Optimizer] = {

@@ -24,17 +24,19 @@ from gossipx.server.placement import (
     Move,
     Partition,
     Placement,
+    SizeClass,
     Sliced,
     Table,
     Uniform,
     bytes_by_server,
     checked,
     moves,
-    parse,
+    placement_from,
     seated,
+    size_classes,
+    survey,
     variation,
 )
-from gossipx.server.placement.survey import SizeClass, size_classes, survey
 
 SIZES = st.lists(st.one_of(st.integers(0, 5), st.integers(0, 5000)), max_size=25)
 SERVERS = st.integers(1, 12)
@@ -60,19 +62,19 @@ def wholes(by_server: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[lis
 @pytest.mark.parametrize("name", NAMES)
 @given(sizes=SIZES, servers=SERVERS)
 def test_every_element_lies_on_one_server_and_every_empty_table_too(name: str, sizes: list[int], servers: int) -> None:
-    placed = parse(name).decide(tables_of(sizes), servers)
+    placed = placement_from(name).decide(tables_of(sizes), servers)
     assert len(placed) == servers
     elements = [(one.table, element) for held in placed for one in held for element in range(one.start, one.stop)]
     assert sorted(elements) == [(table, element) for table, size in enumerate(sizes) for element in range(size)]
     empty = [one for held in placed for one in held if one.start == one.stop]
     assert sorted(one.table for one in empty) == [table for table, size in enumerate(sizes) if size == 0]
     assert all([one.table for one in held] == sorted({one.table for one in held}) for held in placed)
-    assert checked(parse(name), tables_of(sizes), servers) == placed
+    assert checked(placement_from(name), tables_of(sizes), servers) == placed
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_edges(name: str) -> None:
-    placement = parse(name)
+    placement = placement_from(name)
     assert placement.decide([], 3) == [[], [], []]
     assert placement.decide(tables_of([4, 0, 2]), 1) == wholes([[0, 1, 2]], [4, 0, 2])
     assert sum(len(held) for held in placement.decide(tables_of([0, 0]), 3)) == 2
@@ -90,7 +92,7 @@ def test_edges(name: str) -> None:
 )
 def test_whole_tables(name: str, expected: list[list[int]]) -> None:
     sizes = [3, 5, 1, 3, 6]
-    assert parse(name).decide(tables_of(sizes), 3) == wholes(expected, sizes)
+    assert placement_from(name).decide(tables_of(sizes), 3) == wholes(expected, sizes)
 
 
 def test_split_tables() -> None:
@@ -108,7 +110,7 @@ def test_split_tables() -> None:
 
 @given(sizes=SIZES, servers=SERVERS)
 def test_range_gives_each_server_equally_many_tables_in_order(sizes: list[int], servers: int) -> None:
-    placed = parse("range").decide(tables_of(sizes), servers)
+    placed = placement_from("range").decide(tables_of(sizes), servers)
     assert [one.table for held in placed for one in held] == list(range(len(sizes)))
     counts = [len(held) for held in placed]
     assert max(counts) - min(counts) <= 1
@@ -121,7 +123,7 @@ def test_round_robin_is_code_4_1(sizes: list[int], servers: int) -> None:
     for number, size in enumerate(sizes):
         table_to_partitions[number] = {last: Partition(number, 0, size)}
         last = (last + 1) % servers
-    placed = parse("round-robin").decide(tables_of(sizes), servers)
+    placed = placement_from("round-robin").decide(tables_of(sizes), servers)
     found = {one.table: {server: one} for server, held in enumerate(placed) for one in held}
     assert found == table_to_partitions
 
@@ -133,18 +135,20 @@ def test_heuristic_is_algorithm_2(sizes: list[int], servers: int) -> None:
     for number, _ in layers:
         least = min(range(servers), key=lambda node: sum(sizes[held] for held in nodes[node]))
         nodes[least].add(number)
-    assert parse("heuristic").decide(tables_of(sizes), servers) == wholes([sorted(held) for held in nodes], sizes)
+    assert placement_from("heuristic").decide(tables_of(sizes), servers) == wholes(
+        [sorted(held) for held in nodes], sizes
+    )
 
 
 @given(sizes=SIZES, servers=SERVERS)
 def test_greedy_takes_tables_as_they_come(sizes: list[int], servers: int) -> None:
     """It differs from the heuristic only in the order; no such order exceeds mean + longest · (1 − 1/m)."""
     descending = sorted(sizes, reverse=True)
-    assert parse("greedy").decide(tables_of(descending), servers) == parse("heuristic").decide(
+    assert placement_from("greedy").decide(tables_of(descending), servers) == placement_from("heuristic").decide(
         tables_of(descending), servers
     )
     for name in ("greedy", "heuristic"):
-        most = max(loads(parse(name).decide(tables_of(sizes), servers)))
+        most = max(loads(placement_from(name).decide(tables_of(sizes), servers)))
         assert most * servers <= sum(sizes) + (servers - 1) * max(sizes, default=0)
 
 
@@ -155,7 +159,7 @@ def test_heuristic_is_within_grahams_bound_of_the_best(sizes: list[int], servers
         max(sum(size for size, of in zip(sizes, choice, strict=True) if of == server) for server in range(servers))
         for choice in itertools.product(range(servers), repeat=len(sizes))
     )
-    most = max(loads(parse("heuristic").decide(tables_of(sizes), servers)))
+    most = max(loads(placement_from("heuristic").decide(tables_of(sizes), servers)))
     assert 3 * servers * most <= (4 * servers - 1) * best
 
 
@@ -204,7 +208,7 @@ class Halves(Placement):
 
 
 def test_a_custom_placement() -> None:
-    placed = checked(parse(Halves()), tables_of([4, 0, 1]), 3)
+    placed = checked(placement_from(Halves()), tables_of([4, 0, 1]), 3)
     assert placed == [[Partition(0, 0, 2), Partition(1, 0, 0)], [], [Partition(0, 2, 4), Partition(2, 0, 1)]], (
         "in order, with one empty partition per empty table"
     )
@@ -251,8 +255,8 @@ def test_no_servers_and_unknown_tables() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_specs(name: str) -> None:
-    assert parse(name) == BUILT_IN[name]()
-    assert parse(parse(name)) is not None
+    assert placement_from(name) == BUILT_IN[name]()
+    assert placement_from(placement_from(name)) is not None
 
 
 @pytest.mark.parametrize(
@@ -265,7 +269,7 @@ def test_specs(name: str) -> None:
 )
 def test_wrong_specs(spec: str, told: str) -> None:
     with pytest.raises(UsageError) as raised:
-        parse(spec)
+        placement_from(spec)
     assert told in str(raised.value)
 
 
@@ -294,7 +298,7 @@ def holders(placed: dict[str, list[Partition]]) -> dict[tuple[int, int], str]:
 @given(sizes=st.lists(st.integers(0, 40), max_size=12), data=st.data())
 def test_moves_are_exactly_the_difference(name: str, sizes: list[int], data: Any) -> None:
     servers = st.lists(st.sampled_from("abcdefg"), min_size=1, unique=True)
-    old, new = (by_server(parse(name), tables_of(sizes), data.draw(servers)) for _ in range(2))
+    old, new = (by_server(placement_from(name), tables_of(sizes), data.draw(servers)) for _ in range(2))
     found = moves(old, new)
     before, after = holders(old), holders(new)
     told = {
@@ -414,7 +418,7 @@ def test_size_classes() -> None:
 
 
 def test_survey() -> None:
-    found = survey("net", tables_of([4, 4, 8]), 2, {"range": parse("range"), "mine": Halves()})
+    found = survey("net", tables_of([4, 4, 8]), 2, {"range": placement_from("range"), "mine": Halves()})
     assert (found.model, found.servers, found.tables, found.elements) == ("net", 2, 3, 16)
     ours, mine = found.placements
     assert (ours.placement, ours.bytes, ours.partitions) == ("range", [16, 48], 3)
@@ -424,6 +428,6 @@ def test_survey() -> None:
 
 
 def test_the_package_needs_no_torch() -> None:
-    code = "import sys, gossipx.server.placement.survey; print(sorted({'torch', 'numpy', 'socket'} & set(sys.modules)))"
+    code = "import sys, gossipx.server.placement; print(sorted({'torch', 'numpy', 'socket'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "[]\n"

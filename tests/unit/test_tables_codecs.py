@@ -18,8 +18,7 @@ from gossipx.codecs.changes import FULL, Changes, checksum
 from gossipx.errors import ProtocolError, UsageError
 from gossipx.protocol.server_messages import TablesReply
 from gossipx.protocol.table_effects import RequestedBucket
-from gossipx.server.placement import Partition
-from gossipx.server.placement.buckets import Bucket
+from gossipx.server.placement import Bucket, Partition
 from gossipx.tables.coding import Coding
 
 SHAPES = ((20, 30), (7,), (0,), (40, 10))

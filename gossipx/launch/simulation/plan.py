@@ -16,8 +16,7 @@ from gossipx.hub import rank_of_hub
 from gossipx.policies import Never, Observation, Random, Tau
 from gossipx.protocol.messages import WHOLE
 from gossipx.server import placement
-from gossipx.server.placement import Table
-from gossipx.server.placement.layout import Layouts
+from gossipx.server.placement import Layouts, Table
 from gossipx.server.plan import ServerPlan, server_ranks
 from gossipx.settings.modes import Elastic, Server, Waves
 from gossipx.settings.scenario import MANY, Net, Scenario
@@ -198,7 +197,7 @@ def served_of(plan: Plan) -> tuple[ServerPlan, Sizes] | None:
     tables = costs.multiply_adds(of.model)
     layouts = Layouts(
         [Table(cost.name, cost.elements) for cost in tables],
-        plan.parts.placement or placement.parse(mode.placement),
+        plan.parts.placement or placement.placement_from(mode.placement),
         lambda table: ("float32", FLOAT),
         mode.bucket,
     )

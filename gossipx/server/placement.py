@@ -1,9 +1,17 @@
-"""Placement methods: which part of which table is stored on which server.
+"""Placement: which part of which table is stored on which server, and in which messages the parts travel.
 
 A table is one tensor of the model. A placement is an immutable value with one method, ``decide(tables, servers)``,
 which returns the partitions of tables for each server. For a custom one, inherit from :class:`Placement`.
 :func:`checked` calls it and verifies that every element lies on exactly one server. :func:`moves` lists what must move
-when servers are added or removed.
+when servers are added or removed, and :func:`survey` compares placements.
+
+A message costs about as much as a good part of a megabyte. So consecutive small partitions are grouped into a
+:class:`Bucket`, until they are worth one message, and a large partition gets its own. A bucket is pushed as soon as
+autograd has computed all of its gradients, and only computation that uses its tables waits for its pull.
+
+A :class:`Layout` follows from the list of servers alone, so all peers of a run compute the same one without
+communicating it. When servers are added or removed, the remaining ones keep their order and new ones are inserted in
+the middle (:func:`seated`). Elements that a peer holds before and after do not move.
 
 Sources: P.-Y. Wu, *Versatile Communication Optimization for Deep Learning by Modularized Parameter Server* (2018),
 sections 2.3.1 and 4.2; X. Yao, X. Wu, C.-L. Wang, *FluentPS* (2019), section III-A.
@@ -17,7 +25,8 @@ import itertools
 import operator
 import statistics
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, final
 
@@ -80,7 +89,7 @@ class Range(Placement):
     """
 
     def decide(self, tables: Sequence[Table], servers: int) -> list[list[Partition]]:
-        cuts = _cuts(len(tables), servers)
+        cuts = _even_cuts(len(tables), servers)
         return [
             [Partition(number, 0, tables[number].size) for number in range(start, stop)]
             for start, stop in itertools.pairwise(cuts)
@@ -170,7 +179,7 @@ class Sliced(Placement):
 
     def decide(self, tables: Sequence[Table], servers: int) -> list[list[Partition]]:
         edges = list(itertools.accumulate((table.size for table in tables), initial=0))
-        cuts = _cuts(edges[-1], servers)
+        cuts = _even_cuts(edges[-1], servers)
         placed: list[list[Partition]] = [[] for _ in range(servers)]
         for number, (first, end) in enumerate(itertools.pairwise(edges)):
             inside = sorted(set(cuts[bisect_right(cuts, first) : bisect_left(cuts, end)]))
@@ -190,7 +199,7 @@ BUILT_IN: dict[str, Callable[[], Placement]] = {
 }
 
 
-def parse(spec: str | Placement) -> Placement:
+def placement_from(spec: str | Placement) -> Placement:
     """Return the placement for ``spec``.
 
     Args:
@@ -224,11 +233,11 @@ def checked(placement: Placement, tables: Sequence[Table], servers: int) -> list
         raise UsageError(f"placement {name}: decide must return a list with a list of partitions for each server")
     if len(decided) != servers:
         raise UsageError(f"placement {name}: it returned {len(decided)} servers instead of {servers}")
-    held = {server: [_whole(one, tables, name) for one in parts] for server, parts in enumerate(decided)}
+    held = {server: [_checked_partition(one, tables, name) for one in parts] for server, parts in enumerate(decided)}
     spans = _spans(held)
     placed: list[list[Partition]] = [[] for _ in range(servers)]
     for number, table in enumerate(tables):
-        fault = _fault(spans.get(number, []), table.size)
+        fault = _gap_in(spans.get(number, []), table.size)
         if fault:
             raise UsageError(f"placement {name}: {_describe(table)}: {fault}")
         for start, stop, server in spans[number]:
@@ -273,7 +282,7 @@ def moves(before: Mapping[S, Sequence[Partition]], after: Mapping[S, Sequence[Pa
     for table in sorted(old.keys() | new.keys()):
         sizes = {spans[table][-1][1] for spans in (old, new) if table in spans}
         for when, spans in (("before", old), ("after", new)):
-            fault = _fault(spans.get(table, []), max(sizes))
+            fault = _gap_in(spans.get(table, []), max(sizes))
             if fault:
                 raise UsageError(f"table {table} {when} the move: {fault}")
         result += _changes(table, old[table], new[table])
@@ -313,7 +322,7 @@ def variation(loads: Sequence[int]) -> float:
 # --- helpers of the methods -------------------------------------------------------------------------
 
 
-def _cuts(total: int, servers: int) -> list[int]:
+def _even_cuts(total: int, servers: int) -> list[int]:
     """Cut 0 to ``total`` into ranges that are equal to within one: server k has [cuts[k], cuts[k + 1])."""
     return [total * server // servers for server in range(servers + 1)]
 
@@ -338,7 +347,7 @@ def _to_the_least_loaded(tables: Sequence[Table], order: Iterable[int], servers:
 # --- checks --------------------------------------------------------------------------------------
 
 
-def _whole(given: Any, tables: Sequence[Table], name: str) -> Partition:
+def _checked_partition(given: Any, tables: Sequence[Table], name: str) -> Partition:
     """Return a custom placement's partition with plain numbers that lie in their table, or raise a UsageError."""
     if not isinstance(given, Partition):
         raise UsageError(f"placement {name}: a {type(given).__name__} is not a Partition")
@@ -372,7 +381,7 @@ def _spans(held: Mapping[S, Sequence[Partition]]) -> dict[int, list[tuple[int, i
     return result
 
 
-def _fault(spans: Sequence[tuple[int, int, S]], size: int) -> str:
+def _gap_in(spans: Sequence[tuple[int, int, S]], size: int) -> str:
     """Return what is wrong with a table's spans, or an empty string if each of ``size`` elements is in exactly one."""
     if not spans:
         return "it lies on no server"
@@ -401,3 +410,253 @@ def _changes(table: int, old: Sequence[tuple[int, int, S]], new: Sequence[tuple[
         span = next(mine, None) if span[1] == stop else span
         other = next(theirs, None) if other[1] == stop else other
     return result
+
+
+SMALLEST, LARGEST = 2**20, 2**22
+"""The range of the default bucket size in bytes: 8 to 34 ms at 1 Gbit/s, some ten times the cost of a message."""
+AT_LEAST = 4
+"""The default number of buckets in a shard, as far as they are at least SMALLEST: one travels while the next one's
+gradients are computed.
+"""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The partitions ``first`` to ``stop`` − 1 of a shard's list."""
+
+    first: int
+    stop: int
+
+
+def bucket_size(nbytes: int) -> int:
+    """Return the default size in bytes at which a bucket of a shard of ``nbytes`` is full."""
+    return max(SMALLEST, min(LARGEST, nbytes // AT_LEAST))
+
+
+def cut_into_buckets(
+    partitions: Sequence[Partition], kind: Callable[[int], tuple[object, int]], least: int
+) -> list[Bucket]:
+    """Cut a shard's partitions into buckets, in order.
+
+    Args:
+        partitions: the shard's.
+        kind: returns a table's kind, which all tables of a bucket share (their dtype), and its bytes per element.
+        least: the size in bytes at which a bucket is full; 0: one partition per bucket.
+    """
+    made: list[Bucket] = []
+    first, size, alike = 0, 0, None
+    for number, partition in enumerate(partitions):
+        kept_alike, element = kind(partition.table)
+        nbytes = (partition.stop - partition.start) * element
+        joins = number > first and kept_alike == alike and size + nbytes <= least
+        if number > first and not joins:
+            made.append(Bucket(first, number))
+            first, size = number, 0
+        alike = kept_alike
+        size += nbytes
+    if partitions:
+        made.append(Bucket(first, len(partitions)))
+    return made
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The location of all tables of a run.
+
+    Attributes:
+        servers: for each shard, the rank that holds it.
+        placed: for each shard, its partitions.
+        cut: for each shard, its buckets.
+    """
+
+    servers: tuple[int, ...]
+    placed: list[list[Partition]]
+    cut: list[list[Bucket]]
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """The number of buckets of each shard."""
+        return tuple(map(len, self.cut))
+
+    def held_by(self, rank: int) -> list[Partition]:
+        """Return all partitions that a peer holds."""
+        held = zip(self.servers, self.placed, strict=True)
+        return [one for holder, partitions in held if holder == rank for one in partitions]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The pieces that move from one peer to another in one message.
+
+    Attributes:
+        source, target: ranks.
+        pieces: of tables; none is empty.
+    """
+
+    source: int
+    target: int
+    pieces: tuple[Partition, ...]
+
+    @property
+    def plain(self) -> tuple[tuple[int, int, int], ...]:
+        """The pieces as effects carry them: (table, start, stop)."""
+        return tuple((one.table, one.start, one.stop) for one in self.pieces)
+
+
+@final
+class Layouts:
+    """Makes the layouts of one run.
+
+    Args:
+        tables: in the model's order.
+        placement: decides which partition lies on which server.
+        kind: returns a table's kind, which all tables of a bucket share, and its bytes per element.
+        least: the size in bytes at which a bucket or a batch is full; None: the default.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        placement: Placement,
+        kind: Callable[[int], tuple[object, int]],
+        least: int | None,
+    ):
+        self._tables, self._placement, self._kind, self._least = tables, placement, kind, least
+
+    def make(self, servers: Sequence[int]) -> Layout:
+        """Return the layout with these servers, by shard.
+
+        Raises:
+            UsageError: as :func:`~gossipx.server.placement.checked`.
+        """
+        placed = checked(self._placement, self._tables, len(servers))
+        return Layout(tuple(servers), placed, [self._cut(held) for held in placed])
+
+    def _cut(self, held: Sequence[Partition]) -> list[Bucket]:
+        nbytes = sum((one.stop - one.start) * self._kind(one.table)[1] for one in held)
+        return cut_into_buckets(held, self._kind, bucket_size(nbytes) if self._least is None else self._least)
+
+    def batches(self, before: Layout, after: Layout) -> list[Batch]:
+        """Return the pieces that must move between peers, and no others."""
+        ranks = {*before.servers, *after.servers}
+        old, new = ({rank: layout.held_by(rank) for rank in ranks} for layout in (before, after))
+        pieces: dict[tuple[int, int], list[Partition]] = {}
+        for move in moves(old, new):
+            if move.start < move.stop:
+                piece = Partition(move.table, move.start, move.stop)
+                pieces.setdefault((move.source, move.target), []).append(piece)
+        return [
+            Batch(source, target, tuple(found[one.first : one.stop]))
+            for (source, target), found in sorted(pieces.items())
+            for one in self._cut(found)
+        ]
+
+
+def server_order(servers: Sequence[int], wanted: Collection[int]) -> list[int]:
+    """Return the servers ``wanted``, by shard: present ones in their order, new ones inserted."""
+    ordered = [rank for rank in servers if rank in wanted]
+    for rank in sorted(set(wanted) - set(servers)):
+        ordered = seated(ordered, rank)
+    return ordered
+
+
+def common_pieces(ours: Sequence[Partition], others: Sequence[Partition]) -> list[Partition]:
+    """Return the parts that lie in both; none is empty."""
+    return [
+        Partition(one.table, start, stop)
+        for one in ours
+        for other in others
+        if one.table == other.table and (start := max(one.start, other.start)) < (stop := min(one.stop, other.stop))
+    ]
+
+
+FLOAT32 = 4
+"""Bytes per element."""
+
+
+@dataclass(frozen=True)
+class SizeClass:
+    """The tables of one decimal order of size (a bar of Figure 5.2).
+
+    Attributes:
+        at_least: the smallest number of elements in the class.
+        at_most: the largest.
+        tables: the number of tables.
+        elements: of all of them together.
+    """
+
+    at_least: int
+    at_most: int
+    tables: int
+    elements: int
+
+
+@dataclass(frozen=True)
+class PlacementResult:
+    """The result of one placement on a model (a bar of Figure 5.3).
+
+    Attributes:
+        placement: its name.
+        bytes: on each server, in float32.
+        variation: the coefficient of variation of ``bytes``; 0 is even.
+        partitions: on all servers together; the number of messages without buckets.
+    """
+
+    placement: str
+    bytes: list[int]
+    variation: float
+    partitions: int
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A model's tables, and the results of placements on them.
+
+    Attributes:
+        model: its name.
+        servers: the number of servers.
+        tables: the number of tables.
+        elements: of all tables together.
+        sizes: by decimal order, ascending, from the first to the last that occurs, including empty classes in between.
+        placements: in the given order.
+    """
+
+    model: str
+    servers: int
+    tables: int
+    elements: int
+    sizes: list[SizeClass]
+    placements: list[PlacementResult]
+
+
+def survey(model: str, tables: Sequence[Table], servers: int, placements: Mapping[str, Placement]) -> Survey:
+    """Place ``tables`` by each of ``placements`` and compare the results.
+
+    Args:
+        model: its name.
+        tables: in the model's order.
+        servers: the number of servers, at least 1.
+        placements: by name.
+
+    Raises:
+        UsageError: a placement does not place every element once.
+    """
+    outcomes = []
+    for name, placement in placements.items():
+        placed = checked(placement, tables, servers)
+        loads = bytes_by_server(placed, FLOAT32)
+        outcomes.append(PlacementResult(name, loads, variation(loads), sum(len(held) for held in placed)))
+    elements = sum(table.size for table in tables)
+    return Survey(model, servers, len(tables), elements, size_classes(tables), outcomes)
+
+
+def size_classes(tables: Sequence[Table]) -> list[SizeClass]:
+    """Count the tables with 1 to 9 elements, 10 to 99, and so on; empty tables come first, as class 0 to 0."""
+    orders = [len(str(table.size)) if table.size else 0 for table in tables]
+    counts = Counter(orders)
+    classes = []
+    for order in range(min(orders, default=0), max(orders, default=-1) + 1):
+        elements = sum(table.size for table, of in zip(tables, orders, strict=True) if of == order)
+        at_least, at_most = (10 ** (order - 1), 10**order - 1) if order else (0, 0)
+        classes.append(SizeClass(at_least, at_most, counts[order], elements))
+    return classes

@@ -4,7 +4,7 @@ The peer that holds shard 0 leads every change, so two changes never run at once
 peers, has the new servers fetch their tables, and then puts the new layout in force. Until then it aborts the change if
 a server is lost, if a server cannot prepare its tables, or after a timeout, and the old layout stays in force.
 Afterwards it informs all peers, until each has acknowledged or is lost. Each peer's part is in
-:mod:`gossipx.server.failover.migration`.
+:mod:`gossipx.server.migration`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from gossipx.protocol.effects import Answer, Effect, Forget, Note, ReportSwitch
 from gossipx.protocol.events import ChangeServers, Received
 from gossipx.protocol.messages import BusyReply, NotReadyReply, Reply, Stage
 from gossipx.protocol.server_messages import PauseRequest, PlaceRequest, PrepareRequest, ServersRequest
-from gossipx.server.failover.migration import NOT_READY, UNDER_WAY, Migration
-from gossipx.server.placement.layout import Layout, order
+from gossipx.server.migration import NOT_READY, UNDER_WAY, Migration
+from gossipx.server.placement import Layout, server_order
 from gossipx.server.requests import Deferred, Replies, defer, outcome, put_off
 
 TABLES = 4
@@ -195,7 +195,7 @@ class Coordinator:
         if problem:
             return [Answer(event.key, NotReadyReply(problem), deadline)]
         try:
-            layout = self._migration.layouts.make(order(self._migration.layout.servers, request.servers))
+            layout = self._migration.layouts.make(server_order(self._migration.layout.servers, request.servers))
         except UsageError as error:
             return [Answer(event.key, NotReadyReply(str(error)), deadline)]
         epoch = max(self._migration.epoch, self._migration.decided) + 1

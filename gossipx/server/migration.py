@@ -2,7 +2,7 @@
 
 FluentPS, section III-A: "when the number of servers changes, EPS can also rebalance the workloads among the alive
 servers". Every layout has an epoch, and a change leads from one layout to the next between two iterations of every
-worker. The leader (:mod:`gossipx.server.failover.coordinator`) sends, in this order::
+worker. The leader (:mod:`gossipx.server.coordinator`) sends, in this order::
 
     PauseRequest    all      finish all pushes up to the current iteration, begin no other; acknowledged after that
     PrepareRequest  servers  fetch the tables of the new layout by RangesRequest from the peers that hold them
@@ -42,7 +42,7 @@ from gossipx.protocol.server_messages import (
 )
 from gossipx.protocol.table_effects import DropTables, PlaceTables, PrepareTables, ReportPrepared, TakeRanges
 from gossipx.server.hosted_shards import HostedShards
-from gossipx.server.placement.layout import Batch, Layout, Layouts
+from gossipx.server.placement import Batch, Layout, Layouts
 from gossipx.server.requests import Deferred, Replies, defer, outcome, put_off
 from gossipx.server.worker import Worker
 
