@@ -11,10 +11,9 @@ from __future__ import annotations
 from gossipx.assembly.server import Parts
 from gossipx.errors import ProtocolError
 from gossipx.model.pool import typed
+from gossipx.server.conditions import Apply, Conditions, Pull, State, SyncModel, View
 from gossipx.server.placement import Partition, Placement, Table
-from gossipx.server.sync_models.conditions import Apply, Conditions, Pull, State, SyncModel, View
-from gossipx.server.sync_models.growth import Double, Fixed, Growth, Step
-from gossipx.server.sync_models.models import Hybrid
+from gossipx.server.sync_models import Double, Fixed, Growth, Hybrid, Step
 from gossipx.tables.parts import (
     ApplyBuffer,
     ClientTable,

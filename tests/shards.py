@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gossipx.server.sync_models.clock import ApplyBuffer, Clock, Decision, DelayedPulls, Handling, Release, Tick
-from gossipx.server.sync_models.models import SyncModel, parse
+from gossipx.server.shard_clock import BufferDue, Decision, DelayedPulls, Handling, Release, ShardClock, Tick
+from gossipx.server.sync_models import SyncModel, sync_model_from
 
 RATE = 0.125
 
@@ -81,7 +81,7 @@ class Run:
         self.weights = [1.0] * self.tables
         self.sums = [0.0] * self.tables
         self.lives = 0
-        self.clock = Clock(parse(self.model), self.apply, self.pulls, ranks, random.Random(self.seed))
+        self.clock = ShardClock(sync_model_from(self.model), self.apply, self.pulls, ranks, random.Random(self.seed))
         self.draws = random.Random(self.seed)  # the same numbers
         for rank in ranks:
             self._comes(rank)
@@ -111,7 +111,7 @@ class Run:
         self._do(self.clock.lost(rank))
 
     def switch(self, model: str | SyncModel, apply: str | None = None, pulls: str | None = None) -> None:
-        self._do(self.clock.switch(parse(model), apply, pulls))
+        self._do(self.clock.switch(sync_model_from(model), apply, pulls))
 
     def iterate(self, rank: int) -> None:
         """Send the rest of a worker's push, and its pull."""
@@ -160,7 +160,7 @@ class Run:
     def _do(self, decisions: list[Decision], at_once: bool = False) -> None:
         for decision in decisions:
             match decision:
-                case ApplyBuffer(count, sums):
+                case BufferDue(count, sums):
                     assert self.buffer, "there is something to apply"
                     self._step(1.0 if sums else 1 / count, self.buffer)
                     for table in range(self.tables):

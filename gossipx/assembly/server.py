@@ -16,10 +16,11 @@ from gossipx import codecs
 from gossipx.errors import UsageError
 from gossipx.model.layout import norms, plain_name
 from gossipx.server import placement
+from gossipx.server.conditions import SyncModel
 from gossipx.server.placement import Bucket, Layouts, Partition, Placement, Table
-from gossipx.server.plan import ServerPlan, holders, server_ranks, sync_models, workers
-from gossipx.server.sync_models import models, schedule
-from gossipx.server.sync_models.clock import Clock
+from gossipx.server.plan import ServerPlan, holders, server_ranks, sync_models_by_shard, workers
+from gossipx.server.shard_clock import ShardClock
+from gossipx.server.sync_models import spec_of, switch_plan_from
 from gossipx.settings.interval import CheckpointInterval
 from gossipx.settings.modes import Server
 from gossipx.settings.sections import RunConfig
@@ -49,7 +50,7 @@ class Parts:
     """
 
     placement: Placement | None = None
-    sync: models.SyncModel | Sequence[models.SyncModel] | None = None
+    sync: SyncModel | Sequence[SyncModel] | None = None
     storages: Storages = field(default_factory=Storages)
 
 
@@ -146,14 +147,14 @@ def server_plan(
         size: number of peers in the run.
         rate: the initial learning rate; None: the optimizer has none.
     """
-    syncs = sync_models(given, len(ranks), own.sync)
+    syncs = sync_models_by_shard(given, len(ranks), own.sync)
     every = CheckpointInterval.parse(str(config.run.checkpoint_every))
 
-    def clock_of(index: int) -> Clock:
+    def clock_of(index: int) -> ShardClock:
         model = syncs[index % len(syncs)]
         model = model.resolved(rate) if model.needs_rate and rate is not None else model
         rng = random.Random(f"shard {config.run.seed} {index}")
-        return Clock(model, given.apply, given.pulls, workers(given, ranks, size), rng)
+        return ShardClock(model, given.apply, given.pulls, workers(given, ranks, size), rng)
 
     return ServerPlan(
         settings=given,
@@ -162,7 +163,7 @@ def server_plan(
         clock_of=clock_of,
         holders=holders(ranks, given.server_replicas, size),
         syncs=tuple(syncs),
-        switches=schedule.parse(given.sync_plan or "", rate),
+        switches=switch_plan_from(given.sync_plan or "", rate),
         rate=rate,
         every=every,
         fixed=_fixed(given, bool(every), own.storages),
@@ -249,4 +250,4 @@ def _fixed(given: Server, takes_checkpoints: bool, storages: Storages) -> str:
 def _describe_sync(given: Server, own: Parts) -> str:
     if own.sync is None:
         return given.sync
-    return "|".join(map(models.describe, [own.sync] if isinstance(own.sync, models.SyncModel) else own.sync))
+    return "|".join(map(spec_of, [own.sync] if isinstance(own.sync, SyncModel) else own.sync))

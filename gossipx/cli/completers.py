@@ -91,7 +91,7 @@ def _mixings() -> Iterable[str]:
 
 
 def _sync_models() -> Iterable[str]:
-    from gossipx.server.sync_models.models import SYNC_MODELS
+    from gossipx.server.sync_models import SYNC_MODELS
 
     return SYNC_MODELS
 

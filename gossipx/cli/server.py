@@ -38,9 +38,9 @@ def set_sync(run: Path, sync: str, shard: int | None, apply: str, pulls: str, lo
     gossipx server set-sync mine asp --shard 1
     """
     from gossipx.launch.control import command
-    from gossipx.server.sync_models import models
+    from gossipx.server.sync_models import sync_model_from
 
-    models.parse(sync)
+    sync_model_from(sync)
     command(
         run_directory(str(run), logdir),
         {"set-sync": sync, "shard": shard, "apply": apply, "pulls": pulls},

@@ -8,7 +8,7 @@ effect          requested by                     the driver
 ==============  ===============================  =====================================================================
 ApplyGradient   the shard                        does one optimizer step; reports GradientPoisoned for NaN or Inf
 BufferGradient  the shard                        adds to the shard's gradient buffer; reports the same
-ApplyBuffer     the shard                        does one optimizer step with the buffer
+ApplyBuffered   the shard                        does one optimizer step with the buffer
 Share           the sender of records            attaches a gradient to another request
 Record          the shard's records              appends to the journal
 TakeCopy        the replica                      replaces its tables by a copy
@@ -74,7 +74,7 @@ class BufferGradient:
 
 
 @dataclass(frozen=True)
-class ApplyBuffer:
+class ApplyBuffered:
     """Do one optimizer step on a shard with the mean of its gradient buffer (``sums``: with its sum), and clear it."""
 
     shard: int
@@ -222,7 +222,7 @@ MoveEffect = PrepareTables | TakeRanges | ReportPrepared | PlaceTables | DropTab
 TableEffect = (
     ApplyGradient
     | BufferGradient
-    | ApplyBuffer
+    | ApplyBuffered
     | Share
     | Record
     | TakeCopy

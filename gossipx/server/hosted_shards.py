@@ -14,11 +14,11 @@ from gossipx.protocol.table_effects import RestoreTables
 from gossipx.server.placement import Layout
 from gossipx.server.plan import ServerPlan
 from gossipx.server.shard import JournalRecords, Shard
-from gossipx.server.sync_models.clock import Clock
-from gossipx.server.sync_models.models import Hybrid
+from gossipx.server.shard_clock import ShardClock
+from gossipx.server.sync_models import Hybrid
 
 
-def figures(clock: Clock) -> Metrics:
+def figures(clock: ShardClock) -> Metrics:
     """Return a shard's figures by name: its clock, the number of delayed pulls (DPRs) and of gradients, the staleness
     of the gradients that were applied, and the gradient buffer's fill and threshold K, if it has them.
     """
@@ -56,7 +56,7 @@ class HostedShards:
         self._counted_before = (0, 0)  # gradients and DPRs counted before the last change of servers
         self._leaves = False
 
-    def make(self, index: int, clock: Clock, layout: Layout) -> Shard:
+    def make(self, index: int, clock: ShardClock, layout: Layout) -> Shard:
         """Make a shard of ``layout``, to be hosted or replicated here."""
         plan, leads = self._plan, not any(layout.buckets[:index])
         shard = Shard(index, layout.buckets[index], clock, self._context.requests, plan.every, plan.switches, leads)

@@ -25,7 +25,7 @@ from gossipx.protocol.messages import AcceptReply, NotReadyReply, Reply
 from gossipx.protocol.server_messages import SwitchRequest, WaitingReply, WaitingRequest
 from gossipx.server.requests import Deferred, Replies, defer
 from gossipx.server.shard import Shard
-from gossipx.server.sync_models.models import check_workers, parse
+from gossipx.server.sync_models import check_workers, sync_model_from
 
 
 class SyncModelSwitch:
@@ -83,7 +83,7 @@ class SyncModelSwitch:
         if obstacle := self._obstacle():
             return [], obstacle
         try:
-            model = parse(sync)
+            model = sync_model_from(sync)
             check_workers(model, self._workers)
             if model.needs_rate and self._rate is not None:
                 model = model.resolved(self._rate)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gossipx.errors import UsageError
+from gossipx.server.conditions import SyncModel
 from gossipx.server.placement import Layout, Layouts
-from gossipx.server.sync_models import models, schedule
-from gossipx.server.sync_models.clock import Clock
-from gossipx.server.sync_models.conditions import SyncModel
+from gossipx.server.shard_clock import ShardClock
+from gossipx.server.sync_models import SwitchPlan, application, check_workers, switch_plan_from, sync_model_from
 from gossipx.settings.interval import CheckpointInterval
 from gossipx.settings.modes import Server
 from gossipx.settings.sections import RunConfig
@@ -36,10 +36,10 @@ class ServerPlan:
     settings: Server
     layouts: Layouts
     layout: Layout
-    clock_of: Callable[[int], Clock]
+    clock_of: Callable[[int], ShardClock]
     holders: tuple[tuple[int, ...], ...]
     syncs: tuple[SyncModel, ...]
-    switches: schedule.Plan
+    switches: SwitchPlan
     rate: float | None
     every: CheckpointInterval
     fixed: str
@@ -49,7 +49,7 @@ class ServerPlan:
         """Whether changes of a shard are written to a journal before they are acknowledged."""
         return bool(self.every) and self.settings.journal and not self.settings.server_replicas
 
-    def clocks(self, rank: int) -> dict[int, Clock]:
+    def clocks(self, rank: int) -> dict[int, ShardClock]:
         """Return the clocks of the shards that a peer may hold when the run begins, by shard."""
         return {index: self.clock_of(index) for index, holders in enumerate(self.holders) if rank in holders}
 
@@ -82,15 +82,15 @@ def server_ranks(config: RunConfig, names: Sequence[str]) -> tuple[int, ...] | N
     trained = workers(given, ranks, len(names))
     if not trained:
         raise UsageError("--servers-only leaves no peer that trains: give more peers, or leave it out")
-    planned = (model for _, model in schedule.parse(given.sync_plan or ""))
-    for model in (*sync_models(given, len(ranks)), *planned):  # raises if --sync or --apply does not suit the servers
-        models.check_workers(model, len(trained))
+    first = sync_models_by_shard(given, len(ranks))  # raises if --sync or --apply does not suit the servers
+    for model in (*first, *(model for _, model in switch_plan_from(given.sync_plan or ""))):
+        check_workers(model, len(trained))
     return ranks
 
 
-def sync_models(
-    given: Server, shards: int, custom: models.SyncModel | Sequence[models.SyncModel] | None = None
-) -> list[models.SyncModel]:
+def sync_models_by_shard(
+    given: Server, shards: int, custom: SyncModel | Sequence[SyncModel] | None = None
+) -> list[SyncModel]:
     """Return the sync model of each shard.
 
     Args:
@@ -102,14 +102,14 @@ def sync_models(
             of them.
     """
     if custom is not None:
-        syncs = [custom] if isinstance(custom, models.SyncModel) else list(custom)
+        syncs = [custom] if isinstance(custom, SyncModel) else list(custom)
     else:
-        syncs = [models.parse(spec) for spec in given.sync.split("|")]
+        syncs = [sync_model_from(spec) for spec in given.sync.split("|")]
     if len(syncs) not in (1, shards):
         where = "--sync has " if custom is None else ""
         raise UsageError(f"{where}{len(syncs)} sync models for {shards} shards: give one for all, or one per shard")
     for model in syncs:
-        models.application(model, given.apply)  # raises if --apply does not suit the model
+        application(model, given.apply)  # raises if --apply does not suit the model
     return syncs * shards if len(syncs) == 1 else syncs
 
 

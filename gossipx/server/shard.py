@@ -33,7 +33,7 @@ from gossipx.protocol.server_messages import (
     TablesRequest,
 )
 from gossipx.protocol.table_effects import (
-    ApplyBuffer,
+    ApplyBuffered,
     ApplyGradient,
     BufferGradient,
     FillTables,
@@ -41,12 +41,10 @@ from gossipx.protocol.table_effects import (
     Record,
     RequestedBucket,
 )
+from gossipx.server.conditions import SyncModel
 from gossipx.server.requests import Deferred, defer, put_off
-from gossipx.server.sync_models import decisions
-from gossipx.server.sync_models.clock import Clock
-from gossipx.server.sync_models.conditions import SyncModel
-from gossipx.server.sync_models.decisions import Decision, Handling
-from gossipx.server.sync_models.models import describe, parse
+from gossipx.server.shard_clock import BufferDue, Decision, Handling, Release, ShardClock, Tick
+from gossipx.server.sync_models import spec_of, sync_model_from
 from gossipx.settings.interval import CheckpointInterval
 
 MOST_ENTRIES = 500
@@ -240,7 +238,7 @@ class Shard:
         self,
         index: int,
         buckets: int,
-        clock: Clock,
+        clock: ShardClock,
         requests: Requests,
         every: CheckpointInterval,
         plan: Sequence[tuple[int, SyncModel]] = (),
@@ -276,7 +274,7 @@ class Shard:
             switched = self._switched(self._plan.popleft()[1])
         text = (
             f"shard {self.index} was lost when this server was killed: it continues from clock {clock} with a worker's "
-            f"model, the sync model {describe(self.clock.model)} and a new optimizer state"
+            f"model, the sync model {spec_of(self.clock.model)} and a new optimizer state"
         )
         return [Note("", text), *switched, *self.begin(now)]
 
@@ -333,9 +331,9 @@ class Shard:
         clock = state["clock"]
         made = clock["made"]
         now = self.clock
-        if made != {"model": describe(now.model), "apply": now.apply.value, "pulls": now.pulls.value}:
+        if made != {"model": spec_of(now.model), "apply": now.apply.value, "pulls": now.pulls.value}:
             # The sync model was switched after the run began.
-            self.clock.switch(parse(made["model"]), made["apply"], made["pulls"])
+            self.clock.switch(sync_model_from(made["model"]), made["apply"], made["pulls"])
         self.clock.load_state_dict(clock)
         self._plan = deque(step for step in self._plan if step[0] > clock["clock"][0])
         self._workers = {
@@ -381,7 +379,7 @@ class Shard:
                     effects += self._carry_out(self.clock.apply_now())
                 case ("switch", str(sync), str(apply), str(pulls)):
                     with contextlib.suppress(UsageError):  # the holder could switch, if its settings are the same
-                        effects += self._switched(parse(sync), apply, pulls)
+                        effects += self._switched(sync_model_from(sync), apply, pulls)
         made: list[Effect] = [one for one in effects if not isinstance(one, Answer | Note)]
         uses = any(isinstance(one, ApplyGradient | BufferGradient | Forget) and one.ticket == ticket for one in made)
         return made if uses else [*made, Forget(ticket)]
@@ -574,12 +572,12 @@ class Shard:
         effects: list[Effect] = []
         for decision in made:
             match decision:
-                case decisions.ApplyBuffer(_, sums):
-                    effects.append(ApplyBuffer(self.index, sums))
-                case decisions.Release(key):
+                case BufferDue(_, sums):
+                    effects.append(ApplyBuffered(self.index, sums))
+                case Release(key):
                     assert isinstance(key, tuple)
                     effects += self._release(*key)
-                case decisions.Tick():
+                case Tick():
                     pass
         if self._plan and self._plan[0][0] <= self.clock.clock:
             effects += self._switched(self._plan.popleft()[1])
@@ -592,13 +590,13 @@ class Shard:
             UsageError: the switch is not possible; nothing has changed.
         """
         effects = self._switched(model, apply, pulls)
-        self.records.log("switch", describe(model), apply, pulls)
+        self.records.log("switch", spec_of(model), apply, pulls)
         return self.records.delay_answers([*effects, *self.records.flush()])
 
     def _switched(self, model: SyncModel, apply: str = "", pulls: str = "") -> list[Effect]:
         before = self.clock.model
         made = self.clock.switch(model, apply or None, pulls or None)
-        text = f"shard {self.index} switches from {describe(before)} to {describe(model)} at clock {self.clock.clock}"
+        text = f"shard {self.index} switches from {spec_of(before)} to {spec_of(model)} at clock {self.clock.clock}"
         return [Note("", text), *self._carry_out(made)]
 
     def _release(self, rank: int, progress: int) -> list[Effect]:
@@ -607,7 +605,7 @@ class Shard:
         return [self._answer(one) for one in worker.pulls.pop(progress, [])]
 
     def _answer(self, waiting: WaitingPull) -> Answer:
-        sync = "" if self.clock.model is self._initial_sync else describe(self.clock.model)
+        sync = "" if self.clock.model is self._initial_sync else spec_of(self.clock.model)
         reply = TablesReply(self.clock.clock, (), sync, self._schedule.due_clock, restarted_at=self.restarted_at)
         tables = None if waiting.requested.bucket < 0 else waiting.requested
         return replace(waiting.deferred.answer(reply), tables=tables)

@@ -19,9 +19,9 @@ from gossipx.protocol.effects import Cancel, Effect, Forget, Note, Resume, Send,
 from gossipx.protocol.messages import AcceptReply, BusyReply, NotReadyReply, Reply
 from gossipx.protocol.server_messages import MEASURED, GradientRequest, PushAgainReply, TablesReply, TablesRequest
 from gossipx.protocol.table_effects import Fetch, Fetched, Gather, Unchanged
+from gossipx.server.conditions import SyncModel
 from gossipx.server.requests import Handler, Replies
-from gossipx.server.sync_models.conditions import SyncModel
-from gossipx.server.sync_models.models import parse
+from gossipx.server.sync_models import sync_model_from
 
 NONE_YET = 2**63
 """A clock above all others: no table of this pull has arrived yet."""
@@ -389,7 +389,8 @@ class Worker:
         self._next = max(self._next, link.pulled + 1, reply.clock)
         self.checkpoint_at = max(self.checkpoint_at, reply.keep)
         if reply.sync != link.sync_spec:  # the sync model was switched
-            link.sync_spec, link.sync = reply.sync, parse(reply.sync) if reply.sync else self._initial_syncs[shard]
+            link.sync_spec = reply.sync
+            link.sync = sync_model_from(reply.sync) if reply.sync else self._initial_syncs[shard]
         if bucket < 0:
             if link.pull is PullState.ASKED:
                 link.advance()

@@ -278,12 +278,12 @@ class Server(AnyMode):
         "bsp",
         "Sync model: bsp, asp, ssp:staleness, dsps, drop:n, pssp:staleness,p or staleness,alpha, hybrid:step; one"
         " for all shards, or one per shard separated by '|'.",
-        check="server.sync_models.models:check",
+        check="server.sync_models:check",
     )
     sync_plan: str | None = setting(
         None,
         "Later sync models, each with the clock at which it starts: 500=ssp:staleness=3;2000=asp.",
-        check="server.sync_models.schedule:parse",
+        check="server.sync_models:switch_plan_from",
     )
     pulls: Literal["lazy", "soft"] = setting(
         "lazy", "When delayed pulls are answered: when the clock has passed them, or (soft barrier) when it ticks."

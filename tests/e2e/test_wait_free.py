@@ -20,7 +20,7 @@ from gossipx.protocol.server_messages import TablesRequest
 from gossipx.runtime.training.peer import Peer
 from gossipx.server.mode import ServerMode
 from gossipx.server.shard import Shard
-from gossipx.server.sync_models.decisions import Part
+from gossipx.server.shard_clock import PushDecision
 
 LONG = 20.0  # seconds: timeout of waits
 WAIT_FREE = [True, False]
@@ -121,7 +121,7 @@ class TakenIn:
         self._push_part = shard.clock.push_part
         monkeypatch.setattr(shard.clock, "push_part", self._taken)
 
-    def _taken(self, worker: int, progress: int) -> Part:
+    def _taken(self, worker: int, progress: int) -> PushDecision:
         part = self._push_part(worker, progress)
         self._count.release()
         return part

@@ -18,7 +18,7 @@ from torch import Tensor
 from gossipx.parts import Parts, SyncModel
 from gossipx.protocol.events import Received
 from gossipx.protocol.server_messages import GradientRequest, TablesRequest
-from gossipx.server.sync_models.models import ASP
+from gossipx.server.sync_models import ASP
 from gossipx.sim import Network, World
 
 

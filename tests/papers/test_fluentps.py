@@ -9,9 +9,9 @@ import random
 import pytest
 from shards import Message, Run
 
-from gossipx.server.sync_models.clock import Clock, Decision, Handling, Part, Release, Tick
-from gossipx.server.sync_models.conditions import Conditions, Pull, View
-from gossipx.server.sync_models.models import DynamicPSSP, describe, parse
+from gossipx.server.conditions import Conditions, Pull, View
+from gossipx.server.shard_clock import Decision, Handling, PushDecision, Release, ShardClock, Tick
+from gossipx.server.sync_models import DynamicPSSP, spec_of, sync_model_from
 
 
 def view(clock: int, pushed: int = 0, workers: int = 4) -> View:
@@ -20,14 +20,14 @@ def view(clock: int, pushed: int = 0, workers: int = 4) -> View:
 
 def answers(spec: str, clock: int, draw: float = 0.5) -> list[int]:
     """Return which of the progresses 0 to 9 have their pull answered at that clock."""
-    model = parse(spec)
+    model = sync_model_from(spec)
     pulls = [Pull(0, progress, draw) for progress in range(10)]
     return [pull.progress for pull in pulls if model.may_pull(model.init(), view(clock), pull)]
 
 
 def ticks(spec: str, workers: int = 4) -> list[int]:
     """Return which of the counts 1 to N let the clock tick."""
-    model = parse(spec)
+    model = sync_model_from(spec)
     counts = range(1, workers + 1)
     return [pushed for pushed in counts if model.may_tick(model.init(), view(3, pushed, workers))]
 
@@ -62,7 +62,7 @@ def test_ssp_with_unbounded_staleness_is_asp():
 
 def test_dsps():
     """progress < V_train + s with the current s; Count[V_train] == N."""
-    model = parse("dsps:staleness=2,low=0,high=4,window=1")
+    model = sync_model_from("dsps:staleness=2,low=0,high=4,window=1")
     state = model.init()
     pulls = [Pull(0, progress, 0.5) for progress in range(10)]
     assert [pull.progress for pull in pulls if model.may_pull(state, view(1), pull)] == [0, 1, 2]
@@ -101,7 +101,7 @@ def test_custom_conditions_make_any_row():
     model = Conditions(pull=lambda seen, pull: pull.progress < seen.clock + 1, push=lambda seen: seen.pushed >= 2)
     own, shipped = Run(model, range(3)), Run("drop:2,late=add", range(3), apply="push")
     assert model.default_apply.value == "push"
-    assert describe(model).startswith("conditions ")
+    assert spec_of(model).startswith("conditions ")
     for run in (own, shipped):
         for rank in (0, 1, 0, 2):
             run.iterate(rank)
@@ -112,19 +112,21 @@ def test_custom_conditions_make_any_row():
 # --- Algorithm 1 --------------------------------------------------------------------------------------
 
 
-def pushes(clock: Clock, worker: int, progress: int) -> list[Decision]:
+def pushes(clock: ShardClock, worker: int, progress: int) -> list[Decision]:
     clock.push_part(worker, progress)
     return clock.pushed(worker, progress)
 
 
 def test_every_gradient_is_added_divided_by_the_number_of_workers():
     """Line 15: w ← w + g / N, in the handler of the push."""
-    clock = Clock(parse("asp"), workers=range(4))
-    assert clock.push_part(0, 0) == Part(Handling.APPLY, 0.25)
+    clock = ShardClock(sync_model_from("asp"), workers=range(4))
+    assert clock.push_part(0, 0) == PushDecision(Handling.APPLY, 0.25)
     clock.lost(3)
     clock.lost(2)
-    assert clock.push_part(1, 0) == Part(Handling.APPLY, 0.5), "N is the number of living workers"
-    assert Clock(parse("asp"), "each", workers=range(4)).push_part(0, 0) == Part(Handling.APPLY, 1.0)
+    assert clock.push_part(1, 0) == PushDecision(Handling.APPLY, 0.5), "N is the number of living workers"
+    assert ShardClock(sync_model_from("asp"), "each", workers=range(4)).push_part(0, 0) == PushDecision(
+        Handling.APPLY, 1.0
+    )
 
 
 def test_a_round_of_bulk_synchronous_training():
@@ -141,7 +143,7 @@ def test_a_round_of_bulk_synchronous_training():
 
 def test_the_clock_is_ticked_when_the_counted_iteration_is_complete():
     """Lines 16 and 17: Count[progress] of later iterations is known when the clock reaches them."""
-    clock = Clock(parse("asp"), workers=range(2))
+    clock = ShardClock(sync_model_from("asp"), workers=range(2))
     assert [pushes(clock, 0, i) for i in range(3)] == [[], [], []]
     assert [pushes(clock, 1, i) for i in range(4)] == [[Tick(1)], [Tick(2)], [Tick(3)], []]
 
@@ -149,9 +151,9 @@ def test_the_clock_is_ticked_when_the_counted_iteration_is_complete():
 # --- Figure 3: soft barrier and lazy execution --------------------------------------------------------
 
 
-def figure_3(staleness: int, pulls: str) -> Clock:
+def figure_3(staleness: int, pulls: str) -> ShardClock:
     """W2 has pushed only g_0, W1 is within the staleness, and W0 one further: its pull is the first that is delayed."""
-    clock = Clock(parse(f"ssp:{staleness}"), pulls=pulls, workers=range(3))
+    clock = ShardClock(sync_model_from(f"ssp:{staleness}"), pulls=pulls, workers=range(3))
     last = {0: staleness + 1, 1: staleness, 2: 0}
     for i in range(staleness + 2):
         for worker in (worker for worker in last if i <= last[worker]):
@@ -236,7 +238,7 @@ def test_lazy_answers_include_what_the_soft_barrier_lacks():
 
 def lead_when_stopped(model: str, seed: int) -> int:
     """Return how far a worker gets ahead of a clock that stands still: k = progress − V_train of its delayed pull."""
-    clock = Clock(parse(model), workers=range(2), rng=random.Random(seed))
+    clock = ShardClock(sync_model_from(model), workers=range(2), rng=random.Random(seed))
     for progress in range(1000):
         pushes(clock, 0, progress)
         if not clock.pull(0, progress, progress):
@@ -282,7 +284,9 @@ def test_a_delayed_pull_waits_for_one_tick_and_its_worker_keeps_its_lead(stalene
     """
     leads = set()
     for seed in range(20):
-        clock = Clock(parse(f"pssp:staleness={staleness},p=0.4"), pulls="soft", workers=[0, 1], rng=random.Random(seed))
+        clock = ShardClock(
+            sync_model_from(f"pssp:staleness={staleness},p=0.4"), pulls="soft", workers=[0, 1], rng=random.Random(seed)
+        )
         progress = 0
         for tick in range(1, 4):
             pushes(clock, 0, progress)
@@ -327,7 +331,7 @@ def test_constant_pssp_saves_time_of_the_ssp_of_the_same_regret():
 
 def test_dynamic_probability():
     """Section III-E.2: P(s, k) = 0 for k < s, else α / (1 + e^(s − k)); it grows from α/2 towards α (Theorem 2)."""
-    model = parse("pssp:staleness=3,alpha=0.8")
+    model = sync_model_from("pssp:staleness=3,alpha=0.8")
     assert isinstance(model, DynamicPSSP)
     assert [model.probability(lead, 0.0) for lead in (-1, 0, 2)] == [0, 0, 0]
     assert model.probability(3, 0.0) == pytest.approx(0.4)
@@ -335,24 +339,24 @@ def test_dynamic_probability():
     assert model.probability(1000, 0.0) == pytest.approx(0.8)
     grows = [model.probability(lead, 0.0) for lead in range(3, 20)]
     assert grows == sorted(grows)
-    assert parse("pssp:staleness=3,alpha=5").probability(4, 0.0) == 1.0, "at most 1"
+    assert sync_model_from("pssp:staleness=3,alpha=5").probability(4, 0.0) == 1.0, "at most 1"
 
 
 def test_dynamic_probability_by_significance():
     """Section III-E.2: α = SF(g, w) = |g| / |w|: a worker with a larger push waits more often."""
-    model = parse("pssp:staleness=1,alpha=significance")
+    model = sync_model_from("pssp:staleness=1,alpha=significance")
     seen = view(0)
     for significance, waits in ((0.0, False), (0.5, False), (1.5, True), (math.nan, True), (math.inf, True)):
         pull = Pull(0, 1, draw=0.5, significance=significance)
         assert model.may_pull(None, seen, pull) is not waits
-    clock = Clock(model, workers=range(2), rng=random.Random(0))
+    clock = ShardClock(model, workers=range(2), rng=random.Random(0))
     pushes(clock, 0, 1)
     assert clock.pull(0, 1, "small", significance=1e-9) and not clock.pull(0, 1, "large", significance=10.0)
 
 
 def test_a_draw_is_kept_while_a_pull_waits():
     """With a new draw at every event, a pull would pass sooner or later, and P would mean nothing."""
-    clock = Clock(parse("pssp:staleness=1,p=0.5"), pulls="soft", workers=range(3), rng=random.Random(1))
+    clock = ShardClock(sync_model_from("pssp:staleness=1,p=0.5"), pulls="soft", workers=range(3), rng=random.Random(1))
     assert random.Random(1).random() < 0.5
     pushes(clock, 0, 1)
     assert clock.pull(0, 1, "pull") == []

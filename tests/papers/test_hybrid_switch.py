@@ -8,10 +8,9 @@ import random
 import pytest
 from shards import RATE, Run
 
-from gossipx.server.sync_models.clock import ApplyBuffer, Clock, Handling, Part, Tick
-from gossipx.server.sync_models.conditions import View
-from gossipx.server.sync_models.growth import Double, Growth, Step
-from gossipx.server.sync_models.models import Hybrid, parse
+from gossipx.server.conditions import View
+from gossipx.server.shard_clock import BufferDue, Handling, PushDecision, ShardClock, Tick
+from gossipx.server.sync_models import Double, Growth, Hybrid, Step, sync_model_from
 
 WORKERS = 4
 
@@ -34,7 +33,7 @@ def taken_in_turns(run: Run, rounds: int) -> list[int]:
 @pytest.mark.parametrize(("times", "rate", "step"), [(3, 0.01, 300), (5, 0.01, 500), (7, 0.01, 700), (5, 0.003, 1667)])
 def test_steps_are_multiples_of_the_reciprocal_of_the_learning_rate(times: int, rate: float, step: int):
     """Section 6, Table 4."""
-    assert parse(f"hybrid:step={times}/lr").resolved(rate) == Hybrid(Step(step))
+    assert sync_model_from(f"hybrid:step={times}/lr").resolved(rate) == Hybrid(Step(step))
 
 
 def test_the_threshold_grows_by_one_every_step_of_gradients():
@@ -142,16 +141,16 @@ def test_with_a_threshold_of_one_nothing_is_applied_twice(tables: int):
 
 def test_a_push_of_several_messages_is_applied_at_once_as_a_whole_or_not():
     """As the buffer grows while a push arrives, its later messages are handled as the first."""
-    clock = Clock(parse("hybrid:fixed=2,at_once=true"), workers=range(2))
-    assert clock.push_part(0, 0) == clock.push_part(1, 0) == Part(Handling.APPLY, buffers=True)
+    clock = ShardClock(sync_model_from("hybrid:fixed=2,at_once=true"), workers=range(2))
+    assert clock.push_part(0, 0) == clock.push_part(1, 0) == PushDecision(Handling.APPLY, buffers=True)
     assert clock.pushed(0, 0) == []
-    assert clock.push_part(1, 0) == Part(Handling.APPLY, buffers=True)
-    assert clock.pushed(1, 0) == [ApplyBuffer(2), Tick(1)]
-    saved = Clock(parse("hybrid:fixed=2,at_once=true"), workers=range(2))
+    assert clock.push_part(1, 0) == PushDecision(Handling.APPLY, buffers=True)
+    assert clock.pushed(1, 0) == [BufferDue(2), Tick(1)]
+    saved = ShardClock(sync_model_from("hybrid:fixed=2,at_once=true"), workers=range(2))
     clock.push_part(0, 1)
     saved.load_state_dict(clock.state_dict())
     clock.pushed(1, 1)
-    assert saved.push_part(0, 1) == clock.push_part(0, 1) == Part(Handling.APPLY, buffers=True)
+    assert saved.push_part(0, 1) == clock.push_part(0, 1) == PushDecision(Handling.APPLY, buffers=True)
 
 
 def test_no_worker_ever_waits():
@@ -177,10 +176,10 @@ def test_staleness_counts_the_steps_since_a_gradients_values_were_read():
 
 def test_a_worker_that_begins_or_ends_takes_what_is_in_the_buffer():
     """The loop of step 2 ends with fewer than K gradients in the buffer: they are in the final values, too."""
-    clock = Clock(parse("hybrid:fixed=3"), workers=range(3))
+    clock = ShardClock(sync_model_from("hybrid:fixed=3"), workers=range(3))
     clock.push_part(0, 0)
     clock.pushed(0, 0)
-    assert clock.pull_now(1) == [ApplyBuffer(1)] and clock.pull_now(2) == [] and clock.buffered == 0
+    assert clock.pull_now(1) == [BufferDue(1)] and clock.pull_now(2) == [] and clock.buffered == 0
 
 
 # --- section 3: workers that wait for their gradients ---------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gossipx.assembly.server import Parts
 from gossipx.optimizers import LARS
-from gossipx.server.sync_models.models import Drop
+from gossipx.server.sync_models import Drop
 from gossipx.sim import Network, World
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gossipx.protocol.messages import Stage
 from gossipx.server.mode import ServerMode
-from gossipx.server.sync_models.models import describe
+from gossipx.server.sync_models import spec_of
 from gossipx.sim import Network, World
 
 pytestmark = pytest.mark.fault(39)
@@ -222,5 +222,5 @@ def test_a_switch_of_the_sync_model_outlives_the_holder() -> None:
     made.switch_sync(1, 4.2, "asp")
     made.crash(0, 9.3)
     served.ended(made)
-    assert describe(mode(made, 1).shards[0].clock.model) == "asp"
+    assert spec_of(mode(made, 1).shards[0].clock.model) == "asp"
     assert mode(made, 1).taken_in == len(WORKERS) * served.ITERATIONS

@@ -21,9 +21,9 @@ from gossipx.protocol.events import Event, Received, TablesRestored
 from gossipx.protocol.messages import Stage
 from gossipx.protocol.server_messages import TablesReply, TablesRequest
 from gossipx.protocol.table_effects import KeepShard
+from gossipx.server.conditions import Conditions, Pull, View
 from gossipx.server.mode import ServerMode
 from gossipx.server.shard import Shard
-from gossipx.server.sync_models.conditions import Conditions, Pull, View
 from gossipx.sim import Network, World
 
 

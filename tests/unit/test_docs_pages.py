@@ -15,7 +15,7 @@ from pages import HOUSE, LANGUAGES, PAGES, examples
 from gossipx import policies
 from gossipx.cli import main
 from gossipx.server.placement import BUILT_IN
-from gossipx.server.sync_models.models import SYNC_MODELS
+from gossipx.server.sync_models import SYNC_MODELS
 from gossipx.settings.keys import Key
 from gossipx.settings.sections import KEYS
 

@@ -28,8 +28,8 @@ from gossipx.runtime.optimizers import Optimizers
 from gossipx.runtime.place import Place
 from gossipx.server.mode import ServerMode
 from gossipx.server.shard import JournalRecords, Records, Shard
-from gossipx.server.sync_models.clock import Clock
-from gossipx.server.sync_models.models import parse
+from gossipx.server.shard_clock import ShardClock
+from gossipx.server.sync_models import sync_model_from
 from gossipx.settings import files
 from gossipx.settings.interval import CheckpointInterval
 from gossipx.tables.store import Gradient
@@ -79,7 +79,7 @@ class Server:
 
     def fresh(self, index: int, servers: Sequence[int]) -> Shard:
         assert list(servers) == [self._epoch]
-        clock = Clock(parse("asp"), workers=[0])
+        clock = ShardClock(sync_model_from("asp"), workers=[0])
         made = Shard(index, len(self.side.cut[0]), clock, Requests(), CheckpointInterval(EVERY))
         made.records = JournalRecords(index, self._epoch)
         return made

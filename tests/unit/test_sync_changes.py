@@ -11,9 +11,9 @@ import pytest
 from shards import Run
 
 from gossipx.errors import UsageError
-from gossipx.server.sync_models.clock import ApplyBuffer, Clock, DelayedPulls, Release, Tick
-from gossipx.server.sync_models.conditions import Apply, Conditions, Pull, SyncModel, View
-from gossipx.server.sync_models.models import ASP, BSP, DSPS, SSP, parse
+from gossipx.server.conditions import Apply, Conditions, Pull, SyncModel, View
+from gossipx.server.shard_clock import BufferDue, DelayedPulls, Release, ShardClock, Tick
+from gossipx.server.sync_models import ASP, BSP, DSPS, SSP, sync_model_from
 
 # --- membership --------------------------------------------------------------------------------------
 
@@ -43,7 +43,7 @@ def test_without_workers_the_clock_does_not_tick(spec: str):
 
 
 def test_a_condition_that_is_always_true_stops_at_the_fastest_worker():
-    clock = Clock(Conditions(pull=lambda seen, pull: True, push=lambda seen: True), workers=range(3))
+    clock = ShardClock(Conditions(pull=lambda seen, pull: True, push=lambda seen: True), workers=range(3))
     assert clock.pushed(1, 4) == [Tick(tick) for tick in range(1, 6)]
     assert clock.pushed(0, 1) == [] and clock.lost(1) == [] and clock.clock == 5
 
@@ -65,7 +65,7 @@ def test_a_new_worker_starts_at_the_clock():
 
 def test_conditions_are_checked_when_a_worker_joins():
     at_least_two = Conditions(pull=lambda seen, pull: seen.workers >= 2, push=lambda seen: seen.workers >= 2)
-    clock = Clock(at_least_two, pulls="soft", workers=[0])
+    clock = ShardClock(at_least_two, pulls="soft", workers=[0])
     assert clock.pushed(0, 0) == [] and clock.pull(0, 0, "pull") == []
     assert clock.joined(1) == [Tick(1), Release("pull")]
 
@@ -114,7 +114,7 @@ def test_a_lost_workers_push_counts_for_no_other():
 
 
 def test_unknown_workers_are_refused():
-    clock = Clock(BSP(), workers=[0])
+    clock = ShardClock(BSP(), workers=[0])
     for call in (
         lambda: clock.push_part(1, 0),
         lambda: clock.pushed(1, 0),
@@ -128,7 +128,7 @@ def test_unknown_workers_are_refused():
 
 
 def test_workers_that_hold_up_the_clock_slowest_first():
-    clock = Clock(parse("drop:2"), workers=range(4))
+    clock = ShardClock(sync_model_from("drop:2"), workers=range(4))
     for worker, progress in ((0, 4), (1, 4), (2, 1)):
         clock.pushed(worker, progress)
     assert clock.clock == 5 and clock.holding_up == [3, 2, 0, 1]
@@ -200,10 +200,10 @@ def test_a_worker_that_is_far_ahead_at_a_switch_keeps_its_lead_at_the_soft_barri
 
 
 def test_a_switch_that_is_refused_changes_nothing():
-    clock = Clock(SSP(2), workers=[0])
+    clock = ShardClock(SSP(2), workers=[0])
     before = clock.state_dict()
     for switch in (
-        lambda: clock.switch(parse("hybrid")),
+        lambda: clock.switch(sync_model_from("hybrid")),
         lambda: clock.switch(BSP(), "threshold"),
         lambda: clock.switch(BSP(), pulls="hard"),
     ):
@@ -227,7 +227,7 @@ def test_workers_repeat_pulls_after_a_restore():
     run = Run("ssp:1", range(2), pulls="soft")
     run.iterate(0)
     run.iterate(0)
-    restored = Clock(SSP(1), pulls="soft", workers=[5])
+    restored = ShardClock(SSP(1), pulls="soft", workers=[5])
     restored.pushed(5, 1)
     restored.lost(5)
     restored.joined(0)
@@ -242,16 +242,20 @@ def test_what_is_in_the_buffer_is_known_after_a_restore():
     run = Run("bsp", range(2), tables=2)
     run.send(0)
     for complete in (1, 2):
-        restored = Clock(BSP())
+        restored = ShardClock(BSP())
         restored.load_state_dict(run.clock.state_dict())
-        assert restored.switch(ASP())[0] == ApplyBuffer(1), f"{complete} of 2 messages"
+        assert restored.switch(ASP())[0] == BufferDue(1), f"{complete} of 2 messages"
         if complete == 1:
             run.send(0)
 
 
 def test_a_clock_is_only_restored_into_an_equal_one():
-    state = Clock(SSP(1), "tick", "soft").state_dict()
-    for other in (Clock(SSP(2), "tick", "soft"), Clock(SSP(1), "push", "soft"), Clock(SSP(1), "tick", "lazy")):
+    state = ShardClock(SSP(1), "tick", "soft").state_dict()
+    for other in (
+        ShardClock(SSP(2), "tick", "soft"),
+        ShardClock(SSP(1), "push", "soft"),
+        ShardClock(SSP(1), "tick", "lazy"),
+    ):
         with pytest.raises(UsageError, match=r"saved with 'ssp:staleness=1 tick soft'.*make it as saved, then switch"):
             other.load_state_dict(state)
 
@@ -268,13 +272,13 @@ def test_all_of_a_clock_is_restored():
             run.iterate(rank)
     state = json.loads(json.dumps(run.clock.state_dict()))
     assert state["model"] != DSPS(2, 0, 4, 2).init() and run.clock.buffered
-    restored = Clock(run.clock.model, "tick", workers=[8], rng=random.Random(8))
+    restored = ShardClock(run.clock.model, "tick", workers=[8], rng=random.Random(8))
     restored.load_state_dict(state)
     assert json.loads(json.dumps(restored.state_dict())) == state
 
 
 def test_a_models_state_is_the_checkpoints_own():
-    clock = Clock(DSPS(), workers=[0])
+    clock = ShardClock(DSPS(), workers=[0])
     state = clock.state_dict()
     state["model"]["staleness"] = 11
     assert clock.state_dict()["model"]["staleness"] == 3
@@ -285,7 +289,7 @@ def test_each_pull_draws_once_from_the_generator():
     drawn = {}
     for spec in ("asp", "bsp", "pssp"):
         rng = random.Random(9)
-        clock = Clock(parse(spec), workers=[0], rng=rng)
+        clock = ShardClock(sync_model_from(spec), workers=[0], rng=rng)
         for progress in range(5):
             clock.pushed(0, progress)
             clock.pull(0, progress, progress)

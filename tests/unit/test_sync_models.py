@@ -13,22 +13,25 @@ from shards import Run
 
 from gossipx.errors import UsageError
 from gossipx.peer.server_role import Total
+from gossipx.server.conditions import Apply, Conditions, Pull, SyncModel, View
 from gossipx.server.hosted_shards import figures
-from gossipx.server.sync_models.clock import ApplyBuffer, Clock, Handling, Part, Release, Tick
-from gossipx.server.sync_models.conditions import Apply, Conditions, Pull, SyncModel, View
-from gossipx.server.sync_models.growth import Double, Fixed, Growth, Step
-from gossipx.server.sync_models.models import (
+from gossipx.server.shard_clock import BufferDue, Handling, PushDecision, Release, ShardClock, Tick
+from gossipx.server.sync_models import (
     ASP,
     BSP,
     DSPS,
     SSP,
     ConstantPSSP,
+    Double,
     Drop,
     DynamicPSSP,
+    Fixed,
+    Growth,
     Hybrid,
+    Step,
     application,
-    describe,
-    parse,
+    spec_of,
+    sync_model_from,
 )
 
 
@@ -73,18 +76,20 @@ class Squares(Growth):
     ],
 )
 def test_specs(spec: str, expected: SyncModel):
-    assert parse(spec) == expected
-    assert parse(describe(expected)) == expected
-    assert parse(expected) is expected
+    assert sync_model_from(spec) == expected
+    assert sync_model_from(spec_of(expected)) == expected
+    assert sync_model_from(expected) is expected
 
 
 def test_a_description_is_short():
-    described = [describe(parse(spec)) for spec in ("ssp:3.0", "ssp:2", "pssp:p=0.25", "drop:3,late=drop", "hybrid:9")]
+    described = [
+        spec_of(sync_model_from(spec)) for spec in ("ssp:3.0", "ssp:2", "pssp:p=0.25", "drop:3,late=drop", "hybrid:9")
+    ]
     assert described == ["ssp", "ssp:staleness=2", "pssp:p=0.25", "drop:n=3", "hybrid:step=9"]
-    assert describe(parse("hybrid:reduce=sum,wait=true,double=5")) == "hybrid:double=5,wait=true,reduce=sum"
-    assert describe(parse("hybrid:at_once=true,fixed=2")) == "hybrid:fixed=2,at_once=true"
+    assert spec_of(sync_model_from("hybrid:reduce=sum,wait=true,double=5")) == "hybrid:double=5,wait=true,reduce=sum"
+    assert spec_of(sync_model_from("hybrid:at_once=true,fixed=2")) == "hybrid:fixed=2,at_once=true"
     own = Conditions(pull=lambda seen, pull: True, push=lambda seen: True)
-    assert "conditions" in describe(own) and "Squares" in describe(Hybrid(Squares()))
+    assert "conditions" in spec_of(own) and "Squares" in spec_of(Hybrid(Squares()))
 
 
 @pytest.mark.parametrize(
@@ -121,18 +126,18 @@ def test_a_description_is_short():
 )
 def test_wrong_specs(spec: str, told: str):
     with pytest.raises(UsageError) as raised:
-        parse(spec)
+        sync_model_from(spec)
     assert told in str(raised.value) and raised.value.exit_code == 2
 
 
 def test_a_step_in_terms_of_the_learning_rate_is_resolved_before_use():
-    model = parse("hybrid:double=5/lr")
+    model = sync_model_from("hybrid:double=5/lr")
     assert model.needs_rate and model.resolved(0.01) == Hybrid(Double(500)) and not model.resolved(0.01).needs_rate
     with pytest.raises(UsageError, match=r"'hybrid:double=5/lr' needs the learning rate"):
-        Clock(model)
-    assert parse("hybrid:step=5/lr").resolved(10.0) == Hybrid(Step(1)), "a step of half a gradient is one"
-    assert parse("hybrid:step=7").resolved(0.01) == Hybrid(Step(7))
-    assert parse("ssp:2").resolved(0.01) == SSP(2)
+        ShardClock(model)
+    assert sync_model_from("hybrid:step=5/lr").resolved(10.0) == Hybrid(Step(1)), "a step of half a gradient is one"
+    assert sync_model_from("hybrid:step=7").resolved(0.01) == Hybrid(Step(7))
+    assert sync_model_from("ssp:2").resolved(0.01) == SSP(2)
     for rate in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="learning rate above 0"):
             model.resolved(rate)
@@ -160,25 +165,29 @@ def test_growth(size: Growth, far: int):
 def test_defaults():
     by_spec = {"bsp": "tick", "drop:2": "tick", "hybrid:9": "threshold"}
     by_spec |= dict.fromkeys(["asp", "ssp", "dsps", "pssp", "pssp:alpha=1"], "push")
-    assert {spec: application(parse(spec)).value for spec in by_spec} == by_spec
+    assert {spec: application(sync_model_from(spec)).value for spec in by_spec} == by_spec
     own = Conditions(pull=lambda seen, pull: True, push=lambda seen: True, apply=Apply.EACH)
     assert application(own) is Apply.EACH and application(own, "tick") is Apply.TICK
 
 
 @pytest.mark.parametrize("spec", ["bsp", "asp", "ssp", "dsps", "drop:2", "pssp", "pssp:alpha=1"])
 def test_all_but_hybrid_take_any_apply_mode_without_a_threshold(spec: str):
-    assert [application(parse(spec), way).value for way in ("push", "each", "tick")] == ["push", "each", "tick"]
+    assert [application(sync_model_from(spec), way).value for way in ("push", "each", "tick")] == [
+        "push",
+        "each",
+        "tick",
+    ]
     with pytest.raises(UsageError, match="has no threshold: apply is one of push, each, tick"):
-        application(parse(spec), "threshold")
+        application(sync_model_from(spec), "threshold")
 
 
 def test_wrong_apply_modes():
     with pytest.raises(UsageError, match="'hybrid:fixed=2' applies gradients by its threshold, not 'tick'"):
-        application(parse("hybrid:fixed=2"), Apply.TICK)
+        application(sync_model_from("hybrid:fixed=2"), Apply.TICK)
     with pytest.raises(UsageError, match=r"unknown way to apply gradients 'tik' \(did you mean 'tick'\?\)"):
-        Clock(BSP(), "tik")
+        ShardClock(BSP(), "tik")
     with pytest.raises(UsageError, match=r"unknown way to answer pulls 'lasy' \(did you mean 'lazy'\?\)"):
-        Clock(BSP(), pulls="lasy")
+        ShardClock(BSP(), pulls="lasy")
 
 
 def test_what_fast_workers_push_ahead_is_in_the_mean_of_the_next_tick():
@@ -241,20 +250,20 @@ def test_a_switch_in_the_middle_of_a_push():
 
 def test_a_push_without_a_message_is_not_in_the_buffer():
     """A worker may have no gradient for this shard, as with a frozen layer."""
-    clock = Clock(SSP(5), "tick", workers=[0, 1])
+    clock = ShardClock(SSP(5), "tick", workers=[0, 1])
     clock.push_part(0, 0)
     for progress in (0, 1):
         assert clock.pushed(0, progress) == []
     assert clock.buffered == 1 and clock.counts.gradients == 2
-    assert clock.pushed(1, 0) == [ApplyBuffer(1), Tick(1)]
+    assert clock.pushed(1, 0) == [BufferDue(1), Tick(1)]
 
 
 def test_a_repeated_or_an_older_push_changes_nothing():
-    clock = Clock(ASP(), workers=[0, 1])
+    clock = ShardClock(ASP(), workers=[0, 1])
     for progress in (4, 4, 2):
         clock.push_part(0, progress)
         clock.pushed(0, progress)
-    assert clock.push_part(0, 4) == clock.push_part(0, 3) == Part(Handling.DROP)
+    assert clock.push_part(0, 4) == clock.push_part(0, 3) == PushDecision(Handling.DROP)
     assert clock.progress == {0: 4, 1: -1} and clock.counts.gradients == 1 and clock.counts.late == 0
 
 
@@ -283,7 +292,7 @@ def test_late_pushes_can_be_added_to_the_next_mean():
 
 
 def test_a_jump_ahead_is_several_ticks():
-    clock = Clock(parse("asp"), workers=[0, 1])
+    clock = ShardClock(sync_model_from("asp"), workers=[0, 1])
     clock.pushed(0, 5)
     assert clock.pushed(1, 3) == [Tick(1), Tick(2), Tick(3), Tick(4)]
 
@@ -293,7 +302,7 @@ def test_a_jump_ahead_is_several_ticks():
 
 @pytest.mark.fault(45)
 def test_a_buffer_that_no_worker_can_fill():
-    clock = Clock(parse("hybrid:fixed=3,wait=true"), workers=range(4))
+    clock = ShardClock(sync_model_from("hybrid:fixed=3,wait=true"), workers=range(4))
     for progress in (0, 1):
         for rank in (0, 1, 2):
             clock.push_part(rank, progress)
@@ -306,12 +315,12 @@ def test_a_buffer_that_no_worker_can_fill():
     assert not clock.is_deadlocked([(0, 1), (1, 1)]), "worker 2 may still come"
     assert not clock.is_deadlocked([(0, 1), (1, 1), (2, 2)]), "its push is still in flight"
     assert clock.is_deadlocked([(0, 1), (1, 1), (2, 1), (4, 0)]), "a worker that is not known here changes nothing"
-    assert clock.apply_now() == [ApplyBuffer(1), Release("pull")] and clock.blocked == ()
+    assert clock.apply_now() == [BufferDue(1), Release("pull")] and clock.blocked == ()
     assert not clock.is_deadlocked([(0, 1), (1, 1), (2, 1)])
 
 
 def test_figures_of_a_shard_by_the_clock():
-    clock = Clock(parse("hybrid:step=2"), workers=range(2))
+    clock = ShardClock(sync_model_from("hybrid:step=2"), workers=range(2))
     for rank, progress in ((0, 0), (0, 1), (0, 2)):
         clock.push_part(rank, progress)
         clock.pushed(rank, progress)
@@ -323,9 +332,9 @@ def test_figures_of_a_shard_by_the_clock():
         "buffered": (3, 1),
         "threshold": (3, 2),
     }
-    clock.switch(parse("bsp"))
+    clock.switch(sync_model_from("bsp"))
     assert figures(clock).keys() == {"clock", "delayed_pulls", "gradients", "staleness", "buffered"}
-    clock.switch(parse("asp"))
+    clock.switch(sync_model_from("asp"))
     assert figures(clock).keys() == {"clock", "delayed_pulls", "gradients", "staleness"}
 
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from seeds import some
 from shards import Answer, Message, Run
 
-from gossipx.server.sync_models.clock import Clock
-from gossipx.server.sync_models.conditions import Apply
-from gossipx.server.sync_models.models import DSPS, SSP, ConstantPSSP, DynamicPSSP, parse
+from gossipx.server.conditions import Apply
+from gossipx.server.shard_clock import ShardClock
+from gossipx.server.sync_models import DSPS, SSP, ConstantPSSP, DynamicPSSP, sync_model_from
 
 RANKS = 6
 Event = tuple[str, int]
@@ -282,7 +282,7 @@ def test_a_worker_that_keeps_pushing_is_answered(played: list[Event], setup: tup
 
 def staleness_of(model: str, answers: list[Answer]) -> float:
     """Return s. dsps adapts it, and a worker keeps its lead when s shrinks: the largest s of these answers."""
-    made = parse(model)
+    made = sync_model_from(model)
     if isinstance(made, DSPS):
         values = [answer.state["staleness"] for answer in answers if isinstance(answer.state, dict)]
         assert len(values) == len(answers) and all(made.low <= value <= made.high for value in values)
@@ -359,7 +359,7 @@ def test_a_restored_clock_decides_the_same(played: list[Event], setup: tuple, mo
     other = copy.deepcopy(run)
     state = json.loads(json.dumps(run.clock.state_dict()))
     made = state["made"]
-    other.clock = Clock(parse(made["model"]), made["apply"], made["pulls"], rng=random.Random(12345))
+    other.clock = ShardClock(sync_model_from(made["model"]), made["apply"], made["pulls"], rng=random.Random(12345))
     other.clock.load_state_dict(state)
     assert other.clock.counts == run.clock.counts and other.clock.epoch == run.clock.epoch
     for event in rest:

@@ -36,7 +36,7 @@ from gossipx.checkpoint import (
 from gossipx.errors import ProtocolError, UsageError
 from gossipx.protocol.fields import kind_of
 from gossipx.protocol.server_messages import RecordRequest
-from gossipx.protocol.table_effects import ApplyBuffer, ApplyGradient, BufferGradient
+from gossipx.protocol.table_effects import ApplyBuffered, ApplyGradient, BufferGradient
 from gossipx.runtime.driver.clock import CLOSE_TIMEOUT, LimitedLog, SerialWorker
 from gossipx.server.shard import Shard
 from gossipx.tables.store import Gradient, TableStore
@@ -240,7 +240,7 @@ class ShardKeeper:
                         self._table_store.apply(gradient, scale, buffers)
                     case BufferGradient():
                         self._table_store.buffer(gradient)
-                    case ApplyBuffer(_, sums):
+                    case ApplyBuffered(_, sums):
                         self._table_store.apply_buffer(index, sums)
         last = max(journal_clocks(self._stores[index].directory.parent), default=clock)
         last = max(last, clock)

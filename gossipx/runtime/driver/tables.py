@@ -27,7 +27,7 @@ from gossipx.protocol.server_messages import (
     TablesRequest,
 )
 from gossipx.protocol.table_effects import (
-    ApplyBuffer,
+    ApplyBuffered,
     ApplyGradient,
     BufferGradient,
     DropTables,
@@ -227,7 +227,7 @@ class TableWork:
             case BufferGradient(ticket):
                 added = self.gradients.pop(ticket)
                 put(lambda: self._report_poisoned(store.buffer(added)))
-            case ApplyBuffer(shard, sums):
+            case ApplyBuffered(shard, sums):
                 put(lambda: store.apply_buffer(shard, sums))
             case FillTables(shard):
                 put(lambda: store.fill(shard))

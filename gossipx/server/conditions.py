@@ -5,13 +5,13 @@ other. A worker does iterations i = 0, 1, 2, ...: it pushes its gradient of iter
 progress i, and waits for the answer before iteration i + 1. The shard's *clock*, V_train, is the number of ticks done:
 it ticks from i to i + 1 when the push condition finds that enough living workers have pushed iteration i. A pull is
 answered at once if the pull condition allows it, otherwise it is *delayed*.
-:class:`~gossipx.server.sync_models.clock.Clock` keeps the clock. A *switch* replaces a shard's sync model during the
+:class:`~gossipx.server.shard_clock.ShardClock` keeps the clock. A *switch* replaces a shard's sync model during the
 run. A *table* is one trained parameter.
 
 References are to the papers FluentPS, Modularized Parameter Server and Hybrid Approach, listed in docs/architecture.md.
 
 A sync model is an immutable value with explicit, plain state. Built-in models are in
-:mod:`gossipx.server.sync_models.models`. For a custom one, inherit from :class:`SyncModel`, or pass two functions to
+:mod:`gossipx.server.sync_models`. For a custom one, inherit from :class:`SyncModel`, or pass two functions to
 :class:`Conditions`.
 """
 
@@ -112,7 +112,7 @@ class SyncModel(abc.ABC):
     def answers_by_condition(self) -> bool:
         """Whether a delayed pull is answered when :meth:`may_pull` allows it, not when the clock has passed its index.
 
-        For the index see ``gossipx.server.sync_models.decisions.DelayedPulls``.
+        For the index see ``gossipx.server.shard_clock.DelayedPulls``.
         """
         return False
 

@@ -1,12 +1,17 @@
 """The built-in sync models and their specs: ``ssp:staleness=3``, ``hybrid:step=5/lr``.
 
-All of them are push and pull conditions on one mechanism (FluentPS, Table III); see
-:mod:`gossipx.server.sync_models.conditions`. In the formulas, progress is the number of iterations that the pulling
-worker has done, and V_train is the shard's clock.
+All of them are push and pull conditions on one mechanism (FluentPS, Table III); see :mod:`gossipx.server.conditions`.
+In the formulas, progress is the number of iterations that the pulling worker has done, and V_train is the shard's
+clock.
+
+The threshold K of the hybrid model is a growth function of the number of gradients (Hybrid Approach, section 4). The
+paper leaves the function open ("different monotonically increasing functions can also be used", section 9) and uses the
+step function. For a custom one, inherit from :class:`Growth`.
 """
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,31 +19,141 @@ from typing import Literal, final
 
 from gossipx import specs
 from gossipx.errors import UsageError
-from gossipx.server.sync_models import growth
-from gossipx.server.sync_models.conditions import Apply, Conditions, Pull, State, SyncModel, View
-from gossipx.server.sync_models.growth import Growth
+from gossipx.server.conditions import Apply, Conditions, Pull, State, SyncModel, View
 
-__all__ = [
-    "ASP",
-    "BSP",
-    "DSPS",
-    "SSP",
-    "SYNC_MODELS",
-    "Apply",
-    "Conditions",
-    "ConstantPSSP",
-    "Drop",
-    "DynamicPSSP",
-    "Hybrid",
-    "Pull",
-    "State",
-    "SyncModel",
-    "View",
-    "application",
-    "check_workers",
-    "describe",
-    "parse",
-]
+# --- growth functions -----------------------------------------------------------------------------
+
+_OVER_RATE = "/lr"
+_MOST_DOUBLINGS = 62  # 2**62 is above any number of workers; K is never larger than that
+
+
+@dataclass(frozen=True)
+class Growth(abc.ABC):
+    """K as a function of the gradients so far. The model limits it to the number of living workers."""
+
+    @abc.abstractmethod
+    def threshold(self, gradients: int) -> int:
+        """Return K, at least 1, for the ``gradients``-th gradient (from 1, of complete pushes; see :class:`View`)."""
+
+    @property
+    def needs_rate(self) -> bool:
+        """Whether the function depends on a learning rate that is not known yet."""
+        return False
+
+    def resolved(self, learning_rate: float) -> Growth:
+        """Return the function with the learning rate inserted."""
+        return self
+
+    def describe(self) -> str:
+        """Return the function as the hybrid model's spec names it; a custom one has no spec: its class name."""
+        return type(self).__name__
+
+
+@dataclass(frozen=True)
+class _Periodic(Growth):
+    """A growth function whose K changes after every ``every`` gradients; see :class:`Step`."""
+
+    every: int | str = "5" + _OVER_RATE
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "every", _period(self._word, self.every))
+
+    @property
+    def _word(self) -> str:
+        return type(self).__name__.lower()
+
+    @property
+    def needs_rate(self) -> bool:
+        return isinstance(self.every, str)
+
+    def resolved(self, learning_rate: float) -> Growth:
+        if isinstance(self.every, int):
+            return self
+        if not 0 < learning_rate < math.inf:
+            raise ValueError(f"a step of {self.every} needs a learning rate above 0, not {learning_rate}")
+        return replace(self, every=max(1, round(float(self.every.removesuffix(_OVER_RATE)) / learning_rate)))
+
+    def describe(self) -> str:
+        return f"{self._word}={self.every}"
+
+    def _periods(self, gradients: int) -> int:
+        """Return the whole periods before the ``gradients``-th gradient: 0 for the first ``every`` gradients."""
+        if isinstance(self.every, str):
+            raise ValueError(f"a step of {self.every} is not resolved: call resolved(learning_rate) first")
+        return max(0, gradients - 1) // self.every
+
+
+@final
+class Step(_Periodic):
+    """K starts at 1 and grows by one after every ``every`` gradients: the step function of section 6.
+
+    A linear function, rounded down to whole gradients, is the same.
+
+    Attributes:
+        every: a number of gradients, or a text such as ``"5/lr"``, a multiple of the learning rate's reciprocal as in
+            the paper. Of those that it compares, 5/lr has the highest accuracy and lowest loss (Table 4).
+    """
+
+    def threshold(self, gradients: int) -> int:
+        return 1 + self._periods(gradients)
+
+
+@final
+class Double(_Periodic):
+    """K starts at 1 and doubles after every ``every`` gradients: most of the run is asynchronous, and the switch is
+    short.
+
+    Attributes:
+        every: as for :class:`Step`.
+    """
+
+    def threshold(self, gradients: int) -> int:
+        return 1 << min(self._periods(gradients), _MOST_DOUBLINGS)
+
+
+@final
+@dataclass(frozen=True)
+class Fixed(Growth):
+    """A constant K: 1 is asynchronous, the number of workers or more is synchronous."""
+
+    gradients: int
+
+    def __post_init__(self) -> None:
+        if self.gradients < 1:
+            raise ValueError("fixed must be at least 1 gradient")
+
+    def describe(self) -> str:
+        return f"fixed={self.gradients}"
+
+    def threshold(self, gradients: int) -> int:
+        return self.gradients
+
+
+def _fixed(text: str) -> Fixed:
+    """Return the constant K that a spec names; ValueError naming a valid value."""
+    if not text.isdecimal():
+        raise ValueError(f"fixed='{text}' is not a number of gradients, such as 4")
+    return Fixed(int(text))
+
+
+def _period(name: str, every: int | str) -> int | str:
+    """Return a number of gradients, or a multiple of the learning rate's reciprocal in canonical spelling."""
+    if isinstance(every, str) and every.isdecimal():
+        every = int(every)
+    if isinstance(every, int):
+        if every < 1:
+            raise ValueError(f"{name} must be at least 1 gradient")
+        return every
+    try:
+        times = float(every.removesuffix(_OVER_RATE)) if every.endswith(_OVER_RATE) else math.nan
+    except ValueError:
+        times = math.nan
+    if not 0 < times < math.inf:
+        raise ValueError(f"{name}='{every}' is neither a number of gradients (500) nor a multiple of 1/lr (5/lr)")
+    return f"{int(times) if times.is_integer() else times}{_OVER_RATE}"
+
+
+# --- sync models ----------------------------------------------------------------------------------
 
 
 @final
@@ -46,9 +161,7 @@ __all__ = [
 class BSP(SyncModel):
     """Bulk synchronous parallel: no worker continues before all have pushed. progress < V_train."""
 
-    @property
-    def default_apply(self) -> Apply:
-        return Apply.TICK
+    default_apply = Apply.TICK
 
     def may_pull(self, state: State, view: View, pull: Pull) -> bool:
         return pull.progress < view.clock
@@ -149,9 +262,7 @@ class Drop(SyncModel):
         if self.late not in ("drop", "add"):
             raise ValueError(f"late='{self.late}' is neither drop nor add")
 
-    @property
-    def default_apply(self) -> Apply:
-        return Apply.TICK
+    default_apply = Apply.TICK
 
     @property
     def drops_late(self) -> bool:
@@ -253,7 +364,7 @@ class Hybrid(SyncModel):
         at_once: whether a gradient that stays in the buffer is applied at once, too.
     """
 
-    growth: Growth = field(default_factory=growth.Step)
+    growth: Growth = field(default_factory=Step)
     wait: bool = False
     reduce: Literal["mean", "sum"] = "mean"
     at_once: bool = False
@@ -264,9 +375,7 @@ class Hybrid(SyncModel):
         if self.reduce not in ("mean", "sum"):
             raise ValueError(f"reduce='{self.reduce}' is neither mean nor sum")
 
-    @property
-    def default_apply(self) -> Apply:
-        return Apply.THRESHOLD
+    default_apply = Apply.THRESHOLD
 
     @property
     def answers_by_condition(self) -> bool:
@@ -318,16 +427,11 @@ def _hybrid(
     at_once: bool = False,
 ) -> Hybrid:
     """Build the hybrid model from a spec's keys; by default, with the paper's growth function."""
-    made: list[Growth] = []
-    if step:
-        made.append(growth.Step(step))
-    if double:
-        made.append(growth.Double(double))
-    if fixed:
-        made.append(growth.fixed(fixed))
+    given: tuple[tuple[Callable[[str], Growth], str], ...] = ((Step, step), (Double, double), (_fixed, fixed))
+    made = [make(text) for make, text in given if text]
     if len(made) > 1:
         raise ValueError("step, double and fixed are growth functions: give one of them")
-    return Hybrid(made[0] if made else growth.Step(), wait, reduce, at_once)
+    return Hybrid(made[0] if made else Step(), wait, reduce, at_once)
 
 
 SYNC_MODELS: dict[str, Callable[..., SyncModel]] = {
@@ -341,7 +445,7 @@ SYNC_MODELS: dict[str, Callable[..., SyncModel]] = {
 }
 
 
-def parse(spec: str | SyncModel) -> SyncModel:
+def sync_model_from(spec: str | SyncModel) -> SyncModel:
     """Return the sync model for ``spec``.
 
     Args:
@@ -356,13 +460,13 @@ def parse(spec: str | SyncModel) -> SyncModel:
 
 
 def check(given: str) -> None:
-    """Check one sync model, or one per shard separated by ``|``; raises UsageError as :func:`parse`."""
+    """Check one sync model, or one per shard separated by ``|``; raises UsageError as :func:`sync_model_from`."""
     for spec in given.split("|"):
-        parse(spec)
+        sync_model_from(spec)
 
 
-def describe(model: SyncModel) -> str:
-    """Return a built-in sync model as a spec that :func:`parse` reads; a custom one by its name, for messages."""
+def spec_of(model: SyncModel) -> str:
+    """Return a built-in sync model as :func:`sync_model_from` reads it; a custom one by its name, for messages."""
     if isinstance(model, Conditions):
         names = (getattr(one, "__qualname__", type(one).__name__) for one in (model.pull, model.push))
         return f"conditions {' '.join(names)}"
@@ -383,7 +487,7 @@ def check_workers(model: SyncModel, workers: int) -> None:
     """
     if isinstance(model, Drop) and model.n >= workers:
         raise UsageError(
-            f"sync model '{describe(model)}' waits for all of {workers} worker{'s' * (workers > 1)}: give bsp, or a"
+            f"sync model '{spec_of(model)}' waits for all of {workers} worker{'s' * (workers > 1)}: give bsp, or a"
             " smaller n"
         )
 
@@ -406,9 +510,9 @@ def application(model: SyncModel, apply: Apply | str | None = None) -> Apply:
         apply = words[apply]
     by_threshold = model.default_apply is Apply.THRESHOLD
     if by_threshold and apply is not Apply.THRESHOLD:
-        raise UsageError(f"sync model '{describe(model)}' applies gradients by its threshold, not '{apply.value}'")
+        raise UsageError(f"sync model '{spec_of(model)}' applies gradients by its threshold, not '{apply.value}'")
     if apply is Apply.THRESHOLD and not by_threshold:
-        raise UsageError(f"sync model '{describe(model)}' has no threshold: apply is one of push, each, tick")
+        raise UsageError(f"sync model '{spec_of(model)}' has no threshold: apply is one of push, each, tick")
     return apply
 
 
@@ -426,3 +530,32 @@ def _staleness(value: float) -> float:
     if not (value >= 0 and float(value).is_integer()):
         raise ValueError("staleness counts iterations: a whole number from 0, or inf")
     return int(value)
+
+
+# --- planned switches -----------------------------------------------------------------------------
+
+SwitchPlan = tuple[tuple[int, SyncModel], ...]
+
+
+def switch_plan_from(text: str, rate: float | None = None) -> SwitchPlan:
+    """Return the plan for ``text``; an empty text is an empty plan.
+
+    Args:
+        text: steps separated by semicolons, each a clock, = and a sync model's spec.
+        rate: the learning rate, for models that depend on it.
+
+    Raises:
+        UsageError: the text is malformed.
+    """
+    steps = []
+    for step in filter(None, (part.strip() for part in text.split(";"))):
+        clock, _, spec = step.partition("=")
+        if not clock.strip().isdecimal() or not spec:
+            raise UsageError(f"'{step}' is not a step of a plan: expected CLOCK=MODEL, such as 500=ssp:staleness=3")
+        model = sync_model_from(spec.strip())
+        if model.needs_rate and rate is not None:
+            model = model.resolved(rate)
+        steps.append((int(clock), model))
+    if [clock for clock, _ in steps] != sorted({clock for clock, _ in steps}):
+        raise UsageError(f"the clocks of the plan '{text}' are not in ascending order")
+    return tuple(steps)

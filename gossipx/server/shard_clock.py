@@ -1,13 +1,14 @@
 """One shard's clock: which worker has pushed what, which pulls wait, and what follows from each event.
 
 The clock handles no tensors. Each event returns the decisions that the shard must carry out, in order: apply the
-gradient buffer, tick, answer a pull. Sync models are described in :mod:`gossipx.server.sync_models.conditions`.
+gradient buffer, tick, answer a pull. Sync models are described in :mod:`gossipx.server.conditions`.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 import random
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
@@ -15,20 +16,99 @@ from typing import Any
 
 from gossipx import specs
 from gossipx.errors import UsageError
-from gossipx.server.sync_models.conditions import Apply, Pull, SyncModel, View
-from gossipx.server.sync_models.decisions import (
-    ApplyBuffer,
-    Counts,
-    Decision,
-    DelayedPulls,
-    Handling,
-    Part,
-    Release,
-    Tick,
-)
-from gossipx.server.sync_models.models import application, describe
+from gossipx.server.conditions import Apply, Pull, SyncModel, View
+from gossipx.server.sync_models import application, spec_of
 
-__all__ = ["ApplyBuffer", "Clock", "Counts", "Decision", "DelayedPulls", "Handling", "Part", "Release", "Tick"]
+
+class DelayedPulls(enum.Enum):
+    """The index of a delayed pull, which is answered once the clock has passed it (FluentPS, section III-C).
+
+    Attributes:
+        LAZY: its progress. The answer holds every push up to its own iteration, and the worker has lost its lead.
+        SOFT: V_train, so that it waits for one tick: the soft barrier of SSP. The worker keeps its lead.
+    """
+
+    LAZY = "lazy"
+    SOFT = "soft"
+
+
+class Handling(enum.Enum):
+    """The handling of one message of a push."""
+
+    APPLY = "apply"
+    BUFFER = "buffer"
+    DROP = "drop"
+
+
+@dataclass(frozen=True)
+class PushDecision:
+    """The decision about one message of a push.
+
+    Attributes:
+        handling: apply its gradients now, add them to the gradient buffer, or drop them.
+        scale: the factor to apply them with: 1 / N (Algorithm 1, line 15) or 1.
+        buffers: whether gradients that are applied now are added to the buffer, too.
+    """
+
+    handling: Handling
+    scale: float = 1.0
+    buffers: bool = False
+
+
+@dataclass(frozen=True)
+class BufferDue:
+    """Do one optimizer step with the mean of the gradient buffer, and empty it.
+
+    Attributes:
+        count: the number of complete pushes in the buffer, at least 1: the divisor of the sum. If a step cuts a push of
+            several messages in two, some tables hold one push more or less than that; for the exact mean, a shard
+            counts the gradients that it adds to each table.
+        sums: use the sum in place of the mean.
+    """
+
+    count: int
+    sums: bool = False
+
+
+@dataclass(frozen=True)
+class Tick:
+    """The clock has advanced to ``clock``."""
+
+    clock: int
+
+
+@dataclass(frozen=True)
+class Release:
+    """Answer the pull with this ``key``."""
+
+    key: Hashable
+
+
+Decision = BufferDue | Tick | Release
+
+
+@dataclass
+class Counts:
+    """Counts of events so far.
+
+    Attributes:
+        pulls: pulls received.
+        delayed: pulls that had to wait (DPRs).
+        late: pushes dropped because they were late.
+        gradients: complete pushes that were not dropped.
+        applied: those that are not in the gradient buffer any more.
+        steps: optimizer steps, if one push counts as one step where it is applied in several messages.
+        staleness: the sum over ``applied`` of the steps between the pull that the gradient was computed with and the
+            step that applies it.
+    """
+
+    pulls: int = 0
+    delayed: int = 0
+    late: int = 0
+    gradients: int = 0
+    applied: int = 0
+    steps: int = 0
+    staleness: int = 0
 
 
 @dataclass
@@ -69,7 +149,7 @@ class _Delayed:
     index: int
 
 
-class Clock:
+class ShardClock:
     """The bookkeeping of one shard (FluentPS, Algorithm 1).
 
     After every change of clock, membership or sync model all delayed pulls are looked at again. Events of a worker that
@@ -77,7 +157,7 @@ class Clock:
     Progress may jump ahead: a late worker continues at the clock.
 
     Args:
-        model: see :mod:`gossipx.server.sync_models.models`; a model in terms of the learning rate must be resolved.
+        model: see :mod:`gossipx.server.sync_models`; a model in terms of the learning rate must be resolved.
         apply: how gradients are applied; None: the model's default.
         pulls: the index of delayed pulls, ``lazy`` or ``soft``. Lazy as in Algorithm 1: fewer pulls have to wait.
         workers: the ranks present at the start.
@@ -108,12 +188,12 @@ class Clock:
         self._delayed: list[_Delayed] = []  # in order of arrival
         self._holds_any = False  # whether the gradient buffer holds anything, even a part of a push
         self._reads: list[int] = []  # of complete pushes in it, also of workers that are gone: see _Worker.read
-        self._pulls = _mode(pulls)
+        self._pulls = _delayed_pulls(pulls)
         self._install(model, apply)
 
     def _install(self, model: SyncModel, apply: Apply | str | None) -> None:
         if model.needs_rate:
-            raise UsageError(f"sync model '{describe(model)}' needs the learning rate: call resolved(learning_rate)")
+            raise UsageError(f"sync model '{spec_of(model)}' needs the learning rate: call resolved(learning_rate)")
         self._apply = application(model, apply)
         self._model = model
         self._state = model.init()
@@ -203,18 +283,18 @@ class Clock:
 
     # --- pushes and pulls -------------------------------------------------------------------------
 
-    def push_part(self, worker: int, progress: int) -> Part:
+    def push_part(self, worker: int, progress: int) -> PushDecision:
         """Decide what to do with one message of the worker's push of iteration ``progress``; called as each arrives."""
         one = self._known(worker)
         if progress <= one.progress:
-            return Part(Handling.DROP)  # already counted
+            return PushDecision(Handling.DROP)  # already counted
         self._note_push(one, progress)
         if one.dropped:
-            return Part(Handling.DROP)
+            return PushDecision(Handling.DROP)
         if self._apply.buffers:
             one.partly = self._holds_any = True
-            return Part(Handling.APPLY, buffers=True) if one.alone else Part(Handling.BUFFER)
-        return Part(Handling.APPLY, 1 / len(self._workers) if self._apply is Apply.PUSH else 1.0)
+            return PushDecision(Handling.APPLY, buffers=True) if one.alone else PushDecision(Handling.BUFFER)
+        return PushDecision(Handling.APPLY, 1 / len(self._workers) if self._apply is Apply.PUSH else 1.0)
 
     def pushed(self, worker: int, progress: int) -> list[Decision]:
         """Complete the worker's push of iteration ``progress``, all of whose messages have been handled."""
@@ -311,7 +391,7 @@ class Clock:
         Raises:
             UsageError: as the constructor; nothing has changed.
         """
-        mode = self._pulls if pulls is None else _mode(pulls)
+        mode = self._pulls if pulls is None else _delayed_pulls(pulls)
         self._install(model, apply)
         self._pulls = mode
         self.epoch += 1
@@ -387,13 +467,13 @@ class Clock:
         applied = not self._workers[pull.worker].waiting
         return self._model.may_pull(self._state, view, dataclasses.replace(pull, applied=applied))
 
-    def _empty_buffer(self) -> ApplyBuffer:
+    def _empty_buffer(self) -> BufferDue:
         count = max(1, len(self._reads))
         self._count_step(self._reads)
         self._reads, self._holds_any = [], False
         for one in self._workers.values():
             one.waiting, one.partly = 0, False
-        return ApplyBuffer(count, self._model.sums)
+        return BufferDue(count, self._model.sums)
 
     def _count_step(self, reads: list[int]) -> None:
         """Count an optimizer step with these gradients; ``reads``: see :class:`_Worker`."""
@@ -445,10 +525,10 @@ class Clock:
     @property
     def settings(self) -> dict[str, str]:
         """The sync model, the apply mode and the pull mode, as words."""
-        return {"model": describe(self._model), "apply": self._apply.value, "pulls": self._pulls.value}
+        return {"model": spec_of(self._model), "apply": self._apply.value, "pulls": self._pulls.value}
 
 
-def _mode(pulls: DelayedPulls | str) -> DelayedPulls:
+def _delayed_pulls(pulls: DelayedPulls | str) -> DelayedPulls:
     if isinstance(pulls, str):
         words = {one.value: one for one in DelayedPulls}
         specs.known_word("way to answer pulls", pulls, words)
