@@ -14,7 +14,7 @@ from gossipx.protocol.server_messages import GradientRequest, TablesReply
 from gossipx.protocol.table_effects import RequestedBucket
 from gossipx.server import placement
 from gossipx.server.placement import Bucket, Partition, Placement, Table, cut_into_buckets
-from gossipx.tables.client import Client
+from gossipx.tables.client import TableClient
 from gossipx.tables.coding import Coding
 from gossipx.tables.parts import ApplyBuffer, ServerStorage, Storages, TransmitBuffer, raw
 from gossipx.tables.shard import ShardStore
@@ -43,7 +43,7 @@ class Side:
     whole: list[tuple[int, int]] = field(default_factory=list)
 
     @property
-    def client(self) -> Client:
+    def client(self) -> TableClient:
         return self.table_store.client
 
     def update(self, gradients: Sequence[Tensor | None]) -> None:
@@ -81,7 +81,7 @@ class Side:
             given = self.table_store.encode(RequestedBucket(*place, base=self.client.base(place)))
             sink = self.client.sink(place)
             sink.fit(TablesReply(0, given.parts, base=given.base)).take(0, memoryview(bytearray(given.source.view)))
-            self.table_store.release(place[0], given)
+            given.release()
             self.client.fetched(place, sink)
         assert self.client.ready()
         self.client.apply()
@@ -109,7 +109,7 @@ def side(
     stores = {
         shard: ShardStore(held, cut[shard], made, numbers, step, storages, coding) for shard, held in enumerate(placed)
     }
-    client = Client(made, placed, cut, storages, coding)
+    client = TableClient(made, placed, cut, storages, coding)
     return Side(made, step, placed, cut, TableStore(client, stores, made, step), stores)
 
 

@@ -24,12 +24,11 @@ from gossipx.server.sync_models import spec_of, switch_plan_from
 from gossipx.settings.interval import CheckpointInterval
 from gossipx.settings.modes import Server
 from gossipx.settings.sections import RunConfig
-from gossipx.tables.client import Client
+from gossipx.tables.client import TableClient
 from gossipx.tables.coding import Coding
-from gossipx.tables.migration import TableMigrator
 from gossipx.tables.parts import Storages
 from gossipx.tables.shard import ShardStore
-from gossipx.tables.store import TableStore
+from gossipx.tables.store import TableMigrator, TableStore
 
 log = logging.getLogger("gossipx")
 
@@ -128,10 +127,9 @@ def serve(
 
     here = [index for index, ranks in enumerate(plan.holders) if rank in ranks]
     stores = {index: store_of(layout.placed[index], layout.cut[index]) for index in here}
-    client = Client(parameters, layout.placed, layout.cut, own.storages, coding)
+    client = TableClient(parameters, layout.placed, layout.cut, own.storages, coding)
     table_store = TableStore(client, stores, parameters, optimizer, places or max(8, 2 * len(names)))
     table_store.migrator = TableMigrator(rank, layouts, layout, store_of)
-    table_store.make = lambda index: store_of(layout.placed[index], layout.cut[index])
     return Served(plan, tables, table_store, _alike(given, ranks, own), _describe_sync(given, own))
 
 

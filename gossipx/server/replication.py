@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
+
 from gossipx.peer.exchange import PeerContext
 from gossipx.peer.membership import FIRST_BACKOFF, LONGEST_BACKOFF
 from gossipx.protocol.effects import Answer, Effect, Forget, Keep, Note, SetTimer
@@ -96,7 +98,7 @@ class Standby(Records):
                 break
             if number in under_way:
                 continue
-            request = dataclasses.replace(record, patience=patience)
+            request = msgspec.structs.replace(record, patience=patience)
             send = self._replies.send(self.rank, request, now, now + patience, self._answered)
             self._open[send.ticket] = number
             effects += [send] if shared_ticket is None else [Share(shared_ticket, send.ticket), send]

@@ -3,6 +3,8 @@
 A table's elements may be spread over several shards, and each shard groups its partitions into buckets, which travel
 one per message. This module maps tables to buckets, collects gradients until a bucket is complete, and lets the
 training thread wait for the buckets of the tables that it uses next.
+
+A sink checks the header of a reply, provides the buffer that the payload is received into, and decodes it afterwards.
 """
 
 from __future__ import annotations
@@ -17,15 +19,212 @@ import msgspec
 import torch
 from torch import Tensor
 
-from gossipx.errors import UsageError
-from gossipx.memory import Memory, Source
+from gossipx.codecs import Tensors
+from gossipx.codecs.base import read_into
+from gossipx.codecs.changes import FULL, checksum
+from gossipx.errors import ProtocolError, UsageError
+from gossipx.memory import Memory, Source, copy
 from gossipx.model.pool import typed
 from gossipx.protocol.fields import Parts, Setting
-from gossipx.protocol.server_messages import MEASURED, TablesRequest
+from gossipx.protocol.messages import CarryingReply
+from gossipx.protocol.server_messages import MEASURED, TablesReply, TablesRequest
 from gossipx.server.placement import Bucket, Partition
-from gossipx.tables.bucket_memory import BucketMemory, ChangeSink, Settings, TablesSink
 from gossipx.tables.coding import Coding, PushEncoder, Redistribution, warn_error_lost
 from gossipx.tables.parts import ApplyBuffer, ClientTable, Replaceable, Storages, TransmitBuffer, load_states, states_of
+from gossipx.wire import Bytes, Sink
+
+Settings = tuple[dict[str, Setting], ...]
+"""The numeric hyperparameters of an optimizer's parameter groups, one dict per group."""
+
+
+@dataclass
+class BucketMemory:
+    """One bucket's send and receive memory, with the buffers that lie in it.
+
+    Attributes:
+        missing: tables that have not yet produced this iteration's gradient.
+        push_encoder: encodes pushes; None without a push codec.
+        tensors: the shapes that the pull codec sees; None without a pull codec.
+        max_bytes: the largest size of an encoded change, in bytes.
+        base: the checksum of the values in ``apply``; FULL: no server has sent any.
+        is_new: the latest complete gradients have not been encoded yet.
+        encoded: the latest gradients as they are sent; None: not encoded yet.
+        settings: the optimizer's hyperparameters when these gradients were computed.
+    """
+
+    partitions: list[Partition]
+    transmit: Memory
+    apply: Memory
+    senders: list[TransmitBuffer]
+    receivers: list[ApplyBuffer]
+    missing: set[int]
+    push_encoder: PushEncoder | None = None
+    tensors: Tensors | None = None
+    max_bytes: int = 0
+    base: int = FULL
+    is_new: bool = False
+    encoded: tuple[Parts, Source] | None = None
+    settings: Settings = ()
+
+
+class ReplySink:
+    """Receives the payload of a reply about tables into one buffer, by default an empty one.
+
+    A :class:`gossipx.wire.SinkFactory`.
+
+    Attributes:
+        content: the buffer.
+    """
+
+    nbytes = 0
+
+    def __init__(self) -> None:
+        self.content = memoryview(bytearray())
+
+    def buffer_for(self, reply: CarryingReply) -> memoryview:
+        """Return the buffer for the payload of ``reply``; raises as :meth:`fit`."""
+        return self.content
+
+    def fit(self, reply: CarryingReply) -> Sink:
+        """Return the sink for the payload of ``reply``; raises ProtocolError if the reply does not fit the request."""
+        self.content = self.buffer_for(reply)
+        return Bytes(self.content)
+
+
+class SizedSink(ReplySink):
+    """Receives a payload of the size that its reply names into new memory.
+
+    Args:
+        wanted: what was requested, for messages.
+        max_bytes: the largest accepted size in bytes.
+        size_of: returns the size that a reply names; None: the reply is of another type.
+    """
+
+    def __init__(self, wanted: str, max_bytes: int, size_of: Callable[[CarryingReply], int | None]):
+        super().__init__()
+        self._wanted, self._max_bytes, self._size_of = wanted, max_bytes, size_of
+
+    def buffer_for(self, reply: CarryingReply) -> memoryview:
+        size = self._size_of(reply)
+        if size is None or size > self._max_bytes:
+            raise ProtocolError(f"the reply does not hold {self._wanted}")
+        return memoryview(bytearray(size))
+
+
+class TablesSink(ReplySink):
+    """Receives one bucket without a pull codec.
+
+    Args:
+        bucket_memory: the bucket's memory.
+        is_raw: whether the payload is the values' memory layout, so that nothing has to be decoded.
+    """
+
+    def __init__(self, bucket_memory: BucketMemory, is_raw: bool):
+        super().__init__()
+        self._bucket_memory = bucket_memory
+        self._raw = is_raw
+        self._parts: Parts = ()
+
+    def buffer_for(self, reply: CarryingReply) -> memoryview:
+        receivers = self._bucket_memory.receivers
+        self._parts = _parts_of(reply, len(receivers))
+        check_sizes(self._parts, [one.data.numel() * one.data.element_size() for one in receivers], self._raw)
+        if self._raw:
+            return self._bucket_memory.apply.view
+        return memoryview(bytearray(sum(size for _, size in self._parts)))
+
+    def read(self) -> None:
+        """Accept the received payload; it is checked when it is decoded."""
+
+    def decode(self) -> None:
+        """Decode the payload into the apply buffers."""
+        start = 0
+        for receiver, (_, size) in zip(self._bucket_memory.receivers, self._parts, strict=True):
+            if not self._raw:
+                receiver.decode(self.content[start : start + size])
+            start += size
+
+
+class ChangeSink(ReplySink):
+    """Receives one bucket with a pull codec, as values or as a change of the values that are held here.
+
+    Args:
+        bucket_memory: the bucket's memory.
+        tensors: the shapes of the tensors in it.
+    """
+
+    def __init__(self, bucket_memory: BucketMemory, tensors: Tensors):
+        super().__init__()
+        self._bucket_memory = bucket_memory
+        self._tensors = tensors
+        self._values = typed(bucket_memory.apply.view, tensors.dtype)
+        self._base = FULL
+        self._add: Callable[[bool], None] | None = None
+
+    def buffer_for(self, reply: CarryingReply) -> memoryview:
+        ((_, size),) = _parts_of(reply, 1)
+        assert isinstance(reply, TablesReply)
+        nbytes = self._bucket_memory.apply.view.nbytes
+        if size > self._bucket_memory.max_bytes if reply.base else size != nbytes:
+            raise ProtocolError(f"{size} bytes for a bucket of {nbytes}")
+        if reply.base not in (FULL, self._bucket_memory.base):
+            raise ProtocolError("the reply is a change of values that this peer does not have")
+        self._base = reply.base
+        return memoryview(bytearray(size))
+
+    def read(self) -> None:
+        """Parse a received change before anything relies on it.
+
+        Raises:
+            ProtocolError: it is malformed. The next pull then requests the full values.
+        """
+        if self._base == FULL:
+            return
+        try:
+            self._add = read_into(self.content, self._values, tensors=self._tensors)
+        except ProtocolError:
+            self._bucket_memory.base = FULL
+            raise
+
+    def decode(self) -> None:
+        """Apply the payload to the values, unless they have changed since the request, as a duplicate reply would find
+        them.
+        """
+        if self._base not in (FULL, self._bucket_memory.base):
+            return
+        if self._base == FULL:
+            copy(self.content, self._bucket_memory.apply.view)
+        else:
+            if self._add is None:
+                self.read()
+            assert self._add is not None
+            self._add(True)
+        self._bucket_memory.base = checksum(self._values)
+
+
+def _parts_of(reply: CarryingReply, number: int) -> Parts:
+    """Return the parts of a reply about ``number`` tables; ProtocolError if it is about others."""
+    if not isinstance(reply, TablesReply) or [part for part, _ in reply.parts] != [*range(number)]:
+        raise ProtocolError("the reply holds tables that were not requested")
+    return reply.parts
+
+
+MOST_ENCODED = 4
+"""The largest size of an encoded partition, as a multiple of its raw size. It covers a custom encoder's worst case (an
+index and a value per element) and limits what a peer can make this one allocate.
+"""
+
+
+def check_sizes(parts: Parts, sizes: Sequence[int], is_raw: bool) -> None:
+    """Check the sizes of received partitions against the expected ``sizes`` in bytes.
+
+    Raises:
+        ProtocolError: naming the first that does not fit.
+    """
+    for (number, size), expected in zip(parts, sizes, strict=True):
+        if size != expected if is_raw else size > MOST_ENCODED * expected + 64:
+            raise ProtocolError(f"{size} bytes for partition {number} of {expected} bytes")
+
 
 Where = tuple[int, int]
 """A bucket's address: shard and bucket number."""
@@ -48,7 +247,7 @@ class _Table:
     updated: bool = False
 
 
-class Client:
+class TableClient:
     """All tables of one worker.
 
     The training thread stores gradients and applies values; other threads send and receive.

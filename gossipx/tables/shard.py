@@ -1,31 +1,38 @@
-"""The tensors of one shard on its server: values, optimizer and gradient buffer.
+"""The tensors of one shard on its server: values, optimizer and gradient buffer; and pieces of them that move.
 
-The role decides when gradients are applied; this module carries it out. Only :meth:`ShardStore.release` is thread-safe;
-everything else is called by one thread at a time, in the order of the decisions.
+The role decides when gradients are applied; this module carries it out. Only :class:`Shared` is thread-safe; everything
+else is called by one thread at a time, in the order of the decisions.
+
+When servers are added or removed, parts of tables move to another peer with their values, optimizer state and buffered
+gradients. The format is the length of a header, the header as JSON, and the columns that it names, one after the other.
+Nothing in it is evaluated, and the receiver checks it against what it requested.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+import struct
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from gossipx.codecs import decode_into
 from gossipx.codecs.changes import FULL, Changes
-from gossipx.errors import ProtocolError, UsageError
-from gossipx.memory import Memory, Source, copy
+from gossipx.errors import MALFORMED, ProtocolError, UsageError
+from gossipx.memory import Memory, Source, SpareMemory, copy
 from gossipx.model import kernels
 from gossipx.model.pool import typed
 from gossipx.protocol.fields import Parts, Setting
-from gossipx.protocol.server_messages import GradientRequest, RecordRequest
-from gossipx.server.placement import Bucket, Partition
-from gossipx.tables.bucket_memory import check_sizes
+from gossipx.protocol.messages import CarryingReply
+from gossipx.protocol.server_messages import GradientRequest, RecordRequest, TablesReply
+from gossipx.server.placement import Bucket, Layout, Partition, common_pieces
+from gossipx.tables.client import Settings, SizedSink, check_sizes
 from gossipx.tables.coding import Coding
-from gossipx.tables.parts import Replaceable, Storages, load_states, states_of
+from gossipx.tables.parts import Replaceable, Storages, load_states, raw, states_of
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -43,21 +50,56 @@ ELEMENTWISE = (
 """Optimizers that treat every element independently, so parts of a tensor, or several tensors, can be passed as one."""
 
 
-class EncodedBucket:
-    """One version of a bucket as it is sent; reference-counted, since several replies share it.
+T = TypeVar("T", bound="Shared")
+
+
+class Shared:
+    """A reference-counted resource. Thread-safe.
+
+    Args:
+        free: called after the last release.
+    """
+
+    def __init__(self, free: Callable[[], None]):
+        self._free = free
+        self._references = 1
+        self._counting = threading.Lock()
+
+    def hold(self: T) -> T:
+        """Acquire another reference, to be released as well. Return self."""
+        with self._counting:
+            self._references += 1
+        return self
+
+    def release(self) -> None:
+        """Drop a reference."""
+        with self._counting:
+            self._references -= 1
+            if self._references:
+                return
+        self._free()
+
+
+class EncodedBucket(Shared):
+    """One version of a bucket as it is sent, which several replies share. The bucket itself holds the latest version.
 
     Attributes:
         version: the bucket's version.
         parts: the sizes of its partitions.
         source: its bytes.
-        memory: the buffer to reuse after the last release; None: ``source`` owns its memory.
         base: checksum of the values to which this change must be added; FULL: it holds full values.
-        references: the reference count; the bucket itself holds a reference to its latest version.
     """
 
-    def __init__(self, version: int, parts: Parts, source: Source, memory: Memory | None, base: int = FULL):
-        self.version, self.parts, self.source, self.memory, self.base = version, parts, source, memory, base
-        self.references = 1
+    def __init__(
+        self,
+        version: int,
+        parts: Parts,
+        source: Source,
+        base: int = FULL,
+        free: Callable[[], None] = lambda: None,
+    ):
+        super().__init__(free)
+        self.version, self.parts, self.source, self.base = version, parts, source, base
 
 
 class BucketTables:
@@ -151,8 +193,7 @@ class ShardStore:
     ):
         self._storages = storages
         self._coding = coding or Coding()
-        self._lock = threading.Lock()
-        self._free: dict[int, list[Memory]] = {}
+        self._spare = SpareMemory()
         self.buckets = [
             BucketTables(part, parameters[part[0].table].dtype, storages, self._coding)
             for part in (partitions[bucket.first : bucket.stop] for bucket in buckets)
@@ -303,7 +344,7 @@ class ShardStore:
         return bucket.max_bytes or self.push_size(request)
 
     def encode(self, number: int, worker: int = 0, base: int = FULL) -> EncodedBucket:
-        """Return the bucket's current version as it is sent: unchanged until :meth:`release`, encoded once per version.
+        """Return the bucket's current version as it is sent: unchanged until it is released, encoded once per version.
 
         Args:
             worker: with a pull codec, the rank that receives it.
@@ -315,37 +356,26 @@ class ShardStore:
             change = bucket.changes.frame(worker, base, bucket.version, bucket.served)
             if change is not None:
                 size = change.source.view.nbytes
-                return EncodedBucket(bucket.version, ((0, size),), change.source, None, base)
+                return EncodedBucket(bucket.version, ((0, size),), change.source, base)
         latest = bucket.latest
         if latest is None or latest.version != bucket.version:
             if latest is not None:
-                self.release(latest)
+                latest.release()
             latest = bucket.latest = self._encoded(bucket)
-        with self._lock:
-            latest.references += 1
-        return latest
+        return latest.hold()
 
     def _encoded(self, bucket: BucketTables) -> EncodedBucket:
         bucket.round()
         if not self._storages.raw_pulls:
             encoded = [memoryview(table.get()).cast("B") for table in bucket.tables]
             parts = tuple(enumerate(map(len, encoded)))
-            return EncodedBucket(bucket.version, parts, Source(memoryview(bytearray().join(encoded))), None)
+            return EncodedBucket(bucket.version, parts, Source(memoryview(bytearray().join(encoded))))
         size = sum(bucket.sizes)
-        with self._lock:
-            free = self._free.get(size)
-            memory = free.pop() if free else Memory(size)
+        memory = self._spare.take(size)
         copy(bucket.memory.view, memory.view)
         source = Source(memory.view, memory.descriptor)
         parts = tuple(enumerate(bucket.sizes)) if bucket.changes is None else ((0, size),)
-        return EncodedBucket(bucket.version, parts, source, memory)
-
-    def release(self, encoded: EncodedBucket) -> None:
-        """Drop a reference to an encoded bucket. May be called from any thread."""
-        with self._lock:
-            encoded.references -= 1
-            if not encoded.references and encoded.memory is not None:
-                self._free.setdefault(encoded.memory.view.nbytes, []).append(encoded.memory)
+        return EncodedBucket(bucket.version, parts, source, free=lambda: self._spare.give(memory))
 
     # --- checkpoints ------------------------------------------------------------------------------
 
@@ -395,3 +425,195 @@ class ShardStore:
 def _is_plain(value: object) -> bool:
     items = value if isinstance(value, tuple) else (value,)
     return all(isinstance(item, bool | int | float | str | None) for item in items)
+
+
+# --- pieces that move to another server -----------------------------------------------------------
+
+VALUES, BUFFER = "values", "buffer"
+"""The columns that do not belong to the optimizer: values, and the gradient buffer if gradients are buffered."""
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
+}
+LENGTH = struct.Struct("<Q")
+HEADER, RECORD = 2**20, 2**12
+"""The largest size of a header in bytes: for the hyperparameters, and per piece."""
+MOST_BYTES = 256
+"""Maximum number of bytes per element: 16 columns of 16 bytes, twice as many as any optimizer of PyTorch keeps."""
+
+
+def _elements_of(pieces: Sequence[Partition]) -> int:
+    return sum(one.stop - one.start for one in pieces)
+
+
+def pack_pieces(store: ShardStore, pieces: Sequence[Partition], settings: Settings, progress: int) -> bytearray:
+    """Return all state of these pieces that lies in ``store``, as bytes.
+
+    Args:
+        settings: the optimizer's hyperparameters.
+        progress: the iteration that they are from.
+
+    Raises:
+        UsageError: the optimizer keeps state that does not belong to single elements.
+    """
+    records: list[dict[str, Any]] = []
+    columns: list[memoryview] = []
+    for part, bucket, place in _held_parts(store, pieces):
+        record, tensors = _piece_record(store, bucket, place)
+        records.append({"at": [part.table, part.start, part.stop], **record})
+        columns += [raw(tensor.contiguous()) for tensor in tensors]
+    header = json.dumps({"settings": settings, "progress": progress, "pieces": records}).encode("ascii")
+    content = bytearray(LENGTH.pack(len(header)) + header)
+    for column in columns:
+        content += column
+    return content
+
+
+def _held_parts(store: ShardStore, pieces: Sequence[Partition]) -> Iterator[tuple[Partition, BucketTables, slice]]:
+    """Yield the parts of ``pieces`` held by ``store``, each with its bucket and its range of the bucket's values."""
+    wanted: dict[int, list[Partition]] = {}
+    for piece in pieces:
+        wanted.setdefault(piece.table, []).append(piece)
+    for bucket in store.buckets:
+        for partition, place in zip(bucket.partitions, bucket.ranges, strict=True):
+            for part in common_pieces([partition], wanted.get(partition.table, [])):
+                first = place.start + part.start - partition.start
+                yield part, bucket, slice(first, first + part.stop - part.start)
+
+
+def _piece_record(store: ShardStore, bucket: BucketTables, place: slice) -> tuple[dict[str, Any], list[Tensor]]:
+    """Return a piece's entry in the header, and its columns."""
+    names, tensors, numbers = [VALUES], [bucket.values[place]], {}
+    if bucket.count:
+        assert bucket.buffer is not None
+        names.append(BUFFER)
+        tensors.append(bucket.buffer[place])
+    for within, slab, state in _optimizer_ranges(store, bucket, place):
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == slab.shape:
+                names.append(name)
+                tensors.append(value.reshape(-1)[within])
+            elif isinstance(value, Tensor) and value.numel() == 1:
+                numbers[name] = [_dtype_name(value.dtype), float(value)]
+            elif isinstance(value, int | float | None):
+                numbers[name] = ["", value]
+            else:
+                raise UsageError(
+                    f"the optimizer's state '{name}' is not per element, so it cannot be moved to another server"
+                )
+    columns = [[name, _dtype_name(tensor.dtype)] for name, tensor in zip(names, tensors, strict=True)]
+    return {"columns": columns, "numbers": numbers, "count": bucket.count}, tensors
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UsageError(f"tensors of dtype {name} cannot be moved to another server")
+    return name
+
+
+def _optimizer_ranges(
+    store: ShardStore, bucket: BucketTables, place: slice
+) -> Iterator[tuple[slice, Tensor, dict[str, Any]]]:
+    """Yield a piece's range in an optimizer tensor, that tensor, and its optimizer state; nothing if not trained."""
+    for span, slab in bucket.slabs:
+        if store.optimizer is not None and span.start <= place.start < place.stop <= span.stop:
+            yield slice(place.start - span.start, place.stop - span.start), slab, store.optimizer.state[slab]
+
+
+class NextTables:
+    """Tables of the next layout, while they are being filled.
+
+    Args:
+        stores: by shard.
+
+    Attributes:
+        settings: the optimizer's hyperparameters, from the piece with the highest progress.
+        progress: that progress; -1: no piece has been filled in.
+        problem: why they cannot be served, in one line; empty: no problem so far.
+    """
+
+    def __init__(self, stores: Mapping[int, ShardStore]):
+        self.stores = stores
+        self.settings: Settings = ()
+        self.progress = -1
+        self.problem = ""
+        self._missing = sum(len(bucket.values) for store in stores.values() for bucket in store.buckets)
+        self._waiting: list[tuple[BucketTables, slice, int]] = []  # pieces with buffered gradients, and how many
+
+    def take(self, content: memoryview, pieces: Sequence[Partition]) -> None:
+        """Fill in the bytes that :func:`pack_pieces` made of these pieces.
+
+        Raises:
+            ProtocolError: the bytes are malformed, or hold other pieces.
+        """
+        try:
+            (length,) = LENGTH.unpack_from(content)
+            start = LENGTH.size + length
+            header = json.loads(bytes(content[LENGTH.size : start]))
+            received = [Partition(*map(int, record["at"])) for record in header["pieces"]]
+            if not _elements_of(received) == _elements_of(pieces) == _elements_of(common_pieces(received, pieces)):
+                raise ProtocolError("the reply holds other ranges than were requested")
+            for at, record in zip(received, header["pieces"], strict=True):
+                start = self._take(content, start, at, record)
+            if start != len(content):
+                raise ProtocolError(f"{len(content)} bytes of ranges instead of {start}")
+            if header["progress"] > self.progress:
+                self.settings, self.progress = tuple(header["settings"]), header["progress"]
+        except (*MALFORMED, struct.error) as error:
+            raise ProtocolError(f"the ranges in the reply are malformed: {error}") from error
+
+    def _take(self, content: memoryview, start: int, at: Partition, record: dict[str, Any]) -> int:
+        """Fill in the piece whose columns begin at ``start`` of the content. Return where they end."""
+        columns: dict[str, Tensor] = {}
+        size = at.stop - at.start
+        for name, dtype in record["columns"]:
+            stop = start + size * DTYPES[dtype].itemsize
+            owned = bytearray(stop - start)
+            copy(content[start:stop], memoryview(owned))
+            columns[name] = typed(memoryview(owned), DTYPES[dtype])
+            start = stop
+        values, buffer = columns.pop(VALUES), columns.pop(BUFFER, None)
+        for store in self.stores.values():
+            for part, bucket, place in _held_parts(store, [at]):
+                within = slice(part.start - at.start, part.stop - at.start)
+                bucket.values[place] = values[within]
+                bucket.version += 1
+                self._missing -= part.stop - part.start
+                if buffer is not None:
+                    bucket.gradient_buffer()[place] = buffer[within]
+                    self._waiting.append((bucket, place, record["count"]))
+                for inside, slab, state in _optimizer_ranges(store, bucket, place):
+                    for name, column in columns.items():
+                        like = state.setdefault(name, torch.zeros(slab.shape, dtype=column.dtype))
+                        like.view(-1)[inside] = column[within]
+                    for name, (kind, number) in record["numbers"].items():
+                        # They are the same in all pieces, unless a worker died in the middle of a push.
+                        state.setdefault(name, torch.tensor(number, dtype=DTYPES[kind]) if kind else number)
+        return start
+
+    def finish(self) -> None:
+        """Check that all pieces have arrived, and make the buffered gradient counts of each bucket equal.
+
+        If a worker died in the middle of a push, some pieces hold one gradient more than others. Their sums are scaled
+        so that the mean of each piece stays the same.
+        """
+        if self._missing and not self.problem:
+            self.problem = f"{self._missing} values have not arrived"
+        for bucket, _, count in self._waiting:
+            bucket.count = max(bucket.count, count)
+        for bucket, place, count in self._waiting:
+            if count != bucket.count:
+                bucket.gradient_buffer()[place].mul_(bucket.count / count)
+        self._waiting.clear()
+
+
+def ranges_sink(layout: Layout) -> SizedSink:
+    """Return a sink for pieces that move to this peer; it limits what another peer can make us allocate."""
+    partitions = [one for placed in layout.placed for one in placed]
+    most = HEADER + RECORD * (1 + 2 * len(partitions)) + MOST_BYTES * _elements_of(partitions)
+    return SizedSink("the requested ranges", most, _size_of_ranges)
+
+
+def _size_of_ranges(reply: CarryingReply) -> int | None:
+    return reply.parts[0][1] if isinstance(reply, TablesReply) and len(reply.parts) == 1 else None

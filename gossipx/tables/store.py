@@ -5,7 +5,6 @@ The drivers carry out the role's decisions about tables through this class.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import threading
@@ -18,22 +17,20 @@ from torch import Tensor
 
 from gossipx.checkpoint import from_bytes, to_bytes
 from gossipx.errors import MALFORMED, GossipxError, ProtocolError, UsageError
-from gossipx.memory import PIECE, Memory, Source
+from gossipx.memory import PIECE, Source, SpareMemory
 from gossipx.model import kernels
 from gossipx.protocol.fields import MAX_SETTING, Setting
-from gossipx.protocol.messages import CarryingReply
 from gossipx.protocol.server_messages import CopyReply, GradientRequest, RecordRequest
 from gossipx.protocol.table_effects import Pieces, RequestedBucket
-from gossipx.server.placement import Partition
-from gossipx.tables.bucket_memory import Settings, Whole
-from gossipx.tables.client import Client
-from gossipx.tables.migration import Prepared, RangesSink, TableMigrator, pack
-from gossipx.tables.shard import EncodedBucket, ShardStore
+from gossipx.server.placement import Bucket, Layout, Layouts, Partition, common_pieces
+from gossipx.tables.client import Settings, SizedSink, TableClient
+from gossipx.tables.shard import EncodedBucket, NextTables, ShardStore, Shared, pack_pieces, ranges_sink
+from gossipx.wire import Bytes
 
 
-class Gradient:
+class Gradient(Bytes, Shared):
     """A received gradient of one bucket, reference-counted; a :class:`gossipx.wire.UploadSink` while it is being
-    received.
+    received, which is decoded once it is complete.
 
     Attributes:
         request: the push, or the record of one, that brought it.
@@ -48,62 +45,18 @@ class Gradient:
         request: GradientRequest | RecordRequest,
         view: memoryview,
         descriptor: int | None = None,
-        leave: Callable[[], None] = lambda: None,
+        free: Callable[[], None] = lambda: None,
     ):
+        Bytes.__init__(self, view)
+        Shared.__init__(self, free)
         self.request = request
-        self.view = view
-        self.nbytes = view.nbytes
-        self._descriptor = descriptor
-        self._leave = leave
-        self._references = 1
-        self._lock = threading.Lock()
-
-    @property
-    def source(self) -> Source:
-        """Its bytes, to be forwarded."""
-        return Source(self.view, self._descriptor)
-
-    def hold(self) -> Gradient:
-        """Acquire another reference, to be released as well. Return self."""
-        with self._lock:
-            self._references += 1
-        return self
-
-    def buffer_at(self, start: int) -> memoryview:
-        """Return the buffer for the bytes from ``start`` on."""
-        return self.view[start:]
-
-    def filled(self, start: int) -> None:
-        """Do nothing yet: the gradient is decoded once it is complete."""
-
-    def take(self, start: int, view: memoryview) -> None:
-        """Copy received bytes into the buffer."""
-        self.view[start : start + len(view)] = view
-
-    def release(self) -> None:
-        """Drop a reference. After the last one the memory is reused."""
-        with self._lock:
-            self._references -= 1
-            if self._references:
-                return
-        self._leave()
-
-    close = release
+        self.source = Source(view, descriptor)
 
 
 COPY = 32
 """The largest size of a shard's copy, as a multiple of the shard's size plus a megabyte. It covers 16-bit values kept
 in float32 with three optimizer values each, and a float64 gradient buffer.
 """
-
-
-class CopySink(Whole):
-    """Receives a copy of a shard's tables."""
-
-    misfit = "the reply is not a copy of the requested shard"
-
-    def size(self, reply: CarryingReply) -> int | None:
-        return reply.size if isinstance(reply, CopyReply) else None
 
 
 class DiscardSink:
@@ -165,6 +118,48 @@ def _setting(value: object) -> Setting | None:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
+class TableMigrator:
+    """Builds one peer's tables for other layouts.
+
+    Args:
+        rank: the peer's.
+        layouts: makes the run's layouts.
+        layout: the first.
+        store_of: makes a shard's tables from its partitions and buckets.
+
+    Attributes:
+        layout: the current one.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        layouts: Layouts,
+        layout: Layout,
+        store_of: Callable[[Sequence[Partition], Sequence[Bucket]], ShardStore],
+    ):
+        self._rank = rank
+        self._layouts = layouts
+        self.layout = layout
+        self._store_of = store_of
+
+    def store(self, shard: int) -> ShardStore:
+        """Return the tables of a shard of the current layout, in their initial state."""
+        return self._store_of(self.layout.placed[shard], self.layout.cut[shard])
+
+    def prepare(self, servers: Sequence[int]) -> tuple[NextTables, list[Partition]]:
+        """Return empty tables for the shards that this peer will hold, and the pieces of them that it holds already."""
+        layout = self._layouts.make(servers)
+        here = [shard for shard, rank in enumerate(servers) if rank == self._rank]
+        stores = {shard: self._store_of(layout.placed[shard], layout.cut[shard]) for shard in here}
+        return NextTables(stores), common_pieces(self.layout.held_by(self._rank), layout.held_by(self._rank))
+
+    def switch_layout(self, client: TableClient, servers: Sequence[int], epoch: int) -> None:
+        """Switch the worker's tables to the layout of ``servers``."""
+        self.layout = self._layouts.make(servers)
+        client.place(self.layout.placed, self.layout.cut, epoch)
+
+
 class TableStore:
     """One peer's tables.
 
@@ -176,13 +171,12 @@ class TableStore:
         places: the number of gradients received at a time; further senders wait.
 
     Attributes:
-        migrator: makes tables of other layouts; set by the caller if servers may change.
-        make: makes the tables of any shard of the first layout, for a replica; set by the caller.
+        migrator: makes tables of replicas and of other layouts; set by the caller if shards may move.
     """
 
     def __init__(
         self,
-        client: Client,
+        client: TableClient,
         stores: Mapping[int, ShardStore],
         parameters: Sequence[Tensor],
         optimizer: torch.optim.Optimizer,
@@ -190,18 +184,16 @@ class TableStore:
     ):
         self.client = client
         self.migrator: TableMigrator | None = None
-        self.make: Callable[[int], ShardStore] | None = None
         self._hosted = {index: _Hosted(store) for index, store in stores.items()}
         self._epoch = 0  # of the hosted shards' layout
-        self._next: tuple[int, Prepared] | None = None  # the next epoch and its tables
+        self._next: tuple[int, NextTables] | None = None  # the next epoch and its tables
         self._parameters = parameters
         client.settings_now = functools.partial(settings_of, optimizer)
         self._places = threading.BoundedSemaphore(places)
         # Records have their own, since applying them never waits. If they shared places with pushes, two servers that
         # replicate each other's shards could deadlock.
         self._places_of_records = threading.BoundedSemaphore(places)
-        self._lock = threading.Lock()
-        self._free: dict[int, list[Memory]] = {}
+        self._spare = SpareMemory()
 
     # --- hosted shards -----------------------------------------------------------------------------
 
@@ -226,18 +218,15 @@ class TableStore:
         places = self._places if isinstance(request, GradientRequest) else self._places_of_records
         if not places.acquire(timeout=request.patience):
             return None
-        with self._lock:
-            free = self._free.setdefault(capacity, [])
-            memory = free.pop() if free else Memory(capacity)
+        memory = self._spare.take(capacity)
 
-        def leave() -> None:
-            with self._lock:
-                self._free[capacity].append(memory)
+        def free() -> None:
+            self._spare.give(memory)
             places.release()
 
         # Another process could map the whole buffer, so it is shared only if the push fills it.
         descriptor = memory.descriptor if capacity == size else None
-        return Gradient(request, memory.view[:size], descriptor, leave)
+        return Gradient(request, memory.view[:size], descriptor, free)
 
     def _stores(self, epoch: int) -> Mapping[int, ShardStore] | None:
         """Return the shards of a layout; None if it is neither in force here nor prepared."""
@@ -276,7 +265,7 @@ class TableStore:
         """Decode a gradient and call ``do`` with it; skip it if it contains NaN or Inf, which would spread to all
         models.
         """
-        with contextlib.closing(gradient):
+        try:
             request = gradient.request
             hosted = self._hosted[request.shard]
             if request.progress >= hosted.progress:
@@ -285,7 +274,9 @@ class TableStore:
             if not math.isfinite(kernels.squared_norm(decoded)):
                 return gradient.sender
             do(hosted, request.bucket, decoded)
-        return None
+            return None
+        finally:
+            gradient.release()
 
     def apply_buffer(self, shard: int, sums: bool = False) -> None:
         """Do one optimizer step with the mean of the gradient buffer; ``sums``: with its sum."""
@@ -293,13 +284,8 @@ class TableStore:
         hosted.store.apply_buffer(hosted.settings, sums)
 
     def encode(self, asked: RequestedBucket) -> EncodedBucket:
-        """Return a bucket as the requesting worker receives it; to be returned by :meth:`release`."""
+        """Return a bucket as the requesting worker receives it, until the caller releases it."""
         return self._hosted[asked.shard].store.encode(asked.bucket, asked.worker, asked.base)
-
-    def release(self, shard: int, given: EncodedBucket) -> None:
-        """Drop a reference to an encoded bucket. May be called from any thread."""
-        if shard in self._hosted:  # else it has moved, and the garbage collector frees the bucket
-            self._hosted[shard].store.release(given)
 
     def state_dict(self, shard: int) -> dict[str, Any]:
         """Return all of a shard's tables; tensors are not copies."""
@@ -317,13 +303,16 @@ class TableStore:
         """Return a snapshot of a shard's tables as bytes."""
         return Source(memoryview(to_bytes(self.state_dict(shard))))
 
-    def copy_sink(self, shard: int) -> CopySink:
+    def copy_sink(self, shard: int) -> SizedSink:
         """Return a sink for a copy of a shard, which is hosted here from now on."""
-        if shard not in self._hosted and self.make is not None:
-            self._hosted[shard] = _Hosted(self.make(shard))
-        return CopySink(COPY * self._hosted[shard].store.nbytes + 2**20)
+        if shard not in self._hosted and self.migrator is not None:
+            self._hosted[shard] = _Hosted(self.migrator.store(shard))
+        most = COPY * self._hosted[shard].store.nbytes + 2**20
+        return SizedSink(
+            "a copy of the requested shard", most, lambda reply: reply.size if isinstance(reply, CopyReply) else None
+        )
 
-    def take_copy(self, shard: int, copy: CopySink) -> None:
+    def take_copy(self, shard: int, copy: SizedSink) -> None:
         """Replace the shard's tables with a received copy.
 
         Raises:
@@ -339,11 +328,11 @@ class TableStore:
     def prepare(self, epoch: int, servers: Sequence[int]) -> None:
         """Make the tables of the next layout that this peer will hold, and fill in the pieces that it holds already."""
         assert self.migrator is not None
-        coming = Prepared({})
+        coming = NextTables({})
         try:
             coming, stays = self.migrator.prepare(servers)
             for one in self._hosted.values():
-                coming.take(memoryview(pack(one.store, stays, one.settings, one.progress)), stays)
+                coming.take(memoryview(pack_pieces(one.store, stays, one.settings, one.progress)), stays)
         except GossipxError as error:
             coming.problem = str(error)
         self._next = epoch, coming
@@ -352,14 +341,14 @@ class TableStore:
         """Return pieces that move to another peer, as bytes; UsageError if they cannot be moved."""
         (one,) = self._hosted.values()
         wanted = [Partition(*piece) for piece in pieces]
-        return Source(memoryview(pack(one.store, wanted, one.settings, one.progress)))
+        return Source(memoryview(pack_pieces(one.store, wanted, one.settings, one.progress)))
 
-    def ranges(self) -> RangesSink:
+    def ranges(self) -> SizedSink:
         """Return a sink for pieces from another peer."""
         assert self.migrator is not None
-        return RangesSink(self.migrator.max_bytes)
+        return ranges_sink(self.migrator.layout)
 
-    def take(self, ranges: RangesSink, pieces: Pieces) -> None:
+    def take(self, ranges: SizedSink, pieces: Pieces) -> None:
         """Fill in pieces from another peer."""
         assert self._next is not None
         try:

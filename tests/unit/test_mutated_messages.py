@@ -26,8 +26,7 @@ from gossipx.checkpoint import JournalFile, from_bytes, journal_path, records_of
 from gossipx.errors import ProtocolError
 from gossipx.protocol.fields import MAX_METADATA, Kind
 from gossipx.server.placement import Partition
-from gossipx.tables.migration import Prepared, pack
-from gossipx.tables.store import CopySink
+from gossipx.tables.shard import NextTables, pack_pieces
 from gossipx.wire import Bytes, Message, Sink
 from gossipx.wire.frames import Decoder
 from gossipx.wire.kinds import KINDS, message_of, metadata_of
@@ -205,7 +204,7 @@ def test_mutated_copies_of_a_shard_are_refused_or_valid(many: int = 1_000) -> No
     assert from_bytes(memoryview(to_bytes({"a": 1}))) == {"a": 1}
     taken = 0
     for _ in range(many):
-        received = CopySink(2**20)
+        received = here.table_store.copy_sink(0)
         received.content = memoryview(sized(content, draws))
         before = [bucket.values.clone() for bucket in here.stores[0].buckets]
         try:
@@ -227,11 +226,11 @@ def test_mutated_ranges_are_refused_or_valid(many: int = 1_000) -> None:
     here.push()
     store = here.stores[0]
     pieces = [Partition(part.table, part.start, part.stop) for bucket in store.buckets for part in bucket.partitions]
-    content = bytes(pack(store, pieces, ({"lr": 0.5},), 3))
+    content = bytes(pack_pieces(store, pieces, ({"lr": 0.5},), 3))
     taken = 0
     for _ in range(many):
         try:
-            Prepared({0: store}).take(memoryview(sized(content, draws)), pieces)
+            NextTables({0: store}).take(memoryview(sized(content, draws)), pieces)
         except ProtocolError:
             continue
         taken += 1

@@ -12,7 +12,7 @@ from gossipx.errors import ProtocolError
 from gossipx.protocol.messages import ModelReply
 from gossipx.protocol.server_messages import GradientRequest, TablesReply
 from gossipx.server.placement import Placement
-from gossipx.tables.bucket_memory import LARGEST
+from gossipx.tables.client import MOST_ENCODED
 from gossipx.tables.parts import Storages, TransmitBuffer, raw
 
 # --- round trips --------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def test_a_push_of_a_wrong_size_is_refused_before_there_is_room(storages: Storag
     here = side([torch.zeros(8), torch.zeros(2)], servers=1, storages=storages)
     here.update([torch.ones(8), torch.ones(2)])
     right, _ = here.request((0, 0))
-    too_large = LARGEST * 32 + 65
+    too_large = MOST_ENCODED * 32 + 65
     wrong = [
         {"parts": ((0, too_large), (1, 8))},
         {"parts": ((0, 32),)},
@@ -101,7 +101,7 @@ def test_a_push_of_a_wrong_size_is_refused_before_there_is_room(storages: Storag
     for changed in wrong:
         with pytest.raises(ProtocolError):
             here.table_store.sink_for(msgspec.structs.replace(right, **changed))
-    assert not here.table_store._free and here.table_store._places.acquire(
+    assert not here.table_store._spare._free and here.table_store._places.acquire(
         blocking=False
     )  # it uses neither memory nor a place
 
@@ -116,13 +116,13 @@ def test_allocations_for_received_parts_are_limited(parts: list[tuple[int, int]]
         except ProtocolError:
             pass
         else:
-            assert gradient is not None and gradient.nbytes <= LARGEST * 40 + 128
+            assert gradient is not None and gradient.nbytes <= MOST_ENCODED * 40 + 128
         sink = here.client.sink((0, 0))
         try:
             sink.fit(TablesReply(0, tuple(parts)))
         except ProtocolError:
             continue
-        assert sum(size for _, size in parts) <= LARGEST * 40 + 128
+        assert sum(size for _, size in parts) <= MOST_ENCODED * 40 + 128
 
 
 def test_an_answer_of_another_kind_or_size_is_refused() -> None:

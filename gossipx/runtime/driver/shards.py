@@ -171,7 +171,7 @@ class ShardKeeper:
         """Append a change of a shard to its journal. This takes ownership of the caller's reference to the gradient."""
         with contextlib.ExitStack() as stack:
             if gradient is not None:
-                stack.enter_context(contextlib.closing(gradient))
+                stack.callback(gradient.release)
             shard_journal = self._journals.get(record.shard)
             if shard_journal is None:
                 self.unwritten += record.shard in self._begun  # otherwise no journals are written

@@ -51,9 +51,8 @@ from gossipx.protocol.table_effects import (
 from gossipx.runtime.driver.clock import Clock
 from gossipx.runtime.driver.outbox import Outbox, PreparedRequest, nothing
 from gossipx.runtime.driver.shards import ShardKeeper
-from gossipx.tables.bucket_memory import ChangeSink, EmptySink, TablesSink
-from gossipx.tables.migration import RangesSink
-from gossipx.tables.store import CopySink, Gradient, TableStore
+from gossipx.tables.client import ChangeSink, ReplySink, SizedSink, TablesSink
+from gossipx.tables.store import Gradient, TableStore
 
 TableRequest = GradientRequest | TablesRequest | RecordRequest | CopyRequest | RangesRequest
 """Requests that carry tables, gradients or parts of them in the request or the reply."""
@@ -92,8 +91,8 @@ class TableWork:
         self.keeper: ShardKeeper | None = None
         self.gradients: dict[int, Gradient] = {}
         self._fetching: dict[int, _Fetching] = {}
-        self._copies: dict[int, CopySink] = {}
-        self._ranges: dict[int, RangesSink] = {}
+        self._copies: dict[int, SizedSink] = {}
+        self._ranges: dict[int, SizedSink] = {}
         self._worker = clock.worker(f"gossipx-tables-{rank}", self._rejected)
         self._outbox = outbox
         self._handle = handle
@@ -165,15 +164,15 @@ class TableWork:
                 return self._push(request)
             case TablesRequest():
                 fetching = self._fetching.get(ticket)
-                sink = EmptySink() if fetching is None else fetching.sink
+                sink = ReplySink() if fetching is None else fetching.sink
                 return self._store.client.complete_request(request), sink, None
             case RecordRequest():
                 gradient = self.gradients.get(ticket)
                 return request, None, Source(memoryview(b"")) if gradient is None else gradient.source
             case CopyRequest():
-                return request, self._copies.get(ticket, EmptySink()), None
+                return request, self._copies.get(ticket, ReplySink()), None
             case _:
-                return request, self._ranges.get(ticket, EmptySink()), None
+                return request, self._ranges.get(ticket, ReplySink()), None
 
     def _push(self, request: GradientRequest) -> PreparedRequest:
         """Encode a bucket's gradients just before they are sent."""
@@ -301,10 +300,9 @@ class TableWork:
     def _answer(self, answer: Answer) -> None:
         reply = answer.reply
         if answer.tables is not None and isinstance(reply, TablesReply):
-            shard = answer.tables.shard
             encoded = self._store.encode(answer.tables)
             reply = msgspec.structs.replace(reply, parts=encoded.parts, base=encoded.base)
-            self._reply(answer, reply, encoded.source, lambda: self._store.release(shard, encoded))
+            self._reply(answer, reply, encoded.source, encoded.release)
         elif answer.copied_shard is not None and isinstance(reply, CopyReply):
             source = self._store.copy(answer.copied_shard)
             self._reply(answer, msgspec.structs.replace(reply, size=source.view.nbytes), source, nothing)

@@ -30,7 +30,7 @@ from gossipx.errors import UsageError
 from gossipx.runtime.optimizers import untraced
 from gossipx.runtime.training.forwards import Forwards
 from gossipx.runtime.training.gradients import Change, GradientWatch, fingerprint
-from gossipx.tables.client import Client
+from gossipx.tables.client import TableClient
 
 log = logging.getLogger("gossipx")
 
@@ -75,7 +75,7 @@ class Backward:
         self,
         module: nn.Module,
         tables: Sequence[tuple[str, nn.Parameter]],
-        client: Client,
+        client: TableClient,
         on_gradients_ready: Callable[[Sequence[tuple[int, int]]], None],
         wait_for_resume: Callable[[float], bool],
         poll: Callable[[], None],
