@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +13,9 @@ from torch import Tensor, nn
 
 from gossipx.protocol.server_messages import GradientRequest, TablesReply
 from gossipx.protocol.table_effects import RequestedBucket
-from gossipx.server import placement
-from gossipx.server.placement import Bucket, Partition, Placement, Table, cut_into_buckets
+from gossipx.server.placement import Bucket, Layouts, Partition, Placement, Table, placement_from
 from gossipx.tables.client import TableClient
-from gossipx.tables.coding import Coding
+from gossipx.tables.coding import Coding, TableSource
 from gossipx.tables.parts import ApplyBuffer, ServerStorage, Storages, TransmitBuffer, raw
 from gossipx.tables.shard import ShardStore
 from gossipx.tables.store import TableStore
@@ -98,19 +98,16 @@ def side(
 ) -> Side:
     made = [one if isinstance(one, nn.Parameter) else nn.Parameter(one) for one in parameters]
     tables = [Table(str(number), one.numel()) for number, one in enumerate(made)]
-    placed = placement.checked(placement.placement_from(place), tables, servers)
-    cut = [
-        cut_into_buckets(held, lambda table: (made[table].dtype, made[table].element_size()), least) for held in placed
-    ]
-    storages = storages or Storages()
+    kinds = [(one.dtype, one.element_size()) for one in made]
+    layouts = Layouts(tables, placement_from(place), kinds.__getitem__, least)
+    layout = layouts.make(range(servers))
     step = optimizer(made)
     groups = {id(one): number for number, group in enumerate(step.param_groups) for one in group["params"]}
-    numbers = [groups.get(id(one), -1) for one in made]
-    stores = {
-        shard: ShardStore(held, cut[shard], made, numbers, step, storages, coding) for shard, held in enumerate(placed)
-    }
-    client = TableClient(made, placed, cut, storages, coding)
-    return Side(made, step, placed, cut, TableStore(client, stores, made, step), stores)
+    coding = dataclasses.replace(coding or Coding(), groups=[groups.get(id(one), -1) for one in made])
+    source = TableSource(made, step, storages or Storages(), coding)
+    store = TableStore(source, 0, layouts, layout, range(servers))
+    stores = {shard: hosted.store for shard, hosted in store._hosted.items()}
+    return Side(made, step, layout.placed, layout.cut, store, stores)
 
 
 def values(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:

@@ -17,18 +17,16 @@ from gossipx.errors import UsageError
 from gossipx.model.layout import norms, plain_name
 from gossipx.server import placement
 from gossipx.server.conditions import SyncModel
-from gossipx.server.placement import Bucket, Layouts, Partition, Placement, Table
-from gossipx.server.plan import ServerPlan, holders, server_ranks, sync_models_by_shard, workers
+from gossipx.server.placement import Layouts, Placement, Table
+from gossipx.server.plan import ServerPlan, holders_of, server_ranks, sync_models_by_shard, workers
 from gossipx.server.shard_clock import ShardClock
 from gossipx.server.sync_models import spec_of, switch_plan_from
 from gossipx.settings.interval import CheckpointInterval
 from gossipx.settings.modes import Server
 from gossipx.settings.sections import RunConfig
-from gossipx.tables.client import TableClient
-from gossipx.tables.coding import Coding
+from gossipx.tables.coding import Coding, TableSource
 from gossipx.tables.parts import Storages
-from gossipx.tables.shard import ShardStore
-from gossipx.tables.store import TableMigrator, TableStore
+from gossipx.tables.store import TableStore
 
 log = logging.getLogger("gossipx")
 
@@ -120,16 +118,9 @@ def serve(
     groups = {id(value): number for number, group in enumerate(optimizer.param_groups) for value in group["params"]}
     numbers = [groups.get(id(value), -1) for _, value in tables]
     coding = _coding(given, config.run.seed, own.storages, module, tables, numbers, rank)
-    layout, parameters = plan.layout, [value for _, value in tables]
-
-    def store_of(partitions: Sequence[Partition], cut: Sequence[Bucket]) -> ShardStore:
-        return ShardStore(partitions, cut, parameters, numbers, optimizer, own.storages, coding)
-
-    here = [index for index, ranks in enumerate(plan.holders) if rank in ranks]
-    stores = {index: store_of(layout.placed[index], layout.cut[index]) for index in here}
-    client = TableClient(parameters, layout.placed, layout.cut, own.storages, coding)
-    table_store = TableStore(client, stores, parameters, optimizer, places or max(8, 2 * len(names)))
-    table_store.migrator = TableMigrator(rank, layouts, layout, store_of)
+    source = TableSource([value for _, value in tables], optimizer, own.storages, coding)
+    here = [index for index, holders in enumerate(plan.holders) if rank in holders]
+    table_store = TableStore(source, rank, layouts, plan.layout, here, places or max(8, 2 * len(names)))
     return Served(plan, tables, table_store, _alike(given, ranks, own), _describe_sync(given, own))
 
 
@@ -159,7 +150,7 @@ def server_plan(
         layouts=layouts,
         layout=layouts.make(ranks),
         clock_of=clock_of,
-        holders=holders(ranks, given.server_replicas, size),
+        holders=holders_of(ranks, given.server_replicas, size),
         syncs=tuple(syncs),
         switches=switch_plan_from(given.sync_plan or "", rate),
         rate=rate,

@@ -18,7 +18,7 @@ from gossipx.specs import rank_of
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """What follows from the settings of a run with servers, for its roles; the same on all peers.
+    """The consequences of the settings of a run with servers, for its roles; the same on all peers.
 
     Attributes:
         settings: the settings.
@@ -113,7 +113,7 @@ def sync_models_by_shard(
     return syncs * shards if len(syncs) == 1 else syncs
 
 
-def holders(servers: Sequence[int], replicas: int, size: int) -> tuple[tuple[int, ...], ...]:
+def holders_of(servers: Sequence[int], replicas: int, size: int) -> tuple[tuple[int, ...], ...]:
     """Return by shard the rank of its server, followed by that of its replica if there are replicas.
 
     The replica is on the next server, or on the next peer if there is a single server.

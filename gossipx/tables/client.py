@@ -28,13 +28,10 @@ from gossipx.model.pool import typed
 from gossipx.protocol.fields import Parts, Setting
 from gossipx.protocol.messages import CarryingReply
 from gossipx.protocol.server_messages import MEASURED, TablesReply, TablesRequest
-from gossipx.server.placement import Bucket, Partition
-from gossipx.tables.coding import Coding, PushEncoder, Redistribution, warn_error_lost
-from gossipx.tables.parts import ApplyBuffer, ClientTable, Replaceable, Storages, TransmitBuffer, load_states, states_of
+from gossipx.server.placement import Layout, Partition
+from gossipx.tables.coding import PushEncoder, Redistribution, Settings, TableSource, settings_of, warn_error_lost
+from gossipx.tables.parts import ApplyBuffer, ClientTable, Replaceable, TransmitBuffer, load_states, states_of
 from gossipx.wire import Bytes, Sink
-
-Settings = tuple[dict[str, Setting], ...]
-"""The numeric hyperparameters of an optimizer's parameter groups, one dict per group."""
 
 
 @dataclass
@@ -115,22 +112,22 @@ class TablesSink(ReplySink):
     """Receives one bucket without a pull codec.
 
     Args:
-        bucket_memory: the bucket's memory.
+        bucket: its memory.
         is_raw: whether the payload is the values' memory layout, so that nothing has to be decoded.
     """
 
-    def __init__(self, bucket_memory: BucketMemory, is_raw: bool):
+    def __init__(self, bucket: BucketMemory, is_raw: bool):
         super().__init__()
-        self._bucket_memory = bucket_memory
+        self._bucket = bucket
         self._raw = is_raw
         self._parts: Parts = ()
 
     def buffer_for(self, reply: CarryingReply) -> memoryview:
-        receivers = self._bucket_memory.receivers
+        receivers = self._bucket.receivers
         self._parts = _parts_of(reply, len(receivers))
         check_sizes(self._parts, [one.data.numel() * one.data.element_size() for one in receivers], self._raw)
         if self._raw:
-            return self._bucket_memory.apply.view
+            return self._bucket.apply.view
         return memoryview(bytearray(sum(size for _, size in self._parts)))
 
     def read(self) -> None:
@@ -139,7 +136,7 @@ class TablesSink(ReplySink):
     def decode(self) -> None:
         """Decode the payload into the apply buffers."""
         start = 0
-        for receiver, (_, size) in zip(self._bucket_memory.receivers, self._parts, strict=True):
+        for receiver, (_, size) in zip(self._bucket.receivers, self._parts, strict=True):
             if not self._raw:
                 receiver.decode(self.content[start : start + size])
             start += size
@@ -149,25 +146,25 @@ class ChangeSink(ReplySink):
     """Receives one bucket with a pull codec, as values or as a change of the values that are held here.
 
     Args:
-        bucket_memory: the bucket's memory.
+        bucket: its memory.
         tensors: the shapes of the tensors in it.
     """
 
-    def __init__(self, bucket_memory: BucketMemory, tensors: Tensors):
+    def __init__(self, bucket: BucketMemory, tensors: Tensors):
         super().__init__()
-        self._bucket_memory = bucket_memory
+        self._bucket = bucket
         self._tensors = tensors
-        self._values = typed(bucket_memory.apply.view, tensors.dtype)
+        self._values = typed(bucket.apply.view, tensors.dtype)
         self._base = FULL
         self._add: Callable[[bool], None] | None = None
 
     def buffer_for(self, reply: CarryingReply) -> memoryview:
         ((_, size),) = _parts_of(reply, 1)
         assert isinstance(reply, TablesReply)
-        nbytes = self._bucket_memory.apply.view.nbytes
-        if size > self._bucket_memory.max_bytes if reply.base else size != nbytes:
+        nbytes = self._bucket.apply.view.nbytes
+        if size > self._bucket.max_bytes if reply.base else size != nbytes:
             raise ProtocolError(f"{size} bytes for a bucket of {nbytes}")
-        if reply.base not in (FULL, self._bucket_memory.base):
+        if reply.base not in (FULL, self._bucket.base):
             raise ProtocolError("the reply is a change of values that this peer does not have")
         self._base = reply.base
         return memoryview(bytearray(size))
@@ -183,23 +180,23 @@ class ChangeSink(ReplySink):
         try:
             self._add = read_into(self.content, self._values, tensors=self._tensors)
         except ProtocolError:
-            self._bucket_memory.base = FULL
+            self._bucket.base = FULL
             raise
 
     def decode(self) -> None:
         """Apply the payload to the values, unless they have changed since the request, as a duplicate reply would find
         them.
         """
-        if self._base not in (FULL, self._bucket_memory.base):
+        if self._base not in (FULL, self._bucket.base):
             return
         if self._base == FULL:
-            copy(self.content, self._bucket_memory.apply.view)
+            copy(self.content, self._bucket.apply.view)
         else:
             if self._add is None:
                 self.read()
             assert self._add is not None
             self._add(True)
-        self._bucket_memory.base = checksum(self._values)
+        self._bucket.base = checksum(self._values)
 
 
 def _parts_of(reply: CarryingReply, number: int) -> Parts:
@@ -253,44 +250,29 @@ class TableClient:
     The training thread stores gradients and applies values; other threads send and receive.
 
     Args:
-        parameters: the parameter of each table; their memory must not move.
-        shards: each shard's partitions.
-        buckets: each shard's buckets.
-        storages: the classes that tables are built from.
-        coding: the codecs of pushes and pulls.
+        source: what the tables are made from.
+        layout: the first.
 
     Attributes:
-        settings_now: returns the optimizer's current hyperparameters; set by the table store.
         epoch: the epoch of the current layout.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        shards: Sequence[Sequence[Partition]],
-        buckets: Sequence[Sequence[Bucket]],
-        storages: Storages,
-        coding: Coding | None = None,
-    ):
-        self.settings_now: Callable[[], Settings] = tuple
-        self._storages = storages
-        self._coding = coding or Coding()
-        self._tables = [_Table(storages.client_table(parameter, storages)) for parameter in parameters]
+    def __init__(self, source: TableSource, layout: Layout):
+        self._optimizer, self._storages, self._coding = source.optimizer, source.storages, source.coding
+        self._tables = [_Table(self._storages.client_table(one, self._storages)) for one in source.parameters]
         self.epoch = 0
-        self._bucket_memories: dict[Where, BucketMemory] = {}
+        self._buckets: dict[Where, BucketMemory] = {}
         self._encoding = threading.Lock()
         self._arrived = threading.Condition()
         self._placing = threading.Lock()
         self._waiting: set[Where] = set()  # buckets that must arrive before their tables are used
         self._wanted: set[int] | None = None  # tables whose received values are used; None: all
-        self._lay_out_all(shards, buckets)
+        self._lay_out_all(layout)
 
-    def _lay_out_all(self, shards: Sequence[Sequence[Partition]], buckets: Sequence[Sequence[Bucket]]) -> None:
-        for shard, (partitions, cut) in enumerate(zip(shards, buckets, strict=True)):
-            for number, bucket in enumerate(cut):
-                self._bucket_memories[shard, number] = self._lay_out(
-                    (shard, number), partitions[bucket.first : bucket.stop]
-                )
+    def _lay_out_all(self, layout: Layout) -> None:
+        for shard, (partitions, cut) in enumerate(zip(layout.placed, layout.cut, strict=True)):
+            for number, part in enumerate(cut):
+                self._buckets[shard, number] = self._lay_out((shard, number), partitions[part.first : part.stop])
         for one in self._tables:  # shards may hold a table's partitions in any order
             pieces = sorted(one.pieces, key=lambda piece: piece[0])
             one.table.senders[:] = [sender for _, sender, _ in pieces]
@@ -322,40 +304,35 @@ class TableClient:
         """Return the seed of the bucket's random draws."""
         return (self._coding.seed << 64) + (place[0] << 32) + place[1]
 
-    def place(self, shards: Sequence[Sequence[Partition]], buckets: Sequence[Sequence[Bucket]], epoch: int) -> None:
+    def place(self, layout: Layout, epoch: int) -> None:
         """Switch to another layout, while no gradient is stored or sent. Encoded gradients that were not sent are lost.
 
         Tables that are still expected stay expected, in their new buckets; values of other tables in these buckets are
         ignored when they arrive. The state of push codecs moves with the values that it belongs to.
         """
         with self._placing, self._arrived:
-            self._wanted = {one.table for place in self._waiting for one in self._bucket_memories[place].partitions}
-            before = [(_joined(one.table.senders), _joined(one.table.takers)) for one in self._tables]
+            self._wanted = {one.table for place in self._waiting for one in self._buckets[place].partitions}
+            before = [(_joined_buffers(one.table.senders), _joined_buffers(one.table.takers)) for one in self._tables]
             spread = Redistribution()
-            new = {
-                one.table
-                for bucket_memory in self._bucket_memories.values()
-                if bucket_memory.is_new
-                for one in bucket_memory.partitions
-            }
-            for bucket_memory in self._bucket_memories.values():
-                if bucket_memory.push_encoder is not None:
-                    spread.collect(bucket_memory.push_encoder)
-            self._bucket_memories = {}
+            new = {one.table for bucket in self._buckets.values() if bucket.is_new for one in bucket.partitions}
+            for bucket in self._buckets.values():
+                if bucket.push_encoder is not None:
+                    spread.collect(bucket.push_encoder)
+            self._buckets = {}
             for table in self._tables:
                 table.pieces, table.places = [], []
-            self._lay_out_all(shards, buckets)
-            for bucket_memory in self._bucket_memories.values():
-                bucket_memory.is_new = not new.isdisjoint(one.table for one in bucket_memory.partitions)
-                if bucket_memory.push_encoder is not None:
-                    spread.fill(bucket_memory.push_encoder)
+            self._lay_out_all(layout)
+            for bucket in self._buckets.values():
+                bucket.is_new = not new.isdisjoint(one.table for one in bucket.partitions)
+                if bucket.push_encoder is not None:
+                    spread.fill(bucket.push_encoder)
             for table, both in zip(self._tables, before, strict=True):
-                _spread(both[0], table.table.senders)
-                _spread(both[1], table.table.takers)
+                _spread_over(both[0], table.table.senders)
+                _spread_over(both[1], table.table.takers)
             self._waiting = {
                 place
-                for place, bucket_memory in self._bucket_memories.items()
-                if any(one.table in self._wanted for one in bucket_memory.partitions)
+                for place, bucket in self._buckets.items()
+                if any(one.table in self._wanted for one in bucket.partitions)
             }
             self.epoch = epoch
             self._arrived.notify_all()
@@ -382,8 +359,7 @@ class TableClient:
 
     def settings_of(self, table: int) -> dict[str, Setting]:
         """Return the optimizer's current hyperparameters of a table; none if it is not trained."""
-        group = self._coding.groups[table] if table < len(self._coding.groups) else -1
-        settings = self.settings_now()
+        group, settings = self._coding.groups[table], settings_of(self._optimizer)
         return settings[group] if 0 <= group < len(settings) else {}
 
     def flush(self) -> list[Where]:
@@ -394,18 +370,17 @@ class TableClient:
                 table.table.update(torch.zeros_like(table.table.parameter))
                 whole += self._whole(number)
             table.updated = False
-        for bucket_memory in self._bucket_memories.values():
-            bucket_memory.missing = {partition.table for partition in bucket_memory.partitions}
+        for bucket in self._buckets.values():
+            bucket.missing = {partition.table for partition in bucket.partitions}
         return whole
 
     def _whole(self, table: int) -> list[Where]:
         whole = []
         for place in self._tables[table].places:
-            missing = self._bucket_memories[place].missing
-            missing.discard(table)
-            if not missing:
-                bucket_memory = self._bucket_memories[place]
-                bucket_memory.is_new, bucket_memory.encoded, bucket_memory.settings = True, None, self.settings_now()
+            bucket = self._buckets[place]
+            bucket.missing.discard(table)
+            if not bucket.missing:
+                bucket.is_new, bucket.encoded, bucket.settings = True, None, settings_of(self._optimizer)
                 whole.append(place)
         return whole
 
@@ -414,28 +389,28 @@ class TableClient:
 
         A retry sends the same bytes, since encoding again would change the encoder's error feedback.
         """
-        bucket_memory = self._bucket_memories[place]
+        bucket = self._buckets[place]
         with self._encoding:
-            if bucket_memory.encoded is None:
-                if bucket_memory.push_encoder is not None:
-                    frame = bucket_memory.push_encoder.encode(bucket_memory.settings)
+            if bucket.encoded is None:
+                if bucket.push_encoder is not None:
+                    frame = bucket.push_encoder.encode(bucket.settings)
                     sizes, source = [len(frame)], Source(frame)
                 elif self._storages.raw_pushes:
-                    sizes = [sender.data.numel() * sender.data.element_size() for sender in bucket_memory.senders]
-                    source = Source(bucket_memory.transmit.view, bucket_memory.transmit.descriptor)
+                    sizes = [sender.data.numel() * sender.data.element_size() for sender in bucket.senders]
+                    source = Source(bucket.transmit.view, bucket.transmit.descriptor)
                 else:
-                    encoded = [memoryview(sender.encode()).cast("B") for sender in bucket_memory.senders]
+                    encoded = [memoryview(sender.encode()).cast("B") for sender in bucket.senders]
                     sizes, source = [len(one) for one in encoded], Source(memoryview(bytearray().join(encoded)))
-                bucket_memory.is_new, bucket_memory.encoded = False, (tuple(enumerate(sizes)), source)
-                for sender in bucket_memory.senders:
+                bucket.is_new, bucket.encoded = False, (tuple(enumerate(sizes)), source)
+                for sender in bucket.senders:
                     sender.gathers = False
-            return bucket_memory.encoded
+            return bucket.encoded
 
     def gather(self) -> None:
         """Keep the gradients of the iteration that has ended, which are not sent: those of the next one are added."""
-        for bucket_memory in self._bucket_memories.values():
-            bucket_memory.is_new = False
-            for sender in bucket_memory.senders:
+        for bucket in self._buckets.values():
+            bucket.is_new = False
+            for sender in bucket.senders:
                 sender.gathers = True
 
     def settings(self, place: Where) -> Settings:
@@ -443,7 +418,7 @@ class TableClient:
 
         A learning rate schedule may have changed them by the time the gradients are sent.
         """
-        return self._bucket_memories[place].settings
+        return self._buckets[place].settings
 
     # --- values -----------------------------------------------------------------------------------
 
@@ -466,11 +441,11 @@ class TableClient:
 
     def sink(self, place: Where) -> TablesSink | ChangeSink:
         """Return the sink that receives a bucket from a server."""
-        bucket_memory = self._bucket_memories[place]
+        bucket = self._buckets[place]
         return (
-            TablesSink(bucket_memory, self._storages.raw_pulls)
-            if bucket_memory.tensors is None
-            else ChangeSink(bucket_memory, bucket_memory.tensors)
+            TablesSink(bucket, self._storages.raw_pulls)
+            if bucket.tensors is None
+            else ChangeSink(bucket, bucket.tensors)
         )
 
     def complete_request(self, request: TablesRequest) -> TablesRequest:
@@ -487,13 +462,13 @@ class TableClient:
 
     def base(self, place: Where) -> int:
         """Return the checksum of the bucket's values; FULL without a pull codec, or if no server has sent any."""
-        return self._bucket_memories[place].base
+        return self._buckets[place].base
 
     def fetched(self, place: Where, sink: TablesSink | ChangeSink) -> None:
         """Decode a received bucket and mark its tables for the next :meth:`apply`."""
         sink.decode()
         with self._arrived:
-            for partition in self._bucket_memories[place].partitions:
+            for partition in self._buckets[place].partitions:
                 if self._wanted is None or partition.table in self._wanted:
                     self._tables[partition.table].fresh = False
             self._waiting.discard(place)
@@ -548,14 +523,12 @@ class TableClient:
         It is plain data, whose tensors are not copies. Called by the training thread between two iterations. Complete
         gradients that were not sent yet are encoded first, since the matching checkpoints of shards include them.
         """
-        for place, bucket_memory in self._bucket_memories.items():
-            if bucket_memory.is_new:
+        for place, bucket in self._buckets.items():
+            if bucket.is_new:
                 self.encode(place)
         states = states_of(self._parts())
         push_encoder = [
-            bucket_memory.push_encoder.state_dict()
-            for bucket_memory in self._bucket_memories.values()
-            if bucket_memory.push_encoder is not None
+            bucket.push_encoder.state_dict() for bucket in self._buckets.values() if bucket.push_encoder is not None
         ]
         if not push_encoder and all(state is None for state in states):
             return None
@@ -575,9 +548,9 @@ class TableClient:
             )
         load_states(self._parts(), state["states"])
         if state["pushing"]:  # empty: the saved run had no push codec
-            for bucket_memory, kept in zip(self._bucket_memories.values(), state["pushing"], strict=True):
-                if bucket_memory.push_encoder is not None:
-                    bucket_memory.push_encoder.load_state_dict(kept)
+            for bucket, kept in zip(self._buckets.values(), state["pushing"], strict=True):
+                if bucket.push_encoder is not None:
+                    bucket.push_encoder.load_state_dict(kept)
                 else:
                     warn_error_lost(kept, "none")
 
@@ -585,11 +558,7 @@ class TableClient:
         tables = [part for one in self._tables for part in (one.table, one.table.gradient, one.table.worker)]
         return [
             *tables,
-            *(
-                part
-                for bucket_memory in self._bucket_memories.values()
-                for part in (*bucket_memory.senders, *bucket_memory.receivers)
-            ),
+            *(part for bucket in self._buckets.values() for part in (*bucket.senders, *bucket.receivers)),
         ]
 
     # --- measures ---------------------------------------------------------------------------------
@@ -597,18 +566,18 @@ class TableClient:
     def significance(self, shard: int) -> float:
         """Return |g| / |w| of the shard's part of the last push (FluentPS, section III-E.2); 0 if all weights are 0."""
         gradient = weight = 0.0
-        for (number, _), bucket_memory in self._bucket_memories.items():
+        for (number, _), bucket in self._buckets.items():
             if number == shard:
-                gradient += sum(float(sender.data.double().square().sum()) for sender in bucket_memory.senders)
-                weight += sum(float(receiver.data.double().square().sum()) for receiver in bucket_memory.receivers)
+                gradient += sum(float(sender.data.double().square().sum()) for sender in bucket.senders)
+                weight += sum(float(receiver.data.double().square().sum()) for receiver in bucket.receivers)
         return (gradient / weight) ** 0.5 if weight > 0 else 0.0
 
 
-def _joined(buffers: Sequence[TransmitBuffer] | Sequence[ApplyBuffer]) -> Tensor:
+def _joined_buffers(buffers: Sequence[TransmitBuffer] | Sequence[ApplyBuffer]) -> Tensor:
     return torch.cat([buffer.data for buffer in buffers])
 
 
-def _spread(values: Tensor, buffers: Sequence[TransmitBuffer] | Sequence[ApplyBuffer]) -> None:
+def _spread_over(values: Tensor, buffers: Sequence[TransmitBuffer] | Sequence[ApplyBuffer]) -> None:
     start = 0
     for buffer in buffers:
         stop = start + len(buffer.data)

@@ -1,4 +1,4 @@
-"""Codecs between workers and servers; each bucket is encoded as one frame.
+"""The source of tables, and the codecs between workers and servers; each bucket is encoded as one frame.
 
 *Pushes.* A worker keeps the error feedback of each bucket (3LC, section 3.1) and encodes a gradient once per iteration;
 a retry sends the same frame. If a server drops a late push, as the sync model ``drop`` does, that gradient is lost as
@@ -25,8 +25,9 @@ from torch import Tensor
 from gossipx.codecs import Codec, State, Tensors, describe, encoder
 from gossipx.codecs.base import ERROR, GATHERED, rescale
 from gossipx.errors import UsageError
-from gossipx.protocol.fields import Setting
+from gossipx.protocol.fields import MAX_SETTING, Setting
 from gossipx.server.placement import Partition
+from gossipx.tables.parts import Storages
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class Coding:
         pull: the codec of tables; None: sent as they are.
         shapes: of all tables; empty: every table counts as flat.
         norms: tables of normalisation layers, which codecs with ``small`` do not compress.
-        groups: each table's parameter group in the optimizer.
+        groups: each table's parameter group in the optimizer; -1: not trained.
         rescale: whether error feedback is rescaled when the learning rate changes.
         seed: of the codecs' random draws.
     """
@@ -59,11 +60,50 @@ class Coding:
         for one in partitions:
             count = one.stop - one.start
             shape = self.shapes[one.table] if self.shapes else (count,)
-            shapes.append(shape if _size(shape) == count else (count,))
+            shapes.append(shape if _elements_in(shape) == count else (count,))
             starts.append(end)
             end += count
         plain = tuple(one.table in self.norms for one in partitions)
         return Tensors(tuple(shapes), dtype, tuple(starts), plain)
+
+
+Settings = tuple[dict[str, Setting], ...]
+"""The numeric hyperparameters of an optimizer's parameter groups, one dict per group."""
+
+
+@dataclass(frozen=True)
+class TableSource:
+    """The source of one peer's tables, those of its worker and those of the shards that it hosts.
+
+    Attributes:
+        parameters: the parameter of each table; their memory must not move.
+        optimizer: the worker's. Its hyperparameters go with each push, and each shard makes one of the same class.
+        storages: the classes that tables are built from.
+        coding: the codecs of pushes and pulls.
+    """
+
+    parameters: Sequence[Tensor]
+    optimizer: torch.optim.Optimizer
+    storages: Storages
+    coding: Coding
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
+    """Return the optimizer's current numeric hyperparameters, such as a schedule's learning rate and betas."""
+    return tuple(
+        {name: value for name, given in group.items() if name != "params" and (value := _sendable(given)) is not None}
+        for group in optimizer.param_groups
+    )
+
+
+def _sendable(value: object) -> Setting | None:
+    """Return a hyperparameter as it is sent; None: it is not numeric."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value)
+    if isinstance(value, tuple | list) and 1 <= len(value) <= MAX_SETTING:
+        numbers = [_sendable(one) for one in value]
+        return tuple(one for one in numbers if isinstance(one, int | float)) if None not in numbers else None
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 class PushEncoder:
@@ -183,7 +223,7 @@ def _error_of(kept: Mapping[str, Tensor]) -> Tensor | None:
     return kept.get(ERROR, kept.get(GATHERED))
 
 
-def _size(shape: tuple[int, ...]) -> int:
+def _elements_in(shape: tuple[int, ...]) -> int:
     return int(np.prod(shape)) if shape else 1
 
 

@@ -29,10 +29,10 @@ from gossipx.model.pool import typed
 from gossipx.protocol.fields import Parts, Setting
 from gossipx.protocol.messages import CarryingReply
 from gossipx.protocol.server_messages import GradientRequest, RecordRequest, TablesReply
-from gossipx.server.placement import Bucket, Layout, Partition, common_pieces
-from gossipx.tables.client import Settings, SizedSink, check_sizes
-from gossipx.tables.coding import Coding
-from gossipx.tables.parts import Replaceable, Storages, load_states, raw, states_of
+from gossipx.server.placement import Layout, Partition, common_pieces
+from gossipx.tables.client import SizedSink, check_sizes
+from gossipx.tables.coding import Settings, TableSource
+from gossipx.tables.parts import Replaceable, load_states, raw, states_of
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -118,7 +118,8 @@ class BucketTables:
         max_bytes: the largest size of a push, in bytes; 0 without a push codec.
     """
 
-    def __init__(self, partitions: Sequence[Partition], dtype: torch.dtype, storages: Storages, coding: Coding):
+    def __init__(self, partitions: Sequence[Partition], dtype: torch.dtype, source: TableSource):
+        storages, coding = source.storages, source.coding
         sizes = [partition.stop - partition.start for partition in partitions]
         self.partitions = partitions
         self.memory = Memory(sum(sizes) * dtype.itemsize)
@@ -162,16 +163,12 @@ class BucketTables:
 
 
 class ShardStore:
-    """One shard's tables.
+    """One shard's tables, initially with the values of this peer's parameters.
 
     Args:
-        partitions: the parts of tables in this shard.
-        buckets: their grouping into buckets.
-        parameters: the parameter of each table; the initial values are copied from them.
-        groups: each table's parameter group in the worker's optimizer; -1: not trained.
-        optimizer: the worker's; the shard makes its own of the same class and hyperparameters.
-        storages: the classes that tables are built from.
-        coding: the codecs of pushes and pulls.
+        source: what the tables are made from.
+        layout: that of the shard.
+        shard: its index.
 
     Attributes:
         buckets: the tables of each bucket.
@@ -181,25 +178,13 @@ class ShardStore:
         UsageError: the optimizer cannot be constructed again, or needs whole tensors and a tensor is cut.
     """
 
-    def __init__(
-        self,
-        partitions: Sequence[Partition],
-        buckets: Sequence[Bucket],
-        parameters: Sequence[Tensor],
-        groups: Sequence[int],
-        optimizer: torch.optim.Optimizer,
-        storages: Storages,
-        coding: Coding | None = None,
-    ):
-        self._storages = storages
-        self._coding = coding or Coding()
+    def __init__(self, source: TableSource, layout: Layout, shard: int):
+        self._storages, self._coding = source.storages, source.coding
         self._spare = SpareMemory()
-        self.buckets = [
-            BucketTables(part, parameters[part[0].table].dtype, storages, self._coding)
-            for part in (partitions[bucket.first : bucket.stop] for bucket in buckets)
-        ]
-        self.fill(parameters)
-        self.optimizer = self._make_optimizer(parameters, groups, optimizer)
+        parts = [layout.placed[shard][bucket.first : bucket.stop] for bucket in layout.cut[shard]]
+        self.buckets = [BucketTables(part, source.parameters[part[0].table].dtype, source) for part in parts]
+        self.fill(source.parameters)
+        self.optimizer = self._make_optimizer(source.parameters, source.optimizer)
 
     def fill(self, parameters: Sequence[Tensor]) -> None:
         """Set the values from ``parameters``, one per table."""
@@ -211,12 +196,12 @@ class ShardStore:
                 bucket.version += 1
 
     def _make_optimizer(
-        self, parameters: Sequence[Tensor], groups: Sequence[int], like: torch.optim.Optimizer
+        self, parameters: Sequence[Tensor], like: torch.optim.Optimizer
     ) -> torch.optim.Optimizer | None:
         merges = isinstance(like, ELEMENTWISE)
         slabs: dict[int, list[Tensor]] = {}
         for bucket in self.buckets:
-            numbered = [groups[partition.table] for partition in bucket.partitions]
+            numbered = [self._coding.groups[partition.table] for partition in bucket.partitions]
             runs = [list(run) for _, run in itertools.groupby(range(len(numbered)), key=numbered.__getitem__)]
             for run in runs if merges else [[number] for number in range(len(numbered))]:
                 partition, first = bucket.partitions[run[0]], bucket.ranges[run[0]].start

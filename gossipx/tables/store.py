@@ -5,25 +5,23 @@ The drivers carry out the role's decisions about tables through this class.
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gossipx.checkpoint import from_bytes, to_bytes
 from gossipx.errors import MALFORMED, GossipxError, ProtocolError, UsageError
 from gossipx.memory import PIECE, Source, SpareMemory
 from gossipx.model import kernels
-from gossipx.protocol.fields import MAX_SETTING, Setting
 from gossipx.protocol.server_messages import CopyReply, GradientRequest, RecordRequest
 from gossipx.protocol.table_effects import Pieces, RequestedBucket
-from gossipx.server.placement import Bucket, Layout, Layouts, Partition, common_pieces
-from gossipx.tables.client import Settings, SizedSink, TableClient
+from gossipx.server.placement import Layout, Layouts, Partition, common_pieces
+from gossipx.tables.client import SizedSink, TableClient
+from gossipx.tables.coding import Settings, TableSource
 from gossipx.tables.shard import EncodedBucket, NextTables, ShardStore, Shared, pack_pieces, ranges_sink
 from gossipx.wire import Bytes
 
@@ -100,95 +98,38 @@ class _Hosted:
     progress: int = -1
 
 
-def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
-    """Return the optimizer's current numeric hyperparameters, such as a schedule's learning rate and betas."""
-    return tuple(
-        {name: value for name, given in group.items() if name != "params" and (value := _setting(given)) is not None}
-        for group in optimizer.param_groups
-    )
-
-
-def _setting(value: object) -> Setting | None:
-    """Return a hyperparameter as it is sent; None: it is not numeric."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return float(value)
-    if isinstance(value, tuple | list) and 1 <= len(value) <= MAX_SETTING:
-        numbers = [_setting(one) for one in value]
-        return tuple(one for one in numbers if isinstance(one, int | float)) if None not in numbers else None
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-class TableMigrator:
-    """Builds one peer's tables for other layouts.
-
-    Args:
-        rank: the peer's.
-        layouts: makes the run's layouts.
-        layout: the first.
-        store_of: makes a shard's tables from its partitions and buckets.
-
-    Attributes:
-        layout: the current one.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        layouts: Layouts,
-        layout: Layout,
-        store_of: Callable[[Sequence[Partition], Sequence[Bucket]], ShardStore],
-    ):
-        self._rank = rank
-        self._layouts = layouts
-        self.layout = layout
-        self._store_of = store_of
-
-    def store(self, shard: int) -> ShardStore:
-        """Return the tables of a shard of the current layout, in their initial state."""
-        return self._store_of(self.layout.placed[shard], self.layout.cut[shard])
-
-    def prepare(self, servers: Sequence[int]) -> tuple[NextTables, list[Partition]]:
-        """Return empty tables for the shards that this peer will hold, and the pieces of them that it holds already."""
-        layout = self._layouts.make(servers)
-        here = [shard for shard, rank in enumerate(servers) if rank == self._rank]
-        stores = {shard: self._store_of(layout.placed[shard], layout.cut[shard]) for shard in here}
-        return NextTables(stores), common_pieces(self.layout.held_by(self._rank), layout.held_by(self._rank))
-
-    def switch_layout(self, client: TableClient, servers: Sequence[int], epoch: int) -> None:
-        """Switch the worker's tables to the layout of ``servers``."""
-        self.layout = self._layouts.make(servers)
-        client.place(self.layout.placed, self.layout.cut, epoch)
-
-
 class TableStore:
     """One peer's tables.
 
     Args:
-        client: the worker's side.
-        stores: the hosted shards, by index.
-        parameters: the model's, by table.
-        optimizer: the worker's, whose hyperparameters go with each push.
+        source: what the tables are made from.
+        rank: the peer's.
+        layouts: makes the run's layouts.
+        layout: the first.
+        shards: the hosted and the replicated ones.
         places: the number of gradients received at a time; further senders wait.
 
     Attributes:
-        migrator: makes tables of replicas and of other layouts; set by the caller if shards may move.
+        client: the worker's side.
     """
 
     def __init__(
         self,
-        client: TableClient,
-        stores: Mapping[int, ShardStore],
-        parameters: Sequence[Tensor],
-        optimizer: torch.optim.Optimizer,
+        source: TableSource,
+        rank: int,
+        layouts: Layouts,
+        layout: Layout,
+        shards: Iterable[int],
         places: int = 8,
     ):
-        self.client = client
-        self.migrator: TableMigrator | None = None
-        self._hosted = {index: _Hosted(store) for index, store in stores.items()}
+        self.client = TableClient(source, layout)
+        self._source = source
+        self._rank = rank
+        self._layouts = layouts
+        self._layout = layout  # the worker's current one
+        self._hosted = {shard: _Hosted(ShardStore(source, layout, shard)) for shard in shards}
         self._epoch = 0  # of the hosted shards' layout
         self._next: tuple[int, NextTables] | None = None  # the next epoch and its tables
-        self._parameters = parameters
-        client.settings_now = functools.partial(settings_of, optimizer)
         self._places = threading.BoundedSemaphore(places)
         # Records have their own, since applying them never waits. If they shared places with pushes, two servers that
         # replicate each other's shards could deadlock.
@@ -237,7 +178,7 @@ class TableStore:
 
     def fill(self, shard: int) -> None:
         """Set a shard's values from this peer's own model."""
-        self._hosted[shard].store.fill(self._parameters)
+        self._hosted[shard].store.fill(self._source.parameters)
 
     def apply(self, gradient: Gradient, scale: float, buffers: bool = False) -> int | None:
         """Do one optimizer step with a gradient; ``buffers``: add it to the gradient buffer, too.
@@ -305,8 +246,8 @@ class TableStore:
 
     def copy_sink(self, shard: int) -> SizedSink:
         """Return a sink for a copy of a shard, which is hosted here from now on."""
-        if shard not in self._hosted and self.migrator is not None:
-            self._hosted[shard] = _Hosted(self.migrator.store(shard))
+        if shard not in self._hosted:
+            self._hosted[shard] = _Hosted(ShardStore(self._source, self._layout, shard))
         most = COPY * self._hosted[shard].store.nbytes + 2**20
         return SizedSink(
             "a copy of the requested shard", most, lambda reply: reply.size if isinstance(reply, CopyReply) else None
@@ -327,15 +268,21 @@ class TableStore:
 
     def prepare(self, epoch: int, servers: Sequence[int]) -> None:
         """Make the tables of the next layout that this peer will hold, and fill in the pieces that it holds already."""
-        assert self.migrator is not None
         coming = NextTables({})
         try:
-            coming, stays = self.migrator.prepare(servers)
+            layout = self._layouts.make(servers)
+            coming = self._tables_of(layout)
+            stays = common_pieces(self._layout.held_by(self._rank), layout.held_by(self._rank))
             for one in self._hosted.values():
                 coming.take(memoryview(pack_pieces(one.store, stays, one.settings, one.progress)), stays)
         except GossipxError as error:
             coming.problem = str(error)
         self._next = epoch, coming
+
+    def _tables_of(self, layout: Layout) -> NextTables:
+        """Return empty tables for the shards of ``layout`` that this peer holds."""
+        here = [shard for shard, rank in enumerate(layout.servers) if rank == self._rank]
+        return NextTables({shard: ShardStore(self._source, layout, shard) for shard in here})
 
     def pack(self, pieces: Pieces) -> Source:
         """Return pieces that move to another peer, as bytes; UsageError if they cannot be moved."""
@@ -345,8 +292,7 @@ class TableStore:
 
     def ranges(self) -> SizedSink:
         """Return a sink for pieces from another peer."""
-        assert self.migrator is not None
-        return ranges_sink(self.migrator.layout)
+        return ranges_sink(self._layout)
 
     def take(self, ranges: SizedSink, pieces: Pieces) -> None:
         """Fill in pieces from another peer."""
@@ -364,16 +310,15 @@ class TableStore:
 
     def switch_client(self, epoch: int, servers: Sequence[int]) -> None:
         """Switch the worker's side to a layout at once."""
-        assert self.migrator is not None
-        self.migrator.switch_layout(self.client, servers, epoch)
+        self._layout = self._layouts.make(servers)
+        self.client.place(self._layout, epoch)
 
     def place(self, epoch: int, servers: Sequence[int]) -> None:
         """Switch to the tables that were prepared for a layout, once all operations on the old ones are done.
 
         If none were prepared, the new tables are empty, and are restored from disk afterwards.
         """
-        assert self.migrator is not None
-        coming = self.migrator.prepare(servers)[0] if self._next is None else self._next[1]
+        coming = self._tables_of(self._layouts.make(servers)) if self._next is None else self._next[1]
         settings, progress = coming.settings, coming.progress
         self._hosted = {index: _Hosted(store, settings, progress) for index, store in coming.stores.items()}
         self._epoch, self._next = epoch, None

@@ -145,7 +145,7 @@ def test_new_and_returning_workers_first_receive_full_values(
     )  # the server knows every base that a request names
     frames = [
         memory.push_encoder.state.frames
-        for memory in made.peers[2].table_store.client._bucket_memories.values()
+        for memory in made.peers[2].table_store.client._buckets.values()
         if memory.push_encoder
     ]
     assert all((10 < one < 39) if what != "pause" else one > 20 for one in frames)
@@ -154,7 +154,7 @@ def test_new_and_returning_workers_first_receive_full_values(
 
 def errors(made: World, rank: int) -> list[Tensor]:
     """Return a worker's error feedback, by bucket."""
-    memories = made.peers[rank].table_store.client._bucket_memories.values()
+    memories = made.peers[rank].table_store.client._buckets.values()
     return [memory.push_encoder.state.kept["error"] for memory in memories if memory.push_encoder is not None]
 
 

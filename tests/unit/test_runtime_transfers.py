@@ -59,7 +59,7 @@ def test_tables_that_cannot_be_decoded_count_as_a_failed_request(damage: bool) -
         base = here.client.base((0, 0))
         assert told.base == base != FULL
         given = here.table_store.encode(RequestedBucket(0, 0, base=base))
-        content, before = bytearray(given.source.view), here.client._bucket_memories[0, 0].apply.view.tobytes()
+        content, before = bytearray(given.source.view), here.client._buckets[0, 0].apply.view.tobytes()
         reply = TablesReply(0, given.parts, base=given.base)
         sink.fit(reply).take(0, memoryview(damaged(content) if damage else content))
         done(reply)
@@ -67,7 +67,7 @@ def test_tables_that_cannot_be_decoded_count_as_a_failed_request(damage: bool) -
         outbox.close()
         work.close()
     assert not failures
-    assert here.client._bucket_memories[0, 0].apply.view.tobytes() == before  # until the role decides what happens next
+    assert here.client._buckets[0, 0].apply.view.tobytes() == before  # until the role decides what happens next
     if damage:
         assert events == [Failed(7, Fault.PROTOCOL)]
         assert "pulled tables cannot be decoded, the pull is retried: a codec's frame does not match" in notes[0]
@@ -75,4 +75,4 @@ def test_tables_that_cannot_be_decoded_count_as_a_failed_request(damage: bool) -
     else:
         assert events == [Replied(7, reply)] and not notes
         work.fetched(7)
-        assert here.client._bucket_memories[0, 0].apply.view.tobytes() != before
+        assert here.client._buckets[0, 0].apply.view.tobytes() != before

@@ -18,7 +18,7 @@ from gossipx.codecs.changes import FULL, Changes, checksum
 from gossipx.errors import ProtocolError, UsageError
 from gossipx.protocol.server_messages import TablesReply
 from gossipx.protocol.table_effects import RequestedBucket
-from gossipx.server.placement import Bucket, Partition
+from gossipx.server.placement import Bucket, Layout, Partition
 from gossipx.tables.coding import Coding
 
 SHAPES = ((20, 30), (7,), (0,), (40, 10))
@@ -54,7 +54,7 @@ def table(here: Side, number: int = 0) -> Tensor:
 
 def left(here: Side) -> Tensor:
     """Return the error feedback of the first table; zeros before the first push, and without error feedback."""
-    memory = next(iter(here.client._bucket_memories.values()))
+    memory = next(iter(here.client._buckets.values()))
     kept = {} if memory.push_encoder is None else memory.push_encoder.state.kept
     return kept.get("error", torch.zeros(600))[:600].view(20, 30).clone()
 
@@ -93,7 +93,7 @@ def test_gradients_that_are_not_finite_leave_the_error_unchanged(spec: str) -> N
     here = coded(push=spec, least=10**6)
     here.update(normal(1))
     here.push()
-    (memory, *_) = here.client._bucket_memories.values()
+    (memory, *_) = here.client._buckets.values()
     assert memory.push_encoder is not None
     before, was = memory.push_encoder.state.kept["error"].clone(), table(here).clone()
     bad = normal(2)
@@ -153,7 +153,7 @@ def test_a_resumed_run_with_another_codec_keeps_the_error(caplog: pytest.LogCapt
     state = here.client.state_dict()
     assert state is not None
     other.client.load_state_dict(state)
-    memories = [next(iter(one.client._bucket_memories.values())) for one in (here, other)]
+    memories = [next(iter(one.client._buckets.values())) for one in (here, other)]
     kept = [memory.push_encoder.state.kept["error"] for memory in memories if memory.push_encoder is not None]
     assert torch.equal(*kept)
     assert bool(kept[0].any())
@@ -177,7 +177,7 @@ def test_from_another_codec_only_the_error_is_restored(before: str, after: str) 
     state = here.client.state_dict()
     assert state is not None
     other.client.load_state_dict(state)
-    for one, memory in zip(here.client._bucket_memories.values(), other.client._bucket_memories.values(), strict=True):
+    for one, memory in zip(here.client._buckets.values(), other.client._buckets.values(), strict=True):
         assert one.push_encoder is not None and memory.push_encoder is not None
         kept = [{**pushing.state.kept} for pushing in (one.push_encoder, memory.push_encoder)]
         left = [each.get("error", each.get("gathered")) for each in kept]
@@ -206,7 +206,7 @@ def test_a_checkpoint_after_a_change_of_servers_encodes_no_gradient_twice(spec: 
     here.update(normal(1))
     here.push()
     before = errors(here)
-    here.client.place(shards, [[Bucket(0, 2)], [Bucket(0, 1), Bucket(1, 3)]], epoch=1)
+    here.client.place(Layout((0, 1), shards, [[Bucket(0, 2)], [Bucket(0, 1), Bucket(1, 3)]]), epoch=1)
     assert here.client.state_dict() is not None
     after = errors(here)
     assert all(torch.equal(before[number], after[number]) for number in before)
@@ -227,7 +227,7 @@ def test_errors_move_with_their_values() -> None:
     assert sum(float(vector.abs().sum()) for vector in before.values()) > 0
     shards = [[Partition(3, 0, 150), Partition(0, 0, 600)], [Partition(1, 0, 7), Partition(2, 0, 0)]]
     shards[1].append(Partition(3, 150, 400))
-    here.client.place(shards, [[Bucket(0, 2)], [Bucket(0, 1), Bucket(1, 3)]], epoch=1)
+    here.client.place(Layout((0, 1), shards, [[Bucket(0, 2)], [Bucket(0, 1), Bucket(1, 3)]]), epoch=1)
     after = errors(here)
     assert all(torch.equal(before[number], after[number]) for number in before)
 
@@ -238,14 +238,15 @@ def test_frame_counts_survive_a_change_of_servers() -> None:
     for seed in range(3):
         here.update(normal(seed))
         here.push()
-    here.client.place([[Partition(number, 0, math.prod(shape)) for number, shape in enumerate(SHAPES)]], [ONE], epoch=1)
-    (memory,) = here.client._bucket_memories.values()
+    whole = [Partition(number, 0, math.prod(shape)) for number, shape in enumerate(SHAPES)]
+    here.client.place(Layout((0,), [whole], [ONE]), epoch=1)
+    (memory,) = here.client._buckets.values()
     assert memory.push_encoder is not None and memory.push_encoder.state.frames == 3
 
 
 def errors(here: Side) -> dict[int, Tensor]:
     made = {number: torch.zeros(int(torch.tensor(shape).prod())) for number, shape in enumerate(SHAPES)}
-    for memory in here.client._bucket_memories.values():
+    for memory in here.client._buckets.values():
         assert memory.push_encoder is not None
         for partition, vector in memory.push_encoder.split_vectors()["error"]:
             made[partition.table][partition.start : partition.stop] = vector
@@ -276,7 +277,7 @@ def test_learning_rates_move_with_their_errors() -> None:
         if moves:
             shards = [[Partition(3, 0, 150), Partition(0, 0, 600)], [Partition(1, 0, 7), Partition(2, 0, 0)]]
             shards[1].append(Partition(3, 150, 400))
-            here.client.place(shards, [[Bucket(0, 2)], [Bucket(0, 1), Bucket(1, 3)]], epoch=1)
+            here.client.place(Layout((0, 1), shards, [[Bucket(0, 2)], [Bucket(0, 1), Bucket(1, 3)]]), epoch=1)
         here.optimizer.param_groups[0]["lr"] /= 4
         here.update([torch.zeros(shape) for shape in SHAPES])
         for place in here.whole:
@@ -305,7 +306,7 @@ def test_changes_bring_a_worker_close_and_both_sides_agree_on_its_values(spec: s
         here.update(normal(seed))
         here.push()
         here.pull()
-    for place, memory in here.client._bucket_memories.items():
+    for place, memory in here.client._buckets.items():
         if memory.apply.view.nbytes:
             assert memory.base == here.client.base(place) == checksum(torch.cat([one.data for one in memory.receivers]))
             assert memory.base in changes(here, place)._bases  # the server's, bit for bit
@@ -382,14 +383,14 @@ def test_an_unknown_base_gets_full_values() -> None:
     here.pull()
     given = here.table_store.encode(RequestedBucket(0, 0, 0, base=12345))
     assert given.base == FULL
-    assert given.source.view.nbytes == here.client._bucket_memories[0, 0].apply.view.nbytes
+    assert given.source.view.nbytes == here.client._buckets[0, 0].apply.view.nbytes
 
 
 def test_a_change_of_other_values_is_refused_and_so_is_one_that_is_too_long() -> None:
     here = coded(pull="3lc")
     here.pull()
     sink = here.client.sink((0, 0))
-    nbytes = here.client._bucket_memories[0, 0].apply.view.nbytes
+    nbytes = here.client._buckets[0, 0].apply.view.nbytes
     with pytest.raises(ProtocolError, match="change of values that this peer does not have"):
         sink.fit(TablesReply(0, ((0, 20),), base=here.client.base((0, 0)) + 1))
     with pytest.raises(ProtocolError, match=f"bytes for a bucket of {nbytes}"):
@@ -401,7 +402,7 @@ def test_a_change_of_other_values_is_refused_and_so_is_one_that_is_too_long() ->
 def test_partial_and_duplicate_replies_change_nothing() -> None:
     here = coded(pull="3lc")
     here.pull()
-    memory, base = here.client._bucket_memories[0, 0], here.client.base((0, 0))
+    memory, base = here.client._buckets[0, 0], here.client.base((0, 0))
     here.update(normal(1))
     here.push()
     before = bytes(memory.apply.view)

@@ -14,7 +14,7 @@ from gossipx.errors import UsageError
 from gossipx.protocol.fields import kind_of
 from gossipx.protocol.server_messages import GradientRequest
 from gossipx.protocol.table_effects import RequestedBucket
-from gossipx.tables.store import settings_of
+from gossipx.tables.coding import settings_of
 from gossipx.wire.kinds import message_of, metadata_of
 
 # --- optimizers -------------------------------------------------------------------------------------------
