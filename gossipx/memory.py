@@ -6,7 +6,6 @@ import fcntl
 import mmap
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,25 +59,6 @@ class Memory:
             _seal(descriptor)
             self.descriptor = descriptor
         self.view = memoryview(mapped)[:nbytes]  # the mapping is freed with its last view
-
-
-class SpareMemory:
-    """Blocks of memory that are reused, by their size. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._free: dict[int, list[Memory]] = {}
-
-    def take(self, nbytes: int) -> Memory:
-        """Return a block of ``nbytes``, a new one if none is free."""
-        with self._lock:
-            free = self._free.get(nbytes)
-            return free.pop() if free else Memory(nbytes)
-
-    def give(self, memory: Memory) -> None:
-        """Give a block back."""
-        with self._lock:
-            self._free.setdefault(memory.view.nbytes, []).append(memory)
 
 
 @dataclass

@@ -220,7 +220,7 @@ class _Builder:
             place.resumes,
             place.resumes_at,
             place.is_added,
-            (lambda: exchange.checkpoint_at) if isinstance(exchange, ServerMode) and exchange.trains else None,
+            (lambda: exchange.worker.checkpoint_at) if isinstance(exchange, ServerMode) and exchange.trains else None,
         )
 
     def recorder(self, policy: str, resumed_at: int | None) -> Recorder:

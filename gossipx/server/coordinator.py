@@ -145,12 +145,12 @@ class Coordinator:
         if not servers:
             return "name at least one server"
         if len(set(servers)) < len(servers):
-            return f"the servers {_ranks(servers)} name a peer twice"
+            return f"the servers {_ranks_text(servers)} name a peer twice"
         wrong = [rank for rank in servers if not 0 <= rank < size]
         if wrong:
             return f"there is no peer {wrong[0]}: ranks are 0 to {size - 1}"
         if set(servers) == set(self._migration.layout.servers):
-            return f"the servers are already {_ranks(servers)}"
+            return f"the servers are already {_ranks_text(servers)}"
         return self._obstacle
 
     def _ask_leader(self, number: int, now: float) -> list[Effect]:
@@ -216,7 +216,7 @@ class Coordinator:
         if not self._migration.host.hosted.ready:
             return f"peer {self._context.rank}: {NOT_READY}"
         if set(servers) == set(self._migration.layout.servers):
-            return f"the servers are already {_ranks(servers)}"
+            return f"the servers are already {_ranks_text(servers)}"
         for rank in {*servers, *self._migration.layout.servers} - {self._context.rank}:
             other = self._context.members.others.get(rank)
             if other is None or other.lost or other.stage is None or other.stage > Stage.FINISH:
@@ -280,7 +280,7 @@ class Coordinator:
             return self._ask(run, now)
         if run.phase is PrepareRequest:
             run.phase, run.todo, run.until = PlaceRequest, run.members - {self._context.rank}, now + timeout
-            text = f"the servers are now {_ranks(sorted(run.layout.servers))}, at epoch {run.epoch}"
+            text = f"the servers are now {_ranks_text(sorted(run.layout.servers))}, at epoch {run.epoch}"
             return [
                 Note("", text),
                 *self._migration.commit(run.epoch, now),
@@ -328,5 +328,5 @@ class Coordinator:
         return [*effects, *self._ask(run, now)]
 
 
-def _ranks(servers: Sequence[int]) -> str:
+def _ranks_text(servers: Sequence[int]) -> str:
     return ",".join(map(str, servers))

@@ -81,12 +81,7 @@ class HostedShards:
 
         If none were training, a journal on disk is from an earlier run.
         """
-        return self._plan.journals and self.is_restarted
-
-    @property
-    def is_restarted(self) -> bool:
-        """Whether workers were training before this peer joined."""
-        return self._context.members.has_joined_late
+        return self._plan.journals and self._context.members.has_joined_late
 
     @property
     def sync_settings(self) -> set[str]:
@@ -118,7 +113,7 @@ class HostedShards:
         """Start the shards once all peers have reached START. If they may have moved elsewhere, ask the other peers
         first.
         """
-        alone = self.is_restarted and not any(shard.run_resumes for shard in self.shards.values())
+        alone = self._context.members.has_joined_late and not any(shard.run_resumes for shard in self.shards.values())
         self.unconfirmed = bool(self.shards) and alone and not self._plan.fixed
         return [] if self.unconfirmed else self.start_shards(now)
 
@@ -139,7 +134,7 @@ class HostedShards:
         """Start a shard. If workers were training before this peer joined, continue where they stand, less the
         iteration that they may have begun; or from a checkpoint, if there is one.
         """
-        if not self.is_restarted or shard.run_resumes:
+        if not self._context.members.has_joined_late or shard.run_resumes:
             return shard.begin(now)
         if shard.restored:
             return shard.begin_late(now)

@@ -360,7 +360,7 @@ class Migration:
     def _follow(self, epoch: int, servers: tuple[int, ...], now: float) -> list[Effect]:
         """Adopt a layout that others put in force while this peer was considered lost, or before it joined."""
         aborted = self.abort(now) if self._change else []
-        if self._context.rank in servers and not self.host.hosted.is_restarted:
+        if self._context.rank in servers and not self._context.members.has_joined_late:
             reason = "the servers were changed, and this peer does not have its new tables"
             return [*aborted, Stop(reason), Resume()]
         self._next_layout = epoch, self.layouts.make(servers)

@@ -19,7 +19,6 @@ from gossipx.protocol.server_messages import (
     CopyRequest,
     GradientRequest,
     HoldersRequest,
-    MoveRequest,
     PauseRequest,
     PlacedReply,
     PlaceRequest,
@@ -67,6 +66,8 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         *(HoldersRequest, ServersRequest, PauseRequest, PrepareRequest, RangesRequest, PlaceRequest),
     )
     timers = (AGAIN, WATCH, RECORDS, FOLLOW)
+    captured_ticket = None
+    awaits_all = True
 
     def __init__(self, context: PeerContext, pulls: PullExchange, plan: ServerPlan):
         super().__init__(context)
@@ -75,14 +76,13 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         self._replies = Replies(context.requests)
         self.hosted = HostedShards(context, plan)
         self.shards = self.hosted.shards
-        self._trains = not plan.settings.servers_only or context.rank not in plan.layout.servers
         self.migration = Migration(context, self._replies, self, plan.layouts, plan.layout)
         self.coordinator = Coordinator(context, self._replies, self.migration, plan.fixed)
         self._replication = Replication(
             *(context, self._replies, self.shards, self._training, plan.holders),
             fresh=lambda index: self.hosted.fresh(index, plan.layout.servers),
             begin=self.hosted.begin,
-            turn=lambda index, ranks: self.worker.turn(index, ranks),
+            use_holders=lambda index, ranks: self.worker.use_holders(index, ranks),
             ask_for_signs=self._ask_for_signs,
         )
         for index, clock in plan.clocks(context.rank).items():
@@ -121,29 +121,16 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         return [(rank,) for rank in self._servers] if self.migration.epoch else self._replication.holders
 
     @property
-    def captured_ticket(self) -> int | None:
-        return None
-
-    @property
     def over(self) -> bool:
         return self.worker.idle
 
     @property
     def trains(self) -> bool:
-        return self._trains
+        return not self._settings.servers_only or self._context.rank not in self._plan.layout.servers
 
     @property
     def is_needed_at_finish(self) -> bool:
-        return bool(self.shards or self.replicas) or not self._trains
-
-    @property
-    def awaits_all(self) -> bool:
-        return True
-
-    @property
-    def checkpoint_at(self) -> int:
-        """The iteration after which to take a checkpoint, as announced by servers; 0: none yet."""
-        return self.worker.checkpoint_at
+        return bool(self.shards or self.replicas) or not self.trains
 
     @property
     def taken_in(self) -> int:
@@ -164,7 +151,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         effects = self.hosted.start_serving(now)
         effects += self.migration.ask_layout(now) if self.hosted.unconfirmed else []
         effects += self._replication.begin(now)
-        began = self.worker.begin(now, self._context.step - 1) if self._trains else []
+        began = self.worker.begin(now, self._context.step - 1) if self.trains else []
         return self._follow_up([*effects, *began], now)
 
     def _begin_confirmed(self, now: float) -> list[Effect]:
@@ -179,7 +166,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
 
     def initial_model_requested(self, event: Received, now: float) -> list[Effect] | None:
         """Refuse a server that was restarted, if this peer does not train: our model is still the initial one."""
-        if self._trains or not self._serves or event.sender not in self._servers:
+        if self.trains or not self._serves or event.sender not in self._servers:
             return None
         return [self._answer(event.key, NotReadyReply("it only serves and has no model of its own"), now)]
 
@@ -271,22 +258,28 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     # --- the server -------------------------------------------------------------------------------
 
     def requested(self, event: Received, now: float) -> list[Effect]:
-        request = event.request
-        if isinstance(request, ServersRequest):
-            return self._follow_up(self.coordinator.requested(event, request, now), now)
-        if isinstance(request, MoveRequest):
-            return self._follow_up(self.migration.requested(event, now), now)
-        if isinstance(request, WaitingRequest):
-            return self._follow_up(self._deadlock_detector.requested(event, now), now)
-        assert isinstance(request, ServerRequest)
-        if isinstance(request, GradientRequest | TablesRequest):
-            answered = self.migration.divert(event, request, now)
-            if answered is not None:
-                return self._follow_up(answered, now)
-        if isinstance(request, RecordRequest):
-            return self._replication.record_received(event, now)
-        if isinstance(request, HoldersRequest):
-            return self._follow_up(self._replication.holders_announced(event, now), now)
+        match event.request:
+            case ServersRequest() as request:
+                effects = self.coordinator.requested(event, request, now)
+            case PauseRequest() | PrepareRequest() | RangesRequest() | PlaceRequest():
+                effects = self.migration.requested(event, now)
+            case WaitingRequest() as request:
+                effects = self._deadlock_detector.requested(event, request, now)
+            case RecordRequest() as request:
+                return self._replication.record_received(event, request, now)
+            case HoldersRequest() as request:
+                effects = self._replication.holders_announced(event, request, now)
+            case GradientRequest() | TablesRequest() as request:
+                diverted = self.migration.divert(event, request, now)
+                effects = self._shard_requested(event, request, now) if diverted is None else diverted
+            case SwitchRequest() | CopyRequest() as request:
+                effects = self._shard_requested(event, request, now)
+            case _:
+                raise AssertionError(event.request)
+        return self._follow_up(effects, now)
+
+    def _shard_requested(self, event: Received, request: ServerRequest, now: float) -> list[Effect]:
+        """Handle a request for one shard."""
         effects = self._replication.step_in(event.sender, request, now)
         shard = self.shards.get(request.shard)
         if shard is None:
@@ -295,18 +288,16 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
             follows = request.shard in self._replication.replicas
             reason = "it has only a replica" if follows else "it does not hold this shard: start all peers alike"
             return [*effects, self._answer(event.key, NotReadyReply(reason), now)]
-        return [*effects, *self._shard_requested(event, shard, now)]
-
-    def _shard_requested(self, event: Received, shard: Shard, now: float) -> list[Effect]:
-        """Handle a request for a shard that is hosted here."""
-        request = event.request
-        if isinstance(request, CopyRequest):
-            return self._follow_up(self._replication.copy_requested(event, shard, now), now)
-        if isinstance(request, SwitchRequest):
-            return self._follow_up(self._sync_model_switch.requested(event, shard, now), now)
-        if shard.is_serving and isinstance(request, TablesRequest) and event.sender not in self._training():
-            return shard.answer_at_once(event, now)
-        return self._follow_up(shard.requested(event, now), now)
+        match request:
+            case CopyRequest():
+                return [*effects, *self._replication.copy_requested(event, request, shard, now)]
+            case SwitchRequest():
+                return [*effects, *self._sync_model_switch.requested(event, request, shard, now)]
+            case TablesRequest() if shard.is_serving and event.sender not in self._training():
+                return [*effects, *shard.answer_at_once(event, request, now)]
+            case GradientRequest() | TablesRequest():
+                return [*effects, *shard.requested(event, request, now)]
+        raise AssertionError(request)
 
     # --- members ------------------------------------------------------------------------------------
 
@@ -318,7 +309,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
             for rank in members.awaited()
             if rank in workers and (members.others.peek(rank).stage or Stage.JOINING) < Stage.FINISH
         ]
-        own = self._trains and not (self._ending and self.worker.idle)
+        own = self.trains and not (self._ending and self.worker.idle)
         return [*ranks, self._context.rank] if own else ranks
 
     def _workers(self) -> list[int]:

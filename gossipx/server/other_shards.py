@@ -15,23 +15,25 @@ when other workers wait there than those that it names, so a shard that nobody a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 from gossipx.errors import UsageError
 from gossipx.peer.exchange import PeerContext
 from gossipx.protocol.effects import Answer, Effect, Forget, ReportSwitch
 from gossipx.protocol.events import Received, SwitchSync
-from gossipx.protocol.messages import AcceptReply, NotReadyReply, Reply
+from gossipx.protocol.messages import NotReadyReply, Reply
 from gossipx.protocol.server_messages import SwitchRequest, WaitingReply, WaitingRequest
-from gossipx.server.requests import Deferred, Replies, defer
+from gossipx.server.requests import Deferred, Replies, defer, outcome
 from gossipx.server.shard import Shard
 from gossipx.server.sync_models import check_workers, sync_model_from
 
 
+@dataclass
 class SyncModelSwitch:
     """One peer's part in switches of sync models. Methods return the effects to carry out.
 
-    Args:
+    Attributes:
         context: the role's.
         replies: the table of reply handlers.
         shards: the hosted shards.
@@ -41,22 +43,15 @@ class SyncModelSwitch:
         obstacle: returns why no model can be switched now, or an empty string.
     """
 
-    def __init__(
-        self,
-        context: PeerContext,
-        replies: Replies,
-        shards: Mapping[int, Shard],
-        holder: Callable[[int], int],
-        workers: int,
-        rate: float | None,
-        obstacle: Callable[[], str],
-    ):
-        self._context = context
-        self._replies = replies
-        self._shards = shards
-        self._holder, self._workers, self._rate, self._obstacle = holder, workers, rate, obstacle
-        self._open: dict[int, int] = {}  # the number of the switch, by ticket
-        self._problems: dict[int, str] = {}  # of running switches, by number
+    context: PeerContext
+    replies: Replies
+    shards: Mapping[int, Shard]
+    holder: Callable[[int], int]
+    workers: int
+    rate: float | None
+    obstacle: Callable[[], str]
+    _open: dict[int, int] = field(default_factory=dict)  # the number of the switch, by ticket
+    _problems: dict[int, str] = field(default_factory=dict)  # of running switches, by number
 
     def switch(self, event: SwitchSync, count: int, now: float) -> list[Effect]:
         """Handle this peer's request to switch one shard, or all ``count`` of them."""
@@ -66,38 +61,35 @@ class SyncModelSwitch:
         effects: list[Effect] = []
         self._problems[event.number] = ""
         for index in wanted:
-            if index in self._shards:
-                made, problem = self._switch(self._shards[index], event.sync, event.apply, event.pulls)
+            if index in self.shards:
+                made, problem = self._switch(self.shards[index], event.sync, event.apply, event.pulls)
                 effects += made
                 self._problems[event.number] = self._problems[event.number] or problem
                 continue
             request = SwitchRequest(index, event.sync, event.apply, event.pulls)
-            until = now + self._context.timeout
-            send = self._replies.send(self._holder(index), request, now, until, self._answered)
+            until = now + self.context.timeout
+            send = self.replies.send(self.holder(index), request, now, until, self._answered)
             self._open[send.ticket] = event.number
             effects.append(send)
         return [*effects, *self._done(event.number)]
 
     def _switch(self, shard: Shard, sync: str, apply: str, pulls: str) -> tuple[list[Effect], str]:
         """Switch a hosted shard. Return the effects, and why it failed or an empty string."""
-        if obstacle := self._obstacle():
+        if obstacle := self.obstacle():
             return [], obstacle
         try:
             model = sync_model_from(sync)
-            check_workers(model, self._workers)
-            if model.needs_rate and self._rate is not None:
-                model = model.resolved(self._rate)
+            check_workers(model, self.workers)
+            if model.needs_rate and self.rate is not None:
+                model = model.resolved(self.rate)
             return shard.switch(model, apply, pulls), ""
         except UsageError as error:
             return [], str(error)
 
-    def requested(self, event: Received, shard: Shard, now: float) -> list[Effect]:
+    def requested(self, event: Received, request: SwitchRequest, shard: Shard, now: float) -> list[Effect]:
         """Handle another peer's request to switch a hosted shard."""
-        request = event.request
-        assert isinstance(request, SwitchRequest)
         made, problem = self._switch(shard, request.sync, request.apply, request.pulls)
-        reply = NotReadyReply(problem) if problem else AcceptReply()
-        return [*made, Answer(event.key, reply, now + self._context.timeout)]
+        return [*made, Answer(event.key, outcome(problem), now + self.context.timeout)]
 
     def _answered(self, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
         """Handle a server's reply."""
@@ -111,37 +103,34 @@ class SyncModelSwitch:
         return [] if number in self._open.values() else [ReportSwitch(number, self._problems.pop(number))]
 
 
+@dataclass
 class DeadlockDetector:
     """Finds and resolves deadlocks of the hosted shards, and answers the questions of others.
 
-    Args:
+    Attributes:
         context: the role's.
         replies: the table of reply handlers.
         shards: the hosted shards.
         holder: returns the rank that requests for a shard are sent to.
     """
 
-    def __init__(
-        self, context: PeerContext, replies: Replies, shards: Mapping[int, Shard], holder: Callable[[int], int]
-    ):
-        self._context = context
-        self._replies = replies
-        self._shards = shards
-        self._holder = holder
-        self._asked: dict[int, int] = {}  # by shard elsewhere, the rank that has our question or has failed to answer
-        self._failed: set[int] = set()
-        self._known: dict[int, tuple[tuple[int, int], ...]] = {}  # by shard elsewhere, the workers that wait there
-        self._questions: list[tuple[Deferred, WaitingRequest]] = []  # of others, not answered yet
+    context: PeerContext
+    replies: Replies
+    shards: Mapping[int, Shard]
+    holder: Callable[[int], int]
+    _asked: dict[int, int] = field(default_factory=dict)  # by shard elsewhere, who has our question or failed to answer
+    _failed: set[int] = field(default_factory=set)
+    _known: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)  # by shard elsewhere, who waits there
+    _questions: list[tuple[Deferred, WaitingRequest]] = field(default_factory=list)  # of others, not answered yet
 
     @property
     def is_asked(self) -> bool:
         """Whether a question of another peer is open."""
         return bool(self._questions)
 
-    def requested(self, event: Received, now: float) -> list[Effect]:
+    def requested(self, event: Received, request: WaitingRequest, now: float) -> list[Effect]:
         """Handle another peer's question; :meth:`check` answers it."""
-        assert isinstance(event.request, WaitingRequest)
-        self._questions.append((defer(event.key, event.request.patience, now), event.request))
+        self._questions.append((defer(event.key, request.patience, now), request))
         return []
 
     def check(self, size: int, now: float) -> list[Effect]:
@@ -150,16 +139,16 @@ class DeadlockDetector:
         Args:
             size: the number of shards.
         """
-        elsewhere = set(range(size)) - set(self._shards)
+        elsewhere = set(range(size)) - set(self.shards)
         effects: list[Effect] = []
-        for shard in self._shards.values():
+        for shard in self.shards.values():
             if shard.clock.awaits_gradients:
                 waits = [one for index in elsewhere for one in self._known.get(index, ())]
-                here = [one for other in self._shards.values() for one in other.clock.blocked]
+                here = [one for other in self.shards.values() for one in other.clock.blocked]
                 effects += shard.resolve_deadlock([*waits, *here])
         effects += self._answer(now)
-        if any(shard.clock.awaits_gradients for shard in self._shards.values()):
-            effects += [self._ask(index, now) for index in elsewhere if self._asked.get(index) != self._holder(index)]
+        if any(shard.clock.awaits_gradients for shard in self.shards.values()):
+            effects += [self._ask(index, now) for index in elsewhere if self._asked.get(index) != self.holder(index)]
         self._known = {index: waits for index, waits in self._known.items() if index in self._asked}
         return effects
 
@@ -168,7 +157,7 @@ class DeadlockDetector:
         effects: list[Effect] = []
         questions, self._questions = self._questions, []
         for deferred, request in questions:
-            shard = self._shards.get(request.shard)
+            shard = self.shards.get(request.shard)
             if shard is None:
                 effects.append(deferred.answer(NotReadyReply("it does not hold this shard")))
             elif shard.clock.blocked != request.known or deferred.put_off_at <= now:
@@ -178,9 +167,9 @@ class DeadlockDetector:
         return effects
 
     def _ask(self, index: int, now: float) -> Effect:
-        self._asked[index] = rank = self._holder(index)
-        question = WaitingRequest(index, self._known.get(index, ()), self._context.timeout)
-        return self._replies.send(rank, question, now, now + question.patience, partial(self._answered, index))
+        self._asked[index] = rank = self.holder(index)
+        question = WaitingRequest(index, self._known.get(index, ()), self.context.timeout)
+        return self.replies.send(rank, question, now, now + question.patience, partial(self._answered, index))
 
     def _answered(self, index: int, ticket: int, to: int, reply: Reply | None, now: float) -> list[Effect]:
         """Handle the reply of another shard's holder; :meth:`check` asks again."""

@@ -504,24 +504,21 @@ class Batch:
 
 
 @final
+@dataclass(frozen=True)
 class Layouts:
     """Makes the layouts of one run.
 
-    Args:
+    Attributes:
         tables: in the model's order.
         placement: decides which partition lies on which server.
         kind: returns a table's kind, which all tables of a bucket share, and its bytes per element.
         least: the size in bytes at which a bucket or a batch is full; None: the default.
     """
 
-    def __init__(
-        self,
-        tables: Sequence[Table],
-        placement: Placement,
-        kind: Callable[[int], tuple[object, int]],
-        least: int | None,
-    ):
-        self._tables, self._placement, self._kind, self._least = tables, placement, kind, least
+    tables: Sequence[Table]
+    placement: Placement
+    kind: Callable[[int], tuple[object, int]]
+    least: int | None
 
     def make(self, servers: Sequence[int]) -> Layout:
         """Return the layout with these servers, by shard.
@@ -529,12 +526,12 @@ class Layouts:
         Raises:
             UsageError: as :func:`~gossipx.server.placement.checked`.
         """
-        placed = checked(self._placement, self._tables, len(servers))
+        placed = checked(self.placement, self.tables, len(servers))
         return Layout(tuple(servers), placed, [self._cut(held) for held in placed])
 
     def _cut(self, held: Sequence[Partition]) -> list[Bucket]:
-        nbytes = sum((one.stop - one.start) * self._kind(one.table)[1] for one in held)
-        return cut_into_buckets(held, self._kind, bucket_size(nbytes) if self._least is None else self._least)
+        nbytes = sum((one.stop - one.start) * self.kind(one.table)[1] for one in held)
+        return cut_into_buckets(held, self.kind, bucket_size(nbytes) if self.least is None else self.least)
 
     def batches(self, before: Layout, after: Layout) -> list[Batch]:
         """Return the pieces that must move between peers, and no others."""

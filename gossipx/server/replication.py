@@ -131,10 +131,8 @@ class Standby(Records):
 
     # --- the replica ------------------------------------------------------------------------------
 
-    def copy_requested(self, event: Received, shard: Shard, now: float) -> list[Effect]:
+    def copy_requested(self, event: Received, request: CopyRequest, shard: Shard, now: float) -> list[Effect]:
         """Handle the other peer's request for a copy, or its sign that it waits for records."""
-        request = event.request
-        assert isinstance(request, CopyRequest)
         if self._follows and request.copy == self.copy:
             return [Answer(event.key, AcceptReply(), now + request.patience)]
         dropped = self._forget()
@@ -239,10 +237,8 @@ class Replica:
         share = LONGEST_BACKOFF if self.has_copy else FIRST_BACKOFF
         return SetTimer(f"{FOLLOW} {self.shard.index}", now + share * self._context.timeout)
 
-    def record_received(self, event: Received, now: float) -> list[Effect]:
+    def record_received(self, event: Received, record: RecordRequest, now: float) -> list[Effect]:
         """Apply a record from the holder, and early records that it makes applicable."""
-        record = event.request
-        assert isinstance(record, RecordRequest)
         until = now + record.patience
         if not self.has_copy or event.sender != self.holder or record.copy != self.shard.records.copy:
             return [Answer(event.key, NotReadyReply("it does not have the copy that this record follows"), until)]
@@ -307,7 +303,7 @@ class Replication:
         holders: by shard, the rank of its first holder, followed by that of its replica if it has one.
         fresh: makes a shard in its initial state, given its index.
         begin: starts a shard in its initial state.
-        turn: makes this peer's worker use other holders of a shard.
+        use_holders: makes this peer's worker use other holders of a shard.
         ask_for_signs: asks peers for a sign of life.
 
     Attributes:
@@ -323,14 +319,14 @@ class Replication:
         holders: Sequence[tuple[int, ...]],
         fresh: Callable[[int], Shard],
         begin: Callable[[Shard, float], list[Effect]],
-        turn: Callable[[int, tuple[int, ...]], None],
+        use_holders: Callable[[int, tuple[int, ...]], None],
         ask_for_signs: Callable[[set[int], float], list[Effect]],
     ):
         self._context = context
         self._replies = replies
         self._shards = shards
         self._training = training
-        self._fresh, self._begin, self._turn, self._first = fresh, begin, turn, holders
+        self._fresh, self._begin, self._use_holders, self._first = fresh, begin, use_holders, holders
         self._ask_for_signs = ask_for_signs
         self._pairs = {index: _Pair(0, ranks[0], ranks[1]) for index, ranks in enumerate(holders) if len(ranks) > 1}
         self.replicas: dict[int, Replica] = {}
@@ -359,7 +355,7 @@ class Replication:
 
     def _set_pair(self, index: int, pair: _Pair) -> None:
         self._pairs[index] = pair
-        self._turn(index, pair.ranks)
+        self._use_holders(index, pair.ranks)
 
     def _candidates(self) -> list[int]:
         """Return the ranks that may take a replica, the next one first."""
@@ -423,10 +419,8 @@ class Replication:
             self._context.members.back_off(to, now)
         return [Forget(ticket)]
 
-    def holders_announced(self, event: Received, now: float) -> list[Effect]:
+    def holders_announced(self, event: Received, request: HoldersRequest, now: float) -> list[Effect]:
         """Handle the announcement of a shard's pair by its holder."""
-        request = event.request
-        assert isinstance(request, HoldersRequest)
         index, done = request.shard, Answer(event.key, AcceptReply(), now + self._context.timeout)
         pair = _Pair(request.number, request.holder, request.replica)
         if index not in self._pairs or pair.order <= self._pairs[index].order:
@@ -493,20 +487,16 @@ class Replication:
             return [*dropped, *note, *self._begin(shard, now), *paired]
         return [*dropped, *note, *shard.serve(now), *shard.update_members(self._training()), *paired]
 
-    def record_received(self, event: Received, now: float) -> list[Effect]:
+    def record_received(self, event: Received, request: RecordRequest, now: float) -> list[Effect]:
         """Handle a record of what happened to a shard."""
-        request = event.request
-        assert isinstance(request, RecordRequest)
         if request.shard in self.replicas:
-            return self.replicas[request.shard].record_received(event, now)
+            return self.replicas[request.shard].record_received(event, request, now)
         held = request.shard in self._shards
         reply = BusyReply() if held else NotReadyReply("it has no replica of this shard: start all peers alike")
         return [Answer(event.key, reply, now + request.patience)]
 
-    def copy_requested(self, event: Received, shard: Shard, now: float) -> list[Effect]:
+    def copy_requested(self, event: Received, request: CopyRequest, shard: Shard, now: float) -> list[Effect]:
         """Handle a request for a copy of a shard that is held here."""
-        request = event.request
-        assert isinstance(request, CopyRequest)
         standby = self._standby(shard.index)
         if standby is None or not shard.is_serving:
             return [Answer(event.key, NotReadyReply("it has no copy of this shard"), now + request.patience)]
@@ -515,7 +505,7 @@ class Replication:
             paired = [*self._pair_with(shard.index, event.sender), self._note_choice(shard.index, event.sender)]
         if event.sender != standby.rank:
             return [Answer(event.key, AcceptReply(), now + request.patience)]  # the shard lives, with another replica
-        return [*paired, *standby.copy_requested(event, shard, now)]
+        return [*paired, *standby.copy_requested(event, request, shard, now)]
 
     def is_followed(self, index: int) -> bool:
         """Return whether this peer has a copy of a shard that another peer holds."""

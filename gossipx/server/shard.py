@@ -202,13 +202,6 @@ class ShardWorker:
     released: int = -1
 
 
-def requested_bucket(event: Received) -> RequestedBucket:
-    """Return the bucket that a pull asks for."""
-    request = event.request
-    assert isinstance(request, TablesRequest)
-    return RequestedBucket(request.shard, request.bucket, event.sender, request.base)
-
-
 NEXT_RECORD = "next_record"
 """The key in a shard's state for the number of the next record."""
 FURTHEST = 100_000
@@ -229,6 +222,7 @@ class Shard:
 
     Attributes:
         records: logs what happens to the shard, for its journal or replica.
+        is_serving: workers are answered.
         restored: the shard continues from a saved state.
         run_resumes: all peers resume together from the checkpoint of this shard's clock.
         restarted_at: the clock at which it continued when its server was last restarted; see ``TablesReply``.
@@ -255,8 +249,8 @@ class Shard:
         self._buckets = buckets
         self._requests = requests
         self._workers: dict[int, ShardWorker] = {}
-        self._is_serving = False
-        self._early: list[Received] = []  # pulls that arrived before the tables were filled
+        self.is_serving = False
+        self._early: list[tuple[Received, TablesRequest]] = []  # pulls that arrived before the tables were filled
 
     def begin(self, now: float) -> list[Effect]:
         """Start once all peers have reached START: fill the tables with this peer's own model, unless restored."""
@@ -286,14 +280,9 @@ class Shard:
 
     def serve(self, now: float) -> list[Effect]:
         """Answer workers from now on."""
-        self._is_serving, self._schedule.last_time = True, now
+        self.is_serving, self._schedule.last_time = True, now
         early, self._early = self._early, []
-        return [effect for event in early for effect in self.requested(event, now)]
-
-    @property
-    def is_serving(self) -> bool:
-        """Whether workers are answered."""
-        return self._is_serving
+        return [effect for event, request in early for effect in self.requested(event, request, now)]
 
     @property
     def waiting(self) -> bool:
@@ -397,7 +386,7 @@ class Shard:
         self.load_state_dict({**state, "workers": workers})
         self._plan = deque(plan)
         self._schedule.take_over(state["kept"], now)
-        self._is_serving = True
+        self.is_serving = True
         return self.checkpoint(now, first=True) if self.records.from_checkpoint else []
 
     def close(self, reply: Reply, now: float) -> list[Effect]:
@@ -406,19 +395,17 @@ class Shard:
         early, self._early = self._early, []
         return [
             *(one.deferred.answer(reply) for one in waiting),
-            *(Answer(event.key, reply, _patience(event, now)) for event in early),
+            *(Answer(event.key, reply, now + request.patience) for event, request in early),
         ]
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def requested(self, event: Received, now: float) -> list[Effect]:
+    def requested(self, event: Received, request: GradientRequest | TablesRequest, now: float) -> list[Effect]:
         """Handle a worker's push or pull."""
-        request = event.request
-        assert isinstance(request, GradientRequest | TablesRequest)
-        if not self._is_serving and isinstance(request, TablesRequest):
-            self._early.append(event)
+        if not self.is_serving and isinstance(request, TablesRequest):
+            self._early.append((event, request))
             return []
-        if not self._is_serving or request.bucket >= self._buckets:
+        if not self.is_serving or request.bucket >= self._buckets:
             return [Answer(event.key, NotReadyReply("it does not have these tables yet"), now + request.patience)]
         if isinstance(request, GradientRequest):
             self._schedule.due_clock = max(self._schedule.due_clock, request.keep)
@@ -483,7 +470,7 @@ class Shard:
 
     def _pulled(self, event: Received, request: TablesRequest, now: float) -> list[Effect]:
         worker = self._workers[event.sender]
-        waiting = WaitingPull(defer(event.key, request.patience, now), requested_bucket(event))
+        waiting = WaitingPull(defer(event.key, request.patience, now), _requested_bucket(event.sender, request))
         if request.progress <= worker.released:
             applied = self._pulled_now(event.sender) if request.progress < 0 else []
             return [*applied, self._answer(waiting)]
@@ -504,10 +491,11 @@ class Shard:
                 effects += self._carry_out(self.clock.pull(rank, wanted, (rank, wanted), worker.significance))
         return effects
 
-    def answer_at_once(self, event: Received, now: float) -> list[Effect]:
+    def answer_at_once(self, event: Received, request: TablesRequest, now: float) -> list[Effect]:
         """Answer a pull at once with the current values, for a peer that no longer trains."""
         applied = self._pulled_now(event.sender)
-        answer = self._answer(WaitingPull(Deferred(event.key, _patience(event, now)), requested_bucket(event)))
+        deferred = Deferred(event.key, now + request.patience)
+        answer = self._answer(WaitingPull(deferred, _requested_bucket(event.sender, request)))
         return self.records.delay_answers([*applied, answer]) if applied else [answer]
 
     def _pulled_now(self, rank: int) -> list[Effect]:
@@ -535,7 +523,7 @@ class Shard:
 
     def step_down(self) -> list[Effect]:
         """Stop serving, since another peer holds the shard now, and refuse all waiting pulls."""
-        self._is_serving = False
+        self.is_serving = False
         return [effect for worker in list(self._workers) for effect in self._refuse_pulls(self._workers[worker])]
 
     def _refuse_pulls(self, worker: ShardWorker) -> list[Effect]:
@@ -611,6 +599,5 @@ class Shard:
         return replace(waiting.deferred.answer(reply), tables=tables)
 
 
-def _patience(event: Received, now: float) -> float:
-    assert isinstance(event.request, TablesRequest)
-    return now + event.request.patience
+def _requested_bucket(worker: int, request: TablesRequest) -> RequestedBucket:
+    return RequestedBucket(request.shard, request.bucket, worker, request.base)

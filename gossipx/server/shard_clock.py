@@ -167,6 +167,9 @@ class ShardClock:
         clock: V_train, ticks done.
         epoch: the number of switches of the sync model.
         counts: pulls, gradients and so on, so far.
+        model: the sync model in force.
+        apply: how gradients are applied.
+        pulls: the index of delayed pulls.
 
     Raises:
         UsageError: the model is not resolved, or ``apply`` does not suit it.
@@ -188,34 +191,19 @@ class ShardClock:
         self._delayed: list[_Delayed] = []  # in order of arrival
         self._holds_any = False  # whether the gradient buffer holds anything, even a part of a push
         self._reads: list[int] = []  # of complete pushes in it, also of workers that are gone: see _Worker.read
-        self._pulls = _delayed_pulls(pulls)
+        self.pulls = _delayed_pulls(pulls)
         self._install(model, apply)
 
     def _install(self, model: SyncModel, apply: Apply | str | None) -> None:
         if model.needs_rate:
             raise UsageError(f"sync model '{spec_of(model)}' needs the learning rate: call resolved(learning_rate)")
-        self._apply = application(model, apply)
-        self._model = model
+        self.apply = application(model, apply)
+        self.model = model
         self._state = model.init()
         self._before = self.counts.gradients  # in earlier epochs
         self._since_tick = (0, 0)  # pulls, and how many of them were delayed
 
     # --- state ------------------------------------------------------------------------------------
-
-    @property
-    def model(self) -> SyncModel:
-        """The sync model in force."""
-        return self._model
-
-    @property
-    def apply(self) -> Apply:
-        """How gradients are applied."""
-        return self._apply
-
-    @property
-    def pulls(self) -> DelayedPulls:
-        """The index of delayed pulls."""
-        return self._pulls
 
     @property
     def buffered(self) -> int:
@@ -254,7 +242,7 @@ class ShardClock:
     @property
     def awaits_gradients(self) -> bool:
         """Whether a pull waits until the gradient buffer has reached its threshold."""
-        by_threshold = self._apply is Apply.THRESHOLD
+        by_threshold = self.apply is Apply.THRESHOLD
         return by_threshold and any(self._workers[one.pull.worker].waiting for one in self._delayed)
 
     def is_deadlocked(self, blocked: Iterable[tuple[int, int]]) -> bool:
@@ -291,10 +279,10 @@ class ShardClock:
         self._note_push(one, progress)
         if one.dropped:
             return PushDecision(Handling.DROP)
-        if self._apply.buffers:
+        if self.apply.buffers:
             one.partly = self._holds_any = True
             return PushDecision(Handling.APPLY, buffers=True) if one.alone else PushDecision(Handling.BUFFER)
-        return PushDecision(Handling.APPLY, 1 / len(self._workers) if self._apply is Apply.PUSH else 1.0)
+        return PushDecision(Handling.APPLY, 1 / len(self._workers) if self.apply is Apply.PUSH else 1.0)
 
     def pushed(self, worker: int, progress: int) -> list[Decision]:
         """Complete the worker's push of iteration ``progress``, all of whose messages have been handled."""
@@ -336,7 +324,7 @@ class ShardClock:
             one.read = self.counts.steps
             return [Release(key)]
         # The soft barrier's index is V_train; a pull of an earlier iteration never waits longer than a lazy one.
-        index = min(progress, self.clock) if self._pulls is DelayedPulls.SOFT else progress
+        index = min(progress, self.clock) if self.pulls is DelayedPulls.SOFT else progress
         self._delayed.append(_Delayed(pull, key, index))
         return []
 
@@ -346,8 +334,8 @@ class ShardClock:
         A buffer with a threshold is applied first, unless pulls may wait for it or its gradients are applied already.
         Otherwise the last gradients of a run, fewer than the threshold, would be in no worker's final values.
         """
-        held = self._model.answers_by_condition or self._model.applies_at_once
-        rest = self._apply is Apply.THRESHOLD and not held and self._reads
+        held = self.model.answers_by_condition or self.model.applies_at_once
+        rest = self.apply is Apply.THRESHOLD and not held and self._reads
         made = self.apply_now() if rest else []
         if worker in self._workers:
             self._workers[worker].read = self.counts.steps
@@ -391,12 +379,12 @@ class ShardClock:
         Raises:
             UsageError: as the constructor; nothing has changed.
         """
-        mode = self._pulls if pulls is None else _delayed_pulls(pulls)
+        mode = self.pulls if pulls is None else _delayed_pulls(pulls)
         self._install(model, apply)
-        self._pulls = mode
+        self.pulls = mode
         self.epoch += 1
         made: list[Decision] = []
-        if self._holds_any and not self._apply.buffers:
+        if self._holds_any and not self.apply.buffers:
             made.append(self._empty_buffer())
         return made + self._settle(by_condition=True)
 
@@ -417,12 +405,12 @@ class ShardClock:
         """Record the first message of a push."""
         if one.receiving != progress:
             one.receiving, one.partly = progress, False
-            one.dropped = self._model.drops_late and progress < self.clock
+            one.dropped = self.model.drops_late and progress < self.clock
             one.alone = False
-            if self._apply is Apply.THRESHOLD and self._model.applies_at_once:
+            if self.apply is Apply.THRESHOLD and self.model.applies_at_once:
                 view = self.view()
                 view = dataclasses.replace(view, buffered=view.buffered + 1, gradients=view.gradients + 1)
-                one.alone = not self._model.may_apply(self._state, view)
+                one.alone = not self.model.may_apply(self._state, view)
 
     def _settle(self, by_condition: bool = False) -> list[Decision]:
         """Apply, tick and answer whatever is possible now.
@@ -433,24 +421,24 @@ class ShardClock:
         made: list[Decision] = []
         view = self.view()
         while True:
-            by_threshold = self._apply is Apply.THRESHOLD and self._holds_any
-            if by_threshold and self._model.may_apply(self._state, view):
+            by_threshold = self.apply is Apply.THRESHOLD and self._holds_any
+            if by_threshold and self.model.may_apply(self._state, view):
                 made.append(self._empty_buffer())
                 view = self.view()
-            if not view.pushed or not self._model.may_tick(self._state, view):
+            if not view.pushed or not self.model.may_tick(self._state, view):
                 break
-            if self._apply is Apply.TICK and self._holds_any:
+            if self.apply is Apply.TICK and self._holds_any:
                 made.append(self._empty_buffer())
             self.clock += 1
             made.append(Tick(self.clock))
             view = self.view()
-            self._state = self._model.ticked(self._state, view, *self._since_tick)
+            self._state = self.model.ticked(self._state, view, *self._since_tick)
             self._since_tick = (0, 0)
         return made + self._answer(view, by_condition)
 
     def _answer(self, view: View, by_condition: bool) -> list[Decision]:
         """Answer the delayed pulls that may be answered, in order of arrival."""
-        by_index = not self._model.answers_by_condition
+        by_index = not self.model.answers_by_condition
         made: list[Decision] = []
         kept = []
         for one in self._delayed:
@@ -465,7 +453,7 @@ class ShardClock:
 
     def _may_pull(self, view: View, pull: Pull) -> bool:
         applied = not self._workers[pull.worker].waiting
-        return self._model.may_pull(self._state, view, dataclasses.replace(pull, applied=applied))
+        return self.model.may_pull(self._state, view, dataclasses.replace(pull, applied=applied))
 
     def _empty_buffer(self) -> BufferDue:
         count = max(1, len(self._reads))
@@ -473,7 +461,7 @@ class ShardClock:
         self._reads, self._holds_any = [], False
         for one in self._workers.values():
             one.waiting, one.partly = 0, False
-        return BufferDue(count, self._model.sums)
+        return BufferDue(count, self.model.sums)
 
     def _count_step(self, reads: list[int]) -> None:
         """Count an optimizer step with these gradients; ``reads``: see :class:`_Worker`."""
@@ -525,7 +513,7 @@ class ShardClock:
     @property
     def settings(self) -> dict[str, str]:
         """The sync model, the apply mode and the pull mode, as words."""
-        return {"model": spec_of(self._model), "apply": self._apply.value, "pulls": self._pulls.value}
+        return {"model": spec_of(self.model), "apply": self.apply.value, "pulls": self.pulls.value}
 
 
 def _delayed_pulls(pulls: DelayedPulls | str) -> DelayedPulls:

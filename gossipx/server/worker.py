@@ -134,6 +134,7 @@ class Worker:
         syncs: each shard's first sync model; empty: pull after each iteration.
 
     Attributes:
+        is_mid_iteration: an iteration has computed some of its gradients, but not all.
         checkpoint_at: the iteration after which to take a checkpoint, as announced by servers; 0: none yet.
     """
 
@@ -159,7 +160,7 @@ class Worker:
         # ahead on one shard and behind on another, and deadlock.
         self._progress = 0  # the iteration whose gradients are being pushed, or were last
         self._next = 0  # the next iteration; it jumps ahead to a clock that has passed us
-        self._is_mid_iteration = False  # some gradients of an iteration have been computed
+        self.is_mid_iteration = False
         self._gathers = False  # the gradients of this iteration, or of the last one, stay in the transmit buffers
         # The shard and the receiver of each open request; None: it is of an earlier layout.
         self._by_ticket: dict[int, tuple[int, int] | None] = {}
@@ -170,12 +171,7 @@ class Worker:
     @property
     def quiet(self) -> bool:
         """Whether no iteration has begun and no push is waiting or open."""
-        return not self._is_mid_iteration and not any(link.ready or link.pushing for link in self._links)
-
-    @property
-    def is_mid_iteration(self) -> bool:
-        """Whether an iteration has computed some of its gradients, but not all."""
-        return self._is_mid_iteration
+        return not self.is_mid_iteration and not any(link.ready or link.pushing for link in self._links)
 
     @property
     def idle(self) -> bool:
@@ -186,7 +182,7 @@ class Worker:
         """Return the rank that requests for a shard are sent to."""
         return self._links[shard].server
 
-    def turn(self, shard: int, holders: tuple[int, ...]) -> None:
+    def use_holders(self, shard: int, holders: tuple[int, ...]) -> None:
         """Send further requests for a shard to other peers that may hold it."""
         link = self._links[shard]
         link.holder_index = holders.index(link.server) if link.server in holders else 0
@@ -230,7 +226,7 @@ class Worker:
     def drop_iteration(self) -> None:
         """Drop this iteration's gradients, since their layout is no longer in force."""
         self._forget_requests()
-        self._is_dropped = self._is_mid_iteration
+        self._is_dropped = self.is_mid_iteration
         for link in self._links:
             link.clear()
 
@@ -243,8 +239,8 @@ class Worker:
         """Push the gradients of these buckets; an empty list announces that an iteration begins."""
         if self._is_dropped:
             return []
-        if not self._is_mid_iteration:
-            self._is_mid_iteration, self._progress = True, self._next
+        if not self.is_mid_iteration:
+            self.is_mid_iteration, self._progress = True, self._next
             self._gathers = not any(
                 link.sync is None or link.sync.pushes(self._progress, link.fetched)
                 for link in self._links
@@ -258,7 +254,7 @@ class Worker:
 
     def iteration_done(self, now: float) -> list[Effect]:
         """End the iteration, whose gradients are all computed, and pull all tables."""
-        self._is_mid_iteration = self._is_dropped = False
+        self.is_mid_iteration = self._is_dropped = False
         if self._gathers:
             self._next = max(self._next, self._progress + 1)
             return [Gather()]
@@ -274,7 +270,7 @@ class Worker:
 
     def push_gathered(self, now: float) -> list[Effect]:
         """Between two iterations, push the gradients that have gathered."""
-        if not self._gathers or self._is_mid_iteration:
+        if not self._gathers or self.is_mid_iteration:
             return []
         self._gathers = False
         for link in self._links:
@@ -340,7 +336,7 @@ class Worker:
 
     def stop(self) -> None:
         """Expect no further gradients of this iteration."""
-        self._is_mid_iteration = self._is_dropped = False
+        self.is_mid_iteration = self._is_dropped = False
 
     def give_up(self) -> list[Effect]:
         """Drop all requests, and stop waiting for tables."""
@@ -421,7 +417,7 @@ class Worker:
         The tables of that shard may all be here, so no pull would find that it lacks the push. But other workers may
         wait for it there, and this worker for theirs at another shard.
         """
-        if self._is_mid_iteration or link.pulled != self._progress or link.ready or link.pushing:
+        if self.is_mid_iteration or link.pulled != self._progress or link.ready or link.pushing:
             return []
         process = self._process(link)
         if process == link.pushed_to or not any(one.waits for one in self._links):

@@ -1,7 +1,7 @@
 """The tensors of one shard on its server: values, optimizer and gradient buffer; and pieces of them that move.
 
-The role decides when gradients are applied; this module carries it out. Only :class:`Shared` is thread-safe; everything
-else is called by one thread at a time, in the order of the decisions.
+The role decides when gradients are applied; this module carries it out. Only :class:`Shared` and :class:`SpareMemory`
+are thread-safe; everything else is called by one thread at a time, in the order of the decisions.
 
 When servers are added or removed, parts of tables move to another peer with their values, optimizer state and buffered
 gradients. The format is the length of a header, the header as JSON, and the columns that it names, one after the other.
@@ -23,7 +23,7 @@ from torch import Tensor
 from gossipx.codecs import decode_into
 from gossipx.codecs.changes import FULL, Changes
 from gossipx.errors import MALFORMED, ProtocolError, UsageError
-from gossipx.memory import Memory, Source, SpareMemory, copy
+from gossipx.memory import Memory, Source, copy
 from gossipx.model import kernels
 from gossipx.model.pool import typed
 from gossipx.protocol.fields import Parts, Setting
@@ -51,6 +51,25 @@ ELEMENTWISE = (
 
 
 T = TypeVar("T", bound="Shared")
+
+
+class SpareMemory:
+    """Blocks of memory that are reused, by their size. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: dict[int, list[Memory]] = {}
+
+    def take(self, nbytes: int) -> Memory:
+        """Return a block of ``nbytes``, a new one if none is free."""
+        with self._lock:
+            free = self._free.get(nbytes)
+            return free.pop() if free else Memory(nbytes)
+
+    def give(self, memory: Memory) -> None:
+        """Give a block back."""
+        with self._lock:
+            self._free.setdefault(memory.view.nbytes, []).append(memory)
 
 
 class Shared:

@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 
-from gossipx.server.placement import BUILT_IN, Outcome, Survey, Table, survey
+from gossipx.server.placement import BUILT_IN, PlacementResult, Survey, Table, survey
 from gossipx.tasks.models import published_sizes
 
 SERVERS = 4
@@ -29,7 +29,7 @@ def found(model: str) -> Survey:
     return survey(model, tables(model), SERVERS, {name: kind() for name, kind in BUILT_IN.items()})
 
 
-def outcome(model: str, placement: str) -> Outcome:
+def outcome(model: str, placement: str) -> PlacementResult:
     return next(one for one in found(model).placements if one.placement == placement)
 
 

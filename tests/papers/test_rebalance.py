@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gossipx.optimizers import LARS
 from gossipx.server.mode import ServerMode
-from gossipx.server.placement import BUILT_IN, Layout, Layouts, Partition, Sliced, Table, common, order
+from gossipx.server.placement import BUILT_IN, Layout, Layouts, Partition, Sliced, Table, common_pieces, server_order
 from gossipx.sim import World
 
 OPTIMIZERS: dict[str, served.Optimizer] = {
@@ -126,15 +126,15 @@ def moved(before: Layout, after: Layout) -> int:
 @pytest.mark.parametrize("wanted", [{0, 1, 2}, {1, 2, 3}, {0}, {3}, {0, 1, 2, 3, 4}])
 def test_only_elements_that_change_holders_move(wanted: set[int]) -> None:
     before = layouts().make([0, 1])
-    after = layouts().make(order(before.servers, wanted))
-    stays = sum(elements(common(before.held_by(rank), after.held_by(rank))) for rank in wanted)
+    after = layouts().make(server_order(before.servers, wanted))
+    stays = sum(elements(common_pieces(before.held_by(rank), after.held_by(rank))) for rank in wanted)
     assert moved(before, after) == sum(table.size for table in TABLES) - stays
 
 
 def test_a_server_that_joins_is_seated_in_the_middle_where_least_moves() -> None:
     """1/4 + 1/(4 (N − 1)) of all elements for even N, here 4, instead of half for a server at the end (Sliced)."""
     before = layouts().make([0, 1, 2])
-    after = layouts().make(order(before.servers, {0, 1, 2, 3}))
+    after = layouts().make(server_order(before.servers, {0, 1, 2, 3}))
     assert after.servers == (0, 3, 1, 2)
     size = sum(table.size for table in TABLES)
     assert abs(moved(before, after) - size / 3) <= 4
@@ -142,8 +142,8 @@ def test_a_server_that_joins_is_seated_in_the_middle_where_least_moves() -> None
 
 
 def test_remaining_servers_keep_their_order() -> None:
-    assert order((3, 1, 2), {1, 3}) == [3, 1]
-    assert order((0,), {1, 2}) == [2, 1]
+    assert server_order((3, 1, 2), {1, 3}) == [3, 1]
+    assert server_order((0,), {1, 2}) == [2, 1]
 
 
 def test_a_batch_has_one_source_and_target_and_a_limited_size() -> None:

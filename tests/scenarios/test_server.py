@@ -184,7 +184,7 @@ def test_checkpoints_by_seconds_are_taken_at_one_iteration(
         return made
 
     def passes(self: ServerMode, now: float) -> list[Effect]:
-        told.setdefault(self._context.rank, []).append(self.checkpoint_at)
+        told.setdefault(self._context.rank, []).append(self.worker.checkpoint_at)
         return step_ended(self, now)
 
     monkeypatch.setattr(Shard, "checkpoint", keeps)

@@ -110,7 +110,7 @@ class Server:
             gradient = self.side.table_store.sink_for(request)
             assert gradient is not None
             gradient.take(0, memoryview(content))
-            effects = self.shard.requested(Received(0, place, request), 0.0)
+            effects = self.shard.requested(Received(0, place, request), request, 0.0)
             self._do([*effects, *self.shard.checkpoint(0.0)], gradient)
 
     def _do(self, effects: list[Effect], gradient: Gradient | None = None) -> None:
