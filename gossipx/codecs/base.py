@@ -50,7 +50,7 @@ from gossipx.specs.codecs import RETIRED_NUMBERS, retired
 
 
 @dataclass
-class Plan:
+class FramePlan:
     """Everything that all frames of a state have in common, computed once.
 
     Attributes:
@@ -90,7 +90,7 @@ class State:
     seed: int = 0
     frames: int = 0
     kept: dict[str, Tensor] = field(default_factory=dict)
-    plan: Plan | None = field(default=None, repr=False, compare=False)  # derived from the above, on demand
+    plan: FramePlan | None = field(default=None, repr=False, compare=False)  # derived from the above, on demand
 
     def draws(self, device: torch.device, index: int = 0) -> torch.Generator:
         """Return a random generator for one tensor of the current frame, by its index."""
@@ -213,7 +213,7 @@ class Codec(abc.ABC):
     def _begin(self, state: State, device: torch.device) -> None:  # noqa: B027 (most codecs are stateless)
         """Add the codec's own vectors to a new state."""
 
-    def _planned(self, state: State) -> Plan:
+    def _planned(self, state: State) -> FramePlan:
         if state.plan is None:
             tensors = state.tensors
             contents = Contents(tensors, self._plain(tensors))
@@ -223,7 +223,7 @@ class Codec(abc.ABC):
             size_width, begin = width(largest), head(self.number, tensors, contents.plain, largest, self.squeezed)
             max_bytes = len(begin) + len(bounds) * size_width + sum(bounds) + contents.plain_bytes
             starts = np.array(tensors.starts, np.int64)[contents.encoded]
-            state.plan = Plan(self, contents, bytes(begin), max_bytes, size_width, starts, contents.counts, shapes)
+            state.plan = FramePlan(self, contents, bytes(begin), max_bytes, size_width, starts, contents.counts, shapes)
         elif state.plan.codec is not self and state.plan.codec != self:
             raise UsageError(f"the state was made by {state.plan.codec}, it cannot be used with {self}")
         return state.plan
@@ -240,7 +240,7 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def _encode(
-        self, x: Tensor, error: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
+        self, x: Tensor, error: Tensor | None, state: State, plan: FramePlan, frame: Array, end: int, sizes: Array
     ) -> int:
         """Encode the plan's tensors into ``frame[end:]`` and return the new end.
 
@@ -483,7 +483,7 @@ class PerTensor(Codec):
         return values + error
 
     def _encode(
-        self, x: Tensor, error: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
+        self, x: Tensor, error: Tensor | None, state: State, plan: FramePlan, frame: Array, end: int, sizes: Array
     ) -> int:
         for index, (start, count) in enumerate(zip(plan.starts.tolist(), plan.counts.tolist(), strict=True)):
             values = x[start : start + count]

@@ -26,7 +26,7 @@ ALONE = 1
 
 
 @dataclass
-class Frame:
+class SharedFrame:
     """An encoded change, shared by all receivers with the same base.
 
     Attributes:
@@ -52,7 +52,7 @@ class Base:
 
     values: Tensor
     frames: int = 0
-    change: Frame | None = None
+    change: SharedFrame | None = None
 
 
 class Changes:
@@ -86,7 +86,7 @@ class Changes:
         self.initial = checksum(values)
         self._bases[self.initial] = Base(values)
 
-    def frame(self, receiver: int, base: int, version: int, values: Tensor) -> Frame | None:
+    def frame(self, receiver: int, base: int, version: int, values: Tensor) -> SharedFrame | None:
         """Return the change from a receiver's base to ``values``, encoded.
 
         Args:
@@ -112,7 +112,7 @@ class Changes:
             known.frames = self._state.frames
             payload = memoryview(bytes(frame))  # a copy, as the buffer is reused and most frames are far shorter
             values_after = self._apply(known, payload)
-            change = known.change = Frame(version, Source(payload), checksum(values_after))
+            change = known.change = SharedFrame(version, Source(payload), checksum(values_after))
             if change.check not in self._bases:  # an empty change leads back to its own base
                 self._bases[change.check] = Base(values_after, known.frames)
         elif change.check not in self._bases:  # dropped since, as no receiver had it

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossipx.codecs.base import Codec, PerTensor, Plan, State, compiled, floats
+from gossipx.codecs.base import Codec, FramePlan, PerTensor, State, compiled, floats
 from gossipx.codecs.frames import Array, OpenedFrame, unpack_numbers
 from gossipx.codecs.packing import as_bytes
 from gossipx.errors import ProtocolError
@@ -85,7 +85,7 @@ class Int8(Codec):
         return 4 + 4 * blocks_of(count, self.block) + count
 
     def _encode(
-        self, x: Tensor, error: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
+        self, x: Tensor, error: Tensor | None, state: State, plan: FramePlan, frame: Array, end: int, sizes: Array
     ) -> int:
         if x.is_cpu:
             host = x.numpy(), None if error is None else error.numpy()

@@ -17,11 +17,8 @@ _INFINITY = np.int32(0x7F800000)
 _GATHER = np.uint64(0x0102040810204080)
 """Multiplied by eight bytes of 0 or 1, it gathers their lowest bits in the highest byte, in order."""
 _LOWEST_BITS = np.uint64(0x0101010101010101)
-_DIAGONAL = np.uint64(0x8040201008040201)
-_ALL_BUT_HIGHEST = np.uint64(0x7F7F7F7F7F7F7F7F)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 """2^64 / φ: the fractional parts of multiples of 1 / φ are spread evenly over [0, 1)."""
-_BIT_COUNTS = np.array([byte.bit_count() for byte in range(256)], np.int64)
 
 
 @loop
@@ -263,87 +260,74 @@ def _pack_indices(places: Array, sent: int, width: int, out: Array, where: int) 
 
 
 @loop
-def _unpack_indices(body: Array, where: int, sent: int, width: int, places: Array) -> None:
-    groups = (sent + 7) // 8
-    places[: groups * 8] = 0
-    for group in range(groups):
-        for low in range(0, width, 8):
-            word = np.uint64(0)
-            for bit in range(low, min(low + 8, width)):
-                spread = np.uint64(body[np.uintp(where + bit * groups + group)]) * _LOWEST_BITS & _DIAGONAL
-                word |= (((spread + _ALL_BUT_HIGHEST) >> np.uint64(7)) & _LOWEST_BITS) << np.uint64(bit - low)
+def _places_of(body: Array, begin: int, stop: int, count: int, places: Array) -> int:
+    """List the indices of a tensor's values in ``places``; return their number, or −1 if the tensor is malformed.
+
+    Args:
+        places: holds at least as many indices as four-byte values fit into the tensor's bytes.
+    """
+    if stop - begin < 8:
+        return -1
+    number = np.uint64(word_at(body, begin + 4)) << np.uint64(32) | np.uint64(word_at(body, begin))
+    sent = int(np.int64(number))
+    if not 0 <= sent <= count:  # 2^63 and more are negative
+        return -1
+    where, groups, listed, before = begin + 8, (sent + 7) // 8, 0, -1
+    is_packed = _has_packed_indices(sent, count)
+    if stop != where + (groups * index_bits(count) if is_packed else (count + 7) // 8) + 4 * sent:
+        return -1
+    if is_packed:
+        for nth in range(sent):
+            place = 0
+            for bit in range(index_bits(count)):
+                place |= int(np.int64(body[np.uintp(where + bit * groups + nth // 8)] >> nth % 8 & 1)) << bit
+            if not before < place < count:
+                return -1
+            places[nth] = before = place
+        return sent
+    for at in range((count + 7) // 8):
+        byte = np.int64(body[np.uintp(where + at)])
+        if byte:
             for each in range(8):
-                byte = np.int64((word >> np.uint64(8 * each)) & np.uint64(255))
-                places[np.uintp(group * 8 + each)] |= byte << low
+                if byte >> each & 1:
+                    if listed == sent or 8 * at + each >= count:
+                        return -1
+                    places[listed] = 8 * at + each
+                    listed += 1
+    return sent if listed == sent else -1
+
+
+@loop
+def _most_values(offsets: Array) -> int:
+    """Return how many four-byte values fit into the bytes of the largest tensor."""
+    most = 0
+    for index in range(len(offsets) - 1):
+        most = max(most, (offsets[index + 1] - offsets[index]) // 4)
+    return most
 
 
 @loop
 def sparse_fits(body: Array, offsets: Array, counts: Array) -> int:
     """Return the index of the first malformed tensor, or −1 if all are well-formed or take no bytes."""
-    places = np.empty(_packed_capacity(offsets, counts), np.int64)
+    places = np.empty(_most_values(offsets), np.int64)
     for index in range(len(counts)):
-        begin, stop, count = offsets[index], offsets[index + 1], counts[index]
+        begin, stop = offsets[index], offsets[index + 1]
         if begin == stop:
             continue
-        sent = _sent_count(body, begin, stop)
-        if not 0 <= sent <= count:
+        sent = _places_of(body, begin, stop, counts[index], places)
+        if sent < 0:
             return index
-        is_packed = _has_packed_indices(sent, count)
-        values = begin + 8 + ((sent + 7) // 8 * index_bits(count) if is_packed else (count + 7) // 8)
-        if stop != values + 4 * sent:
-            return index
-        if is_packed:
-            _unpack_indices(body, begin + 8, sent, index_bits(count), places)
-        if not (_is_ascending(places[:sent], count) if is_packed else _has_bits(body[begin + 8 : values], count, sent)):
-            return index
-        for at in range(values, stop, 4):
+        for at in range(stop - 4 * sent, stop, 4):
             if np.int32(word_at(body, at)) & _INFINITY == _INFINITY:
                 return index
     return -1
 
 
 @loop
-def _packed_capacity(offsets: Array, counts: Array) -> int:
-    """Return the size of an array for the packed indices of any tensor, bounded by the bytes that arrived."""
-    largest = 0
-    for index in range(len(counts)):
-        largest = max(largest, min(_max_packed(counts[index]), (offsets[index + 1] - offsets[index]) // 4))
-    return largest + 16
-
-
-@loop
-def _sent_count(body: Array, begin: int, stop: int) -> int:
-    """Return the number of values that a tensor declares; negative if it is too short or declares 2^63 or more."""
-    if stop - begin < 8:
-        return -1
-    sent = np.uint64(word_at(body, begin + 4)) << np.uint64(32) | np.uint64(word_at(body, begin))
-    return int(np.int64(sent))
-
-
-@loop
-def _is_ascending(places: Array, count: int) -> bool:
-    before = -1
-    for place in places:
-        if not before < place < count:
-            return False
-        before = place
-    return True
-
-
-@loop
-def _has_bits(bits: Array, count: int, wanted: int) -> bool:
-    """Return whether exactly ``wanted`` bits are set, and no padding bit."""
-    found = 0
-    for byte in bits:
-        found += _BIT_COUNTS[byte]
-    return found == wanted and (count % 8 == 0 or bits[-1] >> (count % 8) == 0)
-
-
-@loop
 def sparse_into(body: Array, offsets: Array, counts: Array, out: Array, starts: Array, add: bool) -> None:
     """Decode tensors that :func:`sparse_fits` has checked, each to its entry of ``starts``."""
     check_ends(body, offsets, out, starts, counts)
-    places = np.empty(_packed_capacity(offsets, counts) + CHUNK, np.int64)
+    places = np.empty(_most_values(offsets), np.int64)
     for index in range(len(counts)):
         begin, stop, count = offsets[index], offsets[index + 1], counts[index]
         if begin == stop:
@@ -351,44 +335,6 @@ def sparse_into(body: Array, offsets: Array, counts: Array, out: Array, starts: 
         to = out[starts[index] : starts[index] + count]
         if not add:
             to[:] = np.float32(0)
-        sent = _sent_count(body, begin, stop)
-        values = stop - 4 * sent
-        if _has_packed_indices(sent, count):
-            _unpack_indices(body, begin + 8, sent, index_bits(count), places)
-            _add_values(body, values, places[:sent], to)
-            continue
-        _add_marked(body, begin + 8, values, places, to)
-
-
-@loop
-def _add_marked(body: Array, where: int, values: int, places: Array, out: Array) -> None:
-    """Add values, in order, to the positions in a bit mask that lies between ``where`` and the values."""
-    end = values
-    for first in range(where, end, CHUNK // 8):
-        listed = _set_bits(body[first : min(first + CHUNK // 8, end)], (first - where) * 8, places)
-        _add_values(body, values, places[:listed], out)
-        values += 4 * listed
-
-
-@loop
-def _set_bits(bits: Array, first: int, places: Array) -> int:
-    listed = 0
-    for at in range(len(bits)):
-        byte = np.int64(bits[np.uintp(at)])
-        if byte:
-            for each in range(8):
-                places[np.uintp(listed)] = first + at * 8 + each
-                listed += int((byte >> each) & 1)
-    return listed
-
-
-@loop
-def _add_values(body: Array, values: int, places: Array, out: Array) -> None:
-    highest = -1
-    for place in places:
-        highest = max(highest, place)
-    if highest >= len(out) or values + 4 * len(places) > len(body):
-        raise IndexError("a tensor's values lie outside its frame or its vector")
-    for nth in range(len(places)):
-        value = np.int32(word_at(body, values + 4 * nth)).view(np.float32)
-        out[np.uintp(places[np.uintp(nth)])] += value
+        sent = _places_of(body, begin, stop, count, places)
+        for nth in range(sent):
+            to[np.uintp(places[nth])] += np.int32(word_at(body, stop - 4 * (sent - nth))).view(np.float32)

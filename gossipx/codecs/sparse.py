@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gossipx.codecs import packing
-from gossipx.codecs.base import GATHERED, PerTensor, Plan, State, floats, norm, scattered
+from gossipx.codecs.base import GATHERED, FramePlan, PerTensor, State, floats, norm, scattered
 from gossipx.codecs.frames import Array, OpenedFrame, unpack_numbers
 from gossipx.errors import ProtocolError
 
@@ -112,7 +112,7 @@ class TopK(_Sparse):
             compiled()
 
     def _encode(
-        self, x: Tensor, error: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
+        self, x: Tensor, error: Tensor | None, state: State, plan: FramePlan, frame: Array, end: int, sizes: Array
     ) -> int:
         if not x.is_cpu:
             return super()._encode(x, error, state, plan, frame, end, sizes)
@@ -122,9 +122,9 @@ class TopK(_Sparse):
             sampled = np.where(counts > _SAMPLING_GAIN * drawn, drawn, counts)
         wanted = np.clip(np.rint(self.ratio * sampled), 1, np.maximum(sampled, 1)).astype(np.int64)
         key = np.uint64(state.draws(torch.device("cpu")).initial_seed())
+        host = x.numpy(), None if error is None else error.numpy()
         if plan.workspace is None:
             plan.workspace = compiled().allocate_workspace(counts, sampled)
-        host = x.numpy(), None if error is None else error.numpy()
         selection = plan.starts, counts, wanted, sampled, key
         return int(compiled().largest(*host, *selection, plan.workspace, frame, end, sizes))
 

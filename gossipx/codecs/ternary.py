@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gossipx.codecs import packing
-from gossipx.codecs.base import Codec, Plan, State, compiled, norm
+from gossipx.codecs.base import Codec, FramePlan, State, compiled, norm
 from gossipx.codecs.frames import Array, OpenedFrame, unpack_numbers
 from gossipx.codecs.packing import as_bytes
 from gossipx.errors import ProtocolError, UsageError
@@ -114,7 +114,7 @@ class ThreeLC(Codec):
             compiled()  # import and compile now, not during the first encode
 
     def _encode(
-        self, x: Tensor, error: Tensor | None, state: State, plan: Plan, frame: Array, end: int, sizes: Array
+        self, x: Tensor, error: Tensor | None, state: State, plan: FramePlan, frame: Array, end: int, sizes: Array
     ) -> int:
         if x.is_cpu and self.residual == 1:
             host = x.numpy(), None if error is None else error.numpy()

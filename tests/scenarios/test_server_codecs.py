@@ -12,7 +12,7 @@ from seeds import some
 from torch import Tensor
 
 from gossipx import codecs
-from gossipx.codecs.changes import FULL, Changes, Frame
+from gossipx.codecs.changes import FULL, Changes, SharedFrame
 from gossipx.errors import UsageError
 from gossipx.sim import Network, World
 
@@ -120,7 +120,7 @@ def test_new_and_returning_workers_first_receive_full_values(
     asked: list[tuple[int, int, bool]] = []
     frame = Changes.frame
 
-    def seen(self: Changes, receiver: int, base: int, version: int, values: Tensor) -> Frame | None:
+    def seen(self: Changes, receiver: int, base: int, version: int, values: Tensor) -> SharedFrame | None:
         change = frame(self, receiver, base, version, values)
         asked.append((receiver, base, change is None))
         return change
