@@ -262,7 +262,7 @@ def test_without_a_common_initial_model_it_is_sent_in_full_once() -> None:
     two = Two("3lc", begun=False)
     reply, content = two.give()
     assert set(reply.bases) == {FULL}
-    assert reply.sizes == (4 * two.codecs[0]._sections.tensors[0].length,)
+    assert reply.sizes == (4 * two.codecs[0].tensors[0].length,)
     assert torch.equal(two.take(reply, content).buffer.vectors[0], two.arenas[0].snapshot().buffer.vectors[0])
     assert FULL not in two.give()[0].bases
 

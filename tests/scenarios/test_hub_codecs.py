@@ -193,7 +193,7 @@ def test_a_worker_without_a_reply_sends_its_model_in_full() -> None:
     two.bring()  # the reply is lost
     request, content = two.bring()
     assert set(request.bases) == {FULL}
-    assert request.sizes == (4 * two.worker._sections.tensors[0].length,)
+    assert request.sizes == (4 * two.worker.tensors[0].length,)
     two.take(*two.arrive(request, content)[1:])
     assert FULL not in two.bring()[0].bases
 
