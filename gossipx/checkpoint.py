@@ -175,14 +175,14 @@ PIECE = 1 << 20
 """Bytes hashed and written at a time."""
 
 
-class Measured(TypedDict):
-    """Size and hash of a file, as in a manifest."""
+class StoredFile(TypedDict):
+    """Size and hash of a file, as a manifest has them."""
 
     bytes: int
     xxh3_128: str
 
 
-def write_durably(path: Path, pieces: Iterable[bytes | memoryview]) -> Measured:
+def write_durably(path: Path, pieces: Iterable[bytes | memoryview]) -> StoredFile:
     """Write a new file, and wait until it is on the disk.
 
     Returns:
@@ -204,7 +204,7 @@ def write_durably(path: Path, pieces: Iterable[bytes | memoryview]) -> Measured:
     return {"bytes": size, "xxh3_128": digest.hexdigest()}
 
 
-def measured(path: Path) -> Measured:
+def measured(path: Path) -> StoredFile:
     """Return the size and hash of an existing file.
 
     Raises:
@@ -290,7 +290,7 @@ KEEP = 2
 """Checkpoints kept: if the newest is damaged, there is an older one."""
 PART = re.compile(r"[\w-][\w.-]*", re.ASCII)
 """Valid names of parts, which become file names."""
-_Listed: TypeAlias = dict[Annotated[str, msgspec.Meta(pattern=rf"(?a)\A{PART.pattern}\Z")], Measured]
+_Listed: TypeAlias = dict[Annotated[str, msgspec.Meta(pattern=rf"(?a)\A{PART.pattern}\Z")], StoredFile]
 
 
 class CheckpointError(GossipxError):

@@ -28,7 +28,7 @@ class Combine(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Line:
+class ComparedLine:
     """A line of ``gossipx compare``.
 
     Attributes:
@@ -64,7 +64,7 @@ class Where:
 
     summary: bool = False
     column: str = ""
-    lines: tuple[Line, ...] = ()
+    lines: tuple[ComparedLine, ...] = ()
     prometheus: str = ""
     gauge: bool = False
     counted: bool = False
@@ -87,12 +87,12 @@ _MB = 1e-6
 _ELSEWHERE = Where()
 
 
-def _peer(name: str, unit: str, help: str, *lines: Line, where: Where = _ELSEWHERE) -> Figure:
+def _peer(name: str, unit: str, help: str, *lines: ComparedLine, where: Where = _ELSEWHERE) -> Figure:
     """Return a figure that peers report at the end of a run."""
     return Figure(name, unit, help, dataclasses.replace(where, summary=True, lines=lines))
 
 
-def _run(name: str, unit: str, help: str, line: Line) -> Figure:
+def _run(name: str, unit: str, help: str, line: ComparedLine) -> Figure:
     """Return a figure of the whole run, a field of its summary."""
     return Figure(name, unit, help, Where(lines=(line,)))
 
@@ -109,7 +109,7 @@ def _curve(tag: str, unit: str, help: str, whole: Literal["", "mean", "lowest", 
 
 def _events(name: str, heading: str, help: str, combine: Combine = Combine.COUNT, where: Where = _ELSEWHERE) -> Figure:
     """Return a number of events that somebody should look at."""
-    return _peer(name, "", help, Line(name, heading, combine, ".0f"), where=where)
+    return _peer(name, "", help, ComparedLine(name, heading, combine, ".0f"), where=where)
 
 
 def _counted(
@@ -124,21 +124,21 @@ FIGURES = (
         "retrievals",
         "models",
         "models of other peers mixed in while training, whichever side began the exchange",
-        Line("retrievals", "retrievals per peer"),
+        ComparedLine("retrievals", "retrievals per peer"),
         where=Where(column="retrievals", prometheus="retrievals", tag="sync/retrievals", whole="mean"),
     ),
     _peer(
         "skipped",
         "",
         "decisions to exchange that came to nothing, because one was under way or no other peer was available",
-        Line("skipped", "skipped per peer"),
+        ComparedLine("skipped", "skipped per peer"),
         where=Where(column="skipped", prometheus="skipped", tag="sync/skipped"),
     ),
     _peer(
         "failed",
         "",
         "exchanges begun but not completed",
-        Line("failed", "failed per peer"),
+        ComparedLine("failed", "failed per peer"),
         where=Where(column="failed", prometheus="failed", tag="sync/failed"),
     ),
     _peer(
@@ -152,69 +152,69 @@ FIGURES = (
         "",
         "delayed pulls (DPRs) of the shards that this peer serves: one worker's pulls of one iteration count once per"
         " shard if they had to wait; null without servers",
-        Line("delayed_pulls", "delayed pulls (DPRs)", Combine.TOTAL, ".0f"),
+        ComparedLine("delayed_pulls", "delayed pulls (DPRs)", Combine.TOTAL, ".0f"),
     ),
     _peer(
         "bytes_received",
         "bytes",
         "bytes on the wire while training",
-        Line("received_mb", "MB received per peer", factor=_MB),
-        Line("serving_mb", "MB per serving peer", Combine.SERVING, factor=_MB),
+        ComparedLine("received_mb", "MB received per peer", factor=_MB),
+        ComparedLine("serving_mb", "MB per serving peer", Combine.SERVING, factor=_MB),
         where=Where(column="MB received", tag="comm/bytes_received", whole="highest"),
     ),
     _peer(
         "finish_bytes",
         "bytes",
         "bytes received in the finish",
-        Line("finish_mb", "MB in the finish", form=".2f", factor=_MB),
+        ComparedLine("finish_mb", "MB in the finish", form=".2f", factor=_MB),
     ),
     _peer(
         "test_accuracy",
         "share",
         "accuracy of each peer's own model after the finish; null where only the loss is measured",
-        Line("accuracy", "accuracy, mean", form=".4f"),
-        Line("accuracy_worst", "accuracy, worst peer", Combine.LOWEST, ".4f"),
+        ComparedLine("accuracy", "accuracy, mean", form=".4f"),
+        ComparedLine("accuracy_worst", "accuracy, worst peer", Combine.LOWEST, ".4f"),
         where=Where(column="accuracy", tag="test/accuracy_after_finish"),
     ),
     _peer(
         "test_accuracy_before_finish",
         "share",
         "accuracy before the finish",
-        Line("accuracy_before_finish", "accuracy before finish", form=".4f"),
+        ComparedLine("accuracy_before_finish", "accuracy before finish", form=".4f"),
         where=Where(column="accuracy before finish", tag="test/accuracy", whole="lowest"),
     ),
     _run(
         "consensus_accuracy",
         "share",
         "accuracy of the average of all final models",
-        Line("accuracy_averaged", "averaged model", Combine.RUN, ".4f"),
+        ComparedLine("accuracy_averaged", "averaged model", Combine.RUN, ".4f"),
     ),
     _peer(
         "test_loss",
         "nats",
         "loss of each peer's own model after the finish, per image or character; null: it is not measured",
-        Line("loss", "loss, mean", form=".4f"),
-        Line("loss_worst", "loss, worst peer", Combine.HIGHEST, ".4f"),
+        ComparedLine("loss", "loss, mean", form=".4f"),
+        ComparedLine("loss_worst", "loss, worst peer", Combine.HIGHEST, ".4f"),
         where=Where(column="loss", tag="test/loss_after_finish"),
     ),
     _peer(
         "test_loss_before_finish",
         "nats",
         "loss before the finish",
-        Line("loss_before_finish", "loss before finish", form=".4f"),
+        ComparedLine("loss_before_finish", "loss before finish", form=".4f"),
         where=Where(column="loss before finish", tag="test/loss", whole="highest"),
     ),
     _run(
         "consensus_loss",
         "nats",
         "loss of the average of all final models",
-        Line("loss_averaged", "loss of averaged model", Combine.RUN, ".4f"),
+        ComparedLine("loss_averaged", "loss of averaged model", Combine.RUN, ".4f"),
     ),
     _peer(
         "test_bits_per_character",
         "bits",
         "test_loss of text in bits; null for other data",
-        Line("bits_per_character", "bits per character, mean", form=".4f"),
+        ComparedLine("bits_per_character", "bits per character, mean", form=".4f"),
         where=Where(tag="test/bits_per_character_after_finish"),
     ),
     _peer(
@@ -228,20 +228,20 @@ FIGURES = (
         "train_seconds",
         "s",
         "seconds from the peer's first iteration to its last",
-        Line("train_seconds", "training, s", Combine.HIGHEST),
+        ComparedLine("train_seconds", "training, s", Combine.HIGHEST),
         where=Where(column="training, s", tag="time/train_seconds"),
     ),
     _run(
         "wall_seconds",
         "s",
         "seconds from the first peer's first iteration to the last peer's end",
-        Line("wall_seconds", "wall time, s", Combine.RUN),
+        ComparedLine("wall_seconds", "wall time, s", Combine.RUN),
     ),
     _peer(
         "blocked_seconds",
         "s",
         "seconds that gossipx blocked the training thread; null for a peer that only serves others",
-        Line("blocked", "time blocked", Combine.SHARE, ".2%"),
+        ComparedLine("blocked", "time blocked", Combine.SHARE, ".2%"),
         where=Where(column="blocked, s", prometheus="blocked_seconds"),
     ),
     _peer(

@@ -14,7 +14,7 @@ from rich.table import Table
 from gossipx.cli import completers
 from gossipx.cli.commands import debug
 from gossipx.cli.options import logdir_option
-from gossipx.figures import LINES, Combine, Line
+from gossipx.figures import LINES, Combine, ComparedLine
 from gossipx.launch.directory import CONFIG_FILE, no_run, run_directory
 from gossipx.launch.progress import plain_console
 from gossipx.metrics import summary
@@ -133,7 +133,7 @@ def _beside(rows: Sequence[Row], name: str) -> Iterator[tuple[str, Cell]]:
             yield f"{heading}, tau interpolated", partial(_interpolated, one)
 
 
-def _figure(line: Line) -> tuple[str, Cell]:
+def _figure(line: ComparedLine) -> tuple[str, Cell]:
     """Return the line of a figure, with its interval where there are several seeds."""
 
     def cell(row: Row) -> str:

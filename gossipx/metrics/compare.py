@@ -11,7 +11,7 @@ from typing import Any
 
 from gossipx import policies
 from gossipx.errors import UsageError
-from gossipx.figures import LINES, Combine, Line
+from gossipx.figures import LINES, Combine, ComparedLine
 from gossipx.metrics.intervals import Estimate, estimate
 from gossipx.metrics.summary import PerPeer, Summary
 from gossipx.policies import Policy, Tau
@@ -217,7 +217,7 @@ def _combined(run: Summary, name: str, combine: Combine) -> float | None:
     return _sum(figures)
 
 
-def _value(name: str, line: Line, runs: Sequence[Summary], means: Mapping[str, Estimate]) -> float | None:
+def _value(name: str, line: ComparedLine, runs: Sequence[Summary], means: Mapping[str, Estimate]) -> float | None:
     """Return the value of a line for runs that differ only in their seeds, given their ``means``."""
     if line.combine in (Combine.COUNT, Combine.SEEN):
         return _sum([_combined(run, name, line.combine) for run in runs])
