@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import abc
-import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gossipx.peer import PeerRole
 from gossipx.protocol import events
-from gossipx.protocol.effects import ReportEntry
 from gossipx.protocol.messages import Stage
 from gossipx.runtime.ending.lifecycle import trained_none
 from gossipx.runtime.figures.reporting import Reporter
-from gossipx.sim.endpoint import Endpoint
-
-if TYPE_CHECKING:
-    from gossipx.sim.world import World
+from gossipx.sim.world import Endpoint, Process, World
 
 
-class BasePeer(abc.ABC):
+class BasePeer(Process):
     """The life of one peer in virtual time: it joins, trains, takes part in the finish, sends its figures and ends.
 
     Args:
@@ -28,12 +23,7 @@ class BasePeer(abc.ABC):
         compute: returns the virtual seconds of the next step.
 
     Attributes:
-        endpoint: sends and receives; set when the peer begins.
         seconds: virtual seconds of training, which may end it before its iterations; None: no limit.
-        down_since: virtual time at which it ended or crashed; None while it runs.
-        paused_until: virtual time until which it does nothing.
-        paused_seconds: length of all its pauses so far, with the rest of one in progress.
-        poisoned: whether the models that it sends hold a NaN.
         resumed: whether it resumed from a checkpoint, as the role is told when it joins; None: the run is new.
         blocked_seconds: how long the role blocked training, from the first step to the last.
         before_join: called just before the peer joins the run.
@@ -48,24 +38,17 @@ class BasePeer(abc.ABC):
         trained: when its training began and ended; None: not yet.
         began: the iteration with which training began.
         delta: Δ_t of the last iteration.
-        entries: the answers to processes that asked this peer to admit them.
         assembled: whether the peer begins to train at once, since all peers are known to be present.
         unwritten: checkpoints that could not be written.
         announces: whether it announces its end to all others, and waits for theirs.
         scored: whether it evaluates its own final model.
     """
 
-    endpoint: Endpoint
-    world: World[Any]
-
     def __init__(self, role: PeerRole, iterations: int, compute: Callable[[], float]):
+        super().__init__(role.rank)
         self.role = role
-        self.rank = role.rank
         self.iterations = iterations
         self.seconds: float | None = None
-        self.down_since: float | None = None
-        self.paused_until = self.paused_seconds = 0.0
-        self.poisoned = False
         self.resumed: bool | None = None
         self.assembled = False
         self.announces = self.scored = True
@@ -83,7 +66,6 @@ class BasePeer(abc.ABC):
         self.trained: list[float | None] = [None, None]
         self.began = 0
         self.delta = 0.0
-        self.entries: list[ReportEntry] = []
         self._reported = 0  # the iteration that was reported last
         self._scores: dict[str, float] = {}  # before the finish
         self._has_gradients = False  # that were not pushed yet
@@ -116,10 +98,9 @@ class BasePeer(abc.ABC):
         """Pass an event to the role, and carry out its effects."""
 
     @abc.abstractmethod
-    def connect(self, world: World[Any]) -> Endpoint:
-        """Return the endpoint of this peer in the world."""
+    def connect(self) -> Endpoint:
+        """Return the endpoint of this peer in its world."""
 
-    @abc.abstractmethod
     def training_begins(self) -> None:
         """Prepare for the first iteration."""
 
@@ -131,11 +112,9 @@ class BasePeer(abc.ABC):
     def train(self) -> None:
         """Do one iteration, which takes no more virtual time, and report it or its gradients."""
 
-    @abc.abstractmethod
     def push(self) -> None:
         """Push the gradients of the iteration, and report it."""
 
-    @abc.abstractmethod
     def stage_changed(self, before: Stage, after: Stage) -> None:
         """Follow a change of the role's stage."""
 
@@ -148,7 +127,7 @@ class BasePeer(abc.ABC):
     def begin(self, world: World[Any]) -> None:
         """Join the run; called by the world."""
         self.world = world
-        self.endpoint = self.connect(world)
+        self.endpoint = self.connect()
         if self.reporter_of is not None:
             self.reporter = self.reporter_of()
         self.before_join()
@@ -158,32 +137,6 @@ class BasePeer(abc.ABC):
         """Leave the run after the current step, as after SIGTERM."""
         self._leaving = True
         self.later(self.world.now, lambda: None)
-
-    def later(self, time: float, action: Callable[[], None]) -> None:
-        """Schedule ``action`` at ``time``, or at the end of a pause; drop it if this peer is down by then."""
-        self.world.at(time, action, self)
-
-    def due(self, action: Callable[[], None]) -> None:
-        """Do a scheduled action, unless this peer is down or paused; called by the world."""
-        if self.down_since is not None:
-            return
-        if self.paused_until > self.world.now:
-            self.world.at(self.paused_until, action, self)
-        else:
-            self.act(action)
-
-    def compute(self, seconds: float, action: Callable[[], None]) -> None:
-        """Do something after some seconds of computation, which a pause interrupts."""
-        ends = self.world.now + seconds
-        self.later(ends, functools.partial(self._computed_at, ends, self.paused_seconds, action))
-
-    def _computed_at(self, ends: float, paused: float, action: Callable[[], None]) -> None:
-        """Do something if no pause since then interrupted the computation that ends now, or else later."""
-        later = ends + (self.paused_seconds - paused)
-        if later > self.world.now:
-            self.later(later, functools.partial(self._computed_at, later, self.paused_seconds, action))
-        else:
-            action()
 
     def act(self, action: Callable[[], None]) -> None:
         """Do something at once, and let training proceed if it may."""
@@ -200,14 +153,6 @@ class BasePeer(abc.ABC):
                 self.blocked_seconds += now - self._waits_since
             self._waits_since = None
         self._proceed()
-
-    def note(self, what: str) -> None:
-        """Add a line to the log."""
-        self.world.note(self.rank, what)
-
-    def warn(self, topic: str, text: str) -> None:
-        """Add a line to the log, and to the warnings of the run."""
-        self.world.warn(self.rank, topic, text)
 
     def _proceed(self) -> None:
         """Start the next action of the training thread, unless it must wait."""

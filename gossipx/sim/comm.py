@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any
 
 from gossipx.errors import CancelledError, GossipxError, PeerTimeoutError, PeerUnreachableError, ProtocolError
 from gossipx.memory import Source
 from gossipx.protocol.events import Fault
 from gossipx.protocol.messages import CarryingReply, CarryingRequest, Reply, Request
-from gossipx.sim.endpoint import Endpoint
+from gossipx.sim.world import Endpoint, Process
 from gossipx.wire import Sink, SinkFactory, UploadSink
-
-if TYPE_CHECKING:
-    from gossipx.sim.world import World
 
 ERRORS: dict[Fault, Callable[[str], GossipxError]] = {
     Fault.UNREACHABLE: PeerUnreachableError,
@@ -33,7 +29,7 @@ class SimComm:
     """The CommManager of one simulated peer.
 
     Args:
-        endpoint_of: makes the endpoint, given the function that receives requests.
+        process: the peer, in its world.
         sink_for, on_request: as for :class:`gossipx.comm.CommManager`.
         changed: called with the bytes of each model before they are sent; returns those that are sent.
 
@@ -43,19 +39,17 @@ class SimComm:
 
     def __init__(
         self,
-        world: World[Any],
-        rank: int,
+        process: Process,
         sink_for: Callable[[int, CarryingRequest], UploadSink],
         on_request: Callable[[Endpoint, Hashable, Request, UploadSink | None], None],
-        later: Callable[[float, Callable[[], None]], None],
         changed: Callable[[memoryview], memoryview],
     ):
-        self.endpoint = Endpoint(world, rank, self._received, later)
+        self.endpoint = Endpoint(process, self._received)
         self.trust = _Trust()
-        self._world = world
+        self._world = process.world
+        self._later = process.later
         self._sink_for = sink_for
         self._on_request = on_request
-        self._later = later
         self._changed = changed
 
     @property

@@ -2,31 +2,55 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from gossipx.compression import Coded
-from gossipx.hub import ElasticExchange
 from gossipx.model.arena import ParameterArena
-from gossipx.model.pool import typed
+from gossipx.model.pool import Snapshot
 from gossipx.model.receive import digest
 from gossipx.peer import PeerRole
 from gossipx.protocol import events
+from gossipx.protocol.effects import Effect, ReportEntry, ReportSwitch
 from gossipx.protocol.messages import Request, Stage
+from gossipx.runtime.driver import Driver
+from gossipx.runtime.driver.clock import Clock
 from gossipx.sim.base import BasePeer
 from gossipx.sim.clock import VirtualClock
 from gossipx.sim.comm import SimComm
-from gossipx.sim.driver import Mixing, SimDriver
-from gossipx.sim.endpoint import Endpoint
+from gossipx.sim.world import Endpoint
 from gossipx.tables.store import TableStore
 from gossipx.wire import UploadSink
 
-if TYPE_CHECKING:
-    from gossipx.sim.world import World
+PLACES = 2**20
+"""Uploads that a peer receives at a time: virtual time cannot wait for a place."""
+
+
+class SimDriver(Driver):
+    """A driver in virtual time.
+
+    Args:
+        role, arena, clock: as for :class:`~gossipx.runtime.driver.Driver`.
+        warn: logs a text on a topic.
+
+    Attributes:
+        trace: called with each event before the role handles it, and with each effect before it is carried out.
+    """
+
+    def __init__(self, role: PeerRole, arena: ParameterArena, clock: Clock, warn: Callable[[str, str], None]):
+        super().__init__(role, arena, PLACES, clock, warn)
+        self.trace: Callable[[events.Event | Effect], None] = lambda what: None
+
+    def handle(self, event: events.Event) -> None:
+        self.trace(event)
+        super().handle(event)
+
+    def _carry_out(self, effect: Effect, snapshot: Snapshot | None) -> None:
+        self.trace(effect)
+        if not isinstance(effect, ReportSwitch | ReportEntry):  # answers to events of the world, which waits for none
+            super()._carry_out(effect, snapshot)
 
 
 class SimPeer(BasePeer):
@@ -44,6 +68,7 @@ class SimPeer(BasePeer):
 
     Attributes:
         driver: carries out what the role decides.
+        changed: called with the bytes of each model before they are sent; returns those that are sent.
         before_finish: the trained values when it entered the finish; None before that.
     """
 
@@ -58,16 +83,15 @@ class SimPeer(BasePeer):
         table_store_of: Callable[[nn.Module], TableStore] | None = None,
         codec_of: Callable[[ParameterArena], Coded | None] | None = None,
     ):
-        super().__init__(
-            role, iterations, lambda: self.compute_seconds() if callable(self.compute_seconds) else self.compute_seconds
-        )
+        super().__init__(role, iterations, self._next_seconds)
         self.module = module
         self.compute_seconds = compute_seconds
         self.arena = arena or ParameterArena(module, fragments=role.settings.values["fragments"])
         clock = VirtualClock(lambda: self.world.now, self.later, lambda: self.paused_seconds)
-        self.driver = SimDriver(role, self.arena, clock, self.note, self.warn, self.entries)
+        self.driver = SimDriver(role, self.arena, clock, self.warn)
         self.driver.tables.store = None if table_store_of is None else table_store_of(module)
         self.driver.models.codec = None if codec_of is None else codec_of(self.arena)
+        self.changed: Callable[[memoryview], memoryview] = lambda model: model
         self.before_finish: Tensor | None = None
         self._gradient_step = gradient_step
         self._lacks_since: float | None = None  # since when training waits for tables
@@ -98,11 +122,6 @@ class SimPeer(BasePeer):
         return self.driver.tables.store
 
     @property
-    def retrievals(self) -> list[Mixing]:
-        """Models that were mixed, or merged in a wave, while training."""
-        return self.driver.mixings
-
-    @property
     def bytes_received(self) -> int:
         """Bytes of models and tables received while training."""
         return self.driver.received_before(Stage.AGREE) - self.driver.received_before(Stage.START)
@@ -117,16 +136,6 @@ class SimPeer(BasePeer):
         parts = [section.values[: section.trainable].double() for section in self.arena.sections]
         return torch.cat(parts).clone()
 
-    def centre(self) -> Tensor:
-        """Return the hub's elastic centre as one float64 vector of trained values. For the hub only."""
-        assert isinstance(self.role.exchange, ElasticExchange) and self.role.exchange.centre
-        centre = self.driver.captures.hold(self.role.exchange.centre.ticket)
-        assert centre is not None
-        rows = zip(self.arena.sections, centre.vectors, strict=True)
-        whole = torch.cat([vector[: section.trainable].double() for section, vector in rows])
-        centre.release()
-        return whole
-
     def begin_codec(self) -> None:
         """Initialize the codec from the current weights: at step 0 they are the same on all peers."""
         self.driver.begin_codec()
@@ -136,8 +145,8 @@ class SimPeer(BasePeer):
     def handle(self, event: events.Event) -> None:
         self.driver.handle(event)
 
-    def connect(self, world: World[Any]) -> Endpoint:
-        comm = SimComm(world, self.rank, self.driver.models.sink_for, self._received, self.later, self._sent)
+    def connect(self) -> Endpoint:
+        comm = SimComm(self, self.driver.models.sink_for, self._received, lambda model: self.changed(model))
         self.driver.comm = comm  # type: ignore[assignment]  # has the methods that a driver calls
         return comm.endpoint
 
@@ -146,20 +155,9 @@ class SimPeer(BasePeer):
             for joined in self.world.peers[sender.rank].role.newcomers.listed:
                 if joined.rank == sender.rank and joined not in self.role.newcomers.listed:
                     self.handle(events.PeerMet(joined))
-            self.driver.requested(sender.rank, key)
             self.driver.received(sender.rank, key, request, upload)
 
         self.later(self.world.now, receive)
-
-    def _sent(self, model: memoryview) -> memoryview:
-        """Return the bytes of a model as they are sent: with a NaN in them if this fault is switched on."""
-        if not self.poisoned:
-            return model
-        self.world.fired["poison"] += 1
-        dtype = next(section.values.dtype for section in self.arena.sections if section.mixed)
-        changed = memoryview(bytearray(model))
-        typed(changed, dtype)[0] = math.nan
-        return changed
 
     def stage_changed(self, before: Stage, after: Stage) -> None:
         if before < Stage.FINISH <= after < Stage.LEFT:

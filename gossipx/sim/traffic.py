@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -36,10 +36,7 @@ from gossipx.protocol.messages import (
 from gossipx.protocol.server_messages import GradientRequest, TablesReply, TablesRequest
 from gossipx.runtime.driver.captures import Retrieval
 from gossipx.sim.base import BasePeer
-from gossipx.sim.endpoint import Endpoint
-
-if TYPE_CHECKING:
-    from gossipx.sim.world import World
+from gossipx.sim.world import Endpoint
 
 Where = tuple[int, int]
 """A bucket's address: shard and bucket number."""
@@ -197,14 +194,8 @@ class TrafficPeer(BasePeer):
         """Return the bytes received before the role reached ``stage``; all so far if it has not."""
         return next((count for at, count in self._received_at.items() if at >= stage), self.endpoint.bytes_received)
 
-    def connect(self, world: World[Any]) -> Endpoint:
-        return Endpoint(world, self.rank, self._arrived, self.later)
-
-    def training_begins(self) -> None:
-        pass
-
-    def stage_changed(self, before: Stage, after: Stage) -> None:
-        pass
+    def connect(self) -> Endpoint:
+        return Endpoint(self, self._arrived)
 
     def digest(self) -> str:
         return "-"  # all final models count as equal
@@ -230,9 +221,6 @@ class TrafficPeer(BasePeer):
 
     def may_compute(self) -> bool:
         return bool(self._sizes.segments) or not self._lacks
-
-    def push(self) -> None:
-        pass
 
     def iterate(self, seconds: float) -> None:
         if self._sizes.segments:

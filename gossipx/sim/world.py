@@ -1,29 +1,27 @@
-"""The simulated world: a virtual clock, a heap of scheduled actions, and methods that inject faults.
+"""The simulated world: a virtual clock, a heap of scheduled actions, the requests of its peers, and faults.
 
 All randomness comes from one seed.
 """
 
 from __future__ import annotations
 
+import abc
 import functools
 import heapq
 import itertools
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from gossipx.protocol.effects import ReportEntry
-from gossipx.protocol.events import AskEntry, ChangeServers, Event, Fault, SwitchSync
-from gossipx.sim.base import BasePeer
-from gossipx.sim.endpoint import Endpoint, Open
+from gossipx.protocol.events import Fault
+from gossipx.protocol.messages import Reply, Request
 from gossipx.sim.network import Network, Transfer
+from gossipx.wire import ANSWERS
 
-Peer = TypeVar("Peer", bound=BasePeer)
-ASK_AGAIN = 1.0
-"""Virtual seconds after which a process that was not admitted asks again."""
+Peer = TypeVar("Peer", bound="Process")
 MAX_EVENTS = 10_000_000
 """A run with more events is assumed to loop forever: a run of 100 peers has about 100,000."""
 
@@ -49,6 +47,256 @@ class Warned:
     count: int = 0
 
 
+OnReply = Callable[[Reply | Fault, Any], None]
+"""Called once with the reply and its content, or with the fault."""
+
+
+class OpenRequest:
+    """A request that awaits its reply.
+
+    Attributes:
+        sender: the endpoint that sent it.
+        to: rank of the receiver.
+        done: called with the outcome.
+        transfer: its bytes, or those of its reply, while they are under way.
+        given_up: called if it ends before its reply is complete; the receiver sets it.
+    """
+
+    __slots__ = ("done", "given_up", "request", "sender", "to", "transfer")
+
+    def __init__(self, sender: Endpoint, to: int, request: Request, done: OnReply):
+        self.sender = sender
+        self.to = to
+        self.request = request
+        self.done: OnReply | None = done
+        self.transfer: Transfer | None = None
+        self.given_up: Callable[[], None] = lambda: None
+
+
+class _Answer:
+    """An answer under way; ``done`` is called once with whether it was delivered."""
+
+    __slots__ = ("_asked", "_by", "_content", "_done", "_nbytes", "_reply", "transfer")
+
+    def __init__(
+        self, by: Endpoint, asked: OpenRequest, reply: Reply, nbytes: int, content: Any, done: Callable[[bool], None]
+    ):
+        self._by = by
+        self._asked = asked
+        self._reply = reply
+        self._nbytes = nbytes
+        self._content = content
+        self._done: Callable[[bool], None] | None = done
+        self.transfer: Transfer | None = None
+
+    def arrive(self) -> None:
+        """Deliver the answer: its last byte is there."""
+        self.transfer = None
+        self._end(self._asked.sender.replied(self._asked, self._reply, self._nbytes, self._content))
+
+    def abandon(self) -> None:
+        """Abandon the answer, unless it has arrived."""
+        if self._done is not None:
+            if self.transfer is not None:
+                self._by.world.stop(self.transfer)
+            self._end(False)
+
+    def _end(self, whole: bool) -> None:
+        self._content = None  # the deadline's action keeps this object
+        done, self._done = self._done, None
+        if done is not None:
+            self._by.later(self._by.world.now, lambda: done(whole))
+
+
+class Endpoint:
+    """One peer's requests and answers.
+
+    It does in virtual time what :class:`gossipx.comm.CommManager` does over connections: each request ends exactly
+    once, by its reply or by a fault, at its deadline at the latest.
+
+    Args:
+        process: the peer, in its world.
+        received: called with (its sender's endpoint, key, request, content) for each request.
+
+    Attributes:
+        bytes_received, bytes_sent: bytes of models and tables, from and to other peers.
+    """
+
+    def __init__(self, process: Process, received: Callable[[Endpoint, Hashable, Request, Any], None]):
+        self.rank = process.rank
+        self.bytes_received = self.bytes_sent = 0
+        self.world = process.world
+        self.later = process.later
+        self._process = process
+        self._received = received
+        self._open: dict[OpenRequest, None] = {}
+        self._keys = itertools.count(1)
+        self._requests: dict[Hashable, OpenRequest] = {}  # received, and not answered yet
+
+    # --- requests -----------------------------------------------------------------------------------
+
+    def request(
+        self, to: int, request: Request, nbytes: int, content: Any, deadline: float, done: OnReply
+    ) -> Callable[[], None]:
+        """Send a request; return a function that cancels it.
+
+        Args:
+            nbytes: size of what it carries; 0: nothing.
+            content: passed to the receiver.
+            deadline: in seconds of virtual time.
+        """
+        asked = OpenRequest(self, to, request, done)
+        self._open[asked] = None
+        self.world.awaiting(to)[asked] = None
+        self.bytes_sent += nbytes if to != self.rank else 0
+        asked.transfer = self.world.carry(self, to, nbytes, lambda: self._arrive(asked, nbytes, content))
+        self.world.at(deadline, lambda: self.fail(asked, Fault.TIMEOUT))
+        return lambda: self.fail(asked, Fault.CANCELLED)
+
+    def _arrive(self, asked: OpenRequest, nbytes: int, content: Any) -> None:
+        asked.transfer = None
+        other = self.world.endpoint(asked.to)
+        if other is None:
+            self.world.refuse(asked)
+        else:
+            other.receive(asked, nbytes, content)
+
+    def fail(self, asked: OpenRequest, fault: Fault) -> None:
+        """End a request by a fault, unless it has ended before."""
+        if asked.done is not None:
+            done = self._close(asked)
+            if asked.transfer is not None:
+                self.world.stop(asked.transfer)
+            asked.given_up()
+            self.later(self.world.now, lambda: done(fault, None))
+
+    def replied(self, asked: OpenRequest, reply: Reply, nbytes: int, content: Any) -> bool:
+        """Handle a reply whose last byte has arrived. Return False if the request has ended before."""
+        if self._process.down_since is not None or asked.done is None:
+            return False
+        done = self._close(asked)
+        self.bytes_received += nbytes if asked.to != self.rank else 0
+        done(reply, content)
+        return True
+
+    def _close(self, asked: OpenRequest) -> OnReply:
+        done, asked.done = asked.done, None
+        assert done is not None
+        del self._open[asked]
+        del self.world.awaiting(asked.to)[asked]
+        return done
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request awaits a reply, and no received one its answer."""
+        return not self._open and not self._requests
+
+    # --- answers ------------------------------------------------------------------------------------
+
+    def receive(self, asked: OpenRequest, nbytes: int, content: Any) -> None:
+        """Pass a request of another peer on; called when its last byte has arrived."""
+        key = next(self._keys)
+        self._requests[key] = asked
+        self.bytes_received += nbytes if asked.sender is not self else 0
+        self._received(asked.sender, key, asked.request, content)
+
+    def answer(
+        self, key: Hashable, reply: Reply, nbytes: int, content: Any, deadline: float, done: Callable[[bool], None]
+    ) -> None:
+        """Answer a received request.
+
+        Args:
+            nbytes: size of what the reply carries.
+            deadline: time after which an incomplete answer is abandoned.
+            done: called once with whether it was delivered.
+        """
+        asked = self._requests.pop(key)
+        # Over a connection another reply is a fault, after which the request is repeated.
+        assert isinstance(reply, ANSWERS[type(asked.request)]), f"{reply} does not answer {asked.request}"
+        if asked.done is None:  # the requester has given up
+            self.later(self.world.now, lambda: done(False))
+            return
+        answer = _Answer(self, asked, reply, nbytes, content, done)
+        self.bytes_sent += nbytes if asked.sender is not self else 0
+        answer.transfer = self.world.carry(self, asked.sender.rank, nbytes, answer.arrive)
+        asked.given_up = answer.abandon
+        self.world.at(deadline, answer.abandon)
+
+    def close(self) -> None:
+        """Drop everything: the peer is down."""
+        for asked in list(self._open):
+            self._close(asked)
+            asked.given_up()
+        self._requests.clear()
+
+
+class Process(abc.ABC):
+    """A process in the world, which may be paused and may end: a simulated peer.
+
+    Attributes:
+        rank: of the peer.
+        world: set when it begins.
+        endpoint: sends and receives; set when it begins.
+        down_since: virtual time at which it ended or crashed; None while it runs.
+        paused_until: virtual time until which it does nothing.
+        paused_seconds: length of all its pauses so far, with the rest of one in progress.
+    """
+
+    world: World[Any]
+    endpoint: Endpoint
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        self.down_since: float | None = None
+        self.paused_until = self.paused_seconds = 0.0
+
+    @abc.abstractmethod
+    def begin(self, world: World[Any]) -> None:
+        """Join the run; called by the world."""
+
+    @abc.abstractmethod
+    def act(self, action: Callable[[], None]) -> None:
+        """Do something at once, and let training proceed if it may."""
+
+    @abc.abstractmethod
+    def ask_to_leave(self) -> None:
+        """Leave the run after the current step, as after SIGTERM."""
+
+    def later(self, time: float, action: Callable[[], None]) -> None:
+        """Schedule ``action`` at ``time``, or at the end of a pause; drop it if this peer is down by then."""
+        self.world.at(time, action, self)
+
+    def due(self, action: Callable[[], None]) -> None:
+        """Do a scheduled action, unless this peer is down or paused; called by the world."""
+        if self.down_since is not None:
+            return
+        if self.paused_until > self.world.now:
+            self.world.at(self.paused_until, action, self)
+        else:
+            self.act(action)
+
+    def compute(self, seconds: float, action: Callable[[], None]) -> None:
+        """Do something after some seconds of computation, which a pause interrupts."""
+        ends = self.world.now + seconds
+        self.later(ends, functools.partial(self._computed_at, ends, self.paused_seconds, action))
+
+    def _computed_at(self, ends: float, paused: float, action: Callable[[], None]) -> None:
+        """Do something if no pause since then interrupted the computation that ends now, or else later."""
+        later = ends + (self.paused_seconds - paused)
+        if later > self.world.now:
+            self.later(later, functools.partial(self._computed_at, later, self.paused_seconds, action))
+        else:
+            action()
+
+    def note(self, what: str) -> None:
+        """Add a line to the log."""
+        self.world.note(self.rank, what)
+
+    def warn(self, topic: str, text: str) -> None:
+        """Add a line to the log, and to the warnings of the run."""
+        self.world.warn(self.rank, topic, text)
+
+
 class World(Generic[Peer]):
     """Peers, the network between them, and a clock that jumps from event to event.
 
@@ -62,7 +310,7 @@ class World(Generic[Peer]):
         log: all events so far, in order.
         warnings: what peers have warned of, by topic.
         fired: number of faults that took effect, by kind: ``lost``, ``cut``, ``broken`` (a peer ended during its
-            transfer), ``repeated``, ``crash``, ``pause``, ``restart``, ``poison``.
+            transfer), ``repeated``, ``crash``, ``pause``, ``restart``.
     """
 
     def __init__(self, seed: int, network: Network | None = None):
@@ -73,13 +321,13 @@ class World(Generic[Peer]):
         self.warnings: dict[str, Warned] = {}
         self.fired: Counter[str] = Counter()
         self._rng = random.Random(seed)
-        self._heap: list[tuple[float, int, Callable[[], None], BasePeer | None]] = []
+        self._heap: list[tuple[float, int, Callable[[], None], Process | None]] = []
         self._numbers = itertools.count()
         self._makers: dict[int, Callable[[int], Peer]] = {}
         self._incarnations: Counter[int] = Counter()
         self._to_start = 0
         self._running = 0
-        self._awaiting: defaultdict[int, dict[Open, None]] = defaultdict(dict)
+        self._awaiting: defaultdict[int, dict[OpenRequest, None]] = defaultdict(dict)
 
     # --- a run --------------------------------------------------------------------------------------
 
@@ -125,7 +373,7 @@ class World(Generic[Peer]):
         """Whether every peer has ended or crashed, and no start is scheduled."""
         return not self._to_start and not self._running
 
-    def at(self, time: float, action: Callable[[], None], peer: BasePeer | None = None) -> None:
+    def at(self, time: float, action: Callable[[], None], peer: Process | None = None) -> None:
         """Schedule ``action`` at ``time``, or now if that is past. Actions at the same time keep their order.
 
         Args:
@@ -141,41 +389,6 @@ class World(Generic[Peer]):
         """Add a line to the log, and a warning on a topic, such as "lost 3", whose number does not count."""
         self.note(rank, text)
         self.warnings.setdefault(topic.rstrip(" 0123456789"), Warned(self.log[-1])).count += 1
-
-    def lines(self, rank: int, what: str = "") -> list[str]:
-        """Return the log lines of ``rank`` that begin with ``what``."""
-        return [entry.what for entry in self.log if entry.rank == rank and entry.what.startswith(what)]
-
-    def join(self, name: str, contacts: Sequence[int], make: Callable[[ReportEntry], Peer], at: float) -> None:
-        """From ``at`` on a process asks peers in turn to admit it, and then starts as a peer; ``make`` returns it.
-
-        Args:
-            contacts: ranks to ask; a peer that another one names is asked next.
-        """
-        self._to_start += 1
-
-        def ask() -> None:
-            asked = list(contacts)
-            for rank in asked:
-                peer = self.peers.get(rank)
-                if peer is None or peer.down_since is not None:
-                    continue
-                self._tell(rank, AskEntry(0, name, name, 29_400, name))
-                entry = peer.entries.pop()
-                if entry.refusal:
-                    self._to_start -= 1
-                    self.note(rank, f"does not admit {name}: {entry.refusal}")
-                    return
-                if entry.rank is not None:
-                    self.note(rank, f"admits {name} as {entry.rank}")
-                    self._makers[entry.rank] = functools.partial(lambda granted, incarnation: make(granted), entry)
-                    self._start(entry.rank)
-                    return
-                if entry.elsewhere is not None and entry.elsewhere not in asked:
-                    asked.append(entry.elsewhere)
-            self.at(self.now + ASK_AGAIN, ask)
-
-        self.at(at, ask)
 
     # --- faults -------------------------------------------------------------------------------------
 
@@ -213,30 +426,6 @@ class World(Generic[Peer]):
 
         self.at(start, stop)
 
-    def poison(self, rank: int, start: float, end: float = math.inf) -> None:
-        """Put a NaN into every model that ``rank`` sends from ``start`` to ``end``; its own weights are unchanged."""
-
-        def change(poisoned: bool) -> Callable[[], None]:
-            return lambda: setattr(self.peers[rank], "poisoned", poisoned)
-
-        self.at(start, change(True))
-        if end < math.inf:
-            self.at(end, change(False))
-
-    def switch_sync(
-        self, rank: int, at: float, sync: str, shard: int | None = None, apply: str = "", pulls: str = ""
-    ) -> None:
-        """At ``at``, request on peer ``rank`` that a shard, or all (None), switch to another sync model."""
-        self.at(at, lambda: self._tell(rank, SwitchSync(0, shard, sync, apply, pulls)))
-
-    def change_servers(self, rank: int, at: float, servers: Sequence[int]) -> None:
-        """At ``at``, request on peer ``rank`` that the shards move to other servers."""
-        self.at(at, lambda: self._tell(rank, ChangeServers(0, tuple(servers))))
-
-    def _tell(self, rank: int, event: Event) -> None:
-        peer = self.peers[rank]
-        peer.act(lambda: peer.handle(event))
-
     def leave(self, rank: int, at: float) -> None:
         """Ask the peer to leave at ``at``, as by SIGTERM: it completes its step and leaves."""
         self.at(at, lambda: self.peers[rank].ask_to_leave())
@@ -248,7 +437,7 @@ class World(Generic[Peer]):
         peer = self.peers.get(rank)
         return None if peer is None or peer.down_since is not None else peer.endpoint
 
-    def awaiting(self, rank: int) -> dict[Open, None]:
+    def awaiting(self, rank: int) -> dict[OpenRequest, None]:
         """Return the requests to a peer that await a reply."""
         return self._awaiting[rank]
 
@@ -287,7 +476,7 @@ class World(Generic[Peer]):
         """Stop a transfer: its connection was closed."""
         self.network.end(transfer, self)
 
-    def end(self, peer: BasePeer, what: str) -> None:
+    def end(self, peer: Process, what: str) -> None:
         """End ``peer``: its connections close, and open requests to it fail."""
         if peer.down_since is not None:
             return
@@ -301,7 +490,7 @@ class World(Generic[Peer]):
         for asked in list(self.awaiting(peer.rank)):
             self.refuse(asked)
 
-    def refuse(self, asked: Open) -> None:
+    def refuse(self, asked: OpenRequest) -> None:
         """Fail a request as unreachable after one network delay: nothing listens at the receiver's address."""
 
         def hear() -> None:

@@ -14,11 +14,12 @@ import torch
 from arenas import mix
 from torch import nn
 from toy import SIZE, Point, alone, ended, make, sgd, until, world
+from transcripts import LoggedWorld
 
 from gossipx import policies
 from gossipx.model.arena import ParameterArena
 from gossipx.policies import Observation, Policy
-from gossipx.sim import Network, SimPeer, World
+from gossipx.sim import Network, SimPeer
 from gossipx.sync import SyncManager, consensus_distance
 
 
@@ -101,7 +102,7 @@ def test_blocking_run_is_algorithm_2():
     size, period, last, rate = 4, 3, 20, 0.05
     made = world(size, policy=f"tau:{period}", iterations=last, blocking=True, init="own", finish="none")
     ended(made, 200.0)
-    targets = {(peer.rank, pull.step): pull.sender for peer in made.peers.values() for pull in peer.retrievals}
+    targets = {(rank, pull.step): pull.sender for rank in made.peers for pull in made.retrievals(rank)}
     assert len(targets) == size * (last // period)
 
     x = np.stack([Point(rank).x.detach().numpy() for rank in range(size)])
@@ -127,7 +128,7 @@ def test_overlapped_pull_keeps_the_progress_made_meanwhile():
     assert steps == 3
     progress = alone(0, steps, base)
     torch.testing.assert_close(peer.weights(), progress + (theirs - base) / 2, rtol=0, atol=1e-6)
-    assert peer.retrievals[0].distance == pytest.approx(float((theirs - base).norm()), rel=1e-6)
+    assert made.retrievals(peer.rank)[0].distance == pytest.approx(float((theirs - base).norm()), rel=1e-6)
 
 
 def test_tau_divides_t():
@@ -190,7 +191,7 @@ def test_way_travelled_goes_on_when_the_request_fails():
 
 def test_retrievals_become_rare_as_the_model_settles():
     """Figure 7: the adaptive rule pulls while the model changes, and less once it is stable."""
-    made = World(0)
+    made = LoggedWorld(0)
     for rank in range(4):
         module = Point(rank)
         module.target = Point(0).target  # one optimum for all, so that models settle
@@ -202,8 +203,8 @@ def test_retrievals_become_rare_as_the_model_settles():
         )
     ended(made, 300.0)
     for peer in made.peers.values():
-        early = sum(pull.step <= 40 for pull in peer.retrievals)
-        assert early >= 3 and early >= 3 * (len(peer.retrievals) - early)
+        early = sum(pull.step <= 40 for pull in made.retrievals(peer.rank))
+        assert early >= 3 and early >= 3 * (len(made.retrievals(peer.rank)) - early)
 
 
 @dataclass(frozen=True)
@@ -235,12 +236,12 @@ def test_drift_is_the_way_that_own_steps_have_led(blocking: bool):
     """‖x_t − x_r‖, with x_r the model at the request plus the mixed change, is the sum of own steps only."""
     policy = Watch()
     ways, step = keeping_ways()
-    made = World(0, Network(bandwidth=4 * SIZE / 1.5))
+    made = LoggedWorld(0, Network(bandwidth=4 * SIZE / 1.5))
     made.start(1, lambda _: make(1, 2, policy="never", init="own"))
     watched = make(0, 2, policy=policy, blocking=blocking, init="own", gradient_step=step)
     made.start(0, lambda _: watched)
     ended(made, 200.0)
-    assert len(watched.retrievals) == (5 if blocking else 4)
+    assert len(made.retrievals(watched.rank)) == (5 if blocking else 4)
     for seen in policy.seen:  # requests are sent after steps 4, 8, ...; if overlapped, models arrive two steps later
         began = (seen.step - 1) // 4 * 4
         assert seen.drift == pytest.approx(float(sum(ways[began : seen.step]).norm()), rel=1e-4)
@@ -252,21 +253,21 @@ def test_drift_is_that_of_own_steps_where_others_give_their_models_too(blocking:
     """x_r is the model at the push or at the begin of the pair; models that others push then move x and x_r alike."""
     policy = Watch()
     ways, step = keeping_ways()
-    made = World(0, Network(bandwidth=4 * SIZE / 1.5))
+    made = LoggedWorld(0, Network(bandwidth=4 * SIZE / 1.5))
     others = "tau:3" if mode == "push" else "never"
     options = {"blocking": blocking, "init": "own", "mode": mode}
     made.start(1, lambda _: make(1, 2, policy=others, **options))
     watched = make(0, 2, policy=policy, gradient_step=step, **options)
     made.start(0, lambda _: watched)
     ended(made, 200.0)
-    assert len(watched.retrievals) >= 3
+    assert len(made.retrievals(watched.rank)) >= 3
     for seen in policy.seen:
         began = (seen.step - 1) // 4 * 4
         assert seen.drift == pytest.approx(float(sum(ways[began : seen.step]).norm()), rel=1e-4)
 
 
 def test_drift_goes_on_from_the_earlier_retrieval_when_the_request_fails():
-    made = World(0)
+    made = LoggedWorld(0)
     made.start(1, lambda _: make(1, 2, policy="never", init="own"))
     policy = Watch()
     made.start(0, lambda _: make(0, 2, policy=policy, init="own"))
@@ -296,13 +297,13 @@ def test_consensus_distance_is_exact_over_all_pairs(peers: int):
 def test_consensus_distance_of_what_retrievals_saw():
     """Eq. 8: the estimate from retrievals is close to the value computed from all models."""
 
-    def lockstep() -> World:
+    def lockstep() -> LoggedWorld:
         """All peers step at the same time; models arrive 0.6 s later."""
         network = Network(bandwidth=1e15, delay=0.3)
         return world(4, network=network, policy="tau:1", blocking=True, init="own", iterations=30)
 
     made = ended(lockstep(), 200.0)
-    late = [pull for peer in made.peers.values() for pull in peer.retrievals if pull.step > 10]
+    late = [pull for rank in made.peers for pull in made.retrievals(rank) if pull.step > 10]
     estimate = consensus_distance([pull.distance**2 for pull in late], 4)
 
     again = lockstep()

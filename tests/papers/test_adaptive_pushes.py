@@ -14,19 +14,20 @@ import torch
 from adaptive import AdaptiveConsistency
 from seeds import seeds, some
 from torch import Tensor
+from transcripts import LoggedWorld
 
 from gossipx.parts import Parts, SyncModel
 from gossipx.protocol.events import Received
 from gossipx.protocol.server_messages import GradientRequest, TablesRequest
 from gossipx.server.sync_models import ASP
-from gossipx.sim import Network, World
+from gossipx.sim import Network
 
 
 def plain(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def models(made: World) -> Tensor:
+def models(made: LoggedWorld) -> Tensor:
     return torch.stack([served.values(peer.module) for peer in made.peers.values()])
 
 
@@ -52,7 +53,7 @@ class PullsSeldom(EveryThird):
         return progress % 3 == 2
 
 
-def exchanges(made: World) -> list[tuple[str, int, int]]:
+def exchanges(made: LoggedWorld) -> list[tuple[str, int, int]]:
     """Return the list to which the pushes and pulls that reach peer 0 are added: what, worker and iteration."""
     made.run(0.0)
     role = made.peers[0].role

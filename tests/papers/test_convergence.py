@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from toy import ended
+from transcripts import LoggedWorld
 
 from gossipx import policies, topology
 from gossipx.peer import PeerRole
 from gossipx.settings import files
-from gossipx.sim import SimPeer, World
+from gossipx.sim import SimPeer
 from gossipx.sync import SyncManager
 
 PEERS = 4
@@ -75,8 +76,8 @@ def loss_of(weights: Tensor) -> float:
     return loss(module)
 
 
-def run(policy: str, **settings: Any) -> World:
-    made = World(0)
+def run(policy: str, **settings: Any) -> LoggedWorld:
+    made = LoggedWorld(0)
     full = topology.topology_from("full", PEERS)
 
     def start(rank: int) -> None:
@@ -94,12 +95,12 @@ def run(policy: str, **settings: Any) -> World:
     return ended(made, ITERATIONS + 100.0)
 
 
-def before_finish(made: World) -> list[float]:
+def before_finish(made: LoggedWorld) -> list[float]:
     """Return the loss on all data of each peer's own model as it entered the finish."""
     return [loss_of(ordered(made, rank)) for rank in range(PEERS)]
 
 
-def ordered(made: World, rank: int) -> Tensor:
+def ordered(made: LoggedWorld, rank: int) -> Tensor:
     """Return the weights before the finish, without the arena's padding."""
     peer = made.peers[rank]
     assert peer.before_finish is not None
@@ -109,7 +110,7 @@ def ordered(made: World, rank: int) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def never() -> World:
+def never() -> LoggedWorld:
     return run("never")
 
 
@@ -124,7 +125,7 @@ def never() -> World:
         ("adaptive:threshold=0.01", {"mode": "pushpull"}),
     ],
 )
-def test_exchanging_beats_training_alone(policy: str, mode: dict[str, Any], never: World):
+def test_exchanging_beats_training_alone(policy: str, mode: dict[str, Any], never: LoggedWorld):
     """Table II, Figure 6: each peer's own model on all data, compared with τ = ∞ and with SGD in one process."""
     module = model()
     step = trainer(POINTS, CLASSES, module, 99)
@@ -138,7 +139,7 @@ def test_exchanging_beats_training_alone(policy: str, mode: dict[str, Any], neve
     assert sum(pulling) / PEERS - reference < (sum(training_alone) / PEERS - reference) / 2
 
 
-def test_the_finish_makes_own_and_averaged_model_one(never: World):
+def test_the_finish_makes_own_and_averaged_model_one(never: LoggedWorld):
     for made in (never, run("tau:5")):
         mean = torch.stack([ordered(made, rank) for rank in range(PEERS)]).mean(0)
         for peer in made.peers.values():

@@ -13,11 +13,12 @@ import pytest
 import torch
 import toy
 from torch import Tensor
+from transcripts import LoggedWorld, centre_of
 
 from gossipx.hub import rank_of_hub
 from gossipx.settings import files
 from gossipx.settings.modes import Elastic
-from gossipx.sim import Network, SimPeer, World
+from gossipx.sim import Network, SimPeer
 
 HUB = 0
 
@@ -52,7 +53,7 @@ class Reference:
             self.x[rank] = self.x[rank] - self.alpha * self._difference[rank]
 
 
-def run(hub: Elastic, size: int = 4, seed: int = 0, **options: object) -> tuple[World, Reference]:
+def run(hub: Elastic, size: int = 4, seed: int = 0, **options: object) -> tuple[LoggedWorld, Reference]:
     """Run with random uneven steps and delays; return the world and the reference as of before the finish."""
     rng = random.Random(seed)
     slow = {rank: rng.uniform(0.3, 3.0) for rank in range(size)}
@@ -120,7 +121,7 @@ def test_blocking_is_algorithm_1_as_printed(period: int, momentum: float, batche
             (CURVES[peer.rank] / batches * module()).backward()
         module.optimizer.step()
 
-    hub, made = settings(0.3, trains=False), World(0, Network())
+    hub, made = settings(0.3, trains=False), LoggedWorld(0, Network())
     for rank in range(4):
         pace = PACES.get(rank, 1.0)
         options = {"hub": hub, "policy": f"tau:{period}", "blocking": True, "finish": "none", "iterations": 19}
@@ -129,7 +130,7 @@ def test_blocking_is_algorithm_1_as_printed(period: int, momentum: float, batche
     models, centre = algorithm_1(period, 19, 0.3, momentum)
     for rank, model in models.items():
         torch.testing.assert_close(made.peers[rank].weights(), model, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(made.peers[HUB].centre(), centre, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(centre_of(made.peers[HUB]), centre, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -141,7 +142,7 @@ def test_workers_and_hub_do_what_the_equations_say(seed: int, blocking: bool) ->
     workers = [rank for rank in made.peers if not hub.hub_only or rank != HUB]
     for rank in workers:
         torch.testing.assert_close(made.peers[rank].weights(), reference.x[rank], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(made.peers[HUB].centre(), reference.centre, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(centre_of(made.peers[HUB]), reference.centre, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("trains", "blocking"), [(True, False), (False, False), (True, True), (False, True)])
@@ -158,7 +159,7 @@ def test_the_sum_of_workers_and_centre_stays_as_it_was(trains: bool, blocking: b
     toy.ended(made, 500)
     workers = [rank for rank in range(4) if trains or rank != HUB]
     begin = sum(toy.Point(rank).x.detach().double() for rank in [HUB, *workers])
-    end = made.peers[HUB].centre() + sum(made.peers[rank].weights() for rank in workers)
+    end = centre_of(made.peers[HUB]) + sum(made.peers[rank].weights() for rank in workers)
     torch.testing.assert_close(end, begin, rtol=0, atol=1e-5)
     rows = toy.models(made, workers)
     start = torch.stack([toy.Point(rank).x.detach().double() for rank in workers])
@@ -168,7 +169,7 @@ def test_the_sum_of_workers_and_centre_stays_as_it_was(trains: bool, blocking: b
 def test_other_shares_move_the_centre_by_as_much() -> None:
     """β < p·α: the centre moves less than a worker does."""
     made, reference = run(settings(alpha=0.5, beta=4 * 0.05), policy="tau:3")
-    torch.testing.assert_close(made.peers[HUB].centre(), reference.centre, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(centre_of(made.peers[HUB]), reference.centre, rtol=1e-5, atol=1e-5)
 
 
 def test_momentum_depends_on_the_gradient_alone() -> None:
@@ -210,7 +211,7 @@ def test_momentum_depends_on_the_gradient_alone() -> None:
             y[rank] = y[rank] - alpha * apart[rank]
     for rank in range(3):
         torch.testing.assert_close(made.peers[rank].weights(), y[rank], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(made.peers[HUB].centre(), centre, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(centre_of(made.peers[HUB]), centre, rtol=1e-4, atol=1e-5)
 
 
 def test_the_adaptive_policy_starts_exchanges() -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from toy import Point, bound, ended, maker, models, sgd, world
+from transcripts import LoggedWorld
 
 from gossipx import outer
-from gossipx.sim import Network, World
+from gossipx.sim import Network
 
 PAIRS: dict[str, Any] = {"mode": "pushpull"}
 GAMMA = 0.6
@@ -59,7 +60,7 @@ def test_pairs_do_gaslocs_update(gamma: float):
 def test_pulls_do_gaslocs_update(gamma: float):
     """The other peer does not pull: α Λ = ½ (1, −1; 0, 0). It does not train either, so that its model is known."""
     options = {"finish": "none", "blocking": True, "init": "own", "across": f"momentum:{gamma}"}
-    made = World(0)
+    made = LoggedWorld(0)
     made.start(0, maker(0, 2, policy="tau:5", iterations=20, **options))
     made.start(1, maker(1, 2, policy="never", iterations=25, gradient_step=lambda peer: None, **options))
     ended(made, bound(2, 25, waits=4))
@@ -84,7 +85,7 @@ def test_a_wave_does_gaslocs_update_over_the_complete_graph(size: int):
 def test_steps_during_an_exchange_are_added_to_its_result():
     """y_t is the model as exchange t begins: x ← x̄ + γ (y_t − y_{t−1}) + (x − y_t)."""
     options = {"policy": "tau:6", "iterations": 15, "finish": "none", "gradient_step": one_step}
-    made = World(0, Network(bandwidth=30, delay=0.05))  # 64 bytes in 2 s, at 1 s a step
+    made = LoggedWorld(0, Network(bandwidth=30, delay=0.05))  # 64 bytes in 2 s, at 1 s a step
     for rank in range(2):
         made.start(rank, maker(rank, 2, module=still(rank), across=f"momentum:{GAMMA}", init="own", **options, **PAIRS))
     ended(made, bound(2, 15, waits=2))
@@ -98,7 +99,9 @@ def test_steps_during_an_exchange_are_added_to_its_result():
         for y, other, before in zip(second, second[::-1], first, strict=True)
     ]
     expected = torch.stack([last[0] + 3, last[1] + 6])
-    assert all(retrieval.step > 6 for peer in made.peers.values() for retrieval in peer.retrievals), "it overlapped"
+    assert all(retrieval.step > 6 for peer in made.peers.values() for retrieval in made.retrievals(peer.rank)), (
+        "it overlapped"
+    )
     torch.testing.assert_close(models(made).float(), expected, rtol=1e-5, atol=1e-5)
 
 

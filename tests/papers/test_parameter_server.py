@@ -12,14 +12,15 @@ import served
 import torch
 from seeds import seeds, some
 from torch import Tensor
+from transcripts import LoggedWorld
 
 from gossipx.assembly.server import Parts
 from gossipx.optimizers import LARS
 from gossipx.server.sync_models import Drop
-from gossipx.sim import Network, World
+from gossipx.sim import Network
 
 
-def models(made: World) -> Tensor:
+def models(made: LoggedWorld) -> Tensor:
     return torch.stack([served.values(peer.module) for peer in made.peers.values()])
 
 
@@ -71,7 +72,7 @@ def test_more_servers_than_tables() -> None:
     torch.testing.assert_close(models(made), served.joined(range(8)).expand(8, -1), rtol=1e-9, atol=1e-9)
 
 
-def log_of(made: World) -> list[tuple[int, str]]:
+def log_of(made: LoggedWorld) -> list[tuple[int, str]]:
     return [(entry.rank, entry.what) for entry in made.log]
 
 

@@ -20,6 +20,7 @@ from seeds import seeds, some
 from stale import SSPConsistency
 from top_percent import TopServerStorage, TopTransmitBuffer
 from torch import Tensor, nn
+from transcripts import LoggedWorld
 
 from gossipx.parts import (
     ApplyBuffer,
@@ -41,7 +42,7 @@ from gossipx.parts import (
     raw,
 )
 from gossipx.server.mode import ServerMode
-from gossipx.sim import Network, World
+from gossipx.sim import Network
 
 HOUSE = Path(__file__).parents[2]
 
@@ -50,11 +51,11 @@ def plain(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def models(made: World) -> Tensor:
+def models(made: LoggedWorld) -> Tensor:
     return torch.stack([served.values(peer.module) for peer in made.peers.values()])
 
 
-def run(parts: Parts, size: int = 3, **options: Any) -> World:
+def run(parts: Parts, size: int = 3, **options: Any) -> LoggedWorld:
     given = {"servers": "0,1", "placement": "uniform", "optimizer": plain, **options}
     return served.ended(served.world(size, parts=parts, **given))
 

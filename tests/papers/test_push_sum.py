@@ -18,11 +18,12 @@ from property_tests import examples
 from seeds import some
 from torch import Tensor
 from toy import SIZE, TIMEOUT, Point, bound, ended, maker, models, until
+from transcripts import LoggedWorld
 
 from gossipx.peer.offers import Phase
 from gossipx.peer.pushes import LEAST_WEIGHT
 from gossipx.protocol.messages import Stage
-from gossipx.sim import Network, SimPeer, World
+from gossipx.sim import Network, SimPeer
 from gossipx.topology import Topology
 
 
@@ -30,9 +31,9 @@ def still(peer: SimPeer) -> None:
     """Make no training step."""
 
 
-def start(size: int, graph: Topology, network: Network | None = None, seed: int = 0, **options) -> World:
+def start(size: int, graph: Topology, network: Network | None = None, seed: int = 0, **options) -> LoggedWorld:
     """Return a run of peers with different initial models that push and do not train."""
-    made = World(seed, network)
+    made = LoggedWorld(seed, network)
     given = {"policy": "tau:1", "init": "own", "gradient_step": still, "mode": "push", "weights": "push-sum"}
     paces = options.pop("paces", [1.0 + 0.01 * rank for rank in range(size)])
     for rank in range(size):
@@ -58,7 +59,7 @@ def starts(size: int) -> Tensor:
     return torch.stack([Point(rank).x.detach().double() for rank in range(size)])
 
 
-def under_way(made: World) -> list[tuple[float, Tensor]]:
+def under_way(made: LoggedWorld) -> list[tuple[float, Tensor]]:
     """Return the weight and the model of each push that has left its sender and that its receiver has not mixed."""
     found = []  # pushes of live peers
     for rank, peer in made.peers.items():
@@ -72,14 +73,14 @@ def under_way(made: World) -> list[tuple[float, Tensor]]:
     return found
 
 
-def mass(made: World) -> tuple[float, Tensor]:
+def mass(made: LoggedWorld) -> tuple[float, Tensor]:
     """Return Σ w and Σ w z, including pushes in flight."""
     own = [(peer.role.weight, peer.weights()) for peer in made.peers.values()]
     parts = own + under_way(made)
     return math.fsum(weight for weight, _ in parts), sum(weight * model for weight, model in parts)  # type: ignore
 
 
-def conserved(made: World, size: int) -> None:
+def conserved(made: LoggedWorld, size: int) -> None:
     weight, total = mass(made)
     assert weight == size  # halves and sums of halves of 1 are exact
     torch.testing.assert_close(total, starts(size).sum(0), rtol=1e-5, atol=1e-5)
@@ -124,9 +125,9 @@ def test_mass_is_conserved_at_every_moment(size, seed, paces, blocking, capacity
         assert sum(peer.role.sync.retrievals for peer in made.peers.values()) > size
 
 
-def one_pushes(policy: str, iterations: int, **options: Any) -> World:
+def one_pushes(policy: str, iterations: int, **options: Any) -> LoggedWorld:
     """Return a run of two peers where only 0 pushes, at the time when 1 has requested the first push."""
-    made = World(0, Network(delay=0.1))
+    made = LoggedWorld(0, Network(delay=0.1))
     options = {"graph": Topology("one way", ((1,), (0,))), "init": "own", "gradient_step": still, **options}
     options |= {"mode": "push", "weights": "push-sum", "iterations": iterations}
     made.start(0, maker(0, 2, policy=policy, **options))
@@ -179,7 +180,7 @@ def test_what_is_lost_as_training_ends_is_asked_for_again(lost: str, width: floa
 @pytest.mark.fault(5)
 def test_a_model_in_doubt_is_kept_aside_while_its_sender_cannot_be_reached(given: bool):
     """Without an answer for peer_timeout, and another push meanwhile; once answered, a valid push is mixed."""
-    made = World(0, Network(delay=0.1))
+    made = LoggedWorld(0, Network(delay=0.1))
     graph = Topology("two into one", ((2,), (2,), (0, 1)))
     options = {"graph": graph, "init": "own", "gradient_step": still, "mode": "push", "weights": "push-sum"}
     for rank, policy in enumerate(("tau:5", "tau:7", "never")):

@@ -12,11 +12,11 @@ import served
 import torch
 from seeds import some
 from torch import Tensor
+from transcripts import LoggedWorld
 
 from gossipx.optimizers import LARS
 from gossipx.server.mode import ServerMode
 from gossipx.server.placement import BUILT_IN, Layout, Layouts, Partition, Sliced, Table, common_pieces, server_order
-from gossipx.sim import World
 
 OPTIMIZERS: dict[str, served.Optimizer] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -27,18 +27,18 @@ OPTIMIZERS: dict[str, served.Optimizer] = {
 }
 
 
-def models(made: World) -> Tensor:
+def models(made: LoggedWorld) -> Tensor:
     return torch.stack([served.values(peer.module) for peer in made.peers.values()])
 
 
-def servers(made: World, rank: int = 0) -> tuple[int, ...]:
+def servers(made: LoggedWorld, rank: int = 0) -> tuple[int, ...]:
     """Return the servers of a peer's current layout."""
     exchange = made.peers[rank].role.exchange
     assert isinstance(exchange, ServerMode)
     return exchange.migration.layout.servers
 
 
-def changed(made: World, times: Sequence[float] = (3.5, 7.5)) -> World:
+def changed(made: LoggedWorld, times: Sequence[float] = (3.5, 7.5)) -> LoggedWorld:
     """Two servers become three, then one; checks that every peer follows."""
     for time, wanted in zip(times, ([0, 1, 2], [2]), strict=True):
         made.change_servers(1, time, wanted)

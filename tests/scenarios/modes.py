@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from toy import SIZE, before, models
+from transcripts import LoggedWorld
 
-from gossipx.sim import Network, World
+from gossipx.sim import Network
 
 PUSH = {"mode": "push"}
 PUSH_SUM = {"mode": "push", "weights": "push-sum"}
@@ -21,14 +22,14 @@ def slow() -> Network:
     return Network(bandwidth=4 * SIZE)
 
 
-def agree(made: World, ranks: list[int]) -> None:
+def agree(made: LoggedWorld, ranks: list[int]) -> None:
     """Assert that these peers hold the mean of their models before the finish, weighted by push-sum weights."""
     weights = torch.tensor([[made.peers[rank].role.weight] for rank in ranks], dtype=torch.float64)
     mean = (weights * before(made, ranks)).sum(0) / weights.sum()
     torch.testing.assert_close(models(made, ranks), mean.expand(len(ranks), -1), rtol=1e-5, atol=1e-6)
 
 
-def nothing_left(made: World) -> None:
+def nothing_left(made: LoggedWorld) -> None:
     """Assert that no peer that ended keeps a model, its own or another's."""
     for peer in (peer for peer in made.peers.values() if made.lines(peer.rank)[-1] != "crashes"):
         kept = peer.driver.models.received, peer.driver.captures._captured

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import toy
 from torch import Tensor, nn
+from transcripts import LoggedWorld
 
 from gossipx import policies, topology
 from gossipx.assembly.server import Parts, serve
 from gossipx.peer import PeerRole
 from gossipx.server.mode import ServerMode
 from gossipx.settings import files
-from gossipx.sim import Network, SimPeer, World
+from gossipx.sim import Network, SimPeer
 from gossipx.sync import SyncManager
 
 BATCH, FEATURES = 6, 5
@@ -115,9 +116,9 @@ def world(
     slow: dict[int, float] | None = None,
     absent: Sequence[int] = (),
     **options: Any,
-) -> World:
+) -> LoggedWorld:
     """Return a world in which ``size`` peers start at 0; ``slow`` has seconds per step."""
-    made = World(seed, network or Network(delay=0.01))
+    made = LoggedWorld(seed, network or Network(delay=0.01))
     for rank in set(range(size)) - set(absent):
         made.start(rank, maker(rank, size, **{**options, "seed": seed, "compute": (slow or {}).get(rank, 1.0)}))
     return made
@@ -145,12 +146,12 @@ def joined(workers: Sequence[int], iterations: int = ITERATIONS, optimizer: Opti
     return values(module)
 
 
-def ended(made: World, limit: float = 1000.0) -> World:
+def ended(made: LoggedWorld, limit: float = 1000.0) -> LoggedWorld:
     """Run, and check that every peer ended in time."""
     return toy.ended(made, limit)
 
 
-def clocks(made: World) -> dict[int, int]:
+def clocks(made: LoggedWorld) -> dict[int, int]:
     """Return V_train of each shard."""
     found = {}
     for peer in made.peers.values():

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from property_tests import examples
 from seeds import some
 from toy import SIZE, TIMEOUT, models, until, world
+from transcripts import LoggedWorld
 
 from gossipx.peer import PeerRole
 from gossipx.settings.modes import Elastic
-from gossipx.sim import Network, World
+from gossipx.sim import Network
 
 HUB = Elastic(hub="0", alpha=0.2)
 EXCHANGES: list[dict[str, Any]] = [
@@ -38,22 +39,22 @@ def slow() -> Network:
     return Network(bandwidth=4 * SIZE, delay=0.01)
 
 
-def role(made: World, rank: int) -> PeerRole:
+def role(made: LoggedWorld, rank: int) -> PeerRole:
     return made.peers[rank].role
 
 
-def claiming(made: World) -> list[int]:
+def claiming(made: LoggedWorld) -> list[int]:
     """Return the ranks that have ended and claim that all peers hold their model."""
     return [rank for rank in made.peers if made.lines(rank, "ends") and role(made, rank).agreement.agreed]
 
 
-def equal(made: World, ranks: Iterable[int]) -> bool:
+def equal(made: LoggedWorld, ranks: Iterable[int]) -> bool:
     """Return whether these peers hold the same bits."""
     rows = models(made, ranks)
     return bool((rows == rows[0]).all())
 
 
-def sleep(made: World, rank: int, start: float, end: float, off: bool) -> None:
+def sleep(made: LoggedWorld, rank: int, start: float, end: float, off: bool) -> None:
     """Let a peer sleep; ``off``: its network is off as well, so that nothing waits for it when it wakes."""
     made.pause(rank, start, end)
     if off:

@@ -24,18 +24,19 @@ from toy import (
     within,
     world,
 )
+from transcripts import LoggedWorld
 
 from gossipx.peer.agreement import COMPARISONS
-from gossipx.sim import Network, SimPeer, World
+from gossipx.sim import Network, SimPeer
 
 
-def agree(made: World, ranks: list[int]) -> None:
+def agree(made: LoggedWorld, ranks: list[int]) -> None:
     """Assert that these peers hold the mean of their models before the finish."""
     mean = before(made, ranks).mean(0)
     torch.testing.assert_close(models(made, ranks), mean.expand(len(ranks), -1), rtol=1e-5, atol=1e-6)
 
 
-def lost_rounds(made: World) -> int:
+def lost_rounds(made: LoggedWorld) -> int:
     return sum(peer.role.waves.lost_at_end for peer in made.peers.values())
 
 
@@ -82,8 +83,8 @@ def test_one_way_partition(blocking: bool):
     ended(made, bound(4, 50, waits=6))
     assert made.fired["cut"] > 0
     assert made.peers[2].role.sync.failed == made.peers[3].role.sync.failed == 0
-    for rank, peer in made.peers.items():
-        assert {r.sender for r in peer.retrievals if r.time > 18} == {0, 1, 2, 3} - {rank}, "nobody is buried"
+    for rank in made.peers:
+        assert {r.sender for r in made.retrievals(rank) if r.time > 18} == {0, 1, 2, 3} - {rank}, "nobody is buried"
     if blocking:  # 0 and 1 arrive after the others' timeout
         assert within(models(made), before(made))
     else:
@@ -124,7 +125,7 @@ def test_straggler_in_time(blocking: bool):
         assert trained < 21
         assert peer.blocked_seconds < 0.1 if blocking else peer.blocked_seconds == 0
     assert straggler.role.sync.retrievals >= 3
-    stale = [retrieval.staleness for peer in fast for retrieval in peer.retrievals if retrieval.sender == 3]
+    stale = [retrieval.staleness for peer in fast for retrieval in made.retrievals(peer.rank) if retrieval.sender == 3]
     assert stale and max(stale) > 5
     agree(made, [0, 1, 2, 3])
     assert made.now < 61
@@ -134,7 +135,7 @@ def test_straggler_counts_less_when_mixing_by_age():
     made = world(2, slow={1: 4.0}, policy="tau:8", mix="aged:half_life=1", iterations=17, peer_timeout=60.0)
     ended(made, 200.0)
     peer = made.peers[0]
-    assert [retrieval.staleness for retrieval in peer.retrievals] == [8 - 1, 16 - 3]
+    assert [retrieval.staleness for retrieval in made.retrievals(peer.rank)] == [8 - 1, 16 - 3]
     plain = world(2, slow={1: 4.0}, policy="tau:8", iterations=17, peer_timeout=60.0)
     ended(plain, 200.0)
     own = alone(0, 17)
@@ -262,7 +263,7 @@ def test_overlapped_pulls_do_not_block():
     made = ended(world(2, network=Network(bandwidth=4 * SIZE / 2.5), policy="tau:1"), bound(2))
     for peer in made.peers.values():
         assert peer.blocked_seconds == 0
-        assert all(retrieval.seconds >= 2.5 for retrieval in peer.retrievals)
+        assert all(retrieval.seconds >= 2.5 for retrieval in made.retrievals(peer.rank))
         assert peer.role.sync.skipped > 5
     agree(made, [0, 1])
 
@@ -357,12 +358,12 @@ def test_slow_retrievals_leave_statistics_finite():
         assert bool((peer.module.norm.running_var > 0).all()), f"peer {peer.rank} after iteration {peer.arena.step}"
         sgd(peer.module)
 
-    made = World(0, Network(delay=6.0))
+    made = LoggedWorld(0, Network(delay=6.0))
     for rank in range(2):
         options = {"policy": "tau:1", "iterations": 40, "peer_timeout": 60.0, "gradient_step": step}
         made.start(rank, maker(rank, 2, module=Normed(), **options))
     ended(made, 1000.0)
     for peer in made.peers.values():
-        assert peer.retrievals and max(pull.seconds for pull in peer.retrievals) >= 12.0
+        assert made.retrievals(peer.rank) and max(pull.seconds for pull in made.retrievals(peer.rank)) >= 12.0
         assert bool((peer.module.norm.running_var > 0).all())
         assert bool(peer.module.eval()().isfinite())

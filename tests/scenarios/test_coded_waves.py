@@ -12,6 +12,7 @@ from encoded import SPECS
 from seeds import some
 from torch import Tensor
 from toy import ITERATIONS, SIZE, TIMEOUT, bound, ended, maker, models, spread, until, world
+from transcripts import LoggedWorld
 
 from gossipx import codecs
 from gossipx.codecs import decode, encoder
@@ -19,7 +20,7 @@ from gossipx.codecs.changes import FULL
 from gossipx.compression import WaveCodec
 from gossipx.errors import LocalFaultError, ProtocolError
 from gossipx.protocol.messages import ModelReply, RoundRequest
-from gossipx.sim import Network, SimPeer, World
+from gossipx.sim import Network, SimPeer
 
 TOPK2 = "topk2:ratio=0.2,chunk=8"
 WAVES = {"exchange": "waves", "codec": TOPK2, "finish": "none"}
@@ -138,7 +139,7 @@ def test_a_model_with_nan_is_refused() -> None:
         if peer.rank == 1:
             _nan(peer)
 
-    made: World = world(4, policy="tau:4", gradient_step=step, **WAVES)
+    made: LoggedWorld = world(4, policy="tau:4", gradient_step=step, **WAVES)
     ended(made, bound(4, waits=5))
     assert models(made, [0, 2, 3]).isfinite().all()
     assert made.peers[1].arena.step == ITERATIONS

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from property_tests import examples
 from seeds import some
 from toy import SIZE, TIMEOUT, before, bound, ended, models, until, within, world
+from transcripts import LoggedWorld
 
 from gossipx.peer.agreement import COMPARISONS
 from gossipx.settings.modes import Elastic
-from gossipx.sim import Network, World
+from gossipx.sim import Network
 
 MODES = [{}, {"exchange": "waves"}, {"mode": "pushpull"}, {"mode": "push", "weights": "push-sum"}]
 
@@ -23,13 +24,13 @@ def slow() -> Network:
     return Network(bandwidth=4 * SIZE, delay=0.01)
 
 
-def equal(made: World, ranks: list[int]) -> bool:
+def equal(made: LoggedWorld, ranks: list[int]) -> bool:
     """Return whether these peers hold the same bits."""
     rows = models(made, ranks)
     return bool((rows == rows[0]).all())
 
 
-def agreed(made: World, ranks: list[int]) -> bool:
+def agreed(made: LoggedWorld, ranks: list[int]) -> bool:
     """Return what the summary says of these peers, from the figures that they have reported."""
     digests = {made.peers[rank].role.report["digest"] for rank in ranks}
     return len(digests) == 1 and "" not in digests

@@ -8,10 +8,11 @@ from collections import Counter
 import pytest
 from seeds import some
 from toy import SIZE, TIMEOUT, bound, ended, maker, until, world
+from transcripts import LoggedWorld
 
 from gossipx.peer.serving import INITIAL_MODELS, SAVED, SECONDS_PER_MODEL
 from gossipx.protocol.messages import PullRequest
-from gossipx.sim import Network, World
+from gossipx.sim import Network
 
 
 def snapshots(made, rank: int) -> int:
@@ -62,7 +63,7 @@ def test_a_peer_that_finds_all_busy_waits_for_its_turn(joining: int):
     its rank."""
     source = 1 - joining
     settings = {"policy": "never", "iterations": 120, "model_timeout": 60.0, "finish": "none"}
-    made = World(0, Network(bandwidth=4 * SIZE / 25))
+    made = LoggedWorld(0, Network(bandwidth=4 * SIZE / 25))
     for rank, at in ((0, 0.0), (1, 0.0), (2, 41.0), (3, 41.0)):
         made.start(rank, maker(rank, 4, **settings), at=at)
     made.crash(joining, 40.0)
@@ -157,7 +158,7 @@ LARGE = {"model_timeout": 40 * TIMEOUT, "iterations": 120, "finish": "none", "bl
 @pytest.mark.fault(3)
 def test_a_silent_partner_is_waited_for_as_long_as_the_last_models_took(mode: str):
     """Once transfers were measured, the model's size no longer sets the deadline: at most peer_timeout is lost."""
-    made = World(0)
+    made = LoggedWorld(0)
     for rank in range(2):
         policy = "never" if rank else "tau:5"
         made.start(rank, maker(rank, 2, policy=policy, mode=mode, compute=1 + 0.001 * rank, **LARGE))

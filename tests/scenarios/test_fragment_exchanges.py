@@ -14,6 +14,7 @@ from modes import PAIRS, PUSH, agree, nothing_left
 from property_tests import examples
 from seeds import some
 from toy import SIZE, TIMEOUT, bound, ended, make, maker, models, spread, until, world
+from transcripts import LoggedWorld
 
 from gossipx import codecs
 from gossipx.compression import ModelCodec
@@ -26,7 +27,7 @@ from gossipx.protocol.messages import (
     PushRequest,
     RoundRequest,
 )
-from gossipx.sim import Network, SimPeer, World
+from gossipx.sim import Network, SimPeer
 
 K = 3
 PARTS = {"fragments": K}
@@ -43,7 +44,7 @@ def moved(before: torch.Tensor, after: torch.Tensor) -> list[int]:
     return [number for number, (one, other) in pieces if not torch.equal(one, other)]
 
 
-def again(made: World, what: str) -> None:
+def again(made: LoggedWorld, what: str) -> None:
     """Run until peer 0 logs ``what`` once more."""
     count = len(made.lines(0, what))
     made.run(1000.0, until=lambda: len(made.lines(0, what)) > count)
@@ -57,7 +58,7 @@ def test_all_fragments_come_round_and_the_finish_is_of_the_whole_model(mode: dic
     agree(made, [0, 1, 2, 3])
     nothing_left(made)
     for peer in made.peers.values():
-        assert len(peer.retrievals) >= K
+        assert len(made.retrievals(peer.rank)) >= K
         received = peer.bytes_received
         assert received and received % (4 * SIZE) == 0, "fragments of 64 bytes each"
         assert peer.finish_bytes == 2 * K * 4 * SIZE, "two rounds of whole models"
@@ -165,7 +166,7 @@ def test_every_codec_in_every_mode(spec: str, mode: str, monkeypatch: pytest.Mon
     assert bool(models(made).isfinite().all())
     assert spec == "none" or set(given) == {1, 2, 3}
     assert not any("cannot decode" in entry.what for entry in made.log)
-    assert sum(len(peer.retrievals) >= K for peer in made.peers.values()) >= 2
+    assert sum(len(made.retrievals(peer.rank)) >= K for peer in made.peers.values()) >= 2
 
 
 def test_the_first_reference_of_a_fragment_is_that_part_of_the_initial_model() -> None:
@@ -210,7 +211,7 @@ def test_any_loss_of_messages(
 ) -> None:
     """Every run ends, the survivors are finite, and nothing of an exchange is left."""
     network = Network(bandwidth=4000, delay=0.02, loss=loss, repeat=loss / 2)
-    made = World(seed, network)
+    made = LoggedWorld(seed, network)
     options = {"policy": policy, "iterations": 12, "blocking": blocking, "fragments": fragments, "draws": seed, **mode}
     for rank in range(size):
         made.start(rank, maker(rank, size, **options))

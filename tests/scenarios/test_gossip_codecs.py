@@ -11,6 +11,7 @@ import toy
 from encoded import SPECS, normal
 from seeds import some
 from torch import nn
+from transcripts import LoggedWorld
 
 from gossipx import codecs
 from gossipx.codecs.changes import ALONE, FULL
@@ -19,13 +20,13 @@ from gossipx.errors import ProtocolError, TooFarError
 from gossipx.model.arena import ParameterArena
 from gossipx.model.receive import Incoming
 from gossipx.protocol.messages import ModelReply
-from gossipx.sim import Network, World
+from gossipx.sim import Network
 
 GOSSIP = [spec for spec in SPECS if not codecs.parse(spec).gradients_only]
 NEAR = "3lc:sparsity=1,residual=0.1"
 
 
-def run(**options: Any) -> World:
+def run(**options: Any) -> LoggedWorld:
     return toy.ended(toy.world(3, **options), 1000.0)
 
 
@@ -53,7 +54,7 @@ def test_every_codec_in_every_mode(spec: str, mode: str, given: Delivered) -> No
     made = run(codec=spec, mode=mode)
     assert bool(toy.models(made).isfinite().all())
     assert spec == "none" or (given and not any(is_whole for *_, is_whole in given))
-    assert sum(peer.retrievals != [] for peer in made.peers.values()) >= 2
+    assert sum(made.retrievals(peer.rank) != [] for peer in made.peers.values()) >= 2
 
 
 @pytest.mark.parametrize("mode", ["pull", "push", "pushpull"])
@@ -108,7 +109,7 @@ def test_a_late_or_restarted_peer_first_sends_and_receives_models_in_full(again:
 @pytest.mark.parametrize("mode", ["pull", "pushpull"])
 def test_moniqua_converges_as_without_codecs(mode: str) -> None:
     made, plain = run(codec="moniqua:bits=8,theta=4", references=0, mode=mode), run(mode=mode)
-    assert sum(len(one.retrievals) for one in made.peers.values()) >= 6
+    assert sum(len(made.retrievals(one.rank)) for one in made.peers.values()) >= 6
     assert float((toy.before(made) - toy.before(plain)).abs().max()) < 0.1
 
 
@@ -126,13 +127,13 @@ def test_an_encoded_pair_leaves_its_sum_as_it_was(size: int, spec: str, blocking
         "finish": "none",
     }
     network = Network(bandwidth=400, delay=0.02)
-    made = World(1, network)
+    made = LoggedWorld(1, network)
     for rank in range(size):
         walks = {"gradient_step": lambda peer: None, "blocking": blocking, "compute": 1 + 0.1 * rank}
         made.start(rank, toy.maker(rank, size, iterations=30, **options, **walks))
     toy.ended(made, 1000.0)
     start = torch.stack([toy.Point(rank).x.detach().double() for rank in range(size)])
-    assert sum(len(peer.retrievals) for peer in made.peers.values()) >= 10
+    assert sum(len(made.retrievals(peer.rank)) for peer in made.peers.values()) >= 10
     assert float((toy.models(made) - start).abs().max()) > 0.1
     torch.testing.assert_close(toy.models(made).sum(0), start.sum(0), rtol=1e-5, atol=1e-5)
 
@@ -154,7 +155,7 @@ def test_models_too_far_apart_are_not_mixed_and_sent_in_full_next(given: Deliver
     assert refused and "theta of 0.02" in refused[0]
     after = [whole for (_, _, whole) in given]
     assert sum(after) == pytest.approx(len(refused), abs=3)  # answers may be under way at the end
-    mixed = sum(len(peer.retrievals) for peer in made.peers.values())
+    mixed = sum(len(made.retrievals(peer.rank)) for peer in made.peers.values())
     assert mixed >= sum(after) - 3 and bool(toy.models(made).isfinite().all())
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import toy
 from seeds import seeds
+from transcripts import centre_of
 
 from gossipx.protocol.messages import Stage
 from gossipx.settings.modes import Elastic
@@ -22,7 +23,7 @@ def settings(lost: str = "gossip", trains: bool = True) -> Elastic:
 def test_all_end_with_the_centre(trains: bool) -> None:
     made = toy.world(4, 0, Network(delay=0.1), {2: 1.5}, hub=settings(trains=trains), policy="tau:3")
     toy.ended(made, toy.bound(4, compute=1.5))
-    centre = made.peers[HUB].centre()
+    centre = centre_of(made.peers[HUB])
     for peer in made.peers.values():
         torch.testing.assert_close(peer.weights(), centre, rtol=0, atol=0)
         assert peer.role.members.without_figures() == []
@@ -44,7 +45,7 @@ def test_a_worker_that_dies_without_a_word_is_not_waited_for_beyond_peer_timeout
     made.crash(2, 5.0)
     toy.ended(made, toy.ITERATIONS + 4 * toy.TIMEOUT)
     assert made.fired["crash"] == 1
-    torch.testing.assert_close(made.peers[1].weights(), made.peers[HUB].centre(), rtol=0, atol=0)
+    torch.testing.assert_close(made.peers[1].weights(), centre_of(made.peers[HUB]), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("lost", "blocking"), [("gossip", False), ("gossip", True), ("wait", True)])
@@ -108,7 +109,7 @@ def test_workers_return_to_a_restarted_hub(lost: str) -> None:
     for rank in (1, 2, 3):
         back = [entry for entry in made.log if entry.rank == rank and entry.what == f"mixes {HUB}" and entry.time > 20]
         assert back, f"peer {rank} never came back"
-    centre = made.peers[HUB].centre()
+    centre = centre_of(made.peers[HUB])
     assert all(torch.equal(peer.weights(), centre) for peer in made.peers.values())
 
 
@@ -137,7 +138,7 @@ def test_a_model_that_holds_nan_does_not_enter_the_centre() -> None:
     toy.ended(made, toy.bound(3, waits=2))
     assert made.fired["poison"] >= 1
     assert made.lines(HUB, "refuses the model of 1") and made.peers[HUB].role.counts["poisoned"] >= 1
-    assert bool(made.peers[HUB].centre().isfinite().all())
+    assert bool(centre_of(made.peers[HUB]).isfinite().all())
 
 
 @pytest.mark.fault(22)

@@ -12,6 +12,7 @@ import toy
 from encoded import SPECS, normal
 from seeds import some
 from torch import Tensor, nn
+from transcripts import LoggedWorld, centre_of
 
 from gossipx import codecs
 from gossipx.codecs.changes import FULL
@@ -21,14 +22,14 @@ from gossipx.model.arena import ParameterArena
 from gossipx.model.receive import Incoming
 from gossipx.protocol.messages import ElasticRequest, ModelReply
 from gossipx.settings.modes import Elastic
-from gossipx.sim import Network, World
+from gossipx.sim import Network
 
 MODELS = [spec for spec in SPECS if not codecs.parse(spec).gradients_only]
 NEAR = "3lc:sparsity=1,residual=0.1"
 AROUND = Elastic(hub="0", alpha=0.25, hub_only=True)
 
 
-def run(**options: Any) -> World:
+def run(**options: Any) -> LoggedWorld:
     return toy.ended(toy.world(3, hub=AROUND, policy="tau:3", **options), 1000.0)
 
 
@@ -45,8 +46,8 @@ def test_every_codec(spec: str, trains: bool) -> None:
 def test_the_centre_converges_as_without_codecs(spec: str) -> None:
     order = {"slow": {2: 1.1}}  # in both runs the worker 1 uploads first
     made, plain, begun = run(codec=spec, **order), run(**order), toy.Point(0).x.detach().double()
-    far = float((plain.peers[0].centre() - begun).norm())
-    assert float((made.peers[0].centre() - plain.peers[0].centre()).norm()) < 0.1 * far
+    far = float((centre_of(plain.peers[0]) - begun).norm())
+    assert float((centre_of(made.peers[0]) - centre_of(plain.peers[0])).norm()) < 0.1 * far
 
 
 @pytest.mark.parametrize("spec", [NEAR, "3lc:sparsity=1.75", "topk:ratio=0.05", "signsgd"])
@@ -62,7 +63,7 @@ def test_what_codecs_leave_out_does_not_change_the_sum(spec: str) -> None:
     begun = toy.Point(0).x.detach().double() + sum(toy.Point(rank).x.detach().double() for rank in (1, 2))
     toy.ended(made, 1000.0)
     assert made.peers[0].role.exchange.taken_in >= 20
-    ended = made.peers[0].centre() + toy.before(made, (1, 2)).sum(0)
+    ended = centre_of(made.peers[0]) + toy.before(made, (1, 2)).sum(0)
     torch.testing.assert_close(ended, begun, rtol=0, atol=1e-4)
 
 
@@ -71,8 +72,8 @@ def test_messages_that_are_lost_late_or_twice(network: Network) -> None:
     made = run(codec=NEAR, network=network, iterations=60)
     assert made.fired["lost"] + made.fired["repeated"] > 0
     plain, begun = run(iterations=60), toy.Point(0).x.detach().double()
-    far = float((plain.peers[0].centre() - begun).norm())
-    assert float((made.peers[0].centre() - plain.peers[0].centre()).norm()) < 0.3 * far
+    far = float((centre_of(plain.peers[0]) - begun).norm())
+    assert float((centre_of(made.peers[0]) - centre_of(plain.peers[0])).norm()) < 0.3 * far
 
 
 def test_a_restarted_hub_gets_models_in_full() -> None:

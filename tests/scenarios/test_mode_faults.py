@@ -14,10 +14,11 @@ from modes import PAIRS, PUSH, PUSH_SUM, agree, both_ways, every_mode, nothing_l
 from property_tests import examples
 from seeds import seeds
 from toy import SIZE, TIMEOUT, alone, before, bound, ended, maker, models, sgd, until, within, world
+from transcripts import LoggedWorld
 
 from gossipx.protocol.events import Fault
 from gossipx.protocol.messages import Stage
-from gossipx.sim import Network, SimPeer, World
+from gossipx.sim import Network, SimPeer
 from gossipx.topology import Topology
 
 
@@ -26,7 +27,7 @@ def ring(size: int, ahead: int = 1) -> Topology:
     return Topology("ring of choices", tuple(((rank + ahead) % size,) for rank in range(size)))
 
 
-def transcript(made: World, *words: str) -> list[str]:
+def transcript(made: LoggedWorld, *words: str) -> list[str]:
     """Return the log lines that begin with one of ``words``, with ranks."""
     return [f"{entry.rank} {entry.what}" for entry in made.log if entry.what.startswith(words)]
 
@@ -52,7 +53,7 @@ def walking(peer: SimPeer) -> None:
 def test_an_averaged_pair_leaves_its_sum_as_it_was(size: int, blocking: bool):
     """Exactly: one gains what the other loses, so only training steps change the sum of all models."""
     network = Network(bandwidth=4 * SIZE * 4, delay=0.05)
-    made = World(0, network)
+    made = LoggedWorld(0, network)
     for rank in range(size):
         given = {"module": whole_numbers(rank), "gradient_step": walking, "init": "own", "finish": "none"}
         pace = 1 + 0.07 * rank
@@ -67,7 +68,7 @@ def test_an_averaged_pair_leaves_its_sum_as_it_was(size: int, blocking: bool):
 
 def test_both_end_equal_where_exchanges_block():
     """The acceptor enters at a step boundary too, and both are blocked until they are equal."""
-    made = World(0, Network(bandwidth=4 * SIZE, delay=0.01))
+    made = LoggedWorld(0, Network(bandwidth=4 * SIZE, delay=0.01))
     made.start(0, maker(0, 2, policy="tau:3", iterations=4, blocking=True, init="own", **PAIRS))
     made.start(1, maker(1, 2, policy="never", iterations=4, blocking=True, init="own", compute=1.3, **PAIRS))
     for rank in (0, 1):
@@ -138,10 +139,10 @@ def test_no_choices_lead_to_a_deadlock(size, seed, blocking, delay, jitter, band
 # --- faults -----------------------------------------------------------------------------------------
 
 
-def crash_in_mid_exchange(who: int, mode: dict[str, Any], blocking: bool) -> World:
+def crash_in_mid_exchange(who: int, mode: dict[str, Any], blocking: bool) -> LoggedWorld:
     """Run two peers of which only 0 starts exchanges; ``who`` crashes during the first one."""
     options = {"policy": "tau:9", "iterations": 14, "blocking": blocking, "init": "own", **mode}
-    made = World(0, slow())
+    made = LoggedWorld(0, slow())
     made.start(0, maker(0, 2, **options))
     made.start(1, maker(1, 2, **{**options, "policy": "never"}))
     until(made, 1, "takes from 0")
@@ -258,9 +259,9 @@ def test_partition_that_heals(mode: dict[str, Any], blocking: bool):
     made.network.cut([0, 1], [2, 3], 5.0, 25.0)
     ended(made, bound(4, 40, waits=8))
     assert made.fired["cut"] > 0
-    for rank, peer in made.peers.items():
-        assert {entry.sender for entry in peer.retrievals if entry.time < 25} & ({0, 1} if rank < 2 else {2, 3})
-        assert any(entry.time > 28 for entry in peer.retrievals)
+    for rank in made.peers:
+        assert {entry.sender for entry in made.retrievals(rank) if entry.time < 25} & ({0, 1} if rank < 2 else {2, 3})
+        assert any(entry.time > 28 for entry in made.retrievals(rank))
     if not blocking:
         agree(made, [0, 1, 2, 3])
 
@@ -270,7 +271,7 @@ def test_partition_that_heals(mode: dict[str, Any], blocking: bool):
 def test_a_partner_that_is_heard_but_cannot_be_reached_is_not_awaited_for_ever(blocking: bool):
     """The acceptor of a pair has the model when all its messages start to be lost, while the initiator's arrive."""
     options = {"iterations": 200, "blocking": blocking, "peer_timeout": 4.0, "init": "own", **PAIRS}
-    made = World(0, Network(delay=0.1))
+    made = LoggedWorld(0, Network(delay=0.1))
     made.start(0, maker(0, 2, **{**options, "policy": "tau:2"}))
     made.start(1, maker(1, 2, **{**options, "policy": "never"}))
     until(made, 1, "takes from 0")
@@ -310,11 +311,11 @@ def test_paused_peer_comes_back(mode: dict[str, Any]):
 
 def test_peers_of_different_modes_train_on():
     """A configuration mistake: no exchange takes place that only one side knows, and each side logs the cause."""
-    made = World(0)
+    made = LoggedWorld(0)
     for rank, mode in enumerate([{}, PUSH, PAIRS]):
         made.start(rank, maker(rank, 3, policy="tau:4", **mode))
     ended(made, bound(3))
-    assert {sender for peer in (made.peers[1], made.peers[2]) for sender in peer.retrievals} == set()
+    assert {sender for peer in (made.peers[1], made.peers[2]) for sender in made.retrievals(peer.rank)} == set()
     agree(made, [0, 1, 2])
 
 
@@ -328,7 +329,7 @@ class SettleLost(Network):
 @pytest.mark.fault(26)
 def test_a_pair_that_one_side_abandons_as_training_ends_takes_effect_on_neither():
     """The acceptor does not know: it retries before it mixes, so that the sum is conserved."""
-    made = World(0, SettleLost(delay=0.1))
+    made = LoggedWorld(0, SettleLost(delay=0.1))
     for rank, policy in enumerate(("tau:5", "never")):
         options = {"module": whole_numbers(rank), "gradient_step": walking, "init": "own", "finish": "none", **PAIRS}
         made.start(rank, maker(rank, 2, policy=policy, iterations=6, **options))
@@ -341,7 +342,7 @@ def test_a_pair_that_one_side_abandons_as_training_ends_takes_effect_on_neither(
 @pytest.mark.fault(8)
 def test_room_taken_by_a_failed_push_is_released():
     """A transfer that is too slow ends at its deadline on both sides, and the next push finds room."""
-    made = World(0, Network(bandwidth=4 * SIZE / 100))
+    made = LoggedWorld(0, Network(bandwidth=4 * SIZE / 100))
     made.start(
         0, maker(0, 3, policy="tau:5", iterations=40, init="own", graph=Topology("x", ((2,), (2,), (0,))), **PUSH)
     )

@@ -16,10 +16,11 @@ from modes import MODES, PAIRS, PUSH, agree, both_ways, every_mode, nothing_left
 from property_tests import examples
 from seeds import some
 from toy import ITERATIONS, SIZE, alone, before, bound, ended, maker, models, spread, until, world
+from transcripts import LoggedWorld
 
 from gossipx import policies
 from gossipx.peer.offers import Phase
-from gossipx.sim import Network, SimPeer, World
+from gossipx.sim import Network, SimPeer
 from gossipx.tools import traffic
 from gossipx.topology import Topology
 
@@ -44,7 +45,9 @@ def test_four_peers_exchange_and_agree_whatever_the_policy(policy: str, blocking
     nothing_left(made)
     for peer in made.peers.values():
         assert peer.arena.step == ITERATIONS
-        assert peer.role.sync.retrievals == len(peer.retrievals) == len(made.lines(peer.rank, "mixes")) - 2 > 0
+        assert (
+            peer.role.sync.retrievals == len(made.retrievals(peer.rank)) == len(made.lines(peer.rank, "mixes")) - 2 > 0
+        )
         assert peer.bytes_received >= peer.arena.nbytes() * peer.role.sync.retrievals
         assert peer.role.members.without_figures() == []
 
@@ -97,7 +100,7 @@ def test_the_finish_is_the_exact_mean(size, seed, pace, delay, blocking, mode):
 
 def test_a_push_is_fetched_and_mixed_at_the_next_step():
     """Jin et al.: the receiver mixes the models received since its last step; the sender's model is unchanged."""
-    made = World(0, Network(bandwidth=4 * SIZE, delay=0.55))
+    made = LoggedWorld(0, Network(bandwidth=4 * SIZE, delay=0.55))
     options = {"iterations": 15, "init": "own", "peer_timeout": 30.0, **PUSH}
     made.start(0, maker(0, 2, policy="tau:8", **options))
     made.start(1, maker(1, 2, policy="never", **options))
@@ -107,7 +110,7 @@ def test_a_push_is_fetched_and_mixed_at_the_next_step():
     pushed, taken, mixed = (entry.time for entry in happened)
     assert taken == pytest.approx(pushed + 0.55)
     # 2.1 s more for the model, 1.1 s to settle, then a step: both peers step every second, in the same moments.
-    assert mixed == pytest.approx(pushed + 4) and made.peers[1].retrievals[0].step == 12
+    assert mixed == pytest.approx(pushed + 4) and made.retrievals(1)[0].step == 12
     pushed_model = alone(0, 8)  # as of the decision to push, one step before it is sent
     mean = 0.5 * (alone(1, 12) + pushed_model)
     torch.testing.assert_close(made.peers[1].before_finish, alone(1, 3, begin=mean), rtol=1e-5, atol=1e-5)
@@ -115,13 +118,13 @@ def test_a_push_is_fetched_and_mixed_at_the_next_step():
     sender, receiver = made.peers[0], made.peers[1]
     assert (sender.role.sync.retrievals, receiver.role.sync.retrievals) == (0, 1)
     assert (sender.bytes_received, receiver.bytes_received) == (0, sender.arena.nbytes())
-    assert receiver.retrievals[0].staleness == 4
+    assert made.retrievals(receiver.rank)[0].staleness == 4
 
 
 def test_busy_makes_the_other_choose_again():
     """0 pushes to 2, which has room for one model; 1, a little later, gets Busy and pushes to 3 at once."""
     graph = Topology("two, or three", ((2,), (2, 3), (0,), (0,)))
-    made = World(0, slow())
+    made = LoggedWorld(0, slow())
     for rank in range(4):
         policy = "tau:5" if rank < 2 else "never"
         options = {"graph": graph, "policy": policy, "iterations": 8, "init": "own", "compute": 1 + 0.02 * rank}
@@ -139,7 +142,7 @@ def test_busy_makes_the_other_choose_again():
 
 def test_a_push_that_finds_all_busy_is_skipped_and_counted():
     into_one = Topology("into one", ((2,), (2,), (0,)))
-    made = World(0, slow())
+    made = LoggedWorld(0, slow())
     for rank in range(3):
         policy = "tau:5" if rank < 2 else "never"
         made.start(rank, maker(rank, 3, graph=into_one, policy=policy, iterations=8, init="own", **PUSH))
@@ -153,7 +156,7 @@ def test_a_push_that_finds_all_busy_is_skipped_and_counted():
 @both_ways
 def test_a_partner_that_ends_its_training_is_not_a_failure(mode: dict[str, Any], blocking: bool):
     """It declines a model that it is still receiving, unless the pair blocks it too, and no other neighbour is left."""
-    made = World(0, slow())
+    made = LoggedWorld(0, slow())
     options = {"blocking": blocking, "init": "own", **mode}
     made.start(0, maker(0, 2, policy="tau:5", iterations=8, **options))
     made.start(1, maker(1, 2, policy="never", iterations=5, compute=1.05, **options))
@@ -165,7 +168,7 @@ def test_a_partner_that_ends_its_training_is_not_a_failure(mode: dict[str, Any],
 
 def test_a_settlement_refused_by_a_partner_that_ends_its_training_is_not_a_failure():
     """Peer 1 accepted instead of its own offer, and has the model of peer 0; its decision was skipped."""
-    made = World(0, slow())
+    made = LoggedWorld(0, slow())
     for rank, iterations in enumerate((5, 9)):
         made.start(rank, maker(rank, 2, policy="tau:4", iterations=iterations, init="own", **PAIRS))
     ended(made, bound(2, 9))
@@ -183,7 +186,7 @@ class DeclineLate(Network):
 
 
 def test_a_fetch_refused_by_a_partner_that_ends_its_training_is_not_a_failure():
-    made = World(0, DeclineLate(delay=0.3))
+    made = LoggedWorld(0, DeclineLate(delay=0.3))
     for rank, options in enumerate(({"policy": "tau:5", "iterations": 9}, {"policy": "never", "iterations": 5})):
         made.start(rank, maker(rank, 2, compute=1 + 0.1 * rank, init="own", **options, **PAIRS))
     ended(made, bound(2, 9))
@@ -194,7 +197,7 @@ def test_a_fetch_refused_by_a_partner_that_ends_its_training_is_not_a_failure():
 def test_a_peer_with_room_for_two_mixes_both_at_one_step():
     """Jin et al.: it mixes all models received since the last step before the next decision."""
     into_one = Topology("into one", ((2,), (2,), (0,)))
-    made = World(0, Network(delay=0.3))
+    made = LoggedWorld(0, Network(delay=0.3))
     for rank in range(3):
         options = {"policy": "tau:5" if rank < 2 else "never", "iterations": 12, "init": "own", "max_pushes": 2}
         made.start(rank, maker(rank, 3, graph=into_one, **options, **PUSH))
@@ -202,8 +205,8 @@ def test_a_peer_with_room_for_two_mixes_both_at_one_step():
     taken, mixed = ([e for e in made.log if e.rank == 2 and e.what.startswith(what)] for what in ("takes", "mixes"))
     assert len(taken) == len(mixed) == 2
     assert mixed[0].time == mixed[1].time
-    step = made.peers[2].retrievals[0].step
-    first, second = (alone(retrieval.sender, 5) for retrieval in made.peers[2].retrievals)
+    step = made.retrievals(2)[0].step
+    first, second = (alone(retrieval.sender, 5) for retrieval in made.retrievals(2))
     mean = 0.5 * (0.5 * (alone(2, step) + first) + second)
     after = made.peers[2].role.training.step - step
     torch.testing.assert_close(made.peers[2].weights(), alone(2, after, begin=mean), rtol=1e-5, atol=1e-5)
@@ -213,7 +216,7 @@ def test_a_peer_with_room_for_two_mixes_both_at_one_step():
 
 def test_models_that_arrive_during_a_mix_wait_for_the_next_boundary():
     """Otherwise a peer that receives pushes as fast as it mixes them would never do its next step."""
-    made = World(0, Network(delay=0.3))
+    made = LoggedWorld(0, Network(delay=0.3))
     for rank in range(2):
         options = {"policy": "tau:5" if rank == 0 else "never", "iterations": 12, "init": "own", "max_pushes": 2}
         made.start(rank, maker(rank, 2, **options, **PUSH))
@@ -235,7 +238,7 @@ def test_models_that_arrive_during_a_mix_wait_for_the_next_boundary():
 
 def test_one_push_per_sender_at_a_time():
     """The last push of a sender is settled or in doubt; nothing is recorded about earlier ones."""
-    made = World(0, slow())
+    made = LoggedWorld(0, slow())
     for rank in range(2):
         options = {"policy": "tau:1" if rank == 0 else "never", "iterations": 30, "init": "own", "max_pushes": 3}
         made.start(rank, maker(rank, 2, **options, **PUSH))
@@ -249,7 +252,7 @@ def test_one_push_per_sender_at_a_time():
 @pytest.mark.parametrize("mode", [PUSH, PAIRS], ids=["push", "pushpull"])
 def test_partners_still_change_when_nearly_all_are_busy(mode: dict[str, Any]):
     """The free peer is then the last partner; if it were chosen, the same rings and pairs would repeat for ever."""
-    made = World(0, Network(bandwidth=4 * SIZE / 2.3))
+    made = LoggedWorld(0, Network(bandwidth=4 * SIZE / 2.3))
     options = {"policy": "tau:1", "init": "own", "gradient_step": still, "iterations": 101, "finish": "none", **mode}
     for rank in range(6):
         made.start(rank, maker(rank, 6, compute=1 + 0.01 * rank, **options))
@@ -274,7 +277,7 @@ def test_decisions_while_an_exchange_is_under_way_are_skipped(mode: dict[str, An
 def test_drift_counts_from_the_exchange(mode: dict[str, Any]):
     """A policy that uses drift sees the last exchange: our own push, or any averaged pair, no matter which side started
     it."""
-    made = World(0)
+    made = LoggedWorld(0)
     made.start(0, maker(0, 2, policy="tau:4", iterations=9, init="own", **mode))
     made.start(1, maker(1, 2, policy="never:max_silence=7", iterations=9, init="own", **mode))
     ended(made, bound(2, 9))

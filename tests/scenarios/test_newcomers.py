@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from modes import MODES, nothing_left
 from property_tests import examples
 from toy import SIZE, TIMEOUT, bound, ended, make, models, spread, world
+from transcripts import LoggedWorld
 
 from gossipx.peer.newcomers import MAX_RESERVED
 from gossipx.protocol.effects import AddPeer, Note, ReportEntry, Stop
 from gossipx.protocol.events import AskEntry, PeerMet, Received
 from gossipx.protocol.fields import MAX_JOINED, JoinedPeer
 from gossipx.protocol.messages import ArriveRequest, Stage
-from gossipx.sim import Network, SimPeer, World
+from gossipx.sim import Network, SimPeer
 
 LENGTH = 60
 PORT = 29_400
@@ -27,7 +28,7 @@ NAMES = ["pull", "push", "push-sum", "pushpull", "waves", "blocking"]
 every_exchange = pytest.mark.parametrize("exchange", EXCHANGES, ids=NAMES)
 
 
-def joins(made: World, size: int, name: str, at: float, contacts: tuple[int, ...] = (0,), **options: Any) -> None:
+def joins(made: LoggedWorld, size: int, name: str, at: float, contacts: tuple[int, ...] = (0,), **options: Any) -> None:
     """Let a peer join a run that ``size`` peers have begun."""
 
     def one(entry: ReportEntry) -> SimPeer:
@@ -37,14 +38,14 @@ def joins(made: World, size: int, name: str, at: float, contacts: tuple[int, ...
     made.join(name, contacts, one, at)
 
 
-def agreed(made: World, ranks: list[int]) -> None:
+def agreed(made: LoggedWorld, ranks: list[int]) -> None:
     rows = models(made, ranks)
     torch.testing.assert_close(rows, rows[:1].expand_as(rows), rtol=0, atol=0)
     for rank in ranks:
         assert made.peers[rank].role.agreement.agreed, rank
 
 
-def begun(size: int, network: Network | None = None, **options: Any) -> World:
+def begun(size: int, network: Network | None = None, **options: Any) -> LoggedWorld:
     return world(size, network=network, **{"iterations": LENGTH, **options})
 
 
@@ -144,7 +145,7 @@ def test_waves_are_of_all_peers_soon_after_one_has_joined() -> None:
     ended(made, bound(5, LENGTH, waits=2))
     assert all(peer.role.waves.lost == 0 for peer in made.peers.values())
     agreed(made, list(range(5)))
-    assert made.peers[4].retrievals, "it was merged into waves while it trained"
+    assert made.retrievals(4), "it was merged into waves while it trained"
     assert spread(models(made)) == 0.0
 
 
@@ -157,13 +158,13 @@ def test_coded_waves_take_a_newcomer(codec: str) -> None:
     ended(made, bound(5, LENGTH, waits=2))
     agreed(made, list(range(5)))
     assert not [entry for entry in made.log if "cannot decode" in entry.what]
-    assert [made.peers[rank].retrievals != [] for rank in range(5)] == [True] * 5
+    assert [made.retrievals(rank) != [] for rank in range(5)] == [True] * 5
 
 
 # --- admission, event by event ------------------------------------------------------------------------
 
 
-def training(size: int = 3, **settings: Any) -> World:
+def training(size: int = 3, **settings: Any) -> LoggedWorld:
     """Return a run in which all peers train."""
     made = begun(size, **settings)
     made.run(5.5)
@@ -172,7 +173,7 @@ def training(size: int = 3, **settings: Any) -> World:
 
 
 def ask(
-    made: World, rank: int, name: str = "late", port: int = PORT, host: str = "host", opener: str = "host"
+    made: LoggedWorld, rank: int, name: str = "late", port: int = PORT, host: str = "host", opener: str = "host"
 ) -> ReportEntry:
     effects = made.peers[rank].role.handle(AskEntry(7, name, host, port, opener), made.now)
     (entry,) = [one for one in effects if isinstance(one, ReportEntry)]
@@ -231,7 +232,7 @@ def test_of_two_with_one_rank_the_one_that_the_lower_rank_admitted_keeps_it_ever
 
 def test_a_newcomer_that_reaches_nobody_stops_and_says_why() -> None:
     entry = ReportEntry(0, 2, (JoinedPeer(2, "late", "late", PORT, 0),))
-    made = World(0)
+    made = LoggedWorld(0)
     made.start(2, lambda incarnation: make(2, 2, entry=entry))
     ended(made, 3 * TIMEOUT)
     told = "no peer of the run sent its model within peer_timeout = 10 s"
@@ -249,7 +250,7 @@ def test_a_thousand_that_never_come_leave_the_run_and_its_finish_undisturbed(exc
 
     def flood(number: int) -> None:
         made._tell(0, AskEntry(7, f"ghost-{number}", f"ghost-{number}", PORT, "evil"))
-        assert made.peers[0].entries.pop().rank is not None
+        assert made.transcripts[0].entries.pop().rank is not None
 
     for number in range(1_000):
         made.at(10.0 + number / 100, lambda number=number: flood(number))

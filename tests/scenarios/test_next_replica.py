@@ -13,16 +13,17 @@ import pytest
 import served
 import torch
 from seeds import seeds, some
+from transcripts import LoggedWorld
 
 from gossipx.server.mode import ServerMode
-from gossipx.sim import Network, World
+from gossipx.sim import Network
 
 pytestmark = pytest.mark.fault(56)
 ITERATIONS = 60
 WORKERS = [1, 2, 4]
 
 
-def world(**given: Any) -> World:
+def world(**given: Any) -> LoggedWorld:
     """Peers 0 and 3 hold a shard each and a replica of the other's, and do not train."""
     options: dict[str, Any] = {
         "servers": "0,3",
@@ -35,13 +36,13 @@ def world(**given: Any) -> World:
     return served.world(5, **options)
 
 
-def mode(made: World, rank: int) -> ServerMode:
+def mode(made: LoggedWorld, rank: int) -> ServerMode:
     exchange = made.peers[rank].role.exchange
     assert isinstance(exchange, ServerMode)
     return exchange
 
 
-def exact(made: World, workers: list[int] = WORKERS) -> None:
+def exact(made: LoggedWorld, workers: list[int] = WORKERS) -> None:
     wanted = served.joined(workers, iterations=ITERATIONS)
     for rank in workers:
         assert made.peers[rank].arena.step == ITERATIONS

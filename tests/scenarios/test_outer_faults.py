@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from modes import PAIRS, agree, nothing_left
 from property_tests import examples
 from toy import ITERATIONS, TIMEOUT, bound, ended, maker, models, spread, until, world
+from transcripts import LoggedWorld
 
-from gossipx.sim import Network, SimPeer, World
+from gossipx.sim import Network, SimPeer
 
 MOMENTUM = {"across": "momentum:0.6"}
 WAVES = {"exchange": "waves"}
@@ -129,7 +130,7 @@ def test_peers_without_common_momentum_approach_each_other():
 def test_any_loss_of_messages(size: int, seed: int, loss: float, blocking: bool, kind: dict[str, Any]):
     """Every run ends, the survivors agree, and no state holds anything that is not finite."""
     network = Network(bandwidth=4000, delay=0.02, loss=loss, repeat=loss / 2)
-    made = World(seed, network)
+    made = LoggedWorld(seed, network)
     for rank in range(size):
         made.start(rank, maker(rank, size, policy="random:p=0.4", iterations=12, blocking=blocking, draws=seed, **kind))
     made.crash(size - 1, 6.0 + seed % 5)

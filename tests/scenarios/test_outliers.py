@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from property_tests import examples
 from seeds import some
 from toy import bound, ended, sgd, world
+from transcripts import LoggedWorld
 
 from gossipx.settings.modes import Elastic
-from gossipx.sim import SimPeer, World
+from gossipx.sim import SimPeer
 
 EXCHANGES: list[dict[str, Any]] = [
     {},
@@ -33,7 +34,7 @@ CODED_WAVES = {"codec": "int8", "exchange": "waves"}  # whose distances are not 
 LENGTH = 40
 
 
-def counts(made: World) -> list[int]:
+def counts(made: LoggedWorld) -> list[int]:
     return [made.peers[rank].role.counts["outliers"] for rank in sorted(made.peers)]
 
 

@@ -15,37 +15,38 @@ import torch
 import toy
 from seeds import seeds
 from torch import Tensor
+from transcripts import LoggedWorld
 
 from gossipx.protocol.messages import Stage
 from gossipx.server.mode import ServerMode
 from gossipx.server.sync_models import spec_of
-from gossipx.sim import Network, World
+from gossipx.sim import Network
 
 pytestmark = pytest.mark.fault(39)
 
 WORKERS = [1, 2]
 
 
-def world(**given: Any) -> World:
+def world(**given: Any) -> LoggedWorld:
     """Peer 0 holds the shard and does not train; peer 1 has the replica."""
     options: dict[str, Any] = {"servers": "0", "servers_only": True, "server_replicas": 1, **given}
     return served.world(3, **options)
 
 
-def mode(made: World, rank: int) -> ServerMode:
+def mode(made: LoggedWorld, rank: int) -> ServerMode:
     exchange = made.peers[rank].role.exchange
     assert isinstance(exchange, ServerMode)
     return exchange
 
 
-def tables(made: World, rank: int, shard: int = 0) -> list[Tensor]:
+def tables(made: LoggedWorld, rank: int, shard: int = 0) -> list[Tensor]:
     """Return a peer's values of a shard."""
     table_store = made.peers[rank].table_store
     assert table_store is not None
     return [values.clone() for values in table_store.state_dict(shard)["store"]["values"]]
 
 
-def exact(made: World, workers: list[int] = WORKERS, optimizer: served.Optimizer = served.sgd) -> None:
+def exact(made: LoggedWorld, workers: list[int] = WORKERS, optimizer: served.Optimizer = served.sgd) -> None:
     """Check that the workers equal one process on all their batches."""
     wanted = served.joined(workers, optimizer=optimizer)
     for rank in workers:

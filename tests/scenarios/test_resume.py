@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from toy import TIMEOUT, bound, ended, make, sgd
+from transcripts import LoggedWorld
 
 from gossipx import mixing, policies, topology
 from gossipx.peer import PeerRole
@@ -24,7 +25,7 @@ from gossipx.protocol.messages import (
     Stage,
 )
 from gossipx.settings import files
-from gossipx.sim import SimPeer, World
+from gossipx.sim import SimPeer
 from gossipx.sync import SyncManager
 from gossipx.topology import schedules
 
@@ -135,7 +136,7 @@ DONE = 7
 """Iterations that the checkpoints of these runs have seen."""
 
 
-def start(made: World, rank: int, resumed: bool, at: float = 0.0, size: int = 3) -> None:
+def start(made: LoggedWorld, rank: int, resumed: bool, at: float = 0.0, size: int = 3) -> None:
     """Start a peer of a run that resumes; one with a checkpoint has a model of its own."""
 
     def maker(incarnation: int) -> SimPeer:
@@ -150,7 +151,7 @@ def start(made: World, rank: int, resumed: bool, at: float = 0.0, size: int = 3)
     made.start(rank, maker, at)
 
 
-def first_steps(made: World) -> dict[int, str]:
+def first_steps(made: LoggedWorld) -> dict[int, str]:
     """Return the first step of each peer, by rank."""
     found: dict[int, str] = {}
     for entry in made.log:
@@ -164,7 +165,7 @@ def first_steps(made: World) -> dict[int, str]:
 @pytest.mark.fault(37)
 def test_peers_keep_the_model_of_a_checkpoint_and_others_adopt_one(without: int, late: float) -> None:
     """Rank 0 too, even if it arrives before the peers that have one: it never starts with a new model."""
-    made = World(0)
+    made = LoggedWorld(0)
     for rank in range(3):
         start(made, rank, resumed=rank != without, at=0.0 if rank == without else late)
     ended(made, bound(3))
@@ -180,7 +181,7 @@ def test_peers_keep_the_model_of_a_checkpoint_and_others_adopt_one(without: int,
 
 
 def test_without_any_checkpoint_no_peer_starts() -> None:
-    made = World(0)
+    made = LoggedWorld(0)
     for rank in range(3):
         start(made, rank, resumed=False)
     made.run(10 * TIMEOUT)

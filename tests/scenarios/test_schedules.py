@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from toy import Point, before, bound, ended, models, spread, world
+from transcripts import LoggedWorld
 
-from gossipx.sim import Network, World
+from gossipx.sim import Network
 from gossipx.topology import Topology, topology_from
 
 STILL: dict[str, Any] = {
@@ -26,11 +27,11 @@ def began(size: int) -> torch.Tensor:
     return torch.stack([Point(rank).x.detach().double() for rank in range(size)])
 
 
-def ran(size: int, rounds: int, **options: Any) -> World:
+def ran(size: int, rounds: int, **options: Any) -> LoggedWorld:
     return ended(world(size, iterations=rounds, **{**STILL, **options}), bound(size, rounds, waits=rounds))
 
 
-def asked(made: World, rank: int) -> list[int]:
+def asked(made: LoggedWorld, rank: int) -> list[int]:
     """Return the ranks that it pulled from, in order."""
     return [int(line.split()[1]) for line in made.lines(rank, "pulls")]
 

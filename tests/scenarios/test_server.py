@@ -14,6 +14,7 @@ import served
 import torch
 import toy
 from seeds import seeds, some
+from transcripts import LoggedWorld
 
 from gossipx.assembly.server import Parts
 from gossipx.protocol.effects import Answer, Effect
@@ -24,16 +25,16 @@ from gossipx.protocol.table_effects import KeepShard
 from gossipx.server.conditions import Conditions, Pull, View
 from gossipx.server.mode import ServerMode
 from gossipx.server.shard import Shard
-from gossipx.sim import Network, World
+from gossipx.sim import Network
 
 
-def shard(made: World, rank: int = 0, index: int = 0) -> Shard:
+def shard(made: LoggedWorld, rank: int = 0, index: int = 0) -> Shard:
     exchange = made.peers[rank].role.exchange
     assert isinstance(exchange, ServerMode)
     return exchange.shards[index]
 
 
-def done(made: World, ranks: range | list[int], iterations: int = served.ITERATIONS) -> None:
+def done(made: LoggedWorld, ranks: range | list[int], iterations: int = served.ITERATIONS) -> None:
     """Check that all workers have finished their iterations and have the servers' values."""
     for rank in ranks:
         assert made.peers[rank].arena.step == iterations, (rank, made.peers[rank].arena.step)
@@ -266,7 +267,7 @@ class Orders:
             answer, and whether each had the worker's whole push.
     """
 
-    def __init__(self, made: World):
+    def __init__(self, made: LoggedWorld):
         self._made = made
         self._agreed: set[tuple[int, int, int]] = set()  # shards that would answer a worker after an iteration
         self._asked: dict[tuple[int, Hashable], tuple[int, int, int]] = {}

@@ -10,14 +10,15 @@ import torch
 from encoded import SPECS
 from seeds import some
 from torch import Tensor
+from transcripts import LoggedWorld
 
 from gossipx import codecs
 from gossipx.codecs.changes import FULL, Changes, SharedFrame
 from gossipx.errors import UsageError
-from gossipx.sim import Network, World
+from gossipx.sim import Network
 
 
-def loss(made: World) -> float:
+def loss(made: LoggedWorld) -> float:
     """Return the first peer's loss over all batches of a run."""
     module = next(iter(made.peers.values())).module
     pairs = [served.batch(rank, iteration) for rank in range(3) for iteration in range(served.ITERATIONS)]
@@ -25,11 +26,11 @@ def loss(made: World) -> float:
         return float(torch.stack([(module(x) - y).square().mean() for x, y in pairs]).mean())
 
 
-def models(made: World) -> Tensor:
+def models(made: LoggedWorld) -> Tensor:
     return torch.stack([served.values(peer.module) for peer in made.peers.values()])
 
 
-def held(made: World) -> Tensor:
+def held(made: LoggedWorld) -> Tensor:
     """Return the servers' values, concatenated."""
     table_stores = [made.peers[shard].table_store for shard in range(2)]
     return torch.cat(
@@ -41,7 +42,7 @@ def held(made: World) -> Tensor:
     )
 
 
-def run(**options: Any) -> World:
+def run(**options: Any) -> LoggedWorld:
     return served.ended(served.world(3, servers="0,1", **options), limit=3000.0)
 
 
@@ -152,7 +153,7 @@ def test_new_and_returning_workers_first_receive_full_values(
     assert all(left.isfinite().all() and left.any() for left in errors(made, 2))
 
 
-def errors(made: World, rank: int) -> list[Tensor]:
+def errors(made: LoggedWorld, rank: int) -> list[Tensor]:
     """Return a worker's error feedback, by bucket."""
     memories = made.peers[rank].table_store.client._buckets.values()
     return [memory.push_encoder.state.kept["error"] for memory in memories if memory.push_encoder is not None]

@@ -13,26 +13,27 @@ import pytest
 import served
 import torch
 from seeds import seeds, some
+from transcripts import LoggedWorld
 
 from gossipx.protocol.effects import Effect, Note, Send
 from gossipx.protocol.messages import AcceptReply, ArriveRequest, Reply, Stage
 from gossipx.protocol.server_messages import GradientRequest, PushAgainReply, TablesReply, TablesRequest
 from gossipx.server.mode import ServerMode
 from gossipx.server.worker import LONGEST_WAIT
-from gossipx.sim import Network, World
+from gossipx.sim import Network
 
 SYNCS = ["bsp", "asp", "ssp:staleness=1", "dsps", "drop:n=1", "pssp:staleness=1,p=0.5", "hybrid:step=5/lr"]
 ITERATIONS = 30
 
 
-def world(size: int, rng: random.Random, iterations: int = ITERATIONS, **given: Any) -> World:
+def world(size: int, rng: random.Random, iterations: int = ITERATIONS, **given: Any) -> LoggedWorld:
     slow = {rank: rng.uniform(0.5, 2.0) for rank in range(size)}
     return served.world(
         size, rng.getrandbits(30), Network(delay=0.05, jitter=0.1), slow, iterations=iterations, **given
     )
 
 
-def ended(made: World) -> None:
+def ended(made: LoggedWorld) -> None:
     """Check that every worker trained to the end and holds the servers' model."""
     served.ended(made)
     workers = [peer for peer in made.peers.values() if peer.role.trains]

@@ -10,6 +10,7 @@ import served
 import torch
 import toy
 from seeds import seeds, some
+from transcripts import LoggedWorld
 
 from gossipx.assembly.server import Parts
 from gossipx.protocol.effects import Effect
@@ -17,19 +18,19 @@ from gossipx.protocol.messages import Stage
 from gossipx.protocol.table_effects import KeepShard
 from gossipx.server.hosted_shards import HostedShards
 from gossipx.server.mode import ServerMode
-from gossipx.sim import Network, World
+from gossipx.sim import Network
 from gossipx.tables.parts import Storages, TransmitBuffer
 
 SYNCS = ["bsp", "asp", "ssp:staleness=1", "drop:n=2", "pssp:staleness=1,p=0.5", "hybrid:step=4", "dsps:staleness=1"]
 
 
-def mode(made: World, rank: int) -> ServerMode:
+def mode(made: LoggedWorld, rank: int) -> ServerMode:
     exchange = made.peers[rank].role.exchange
     assert isinstance(exchange, ServerMode)
     return exchange
 
 
-def stand(made: World, ranks: list[int]) -> tuple[int, ...]:
+def stand(made: LoggedWorld, ranks: list[int]) -> tuple[int, ...]:
     """Check that these peers use the same layout and host exactly its shards. Return its servers."""
     servers = {mode(made, rank).migration.layout.servers for rank in ranks}
     assert len(servers) == 1, servers
@@ -39,14 +40,14 @@ def stand(made: World, ranks: list[int]) -> tuple[int, ...]:
     return found
 
 
-def done(made: World, ranks: list[int], iterations: int = served.ITERATIONS) -> None:
+def done(made: LoggedWorld, ranks: list[int], iterations: int = served.ITERATIONS) -> None:
     """Check that all workers have finished their iterations."""
     for rank in ranks:
         assert made.peers[rank].arena.step == iterations, (rank, made.peers[rank].arena.step)
         assert made.peers[rank].role.stage is Stage.DONE
 
 
-def alike(made: World, ranks: list[int]) -> None:
+def alike(made: LoggedWorld, ranks: list[int]) -> None:
     """Check that all end with the servers' values; except bsp, a buffered gradient may be applied during the last
     pulls.
     """

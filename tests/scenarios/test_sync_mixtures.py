@@ -9,14 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_tests import examples
 from seeds import some
+from transcripts import LoggedWorld
 
 from gossipx.server.mode import ServerMode
-from gossipx.sim import Network, World
+from gossipx.sim import Network
 
 pytestmark = pytest.mark.fault(45)
 
 
-def trained(made: World, limit: float) -> None:
+def trained(made: LoggedWorld, limit: float) -> None:
     """Run, and check that each worker's pushes of all iterations were counted at each shard."""
     served.ended(made, limit)
     for rank, peer in made.peers.items():

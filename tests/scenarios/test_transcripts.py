@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import served
 import toy
+from transcripts import LoggedWorld
 
 from gossipx.peer import PeerRole
 from gossipx.protocol import events
 from gossipx.protocol.effects import Answer, Effect, ReportEntry, Resume, Send
 from gossipx.protocol.server_messages import TablesReply
-from gossipx.sim import SimPeer, World
+from gossipx.sim import SimPeer
 
 HOUSE = Path(__file__).parents[2]
 PAGE = HOUSE / "docs" / "architecture.md"
@@ -70,9 +71,9 @@ def has_values(line: Line) -> bool:
     return isinstance(line[1], events.Replied) and isinstance(line[1].reply, TablesReply)
 
 
-def of_two(**options: Any) -> World:
+def of_two(**options: Any) -> LoggedWorld:
     """Return a world of two peers, of which only the first one begins exchanges."""
-    made = World(0)
+    made = LoggedWorld(0)
     made.start(0, toy.maker(0, 2, policy="tau:2", iterations=4, **options))
     made.start(1, toy.maker(1, 2, policy="never", iterations=4, **options))
     return made
@@ -119,7 +120,7 @@ def admission(lines: list[Line]) -> list[Line]:
 
 def resume(lines: list[Line]) -> list[Line]:
     """Peer 0 has a checkpoint of iteration 2, and peer 1 has none."""
-    made = World(0)
+    made = LoggedWorld(0)
     for rank in (0, 1):
         start(made, rank, resumed=rank == 0)
     made.run(100.0)
@@ -128,7 +129,7 @@ def resume(lines: list[Line]) -> list[Line]:
     )
 
 
-def start(made: World, rank: int, resumed: bool) -> None:
+def start(made: LoggedWorld, rank: int, resumed: bool) -> None:
     def one(incarnation: int) -> SimPeer:
         peer = toy.make(rank, 2, incarnation, policy="never", iterations=4)
         peer.resumed = resumed

@@ -8,9 +8,10 @@ import pytest
 import torch
 from seeds import some
 from toy import ITERATIONS, SIZE, TIMEOUT, before, bound, ended, maker, models, sgd, spread, until, within, world
+from transcripts import LoggedWorld
 from wave_worlds import Tracked, conserved, counts, rounds_lost, start, waves
 
-from gossipx.sim import Network, SimPeer, World
+from gossipx.sim import Network, SimPeer
 
 # --- membership ---------------------------------------------------------------------------------------
 
@@ -36,7 +37,7 @@ def test_a_peer_that_has_ended_is_no_member():
 @pytest.mark.fault(37)
 def test_a_late_joiner_takes_part_once_it_trains():
     tracked = Tracked()
-    made = World(0)
+    made = LoggedWorld(0)
     for rank in range(4):
         tracked.start(made, rank, 4, at=15.0 * (rank == 3), policy="tau:4", iterations=30)
     ended(made, bound(4, 30, waits=1))
@@ -51,7 +52,7 @@ def test_a_late_joiner_takes_part_once_it_trains():
 def test_a_peer_at_the_start_takes_part_once_it_trains():
     """It waits for a third peer at START, and gets a request from a peer that no longer does."""
     tracked = Tracked()
-    made = World(0)
+    made = LoggedWorld(0)
     for rank in range(2):
         tracked.start(made, rank, 3, policy="tau:1", iterations=6, compute=0.01)
     ended(made, bound(3, 6, waits=1))
@@ -96,7 +97,7 @@ def test_a_checkpoint_restored_in_a_wave_takes_no_part():
 @pytest.mark.fault(36)
 def test_others_join_the_waves_of_a_restarted_peer():
     """Only this peer starts waves: as it joins, it learns which numbers are over."""
-    made = World(0, Network(delay=0.01))
+    made = LoggedWorld(0, Network(delay=0.01))
     for rank in range(3):
         policy = "tau:5" if rank == 1 else "never"
         made.start(rank, maker(rank, 3, policy=policy, exchange="waves", iterations=80, compute=1 + 0.01 * rank))
@@ -153,7 +154,7 @@ def test_crash_in_each_round(size: int, number: int, blocking: bool):
 @pytest.mark.fault(1)
 def test_a_peer_that_only_sends_does_not_wait_for_the_dead(rank: int, blocking: bool):
     """2 sends 0 its model and crashes before it fetches the mean; or 0, which told 2 of the wave, before it fetches."""
-    made = World(0, Network(bandwidth=4 * SIZE / 0.4, delay=0.05))
+    made = LoggedWorld(0, Network(bandwidth=4 * SIZE / 0.4, delay=0.05))
     for one in range(3):
         policy = "never" if one else "tau:6"
         made.start(one, maker(one, 3, policy=policy, exchange="waves", blocking=blocking))
@@ -232,7 +233,7 @@ def test_partition_that_heals():
 def test_different_member_lists_cost_only_rounds(starters: tuple[int, ...], without: tuple[int, ...]):
     """Several start at once, one of them with fewer members. No wait ends by timeout, no model is partly applied."""
     tracked = Tracked()
-    made = World(0)
+    made = LoggedWorld(0)
     for rank in range(4):
         tracked.start(made, rank, 4, policy="tau:10" if rank in starters else "never", iterations=14)
     until(made, 0, "step 9")
@@ -252,7 +253,7 @@ def test_different_member_lists_cost_only_rounds(starters: tuple[int, ...], with
 def test_a_peer_that_exchanged_nothing_yet_switches_to_the_better_list():
     """0 starts with only 1, while 1 starts with all: when 0 hears of that, it has not sent its model yet."""
     tracked = Tracked()
-    made = World(0)
+    made = LoggedWorld(0)
     for rank in range(4):
         tracked.start(made, rank, 4, policy="tau:10" if rank < 2 else "never", iterations=14)
     until(made, 0, "step 9")
@@ -302,7 +303,7 @@ def test_peer_whose_own_model_becomes_nan_in_a_wave():
 
 def test_a_peer_that_exchanges_by_pulls_takes_no_part():
     """Different settings cost rounds, but no peer hangs."""
-    made = World(0)
+    made = LoggedWorld(0)
     for rank, exchange in enumerate(["waves", "waves", "pulls"]):
         Tracked().start(made, rank, 3, policy="tau:5", exchange=exchange)
     ended(made, bound(3))

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from property_tests import examples
 from seeds import some
 from toy import SIZE, Point, before, bound, ended, models, sgd, spread, until, world
+from transcripts import LoggedWorld
 from wave_worlds import EXACT, Tracked, conserved, counts, rounds_lost, start, waves
 
 from gossipx import policies
-from gossipx.sim import Network, SimPeer, World
+from gossipx.sim import Network, SimPeer
 
 # --- without faults -----------------------------------------------------------------------------------
 
@@ -65,7 +66,7 @@ def test_the_sum_of_all_models_is_kept_while_they_train(
     size: int, paces: list[float], delay: float, policy: str, blocking: bool
 ):
     """At any pace, and no matter which peer starts it: a wave only moves differences between models."""
-    tracked, made = Tracked(), World(0, Network(bandwidth=8 * SIZE / 0.1, delay=delay))
+    tracked, made = Tracked(), LoggedWorld(0, Network(bandwidth=8 * SIZE / 0.1, delay=delay))
     for rank, pace in enumerate(paces[:size]):
         mean = policies.parse(policy)
 
@@ -114,7 +115,7 @@ def test_one_starts_and_all_join(size: int):
     """For any starter, including one that only sends in the first round."""
     for starter in range(size):
         tracked = Tracked()
-        made = World(0)
+        made = LoggedWorld(0)
         for rank in range(size):
             tracked.start(made, rank, size, policy="tau:10" if rank == starter else "never", iterations=14)
         ended(made, bound(size, 14))
@@ -131,7 +132,7 @@ def test_waves_that_start_together_are_one(starters: tuple[int, ...]):
     """Two starters that do not meet in the first round, or all: one number, one mean, one transfer per direction."""
     size = 7 if len(starters) == 7 or 6 in starters else 4
     tracked = Tracked()
-    made = World(0)
+    made = LoggedWorld(0)
     for rank in range(size):
         tracked.start(made, rank, size, policy="tau:10" if rank in starters else "never", iterations=14)
     ended(made, bound(size, 14))
@@ -151,7 +152,7 @@ def test_peers_of_similar_pace_do_not_each_start_a_wave():
 
 def test_a_wave_counts_once_for_the_policy():
     """Δ_r and drift restart for all, no matter which peer started it; a policy that fires meanwhile is skipped."""
-    made = World(0)
+    made = LoggedWorld(0)
     tracked = Tracked()
     for rank in range(2):
         tracked.start(made, rank, 2, policy="tau:10" if rank else "tau:6", iterations=9, model_timeout=60.0)

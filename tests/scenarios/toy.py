@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transcripts import LoggedWorld
 
 from gossipx import codecs, mixing, outer, policies, topology
 from gossipx.compression import Coded, ElasticCodec, ModelCodec, WaveCodec
@@ -19,7 +20,7 @@ from gossipx.peer import PeerRole
 from gossipx.protocol.effects import ReportEntry
 from gossipx.settings import files
 from gossipx.settings.modes import Elastic
-from gossipx.sim import Network, SimPeer, World
+from gossipx.sim import Network, SimPeer
 from gossipx.sync import SyncManager
 from gossipx.topology import schedules
 from gossipx.topology.weights import shares
@@ -162,14 +163,14 @@ def world(
     slow: dict[int, float] | None = None,
     absent: Iterable[int] = (),
     **options: Any,
-) -> World:
+) -> LoggedWorld:
     """Return a world in which ``size`` peers start at 0.
 
     Args:
         slow: seconds per step, by rank.
         absent: ranks that never start.
     """
-    made = World(seed, network)
+    made = LoggedWorld(seed, network)
     for rank in set(range(size)) - set(absent):
         pace = {"compute": (slow or {}).get(rank, options.get("compute", 1.0))}
         made.start(rank, maker(rank, size, **{**options, **pace}))
@@ -187,12 +188,12 @@ def bound(size: int, iterations: int = ITERATIONS, compute: float = 1.0, waits: 
     return iterations * compute + TIMEOUT * (3 + 1 + rounds + 1 + waits)
 
 
-def models(made: World, ranks: Iterable[int] | None = None) -> Tensor:
+def models(made: LoggedWorld, ranks: Iterable[int] | None = None) -> Tensor:
     """Return the weights of the peers, one row each."""
     return torch.stack([made.peers[rank].weights() for rank in (ranks if ranks is not None else sorted(made.peers))])
 
 
-def before(made: World, ranks: Iterable[int] | None = None) -> Tensor:
+def before(made: LoggedWorld, ranks: Iterable[int] | None = None) -> Tensor:
     """Return the weights of the peers as they entered the finish, one row each."""
     rows = [made.peers[rank].before_finish for rank in (ranks if ranks is not None else sorted(made.peers))]
     assert all(row is not None for row in rows)
@@ -205,7 +206,7 @@ def spread(rows: Tensor) -> float:
     return float((rows - mean).square().sum(1).mean().sqrt() / mean.norm())
 
 
-def until(made: World, rank: int, what: str, limit: float = 1000.0) -> World:
+def until(made: LoggedWorld, rank: int, what: str, limit: float = 1000.0) -> LoggedWorld:
     """Run until the log has an entry ``what`` of ``rank``."""
     seen = 0
 
@@ -224,7 +225,7 @@ def within(rows: Tensor, hull: Tensor) -> bool:
     return bool(((rows >= hull.amin(0) - 1e-5) & (rows <= hull.amax(0) + 1e-5)).all())
 
 
-def ended(made: World, limit: float) -> World:
+def ended(made: LoggedWorld, limit: float) -> LoggedWorld:
     """Run, and assert that every peer ends in time."""
     assert limit < math.inf
     done = made.run(limit)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from toy import SIZE, Point, make, models, sgd
+from transcripts import LoggedWorld
 
-from gossipx.sim import Network, SimPeer, World
+from gossipx.sim import Network, SimPeer
 
 EXACT = {"rtol": 0.0, "atol": 1e-12}
 NO_FINISH = {"exchange": "waves", "finish": "none"}
@@ -24,7 +25,7 @@ class Tracked:
     def __init__(self) -> None:
         self.own: dict[int, Tensor] = {}
 
-    def start(self, made: World, rank: int, size: int, at: float = 0.0, **options: Any) -> None:
+    def start(self, made: LoggedWorld, rank: int, size: int, at: float = 0.0, **options: Any) -> None:
         def fresh(incarnation: int) -> SimPeer:
             self.own[rank] = torch.zeros(SIZE, dtype=torch.float64)
             module = Point(rank).double()
@@ -40,8 +41,8 @@ class Tracked:
 
     def world(
         self, size: int, network: Network | None = None, slow: dict[int, float] | None = None, **options: Any
-    ) -> World:
-        made = World(0, network)
+    ) -> LoggedWorld:
+        made = LoggedWorld(0, network)
         for rank in range(size):
             self.start(made, rank, size, **{"compute": (slow or {}).get(rank, 1.0), **options})
         return made
@@ -52,22 +53,22 @@ def start() -> Tensor:
     return Point(0).double().x.detach()
 
 
-def conserved(made: World, tracked: Tracked) -> None:
+def conserved(made: LoggedWorld, tracked: Tracked) -> None:
     """Assert that the sum of all models has changed by the training steps of the peers, and by nothing else."""
     size = len(made.peers)
     expected = size * start() + sum(tracked.own.values())
     torch.testing.assert_close(models(made).sum(0), expected, **EXACT)
 
 
-def waves(made: World, rank: int) -> list[int]:
+def waves(made: LoggedWorld, rank: int) -> list[int]:
     """Return the numbers of the waves in which ``rank`` sent requests, in order."""
     numbers = [int(line.rsplit(" ", 1)[1]) for line in made.lines(rank, "meets") if " of wave " in line]
     return [number for number, _ in itertools.groupby(numbers)]
 
 
-def counts(made: World) -> list[int]:
+def counts(made: LoggedWorld) -> list[int]:
     return [made.peers[rank].role.sync.retrievals for rank in sorted(made.peers)]
 
 
-def rounds_lost(made: World) -> int:
+def rounds_lost(made: LoggedWorld) -> int:
     return sum(peer.role.waves.lost for peer in made.peers.values())

@@ -29,8 +29,8 @@ from gossipx.settings.modes import Elastic, Server
 from gossipx.sim import SimPeer, World
 from gossipx.sim.base import BasePeer
 from gossipx.sim.clock import VirtualClock
-from gossipx.sim.endpoint import Endpoint
 from gossipx.sim.traffic import TrafficPeer
+from gossipx.sim.world import Endpoint
 from gossipx.transports import Address
 
 EXACT_DISTANCE = "sync/exact_consensus_distance"
@@ -106,14 +106,6 @@ class SimReporter(Reporter):
         self._peer = peer
         self._world = world
         self._every = plan.config.sync.distance_interval
-        if isinstance(peer, SimPeer):
-            recorded, kept = self._driver.on_retrieval, peer.driver.keep_mixing
-
-            def retrieved(retrieval: Retrieval) -> None:
-                kept(retrieval)
-                recorded(retrieval)
-
-            self._driver.on_retrieval = retrieved
 
     def _record(self, tag: str, value: float, step: int) -> None:
         self._recorder.scalar(tag, value, step)
