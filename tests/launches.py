@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-from gossipx.launch.local import launch
+from gossipx.launch.run.processes import launch
 from gossipx.settings import files as config_files
 
 Run = Callable[..., int]

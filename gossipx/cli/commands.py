@@ -22,8 +22,8 @@ from gossipx.cli.meant import command_meant, option_meant
 from gossipx.cli.options import Option, RunCommand, help_all, help_for, options, script_argument
 from gossipx.cli.output import unfailing
 from gossipx.errors import GossipxError, UsageError, printable
-from gossipx.launch.cluster.world import with_options
 from gossipx.launch.environment import ENV_DEBUG
+from gossipx.launch.world.launchers import with_options
 from gossipx.settings import files
 from gossipx.settings.sections import KEYS, RunConfig
 
@@ -214,14 +214,14 @@ def run(
     torchrun --nproc-per-node 4 --no-python gossipx run
     srun gossipx run
     """
-    from gossipx.launch.local import launch
-    from gossipx.launch.remote import Command
+    from gossipx.launch.run.processes import launch
+    from gossipx.launch.run.ssh import Command
 
     _check_together(resume, seeds, settings["seed"], dry_run, ssh, link, model_size, as_json)
     environ = with_options(os.environ, rank, size, master)
     over_ssh = Command(settings, config_file, resume, script) if ssh else None
     if resume is not None:
-        from gossipx.launch.resume import peers_before, settings_of
+        from gossipx.launch.directory.resume import peers_before, settings_of
 
         if config_file:
             raise UsageError("--config is for a new run, but --resume uses the settings of the run: leave one out")
@@ -234,7 +234,7 @@ def run(
     if dry_run:
         _dry_run(resolved, hosts, list(script), environ, link, model_size, as_json)
     elif seeds is not None:
-        from gossipx.launch.seeds import launch_each, parse
+        from gossipx.launch.run.several_seeds import launch_each, parse
 
         sys.exit(launch_each(resolved, parse(seeds), hosts, list(script), environ))
     else:

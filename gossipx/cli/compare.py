@@ -16,7 +16,7 @@ from gossipx.cli.commands import debug
 from gossipx.cli.options import logdir_option
 from gossipx.figures import LINES, Combine, ComparedLine
 from gossipx.launch.directory import CONFIG_FILE, no_run, run_directory
-from gossipx.launch.progress import plain_console
+from gossipx.launch.run.display import plain_console
 from gossipx.metrics import summary
 from gossipx.metrics.compare import Row
 from gossipx.metrics.compare import compare as compared

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gossipx.cli.commands import debug
-from gossipx.launch.cluster.world import MOST
+from gossipx.launch.world.launchers import MOST
 
 if TYPE_CHECKING:
     from gossipx.tools.jobs import ClusterJob

@@ -52,7 +52,7 @@ def restart(names: tuple[str, ...], logdir: Path) -> None:
     \b
     gossipx peer restart mine localhost:29401
     """
-    from gossipx.launch.control import RESTART, send
+    from gossipx.launch.run.control_files import RESTART, send
 
     run, name = _meant(names, logdir)
     peers, exchange = peers_of(run, None, logdir, {})
@@ -151,7 +151,7 @@ def join(peers: str | None, port: int | None, script: tuple[str, ...], **setting
     gossipx peer join --peers node-a:29400,node-b:29400 train.py
     gossipx peer join --peers node-a:29400 --bind 0.0.0.0 --secret-file secret train.py --epochs 3
     """
-    from gossipx.launch.newcomer import join as join_run
+    from gossipx.launch.run.newcomer import join as join_run
     from gossipx.launch.start import no_peers
 
     if peers is None:

@@ -37,7 +37,7 @@ def set_sync(run: Path, sync: str, shard: int | None, apply: str, pulls: str, lo
     gossipx server set-sync runs/mine ssp:staleness=3
     gossipx server set-sync mine asp --shard 1
     """
-    from gossipx.launch.control import command
+    from gossipx.launch.run.control_files import command
     from gossipx.server.sync_models import sync_model_from
 
     sync_model_from(sync)
@@ -62,7 +62,7 @@ def set_servers(run: Path, servers: str, logdir: Path) -> None:
     gossipx server set-servers mine node-a,node-b
     """
     from gossipx.errors import UsageError
-    from gossipx.launch.control import command
+    from gossipx.launch.run.control_files import command
 
     given = [name.strip() for name in servers.split(",")]
     if not all(given):

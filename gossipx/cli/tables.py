@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import RenderableType
 
-from gossipx.launch.progress import plain_console
+from gossipx.launch.run.display import plain_console
 
 
 def show(*tables: RenderableType) -> None:

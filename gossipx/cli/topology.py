@@ -15,7 +15,7 @@ from rich.table import Table
 from gossipx.cli import completers
 from gossipx.cli.commands import FloatRange, debug
 from gossipx.cli.tables import show as show_table
-from gossipx.launch.cluster.world import MOST
+from gossipx.launch.world.launchers import MOST
 
 
 @click.group("topology", short_help="List, show or check topologies.")

@@ -15,11 +15,11 @@ from gossipx.assembly.devices import check_device, check_transport
 from gossipx.assembly.presets import effective_config
 from gossipx.errors import UsageError
 from gossipx.hub import rank_of_hub
-from gossipx.launch.children import script_exists
-from gossipx.launch.cluster.world import World, find, why_none
 from gossipx.launch.directory import HOSTS_FILE, RunDirectory
 from gossipx.launch.environment import ADDED, ENV_CONFIG, ENV_DEVICE, ENV_PEERS, ENV_RANK, ENV_RESUME, ENV_RESUME_AT
 from gossipx.launch.hosts import ADVICE, PeerLine, bind_host, local_ranks, read_hosts
+from gossipx.launch.run.children import script_exists
+from gossipx.launch.world.launchers import World, find, why_none
 from gossipx.metrics.summary import Summary
 from gossipx.server.plan import server_ranks
 from gossipx.settings.sections import RunConfig
@@ -136,7 +136,7 @@ def from_hosts(given: RunConfig, hosts: Path, script: list[str], resumes: int) -
     names = [peer.name for peer in peers]
     at: int | None = None
     if resumes:
-        from gossipx.launch import resume  # imports torch, to read checkpoints
+        from gossipx.launch.directory import resume  # imports torch, to read checkpoints
 
         at, settings = resume.check(settings, names, here, bool(script), resumes)
         resume.tell_other_size(settings, names, resumes)

@@ -14,10 +14,10 @@ from gossipx import codecs, policies
 from gossipx.assembly.graph import build_schedule
 from gossipx.errors import UsageError
 from gossipx.hub import rank_of_hub
-from gossipx.launch.cluster.world import World, check_size
 from gossipx.launch.directory import check_name
 from gossipx.launch.hosts import read_hosts
 from gossipx.launch.start import Checked, check
+from gossipx.launch.world.launchers import World, check_size
 from gossipx.model import layout
 from gossipx.runtime.figures.reporting import codec_of
 from gossipx.server.placement import Table
@@ -156,7 +156,7 @@ def dry_run(
     """Return the plan of a run.
 
     Args:
-        given, hosts, script: as for :func:`gossipx.launch.local.launch`, with the same checks.
+        given, hosts, script: as for :func:`gossipx.launch.run.processes.launch`, with the same checks.
         link: rate of the machines' links, such as ``100mbit``; None: :data:`LINK`.
         model_size: size of a script's model, such as ``45MB``; None: unknown.
         world: the group of processes that an external launcher started; None: no such launcher.

@@ -15,7 +15,7 @@ from importlib import resources
 from string import Template
 
 from gossipx.errors import UsageError
-from gossipx.launch.cluster.world import DEFAULT_PORT, MOST
+from gossipx.launch.world.launchers import DEFAULT_PORT, MOST
 from gossipx.settings.sections import RunConfig
 from gossipx.transports.access import is_loopback
 

@@ -37,7 +37,7 @@ def test_a_plain_run_imports_torch_in_its_peers_only(tmp_path: Path, options: tu
         ended = here.start("-X", "importtime", *start, here.script(SCRIPT), tmp_path, fresh=True).end()
         assert here.told(0)["modules"] == here.told(1)["modules"] == ["torch", "tensorboard"]
         imported = {line.rpartition("|")[2].strip() for line in ended.errors.splitlines()}
-        assert ended.code == 0 and "gossipx.launch.children" in imported, ended.shown
+        assert ended.code == 0 and "gossipx.launch.run.children" in imported, ended.shown
         assert not imported & {"torch", "numba", "networkx"}
 
 

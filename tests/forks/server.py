@@ -59,7 +59,7 @@ def load() -> None:
         if not module.name.startswith(NOT_LOADED):
             importlib.import_module(module.name)
 
-    from gossipx.launch import local
+    from gossipx.launch.run import processes
     from gossipx.tasks import data
 
     whole = data.load
@@ -72,7 +72,7 @@ def load() -> None:
 
     data.load = load_short
     load_short(TaskSettings().task, None)  # unpacking the built-in data takes a quarter of a second
-    local.launch = functools.partial(local.launch, spawn=Forked)  # type: ignore[assignment]
+    processes.launch = functools.partial(processes.launch, spawn=Forked)  # type: ignore[assignment]
 
 
 class Server:

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gossipx.cli import main
-from gossipx.launch.cluster.world import DEFAULT_PORT, find
+from gossipx.launch.world.launchers import DEFAULT_PORT, find
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "launch"
 JOBS = {

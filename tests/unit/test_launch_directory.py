@@ -11,9 +11,9 @@ import pytest
 from launches import Run, launcher
 
 from gossipx.errors import UsageError
-from gossipx.launch import local
 from gossipx.launch.directory import CONFIG_FILE, RunDirectory, replace, run_directory
-from gossipx.launch.local import launch
+from gossipx.launch.run import processes
+from gossipx.launch.run.processes import launch
 from gossipx.metrics.summary import FILE, read
 from gossipx.settings import files as config_files
 
@@ -100,7 +100,7 @@ def test_an_overwrite_that_is_cut_off_anywhere_loses_nothing(
         raise error
 
     with monkeypatch.context() as patched, pytest.raises((Killed, OSError, UsageError)):
-        patched.setattr(*((local._Run, "go") if method == "go" else (Path, method)), cut)
+        patched.setattr(*((processes._Run, "go") if method == "go" else (Path, method)), cut)
         if isinstance(error, Killed):
             patched.setattr(RunDirectory, "give_up", RunDirectory.release)  # a killed process only loses its lock
         run("finish()", seed=2, overwrite=True)

@@ -161,7 +161,7 @@ def test_a_process_that_cannot_be_started_is_named(run: Run, mine: Path, monkeyp
     def pipe() -> tuple[int, int]:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr("gossipx.launch.children.os.pipe", pipe)
+    monkeypatch.setattr("gossipx.launch.run.children.os.pipe", pipe)
     with pytest.raises(GossipxError, match=rf"{NAMES[0]} cannot be started: Too many open files; start fewer peers"):
         run("train()")
     assert not mine.exists()

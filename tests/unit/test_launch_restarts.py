@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launches import NAMES, Run, launcher
 
-from gossipx.launch import control, restarts
+from gossipx.launch.run import control_files, restarts
 from gossipx.metrics.summary import read
 
 
@@ -76,7 +76,7 @@ def test_a_peer_that_was_started_by_hand_is_not_started_a_second_time(run: Run, 
         await_end(int((here / "pid").read_text()))
         tell(state="train", step=6, restarted=[1])
         control = here / "runs" / "mine" / "control"
-        control.mkdir(exist_ok=True)
+        control_files.mkdir(exist_ok=True)
         (control / "unfinished").write_text(json.dumps({"peer": NAME}))
         (control / "unfinished").rename(control / "1.restart")
         while not (control / "1.answer").exists():
@@ -144,11 +144,11 @@ def test_restarts_of_peers_that_this_process_did_not_start_are_theirs(run: Run, 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
 def test_only_its_owner_writes_commands_to_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int) -> None:
     """Also if the directory was made with the mode of an umask before."""
-    monkeypatch.setattr(control, "TAKEN_WITHIN", 0.0)
+    monkeypatch.setattr(control_files, "TAKEN_WITHIN", 0.0)
     for _ in range(2):
         before = os.umask(umask)
         try:
-            assert not control.send(tmp_path, control.RESTART, {"peer": "a"}, 0.0), "nobody has taken it"
+            assert not control_files.send(tmp_path, control_files.RESTART, {"peer": "a"}, 0.0), "nobody has taken it"
         finally:
             os.umask(before)
         assert stat.S_IMODE((tmp_path / "control").stat().st_mode) == 0o700

@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from gossipx.assembly.presets import effective_config
 from gossipx.cli import main
 from gossipx.errors import UsageError
-from gossipx.launch import seeds
 from gossipx.launch.loops.train import used_of
-from gossipx.launch.stopping import Outcome
+from gossipx.launch.run import several_seeds
+from gossipx.launch.run.stopping import Outcome
 from gossipx.settings import files
 from gossipx.settings.sections import MOST_ITERATIONS, RunSettings
 from gossipx.tasks.presets import PRESETS, cosine_rate, step_rate
@@ -26,7 +26,7 @@ from gossipx.tasks.presets import PRESETS, cosine_rate, step_rate
     [("0-4", (0, 1, 2, 3, 4)), ("0,2,5", (0, 2, 5)), ("7", (7,)), ("0-1, 9", (0, 1, 9)), ("3-3", (3,))],
 )
 def test_what_seeds_mean(text: str, expected: tuple[int, ...]) -> None:
-    assert seeds.parse(text) == expected
+    assert several_seeds.parse(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_what_seeds_mean(text: str, expected: tuple[int, ...]) -> None:
 )
 def test_wrong_seeds_are_refused(text: str, told: str) -> None:
     with pytest.raises(UsageError, match=f"^--seeds {text}: ") as raised:
-        seeds.parse(text)
+        several_seeds.parse(text)
     assert told in str(raised.value)
 
 
@@ -75,14 +75,14 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, Outcome]:
             os.utime(directory / "summary.json", (0, next(times)))
         return outcome
 
-    monkeypatch.setattr(seeds, "launch", launched)
+    monkeypatch.setattr(several_seeds, "launch", launched)
     return outcomes
 
 
 def launch(text: str, **given: object) -> tuple[int, list[str]]:
     """Return the exit code, and the names of all runs so far."""
     settings = files.resolve({"policy": "tau:10", "logdir": "runs", **given})
-    code = seeds.launch_each(settings, seeds.parse(text), Path("hosts.txt"), [], {})
+    code = several_seeds.launch_each(settings, several_seeds.parse(text), Path("hosts.txt"), [], {})
     return code, sorted(path.name for path in Path("runs").iterdir())
 
 
@@ -143,7 +143,7 @@ def test_a_given_name_that_is_taken_is_refused_before_the_first_run(ran: dict[in
 def test_launchers_start_one_run(ran: dict[int, Outcome]) -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": "0"}
     with pytest.raises(UsageError, match=r"--seeds starts all peers of a hosts file, and .* starts one run"):
-        seeds.launch_each(files.resolve({}), (0, 1), None, [], environ)
+        several_seeds.launch_each(files.resolve({}), (0, 1), None, [], environ)
 
 
 # --- seconds ------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from launches import DEADLINE, NAMES, Run, gone, hosts, launcher, script
 
-from gossipx.launch import local, stopping
+from gossipx.launch.run import processes, stopping
 from gossipx.metrics.summary import FILE, Summary, read
 
 
@@ -221,7 +221,7 @@ def test_a_peer_that_does_not_leave_in_time_is_killed_and_the_run_has_not_failed
 
 
 def test_a_signal_that_arrives_while_peers_are_started_reaches_all(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    really = local.Child
+    really = processes.Child
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
         child = really(*arguments, **options)
@@ -229,7 +229,7 @@ def test_a_signal_that_arrives_while_peers_are_started_reaches_all(run: Run, mon
         return child
 
     monkeypatch.setattr(stopping, "STOP_GRACE", 3600.0)
-    monkeypatch.setattr(local, "Child", interrupted)
+    monkeypatch.setattr(processes, "Child", interrupted)
     assert run("while True: signal.pause()", peers="localhost") == 130
 
 

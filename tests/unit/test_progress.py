@@ -13,9 +13,9 @@ from rich.table import Table
 
 from gossipx.cli.tables import show
 from gossipx.errors import UsageError
-from gossipx.launch import progress as progress_module
 from gossipx.launch.environment import ENV_PROGRESS, progress
-from gossipx.launch.progress import Display, PeerStatus
+from gossipx.launch.run import display as progress_module
+from gossipx.launch.run.display import Display, PeerStatus
 
 
 def test_plain_lines_of_progress_are_printed_when_something_has_changed(

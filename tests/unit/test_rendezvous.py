@@ -20,15 +20,15 @@ from torch.distributed import TCPStore
 
 from gossipx.checkpoint import pack
 from gossipx.errors import GossipxError, UsageError
-from gossipx.launch.cluster import membership, multi_process, rendezvous
-from gossipx.launch.cluster.attempts import joins_again
-from gossipx.launch.cluster.membership import PeerInfo, check_reach, lines_of, peer_info_of, text_of
-from gossipx.launch.cluster.multi_process import SharedDirectory, creator_of
-from gossipx.launch.cluster.rendezvous import RemoteAbortError, Rendezvous
-from gossipx.launch.cluster.world import World
 from gossipx.launch.directory import RunDirectory
 from gossipx.launch.environment import ADDED, ENV_RESUME
 from gossipx.launch.hosts import peers_digest
+from gossipx.launch.world import multi_process, process_list, rendezvous
+from gossipx.launch.world.attempts import joins_again
+from gossipx.launch.world.launchers import World
+from gossipx.launch.world.multi_process import SharedDirectory, creator_of
+from gossipx.launch.world.process_list import PeerInfo, check_reach, lines_of, peer_info_of, text_of
+from gossipx.launch.world.rendezvous import RemoteAbortError, Rendezvous
 from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
 from gossipx.runtime.checkpoints import PEER, store_of
@@ -64,7 +64,7 @@ def each(world: World, ranks: Sequence[int], act: Callable[[int], Any]) -> list[
 def test_all_make_the_same_list(world: World) -> None:
     def act(rank: int) -> str:
         with Rendezvous(replace(world, rank=rank), 60) as meeting:
-            text, held = membership.agree(meeting, ExchangeSettings(), device=f"cuda:{rank}")
+            text, held = process_list.agree(meeting, ExchangeSettings(), device=f"cuda:{rank}")
             held.close()
         return text
 
@@ -152,7 +152,7 @@ def test_another_program_listens_on_the_port(world: World) -> None:
 
 def test_a_single_process_needs_no_store_and_is_warned(world: World, caplog: pytest.LogCaptureFixture) -> None:
     with Rendezvous(replace(world, size=1, master=None), 1) as meeting:
-        text, held = membership.agree(meeting, ExchangeSettings())
+        text, held = process_list.agree(meeting, ExchangeSettings())
         held.close()
     assert len(lines_of(text)) == 1 and "srun started one process: this is a run of one peer" in caplog.text
 

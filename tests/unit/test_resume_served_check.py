@@ -10,7 +10,7 @@ import pytest
 
 from gossipx.checkpoint import pack
 from gossipx.errors import UsageError
-from gossipx.launch import resume
+from gossipx.launch.directory import resume
 from gossipx.runtime.checkpoints import store_of
 from gossipx.runtime.driver.shards import CLOCK, SERVERS, store_of_shard
 from gossipx.settings import files

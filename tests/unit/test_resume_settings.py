@@ -9,7 +9,7 @@ import pytest
 
 from gossipx.assembly.presets import effective_config
 from gossipx.errors import UsageError
-from gossipx.launch import resume
+from gossipx.launch.directory import resume
 from gossipx.settings import files
 
 

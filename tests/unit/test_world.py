@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gossipx.errors import UsageError
-from gossipx.launch.cluster.world import DEFAULT_PORT, PORTS, find, hostnames, rank_among, with_options
+from gossipx.launch.world.launchers import DEFAULT_PORT, PORTS, find, hostnames, rank_among, with_options
 
 TORCHRUN = {
     "RANK": "3",

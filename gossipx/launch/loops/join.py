@@ -20,10 +20,6 @@ from gossipx.assembly.server import Parts
 from gossipx.checkpoint import Store
 from gossipx.comm import CommManager
 from gossipx.errors import UsageError
-from gossipx.launch.cluster.attempts import joins_again
-from gossipx.launch.cluster.membership import agree, check_reach, lines_of
-from gossipx.launch.cluster.rendezvous import Rendezvous
-from gossipx.launch.cluster.world import World, find, rank_among, why_none
 from gossipx.launch.environment import (
     ADDED,
     ENV_ADMISSION,
@@ -36,6 +32,10 @@ from gossipx.launch.environment import (
     progress,
 )
 from gossipx.launch.hosts import PeerLine, bind_host, local_ranks, peers_digest, read_hosts
+from gossipx.launch.world.attempts import joins_again
+from gossipx.launch.world.launchers import World, find, rank_among, why_none
+from gossipx.launch.world.process_list import agree, check_reach, lines_of
+from gossipx.launch.world.rendezvous import Rendezvous
 from gossipx.metrics.recorder import Recorder
 from gossipx.model.arena import ParameterArena
 from gossipx.peer.admission import Admission

@@ -17,7 +17,7 @@ from torch.nn import functional
 from gossipx.launch.environment import ENV_CONFIG, ENV_DEVICE, ENV_RANK, progress
 from gossipx.launch.loops import solve
 from gossipx.launch.loops.join import join
-from gossipx.launch.progress import LOADING_DATA
+from gossipx.launch.run.display import LOADING_DATA
 from gossipx.optimizers import LARS
 from gossipx.runtime.training.peer import Peer
 from gossipx.settings import files

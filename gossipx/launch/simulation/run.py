@@ -22,7 +22,7 @@ from gossipx.assembly.presets import effective_config
 from gossipx.assembly.server import Parts
 from gossipx.errors import DIFFERENT_MODELS, GossipxError, NotEnoughPeersError, UsageError
 from gossipx.launch.directory import RunDirectory
-from gossipx.launch.results import sum_up
+from gossipx.launch.run.results import sum_up
 from gossipx.launch.simulation.peers import Disks, RealPeers, TrafficPeers
 from gossipx.launch.simulation.plan import Plan, network_of, plan_of
 from gossipx.launch.simulation.reports import SimReporter, consensus, curves_of, peer_recorder

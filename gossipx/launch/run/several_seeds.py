@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gossipx.errors import NotAuthorisedError, UsageError
 from gossipx.launch.directory import check_name
-from gossipx.launch.local import launch
+from gossipx.launch.run.processes import launch
 from gossipx.launch.start import peer_source, stem_of
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.settings.sections import KEYS, RunConfig
@@ -52,7 +52,7 @@ def launch_each(
     """Run the peers of this machine once per seed; a signal ends the run in progress and all that would follow.
 
     Args:
-        given, hosts, script, environ: as for :func:`gossipx.launch.local.launch`.
+        given, hosts, script, environ: as for :func:`gossipx.launch.run.processes.launch`.
         seeds: at least one.
 
     Returns:

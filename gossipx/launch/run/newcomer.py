@@ -26,11 +26,11 @@ from gossipx.errors import (
     UsageError,
 )
 from gossipx.launch import directory as directories
-from gossipx.launch.children import Spawn
 from gossipx.launch.environment import ENV_ADMISSION
 from gossipx.launch.hosts import DEFAULT_PORT, PeerLine, address_of, bind_host, only_address, peers_digest, read_hosts
-from gossipx.launch.local import follow
 from gossipx.launch.ports import reserve
+from gossipx.launch.run.children import Spawn
+from gossipx.launch.run.processes import follow
 from gossipx.launch.start import Start, check_script
 from gossipx.metrics.summary import Summary
 from gossipx.peer.admission import Admission

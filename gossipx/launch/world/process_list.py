@@ -13,10 +13,10 @@ from typing import Any
 
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch import ports
-from gossipx.launch.cluster import world as worlds
-from gossipx.launch.cluster.rendezvous import Rendezvous
-from gossipx.launch.cluster.world import World
 from gossipx.launch.hosts import LOOPBACK, PeerLine, line_of, only_address, parse_hosts
+from gossipx.launch.world import launchers as worlds
+from gossipx.launch.world.launchers import World
+from gossipx.launch.world.rendezvous import Rendezvous
 from gossipx.settings.sections import ExchangeSettings
 from gossipx.transports import Address
 from gossipx.transports.access import grant, is_loopback

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from gossipx.launch.progress import PeerStatus
+from gossipx.launch.run.display import PeerStatus
 from gossipx.metrics.aggregate import Aggregate, Record
 from gossipx.metrics.summary import Summary
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from gossipx.errors import MALFORMED
-from gossipx.launch.control import RESTART
-from gossipx.launch.progress import PeerStatus
+from gossipx.launch.run.control_files import RESTART
+from gossipx.launch.run.display import PeerStatus
 from gossipx.runtime.ending.control import DIRECTORY, MAX_BYTES, take
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from gossipx.errors import MALFORMED, UsageError
-from gossipx.launch.cluster.world import find
 from gossipx.launch.directory import (
     CONFIG_FILE,
     HOSTS_FILE,
@@ -20,6 +19,7 @@ from gossipx.launch.directory import (
     settings_in,
 )
 from gossipx.launch.hosts import read_hosts
+from gossipx.launch.world.launchers import find
 from gossipx.runtime.checkpoints import store_of
 from gossipx.runtime.driver.shards import servers_of, store_of_shard
 from gossipx.runtime.models import directory_of

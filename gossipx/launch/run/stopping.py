@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from gossipx.launch.children import Child
-from gossipx.launch.progress import Display, PeerStatus
+from gossipx.launch.run.children import Child
+from gossipx.launch.run.display import Display, PeerStatus
 from gossipx.runtime.ending.stop_signals import continue_by
 from gossipx.settings.sections import RunSettings
 

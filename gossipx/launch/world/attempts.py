@@ -2,7 +2,7 @@
 
 Such an attempt continues what the attempt before has left. A counter of attempts alone does not tell what that is: the
 job may have failed before it began this run, whose name or directory another job has used. What a run writes therefore
-has the mark of its job (:attr:`gossipx.launch.cluster.rendezvous.Rendezvous.mark`).
+has the mark of its job (:attr:`gossipx.launch.world.rendezvous.Rendezvous.mark`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 from gossipx.checkpoint import unpack
 from gossipx.errors import UsageError
-from gossipx.launch.cluster.rendezvous import Rendezvous
 from gossipx.launch.directory import HOSTS_FILE
 from gossipx.launch.environment import ADDED
 from gossipx.launch.hosts import read_hosts
+from gossipx.launch.world.rendezvous import Rendezvous
 from gossipx.metrics import summary
 from gossipx.runtime.checkpoints import PEER, store_of
 from gossipx.settings.sections import RunConfig

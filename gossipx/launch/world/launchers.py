@@ -1,6 +1,6 @@
 """The processes of a run, as their launcher describes them in environment variables: one process per peer.
 
-This module only reads a mapping of variables; :mod:`gossipx.launch.cluster.rendezvous` connects the processes.
+This module only reads a mapping of variables; :mod:`gossipx.launch.world.rendezvous` connects the processes.
 """
 
 from __future__ import annotations

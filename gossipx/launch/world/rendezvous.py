@@ -23,8 +23,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gossipx.errors import GossipxError, UsageError, printable
-from gossipx.launch.cluster.world import World, is_loopback
 from gossipx.launch.environment import ENV_MASTER
+from gossipx.launch.world.launchers import World, is_loopback
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

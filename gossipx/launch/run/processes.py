@@ -17,20 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from gossipx.errors import DIFFERENT_MODELS, GossipxError, NotEnoughPeersError, UsageError
-from gossipx.launch.children import READ, Child, Spawn, command_of, misplaced
-from gossipx.launch.curves import RunCurves
 from gossipx.launch.environment import (
     ENV_PROGRESS,
     ENV_STOP_WITH_INPUT,
 )
 from gossipx.launch.hosts import bind_host
 from gossipx.launch.ports import kept_free
-from gossipx.launch.progress import Display, PeerStatus
-from gossipx.launch.remote import Command, Remote
-from gossipx.launch.restarts import RESTARTED, Restarts
-from gossipx.launch.results import sum_up
+from gossipx.launch.run.children import READ, Child, Spawn, command_of, misplaced
+from gossipx.launch.run.curves import RunCurves
+from gossipx.launch.run.display import Display, PeerStatus
+from gossipx.launch.run.restarts import RESTARTED, Restarts
+from gossipx.launch.run.results import sum_up
+from gossipx.launch.run.ssh import Command, Remote
+from gossipx.launch.run.stopping import Outcome, Stopping, how_to_continue
 from gossipx.launch.start import Start, from_hosts, peer_source
-from gossipx.launch.stopping import Outcome, Stopping, how_to_continue
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.metrics.summary import Summary
 from gossipx.settings import files
@@ -59,7 +59,7 @@ def launch(
         script: a user's script and its arguments; empty: the built-in task.
         environ: environment with the variables of torchrun, srun or mpirun; GOSSIPX_RANK and its like override these.
         resumes: number of peers that the run of that name had, which resumes from its checkpoints (see
-            :mod:`gossipx.launch.resume`); 0: the run is new.
+            :mod:`gossipx.launch.directory.resume`); 0: the run is new.
         spawn: starts the process of a peer; called like :class:`subprocess.Popen`.
         over_ssh: this command, to be started on the other hosts too; None: it is not.
 
@@ -76,7 +76,7 @@ def launch(
     if world is not None and over_ssh is not None:
         raise UsageError("--ssh starts the lines of a hosts file; here a launcher has started the processes: omit it")
     if world is not None:
-        from gossipx.launch.cluster.multi_process import from_world  # imports torch, for its TCPStore
+        from gossipx.launch.world.multi_process import from_world  # imports torch, for its TCPStore
 
         start = from_world(given, world, hosts, script, resumes)
     else:

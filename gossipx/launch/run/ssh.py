@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from gossipx.errors import UsageError
-from gossipx.launch.children import READ, shown_of
 from gossipx.launch.environment import ENV_STOP_WITH_INPUT
 from gossipx.launch.hosts import PeerLine
+from gossipx.launch.run.children import READ, shown_of
 from gossipx.launch.start import Start
 from gossipx.settings.sections import KEYS
 

@@ -22,14 +22,13 @@ from typing import Any, BinaryIO
 import torch
 
 from gossipx.errors import UsageError
-from gossipx.launch import resume
-from gossipx.launch.cluster import attempts, membership
-from gossipx.launch.cluster.rendezvous import Rendezvous
-from gossipx.launch.cluster.world import World, check_size, is_loopback
-from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, RunDirectory, checked_name, record
+from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, RunDirectory, checked_name, record, resume
 from gossipx.launch.directory import replace as replace_file
 from gossipx.launch.hosts import LOOPBACK, PeerLine, read_hosts
 from gossipx.launch.start import Start, check_here, check_names, check_script, presets, with_name
+from gossipx.launch.world import attempts, process_list
+from gossipx.launch.world.launchers import World, check_size, is_loopback
+from gossipx.launch.world.rendezvous import Rendezvous
 from gossipx.metrics import summary
 from gossipx.metrics.summary import Summary
 from gossipx.runtime.models import directory_of
@@ -80,7 +79,7 @@ def _agree(
     settings = presets(given, world.size, script, hosts)
     check_script(script)
     if listed is None:
-        membership.check_reach(world, settings.exchange)
+        process_list.check_reach(world, settings.exchange)
     device = _device(settings.run.device, world)
     settings, first = _one_run(meeting, settings, bool(script), resumes)
     if first["earlier"] is not None:
@@ -89,11 +88,11 @@ def _agree(
             return None
     reserved = None
     if listed is None or hosts is None:
-        text, reserved = membership.agree(meeting, settings.exchange, device)
+        text, reserved = process_list.agree(meeting, settings.exchange, device)
         undo.callback(reserved.close)
     else:
         text = texts.read(hosts, "hosts file")
-    peers = listed or membership.lines_of(text)
+    peers = listed or process_list.lines_of(text)
     check_names(settings, peers)
     notice = check_here(settings, [peers[world.rank]], script, hosts)
     names, visible = [peer.name for peer in peers], _visible_ranks(settings, world)
