@@ -9,6 +9,7 @@ from textwrap import dedent
 from typing import Any
 
 from gossipx.launch.run.processes import launch
+from gossipx.launch.start import HostsFile
 from gossipx.settings import files as config_files
 
 Run = Callable[..., int]
@@ -94,7 +95,7 @@ def launcher(directory: Path) -> Run:
 
     def launched(body: str, *arguments: str, peers: str = "localhost slots=3", **settings: Any) -> int:
         given = config_files.resolve({"logdir": str(directory / "runs"), "name": "mine", **settings})
-        return launch(given, hosts(directory, peers), [str(script(directory, body)), *arguments], {}).code
+        return launch(HostsFile(hosts(directory, peers)), given, [str(script(directory, body)), *arguments]).code
 
     return launched
 

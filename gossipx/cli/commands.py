@@ -10,7 +10,7 @@ import errno
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from gossipx.cli.options import Option, RunCommand, help_all, help_for, options,
 from gossipx.cli.output import unfailing
 from gossipx.errors import GossipxError, UsageError, printable
 from gossipx.launch.environment import ENV_DEBUG
-from gossipx.launch.world.launchers import with_options
+from gossipx.launch.world.launchers import LaunchWorld, find, with_options
 from gossipx.settings import files
 from gossipx.settings.sections import KEYS, RunConfig
 
@@ -216,6 +216,7 @@ def run(
     """
     from gossipx.launch.run.processes import launch
     from gossipx.launch.run.ssh import Command
+    from gossipx.launch.world.source import source_of
 
     _check_together(resume, seeds, settings["seed"], dry_run, ssh, link, model_size, as_json)
     environ = with_options(os.environ, rank, size, master)
@@ -225,20 +226,24 @@ def run(
 
         if config_file:
             raise UsageError("--config is for a new run, but --resume uses the settings of the run: leave one out")
-        resolved, hosts, arguments = settings_of(resume, settings, list(script), environ)
-        before = peers_before(resolved)
-        sys.exit(launch(resolved, hosts, arguments, environ, resumes=before, over_ssh=over_ssh).code)
+        world = find(environ)
+        started = None if world is None else (world.size, world.source)
+        resolved, hosts, arguments = settings_of(resume, settings, list(script), started)
+        source, before = source_of(hosts, arguments, environ), peers_before(resolved)
+        sys.exit(launch(source, resolved, arguments, resumes=before, over_ssh=over_ssh).code)
     given = files.load(config_file) if config_file else {}
     resolved = files.resolve(given, settings)
     hosts = None if resolved.run.peers is None else Path(resolved.run.peers)
+    source = source_of(hosts, script, environ)
     if dry_run:
-        _dry_run(resolved, hosts, list(script), environ, link, model_size, as_json)
+        world = find(environ) if source.launcher else None
+        _dry_run(resolved, source.hosts, list(script), world, link, model_size, as_json)
     elif seeds is not None:
         from gossipx.launch.run.several_seeds import launch_each, parse
 
-        sys.exit(launch_each(resolved, parse(seeds), hosts, list(script), environ))
+        sys.exit(launch_each(source, resolved, parse(seeds), list(script)))
     else:
-        sys.exit(launch(resolved, hosts, list(script), environ, over_ssh=over_ssh).code)
+        sys.exit(launch(source, resolved, list(script), over_ssh=over_ssh).code)
 
 
 def _check_together(
@@ -271,16 +276,14 @@ def _dry_run(
     settings: RunConfig,
     hosts: Path | None,
     script: list[str],
-    environ: Mapping[str, str],
+    world: LaunchWorld | None,
     link: str | None,
     model_size: str | None,
     as_json: bool,
 ) -> None:
     from gossipx.cli.dry_run import show_dry_run
-    from gossipx.launch.start import peer_source
     from gossipx.tools.dry_run import dry_run as examine
 
-    hosts, world = peer_source(hosts, script, environ)
     if hosts is None:
         raise UsageError("--dry-run requires a hosts file: give --peers hosts.txt")
     with Console(stderr=True).status("with many peers this may take minutes"):  # shown on a terminal only

@@ -15,12 +15,9 @@ from gossipx.assembly.devices import check_device, check_transport
 from gossipx.assembly.presets import effective_config
 from gossipx.errors import UsageError
 from gossipx.hub import rank_of_hub
-from gossipx.launch.directory import HOSTS_FILE, RunDirectory
+from gossipx.launch.directory import HOSTS_FILE, Directory, RunDirectory
 from gossipx.launch.environment import ADDED, ENV_CONFIG, ENV_DEVICE, ENV_PEERS, ENV_RANK, ENV_RESUME, ENV_RESUME_AT
-from gossipx.launch.hosts import ADVICE, PeerLine, bind_host, local_ranks, read_hosts
-from gossipx.launch.run.children import script_exists
-from gossipx.launch.world.launchers import World, find, why_none
-from gossipx.metrics.summary import Summary
+from gossipx.launch.hosts import PeerLine, bind_host, local_ranks, read_hosts
 from gossipx.server.plan import server_ranks
 from gossipx.settings.sections import RunConfig
 from gossipx.transports import access
@@ -39,71 +36,39 @@ def no_peers(script: Sequence[str], advice: str) -> UsageError:
     return UsageError(f"no peers given: {advice}")
 
 
-def peer_source(
-    hosts: Path | None, script: Sequence[str], environ: Mapping[str, str]
-) -> tuple[Path | None, World | None]:
-    """Return the hosts file, given or named by GOSSIPX_PEERS, and the world of a launcher; whichever defines the peers.
-
-    Raises:
-        UsageError: neither is given, or variables of a launcher contradict each other.
-    """
-    world = find(environ)
-    if hosts is None and environ.get(ENV_PEERS) and not environ.get(ENV_CONFIG):
-        hosts = Path(environ[ENV_PEERS])
-    if world is None and hosts is None:
-        raise no_peers(script, ADVICE + why_none(environ))
-    return hosts, None if hosts is not None and world is not None and world.size == 1 else world
-
-
-class Directory(Protocol):
-    """The directory of a run: :class:`gossipx.launch.directory.RunDirectory`, or one that several processes share."""
-
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        """Return the path of the settings file."""
-
-    def record(self, settings: RunConfig) -> None:
-        """Record settings that are known only since the run trains."""
-
-    def keep(self) -> None:
-        """Keep the directory, as the run trains."""
-
-    def give_up(self) -> None:
-        """Remove the directory, as nothing was trained."""
-
-    def release(self) -> None:
-        """Release the lock, as the run has ended."""
-
-    def conclude(self, summary: Summary) -> bool:
-        """Write the run's summary; return False if another process wrote one that is at least as complete."""
-
-
 @dataclass(frozen=True)
-class Start:
+class Checked:
+    """The checked settings and peers of a run that may be started.
+
+    Attributes:
+        settings: settings with a name and presets filled in.
+        peers: all peers, by rank.
+        here: ranks of the peers on this machine.
+        notice: message to show first; None: none.
+    """
+
+    settings: RunConfig
+    peers: list[PeerLine]
+    here: list[int]
+    notice: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start(Checked):
     """Everything needed to start the peers of this machine.
 
     Attributes:
-        settings: settings of the run, with a name and presets filled in.
         directory: the run's directory, already created.
-        peers: all peers, by rank.
-        here: ranks of the peers to start.
         resumes: number of peers that the run had, if it resumes from checkpoints; 0: the run is new.
         resumes_at: iteration of the checkpoints; None: each from its newest.
-        notice: message to show first; None: none.
         shared: whether other processes on this terminal are peers of the run too.
         reserved: socket that keeps a port free for the peer until it is closed.
         joins: environment variables of a peer that joins a run under way; None: the peers begin it.
     """
 
-    settings: RunConfig
     directory: Directory
-    peers: list[PeerLine]
-    here: list[int]
     resumes: int = 0
     resumes_at: int | None = None
-    notice: str | None = None
     shared: bool = False
     reserved: socket.socket | None = None
     joins: Mapping[str, str] | None = None
@@ -125,40 +90,54 @@ class Start:
         }
 
 
-def from_hosts(given: RunConfig, hosts: Path, script: list[str], resumes: int) -> Start:
-    """Return the start of this machine's peers in a hosts file; ``resumes`` as in :class:`Start`.
+class Source(Protocol):
+    """Where the peers of a run come from.
 
-    Raises:
-        UsageError: settings, hosts file or script are invalid, or the name is in use.
+    Attributes:
+        hosts: file that lists them; None: the processes publish their addresses.
+        launcher: what starts the processes, for messages; empty: this process.
     """
-    checked = check(given, hosts, script)
-    settings, peers, here = checked.settings, checked.peers, checked.here
-    names = [peer.name for peer in peers]
-    at: int | None = None
-    if resumes:
-        from gossipx.launch.directory import resume  # imports torch, to read checkpoints
 
-        at, settings = resume.check(settings, names, here, bool(script), resumes)
-        resume.tell_other_size(settings, names, resumes)
-    directory = RunDirectory(settings, hosts.read_bytes(), script, bool(resumes))
-    return Start(settings, directory, peers, here, resumes, at, checked.notice)
+    @property
+    def hosts(self) -> Path | None: ...
+
+    @property
+    def launcher(self) -> str: ...
+
+    def start(self, given: RunConfig, script: list[str], resumes: int) -> Start:
+        """Return the start of the peers of this machine.
+
+        Args:
+            given: settings, presets not yet filled in.
+            script: a user's script and its arguments; empty: the built-in task.
+            resumes: as in :class:`Start`.
+
+        Raises:
+            UsageError: settings, hosts file or script are invalid, or the name is in use.
+            GossipxError: the processes of the run did not find each other in time.
+        """
 
 
 @dataclass(frozen=True)
-class Checked:
-    """The checked settings and peers of a run that may be started.
+class HostsFile:
+    """A hosts file, of whose peers this process starts those on its machine."""
 
-    Attributes:
-        settings: settings with a name and presets filled in.
-        peers: all peers, by rank.
-        here: ranks of the peers on this machine.
-        notice: message to show first; None: none.
-    """
+    hosts: Path
+    launcher: str = ""
 
-    settings: RunConfig
-    peers: list[PeerLine]
-    here: list[int]
-    notice: str | None
+    def start(self, given: RunConfig, script: list[str], resumes: int) -> Start:
+        """Return the start of this machine's peers; see :class:`Source`."""
+        checked = check(given, self.hosts, script)
+        settings, at = checked.settings, None
+        if resumes:
+            from gossipx.launch.directory import resume  # imports torch, to read checkpoints
+
+            names = [peer.name for peer in checked.peers]
+            at, settings = resume.check(settings, names, checked.here, bool(script), resumes)
+            resume.tell_other_size(settings, names, resumes)
+        directory = RunDirectory(settings, self.hosts.read_bytes(), script, bool(resumes))
+        given_to = vars(checked) | {"settings": settings}
+        return Start(**given_to, directory=directory, resumes=resumes, resumes_at=at)
 
 
 def check(given: RunConfig, hosts: Path, script: list[str]) -> Checked:
@@ -246,6 +225,11 @@ def check_script(script: list[str]) -> None:
     """
     if not script_exists(script):
         raise UsageError("script not found", file=script[0])
+
+
+def script_exists(script: list[str]) -> bool:
+    """Return whether the script exists; True if none is given."""
+    return not script or Path(script[0]).is_file()
 
 
 def with_name(settings: RunConfig) -> RunConfig:

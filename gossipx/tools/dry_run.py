@@ -17,7 +17,7 @@ from gossipx.hub import rank_of_hub
 from gossipx.launch.directory import check_name
 from gossipx.launch.hosts import read_hosts
 from gossipx.launch.start import Checked, check
-from gossipx.launch.world.launchers import World, check_size
+from gossipx.launch.world.launchers import LaunchWorld, check_size
 from gossipx.model import layout
 from gossipx.runtime.figures.reporting import codec_of
 from gossipx.server.placement import Table
@@ -151,7 +151,7 @@ def dry_run(
     script: list[str],
     link: str | None = None,
     model_size: str | None = None,
-    world: World | None = None,
+    world: LaunchWorld | None = None,
 ) -> DryRun:
     """Return the plan of a run.
 

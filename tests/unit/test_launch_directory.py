@@ -14,6 +14,7 @@ from gossipx.errors import UsageError
 from gossipx.launch.directory import CONFIG_FILE, RunDirectory, replace, run_directory
 from gossipx.launch.run import processes
 from gossipx.launch.run.processes import launch
+from gossipx.launch.start import HostsFile
 from gossipx.metrics.summary import FILE, read
 from gossipx.settings import files as config_files
 
@@ -170,7 +171,7 @@ def test_an_empty_directory_can_be_overwritten(run: Run, mine: Path) -> None:
 def test_the_hosts_file_of_a_run_can_be_used_to_run_it_again(tmp_path: Path, run: Run, mine: Path) -> None:
     assert run("finish()", peers="localhost slots=2") == 0
     given = config_files.resolve({"logdir": str(mine.parent), "name": "mine", "overwrite": True})
-    assert launch(given, mine / "hosts.txt", [str(tmp_path / "child.py")], {}).code == 0
+    assert launch(HostsFile(mine / "hosts.txt"), given, [str(tmp_path / "child.py")]).code == 0
     assert read(mine).peers == 2
 
 

@@ -16,6 +16,8 @@ from gossipx.errors import UsageError
 from gossipx.launch.loops.train import used_of
 from gossipx.launch.run import several_seeds
 from gossipx.launch.run.stopping import Outcome
+from gossipx.launch.start import HostsFile
+from gossipx.launch.world.source import source_of
 from gossipx.settings import files
 from gossipx.settings.sections import MOST_ITERATIONS, RunSettings
 from gossipx.tasks.presets import PRESETS, cosine_rate, step_rate
@@ -64,7 +66,7 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, Outcome]:
     outcomes: dict[int, Outcome] = {}
     times = itertools.count(1_000_000_000)
 
-    def launched(given, hosts, script, environ):
+    def launched(source, given, script):
         directory = Path(given.run.logdir, given.run.name)
         directory.mkdir(parents=True, exist_ok=True)
         outcome = outcomes.get(given.run.seed, Outcome(0, stopped=False))
@@ -82,7 +84,7 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, Outcome]:
 def launch(text: str, **given: object) -> tuple[int, list[str]]:
     """Return the exit code, and the names of all runs so far."""
     settings = files.resolve({"policy": "tau:10", "logdir": "runs", **given})
-    code = several_seeds.launch_each(settings, several_seeds.parse(text), Path("hosts.txt"), [], {})
+    code = several_seeds.launch_each(HostsFile(Path("hosts.txt")), settings, several_seeds.parse(text), [])
     return code, sorted(path.name for path in Path("runs").iterdir())
 
 
@@ -143,7 +145,7 @@ def test_a_given_name_that_is_taken_is_refused_before_the_first_run(ran: dict[in
 def test_launchers_start_one_run(ran: dict[int, Outcome]) -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": "0"}
     with pytest.raises(UsageError, match=r"--seeds starts all peers of a hosts file, and .* starts one run"):
-        several_seeds.launch_each(files.resolve({}), (0, 1), None, [], environ)
+        several_seeds.launch_each(source_of(None, [], environ), files.resolve({}), (0, 1), [])
 
 
 # --- seconds ------------------------------------------------------------------------------------------

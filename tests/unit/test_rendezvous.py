@@ -21,12 +21,13 @@ from torch.distributed import TCPStore
 from gossipx.checkpoint import pack
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.directory import RunDirectory
+from gossipx.launch.directory.shared import SharedDirectory
 from gossipx.launch.environment import ADDED, ENV_RESUME
 from gossipx.launch.hosts import peers_digest
 from gossipx.launch.world import multi_process, process_list, rendezvous
 from gossipx.launch.world.attempts import joins_again
-from gossipx.launch.world.launchers import World
-from gossipx.launch.world.multi_process import SharedDirectory, creator_of
+from gossipx.launch.world.launchers import LaunchWorld
+from gossipx.launch.world.multi_process import creator_of
 from gossipx.launch.world.process_list import PeerInfo, check_reach, lines_of, peer_info_of, text_of
 from gossipx.launch.world.rendezvous import RemoteAbortError, Rendezvous
 from gossipx.metrics import summary
@@ -43,12 +44,12 @@ def _one_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def world() -> World:
+def world() -> LaunchWorld:
     """Return the world of a rank of three, on this machine."""
-    return World(0, 3, 0, True, "127.0.0.1", free_ports(1)[0], False, "test", "srun", "SLURM_NODELIST")
+    return LaunchWorld(0, 3, 0, True, "127.0.0.1", free_ports(1)[0], False, "test", "srun", "SLURM_NODELIST")
 
 
-def each(world: World, ranks: Sequence[int], act: Callable[[int], Any]) -> list[Any]:
+def each(world: LaunchWorld, ranks: Sequence[int], act: Callable[[int], Any]) -> list[Any]:
     """Call ``act`` for each rank in its own thread; return the results or exceptions."""
 
     def one(rank: int) -> Any:
@@ -61,7 +62,7 @@ def each(world: World, ranks: Sequence[int], act: Callable[[int], Any]) -> list[
         return list(pool.map(one, ranks))
 
 
-def test_all_make_the_same_list(world: World) -> None:
+def test_all_make_the_same_list(world: LaunchWorld) -> None:
     def act(rank: int) -> str:
         with Rendezvous(replace(world, rank=rank), 60) as meeting:
             text, held = process_list.agree(meeting, ExchangeSettings(), device=f"cuda:{rank}")
@@ -78,7 +79,7 @@ def test_all_make_the_same_list(world: World) -> None:
         pass  # rank 0's port is free again for a second join
 
 
-def test_a_missing_rank_is_named(world: World) -> None:
+def test_a_missing_rank_is_named(world: LaunchWorld) -> None:
     def act(rank: int) -> None:
         with Rendezvous(replace(world, rank=rank), 1.0) as meeting:
             meeting.publish("peer", rank)
@@ -93,7 +94,7 @@ def test_a_missing_rank_is_named(world: World) -> None:
 
 
 @pytest.mark.fault(74)
-def test_a_machine_that_was_started_again_alone_is_told_that(world: World) -> None:
+def test_a_machine_that_was_started_again_alone_is_told_that(world: LaunchWorld) -> None:
     """torchrun with a static rendezvous does so; processes of the attempt before have no use for what these publish."""
     told = (
         r"ranks 0, 1, 2 of 3 did not reach .*: this is attempt 2, for which the launcher has to start all again; check"
@@ -102,7 +103,7 @@ def test_a_machine_that_was_started_again_alone_is_told_that(world: World) -> No
         meeting.gather("peer")
 
 
-def test_an_unreachable_rank_0_is_reported_with_address_variable_and_option(world: World) -> None:
+def test_an_unreachable_rank_0_is_reported_with_address_variable_and_option(world: LaunchWorld) -> None:
     with pytest.raises(GossipxError) as caught, Rendezvous(replace(world, rank=1), 0.5):
         pass
     told = str(caught.value)
@@ -110,18 +111,18 @@ def test_an_unreachable_rank_0_is_reported_with_address_variable_and_option(worl
     assert "GOSSIPX_MASTER=host[:port]" in told and "--rendezvous-timeout" in told and "\n" not in told
 
 
-def test_the_host_of_rank_0_is_unknown(world: World) -> None:
+def test_the_host_of_rank_0_is_unknown(world: LaunchWorld) -> None:
     with pytest.raises(UsageError, match=r"mpirun does not define the host of rank 0.*mpirun -x MASTER_ADDR"):
         Rendezvous(replace(world, master=None, source="mpirun"), 5)
 
 
-def test_a_port_in_use_is_named(world: World) -> None:
+def test_a_port_in_use_is_named(world: LaunchWorld) -> None:
     with socket.create_server(("127.0.0.1", world.port)), pytest.raises(GossipxError) as caught:
         Rendezvous(world, 5)
     assert f"cannot listen on port {world.port}" in str(caught.value) and "GOSSIPX_MASTER" in str(caught.value)
 
 
-def test_two_processes_with_the_same_rank(world: World) -> None:
+def test_two_processes_with_the_same_rank(world: LaunchWorld) -> None:
     def act(number: int) -> None:
         with Rendezvous(replace(world, rank=min(number, 1)), 30) as meeting:
             meeting.get("all here", 2)
@@ -131,7 +132,7 @@ def test_two_processes_with_the_same_rank(world: World) -> None:
     assert isinstance(double, UsageError) and "two processes got rank 1 from srun" in str(double)
 
 
-def test_an_error_of_one_rank_ends_all_with_its_exit_code(world: World) -> None:
+def test_an_error_of_one_rank_ends_all_with_its_exit_code(world: LaunchWorld) -> None:
     def act(rank: int) -> None:
         with Rendezvous(replace(world, rank=rank), 60) as meeting:
             if rank == 0:
@@ -143,14 +144,14 @@ def test_an_error_of_one_rank_ends_all_with_its_exit_code(world: World) -> None:
     assert [(str(error), error.exit_code) for error in others] == [("rank 0 aborted: no such policy", 2)] * 2
 
 
-def test_another_program_listens_on_the_port(world: World) -> None:
+def test_another_program_listens_on_the_port(world: LaunchWorld) -> None:
     """For example, a web server that never answers a request that it does not understand."""
     with socket.create_server(("127.0.0.1", world.port)), pytest.raises(GossipxError) as caught:
         Rendezvous(replace(world, rank=1, hosted=True, source="torchrun"), 1.0)
     assert "is not a torch store" in str(caught.value) and "--master-port" in str(caught.value)
 
 
-def test_a_single_process_needs_no_store_and_is_warned(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_single_process_needs_no_store_and_is_warned(world: LaunchWorld, caplog: pytest.LogCaptureFixture) -> None:
     with Rendezvous(replace(world, size=1, master=None), 1) as meeting:
         text, held = process_list.agree(meeting, ExchangeSettings())
         held.close()
@@ -209,7 +210,7 @@ def test_invalid_peer_information(change: dict[str, Any]) -> None:
         peer_info_of([good], 1)
 
 
-def test_several_machines_need_bind_and_a_secret(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_machines_need_bind_and_a_secret(world: LaunchWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOSSIPX_SECRET", raising=False)
     check_reach(world, ExchangeSettings())
     apart = replace(world, one_host=False)
@@ -225,12 +226,12 @@ def test_several_machines_need_bind_and_a_secret(world: World, monkeypatch: pyte
 
 
 @contextmanager
-def barrier(world: World, rank: int) -> Iterator[Rendezvous]:
+def barrier(world: LaunchWorld, rank: int) -> Iterator[Rendezvous]:
     with Rendezvous(replace(world, rank=rank), 60) as meeting:
         yield meeting
 
 
-def test_settings_that_differ_are_named_and_settings_of_a_machine_may_differ(world: World) -> None:
+def test_settings_that_differ_are_named_and_settings_of_a_machine_may_differ(world: LaunchWorld) -> None:
     def act(rank: int) -> Any:
         given = files.resolve({"name": "x", "advertise": f"host-{rank}", "policy": "tau:5" if rank < 2 else "tau:6"})
         with barrier(world, rank) as meeting:
@@ -244,12 +245,12 @@ def test_settings_that_differ_are_named_and_settings_of_a_machine_may_differ(wor
     assert told == [f"rank 2 aborted: {cause}"] * 2 + [cause]
 
 
-def starts_one(world: World, rank: int, folder: Path, **settings: Any) -> Any:
+def starts_one(world: LaunchWorld, rank: int, folder: Path, **settings: Any) -> Any:
     given = files.resolve({"logdir": str(folder), "iterations": 5, **settings})
     return multi_process.from_world(given, replace(world, rank=rank), None, [], resumes=0)
 
 
-def starts(world: World, folders: Sequence[Path], **settings: Any) -> list[Any]:
+def starts(world: LaunchWorld, folders: Sequence[Path], **settings: Any) -> list[Any]:
     """Return what each rank starts with, where rank r's --logdir is ``folders[r]``."""
     made = each(world, range(world.size), lambda rank: starts_one(world, rank, folders[rank], **settings))
     for one in made:
@@ -259,7 +260,7 @@ def starts(world: World, folders: Sequence[Path], **settings: Any) -> list[Any]:
     return made
 
 
-def test_one_directory_on_a_shared_file_system(world: World, tmp_path: Path) -> None:
+def test_one_directory_on_a_shared_file_system(world: LaunchWorld, tmp_path: Path) -> None:
     made = starts(world, [tmp_path] * 3)
     assert {one.settings.run.name for one in made} == {"tau"} and {one.directory.path for one in made} == {
         tmp_path / "tau"
@@ -280,7 +281,7 @@ def checkpoint(run: Path, rank: int, job: str) -> None:
 
 @pytest.mark.fault(74)
 @pytest.mark.parametrize("name", [None, "mine"])
-def test_a_later_attempt_continues_the_run_of_its_job(world: World, tmp_path: Path, name: str | None) -> None:
+def test_a_later_attempt_continues_the_run_of_its_job(world: LaunchWorld, tmp_path: Path, name: str | None) -> None:
     """If any rank sees a checkpoint: others may have had none yet, or have lost their disk."""
     folders = [tmp_path] * 3
     given = {} if name is None else {"name": name}
@@ -296,7 +297,7 @@ def test_a_later_attempt_continues_the_run_of_its_job(world: World, tmp_path: Pa
 
 @pytest.mark.fault(74)
 def test_a_later_attempt_without_a_checkpoint_begins_its_run_anew(
-    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    world: LaunchWorld, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Under the same name."""
     starts(world, [tmp_path] * 3)
@@ -310,7 +311,7 @@ def test_a_later_attempt_without_a_checkpoint_begins_its_run_anew(
 
 
 @pytest.mark.fault(74)
-def test_a_later_attempt_continues_no_run_of_another_job(world: World, tmp_path: Path) -> None:
+def test_a_later_attempt_continues_no_run_of_another_job(world: LaunchWorld, tmp_path: Path) -> None:
     """The job failed before it began this run: the counter alone does not show that."""
     starts(world, [tmp_path] * 3)
     checkpoint(tmp_path / "tau", 0, "")
@@ -321,7 +322,7 @@ def test_a_later_attempt_continues_no_run_of_another_job(world: World, tmp_path:
 
 
 @pytest.mark.fault(74)
-def test_a_run_that_its_job_has_completed_is_not_begun_again(world: World, tmp_path: Path) -> None:
+def test_a_run_that_its_job_has_completed_is_not_begun_again(world: LaunchWorld, tmp_path: Path) -> None:
     """The script of a job has several runs, and was ended in a later one."""
     starts(world, [tmp_path] * 3)
     figures([]).write(tmp_path / "tau")
@@ -337,7 +338,7 @@ def test_a_run_that_its_job_has_completed_is_not_begun_again(world: World, tmp_p
 
 
 @pytest.mark.fault(74)
-def test_the_mark_of_a_job_of_torchrun_is_kept_by_its_agent(world: World) -> None:
+def test_the_mark_of_a_job_of_torchrun_is_kept_by_its_agent(world: LaunchWorld) -> None:
     """Which outlives the attempts. Its identifier is often ``none``, also for other jobs."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
@@ -354,7 +355,9 @@ def test_the_mark_of_a_job_of_torchrun_is_kept_by_its_agent(world: World) -> Non
 
 
 @pytest.mark.fault(74)
-def test_scripts_that_join_by_themselves_resume_from_the_checkpoints_of_their_job(world: World, tmp_path: Path) -> None:
+def test_scripts_that_join_by_themselves_resume_from_the_checkpoints_of_their_job(
+    world: LaunchWorld, tmp_path: Path
+) -> None:
     """Not from those of another job, which a peer of this one has not replaced yet."""
     checkpoint(tmp_path, 0, "test/0")
     checkpoint(tmp_path, 1, "earlier/0")
@@ -371,7 +374,7 @@ def test_scripts_that_join_by_themselves_resume_from_the_checkpoints_of_their_jo
     assert resumes(1, tmp_path / "elsewhere") == ["", "", ""]
 
 
-def test_a_directory_on_each_machine(world: World, tmp_path: Path) -> None:
+def test_a_directory_on_each_machine(world: LaunchWorld, tmp_path: Path) -> None:
     """Rank 0 is on one machine, ranks 1 and 2 are on another: rank 1 creates the directory there."""
     for folder in ("one", "other"):
         (tmp_path / folder).mkdir()
@@ -381,7 +384,7 @@ def test_a_directory_on_each_machine(world: World, tmp_path: Path) -> None:
     assert len(hosts) == 1
 
 
-def test_a_given_list_has_precedence(world: World, tmp_path: Path) -> None:
+def test_a_given_list_has_precedence(world: LaunchWorld, tmp_path: Path) -> None:
     """Rank 0 is then where the list says, unless a variable says otherwise."""
     hosts = tmp_path / "hosts.txt"
     hosts.write_text(f"127.0.0.1:{world.port + 1} name=one\n127.0.0.1:{world.port + 2} name=other\n")
@@ -405,7 +408,7 @@ def test_the_rank_that_creates_the_directory() -> None:
     assert [creator_of(rank, told) for rank in range(5)] == [None, None, 2, 2, None]
 
 
-def test_a_name_that_leads_elsewhere_is_not_followed(world: World, tmp_path: Path) -> None:
+def test_a_name_that_leads_elsewhere_is_not_followed(world: LaunchWorld, tmp_path: Path) -> None:
     """A process that can write to the store must not choose where others write files."""
 
     def act(rank: int) -> Any:
@@ -419,7 +422,7 @@ def test_a_name_that_leads_elsewhere_is_not_followed(world: World, tmp_path: Pat
     assert "--name '../../etc'" in str(each(world, range(2), act)[1])
 
 
-def test_processes_on_different_machines_record_their_own_settings(world: World, tmp_path: Path) -> None:
+def test_processes_on_different_machines_record_their_own_settings(world: LaunchWorld, tmp_path: Path) -> None:
     settings = files.resolve({"name": "x", "logdir": str(tmp_path)})
     made = RunDirectory(settings, b"127.0.0.1\n")
     own = files.resolve({"name": "x", "logdir": str(tmp_path), "advertise": "elsewhere"})
@@ -433,7 +436,7 @@ def test_processes_on_different_machines_record_their_own_settings(world: World,
     made.release()
 
 
-def test_the_most_complete_summary_is_kept(world: World, tmp_path: Path) -> None:
+def test_the_most_complete_summary_is_kept(world: LaunchWorld, tmp_path: Path) -> None:
     settings = files.resolve({"name": "x", "logdir": str(tmp_path)})
     made = RunDirectory(settings, b"127.0.0.1\n")
     figures(["a"]).write(made.path)  # by the run before it was resumed
@@ -446,7 +449,7 @@ def test_the_most_complete_summary_is_kept(world: World, tmp_path: Path) -> None
 
 
 def test_of_processes_that_end_at_once_one_writes_the_summary(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: LaunchWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = files.resolve({"name": "x", "logdir": str(tmp_path)})
     made = RunDirectory(settings, b"127.0.0.1\n")
@@ -520,13 +523,18 @@ def figures(lost: list[str]) -> Summary:
     ],
 )
 def test_a_gpu_each_in_turn(
-    world: World, monkeypatch: pytest.MonkeyPatch, name: str, local_rank: int | None, gpus: int, device: str | None
+    world: LaunchWorld,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    local_rank: int | None,
+    gpus: int,
+    device: str | None,
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     assert multi_process._device(name, replace(world, local_rank=local_rank)) == device
 
 
-def test_threads_are_not_left(world: World) -> None:
+def test_threads_are_not_left(world: LaunchWorld) -> None:
     before = threading.active_count()
     test_all_make_the_same_list(world)
     assert threading.active_count() <= before

@@ -1,5 +1,4 @@
-"""The directory of a run: it locks the run's name, and keeps a run that will be overwritten until the
-new one trains."""
+"""The directory of a run: it locks the run's name, and keeps a run to be overwritten until the new one trains."""
 
 from __future__ import annotations
 
@@ -116,7 +115,40 @@ def settings_in(directory: Path) -> dict[str, Any]:
     return found
 
 
-class RunDirectory:
+class Directory:
+    """The directory of a run, as a process that follows its peers uses it; here for one that others have made.
+
+    Attributes:
+        path: the directory.
+        config: the settings file of this process's peers.
+    """
+
+    path: Path
+    config: Path
+
+    def record(self, settings: RunConfig) -> None:
+        """Replace the settings file, as some settings are known only since the run trains."""
+        try:
+            replace(self.config, config_files.dump(settings).encode())
+        except OSError as error:  # the run continues
+            log.warning("%s: not up to date, as it cannot be written (%s)", self.config, error.strerror)
+
+    def keep(self) -> None:
+        """Keep the directory, as the run trains."""
+
+    def give_up(self) -> None:
+        """Undo everything, as nothing was trained."""
+
+    def release(self) -> None:
+        """Release the lock, as the run has ended."""
+
+    def conclude(self, summary: Summary) -> bool:
+        """Write the run's summary; return False if another process writes one that is at least as complete."""
+        summary.write(self.path)
+        return True
+
+
+class RunDirectory(Directory):
     """A run's directory, created before any peer starts; then call :meth:`keep` once the run trains, or
     :meth:`give_up`.
 
@@ -139,6 +171,7 @@ class RunDirectory:
         self, settings: RunConfig, hosts: bytes, script: Sequence[str] = (), resumes: bool = False, scenario: str = ""
     ):
         self.path = _path_of(settings)
+        self.config = self.path / CONFIG_FILE
         self._replaced = _replaced_by(self.path)
         self._discarded = self.path.with_name(f".{self.path.name}.gone")
         self._advice = "it needs no --resume" if resumes else "give another --name"
@@ -189,20 +222,6 @@ class RunDirectory:
             }
         for name, content in files.items():
             replace(self.path / name, content)
-
-    @property
-    def config(self) -> Path:
-        """Return the path of the settings file."""
-        return self.path / CONFIG_FILE
-
-    def record(self, settings: RunConfig) -> None:
-        """Replace the settings file, as some settings are known only since the run trains."""
-        record(self.config, settings)
-
-    def conclude(self, summary: Summary) -> bool:
-        """Write the run's summary."""
-        summary.write(self.path)
-        return True
 
     def keep(self) -> None:
         """Remove the replaced run, except for files that no run has written; called once this run trains."""
@@ -329,14 +348,6 @@ def replace(file: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
         raise
-
-
-def record(file: Path, settings: RunConfig) -> None:
-    """Replace a settings file; log it if that fails, as the run continues."""
-    try:
-        replace(file, config_files.dump(settings).encode())
-    except OSError as error:
-        log.warning("%s: not up to date, as it cannot be written (%s)", file, error.strerror)
 
 
 def _remove(entry: Path) -> None:

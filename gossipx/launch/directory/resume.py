@@ -19,7 +19,6 @@ from gossipx.launch.directory import (
     settings_in,
 )
 from gossipx.launch.hosts import read_hosts
-from gossipx.launch.world.launchers import find
 from gossipx.runtime.checkpoints import store_of
 from gossipx.runtime.driver.shards import servers_of, store_of_shard
 from gossipx.runtime.models import directory_of
@@ -32,7 +31,7 @@ log = logging.getLogger("gossipx")
 
 
 def settings_of(
-    run: str, given: Mapping[str, Any], script: list[str], environ: Mapping[str, str]
+    run: str, given: Mapping[str, Any], script: list[str], started: tuple[int, str] | None
 ) -> tuple[RunConfig, Path | None, list[str]]:
     """Return the settings with which a run resumes.
 
@@ -40,7 +39,7 @@ def settings_of(
         run: directory of the run, or its name in ``logdir``.
         given: settings given now, by name; None: not given.
         script: script and arguments given now; empty: those with which the run began, if any.
-        environ: environment, in which a launcher may define the peers.
+        started: how many processes a launcher has started, one per peer, and its name; None: there is none.
 
     Returns:
         The settings, the hosts file (None: the environment defines the peers), the script with its arguments.
@@ -58,13 +57,12 @@ def settings_of(
     place = {"name": path.resolve().name, "logdir": str(path.parent)}
     _check_unchanged([before, place], [before, given, {"logdir": place["logdir"]}], path)
     settings = files.resolve(before, given, place)
-    world = find(environ)
-    if "peers" in given or world is None or world.size == 1:
+    if "peers" in given or started is None or started[0] == 1:
         hosts = Path(given["peers"]) if "peers" in given else path / HOSTS_FILE
         check_size(settings, peers_before(settings), len(read_hosts(hosts)), "--peers names", hosts)
     else:
         hosts = None
-        check_size(settings, peers_before(settings), world.size, f"{world.source} started", None)
+        check_size(settings, peers_before(settings), started[0], f"{started[1]} started", None)
     recorded = path / SCRIPT_FILE
     if not script and recorded.is_file():
         script = _script_in(recorded)

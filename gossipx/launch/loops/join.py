@@ -33,7 +33,7 @@ from gossipx.launch.environment import (
 )
 from gossipx.launch.hosts import PeerLine, bind_host, local_ranks, peers_digest, read_hosts
 from gossipx.launch.world.attempts import joins_again
-from gossipx.launch.world.launchers import World, find, rank_among, why_none
+from gossipx.launch.world.launchers import LaunchWorld, find, rank_among, why_none
 from gossipx.launch.world.process_list import agree, check_reach, lines_of
 from gossipx.launch.world.rendezvous import Rendezvous
 from gossipx.metrics.recorder import Recorder
@@ -283,7 +283,7 @@ def _by_world(
     return lines_of(text), world.rank, meeting.mark, again
 
 
-def _world() -> World:
+def _world() -> LaunchWorld:
     world = find(os.environ)
     if world is None:
         raise UsageError(

@@ -156,8 +156,3 @@ def misplaced(script: list[str]) -> str | None:
     options = {key.option: key.name for key in KEYS.values() if key.table in exchanging}
     given = (word.partition("=")[0] for word in script[1:])
     return next((word for word in given if word in options and options[word] not in text.replace("-", "_")), None)
-
-
-def script_exists(script: list[str]) -> bool:
-    """Return whether the script exists; True if none is given."""
-    return not script or Path(script[0]).is_file()

@@ -7,7 +7,6 @@ one process, as ``gossipx run`` does.
 from __future__ import annotations
 
 import contextlib
-import shutil
 import socket
 import subprocess
 import time
@@ -25,9 +24,9 @@ from gossipx.errors import (
     StrangerError,
     UsageError,
 )
-from gossipx.launch import directory as directories
+from gossipx.launch.directory.joined import NewcomerDirectory
 from gossipx.launch.environment import ENV_ADMISSION
-from gossipx.launch.hosts import DEFAULT_PORT, PeerLine, address_of, bind_host, only_address, peers_digest, read_hosts
+from gossipx.launch.hosts import DEFAULT_PORT, PeerLine, address_of, bind_host, only_address
 from gossipx.launch.ports import reserve
 from gossipx.launch.run.children import Spawn
 from gossipx.launch.run.processes import follow
@@ -36,7 +35,6 @@ from gossipx.metrics.summary import Summary
 from gossipx.peer.admission import Admission
 from gossipx.protocol.admission import AdmitReply, AdmitRequest
 from gossipx.settings import files
-from gossipx.settings.sections import RunConfig
 from gossipx.transports import Address, handshake
 from gossipx.transports.access import Access, grant
 from gossipx.transports.link import Links
@@ -87,7 +85,14 @@ def join(
     peers = [PeerLine(rank, host, port, None, name, 0) for rank, (name, host, port) in named]
     environment = {ENV_ADMISSION: str(directory.admission.resolve())}
     notice = f"{admission.own.name} is peer {admission.rank} of the run {directory.settings.run.name}"
-    start = Start(directory.settings, directory, peers, [admission.rank], notice=notice, joins=environment)
+    start = Start(
+        settings=directory.settings,
+        peers=peers,
+        here=[admission.rank],
+        notice=notice,
+        directory=directory,
+        joins=environment,
+    )
     code = follow(start, script, spawn).code
     if directory.summary is not None and directory.summary.retrievals[admission.rank] is not None:
         print(_figures(directory.summary, admission, directory.path))
@@ -183,105 +188,6 @@ class _Asking:
         self._reached = True
         assert isinstance(frame.message, AdmitReply)
         return frame.message, bytes(frame.payload.view) if isinstance(frame.payload, Bytes) else b""
-
-
-class NewcomerDirectory:
-    """The directory of the run on this machine, shared with the run's own peers if they are here too.
-
-    It implements :class:`gossipx.launch.start.Directory`. The newcomer's settings have its rank in their name.
-
-    Args:
-        own: settings of this machine.
-        given: those of them that a user has given, by name.
-
-    Attributes:
-        settings: of the newcomer: those of the run, and its own.
-        admission: path of the file with the admission.
-        summary: the figures of the newcomer; None until it has ended.
-
-    Raises:
-        UsageError: the directory belongs to another run, or cannot be written.
-    """
-
-    def __init__(self, admission: Admission, own: RunConfig, given: Mapping[str, Any]):
-        logdir, rank = Path(own.run.logdir), admission.rank
-        self.summary: Summary | None = None
-        self._is_new = False  # whether nothing of a peer of this rank was there before
-        with contextlib.ExitStack() as undo:
-            undo.callback(lambda: self.give_up())
-            self.path = self._config = self.admission = logdir  # until the name of the run is known
-            self._created: list[Path] = []
-            try:
-                logdir.mkdir(parents=True, exist_ok=True)
-                unnamed = logdir / f".{admission.own.port}.toml"
-                self._write(unnamed, admission.settings.encode())
-                of_run = files.load(unnamed)
-                self.path = logdir / directories.checked_name(str(of_run.get("name", "joined")))
-                self._check(admission)
-                self._peer = self.path / f"peer-{rank:02d}"
-                self._is_new = not self._peer.exists()
-                self.path.mkdir(exist_ok=True)
-                place = {"name": self.path.name, "logdir": str(logdir)}
-                self.settings = files.resolve(of_run, given, place)
-                self._config, self.admission = self.path / f"config-{rank}.toml", self.path / f"joined-{rank}.json"
-                self._write(self.admission, admission.encoded())
-                self._write(self._config, files.dump(self.settings).encode())
-                unnamed.unlink()
-            except OSError as error:
-                raise UsageError(f"cannot write the run: {error.strerror}; give another --logdir", self.path) from error
-            undo.pop_all()
-
-    def _write(self, file: Path, content: bytes) -> None:
-        self._created.append(file)
-        directories.replace(file, content)
-
-    def _check(self, admission: Admission) -> None:
-        """Check that a directory of that name, if there is one, is of the same run."""
-        hosts = self.path / directories.HOSTS_FILE
-        if not self.path.exists() or not any(self.path.iterdir()):
-            return
-        begun = [PeerLine(rank, host, port, None, name, 0) for rank, (name, host, port) in enumerate(admission.begun)]
-        if hosts.is_file():
-            same = peers_digest(read_hosts(hosts)) == peers_digest(begun)
-        else:
-            before = [Admission.decoded(one.read_bytes()).begun for one in self.path.glob("joined-*.json")]
-            same = admission.begun in before
-        if not same:
-            raise UsageError(
-                f"it is of another run named '{self.path.name}': give --logdir DIR, in which no run has that name",
-                self.path,
-            )
-
-    @property
-    def config(self) -> Path:
-        """Return the path of the settings file."""
-        return self._config
-
-    def record(self, settings: RunConfig) -> None:
-        """Replace the settings file."""
-        directories.record(self._config, settings)
-
-    def keep(self) -> None:
-        """Keep the files, as the newcomer trains."""
-        self._created.clear()
-
-    def give_up(self) -> None:
-        """Remove the files, as nothing was trained."""
-        for file in self._created:
-            with contextlib.suppress(OSError):
-                file.unlink(missing_ok=True)
-        if self._is_new:
-            shutil.rmtree(self._peer, ignore_errors=True)
-        with contextlib.suppress(OSError):  # not empty
-            self.path.rmdir()
-
-    def release(self) -> None:
-        """Do nothing: the directory is not locked."""
-
-    def conclude(self, summary: Summary) -> bool:
-        """Keep the figures; the summary of the run is written by the machines that began it."""
-        self.summary = summary
-        return False
 
 
 def _figures(summary: Summary, admission: Admission, path: Path) -> str:

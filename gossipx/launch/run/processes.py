@@ -13,7 +13,6 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from gossipx.errors import DIFFERENT_MODELS, GossipxError, NotEnoughPeersError, UsageError
@@ -30,7 +29,7 @@ from gossipx.launch.run.restarts import RESTARTED, Restarts
 from gossipx.launch.run.results import sum_up
 from gossipx.launch.run.ssh import Command, Remote
 from gossipx.launch.run.stopping import Outcome, Stopping, how_to_continue
-from gossipx.launch.start import Start, from_hosts, peer_source
+from gossipx.launch.start import Source, Start
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.metrics.summary import Summary
 from gossipx.settings import files
@@ -43,10 +42,9 @@ POLL_INTERVAL = 0.1
 
 
 def launch(
+    source: Source,
     given: RunConfig,
-    hosts: Path | None,
     script: list[str],
-    environ: Mapping[str, str],
     resumes: int = 0,
     spawn: Spawn = subprocess.Popen,
     over_ssh: Command | None = None,
@@ -54,10 +52,9 @@ def launch(
     """Run the peers of this machine to their end, or under torchrun, srun or mpirun the one peer that is this process.
 
     Args:
+        source: where the peers come from.
         given: settings, presets not yet filled in.
-        hosts: the hosts file; None: the environment defines the peers.
         script: a user's script and its arguments; empty: the built-in task.
-        environ: environment with the variables of torchrun, srun or mpirun; GOSSIPX_RANK and its like override these.
         resumes: number of peers that the run of that name had, which resumes from its checkpoints (see
             :mod:`gossipx.launch.directory.resume`); 0: the run is new.
         spawn: starts the process of a peer; called like :class:`subprocess.Popen`.
@@ -72,17 +69,9 @@ def launch(
         UsageError: settings, hosts file or script are invalid; nothing was started.
         GossipxError: the processes of the run did not find each other in time.
     """
-    hosts, world = peer_source(hosts, script, environ)
-    if world is not None and over_ssh is not None:
+    if source.launcher and over_ssh is not None:
         raise UsageError("--ssh starts the lines of a hosts file; here a launcher has started the processes: omit it")
-    if world is not None:
-        from gossipx.launch.world.multi_process import from_world  # imports torch, for its TCPStore
-
-        start = from_world(given, world, hosts, script, resumes)
-    else:
-        assert hosts is not None
-        start = from_hosts(given, hosts, script, resumes)
-    return follow(start, script, spawn, over_ssh)
+    return follow(source.start(given, script, resumes), script, spawn, over_ssh)
 
 
 def follow(start: Start, script: list[str], spawn: Spawn, over_ssh: Command | None = None) -> Outcome:

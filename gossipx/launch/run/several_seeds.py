@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from gossipx.errors import NotAuthorisedError, UsageError
 from gossipx.launch.directory import check_name
 from gossipx.launch.run.processes import launch
-from gossipx.launch.start import peer_source, stem_of
+from gossipx.launch.start import Source, stem_of
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.settings.sections import KEYS, RunConfig
 
@@ -46,13 +46,11 @@ def parse(text: str) -> tuple[int, ...]:
     return tuple(seeds)
 
 
-def launch_each(
-    given: RunConfig, seeds: Sequence[int], hosts: Path | None, script: list[str], environ: Mapping[str, str]
-) -> int:
+def launch_each(source: Source, given: RunConfig, seeds: Sequence[int], script: list[str]) -> int:
     """Run the peers of this machine once per seed; a signal ends the run in progress and all that would follow.
 
     Args:
-        given, hosts, script, environ: as for :func:`gossipx.launch.run.processes.launch`.
+        source, given, script: as for :func:`gossipx.launch.run.processes.launch`.
         seeds: at least one.
 
     Returns:
@@ -61,9 +59,8 @@ def launch_each(
     Raises:
         UsageError: an argument is invalid or a name is in use; nothing was started.
     """
-    hosts, world = peer_source(hosts, script, environ)
-    if world is not None:
-        raise UsageError(f"--seeds starts all peers of a hosts file, and {world.source} starts one run: give --seed")
+    if source.launcher:
+        raise UsageError(f"--seeds starts all peers of a hosts file, and {source.launcher} starts one run: give --seed")
     runs = _named(given, seeds)
     for run in runs:
         check_name(run)
@@ -72,7 +69,7 @@ def launch_each(
         print(f"seed {run.run.seed}: {run.run.name}", flush=True)
         directory = Path(run.run.logdir) / str(run.run.name)
         earlier = _time_of_summary(directory)  # of a run to be overwritten, which stays if the new one does not start
-        outcome = launch(run, hosts, script, environ)
+        outcome = launch(source, run, script)
         if _time_of_summary(directory) not in (None, earlier):
             ended.append(shlex.quote(str(directory)))
         worst = max(worst, outcome.code)

@@ -37,7 +37,7 @@ _NO_TASKS_STEP = 0xFFFFFFF0
 
 
 @dataclass(frozen=True)
-class World:
+class LaunchWorld:
     """The position of a process among those that were started together.
 
     Attributes:
@@ -72,7 +72,7 @@ class World:
         return f"{self.job}/{self.attempt}"
 
 
-def find(environ: Mapping[str, str]) -> World | None:
+def find(environ: Mapping[str, str]) -> LaunchWorld | None:
     """Return the world of the process with these environment variables; None: it was not started as one of several.
 
     GOSSIPX_SIZE and its like take precedence, then torchrun's variables, then those of Open MPI and Flux, then SLURM's
@@ -93,7 +93,7 @@ def find(environ: Mapping[str, str]) -> World | None:
     return None
 
 
-def _check_own_rank(given: Mapping[str, str], found: World) -> None:
+def _check_own_rank(given: Mapping[str, str], found: LaunchWorld) -> None:
     """Check GOSSIPX_RANK, which without GOSSIPX_SIZE is a line of a hosts file, against the launcher's rank."""
     if found.size > 1 and given.get(ENV_RANK, str(found.rank)) != str(found.rank):
         raise UsageError(
@@ -147,7 +147,7 @@ def rank_among(environ: Mapping[str, str], size: int, hosts: Path) -> int | None
     return world.rank
 
 
-def check_size(world: World, size: int, hosts: Path) -> None:
+def check_size(world: LaunchWorld, size: int, hosts: Path) -> None:
     """Check that a hosts file of ``size`` peers has one for each process.
 
     Raises:
@@ -161,7 +161,7 @@ def check_size(world: World, size: int, hosts: Path) -> None:
         )
 
 
-def is_loopback(host: str) -> bool:
+def is_loopback_name(host: str) -> bool:
     """Return whether a host, as written, is a loopback address or localhost; no name is resolved."""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -172,7 +172,7 @@ def is_loopback(host: str) -> bool:
 # --- launchers ----------------------------------------------------------------------------------------
 
 
-def _gossipx(given: Mapping[str, str]) -> World | None:
+def _gossipx(given: Mapping[str, str]) -> LaunchWorld | None:
     if ENV_SIZE not in given:
         return None  # GOSSIPX_RANK alone is a line of a hosts file
     rank, size = _rank_of_size(given, ENV_RANK, ENV_SIZE)
@@ -180,7 +180,7 @@ def _gossipx(given: Mapping[str, str]) -> World | None:
     return _world(given, rank, size, ENV_LOCAL_RANK, local == size, "gossipx", f"{ENV_RANK} and {ENV_SIZE}")
 
 
-def _torchrun(given: Mapping[str, str]) -> World | None:
+def _torchrun(given: Mapping[str, str]) -> LaunchWorld | None:
     if "RANK" not in given and "WORLD_SIZE" not in given:
         return None
     rank, size = _rank_of_size(given, "RANK", "WORLD_SIZE")
@@ -193,7 +193,7 @@ def _torchrun(given: Mapping[str, str]) -> World | None:
     return _world(given, rank, size, "LOCAL_RANK", local == size, job, source, attempt, agent)
 
 
-def _slurm(given: Mapping[str, str]) -> World | None:
+def _slurm(given: Mapping[str, str]) -> LaunchWorld | None:
     if "SLURM_PROCID" not in given or not _is_task(given):
         return None
     # The step's number of tasks takes precedence, since the job's may differ.
@@ -227,7 +227,7 @@ class _Launcher:
 
     Attributes:
         source: its command, for messages.
-        rank, size, local_rank: as in :class:`World`.
+        rank, size, local_rank: as in :class:`LaunchWorld`.
         hosts: number of machines.
         local_size: number of processes on this machine.
         run: identifies the job.
@@ -241,7 +241,7 @@ class _Launcher:
     local_size: tuple[str, ...] = ()
     run: tuple[str, ...] = ()
 
-    def __call__(self, given: Mapping[str, str]) -> World | None:
+    def __call__(self, given: Mapping[str, str]) -> LaunchWorld | None:
         rank_from = _first(given, self.rank)
         if rank_from not in given and self.size not in given:
             return None
@@ -293,7 +293,7 @@ def _world(
     source: str,
     attempt: int = 0,
     agent: bool = False,
-) -> World:
+) -> LaunchWorld:
     """Return the world, with the host and port of rank 0, by the rules that all launchers share."""
     one_host = one_host or size == 1
     has_nodes = source in ("srun", "mpirun", "flux run", "mpiexec")
@@ -314,9 +314,9 @@ def _world(
             master, master_from = _first_node(given)
     if master is not None and is_everywhere(master) and not one_host:
         raise UsageError(f"{master_from} is {master}, by which each machine means itself: give the host of rank 0")
-    one_host = one_host or (master is not None and is_loopback(master))
+    one_host = one_host or (master is not None and is_loopback_name(master))
     local = _number(given, local_rank, 0, size - 1)
-    return World(rank, size, local, one_host, master, port, agent, job, source, master_from, attempt)
+    return LaunchWorld(rank, size, local, one_host, master, port, agent, job, source, master_from, attempt)
 
 
 def _rank_of_size(given: Mapping[str, str], rank_from: str, size_from: str) -> tuple[int, int]:

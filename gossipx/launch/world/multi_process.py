@@ -8,29 +8,25 @@ dies is a lost peer, and any process can write the summary.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import secrets
 import socket
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from gossipx.errors import UsageError
-from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, RunDirectory, checked_name, record, resume
-from gossipx.launch.directory import replace as replace_file
+from gossipx.launch.directory import HOSTS_FILE, RunDirectory, checked_name, resume
+from gossipx.launch.directory.shared import SharedDirectory
 from gossipx.launch.hosts import LOOPBACK, PeerLine, read_hosts
 from gossipx.launch.start import Start, check_here, check_names, check_script, presets, with_name
 from gossipx.launch.world import attempts, process_list
-from gossipx.launch.world.launchers import World, check_size, is_loopback
+from gossipx.launch.world.launchers import LaunchWorld, check_size, is_loopback_name
 from gossipx.launch.world.rendezvous import Rendezvous
-from gossipx.metrics import summary
-from gossipx.metrics.summary import Summary
 from gossipx.runtime.models import directory_of
 from gossipx.settings import files
 from gossipx.settings.sections import KEYS, RunConfig, marked
@@ -38,11 +34,8 @@ from gossipx.specs import texts
 
 log = logging.getLogger("gossipx")
 
-LOCK_INTERVAL = 0.05
-"""Seconds between two attempts to lock the summary, which others write within milliseconds."""
 
-
-def from_world(given: RunConfig, world: World, hosts: Path | None, script: list[str], resumes: int) -> Start:
+def from_world(given: RunConfig, world: LaunchWorld, hosts: Path | None, script: list[str], resumes: int) -> Start:
     """Return the start of this process's peer.
 
     Args:
@@ -105,21 +98,31 @@ def _agree(
     content = f"{text.rstrip()}\n# {world.source}, {first['token']}, {meeting.mark}\n".encode()
     directory = _share(meeting, settings, content, script, bool(resumes), undo)
     directory.begin()
-    return Start(settings, directory, peers, [world.rank], resumes, at, notice, shared=True, reserved=reserved)
+    return Start(
+        settings=settings,
+        peers=peers,
+        here=[world.rank],
+        notice=notice,
+        directory=directory,
+        resumes=resumes,
+        resumes_at=at,
+        shared=True,
+        reserved=reserved,
+    )
 
 
-def _listed(hosts: Path, world: World) -> tuple[list[PeerLine], World]:
+def _listed(hosts: Path, world: LaunchWorld) -> tuple[list[PeerLine], LaunchWorld]:
     """Return the peers of a hosts file, and the world with what the file says about rank 0."""
     peers = read_hosts(hosts)
     check_size(world, len(peers), hosts)
     if world.master is None:
         world = replace(world, master=peers[0].host, master_from=str(hosts))
-    if not world.hosted and all(is_loopback(peer.host) for peer in peers):
+    if not world.hosted and all(is_loopback_name(peer.host) for peer in peers):
         world = replace(world, master=LOOPBACK, one_host=True)
     return peers, world
 
 
-def _device(name: str, world: World) -> str | None:
+def _device(name: str, world: LaunchWorld) -> str | None:
     """Return this process's GPU for ``cuda`` without a number: one per process of a machine, in turn; None: use the
     settings."""
     if name != "cuda" or world.local_rank is None or not torch.cuda.device_count():
@@ -164,7 +167,7 @@ def _shown(value: object) -> str:
     return "not given" if value is None else json.dumps(value).strip('"')
 
 
-def _visible_ranks(settings: RunConfig, world: World) -> list[int]:
+def _visible_ranks(settings: RunConfig, world: LaunchWorld) -> list[int]:
     """Return the ranks whose checkpoints are visible here: this process's, and those whose directories exist here."""
     assert settings.run.name is not None
     path = Path(settings.run.logdir) / settings.run.name
@@ -172,100 +175,6 @@ def _visible_ranks(settings: RunConfig, world: World) -> list[int]:
 
 
 # --- the directory ------------------------------------------------------------------------------------
-
-
-class SharedDirectory:
-    """The directory of a run into which several processes write; implements :class:`gossipx.launch.start.Directory`.
-
-    Args:
-        path: the run's directory.
-        created: its lock and cleanup, if this process created it; None: another process did.
-        rank: rank of this process's peer.
-        settings: settings of this process, which may differ from those recorded in the directory.
-    """
-
-    def __init__(self, path: Path, created: RunDirectory | None, rank: int, settings: RunConfig):
-        self.path = path
-        self._created = created
-        self._rank = rank
-        self._patience = settings.exchange.peer_timeout
-        self._summary_before = self._summary()  # present if the run resumes
-        own = path / f"config-{rank:02d}.toml"
-        content, common = files.dump(settings).encode(), path / CONFIG_FILE
-        if content == common.read_bytes():
-            own.unlink(missing_ok=True)  # left over if the run resumes
-            self.config = common
-        else:
-            replace_file(own, content)
-            self.config = own
-
-    def begin(self) -> None:
-        """Keep the directory once all have met: others may train here now, so an overwritten run is removed."""
-        if self._created is not None:
-            self._created.keep()
-
-    def record(self, settings: RunConfig) -> None:
-        """Replace the settings file of this process; others that use the same one write the same."""
-        record(self.config, settings)
-
-    def keep(self) -> None:
-        """Do nothing: :meth:`begin` has kept it."""
-
-    def give_up(self) -> None:
-        """Do nothing: other processes may train here."""
-
-    def release(self) -> None:
-        """Release the lock, if this process has it."""
-        if self._created is not None:
-            self._created.release()
-
-    def conclude(self, figures: Summary) -> bool:
-        """Write the summary, unless there is one that lacks no more peers: any process may end first, or be lost.
-
-        Processes that are stopped know only their own figures, which are added to those that are there.
-        """
-        with self._locked():
-            if self._summary() != self._summary_before:
-                with contextlib.suppress(UsageError):
-                    there = summary.read(self.path)
-                    figures = figures.completed(there)
-                    if len(there.lost) <= len(figures.lost):
-                        return False
-            figures.write(self.path, by=self._rank)
-            return True
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Let processes that end at once write one after the other. Continue without the lock if there are no locks, or
-        if another process, which may have been stopped meanwhile, holds it for ``peer_timeout``."""
-        until = time.monotonic() + self._patience
-        with contextlib.ExitStack() as opened:
-            try:
-                file = opened.enter_context((self.path / CONFIG_FILE).open("rb"))
-                while not _has_locked(file):
-                    if time.monotonic() > until:
-                        raise TimeoutError(0, f"another process has held it for {self._patience:g} s")
-                    time.sleep(LOCK_INTERVAL)
-            except OSError as error:
-                log.warning(
-                    "%s: writing it without a lock (%s): it may lack figures of peers that end at the same time",
-                    self.path / summary.FILE,
-                    error.strerror,
-                )
-            yield
-
-    def _summary(self) -> bytes | None:
-        with contextlib.suppress(OSError):
-            return (self.path / summary.FILE).read_bytes()
-        return None
-
-
-def _has_locked(file: BinaryIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _share(

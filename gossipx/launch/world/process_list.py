@@ -14,8 +14,7 @@ from typing import Any
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch import ports
 from gossipx.launch.hosts import LOOPBACK, PeerLine, line_of, only_address, parse_hosts
-from gossipx.launch.world import launchers as worlds
-from gossipx.launch.world.launchers import World
+from gossipx.launch.world.launchers import LaunchWorld, is_loopback_name
 from gossipx.launch.world.rendezvous import Rendezvous
 from gossipx.settings.sections import ExchangeSettings
 from gossipx.transports import Address
@@ -49,7 +48,7 @@ class PeerInfo:
     device: str | None
 
 
-def check_reach(world: World, exchange: ExchangeSettings) -> None:
+def check_reach(world: LaunchWorld, exchange: ExchangeSettings) -> None:
     """Check that peers on several machines will listen where others reach them, and will authenticate them.
 
     Raises:
@@ -102,10 +101,10 @@ def text_of(infos: Sequence[PeerInfo]) -> str:
     A process that reached rank 0 over loopback is on rank 0's machine, so its host is the address at which the others
     reached rank 0. If all did, all are on one machine.
     """
-    outside = next((info.reached for info in infos if not worlds.is_loopback(info.reached)), LOOPBACK)
+    outside = next((info.reached for info in infos if not is_loopback_name(info.reached)), LOOPBACK)
     lines = []
     for rank, info in enumerate(infos):
-        host = outside if worlds.is_loopback(info.host) and not info.advertised else info.host
+        host = outside if is_loopback_name(info.host) and not info.advertised else info.host
         lines.append(line_of(host, info.port, f"{info.hostname}-{rank}", info.device))
     return "".join(line + "\n" for line in lines)
 

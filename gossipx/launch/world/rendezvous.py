@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gossipx.errors import GossipxError, UsageError, printable
 from gossipx.launch.environment import ENV_MASTER
-from gossipx.launch.world.launchers import World, is_loopback
+from gossipx.launch.world.launchers import LaunchWorld, is_loopback_name
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -75,7 +75,7 @@ class Rendezvous:
         GossipxError: rank 0 cannot be reached in time, or its port is in use.
     """
 
-    def __init__(self, world: World, timeout: float):
+    def __init__(self, world: LaunchWorld, timeout: float):
         self.world = world
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
@@ -293,7 +293,7 @@ class Rendezvous:
             pause = min(2 * pause, 2.0)
 
 
-def _listen(world: World) -> socket.socket:
+def _listen(world: LaunchWorld) -> socket.socket:
     """Return a socket that listens on rank 0's port: on loopback if all processes are on one machine, else on all
     addresses."""
     assert world.master is not None
@@ -318,11 +318,11 @@ def _listen(world: World) -> socket.socket:
     return listening
 
 
-def _how_to_set_port(world: World) -> str:
+def _how_to_set_port(world: LaunchWorld) -> str:
     """Return the end of a message that says how the user sets the port."""
     if world.source == "torchrun" and world.hosted:
         return "by torchrun's --master-port or --rdzv-endpoint"
-    host = world.master if world.master and not is_loopback(world.master) else "host"
+    host = world.master if world.master and not is_loopback_name(world.master) else "host"
     return f"by {ENV_MASTER}={host}:PORT for all processes"
 
 

@@ -18,7 +18,8 @@ from typing import Any
 from gossipx.errors import GossipxError, UsageError, printable
 from gossipx.launch.environment import ENV_CONFIG, ENV_DESCRIBE, ENV_DEVICE, ENV_PEERS, ENV_PROGRESS, ENV_RANK
 from gossipx.launch.hosts import PeerLine, is_here, refuse_repeated
-from gossipx.launch.run.children import Child, command_of, script_exists
+from gossipx.launch.run.children import Child, command_of
+from gossipx.launch.start import script_exists
 from gossipx.settings import files
 from gossipx.settings.sections import RunConfig
 from gossipx.tools.doctor.findings import Host, Name, Verdict
