@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TextIO
 
 FIRST, END = 10_000, 20_000
-"""The range lies below those of outgoing connections and of jobs (``gossipx.launch.world.launchers.PORTS``), which could
-take a port between its choice and its use."""
+"""The range lies below those of outgoing connections and of jobs (``gossipx.launch.world.launchers.PORTS``), which
+could take a port between its choice and its use."""
 NETWORKS = range(10, 250)
 """Second numbers of the addresses: 127.10.0.0/16 and so on."""
 _HELD: list[TextIO] = []

@@ -67,7 +67,7 @@ class MixedModel(Retrieval):
 
 
 class Transcript:
-    """What one peer does with models, as lines of its world's log.
+    """The account of what one peer does with models, as lines of its world's log.
 
     Attributes:
         retrievals: received models that were mixed, or merged in a wave, while training.

@@ -10,9 +10,9 @@ import errno
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -26,6 +26,9 @@ from gossipx.launch.environment import ENV_DEBUG
 from gossipx.launch.world.launchers import LaunchWorld, find, with_options
 from gossipx.settings import files
 from gossipx.settings.sections import KEYS, RunConfig
+
+if TYPE_CHECKING:
+    from gossipx.launch.run.ssh import Command as OverSsh
 
 _HELP: tuple[type[BaseException], ...] = tuple(filter(None, [getattr(click.exceptions, "NoArgsIsHelpError", None)]))
 """The exception by which click, from 8.2, shows the help of a group that is called without a command."""
@@ -222,15 +225,9 @@ def run(
     environ = with_options(os.environ, rank, size, master)
     over_ssh = Command(settings, config_file, resume, script) if ssh else None
     if resume is not None:
-        from gossipx.launch.directory.resume import peers_before, settings_of
-
         if config_file:
             raise UsageError("--config is for a new run, but --resume uses the settings of the run: leave one out")
-        world = find(environ)
-        started = None if world is None else (world.size, world.source)
-        resolved, hosts, arguments = settings_of(resume, settings, list(script), started)
-        source, before = source_of(hosts, arguments, environ), peers_before(resolved)
-        sys.exit(launch(source, resolved, arguments, resumes=before, over_ssh=over_ssh).code)
+        sys.exit(_resume(resume, settings, list(script), environ, over_ssh))
     given = files.load(config_file) if config_file else {}
     resolved = files.resolve(given, settings)
     hosts = None if resolved.run.peers is None else Path(resolved.run.peers)
@@ -244,6 +241,20 @@ def run(
         sys.exit(launch_each(source, resolved, parse(seeds), list(script)))
     else:
         sys.exit(launch(source, resolved, list(script), over_ssh=over_ssh).code)
+
+
+def _resume(
+    run: str, settings: Mapping[str, Any], script: list[str], environ: Mapping[str, str], over_ssh: OverSsh | None
+) -> int:
+    from gossipx.launch.directory.resume import peers_before, settings_of
+    from gossipx.launch.run.processes import launch
+    from gossipx.launch.world.source import source_of
+
+    world = find(environ)
+    started = None if world is None else (world.size, world.source)
+    resolved, hosts, script = settings_of(run, settings, script, started)
+    source = source_of(hosts, script, environ)
+    return launch(source, resolved, script, resumes=peers_before(resolved), over_ssh=over_ssh).code
 
 
 def _check_together(

@@ -19,6 +19,7 @@ from gossipx.launch.directory import HOSTS_FILE, Directory, RunDirectory
 from gossipx.launch.environment import ADDED, ENV_CONFIG, ENV_DEVICE, ENV_PEERS, ENV_RANK, ENV_RESUME, ENV_RESUME_AT
 from gossipx.launch.hosts import PeerLine, bind_host, local_ranks, read_hosts
 from gossipx.server.plan import server_ranks
+from gossipx.settings.modes import Elastic, Server
 from gossipx.settings.sections import RunConfig
 from gossipx.transports import access
 
@@ -72,6 +73,21 @@ class Start(Checked):
     shared: bool = False
     reserved: socket.socket | None = None
     joins: Mapping[str, str] | None = None
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether another process on this terminal tells what concerns the whole run."""
+        return self.shared and 0 not in self.here
+
+    @property
+    def title(self) -> str:
+        """Name, policy and number of peers of the run."""
+        mode, kind, central = self.settings.mode, "policy", ""
+        if isinstance(mode, Elastic):
+            central = f", hub {mode.hub}"
+        elif isinstance(mode, Server):
+            kind, central = "sync", f", servers {mode.servers or 0}"
+        return f"{self.settings.run.name}: {kind} {self.settings.decides}, {len(self.peers)} peers{central}"
 
     def environment(self, rank: int, again: bool) -> dict[str, str]:
         """Return the environment of a peer's process; ``again``: it was started before, and resumes."""

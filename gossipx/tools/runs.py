@@ -8,7 +8,7 @@ from pathlib import Path
 from gossipx.errors import UsageError
 from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE, is_in_progress, settings_in
 from gossipx.launch.hosts import read_hosts
-from gossipx.launch.run.stopping import checkpoints_in
+from gossipx.launch.run.outcome import checkpoints_in
 from gossipx.metrics import summary
 from gossipx.metrics.compare import Row, compare
 from gossipx.settings import files

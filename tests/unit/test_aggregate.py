@@ -8,8 +8,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from gossipx.launch.run.curves import RunCurves
 from gossipx.launch.run.display import PeerStatus
+from gossipx.launch.run.outcome import RunCurves
 from gossipx.metrics.aggregate import DIRECTORY, METRICS, Aggregate, Record
 from gossipx.metrics.board import TensorBoardRecorder
 from gossipx.metrics.summary import Summary, per_peer

@@ -101,7 +101,7 @@ def test_an_overwrite_that_is_cut_off_anywhere_loses_nothing(
         raise error
 
     with monkeypatch.context() as patched, pytest.raises((Killed, OSError, UsageError)):
-        patched.setattr(*((processes._Run, "go") if method == "go" else (Path, method)), cut)
+        patched.setattr(*((processes._Processes, "go") if method == "go" else (Path, method)), cut)
         if isinstance(error, Killed):
             patched.setattr(RunDirectory, "give_up", RunDirectory.release)  # a killed process only loses its lock
         run("finish()", seed=2, overwrite=True)

@@ -15,7 +15,7 @@ from gossipx.cli import main
 from gossipx.errors import UsageError
 from gossipx.launch.loops.train import used_of
 from gossipx.launch.run import several_seeds
-from gossipx.launch.run.stopping import Outcome
+from gossipx.launch.run.stopping import RunEnd
 from gossipx.launch.start import HostsFile
 from gossipx.launch.world.source import source_of
 from gossipx.settings import files
@@ -59,17 +59,17 @@ def test_seeds_exclude_what_is_for_one_run(other: list[str]) -> None:
 
 
 @pytest.fixture
-def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, Outcome]:
+def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, RunEnd]:
     """Replace runs by the outcomes in this dict, by seed; a run that failed leaves no summary."""
     monkeypatch.chdir(tmp_path)
     Path("hosts.txt").write_text("localhost slots=2\n")
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[int, RunEnd] = {}
     times = itertools.count(1_000_000_000)
 
     def launched(source, given, script):
         directory = Path(given.run.logdir, given.run.name)
         directory.mkdir(parents=True, exist_ok=True)
-        outcome = outcomes.get(given.run.seed, Outcome(0, stopped=False))
+        outcome = outcomes.get(given.run.seed, RunEnd(0, stopped=False))
         if outcome.code != 1:
             (directory / "hosts.txt").touch()
             (directory / "config.toml").write_text("[run]\n")
@@ -88,8 +88,8 @@ def launch(text: str, **given: object) -> tuple[int, list[str]]:
     return code, sorted(path.name for path in Path("runs").iterdir())
 
 
-def test_each_seed_has_a_run_and_the_worst_exit_code_counts(ran: dict[int, Outcome]) -> None:
-    ran[1] = Outcome(3, stopped=False)
+def test_each_seed_has_a_run_and_the_worst_exit_code_counts(ran: dict[int, RunEnd]) -> None:
+    ran[1] = RunEnd(3, stopped=False)
     assert launch("0-2") == (3, ["tau-seed0", "tau-seed1", "tau-seed2"])
 
 
@@ -102,47 +102,47 @@ def test_each_seed_has_a_run_and_the_worst_exit_code_counts(ran: dict[int, Outco
     ],
 )
 def test_only_runs_with_a_summary_are_named_for_the_comparison(
-    ran: dict[int, Outcome], capsys: pytest.CaptureFixture[str], failed: tuple[int, ...], told: list[str]
+    ran: dict[int, RunEnd], capsys: pytest.CaptureFixture[str], failed: tuple[int, ...], told: list[str]
 ) -> None:
-    ran.update(dict.fromkeys(failed, Outcome(1, stopped=False)))
+    ran.update(dict.fromkeys(failed, RunEnd(1, stopped=False)))
     launch("0-2")
     assert capsys.readouterr().out.splitlines()[3:] == told
 
 
 def test_an_earlier_run_that_a_failed_one_should_have_overwritten_is_not_compared(
-    ran: dict[int, Outcome], capsys: pytest.CaptureFixture[str]
+    ran: dict[int, RunEnd], capsys: pytest.CaptureFixture[str]
 ) -> None:
     launch("0-1", name="mine")
-    ran[1] = Outcome(1, stopped=False)
+    ran[1] = RunEnd(1, stopped=False)
     launch("0-1", name="mine", overwrite=True)
     assert capsys.readouterr().out.splitlines()[-1] == "compare the seeds: gossipx compare runs/mine-seed0"
 
 
-def test_a_signal_ends_all(ran: dict[int, Outcome]) -> None:
+def test_a_signal_ends_all(ran: dict[int, RunEnd]) -> None:
     """SIGTERM, too, although its exit code is 0."""
-    ran[1] = Outcome(0, stopped=True)
+    ran[1] = RunEnd(0, stopped=True)
     assert launch("0-2") == (0, ["tau-seed0", "tau-seed1"])
 
 
 @pytest.mark.parametrize("code", [2, 5])
-def test_an_error_that_each_seed_would_repeat_ends_all(ran: dict[int, Outcome], code: int) -> None:
-    ran[0] = Outcome(code, stopped=False)
+def test_an_error_that_each_seed_would_repeat_ends_all(ran: dict[int, RunEnd], code: int) -> None:
+    ran[0] = RunEnd(code, stopped=False)
     assert launch("0-2") == (code, ["tau-seed0"])
 
 
-def test_names_that_are_taken_get_a_number_together(ran: dict[int, Outcome]) -> None:
+def test_names_that_are_taken_get_a_number_together(ran: dict[int, RunEnd]) -> None:
     Path("runs/tau-seed1").mkdir(parents=True)
     assert launch("0-1") == (0, ["tau-2-seed0", "tau-2-seed1", "tau-seed1"])
 
 
-def test_a_given_name_that_is_taken_is_refused_before_the_first_run(ran: dict[int, Outcome]) -> None:
+def test_a_given_name_that_is_taken_is_refused_before_the_first_run(ran: dict[int, RunEnd]) -> None:
     Path("runs/mine-seed1").mkdir(parents=True)
     with pytest.raises(UsageError, match="a run 'mine-seed1' already exists"):
         launch("0-1", name="mine")
     assert [path.name for path in Path("runs").iterdir()] == ["mine-seed1"]
 
 
-def test_launchers_start_one_run(ran: dict[int, Outcome]) -> None:
+def test_launchers_start_one_run(ran: dict[int, RunEnd]) -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": "0"}
     with pytest.raises(UsageError, match=r"--seeds starts all peers of a hosts file, and .* starts one run"):
         several_seeds.launch_each(source_of(None, [], environ), files.resolve({}), (0, 1), [])
@@ -189,7 +189,7 @@ def test_seconds_are_for_the_built_in_task() -> None:
         effective_config(files.resolve({"seconds": 60, "solver": "convnet"}), 2, has_script=False)
 
 
-def test_a_dry_run_needs_iterations(ran: dict[int, Outcome]) -> None:
+def test_a_dry_run_needs_iterations(ran: dict[int, RunEnd]) -> None:
     done = CliRunner().invoke(main, ["run", "--peers", "hosts.txt", "--seconds", "60", "--dry-run"])
     assert (done.exit_code, done.stderr) == (
         2,

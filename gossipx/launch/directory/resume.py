@@ -39,7 +39,7 @@ def settings_of(
         run: directory of the run, or its name in ``logdir``.
         given: settings given now, by name; None: not given.
         script: script and arguments given now; empty: those with which the run began, if any.
-        started: how many processes a launcher has started, one per peer, and its name; None: there is none.
+        started: how many processes a launcher has started, one per peer, and its name; None: no launcher has.
 
     Returns:
         The settings, the hosts file (None: the environment defines the peers), the script with its arguments.

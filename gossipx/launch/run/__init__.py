@@ -1,1 +1,1 @@
-"""``gossipx run``: the processes of the peers of this machine, and what becomes of them."""
+"""``gossipx run``: the processes of the peers of this machine, and the outcome of the run."""

@@ -1,20 +1,16 @@
-"""How ``gossipx run`` stops its peers: what signals ask for, how long it waits, and the line at the end."""
+"""How ``gossipx run`` stops its peers: what signals ask for, and how long it waits."""
 
 from __future__ import annotations
 
 import contextlib
-import shlex
 import signal
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 
 from gossipx.launch.run.children import Child
 from gossipx.launch.run.display import Display, PeerStatus
-from gossipx.runtime.ending.stop_signals import continue_by
-from gossipx.settings.sections import RunSettings
 
 STOP_GRACE = 300.0
 """Seconds that peers have to stop, beyond ``peer_timeout``, before SIGKILL: as long as one waits for its checkpoint."""
@@ -23,7 +19,7 @@ CODES = {signal.SIGINT: 130, signal.SIGHUP: 130, signal.SIGTERM: 0}
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunEnd:
     """The end of a run: its exit code, and whether a signal has asked to stop it."""
 
     code: int
@@ -151,31 +147,3 @@ class Stopping:
     def _named(self, ranks: Collection[int], hosts: Sequence[str]) -> str:
         statuses = [self._statuses[rank] for rank in sorted(ranks)]
         return ", ".join([*(f"{status.name} ({status.state} {status.step})" for status in statuses), *hosts])
-
-
-def checkpoints_in(run: Path) -> list[int]:
-    """Return the iterations of the complete checkpoints of all peers in the run's directory."""
-    found = (one.parent.name for one in run.glob("peer-*/checkpoints/*/manifest.json"))
-    return [int(name) for name in found if name.isdecimal()]
-
-
-def how_to_continue(path: Path, iterations: Sequence[int], at_once: bool, framework: str = "", kept: str = "") -> str:
-    """Return the line that says where a run has stopped, and how to continue it.
-
-    Args:
-        path: the run's directory.
-        iterations: of the peers that stopped in order.
-        at_once: whether peers were killed.
-        framework, kept: as attributes of :class:`gossipx.runtime.ending.lifecycle.Lifecycle`, of the first peer.
-    """
-    where = "at once" if at_once else f"at {min(iterations)}" if iterations else "before the first iteration"
-    if not at_once and len(set(iterations)) > 1:
-        where += f" to {max(iterations)}"
-    if framework:
-        return f"stopped {where}; {continue_by(framework, kept)}"
-    found = checkpoints_in(path)
-    if not found:
-        return f"stopped {where}; there is no checkpoint to continue from"
-    run = path.name if path.parent == Path(RunSettings().logdir) else str(path)
-    newest = " from the last checkpoints" if at_once or max(found) < min(iterations, default=0) else ""
-    return f"stopped {where}; continue{newest} with: gossipx run --resume {shlex.quote(run)}"
