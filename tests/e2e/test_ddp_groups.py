@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gossipx.integrations import ddp
-from gossipx.integrations.group import Group
+from gossipx.integrations.group import WorldGroup
 
 PEER, RANK, PORT, HOW = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
 os.chdir(FOLDER)
@@ -58,7 +58,7 @@ with ddp.join(model, optimizer, peers="hosts.txt", rank=PEER, policy="tau:3", **
     began = bits()
     shared = [int(index) for index in ddp.shard(list(range(10)), peers="hosts.txt", rank=PEER).indices]
     if HOW == "kept":
-        Group.broadcast = lambda self, vectors: None  # weights change on rank 0 only
+        WorldGroup.broadcast = lambda self, vectors: None  # weights change on rank 0 only
     for number in range(10**9 if HOW in ("killed", "stopped") else 12):
         optimizer.zero_grad()
         with model.no_sync():
