@@ -33,7 +33,7 @@ PAPERS_SGD: OptimizerOf = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 @dataclass(frozen=True)
-class Pull:
+class PendingPull:
     """A pull of one table under way (FluentPS, Algorithm 1, line 5); made by :meth:`ParameterServer.pull`."""
 
     _server: ParameterServer
@@ -153,13 +153,13 @@ class ParameterServer:
         peer.sync([number])
         return self._parameters[number].detach()
 
-    def pull(self, table: int) -> Pull:
+    def pull(self, table: int) -> PendingPull:
         """Return a handle on a table's values for this iteration, without waiting for them; they come meanwhile.
 
         Raises:
             UsageError: the table does not exist, or training has not started.
         """
-        return Pull(self, self._number(table), self.peer.iteration)
+        return PendingPull(self, self._number(table), self.peer.iteration)
 
     def update(self, table: int, gradient: Tensor) -> None:
         """Send a table's gradient of this iteration (Table 4.1, Update); it is copied and sent at once.
