@@ -102,11 +102,6 @@ class Coordinator:
         self._tickets: dict[int, int] = {}  # by ticket, the local request that was sent
 
     @property
-    def leads(self) -> bool:
-        """Whether it leads a change."""
-        return self._run is not None
-
-    @property
     def busy(self) -> bool:
         """Whether it leads a change, or waits for a requested one."""
         return self._run is not None or bool(self._submitted)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gossipx.errors import UsageError
 from gossipx.protocol.effects import Effect
 from gossipx.protocol.events import Received
-from gossipx.protocol.server_messages import TablesRequest
+from gossipx.protocol.server_messages import GradientRequest, TablesRequest
 from gossipx.runtime.training.peer import Peer
 from gossipx.server.mode import ServerMode
 from gossipx.server.shard import Shard
@@ -168,14 +168,13 @@ def test_a_forward_waits_only_for_its_own_parameters(join: Join, monkeypatch: py
         shard, held, told = shard_of(peer), list[Received](), list[str]()
         requested, gone_on, deciding = shard.requested, threading.Event(), threading.Lock()
 
-        def holds_back(event: Received, now: float) -> list[Effect]:
+        def holds_back(event: Received, pull: GradientRequest | TablesRequest, now: float) -> list[Effect]:
             """Delay the server's answers to pulls of the last layer's tables after the second iteration."""
-            pull = event.request
             with deciding:
                 if isinstance(pull, TablesRequest) and pull.progress >= 1 and pull.bucket >= 2 and not gone_on.is_set():
                     held.append(event)
                     return []
-            return requested(event, now)
+            return requested(event, pull, now)
 
         def proceeds(why: str) -> None:
             told.append(why)
