@@ -7,7 +7,7 @@ import csv
 import io
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from gossipx.assembly.server import Parts
 from gossipx.launch.simulation.run import simulate
 from gossipx.metrics import summary
-from gossipx.metrics.summary import Figures, Summary
+from gossipx.metrics.summary import Summary
 from gossipx.settings.scenario import Scenario, load
 
 Tables = Mapping[str, Mapping[str, Any]]
@@ -49,7 +49,7 @@ class Run:
         return mean(self.summary.test_accuracy_before_finish)
 
 
-def mean(values: Figures) -> float:
+def mean(values: Sequence[float | None]) -> float:
     """Return the mean of the values that are there."""
     there = [float(value) for value in values if value is not None]
     return sum(there) / len(there)

@@ -47,7 +47,7 @@ def parts(given: Given) -> Iterator[Part]:
     """Yield the tables."""
     full, rare = given.full, given.of(10, 20, 50)
     kinds: list[Kind] = [*((system, rare) for system in SYSTEMS), ("pull", 10)]
-    lengths = given.of({4: 20}, {4: 100, 8: 100}, {4: 800, 16: 400, 64: 200})
+    lengths = given.of({4: 10}, {4: 100, 8: 100}, {4: 800, 16: 400, 64: 200})
     more: list[Kind] = [("diloco", 10), ("diloco", 20), ("waves", 10)] if full else []
     found = {
         size: {kind: _run(kind, size, steps, full) for kind in (*kinds, *(more if size == 4 else ()))}

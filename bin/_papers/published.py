@@ -6,8 +6,8 @@ A file has ``title``, ``authors``, and
 - ``[setting]``: nested tables of the paper's settings; each has a ``place``, which says where in the paper they are;
 - ``[[tables]]``: published tables with ``id``, ``place``, ``columns``, and ``rows`` of ``id``, ``unit`` and ``values``,
   or one unit per column in ``units``. A value becomes the figure ``TABLE/ROW/COLUMN``;
-- ``[[figures]]``: single figures, such as those in the text; see :class:`Figure`;
-- ``[[claims]]``: results that the text states without a figure, in its words; see :class:`Claim`.
+- ``[text]``: ``figures``, single ones, such as those in the text, see :class:`Figure`; and ``claims``, results that the
+  text states without a figure, in its words, see :class:`Claim`.
 
 Values that only a plot shows are in no file.
 """
@@ -82,8 +82,8 @@ def read(name: str) -> Paper:
     file = HERE / f"{name}.toml"
     content = loads(file.read_text(encoding="utf-8"), file)
     tables = [figure for table in content.get("tables", []) for figure in _cells(table)]
-    figures = tables + [Figure(**each) for each in content.get("figures", [])]
-    claims = [Claim(**each) for each in content["claims"]]
+    figures = tables + [Figure(**each) for each in content["text"].get("figures", [])]
+    claims = [Claim(**each) for each in content["text"]["claims"]]
     ids = [one.id for one in (*figures, *claims)]
     if twice := {each for each in ids if ids.count(each) > 1}:
         raise ValueError(f"{file.name}: twice: {', '.join(sorted(twice))}")

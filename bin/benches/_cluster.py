@@ -45,13 +45,8 @@ POINTS = 100
 
 @dataclass
 class Traffic:
-    """The traffic in one direction.
-
-    Attributes:
-        bits: payload of encoded tensors in bits per value, by step.
-        wire: bytes of all frames, including headers and tensors that are not encoded.
-        whole: bytes of the same values as float32.
-    """
+    """The traffic in one direction: the payload of encoded tensors in bits per value, by step; bytes of all frames with
+    headers and tensors that are not encoded; and bytes of the same values as float32."""
 
     bits: list[float] = field(default_factory=list)
     wire: int = 0
@@ -67,14 +62,9 @@ class Traffic:
 
 
 class Cluster:
-    """A server and its workers.
+    """A server and its workers, which push and pull a built-in model by codecs.
 
-    Args:
-        model: name of a built-in model.
-        push, pull: codecs' specs. With ``dgc``, which has its own momentum, the server's optimizer has none.
-        seed: seed of weights, batches and random codecs.
-        data: training and test set.
-        workers: number of workers.
+    With ``dgc``, which has its own momentum, the server's optimizer has none.
     """
 
     def __init__(

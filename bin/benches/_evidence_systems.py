@@ -21,15 +21,11 @@ of each system and shows it in its table."""
 
 @dataclass(frozen=True)
 class System:
-    """A system.
+    """A system, whose program runs one peer; of gossipx in the script that ``gossipx run`` starts.
 
-    Attributes:
-        program: runs one peer; of gossipx in the script that ``gossipx run`` starts.
-        options: of gossipx, options of ``gossipx run``, with ``{period}``; ``{adaptive}``, the paper's rule with the
-            threshold of the model's preset; and ``{everyone}``, all ranks. Of others, what the program reads.
-        periodic: whether it has a period.
-        package: the package that it needs; None: only torch.
-        is_synchronous: whether all peers wait for each other in each step, so that its losses are those of any link.
+    Options of gossipx are those of ``gossipx run``, with ``{period}``; ``{adaptive}``, the paper's rule with the
+    threshold of the model's preset; and ``{everyone}``, all ranks. Those of others are for the program. If it is
+    synchronous, all peers wait for each other in each step, so that its losses are those of any link.
     """
 
     program: Callable[..., None]

@@ -29,14 +29,8 @@ BASE = "tau:10"
 class Comparison:
     """Systems that trained the same task over the same links.
 
-    Args:
-        task: a key of ``WORKLOADS``.
-        rate: of the links.
-        peers, steps: of the runs.
-        runs: points by system, one list per seed.
-        periods: by system.
-        ends: last points of runs with other periods too, by system, means over seeds.
-        left_out: names of the systems without results.
+    ``runs`` are points by system, one list per seed; ``ends`` are the last points of runs with other periods too, means
+    over seeds; ``left_out`` names the systems without results.
     """
 
     def __init__(

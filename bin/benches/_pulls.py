@@ -84,6 +84,8 @@ def pulls(given: Given) -> Table:
     table = Table(f"{title} of one version again and again, where it does not say new", HEADINGS)
     for size in given.of((1_000_000,), SIZES, SIZES):
         rate = _apart(time_pulls, size, given)
+        if importlib.util.find_spec("hivemind"):
+            rate |= _apart(time_hivemind, size, given)
         _tell(table, size, rate, max(rate[way] for way in RAW if way in rate), 0.9)
         others = [value for name, value in rate.items() if name.startswith(("gloo", "torch", "hivemind"))]
         for way in (TCP, NEW) if others else ():
@@ -149,9 +151,12 @@ def time_pulls(size: int, rounds: int, scratch: str, smoke: bool) -> dict[str, f
     rate = _rates(size, {"memcpy": lambda: np.copyto(target, source)}, ways, rounds, smoke)
     # torch rpc runs after all others, because its threads never sleep on one machine and use every core.
     rate |= _rates(size, {}, {"torch rpc": lambda: Rpc(size, str(place / f"rpc-{size}"))}, rounds, smoke)
-    if importlib.util.find_spec("hivemind"):
-        rate |= _rates(size, {}, {"hivemind, all-reduce of two": lambda: Hivemind(size)}, rounds, smoke)
     return rate
+
+
+def time_hivemind(size: int, rounds: int, scratch: str, smoke: bool) -> dict[str, float]:
+    """Return the GB/s of hivemind."""
+    return _rates(size, {}, {"hivemind, all-reduce of two": lambda: Hivemind(size)}, rounds, smoke)
 
 
 def time_secured(size: int, rounds: int, scratch: str, smoke: bool) -> dict[str, float]:

@@ -15,7 +15,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -435,7 +435,7 @@ class Rpc(Way):
 
 # --- hivemind, if it is installed (tested with 1.1.12) -------------------------------------------------------
 
-END = "end\n"
+END = "end"
 
 
 def _averager(size: int, peers: list[str]) -> tuple[Any, Any]:
@@ -467,17 +467,12 @@ def _matched(averager: Any) -> Any:
     return control
 
 
-def _requests() -> Iterator[str]:
-    """Yield lines until END. The pipe itself does not end, because hivemind's forked processes keep it open."""
-    return iter(sys.stdin.readline, END)
-
-
-def remote_hivemind(size: int) -> None:
-    """Take part in one all-reduce per line of standard input."""
+def serve_hivemind(size: int) -> None:
+    """Take part in one all-reduce per line of standard input, which does not end: hivemind's processes keep it open."""
     pin(1)
     dht, averager = _averager(size, [])
     print(*dht.get_visible_maddrs(), flush=True)
-    for _ in _requests():
+    for _ in iter(sys.stdin.readline, f"{END}\n"):
         control = _matched(averager)
         control.allow_allreduce()
         print("ready", flush=True)
@@ -486,38 +481,27 @@ def remote_hivemind(size: int) -> None:
     dht.shutdown()
 
 
-def local_hivemind(size: int) -> None:
-    """Run the timed side, which prints the seconds of each all-reduce."""
-    pin(0)
-    with Spawned(remote_hivemind, size) as other:
-        dht, averager = _averager(size, other.line().split())
-        print("", flush=True)
-        for _ in _requests():
-            other.tell("again")
-            control = _matched(averager)
-            other.line()
-            began = time.perf_counter()
-            control.allow_allreduce()
-            control.result(SECONDS)
-            print(time.perf_counter() - began, flush=True)
-        other.tell(END.strip())
-    averager.shutdown()
-    dht.shutdown()
-
-
 class Hivemind(Way):
-    """A client for all-reduces of two, after which each has the average.
+    """One of two averagers, which find each other through hivemind's DHT, and have the average after an all-reduce.
 
-    The averagers are in two processes besides this one, because hivemind itself starts more. They find each other
-    through its DHT, which is not timed.
+    Only the all-reduce is timed. hivemind forks, so that its process must not have the threads of other ways.
     """
 
     def __init__(self, size: int):
-        super().__init__(local_hivemind, size)
+        super().__init__(serve_hivemind, size)
+        self._dht, self._averager = _averager(size, self._told.split())
+
+    def prepare(self) -> None:
+        self._server.tell("again")
+        self._control = _matched(self._averager)
+        self._server.line()
 
     def pull(self) -> None:
-        self.seconds = float(self._server.ask("again"))
+        self._control.allow_allreduce()
+        self._control.result(SECONDS)
 
     def close(self) -> None:
-        self._server.tell(END.strip())
+        self._server.tell(END)
+        self._averager.shutdown()
+        self._dht.shutdown()
         super().close()

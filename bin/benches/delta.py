@@ -38,15 +38,8 @@ RECORDED, IN_A_RUN = 2, 10
 
 @dataclass(frozen=True)
 class Case:
-    """A model that trains on one thread with its published input size.
-
-    Attributes:
-        model: a key of MODELS.
-        batch: images per step.
-        rounds: rounds of the passes outside of training.
-        steps: training steps for each kind of measurement.
-        goals: limits of a peer's work after a step as shares of the step, with an exact and with a sampled delta.
-    """
+    """A model that trains on one thread with its published input size: images per step, rounds of the passes outside of
+    training, steps of each kind, and limits of a peer's work after a step, with an exact and with a sampled delta."""
 
     model: str
     batch: int

@@ -61,26 +61,26 @@ class Loop:
             torch.cuda.synchronize(self.device)
 
 
-def _steps(width: int, device: torch.device) -> dict[str, list[float]]:
+def _steps(width: int, device: torch.device, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of a step in each round, without and with a peer."""
     kinds = {"alone": (False, False), "exact delta": (False, True), "sampled delta": (True, True)}
     loops = {name: Loop(width, device, *kind) for name, kind in kinds.items()}
     found: dict[str, list[float]] = {name: [] for name in loops}
     for loop in loops.values():
         loop.seconds(3)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, loop in loops.items():
             found[name].append(loop.seconds())
     return found
 
 
-def _moves(width: int, device: torch.device) -> tuple[int, dict[str, float]]:
+def _moves(width: int, device: torch.device, rounds: int) -> tuple[int, dict[str, float]]:
     """Return the bytes of a model, and the median seconds of each operation on it."""
     loop = Loop(width, device, sampled=False)
     assert loop.arena is not None
     arena, model = loop.arena, _model(loop.arena)
     found: dict[str, list[float]] = {"snapshot": [], "received, to the device": [], "mixed": []}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         loop.step()
         snapshot = arena.snapshot()
         found["snapshot"].append(seconds(lambda one=snapshot: one.buffer))
@@ -109,7 +109,7 @@ def _receive(incoming: Incoming, model: bytearray) -> None:
     incoming.norm()
 
 
-def _overlap(width: int, device: torch.device) -> tuple[float, float, float]:
+def _overlap(width: int, device: torch.device, rounds: int) -> tuple[float, float, float]:
     """Return the seconds of a step alone, and while models are read and mixed continuously, and models per second."""
     loop = Loop(width, device, sampled=False)
     assert loop.arena is not None
@@ -124,12 +124,12 @@ def _overlap(width: int, device: torch.device) -> tuple[float, float, float]:
             moved[0] += 1
 
     loop.seconds(3)
-    alone = statistics.median(loop.seconds() for _ in range(ROUNDS))
+    alone = statistics.median(loop.seconds() for _ in range(rounds))
     mover = threading.Thread(target=move)
     begin = time.perf_counter()
     mover.start()
     try:
-        busy = statistics.median(loop.seconds() for _ in range(ROUNDS))
+        busy = statistics.median(loop.seconds() for _ in range(rounds))
     finally:
         stop.set()
         mover.join(60)
@@ -145,24 +145,24 @@ def gpu(given: Given) -> Iterator[Table]:
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     for name, width in given.of({"small": 64}, WIDTHS, WIDTHS).items():
         table = Table(f"{name} parameters on {where}; medians", ("what", "value", "unit", "to undisturbed"))
-        _measure(table, name, width, device)
+        _measure(table, name, width, device, given.of(1, ROUNDS, ROUNDS))
         yield table
 
 
-def _measure(table: Table, name: str, width: int, device: torch.device) -> None:
+def _measure(table: Table, name: str, width: int, device: torch.device, rounds: int) -> None:
     def tell(what: str, value: float, unit: str, reference: float | None = None) -> None:
         table.row(what, f"{value:.4g}", unit, "" if reference is None else f"{value / reference:.3f}")
         table.figure(f"{name} {what}", value, unit, reference=reference)
 
-    steps = _steps(width, device)
+    steps = _steps(width, device, rounds)
     for kind, values in steps.items():
         milliseconds = statistics.median(values) * 1e3
         tell(f"step, {kind}", milliseconds, "ms", milliseconds / median_ratio(values, steps["alone"]))
-    nbytes, moves = _moves(width, device)
+    nbytes, moves = _moves(width, device, rounds)
     for what, taken in moves.items():
         tell(what, taken * 1e3, "ms")
         tell(f"{what}, rate", nbytes / taken / 1e9, "GB/s")
-    alone, busy, models = _overlap(width, device)
+    alone, busy, models = _overlap(width, device, rounds)
     tell("step, models read and received all the time", busy * 1e3, "ms", alone * 1e3)
     tell("models read and received", models, "a second")
 

@@ -47,14 +47,8 @@ HEADINGS = ("model", "policy", "pulls", "a step, ms", "peer.step(), ms", "mean",
 
 @dataclass
 class Measured:
-    """Steps of one model under one policy.
-
-    Attributes:
-        plain: times of steps without a peer.
-        joined: times of steps with a peer, each right after the plain step of the same index.
-        inside: time of ``peer.step()`` in each joined step.
-        pulls: number of models pulled meanwhile.
-    """
+    """Times of plain steps, without a peer; of steps with a peer, each right after the plain one of the same index; and
+    of ``peer.step()`` in these; and the number of models pulled meanwhile."""
 
     plain: list[Span] = field(default_factory=list)
     joined: list[Span] = field(default_factory=list)

@@ -26,13 +26,9 @@ from gossipx.tasks.presets import PRESETS
 
 @dataclass(frozen=True)
 class Task:
-    """A task that the policies train.
+    """A task that the policies train; without --full its data have the first of the partitions.
 
-    Attributes:
-        model: its model.
-        iterations: of each peer.
-        partitions: of its data; the first one without --full.
-        measured: what the summaries are judged by, ``accuracy`` or ``loss``.
+    The summaries are judged by what is ``measured``, ``accuracy`` or ``loss``.
     """
 
     model: str

@@ -106,7 +106,8 @@ SEEDED = 16
 def scale(given: Given) -> Iterator[Table]:
     """Yield the tables."""
     sizes = given.of((4,), (4, 16, 64), (4, 16, 64, 256, 1000))
-    found = {rate: costs_of(rate, sizes, given.full and rate == CHURNED, given.of(10, 100, 100)) for rate in RATES}
+    rates, iterations = given.of((LOSS_RATE,), RATES, RATES), given.of(10, 100, 100)
+    found = {rate: costs_of(rate, sizes, given.full and rate == CHURNED, iterations) for rate in rates}
     yield costs_table(sizes, found)
     if given.smoke:
         return

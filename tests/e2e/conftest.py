@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from forks.client import commands
 from ports import places
 from served_loops import Join
 from torch import nn
@@ -30,6 +31,12 @@ def three(tmp_path: Path) -> Iterator[Folder]:
     """A folder for three peers."""
     with folder(tmp_path, 3) as made:
         yield made
+
+
+@pytest.fixture
+def forked_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the hosts of emulated networks fork Python's processes, and start no new interpreters."""
+    monkeypatch.setenv("FORKED_PYTHON", str(commands() / "python"))
 
 
 @pytest.fixture

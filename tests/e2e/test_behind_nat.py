@@ -328,6 +328,7 @@ def test_two_machines_behind_nat_train_with_a_third(tmp_path: Path, options: tup
 
 @pytest.mark.slow
 @pytest.mark.fault(70)
+@pytest.mark.usefixtures("forked_hosts")
 def test_the_doctor_says_who_is_behind_nat_and_who_seems_to_be(tmp_path: Path) -> None:
     with hiding(3, {1, 2}) as net:
         for words in (["", "nat", ""], ["", "nat", "nat"]):

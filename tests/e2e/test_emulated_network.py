@@ -367,6 +367,7 @@ def test_without_root_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @needs_network
+@pytest.mark.usefixtures("forked_hosts")
 def test_gossipx_runs_on_several_machines(tmp_path: Path) -> None:
     """docs/hosts.md: the same command on each host starts that host's line."""
     with EmulatedNetwork(2, "100mbit") as net:

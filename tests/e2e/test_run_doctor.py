@@ -221,7 +221,7 @@ def listens(port: int) -> bool:
 
 
 @pytest.fixture
-def network() -> None:
+def network(forked_hosts: None) -> None:
     """Skip the test where the system allows no emulated networks."""
     if (reason := lacking()) is not None:
         pytest.skip(reason)

@@ -56,6 +56,7 @@ def test_a_script_that_cannot_be_measured_is_tried_once(two: Folder, text: str, 
     assert all(one in failed.errors for one in told) and failed.errors.count("measuring") == 1, failed.shown
 
 
+@pytest.mark.usefixtures("forked_hosts")
 def test_a_slow_link_gets_fewer_bytes(tmp_path: Path) -> None:
     """LeNet has 0.4 MB, which take 0.33 s at 10 Mbit/s: more than ten of its iterations."""
     if (reason := lacking()) is not None:
