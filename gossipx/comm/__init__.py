@@ -30,7 +30,7 @@ from gossipx.memory import Source
 from gossipx.protocol.fields import JoinedPeer
 from gossipx.protocol.messages import Reply, Request
 from gossipx.transports import Address, Carriers, Counting, Transport, tcp, unix
-from gossipx.transports.handshake import Newcomers, Trust
+from gossipx.transports.handshake import JoinDecider, Trust
 from gossipx.transports.link import Links
 from gossipx.transports.pace import Pace
 from gossipx.wire import Hello, Sink, SinkFactory, auth
@@ -150,12 +150,12 @@ class CommManager:
         return self._member.links.received
 
     @property
-    def join_handler(self) -> Newcomers | None:
+    def join_handler(self) -> JoinDecider | None:
         """The object that decides on processes which are not in the hosts file, or None if nobody is admitted."""
         return self._member.join_handler
 
     @join_handler.setter
-    def join_handler(self, handler: Newcomers | None) -> None:
+    def join_handler(self, handler: JoinDecider | None) -> None:
         self._member.join_handler = handler
 
     def forget(self, rank: int) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
 from gossipx.transports import Address, Carriers, Stream, Transport
-from gossipx.transports.handshake import Newcomers, Trust
+from gossipx.transports.handshake import JoinDecider, Trust
 from gossipx.transports.link import Link, Links
 from gossipx.wire import Hello, auth
 
@@ -69,7 +69,7 @@ class Member:
     secret: auth.Secrets | None
     trust: Trust
     links: Links
-    join_handler: Newcomers | None = None
+    join_handler: JoinDecider | None = None
 
     def is_cut_off(self, rank: int) -> bool:
         """Return whether this peer cannot connect to the peer of this rank, which is behind NAT on another host."""

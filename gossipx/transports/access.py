@@ -22,8 +22,7 @@ from gossipx.errors import UsageError
 from gossipx.protocol.fields import MAX_SECRETS
 from gossipx.settings.sections import ExchangeSettings
 from gossipx.transports import Transport, tcp
-from gossipx.transports.tls import Tls
-from gossipx.transports.watched import WatchedFiles
+from gossipx.transports.tls import Tls, WatchedFiles
 from gossipx.wire.auth import FixedSecrets, Secret, Secrets
 
 log = logging.getLogger("gossipx")

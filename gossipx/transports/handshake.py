@@ -58,7 +58,7 @@ from gossipx.wire import (
 from gossipx.wire.agreement import difference, objection
 
 
-class Newcomers(Protocol):
+class JoinDecider(Protocol):
     """Decides on newcomers; :class:`gossipx.runtime.driver.joins.JoinHandler`."""
 
     def admit(self, request: AdmitRequest, opener: str) -> tuple[AdmitReply, bytes] | str:
@@ -70,7 +70,7 @@ class Newcomers(Protocol):
         """Add a peer that joined; return in one line why it is not a member, None if it is."""
 
 
-def answer_newcomer(link: Link, request: AdmitRequest, admission: Newcomers | None, deadline: float) -> str | None:
+def answer_newcomer(link: Link, request: AdmitRequest, admission: JoinDecider | None, deadline: float) -> str | None:
     """Answer a process that asks to join; return why it cannot, None if it was answered."""
     opener = link.stream.remote.rpartition(":")[0]
     decided = "this process takes no newcomers" if admission is None else admission.admit(request, opener)
@@ -267,7 +267,7 @@ def admit(
     welcome: Welcome,
     visits: Visits,
     deadline: float,
-    admission: Newcomers | None = None,
+    admission: JoinDecider | None = None,
 ) -> Hello:
     """Accept a connection, as counterpart of :func:`greet`: check the opener, and welcome or refuse it.
 

@@ -10,14 +10,15 @@ import pytest
 from certificates import Authority
 
 from gossipx.figures import Counters
-from gossipx.transports import Address, validity
-from gossipx.transports.validity import Reminder, Validity
+from gossipx.transports import Address, tls
+from gossipx.transports.tls import Reminder, Validity, validities_in
 
 HOUR, DAY = 3600.0, 86400.0
 
 
 class Clock:
     now = 1_800_000_000.0
+    monotonic = staticmethod(time.monotonic)
 
     def time(self) -> float:
         return self.now
@@ -26,7 +27,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(validity, "time", made)
+    monkeypatch.setattr(tls, "time", made)
     return made
 
 
@@ -37,7 +38,7 @@ def test_dates_are_those_of_the_certificate(tmp_path: Path, begins: float, days:
     own = authority.issue(begins=begins, days=days).certificate
     now = time.time()
     own.write_bytes(b"A line of text.\n" + own.read_bytes() + authority.file.read_bytes())
-    found = validity.read(own)
+    found = validities_in(own)
     assert [found[0].begins, found[0].ends] == pytest.approx([now + begins * DAY, now + days * DAY], abs=60)
     assert [found[1].begins, found[1].ends] == pytest.approx([now - 9 * DAY, now + 30 * DAY], abs=60)
     assert found[0].fault() == ("has expired" if days < 0 else "is not valid yet" if begins > 0 else "")
