@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from fault_marks import marked
 
 from gossipx import codecs  # of the same tree as these pages
-from gossipx.cli.options import RunCommand, by_heading, by_table
+from gossipx.cli.parsing import RunCommand, by_heading, by_table
 from gossipx.settings.modes import MODES
 from gossipx.settings.sections import KEYS
 from gossipx.specs.codecs import CODECS

@@ -11,9 +11,8 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from gossipx.cli import completers
-from gossipx.cli.commands import debug
-from gossipx.cli.options import logdir_option
+from gossipx.cli.main_group import main
+from gossipx.cli.parsing import complete_run, debug, logdir_option
 from gossipx.figures import LINES, Combine, ComparedLine
 from gossipx.launch.directory import CONFIG_FILE, no_run, run_directory
 from gossipx.launch.run.display import plain_console
@@ -26,14 +25,14 @@ NONE = "–"
 """A figure that a run does not have."""
 
 
-@click.command("compare", short_help="Compare runs in a table or a plot.")
+@main.command("compare", short_help="Compare runs in a table or a plot.")
 @click.argument(
     "runs",
     nargs=-1,
     required=True,
     type=click.Path(path_type=Path),
     metavar="RUN...",
-    shell_complete=completers.runs(),
+    shell_complete=complete_run,
 )
 @logdir_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -1,4 +1,4 @@
-"""Standard output and error of the commands, whose failures end no run.
+"""Standard output and error of the commands, whose failures end no run, and the tables that are printed there.
 
 A run trains for hours beside a terminal that is closed, a pipe whose reader has ended, a disk that is full, or a
 console that cannot show a letter. Whatever prints, :func:`print`, click, rich or logging, writes through these streams:
@@ -15,6 +15,10 @@ import select
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from rich.console import RenderableType
+
+from gossipx.launch.run.display import plain_console
 
 PATIENCE = 10.0
 """Seconds that a line waits for the reader of a stream that another process has made non-blocking."""
@@ -95,3 +99,17 @@ def _unfailing(stream: Any) -> Any:
         "replace",
         line_buffering=stream.line_buffering or stream.write_through,
     )
+
+
+def print_tables(*tables: RenderableType) -> None:
+    """Print tables, and the text between them, one below the other."""
+    console = plain_console()
+    if not console.is_terminal:  # a file or a pipe has no width to fit
+        console.width = 200
+    for table in tables:
+        console.print(table)
+
+
+def shown(value: float | None, form: str) -> str:
+    """Return a figure for a table; a dash if there is none."""
+    return "–" if value is None else format(value, form)

@@ -60,7 +60,7 @@ class ClusterJob:
         return self.nodes * self.peers_per_node
 
 
-def slurm(job: ClusterJob, time: str | None = None, partition: str | None = None) -> str:
+def slurm_script(job: ClusterJob, time: str | None = None, partition: str | None = None) -> str:
     """Return a script for ``sbatch``.
 
     A node that fails, or a job with precedence, may end the job; SLURM then starts it again, and the run continues.
@@ -94,7 +94,7 @@ def slurm(job: ClusterJob, time: str | None = None, partition: str | None = None
     )
 
 
-def kubernetes(job: ClusterJob, image: str, claim: str | None = None) -> str:
+def kubernetes_manifest(job: ClusterJob, image: str, claim: str | None = None) -> str:
     """Return a manifest for ``kubectl apply``: an Indexed Job, and a headless Service that resolves the first pod.
 
     The secret is passed in the environment, because a container's user often may not read a mounted one. The template
@@ -107,7 +107,7 @@ def kubernetes(job: ClusterJob, image: str, claim: str | None = None) -> str:
             with the pods.
 
     Raises:
-        UsageError: as for :func:`slurm`.
+        UsageError: as for :func:`slurm_script`.
     """
     _check(job, several=True)
     longest = _LONGEST_LABEL - len(f"-{job.peers - 1}")

@@ -15,8 +15,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from gossipx.cli import completers, main
-from gossipx.cli.completion import SHELLS, VARIABLE
+from gossipx.cli import main, parsing
+from gossipx.cli.parsing import SHELLS, VARIABLE
 from gossipx.settings import files as config_files
 from gossipx.settings.keys import Key
 from gossipx.settings.sections import KEYS
@@ -113,15 +113,15 @@ def test_a_key_press_loads_nothing_large(place: Path, line: str) -> None:
 
 def test_names_match_the_tables() -> None:
     """They are repeated so that completion does not import torch."""
-    assert tuple(GENERATORS) == completers.TOPOLOGIES and tuple(SCHEDULES) == completers.SCHEDULES
-    assert tuple(partition.PARTITIONS) == completers.PARTITIONS
-    assert tuple(UNTRAINED) == completers.UNTRAINED
+    assert tuple(GENERATORS) == parsing.TOPOLOGIES and tuple(SCHEDULES) == parsing.SCHEDULES
+    assert tuple(partition.PARTITIONS) == parsing.PARTITIONS
+    assert tuple(UNTRAINED) == parsing.UNTRAINED
 
 
 @pytest.mark.parametrize("key", [key for key in KEYS.values() if key.check], ids=lambda key: key.name)
 def test_settings_that_are_specs_are_completed(key: Key) -> None:
     """Except for numbers with units, and plans."""
-    complete = completers.for_setting(key)
+    complete = parsing.COMPLETERS.get(key.name)
     if key.name in ("checkpoint_every", "sync_plan", "max_rate", "metrics_port"):
         assert complete is None
         return

@@ -11,7 +11,7 @@ import pytest
 from launches import NAMES
 from rich.table import Table
 
-from gossipx.cli.tables import show
+from gossipx.cli.output import print_tables
 from gossipx.errors import UsageError
 from gossipx.launch.environment import ENV_PROGRESS, progress
 from gossipx.launch.run import display as progress_module
@@ -160,6 +160,6 @@ def test_names_are_neither_markup_nor_emoji(
 def test_a_table_of_a_command_shows_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     table = Table("[peer]")
     table.add_row("[fd00:100::7]:29400")
-    show(table)
+    print_tables(table)
     printed = capsys.readouterr().out
     assert "[peer]" in printed and "[fd00:100::7]:29400" in printed
