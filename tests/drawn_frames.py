@@ -94,7 +94,7 @@ OWN: dict[tuple[type, str], st.SearchStrategy[object]] = {
     (CopyReply, "size"): st.integers(0, 2**40),
     (SetNote, "value"): st.binary(max_size=MAX_NOTE).map(bytes.hex),
     (Carried, "digest"): st.binary(max_size=32).map(bytes.hex),
-    (CheckupRequest, "part"): st.sampled_from(["facts", "peers", "model", "load"]),
+    (CheckupRequest, "part"): st.sampled_from(["facts", "load", "status"]),
     (CheckupRequest, "back"): st.integers(0, 2**24),
     (CheckupReply, "size"): st.integers(0, 2**24),
     (AdmitRequest, "port"): st.integers(1, 65_535),

@@ -17,7 +17,7 @@ from gossipx.cli.output import print_tables
 from gossipx.cli.parsing import ACCESS, FloatRange, debug, options, script_argument
 
 if TYPE_CHECKING:
-    from gossipx.tools.doctor.findings import Findings
+    from gossipx.tools.doctor.verdicts import Findings
     from gossipx.tools.tune import Measured
 
 _OF_DOCTOR = ("model", "task", "data_dir", "device", "bind", "advertise", *ACCESS)
@@ -43,7 +43,7 @@ _COLOURS = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "red"}
 def doctor_command(
     wait: float, config_file: Path | None, as_json: bool, script: tuple[str, ...], **settings: Any
 ) -> None:
-    """Diagnose the machines of a run: names, ports, versions, clocks, devices, reachability, latency and rates.
+    """Diagnose the machines of a run: names, ports, versions, clocks, devices, reachability and rates.
 
     Start the same command on each host, with the hosts file and the --bind, --secret-file or --tls-... of the run. Each
     waits for the others, and reports what it sees. Exit code 0: no check fails; 1: a check fails; 5: not authorised.
@@ -81,14 +81,13 @@ def doctor_command(
 
 def _hosts_table(found: Findings) -> Table:
     """Return the table of hosts as this one sees them. It is printed before the verdicts, which stay in sight."""
-    table = Table("host", "peers reached", "round trip", "rate to here", "gossipx", "torch", "python")
+    table = Table("host", "peers reached", "rate to here", "gossipx", "torch", "python")
     for host in found.hosts:
         seen, pair = found.seen(host), found.ways.get(host.number)
         facts = next((line.facts for line in seen if line.facts), {} if host in found.others else found.facts)
         table.add_row(
             host.name,
             f"{sum(line.state == 'ok' for line in seen)} of {len(host.peers)}" if seen else "–",
-            "–" if pair is None or pair.latency is None else f"{pair.latency * 1e3:.3g} ms",
             "–" if pair is None or pair.rate is None else f"{pair.rate * 8 / 1e6:.0f} Mbit/s",
             *(facts.get(fact, "–") for fact in ("gossipx", "torch", "python")),
         )

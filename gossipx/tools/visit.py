@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from gossipx.launch.hosts import PeerLine, peers_digest
 from gossipx.peer.status import Status
 from gossipx.protocol.places import fault
 from gossipx.settings.sections import ExchangeSettings
-from gossipx.tools.doctor.probe import CONNECT, Prober, connect, probing
+from gossipx.tools.doctor.probe import CONNECT, ProbeSettings, connect_to_line, probing
 from gossipx.transports.access import grant
 from gossipx.transports.link import Links
 from gossipx.wire import CheckupPart, Hello
@@ -75,9 +74,9 @@ def visit(
 
     def ask(to: PeerLine) -> Visit:
         me = Hello(to.rank, to.name, len(peers), digest, "")
-        prober = Prober(me, (), peers, b"", b"", granted, links, threading.Lock())
+        probes = ProbeSettings(me=me, peers=peers, access=granted, links=links)
         try:
-            with probing(prober, to, connect(prober, to)) as probe:
+            with probing(probes, to, connect_to_line(probes, to)) as probe:
                 facts = probe.facts
                 if facts["role"] != "run":
                     return Visit(to, {}, "a doctor answers there")

@@ -79,7 +79,7 @@ from gossipx.wire import reversal
 MAX_DESCRIPTION = 16 * 2**20
 # Bytes of payload in one frame of a checkup: enough to fill a link of 10 Gbit/s for longer than its round trip.
 MAX_LOAD = 16 * 2**20
-CheckupPart: TypeAlias = Literal["facts", "peers", "model", "load", "status", "drain"]
+CheckupPart: TypeAlias = Literal["facts", "load", "status", "drain"]
 MAX_NOTE = 4096  # bytes; gloo needs 170, NCCL 128
 _Load = Annotated[int, between(0, MAX_LOAD)]
 
@@ -197,8 +197,8 @@ class CheckupRequest(Fields, frozen=True):
 
     Attributes:
         name: of the peer whose line of the hosts file is checked.
-        part: "facts" about the answerer, the "peers" in its hosts file, the description of its "model", a "load", the
-            "status" of a running peer (:func:`gossipx.peer.status.status`), or "drain", which asks it to leave.
+        part: "facts" about the answerer, a "load", the "status" of a running peer
+            (:func:`gossipx.peer.status.status`), or "drain", which asks it to leave.
         back: bytes of the load.
     """
 

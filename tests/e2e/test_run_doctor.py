@@ -152,13 +152,13 @@ with gossipx.join(model, optimizer) as peer:
 
 
 @pytest.mark.slow
-def test_scripts_whose_models_differ_are_reported_with_the_first_tensor(place: Folder) -> None:
+def test_scripts_whose_models_differ_are_reported(place: Folder) -> None:
     machines(place, 2)
     script = place.script(JOINS)
     started = [start(place, "--advertise", address(n + 1), script, str(n + 3)) for n in range(2)]
-    for process, (here, there) in zip(started, ((3, 4), (4, 3)), strict=True):
+    for process in started:
         (line,) = lines(findings(process.end(), 1), "fail", "model")
-        assert f"'weight float32 1x{here}" in line and f"here and 'weight float32 1x{there}" in line
+        assert "the models differ" in line and f" on {address(1)}; " in line and f" on {address(2)}" in line
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def a_secret(file: Path) -> Path:
     return file
 
 
-def test_a_different_hosts_file_is_reported_with_the_first_line_that_differs(place: Folder) -> None:
+def test_a_different_hosts_file_is_reported(place: Folder) -> None:
     machines(place, 2)
     other = place.path / "other.txt"
     other.write_text(place.hosts.read_text() + f"{address(3)}\n")
@@ -195,8 +195,7 @@ def test_a_different_hosts_file_is_reported_with_the_first_line_that_differs(pla
         found = findings(process.end(), 1)
         here, there = (2, 3) if process is one else (3, 2)
         (text,) = [text for text in failures(found) if "the hosts files differ" in text]
-        assert f"the hosts files differ: {here} peers here and {there} there; peer 2 is " in text
-        assert address(3) in text and "missing" in text
+        assert f"the hosts files differ: {here} peers here and {there} there" in text
 
 
 def test_ctrl_c_ends_it_at_once_and_leaves_nothing(place: Folder) -> None:

@@ -16,7 +16,7 @@ from certificates import Authority, Identity
 from gossipx.errors import GossipxError
 from gossipx.launch.hosts import PeerLine
 from gossipx.settings.sections import ExchangeSettings
-from gossipx.tools.doctor.probe import Prober, reach
+from gossipx.tools.doctor.probe import ProbeSettings, try_line
 from gossipx.tools.visit import visit
 from gossipx.transports import Address, Listener, tcp
 from gossipx.transports.access import grant
@@ -82,8 +82,8 @@ def test_a_port_that_answers_is_not_taken_for_an_ended_peer(
     with listening(authority.issue(days=days).transport().listen if has_tls else tcp.listen) as port:
         peer = PeerLine(0, "127.0.0.1", port, None, f"127.0.0.1:{port}", 1)
         me, links = Hello(1, "other", 2, "digest", ""), Links("doctor", 0, 10.0)
-        prober = Prober(me, (), [peer], b"", b"", grant(given, "127.0.0.1"), links, threading.Lock())
-        found = reach(prober, peer)
+        probes = ProbeSettings(me=me, peers=[peer], access=grant(given, "127.0.0.1"), links=links)
+        found = try_line(probes, peer)
         links.abort()
         (seen,) = visit([peer], given, "status", [peer])
     assert found.state == state, found

@@ -13,7 +13,6 @@ import pytest
 
 from gossipx import memory
 from gossipx.launch import environment, ports
-from gossipx.tools.doctor import machine
 from gossipx.transports import Address, sockets, tcp, unix
 
 
@@ -80,10 +79,3 @@ def test_a_closed_progress_pipe_is_gone_without_proc(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Path, "is_fifo", lambda self: False)
     assert environment._pipe(writing) is None
     os.close(reading)
-
-
-def test_cores_are_counted_without_an_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 7)
-    (verdict,) = machine.devices("here", [], "cpu") or [machine._device("here", "cpu", 1, False)]
-    assert verdict.text == "cpu (7 cores) on here"

@@ -7,26 +7,30 @@ probes all other hosts, answers their probes, and reports only what it sees itse
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import signal
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from gossipx.errors import GossipxError
-from gossipx.launch.hosts import PeerLine, bind_host, line_of, peers_digest, read_hosts
+import msgspec
+
+from gossipx.errors import GossipxError, ProtocolError, printable
+from gossipx.launch.hosts import PeerLine, bind_host, peers_digest, read_hosts
+from gossipx.memory import Source
+from gossipx.protocol.messages import BusyReply
 from gossipx.settings.sections import RunConfig
 from gossipx.tools.doctor import machine
-from gossipx.tools.doctor.findings import Findings, Host, Line, Measurement, hosts_of
-from gossipx.tools.doctor.listener import Listener
-from gossipx.tools.doctor.probe import RETRY, Prober, connect, probing, reach
+from gossipx.tools.doctor.probe import LOAD, RETRY, ProbeSettings, connect_to_line, probing, try_line
+from gossipx.tools.doctor.verdicts import Findings, Host, Line, Measurement, hosts_of
+from gossipx.transports import Address, Listener, Stream, handshake
 from gossipx.transports.access import grant
 from gossipx.transports.handshake import checkup_facts
-from gossipx.transports.link import Links
-from gossipx.wire import Hello
-from gossipx.wire.agreement import difference
+from gossipx.transports.link import Link, Links
+from gossipx.wire import MAX_LOAD, CheckupReply, CheckupRequest, Hello, Message, frames
 
 # Seconds to wait for the probes of other hosts once this host's probes are done. The other doctors may have started
 # later or run more slowly, and need a second or two per host.
@@ -34,6 +38,9 @@ _STAY, _STAY_PER_HOST = 10.0, 5.0
 _POLL = 1.0  # seconds between two reports of missing hosts
 # States of a line that answered. A later failure, such as the end of the doctor there, does not replace them.
 _ANSWERED = {"ok", "foreign", "authorised", "version", "peers", "other"}
+_SILENT = 15.0  # seconds after which a silent connection is closed
+_MAX_THREADS = 64  # of the doctor, plus four per peer: each connection has its own thread
+_ZEROS = memoryview(bytes(MAX_LOAD))  # the system allocates these pages when they are first read
 
 
 def examine(
@@ -45,29 +52,26 @@ def examine(
     must answer within ``wait`` seconds; ``report`` receives a line about those that are missing.
     """
     peers = read_hosts(peers_file)
-    hosts = hosts_of(peers)
-    names = machine.resolve(hosts)
-    here = machine.hosts_here(hosts, names, settings.exchange.advertise, peers_file)
+    hosts = machine.resolve_hosts(hosts_of(peers))
+    here = machine.hosts_here(hosts, settings.exchange.advertise, peers_file)
     lines = [peer for host in here for peer in host.peers]
     binds = {peer.rank: bind_host(peer, settings.exchange.bind, peers_file) for peer in lines}
     granted, *_ = [grant(settings.exchange, bind) for bind in binds.values()]
     with contextlib.ExitStack() as stack:
         # SIGTERM acts like Ctrl-C, so that the process that builds a model also ends.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
-        title, manifest, fault = machine.model(settings, len(peers), peers_file, lines[0], script)
+        title, manifest, fault = machine.described_model(settings, len(peers), peers_file, lines[0], script)
         digest = hashlib.sha256(manifest).hexdigest() if manifest else ""
         me = Hello(lines[0].rank, lines[0].name, len(peers), peers_digest(peers), digest)
-        found = Findings(hosts, [host.number for host in here], checkup_facts(me, "doctor"), names)
+        found = Findings(hosts, [host.number for host in here], checkup_facts(me, "doctor"))
         found.model, found.fault, found.tls = title, fault, settings.exchange.tls_cert is not None
-        found.devices = machine.devices(found.own, lines, settings.run.device)
+        found.devices = machine.check_devices(found.own, lines, settings.run.device)
         links = Links("doctor", 0, timeout=10.0)
         stack.callback(links.abort)
-        listing = "\n".join(line_of(peer.host, peer.port, peer.name, None, peer.behind_nat) for peer in peers).encode()
-        aliases = [host.peers[0].name for host in here[1:]]
-        prober = Prober(me, aliases, peers, listing, manifest, granted, links, threading.Lock())
-        listener = Listener(lines, binds, prober)
+        probes = ProbeSettings(me=me, peers=peers, access=granted, links=links)
+        listener = DoctorListener(lines, binds, probes)
         stack.callback(listener.close)
-        _Checkup(found, prober, listener, report).run(wait)
+        _Checkup(found, probes, listener, report).run(wait)
     return found
 
 
@@ -76,8 +80,8 @@ class _Checkup:
     """The checkup that one host runs. ``listener.news`` guards ``found``, which receives the results."""
 
     found: Findings
-    prober: Prober
-    listener: Listener
+    probes: ProbeSettings
+    listener: DoctorListener
     report: Callable[[str], None]
     reported: set[str] = field(default_factory=set)
     receiving: threading.Lock = field(default_factory=threading.Lock)  # this host receives one load at a time
@@ -89,14 +93,14 @@ class _Checkup:
         found.ports = self.listener.ports
         own = {port.rank: port.state for port in found.ports}
         # A host behind NAT may be unable to reach its own address.
-        answering = {"run"} if len(own) == 1 and len(self.prober.peers) > 1 else {"run", "open"}
+        answering = {"run"} if len(own) == 1 and len(self.probes.peers) > 1 else {"run", "open"}
         until = time.monotonic() + wait
         for host in found.hosts:
             reachable = host.number not in found.hidden
             targets = [peer for peer in host.peers if reachable and own.get(peer.rank, "run") in answering]
             if targets:
                 self.pending.add(host.number)
-                self.prober.links.spawn(f"probe-{host.number}", self._probe, host, targets, until)
+                self.probes.links.spawn(f"probe-{host.number}", self._probe, host, targets, until)
         with news:
             while self.pending:  # terminates, because each probe has deadlines
                 if not news.wait(_POLL):
@@ -113,14 +117,14 @@ class _Checkup:
         """Try the lines of a host until all have answered or the time is over, then measure."""
         seen: dict[int, Line] = {}
         try:
-            left = targets if self.found.names[host.number].addresses else []
+            left = targets if host.addresses else []
             while left:
                 for peer in left:
-                    line = reach(self.prober, peer)
+                    line = try_line(self.probes, peer)
                     if peer.rank not in seen or line.state in _ANSWERED or seen[peer.rank].state not in _ANSWERED:
                         seen[peer.rank] = line
                 left = [peer for peer in left if seen[peer.rank].state != "ok"]
-                if time.monotonic() > until or self.prober.links.closed.wait(RETRY if left else 0.0):
+                if time.monotonic() > until or self.probes.links.closed.wait(RETRY if left else 0.0):
                     break
             with self.listener.news:
                 self.found.reached |= seen or {peer.rank: Line(peer.rank, "name") for peer in targets}
@@ -133,28 +137,107 @@ class _Checkup:
                 self.listener.news.notify_all()
 
     def _measure(self, host: Host, good: list[Line]) -> None:
-        """Measure the path to a host over one of its ``good`` lines, and compare the models."""
+        """Measure the path to a host over one of its ``good`` lines."""
         # Prefer a doctor, because a run sends no load; on this machine, prefer another line than the prober's.
-        best = min(good, key=lambda line: (line.role != "doctor", line.rank == self.prober.me.rank))
-        peer, mine, differing = self.prober.peers[best.rank], self.prober.me.model, ""
+        best = min(good, key=lambda line: (line.role != "doctor", line.rank == self.probes.me.rank))
+        peer = self.probes.peers[best.rank]
         try:
-            with probing(self.prober, peer, connect(self.prober, peer)) as probe:
-                if mine and probe.facts["model"] not in ("", mine) and best.role == "doctor":
-                    differing = (
-                        f"{difference(self.prober.manifest, probe.read('model'))} ({self.found.own}, {host.name})"
-                    )
+            with probing(self.probes, peer, connect_to_line(self.probes, peer)) as probe:
                 measured = probe.measure()
         except GossipxError as error:
             measured = Measurement(why=str(error))
         with self.listener.news:
             self.found.ways[host.number] = measured
-            self.found.differing = self.found.differing or differing
 
     def _probed(self) -> set[int]:
-        return {host.number for host in self.found.others if self.listener.probed & {p.name for p in host.peers}}
+        """Return the other hosts that have probed this one; the names of one machine count together."""
+        others = self.found.others
+        seen = [host for host in others if self.listener.probed & {peer.name for peer in host.peers}]
+        addresses = {address for host in seen for address in host.addresses}
+        return {host.number for host in others if host in seen or addresses & set(host.addresses)}
 
     def _missing(self, hosts: set[int], why: str) -> None:
         line = f"{self.found.own} waits for {self.found.names_of(hosts)}: {why}"
         if hosts and line not in self.reported:
             self.report(line)
             self.reported.add(line)
+
+
+class DoctorListener:
+    """The answering side, which listens at the ports of ``lines``; ``binds`` has the addresses to bind to, by rank."""
+
+    def __init__(self, lines: Sequence[PeerLine], binds: Mapping[int, str], settings: ProbeSettings):
+        self.news = threading.Condition()  # guards the findings, and this:
+        self.probed: set[str] = set()  # names of peers that have received a load, the last step of a probe
+        self._settings = settings
+        self._sending = threading.Lock()  # held while a load is sent
+        self._listening: list[Listener] = []
+        self.ports = [self._open(peer, Address(binds[peer.rank], peer.port)) for peer in lines]
+
+    def _open(self, peer: PeerLine, place: Address) -> Line:
+        try:
+            listening = self._settings.access.transport.listen(place)
+        except GossipxError as error:
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EADDRINUSE:
+                return Line(peer.rank, "denied", printable(str(error)))
+            seen = try_line(self._settings, peer)
+            return replace(seen, state=seen.facts.get("role", seen.state))
+        self._listening.append(listening)
+        me = msgspec.structs.replace(self._settings.me, rank=peer.rank, name=peer.name)
+        self._settings.links.spawn(f"accept-{peer.rank}", self._accept, listening, me)
+        return Line(peer.rank, "open")
+
+    def close(self) -> None:
+        """Stop listening."""
+        for listening in self._listening:
+            listening.close()
+
+    def _accept(self, listening: Listener, me: Hello) -> None:
+        links = self._settings.links
+        while not links.closed.is_set():
+            try:
+                stream = listening.accept()
+            except GossipxError:
+                links.closed.wait(0.05)  # the system lacks a resource, such as file descriptors
+                continue
+            if links.threads < _MAX_THREADS + 4 * len(self._settings.peers):
+                links.spawn("answer", self._serve, stream, me)
+            else:
+                stream.abort()
+
+    def _serve(self, stream: Stream, me: Hello) -> None:
+        """Answer the requests on one connection until the other side closes it and reports the error, if any."""
+        settings, deadline = self._settings, time.monotonic() + _SILENT
+        with contextlib.suppress(GossipxError), contextlib.ExitStack() as stack:
+            link = settings.links.add(stream)
+            stack.callback(settings.links.drop, link)
+            if settings.access.secret is not None:
+                handshake.challenge(link, settings.access.secret, me, deadline)
+            names, hosts = [peer.name for peer in settings.peers], [peer.host for peer in settings.peers]
+            request: Message = handshake.visited(link, names, hosts, deadline)
+            while isinstance(request, CheckupRequest):
+                self._answer(link, me, request)
+                request = link.receive(time.monotonic() + _SILENT).message
+
+    def _answer(self, link: Link, me: Hello, request: CheckupRequest) -> None:
+        if request.part == "facts":
+            self._send(link, b"", CheckupReply(checkup_facts(me, "doctor")))
+        elif request.part != "load":
+            raise ProtocolError(f"a doctor has no '{request.part}'")
+        # One load at a time: each would slow the other down.
+        elif not self._sending.acquire(blocking=False):
+            self._send(link, b"", BusyReply())
+        else:
+            try:
+                self._send(link, _ZEROS[: request.back])
+            finally:
+                self._sending.release()
+                with self.news:
+                    self.probed.add(request.name)
+                    self.news.notify_all()
+
+    def _send(self, link: Link, payload: bytes | memoryview, reply: CheckupReply | BusyReply | None = None) -> None:
+        link.stream.tune()
+        source = Source(memoryview(payload)) if payload else None
+        reply = reply or CheckupReply(size=len(payload))
+        link.send(frames.encode(reply, 0, source, link.checks), time.monotonic() + LOAD)

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -22,23 +23,23 @@ from gossipx.launch.run.children import Child, command_of
 from gossipx.launch.start import script_exists
 from gossipx.settings import files
 from gossipx.settings.sections import RunConfig
-from gossipx.tools.doctor.findings import Host, Name, Verdict
+from gossipx.tools.doctor.verdicts import Host, Verdict
 
 _RESOLVE = 5.0  # seconds for all names together, because an unresponsive resolver takes that long or longer
 _JOIN = 120.0  # seconds in which a script must reach gossipx.join: it may read data first
 
 
-def resolve(hosts: Sequence[Host]) -> list[Name]:
-    """Resolve the names of all hosts in parallel."""
-    found = {host.number: Name(host.number, (), f"no answer within {_RESOLVE:g} s") for host in hosts}
+def resolve_hosts(hosts: Sequence[Host]) -> list[Host]:
+    """Return the hosts with their addresses. All names are resolved in parallel."""
+    found = {host.number: replace(host, error=f"no answer within {_RESOLVE:g} s") for host in hosts}
 
     def resolve_one(host: Host) -> None:
         try:
             entries = socket.getaddrinfo(host.name, None, type=socket.SOCK_STREAM)
             addresses = dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in entries)
-            found[host.number] = Name(host.number, tuple(addresses))
+            found[host.number] = replace(host, addresses=tuple(addresses))
         except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
-            found[host.number] = Name(host.number, (), str(getattr(error, "strerror", None) or error))
+            found[host.number] = replace(host, error=str(getattr(error, "strerror", None) or error))
 
     until = time.monotonic() + _RESOLVE
     threads = [threading.Thread(target=resolve_one, args=(host,), daemon=True) for host in hosts]
@@ -49,50 +50,44 @@ def resolve(hosts: Sequence[Host]) -> list[Name]:
     return list(found.values())
 
 
-def hosts_here(hosts: Sequence[Host], names: Sequence[Name], advertise: str | None, file: Path) -> list[Host]:
+def hosts_here(hosts: Sequence[Host], advertise: str | None, file: Path) -> list[Host]:
     """Return the hosts that are this machine, or raise UsageError. Unlike in a run, other names may be unresolved."""
     if advertise is not None:
         if here := [host for host in hosts if host.name == advertise.strip("[]")]:
             return here
         raise UsageError(f"no line has the host '{advertise}' given by --advertise", file)
-    known = {hosts[name.host].name: [ip_address(one) for one in name.addresses] for name in names if name.addresses}
-    first = {host: min(addresses, key=lambda one: one.version) for host, addresses in known.items()}
+    addresses = {host.name: [ip_address(one) for one in host.addresses] for host in hosts if host.addresses}
+    first = {name: min(own, key=lambda one: one.version) for name, own in addresses.items()}
     refuse_repeated([peer for host in hosts for peer in host.peers], first, file)
-    own = {name.host for name in names if any(is_here(ip_address(address)) for address in name.addresses)}
-    if not own:
-        unknown = next((name for name in names if not name.addresses), None)
-        why = f" ({hosts[unknown.host].name} does not resolve: {unknown.error})" if unknown else ""
-        raise UsageError(f"no line is this machine{why}: add one, or name one with --advertise HOST", file)
-    return [host for host in hosts if host.number in own]
+    if here := [host for host in hosts if any(map(is_here, addresses.get(host.name, ())))]:
+        return here
+    unknown = next((host for host in hosts if not host.addresses), None)
+    why = f" ({unknown.name} does not resolve: {unknown.error})" if unknown else ""
+    raise UsageError(f"no line is this machine{why}: add one, or name one with --advertise HOST", file)
 
 
-def devices(host: str, peers: Sequence[PeerLine], default: str) -> list[Verdict]:
+def check_devices(host: str, peers: Sequence[PeerLine], default: str) -> list[Verdict]:
     """Return verdicts on the devices of a host's lines: each must exist and not be shared."""
     lines = collections.Counter(peer.device or default for peer in peers)
-    return [_device(host, name, lines[name], any(peer.device == name for peer in peers)) for name in lines]
+    return [_device_line(host, name, lines[name], any(peer.device == name for peer in peers)) for name in lines]
 
 
-def _device(host: str, name: str, lines: int, in_file: bool) -> Verdict:
-    if name == "cpu":  # avoids importing torch, which takes seconds
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        return Verdict("ok", "devices", f"cpu ({cores} cores) on {host}")
-    import torch
+def _device_line(host: str, name: str, lines: int, in_file: bool) -> Verdict:
+    if name != "cpu":
+        from gossipx.assembly.devices import check_device  # imports torch, which takes seconds
 
-    from gossipx.assembly.devices import check_device
-
-    try:
-        check_device(name, "device=" if in_file else "--device")
-    except UsageError as error:
-        advice = f"correct {'device= in the hosts file' if in_file else '--device there'}"
-        return Verdict("fail", "devices", f"{host}: {error}", advice)
-    about = torch.cuda.get_device_properties(name) if name.startswith("cuda") else None
-    text = f"{name} ({about.name}, {about.total_memory / 2**30:.0f} GiB) on {host}" if about else f"{name} on {host}"
-    if lines > 1:
-        return Verdict("warn", "devices", f"{text} is shared by {lines} lines", "give each line a device of its own")
-    return Verdict("ok", "devices", text)
+        try:
+            check_device(name, "device=" if in_file else "--device")
+        except UsageError as error:
+            advice = f"correct {'device= in the hosts file' if in_file else '--device there'}"
+            return Verdict("fail", "devices", f"{host}: {error}", advice)
+        if lines > 1:
+            text = f"{name} on {host} is shared by {lines} lines"
+            return Verdict("warn", "devices", text, "give each line a device of its own")
+    return Verdict("ok", "devices", f"{name} on {host}")
 
 
-def model(
+def described_model(
     settings: RunConfig, peers: int, file: Path, first: PeerLine, script: list[str] | None
 ) -> tuple[str, bytes, str]:
     """Return a title of the model that peer ``first`` would train, its description, and the error if it is missing."""

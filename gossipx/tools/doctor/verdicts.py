@@ -1,16 +1,147 @@
-"""The rules of the doctor: pure functions from the findings to verdicts, one line each."""
+"""The findings of one host's doctor, and the rules that turn them into verdicts, one line each.
+
+A host is a host name in the hosts file together with all its lines. The probes write the findings, which are plain
+data; the rules are pure functions.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from ipaddress import ip_address
+from typing import Any
 
-from gossipx.tools.doctor.findings import Findings, Line, Measurement, Verdict
+from gossipx.launch.hosts import PeerLine
 
 CLOCK = 1.0  # seconds that clocks may differ by, before curves over wall time are visibly shifted
 SLOW = 4.0  # a host is slow below the median rate divided by this: TCP alone does not cause such a difference
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host of the hosts file.
+
+    Attributes:
+        number: its place in the file, from 0.
+        name: in the file.
+        peers: its lines.
+        addresses: that the name resolves to on this machine, without interface; none: it does not.
+        error: the resolver's, if it does not.
+    """
+
+    number: int
+    name: str
+    peers: tuple[PeerLine, ...]
+    addresses: tuple[str, ...] = ()
+    error: str = ""
+
+    @property
+    def behind_nat(self) -> bool:
+        """Whether the file says that other hosts cannot connect to it."""
+        return any(peer.behind_nat for peer in self.peers)
+
+
+def hosts_of(peers: Sequence[PeerLine]) -> list[Host]:
+    """Return the hosts of a hosts file, in the file's order."""
+    names = list(dict.fromkeys(peer.host for peer in peers))
+    return [Host(n, name, tuple(peer for peer in peers if peer.host == name)) for n, name in enumerate(names)]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One line of the doctor's report."""
+
+    level: str  # "ok"; "note": not examined; "warn": a run would start; "fail": it would not, or not with all peers
+    about: str
+    text: str
+    advice: str = ""
+    exit_code: int = 1  # of the command, if the level is "fail"
+
+
+@dataclass(frozen=True)
+class Line:
+    """The result for the line of peer ``rank``, and the ``facts`` that the process there reported.
+
+    The state is "ok" or a key of ``verdicts.REACH``. For a port of this host it is "open" if the doctor listens there,
+    "run" if a peer of a run does, else the reason why the doctor cannot listen.
+    """
+
+    rank: int
+    state: str
+    text: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def role(self) -> str:
+        """The role of the peer that answered, "run" or "doctor"; empty if no peer of this hosts file did."""
+        return str(self.facts["role"]) if self.state == "ok" and self.facts else ""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Clock offset and rate between this host and another."""
+
+    latency: float | None = None  # seconds of the fastest round trip
+    offset: float = 0.0  # seconds by which the other clock is ahead, give or take half a round trip
+    rate: float | None = None  # bytes per second received from there; 0: the load did not arrive in time
+    why: str = ""  # the reason why latency or rate is missing
+
+
+@dataclass
+class Findings:
+    """All observations of this host."""
+
+    hosts: Sequence[Host]
+    here: Sequence[int]  # numbers of the hosts that are this machine
+    facts: dict[str, Any]  # of this doctor
+    devices: Sequence[Verdict] = ()
+    tls: bool = False
+    model: str = ""  # a title of the model whose fingerprint is in the facts
+    fault: str = ""  # the reason why there is no model
+    ports: Sequence[Line] = ()
+    reached: dict[int, Line] = field(default_factory=dict)  # by rank
+    ways: dict[int, Measurement] = field(default_factory=dict)  # by host
+    heard: set[int] = field(default_factory=set)  # other hosts whose doctors have probed this host
+
+    @property
+    def own(self) -> str:
+        """The name of this host."""
+        return self.hosts[self.here[0]].name
+
+    @property
+    def others(self) -> list[Host]:
+        """The hosts that are not this machine."""
+        return [host for host in self.hosts if host.number not in self.here]
+
+    @property
+    def met(self) -> set[int]:
+        """The other hosts whose doctors have answered."""
+        return {host.number for host in self.others if any(line.role == "doctor" for line in self.seen(host))}
+
+    @property
+    def is_behind_nat(self) -> bool:
+        """Whether the file says that other hosts cannot connect to this one."""
+        return self.hosts[self.here[0]].behind_nat
+
+    @property
+    def hidden(self) -> set[int]:
+        """The other hosts to which the file says that this one cannot connect."""
+        return {host.number for host in self.others if host.behind_nat}
+
+    @property
+    def expected(self) -> set[int]:
+        """The other hosts whose doctors should probe this host, as far as is known."""
+        return set() if self.is_behind_nat else self.met | self.hidden
+
+    def names_of(self, hosts: Iterable[int]) -> str:
+        """Return the names of hosts, in the file's order."""
+        return ", ".join(self.hosts[number].name for number in sorted(hosts))
+
+    def seen(self, host: Host) -> list[Line]:
+        """Return the results for the lines of a host."""
+        return [self.reached[peer.rank] for peer in host.peers if peer.rank in self.reached]
 
 
 def verdicts(found: Findings) -> list[Verdict]:
@@ -18,20 +149,20 @@ def verdicts(found: Findings) -> list[Verdict]:
     return [*(verdict for rule in _RULES for verdict in rule(found)), *found.devices]
 
 
-def names(found: Findings) -> Iterator[Verdict]:
+def check_host_names(found: Findings) -> Iterator[Verdict]:
     """Check that each name resolves, and to loopback only if all do."""
-    loopback = {name.host: [item for item in name.addresses if ip_address(item).is_loopback] for name in found.names}
-    alone = all(len(loopback[name.host]) == len(name.addresses) for name in found.names)
-    needed = [name for name in found.names if name.addresses or name.host not in found.hidden]
-    for name in needed:
-        host = found.hosts[name.host].name
-        if not name.addresses:
-            advice = "correct it in the hosts file, or add it to DNS or to this machine's /etc/hosts"
-            yield Verdict("fail", "names", f"{host} does not resolve on {found.own} ({name.error})", advice)
-        elif loopback[name.host] and not alone:
-            text = f"{host} is {loopback[name.host][0]} on {found.own}, which other machines cannot reach"
-            yield Verdict("fail", "names", text, "put its address in the network into /etc/hosts or the hosts file")
-    if all(name.addresses for name in needed) and (alone or not any(loopback.values())):
+    needed = [host for host in found.hosts if host.addresses or host.number not in found.hidden]
+    loopback = {host.name: [one for one in host.addresses if ip_address(one).is_loopback] for host in needed}
+    alone = all(len(loopback[host.name]) == len(host.addresses) for host in needed)
+    unresolved = [host for host in needed if not host.addresses]
+    unreachable = {} if alone else {name: own for name, own in loopback.items() if own}
+    for host in unresolved:
+        advice = "correct it in the hosts file, or add it to DNS or to this machine's /etc/hosts"
+        yield Verdict("fail", "names", f"{host.name} does not resolve on {found.own} ({host.error})", advice)
+    for name, own in unreachable.items():
+        text = f"{name} is {own[0]} on {found.own}, which other machines cannot reach"
+        yield Verdict("fail", "names", text, "put its address in the network into /etc/hosts or the hosts file")
+    if not unresolved and not unreachable:
         yield Verdict("ok", "names", f"{_count(needed, 'host')} resolved on {found.own}")
 
 
@@ -72,7 +203,7 @@ def _failures(
         yield Verdict("fail", about, seen, advice.format(ports), 5 if state == "authorised" else 1)
 
 
-def ports(found: Findings) -> Iterator[Verdict]:
+def check_ports(found: Findings) -> Iterator[Verdict]:
     """Check that the doctor or a run listens on the port of each line of this host."""
     for host in (found.hosts[number] for number in found.here):
         lines = [port for port in found.ports if port.rank in {peer.rank for peer in host.peers}]
@@ -84,7 +215,7 @@ def ports(found: Findings) -> Iterator[Verdict]:
         yield Verdict("ok", "ports", f"{_count(free, 'port')} free on {found.own}")
 
 
-def reach(found: Findings) -> Iterator[Verdict]:
+def check_reachable(found: Findings) -> Iterator[Verdict]:
     """Check that this host reaches each line, and that each doctor that answers has reached this host."""
     for host in found.hosts:
         heard = host.number in found.heard
@@ -130,7 +261,7 @@ def _hosts_by_value(found: Findings, fact: str) -> dict[str, str]:
     return {value: ", ".join(names) for value, names in by.items() if value}
 
 
-def versions(found: Findings) -> Iterator[Verdict]:
+def check_versions(found: Findings) -> Iterator[Verdict]:
     """Compare the versions of gossipx and torch; hosts with another protocol version are skipped."""
     differ = {fact: by for fact in ("gossipx", "torch") if len(by := _hosts_by_value(found, fact)) > 1}
     for fact, by in differ.items():
@@ -141,14 +272,14 @@ def versions(found: Findings) -> Iterator[Verdict]:
         yield Verdict("ok", "versions", text.format(**found.facts))
 
 
-def _measured(found: Findings) -> dict[str, Measurement]:
+def _measurements(found: Findings) -> dict[str, Measurement]:
     """Return the measurements with other hosts, or those within this machine if it is the only one."""
     return {found.hosts[n].name: pair for n, pair in found.ways.items() if n not in found.here or not found.others}
 
 
-def clocks(found: Findings) -> Iterator[Verdict]:
+def check_clocks(found: Findings) -> Iterator[Verdict]:
     """Check that no clock is far from this host's."""
-    ahead = {name: (it.offset, it.latency / 2) for name, it in _measured(found).items() if it.latency is not None}
+    ahead = {name: (it.offset, it.latency / 2) for name, it in _measurements(found).items() if it.latency is not None}
     off = {name: offset for name, (offset, error) in ahead.items() if abs(offset) > CLOCK + error}
     for name, offset in off.items():
         text = f"the clock of {name} is {abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} {found.own}'s"
@@ -159,19 +290,12 @@ def clocks(found: Findings) -> Iterator[Verdict]:
         yield Verdict("ok", "clock", f"clocks within {within:.1f} ms; deadlines do not depend on them")
 
 
-def latency(found: Findings) -> Iterator[Verdict]:
-    """Report the range of round-trip times; a distant host is not a fault."""
-    taken = [pair.latency * 1e3 for pair in _measured(found).values() if pair.latency is not None]
-    if taken:
-        yield Verdict("ok", "latency", f"{_range(taken, '{:.2g} ms'.format)} per round trip")
-
-
-def rates(found: Findings) -> Iterator[Verdict]:
+def check_rates(found: Findings) -> Iterator[Verdict]:
     """Check that a load arrives from each host, at about the same rate."""
-    rate = {name: pair.rate for name, pair in _measured(found).items() if pair.rate}
+    rate = {name: pair.rate for name, pair in _measurements(found).items() if pair.rate}
     middle = statistics.median_low(rate.values() or [0.0])
     slow = {name for name, value in rate.items() if value * SLOW < middle}
-    for name, pair in _measured(found).items():
+    for name, pair in _measurements(found).items():
         path = f"{name} → {found.own}"
         if pair.rate == 0:
             text = f"{path}: small messages arrive in time, 64 KiB do not"
@@ -184,10 +308,10 @@ def rates(found: Findings) -> Iterator[Verdict]:
             text = f"{path}: {bits(rate[name])}, the median is {bits(middle)}"
             yield Verdict("warn", "bandwidth", text, "check that link: cable, duplex, other traffic, packet loss")
     if rate and not slow:
-        yield Verdict("ok", "bandwidth", f"{_range(rate.values(), bits)} to {found.own}")
+        yield Verdict("ok", "bandwidth", f"{_range_text(rate.values(), bits)} to {found.own}")
 
 
-def models(found: Findings) -> Iterator[Verdict]:
+def check_models(found: Findings) -> Iterator[Verdict]:
     """Check that all doctors and runs that answered have this host's model."""
     by = _hosts_by_value(found, "model")
     listed = "; ".join(f"{digest[:12]} on {on}" for digest, on in by.items())
@@ -199,11 +323,18 @@ def models(found: Findings) -> Iterator[Verdict]:
     elif len(by) == 1:
         yield Verdict("ok", "model", f"{found.model or 'of the run'}, fingerprint {listed}")
     else:
-        first = f": {found.differing}" if found.differing else ""
-        yield Verdict("fail", "model", f"the models differ, {listed}{first}", "build the same model on every host")
+        yield Verdict("fail", "model", f"the models differ, {listed}", "build the same model on every host")
 
 
-_RULES = (names, ports, reach, versions, clocks, latency, rates, models)
+_RULES = (
+    check_host_names,
+    check_ports,
+    check_reachable,
+    check_versions,
+    check_clocks,
+    check_rates,
+    check_models,
+)
 
 
 def _ports(found: Findings, lines: Collection[Line]) -> str:
@@ -215,7 +346,7 @@ def _count(things: Collection[object], what: str) -> str:
     return f"{len(things)} {what}" if len(things) == 1 else f"{len(things)} {what}s"
 
 
-def _range(values: Collection[float], shown: Callable[[float], str]) -> str:
+def _range_text(values: Collection[float], shown: Callable[[float], str]) -> str:
     return " to ".join(dict.fromkeys(map(shown, (min(values), max(values)))))
 
 
