@@ -249,22 +249,16 @@ def _traffic_table(found: DryRun) -> Table:
     for heading in ("times per peer", "MB each way", "busiest peer's", f"s at {found.link}"):
         table.add_column(heading, justify="right")
     table.add_column("source")
-    for number, one in enumerate(found.traffic):
-        is_same = number > 0 and found.traffic[number - 1].policy == one.policy
+    for one in found.traffic:
         table.add_row(
-            "" if is_same else one.policy,
-            _range_cell(one.exchanges, ",.0f"),
-            _range_cell(one.received_bytes, ",.4g", 1e-6),
-            _range_cell(one.busiest_bytes, ",.4g", 1e-6),
-            _range_cell(one.link_seconds, ",.3g"),
-            one.known,
+            one.policy,
+            f"{one.exchanges:,.4g}",
+            f"{one.received_bytes * 1e-6:,.4g}",
+            f"{one.busiest_bytes * 1e-6:,.4g}",
+            f"{one.link_seconds:,.3g}",
+            one.source,
         )
     return table
-
-
-def _range_cell(pair: tuple[float, float], form: str, unit: float = 1.0) -> str:
-    least, most = (format(value * unit, form) for value in pair)
-    return least if least == most else f"{least} to {most}"
 
 
 def _traffic_notes(found: DryRun) -> list[str]:
@@ -292,6 +286,8 @@ def _traffic_notes(found: DryRun) -> list[str]:
         uncounted.append(f"each peer receives {found.finish_bytes / 1e6:.4g} MB on average in the finish")
     if uncounted:
         notes.append(f"not counted above: {', '.join(uncounted)}")
+    if found.policy not in [one.policy for one in found.traffic]:
+        notes.append(f"no estimate for {found.policy}: it measures the drift of models, which only training shows")
     if not found.is_length_known:
         notes.append(
             f"a script sets its own number of iterations: these figures assume --iterations {found.iterations}"

@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
+import random
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from statistics import mean
 
+import numpy as np
 import torch
 from torch import nn
 
 from gossipx import codecs, policies
 from gossipx.assembly.graph import build_schedule
+from gossipx.assembly.server import Parts
 from gossipx.errors import UsageError
 from gossipx.hub import rank_of_hub
 from gossipx.launch.directory import check_name
 from gossipx.launch.hosts import read_hosts
+from gossipx.launch.simulation.peers import TrafficPeers
+from gossipx.launch.simulation.plan import Plan
 from gossipx.launch.start import Checked, check
 from gossipx.launch.world.launchers import LaunchWorld, check_size
 from gossipx.model import layout
 from gossipx.runtime.figures.reporting import codec_of
-from gossipx.server.placement import Table
 from gossipx.server.plan import server_ranks
 from gossipx.settings.modes import Elastic, HasPartners, Server, Waves
-from gossipx.settings.scenario import MOST_PEERS
+from gossipx.settings.scenario import MOST_PEERS, Churn, Compute, Net, Scenario, Simulation
 from gossipx.settings.sections import MOST_ITERATIONS, RunConfig
+from gossipx.sim import World, traces
+from gossipx.sim.compute import LogNormal, StepTimes
+from gossipx.sim.network import Agenda, Network, Transfer
+from gossipx.sim.traffic import TrafficPeer
 from gossipx.tasks.data import TASKS, load
-from gossipx.tasks.models import build_model
-from gossipx.tools import earlier, traffic
-from gossipx.tools.traffic import Count
+from gossipx.tasks.models import build_model, published_sizes
+from gossipx.topology import part_in_round, wave_rounds
 from gossipx.topology.analysis import LARGEST, Analysis, analyse
 from gossipx.topology.weights import Matrix
 from gossipx.transports.pace import parse_rate
@@ -43,6 +52,13 @@ SAMPLED = 2**26
 """Maximum number of elements of a model that is encoded to measure its codec: this takes a second and 256 MB."""
 FLOAT32 = 4
 """Bytes per element."""
+PEER_ITERATIONS, SHORTEST = 20_000, 200
+"""Iterations that are simulated, of all peers together, which takes about a second, and at least of each; the traffic
+of longer runs is extrapolated."""
+SERVED = 20
+"""Iterations that are simulated with servers, where each has the same traffic."""
+EVENTS = 10_000
+"""Events that are simulated at a time."""
 _UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
@@ -83,23 +99,23 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Traffic of one policy during training; each pair is (least, most).
+    """Traffic of one policy during training.
 
     Attributes:
         policy: the policy or sync model.
-        known: where the numbers come from, in words.
-        exchanges: exchanges per peer.
+        source: what was simulated, in words.
+        exchanges: exchanges per peer, mean.
         received_bytes: bytes received per peer, mean.
         busiest_bytes: bytes received or sent by the busiest peer.
         link_seconds: seconds for which the busiest machine's link is occupied.
     """
 
     policy: str
-    known: str
-    exchanges: tuple[float, float]
-    received_bytes: tuple[float, float]
-    busiest_bytes: tuple[float, float]
-    link_seconds: tuple[float, float]
+    source: str
+    exchanges: float
+    received_bytes: float
+    busiest_bytes: float
+    link_seconds: float
 
 
 @dataclass(frozen=True)
@@ -109,6 +125,7 @@ class DryRun:
     Attributes:
         name: the run's name.
         peers: the peers by rank.
+        policy: the run's policy, or the sync model of its servers.
         iterations: number of iterations that the figures are for.
         is_length_known: False: a script determines its own length.
         how: the kind of exchange, in words.
@@ -120,7 +137,7 @@ class DryRun:
         fragments: number of fragments of the model, of which an exchange moves one.
         exchange_seconds: seconds that the model or the fragment of one exchange takes alone, at ``exchange_rate``.
         exchange_rate: the link's rate, or a lower ``--max-rate``.
-        traffic: traffic by policy.
+        traffic: traffic by policy; a policy on the drift of models has none.
         start_bytes: bytes that each peer but the first receives before training.
         finish_bytes: bytes received per peer in the finish, mean; None: unknown with servers, where it depends on
             the exchanges in progress.
@@ -129,6 +146,7 @@ class DryRun:
 
     name: str
     peers: list[PeerPlan]
+    policy: str
     iterations: int
     is_length_known: bool
     how: str
@@ -172,24 +190,23 @@ def dry_run(
     checked = check(given, hosts, script)
     if world is not None:
         check_size(world, len(checked.peers), hosts)
-    settings = checked.settings
+    settings, link = checked.settings, link or LINK
+    rate = parse_rate(link, "--link")
     check_name(settings)
     module = None if script else _module(settings)
     model = _model(settings, script, module, model_size)
-    link = link or LINK
-    rate = parse_rate(link, "--link")
     if settings.run.iterations == MOST_ITERATIONS and not script:
         raise UsageError("--dry-run cannot tell how many iterations --seconds allows: give --iterations too")
     most = settings.exchange.max_rate
     max_rate = None if most is None else parse_rate(most)
     names = [peer.name for peer in checked.peers]
-    per_round, counted = _rounds(checked, script, module, model)
     machines = _machines(checked)
     apart = len(set(machines)) > 1
-    seconds = traffic.link_seconds(per_round, machines if apart else range(len(names)), rate, max_rate)
+    lines = machines if apart else list(range(len(names)))
     return DryRun(
         name=settings.run.name or "",
         peers=_peers(checked),
+        policy=settings.decides,
         iterations=settings.run.iterations,
         is_length_known=not script,
         how=_how(settings, names),
@@ -200,60 +217,158 @@ def dry_run(
         fragments=settings.values["fragments"],
         exchange_seconds=model.encoded_bytes / settings.values["fragments"] / min(rate, max_rate or rate),
         exchange_rate=link if most is None or parse_rate(most) >= rate else most,
-        traffic=[_traffic(policy, count, per_round, seconds) for policy, count in counted],
+        traffic=[_traffic_of(one, checked, module, model, lines, rate, max_rate) for one in _shown_policies(settings)],
         start_bytes=model.whole_bytes if settings.sync.init == "first" and len(names) > 1 else 0,
         finish_bytes=_finish(settings, names, model.exchanged_bytes),
         notice=checked.notice,
     )
 
 
-def _rounds(
-    checked: Checked, script: list[str], module: nn.Module | None, model: ModelPlan
-) -> tuple[Matrix, list[tuple[str, Count]]]:
-    """Return the bytes sent when each peer exchanges once, [receiver, sender], and the counts by policy."""
+# --- traffic --------------------------------------------------------------------------------------
+
+
+@dataclass
+class _CountingNetwork(Network):
+    """A network so fast that no exchange delays another, which counts the bytes: [receiver, sender]."""
+
+    sent: Matrix = field(default_factory=lambda: np.zeros((0, 0)))
+
+    def carry(
+        self,
+        sender: int,
+        receiver: int,
+        nbytes: float,
+        agenda: Agenda,
+        rng: random.Random,
+        arrived: Callable[[], None],
+    ) -> Transfer:
+        self.sent[receiver, sender] += nbytes
+        return super().carry(sender, receiver, nbytes, agenda, rng, arrived)
+
+
+def _shown_policies(settings: RunConfig) -> list[str]:
+    """Return the policies whose traffic is shown: the reference and the run's own, or the sync model of servers."""
+    own = settings.decides
+    if isinstance(settings.mode, Server):
+        return [own]
+    policy = policies.parse(own)
+    reference = [REFERENCE] if policy != policies.parse(REFERENCE) else []  # the same policy has several spellings
+    return reference if policy.uses_drift else [*reference, own]  # drift needs the values of models
+
+
+def _traffic_of(
+    spec: str,
+    checked: Checked,
+    module: nn.Module | None,
+    model: ModelPlan,
+    machines: Sequence[int],
+    link: float,
+    max_rate: float | None,
+) -> Traffic:
+    """Return the traffic of a policy, from a short run of the peers in virtual time.
+
+    Args:
+        machines, link, max_rate: as for :func:`link_seconds`.
+    """
     settings, size = checked.settings, len(checked.peers)
-    names = [peer.name for peer in checked.peers]
-    iterations = settings.run.iterations
-    servers = server_ranks(settings, names)
-    if servers is not None and isinstance(settings.mode, Server):
-        return _served(settings.mode, servers, module, model, size), [
-            (settings.decides, Count("each iteration", iterations, iterations))
-        ]
-    hub = rank_of_hub(settings.mode, names)
-    hosts = [peer.host for peer in checked.peers]
-    models = traffic.gossip(settings, hosts) if hub is None else traffic.around_hub(hub, size)
-    deciders = traffic.deciders(settings, size) if hub is None else 1
-    of = None if module is None else settings.task.model
-    counted = []
-    own = policies.parse(settings.decides)
-    reference = [REFERENCE] if own != policies.parse(REFERENCE) else []  # the same policy has several spellings
-    for spec in (*reference, settings.decides):
+    source, deltas = ["simulated"], None
+    iterations = SERVED
+    if not isinstance(settings.mode, Server):
         policy = policies.parse(spec)
-        found = traffic.counts(policy, iterations, of, earlier.seen(settings, script, policy), deciders)
-        counted += [(spec, count) for count in found]
-    return models * (model.encoded_bytes / settings.values["fragments"]), counted
-
-
-def _served(mode: Server, servers: Sequence[int], module: nn.Module | None, model: ModelPlan, size: int) -> Matrix:
-    trained = [] if module is None else list(module.named_parameters())
-    tables = [Table(name, parameter.numel()) for name, parameter in trained]
-    total = FLOAT32 * sum(table.size for table in tables) or model.exchanged_bytes
-    push, pull = (_encoded(codecs.parse(spec), module, total)[0] / total for spec in (mode.push_codec, mode.pull_codec))
-    return total * traffic.with_servers(mode, servers, tables, size, push, pull)
-
-
-def _traffic(policy: str, count: Count, per_round: Matrix, seconds: float) -> Traffic:
-    least, most = count.least, count.most
-    each = float(per_round.sum()) / len(per_round)
-    busiest = max(float(per_round.sum(axis).max()) for axis in (0, 1))
+        period = policy.period if isinstance(policy, policies.Tau) else 1
+        iterations = max(SHORTEST, PEER_ITERATIONS // size, 2 * period)
+        if not isinstance(policy, policies.Never | policies.Tau | policies.Random):
+            deltas = model.name if model.name in traces.names() else "lenet"
+            source.append(f"deltas of {deltas}")
+    iterations = min(settings.run.iterations, iterations)
+    if iterations < settings.run.iterations:
+        source.insert(1, f"{iterations:,} iterations")
+    exchanges, sent = _simulated(spec, iterations, deltas, checked, module, model)
+    if isinstance(settings.mode, Server | Elastic):  # without what all models cost at the start and at the end
+        sent -= _simulated(spec, 0, deltas, checked, module, model)[1]
+    scale = settings.run.iterations / iterations
+    sent *= scale
     return Traffic(
-        policy=policy,
-        known=count.source,
-        exchanges=(least, most),
-        received_bytes=(least * each, most * each),
-        busiest_bytes=(least * busiest, most * busiest),
-        link_seconds=(least * seconds, most * seconds),
+        policy=spec,
+        source=", ".join(source),
+        exchanges=exchanges * scale,
+        received_bytes=float(sent.sum()) / size,
+        busiest_bytes=max(float(sent.sum(axis).max()) for axis in (0, 1)),
+        link_seconds=link_seconds(sent, machines, link, max_rate),
     )
+
+
+def link_seconds(sent: Matrix, machines: Sequence[int], link: float, max_rate: float | None) -> float:
+    """Return the seconds that the traffic between machines takes.
+
+    They are those of the busiest machine's link in its busier direction, or those of the busiest sender at
+    ``max_rate``, whichever is longer.
+
+    Args:
+        sent: bytes, [receiver, sender].
+        machines: machine by rank; traffic within a machine does not use its link.
+        link: rate of a machine's link, in bytes per second.
+        max_rate: limit on a peer's sending rate, in bytes per second; None: no limit.
+    """
+    of = np.array(machines)
+    crossing = np.where(of[:, None] != of[None, :], sent, 0.0)
+    busiest = max(float(np.bincount(of, weights=crossing.sum(axis)).max()) for axis in (0, 1))
+    return max(busiest / link, 0.0 if max_rate is None else float(crossing.sum(0).max()) / max_rate)
+
+
+def _simulated(
+    spec: str, iterations: int, deltas: str | None, checked: Checked, module: nn.Module | None, model: ModelPlan
+) -> tuple[float, Matrix]:
+    """Return the exchanges per peer in some iterations, and the bytes sent: [receiver, sender]."""
+    settings, names = checked.settings, [peer.name for peer in checked.peers]
+    size, mode, scale, share = len(names), settings.mode, 1.0, model.encoded_bytes / model.exchanged_bytes
+    built_in = "lenet" if module is None else model.name
+    if isinstance(mode, Server):
+        total = model.exchanged_bytes if module is None else FLOAT32 * sum(one.numel() for one in module.parameters())
+        scale = total / (FLOAT32 * sum(count for _, count in published_sizes(built_in)))
+        # Gradients and values take the same way back and forth, so that the mean share gives the sum of both.
+        coded = [codec for codec in (mode.push_codec, mode.pull_codec) if codec != "none"]
+        share = mean(_encoded(codecs.parse(codec), module, total)[0] / total for codec in coded) if coded else 1.0
+    else:
+        mode = replace(mode, policy=spec)
+    is_central = isinstance(mode, Server | Elastic)
+    finish = settings.sync.finish if is_central else "none"
+    config = replace(
+        settings,
+        run=replace(settings.run, iterations=iterations, seconds=None),
+        sync=replace(settings.sync, finish=finish),
+        mode=mode,
+    )
+    of = Simulation(
+        peers=size,
+        work="traffic",
+        model=built_in,
+        parameters=None if isinstance(mode, Server) else model.exchanged_bytes // FLOAT32,
+        deltas=deltas,
+        encoded=share,
+    )
+    compute = Compute(seconds=1.0, evaluation=30.0)  # in which the last exchange arrives, and slower peers end
+    scenario = Scenario(of, compute, Net(), Churn(), (), config, Path(), "")
+    turns = build_schedule(config, size, [peer.host for peer in checked.peers])
+    # Peers in lockstep would meet at the same moments again and again, where pairs exclude each other.
+    times = StepTimes.drawn(size, 1.0, LogNormal(0.1), (0.0, 1.0), (0.0, 0.0), config.run.seed)
+    plan = Plan(scenario, config, names, turns, rank_of_hub(mode, names), times, not is_central, Parts())
+    network = _CountingNetwork(bandwidth=1e15, delay=1e-6, sent=np.zeros((size, size)))
+    world: World[TrafficPeer] = World(config.run.seed, network)
+    make = TrafficPeers(plan)
+    for rank in range(size):
+        world.start(rank, partial(make, rank))
+    while world.advance(EVENTS):
+        pass
+    retrievals = [peer.role.sync.retrievals for peer in world.peers.values() if peer.role.trains]
+    models = _models_in_wave(size) if isinstance(mode, Waves) else len(retrievals)
+    return sum(retrievals) / max(models, 1), network.sent * scale
+
+
+def _models_in_wave(size: int) -> int:
+    """Return the models that all peers receive in one wave, such as the finish."""
+    parts = [part_in_round(rank, number, size) for rank in range(size) for number in range(wave_rounds(size))]
+    return sum(part is not None and part.receives for part in parts)
 
 
 def _finish(settings: RunConfig, names: Sequence[str], nbytes: int) -> float | None:
@@ -264,7 +379,7 @@ def _finish(settings: RunConfig, names: Sequence[str], nbytes: int) -> float | N
         return 0.0
     hub = rank_of_hub(settings.mode, names)
     size = len(names)
-    return nbytes * (float(traffic.wave(size).sum()) if hub is None else size - 1) / size
+    return nbytes * (_models_in_wave(size) if hub is None else size - 1) / size
 
 
 # --- the model ------------------------------------------------------------------------------------

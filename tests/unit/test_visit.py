@@ -32,7 +32,7 @@ def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, healthy: dict[str, An
         def probing(*given: Any) -> Iterator[Any]:
             yield SimpleNamespace(facts=facts, report=lambda part: {**healthy, **fields})
 
-        monkeypatch.setattr(visit, "connect", lambda prober, to: None)
+        monkeypatch.setattr(visit, "connect_to_line", lambda prober, to: None)
         monkeypatch.setattr(visit, "probing", probing)
         return CliRunner().invoke(main, ["status", "--peers", str(hosts), *options])
 
