@@ -111,5 +111,5 @@ def print_tables(*tables: RenderableType) -> None:
 
 
 def shown(value: float | None, form: str) -> str:
-    """Return a figure for a table; a dash if there is none."""
+    """Return a figure for a table; a dash for a missing one."""
     return "–" if value is None else format(value, form)

@@ -1,4 +1,4 @@
-"""What is on a command line: options made from settings, completion by the shell, and the words of other tools.
+"""The words of a command line: options made from settings, their completion by the shell, and words of other tools.
 
 A run has too many options for one screen, so ``--help`` shows those that are declared as common, and ``--help-all``
 shows all of them. For each press of the Tab key the shell starts a process, so this module must import quickly. Names
