@@ -33,7 +33,7 @@ from gossipx.solver.net import Objective
 from gossipx.solver.solver import Solver
 
 
-class Blob(Protocol):
+class CaffeBlob(Protocol):
     """Values and their gradients, as numpy arrays."""
 
     @property
@@ -45,11 +45,11 @@ class Blob(Protocol):
         """The gradients, in the same shape."""
 
 
-class Net(Protocol):
+class CaffeNet(Protocol):
     """A network with trainable blobs."""
 
     @property
-    def params(self) -> Mapping[str, Sequence[Blob]]:
+    def params(self) -> Mapping[str, Sequence[CaffeBlob]]:
         """Blobs by layer name."""
 
 
@@ -57,7 +57,7 @@ class HasNet(Protocol):
     """A solver with a training net."""
 
     @property
-    def net(self) -> Net:
+    def net(self) -> CaffeNet:
         """The training net."""
 
 
@@ -82,7 +82,7 @@ class Blobs(nn.Module):
         UsageError: a blob is read-only, or its values are not floating-point numbers.
     """
 
-    def __init__(self, net: Net):
+    def __init__(self, net: CaffeNet):
         super().__init__()
         self.head = Head.SYNCED
         self._net = net
@@ -99,7 +99,7 @@ class Blobs(nn.Module):
         if not self._pairs:
             raise UsageError("the solver's net.params holds no blobs: nothing to exchange")
 
-    def _blobs(self) -> Iterator[tuple[str, int, Blob]]:
+    def _blobs(self) -> Iterator[tuple[str, int, CaffeBlob]]:
         for layer, blobs in self._net.params.items():
             for number, blob in enumerate(blobs):
                 yield layer, number, blob
