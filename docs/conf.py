@@ -42,7 +42,7 @@ nitpick_ignore_regex = [
         r"py:class",
         r"gossipx\.(protocol|memory|wire|transports)\..*|Address|JoinedPeer|OnRequest|SinkFor|Transport|Carriers|auth.Secrets",
     ),
-    (r"py:class", r"Request|Reply|TypeAliasForwardRef|gossipx\.server\.placement\.methods\.S"),
+    (r"py:class", r"Request|Reply|TypeAliasForwardRef|gossipx\.server\.placement\.S"),
 ]
 
 myst_heading_anchors = 3

@@ -40,13 +40,14 @@ class Summary:
         model: the model; None for a user's script.
         partition: how the data were divided among peers.
         iterations: length of the run.
-        consensus_accuracy, consensus_loss: on test data, of the average of all final models.
+        consensus_accuracy: on test data, of the average of all final models.
+        consensus_loss: the same of the loss.
         agreed: whether all peers that finished hold the same model, bit by bit; False also if the peers that were seen
             to end are not most of those in the finish; None: the run has no finish, so that nothing is claimed.
         lost: names of peers that did not finish.
         stopped: names of peers that were stopped before the finish, by a signal; their figures are those until then.
         wall_seconds: from the first peer's first iteration to the last peer's end.
-        figures: one list for each of :data:`gossipx.figures.PER_PEER`, by name, with one number per peer, by rank; None
+        figures: one list for each of ``gossipx.figures.PER_PEER``, by name, with one number per peer, by rank; None
             for a peer that was lost. Each is also an attribute, such as ``retrievals``.
     """
 
