@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,10 @@ def join(
         place = _place(run, peers, rank, channel, under_run, until_started)
         peer = build_peer(model, optimizers, run, place, own, evaluate, parts, managers, averages)
         peer.start()
-    return _serve_if_that_is_all(peer)
+    if not peer.trains:
+        peer.finish()
+        raise SystemExit(0)
+    return peer
 
 
 def _describe_if_asked(model: nn.Module, run: RunConfig, channel: Progress) -> None:
@@ -124,14 +127,6 @@ def _describe_if_asked(model: nn.Module, run: RunConfig, channel: Progress) -> N
     if os.environ.get(ENV_DESCRIBE):
         channel.tell(manifest="\n".join(ParameterArena(model, mix_buffers=run.sync.buffers == "mix").manifest))
         raise SystemExit(0)
-
-
-def _serve_if_that_is_all(peer: Peer) -> Peer:
-    """Return a peer that trains; one that does not serves until the training of the others is over, and exits."""
-    if peer.trains:
-        return peer
-    peer.finish()
-    raise SystemExit(0)
 
 
 def _named(**given: object) -> dict[str, Any]:
@@ -186,17 +181,10 @@ def rank_and_size(run: RunConfig, peers: str | Path | None = None, rank: int | N
     Raises:
         UsageError: the rank is out of range or unknown, or the peers are unknown.
     """
-    hosts = os.environ.get(ENV_PEERS) if ENV_CONFIG in os.environ else peers or os.environ.get(ENV_PEERS)
-    if (admission := _admission()) is not None:
-        return admission.rank, len(admission.peers())
-    if hosts is None:
-        world = _world()
-        return world.rank if rank is None else rank, world.size
-    file = Path(hosts)
-    lines = read_hosts(file)
-    if ENV_CONFIG in os.environ:
-        return _by_run(len(lines)), len(lines)
-    return _by_hosts(run, file, lines, rank, {}), len(lines)
+    if (members := _listed(run, peers, rank, {})) is not None:
+        return members.rank, len(members.lines)
+    world = _world()
+    return world.rank if rank is None else rank, world.size
 
 
 def _place(
@@ -212,26 +200,17 @@ def _place(
     Args:
         until_started: receives resources that must last until the peer listens.
     """
-    hosts = os.environ.get(ENV_PEERS) if under_run else peers or os.environ.get(ENV_PEERS)
-    admission, file = _admission(), None
-    job = again = ""
-    if admission is not None:
-        lines, rank = _by_admission(admission), admission.rank
-    elif hosts is None:
-        lines, rank, job, again = _by_world(run, rank, until_started)
-    else:
-        file = Path(hosts)
-        lines = read_hosts(file)
-        rank = _by_run(len(lines)) if under_run else _by_hosts(run, file, lines, rank, os.environ)
+    members = _listed(run, peers, rank, os.environ) or _met(run, rank, until_started)
+    lines, rank, admission = members.lines, members.rank, members.admission
     directory, resumes = run_directory_of(run), os.environ.get(ENV_RESUME)
     if resumes and not under_run:
         _check_checkpoint(store_of(directory, rank))
-    resumes = resumes or again
+    resumes = resumes or members.again
     return Place(
         rank=rank,
         names=tuple(line.name for line in lines),
         addresses=tuple(Address(line.host, line.port, line.behind_nat) for line in lines),
-        bind=Address(bind_host(lines[rank], run.exchange.bind, file), lines[rank].port),
+        bind=Address(bind_host(lines[rank], run.exchange.bind, members.file), lines[rank].port),
         digest=peers_digest(lines if admission is None else lines[: len(admission.begun)]),
         directory=directory,
         progress=channel,
@@ -240,7 +219,7 @@ def _place(
         is_added=resumes == ADDED or (admission is not None and not resumes),
         resumes_at=int(at) if (at := os.environ.get(ENV_RESUME_AT)) else None,
         admission=admission,
-        job=job,
+        job=members.job,
     )
 
 
@@ -252,25 +231,53 @@ def _check_checkpoint(store: Store) -> None:
         raise UsageError(f"{reason}: {why}", store.directory)
 
 
-def _admission() -> Admission | None:
-    """Return the admission with which ``gossipx peer join`` has started this process; None: it has not."""
-    file = os.environ.get(ENV_ADMISSION) if ENV_CONFIG in os.environ else None
-    return None if not file else Admission.decoded(Path(file).read_bytes())
+@dataclass(frozen=True)
+class _Members:
+    """The peers of the run, of which this process is one.
 
-
-def _by_admission(admission: Admission) -> list[PeerLine]:
-    """Return all peers of the run that a newcomer joins."""
-    return [PeerLine(rank, host, port, None, name, 0) for rank, (name, host, port) in enumerate(admission.peers())]
-
-
-def _by_world(
-    run: RunConfig, rank: int | None, until_started: contextlib.ExitStack
-) -> tuple[list[PeerLine], int, str, str]:
-    """Exchange addresses with all processes that were started together.
-
-    Returns:
-        All peers, this rank, the mark of the job, and how this attempt of it resumes, as in GOSSIPX_RESUME.
+    Attributes:
+        lines: all peers, by rank.
+        rank: of this process.
+        file: the hosts file that lists them; None: no file does.
+        admission: that with which ``gossipx peer join`` has started this process; None: it has not.
+        job: mark of the job whose processes met; empty: they did not, or it has none.
+        again: how this attempt of the job resumes, as in GOSSIPX_RESUME.
     """
+
+    lines: list[PeerLine]
+    rank: int
+    file: Path | None = None
+    admission: Admission | None = None
+    job: str = ""
+    again: str = ""
+
+
+def _listed(run: RunConfig, peers: str | Path | None, rank: int | None, started: Mapping[str, str]) -> _Members | None:
+    """Return the members of a run that an admission or a hosts file lists; None: they have to meet.
+
+    Args:
+        started: environment with a launcher's rank.
+    """
+    under_run = ENV_CONFIG in os.environ
+    if under_run and (file := os.environ.get(ENV_ADMISSION)):
+        admission = Admission.decoded(Path(file).read_bytes())
+        named = enumerate(admission.peers())
+        lines = [PeerLine(one, host, port, None, name, 0) for one, (name, host, port) in named]
+        return _Members(lines, admission.rank, admission=admission)
+    hosts = os.environ.get(ENV_PEERS) if under_run else peers or os.environ.get(ENV_PEERS)
+    if hosts is None:
+        return None
+    lines = read_hosts(Path(hosts))
+    if under_run:
+        rank = int(os.environ[ENV_RANK])
+        _check_rank(rank, len(lines), None)
+    else:
+        rank = _rank_here(run, Path(hosts), lines, rank, started)
+    return _Members(lines, rank, Path(hosts))
+
+
+def _met(run: RunConfig, rank: int | None, until_started: contextlib.ExitStack) -> _Members:
+    """Return the members of a run whose processes were started together: they exchange their addresses."""
     world = _world()
     if rank is not None:
         _check_rank(rank, world.size, None)
@@ -280,7 +287,7 @@ def _by_world(
         text, reserved = agree(meeting, run.exchange)
         until_started.callback(reserved.close)
         again = joins_again(meeting, run_directory_of(run), world.rank)
-    return lines_of(text), world.rank, meeting.mark, again
+    return _Members(lines_of(text), world.rank, job=meeting.mark, again=again)
 
 
 def _world() -> LaunchWorld:
@@ -293,14 +300,7 @@ def _world() -> LaunchWorld:
     return world
 
 
-def _by_run(size: int) -> int:
-    """Return the rank that ``gossipx run`` assigned to this process."""
-    rank = int(os.environ[ENV_RANK])
-    _check_rank(rank, size, None)
-    return rank
-
-
-def _by_hosts(run: RunConfig, hosts: Path, lines: list[PeerLine], rank: int | None, started: Mapping[str, str]) -> int:
+def _rank_here(run: RunConfig, hosts: Path, lines: list[PeerLine], rank: int | None, started: Mapping[str, str]) -> int:
     """Return the first of: the given rank, GOSSIPX_RANK, the launcher's rank in ``started``, the only line of this
     machine."""
     here = local_ranks(lines, run.exchange.advertise, hosts)
@@ -310,8 +310,10 @@ def _by_hosts(run: RunConfig, hosts: Path, lines: list[PeerLine], rank: int | No
         rank = int(value)
     if rank is None:
         rank = rank_among(started, len(lines), hosts)
-    if rank is None:
-        rank = _only_one(here, lines, hosts)
+    if rank is None and len(here) > 1:
+        ranks = ", ".join(f"{one} ({lines[one].name})" for one in here)
+        raise UsageError(f"several lines are this machine, ranks {ranks}: give rank= or set {ENV_RANK}", hosts)
+    rank = here[0] if rank is None else rank
     _check_rank(rank, len(lines), hosts)
     return rank
 
@@ -320,10 +322,3 @@ def _check_rank(rank: int, size: int, hosts: Path | None) -> None:
     if not 0 <= rank < size:
         where = "" if hosts is None else " in the hosts file"
         raise UsageError(f"rank {rank} is out of range for the {size} peers{where} (0 to {size - 1})", hosts)
-
-
-def _only_one(here: list[int], lines: list[PeerLine], hosts: Path) -> int:
-    if len(here) == 1:
-        return here[0]
-    ranks = ", ".join(f"{rank} ({lines[rank].name})" for rank in here)
-    raise UsageError(f"several lines are this machine, ranks {ranks}: give rank= or set {ENV_RANK}", hosts)

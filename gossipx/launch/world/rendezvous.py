@@ -119,10 +119,6 @@ class Rendezvous:
         """
         return self._wait(key, range(self.world.size))
 
-    def first(self, key: str) -> bool:
-        """Return whether this rank is the first to call this with ``key``."""
-        return bool(self._do(lambda store: store.add(f"first/{key}", 1)) == 1)
-
     def __enter__(self) -> Rendezvous:
         return self
 
