@@ -106,7 +106,7 @@ class Start(Checked):
         }
 
 
-class Source(Protocol):
+class PeerSource(Protocol):
     """Where the peers of a run come from.
 
     Attributes:
@@ -142,7 +142,7 @@ class HostsFile:
     launcher: str = ""
 
     def start(self, given: RunConfig, script: list[str], resumes: int) -> Start:
-        """Return the start of this machine's peers; see :class:`Source`."""
+        """Return the start of this machine's peers; see :class:`PeerSource`."""
         checked = check(given, self.hosts, script)
         settings, at = checked.settings, None
         if resumes:

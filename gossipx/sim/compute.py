@@ -71,7 +71,7 @@ class LogNormal(Spread):
 
 @final
 @dataclass(frozen=True)
-class Trace(Spread):
+class TraceSpread(Spread):
     """``trace:file``: the seconds of measured iterations, a number per line, in turn; each peer begins elsewhere."""
 
     file: str
@@ -97,7 +97,12 @@ class Trace(Spread):
         return factor
 
 
-SPREADS: dict[str, type[Spread]] = {"constant": Constant, "normal": Normal, "log-normal": LogNormal, "trace": Trace}
+SPREADS: dict[str, type[Spread]] = {
+    "constant": Constant,
+    "normal": Normal,
+    "log-normal": LogNormal,
+    "trace": TraceSpread,
+}
 
 
 def parse(spec: str) -> Spread:

@@ -41,7 +41,7 @@ class Agenda(Protocol):
         """Schedule ``action`` at ``time``."""
 
 
-class Link:
+class NetworkLink:
     """One direction of a network interface or of a site's uplink.
 
     Args:
@@ -83,7 +83,7 @@ class Transfer:
     def __init__(
         self,
         nbytes: float,
-        links: tuple[Link, ...],
+        links: tuple[NetworkLink, ...],
         limit: float,
         weight: float,
         now: float,
@@ -140,7 +140,7 @@ class Network:
     per_message: float = 0.0
     lossy: float = 0.0
     _cuts: list[_Cut] = field(default_factory=list, init=False)
-    _links: dict[tuple[str, int], Link] = field(default_factory=dict, init=False)
+    _links: dict[tuple[str, int], NetworkLink] = field(default_factory=dict, init=False)
 
     # --- partitions -------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class Network:
 
     # --- transfers --------------------------------------------------------------------------------
 
-    def link(self, kind: str, number: int) -> Link:
+    def link(self, kind: str, number: int) -> NetworkLink:
         """Return a link: ``up`` or ``down`` of a rank, ``out`` or ``in`` of a site."""
         found = self._links.get((kind, number))
         if found is None:
@@ -193,7 +193,7 @@ class Network:
                 bandwidth = self.uplink
             else:
                 bandwidth = self.links.get(number, (self.bandwidth, self.bandwidth))[kind == "down"]
-            found = self._links[kind, number] = Link(bandwidth)
+            found = self._links[kind, number] = NetworkLink(bandwidth)
         return found
 
     def carry(
@@ -249,7 +249,7 @@ class Network:
         for link in shared or changed.links[:1]:  # a transfer that begins alone on a link is watched on another
             self._watch(link, agenda)
 
-    def _watch(self, link: Link, agenda: Agenda) -> None:
+    def _watch(self, link: NetworkLink, agenda: Agenda) -> None:
         """Schedule the first completion on a link, so that a change of rates costs one event for all transfers."""
         if not link.transfers:
             return

@@ -23,7 +23,7 @@ from gossipx.launch.run.outcome import RunOutcome
 from gossipx.launch.run.restarts import Restarts
 from gossipx.launch.run.ssh import Command, Remote
 from gossipx.launch.run.stopping import RunEnd, Stopping
-from gossipx.launch.start import Source, Start
+from gossipx.launch.start import PeerSource, Start
 from gossipx.settings.sections import MOST_ITERATIONS, RunConfig
 from gossipx.transports import Address
 
@@ -32,7 +32,7 @@ POLL_INTERVAL = 0.1
 
 
 def launch(
-    source: Source,
+    source: PeerSource,
     given: RunConfig,
     script: list[str],
     resumes: int = 0,

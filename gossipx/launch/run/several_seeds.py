@@ -10,7 +10,7 @@ from pathlib import Path
 from gossipx.errors import NotAuthorisedError, UsageError
 from gossipx.launch.directory import check_name
 from gossipx.launch.run.processes import launch
-from gossipx.launch.start import Source, stem_of
+from gossipx.launch.start import PeerSource, stem_of
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.settings.sections import KEYS, RunConfig
 
@@ -46,7 +46,7 @@ def parse(text: str) -> tuple[int, ...]:
     return tuple(seeds)
 
 
-def launch_each(source: Source, given: RunConfig, seeds: Sequence[int], script: list[str]) -> int:
+def launch_each(source: PeerSource, given: RunConfig, seeds: Sequence[int], script: list[str]) -> int:
     """Run the peers of this machine once per seed; a signal ends the run in progress and all that would follow.
 
     Args:

@@ -86,7 +86,7 @@ def plan_of(scenario: Scenario, config: RunConfig, parts: Parts) -> Plan:
         raise UsageError("forward is for traffic around servers: leave it out")
     names = [f"peer-{rank:0{max(2, len(str(of.peers - 1)))}d}" for rank in range(of.peers)]
     spread, seconds = compute.parse(given.spread), given.seconds
-    if seconds is None and isinstance(spread, compute.Trace):
+    if seconds is None and isinstance(spread, compute.TraceSpread):
         seconds = spread.mean
     elif seconds is None:
         assert of.model is not None

@@ -15,7 +15,7 @@ from gossipx.settings.sections import RunConfig
 
 @dataclass(frozen=True)
 class Launched:
-    """Processes that a launcher has started, one per peer: a :class:`gossipx.launch.start.Source`.
+    """Processes that a launcher has started, one per peer: a :class:`gossipx.launch.start.PeerSource`.
 
     Attributes:
         world: this process among them.
@@ -31,7 +31,7 @@ class Launched:
         return self.world.source
 
     def start(self, given: RunConfig, script: list[str], resumes: int) -> Start:
-        """Return the start of this process's peer; see :class:`gossipx.launch.start.Source`."""
+        """Return the start of this process's peer; see :class:`gossipx.launch.start.PeerSource`."""
         from gossipx.launch.world.multi_process import from_world  # imports torch, for its TCPStore
 
         return from_world(given, self.world, self.hosts, script, resumes)
