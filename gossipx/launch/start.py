@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar
 
 from gossipx.assembly.devices import check_device, check_transport
 from gossipx.assembly.presets import effective_config
@@ -106,43 +106,15 @@ class Start(Checked):
         }
 
 
-class PeerSource(Protocol):
-    """Where the peers of a run come from.
-
-    Attributes:
-        hosts: file that lists them; None: the processes publish their addresses.
-        launcher: what starts the processes, for messages; empty: this process.
-    """
-
-    @property
-    def hosts(self) -> Path | None: ...
-
-    @property
-    def launcher(self) -> str: ...
-
-    def start(self, given: RunConfig, script: list[str], resumes: int) -> Start:
-        """Return the start of the peers of this machine.
-
-        Args:
-            given: settings, presets not yet filled in.
-            script: a user's script and its arguments; empty: the built-in task.
-            resumes: as in :class:`Start`.
-
-        Raises:
-            UsageError: settings, hosts file or script are invalid, or the name is in use.
-            GossipxError: the processes of the run did not find each other in time.
-        """
-
-
 @dataclass(frozen=True)
 class HostsFile:
     """A hosts file, of whose peers this process starts those on its machine."""
 
     hosts: Path
-    launcher: str = ""
+    launcher: ClassVar[str] = ""
 
     def start(self, given: RunConfig, script: list[str], resumes: int) -> Start:
-        """Return the start of this machine's peers; see :class:`PeerSource`."""
+        """Return the start of this machine's peers; see :data:`gossipx.launch.world.source.PeerSource`."""
         checked = check(given, self.hosts, script)
         settings, at = checked.settings, None
         if resumes:

@@ -23,7 +23,8 @@ from gossipx.launch.run.outcome import RunOutcome
 from gossipx.launch.run.restarts import Restarts
 from gossipx.launch.run.ssh import Command, Remote
 from gossipx.launch.run.stopping import RunEnd, Stopping
-from gossipx.launch.start import PeerSource, Start
+from gossipx.launch.start import Start
+from gossipx.launch.world.source import PeerSource
 from gossipx.settings.sections import MOST_ITERATIONS, RunConfig
 from gossipx.transports import Address
 

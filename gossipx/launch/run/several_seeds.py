@@ -10,7 +10,8 @@ from pathlib import Path
 from gossipx.errors import NotAuthorisedError, UsageError
 from gossipx.launch.directory import check_name
 from gossipx.launch.run.processes import launch
-from gossipx.launch.start import PeerSource, stem_of
+from gossipx.launch.start import stem_of
+from gossipx.launch.world.source import PeerSource
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.settings.sections import KEYS, RunConfig
 

@@ -147,75 +147,67 @@ class RealPeers:
         return self._scores[own]
 
 
+@dataclass
 class _Training:
     """The training loop of one peer, and its checkpoints.
 
-    Args:
+    Attributes:
         live: the data on which the model is evaluated from time to time.
-        is_served: whether servers apply the gradients, in place of the optimizer.
+        is_served: whether servers apply the gradients, instead of the optimizer.
+        loss: of the last batch.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        batches: Batches,
-        live: Samples,
-        disks: Disks,
-        is_served: bool,
-    ):
-        self._config = config
-        self._model = model
-        self._optimizer = optimizer
-        self._batches = batches
-        self._live = live
-        self._disks = disks
-        self._is_served = is_served
-        self._loss = math.nan
+    config: RunConfig
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: Batches
+    live: Samples
+    disks: Disks
+    is_served: bool
+    loss: float = math.nan
 
     def step(self, peer: SimPeer) -> None:
         """Compute the gradient of the next batch, and make the optimizer's step."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate_of(self._config.task, *peer.used)
-        inputs, labels = next(self._batches)
-        self._optimizer.zero_grad(set_to_none=True)
-        loss = functional.cross_entropy(self._model(inputs), labels)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate_of(self.config.task, *peer.used)
+        inputs, labels = next(self.batches)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = functional.cross_entropy(self.model(inputs), labels)
         loss.backward()  # type: ignore[no-untyped-call]
-        self._loss = float(loss.detach())
-        if not self._is_served:
-            self._optimizer.step()
+        self.loss = float(loss.detach())
+        if not self.is_served:
+            self.optimizer.step()
 
     def step_done(self, peer: SimPeer) -> None:
         """Write a checkpoint and record curves, if they are due."""
         assert peer.reporter is not None
-        step, run = peer.arena.step, self._config.run
-        if self._disks.is_due(peer.rank, step) and not self._disks.of(peer.rank).writable:
+        step, run = peer.arena.step, self.config.run
+        if self.disks.is_due(peer.rank, step) and not self.disks.of(peer.rank).writable:
             peer.unwritten += 1
-        elif self._disks.is_due(peer.rank, step):
-            self._disks.of(peer.rank).state = {
-                "model": {name: value.clone() for name, value in self._model.state_dict().items()},
-                "optimizer": copy.deepcopy(self._optimizer.state_dict()),
+        elif self.disks.is_due(peer.rank, step):
+            self.disks.of(peer.rank).state = {
+                "model": {name: value.clone() for name, value in self.model.state_dict().items()},
+                "optimizer": copy.deepcopy(self.optimizer.state_dict()),
                 "driver": peer.driver.state_dict(),
             }
         if step % run.log_interval == 0:
-            peer.reporter.scalar("train/loss", self._loss)
+            peer.reporter.scalar("train/loss", self.loss)
         if run.eval_interval and step % run.eval_interval == 0:
-            for name, value in scores(self._model, self._live, HOST).items():
+            for name, value in scores(self.model, self.live, HOST).items():
                 peer.reporter.scalar(f"test/{name}", value)
 
     def resume(self, peer: SimPeer) -> None:
         """Let a peer resume from the checkpoint on its disk, if there is one."""
-        found = self._disks.found(peer.rank)
+        found = self.disks.found(peer.rank)
         if found is None:
             return
         peer.resumed = True
 
         def restore() -> None:
-            self._model.load_state_dict(found["model"])
-            self._optimizer.load_state_dict(found["optimizer"])
+            self.model.load_state_dict(found["model"])
+            self.optimizer.load_state_dict(found["optimizer"])
             peer.driver.load_state_dict(found["driver"])
-            self._batches.seek(found["driver"]["iteration"])
+            self.batches.seek(found["driver"]["iteration"])
 
         peer.before_join = restore
 

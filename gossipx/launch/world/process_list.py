@@ -3,13 +3,13 @@ list."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import re
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct, convert, structs
 
 from gossipx.errors import GossipxError, UsageError
 from gossipx.launch import ports
@@ -22,13 +22,10 @@ from gossipx.transports.access import grant, is_loopback
 
 log = logging.getLogger("gossipx")
 
-_HOST = r"[\w.:%-]{1,255}"
-_NAME = r"[\w.-]{1,64}"
-_DEVICE = r"[\w:.]{1,32}"
+Host = Annotated[str, Meta(pattern=r"\A[\w.:%-]{1,255}\Z")]
 
 
-@dataclass(frozen=True)
-class PeerInfo:
+class PeerInfo(Struct, frozen=True, forbid_unknown_fields=True):
     """The information that a process publishes about its peer.
 
     Attributes:
@@ -40,12 +37,12 @@ class PeerInfo:
         device: device to train on; None: the one in the run's settings.
     """
 
-    host: str
+    host: Host
     advertised: bool
-    reached: str
-    hostname: str
-    port: int
-    device: str | None
+    reached: Host
+    hostname: Annotated[str, Meta(pattern=r"\A[\w.-]{1,64}\Z")]
+    port: Annotated[int, Meta(ge=1, le=65_535)]
+    device: Annotated[str, Meta(pattern=r"\A[\w:.]{1,32}\Z")] | None
 
 
 def check_reach(world: LaunchWorld, exchange: ExchangeSettings) -> None:
@@ -85,7 +82,7 @@ def agree(meeting: Rendezvous, exchange: ExchangeSettings, device: str | None = 
     hostname = re.sub(r"[^\w.-]", "-", socket.gethostname().partition(".")[0])[:64] or "host"
     port = reserved.getsockname()[1]
     info = PeerInfo(host, given is not None, meeting.reached, hostname, port, device)
-    meeting.publish("peer", dataclasses.asdict(info))
+    meeting.publish("peer", structs.asdict(info))
     infos = [peer_info_of(received, rank) for rank, received in enumerate(meeting.gather("peer"))]
     return text_of(infos), reserved
 
@@ -115,19 +112,12 @@ def peer_info_of(received: Any, rank: int) -> PeerInfo:
     Raises:
         GossipxError: the value is not valid peer information.
     """
-    kinds = {"host": str, "advertised": bool, "reached": str, "hostname": str, "port": int, "device": str | None}
-    forms = {"host": _HOST, "reached": _HOST, "hostname": _NAME, "device": _DEVICE}
-    if (
-        not isinstance(received, dict)
-        or received.keys() != kinds.keys()
-        or not all(isinstance(received[name], kind) for name, kind in kinds.items())
-        or not all(re.fullmatch(form, received[name]) for name, form in forms.items() if received[name] is not None)
-        or not 1 <= received["port"] <= 65_535
-    ):
+    try:
+        return convert(received, PeerInfo)
+    except ValueError:
         raise GossipxError(
             f"rank {rank} published invalid peer information, perhaps from another version: {received!r:.200}"
-        )
-    return PeerInfo(**received)
+        ) from None
 
 
 def reserve(bind: str) -> socket.socket:

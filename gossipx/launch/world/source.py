@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from gossipx.launch.environment import ENV_CONFIG, ENV_PEERS
 from gossipx.launch.hosts import ADVICE
@@ -15,7 +16,7 @@ from gossipx.settings.sections import RunConfig
 
 @dataclass(frozen=True)
 class Launched:
-    """Processes that a launcher has started, one per peer: a :class:`gossipx.launch.start.PeerSource`.
+    """Processes that a launcher has started, one per peer.
 
     Attributes:
         world: this process among them.
@@ -31,13 +32,27 @@ class Launched:
         return self.world.source
 
     def start(self, given: RunConfig, script: list[str], resumes: int) -> Start:
-        """Return the start of this process's peer; see :class:`gossipx.launch.start.PeerSource`."""
+        """Return the start of this process's peer.
+
+        Args:
+            given: settings, presets not yet filled in.
+            script: a user's script and its arguments; empty: the built-in task.
+            resumes: as in :class:`gossipx.launch.start.Start`.
+
+        Raises:
+            UsageError: settings, hosts file or script are invalid, or the name is in use.
+            GossipxError: the processes of the run did not find each other in time.
+        """
         from gossipx.launch.world.multi_process import from_world  # imports torch, for its TCPStore
 
         return from_world(given, self.world, self.hosts, script, resumes)
 
 
-def source_of(hosts: Path | None, script: Sequence[str], environ: Mapping[str, str]) -> HostsFile | Launched:
+PeerSource: TypeAlias = HostsFile | Launched
+"""Where the peers of a run come from."""
+
+
+def source_of(hosts: Path | None, script: Sequence[str], environ: Mapping[str, str]) -> PeerSource:
     """Return where the peers come from: a launcher, or a hosts file that is given or named by GOSSIPX_PEERS.
 
     Raises:
