@@ -96,7 +96,7 @@ def options(command: click.Command) -> Iterator[str]:
 
 # Options of bin/bench, bin/test and other programs.
 OTHERS = {"--all", "--full", "--json", "--keep", "--logdir", "--only", "--rate", "--scenario", "--seeds"}
-OTHERS |= {"--period", "--steps", "--systems", "--lowest", "--python", "--quick"}
+OTHERS |= {"--period", "--steps", "--systems", "--lowest", "--python", "--quick", "--smoke"}
 OTHERS |= {"--build-arg", "--strict", "--rm"}  # those of twine and docker
 OTHERS |= {"--nproc-per-node", "--standalone", "--no-python", "--max-restarts", "--rdzv-backend"}  # torchrun's
 OTHERS |= {"--ntasks", "--kill-on-bad-exit", "--from-literal", "--mca", "--env"}  # srun's, kubectl's, mpirun's, flux's
