@@ -76,7 +76,7 @@ def test_a_peer_that_was_started_by_hand_is_not_started_a_second_time(run: Run, 
         await_end(int((here / "pid").read_text()))
         tell(state="train", step=6, restarted=[1])
         control = here / "runs" / "mine" / "control"
-        control_files.mkdir(exist_ok=True)
+        control.mkdir(exist_ok=True)
         (control / "unfinished").write_text(json.dumps({"peer": NAME}))
         (control / "unfinished").rename(control / "1.restart")
         while not (control / "1.answer").exists():
