@@ -134,7 +134,7 @@ def _summary() -> Target:
 
 
 def _admission() -> Target:
-    from gossipx.peer.admission import Admission
+    from gossipx.peer.joining.admission import Admission
     from gossipx.protocol.fields import JoinedPeer
 
     of = Admission(2, "[run]\n", (("a", "10.0.0.1", 1),), (JoinedPeer(2, "b", "host", 29_400, 0),), (1,))

@@ -24,7 +24,7 @@ from gossipx.metrics.board import HUB, PEERS, SERVERS, TEXT, WHOLE
 from gossipx.metrics.recorder import NullRecorder, Recorder
 from gossipx.model.arena import ParameterArena
 from gossipx.model.layout import norms
-from gossipx.peer.admission import settings_of_run, why_closed
+from gossipx.peer.joining.admission import settings_of_run, why_closed
 from gossipx.policies import Policy
 from gossipx.protocol.events import GradientsReady
 from gossipx.recorders import Recorded

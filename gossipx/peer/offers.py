@@ -48,7 +48,7 @@ OFFER, SETTLE = "offer", "settle"
 """Names of timers: the deadline of the exchange that we initiated, and the next SettleRequest."""
 
 
-class Phase(enum.Enum):
+class OfferPhase(enum.Enum):
     """The progress of a model that another peer offered."""
 
     FETCHING = "the model is being fetched"
@@ -75,7 +75,7 @@ class InboundExchange:
         self.ticket = 0
         self.fragment = offer.request.fragment
         self.reply = ModelReply(0)
-        self.phase = Phase.FETCHING
+        self.phase = OfferPhase.FETCHING
         self._incarnation, self._number = offer.request.incarnation, offer.request.number
         self._context = context
         self._fetching = False  # our TakeRequest has no reply yet
@@ -87,7 +87,7 @@ class InboundExchange:
     @property
     def in_doubt(self) -> bool:
         """Whether the model is here and its sender fell silent before it settled the exchange."""
-        return self.phase is Phase.SETTLING and self._context.members.others.peek(self.sender).lost
+        return self.phase is OfferPhase.SETTLING and self._context.members.others.peek(self.sender).lost
 
     def repeats(self, offer: Received) -> bool:
         """Return whether ``offer`` repeats the offer of this exchange, or is another request about it."""
@@ -103,20 +103,20 @@ class InboundExchange:
 
     def awaits(self, ticket: int) -> bool:
         """Return whether ``ticket`` is an open request of this exchange."""
-        return ticket == self._settling or (ticket == self.ticket and self.phase is Phase.FETCHING)
+        return ticket == self._settling or (ticket == self.ticket and self.phase is OfferPhase.FETCHING)
 
     def replied(self, ticket: int, reply: Reply, now: float) -> list[Effect]:
         """Handle the reply to a request of this exchange."""
         if ticket == self._settling:
             self._settling = None
             if isinstance(reply, AcceptReply):
-                self.phase = Phase.SETTLED
+                self.phase = OfferPhase.SETTLED
                 return []
             return self.forget()
         self._fetching = False
         if isinstance(reply, ModelReply):
             self.reply = reply
-            self.phase = Phase.SETTLING
+            self.phase = OfferPhase.SETTLING
             return self._settle(now)
         return self.forget()
 
@@ -135,7 +135,7 @@ class InboundExchange:
             # Nobody is left to settle it. Mixing the model keeps the push-sum weight of a sender that died after it
             # gave half away. A pair blocks other exchanges and perhaps training, so the wait for a sender that is
             # silent, or that we hear but cannot reach, is bounded.
-            self.phase = Phase.SETTLED
+            self.phase = OfferPhase.SETTLED
             return []
         # At the end others wait for us for peer_timeout at most, so retry without long back-offs.
         retry_at = (
@@ -145,16 +145,16 @@ class InboundExchange:
 
     def retry_settle(self, now: float) -> list[Effect]:
         """Send another SettleRequest if the exchange is in doubt and none is open."""
-        return self._settle(now) if self.phase is Phase.SETTLING and self._settling is None else []
+        return self._settle(now) if self.phase is OfferPhase.SETTLING and self._settling is None else []
 
     def end(self, now: float) -> list[Effect]:
         """Handle the end of training: abandon a model that has not arrived; else repeat the SettleRequest at once.
 
         It is repeated for peer_timeout, since others wait for us that long; only once if the sender is already lost.
         """
-        if self.phase is Phase.FETCHING:
+        if self.phase is OfferPhase.FETCHING:
             return self.decline(now, ended=True)
-        if self.phase is not Phase.SETTLING:
+        if self.phase is not OfferPhase.SETTLING:
             return []
         lost = self._context.members.others.peek(self.sender).lost
         self._settle_deadline = now if lost else now + self._context.timeout
@@ -168,7 +168,7 @@ class InboundExchange:
 
     def forget(self) -> list[Effect]:
         """Abandon the exchange. If the model is still being fetched, its ticket is released when the reply arrives."""
-        self.phase = Phase.OVER
+        self.phase = OfferPhase.OVER
         self._settling = None
         return [] if self._fetching else [Forget(self.ticket)]
 

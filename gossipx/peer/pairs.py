@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from gossipx.mixing import Mixing
 from gossipx.peer.exchange import PeerContext
-from gossipx.peer.offers import OFFER, OFFER_SHARE, InboundExchange, Offers, Phase
+from gossipx.peer.offers import OFFER, OFFER_SHARE, InboundExchange, OfferPhase, Offers
 from gossipx.protocol.effects import Capture, Effect, Forget, Mix, Resume, SetTimer, Wait
 from gossipx.protocol.events import Received
 from gossipx.protocol.messages import (
@@ -62,7 +62,7 @@ class _OutboundExchange:
     is_fetching: bool = False
     has_model: bool = False
     settle_keys: list[Hashable] = field(default_factory=list)
-    phase: Phase = Phase.FETCHING
+    phase: OfferPhase = OfferPhase.FETCHING
 
 
 class PairExchange(Offers):
@@ -194,7 +194,7 @@ class PairExchange(Offers):
 
     def give_up(self, now: float) -> list[Effect]:
         outbound = self._outbound
-        if outbound is None or outbound.ticket is None or outbound.phase is not Phase.FETCHING:
+        if outbound is None or outbound.ticket is None or outbound.phase is not OfferPhase.FETCHING:
             return []
         self._context.members.back_off(outbound.partner, now)
         return self._try_next(now)
@@ -204,7 +204,11 @@ class PairExchange(Offers):
 
     def peer_left(self, rank: int, now: float) -> list[Effect]:
         outbound = self._outbound
-        return self._try_next(now) if outbound and outbound.partner == rank and outbound.phase is Phase.FETCHING else []
+        return (
+            self._try_next(now)
+            if outbound and outbound.partner == rank and outbound.phase is OfferPhase.FETCHING
+            else []
+        )
 
     def requested(self, event: Received, now: float) -> list[Effect]:
         if isinstance(event.request, PairRequest):
@@ -222,7 +226,7 @@ class PairExchange(Offers):
             assert outbound.ticket is not None
             return [*entered, self._context.outgoing.answer(event, ModelReply(0), outbound.ticket, now)]
         assert isinstance(request, SettleRequest)
-        if outbound.phase is not Phase.FETCHING:
+        if outbound.phase is not OfferPhase.FETCHING:
             return [self._accept(event.key, now)]
         if not request.taken:
             return [self._refuse(event.key, now), *self._try_next(now, fault=not request.ended)]
@@ -235,7 +239,7 @@ class PairExchange(Offers):
         assert outbound is not None
         if not (outbound.has_model and outbound.settle_keys):
             return []
-        outbound.phase = Phase.SETTLED
+        outbound.phase = OfferPhase.SETTLED
         self._settled[outbound.partner] = outbound.number
         settle_keys, outbound.settle_keys = outbound.settle_keys, []
         return [self._accept(key, now) for key in settle_keys]
@@ -275,7 +279,7 @@ class PairExchange(Offers):
 
     def _prune(self, effects: list[Effect], fault: bool = True) -> list[Effect]:
         """Clear the inbound exchange if it was abandoned; ``fault``: it failed, rather than was declined."""
-        if self._inbound is None or self._inbound.phase is not Phase.OVER:
+        if self._inbound is None or self._inbound.phase is not OfferPhase.OVER:
             return effects
         self._inbound = None
         decided, self._decided = self._decided, False
@@ -289,9 +293,9 @@ class PairExchange(Offers):
         if not (at_boundary or self._ending or self._context.blocking):
             return None
         current = self._inbound or self._outbound
-        if current is None or current.phase is not Phase.SETTLED or current.ticket is None:
+        if current is None or current.phase is not OfferPhase.SETTLED or current.ticket is None:
             return None
-        current.phase = Phase.MIXING
+        current.phase = OfferPhase.MIXING
         step = self._context.step
         return Mix(current.ticket, self._mixing.share(step, step))
 
@@ -313,7 +317,7 @@ class PairExchange(Offers):
         self._decided = False  # an exchange that is given up from here on is not a failure
         effects: list[Effect] = [self._refuse(event.key, now) for event in self._waiting]
         self._waiting = []
-        if self._outbound and self._outbound.phase is Phase.FETCHING:
+        if self._outbound and self._outbound.phase is OfferPhase.FETCHING:
             effects += self._withdraw(now)
         if self._inbound:
             effects += self._inbound.end(now)
@@ -328,7 +332,9 @@ class PairExchange(Offers):
         self._waiting = []
         effects += self._withdraw(now)
         if self._inbound:
-            effects += self._inbound.decline(now) if self._inbound.phase is Phase.FETCHING else self._inbound.forget()
+            effects += (
+                self._inbound.decline(now) if self._inbound.phase is OfferPhase.FETCHING else self._inbound.forget()
+            )
             self._inbound = None
         self._context.sync.abandoned(failed=False)
         return effects

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from gossipx.mixing import Mixing
 from gossipx.peer.exchange import PeerContext
-from gossipx.peer.offers import OFFER, OFFER_SHARE, InboundExchange, Offers, Phase
+from gossipx.peer.offers import OFFER, OFFER_SHARE, InboundExchange, OfferPhase, Offers
 from gossipx.protocol.effects import Capture, Effect, Forget, Mix, MoveReference, Resume, SetTimer, Wait
 from gossipx.protocol.events import Answered, Received
 from gossipx.protocol.messages import (
@@ -179,7 +179,7 @@ class PushExchange(Offers):
         return [] if offer.is_delivered or offer.answers else self._try_next(now)
 
     def step_ended(self, now: float) -> list[Effect]:
-        self._due = [inbound for inbound in self._inbound if inbound.phase is Phase.SETTLED]
+        self._due = [inbound for inbound in self._inbound if inbound.phase is OfferPhase.SETTLED]
         return []
 
     # --- inbound ----------------------------------------------------------------------------------
@@ -222,19 +222,19 @@ class PushExchange(Offers):
         return [] if offer.is_requested else self._try_next(now)
 
     def _prune(self, effects: list[Effect]) -> list[Effect]:
-        self._inbound = [inbound for inbound in self._inbound if inbound.phase is not Phase.OVER]
+        self._inbound = [inbound for inbound in self._inbound if inbound.phase is not OfferPhase.OVER]
         return effects
 
     def retry_settle(self, now: float) -> list[Effect]:
         return [effect for inbound in self._inbound for effect in inbound.retry_settle(now)]
 
     def mix(self, at_boundary: bool) -> Mix | None:
-        mixing = any(inbound.phase is Phase.MIXING for inbound in self._inbound)
+        mixing = any(inbound.phase is OfferPhase.MIXING for inbound in self._inbound)
         candidates = self._inbound if self._ending else self._due
-        inbound = next((inbound for inbound in candidates if inbound.phase is Phase.SETTLED), None)
+        inbound = next((inbound for inbound in candidates if inbound.phase is OfferPhase.SETTLED), None)
         if inbound is None or mixing or self._offer is not None or not (at_boundary or self._ending):
             return None
-        inbound.phase = Phase.MIXING
+        inbound.phase = OfferPhase.MIXING
         weight = inbound.reply.weight
         if self._push_sum:
             return Mix(inbound.ticket, weight / (self.weight + weight))
@@ -262,7 +262,7 @@ class PushExchange(Offers):
     def drop(self, now: float) -> list[Effect]:
         effects = self._withdraw()
         for inbound in self._inbound:
-            effects += inbound.decline(now) if inbound.phase is Phase.FETCHING else inbound.forget()
+            effects += inbound.decline(now) if inbound.phase is OfferPhase.FETCHING else inbound.forget()
         return self._prune(effects)
 
     def _withdraw(self) -> list[Effect]:

@@ -47,9 +47,9 @@ from gossipx.mixing import Average, Mixing
 from gossipx.peer.agreement import Agreement
 from gossipx.peer.barrier import ANNOUNCE, BARRIER, Barrier
 from gossipx.peer.exchange import Exchange, PeerContext
-from gossipx.peer.joining import Joining
+from gossipx.peer.joining.first_model import Joining
+from gossipx.peer.joining.newcomers import Newcomers
 from gossipx.peer.membership import Membership, Requests
-from gossipx.peer.newcomers import Newcomers
 from gossipx.peer.pairs import PairExchange
 from gossipx.peer.pulls import PullExchange
 from gossipx.peer.pushes import PushExchange
@@ -58,8 +58,7 @@ from gossipx.peer.serving import Outgoing, Serving
 from gossipx.peer.stages import Stages
 from gossipx.peer.training import UNSOUND, Training
 from gossipx.peer.turns import OTHER_FRAGMENTS, Turns
-from gossipx.peer.wave import TIMER, Wave
-from gossipx.peer.waves import WaveSequence
+from gossipx.peer.waves import TIMER, Wave, WaveSequence
 from gossipx.protocol import events
 from gossipx.protocol.effects import Adopt, Answer, Effect, Forget, Note, Resume, Wait
 from gossipx.protocol.fields import JoinedPeer

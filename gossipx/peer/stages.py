@@ -13,9 +13,9 @@ import msgspec
 from gossipx.peer.agreement import Agreement
 from gossipx.peer.barrier import Barrier
 from gossipx.peer.exchange import Exchange
-from gossipx.peer.joining import Joining
+from gossipx.peer.joining.first_model import Joining
+from gossipx.peer.joining.newcomers import Newcomers
 from gossipx.peer.membership import Membership, Requests
-from gossipx.peer.newcomers import Newcomers
 from gossipx.peer.server_role import ServerRole
 from gossipx.peer.training import Training
 from gossipx.peer.waves import WaveSequence

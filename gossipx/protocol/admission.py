@@ -1,7 +1,7 @@
 """Messages by which a process that is not a member of a run asks one of its peers to be admitted.
 
 They take the place of Hello on a connection; see :mod:`gossipx.transports.handshake`. The role decides in
-:mod:`gossipx.peer.newcomers`.
+:mod:`gossipx.peer.joining.newcomers`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AdmitReply(Fields, frozen=True):
     """The reply to :class:`AdmitRequest`.
 
     Attributes:
-        size: bytes of the payload, a :class:`gossipx.peer.admission.Admission` if the newcomer is admitted.
+        size: bytes of the payload, a :class:`gossipx.peer.joining.admission.Admission` if the newcomer is admitted.
         elsewhere: HOST:PORT of the peer that admits others now; empty: it is this one.
         later: why no peer can be admitted yet; empty: one can.
     """

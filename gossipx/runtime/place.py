@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from gossipx.peer.admission import Admission
+from gossipx.peer.joining.admission import Admission
 from gossipx.protocol.fields import JoinedPeer
 from gossipx.runtime.figures.progress import Progress
 from gossipx.transports import Address

@@ -98,7 +98,7 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Net:
+class NetworkSettings:
     """The network; the TOML table ``[network]``. Values that are given replace those of the preset."""
 
     preset: Literal["10mbit", "100mbit", "1gbit", "10gbit", "wan"] = setting("1gbit", "The other values of this table.")
@@ -139,7 +139,7 @@ class Churn:
 
 
 @dataclass(frozen=True)
-class Fault:
+class PlannedFault:
     """One fault; an entry of the TOML list ``[[faults]]``."""
 
     kind: Literal["crash", "pause", "leave", "partition", "late", "disk-full"] = setting(
@@ -163,10 +163,10 @@ class Fault:
         return [int(rank) for rank in self.peers or ()]
 
 
-OWN = keys_of({"simulation": [Simulation], "compute": [Compute], "network": [Net], "churn": [Churn]})
+OWN = keys_of({"simulation": [Simulation], "compute": [Compute], "network": [NetworkSettings], "churn": [Churn]})
 """The settings of the tables that are declared here, by name."""
 FAULTS = "faults"
-OF_FAULT = keys_of({FAULTS: [Fault]})
+OF_FAULT = keys_of({FAULTS: [PlannedFault]})
 UNTIL = ("crash", "pause", "partition", "disk-full")
 """Kinds of faults that may end."""
 NEEDS = {
@@ -194,9 +194,9 @@ class Scenario:
 
     simulation: Simulation
     compute: Compute
-    network: Net
+    network: NetworkSettings
     churn: Churn
-    faults: tuple[Fault, ...]
+    faults: tuple[PlannedFault, ...]
     config: RunConfig
     path: Path
     text: str
@@ -226,7 +226,7 @@ def load(path: Path, given: Mapping[str, Any]) -> Scenario:
     scenario = Scenario(
         table(Simulation, "simulation"),
         table(Compute, "compute"),
-        table(Net, "network"),
+        table(NetworkSettings, "network"),
         table(Churn, "churn"),
         tuple(_fault(fault, text, path) for fault in _listed(faults, text, path)),
         files.resolve(files.values_in(tables, OF_RUN, text, path), given),
@@ -252,8 +252,8 @@ def _listed(faults: Any, text: str, path: Path) -> list[Any]:
     return faults
 
 
-def _fault(fault: Mapping[str, Any], text: str, path: Path) -> Fault:
-    made = Fault(**files.values_in({FAULTS: fault}, OF_FAULT, text, path))
+def _fault(fault: Mapping[str, Any], text: str, path: Path) -> PlannedFault:
+    made = PlannedFault(**files.values_in({FAULTS: fault}, OF_FAULT, text, path))
     problem = ""
     if "kind" not in fault or not made.peers or any(rank % 1 for rank in made.peers):
         problem = "a fault needs a kind and the ranks of its peers, such as peers = [3]"

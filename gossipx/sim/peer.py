@@ -16,7 +16,7 @@ from gossipx.protocol import events
 from gossipx.protocol.effects import Effect, ReportEntry, ReportSwitch
 from gossipx.protocol.messages import Request, Stage
 from gossipx.runtime.driver import Driver
-from gossipx.runtime.driver.clock import Clock
+from gossipx.runtime.driver.clock import DriverClock
 from gossipx.sim.base import BasePeer
 from gossipx.sim.clock import VirtualClock
 from gossipx.sim.comm import SimComm
@@ -39,7 +39,7 @@ class SimDriver(Driver):
         trace: called with each event before the role handles it, and with each effect before it is carried out.
     """
 
-    def __init__(self, role: PeerRole, arena: ParameterArena, clock: Clock, warn: Callable[[str, str], None]):
+    def __init__(self, role: PeerRole, arena: ParameterArena, clock: DriverClock, warn: Callable[[str, str], None]):
         super().__init__(role, arena, PLACES, clock, warn)
         self.trace: Callable[[events.Event | Effect], None] = lambda what: None
 

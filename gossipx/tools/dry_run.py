@@ -29,7 +29,7 @@ from gossipx.model import layout
 from gossipx.runtime.figures.reporting import codec_of
 from gossipx.server.plan import server_ranks
 from gossipx.settings.modes import Elastic, HasPartners, Server, Waves
-from gossipx.settings.scenario import MOST_PEERS, Churn, Compute, Net, Scenario, Simulation
+from gossipx.settings.scenario import MOST_PEERS, Churn, Compute, NetworkSettings, Scenario, Simulation
 from gossipx.settings.sections import MOST_ITERATIONS, RunConfig
 from gossipx.sim import World, traces
 from gossipx.sim.compute import LogNormal, StepTimes
@@ -348,7 +348,7 @@ def _simulated(
         encoded=share,
     )
     compute = Compute(seconds=1.0, evaluation=30.0)  # in which the last exchange arrives, and slower peers end
-    scenario = Scenario(of, compute, Net(), Churn(), (), config, Path(), "")
+    scenario = Scenario(of, compute, NetworkSettings(), Churn(), (), config, Path(), "")
     turns = build_schedule(config, size, [peer.host for peer in checked.peers])
     # Peers in lockstep would meet at the same moments again and again, where pairs exclude each other.
     times = StepTimes.drawn(size, 1.0, LogNormal(0.1), (0.0, 1.0), (0.0, 0.0), config.run.seed)

@@ -30,7 +30,7 @@ print("has finished", flush=True)
 
 
 ASLEEP = """
-from gossipx.peer.wave import Wave
+from gossipx.peer.waves import Wave
 if peer.rank == 1:
     requested = Wave.requested
     def slept(*arguments):

@@ -256,7 +256,7 @@ def test_a_peer_without_gossipx_run_stops_in_order(two: Folder, number: signal.S
 @pytest.mark.fault(53)
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 def test_a_peer_without_gossipx_run_that_makes_no_step_says_how_it_ends(tmp_path: Path, number: signal.Signals) -> None:
-    first = "import threading\nos.dup2(1, 2)\ngossipx.runtime.stop_signals.ONE_KEYSTROKE = 0.0"
+    first = "import threading\nos.dup2(1, 2)\ngossipx.runtime.ending.stop_signals.ONE_KEYSTROKE = 0.0"
     script = ALONE.replace("HANDLERS", first).replace(
         "train(peer, model, optimizer, 10**9)", "threading.Event().wait()"
     )

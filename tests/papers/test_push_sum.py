@@ -20,7 +20,7 @@ from torch import Tensor
 from toy import SIZE, TIMEOUT, Point, bound, ended, maker, models, until
 from transcripts import LoggedWorld
 
-from gossipx.peer.offers import Phase
+from gossipx.peer.offers import OfferPhase
 from gossipx.peer.pushes import LEAST_WEIGHT
 from gossipx.protocol.messages import Stage
 from gossipx.sim import Network, SimPeer
@@ -64,7 +64,7 @@ def under_way(made: LoggedWorld) -> list[tuple[float, Tensor]]:
     found = []  # pushes of live peers
     for rank, peer in made.peers.items():
         for inbound in peer.role.exchange._inbound if peer.down_since is None else []:
-            if inbound.phase is Phase.FETCHING or inbound.sender not in made.peers:
+            if inbound.phase is OfferPhase.FETCHING or inbound.sender not in made.peers:
                 continue
             sender = made.peers[inbound.sender].role
             if sender.incarnation == inbound._incarnation and sender.exchange._settled.get(rank) == inbound._number:
@@ -234,9 +234,9 @@ def test_a_crash_takes_what_the_peer_had_and_no_more(number: int):
     made.run(made.now + 0.03)  # messages in flight from it arrive
     crashed = made.peers[2].role
     taken = crashed.exchange._inbound
-    had = crashed.weight + sum(inbound.reply.weight for inbound in taken if inbound.phase is Phase.SETTLED)
+    had = crashed.weight + sum(inbound.reply.weight for inbound in taken if inbound.phase is OfferPhase.SETTLED)
     others = [inbound for rank in (0, 1, 3) for inbound in made.peers[rank].role.exchange._inbound]
-    in_doubt = [inbound for inbound in others if inbound.sender == 2 and inbound.phase is Phase.SETTLING]
+    in_doubt = [inbound for inbound in others if inbound.sender == 2 and inbound.phase is OfferPhase.SETTLING]
     had -= sum(inbound.reply.weight for inbound in in_doubt)
     made.run(35.0)
     assert made.fired["crash"] == 1

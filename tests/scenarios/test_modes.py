@@ -18,7 +18,7 @@ from seeds import some
 from toy import ITERATIONS, SIZE, alone, before, bound, ended, maker, models, spread, until, world
 from transcripts import LoggedWorld
 
-from gossipx.peer.offers import Phase
+from gossipx.peer.offers import OfferPhase
 from gossipx.sim import Network, SimPeer
 from gossipx.topology import Topology
 
@@ -221,7 +221,7 @@ def test_models_that_arrive_during_a_mix_wait_for_the_next_boundary():
     until(made, 1, "takes from 0")
     began, pushes = made.now, made.peers[1].role.exchange
     for moment in range(60):
-        if any(inbound.phase is Phase.SETTLED for inbound in pushes._inbound):
+        if any(inbound.phase is OfferPhase.SETTLED for inbound in pushes._inbound):
             break
         made.run(began + 0.05 * moment)
     (first,) = pushes._inbound
@@ -231,7 +231,7 @@ def test_models_that_arrive_during_a_mix_wait_for_the_next_boundary():
     pushes.mixed(first.ticket)
     assert pushes.mix(at_boundary=True) is None
     pushes.step_ended(made.now)
-    assert pushes.mix(at_boundary=True) is not None and late.phase is Phase.MIXING
+    assert pushes.mix(at_boundary=True) is not None and late.phase is OfferPhase.MIXING
 
 
 def test_one_push_per_sender_at_a_time():

@@ -14,7 +14,7 @@ from property_tests import examples
 from toy import SIZE, TIMEOUT, bound, ended, make, models, spread, world
 from transcripts import LoggedWorld
 
-from gossipx.peer.newcomers import MAX_RESERVED
+from gossipx.peer.joining.newcomers import MAX_RESERVED
 from gossipx.protocol.effects import AddPeer, Note, ReportEntry, Stop
 from gossipx.protocol.events import AskEntry, PeerMet, Received
 from gossipx.protocol.fields import MAX_JOINED, JoinedPeer

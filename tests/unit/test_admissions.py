@@ -9,7 +9,7 @@ import pytest
 
 from gossipx.assembly.graph import build_schedule
 from gossipx.errors import ProtocolError
-from gossipx.peer.admission import Admission, settings_of_run, why_closed
+from gossipx.peer.joining.admission import Admission, settings_of_run, why_closed
 from gossipx.protocol.fields import JoinedPeer
 from gossipx.settings import files
 from gossipx.wire import Hello, Open, auth

@@ -6,8 +6,7 @@ import random
 
 from gossipx import policies
 from gossipx.peer.membership import Membership, Requests
-from gossipx.peer.wave import TIMER, Wave
-from gossipx.peer.waves import WaveSequence
+from gossipx.peer.waves import TIMER, Wave, WaveSequence
 from gossipx.protocol.effects import Answer, Capture, Effect, Forget, Merge, Note, Send, SetTimer
 from gossipx.protocol.events import Answered, Received
 from gossipx.protocol.messages import LAST_WAVE, MAX_WAVE, HereReply, ModelReply, NotReadyReply, RoundRequest, Stage

@@ -12,7 +12,7 @@ from gossipx.errors import UsageError
 from gossipx.launch.directory import HOSTS_FILE, Directory, checked_name, replace
 from gossipx.launch.hosts import PeerLine, peers_digest, read_hosts
 from gossipx.metrics.summary import Summary
-from gossipx.peer.admission import Admission
+from gossipx.peer.joining.admission import Admission
 from gossipx.settings import files
 from gossipx.settings.sections import RunConfig
 

@@ -38,7 +38,7 @@ from gossipx.launch.world.process_list import agree, check_reach, lines_of
 from gossipx.launch.world.rendezvous import Rendezvous
 from gossipx.metrics.recorder import Recorder
 from gossipx.model.arena import ParameterArena
-from gossipx.peer.admission import Admission
+from gossipx.peer.joining.admission import Admission
 from gossipx.policies import Observation, Policy
 from gossipx.runtime.checkpoints import store_of
 from gossipx.runtime.ending import exit_hooks

@@ -32,7 +32,7 @@ from gossipx.launch.run.children import Spawn
 from gossipx.launch.run.processes import follow
 from gossipx.launch.start import Start, check_script
 from gossipx.metrics.summary import Summary
-from gossipx.peer.admission import Admission
+from gossipx.peer.joining.admission import Admission
 from gossipx.protocol.admission import AdmitReply, AdmitRequest
 from gossipx.settings import files
 from gossipx.transports import Address, handshake

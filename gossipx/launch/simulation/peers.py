@@ -18,7 +18,7 @@ from gossipx.assembly.server import serve
 from gossipx.launch.loops.train import live_of, optimizer_of, rate_of, scores
 from gossipx.launch.simulation.plan import Plan, deltas_of, incarnation_of, policy_of, served_of, sizes_of
 from gossipx.peer import PeerRole
-from gossipx.peer.admission import why_closed
+from gossipx.peer.joining.admission import why_closed
 from gossipx.server.plan import ServerPlan
 from gossipx.settings.sections import RunConfig
 from gossipx.sim import SimPeer

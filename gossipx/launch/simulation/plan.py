@@ -19,7 +19,7 @@ from gossipx.server import placement
 from gossipx.server.placement import Layouts, Table
 from gossipx.server.plan import ServerPlan, server_ranks
 from gossipx.settings.modes import Elastic, Server, Waves
-from gossipx.settings.scenario import MANY, Net, Scenario
+from gossipx.settings.scenario import MANY, NetworkSettings, Scenario
 from gossipx.settings.sections import RunConfig
 from gossipx.sim import Network, compute, traces
 from gossipx.sim.compute import StepTimes
@@ -145,7 +145,7 @@ def _check_traffic(scenario: Scenario, config: RunConfig) -> None:
         raise UsageError('state = "kept" is for real work, which has checkpoints: leave it out')
 
 
-def network_of(net: Net, peers: int, seed: int) -> Network:
+def network_of(net: NetworkSettings, peers: int, seed: int) -> Network:
     """Return the network of a scenario; ``seed`` draws which peers have slower links."""
     values = dict(PRESETS[net.preset])
     lossy = net.loss if net.loss is not None else values.pop("loss", 0.0)

@@ -29,7 +29,7 @@ from gossipx.launch.simulation.reports import SimReporter, consensus, curves_of,
 from gossipx.metrics.aggregate import Aggregate
 from gossipx.metrics.recorder import Recorder
 from gossipx.metrics.summary import Summary
-from gossipx.settings.scenario import MANY, Fault, Scenario
+from gossipx.settings.scenario import MANY, PlannedFault, Scenario
 from gossipx.settings.sections import RunConfig
 from gossipx.sim import SimPeer, World
 from gossipx.sim.base import BasePeer
@@ -183,7 +183,7 @@ class _Simulation:
 
     # --- faults -------------------------------------------------------------------------------------
 
-    def _schedule(self, fault: Fault) -> None:
+    def _schedule(self, fault: PlannedFault) -> None:
         world, end = self._world, math.inf if fault.until is None else fault.until
         if fault.kind == "partition":
             others = set(range(self._plan.size)) - set(fault.ranks)
@@ -203,7 +203,7 @@ class _Simulation:
                     if end < math.inf:
                         world.at(end, lambda rank=rank: self._fill(rank, True))  # type: ignore[misc]
 
-    def _watch(self, fault: Fault, rank: int) -> None:
+    def _watch(self, fault: PlannedFault, rank: int) -> None:
         """See whether a peer runs when a fault comes."""
         ranks = self._without_effect[fault.kind, fault.at]
         ranks.append(rank)

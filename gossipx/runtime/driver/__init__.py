@@ -77,7 +77,7 @@ from gossipx.protocol.messages import (
 )
 from gossipx.protocol.table_effects import Fetched, TableEffect
 from gossipx.runtime.driver.captures import Captures, Outliers, Retrieval
-from gossipx.runtime.driver.clock import Clock, LimitedLog, SystemClock
+from gossipx.runtime.driver.clock import DriverClock, LimitedLog, SystemClock
 from gossipx.runtime.driver.commands import Commands
 from gossipx.runtime.driver.joins import JoinHandler
 from gossipx.runtime.driver.models import ModelTransfers
@@ -120,7 +120,7 @@ class Driver:
         role: PeerRole,
         arena: ParameterArena,
         places: int = 4,
-        clock: Clock | None = None,
+        clock: DriverClock | None = None,
         note: Callable[[str, str], None] | None = None,
     ):
         self.role = role

@@ -1,7 +1,7 @@
 """The clock of a driver, with the workers and timers that depend on it.
 
-A driver takes all three from its :class:`Clock`, so that the same driver runs in real processes and in virtual time
-(:mod:`gossipx.sim`).
+A driver takes all three from its :class:`DriverClock`, so that the same driver runs in real processes and in virtual
+time (:mod:`gossipx.sim`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 
-class Worker(Protocol):
+class SerialJobs(Protocol):
     """Runs queued jobs one at a time, in order; see :class:`~gossipx.runtime.driver.clock.SerialWorker`."""
 
     def put(self, job: Callable[[], None]) -> None:
@@ -37,13 +37,13 @@ class NamedTimers(Protocol):
         """Let no timer expire any more."""
 
 
-class Clock(Protocol):
+class DriverClock(Protocol):
     """A source of time, workers and timers."""
 
     def now(self) -> float:
         """Return the time in seconds; it never goes back."""
 
-    def worker(self, name: str, failed: Callable[[Exception], None] | None = None) -> Worker:
+    def worker(self, name: str, failed: Callable[[Exception], None] | None = None) -> SerialJobs:
         """Return a worker; ``failed`` is called with the error of a job."""
 
     def timers(self, fire: Callable[[str], None], name: str) -> NamedTimers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gossipx.peer.admission import Admission
+from gossipx.peer.joining.admission import Admission
 from gossipx.protocol.admission import AdmitReply, AdmitRequest
 from gossipx.protocol.events import Event, PeerMet
 from gossipx.protocol.fields import JoinedPeer

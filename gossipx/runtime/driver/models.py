@@ -31,7 +31,7 @@ from gossipx.protocol.messages import (
     fragment_of,
 )
 from gossipx.protocol.server_messages import GradientRequest, RecordRequest
-from gossipx.runtime.driver.clock import Clock
+from gossipx.runtime.driver.clock import DriverClock
 from gossipx.runtime.driver.outbox import Outbox, PreparedRequest
 from gossipx.runtime.driver.tables import TableWork
 from gossipx.tables.store import Gradient
@@ -97,7 +97,7 @@ class ModelTransfers:
         received: models that are being received or were received, by ticket.
     """
 
-    def __init__(self, arena: ParameterArena, outbox: Outbox, clock: Clock, tables: TableWork, places: int):
+    def __init__(self, arena: ParameterArena, outbox: Outbox, clock: DriverClock, tables: TableWork, places: int):
         self.codec: Coded | None = None
         self.received: dict[int, ReceivedModel] = {}
         self._arena = arena

@@ -23,7 +23,7 @@ from gossipx.memory import Source
 from gossipx.protocol.effects import Send
 from gossipx.protocol.events import Event, Failed, Fault, Replied
 from gossipx.protocol.messages import Reply, Request
-from gossipx.runtime.driver.clock import Clock
+from gossipx.runtime.driver.clock import DriverClock
 from gossipx.wire import Sink, SinkFactory
 
 PreparedRequest = tuple[Request, Sink | SinkFactory | None, Source | None]
@@ -51,7 +51,7 @@ class Outbox:
     def __init__(
         self,
         rank: int,
-        clock: Clock,
+        clock: DriverClock,
         handle: Callable[[Event], None],
         note: Callable[[str, str], None],
         fail: Callable[[GossipxError], None],

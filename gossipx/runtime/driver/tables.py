@@ -48,7 +48,7 @@ from gossipx.protocol.table_effects import (
     TakeRanges,
     Unchanged,
 )
-from gossipx.runtime.driver.clock import Clock
+from gossipx.runtime.driver.clock import DriverClock
 from gossipx.runtime.driver.outbox import Outbox, PreparedRequest, nothing
 from gossipx.runtime.driver.shards import ShardKeeper
 from gossipx.tables.client import ChangeSink, ReplySink, SizedSink, TablesSink
@@ -86,7 +86,9 @@ class TableWork:
         gradients: uploaded by other peers, by ticket.
     """
 
-    def __init__(self, rank: int, clock: Clock, outbox: Outbox, handle: Callable[[Event], None], reply: SendReply):
+    def __init__(
+        self, rank: int, clock: DriverClock, outbox: Outbox, handle: Callable[[Event], None], reply: SendReply
+    ):
         self.store: TableStore | None = None
         self.keeper: ShardKeeper | None = None
         self.gradients: dict[int, Gradient] = {}
