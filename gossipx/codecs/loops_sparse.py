@@ -332,9 +332,11 @@ def sparse_into(body: Array, offsets: Array, counts: Array, out: Array, starts: 
         begin, stop, count = offsets[index], offsets[index + 1], counts[index]
         if begin == stop:
             continue
+        sent = _places_of(body, begin, stop, count, places)
+        if sent < 0:
+            raise IndexError("a tensor's values lie outside its frame or its vector")
         to = out[starts[index] : starts[index] + count]
         if not add:
             to[:] = np.float32(0)
-        sent = _places_of(body, begin, stop, count, places)
         for nth in range(sent):
             to[np.uintp(places[nth])] += np.int32(word_at(body, stop - 4 * (sent - nth))).view(np.float32)
