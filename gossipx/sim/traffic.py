@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -37,6 +37,8 @@ from gossipx.protocol.server_messages import GradientRequest, TablesReply, Table
 from gossipx.runtime.driver.captures import Retrieval
 from gossipx.sim.base import BasePeer
 from gossipx.sim.world import Endpoint
+
+T = TypeVar("T")
 
 Where = tuple[int, int]
 """A bucket's address: shard and bucket number."""
@@ -142,10 +144,9 @@ class TrafficPeer(BasePeer):
     Attributes:
         on_retrieval: called with each model mixed during training.
         captured: iterations of captured models, by ticket.
-        slots: tensors of its model, as an arena's: it has none.
     """
 
-    slots = ()
+    arena = None  # it has no model
 
     def __init__(
         self, role: PeerRole, iterations: int, compute: Callable[[], float], sizes: Sizes, delta: Callable[[int], float]
@@ -189,6 +190,14 @@ class TrafficPeer(BasePeer):
     def has_tables(self) -> bool:
         """Whether the run has a parameter server."""
         return bool(self._sizes.segments)
+
+    def now(self) -> float:
+        """Return the virtual time in seconds."""
+        return self.world.now
+
+    def read(self, look: Callable[[PeerRole], T]) -> T:
+        """Return what ``look`` reads from the role."""
+        return look(self.role)
 
     def received_before(self, stage: Stage) -> int:
         """Return the bytes received before the role reached ``stage``; all so far if it has not."""

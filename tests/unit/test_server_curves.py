@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 from gossipx.peer.server_role import Total
-from gossipx.runtime.driver.clock import SystemClock
 from gossipx.runtime.figures.reporting import Reporter
 
 
@@ -14,10 +14,11 @@ def test_a_total_is_recorded_as_the_mean_since_the_last_record() -> None:
     now: dict[str, Any] = {}
     recorded: list[tuple[str, float, int]] = []
     role = SimpleNamespace(server=SimpleNamespace(metrics=now))
-    driver: Any = SimpleNamespace(role=role, arena=None, read=lambda look: look(role), clock=SystemClock())
+    driver: Any = SimpleNamespace(role=role, arena=None, read=lambda look: look(role), now=time.monotonic)
     recorder: Any = SimpleNamespace(scalar=lambda *record: recorded.append(record))
     unused: Any = None
-    reporter = Reporter(unused, driver, unused, recorder, unused, unused)
+    place: Any = SimpleNamespace(progress=None)
+    reporter = Reporter(unused, driver, unused, recorder, unused, place, "")
     for step, total, clock in ((5, (6, 3), 4), (7, (8, 4), 6), (10, (26, 7), 9), (20, (26, 7), 9), (30, (1, 1), 29)):
         now.update({"staleness": (step, Total(*total)), "clock": (step, clock)})
         reporter.record_server_metrics(every=5)

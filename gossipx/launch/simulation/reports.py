@@ -5,83 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from torch import nn
 
 from gossipx import recorders
 from gossipx.errors import UsageError
-from gossipx.figures import Counters
 from gossipx.launch.simulation.plan import Plan
 from gossipx.metrics.aggregate import WORST, Aggregate
 from gossipx.metrics.board import HUB, PEERS, SERVERS, WHOLE
 from gossipx.metrics.recorder import NullRecorder, Recorder
-from gossipx.peer import PeerRole
-from gossipx.protocol.messages import Stage
 from gossipx.recorders import Recorded
 from gossipx.runtime import models
-from gossipx.runtime.driver.captures import Retrieval
 from gossipx.runtime.figures.progress import Progress
-from gossipx.runtime.figures.reporting import Reporter
+from gossipx.runtime.figures.reporting import Measured, Reporter
 from gossipx.runtime.place import Place
 from gossipx.settings.modes import Elastic, Server
 from gossipx.sim import SimPeer, World
 from gossipx.sim.base import BasePeer
-from gossipx.sim.clock import VirtualClock
 from gossipx.sim.traffic import TrafficPeer
-from gossipx.sim.world import Endpoint
 from gossipx.transports import Address
 
 EXACT_DISTANCE = "sync/exact_consensus_distance"
 """Tag of Eq. 8 as it is, where ``sync/consensus_distance`` is what a peer can estimate of it."""
-
-
-class _TrafficDriver:
-    """The part of a driver that a reporter reads, for a peer without a model."""
-
-    def __init__(self, peer: TrafficPeer):
-        self.role = peer.role
-        self.arena = peer  # has the number of iterations, as an arena
-        self.clock = VirtualClock(lambda: peer.world.now, peer.later)
-        self._peer = peer
-        self.tables = self
-        self.in_use = peer.has_tables
-
-    @property
-    def on_retrieval(self) -> Callable[[Retrieval], None]:
-        """Called with each model mixed during training."""
-        return self._peer.on_retrieval
-
-    @on_retrieval.setter
-    def on_retrieval(self, called: Callable[[Retrieval], None]) -> None:
-        self._peer.on_retrieval = called
-
-    def read(self, look: Callable[[PeerRole], Any]) -> Any:
-        """Return what ``look`` reads from the role."""
-        return look(self.role)
-
-    def received_before(self, stage: Stage) -> int:
-        """Return the bytes received before the role reached ``stage``."""
-        return self._peer.received_before(stage)
-
-
-class _Counters:
-    """The part of a CommManager that a reporter reads."""
-
-    def __init__(self, endpoint: Endpoint):
-        self._endpoint = endpoint
-        self.counts = Counters()
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes of models and tables received from other peers."""
-        return self._endpoint.bytes_received
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes of models and tables sent to other peers."""
-        return self._endpoint.bytes_sent
 
 
 class SimReporter(Reporter):
@@ -96,12 +43,11 @@ class SimReporter(Reporter):
     def __init__(
         self, plan: Plan, peer: BasePeer, recorder: Recorder, curves: Aggregate | None, world: World[BasePeer]
     ):
-        driver: Any = peer.driver if isinstance(peer, SimPeer) else _TrafficDriver(peer)  # type: ignore[arg-type]
+        measured: Measured = peer.driver if isinstance(peer, SimPeer) else cast(TrafficPeer, peer)
         module = peer.module if isinstance(peer, SimPeer) else nn.Identity()
-        comm: Any = _Counters(peer.endpoint)
         nowhere = Address("", 0)
         place = Place(peer.rank, tuple(plan.names), (), nowhere, "", None, Progress(None), under_run=True)
-        super().__init__(module, driver, comm, recorder, plan.config, place, plan.config.decides)
+        super().__init__(module, measured, peer.endpoint, recorder, plan.config, place, plan.config.decides)
         self._curves = curves
         self._peer = peer
         self._world = world

@@ -183,6 +183,20 @@ class Driver:
                 return
         self.handle(Received(sender, key, request))
 
+    @property
+    def step(self) -> int:
+        """Iterations done."""
+        return self.arena.step
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether the run has a parameter server."""
+        return self.tables.store is not None
+
+    def now(self) -> float:
+        """Return the time of the driver's clock in seconds."""
+        return self.clock.now()
+
     def read(self, look: Callable[[PeerRole], T]) -> T:
         """Return what ``look`` reads from the role, between two events."""
         with self._lock:

@@ -106,11 +106,6 @@ class TableWork:
         return self.store
 
     @property
-    def in_use(self) -> bool:
-        """Whether the run has a parameter server."""
-        return self.store is not None
-
-    @property
     def raw_pulls(self) -> bool:
         """Whether tables are sent as raw values, with nothing to decode."""
         return self._store.client.raw_pulls

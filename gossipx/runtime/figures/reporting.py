@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
 from gossipx import codecs
-from gossipx.comm import CommManager
 from gossipx.figures import TAGS, Counters
 from gossipx.metrics.aggregate import WORST, Record
 from gossipx.metrics.recorder import Recorder
+from gossipx.model.arena import ParameterArena
 from gossipx.model.receive import unshared
+from gossipx.peer import PeerRole
 from gossipx.peer.server_role import Total
 from gossipx.peer.status import status
 from gossipx.protocol.messages import Stage
@@ -27,6 +28,50 @@ from gossipx.runtime.place import Place
 from gossipx.settings.modes import Server
 from gossipx.settings.sections import RunConfig
 from gossipx.sync import consensus_distance
+
+T = TypeVar("T")
+
+
+class Measured(Protocol):
+    """A peer as a reporter sees it: its driver; in virtual time also a peer that has no model.
+
+    Attributes:
+        arena: the weights; None: it has no model.
+        on_retrieval: called with each model mixed during training.
+    """
+
+    role: PeerRole
+    on_retrieval: Callable[[Retrieval], None]
+
+    @property
+    def arena(self) -> ParameterArena | None: ...
+
+    @property
+    def step(self) -> int:
+        """Iterations done."""
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether the run has a parameter server."""
+
+    def now(self) -> float:
+        """Return the time in seconds; it never goes back."""
+
+    def read(self, look: Callable[[PeerRole], T]) -> T:
+        """Return what ``look`` reads from the role, between two events."""
+
+    def received_before(self, stage: Stage) -> int:
+        """Return the bytes received before the role reached ``stage``; all so far if it has not."""
+
+
+class MeasuredTraffic(Protocol):
+    """The bytes of models and tables that a peer has received and sent: its CommManager, or its end of a network."""
+
+    @property
+    def bytes_received(self) -> int: ...
+
+    @property
+    def bytes_sent(self) -> int: ...
 
 
 class Reporter:
@@ -48,15 +93,15 @@ class Reporter:
     def __init__(
         self,
         module: nn.Module,
-        driver: Driver,
-        comm: CommManager,
+        driver: Measured,
+        comm: MeasuredTraffic,
         recorder: Recorder,
         config: RunConfig,
         place: Place,
         policy: str,
         evaluate: Evaluate | None = None,
     ):
-        self.figures = Figures(driver.clock.now)
+        self.figures = Figures(driver.now)
         self.progress = place.progress
         self.policy = policy
         self.state = "starting"
@@ -64,7 +109,6 @@ class Reporter:
         self._driver = driver
         driver.on_retrieval = self._retrieved
         self._role = driver.role
-        self._arena = driver.arena
         self._comm = comm
         self._recorder = recorder
         self._config = config
@@ -81,7 +125,7 @@ class Reporter:
     def scalar(self, tag: str, value: float) -> None:
         """Record a figure at the current iteration."""
         self._last[tag] = value
-        self._record(tag, value, self._arena.step)
+        self._record(tag, value, self._driver.step)
 
     def last(self, tag: str) -> float | None:
         """Return the last value that :meth:`scalar` recorded, or None."""
@@ -100,7 +144,7 @@ class Reporter:
 
     def step_done(self, delta: float) -> None:
         """Record the figures of an iteration that are due."""
-        step, config, figures = self._arena.step, self._config, self.figures
+        step, config, figures = self._driver.step, self._config, self.figures
         scalar, sync = self._record, self._role.sync
         self._record_retrievals()
         is_due = step % config.run.log_interval == 0
@@ -116,7 +160,7 @@ class Reporter:
             for name, value in now.items():
                 scalar(TAGS[name], value, step)
             scalar("time/blocked_fraction", figures.fraction(figures.blocked), step)
-            if self._driver.tables.in_use:
+            if self._driver.has_tables:
                 scalar("time/tables_fraction", figures.fraction(figures.waited), step)
             self.record_server_metrics()
         if step % config.sync.distance_interval == 0 and figures.squared_distances:
@@ -130,10 +174,10 @@ class Reporter:
         scalar, sync, retrievals = self._recorder.scalar, self._role.sync, self.figures.retrievals
         # Figures 3 and 4 have the number of the retrieval on their x axis.
         for number, retrieval in enumerate(retrievals, sync.retrievals - len(retrievals) + 1):
-            scalar("comm/pull_seconds", retrieval.seconds, self._arena.step)
-            scalar("comm/staleness", retrieval.staleness, self._arena.step)
+            scalar("comm/pull_seconds", retrieval.seconds, self._driver.step)
+            scalar("comm/staleness", retrieval.staleness, self._driver.step)
             if retrieval.of_centre and retrieval.distance is not None:
-                scalar("sync/elastic_distance", retrieval.distance, self._arena.step)
+                scalar("sync/elastic_distance", retrieval.distance, self._driver.step)
             elif retrieval.distance is not None:
                 apart = consensus_distance([retrieval.distance**2], self._role.members.size)
                 scalar("retrieval/distance", apart, number)
@@ -178,7 +222,7 @@ class Reporter:
         """Record the final figures, after the finish."""
         self._record_retrievals()  # the last one may have been mixed just now
         if self._role.trains:
-            self._record("sync/retrievals", self._role.sync.retrievals, self._arena.step)
+            self._record("sync/retrievals", self._role.sync.retrievals, self._driver.step)
         self.record_server_metrics()
         self.figures.bytes_at_end = self._driver.received_before(Stage.AGREE)
         self.figures.finish_bytes = self._comm.bytes_received - self.figures.bytes_at_end
@@ -204,7 +248,7 @@ class Reporter:
         self.state = state
         self.progress.tell(
             state=state,
-            step=self._arena.step,
+            step=self._driver.step,
             loss=self.last("train/loss"),
             accuracy=self.last("test/accuracy"),
             test_loss=self.last("test/loss"),
@@ -263,7 +307,8 @@ class Reporter:
         if self._evaluate is None:
             return {}
         # evaluate may change the model briefly. A snapshot makes the arena copy it, and other peers get that copy.
-        self._arena.snapshot().release()
+        if (arena := self._driver.arena) is not None:
+            arena.snapshot().release()
         return scores(self._evaluate(self._module))
 
     def report(self, before: Mapping[str, float], after: Mapping[str, float], unwritten: int = 0) -> dict[str, Any]:
@@ -279,10 +324,10 @@ class Reporter:
             "name": self._place.name,
             "policy": self.policy,
             "codec": codec_of(self._config),
-            "iterations": self._arena.step,
+            "iterations": self._driver.step,
             "retrievals": sync.retrievals,
             "merged_by_hub": self._role.server.taken_in,
-            "delayed_pulls": self._role.server.delayed_pulls if self._driver.tables.in_use else None,
+            "delayed_pulls": self._role.server.delayed_pulls if self._driver.has_tables else None,
             "bytes_received": figures.received(figures.bytes_at_end),
             "bytes_sent": figures.earlier.bytes_sent + self._comm.bytes_sent,
             "finish_bytes": figures.finish_bytes,
@@ -301,10 +346,13 @@ class Reporter:
             "finish_rounds_lost": self._role.waves.lost_at_end,
             # None: nothing is claimed; empty: it takes no part in the comparison, so its model is another
             "digest": self._role.agreement.digest if self._role.claims_agreement else None,
-            "unshared": list(unshared(self._arena, self._module).values()) if self._role.trains else None,
+            "unshared": list(self._unshared().values()) if self._role.trains else None,
             "consensus_distance": figures.distance,
             "unwritten": unwritten + self._recorder.unwritten(),
         }
+
+    def _unshared(self) -> dict[str, int]:
+        return {} if self._driver.arena is None else unshared(self._driver.arena, self._module)
 
     def differing(self) -> list[str]:
         """Return the tensors that exchanges do not move and that differ between peers, for the lowest present rank."""
@@ -313,7 +361,7 @@ class Reporter:
         own = self._role.report.get("unshared")
         if not own or any(rank < self._role.rank for rank in reports):
             return []
-        names = unshared(self._arena, self._module)
+        names = self._unshared()
         told = [theirs for report in reports.values() if (theirs := report.get("unshared")) is not None]
         return [name for name, *values in zip(names, own, *told, strict=False) if len(set(values)) > 1]
 
