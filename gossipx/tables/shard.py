@@ -10,6 +10,7 @@ Nothing in it is evaluated, and the receiver checks it against what it requested
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import struct
@@ -379,7 +380,8 @@ class ShardStore:
         copy(bucket.memory.view, memory.view)
         source = Source(memory.view, memory.descriptor)
         parts = tuple(enumerate(bucket.sizes)) if bucket.changes is None else ((0, size),)
-        return EncodedBucket(bucket.version, parts, source, free=lambda: self._spare.give(memory))
+        # Its release must not refer to this object, which keeps it: both would stay until the next gc run.
+        return EncodedBucket(bucket.version, parts, source, free=functools.partial(self._spare.give, memory))
 
     # --- checkpoints ------------------------------------------------------------------------------
 

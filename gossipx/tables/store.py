@@ -159,10 +159,11 @@ class TableStore:
         places = self._places if isinstance(request, GradientRequest) else self._places_of_records
         if not places.acquire(timeout=request.patience):
             return None
-        memory = self._spare.take(capacity)
+        spare = self._spare  # not this object: a gradient that is kept must not keep all tables
+        memory = spare.take(capacity)
 
         def free() -> None:
-            self._spare.give(memory)
+            spare.give(memory)
             places.release()
 
         # Another process could map the whole buffer, so it is shared only if the push fills it.

@@ -7,6 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from gossipx.settings import files
+from gossipx.settings.modes import HasPolicy
 from runs import TEN_LINES, Folder
 
 LATE = """
@@ -47,8 +48,8 @@ def test_a_policy_object_is_recorded_as_that(two: Folder, script: str, recorded:
     began = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     assert HParamsPluginData.FromString(began).session_start_info.hparams["policy"].string_value == recorded
     config = run.directory / "config.toml"
-    sync = files.resolve(files.load(config)).sync
-    assert sync.policy == recorded
+    mode = files.resolve(files.load(config)).mode
+    assert isinstance(mode, HasPolicy) and mode.policy == recorded
 
     again = two.run("--config", config, two.script(script), two.path, name="again")
     assert again.summary["retrievals"] == run.summary["retrievals"]

@@ -179,7 +179,7 @@ def test_any_policy_starts_waves(policy: str, blocking: bool):
     assert min(counts(made)) > 0
     assert spread(before(made)) < spread(before(apart))
     for peer in made.peers.values():
-        assert len(peer.retrievals) == peer.role.sync.retrievals
+        assert len(made.retrievals(peer.rank)) == peer.role.sync.retrievals
         assert peer.bytes_received == peer.role.sync.retrievals * peer.arena.nbytes()
 
 

@@ -15,6 +15,7 @@ from gossipx import codecs
 from gossipx.codecs.changes import FULL
 from gossipx.compression import Coded, ElasticCodec, ModelCodec
 from gossipx.errors import CancelledError
+from gossipx.figures import Counters
 from gossipx.model.arena import ParameterArena
 from gossipx.model.pool import HostBuffer
 from gossipx.model.receive import Incoming
@@ -44,6 +45,7 @@ class Script:
         self.settings = RunConfig(exchange=ExchangeSettings(peer_timeout=30.0))
         self.stage = Stage.TRAIN
         self.pulling: int | None = None
+        self.counts = Counters()
         self.sync = SimpleNamespace(policy=SimpleNamespace(uses_drift=False))
         self.next: list[Effect] = []
         self.told: list[Event] = []

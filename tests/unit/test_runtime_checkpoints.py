@@ -16,7 +16,6 @@ from checkpoint_bench import ABOUT, Bench
 from seeds import some
 from small_disks import keep_old_checkpoints
 from torch import nn
-from transcripts import centre_of
 
 from gossipx.checkpoint import KEEP, CheckpointError, CheckpointPart, Store
 from gossipx.errors import UsageError
@@ -157,12 +156,12 @@ def test_a_hub_resumes_with_its_centre(bench: Callable[..., Bench], dtype: torch
     hub = Elastic(hub="0", alpha=0.3)
     straight = bench(dtype=dtype, hub=hub)
     straight.begin()
-    centre = centre_of(straight)
+    centre = straight.centre()
     straight.step(10)
     again = bench(dtype=dtype, hub=hub, resumes=True)
     again.begin()
     assert all(map(torch.equal, again.all(), straight.all()))
-    assert all(map(torch.equal, centre_of(again), centre))
+    assert all(map(torch.equal, again.centre(), centre))
     own = again.arena.snapshot()
     assert not torch.equal(own.buffer.vectors[0], centre[0]), "the hub has trained meanwhile"
     own.release()

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -116,10 +116,13 @@ def join(
         place = _place(run, peers, rank, channel, under_run, until_started)
         peer = build_peer(model, optimizers, run, place, own, evaluate, parts, managers, averages)
         peer.start()
-    if not peer.trains:
-        peer.finish()
-        raise SystemExit(0)
-    return peer
+    return peer if peer.trains else _serve(peer)
+
+
+def _serve(peer: Peer) -> NoReturn:
+    """Serve until the training of the others is over, and end the script."""
+    peer.finish()
+    raise SystemExit(0)
 
 
 def _describe_if_asked(model: nn.Module, run: RunConfig, channel: Progress) -> None:

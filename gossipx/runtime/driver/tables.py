@@ -7,6 +7,7 @@ such as a pushed gradient, is stored under the ticket by which the role refers t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -95,7 +96,7 @@ class TableWork:
         self._fetching: dict[int, _Fetching] = {}
         self._copies: dict[int, SizedSink] = {}
         self._ranges: dict[int, SizedSink] = {}
-        self._worker = clock.worker(f"gossipx-tables-{rank}", self._rejected)
+        self._worker = clock.worker(f"gossipx-tables-{rank}", functools.partial(_rejected, outbox))
         self._outbox = outbox
         self._handle = handle
         self._reply = reply
@@ -123,20 +124,6 @@ class TableWork:
         if self.keeper is not None:
             self.keeper.close()
         self._handle = self._reply = nothing  # break the reference cycle with the driver
-
-    def _rejected(self, error: Exception) -> None:
-        """Log and ignore a push that does not fit its shard; end training on any other error."""
-        if isinstance(error, ProtocolError):
-            self._outbox.note("protocol", f"a push that does not fit its shard is ignored: {error}")
-        else:
-            self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        if not isinstance(error, UsageError):  # its message names the cause
-            failure = UsageError(f"a part of the parameter server failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            error = failure
-        self._outbox.fail(error)
 
     # --- requests -----------------------------------------------------------------------------------
 
@@ -179,7 +166,7 @@ class TableWork:
         try:
             parts, source = client.encode(place)
         except Exception as error:
-            self._fail(error)
+            _fail(self._outbox, error)
             raise CancelledError("its gradients cannot be encoded") from error
         return msgspec.structs.replace(request, parts=parts, settings=client.settings(place)), None, source
 
@@ -200,7 +187,7 @@ class TableWork:
         try:
             self._store.client.fetched(fetching.place, fetching.sink)
         except Exception as error:
-            self._fail(error)
+            _fail(self._outbox, error)
 
     # --- effects ------------------------------------------------------------------------------------
 
@@ -318,3 +305,19 @@ class TableWork:
             self._reply(answer, NotReadyReply(str(error)), None, nothing)
             return
         self._reply(answer, msgspec.structs.replace(reply, parts=((0, source.view.nbytes),)), source, nothing)
+
+
+def _rejected(outbox: Outbox, error: Exception) -> None:
+    """Log and ignore a push that does not fit its shard; end training on any other error."""
+    if isinstance(error, ProtocolError):
+        outbox.note("protocol", f"a push that does not fit its shard is ignored: {error}")
+    else:
+        _fail(outbox, error)
+
+
+def _fail(outbox: Outbox, error: Exception) -> None:
+    if not isinstance(error, UsageError):  # its message names the cause
+        failure = UsageError(f"a part of the parameter server failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        error = failure
+    outbox.fail(error)
