@@ -259,7 +259,7 @@ class Server(AnyMode):
     also = ()
     purpose, instead = FOR_PEERS, "with {around} they exchange only with the servers, as --sync says"
     needed = "{option} needs a parameter server: name its peers with --servers, or leave {option} out"
-    reasons: ClassVar = {
+    reasons: ClassVar[Mapping[str, str]] = {
         "codec": "{shown} is for models, and servers have --push-codec and --pull-codec: leave it out",
         "delta": "{shown} is for peers that keep a copy of their last step, and with servers only these send tables:"
         " leave it out",
