@@ -5,6 +5,7 @@ A server prints a line when it is ready, and sends the model at each request.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import hmac
 import json
@@ -40,7 +41,7 @@ from gossipx.wire import Message, Sink, auth, frames
 MANIFEST = ("model uint8 1 strides 1 trainable",)
 
 
-class Way:
+class Way(abc.ABC):
     """A client of one way to fetch the model of another process.
 
     Args:
@@ -57,12 +58,12 @@ class Way:
         self._server = Spawned(serve, *arguments)
         self._told = self._server.line()
 
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027 - most have nothing to prepare
         """Get ready for the next pull; not timed."""
 
+    @abc.abstractmethod
     def pull(self) -> None:
         """Fetch the model once, into allocated memory."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Close the connection and end the server."""

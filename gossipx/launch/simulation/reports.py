@@ -19,7 +19,7 @@ from gossipx.metrics.recorder import NullRecorder, Recorder
 from gossipx.recorders import Recorded
 from gossipx.runtime import models
 from gossipx.runtime.figures.progress import Progress
-from gossipx.runtime.figures.reporting import Measured, Reporter
+from gossipx.runtime.figures.reporting import MeasuredPeer, Reporter
 from gossipx.runtime.place import Place
 from gossipx.settings.modes import Elastic, Server
 from gossipx.sim import SimPeer, World
@@ -43,7 +43,7 @@ class SimReporter(Reporter):
     def __init__(
         self, plan: Plan, peer: BasePeer, recorder: Recorder, curves: Aggregate | None, world: World[BasePeer]
     ):
-        measured: Measured = peer.driver if isinstance(peer, SimPeer) else cast(TrafficPeer, peer)
+        measured: MeasuredPeer = peer.driver if isinstance(peer, SimPeer) else cast(TrafficPeer, peer)
         module = peer.module if isinstance(peer, SimPeer) else nn.Identity()
         nowhere = Address("", 0)
         place = Place(peer.rank, tuple(plan.names), (), nowhere, "", None, Progress(None), under_run=True)

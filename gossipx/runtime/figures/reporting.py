@@ -32,7 +32,7 @@ from gossipx.sync import consensus_distance
 T = TypeVar("T")
 
 
-class Measured(Protocol):
+class MeasuredPeer(Protocol):
     """A peer as a reporter sees it: its driver; in virtual time also a peer that has no model.
 
     Attributes:
@@ -93,7 +93,7 @@ class Reporter:
     def __init__(
         self,
         module: nn.Module,
-        driver: Measured,
+        driver: MeasuredPeer,
         comm: MeasuredTraffic,
         recorder: Recorder,
         config: RunConfig,
