@@ -21,8 +21,8 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
 """Public attributes that the built-in managers get when they are made, beside their methods."""
 OPTIONAL = ("forget", "join_handler")
 """Members of CommManager that another object may lack: without them nobody joins the run through this peer."""
-WITHIN = ":policy="
-"""In the description of a class of a script's own, what stands before the policy that it was made with."""
+POLICY_OF_OBJECT = ":policy="
+"""Separates, in the recorded name of a class of a script's own, the class from the policy that it was made with."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,14 @@ class Managers:
         if self.sync is None:
             return policy
         if isinstance(self.sync, type):
-            return f"object {self.sync.__name__}{WITHIN}{policy}"
+            return f"object {self.sync.__name__}{POLICY_OF_OBJECT}{policy}"
         return f"object {type(self.sync).__name__}"
 
     def configured(self, policy: str) -> str:
         """Return the spec of the policy for a SyncManager, from a setting that may be the description of one."""
         if self.sync is None or not policies.is_object(policy):
             return policy
-        return policy.partition(WITHIN)[2] or "never"  # an object has a policy of its own
+        return policy.partition(POLICY_OF_OBJECT)[2] or "never"  # an object has a policy of its own
 
 
 def _make(maker: Callable[..., Any], kind: type, argument: str, wanted: str, *given: Any, **named: Any) -> Any:

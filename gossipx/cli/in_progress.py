@@ -32,7 +32,7 @@ from gossipx.specs import suggest
 if TYPE_CHECKING:
     from gossipx.launch.hosts import PeerLine
     from gossipx.settings.sections import ExchangeSettings
-    from gossipx.tools.visit import Visit
+    from gossipx.tools.query import PeerAnswer
 
 WATCH_EVERY = 2.0
 """Seconds between two looks with --watch."""
@@ -59,10 +59,10 @@ def status_command(
     gossipx status mine --watch
     gossipx status --peers hosts.txt --secret-file secret --json
     """
-    from gossipx.tools.visit import statuses
+    from gossipx.tools.query import statuses
 
     peers, exchange = peers_of(run, hosts, logdir, access)
-    before: list[Visit] = []
+    before: list[PeerAnswer] = []
     while True:
         found = statuses(peers, exchange)
         ended = not any(one.report for one in found)
@@ -107,7 +107,7 @@ def peers_of(
     return read_hosts(path / HOSTS_FILE), files.resolve(settings_in(path), given).exchange
 
 
-def _print_status(found: Sequence[Visit], as_json: bool, watch: bool) -> None:
+def _print_status(found: Sequence[PeerAnswer], as_json: bool, watch: bool) -> None:
     if as_json:
         plain = [
             {"name": one.peer.name, "host": one.peer.host, "port": one.peer.port, "why": one.why, **one.report}
@@ -215,19 +215,19 @@ def drain_command(names: tuple[str, ...], hosts: Path | None, logdir: Path, **ac
     gossipx peer drain mine localhost:29401
     gossipx peer drain --peers hosts.txt --secret-file secret node-b
     """
-    from gossipx.tools.visit import visit
+    from gossipx.tools.query import query
 
     run, name = (None, names[0]) if hosts is not None and len(names) == 1 else _run_and_peer(names, logdir)
     peers, exchange = peers_of(run, hosts, logdir, access)
     asked = _find(name, peers, exchange)
-    [answer] = visit(peers, exchange, "drain", [asked])
+    [answer] = query(peers, exchange, "drain", [asked])
     if not answer.authorised:
         raise NotAuthorisedError(f"{name}: {answer.why}")
     if not answer.report:
         raise GossipxError(f"{name}: {answer.why}")
     print(f"{name} ends its step, writes a checkpoint and leaves (iteration {answer.report['iteration']})", flush=True)
     until = time.monotonic() + exchange.peer_timeout
-    while visit(peers, exchange, "status", [asked])[0].report:
+    while query(peers, exchange, "status", [asked])[0].report:
         if time.monotonic() > until:
             raise GossipxError(f"{name} has not left within {exchange.peer_timeout:g} s: see gossipx status")
         time.sleep(LOOK_EVERY)
@@ -250,7 +250,7 @@ def _run_and_peer(names: tuple[str, ...], logdir: Path) -> tuple[str, str]:
 
 def _find(name: str, peers: Sequence[PeerLine], exchange: ExchangeSettings) -> PeerLine:
     """Return the peer of this name: one of the hosts file, or one that joined, of which ``peers`` know."""
-    from gossipx.tools.visit import statuses
+    from gossipx.tools.query import statuses
 
     known = {one.name: one for one in peers}
     if name not in known:

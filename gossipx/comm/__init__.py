@@ -74,7 +74,7 @@ class CommManager:
     Attributes:
         counts: the corrupted frames, strangers and warnings of this process.
         trust: which peers and strangers were turned away.
-        visits: answers to requests from outside the run: by part of a CheckupRequest, a function that returns the
+        queries: answers to requests from outside the run: by part of a CheckupRequest, a function that returns the
             report. It is called on a connection's thread, after authentication.
 
     Raises:
@@ -125,7 +125,7 @@ class CommManager:
         )
         most = 32 + 4 * len(names) if max_connections is None else max_connections
         self._listener = RequestListener(self._member, bind, on_request, sink_for, most)
-        self.visits = self._listener.visits
+        self.queries = self._listener.queries
         self._client = RequestClient(self._member, only_memory, self._listener)
         self._stand_by = StandBy(self._member, self._client, self._listener.serve_reversed)
 
@@ -236,7 +236,7 @@ class CommManager:
         """End all connections; pending calls receive an error or False. May be called any number of times."""
         self._member.links.abort()
         self._listener.end()
-        self.visits.clear()  # break reference cycles
+        self.queries.clear()  # break reference cycles
         self._client.wake()
         self._listener.kept.wake()
         self._member.links.join(_CLOSE)

@@ -113,7 +113,7 @@ class RequestListener:
             oldest one without a finished handshake is closed.
 
     Attributes:
-        visits: as :attr:`gossipx.comm.CommManager.visits`.
+        queries: as :attr:`gossipx.comm.CommManager.queries`.
         kept: connections that peers behind NAT have handed over to this one.
     """
 
@@ -133,7 +133,7 @@ class RequestListener:
         self._listener: Listener | None = None
         self._local_listener: Listener | None = None
         # The lock guards everything below.
-        self.visits: dict[str, Callable[[], dict[str, Any]]] = {}
+        self.queries: dict[str, Callable[[], dict[str, Any]]] = {}
         self._lock = threading.Lock()
         self._slots: dict[Hashable, _Slot] = {}
         self._tell_corrupted_at = 0.0
@@ -234,7 +234,7 @@ class RequestListener:
                 hosts = hosts or [address.host for address in member.addresses]
                 welcome = Welcome(member.me.rank, member.me.name, member.me.model, member.machine, self._local.host)
                 they = handshake.admit(
-                    link, member.me, member.names, hosts, welcome, self.visits, deadline, member.join_handler
+                    link, member.me, member.names, hosts, welcome, self.queries, deadline, member.join_handler
                 )
                 if they.model == member.me.model:  # else it may only ask for the manifest
                     member.trust.record_admission()

@@ -175,7 +175,7 @@ class ElasticExchange(Exchange, ServerRole):
     # --- the hub ----------------------------------------------------------------------------------
 
     @property
-    def taken_in(self) -> int:
+    def contributions(self) -> int:
         return self.centre.exchanges if self.centre else 0
 
     @property

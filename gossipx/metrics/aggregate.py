@@ -114,12 +114,12 @@ class Aggregate:
             self._file = self._opened(step - 1 if self._resumes else None)
         self._file.add(records.scalar(tag, value), step, at)
 
-    def _opened(self, goes_on_from: int | None) -> EventFile:
+    def _opened(self, resume_step: int | None) -> EventFile:
         # Imported here: reading summaries and comparing runs needs no TensorBoard.
         from gossipx.metrics import records
         from gossipx.metrics.event_file import EventFile
 
-        file = EventFile(self._directory, goes_on_from, self._clock, AHEAD)
+        file = EventFile(self._directory, resume_step, self._clock, AHEAD)
         for part in records.trial(self._hparams(), METRICS):
             file.add(part)
         return file

@@ -72,7 +72,7 @@ class TensorBoardRecorder:
     Args:
         directory: directory of this peer.
         parts: parts of :data:`PAGE` that this run has curves for.
-        goes_on_from: iteration to resume from; later records in the directory are hidden. None: a new run.
+        resume_step: iteration to resume from; later records in the directory are hidden. None: a new run.
         clock: returns the time of a record, in seconds.
 
     Raises:
@@ -83,7 +83,7 @@ class TensorBoardRecorder:
         self,
         directory: Path,
         parts: Sequence[str] = (WHOLE, PEERS),
-        goes_on_from: int | None = None,
+        resume_step: int | None = None,
         clock: Callable[[], float] = time.time,
     ):
         # Imported here: reading summaries and comparing runs needs no TensorBoard.
@@ -91,7 +91,7 @@ class TensorBoardRecorder:
         from gossipx.metrics.event_file import EventFile
 
         self._scalar = records.scalar
-        self._file = EventFile(directory, goes_on_from, clock)
+        self._file = EventFile(directory, resume_step, clock)
         self._file.add(records.page(page(parts)))
 
     def scalar(self, tag: str, value: float, step: int) -> None:

@@ -41,7 +41,7 @@ class EventFile:
 
     Args:
         directory: where it is created.
-        goes_on_from: iteration to resume from; readers hide later records of other files in the directory. None: a new
+        resume_step: iteration to resume from; readers hide later records of other files in the directory. None: a new
             run.
         clock: returns the time of a record, in seconds.
         ahead: seconds by which the time of the first record is before the clock's. TensorBoard orders runs by it.
@@ -53,7 +53,7 @@ class EventFile:
     def __init__(
         self,
         directory: Path,
-        goes_on_from: int | None = None,
+        resume_step: int | None = None,
         clock: Callable[[], float] = time.time,
         ahead: float = 0.0,
     ):
@@ -70,9 +70,9 @@ class EventFile:
         self._done = 0  # the last of these that is done
         self._closed = False
         directory.mkdir(parents=True, exist_ok=True)
-        step = None if goes_on_from is None else goes_on_from + 1
+        step = None if resume_step is None else resume_step + 1
         self._add(Event(step=step, file_version=VERSION), clock() - ahead)
-        if goes_on_from is not None:
+        if resume_step is not None:
             self._add(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
         self._write()
         self._thread = threading.Thread(target=self._work, name="gossipx-curves", daemon=True)

@@ -418,7 +418,7 @@ class PeerRole:
         if (adopted := self.server.adopted(ticket, now)) is not None:
             over = self.waves.leave(now, "it has the hub's centre") if self.stage is Stage.AGREE else []
             return [*adopted, *over]  # this model replaces the last wave
-        if self.agreement.adopted(ticket) or (self.stage is Stage.AGREE and self.waves.close_if_taken_in(ticket)):
+        if self.agreement.adopted(ticket) or (self.stage is Stage.AGREE and self.waves.close_if_merged(ticket)):
             return [Resume()]
         return self.training.mixed(ticket, now)
 

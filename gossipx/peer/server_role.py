@@ -46,8 +46,8 @@ class ServerRole:
         return False
 
     @property
-    def taken_in(self) -> int:
-        """Number of models of others merged into a shared model held here."""
+    def contributions(self) -> int:
+        """How often something of others was merged into what is held here: models into a centre, or gradients."""
         return 0
 
     @property

@@ -126,7 +126,7 @@ class Training:
 
     def mixed(self, ticket: int, now: float) -> list[Effect]:
         """Continue after a model was mixed or the mean of a wave was taken in."""
-        return self.proceed(now) if self._waves.close_if_taken_in(ticket) or self._exchange.mixed(ticket) else []
+        return self.proceed(now) if self._waves.close_if_merged(ticket) or self._exchange.mixed(ticket) else []
 
     def proceed(self, now: float) -> list[Effect]:
         """Continue after a mix: mix the next model, let the policy decide, or join a wave."""

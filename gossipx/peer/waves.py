@@ -239,7 +239,7 @@ class WaveSequence:
         self._taking_in = True
         return [ApplyWave(self.current.ticket)]
 
-    def close_if_taken_in(self, ticket: int) -> bool:
+    def close_if_merged(self, ticket: int) -> bool:
         """Close the wave if ``ticket`` is its own, as its mean is in our weights; return whether it was."""
         if self.current is None or self.current.ticket != ticket:
             return False

@@ -89,7 +89,7 @@ class HostedShards:
         return {" ".join(shard.clock.settings.values()) for shard in self.shards.values()}
 
     @property
-    def taken_in(self) -> int:
+    def contributions(self) -> int:
         """The number of gradients, including those of shards hosted before the last change of servers."""
         return self._counted_before[0] + sum(shard.clock.counts.gradients for shard in self.shards.values())
 
@@ -183,7 +183,7 @@ class HostedShards:
             state: from :meth:`hand_over`; empty: restore the shards from disk.
         """
         closed = [effect for shard in self.shards.values() for effect in shard.close(reply, now)]
-        done = self.taken_in, self.delayed_pulls
+        done = self.contributions, self.delayed_pulls
         self.epoch, self.unconfirmed = epoch, False
         here = [index for index, rank in enumerate(layout.servers) if rank == self._context.rank]
         self.shards.clear()
@@ -194,6 +194,6 @@ class HostedShards:
             for effect in (shard.take_over(json.loads(state), now) if state else [self._restore_tables(shard)])
         ]
         self._counted_before = (0, 0)
-        self._counted_before = done[0] - self.taken_in, done[1] - self.delayed_pulls
+        self._counted_before = done[0] - self.contributions, done[1] - self.delayed_pulls
         # A leaving peer also checkpoints shards that another leaving peer hands to it.
         return [*started, *closed, *(self.checkpoint(now, leaves=True) if self._leaves else [])]

@@ -133,8 +133,8 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         return bool(self.shards or self.replicas) or not self.trains
 
     @property
-    def taken_in(self) -> int:
-        return self.hosted.taken_in
+    def contributions(self) -> int:
+        return self.hosted.contributions
 
     @property
     def delayed_pulls(self) -> int:

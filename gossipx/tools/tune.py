@@ -30,7 +30,7 @@ from gossipx.metrics.curves import Series
 from gossipx.settings import files
 from gossipx.settings.sections import MOST_ITERATIONS, RunConfig
 from gossipx.specs import texts
-from gossipx.tools.visit import visit
+from gossipx.tools.query import query
 
 LINK_SHARE = 0.5
 """Largest share of the time between two exchanges of a peer that one may take. Above it, exchanges that are sometimes
@@ -254,7 +254,7 @@ def _train(
             if process.returncode == 0:
                 return "the run ended early: let the script train longer, or give fewer --seconds"
             return f"the run ended early, with exit code {process.returncode}: its last lines are above"
-        done = [int(one.report.get("iteration", 0)) for one in visit(peers, settings.exchange, "status", here)]
+        done = [int(one.report.get("iteration", 0)) for one in query(peers, settings.exchange, "status", here)]
         if began is None and min(done) > 0:
             began = time.monotonic()
             until = began + max(seconds, LONGEST_START)

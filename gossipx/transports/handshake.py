@@ -185,7 +185,7 @@ class Trust:
         log.warning("a connection from %s: %s%s", remote, error, f" ({more} more turned away before)" if more else "")
 
 
-Visits: TypeAlias = Mapping[str, Callable[[], dict[str, Any]]]
+Queries: TypeAlias = Mapping[str, Callable[[], dict[str, Any]]]
 IN_HOSTS_FILE = "its host in the hosts file"
 
 
@@ -265,7 +265,7 @@ def admit(
     names: Sequence[str],
     hosts: Sequence[str],
     welcome: Welcome,
-    visits: Visits,
+    queries: Queries,
     deadline: float,
     admission: JoinDecider | None = None,
 ) -> Hello:
@@ -274,7 +274,7 @@ def admit(
     Args:
         names, hosts: names and hosts of the run's peers, by rank.
         welcome: the reply to an opener that is admitted.
-        visits: the parts of a checkup, besides the facts, that this peer answers, each with what returns its report.
+        queries: the parts of a checkup, besides the facts, that this peer answers, each with what returns its report.
         admission: decides on peers that are not in the hosts file; None: there can be none.
 
     Raises:
@@ -289,7 +289,7 @@ def admit(
             raise refuse(link, refusal, deadline)
         they = _first(link, deadline)  # it closes the connection now
     while isinstance(they, CheckupRequest):
-        link.send(frames.encode(_visited(me, they.part, visits), 0, checks=link.checks), deadline)
+        link.send(frames.encode(_answer_to_query(me, they.part, queries), 0, checks=link.checks), deadline)
         they = _first(link, deadline)
     if not isinstance(they, Hello):
         raise ProtocolError(f"it began with {type(they).__name__}, not Hello")
@@ -309,15 +309,15 @@ def admit(
     return they
 
 
-def _visited(me: Hello, part: str, visits: Visits) -> CheckupReply:
+def _answer_to_query(me: Hello, part: str, queries: Queries) -> CheckupReply:
     if part == "facts":
         return CheckupReply(checkup_facts(me, "run"))
-    if part not in visits:
+    if part not in queries:
         raise ProtocolError(f"it asked for {part}, which this peer does not answer")
-    return CheckupReply(visits[part]())
+    return CheckupReply(queries[part]())
 
 
-def visited(link: Link, names: Sequence[str], hosts: Sequence[str], deadline: float) -> CheckupRequest:
+def receive_query(link: Link, names: Sequence[str], hosts: Sequence[str], deadline: float) -> CheckupRequest:
     """Accept a connection of ``gossipx doctor`` in a process that is not part of a run; return its first request.
 
     Args:

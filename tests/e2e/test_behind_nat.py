@@ -28,7 +28,7 @@ from gossipx.errors import CancelledError, PeerFaultError, PeerUnreachableError,
 from gossipx.launch.hosts import PeerLine
 from gossipx.protocol.messages import HereReply, LeaveRequest, ModelReply, PullRequest, Stage
 from gossipx.settings.sections import ExchangeSettings
-from gossipx.tools.visit import visit
+from gossipx.tools.query import query
 from gossipx.transports import Address, Stream
 from gossipx.transports.pace import Pace
 from gossipx.wire.reversal import RelayedRequest, RelayRequest, ReverseRequest
@@ -211,7 +211,7 @@ def test_memory_alone_cannot_be_shared_with_a_host_behind_nat(start: Start) -> N
 def test_a_visitor_that_cannot_reach_a_peer_behind_nat_says_where_to_ask() -> None:
     (port,) = free_ports(1)
     peers = [PeerLine(0, "127.0.0.1", port, None, "a", 1, behind_nat=True)]
-    (seen,) = visit(peers, ExchangeSettings(), "status", peers)
+    (seen,) = query(peers, ExchangeSettings(), "status", peers)
     assert seen.why == "not running (Connection refused); it is behind NAT: ask on its own host"
 
 

@@ -39,7 +39,7 @@ with gossipx.join(model, optimizer) as peer:
                 other.join()
         train(peer, model, optimizer, peer.iteration + 1)
 values = [float(one) for parameter in model.parameters() for one in parameter.detach().reshape(-1)]
-tell(peer, problems=problems, values=values, taken=peer._role.server.taken_in)
+tell(peer, problems=problems, values=values, taken=peer._role.server.contributions)
 """
 COMMANDED = """
 model = nn.Linear(4, 1)

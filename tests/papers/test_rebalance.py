@@ -101,9 +101,9 @@ def test_the_switched_sync_model_is_kept() -> None:
 def test_the_count_of_gradients_continues() -> None:
     """Pushes before and after the change count once each, on any peer."""
     made = changed(served.world(3, servers="0,1"))
-    counted = [peer.role.server.taken_in for peer in made.peers.values()]
+    counted = [peer.role.server.contributions for peer in made.peers.values()]
     stayed = served.ended(served.world(3, servers="2"))
-    assert counted[0] < counted[2] < stayed.peers[2].role.server.taken_in == 3 * served.ITERATIONS
+    assert counted[0] < counted[2] < stayed.peers[2].role.server.contributions == 3 * served.ITERATIONS
 
 
 # --- moves -------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def test_every_codec(spec: str, trains: bool) -> None:
     around = dataclasses.replace(AROUND, hub_only=not trains)
     made = toy.ended(toy.world(3, hub=around, policy="tau:3", codec=spec), 1000.0)
     assert bool(toy.models(made).isfinite().all())
-    assert made.peers[0].role.exchange.taken_in >= 6 + 5 * trains
+    assert made.peers[0].role.exchange.contributions >= 6 + 5 * trains
 
 
 @pytest.mark.parametrize("spec", [NEAR, "int8", "bf16"])
@@ -62,7 +62,7 @@ def test_what_codecs_leave_out_does_not_change_the_sum(spec: str) -> None:
     made = toy.world(3, hub=AROUND, policy="tau:2", **options)
     begun = toy.Point(0).x.detach().double() + sum(toy.Point(rank).x.detach().double() for rank in (1, 2))
     toy.ended(made, 1000.0)
-    assert made.peers[0].role.exchange.taken_in >= 20
+    assert made.peers[0].role.exchange.contributions >= 20
     ended = centre_of(made.peers[0]) + toy.before(made, (1, 2)).sum(0)
     torch.testing.assert_close(ended, begun, rtol=0, atol=1e-4)
 

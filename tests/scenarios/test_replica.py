@@ -100,7 +100,7 @@ def test_each_push_counts_once_under_any_holder(sync: str, seed: int) -> None:
     made = world(sync=sync, slow={2: rng.uniform(1.0, 3.0)}, network=Network(delay=0.05))
     made.crash(0, rng.uniform(0.5, 20.0))
     served.ended(made)
-    assert mode(made, 1).taken_in == len(WORKERS) * served.ITERATIONS
+    assert mode(made, 1).contributions == len(WORKERS) * served.ITERATIONS
 
 
 @pytest.mark.parametrize("seed", seeds(6))
@@ -224,4 +224,4 @@ def test_a_switch_of_the_sync_model_outlives_the_holder() -> None:
     made.crash(0, 9.3)
     served.ended(made)
     assert spec_of(mode(made, 1).shards[0].clock.model) == "asp"
-    assert mode(made, 1).taken_in == len(WORKERS) * served.ITERATIONS
+    assert mode(made, 1).contributions == len(WORKERS) * served.ITERATIONS

@@ -45,8 +45,8 @@ def test_curves_stay_in_order_if_the_clock_is_behind(
     now = [1_900_000_000.0]
     monkeypatch.setattr(event_file.time, "time", lambda: now[0])
     for number in range(3):
-        goes_on_from = 2 * number if number else None
-        recorder = TensorBoardRecorder(tmp_path, goes_on_from=goes_on_from)
+        resume_step = 2 * number if number else None
+        recorder = TensorBoardRecorder(tmp_path, resume_step=resume_step)
         for step in range(2 * number + 1, 2 * number + 5):  # the last two of an attempt are lost, and made again
             recorder.scalar("train/loss", float(100 * number + step), step)
         recorder.close()

@@ -17,7 +17,7 @@ from gossipx.errors import GossipxError
 from gossipx.launch.hosts import PeerLine
 from gossipx.settings.sections import ExchangeSettings
 from gossipx.tools.doctor.probe import ProbeSettings, try_line
-from gossipx.tools.visit import visit
+from gossipx.tools.query import query
 from gossipx.transports import Address, Listener, tcp
 from gossipx.transports.access import grant
 from gossipx.transports.link import Links
@@ -85,6 +85,6 @@ def test_a_port_that_answers_is_not_taken_for_an_ended_peer(
         probes = ProbeSettings(me=me, peers=[peer], access=grant(given, "127.0.0.1"), links=links)
         found = try_line(probes, peer)
         links.abort()
-        (seen,) = visit([peer], given, "status", [peer])
+        (seen,) = query([peer], given, "status", [peer])
     assert found.state == state, found
     assert told in seen.why and seen.authorised is authorised, seen

@@ -165,7 +165,7 @@ class Lifecycle:
             exit_hooks.register(self, self._place.under_run)
             self.signals.install()
             self._reporter.progress.watch_parent(self._config.exchange.peer_timeout, self._orphaned)
-            self._answer_visits()
+            self._answer_queries()
             self._comm.start()
             self._reporter.report_state("joining")
             self._driver.handle(JoinRun(self._checkpoints.resumed))
@@ -185,7 +185,7 @@ class Lifecycle:
         self._reporter.report_state("train", policy=self._reporter.policy)
         self._arena.leave_boundary()
 
-    def _answer_visits(self) -> None:
+    def _answer_queries(self) -> None:
         """Answer ``gossipx status``, ``gossipx peer drain`` and Prometheus."""
 
         def drain() -> dict[str, object]:
@@ -193,8 +193,8 @@ class Lifecycle:
             return {"iteration": self._arena.step}
 
         inspection, place = Inspection(self._driver, self._reporter), self._place
-        if isinstance(self._comm, CommManager):  # a script's own may answer no visits
-            self._comm.visits.update(status=inspection.status, drain=drain)
+        if isinstance(self._comm, CommManager):  # a script's own may answer no queries
+            self._comm.queries.update(status=inspection.status, drain=drain)
         if self._metrics is not None:
             run = "" if place.directory is None else place.directory.name
             self._exporter = Exporter(*self._metrics, run, place.name, inspection.status)

@@ -253,7 +253,7 @@ class Reporter:
             accuracy=self.last("test/accuracy"),
             test_loss=self.last("test/loss"),
             # a server that does not train shows the gradients that it has taken in
-            retrievals=self._role.sync.retrievals if self._role.trains else self._role.server.taken_in,
+            retrievals=self._role.sync.retrievals if self._role.trains else self._role.server.contributions,
             bytes=self._comm.bytes_received,
             restarted=self._role.members.restarted(),
             joined=self._role.newcomers.present(),
@@ -326,7 +326,7 @@ class Reporter:
             "codec": codec_of(self._config),
             "iterations": self._driver.step,
             "retrievals": sync.retrievals,
-            "merged_by_hub": self._role.server.taken_in,
+            "merged_by_hub": self._role.server.contributions,
             "delayed_pulls": self._role.server.delayed_pulls if self._driver.has_tables else None,
             "bytes_received": figures.received(figures.bytes_at_end),
             "bytes_sent": figures.earlier.bytes_sent + self._comm.bytes_sent,

@@ -214,7 +214,7 @@ class DoctorListener:
             if settings.access.secret is not None:
                 handshake.challenge(link, settings.access.secret, me, deadline)
             names, hosts = [peer.name for peer in settings.peers], [peer.host for peer in settings.peers]
-            request: Message = handshake.visited(link, names, hosts, deadline)
+            request: Message = handshake.receive_query(link, names, hosts, deadline)
             while isinstance(request, CheckupRequest):
                 self._answer(link, me, request)
                 request = link.receive(time.monotonic() + _SILENT).message

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from gossipx.cli import main
 from gossipx.launch.hosts import peers_digest, read_hosts
 from gossipx.peer.status import status
-from gossipx.tools import visit
+from gossipx.tools import query
 
 FIGURES = {"waiting": False, "loss": 0.5, "accuracy": None, "bytes_received": 1, "seconds": 2.0, "blocked_seconds": 0.0}
 
@@ -32,8 +32,8 @@ def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, healthy: dict[str, An
         def probing(*given: Any) -> Iterator[Any]:
             yield SimpleNamespace(facts=facts, report=lambda part: {**healthy, **fields})
 
-        monkeypatch.setattr(visit, "connect_to_line", lambda prober, to: None)
-        monkeypatch.setattr(visit, "probing", probing)
+        monkeypatch.setattr(query, "connect_to_line", lambda prober, to: None)
+        monkeypatch.setattr(query, "probing", probing)
         return CliRunner().invoke(main, ["status", "--peers", str(hosts), *options])
 
     return show

@@ -1,6 +1,6 @@
 """Requests to running peers from outside their run: for their status, or to leave.
 
-They use the ports of the hosts file and authenticate as a peer does. A visitor is not a member of the run.
+They use the ports of the hosts file and authenticate as a peer does. The requester is not a member of the run.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _AT_ONCE = 32  # peers that are asked at the same time
 
 
 @dataclass(frozen=True)
-class Visit:
+class PeerAnswer:
     """The answer of one peer.
 
     Attributes:
         peer: its line of the hosts file.
         report: the answer by name; empty: it did not answer.
         why: why it did not answer.
-        authorised: whether it did not turn the visitor away.
+        authorised: whether it did not turn the asker away.
     """
 
     peer: PeerLine
@@ -54,9 +54,9 @@ class Visit:
     authorised: bool = True
 
 
-def visit(
+def query(
     peers: Sequence[PeerLine], exchange: ExchangeSettings, part: CheckupPart, only: Sequence[PeerLine]
-) -> list[Visit]:
+) -> list[PeerAnswer]:
     """Ask peers of a run, several at a time, each within a few seconds.
 
     Args:
@@ -68,36 +68,38 @@ def visit(
     Raises:
         UsageError: the secret or the certificates cannot be used.
     """
-    granted = grant(exchange, "127.0.0.1")  # a visitor listens nowhere
-    links = Links("visitor", 0, timeout=CONNECT)
+    granted = grant(exchange, "127.0.0.1")  # the requester does not listen
+    links = Links("asker", 0, timeout=CONNECT)
     digest = peers_digest(peers)
 
-    def ask(to: PeerLine) -> Visit:
+    def ask(to: PeerLine) -> PeerAnswer:
         me = Hello(to.rank, to.name, len(peers), digest, "")
         probes = ProbeSettings(me=me, peers=peers, access=granted, links=links)
         try:
             with probing(probes, to, connect_to_line(probes, to)) as probe:
                 facts = probe.facts
                 if facts["role"] != "run":
-                    return Visit(to, {}, "a doctor answers there")
+                    return PeerAnswer(to, {}, "a doctor answers there")
                 if (facts["peers"], facts["size"], facts["name"]) != (digest, len(peers), to.name):
-                    return Visit(to, {}, f"a peer of another run answers there: {printable(facts['name'])}")
+                    return PeerAnswer(to, {}, f"a peer of another run answers there: {printable(facts['name'])}")
                 report = probe.report(part)
                 if part == "status" and report:
                     msgspec.convert(report, Status)
-                return Visit(to, report)
+                return PeerAnswer(to, report)
         except msgspec.ValidationError:
-            return Visit(to, {}, "its status cannot be read: it may be of another version")
+            return PeerAnswer(to, {}, "its status cannot be read: it may be of another version")
         except (NotAuthorisedError, StrangerError) as error:
-            return Visit(to, {}, printable(str(error)), authorised=False)
+            return PeerAnswer(to, {}, printable(str(error)), authorised=False)
         except PeerTimeoutError:
-            return Visit(to, {}, f"no answer within {CONNECT:g} s{_if_hidden(to)}")
+            return PeerAnswer(to, {}, f"no answer within {CONNECT:g} s{_if_hidden(to)}")
         except ConnectionClosedError:
-            return Visit(to, {}, "closes the connection: it may need --secret-file or --tls-cert, --tls-key, --tls-ca")
+            return PeerAnswer(
+                to, {}, "closes the connection: it may need --secret-file or --tls-cert, --tls-key, --tls-ca"
+            )
         except PeerUnreachableError as error:
-            return Visit(to, {}, f"not running ({printable(str(error).rpartition(': ')[2])}){_if_hidden(to)}")
+            return PeerAnswer(to, {}, f"not running ({printable(str(error).rpartition(': ')[2])}){_if_hidden(to)}")
         except GossipxError as error:
-            return Visit(to, {}, printable(str(error)))
+            return PeerAnswer(to, {}, printable(str(error)))
 
     with contextlib.ExitStack() as stack:
         stack.callback(links.abort)
@@ -109,7 +111,7 @@ def _if_hidden(peer: PeerLine) -> str:
     return "; it is behind NAT: ask on its own host" if peer.behind_nat else ""
 
 
-def statuses(peers: Sequence[PeerLine], exchange: ExchangeSettings) -> list[Visit]:
+def statuses(peers: Sequence[PeerLine], exchange: ExchangeSettings) -> list[PeerAnswer]:
     """Ask all peers of a run for their status, also those that joined it while it was in progress.
 
     Args:
@@ -122,14 +124,14 @@ def statuses(peers: Sequence[PeerLine], exchange: ExchangeSettings) -> list[Visi
     Raises:
         UsageError: the secret or the certificates cannot be used.
     """
-    found = visit(peers, exchange, "status", peers)
+    found = query(peers, exchange, "status", peers)
     if newcomers := _newcomers(found, peers):
-        found += visit(peers, exchange, "status", newcomers)
+        found += query(peers, exchange, "status", newcomers)
     names = {peer.rank: peer.name for peer in (*peers, *newcomers)}
     return [dataclasses.replace(one, report=_named(one.report, names)) for one in found]
 
 
-def _newcomers(found: Sequence[Visit], peers: Sequence[PeerLine]) -> list[PeerLine]:
+def _newcomers(found: Sequence[PeerAnswer], peers: Sequence[PeerLine]) -> list[PeerLine]:
     """Return the peers that joined the run, as the others know them, by rank."""
     joined: dict[int, PeerLine] = {}
     for told in (text for one in found for text in one.report.get("joined", ())):
