@@ -83,9 +83,9 @@ def build_peer(
     rules.check(config)
     hub = rank_of_hub(config.mode, place.names)
     served = serve(config, place.names, place.rank, module, optimizers.all, parts or Parts())
-    turns = build_schedule(config, place.begun, [address.host for address in place.addresses[: place.begun]])
+    schedule = build_schedule(config, place.begun, [address.host for address in place.addresses[: place.begun]])
     arena = build_arena(config, place.rank, module)
-    made = _Builder(config, place, module, managers, turns, hub, served)
+    made = _Builder(config, place, module, managers, schedule, hub, served)
     driver = made.driver(arena, policy)
     names, addresses = list(place.names), list(place.addresses)
     driver.join_handler = joins = JoinHandler(
@@ -109,7 +109,7 @@ class _Builder:
     """Makes the parts of one peer from the settings of its run and its place in it.
 
     Attributes:
-        turns: the exchange schedule.
+        schedule: the exchange schedule.
         hub: the rank of the hub; None: the run has none.
         served: the server-mode parts; None: the run has no parameter server.
     """
@@ -118,7 +118,7 @@ class _Builder:
     place: Place
     module: nn.Module
     managers: Managers
-    turns: Schedule
+    schedule: Schedule
     hub: int | None
     served: Served | None
 
@@ -129,13 +129,13 @@ class _Builder:
             config,
             place.rank,
             place.begun,
-            self.turns,
+            self.schedule,
             model_bytes=arena.nbytes(),
             policy=policy,
             hub=self.hub,
             served=None if served is None else served.plan,
             incarnation=secrets.randbits(48),
-            closed=why_closed(config, self.turns, any(address.behind_nat for address in place.addresses)),
+            closed=why_closed(config, self.schedule, any(address.behind_nat for address in place.addresses)),
             joined=place.joined,
             sync_manager=self.managers.sync_manager,
         )
@@ -173,7 +173,7 @@ class _Builder:
 
     def _alike(self) -> dict[str, str]:
         """Return the settings of the exchange that must be equal on all peers, by option."""
-        values, mode, turns = self.config.values, self.config.mode, self.turns
+        values, mode, schedule = self.config.values, self.config.mode, self.schedule
         around = {} if self.served is None else self.served.alike
         if isinstance(mode, Elastic):
             workers = len(self.place.names) - mode.hub_only
@@ -192,8 +192,8 @@ class _Builder:
             "--outer": values["outer"],
             "--fragments": str(values["fragments"]),
             "--weights": values["weights"],
-            "--schedule": schedules.schedule_spec(values["schedule"], turns),
-            "--topology": turns.topology.fingerprint(),
+            "--schedule": schedules.schedule_spec(values["schedule"], schedule),
+            "--topology": schedule.topology.fingerprint(),
         }
 
     def told_policy(self, policy: Policy | None) -> str:

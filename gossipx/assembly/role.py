@@ -32,7 +32,7 @@ def build_role(
     config: RunConfig,
     rank: int,
     begun: int,
-    turns: Schedule,
+    schedule: Schedule,
     *,
     model_bytes: int,
     incarnation: int,
@@ -47,7 +47,7 @@ def build_role(
 
     Args:
         begun: the number of peers that begin the run.
-        turns: the exchange schedule.
+        schedule: the exchange schedule.
         model_bytes: size of the model.
         incarnation: distinguishes this process from an earlier one of the same rank.
         closed: why no peer can join the run while it is in progress; empty: one can.
@@ -62,18 +62,20 @@ def build_role(
     # Each peer has its own random numbers; only the split of the data is the same on all.
     rng = random.Random(f"peer {config.run.seed} {rank}")
     shares = (
-        {} if rank >= begun else weights.shares(values["weights"], turns, rank, pushed=isinstance(config.mode, Pushes))
+        {}
+        if rank >= begun
+        else weights.shares(values["weights"], schedule, rank, pushed=isinstance(config.mode, Pushes))
     )
     return PeerRole(
         rank=rank,
         size=begun,
         sync=sync_manager(policy, rng.getrandbits(64)),
-        topology=turns.topology,
+        topology=schedule.topology,
         rng=rng,
         incarnation=incarnation,
         mixing=mixing.mixing_from(values["mixing"]),
         settings=config,
-        schedule=turns,
+        schedule=schedule,
         shares=shares,
         exchange_of=_exchange_of(config, hub, served),
         joined=joined,

@@ -11,9 +11,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from gossipx.figures import Counters
+from gossipx.peer.fragment_order import FragmentOrder
 from gossipx.peer.membership import Membership, Requests
 from gossipx.peer.serving import Outgoing
-from gossipx.peer.turns import Turns
 from gossipx.protocol.effects import Answer, Effect, Mix, Resume
 from gossipx.protocol.events import Answered, Received
 from gossipx.protocol.messages import Reply
@@ -29,7 +29,7 @@ class PeerContext:
         incarnation: distinguishes this process from an earlier one of the same rank.
         timeout: peer_timeout, in seconds.
         blocking: whether training waits for each exchange.
-        turns: chooses the fragment of our model that is exchanged next.
+        fragment_order: chooses the fragment of our model that is exchanged next.
         counts: the role's.
         step: iterations that our model has seen.
     """
@@ -42,7 +42,7 @@ class PeerContext:
     outgoing: Outgoing
     requests: Requests
     sync: SyncManager
-    turns: Turns
+    fragment_order: FragmentOrder
     counts: Counters
     step: int = 0
 

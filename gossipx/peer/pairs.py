@@ -105,7 +105,7 @@ class PairExchange(Offers):
         return [Wait(), *asked] if self._context.blocking else asked
 
     def _ask(self, to: int, tried: frozenset[int], fault: bool, now: float) -> list[Effect]:
-        number, fragment = next(self._numbers), self._context.turns.next
+        number, fragment = next(self._numbers), self._context.fragment_order.next
         # In blocking mode a peer replies at its next step boundary.
         patience = self._context.timeout * (1 if self._context.blocking else OFFER_SHARE)
         request = PairRequest(self._context.incarnation, number, fragment)
@@ -304,7 +304,7 @@ class PairExchange(Offers):
         if current is None or current.ticket != ticket:
             return False
         self.last = self._inbound.sender if self._inbound else self._outbound.partner if self._outbound else None
-        self._context.turns.exchanged(current.fragment)
+        self._context.fragment_order.exchanged(current.fragment)
         self._inbound = self._outbound = None
         self._decided = False
         self._context.sync.completed()

@@ -79,7 +79,7 @@ class PullExchange(Exchange):
         return [Wait(), request] if self._context.blocking else [request]
 
     def _ask(self, to: int, tried: frozenset[int], fault: bool, decided: float, now: float) -> Send:
-        patience, fragment = self._context.members.patience(to), self._context.turns.next
+        patience, fragment = self._context.members.patience(to), self._context.fragment_order.next
         request = PullRequest(self._context.step, patience, fragment=fragment)
         send = self._context.requests.send(to, request, now, now + patience)
         self._pull = _Pull(send.ticket, to, tried | {to}, fault, decided, fragment)
@@ -137,7 +137,7 @@ class PullExchange(Exchange):
     def mixed(self, ticket: int) -> bool:
         if self._pull is None or ticket != self._pull.ticket:
             return False
-        self._context.turns.exchanged(self._pull.fragment)
+        self._context.fragment_order.exchanged(self._pull.fragment)
         self._context.sync.completed()
         self._pull = None
         return True

@@ -117,7 +117,7 @@ class PushExchange(Offers):
         return [Wait(), *offered] if self._context.blocking else offered
 
     def _send(self, to: int, tried: frozenset[int], fault: bool, now: float) -> list[Effect]:
-        number, fragment = next(self._numbers), self._context.turns.next
+        number, fragment = next(self._numbers), self._context.fragment_order.next
         request = PushRequest(self._context.incarnation, number, fragment)
         deadline = now + self._context.members.patience(to, outgoing=True)
         send = self._context.requests.send(to, request, now, now + self._context.timeout * OFFER_SHARE)
@@ -163,7 +163,7 @@ class PushExchange(Offers):
         self._offer = None
         self._settled[offer.to] = offer.number
         self.last = offer.to
-        self._context.turns.exchanged(offer.fragment)
+        self._context.fragment_order.exchanged(offer.fragment)
         if self._push_sum:
             self.weight -= offer.weight
         self._context.sync.completed(models=0)

@@ -47,6 +47,7 @@ from gossipx.mixing import Average, Mixing
 from gossipx.peer.agreement import Agreement
 from gossipx.peer.barrier import ANNOUNCE, BARRIER, Barrier
 from gossipx.peer.exchange import Exchange, PeerContext
+from gossipx.peer.fragment_order import OTHER_FRAGMENTS, FragmentOrder
 from gossipx.peer.joining.first_model import Joining
 from gossipx.peer.joining.newcomers import Newcomers
 from gossipx.peer.membership import Membership, Requests
@@ -57,7 +58,6 @@ from gossipx.peer.server_role import ServerRole
 from gossipx.peer.serving import Outgoing, Serving
 from gossipx.peer.stages import Stages
 from gossipx.peer.training import UNSOUND, Training
-from gossipx.peer.turns import OTHER_FRAGMENTS, Turns
 from gossipx.peer.waves import TIMER, Wave, WaveSequence
 from gossipx.protocol import events
 from gossipx.protocol.effects import Adopt, Answer, Effect, Forget, Note, Resume, Wait
@@ -144,10 +144,12 @@ class PeerRole:
         self.barrier = Barrier(self.members, self.requests, timeout)
         self.joining = Joining(self.rank, self.members, self.requests, self.barrier, self.settings)
         self.agreement = Agreement(self.rank, self.members, self.requests)
-        turns = Turns(mode.fragments if isinstance(mode, HasFragments) else 1)
-        self.waves = WaveSequence(self.rank, self.members, self.requests, self.sync, timeout, turns)
+        fragment_order = FragmentOrder(mode.fragments if isinstance(mode, HasFragments) else 1)
+        self.waves = WaveSequence(self.rank, self.members, self.requests, self.sync, timeout, fragment_order)
         own = self.rank, self.incarnation, timeout, isinstance(mode, HasPolicy) and mode.blocking
-        self._context = PeerContext(*own, self.members, self.outgoing, self.requests, self.sync, turns, self.counts)
+        self._context = PeerContext(
+            *own, self.members, self.outgoing, self.requests, self.sync, fragment_order, self.counts
+        )
         self.pulls = PullExchange(self._context, self.mixing, self.shares)
         self.exchange = self._build_exchange()
         self.server = self.exchange if isinstance(self.exchange, ServerRole) else ServerRole()
@@ -284,7 +286,7 @@ class PeerRole:
             case LeaveRequest():
                 answer = self._answer(event.key, self.stages.here(), now)
                 return [answer, *self.stages.peer_left(event.sender, now)]
-            case _ if not self._context.turns.fits(event.request):
+            case _ if not self._context.fragment_order.fits(event.request):
                 return [self._answer(event.key, NotReadyReply(OTHER_FRAGMENTS), now)]
             case RoundRequest():
                 return self.stages.round_requested(event, event.request, now)

@@ -142,14 +142,18 @@ class Training:
 
     def draws(self) -> dict[str, Any]:
         """Return the state that partner choices depend on, as plain data: generator, measured transfer times, turns."""
-        return {**self._context.members.draws(), "last": self._exchange.last, "fragments": self._context.turns.order}
+        return {
+            **self._context.members.draws(),
+            "last": self._exchange.last,
+            "fragments": self._context.fragment_order.order,
+        }
 
     def restored(self, event: Restored, now: float) -> list[Effect]:
         """Continue from a model that was loaded from a checkpoint."""
         if event.draws is not None:
             self._context.members.load_draws(event.draws)
             self._exchange.last = event.draws["last"]
-            self._context.turns.load(event.draws["fragments"])
+            self._context.fragment_order.load(event.draws["fragments"])
         self._context.step = event.step
         dropped = [*self._exchange.drop(now), *self._waves.give_up("its model was replaced", now)]
         self._exchange.weight = event.weight

@@ -26,8 +26,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
+from gossipx.peer.fragment_order import FragmentOrder
 from gossipx.peer.membership import Membership, Requests
-from gossipx.peer.turns import Turns
 from gossipx.protocol.effects import Answer, ApplyWave, Capture, Effect, Forget, Merge, Note, SetTimer
 from gossipx.protocol.events import Answered, Received
 from gossipx.protocol.messages import (
@@ -57,7 +57,7 @@ class WaveSequence:
         requests: the role's open requests.
         sync: counts waves as retrievals.
         timeout: peer_timeout, in seconds.
-        turns: says which fragment of the model a wave averages.
+        fragment_order: says which fragment of the model a wave averages.
 
     Attributes:
         current: the wave that this peer takes part in, until its mean is in the weights; the last wave remains.
@@ -71,7 +71,7 @@ class WaveSequence:
         requests: Requests,
         sync: SyncManager,
         timeout: float,
-        turns: Turns | None = None,
+        fragment_order: FragmentOrder | None = None,
     ):
         self.current: Wave | None = None
         self.lost = 0
@@ -80,7 +80,7 @@ class WaveSequence:
         self._requests = requests
         self._sync = sync
         self._timeout = timeout
-        self._turns = turns or Turns()
+        self._turns = fragment_order or FragmentOrder()
         self._seen = 0  # highest wave that we took part in, except the last wave
         self._heard = 0  # highest wave that others have announced as over
         self._taking_in = False

@@ -349,10 +349,10 @@ def _simulated(
     )
     compute = Compute(seconds=1.0, evaluation=30.0)  # in which the last exchange arrives, and slower peers end
     scenario = Scenario(of, compute, NetworkSettings(), Churn(), (), config, Path(), "")
-    turns = build_schedule(config, size, [peer.host for peer in checked.peers])
+    schedule = build_schedule(config, size, [peer.host for peer in checked.peers])
     # Peers in lockstep would meet at the same moments again and again, where pairs exclude each other.
     times = StepTimes.drawn(size, 1.0, LogNormal(0.1), (0.0, 1.0), (0.0, 0.0), config.run.seed)
-    plan = Plan(scenario, config, names, turns, rank_of_hub(mode, names), times, not is_central, Parts())
+    plan = Plan(scenario, config, names, schedule, rank_of_hub(mode, names), times, not is_central, Parts())
     network = _CountingNetwork(bandwidth=1e15, delay=1e-6, sent=np.zeros((size, size)))
     world: World[TrafficPeer] = World(config.run.seed, network)
     make = TrafficPeers(plan)

@@ -121,7 +121,7 @@ class Carrier(Protocol):
     """
 
     def send(
-        self, view: memoryview, deadline: float, turn: Callable[[memoryview], None] = lambda part: None
+        self, view: memoryview, deadline: float, before_part: Callable[[memoryview], None] = lambda part: None
     ) -> Iterator[memoryview]:
         """Send all of ``view``, which must not change until the iterator is exhausted.
 

@@ -142,13 +142,13 @@ class Link:
         """Send a payload over the carrier, then its checksum over the connection."""
         check = hashlib.sha256() if isinstance(self.stream, Certified) else self.checks()
 
-        def turn(part: memoryview) -> None:
+        def before_part(part: memoryview) -> None:
             if self._owner.pace is not None:
                 for piece in self._owner.pace.parts([part]):
                     self._wait_for_turn(self._owner.pace, len(piece), deadline)
 
         with self._watching(carrier):
-            for part in carrier.send(view.cast("B"), deadline, turn):
+            for part in carrier.send(view.cast("B"), deadline, before_part):
                 for start in range(0, len(part), PIECE):
                     check.update(part[start : start + PIECE])
                 self._owner.count(len(part), 0)

@@ -300,7 +300,7 @@ class PairGroup:
                 pass
 
     def send(
-        self, view: memoryview, deadline: float, turn: Callable[[memoryview], None] = lambda part: None
+        self, view: memoryview, deadline: float, before_part: Callable[[memoryview], None] = lambda part: None
     ) -> Iterator[memoryview]:
         """Send; see :class:`gossipx.transports.Carrier`."""
         staging = self._staging() if self._backend.copies else None
@@ -309,7 +309,7 @@ class PairGroup:
             if len(under_way) == WINDOW:
                 self._wait(under_way.popleft(), deadline)
             part = view[start : start + CHUNK]
-            turn(part)
+            before_part(part)
             with self._mapped(deadline):
                 tensor = self._backend.outgoing(part, staging, number % WINDOW)
                 under_way.append(self._group.send([tensor], self._other, MODEL))

@@ -76,7 +76,7 @@ def test_an_exchange_moves_the_fragment_exchanged_longest_ago(mode: dict[str, An
     assert seen == [[1], [2], [3]]
     again(made, "mixes")
     made.run(made.now + 0.1)
-    assert made.peers[0].role._context.turns.order == [2, 3, 1]
+    assert made.peers[0].role._context.fragment_order.order == [2, 3, 1]
 
 
 def test_pairs_leave_the_sum_of_each_fragment_unchanged() -> None:
@@ -112,7 +112,7 @@ def test_a_fragment_whose_exchange_failed_is_next_again(mode: dict[str, Any]) ->
     made.crash(1, made.now + 4.5)
     made.run(made.now + 3 * TIMEOUT)
     assert made.peers[0].role.sync.failed + made.peers[0].role.sync.skipped > 0
-    assert made.peers[0].role._context.turns.order == [2, 3, 1]
+    assert made.peers[0].role._context.fragment_order.order == [2, 3, 1]
 
 
 @pytest.mark.parametrize("fragment", [0, K + 1, 2**40])
@@ -140,14 +140,14 @@ def test_a_run_that_resumes_continues_in_turn() -> None:
     until(made, 0, "mixes")
     made.run(made.now + 0.1)
     role = made.peers[0].role
-    order, draws = role._context.turns.order, role.training.draws()
+    order, draws = role._context.fragment_order.order, role.training.draws()
     assert order != [1, 2, 3]
     sync = role.sync.state_dict()
     same, other = make(0, 2, **PARTS).role, make(0, 2, fragments=2).role
     for one in (same, other):
         one.handle(Restored(3, sync, 1.0, draws), 0.0)
-    assert same._context.turns.order == order
-    assert other._context.turns.order == [1, 2]
+    assert same._context.fragment_order.order == order
+    assert other._context.fragment_order.order == [1, 2]
 
 
 @pytest.mark.parametrize("mode", ["pull", "push", "pushpull"])

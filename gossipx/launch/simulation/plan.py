@@ -42,7 +42,7 @@ class Plan:
     Attributes:
         config: its settings, with presets filled in.
         names: names of the peers, by rank.
-        turns: the exchange schedule.
+        schedule: the exchange schedule.
         hub: the rank of the hub; None: the run has none.
         times: the seconds of iterations.
         assembled: whether peers begin without announcements.
@@ -52,7 +52,7 @@ class Plan:
     scenario: Scenario
     config: RunConfig
     names: Sequence[str]
-    turns: Schedule
+    schedule: Schedule
     hub: int | None
     times: StepTimes
     assembled: bool
@@ -100,9 +100,9 @@ def plan_of(scenario: Scenario, config: RunConfig, parts: Parts) -> Plan:
         if of.announcements is False:
             raise UsageError("announcements = false is for gossip and waves without a finish: leave it out")
         announced = True
-    turns = build_schedule(config, of.peers, sites)
+    schedule = build_schedule(config, of.peers, sites)
     hub = rank_of_hub(config.mode, names)
-    return Plan(scenario, config, names, turns, hub, times, not announced, parts)
+    return Plan(scenario, config, names, schedule, hub, times, not announced, parts)
 
 
 def _check_traffic(scenario: Scenario, config: RunConfig) -> None:

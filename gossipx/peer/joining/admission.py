@@ -69,11 +69,11 @@ def settings_of_run(config: RunConfig) -> str:
     return files.dump(dataclasses.replace(told, given=config.given - of_machine))
 
 
-def why_closed(config: RunConfig, turns: Schedule, behind_nat: bool = False) -> str:
+def why_closed(config: RunConfig, schedule: Schedule, behind_nat: bool = False) -> str:
     """Return why no peer can join a run while it is in progress, in one line; empty: one can.
 
     Args:
-        turns: the exchange schedule.
+        schedule: the exchange schedule.
         behind_nat: whether a peer that begins the run is behind NAT.
     """
     which = "only peers that exchange with each other take newcomers"
@@ -83,12 +83,12 @@ def why_closed(config: RunConfig, turns: Schedule, behind_nat: bool = False) -> 
         return f"the run has a hub, whose centre counts its workers: {which}"
     if isinstance(config.mode, Server):
         return f"the run has servers, which count their workers: {which}"
-    if turns.topology.generator != "full":
+    if schedule.topology.generator != "full":
         return (
-            f"--topology {turns.topology.name} has no place for a new peer: only in 'full', the default, may any two"
+            f"--topology {schedule.topology.name} has no place for a new peer: only in 'full', the default, may any two"
             " peers exchange"
         )
-    if not isinstance(turns, RandomNeighbour | BandwidthAware):
-        spec = config.values["schedule"] or turns.topology.schedule
+    if not isinstance(schedule, RandomNeighbour | BandwidthAware):
+        spec = config.values["schedule"] or schedule.topology.schedule
         return f"--schedule {spec} is an order of the peers that began the run: use random, the default"
     return ""

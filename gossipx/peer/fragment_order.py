@@ -23,7 +23,7 @@ from gossipx.protocol.messages import (
 OTHER_FRAGMENTS = "it exchanges other fragments of its model: give all peers the same --fragments"
 
 
-class Turns:
+class FragmentOrder:
     """The turns of the fragments of one peer's model.
 
     Args:
