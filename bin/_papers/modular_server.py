@@ -16,13 +16,13 @@ from typing import Any
 
 from _bench.cli import Given
 from _bench.simulated import Run, mean, merged, run
+from _placements import survey
 from _table import Part, show
 from _workers import Stale
 from published import read
 
 from gossipx.parts import Parts
 from gossipx.server import placement as placements
-from gossipx.server.placement import survey
 from gossipx.tasks.models import published_sizes
 
 paper = read("modular-server")
@@ -151,7 +151,7 @@ def _variations() -> Part:
     variations: dict[str, dict[str, float]] = {}
     for model, name in MODELS.items():
         tables = [placements.Table(layer, size) for layer, size in published_sizes(name)]
-        found = survey(name, tables, WORKERS, {one: placements.placement_from(one) for one in PLACEMENTS})
+        found = survey(tables, WORKERS, {one: placements.placement_from(one) for one in PLACEMENTS})
         largest = 100 * max(table.size for table in tables) / found.elements
         made.add(f"{model}, {found.tables} tensors: the largest", "bars of Figure 5.2", largest, "% of the model")
         variations[model] = {one.placement: one.variation for one in found.placements}

@@ -32,8 +32,6 @@ TOPOLOGIES = (
 )
 SCHEDULES = ("random", "static", "one-peer", "inner-outer", "bandwidth-aware")
 PARTITIONS = ("iid", "dirichlet", "contiguous")
-UNTRAINED = ("inception-v4", "densenet121", "transformer-1b")
-"""Models that cannot be trained: commands use only the sizes of their tensors."""
 DEVICES = ("cpu", "cuda", "cuda:0")
 
 
@@ -79,8 +77,6 @@ def complete_run(ctx: click.Context, parameter: click.Parameter, typed: str) -> 
 complete_file = complete_from(otherwise="file")
 complete_topology = complete_from(TOPOLOGIES)
 complete_schedule = complete_from(SCHEDULES)
-complete_model = complete_from("gossipx.tasks.presets:PRESETS", UNTRAINED)
-complete_placement = complete_from("gossipx.server.placement:BUILT_IN")
 complete_sync_model = complete_from("gossipx.server.sync_models:SYNC_MODELS")
 
 COMPLETERS: dict[str, Completer] = {
@@ -100,7 +96,7 @@ COMPLETERS: dict[str, Completer] = {
     "outer": complete_from("gossipx.outer:OUTERS"),
     "recorder": complete_from("gossipx.recorders:recorder_names"),
     "sync": complete_sync_model,
-    "placement": complete_placement,
+    "placement": complete_from("gossipx.server.placement:BUILT_IN"),
 }
 """Completion functions by setting; those of others are left to click, which completes choices only."""
 

@@ -3,7 +3,7 @@
 A table is one tensor of the model. A placement is an immutable value with one method, ``decide(tables, servers)``,
 which returns the partitions of tables for each server. For a custom one, inherit from :class:`Placement`.
 :func:`checked` calls it and verifies that every element lies on exactly one server. :func:`moves` lists what must move
-when servers are added or removed, and :func:`survey` compares placements.
+when servers are added or removed.
 
 A message costs about as much as a good part of a megabyte. So consecutive small partitions are grouped into a
 :class:`Bucket`, until they are worth one message, and a large partition gets its own. A bucket is pushed as soon as
@@ -23,9 +23,7 @@ import abc
 import heapq
 import itertools
 import operator
-import statistics
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, final
@@ -300,25 +298,6 @@ def seated(servers: Sequence[S], joins: S) -> list[S]:
     return [*servers[:middle], joins, *servers[middle:]]
 
 
-def bytes_by_server(placed: Iterable[Iterable[Partition]], element: int = 4) -> list[int]:
-    """Return the bytes stored on each server.
-
-    Args:
-        placed: for each server, its partitions.
-        element: bytes per element; 4 is float32's.
-    """
-    return [element * sum(partition.stop - partition.start for partition in held) for held in placed]
-
-
-def variation(loads: Sequence[int]) -> float:
-    """Return the coefficient of variation over servers: standard deviation (of the whole population) by mean.
-
-    This is the measure of Modularized Parameter Server's Figure 5.3: 0 is even. It is also 0 if all loads are 0.
-    """
-    mean = statistics.fmean(loads)
-    return statistics.pstdev(loads) / mean if mean else 0.0
-
-
 # --- helpers of the methods -------------------------------------------------------------------------
 
 
@@ -565,95 +544,3 @@ def common_pieces(ours: Sequence[Partition], others: Sequence[Partition]) -> lis
         for other in others
         if one.table == other.table and (start := max(one.start, other.start)) < (stop := min(one.stop, other.stop))
     ]
-
-
-FLOAT32 = 4
-"""Bytes per element."""
-
-
-@dataclass(frozen=True)
-class SizeClass:
-    """The tables of one decimal order of size (a bar of Figure 5.2).
-
-    Attributes:
-        at_least: the smallest number of elements in the class.
-        at_most: the largest.
-        tables: the number of tables.
-        elements: of all of them together.
-    """
-
-    at_least: int
-    at_most: int
-    tables: int
-    elements: int
-
-
-@dataclass(frozen=True)
-class PlacementResult:
-    """The result of one placement on a model (a bar of Figure 5.3).
-
-    Attributes:
-        placement: its name.
-        bytes: on each server, in float32.
-        variation: the coefficient of variation of ``bytes``; 0 is even.
-        partitions: on all servers together; the number of messages without buckets.
-    """
-
-    placement: str
-    bytes: list[int]
-    variation: float
-    partitions: int
-
-
-@dataclass(frozen=True)
-class Survey:
-    """A model's tables, and the results of placements on them.
-
-    Attributes:
-        model: its name.
-        servers: the number of servers.
-        tables: the number of tables.
-        elements: of all tables together.
-        sizes: by decimal order, ascending, from the first to the last that occurs, including empty classes in between.
-        placements: in the given order.
-    """
-
-    model: str
-    servers: int
-    tables: int
-    elements: int
-    sizes: list[SizeClass]
-    placements: list[PlacementResult]
-
-
-def survey(model: str, tables: Sequence[Table], servers: int, placements: Mapping[str, Placement]) -> Survey:
-    """Place ``tables`` by each of ``placements`` and compare the results.
-
-    Args:
-        model: its name.
-        tables: in the model's order.
-        servers: the number of servers, at least 1.
-        placements: by name.
-
-    Raises:
-        UsageError: a placement does not place every element once.
-    """
-    outcomes = []
-    for name, placement in placements.items():
-        placed = checked(placement, tables, servers)
-        loads = bytes_by_server(placed, FLOAT32)
-        outcomes.append(PlacementResult(name, loads, variation(loads), sum(len(held) for held in placed)))
-    elements = sum(table.size for table in tables)
-    return Survey(model, servers, len(tables), elements, size_classes(tables), outcomes)
-
-
-def size_classes(tables: Sequence[Table]) -> list[SizeClass]:
-    """Count the tables with 1 to 9 elements, 10 to 99, and so on; empty tables come first, as class 0 to 0."""
-    orders = [len(str(table.size)) if table.size else 0 for table in tables]
-    counts = Counter(orders)
-    classes = []
-    for order in range(min(orders, default=0), max(orders, default=-1) + 1):
-        elements = sum(table.size for table, of in zip(tables, orders, strict=True) if of == order)
-        at_least, at_most = (10 ** (order - 1), 10**order - 1) if order else (0, 0)
-        classes.append(SizeClass(at_least, at_most, counts[order], elements))
-    return classes

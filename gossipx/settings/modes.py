@@ -293,7 +293,7 @@ class Server(AnyMode):
     )
     placement: str = setting(
         "heuristic",
-        "How tensors are placed on servers: see gossipx placement MODEL.",
+        "How tensors are placed on servers: range, greedy, uniform, round-robin, heuristic or sliced.",
         check="server.placement:placement_from",
     )
     bucket: int | None = setting(

@@ -10,8 +10,9 @@ import statistics
 from functools import cache
 
 import pytest
+from _papers._placements import PlacementResult, Survey, survey
 
-from gossipx.server.placement import BUILT_IN, PlacementResult, Survey, Table, survey
+from gossipx.server.placement import BUILT_IN, Table
 from gossipx.tasks.models import published_sizes
 
 SERVERS = 4
@@ -26,7 +27,7 @@ def tables(model: str) -> tuple[Table, ...]:
 
 @cache
 def found(model: str) -> Survey:
-    return survey(model, tables(model), SERVERS, {name: kind() for name, kind in BUILT_IN.items()})
+    return survey(tables(model), SERVERS, {name: kind() for name, kind in BUILT_IN.items()})
 
 
 def outcome(model: str, placement: str) -> PlacementResult:

@@ -21,7 +21,6 @@ from gossipx.settings import files as config_files
 from gossipx.settings.keys import Key
 from gossipx.settings.sections import KEYS
 from gossipx.tasks import partition
-from gossipx.tasks.models import UNTRAINED
 from gossipx.topology.generators import GENERATORS
 from gossipx.topology.schedules import SCHEDULES
 
@@ -94,7 +93,6 @@ def asked(place: Path, line: str, after: str = "") -> set[str]:
         ("gossipx compare runs/a", {"dir,runs/a"}),
         ("gossipx topology show h", {"plain,hypercube", "plain,hierarchical"}),
         pytest.param("gossipx topology check ring --schedule one", {"plain,one-peer"}, marks=pytest.mark.slow),
-        pytest.param("gossipx placement inc", {"plain,inception-v4"}, marks=pytest.mark.slow),
         pytest.param("gossipx server set-sync tau ds", {"plain,dsps"}, marks=pytest.mark.slow),
         pytest.param("gossipx completion ", {"plain,bash", "plain,zsh", "plain,fish"}, marks=pytest.mark.slow),
     ],
@@ -115,7 +113,6 @@ def test_names_match_the_tables() -> None:
     """They are repeated so that completion does not import torch."""
     assert tuple(GENERATORS) == parsing.TOPOLOGIES and tuple(SCHEDULES) == parsing.SCHEDULES
     assert tuple(partition.PARTITIONS) == parsing.PARTITIONS
-    assert tuple(UNTRAINED) == parsing.UNTRAINED
 
 
 @pytest.mark.parametrize("key", [key for key in KEYS.values() if key.check], ids=lambda key: key.name)

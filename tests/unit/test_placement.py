@@ -1,4 +1,4 @@
-"""Placements, moves between two of them, and measures of them.
+"""Placements, and moves between two of them.
 
 P.-Y. Wu, Modularized Parameter Server (2018), section 2.3.1, Algorithm 2 and Code 4.1; X. Yao et al., FluentPS (2019),
 section III-A; R. L. Graham, Bounds on Multiprocessing Timing Anomalies (1969).
@@ -24,18 +24,13 @@ from gossipx.server.placement import (
     Move,
     Partition,
     Placement,
-    SizeClass,
     Sliced,
     Table,
     Uniform,
-    bytes_by_server,
     checked,
     moves,
     placement_from,
     seated,
-    size_classes,
-    survey,
-    variation,
 )
 
 SIZES = st.lists(st.one_of(st.integers(0, 5), st.integers(0, 5000)), max_size=25)
@@ -48,7 +43,7 @@ def tables_of(sizes: Sequence[int]) -> list[Table]:
 
 
 def loads(placed: Sequence[Sequence[Partition]]) -> list[int]:
-    return bytes_by_server(placed, 1)
+    return [sum(one.stop - one.start for one in held) for held in placed]
 
 
 def wholes(by_server: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[list[Partition]]:
@@ -394,37 +389,6 @@ def test_a_new_server_is_inserted_in_the_middle() -> None:
         ["a", "x", "b"],
         ["a", "x", "b", "c"],
     ]
-
-
-# --- measures -------------------------------------------------------------------------------------
-
-
-def test_measures() -> None:
-    placed = [[Partition(0, 0, 3), Partition(1, 0, 0)], [Partition(0, 3, 4)]]
-    assert bytes_by_server(placed) == [12, 4] and bytes_by_server(placed, 2) == [6, 2]
-    assert variation([12, 4]) == 4 / 8, "the standard deviation of the whole population"
-    assert variation([5, 5, 5]) == 0 and variation([0, 0]) == 0
-
-
-def test_size_classes() -> None:
-    assert size_classes(tables_of([9, 10, 0, 99, 1000, 1])) == [
-        SizeClass(0, 0, 1, 0),
-        SizeClass(1, 9, 2, 10),
-        SizeClass(10, 99, 2, 109),
-        SizeClass(100, 999, 0, 0),
-        SizeClass(1000, 9999, 1, 1000),
-    ]
-    assert size_classes(tables_of([200]))[0].at_least == 100 and size_classes([]) == []
-
-
-def test_survey() -> None:
-    found = survey("net", tables_of([4, 4, 8]), 2, {"range": placement_from("range"), "mine": Halves()})
-    assert (found.model, found.servers, found.tables, found.elements) == ("net", 2, 3, 16)
-    ours, mine = found.placements
-    assert (ours.placement, ours.bytes, ours.partitions) == ("range", [16, 48], 3)
-    assert (mine.placement, mine.bytes, mine.variation, mine.partitions) == ("mine", [32, 32], 0, 6)
-    with pytest.raises(UsageError, match="placement Fixed"):
-        survey("net", tables_of([4]), 2, {"wrong": Fixed([[], []])})
 
 
 def test_the_package_needs_no_torch() -> None:
