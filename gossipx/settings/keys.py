@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
+import inspect
+import itertools
 import pkgutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,25 +31,31 @@ def _named(name: str) -> Any:
 
 def setting(
     default: Any,
-    help: str,
     least: float | None = None,
     most: float | None = None,
-    check: str | None = None,
-    peers: Literal[0, 1, 2] = 0,
-    common: Group | None = None,
-    metavar: str | None = None,
     others: str = "",
-    absolute: str | None = None,
     marks: str = "",
-    purpose: str = "",
+    **attributes: Any,
 ) -> Any:
-    """Declare a setting: its default, help and limits, and the other attributes of a :class:`Key`."""
-    meta = {"help": help, "least": least, "most": most, "check": check, "peers": peers}
-    shown = {"common": common, "metavar": metavar, "others": tuple(others.split())}
-    if absolute is None and metavar in ("FILE", "DIR"):
-        absolute = "settings.keys:absolute_path"
-    used = {"absolute": absolute, "marks": frozenset(marks.split()), "purpose": purpose}
-    return field(default=default, metadata=meta | shown | used)
+    """Declare a setting: its default, its limits, and the other attributes of a :class:`Key`. The docstring below it is
+    its help."""
+    if attributes.get("metavar") in ("FILE", "DIR"):
+        attributes["absolute"] = "settings.keys:absolute_path"
+    words = {"others": tuple(others.split()), "marks": frozenset(marks.split())}
+    return field(default=default, metadata={"least": least, "most": most, **words, **attributes})
+
+
+@functools.cache
+def _documented(module: str) -> Mapping[tuple[str, str], str]:
+    """Return the docstrings of the fields of a module's classes, by class and field. Python keeps none of them."""
+    found = {}
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    for section in (one for one in tree.body if isinstance(one, ast.ClassDef)):
+        for declared, below in itertools.pairwise(section.body):
+            match declared, below:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    found[section.name, name] = " ".join(text.split())
+    return found
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,7 @@ class Key:
     """A setting as the command line and the TOML file see it.
 
     Attributes:
+        section: the class that declares it.
         table: ``run``, ``task``, ``sync``, ``hub``, ``server`` or ``exchange``.
         name: ``peer_timeout``, for example; the option is then ``--peer-timeout``.
         kind: type of a value, or of an element of a list; without None.
@@ -73,24 +85,29 @@ class Key:
         purpose: the beginning of the refusal where it has no purpose; see :class:`~gossipx.settings.modes.AnyMode`.
     """
 
+    section: type
     table: str
     name: str
     kind: type
     choices: tuple[str, ...]
     many: bool
     default: Any
-    help: str
+    numbers: bool
     least: float | None
     most: float | None
-    check: str | None
-    numbers: bool = False
-    peers: int = 0
+    others: tuple[str, ...]
+    marks: frozenset[str]
+    check: str | None = None
+    peers: Literal[0, 1, 2] = 0
     common: Group | None = None
     metavar: str | None = None
-    others: tuple[str, ...] = ()
     absolute: str | None = None
-    marks: frozenset[str] = frozenset()
     purpose: str = ""
+
+    @property
+    def help(self) -> str:
+        """Return the docstring below its declaration, which is read from the source: only a command line needs it."""
+        return _documented(self.section.__module__)[self.section.__name__, self.name]
 
     @property
     def option(self) -> str:
@@ -126,6 +143,6 @@ def keys_of(tables: Mapping[str, Sequence[type]]) -> dict[str, Key]:
             choices = get_args(kind) if get_origin(kind) is Literal else ()
             many = get_origin(kind) is tuple
             plain = str if choices else float if many else kind
-            numbers = meta["peers"] > 0 or (plain is str and int in get_args(hint))
-            keys[name] = Key(table, name, plain, choices, many, declared.default, numbers=numbers, **meta)
+            numbers = "peers" in meta or (plain is str and int in get_args(hint))
+            keys[name] = Key(section, table, name, plain, choices, many, declared.default, numbers, **meta)
     return keys

@@ -22,27 +22,21 @@ FOR_PEERS = "{shown} is for peers that exchange with each other"
 class HasPolicy:
     """Modes whose exchanges a policy begins."""
 
-    preset: Literal["paper"] | None = setting(
-        None,
-        "paper: settings that are not given are those of Adaptive Communication: its rule, --blocking, --finish none,"
-        " --outer none.",
-    )
+    preset: Literal["paper"] | None = setting(None)
+    """paper: settings that are not given are those of Adaptive Communication: its rule, --blocking, --finish none,
+    --outer none."""
     policy: str = setting(
         "tau:10",
-        "When to exchange: never, tau:N, auto:budget, random:p, adaptive:threshold, travel:distance, drift:distance.",
         check="policies:check",
         common="Exchange",
         metavar="SPEC",
         others="tau period threshold sync-every sync-interval local-steps",
     )
-    blocking: bool = setting(
-        False, "Wait for each exchange (Algorithms 1 and 2 as printed) or wave, instead of training during it."
-    )
-    delta: Literal["exact", "sampled"] = setting(
-        "exact",
-        "Measure each step over all weights, or estimate it from one sixteenth of them, for large models.",
-        marks="training",
-    )
+    """When to exchange: never, tau:N, auto:budget, random:p, adaptive:threshold, travel:distance, drift:distance."""
+    blocking: bool = setting(False)
+    """Wait for each exchange (Algorithms 1 and 2 as printed) or wave, instead of training during it."""
+    delta: Literal["exact", "sampled"] = setting("exact", marks="training")
+    """Measure each step over all weights, or estimate it from one sixteenth of them, for large models."""
 
 
 @dataclass(frozen=True)
@@ -50,23 +44,18 @@ class HasPartners:
     """Modes in which two peers exchange, and a topology says which."""
 
     topology: str = setting(
-        "full",
-        "Which peers may exchange with each other: a name from 'gossipx topology list', or a file.",
-        absolute="topology.files:absolute_topology",
-        purpose="{shown} limits which peers exchange",
+        "full", absolute="topology.files:absolute_topology", purpose="{shown} limits which peers exchange"
     )
+    """Which peers may exchange with each other: a name from 'gossipx topology list', or a file."""
     schedule: str | None = setting(
-        None,
-        "How partners are chosen: random, static, one-peer, inner-outer, bandwidth-aware. Default: random, or that"
-        " of the topology file.",
-        check="topology.schedules:check_schedule",
-        purpose="{shown} orders the exchanges",
+        None, check="topology.schedules:check_schedule", purpose="{shown} orders the exchanges"
     )
+    """How partners are chosen: random, static, one-peer, inner-outer, bandwidth-aware. Default: random, or that of the
+    topology file."""
     weights: Literal["uniform", "metropolis", "push-sum"] = setting(
-        "uniform",
-        "Factor on the share of a received model: 1, Metropolis weights by how often two peers pull, or push-sum.",
-        purpose="{shown} weights the models of two peers",
+        "uniform", purpose="{shown} weights the models of two peers"
     )
+    """Factor on the share of a received model: 1, Metropolis weights by how often two peers pull, or push-sum."""
 
 
 @dataclass(frozen=True)
@@ -74,69 +63,45 @@ class HasMixing:
     """Modes in which a received model is mixed in."""
 
     mixing: str = setting(
-        "average",
-        "How a model is mixed in: average:beta=0.5, aged:beta=0.5,half_life=100; with --codec choco:gamma=0.2.",
-        check="mixing:mixing_from",
-        marks="training",
-        purpose="{shown} is for pulled models",
+        "average", check="mixing:mixing_from", marks="training", purpose="{shown} is for pulled models"
     )
+    """How a model is mixed in: average:beta=0.5, aged:beta=0.5,half_life=100; with --codec choco:gamma=0.2."""
 
 
 @dataclass(frozen=True)
 class HasOuter:
     """Modes in which momentum may act across exchanges."""
 
-    outer: str = setting(
-        "none",
-        "Momentum across exchanges: momentum:0.6, nesterov:lr=0.7,momentum=0.9 (with --exchange waves), or none.",
-        check="outer:outer_from",
-        purpose="{shown} acts on exchanges that a peer begins",
-    )
+    outer: str = setting("none", check="outer:outer_from", purpose="{shown} acts on exchanges that a peer begins")
+    """Momentum across exchanges: momentum:0.6, nesterov:lr=0.7,momentum=0.9 (with --exchange waves), or none."""
 
 
 @dataclass(frozen=True)
 class HasFragments:
     """Modes in which an exchange may move a part of the model."""
 
-    fragments: int = setting(
-        1, "Number of parts of the model, of which each exchange moves one in turn; 1: it moves the model.", 1, 1000
-    )
+    fragments: int = setting(1, 1, 1000)
+    """Number of parts of the model, of which each exchange moves one in turn; 1: it moves the model."""
 
 
 @dataclass(frozen=True)
 class HasCodec:
     """Modes in which peers may encode the models that they exchange."""
 
-    codec: str = setting(
-        "none",
-        "Codec of the models that peers exchange: none, 3lc:sparsity=1,residual=0.3, ...; see Codecs.",
-        check="codecs:parse",
-    )
-    references: int = setting(
-        8, "Reference models kept per direction, so that --codec encodes differences; 0: whole models.", 0, 65_536
-    )
+    codec: str = setting("none", check="codecs:parse")
+    """Codec of the models that peers exchange: none, 3lc:sparsity=1,residual=0.3, ...; see Codecs."""
+    references: int = setting(8, 0, 65_536)
+    """Reference models kept per direction, so that --codec encodes differences; 0: whole models."""
 
 
 @dataclass(frozen=True)
 class HasServing:
     """Modes in which peers answer pulls."""
 
-    max_served: int = setting(
-        4,
-        "Pulls answered at a time; other requesters are sent to another peer.",
-        1,
-        1000,
-        marks="later",
-        purpose="{option} counts pulls",
-    )
-    serve_share: float = setting(
-        0.03,
-        "Upper limit of the fraction of training time spent on answering pulls; 1: no limit.",
-        0.001,
-        1,
-        marks="later",
-        purpose="{option} limits answers to pulls",
-    )
+    max_served: int = setting(4, 1, 1000, marks="later", purpose="{option} counts pulls")
+    """Pulls answered at a time; other requesters are sent to another peer."""
+    serve_share: float = setting(0.03, 0.001, 1, marks="later", purpose="{option} limits answers to pulls")
+    """Upper limit of the fraction of training time spent on answering pulls; 1: no limit."""
 
 
 @dataclass(frozen=True)
@@ -184,13 +149,8 @@ class Pushes(AnyMode, HasPolicy, HasPartners, HasMixing, HasFragments, HasCodec)
     needed = "{option} needs --mode push, not {mode}: leave one out"
     weights_allowed = ("uniform", "push-sum")
 
-    max_pushes: int = setting(
-        1,
-        "Pushes received at a time, each with memory for a model; others are sent to another peer.",
-        1,
-        64,
-        marks="later",
-    )
+    max_pushes: int = setting(1, 1, 64, marks="later")
+    """Pushes received at a time, each with memory for a model; others are sent to another peer."""
 
 
 @dataclass(frozen=True)
@@ -223,21 +183,16 @@ class Elastic(AnyMode, HasPolicy, HasPartners, HasMixing, HasCodec, HasServing):
     needed = "{option} needs a hub: name it with --hub, or leave {option} out"
     weights_allowed = ("uniform", "metropolis")
 
-    hub: str = setting(
-        None,
-        "Peer that holds the centre of elastic averaging, by name or number; the other peers exchange with it.",
-        peers=1,
-    )
-    hub_only: bool = setting(False, "The hub only serves the other peers and does not train.")
-    alpha: float | None = setting(
-        None, "Fraction of its difference to the centre by which a worker moves. Default: 0.9 / workers.", 1e-9, 1
-    )
-    beta: float | None = setting(
-        None, "Workers times the fraction by which the centre moves. Default: workers times --alpha.", 1e-9, 65_536
-    )
-    hub_lost: Literal["gossip", "wait", "stop"] = setting(
-        "gossip", "While the hub does not respond: pull from other workers, train alone, or stop with exit code 4."
-    )
+    hub: str = setting(None, peers=1)
+    """Peer that holds the centre of elastic averaging, by name or number; the other peers exchange with it."""
+    hub_only: bool = setting(False)
+    """The hub only serves the other peers and does not train."""
+    alpha: float | None = setting(None, 1e-9, 1)
+    """Fraction of its difference to the centre by which a worker moves. Default: 0.9 / workers."""
+    beta: float | None = setting(None, 1e-9, 65_536)
+    """Workers times the fraction by which the centre moves. Default: workers times --alpha."""
+    hub_lost: Literal["gossip", "wait", "stop"] = setting("gossip")
+    """While the hub does not respond: pull from other workers, train alone, or stop with exit code 4."""
 
     def step(self, workers: int) -> float:
         """Return α of Eq. 1, the share of its difference to the centre by which each of the workers moves."""
@@ -266,67 +221,39 @@ class Server(AnyMode):
         "hub": "--hub and --servers exclude each other: leave one out",
     }
 
-    servers: str | None = setting(
-        None,
-        "Train with a parameter server whose shards are on these peers, by name or number: 0,1.",
-        peers=2,
-        common="Exchange",
-        metavar="PEERS",
-    )
-    servers_only: bool = setting(False, "Servers only serve the workers and do not train.")
-    sync: str = setting(
-        "bsp",
-        "Sync model: bsp, asp, ssp:staleness, dsps, drop:n, pssp:staleness,p or staleness,alpha, hybrid:step; one"
-        " for all shards, or one per shard separated by '|'.",
-        check="server.sync_models:check",
-    )
-    sync_plan: str | None = setting(
-        None,
-        "Later sync models, each with the clock at which it starts: 500=ssp:staleness=3;2000=asp.",
-        check="server.sync_models:switch_plan_from",
-    )
-    pulls: Literal["lazy", "soft"] = setting(
-        "lazy", "When delayed pulls are answered: when the clock has passed them, or (soft barrier) when it ticks."
-    )
-    apply: Literal["push", "each", "tick", "threshold"] | None = setting(
-        None, "Apply each push at once, by 1/N or whole, or their mean at each tick. Default: the sync model's."
-    )
-    placement: str = setting(
-        "heuristic",
-        "How tensors are placed on servers: range, greedy, uniform, round-robin, heuristic or sliced.",
-        check="server.placement:placement_from",
-    )
-    bucket: int | None = setting(
-        None, "Send small tensors together, up to this many bytes; 0: each alone. Default: 1 to 4 MiB.", 0, 2**30
-    )
-    push_codec: str = setting(
-        "none",
-        "Codec of the gradients that workers push: none, 3lc:1.75, ...; see Codecs.",
-        check="codecs:parse",
-    )
-    pull_codec: str = setting(
-        "none",
-        "Codec of the table changes that workers pull: none, 3lc:1.75, ...; see Codecs.",
-        check="codecs:parse",
-    )
-    rescale_error: bool = setting(
-        False, "Scale the error feedback of --push-codec by old over new learning rate when the rate changes."
-    )
-    wait_free: bool = setting(
-        True, "Send gradients as the backward pass produces them; else all at the optimizer's step."
-    )
-    overlap: bool = setting(True, "Pull from each shard separately; else from all shards once all of them can answer.")
-    server_replicas: int = setting(
-        0, "Number of replicas per shard, on other peers; a replica takes over when the server is lost: 0 or 1.", 0, 1
-    )
-    journal: bool = setting(
-        True,
-        "Write each gradient to a journal before acknowledging it, so that a killed server can be restarted.",
-        marks="real",
-    )
-    server_lost: Literal["wait", "stop"] = setting(
-        "wait", "What to do while a server does not respond: wait until it is back, or stop with exit code 4."
-    )
+    servers: str | None = setting(None, peers=2, common="Exchange", metavar="PEERS")
+    """Train with a parameter server whose shards are on these peers, by name or number: 0,1."""
+    servers_only: bool = setting(False)
+    """Servers only serve the workers and do not train."""
+    sync: str = setting("bsp", check="server.sync_models:check")
+    """Sync model: bsp, asp, ssp:staleness, dsps, drop:n, pssp:staleness,p or staleness,alpha, hybrid:step; one for all
+    shards, or one per shard separated by '|'."""
+    sync_plan: str | None = setting(None, check="server.sync_models:switch_plan_from")
+    """Later sync models, each with the clock at which it starts: 500=ssp:staleness=3;2000=asp."""
+    pulls: Literal["lazy", "soft"] = setting("lazy")
+    """When delayed pulls are answered: when the clock has passed them, or (soft barrier) when it ticks."""
+    apply: Literal["push", "each", "tick", "threshold"] | None = setting(None)
+    """Apply each push at once, by 1/N or whole, or their mean at each tick. Default: the sync model's."""
+    placement: str = setting("heuristic", check="server.placement:placement_from")
+    """How tensors are placed on servers: range, greedy, uniform, round-robin, heuristic or sliced."""
+    bucket: int | None = setting(None, 0, 2**30)
+    """Send small tensors together, up to this many bytes; 0: each alone. Default: 1 to 4 MiB."""
+    push_codec: str = setting("none", check="codecs:parse")
+    """Codec of the gradients that workers push: none, 3lc:1.75, ...; see Codecs."""
+    pull_codec: str = setting("none", check="codecs:parse")
+    """Codec of the table changes that workers pull: none, 3lc:1.75, ...; see Codecs."""
+    rescale_error: bool = setting(False)
+    """Scale the error feedback of --push-codec by old over new learning rate when the rate changes."""
+    wait_free: bool = setting(True)
+    """Send gradients as the backward pass produces them; else all at the optimizer's step."""
+    overlap: bool = setting(True)
+    """Pull from each shard separately; else from all shards once all of them can answer."""
+    server_replicas: int = setting(0, 0, 1)
+    """Number of replicas per shard, on other peers; a replica takes over when the server is lost: 0 or 1."""
+    journal: bool = setting(True, marks="real")
+    """Write each gradient to a journal before acknowledging it, so that a killed server can be restarted."""
+    server_lost: Literal["wait", "stop"] = setting("wait")
+    """What to do while a server does not respond: wait until it is back, or stop with exit code 4."""
 
 
 @dataclass(frozen=True)
@@ -334,14 +261,12 @@ class Choice:
     """The settings by which a user chooses a mode, besides ``--hub`` and ``--servers``."""
 
     mode: Literal["pull", "push", "pushpull", "server"] = setting(
-        "pull",
-        "How two peers exchange: pull a model, push a model, or average both models; or use a parameter server"
-        " (--servers).",
-        purpose="{shown} is for exchanges between two peers",
+        "pull", purpose="{shown} is for exchanges between two peers"
     )
-    exchange: Literal["pulls", "waves"] = setting(
-        "pulls", "What a policy starts when it fires: an exchange with one peer (--mode), or a wave through all."
-    )
+    """How two peers exchange: pull a model, push a model, or average both models; or use a parameter server
+    (--servers)."""
+    exchange: Literal["pulls", "waves"] = setting("pulls")
+    """What a policy starts when it fires: an exchange with one peer (--mode), or a wave through all."""
 
 
 Mode: TypeAlias = Pulls | Pushes | Pairs | Waves | Elastic | Server

@@ -32,130 +32,114 @@ LONGEST = 1e9
 class Simulation:
     """The peers and their work; the TOML table ``[simulation]``."""
 
-    peers: int = setting(4, "Number of peers.", 1, MOST_PEERS)
-    work: Literal["real", "traffic"] = setting(
-        "real", "real: gradients are computed, and only time is modelled; traffic: only sizes and times are known."
-    )
-    model: str | None = setting(None, "With traffic: the model whose layer sizes and step time are used.")
-    parameters: int | None = setting(
-        None, "With traffic and without servers: the number of parameters, if it is not that of the model.", 1, 10**12
-    )
-    deltas: str | None = setting(
-        None, "With traffic: the trace of deltas that the policy decides on, by name or as a CSV file."
-    )
-    retrievals: tuple[float, ...] | None = setting(
-        None,
-        "With traffic: the retrievals of each peer, evenly spaced, instead of a policy; one number for all peers or one"
-        " per peer.",
-        0,
-        1e9,
-    )
-    encoded: float | None = setting(
-        None, "With traffic and a codec: size of what is sent as a share of raw values.", 1e-6, 2
-    )
-    announcements: bool | None = setting(
-        None,
-        "Whether peers announce themselves to all others at the start, as in a real run: N² messages. Default: with up"
-        " to 64 peers.",
-    )
-    recorded: int = setting(
-        8,
-        "Number of peers whose curves are recorded, besides the mean of all. Without announcements, only these evaluate"
-        " their final models.",
-        0,
-        MOST_PEERS,
-    )
+    peers: int = setting(4, 1, MOST_PEERS)
+    """Number of peers."""
+    work: Literal["real", "traffic"] = setting("real")
+    """real: gradients are computed, and only time is modelled; traffic: only sizes and times are known."""
+    model: str | None = setting(None)
+    """With traffic: the model whose layer sizes and step time are used."""
+    parameters: int | None = setting(None, 1, 10**12)
+    """With traffic and without servers: the number of parameters, if it is not that of the model."""
+    deltas: str | None = setting(None)
+    """With traffic: the trace of deltas that the policy decides on, by name or as a CSV file."""
+    retrievals: tuple[float, ...] | None = setting(None, 0, 1e9)
+    """With traffic: the retrievals of each peer, evenly spaced, instead of a policy; one number for all peers or one
+    per peer."""
+    encoded: float | None = setting(None, 1e-6, 2)
+    """With traffic and a codec: size of what is sent as a share of raw values."""
+    announcements: bool | None = setting(None)
+    """Whether peers announce themselves to all others at the start, as in a real run: N² messages. Default: with up to
+    64 peers."""
+    recorded: int = setting(8, 0, MOST_PEERS)
+    """Number of peers whose curves are recorded, besides the mean of all. Without announcements, only these evaluate
+    their final models."""
 
 
 @dataclass(frozen=True)
 class Compute:
     """The time of an iteration; the TOML table ``[compute]``."""
 
-    seconds: float | None = setting(
-        None, "Mean seconds of an iteration. Default with traffic: those of the model.", 1e-6, LONGEST
-    )
-    spread: str = setting(
-        "constant",
-        "How the seconds of an iteration vary: constant, normal:deviation=0.1, log-normal:sigma=0.3, or trace:FILE with"
-        " a number per line.",
-    )
-    forward: float | None = setting(
-        None,
-        "With traffic and servers: share of the forward pass, which begins with the first values; 0: training waits for"
-        " all values. Default: a third.",
-        0,
-        1,
-    )
-    straggler_share: float = setting(0.0, "Share of the peers that are slower, drawn by the seed.", 0, 1)
-    straggler_factor: float = setting(3.0, "How much longer their iterations take.", 1, 1e6)
-    delay_share: float = setting(
-        0.0, "Share of the peers whose iterations are delayed by |N(0, delay_deviation)| seconds.", 0, 1
-    )
-    evaluation: float = setting(
-        0.0, "Seconds of the evaluation at the end of training, in which exchanges under way may end.", 0, LONGEST
-    )
-    delay_deviation: float = setting(0.25, "Standard deviation of these delays, in seconds.", 0, LONGEST)
+    seconds: float | None = setting(None, 1e-6, LONGEST)
+    """Mean seconds of an iteration. Default with traffic: those of the model."""
+    spread: str = setting("constant")
+    """How the seconds of an iteration vary: constant, normal:deviation=0.1, log-normal:sigma=0.3, or trace:FILE with a
+    number per line."""
+    forward: float | None = setting(None, 0, 1)
+    """With traffic and servers: share of the forward pass, which begins with the first values; 0: training waits for
+    all values. Default: a third."""
+    straggler_share: float = setting(0.0, 0, 1)
+    """Share of the peers that are slower, drawn by the seed."""
+    straggler_factor: float = setting(3.0, 1, 1e6)
+    """How much longer their iterations take."""
+    delay_share: float = setting(0.0, 0, 1)
+    """Share of the peers whose iterations are delayed by |N(0, delay_deviation)| seconds."""
+    evaluation: float = setting(0.0, 0, LONGEST)
+    """Seconds of the evaluation at the end of training, in which exchanges under way may end."""
+    delay_deviation: float = setting(0.25, 0, LONGEST)
+    """Standard deviation of these delays, in seconds."""
 
 
 @dataclass(frozen=True)
 class NetworkSettings:
     """The network; the TOML table ``[network]``. Values that are given replace those of the preset."""
 
-    preset: Literal["10mbit", "100mbit", "1gbit", "10gbit", "wan"] = setting("1gbit", "The other values of this table.")
-    up: str | None = setting(None, "Bandwidth at which a peer sends.", check="transports.pace:parse_bandwidth")
-    down: str | None = setting(None, "Bandwidth at which a peer receives.", check="transports.pace:parse_bandwidth")
-    slow_share: float = setting(0.0, "Share of the peers whose links are slower, drawn by the seed.", 0, 1)
-    slow_factor: float = setting(10.0, "How much less bandwidth their links have, in each direction.", 1, 1e6)
-    latency: float | None = setting(None, "Seconds that a message takes in one direction.", 0, 60)
-    jitter: float | None = setting(None, "Maximum additional latency in seconds, drawn per message.", 0, 60)
-    loss: float | None = setting(None, "Share of packets that are lost, which limits each TCP connection.", 0, 0.5)
-    uneven: float = setting(
-        1.0,
-        "How unevenly transfers share a link: standard deviation of the logarithm of their weights; 0: equally.",
-        0,
-        3,
-    )
-    per_message: float = setting(
-        0.0, "Seconds for which a message with tensors occupies its links besides its bytes, such as 1e-4.", 0, 60
-    )
-    sites: int = setting(1, "Number of sites; ranks are divided among them evenly, in order.", 1, MOST_PEERS)
-    uplink: str | None = setting(
-        None,
-        "Bandwidth of each site's connection to the others, shared by its peers.",
-        check="transports.pace:parse_bandwidth",
-    )
-    site_latency: float = setting(0.0, "Additional latency between sites in seconds.", 0, 60)
+    preset: Literal["10mbit", "100mbit", "1gbit", "10gbit", "wan"] = setting("1gbit")
+    """The other values of this table."""
+    up: str | None = setting(None, check="transports.pace:parse_bandwidth")
+    """Bandwidth at which a peer sends."""
+    down: str | None = setting(None, check="transports.pace:parse_bandwidth")
+    """Bandwidth at which a peer receives."""
+    slow_share: float = setting(0.0, 0, 1)
+    """Share of the peers whose links are slower, drawn by the seed."""
+    slow_factor: float = setting(10.0, 1, 1e6)
+    """How much less bandwidth their links have, in each direction."""
+    latency: float | None = setting(None, 0, 60)
+    """Seconds that a message takes in one direction."""
+    jitter: float | None = setting(None, 0, 60)
+    """Maximum additional latency in seconds, drawn per message."""
+    loss: float | None = setting(None, 0, 0.5)
+    """Share of packets that are lost, which limits each TCP connection."""
+    uneven: float = setting(1.0, 0, 3)
+    """How unevenly transfers share a link: standard deviation of the logarithm of their weights; 0: equally."""
+    per_message: float = setting(0.0, 0, 60)
+    """Seconds for which a message with tensors occupies its links besides its bytes, such as 1e-4."""
+    sites: int = setting(1, 1, MOST_PEERS)
+    """Number of sites; ranks are divided among them evenly, in order."""
+    uplink: str | None = setting(None, check="transports.pace:parse_bandwidth")
+    """Bandwidth of each site's connection to the others, shared by its peers."""
+    site_latency: float = setting(0.0, 0, 60)
+    """Additional latency between sites in seconds."""
 
 
 @dataclass(frozen=True)
 class Churn:
     """Peers that crash at random and return; the TOML table ``[churn]``."""
 
-    rate: float = setting(0.0, "Share of the peers that crash per minute.", 0, 60)
-    downtime: float = setting(30.0, "Mean seconds until a crashed peer is started again; 0: it never is.", 0, LONGEST)
-    state: Literal["kept", "lost"] = setting(
-        "lost", "Whether it returns with its last checkpoint, or takes the model of another peer."
-    )
+    rate: float = setting(0.0, 0, 60)
+    """Share of the peers that crash per minute."""
+    downtime: float = setting(30.0, 0, LONGEST)
+    """Mean seconds until a crashed peer is started again; 0: it never is."""
+    state: Literal["kept", "lost"] = setting("lost")
+    """Whether it returns with its last checkpoint, or takes the model of another peer."""
 
 
 @dataclass(frozen=True)
 class PlannedFault:
     """One fault; an entry of the TOML list ``[[faults]]``."""
 
-    kind: Literal["crash", "pause", "leave", "partition", "late", "disk-full"] = setting(
-        "crash",
-        "crash: the process is killed; pause: it is suspended; leave: it is asked to stop; partition: peers and all"
-        " others do not reach each other; late: it starts only then; disk-full: no checkpoint can be written.",
-    )
-    peers: tuple[float, ...] | None = setting(None, "Ranks of the peers.", 0, MOST_PEERS - 1)
-    at: float = setting(0.0, "When it begins, in seconds.", 0, LONGEST)
-    until: float | None = setting(
-        None, "When a pause, a partition or a full disk ends, or a crashed peer is started again.", 0, LONGEST
-    )
-    state: Literal["kept", "lost"] = setting(
-        "lost", "Whether a peer that is started again has its last checkpoint, or takes the model of another peer."
-    )
-    one_way: bool = setting(False, "Whether the peers of a partition are still reached by the others.")
+    kind: Literal["crash", "pause", "leave", "partition", "late", "disk-full"] = setting("crash")
+    """crash: the process is killed; pause: it is suspended; leave: it is asked to stop; partition: peers and all others
+    do not reach each other; late: it starts only then; disk-full: no checkpoint can be written."""
+    peers: tuple[float, ...] | None = setting(None, 0, MOST_PEERS - 1)
+    """Ranks of the peers."""
+    at: float = setting(0.0, 0, LONGEST)
+    """When it begins, in seconds."""
+    until: float | None = setting(None, 0, LONGEST)
+    """When a pause, a partition or a full disk ends, or a crashed peer is started again."""
+    state: Literal["kept", "lost"] = setting("lost")
+    """Whether a peer that is started again has its last checkpoint, or takes the model of another peer."""
+    one_way: bool = setting(False)
+    """Whether the peers of a partition are still reached by the others."""
 
     @property
     def ranks(self) -> list[int]:

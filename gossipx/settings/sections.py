@@ -26,110 +26,61 @@ class RunSettings:
 
     peers: str | None = setting(
         None,
-        "Hosts file: one line per host, 'localhost slots=4' for four peers here. Required here or in the --config file,"
-        " except under torchrun or srun.",
         common="Peers",
         metavar="FILE",
         others="f H hosts hosts-file hostfile machinefile n np nproc nproc-per-node num-processes nnodes world-size"
         " workers num-workers gpus",
         marks="machine later real",
     )
-    name: str | None = setting(
-        None,
-        "Name of the run and of its directory in --logdir. Default: its policy or sync model, and a number if taken.",
-        common="Run",
-        metavar="NAME",
-        others="run-name experiment",
-        marks="process",
-    )
+    """Hosts file: one line per host, 'localhost slots=4' for four peers here. Required here or in the --config file,
+    except under torchrun or srun."""
+    name: str | None = setting(None, common="Run", metavar="NAME", others="run-name experiment", marks="process")
+    """Name of the run and of its directory in --logdir. Default: its policy or sync model, and a number if taken."""
     logdir: str = setting(
-        "runs",
-        "Directory of runs; point TensorBoard at it.",
-        common="Run",
-        metavar="DIR",
-        others="o log-dir out output output-dir",
-        marks="machine later",
+        "runs", common="Run", metavar="DIR", others="o log-dir out output output-dir", marks="machine later"
     )
-    overwrite: bool = setting(False, "Replace an existing run of the same name.", marks="machine")
-    seed: int = setting(
-        0, "Seed of all random numbers: data split, batches, initial weights, draws.", 0, 2**32 - 1, common="Run"
-    )
+    """Directory of runs; point TensorBoard at it."""
+    overwrite: bool = setting(False, marks="machine")
+    """Replace an existing run of the same name."""
+    seed: int = setting(0, 0, 2**32 - 1, common="Run")
+    """Seed of all random numbers: data split, batches, initial weights, draws."""
     iterations: int = setting(
         3000,
-        "Iterations per peer. Default with --solver: its max_iter; with --seconds: no limit.",
         1,
         MOST_ITERATIONS,
         common="Training",
         others="e epochs num-epochs num-train-epochs steps num-steps max-steps iters max-iter",
         marks="later",
     )
-    seconds: float | None = setting(
-        None,
-        "Seconds of training per peer, evaluations included; --iterations may end it before.",
-        1e-3,
-        1e9,
-        marks="later training",
-    )
-    threads: int = setting(
-        1,
-        "Compute threads per peer; all peers of a machine together should not exceed its cores.",
-        1,
-        1024,
-        marks="machine later training",
-    )
-    device: str = setting(
-        "cpu",
-        "Device to train on, unless the line of the hosts file has device=.",
-        common="Training",
-        metavar="DEVICE",
-        marks="machine later real",
-    )
-    restart: int = setting(
-        0,
-        "How often a peer that dies is started again, with growing pauses: from its last checkpoint, or else with the"
-        " model of another peer. 0: never.",
-        0,
-        1000,
-        marks="later real",
-    )
-    log_interval: int = setting(
-        10, "Iterations between two records of loss and delta.", 1, MOST_ITERATIONS, marks="later"
-    )
-    recorder: str = setting(
-        "tensorboard",
-        "Where curves are recorded: tensorboard, csv, wandb, mlflow, several joined by +, or none.",
-        check="recorders:recorders_from",
-    )
+    """Iterations per peer. Default with --solver: its max_iter; with --seconds: no limit."""
+    seconds: float | None = setting(None, 1e-3, 1e9, marks="later training")
+    """Seconds of training per peer, evaluations included; --iterations may end it before."""
+    threads: int = setting(1, 1, 1024, marks="machine later training")
+    """Compute threads per peer; all peers of a machine together should not exceed its cores."""
+    device: str = setting("cpu", common="Training", metavar="DEVICE", marks="machine later real")
+    """Device to train on, unless the line of the hosts file has device=."""
+    restart: int = setting(0, 0, 1000, marks="later real")
+    """How often a peer that dies is started again, with growing pauses: from its last checkpoint, or else with the
+    model of another peer. 0: never."""
+    log_interval: int = setting(10, 1, MOST_ITERATIONS, marks="later")
+    """Iterations between two records of loss and delta."""
+    recorder: str = setting("tensorboard", check="recorders:recorders_from")
+    """Where curves are recorded: tensorboard, csv, wandb, mlflow, several joined by +, or none."""
     metrics_port: str | None = setting(
-        None,
-        "Serve each peer's figures to Prometheus, on this port plus the peer's rank; on loopback unless an address is"
-        " given, as in 0.0.0.0:9400.",
-        check="metrics.prometheus:parse",
-        metavar="[HOST:]PORT",
-        marks="process later real",
+        None, check="metrics.prometheus:parse", metavar="[HOST:]PORT", marks="process later real"
     )
-    eval_interval: int | None = setting(
-        None,
-        "Iterations between two evaluations during training; 0: none. Default: a tenth of the run, at most 250.",
-        0,
-        MOST_ITERATIONS,
-        common="Training",
-        marks="later training",
-    )
-    save_model: bool = setting(True, "Save each peer's final model in the directory of the run.", marks="later real")
+    """Serve each peer's figures to Prometheus, on this port plus the peer's rank; on loopback unless an address is
+    given, as in 0.0.0.0:9400."""
+    eval_interval: int | None = setting(None, 0, MOST_ITERATIONS, common="Training", marks="later training")
+    """Iterations between two evaluations during training; 0: none. Default: a tenth of the run, at most 250."""
+    save_model: bool = setting(True, marks="later real")
+    """Save each peer's final model in the directory of the run."""
     checkpoint_every: str | int = setting(
-        "0",
-        "Write a checkpoint every N iterations (500) or seconds (60s), for --resume; 0: no checkpoints.",
-        check="settings.interval:CheckpointInterval.parse",
-        marks="later training",
+        "0", check="settings.interval:CheckpointInterval.parse", marks="later training"
     )
-    keep_checkpoints: int = setting(
-        2,
-        "Number of checkpoints to keep per peer; with 2, one remains if the newest is damaged.",
-        1,
-        1000,
-        marks="later real",
-    )
+    """Write a checkpoint every N iterations (500) or seconds (60s), for --resume; 0: no checkpoints."""
+    keep_checkpoints: int = setting(2, 1, 1000, marks="later real")
+    """Number of checkpoints to keep per peer; with 2, one remains if the newest is damaged."""
 
 
 @dataclass(frozen=True)
@@ -137,95 +88,54 @@ class TaskSettings:
     """The training task; the TOML table ``[task]``. None: the defaults of the model (Table I for the paper's)."""
 
     task: str = setting(
-        "fashion-mnist",
-        "Data set: fashion-mnist, mnist, cifar10, cifar100 or text.",
-        check="tasks.presets:TASKS",
-        common="Training",
-        metavar="NAME",
-        others="dataset data-set",
+        "fashion-mnist", check="tasks.presets:TASKS", common="Training", metavar="NAME", others="dataset data-set"
     )
-    data_dir: str | None = setting(
-        None,
-        "Directory with the files of the full data set; of any text files for text. Not needed for fashion-mnist and"
-        " text.",
-        metavar="DIR",
-        others="data data-path data-root",
-        marks="machine later",
-    )
-    model: str = setting(
-        "lenet",
-        "Model: lenet, convnet, resnet20, resnet56, resnet110, alexnet or googlenet; of text, transformer.",
-        check="tasks.presets:PRESETS",
-        common="Training",
-        metavar="NAME",
-    )
+    """Data set: fashion-mnist, mnist, cifar10, cifar100 or text."""
+    data_dir: str | None = setting(None, metavar="DIR", others="data data-path data-root", marks="machine later")
+    """Directory with the files of the full data set; of any text files for text. Not needed for fashion-mnist and
+    text."""
+    model: str = setting("lenet", check="tasks.presets:PRESETS", common="Training", metavar="NAME")
+    """Model: lenet, convnet, resnet20, resnet56, resnet110, alexnet or googlenet; of text, transformer."""
     solver: str | None = setting(
-        None,
-        "Train with a Caffe solver file (solver.prototxt), or with a built-in one: alexnet, convnet, googlenet.",
-        check="tasks.solvers:solver_file",
-        absolute="tasks.solvers:resolved_solver",
-        marks="real",
+        None, check="tasks.solvers:solver_file", absolute="tasks.solvers:resolved_solver", marks="real"
     )
-    batch_size: int | None = setting(
-        None, "Batch size per peer, in images or windows of text. Default: the model's.", 1, 60_000, others="b bs batch"
-    )
-    optimizer: Literal["sgd", "adamw", "lars"] | None = setting(
-        None, "Optimizer; another than the model's needs --base-lr. Default: the model's."
-    )
-    base_lr: float | None = setting(
-        None, "Initial learning rate. Default: the model's.", 0, LARGEST_FACTOR, others="lr learning-rate"
-    )
-    gamma: float | None = setting(
-        None, "Factor applied to the learning rate at each of --lr-steps. Default: the model's.", 0, LARGEST_FACTOR
-    )
-    momentum: float | None = setting(None, "Momentum of SGD or LARS. Default: the model's, or 0.9.", 0, LARGEST_FACTOR)
-    nesterov: bool = setting(False, "Use Nesterov momentum; with --hub this is EAMSGD.")
-    weight_decay: float | None = setting(
-        None, "Weight decay of the optimizer. Default: the model's.", 0, LARGEST_FACTOR
-    )
-    lr_steps: tuple[float, ...] | None = setting(
-        None, "Where the learning rate changes, as fractions of the run: 0.5,0.75. Default: the model's.", 0, 1
-    )
-    partition: str = setting(
-        "iid",
-        "How the data are split among the peers: iid, dirichlet:alpha=0.3 or contiguous.",
-        check="tasks.partition:partition_from",
-    )
+    """Train with a Caffe solver file (solver.prototxt), or with a built-in one: alexnet, convnet, googlenet."""
+    batch_size: int | None = setting(None, 1, 60_000, others="b bs batch")
+    """Batch size per peer, in images or windows of text. Default: the model's."""
+    optimizer: Literal["sgd", "adamw", "lars"] | None = setting(None)
+    """Optimizer; another than the model's needs --base-lr. Default: the model's."""
+    base_lr: float | None = setting(None, 0, LARGEST_FACTOR, others="lr learning-rate")
+    """Initial learning rate. Default: the model's."""
+    gamma: float | None = setting(None, 0, LARGEST_FACTOR)
+    """Factor applied to the learning rate at each of --lr-steps. Default: the model's."""
+    momentum: float | None = setting(None, 0, LARGEST_FACTOR)
+    """Momentum of SGD or LARS. Default: the model's, or 0.9."""
+    nesterov: bool = setting(False)
+    """Use Nesterov momentum; with --hub this is EAMSGD."""
+    weight_decay: float | None = setting(None, 0, LARGEST_FACTOR)
+    """Weight decay of the optimizer. Default: the model's."""
+    lr_steps: tuple[float, ...] | None = setting(None, 0, 1)
+    """Where the learning rate changes, as fractions of the run: 0.5,0.75. Default: the model's."""
+    partition: str = setting("iid", check="tasks.partition:partition_from")
+    """How the data are split among the peers: iid, dirichlet:alpha=0.3 or contiguous."""
 
 
 @dataclass(frozen=True)
 class SyncSettings:
     """The beginning and the end of a run, and its figures, whatever is exchanged; in the TOML table ``[sync]``."""
 
-    finish: Literal["consensus", "none"] = setting(
-        "consensus", "Average all models at the end, or (as in the paper) do not.", marks="later"
-    )
-    finish_timeout: float = setting(
-        0.0,
-        "Seconds that a peer waits in the finish for peers that still train; 0: as long as they make progress.",
-        0,
-        30 * 86_400,
-    )
-    init: Literal["first", "own"] = setting(
-        "first", "Start all peers from the weights of one peer, or each peer from its own."
-    )
-    buffers: Literal["mix", "local"] = setting(
-        "mix", "Exchange the statistics of BatchNorm, or keep them local.", marks="training"
-    )
-    min_peers: int = setting(
-        1,
-        "Stop with exit code 4 when fewer peers than this are left; 1: continue even alone.",
-        1,
-        65_536,
-        marks="later",
-    )
-    distance_interval: int = setting(
-        50,
-        "Iterations between two estimates of the consensus distance (Eq. 8).",
-        1,
-        MOST_ITERATIONS,
-        marks="later training",
-    )
+    finish: Literal["consensus", "none"] = setting("consensus", marks="later")
+    """Average all models at the end, or (as in the paper) do not."""
+    finish_timeout: float = setting(0.0, 0, 30 * 86_400)
+    """Seconds that a peer waits in the finish for peers that still train; 0: as long as they make progress."""
+    init: Literal["first", "own"] = setting("first")
+    """Start all peers from the weights of one peer, or each peer from its own."""
+    buffers: Literal["mix", "local"] = setting("mix", marks="training")
+    """Exchange the statistics of BatchNorm, or keep them local."""
+    min_peers: int = setting(1, 1, 65_536, marks="later")
+    """Stop with exit code 4 when fewer peers than this are left; 1: continue even alone."""
+    distance_interval: int = setting(50, 1, MOST_ITERATIONS, marks="later training")
+    """Iterations between two estimates of the consensus distance (Eq. 8)."""
 
 
 @dataclass(frozen=True)
@@ -234,63 +144,33 @@ class ExchangeSettings:
 
     bind: str = setting(
         "127.0.0.1",
-        "Address to listen on; any address but loopback requires a secret or TLS.",
         common="Peers",
         metavar="ADDRESS",
         others="host address listen interface",
         marks="machine later real",
     )
-    advertise: str | None = setting(
-        None,
-        "Host of this machine in the hosts file, if it cannot be detected; under torchrun or srun, the address at"
-        " which others reach it.",
-        marks="machine later real",
-    )
-    secret_file: str | None = setting(
-        None,
-        "File with the secret that all peers share: 16 bytes or more, readable by its owner only. Or set"
-        " GOSSIPX_SECRET.",
-        common="Peers",
-        metavar="FILE",
-        marks="machine later real",
-    )
-    tls_cert: str | None = setting(
-        None,
-        "Mutual TLS instead of a secret: PEM file with the certificate of this machine.",
-        metavar="FILE",
-        marks="machine later real",
-    )
-    tls_key: str | None = setting(
-        None, "With --tls-cert: PEM file with its private key.", metavar="FILE", marks="machine later real"
-    )
-    tls_ca: str | None = setting(
-        None,
-        "With --tls-cert: PEM file with the CA that signed the certificates of all peers.",
-        metavar="FILE",
-        marks="machine later real",
-    )
-    transport: Literal["auto", "tcp", "shm", "gloo", "nccl"] = setting(
-        "auto",
-        "How models are sent: auto (shared memory between peers on one machine, else TCP), only TCP, only shared"
-        " memory, or gloo or NCCL of torch.distributed.",
-        marks="later real",
-    )
-    max_rate: str | None = setting(
-        None,
-        "Upper limit of the rate at which models are sent over a network, in total: 100mbit.",
-        check="transports.pace:parse_rate",
-        marks="later real",
-    )
-    peer_timeout: float = setting(
-        30.0, "Seconds after which to stop waiting for another peer.", 0.1, 86_400, marks="later"
-    )
-    rendezvous_timeout: float = setting(
-        300.0,
-        "Seconds that the processes started by torchrun, srun or mpirun have to find each other.",
-        0.1,
-        86_400,
-        marks="process later real",
-    )
+    """Address to listen on; any address but loopback requires a secret or TLS."""
+    advertise: str | None = setting(None, marks="machine later real")
+    """Host of this machine in the hosts file, if it cannot be detected; under torchrun or srun, the address at which
+    others reach it."""
+    secret_file: str | None = setting(None, common="Peers", metavar="FILE", marks="machine later real")
+    """File with the secret that all peers share: 16 bytes or more, readable by its owner only. Or set
+    GOSSIPX_SECRET."""
+    tls_cert: str | None = setting(None, metavar="FILE", marks="machine later real")
+    """Mutual TLS instead of a secret: PEM file with the certificate of this machine."""
+    tls_key: str | None = setting(None, metavar="FILE", marks="machine later real")
+    """With --tls-cert: PEM file with its private key."""
+    tls_ca: str | None = setting(None, metavar="FILE", marks="machine later real")
+    """With --tls-cert: PEM file with the CA that signed the certificates of all peers."""
+    transport: Literal["auto", "tcp", "shm", "gloo", "nccl"] = setting("auto", marks="later real")
+    """How models are sent: auto (shared memory between peers on one machine, else TCP), only TCP, only shared memory,
+    or gloo or NCCL of torch.distributed."""
+    max_rate: str | None = setting(None, check="transports.pace:parse_rate", marks="later real")
+    """Upper limit of the rate at which models are sent over a network, in total: 100mbit."""
+    peer_timeout: float = setting(30.0, 0.1, 86_400, marks="later")
+    """Seconds after which to stop waiting for another peer."""
+    rendezvous_timeout: float = setting(300.0, 0.1, 86_400, marks="process later real")
+    """Seconds that the processes started by torchrun, srun or mpirun have to find each other."""
 
 
 @dataclass(frozen=True)

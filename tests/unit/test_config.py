@@ -13,7 +13,9 @@ import pytest
 from every_setting import CONFIG_TOML, EVERY_KEY
 
 from gossipx.errors import UsageError
+from gossipx.settings import scenario
 from gossipx.settings.files import absolute, dump, load, resolve
+from gossipx.settings.keys import Key
 from gossipx.settings.modes import MODES, Mode
 from gossipx.settings.sections import KEYS, RunConfig
 
@@ -144,6 +146,11 @@ def test_text_that_toml_escapes_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted({n for key in KEYS.values() for n in (key.check, key.absolute) if n}))
 def test_what_a_setting_names_exists(name: str) -> None:
     assert pkgutil.resolve_name(f"gossipx.{name}")
+
+
+@pytest.mark.parametrize("key", [*KEYS.values(), *scenario.OWN.values(), *scenario.OF_FAULT.values()])
+def test_the_docstring_below_a_setting_is_its_help(key: Key) -> None:
+    assert key.help.endswith(".") and "\n" not in key.help
 
 
 def test_nothing_given_is_the_defaults() -> None:

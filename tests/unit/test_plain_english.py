@@ -33,7 +33,7 @@ PHRASES = {
     rf"({COUNTED}) a ({EACH})": "'per'",
     r"so many": "'N', 'at most N', 'a number of'",
     r"there (is|are) (none|no such)": "'not found', 'missing'",
-    r"(?<=\"\"\")(What|Whose|Who)": "a noun phrase, or 'Return ...'",
+    r"(?<=\"\"\")(What|Whose|Who)(?! (to do|a policy starts))": "a noun phrase, or 'Return ...'",
 }
 """What not to write, as regular expressions between word boundaries, and what to write."""
 _SPACE = r"(?:[^\S\n]+|[^\S\n]*\n[^\S\n]*)"  # a phrase may continue on the next line, but not after an empty one
