@@ -38,9 +38,12 @@ def test_a_fork_ends_as_a_new_interpreter_does(kind: str, tmp_path: Path) -> Non
 def test_the_peers_of_a_run_are_forked(tmp_path: Path) -> None:
     """Else a change of the launcher could make all tests slow, and nothing would show it."""
     script = """
-rank = os.environ["GOSSIPX_RANK"]
-(FOLDER / f"{rank}.json").write_text(json.dumps(Path("/proc/self/comm").read_text().strip()))
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with gossipx.join(model, optimizer) as peer:
+    tell(peer, name=Path("/proc/self/comm").read_text().strip())
+    train(peer, model, optimizer, 2)
 """
     with folder(tmp_path, 2) as here:
-        here.start_run(here.script(script), here.path).end()
-        assert [here.told(rank) for rank in (0, 1)] == ["peer 0", "peer 1"]
+        here.run(here.script(script), here.path)
+        assert [here.told(rank)["name"] for rank in (0, 1)] == ["peer 0", "peer 1"]
