@@ -28,7 +28,6 @@ EVERY_KEY: dict[str, dict[str, Any]] = {
         "task": "mnist",
         "data_dir": "data",
         "model": "convnet",
-        "solver": "alexnet",
         "batch_size": 16,
         "optimizer": "lars",
         "base_lr": 0.5,
@@ -123,7 +122,6 @@ keep_checkpoints = 5
 task = "mnist"
 data_dir = "data"
 model = "convnet"
-solver = "alexnet"
 batch_size = 16
 optimizer = "lars"
 base_lr = 0.5

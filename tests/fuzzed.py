@@ -73,7 +73,8 @@ def _hosts() -> Target:
 def _solver() -> Target:
     from gossipx.solver import prototxt
 
-    return Target(of_file("solver.prototxt", prototxt.read_solver), lambda: _files("gossipx/tasks/solvers/*.prototxt"))
+    text = b'net: "lenet"\nlr_policy: "step"\nstepvalue: [1, 2]\nsolver_mode: CPU\ntest_state { level: 1 stage: "a" }\n'
+    return Target(of_file("solver.prototxt", prototxt.read_solver), lambda: iter([text]))
 
 
 def _topology(ending: str) -> Target:

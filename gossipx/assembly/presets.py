@@ -1,10 +1,8 @@
-"""The effective settings of a run: those of its solver file and of its model's preset fill the gaps."""
+"""The effective settings of a run: those of its model's preset fill the gaps."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-from typing import Any
 
 from gossipx import policies
 from gossipx.assembly import rules
@@ -12,22 +10,12 @@ from gossipx.assembly.graph import build_schedule
 from gossipx.errors import UsageError
 from gossipx.settings import files
 from gossipx.settings.modes import HasPolicy
-from gossipx.settings.sections import KEYS, MOST_ITERATIONS, RunConfig, TaskSettings
-from gossipx.solver import prototxt
-from gossipx.tasks import solvers
+from gossipx.settings.sections import MOST_ITERATIONS, RunConfig, TaskSettings
 from gossipx.tasks.presets import PRESETS, TEXT_MODEL, TEXT_TASK, Preset
-
-log = logging.getLogger("gossipx")
 
 SCRIPTS_THRESHOLD = 0.02
 """Threshold of the paper's rule for models other than the built-in ones: the middle one of Table I of Adaptive
 Communication."""
-REPLACED = {
-    "solver_mode": "--device and the hosts file set the device",
-    "device_id": "--device and the hosts file set the device",
-    "random_seed": "--seed sets the seed of everything random",
-}
-"""Fields of a solver file that options of the run replace."""
 OF_TASK = (
     *(field.name for field in dataclasses.fields(TaskSettings) if field.name != "partition"),
     *("eval_interval", "seconds"),
@@ -53,15 +41,10 @@ def effective_config(config: RunConfig, size: int, has_script: bool, model: str 
     Raises:
         UsageError: a value that the peers would refuse; it is refused here before any of them is started.
     """
-    if has_script and config.task.solver is not None:
-        reason = "is for the built-in task, and a script calls gossipx.get_solver instead: leave one out"
-        raise UsageError(f"--solver {config.task.solver} {reason}")
     if has_script:
         _refuse_of_task(config)
-    if not has_script:
-        config = _with_preset(_with_task_of_model(_with_solver(config)))
-        if config.task.solver is not None:
-            _check_solver(config.task.solver)
+    else:
+        config = _with_preset(_with_task_of_model(config))
     steps = config.task.lr_steps or ()
     if list(steps) != sorted(steps):
         raise UsageError(f"--lr-steps must be in ascending order: {', '.join(map(str, steps))}")
@@ -91,36 +74,6 @@ def with_policy(config: RunConfig, has_script: bool, model: str | None = None) -
     return files.changed(config, policy=policies.complete(spec))
 
 
-def _with_solver(config: RunConfig) -> RunConfig:
-    """Return the configuration with the model and the number of iterations that its solver file sets, unless given.
-
-    Raises:
-        UsageError: the file does not exist or is invalid.
-    """
-    if config.task.solver is None:
-        return config
-    param = prototxt.read_solver(solvers.solver_file(config.task.solver))
-    found: dict[str, Any] = {"solver": solvers.resolved_solver(config.task.solver)}
-    if param.net in PRESETS and not config.is_given("model"):
-        found["model"] = param.net
-    if param.max_iter > 0 and not config.is_given("iterations"):
-        found["iterations"] = param.max_iter
-    return files.changed(config, **found)
-
-
-def _check_solver(given: str) -> None:
-    """Refuse a solver file that cannot train the built-in task, and warn of fields that have no effect."""
-    from gossipx.solver.trainable import check_trainable  # imports torch
-
-    param = prototxt.read_solver(solvers.solver_file(given))
-    check_trainable(param, min(len(param.test_iter), 1))
-    ignored = {**prototxt.WITHOUT_MEANING, **REPLACED}
-    if param.net in PRESETS:
-        del ignored["net"]
-    for warning in param.warnings(ignored):
-        log.warning(warning)
-
-
 def _with_task_of_model(config: RunConfig) -> RunConfig:
     """Return the configuration with the model of a given text task, or the task of a given model of text.
 
@@ -135,23 +88,13 @@ def _with_task_of_model(config: RunConfig) -> RunConfig:
                 " models are for images"
             )
         config = files.changed(config, task=TEXT_TASK, model=TEXT_MODEL)
-        task = config.task
-    if task.task == TEXT_TASK and task.solver is not None:
-        raise UsageError(f"--solver {task.solver} is for images: leave it out, or leave out --task {TEXT_TASK}")
     return config
 
 
 def _with_preset(config: RunConfig) -> RunConfig:
     task = config.task
     preset = PRESETS[task.model]
-    in_solver_file = ("optimizer", "base_lr", "gamma", "momentum", "nesterov", "weight_decay", "lr_steps")
-    for key in (*in_solver_file, "eval_interval", "seconds") if task.solver is not None else ():
-        if config.is_given(key):
-            option = KEYS[key].option
-            raise UsageError(f"{option} is set by the solver file: leave it out, or leave out --solver {task.solver}")
-    values: dict[str, Any] = {"batch_size": preset.batch_size}
-    if task.solver is None:
-        values = {**dataclasses.asdict(preset), "momentum": _momentum_of(config, preset)}
+    values = {**dataclasses.asdict(preset), "momentum": _momentum_of(config, preset)}
     if preset.schedule == "cosine":
         reason = f"is for a learning rate with steps, and that of --model {task.model} follows a cosine: leave it out"
         rules.refuse_given(config, ("gamma", "lr_steps"), reason)
@@ -159,7 +102,7 @@ def _with_preset(config: RunConfig) -> RunConfig:
     iterations = config.run.iterations
     if config.run.seconds is not None and not config.is_given("iterations"):
         filled["iterations"] = iterations = MOST_ITERATIONS
-    if config.run.eval_interval is None and task.solver is None:
+    if config.run.eval_interval is None:
         filled["eval_interval"] = min(LONGEST_EVAL_INTERVAL, max(1, iterations // 10))
     if isinstance(config.mode, HasPolicy):
         filled["policy"] = _policy_for(preset, config.mode.policy)

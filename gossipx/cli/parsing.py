@@ -87,7 +87,6 @@ COMPLETERS: dict[str, Completer] = {
     "device": complete_from(DEVICES),
     "task": complete_from("gossipx.tasks.presets:TASKS"),
     "model": complete_from("gossipx.tasks.presets:PRESETS"),
-    "solver": complete_from("gossipx.tasks.solvers:solver_names", otherwise="file"),
     "partition": complete_from(PARTITIONS),
     "policy": complete_from("gossipx.policies:names"),
     "topology": complete_topology,

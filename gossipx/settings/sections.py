@@ -52,7 +52,7 @@ class RunSettings:
         others="e epochs num-epochs num-train-epochs steps num-steps max-steps iters max-iter",
         marks="later",
     )
-    """Iterations per peer. Default with --solver: its max_iter; with --seconds: no limit."""
+    """Iterations per peer. Default with --seconds: no limit."""
     seconds: float | None = setting(None, 1e-3, 1e9, marks="later training")
     """Seconds of training per peer, evaluations included; --iterations may end it before."""
     threads: int = setting(1, 1, 1024, marks="machine later training")
@@ -96,10 +96,6 @@ class TaskSettings:
     text."""
     model: str = setting("lenet", check="tasks.presets:PRESETS", common="Training", metavar="NAME")
     """Model: lenet, convnet, resnet20, resnet56, resnet110, alexnet or googlenet; of text, transformer."""
-    solver: str | None = setting(
-        None, check="tasks.solvers:solver_file", absolute="tasks.solvers:resolved_solver", marks="real"
-    )
-    """Train with a Caffe solver file (solver.prototxt), or with a built-in one: alexnet, convnet, googlenet."""
     batch_size: int | None = setting(None, 1, 60_000, others="b bs batch")
     """Batch size per peer, in images or windows of text. Default: the model's."""
     optimizer: Literal["sgd", "adamw", "lars"] | None = setting(None)

@@ -48,10 +48,10 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "exp": ("gamma",),
     "inv": ("gamma", "power"),
     "multistep": ("gamma", "stepvalue"),
-    "poly": ("power",),
+    "poly": ("power", "max_iter"),
     "sigmoid": ("gamma", "stepsize"),
 }
-"""Required fields by ``lr_policy``. ``poly`` also needs a length, which may be the run's."""
+"""Required fields by ``lr_policy``."""
 
 
 def learning_rate(param: SolverParameter, iteration: int) -> float:

@@ -30,7 +30,7 @@ from gossipx.solver.net import Net, Objective, Score, SourceBatches
 from gossipx.solver.optimizers import DEFAULTS, TYPES, CaffeOptimizer
 from gossipx.solver.prototxt import SolverParameter
 from gossipx.solver.rates import learning_rate, steps_passed
-from gossipx.solver.trainable import check_length, check_trainable
+from gossipx.solver.trainable import check_trainable
 
 Callback = Callable[[], object]
 
@@ -78,8 +78,7 @@ class Solver:
         stream: TextIO | None = None,
     ):
         tests = _test_data(test)
-        check_trainable(param, len(tests), "test=")
-        check_length(param)
+        check_trainable(param, len(tests))
         _check_arguments(net, scores)
         self.param = param
         self.iter = 0

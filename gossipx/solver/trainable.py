@@ -27,43 +27,28 @@ LEAST: dict[str, float] = {
 """The minimum of each field."""
 
 
-def check_trainable(param: SolverParameter, tests: int, of: str = "the run") -> None:
+def check_trainable(param: SolverParameter, tests: int) -> None:
     """Check that training can start.
 
     Args:
         param: the parameters.
         tests: number of sets of test batches.
-        of: the owner of the test batches, for messages.
 
     Raises:
         UsageError: the first invalid field, with file, line and column.
     """
-    for field, mistake in _mistakes(param, tests, of):
+    for field, mistake in _mistakes(param, tests):
         raise param.error(field, mistake)
 
 
-def check_length(param: SolverParameter) -> None:
-    """Check that ``max_iter`` is given if the rate depends on it. In a run the run's length would replace it.
-
-    Raises:
-        UsageError: ``max_iter`` is missing.
-    """
-    if param.lr_policy == "poly" and "max_iter" not in param.given:
-        raise param.error("max_iter", _missing(param))
-
-
-def _missing(param: SolverParameter) -> str:
-    return f'it is missing, and lr_policy: "{param.lr_policy}" needs it'
-
-
-def _mistakes(param: SolverParameter, tests: int, of: str) -> Iterator[tuple[str, str]]:
+def _mistakes(param: SolverParameter, tests: int) -> Iterator[tuple[str, str]]:
     yield from _known_names(param)
     for field, least in LEAST.items():
         if not getattr(param, field) >= least:  # also true for NaN
             yield field, f"{getattr(param, field):g} is less than {least:g}"
     yield from _rate(param)
     yield from _of_type(param)
-    yield from _check_test_nets(param, tests, of)
+    yield from _check_test_nets(param, tests)
     for name in param.weight_files:
         if texts.found(Path(name)) != "file":
             yield "weights", f"there is no file '{name}'"
@@ -89,7 +74,7 @@ def _rate(param: SolverParameter) -> Iterator[tuple[str, str]]:
         yield "base_lr", "it is missing"
     for field in NEEDS[param.lr_policy]:
         if field not in param.given:
-            yield field, _missing(param)
+            yield field, f'it is missing, and lr_policy: "{param.lr_policy}" needs it'
     if "stepsize" in NEEDS[param.lr_policy] and param.stepsize < 1:
         yield "stepsize", f"{param.stepsize} is less than 1"
     if list(param.stepvalue) != sorted(set(param.stepvalue)):
@@ -97,7 +82,7 @@ def _rate(param: SolverParameter) -> Iterator[tuple[str, str]]:
     if param.lr_policy == "poly":
         if not param.power >= 0:
             yield "power", f'{param.power:g} is less than 0, and lr_policy: "poly" raises 0 to it at max_iter'
-        if "max_iter" in param.given and param.max_iter < 1:
+        if param.max_iter < 1:
             yield "max_iter", f'{param.max_iter} is less than 1, and lr_policy: "poly" divides by it'
 
 
@@ -112,9 +97,9 @@ def _of_type(param: SolverParameter) -> Iterator[tuple[str, str]]:
         yield "momentum2", f"{param.momentum2:g} is not in [0, 1)"
 
 
-def _check_test_nets(param: SolverParameter, tests: int, of: str) -> Iterator[tuple[str, str]]:
+def _check_test_nets(param: SolverParameter, tests: int) -> Iterator[tuple[str, str]]:
     if len(param.test_iter) != tests:
-        yield "test_iter", f"it is given {len(param.test_iter)} times, once per test net, and {of} has {tests} of them"
+        yield "test_iter", f"it is given {len(param.test_iter)} times, once per test net, and test= has {tests} of them"
     if tests and not param.test_interval:
         yield "test_interval", "it is missing, and the test nets need it"
     if any(count < 1 for count in param.test_iter):

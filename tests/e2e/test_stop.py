@@ -62,17 +62,14 @@ def test_a_stopped_run_keeps_everything_and_says_how_to_continue(
         pytest.param(("--hub", "0", "--hub-only"), "serve", marks=pytest.mark.slow),
         pytest.param(("--servers", "0", "--sync", "bsp"), "train", marks=pytest.mark.slow),
         pytest.param(("--servers", "0", "--servers-only", "--sync", "asp"), "serve", marks=pytest.mark.slow),
-        pytest.param(("--exchange", "waves"), "train", marks=pytest.mark.slow),
-        (("--solver", "lenet.prototxt"), "train"),
+        (("--exchange", "waves"), "train"),
     ],
-    ids=["hub", "hub only", "servers", "servers only", "waves", "solver"],
+    ids=["hub", "hub only", "servers", "servers only", "waves"],
 )
 def test_a_stopped_run_continues_in_every_mode(two: Folder, options: tuple[str, ...], first: str) -> None:
     """From where it was, not from the start."""
-    (two.path / "lenet.prototxt").write_text("base_lr: 0.01\nlr_policy: 'fixed'\nmax_iter: 100000\n")
     policy = () if "--servers" in options else ("--policy", "tau:5")
-    brief = BRIEF[4:] if "--solver" in options else BRIEF
-    run = two.start_run(*policy, "--iterations", "100000", *brief, *options)
+    run = two.start_run(*policy, "--iterations", "100000", *BRIEF, *options)
     run.line(rf"{two.names[1]} train [1-9]")
     run.signal(signal.SIGINT)
     ended = run.end()

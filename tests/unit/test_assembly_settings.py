@@ -206,12 +206,6 @@ def test_the_suggested_alternative_is_accepted(given: dict[str, Any]) -> None:
         effective(codec=codec, references=0, **given)
 
 
-def test_a_solver_file_is_refused_with_a_script() -> None:
-    assert refused(has_script=True, solver="convnet") == (
-        "--solver convnet is for the built-in task, and a script calls gossipx.get_solver instead: leave one out"
-    )
-
-
 @pytest.mark.fault(47)
 @pytest.mark.parametrize(
     ("given", "has_script", "ran"),
@@ -272,9 +266,6 @@ WITHOUT_EFFECT = [
     ({"references": 8}, "--references 8 needs a --codec"),
     ({"max_pushes": 1}, "--max-pushes needs --mode push, not pull"),
     ({"blocking": True, "serve_share": 0.03}, "--serve-share limits how much answers to pulls slow down training"),
-    ({"solver": "convnet", "momentum": 0.0}, "--momentum is set by the solver file"),
-    ({"solver": "convnet", "nesterov": False}, "--nesterov is set by the solver file"),
-    ({"solver": "convnet", "eval_interval": 250}, "--eval-interval is set by the solver file"),
     (
         {"task": "text", "momentum": 0.9},
         "--momentum 0.9 is for SGD, and AdamW trains --model transformer: leave it out",
@@ -288,7 +279,6 @@ WITHOUT_EFFECT = [
         "--nesterov is for SGD, and LARS trains --model lenet: leave it out",
     ),
     ({"optimizer": "adamw", "base_lr": 0.001, "momentum": 0.9}, "--momentum 0.9 is for SGD, and AdamW trains --model"),
-    ({"solver": "convnet", "optimizer": "sgd"}, "--optimizer is set by the solver file"),
     ({"task": "text", "gamma": 0.1}, "--gamma 0.1 is for a learning rate with steps, and that of --model transformer"),
     ({"model": "transformer", "lr_steps": (0.5, 0.7)}, "--lr-steps 0.5,0.7 is for a learning rate with steps, and"),
 ]
@@ -358,8 +348,6 @@ def test_the_default_task_is_lenet_on_fashion_mnist() -> None:
             "--model transformer cannot train --task mnist: transformer is for",
         ),
         ({"task": "fashion-mnist", "model": "transformer"}, "--model transformer cannot train --task fashion-mnist:"),
-        ({"task": "text", "model": "transformer", "solver": "convnet"}, "--solver convnet is for images: leave it out"),
-        ({"task": "text", "solver": "convnet"}, "--model convnet cannot train --task text:"),
     ],
     ids=str,
 )
@@ -379,16 +367,15 @@ def test_a_model_that_cannot_train_the_task_is_refused(given: dict[str, Any], to
         ({"iterations": 200, "eval_interval": 0}, 0),
         ({"iterations": 200, "eval_interval": 150}, 150),
         ({"task": "text", "iterations": 500}, 50),
-        ({"solver": "convnet", "iterations": 200}, None),
     ],
     ids=str,
 )
-def test_a_short_run_is_evaluated_ten_times(given: dict[str, Any], every: int | None) -> None:
-    """A quick start of 200 iterations drew one dot. The solver file has its own interval."""
+def test_a_short_run_is_evaluated_ten_times(given: dict[str, Any], every: int) -> None:
+    """A quick start of 200 iterations drew one dot."""
     config = effective_config(files.resolve(given), 2, has_script=False)
     assert config.run.eval_interval == every
     again = effective_config(files.resolve(vars(config.run)), 2, False)
-    assert every is None or again.run.eval_interval == every, "a run that resumes reads its file"
+    assert again.run.eval_interval == every, "a run that resumes reads its file"
 
 
 @pytest.mark.fault(65)

@@ -110,7 +110,7 @@ def test_the_page_of_the_command_line_has_every_command() -> None:
 
 @pytest.mark.parametrize("name", ["simulate", "doctor", "status", "compare"])
 def test_a_command_that_shares_settings_names_its_own_options_only(name: str) -> None:
-    """The iterations of gossipx simulate told of --solver and --seconds, which a scenario's command does not have."""
+    """The iterations of gossipx simulate told of --seconds, which a scenario's command does not have."""
     assert isinstance(main, click.Group)
     command = main.commands[name]
     texts = [one.help or "" for one in command.params if isinstance(one, click.Option)]

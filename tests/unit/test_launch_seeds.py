@@ -185,8 +185,6 @@ def test_seconds_alone_leave_iterations_without_a_limit() -> None:
 def test_seconds_are_for_the_built_in_task() -> None:
     with pytest.raises(UsageError, match=r"--seconds 60.0 is for the built-in task, and a script decides that itself"):
         effective_config(files.resolve({"seconds": 60}), 2, has_script=True)
-    with pytest.raises(UsageError, match="--seconds is set by the solver file"):
-        effective_config(files.resolve({"seconds": 60, "solver": "convnet"}), 2, has_script=False)
 
 
 def test_a_dry_run_needs_iterations(ran: dict[int, RunEnd]) -> None:

@@ -280,6 +280,7 @@ def test_the_old_solver_type_becomes_a_type(old: str, new: str) -> None:
         ("type: 'SGD'\nsolver_type: ADAM", "2:1", "solver_type: 'type' is given as well"),
     ],
 )
+@pytest.mark.fault(41)
 def test_an_error_has_line_and_column(text: str, place: str, said: str) -> None:
     message = refusal(text)
     assert message.startswith(f"{PATH}:{place}: ")

@@ -82,13 +82,12 @@ def test_a_resume_that_finds_nothing_is_refused(here: Path, monkeypatch: pytest.
 
 def test_the_settings_of_a_run_name_its_files_from_anywhere(here: Path) -> None:
     """Its peers, and ``gossipx run --resume``, may run in another directory."""
-    for name in ("ring.edges", "solver.prototxt"):
-        (here / name).touch()
+    (here / "ring.edges").touch()
     (here / "topologies").mkdir()
     (here / "topologies" / "mine.edges").write_text("0 1\n")
     given = {key.name: "a/b" for key in KEYS.values() if key.absolute is not None}
     assert given.keys() >= {"peers", "logdir", "data_dir", "secret_file", "tls_cert", "tls_key", "tls_ca"}
-    given |= {"topology": "ring.edges", "solver": "solver.prototxt"}
+    given |= {"topology": "ring.edges"}
     config = files.resolve(given)
     (here / "config.toml").write_text(files.dump(config), encoding="utf-8")
     read = files.load(here / "config.toml")

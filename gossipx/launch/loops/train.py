@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn import functional
 
 from gossipx.launch.environment import ENV_CONFIG, ENV_DEVICE, ENV_RANK, progress
-from gossipx.launch.loops import solve
 from gossipx.launch.loops.join import join
 from gossipx.launch.run.display import LOADING_DATA
 from gossipx.optimizers import LARS
@@ -61,9 +60,6 @@ def train(run: RunConfig, rank: int) -> None:
     def evaluate(module: nn.Module) -> dict[str, float]:
         return scores(module, test, device)
 
-    if task.solver is not None:
-        solve.train(run, Path(os.environ[ENV_CONFIG]).parent, rank, model, everything, test, evaluate)
-        return
     optimizer = optimizer_of(model, task)
     with join(model, optimizer, evaluate=evaluate) as peer:
         parts = partition_from(task.partition).split(everything.labels.numpy(), peer.size, run.run.seed)

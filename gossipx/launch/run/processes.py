@@ -90,9 +90,8 @@ class _Processes:
             status.begins(script)
         self._children: dict[int, Child] = {}
         self._display = Display(start.title, self._statuses, plain=start.shared)
-        snapshots = settings.task.solver is not None and not script
         patience = settings.exchange.peer_timeout
-        self._stopping = Stopping(self._children, self._statuses, self._display, patience, snapshots, start.is_quiet)
+        self._stopping = Stopping(self._children, self._statuses, self._display, patience, start.is_quiet)
         self._restarts = Restarts(start.directory.path, self._statuses, settings.run.restart, self._display.line)
         self._outcome = RunOutcome(
             start, script, self._statuses, self._children, self._display, self._stopping, self._restarts

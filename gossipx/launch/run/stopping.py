@@ -34,7 +34,6 @@ class Stopping:
         statuses: states of the peers, by rank.
         display: shows what is waited for.
         peer_timeout: seconds after which the peers that have not stopped yet are named.
-        snapshots: whether SIGHUP is passed on to peers that train, as a request for a Caffe solver's snapshot.
         quiet: whether another process of the run tells what happens.
 
     Attributes:
@@ -48,7 +47,6 @@ class Stopping:
         statuses: Mapping[int, PeerStatus],
         display: Display,
         peer_timeout: float,
-        snapshots: bool,
         quiet: bool,
     ):
         self.code: int | None = None
@@ -57,7 +55,6 @@ class Stopping:
         self._statuses = statuses
         self._display = display
         self._patience = peer_timeout
-        self._snapshots = snapshots
         self._quiet = quiet
         self._received: list[int] = []
         self._obeyed = False
@@ -113,11 +110,7 @@ class Stopping:
             )
 
     def _obey(self, number: int) -> None:
-        if number == signal.SIGHUP and self._snapshots:
-            for rank, child in self._children.items():
-                if self._statuses[rank].state == "train":
-                    child.signal(number)
-        elif self.code is None:
+        if self.code is None:
             if not self._quiet:
                 self._display.line("stopping: peers end their step and write a checkpoint; Ctrl-C again stops at once")
             self._obeyed = True
