@@ -30,7 +30,7 @@ paper = read("3lc")
 BIN = Path(__file__).parents[1]
 sys.path.append(str(BIN / "benches"))
 from _cluster import RATES, train  # noqa: E402
-from compression import FLOAT, PAPER, SHARES, TERNARY, ratio_spec, runs  # noqa: E402
+from compression import FLOAT, PAPER, SHARES, SPARSITIES, ratio_spec, runs  # noqa: E402
 
 BITS = {FLOAT: 32.0, "8-bit int": 8.0, "Stoch 3-value b-3-5": 1.6, "MQE 1-bit int": 1.0, "2 local steps": 16.0}
 """Bits per value of designs that fix them; two local steps send 32 every second step."""
@@ -54,7 +54,7 @@ DIVERGED = 0.2
 def parts(given: Given) -> Iterator[Part]:
     """Yield the tables."""
     kept = CachedRuns(BIN.parent / "runs" / "codecs" / "compression.jsonl")
-    bits = {f"3LC (s={float(sparsity):.2f})": fmean(_ratio(kept, sparsity)["bits"]) for sparsity in TERNARY}
+    bits = {f"3LC (s={float(sparsity):.2f})": fmean(_ratio(kept, sparsity)["bits"]) for sparsity in SPARSITIES}
     yield _ratios(kept)
     if not given.smoke:
         times, seconds = _speedups(given.of(1, 6, 20), bits)
@@ -188,7 +188,7 @@ def _ratios(kept: CachedRuns) -> Part:
     setting = "recorded: ResNet-20 on Fashion-MNIST, four workers, 1,200 steps, one seed; Figure 6: LeNet, five seeds"
     made = Part("Table 2 and Figure 6: compression", setting)
     bits = {}
-    for sparsity in TERNARY:
+    for sparsity in SPARSITIES:
         bits[sparsity], column = fmean(_ratio(kept, sparsity)["bits"]), f"s={float(sparsity):.2f}"
         made.add(f"{column}, bits", paper[f"table-2/bits/{column}"], bits[sparsity], "bits per value")
         made.add(f"{column}, ratio", paper[f"table-2/ratio/{column}"], 32 / bits[sparsity], "times")

@@ -218,11 +218,11 @@ def evidence(given: Given) -> Iterator[Table]:
             comparison = plan.compare(rate)
             yield comparison.table()
             if given.keep is not None:
-                import _plots  # imports matplotlib only when needed
+                import _evidence_plots  # imports matplotlib only when needed
 
-                _plots.evidence(comparison, given.keep)
+                _evidence_plots.evidence(comparison, given.keep)
         if given.keep is not None and FASTEST in given.rate:
-            _plots.periods(plan, given.keep)
+            _evidence_plots.periods(plan, given.keep)
 
 
 def _complete(given: Given) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from _bench.cached_runs import CachedRuns
+from _bench.cli import Given
 
 
 @pytest.fixture(scope="module")
@@ -60,49 +61,27 @@ def trained(accuracy: float) -> dict[str, Any]:
 
 
 def test_accuracy_is_compared_seed_by_seed(bench: Any) -> None:
-    plan = bench.Plan(full=False)
-    kept = CachedRuns(None)
-    for job in plan.jobs("accuracy"):
+    kept, jobs = CachedRuns(None), bench.runs("lenet", ["none", "3lc:sparsity=1"], 2, 300)
+    for job in jobs:
         kept.add(job, trained(0.8 + 0.05 * job["seed"] - (0.001 if "3lc" in job["spec"] else 0)))
-    table = bench.accuracy_table(plan, kept)
+    table = bench.trained_table("accuracy", jobs, kept)
     row = dict(zip(table.headings, table.rows[-1], strict=True))
     assert row["accuracy %"] == "82.40"
-    assert row["less float"] == "-0.10 ± 0.00"  # the seeds differ by far more
-    assert row["times fewer bytes"] == "50.0"
-    assert table.figures[-1]["met"] is True and table.figures[0]["met"] is None
-
-
-@pytest.mark.parametrize(
-    ("mean", "half", "met"),
-    [(-0.2, 0.0, True), (-0.5, 0.6, True), (-0.5, 0.4, False), (-2.0, 3.0, False), (float("nan"), 1.0, False)],
-)
-def test_within_a_third_of_a_point_or_within_the_interval(bench: Any, mean: float, half: float, met: bool) -> None:
-    assert bench.is_as_good(mean, half) is met
-
-
-def test_ratios_include_both_directions(bench: Any) -> None:
-    plan = bench.Plan(full=True)
-    kept = CachedRuns(None)
-    for job in plan.jobs("ratios"):
-        kept.add(job, trained(0.9))
-    table = bench.ratios_table(plan, kept)
-    row = dict(zip(table.headings, table.rows[0], strict=True))
-    assert row["payload"] == "64.0" and row["all frames"] == "50.0"
-    assert [one["met"] for one in table.figures if one["goal"]] == [True, False]  # 39 of sparsity 1, 107 of 1.75
+    assert row["less none"] == "-0.10 ± 0.00"  # the seeds differ by far more
+    assert row["payload, times fewer"] == "64.0" and row["all frames"] == "50.0"  # of both directions
 
 
 def test_a_step_is_compared_on_its_own_link(bench: Any) -> None:
-    plan = bench.Plan(full=True)
-    kept = CachedRuns(None)
-    for job in bench.link_jobs(plan.specs, plan.rounds):
+    kept, specs = CachedRuns(None), ["none", "3lc:sparsity=1.75"]
+    for job in bench.link_jobs(specs, 3):
         slow = 10.0 if job["link"] == "10mbit" else 1.0
         kept.add(job, {"seconds": slow * (1.0 if job["spec"] == "none" else 0.05) + 0.001 * job["round"]})
-    table = bench.links_table(plan, kept)
-    (row,) = (dict(zip(table.headings, one, strict=True)) for one in table.rows if one[0] == "3LC (s=1.75)")
+    table = bench.links_table(specs, 3, kept)
+    row = dict(zip(table.headings, table.rows[-1], strict=True))
     assert row["10mbit, s a step"] == "0.501"
     assert [one["met"] for one in table.figures if one["goal"]] == [True]
 
 
 def test_jobs_are_ordered_by_seed(bench: Any) -> None:
-    seeds = [job["seed"] for job in bench.Plan(full=True).jobs("accuracy")]
+    seeds = [job["seed"] for job in bench.jobs("accuracy", Given(smoke=False, full=True))]
     assert seeds == sorted(seeds) and set(seeds) == set(range(5))
