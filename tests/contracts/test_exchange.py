@@ -184,21 +184,6 @@ def test_mutual_and_circular_pulls_do_not_deadlock(start: Callable[[int], list[H
         assert buffer == models[to]
 
 
-@pytest.mark.every_transport
-@pytest.mark.fault(27)
-def test_two_peers_pull_from_each_other_repeatedly(start: Callable[[int], list[Host]]) -> None:
-    hosts = start(2)
-    models = [os.urandom(3_000_000) for _ in hosts]
-    for host, given in zip(hosts, models, strict=True):
-        host.serve(given)
-    for _ in range(25):
-        buffers = [bytearray(3_000_000) for _ in hosts]
-        pulls = [hosts[rank].ask(1 - rank, PullRequest(1, 30.0), buffers[rank]) for rank in range(2)]
-        for rank, results in enumerate(pulls):
-            assert results.get(timeout=LONG) == ModelReply(1)
-            assert buffers[rank] == models[1 - rank]
-
-
 def test_64_peers_pull_from_one_at_once(start: Callable[[int], list[Host]]) -> None:
     hosts = start(65)
     given = os.urandom(300_000)

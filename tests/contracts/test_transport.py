@@ -78,7 +78,7 @@ def test_bytes_arrive_unchanged(pair: Pair, in_thread: InThread, size: int) -> N
 
 def test_buffers_arrive_in_order_and_empty_ones_are_skipped(pair: Pair, in_thread: InThread) -> None:
     ours, theirs = pair
-    buffers: list[bytes | memoryview] = [b"", b"first", memoryview(b""), memoryview(b"second")]
+    buffers: list[bytes | memoryview] = [b"", b"first", memoryview(b""), memoryview(b"second..").cast("I")]
     buffers += [index.to_bytes(4, "big") for index in range(3000)]
     sent = [in_thread(ours.send, buffers, soon())]
     expected = b"".join(buffers)
@@ -89,12 +89,6 @@ def test_buffers_arrive_in_order_and_empty_ones_are_skipped(pair: Pair, in_threa
         ours.send([index.to_bytes(4, "big")], soon())
     assert read(theirs, 400) == b"".join(index.to_bytes(4, "big") for index in range(100))
     sent[0].result(LONG)
-
-
-def test_views_of_numbers_are_sent_as_bytes(pair: Pair) -> None:
-    ours, theirs = pair
-    ours.send([memoryview(bytes(range(16))).cast("I")], soon())
-    assert read(theirs, 16) == bytes(range(16))
 
 
 def test_buffers_may_change_once_sent(pair: Pair) -> None:

@@ -11,7 +11,6 @@ import errno
 import os
 import random
 import re
-import resource
 import socket
 import ssl
 import threading
@@ -145,27 +144,6 @@ def test_a_socket_connected_to_itself_is_refused() -> None:
         place = alone.getsockname()
         with pytest.raises(ConnectionRefusedError):
             tcp._connect(alone, place, Address(*place), soon())
-
-
-@pytest.mark.fault(40)
-def test_out_of_descriptors_accepting_fails_and_recovers() -> None:
-    listening = tcp.listen(Address("127.0.0.1", 0))
-    peer = socket.create_connection((listening.address.host, listening.address.port))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.dup(0)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
-    try:
-        with pytest.raises(GossipxError, match="Too many open files"):
-            listening.accept()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    stream = listening.accept()
-    peer.sendall(b"here")
-    assert read(stream, 4) == b"here"
-    stream.abort()
-    peer.close()
-    listening.close()
 
 
 # --- TLS ----------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import pytest
 from managers import LONG, SHORT, Host, Model, Run, frame, introduced, read_frame, shares_memory, soon
 
 from gossipx.errors import GossipxError, LocalFaultError, PeerUnreachableError, ProtocolError, UsageError
-from gossipx.memory import PIECE, Memory
+from gossipx.memory import Memory
 from gossipx.protocol.messages import ModelReply, PullRequest, Reply
 from gossipx.transports import Address, tcp, unix
 from gossipx.transports.link import Link
@@ -40,25 +39,6 @@ def out_of_band(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Link, "_take_out_of_band", taking)
     return taken
-
-
-@pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("size", [0, 1, PIECE, 3 * PIECE + 5])
-def test_models_on_one_machine_use_shared_memory(
-    start: Callable[[int], Run], out_of_band: list[int], share: bool, size: int
-) -> None:
-    run = start(2)
-    a, b = run.host(0, share_memory=share), run.host(1)
-    for round in range(3):
-        model = os.urandom(size)
-        b.serve(model)
-        buffer = bytearray(size)
-        assert a.ask(1, PullRequest(round, 30.0), buffer).get(timeout=LONG) == ModelReply(round)
-        assert bytes(buffer) == model
-        assert b.answered.get(timeout=LONG) is True
-    assert out_of_band == ([size] * 3 if share and size and sys.platform == "linux" else [])
-    assert a.comm.bytes_received >= 3 * size
-    assert b.comm.bytes_sent >= 3 * size
 
 
 def test_a_model_outside_shared_memory_uses_the_connection(

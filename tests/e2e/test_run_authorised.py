@@ -115,17 +115,6 @@ with peer:
 
 
 @pytest.mark.slow
-def test_the_one_whose_settings_differ_ends_by_exit_code_2_and_the_others_train(place: Folder) -> None:
-    runs = {host: start(place, host) for host in (2, 3)}
-    for run in runs.values():
-        run.line("joining")
-    wrong = start(place, 1, "--mode", "push").end()  # rank 0, whose weights the others would start from
-    told = one_line(wrong, 2)
-    assert "refused: --mode is push at " in told and "; give every peer the same" in told
-    agreed(place, {host: run.end() for host, run in runs.items()})
-
-
-@pytest.mark.slow
 @pytest.mark.fault(21)
 def test_the_one_whose_model_differs_ends_by_exit_code_2_and_the_others_train(place: Folder) -> None:
     script = place.script(
@@ -205,9 +194,3 @@ except gossipx.errors.UsageError as error:
     ended = place.start(script, place.path).end()
     assert ended.code == 0, ended.shown
     assert "--bind 0.0.0.0 lets other machines connect: give --secret-file FILE" in ended.output
-
-
-def test_a_secret_that_others_can_read_is_refused(place: Folder) -> None:
-    file = secret(place, "secret", SECRET)
-    file.chmod(0o644)
-    assert place.refused(*BRIEF, "--secret-file", file) == f"{file}: others can read --secret-file: chmod 600 {file}"

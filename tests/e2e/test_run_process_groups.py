@@ -52,31 +52,6 @@ def test_peers_exchange_by_gloo_to_the_end_and_one_may_die(tmp_path: Path, victi
         assert max(differences(run.model(0), run.model(1)).values()) <= 1e-5
 
 
-PLAIN = """
-model = nn.Linear(4, 50)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-with gossipx.join(model, optimizer) as peer:
-    train(peer, model, optimizer, 20)
-"""
-
-
-def test_the_warning_about_gloo_off_loopback_is_shown_once(tmp_path: Path) -> None:
-    """By the process that starts the peers, not by each peer."""
-    with folder(tmp_path, 2) as here:
-        secret = tmp_path / "secret"
-        secret.write_text("the secret of this run, which is long\n")
-        secret.chmod(0o600)
-        options = ("--transport", "gloo", "--bind", "0.0.0.0", "--secret-file", secret)
-        run = here.run(*options, "--policy", "tau:5", "--blocking", here.script(PLAIN), tmp_path)
-        told = run.ended.output + run.ended.errors
-        assert (
-            told.count("--transport gloo has neither authentication nor encryption: models are sent in plain text") == 1
-        ), told
-        assert "its MAC is checked" in told and "over sockets" not in told
-        assert run.summary["lost"] == [] and min(run.summary["retrievals"]) > 0
-        assert max(differences(run.model(0), run.model(1)).values()) <= 1e-5
-
-
 @pytest.mark.cuda
 def test_peers_exchange_by_nccl_to_the_end(tmp_path: Path) -> None:
     if not torch.distributed.is_nccl_available() or torch.cuda.device_count() < 2:

@@ -1,18 +1,13 @@
-"""Frames that must be refused, without sockets: malformed, too large, damaged, foreign or random."""
+"""Frames that must be refused, without sockets: malformed, too large, damaged or foreign."""
 
 from __future__ import annotations
 
-import io
-import json
 import math
 import pickle
 import tracemalloc
 
 import pytest
-from drawn_frames import feed, figures, forged, lines, messages, whole
-from hypothesis import given
-from hypothesis import strategies as st
-from property_tests import examples
+from drawn_frames import feed, forged, whole
 
 from gossipx.errors import ProtocolError
 from gossipx.memory import Source
@@ -25,7 +20,6 @@ from gossipx.protocol.messages import (
     ModelReply,
     NotReadyReply,
     PullRequest,
-    PushRequest,
     RoundRequest,
     Stage,
 )
@@ -60,43 +54,32 @@ GROUP = (
         (22, b'{"incarnation":1,"number":-1}'),
         (23, b'{"incarnation":1.5,"number":1}'),
         (24, b'{"incarnation":1,"number":1,"taken":1}'),
-        (24, b'{"incarnation":1,"number":1,"taken":null}'),
         (32, b'{"step":1,"weight":0}'),
-        (32, b'{"step":1,"weight":-0.5}'),
         (32, b'{"step":1,"weight":65536.5}'),
         (32, b'{"step":1,"weight":1e400}'),
         (32, b'{"step":1,"weight":NaN}'),
-        (32, b'{"step":1,"weight":true}'),
         (32, b'{"step":1,"weight":"1"}'),
         (17, b'{"step":-1}'),
         (17, b'{"step":9223372036854775808}'),
         (17, b'{"step":1.0}'),
-        (17, b'{"step":true}'),
         (17, b'{"step":"1"}'),
-        (17, b'{"step":null}'),
         (17, b'{"step":' + b"9" * 5000 + b"}"),
         (17, b"{}"),
         (17, b'{"step":1,"more":1}'),
         (17, b'{"step":1,"step":2}'),
         (17, b'{"step":1'),
         (17, b"[1]"),
-        (17, b"12"),
         (17, b'\xff{"step":1}'),
         (17, b'{"step":1}\x00'),
         (18, b'{"round":0,"members":[1,1]}'),
         (18, b'{"round":0,"members":[2,1]}'),
         (18, b'{"round":0,"members":[65536]}'),
-        (18, b'{"round":0,"members":[true]}'),
         (18, b'{"round":0,"members":{"1":1}}'),
         (18, b'{"round":0,"members":[' + b"0," * 65_536 + b"0]}"),
         (19, b'{"stage":7,"report":{}}'),
-        (19, b'{"stage":4.0,"report":{}}'),
         (19, b'{"stage":5,"report":[]}'),
         (19, b'{"stage":5,"report":{"loss":NaN}}'),
-        (19, b'{"stage":5,"report":{"loss":-Infinity}}'),
-        (19, b'{"stage":5,"report":{"loss":1e999}}'),
         (19, b'{"stage":5,"report":{"loss":{"a":1}}}'),
-        (19, b'{"stage":5,"report":{"loss":[[1]]}}'),
         (19, b'{"stage":5,"report":{"a":1,"a":2}}'),
         (19, b'{"stage":5,"report":' + b'{"a":' * 90_000 + b"1" + b"}" * 90_000 + b"}"),
         (19, b'{"stage":5,"report":{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}}"),
@@ -104,12 +87,9 @@ GROUP = (
         (27, GROUP % (b"1" + b"0" * 400)),
         (34, b'{"reason":"' + b"a" * 1001 + b'"}'),
         (34, b'{"reason":"two\\nlines"}'),
-        (34, b'{"reason":"\\u001b[31m"}'),
         (34, b'{"reason":"\\udcff"}'),
-        (32, b'{"step":1,"weight":0}'),
         (5, b'{"size":16777217}'),
         (1, b'{"rank":0,"name":"a","size":0,"peers":"","model":""}'),
-        (0, b"{}"),
         (99, b"{}"),
     ],
 )
@@ -127,25 +107,18 @@ def test_metadata_of_any_other_form_is_refused_in_one_line(kind: int, metadata: 
     "message",
     [
         PullRequest(-1, 30.0),
-        PullRequest(2**63, 30.0),
         PullRequest(1, 0.0),
-        PullRequest(1, math.inf),
         PullRequest(1, 604_801.0),
         RoundRequest(1, 0, (2, 1)),
-        RoundRequest(0, 0, (1, 2)),
         RoundRequest(MAX_WAVE + 1, 0, (1, 2)),
         RoundRequest(LAST_WAVE - 1, 0, (1, 2)),
         ArriveRequest(Stage.TRAIN, 1, wave=LAST_WAVE),
-        HereReply(Stage.TRAIN, wave=MAX_WAVE + 1),
         NotReadyReply("two\nlines"),
         HereReply(Stage.DONE, {"a": {"b": 1}}),
-        HereReply(Stage.DONE, {"a": object()}),
         HereReply(Stage.DONE, {f"{name}": "a" * 1000 for name in range(900)}),
         HereReply(Stage.DONE, {f"{name}": 0 for name in range(1001)}),
         ModelReply(1, weight=0),
         ModelReply(1, weight=math.nan),
-        ModelReply(1, weight=math.inf),
-        PushRequest(-1, 1),
     ],
 )
 def test_messages_that_a_peer_would_refuse_are_not_sent(message: Message) -> None:
@@ -242,52 +215,3 @@ def test_a_pickle_is_never_unpickled() -> None:
     assert not Bomb.went_off
     pickle.loads(bomb)
     assert Bomb.went_off  # the bomb was live
-
-
-# --- fuzz: nothing but ProtocolError, never a larger buffer than allowed --------------------------
-
-
-def digest(data: bytes) -> None:
-    buffer = memoryview(bytearray(8))
-    decoder = Decoder(lambda message, _: Bytes(buffer) if isinstance(message, ModelReply) else None)
-    source = io.BytesIO(data)
-    try:
-        while True:
-            buffer = decoder.next_buffer()
-            assert 0 < len(buffer) <= MAX_METADATA
-            count = source.readinto(buffer)
-            if not count:
-                return
-            decoder.received(count)
-    except ProtocolError as error:
-        assert str(error).isprintable()
-
-
-@given(data=st.binary(max_size=200))
-def test_random_bytes(data: bytes) -> None:
-    digest(data)
-
-
-@given(kind=st.integers(0, 40), metadata=st.binary(max_size=80), payload=st.integers(0, 2**64 - 1))
-def test_random_metadata(kind: int, metadata: bytes, payload: int) -> None:
-    digest(forged(kind, metadata, payload=payload))
-
-
-nested = st.recursive(figures, lambda inner: st.lists(inner) | st.dictionaries(lines, inner), max_leaves=10)
-
-
-@given(kind=st.sampled_from([1, 2, 5, 17, 18, 19, 32, 33, 34]), fields=st.data())
-def test_random_json(kind: int, fields: st.DataObject) -> None:
-    names = ["rank", "name", "size", "step", "weight", "round", "members", "stage", "report"]
-    plain = fields.draw(st.dictionaries(st.sampled_from(names), nested, max_size=4))
-    digest(forged(kind, json.dumps(plain).encode()))
-
-
-@examples(300)
-@given(message=messages, changes=st.lists(st.tuples(st.integers(0), st.integers(1, 255)), min_size=1))
-def test_mutated_frames_are_refused(message: Message, changes: list[tuple[int, int]]) -> None:
-    payload = memoryview(b"8 bytes.") if isinstance(message, ModelReply) else None
-    data = bytearray(whole(message, 3, payload))
-    for place, change in changes:
-        data[place % len(data)] ^= change
-    digest(bytes(data))
