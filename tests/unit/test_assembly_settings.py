@@ -50,15 +50,6 @@ def read_again(config: RunConfig, directory: Path) -> RunConfig:
     return files.resolve(files.load(file))
 
 
-@pytest.mark.parametrize("model", [*sorted(PRESETS), None])
-def test_the_file_of_a_run_with_a_preset_has_its_policy(tmp_path: Path, model: str | None) -> None:
-    """Peers read the file that the launcher writes: the threshold is that of the model (Table I), or of scripts."""
-    made = effective(model is None, preset="paper", **({} if model is None else {"model": model}))
-    (tmp_path / "config.toml").write_text(files.dump(made))
-    again = files.resolve(files.load(tmp_path / "config.toml"))
-    assert again == files.absolute(made) and again.decides.startswith("adaptive:threshold=")
-
-
 def refused(**given: Any) -> str:
     with pytest.raises(UsageError) as caught:
         effective(**given)
@@ -101,16 +92,13 @@ def test_a_hub_refuses_settings_that_never_have_an_effect(given: dict[str, str],
     assert told.startswith(f"--{name} {value} ") and "leave one out" in told and "\n" not in told
 
 
-@pytest.mark.parametrize("lost", ["gossip", "wait", "stop"])
-def test_a_hub_accepts_any_policy(lost: str) -> None:
-    for policy in ("adaptive", "tau:5", "never"):
-        effective(hub="0", hub_lost=lost, policy=policy)
-
-
 def test_join_refuses_a_custom_policy_with_servers() -> None:
     model = nn.Linear(2, 1)
     with pytest.raises(UsageError, match=r"^a parameter server uses sync= instead of policy="):
         gossipx.join(model, None, peers="none", mode="server", policy=lambda seen: True)
+
+
+MOMENTUM = {"outer": "momentum:0.6"}
 
 
 @pytest.mark.parametrize(
@@ -139,18 +127,6 @@ def test_join_refuses_a_custom_policy_with_servers() -> None:
         ({"mixing": "choco", "codec": "int8", "references": 0}, "--mixing choco mixes encoded differences:"),
         ({"mixing": "choco", "codec": "3lc", "mode": "push"}, "--mixing choco is for pulls and pairs"),
         ({"mixing": "choco", "mode": "pushpull"}, "--mixing choco mixes encoded differences: give --codec"),
-    ],
-)
-def test_codecs_that_a_run_refuses(given: dict[str, Any], told: str) -> None:
-    assert refused(**given).startswith(told)
-
-
-MOMENTUM = {"outer": "momentum:0.6"}
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
         (
             {**MOMENTUM, "hub": "0"},
             "--outer momentum:0.6 is for peers that exchange with each other, and with --hub 0 they",
@@ -163,7 +139,7 @@ MOMENTUM = {"outer": "momentum:0.6"}
         ({"outer": "nesterov", "exchange": "waves", "init": "own"}, "--outer nesterov needs a common initial model"),
     ],
 )
-def test_outer_optimizers_that_a_run_refuses(given: dict[str, Any], told: str) -> None:
+def test_codecs_and_outer_optimizers_that_a_run_refuses(given: dict[str, Any], told: str) -> None:
     assert refused(**given).startswith(told)
 
 
@@ -181,14 +157,10 @@ def test_runs_that_refuse_fragments(around: dict[str, Any], told: str) -> None:
         assert said.startswith(f"--fragments {fragments} {told}") and said.endswith("leave one out")
 
 
-@pytest.mark.parametrize("given", [{}, {"mode": "push"}, {"mode": "pushpull"}, {"exchange": "waves"}, {"codec": "3lc"}])
-def test_fragments_suit_every_exchange_between_peers(given: dict[str, Any]) -> None:
-    effective(fragments=4, **given)
-
-
-@pytest.mark.parametrize("given", [{}, {"mode": "pushpull"}, {"exchange": "waves"}, {"codec": "3lc"}])
-def test_momentum_suits_pulls_pairs_and_waves(given: dict[str, Any]) -> None:
-    effective(**MOMENTUM, **given)
+def test_fragments_and_momentum_suit_exchanges_between_peers() -> None:
+    effective(fragments=4, mode="push")
+    for given in ({}, {"mode": "pushpull"}, {"exchange": "waves"}, {"codec": "3lc"}):
+        effective(fragments=4, **MOMENTUM, **given)
 
 
 @pytest.mark.parametrize("codec", ["fp16", "bf16", "int8", "int8+zlib", "moniqua"])
@@ -237,6 +209,7 @@ def test_the_policy_that_really_runs_is_recorded(given: str, has_script: bool, r
         ({}, False, ("adaptive:threshold=0.025", True, "none", "none")),
         ({"model": "googlenet"}, False, ("adaptive:threshold=0.02", True, "none", "none")),
         ({}, True, ("adaptive:threshold=0.02", True, "none", "none")),
+        ({"policy": "adaptive:warmup=9"}, False, ("adaptive:threshold=0.025,warmup=9", True, "none", "none")),
         ({"policy": "tau:10", "finish": "consensus"}, False, ("tau:10", True, "consensus", "none")),
         ({"blocking": False, "policy": "never"}, True, ("never", False, "none", "none")),
     ],
@@ -330,10 +303,6 @@ def test_text_selects_the_transformer_and_the_transformer_text(given: dict[str, 
     assert effective_config(read_again(made, tmp_path), SIZE, has_script=False) == files.absolute(made), (
         "a resumed run has the same"
     )
-
-
-def test_the_default_task_is_lenet_on_fashion_mnist() -> None:
-    assert (effective().task.task, effective().task.model) == ("fashion-mnist", "lenet")
 
 
 @pytest.mark.parametrize(
@@ -466,11 +435,3 @@ def test_settings_that_are_read_again_are_the_same(given: dict[str, Any], ran: t
     made = effective(**given)
     assert (made.decides, made.values["outer"]) == ran
     assert effective_config(read_again(made, tmp_path), SIZE, has_script=False) == files.absolute(made)
-
-
-@pytest.mark.parametrize(("has_script", "threshold"), [(False, "0.025"), (True, "0.02")])
-def test_the_papers_preset_has_the_papers_rule(has_script: bool, threshold: str) -> None:
-    assert effective(has_script, preset="paper").decides == f"adaptive:threshold={threshold}"
-    made = effective(has_script, preset="paper", policy="adaptive:warmup=9")
-    assert made.decides == f"adaptive:threshold={threshold},warmup=9"
-    assert effective(has_script, preset="paper", policy="tau:5").decides == "tau:5"

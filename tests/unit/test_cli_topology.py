@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ from click.testing import CliRunner, Result
 
 from gossipx.cli import main
 from gossipx.topology import shipped
-from gossipx.topology.analysis import LARGEST
 from gossipx.topology.generators import GENERATORS
 from gossipx.topology.schedules import SCHEDULES
 
@@ -34,24 +31,6 @@ def refused(*arguments: str) -> str:
     assert result.exit_code == 2 and result.stdout == ""
     assert result.stderr.count("\n") == 1, result.stderr
     return result.stderr.rstrip("\n")
-
-
-def test_the_commands_are_listed() -> None:
-    told = gossipx("topology", "--help")
-    assert told.exit_code == 0 and all(name in told.stdout for name in ("list", "show", "check"))
-    assert "topology" in gossipx("--help").stdout
-    assert f"up to {LARGEST} peers" in gossipx("topology", "check", "--help").stdout
-
-
-def test_help_needs_none_of_the_large_libraries() -> None:
-    """They take seconds to import."""
-    code = (
-        "import sys\nfrom gossipx.cli import main\n"
-        "try: main(['topology', 'check', '--help'])\nexcept SystemExit: pass\n"
-        "print(sorted({'torch', 'networkx', 'numpy', 'tensorboard'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_list() -> None:
@@ -120,14 +99,6 @@ def test_check_fails_for_a_graph_that_a_run_would_refuse(place: Path) -> None:
     assert "not strongly connected: 2 parts" in result.stderr
 
 
-@pytest.mark.parametrize("name", sorted(shipped()))
-def test_every_shipped_file_can_be_shown_and_checked(name: str) -> None:
-    size = () if name[-1].isdigit() else ("--size", "8")
-    shown = gossipx("topology", "show", str(shipped()[name]), *size)
-    assert shown.exit_code == 0 and len(shown.stdout.splitlines()) == int(size[1] if size else name.split("-")[-1])
-    assert gossipx("topology", "check", name, *size).exit_code == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -158,11 +129,6 @@ def test_a_graph_too_large_to_check_is_refused_and_can_be_shown(place: Path) -> 
     told = refused("topology", "check", "long.edges")
     assert told.startswith("topology 'long.edges' has 1025 peers: at most 1024 peers can be checked")
     assert gossipx("topology", "show", "long.edges").stdout.endswith("\n1024: 1023\n")
-
-
-def test_a_line_of_a_bad_file_is_named(place: Path) -> None:
-    (place / "bad.toml").write_text("# mine\ngenerator = 'ring'\nschedule = 'often'\n")
-    assert refused("topology", "check", "bad.toml", "--size", "4").startswith("bad.toml:3: unknown schedule 'often'")
 
 
 @pytest.mark.parametrize(
