@@ -162,12 +162,6 @@ def test_torchrun_starts_a_script(tmp_path: Path, bin_directory: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_starts_gossipx_run(tmp_path: Path, bin_directory: Path) -> None:
-    command = torchrun("--no-python", *gossipx_run(tmp_path))
-    check_run(tmp_path, run(command, tmp_path, bin_directory))
-
-
-@pytest.mark.slow
 @pytest.mark.fault(74)
 @pytest.mark.parametrize("kind", [[], ["--no-python", "gossipx", "run", *BRIEF]], ids=["script", "gossipx run"])
 def test_torchrun_ends_all_when_one_fails_and_the_next_attempt_resumes(
@@ -184,26 +178,6 @@ def test_torchrun_ends_all_when_one_fails_and_the_next_attempt_resumes(
 
 
 # --- SLURM --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_srun_starts_a_script(tmp_path: Path, cluster: slurm.Slurm) -> None:
-    check_joined(tmp_path, cluster.run(["srun", "-n2", "python", written(tmp_path), tmp_path], tmp_path))
-
-
-@pytest.mark.slow
-def test_srun_starts_gossipx_run(tmp_path: Path, cluster: slurm.Slurm) -> None:
-    check_run(tmp_path, cluster.run(["srun", "-n2", *gossipx_run(tmp_path)], tmp_path))
-
-
-@pytest.mark.slow
-def test_a_job_script_without_srun_fails_at_once(tmp_path: Path, cluster: slurm.Slurm) -> None:
-    """SLURM's variables identify the script as the first of two tasks."""
-    job = tmp_path / "job.sh"
-    job.write_text("#!/bin/bash\n#SBATCH --ntasks=2\nexec gossipx run\n")
-    ended = cluster.run(["sbatch", "--wait", "--output", tmp_path / "job.txt", job], tmp_path)
-    told = (tmp_path / "job.txt").read_text()
-    assert ended.returncode == 2 and "in a SLURM job, 'srun' starts one process per peer" in told, told
 
 
 @pytest.mark.slow

@@ -44,18 +44,6 @@ def ends(here: Folder, run: Process, code: int = 0) -> summary.Summary:
 
 
 @pytest.mark.fault(1)
-def test_a_peer_that_dies_is_started_again_as_often_as_allowed(two: Folder) -> None:
-    run = training(two, "--restart", "1", "--checkpoint-every", "10")
-    name = two.names[1]
-    kill_processes(children(run.pid)[1])
-    run.line(rf"{name} has died \(killed by SIGKILL\): restart 1 of 1 in 1 s")
-    run.line(rf"{name} train \d+")
-    kill_processes(children(run.pid)[1])
-    run.line(rf"peer {name} is lost")
-    assert ends(two, run).lost == [name]
-
-
-@pytest.mark.fault(1)
 def test_a_restarted_peer_continues_from_its_checkpoint_and_ends_with_the_others(two: Folder) -> None:
     run = training(two, "--restart", "3", "--checkpoint-every", "10")
     while store(two, 1).find() is None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from resuming import BRIEF, equal, kill, manifests, resumed, store, wait_for
+from resuming import BRIEF, equal, kill, resumed, store, wait_for
 from seeds import some
 
-from gossipx.checkpoint import MANIFEST
 from runs import Folder, differences
 
 
@@ -160,119 +157,6 @@ def test_a_scripts_own_parts_resume_and_the_script_need_not_be_named_again(place
 # --- what is left of one ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("damage", [pytest.param("cut short", marks=pytest.mark.slow), "altered"])
-def test_a_checkpoint_that_is_cut_short_or_altered_is_named_and_the_one_before_is_used(place: Any, damage: str) -> None:
-    """[29, 30] As left by a peer that is killed while it writes, or by a disk with a bit error."""
-    here = place(2)
-    run = here.start_run("--policy", "never", "--iterations", "100000", "--checkpoint-every", "10", *BRIEF)
-    wait_for(here, 30, run)
-    kill(run)
-    older = int(sorted(path.parent.name for path in manifests(here, 0))[0])
-    newest = max(store(here, 0).directory.iterdir(), key=lambda path: int(path.name))
-    if damage == "cut short":
-        (newest / MANIFEST).unlink(missing_ok=True)
-        told = f"{newest.name}/{MANIFEST}: is missing: the checkpoint is incomplete"
-    else:
-        newest = store(here, 0).directory / f"{store(here, 0).find():08d}"
-        content = bytearray((newest / "model.safetensors").read_bytes())
-        content[-1] ^= 1
-        (newest / "model.safetensors").write_bytes(content)
-        told = f"{newest.name}/model.safetensors: its hash is"
-    before = store(here, 0).find()
-    assert before is not None and older <= before < int(newest.name)
-    until = max(before, store(here, 1).find() or 0) + 15
-    again = resumed(here, "--iterations", str(until))
-    assert told in again.ended.output, again.ended.shown
-    assert again.summary["iterations"] == until and again.summary["lost"] == []
-    assert all((path / MANIFEST).exists() for path in store(here, 0).directory.iterdir())
-
-
-@pytest.mark.fault(29)
-def test_a_peer_killed_while_it_writes_resumes_from_the_previous_checkpoint(place: Any) -> None:
-    """The process dies while it writes the files of its third checkpoint."""
-    here = place(1)
-    script = here.script(
-        """
-from gossipx import checkpoint
-
-model = nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-begun = None
-real = checkpoint.write_durably
-
-
-def write(path, pieces):
-    if begun == 0 and path.name == "model.safetensors" and path.parent.name == "00000030":
-        path.write_bytes(next(iter(pieces))[:20])
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(path, pieces)
-
-
-checkpoint.write_durably = write
-with gossipx.join(model, optimizer) as peer:
-    begun = peer.iteration
-    while peer.iteration < (10**9 if begun == 0 else 45):
-        train(peer, model, optimizer, peer.iteration + 10)
-        peer._checkpoints.flush()
-tell(peer, begun=begun)
-"""
-    )
-    ended = here.start_run("--policy", "never", "--checkpoint-every", "10", script, here.path).end()
-    assert ended.code == 1 and "killed by SIGKILL" in ended.output, ended.shown
-    cut = store(here, 0).directory / "00000030"
-    assert cut.is_dir() and not (cut / MANIFEST).exists()
-    again = resumed(here)
-    assert here.told(0) == {"begun": 20}
-    assert f"00000030/{MANIFEST}: is missing: the checkpoint is incomplete" in again.ended.output
-    assert sorted(path.name for path in store(here, 0).directory.iterdir()) == ["00000040", "00000050"]
-
-
-@pytest.mark.fault(28)
-def test_a_full_disk_costs_a_line_and_no_step(place: Any) -> None:
-    """Older checkpoints stay and training continues; if the last one cannot be written, the exit code is 1."""
-    here = place(1)
-    script = here.script(
-        """
-import errno
-from gossipx import checkpoint
-
-model = nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-real, full, refused = checkpoint.write_durably, False, []
-
-
-def write(path, pieces):
-    if full:
-        refused.append(path.parent.name)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return real(path, pieces)
-
-
-checkpoint.write_durably = write
-with gossipx.join(model, optimizer) as peer:
-    for until in (10, 20, 30):
-        train(peer, model, optimizer, until)
-        peer._checkpoints.flush()
-        full = True
-    full = sys.argv[2] == "stays"
-    train(peer, model, optimizer, 35)
-tell(peer, refused=refused)
-"""
-    )
-    options = ("--policy", "never", "--checkpoint-every", "10", script, here.path)
-    run = here.run(*options, "goes")
-    assert here.told(0)["refused"] == ["00000020", "00000030"]
-    assert run.ended.output.count("No space left on device") == 1, "told at a limited rate"
-    assert sorted(path.name for path in store(here, 0).directory.iterdir()) == ["00000010", "00000035"]
-
-    ended = here.start_run(*options, "stays", name="y").end()
-    assert "No space left on device); make room" in ended.output and "Traceback" not in ended.output, ended.shown
-    assert [path.name for path in store(here, 0, "y").directory.iterdir()] == ["00000010"]
-    summary = json.loads((here.path / "y" / "summary.json").read_text())
-    assert summary["iterations"] == 35, "figures are worth telling first"
-    assert ended.code == 1 and f"failed: {here.names[0]}" in ended.output, ended.shown
-
-
 # --- resuming -----------------------------------------------------------------------------------------
 
 
@@ -309,26 +193,6 @@ def test_sigterm_writes_one_and_figures_add_up(place: Any) -> None:
         steps = [event.step for event in board.Scalars("sync/delta")]
         assert steps == sorted(set(steps)), "one curve, each step once"
         assert set(range(10, until + 1, 10)) - set(steps) <= {begun[rank]}, "the step that SIGTERM came in is not drawn"
-
-
-@pytest.mark.fault(37)
-def test_a_peer_without_a_checkpoint_takes_a_model_of_those_that_have_one(place: Any) -> None:
-    """Also rank 0, whose own model starts a new run."""
-    here = place(3)
-    run = here.start_run("--policy", "tau:5", "--iterations", "100000", "--checkpoint-every", "10", *BRIEF)
-    wait_for(here, 20, run)
-    kill(run)
-    shutil.rmtree(here.path / "x" / "peer-00")
-    begun = [store(here, rank).find() for rank in (1, 2)]
-    until = max(begun) + 20
-    again = resumed(here, "--iterations", str(until), "--log-interval", "1")
-    assert again.summary["lost"] == [] and again.summary["retrievals"][0] <= (until - min(begun)) // 5
-    boards = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    board = boards.EventAccumulator(str(here.path / "x" / "peer-00"))
-    board.Reload()
-    first = board.Scalars("sync/delta")[0].step
-    assert first - 1 in begun, "its first model has seen what a checkpoint's has"
-    assert max(differences(again.model(0), again.model(1)).values()) <= 1e-6
 
 
 @pytest.mark.parametrize(

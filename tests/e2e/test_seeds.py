@@ -12,6 +12,7 @@ from gossipx.cli import main
 from runs import Folder
 
 
+@pytest.mark.slow
 def test_seeds_are_run_and_compared(two: Folder) -> None:
     started = two.start_run("--seeds", "0,3", "--iterations", "20", "--eval-interval", "0", "--policy", "tau:5")
     ended = started.end()
@@ -29,10 +30,11 @@ def test_seeds_are_run_and_compared(two: Folder) -> None:
 @pytest.mark.parametrize(
     ("number", "code"),
     [
-        pytest.param(signal.SIGINT, 130, id="SIGINT", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 130, id="SIGINT"),
         pytest.param(signal.SIGTERM, 0, id="SIGTERM"),
     ],
 )
+@pytest.mark.slow
 def test_a_signal_ends_the_seeds(two: Folder, number: int, code: int) -> None:
     started = two.start_run("--seeds", "0-4", "--iterations", "1000000", "--policy", "tau:50")
     started.line(r"train \d")

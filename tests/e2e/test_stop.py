@@ -88,6 +88,7 @@ def test_a_stopped_run_continues_in_every_mode(two: Folder, options: tuple[str, 
 
 
 @pytest.mark.fault(53)
+@pytest.mark.slow
 def test_a_second_ctrl_c_stops_at_once_and_says_what_there_is(two: Folder) -> None:
     script = two.script(TEN_LINES + "train(peer, model, optimizer, 20)\nprint('so far')\nsignal.pause()\n")
     run = two.start_run("--checkpoint-every", "10", "--peer-timeout", "60", script, two.path)
@@ -155,22 +156,6 @@ def test_ctrl_c_on_a_terminal(two: Folder) -> None:
     text = seen.decode()
     assert "Traceback" not in text and "Ctrl-C again stops at once" in text, text
     check_stopped(two, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", text))
-
-
-@pytest.mark.slow
-@pytest.mark.fault(53)
-def test_a_closed_terminal_stops_the_run_in_order(two: Folder) -> None:
-    """SIGHUP, and nothing can be written to the terminal any more."""
-    arguments = ["--peers", str(two.hosts), "--logdir", str(two.path), "--name", "x", *BUILT_IN]
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execv(os.sys.executable, [os.sys.executable, "-m", "gossipx", "run", *arguments])
-    seen = b""
-    while not re.search(rb"train .* [1-9]\d*/100000", seen) and readable(terminal, LONG):
-        seen += os.read(terminal, 1 << 16)
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
-    assert None not in kept(two) and summary.read(two.path / "x").stopped == two.names
 
 
 @pytest.mark.fault(53)
@@ -294,9 +279,8 @@ def test_a_peer_started_again_by_hand_counts_for_min_peers(tmp_path: Path) -> No
 
 @pytest.mark.fault(11)
 @pytest.mark.fault(53)
-@pytest.mark.parametrize(
-    "mode", [("--policy", "tau:1"), pytest.param(("--servers", "3", "--sync", "bsp"), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [("--policy", "tau:1"), ("--servers", "3", "--sync", "bsp")])
 def test_peers_that_notice_that_too_few_are_left_stop_in_order(tmp_path: Path, mode: tuple[str, ...]) -> None:
     """The two that leave on request are no losses for ``gossipx run``; the other two know better."""
     with folder(tmp_path, 4) as here:
@@ -315,7 +299,8 @@ def test_peers_that_notice_that_too_few_are_left_stop_in_order(tmp_path: Path, m
 
 @pytest.mark.fault(11)
 @pytest.mark.fault(53)
-@pytest.mark.parametrize(("lost", "code"), [("stop", 4), pytest.param("wait", 130, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("lost", "code"), [("stop", 4), ("wait", 130)])
 def test_workers_that_wait_for_a_lost_server_stop_in_order(tmp_path: Path, lost: str, code: int) -> None:
     """By themselves, or by Ctrl-C."""
     with folder(tmp_path, 3) as here:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import re
 import socket
 from pathlib import Path
 
@@ -92,12 +91,6 @@ def test_comments_and_blank_lines_count_as_lines_and_nothing_else(tmp_path: Path
     ]
 
 
-def test_lines_may_begin_and_end_as_on_windows_or_not_at_all(tmp_path: Path) -> None:
-    file = tmp_path / "hosts.txt"
-    file.write_bytes(b"\xef\xbb\xbfa name=x\r\nb name=y")
-    assert [peer.name for peer in read_hosts(file)] == ["x", "y"]
-
-
 def test_one_host_may_have_several_lines_with_different_ports(tmp_path: Path) -> None:
     assert where(read(tmp_path, "a:5000 slots=2\na:5002\nb:5000")) == [
         ("a", 5000),
@@ -117,18 +110,10 @@ def test_one_host_may_have_several_lines_with_different_ports(tmp_path: Path) ->
         (":5000", "':5000' is not host[:port]"),
         ("-oProxyCommand=true", "'-oProxyCommand=true' is not host[:port]"),  # else an option of ssh
         ("a:", "port '' is not an integer from 1024 to 65535"),
-        ("a:0", "port '0' is not an integer from 1024 to 65535"),
         ("a:65536", "port '65536' is not an integer from 1024 to 65535"),
-        ("a:-1", "port '-1' is not an integer"),
-        ("a:http", "port 'http' is not an integer"),
         ("a:²", "port '²' is not an integer"),
-        ("::1", "write an IPv6 address in brackets"),
         ("2001:db8::7", "write an IPv6 address in brackets"),
-        ("a:80:90", "write an IPv6 address in brackets"),
         ("[::1", "write an IPv6 address in brackets"),
-        ("::1]", "write an IPv6 address in brackets"),
-        ("[::1]80", "write an IPv6 address in brackets"),
-        ("[::1]:", "port '' is not an integer"),
         ("[]", "'[]' is not an IPv6 address"),
         ("[1.2.3.4]", "'[1.2.3.4]' is not an IPv6 address"),
         # By which each machine means itself: two would start the same rank.
@@ -136,26 +121,16 @@ def test_one_host_may_have_several_lines_with_different_ports(tmp_path: Path) ->
             "0.0.0.0:5001",
             "'0.0.0.0' is every address of a machine: write the one at which others reach it, or localhost",
         ),
-        ("0", "'0' is every address of a machine"),
         ("[::]", "'::' is every address of a machine"),
-        ("[::0.0.0.0]:5001", "'::0.0.0.0' is every address of a machine"),
         ("*", "'*' is every address of a machine"),
         # Keys.
         ("a:" + "9" * 5000, "is not an integer from 1024 to 65535"),
         ("a slot=2", "'slot=2' is not one of slots=N, device=cuda:0, name=TEXT, nat (did you mean 'slots'?)"),
-        ("a slots", "'slots' is not one of"),
         ("a slots=", "'slots=' is not one of"),
-        ("a slots= name=x", "'slots=' is not one of"),
-        ("a b", "'b' is not one of"),
-        ("a name=", "'name=' is not one of"),
         ("a =x", "'=x' is not one of"),
         ("a slots=2 slots=3", "'slots' is given twice"),
-        ("a name=x name=x", "'name' is given twice"),
         # Numbers of slots.
         ("a slots=0", "slots '0' is not an integer from 1"),
-        ("a slots=-2", "slots '-2' is not an integer from 1"),
-        ("a slots=two", "slots 'two' is not an integer from 1"),
-        ("a slots=1.5", "slots '1.5' is not an integer from 1"),
         ("a:65535 slots=2", "2 slots starting at port 65535 need ports above 65535"),
         ("a name=\u200b", "not one printable line"),
         (f"a name={'x' * 600}", "not one printable line of at most 500 characters"),
@@ -274,12 +249,6 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
 
 
 # --- which are here -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.3.2.1"])
-def test_loopback_is_this_machine(tmp_path: Path, host: str) -> None:
-    file = hosts(tmp_path, f"{host} slots=3")
-    assert local_ranks(read_hosts(file), None, file) == [0, 1, 2]
 
 
 @pytest.mark.fault(35)
@@ -444,13 +413,6 @@ def test_a_peer_is_advertised_at_the_one_address_on_which_it_listens(bind: str, 
     assert only_address(bind) == only
 
 
-@pytest.mark.parametrize("bind", ["999.1.1.1", "no such host", NO_SUCH_NAME])
-def test_an_invalid_address_to_bind(tmp_path: Path, bind: str) -> None:
-    file = hosts(tmp_path, "localhost")
-    with pytest.raises(UsageError, match=f"--bind '{re.escape(bind)}' is not an address"):
-        bind_host(read_hosts(file)[0], bind, file)
-
-
 @pytest.mark.parametrize(
     ("text", "line", "told"),
     [
@@ -477,8 +439,8 @@ def test_a_name_behind_nat_may_be_known_to_its_own_host_alone(tmp_path: Path) ->
 def test_a_byte_order_mark_is_not_part_of_the_first_name(tmp_path: Path) -> None:
     """Windows editors write one, and end lines with two characters."""
     file = tmp_path / "hosts.txt"
-    file.write_bytes(b"\xef\xbb\xbflocalhost slots=2\r\n")
-    assert [peer.host for peer in read_hosts(file)] == ["localhost"] * 2
+    file.write_bytes(b"\xef\xbb\xbflocalhost slots=2\r\nb")
+    assert [peer.host for peer in read_hosts(file)] == ["localhost", "localhost", "b"]
 
 
 # --- agreeing on the list -----------------------------------------------------------------------------

@@ -147,11 +147,6 @@ def test_the_directory_of_another_program_is_not_a_run(run: Run, mine: Path) -> 
     assert (mine / "config.toml").read_text(encoding="utf-8") == "title = 'mine'\n"
 
 
-def test_a_run_that_failed_can_be_overwritten(run: Run, mine: Path) -> None:
-    assert run("tell(error='no', exit=2)") == 2
-    assert run("finish()", overwrite=True) == 0
-
-
 @pytest.mark.parametrize("precious", ["file", "directory"])
 def test_overwrite_refuses_a_directory_that_is_not_a_run(run: Run, tmp_path: Path, mine: Path, precious: str) -> None:
     kept = mine if precious == "file" else mine / "thesis.tex"

@@ -186,26 +186,6 @@ def test_a_stopped_run_without_room_for_its_summary_says_how_to_continue(
     assert capsys.readouterr().out.splitlines()[-1] == "stopped at 5; there is no checkpoint to continue from"
 
 
-@pytest.mark.fault(54)
-def test_the_last_line_has_the_iterations_of_a_peer_that_was_started_again(
-    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    os.mkfifo(tmp_path / "pid")
-    body = """
-        if rank == 1:
-            train(3)
-            (here / "pid").write_text(str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGKILL)
-        await_end(int((here / "pid").read_text()))
-        tell(state="train", step=9, restarted=[1])
-        finish(**{"_1": {**report(1), "iterations": 10}})
-    """
-    assert run(body, peers="localhost slots=2") == 0
-    printed = capsys.readouterr().out
-    assert f"peer {NAMES[1]} is back" in printed
-    assert f"{NAMES[1]} done 10" in printed.splitlines()[-3], printed
-
-
 @pytest.mark.fault(53)
 def test_a_stopped_run_does_not_call_peers_of_other_machines_lost(
     run: Run, mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import DEADLINE, NAMES, Run, gone, hosts, launcher, script
+from launches import NAMES, Run, gone, launcher
 
 from gossipx.launch.run import processes, stopping
 from gossipx.metrics.summary import FILE, Summary, read
@@ -192,34 +188,6 @@ def test_a_peer_that_leaves_on_request_has_neither_finished_nor_failed(
     assert "is lost: " not in capsys.readouterr().out
 
 
-@pytest.mark.fault(4)
-def test_a_peer_terminated_while_it_imports_has_left(run: Run, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Importing torch takes seconds, during which SIGTERM has its default action."""
-    body = """
-        if rank == 0:
-            os.kill(os.getppid(), signal.SIGTERM)
-        while True:
-            signal.pause()
-    """
-    assert run(body) == 0
-    assert not (mine / FILE).exists()
-    assert "is lost" not in capsys.readouterr().out
-
-
-def test_a_peer_that_does_not_leave_in_time_is_killed_and_the_run_has_not_failed(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(stopping, "STOP_GRACE", 0.0)
-    body = """
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        os.kill(os.getppid(), signal.SIGTERM)
-        while True:
-            signal.pause()
-    """
-    assert run(body, peers="localhost", peer_timeout=0.5) == 0
-    assert "is lost" not in capsys.readouterr().out
-
-
 def test_a_signal_that_arrives_while_peers_are_started_reaches_all(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     really = processes.Child
 
@@ -233,63 +201,4 @@ def test_a_signal_that_arrives_while_peers_are_started_reaches_all(run: Run, mon
     assert run("while True: signal.pause()", peers="localhost") == 130
 
 
-WAITING = """
-    signal.signal(signal.SIGTERM, lambda *_: leave())
-    def leave():
-        (here / f"asked-{rank}").touch()
-        tell(state="left", step=3, iterations=10, loss=None, accuracy=None, retrievals=1, bytes=1)
-        sys.exit()
-    train()
-    print("pid", os.getpid(), flush=True)
-    while True:
-        signal.pause()
-"""
 """A peer that trains until it receives SIGTERM."""
-
-
-@contextlib.contextmanager
-def waiting_run(directory: Path, peers: int) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """Start ``gossipx run`` in a process; yield it and the ids of its peers' processes, which all wait by then."""
-    file, listed = script(directory, WAITING), hosts(directory, f"localhost slots={peers}")
-    options = ["--peers", str(listed), "--logdir", str(directory / "runs"), "--name", "mine"]
-    command = [sys.executable, "-m", "gossipx", "run", *options, str(file)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            pids: list[int] = []
-            for line in process.stdout:
-                name, _, pid = line.partition(" pid ")
-                if pid:
-                    assert name.strip("[]") in NAMES
-                    pids.append(int(pid))
-                if len(pids) == peers:
-                    break
-            assert len(pids) == peers, "the run ended before its peers were there"
-            yield process, pids
-        finally:
-            process.kill()
-
-
-def test_interrupting_the_run_ends_every_process(tmp_path: Path, mine: Path) -> None:
-    """Ctrl-C, with real processes."""
-    with waiting_run(tmp_path, peers=3) as (process, pids):
-        assert not any(gone(pid) for pid in pids)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=DEADLINE)
-        assert process.returncode == 130
-        assert "Traceback" not in out + err
-        assert all(gone(pid) for pid in pids)
-        assert sorted(file.name for file in tmp_path.glob("asked-*")) == ["asked-0", "asked-1", "asked-2"]
-
-
-@pytest.mark.fault(4)
-def test_terminating_the_run_makes_every_peer_leave(tmp_path: Path, mine: Path) -> None:
-    """The parent passes SIGTERM on to its peers; if all leave on request, the run has not failed."""
-    with waiting_run(tmp_path, peers=3) as (process, pids):
-        process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=DEADLINE)
-        assert process.returncode == 0
-        assert err == "" and "is lost" not in out
-        assert sorted(file.name for file in tmp_path.glob("asked-*")) == ["asked-0", "asked-1", "asked-2"]
-        assert all(gone(pid) for pid in pids)
-        assert not (mine / FILE).exists()

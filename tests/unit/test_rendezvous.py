@@ -6,7 +6,6 @@ import errno
 import fcntl
 import re
 import socket
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -448,28 +447,6 @@ def test_the_most_complete_summary_is_kept(world: LaunchWorld, tmp_path: Path) -
     made.release()
 
 
-def test_of_processes_that_end_at_once_one_writes_the_summary(
-    world: LaunchWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = files.resolve({"name": "x", "logdir": str(tmp_path)})
-    made = RunDirectory(settings, b"127.0.0.1\n")
-    first, second = (SharedDirectory(made.path, None, rank, settings) for rank in range(2))
-    write, concluded = Summary.write, []
-    other = threading.Thread(target=lambda: concluded.append(second.conclude(figures([]))))
-
-    def slow(*arguments: Any, **named: Any) -> None:
-        monkeypatch.undo()
-        other.start()
-        other.join(0.2)  # ends in this time only if it does not wait for the first
-        write(*arguments, **named)
-
-    monkeypatch.setattr(Summary, "write", slow)
-    assert first.conclude(figures([]))
-    other.join()
-    assert concluded == [False]
-    made.release()
-
-
 def without_locks(*arguments: Any) -> None:
     raise OSError(errno.ENOLCK, "No locks available")
 
@@ -532,9 +509,3 @@ def test_a_gpu_each_in_turn(
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     assert multi_process._device(name, replace(world, local_rank=local_rank)) == device
-
-
-def test_threads_are_not_left(world: LaunchWorld) -> None:
-    before = threading.active_count()
-    test_all_make_the_same_list(world)
-    assert threading.active_count() <= before

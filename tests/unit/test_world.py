@@ -8,8 +8,6 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gossipx.errors import UsageError
 from gossipx.launch.world.launchers import DEFAULT_PORT, PORTS, find, hostnames, rank_among, with_options
@@ -309,37 +307,6 @@ def test_a_list_without_an_end_is_not_written_out() -> None:
     with pytest.raises(UsageError):
         next(hostnames("n[0-999999999]"))
     assert next(hostnames("n[0-9999]x[0-9999]y[0-9999]")) == "n0x0y0"
-
-
-spans = st.tuples(st.integers(0, 30), st.integers(0, 4), st.integers(1, 3)).map(
-    lambda drawn: (f"{drawn[0]:0{drawn[2]}d}", drawn[0] + drawn[1])
-)
-words = st.text("abz.-", max_size=3)
-entries = st.tuples(
-    st.sampled_from(["n", "gpu-"]), st.lists(st.tuples(st.lists(spans, min_size=1, max_size=3), words), max_size=2)
-)
-
-
-def written(entry: tuple[str, list[tuple[list[tuple[str, int]], str]]]) -> str:
-    head, tail = entry
-    return head + "".join(
-        "[" + ",".join(f"{a}-{b}" if int(a) < b else a for a, b in part) + "]" + word for part, word in tail
-    )
-
-
-def expanded(entry: tuple[str, list[tuple[list[tuple[str, int]], str]]]) -> list[str]:
-    """Return the hosts of an entry, expanding one bracket after the other, from the left."""
-    names, tail = [entry[0]], entry[1]
-    for part, word in tail:
-        numbers = [str(number).zfill(len(a)) for a, b in part for number in range(int(a), b + 1)]
-        names = [name + number + word for name in names for number in numbers]
-    return names
-
-
-@given(st.lists(entries, min_size=1, max_size=3))
-def test_any_node_list(drawn: list[tuple[str, list[tuple[list[tuple[str, int]], str]]]]) -> None:
-    nodelist = ",".join(map(written, drawn))
-    assert list(hostnames(nodelist)) == [name for entry in drawn for name in expanded(entry)]
 
 
 def test_as_slurm_itself_reads_them(tmp_path) -> None:  # type: ignore[no-untyped-def]
