@@ -45,10 +45,12 @@ def test_a_run_has_aggregate_curves(two: Folder) -> None:
     assert len(list((again.directory / "all").iterdir())) == 1, "those of the replaced run are gone"
 
 
+@pytest.mark.slow
 def test_the_aggregate_is_over_the_peers_that_train(three: Folder) -> None:
     check(three.run(*BRIEF, "--hub", "0", "--hub-only"), range(1, 3))
 
 
+@pytest.mark.slow
 def test_a_run_without_tensorboard_has_no_curves_of_the_whole_run(two: Folder) -> None:
     run = two.run(*BRIEF, "--recorder", "csv")
     assert not any(run.directory.rglob("events.out.tfevents.*")) and not (run.directory / "all").exists()

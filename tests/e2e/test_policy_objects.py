@@ -73,6 +73,7 @@ def test_a_function_may_look_at_the_drift_if_it_says_so(two: Folder) -> None:
     assert run.summary["policy"] == "function far" and min(run.summary["retrievals"]) > 0
 
 
+@pytest.mark.slow
 def test_accuracies_before_and_after_the_finish_are_two_curves(two: Folder) -> None:
     """The first one belongs to the model that the peer has trained, and ends with it."""
     run = two.run("--iterations", "20", "--eval-interval", "10", "--policy", "never")
@@ -86,6 +87,7 @@ def test_accuracies_before_and_after_the_finish_are_two_curves(two: Folder) -> N
         assert after[0].value == pytest.approx(run.summary["test_accuracy"][rank])
 
 
+@pytest.mark.slow
 def test_a_peer_that_only_serves_has_no_curves_of_training(two: Folder) -> None:
     run = two.run("--iterations", "20", "--servers", "0", "--servers-only", "--sync", "asp")
     events = EventAccumulator(str(run.directory / "peer-00"))

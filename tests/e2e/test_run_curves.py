@@ -1,4 +1,4 @@
-"""The curves of a gossip run, a run with a hub and a run with servers, and their comparison in one table."""
+"""The curves that only a run with a hub or with servers has."""
 
 from __future__ import annotations
 
@@ -32,19 +32,14 @@ def grows(curve: Curve) -> bool:
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """One run of each kind, with two workers; in two of them a third peer only serves."""
+    """One run of each kind, with two workers; the third peer only serves."""
     path = tmp_path_factory.mktemp("three")
     options = {
-        "gossip": EVERY_FIFTH,
         "hub": (*EVERY_FIFTH, "--hub", "0", "--hub-only"),
         "server": ("--servers", "0", "--servers-only", "--sync", "bsp"),
     }
     with folder(path, 3) as here:
         return {name: here.run(*BRIEF, *given, name=name) for name, given in options.items()}
-
-
-def test_gossip_has_no_curves_of_a_hub_or_of_servers(three: dict[str, Run]) -> None:
-    assert [curves(three["gossip"], rank) for rank in range(3)] == [{}, {}, {}]
 
 
 def test_curves_of_a_hub(three: dict[str, Run]) -> None:
@@ -75,20 +70,3 @@ def test_curves_of_a_shard_and_of_its_workers(three: dict[str, Run]) -> None:
         assert list(worker) == ["time/tables_fraction"]
         assert all(0 <= value < 1 for _, value in worker["time/tables_fraction"])
         assert worker["time/tables_fraction"][-1][1] > 0
-
-
-def test_all_three_are_compared_in_one_table(three: dict[str, Run]) -> None:
-    path = three["gossip"].directory.parent
-    with folder(path, 1) as here:
-        shown = here.start("-m", "gossipx", "compare", *(run.directory for run in three.values())).end()
-    assert shown.code == 0, shown.shown
-    rows = [
-        [cell.strip() for cell in line.strip("│┃\n").replace("┃", "│").split("│")] for line in shown.output.splitlines()
-    ]
-    table = {row[0]: row[1:] for row in rows if len(row) == 4}
-    assert table[""] == ["gossip", "hub", "server"]
-    delayed = three["server"].summary["delayed_pulls"][0]
-    assert table["delayed pulls (DPRs)"] == ["–", "–", str(delayed)]
-    assert table["MB per serving peer"][0] == "–" and float(table["MB per serving peer"][1]) > 0
-    assert all(share.endswith("%") for share in table["time blocked"])
-    assert three["server"].summary["blocked_seconds"][0] is None, "it has no training that could be stopped"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import time
@@ -12,10 +11,8 @@ from typing import Any
 
 import pytest
 from ports import free_ports
-from resuming import BRIEF, wait_for
+from resuming import BRIEF
 
-from gossipx.errors import UsageError
-from gossipx.tools import recorded
 from runs import LONG, Folder, Process, children, kill_processes, one_line
 
 ENDLESS = ("--policy", "tau:5", "--iterations", "100000", *BRIEF)
@@ -121,35 +118,3 @@ def test_each_peer_serves_its_figures_to_prometheus(two: Folder) -> None:
     assert "cannot listen" in taken or "address already in use" in taken.lower(), taken
     run.signal(signal.SIGTERM)
     assert run.end().code == 0
-
-
-@pytest.mark.slow
-def test_runs_are_listed_and_a_killed_one_is_compared(two: Folder) -> None:
-    two.run("--iterations", "20", *BRIEF, name="whole")
-    run = training(two, "--checkpoint-every", "20", *ENDLESS)
-    wait_for(two, 40, run)
-
-    def listed() -> dict[str, dict[str, Any]]:
-        ended = two.start("-m", "gossipx", "runs", two.path, "--json").end()
-        assert ended.code == 0, ended.shown
-        return {one["name"]: one for one in json.loads(ended.output)}
-
-    by, stopped = time.monotonic() + LONG, 0
-    while stopped < 2:  # curves are written every few seconds
-        assert listed()["x"]["state"] == "in progress" and time.monotonic() < by
-        with contextlib.suppress(UsageError):
-            stopped = len(recorded.read(two.path / "x").stopped)
-    peers = children(run.pid)
-    run.signal(signal.SIGKILL)
-    run.end()
-    kill_processes(*peers.values())
-    found = listed()
-    assert list(found) == ["whole", "x"], "the oldest first"
-    assert (found["whole"]["state"], found["whole"]["iterations"], found["whole"]["resumable"]) == ("done", 20, None)
-    assert found["x"]["state"] == "killed" and found["x"]["peers"] == 2
-    assert found["x"]["resumable"] >= 40 and found["x"]["iterations"] >= 10
-    table = two.start("-m", "gossipx", "compare", "--logdir", two.path, "whole", "x", "--json").end()
-    assert table.code == 0, table.shown
-    whole, cut = json.loads(table.output)
-    assert (whole["stopped"], cut["stopped"]) == (0, 2)
-    assert cut["retrievals"] > 0 and cut["received_mb"] > 0 and cut["accuracy"] is None

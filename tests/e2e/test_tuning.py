@@ -70,7 +70,7 @@ def test_a_slow_link_gets_fewer_bytes(tmp_path: Path) -> None:
         started = [
             host.popen(
                 [
-                    *(sys.executable, "-m", "gossipx", "tune", "--peers", hosts, "--seconds", "8", "--json"),
+                    *(sys.executable, "-m", "gossipx", "tune", "--peers", hosts, "--seconds", "3", "--json"),
                     *("--bind", host.address, "--advertise", host.address, "--secret-file", secret),
                 ],
                 cwd=tmp_path,

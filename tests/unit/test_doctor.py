@@ -323,11 +323,6 @@ def speak_another_version(server: socket.socket) -> None:
         ("192.0.2.1\n", None, "no line is this machine"),
         ("192.0.2.1\n", "192.0.2.1", "--bind 0.0.0.0"),
         ("192.0.2.1\n", "b", "no line has the host 'b'"),
-        (
-            "localhost\n127.0.0.1\n",
-            None,
-            r":2: '127\.0\.0\.1:29400' is the same address as 'localhost:29400' on line 1",
-        ),
     ],
 )
 def test_the_errors_of_a_run_are_raised(tmp_path: Path, text: str, advertise: str | None, cause: str) -> None:

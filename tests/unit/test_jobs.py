@@ -84,15 +84,6 @@ def test_pods_find_their_peers() -> None:
     assert env["GOSSIPX_SECRET"]["valueFrom"]["secretKeyRef"] == {"name": "gossipx", "key": "secret"}
 
 
-def test_a_claim_holds_the_run() -> None:
-    _, job = manifest(*JOBS["claim.yaml"][1:])
-    assert job["metadata"]["name"] == "on", "not true"
-    pod = job["spec"]["template"]["spec"]
-    (volume,), (mount,) = pod["volumes"], pod["containers"][0]["volumeMounts"]
-    assert volume["name"] == mount["name"]
-    assert pod["containers"][0]["command"][2:4] == ["--logdir", mount["mountPath"]]
-
-
 @pytest.mark.parametrize("text", ["a$$b", "$(GOSSIPX_SIZE)", "$$(X)", "$", "é 😀 ' \"\\"])
 def test_arguments_come_to_the_container_as_they_are(text: str) -> None:
     """Kubernetes expands $(NAME), and replaces $$ by $."""
