@@ -207,17 +207,6 @@ def test_the_marked_lines_are_all_that_gossipx_adds(script: Path) -> None:
     assert "gossipx" not in left.lower()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SHORT)
-def test_an_example_runs_without_its_marked_lines(here: Path, name: str) -> None:
-    require(*CHECKS.get(name, (None, ()))[1])
-    script = here / "examples" / name
-    script.write_text(without_gossipx(script))
-    groups = "torchrun --standalone --nproc-per-node 2" if "torchrun" in COMMANDS[name] else "python"
-    run(here, f"{groups} examples/{name} {SHORT[name].replace('--budget 5', '')}")
-    assert not (here / "runs").exists()
-
-
 def test_the_table_has_every_example() -> None:
     there = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"README.md", "data.py"}
     assert set(COMMANDS) == there

@@ -331,29 +331,6 @@ def test_a_backbone_that_lightning_unfreezes_is_exchanged(two: Folder) -> None:
     assert max(moved) > 1e-3  # the weight of the backbone
 
 
-FOREIGN = """
-from gossipx.integrations import ddp
-
-model = nn.Linear(4, 2)
-state = {"rank": 1, "peers": 2}
-ddp.PendingJoin().join(model, torch.optim.SGD(model.parameters(), lr=0.1), state)
-"""
-
-
-@pytest.mark.fault(60)
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ((), "this is the state of peer 1, not of peer 0: each peer resumes from its own"),
-        (("--servers", "0"), "a parameter server needs a loop of your own with gossipx.join: leave out --servers here"),
-    ],
-)
-def test_a_refusal_before_joining_is_one_line(tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
-    with folder(tmp_path, 1) as here:
-        ended = here.start_run(*arguments, here.script(FOREIGN), tmp_path).end()
-    assert ended.code == 2 and ended.errors == f"{told}\n", ended.shown
-
-
 @pytest.mark.parametrize("name", some(["lightning", "transformers"], "transformers"))
 def test_a_failed_training_does_not_finish(two: Folder, name: str) -> None:
     """This holds even if the script catches the failure and ends normally."""

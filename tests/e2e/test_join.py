@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import signal
 
 import pytest
 
@@ -34,11 +33,6 @@ tell(peer, arguments=sys.argv[2:], first=first, iteration=peer.iteration,
     assert agree(run, 2)
     assert run.summary["task"] is None and run.summary["test_accuracy"] == [None, None]
     assert sum(run.summary["retrievals"]) > 0
-
-
-def test_a_script_without_finish_agrees_when_it_exits(two: Folder) -> None:
-    run = two.run(*BRIEF, two.script(TEN_LINES + "train(peer, model, optimizer, 40)\n"), two.path)
-    assert agree(run, 2) and run.summary["lost"] == []
 
 
 def test_a_loop_without_an_optimizer(two: Folder) -> None:
@@ -138,29 +132,6 @@ tell(peer, refused=refused, same=same, directory=str(peer.directory))
             "this is the state of a peer in a run with 3 peers, not 2",
             "this is not the state of a peer: load what its state_dict() returned",
         ]
-
-
-def test_restoring_a_state_drops_a_pull_under_way(two: Folder) -> None:
-    """Its difference refers to a replaced model; later pulls are mixed as usual."""
-    script = two.script(
-        TEN_LINES
-        + """
-import copy
-with peer:
-    train(peer, model, optimizer, 10)
-    mine, kept = peer.state_dict(), copy.deepcopy(model.state_dict())
-    for _ in range(20):
-        train(peer, model, optimizer, 12)
-        model.load_state_dict(kept)
-        peer.load_state_dict(mine)
-    back = [peer.state_dict()["sync"]["counts"] == mine["sync"]["counts"], peer.iteration]
-    train(peer, model, optimizer, 60)
-tell(peer, back=back)
-"""
-    )
-    run = two.run("--policy", "tau:1", "--peer-timeout", "20", script, two.path)
-    assert [two.told(rank)["back"] for rank in range(2)] == [[True, 10]] * 2
-    assert run.summary["lost"] == [] and agree(run, 2)
 
 
 # --- models -------------------------------------------------------------------------------------------
@@ -377,42 +348,3 @@ def test_several_lines_of_this_machine_need_a_rank(two: Folder) -> None:
     ended = two.start(script, two.path).end()
     assert ended.code == 2 and ended.errors.endswith(": give rank= or set GOSSIPX_RANK\n"), ended.shown
     assert ended.errors.count("\n") == 1 and ended.output == "", ended.shown
-
-
-def test_a_restarted_peer_gets_a_model_before_it_trains(three: Folder) -> None:
-    """[36, 37]"""
-    script = three.script(
-        """
-torch.manual_seed(int(sys.argv[3]))
-model = nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-peer = gossipx.join(model, optimizer, peers="hosts.txt", rank=int(sys.argv[2]), policy="tau:5", peer_timeout=20,
-                    logdir=str(FOLDER))
-began, back = peer.iteration, FOLDER / "back"
-with peer:
-    if sys.argv[3] == "1":
-        back.touch()
-    train(peer, model, optimizer, 20)
-    print("trains", flush=True)
-    if peer.rank == 2 and sys.argv[3] == "0":
-        while True:  # until it is killed
-            train(peer, model, optimizer, peer.iteration + 10)
-    while not back.exists():
-        train(peer, model, optimizer, peer.iteration + 10)
-    train(peer, model, optimizer, peer.iteration + 50)
-tell(peer, began=began, weight=model.weight.flatten().tolist(), iteration=peer.iteration)
-"""
-    )
-    first = [three.start(script, three.path, str(rank), "0") for rank in range(3)]
-    for process in first:
-        process.line("trains")
-    first[2].signal(signal.SIGKILL)
-    assert first[2].end().code == -signal.SIGKILL
-    for process in [*first[:2], three.start(script, three.path, "2", "1")]:
-        ended = process.end()
-        assert ended.code == 0 and "Traceback" not in ended.errors, ended.shown
-    told = [three.told(rank) for rank in range(3)]
-    assert told[0]["began"] == told[1]["began"] == 0
-    assert told[2]["began"] >= 20 and told[2]["iteration"] >= told[2]["began"] + 50
-    assert told[0]["weight"] == pytest.approx(told[1]["weight"], abs=1e-6)
-    assert told[0]["weight"] == pytest.approx(told[2]["weight"], abs=1e-6)

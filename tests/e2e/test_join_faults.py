@@ -106,33 +106,6 @@ def test_a_constant_that_is_not_finite_is_exchanged_like_any_other(two: Folder, 
     assert min(run.summary["retrievals"]) >= 1
 
 
-@pytest.mark.fault(22)
-def test_a_diverged_peer_logs_it_and_spoils_no_other(three: Folder) -> None:
-    script = three.script(
-        TEN_LINES.replace(
-            "(model, optimizer)", "(model, optimizer, evaluate=lambda m: float(m[0].bias.isfinite().all()))"
-        )
-        + """
-with peer:
-    train(peer, model, optimizer, 10)
-    if peer.rank == 1:
-        with torch.no_grad():
-            model[0].bias.fill_(float("nan"))
-    train(peer, model, optimizer, 40)
-"""
-    )
-    run = three.run("--policy", "tau:3", "--peer-timeout", "20", script, three.path, code=1)
-    said = [line for line in run.ended.output.splitlines() if "NaN" in line]
-    assert len(said) == 2 and "ended with NaN or Inf in its model" in said[1], run.ended.shown
-    assert run.summary["agreed"] is False
-    assert run.ended.output.count("the peers hold different models\n") == 1, "time limits were not the cause"
-    assert "own model holds NaN or Inf since iteration 11" in said[0], run.ended.shown
-    assert run.summary["poisoned"] == [0, 0, 0]
-    assert run.summary["test_accuracy"] == [1.0, 0.0, 1.0]
-    assert run.summary["consensus_accuracy"] == 1.0  # of the finite models
-    assert max(differences(run.model(0), run.model(2)).values()) <= 1e-6
-
-
 # --- mistakes in scripts ------------------------------------------------------------------------------
 
 
@@ -425,23 +398,6 @@ with peer:
     run = Run(two.path / "x", ended)
     assert run.summary["lost"] == [two.names[1]] and run.summary["iterations"] == 20, ended.shown
     assert "can't allocate memory" in ended.output or "MemoryError" in ended.output, ended.shown
-
-
-@pytest.mark.fault(28)
-def test_the_figures_are_reported_if_the_model_cannot_be_written(two: Folder) -> None:
-    script = two.script(
-        TEN_LINES
-        + """
-with peer:
-    train(peer, model, optimizer, 10)
-    if peer.rank == 1:
-        (FOLDER / "x" / "peer-01" / ".model.safetensors.tmp").mkdir()
-"""
-    )
-    run = two.run(*BRIEF, script, two.path, code=1)
-    assert run.summary["lost"] == [] and run.summary["iterations"] == 10
-    assert "model.safetensors: it cannot be written" in run.ended.output and "--no-save-model" in run.ended.output
-    assert f"failed: {two.names[1]}" in run.ended.output and run.summary["agreed"] is True
 
 
 def test_a_partition_by_label_needs_labels(two: Folder) -> None:

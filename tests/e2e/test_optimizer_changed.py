@@ -41,13 +41,6 @@ def test_a_second_optimizer_is_told_of_and_ends_the_counting(two: Folder, update
     assert run.summary["iterations"] == 40 and agree(run, 2)
 
 
-def test_an_optimizer_that_is_joined_in_mid_run_counts(two: Folder) -> None:
-    run = two.run(*BRIEF, two.script(CHANGES), two.path, "joins", "40")
-    assert "the model changes without" not in run.ended.output
-    assert [two.told(rank)["iteration"] for rank in range(2)] == [80, 80] and run.summary["iterations"] == 80
-    assert agree(run, 2)
-
-
 def test_servers_keep_their_optimizer(two: Folder) -> None:
     script = two.script(
         TEN_LINES

@@ -14,8 +14,6 @@ from served_loops import EACH_ALONE, STEPS, Join, Step, batch, loop, plain, same
 from torch import Tensor, nn
 from torch.nn import functional
 
-from runs import Folder, differences
-
 pytestmark = pytest.mark.fault(64)
 
 
@@ -205,31 +203,3 @@ def test_an_averaged_copy_of_the_model(join: Join) -> None:
     with join(model, optimizer := sgd(model)) as peer:
         own = averaged(model, optimizer, peer.sync)
     torch.testing.assert_close(own, averaged(alone, sgd(alone), lambda: None), rtol=1e-5, atol=1e-6)
-
-
-TWO_WORKERS = """
-torch.manual_seed(3)
-model = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-with gossipx.join(model, optimizer) as peer:
-    while peer.iteration < 10:
-        optimizer.zero_grad()
-        (model(batch(peer).view(2, 4, 4)) - 1).square().mean().backward()
-        optimizer.step()
-"""
-
-
-@pytest.mark.slow
-def test_two_workers_train_torchs_encoder_layer_as_one_process_does(two: Folder) -> None:
-    run = two.run("--servers", "0,1", "--peer-timeout", "20", two.script(TWO_WORKERS), two.path)
-    torch.manual_seed(3)
-    model = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for number in range(10):
-        optimizer.zero_grad()
-        for rank in (0, 1):
-            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1000 * rank + number))
-            ((model(x.view(2, 4, 4)) - 1).square().mean() / 2).backward()
-        optimizer.step()
-    assert max(differences(run.model(0), model.state_dict()).values()) < 1e-5
-    assert max(differences(run.model(0), run.model(1)).values()) == 0

@@ -51,28 +51,3 @@ def test_images_have_an_accuracy_and_a_loss(two: Folder) -> None:
     assert 0 < summary["consensus_loss"] == summary["test_loss"][0] < math.log(10)
     scalars = EventAccumulator(str(run.directory / "peer-00")).Reload().Tags()["scalars"]
     assert {"test/accuracy", "test/loss"} <= set(scalars) and "test/bits_per_character" not in scalars
-
-
-def test_text_files_of_the_user(two: Folder) -> None:
-    texts = two.path / "texts"
-    texts.mkdir()
-    for name in "abc":
-        (texts / f"{name}.txt").write_text(f"{name} is a letter, and ä another.\n" * 100)
-    run = two.run("--task", "text", "--data-dir", "texts", "--policy", "tau:5", "--iterations", "10")
-    assert agree(run, 2) and run.model(0)["head.weight"].shape == (19, 96)
-    (texts / "b.txt").write_bytes(b"\xff\xfe" * 100)
-    told = two.refused("--task", "text", "--data-dir", "texts", name="y")
-    assert told == f"{texts}/b.txt: not UTF-8 text (at byte 0): convert or remove it"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("partition", ["iid", "dirichlet:alpha=0.1"])
-def test_resnet20_with_its_statistics_on_one_channel(two: Folder, partition: str) -> None:
-    options = ("--model", "resnet20", "--partition", partition, "--policy", "tau:2", "--blocking")
-    run = two.run(*options, "--iterations", "4", "--batch-size", "16", "--eval-interval", "0")
-    summary = run.summary
-    assert summary["retrievals"] == [2, 2] and agree(run, 2)
-    assert math.isfinite(summary["consensus_loss"]) and summary["test_accuracy"][0] is not None
-    model = run.model(0)
-    assert model["maps.0.weight"].shape == (16, 1, 3, 3)
-    assert model["maps.1.running_mean"].any() and int(model["maps.1.num_batches_tracked"]) == 4

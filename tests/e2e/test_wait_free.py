@@ -222,26 +222,6 @@ def test_tied_frozen_and_sometimes_unused(join: Join, wait_free: bool) -> None:
     assert torch.equal(model.frozen.weight, frozen) and model.first.weight is model.second.weight
 
 
-@pytest.mark.parametrize("schedule", ["step", "cosine"])
-def test_learning_rate_schedules_of_torch(join: Join, schedule: str) -> None:
-    def scheduled(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        if schedule == "step":
-            return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-
-    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
-        scheduler = scheduled(optimizer)
-        for step in range(STEPS):
-            plain(model, optimizer, step)
-            scheduler.step()
-        return model
-
-    model = net()
-    with join(model, optimizer := sgd(model)):
-        run(model, optimizer)
-    same(model, run(alone := net(), sgd(alone)))
-
-
 def test_parameter_groups_and_a_rate_that_is_a_tensor(join: Join) -> None:
     def made(model: nn.Sequential) -> torch.optim.Optimizer:
         groups: list[dict[str, Any]] = [
@@ -288,21 +268,6 @@ def test_a_parameter_that_is_used_outside_its_module_only_later_is_refused_and_n
 
 
 # --- 16 bits ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_steps_too_small_for_16_bits_add_up(join: Join, dtype: torch.dtype) -> None:
-    """Each step is a hundredth of the rounding error; the server keeps float32."""
-    model = nn.Linear(1, 1, bias=False).to(dtype)
-    with torch.no_grad():
-        model.weight.fill_(1.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=torch.finfo(dtype).eps / 200)
-    with join(model, optimizer):
-        for _ in range(400):
-            optimizer.zero_grad()
-            model(torch.ones(1, 1, dtype=dtype)).sum().backward()
-            optimizer.step()
-    assert model.weight.item() == pytest.approx(1 - 2 * torch.finfo(dtype).eps, rel=0.1 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("wait_free", WAIT_FREE)
