@@ -19,7 +19,7 @@ import pytest
 from emulated import EmulatedNetwork, NetworkUnavailableError, lacking, sweep
 from emulated.namespaces import names
 from emulated.runs import train
-from transfers import FRAME, RECEIVER, SINK, SOURCE, ask, gets_the_rate, python, result, transfer
+from transfers import RECEIVER, ask, gets_the_rate, python, result, transfer
 
 from runs import LONG, is_running
 
@@ -45,48 +45,6 @@ needs_network = pytest.mark.usefixtures("here")
 def test_tcp_gets_the_links_rate(rate: str, count: int) -> None:
     with EmulatedNetwork(2, rate) as net:
         assert gets_the_rate(net.bucket, lambda: transfer(net.hosts[0], net.hosts[1:], count))
-
-
-@needs_network
-@pytest.mark.slow
-def test_the_switch_in_user_space_gives_a_gigabit_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The switch replaces netem where it is missing. It is an ordinary process and needs a core for
-    itself meanwhile."""
-    monkeypatch.setattr("emulated.network.works", lambda *command, given="": False)
-    with EmulatedNetwork(2, "1gbit", delay_ms=1) as net:
-        assert net.ways.has_switch
-        assert gets_the_rate(net.bucket, lambda: transfer(net.hosts[0], net.hosts[1:], 200_000_000), tries=6)
-        assert net.switch_counts()["passed"] > 200_000_000 / 65_536, "all frames, of up to 64 KB each, went through it"
-
-
-@needs_network
-def test_two_senders_share_the_link_of_one_receiver() -> None:
-    with EmulatedNetwork(3, "50mbit") as net:
-        assert gets_the_rate(net.bucket, lambda: transfer(net.hosts[0], net.hosts[1:], 6_000_000))
-
-
-@needs_network
-def test_two_receivers_share_the_link_of_one_sender() -> None:
-    count = 3_000_000
-    with EmulatedNetwork(3, "50mbit") as net:
-        sender, *receivers = net.hosts
-
-        def transferred() -> Any:
-            for receiver in receivers:
-                assert ask(python(receiver, SINK))
-            return result(python(sender, SOURCE, count, *(receiver.address for receiver in receivers)))
-
-        assert gets_the_rate(net.bucket, transferred)
-
-
-@needs_network
-def test_the_counters_have_every_frame_of_a_transfer() -> None:
-    with EmulatedNetwork(2, "1gbit") as net:
-        count = 1_000_000
-        transfer(net.hosts[0], net.hosts[1:], count)
-        received, sent = net.hosts[0].counters().received, net.hosts[1].counters().sent
-        assert count * FRAME < received < 1.1 * count * FRAME
-        assert count * FRAME < sent < 1.1 * count * FRAME
 
 
 # --- isolation --------------------------------------------------------------------------------------
@@ -231,17 +189,6 @@ def test_segments_of_tcp_are_lost_one_by_one() -> None:
         assert net.lost() > 0.6 * loss * count / 1448
 
 
-@needs_network
-def test_without_loss_no_frame_is_lost() -> None:
-    with EmulatedNetwork(2, "100mbit") as net:
-        receiver = python(net.hosts[0], UDP_RECEIVER)
-        assert ask(receiver)
-        result(python(net.hosts[1], UDP_SENDER, net.hosts[0].address, 2000, 1))
-        assert result(receiver) == 2000
-        assert net.lost() == 0
-        assert net.hosts[0].counters().dropped == net.hosts[1].counters().dropped == 0
-
-
 # --- nothing is left --------------------------------------------------------------------------------
 
 
@@ -268,54 +215,6 @@ def owner() -> Any:
             yield process, name, [int(pid) for pid in pids]
         finally:
             process.kill()
-
-
-def of_this_process() -> list[str]:
-    """Return the namespaces that this process created."""
-    return [name for name in names() if name.startswith(f"gossipx-{os.getpid()}-")]
-
-
-@needs_network
-def test_an_error_removes_everything_including_running_processes() -> None:
-    with pytest.raises(ZeroDivisionError), EmulatedNetwork(2, "10mbit", delay_ms=1) as net:
-        assert len(of_this_process()) == 3  # two peers and the switch
-        command = ["sh", "-c", "sleep 1000 & echo $!; wait"]
-        started = net.hosts[1].popen(command, stdout=subprocess.PIPE, text=True)
-        grandchild = ask(started)
-        assert is_running(started.pid)
-        assert is_running(grandchild)
-        raise ZeroDivisionError
-    assert of_this_process() == []
-    assert started.returncode == -signal.SIGKILL
-    assert not is_running(grandchild)
-
-
-@needs_network
-def test_all_is_gone_if_it_cannot_be_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: object) -> str:
-        raise NetworkUnavailableError("no rules today")
-
-    monkeypatch.setattr("emulated.network.nft_rules", fail)
-    with pytest.raises(NetworkUnavailableError, match="no rules today"), EmulatedNetwork(2, "10mbit", loss=0.1):
-        pass
-    assert of_this_process() == []
-
-
-@needs_network
-def test_a_switch_that_does_not_end_keeps_nothing_else_from_going(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emulated.network.works", lambda *command, given="": False)  # no netem: a switch delays
-    with pytest.raises(subprocess.TimeoutExpired), EmulatedNetwork(2, "10mbit", delay_ms=1) as net:
-        started = net.hosts[0].popen(["sleep", "1000"])
-        assert net._switch is not None
-        wait = net._switch.wait
-
-        def late(timeout: float | None = None) -> int:
-            assert wait(timeout) == -signal.SIGKILL
-            raise subprocess.TimeoutExpired("switch", timeout or 0.0)
-
-        monkeypatch.setattr(net._switch, "wait", late)
-    assert of_this_process() == []
-    assert started.returncode == -signal.SIGKILL
 
 
 @needs_network

@@ -8,14 +8,9 @@ from __future__ import annotations
 import collections
 import shutil
 import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ports import free_ports
 from resuming import BRIEF
 
 from gossipx.metrics.plot import COLOURS
@@ -73,43 +68,3 @@ def test_the_report_shows_curves_and_tables_without_a_network(two_runs: Folder) 
     assert pixels[first] > 500 and pixels[second] > 500, "a line of each run"
     dark = sum(count for colour, count in pixels.items() if max(colour) < 90)
     assert dark > 5000, "text"
-
-
-def fetched(address: str) -> bytes:
-    with urllib.request.urlopen(address, timeout=LONG) as answer:
-        found: bytes = answer.read()
-    return found
-
-
-@pytest.fixture
-def tensorboard(two_runs: Folder) -> Iterator[str]:
-    """The address of a TensorBoard that shows both runs."""
-    (port,) = free_ports(1)
-    address = f"http://127.0.0.1:{port}"
-    serving = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "tensorboard.main", "--logdir", str(two_runs.path), "--port", str(port)),
-            *("--host", "127.0.0.1", "--load_fast=false"),
-        ],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
-    by = time.monotonic() + LONG
-    try:
-        assert serving.stderr is not None
-        assert any(address.encode() in line for line in serving.stderr), "TensorBoard does not serve"
-        while b"adaptive/peer-01" not in fetched(f"{address}/data/runs"):  # it reads the runs while it serves
-            assert serving.poll() is None and time.monotonic() < by
-        yield address
-    finally:
-        serving.kill()
-        serving.wait()
-
-
-def test_tensorboard_shows_the_first_chart(two_runs: Folder, tensorboard: str) -> None:
-    target = two_runs.path / "tensorboard.png"
-    options = ("--window-size=1400,900", "--virtual-time-budget=60000")
-    pixels = screenshot(f"{tensorboard}/#custom_scalars", target, *options)
-    vivid = sum(count for colour, count in pixels.items() if max(colour) - min(colour) > 100)
-    orange = sum(count for (red, green, blue), count in pixels.items() if red > 220 and 80 < green < 150 and blue < 40)
-    assert vivid - orange > 300, "curves, besides the orange of TensorBoard's own bar"

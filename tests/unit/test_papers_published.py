@@ -34,10 +34,6 @@ def groups(setting: Mapping[str, Any], path: str = "setting") -> Iterator[tuple[
             yield from groups(value, f"{path}.{key}")
 
 
-def test_there_is_a_file_for_each_paper(published: Any) -> None:
-    assert published.NAMES == NAMES
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_each_figure_has_a_value_a_unit_and_a_place(published: Any, name: str) -> None:
     paper = published.read(name)

@@ -109,29 +109,6 @@ def test_updates_are_caffes(type_: str):
     np.testing.assert_allclose(weights.detach().numpy(), FORMULAS[type_](start, grads), rtol=1e-12, atol=1e-14)
 
 
-def test_a_changed_rate_does_not_scale_earlier_steps_in_the_momentum():
-    # Torch's SGD differs: its buffer has plain gradients, all of which are multiplied by the new rate.
-    ours, theirs = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    caffes, torchs = TYPES["SGD"]([ours], momentum=0.5), torch.optim.SGD([theirs], lr=1.0, momentum=0.5)
-    for rate in (1.0, 0.1):
-        ours.grad, theirs.grad = torch.ones(1), torch.ones(1)
-        caffes.param_groups[0]["lr"] = torchs.param_groups[0]["lr"] = rate
-        caffes.step()
-        torchs.step()
-    assert float(ours.detach()) == pytest.approx(1 - 1.0 - (0.5 * 1.0 + 0.1))
-    assert float(theirs.detach()) == pytest.approx(1 - 1.0 - 0.1 * (0.5 + 1))
-
-
-def test_multipliers_and_l1_decay():
-    rng = np.random.default_rng(6)
-    start, gradient = rng.normal(size=5), rng.normal(size=5)
-    weights = nn.Parameter(torch.from_numpy(start.copy()))
-    optimizer = TYPES["SGD"]([weights], lr=0.1, lr_mult=2, weight_decay=0.3, decay_mult=0.5, l1=1)
-    weights.grad = torch.from_numpy(gradient.copy())
-    optimizer.step()
-    np.testing.assert_allclose(weights.detach().numpy(), start - 0.2 * (gradient + 0.15 * np.sign(start)))
-
-
 def test_an_unknown_setting_is_refused():
     with pytest.raises(TypeError, match="nesterov"):
         TYPES["SGD"]([nn.Parameter(torch.ones(1))], nesterov=True)

@@ -259,13 +259,6 @@ def test_huge_dimensions_are_refused_before_anything_is_allocated(packed: bool, 
         read_idx(path)
 
 
-def test_an_idx_path_that_is_a_folder_or_missing_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be read"):
-        read_idx(tmp_path)
-    with pytest.raises(UsageError, match="no such file: get it again"):
-        read_idx(tmp_path / "missing")
-
-
 # CIFAR-10 and CIFAR-100
 
 

@@ -10,9 +10,7 @@ from torch import nn
 
 from gossipx import policies
 from gossipx.errors import UsageError
-from gossipx.launch.loops.train import optimizer_of, rate_of, scores
-from gossipx.settings.sections import TaskSettings
-from gossipx.tasks.data import CONTEXT, TASKS, Batches, load, text_data
+from gossipx.tasks.data import TASKS, text_data
 from gossipx.tasks.models import (
     MODELS,
     UNTRAINED,
@@ -283,18 +281,6 @@ def test_densenet_121_has_the_parameters_of_table_1_and_reaches_every_one_at_its
         model(torch.randn(2, 3, facts.smallest - 1, facts.smallest - 1))
 
 
-def test_densenets_maps_are_those_of_table_1() -> None:
-    """Huang et al. 2016: 56×56, 28×28, 14×14 and 7×7 at the ends of the four blocks."""
-    with torch.device("meta"):
-        model = DenseNet(1000, 3, 224)
-        maps, seen = torch.empty(2, 3, 224, 224), []
-        for layer in model.maps:
-            if isinstance(layer, nn.AvgPool2d):
-                seen.append(tuple(maps.shape[1:]))
-            maps = layer(maps)
-    assert [*seen, tuple(maps.shape[1:])] == [(128, 56, 56), (256, 28, 28), (512, 14, 14), (1024, 7, 7)]
-
-
 def test_transformer_1b_has_the_1_3_billion_parameters_of_gpt_3_xl_and_an_output_layer() -> None:
     sizes = dict(published_sizes("transformer-1b"))
     total = sum(sizes.values())
@@ -325,55 +311,6 @@ def test_residual_shortcut_pads_new_maps_evenly_on_both_sides() -> None:
     out = block(maps)
     assert torch.equal(out[:, 8:24], maps[:, :, ::2, ::2])
     assert not out[:, :8].any() and not out[:, 24:].any()
-
-
-@pytest.mark.slow
-def test_lenet_learns_the_embedded_set() -> None:
-    torch.manual_seed(0)
-    train, test = load("fashion-mnist")
-    task, preset = TASKS["fashion-mnist"], PRESETS["lenet"]
-    model = build_model(task.model, classes=task.classes, channels=task.channels, pixels=task.pixels)
-    optimizer = torch.optim.SGD(
-        model.parameters(), preset.base_lr, momentum=preset.momentum, weight_decay=preset.weight_decay
-    )
-    for images, labels in zip(train.images[:6_400].split(32), train.labels[:6_400].split(32), strict=True):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(images), labels).backward()
-        optimizer.step()
-    with torch.no_grad():
-        right = model(test.images).argmax(1) == test.labels
-    # A nearest-class-mean classifier, computed here, is what a net has to beat.
-    means = torch.stack([train.images[train.labels == label].mean(0) for label in range(10)]).flatten(1)
-    reference = torch.cdist(test.images.flatten(1), means).argmin(1) == test.labels
-    assert right.float().mean() > reference.float().mean()
-
-
-@pytest.mark.slow
-def test_the_transformer_learns_more_of_the_embedded_text_than_pairs_of_characters() -> None:
-    """The reference is the held-out text's cross-entropy under the counts of pairs (a bigram model)."""
-    torch.manual_seed(0)
-    train, test = text_data()
-    settings, device = (
-        TaskSettings(task="text", model="transformer", optimizer="adamw", base_lr=0.002, weight_decay=0.1),
-        torch.device("cpu"),
-    )
-    model = build_model("transformer", classes=train.classes, channels=0, pixels=CONTEXT)
-    optimizer, batches = optimizer_of(model, settings), Batches(train, 16, 0)
-    for step in range(400):
-        for group in optimizer.param_groups:
-            group["lr"] = rate_of(settings, step, 400)
-        inputs, following = next(batches)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs), following).backward()
-        optimizer.step()
-    pairs = train.characters.long().unfold(1, 2, 1).flatten(0, 1)
-    counts = torch.bincount(pairs[:, 0] * train.classes + pairs[:, 1], minlength=train.classes**2).double() + 0.01
-    shares = counts.view(train.classes, -1) / counts.view(train.classes, -1).sum(1, keepdim=True)
-    inputs, following = test.batch(torch.arange(len(test)))
-    reference = -float(shares[inputs, following].log().mean())
-    found = scores(model, test, device)
-    assert found["loss"] < reference - 0.1
-    assert found["bits_per_character"] == pytest.approx(found["loss"] / math.log(2))
 
 
 # Presets

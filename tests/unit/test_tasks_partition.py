@@ -94,24 +94,10 @@ def test_dirichlet_proportions_have_the_distributions_mean_and_variance() -> Non
     assert np.abs(shares.var(1) / variance - 1).max() < 0.15
 
 
-def test_small_alpha_gives_a_class_to_one_part_and_large_alpha_to_all_alike() -> None:
-    small = class_counts(Dirichlet(1e-4).split(BALANCED, 4, 3), BALANCED)
-    # But for the one sample that fills a part that came out empty.
-    assert (np.sort(small, axis=0)[-1] >= 1_200 - 4).all()
-    large = class_counts(Dirichlet(1e7).split(BALANCED, 4, 3), BALANCED)
-    assert np.abs(large - 300).max() <= 1
-
-
 def test_empty_parts_get_one_sample_each_from_the_largest() -> None:
     labels = np.zeros(50, np.int64)  # one class and a tiny alpha: one part draws everything
     sizes = sorted(len(part) for part in Dirichlet(1e-6).split(labels, 6, 0))
     assert sizes == [1, 1, 1, 1, 1, 45]
-
-
-def test_specs() -> None:
-    assert partition_from("iid") == IID() and partition_from("contiguous") == Contiguous()
-    assert partition_from("dirichlet") == Dirichlet(0.3)
-    assert partition_from("dirichlet:alpha=0.5") == partition_from("dirichlet:0.5") == Dirichlet(0.5)
 
 
 @pytest.mark.parametrize(
