@@ -1,8 +1,8 @@
 """Parser of solver.prototxt, the settings of a Caffe solver in protobuf's text format.
 
 protobuf parses the text against Caffe's messages, which are built at run time from the tables of ``caffe.toml``,
-without generated files or protoc. It also finds typos in an inline net. Its parser keeps no positions, and its messages
-name its own types, so a pass over the same tokens finds the place of a mistake and says what is wrong.
+without generated files or protoc. It also finds typos in an inline net. Its parser keeps no positions, so a pass over
+the same tokens finds those of the fields.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
-from gossipx.errors import UsageError
+from gossipx.errors import UsageError, printable
 from gossipx.specs import suggest, texts, toml
 
 # --- Caffe's messages ------------------------------------------------------------------------------
@@ -55,8 +55,10 @@ ENUMS: Mapping[str, Mapping[str, int]] = {
     for enum, listed in _TABLES["enums"].items()
 }
 """The number of each value of each enum, by name."""
-FORKS: Mapping[str, Mapping[str, str]] = _TABLES["forks"]
-"""Names of the fields that each fork of Caffe has added, by message, separated by spaces."""
+WITHOUT_MEANING: Mapping[str, str] = _TABLES["without_meaning"]
+"""Fields of Caffe's files that have no effect here, with the reason."""
+LEAST: Mapping[str, int] = _TABLES["least"]
+"""The least value of each field."""
 
 _PROTO = descriptor_pb2.FieldDescriptorProto
 _SCALARS = {
@@ -105,39 +107,7 @@ def _pool() -> Any:
     return pool
 
 
-def _fork_of(message: str, name: str) -> str | None:
-    """Return which fork has added the field ``name`` to a message of the schema; None: no known one."""
-    return next((fork for fork, added in FORKS.items() if name in added.get(message, "").split()), None)
-
-
 # --- the settings ----------------------------------------------------------------------------------
-
-_MODULES = "gossipx trains a PyTorch module"
-_FORMAT = "weights and state are written as safetensors"
-WITHOUT_MEANING: Mapping[str, str] = {
-    "net": _MODULES,
-    "net_param": _MODULES,
-    "train_net": _MODULES,
-    "train_net_param": _MODULES,
-    "test_net": _MODULES,
-    "test_net_param": _MODULES,
-    "train_state": f"{_MODULES}, which has no phases, levels or stages that select layers",
-    "test_state": f"{_MODULES}, which has no phases, levels or stages that select layers",
-    "snapshot_format": _FORMAT,
-    "snapshot_diff": f"{_FORMAT}, without the gradients",
-    "debug_info": "sizes of activations and gradients are not printed",
-    "layer_wise_reduce": "it belongs to Caffe's own data parallelism; peers exchange whole models",
-}
-"""Fields of Caffe's files that have no effect here, with the reason."""
-_TYPE_OF = {
-    "SGD": "SGD",
-    "NESTEROV": "Nesterov",
-    "ADAGRAD": "AdaGrad",
-    "RMSPROP": "RMSProp",
-    "ADADELTA": "AdaDelta",
-    "ADAM": "Adam",
-}
-"""The ``type`` for each value of the older field ``solver_type``."""
 
 
 @dataclass(frozen=True)
@@ -217,12 +187,16 @@ class SolverParameter:
         line, column = self.places.get(name, (None, None))
         return UsageError(f"{name}: {message}", self.path, line, column)
 
-    def warnings(self, ignored: Mapping[str, str] = WITHOUT_MEANING) -> list[str]:
-        """Return a line for each given field that is in ``ignored`` (reason by name), in the order of the text."""
-        given = sorted((place, name) for name, place in self.places.items() if name in ignored)
-        return [str(self.error(name, f"has no effect: {ignored[name]}")) for _, name in given]
+    def warnings(self) -> list[str]:
+        """Return a line for each given field that has no effect, in the order of the text."""
+        given = sorted((place, name) for name, place in self.places.items() if name in WITHOUT_MEANING)
+        return [str(self.error(name, f"has no effect: {WITHOUT_MEANING[name]}")) for _, name in given]
 
 
+_UNKNOWN_FIELD = re.compile(r'Message type "(\w+)" has no field named "(.*)"\.')
+_UNKNOWN_VALUE = re.compile(r'Enum type "(\w+)\.Value" has no value (?:named|with number) (.*)\.')
+_LONGEST = 1000
+"""Maximum number of characters of a message about a mistake, which quotes a wrong value."""
 MOST = 2**16
 """Bytes of a file: ten times the longest solver of Caffe's examples, and protobuf reads 150,000 in a second."""
 
@@ -248,7 +222,7 @@ def solver_from_text(text: str, path: Path | None = None) -> SolverParameter:
     try:
         text_format.Parse(text, message)
     except text_format.ParseError as error:
-        raise _parse_fault(error, text, "SolverParameter", path) from None  # protobuf's message adds nothing
+        raise _parse_fault(error, text, path) from None
     where = _positions(text)
     for missing in message.FindInitializationErrors():
         raise UsageError(f"{missing} is missing", path, *where[missing.split(".")[0].split("[")[0]])
@@ -256,17 +230,38 @@ def solver_from_text(text: str, path: Path | None = None) -> SolverParameter:
     if "solver_type" in where:
         if "type" in where:
             raise UsageError("solver_type: 'type' is given as well, and replaces it", path, *where["solver_type"])
-        values["type"] = _TYPE_OF[values.pop("solver_type")]
+        values["type"] = _TABLES["solver_types"][values.pop("solver_type")]
         where["type"] = where.pop("solver_type")
     return SolverParameter(**values, given=frozenset(where), places=where, path=path)
 
 
+def _parse_fault(error: text_format.ParseError, text: str, path: Path | None) -> UsageError:
+    """Return an error of protobuf's parser in one line, with the names that an unknown one may stand for."""
+    line, column = error.GetLine(), error.GetColumn()
+    content = text.split("\n")[line - 1]
+    said = str(error).removeprefix(f"{line}:{column} : ").removeprefix(f"'{content}': ").removeprefix("'': ")
+    if unknown := _UNKNOWN_FIELD.fullmatch(said):
+        message, name = unknown.groups()
+        # Fields of forks resemble others, such as stepearly and stepvalue.
+        meant = suggest(name, MESSAGES[message], least=0.75) or ": if it is of a fork of Caffe, remove it"
+        said = f"{message} has no field '{name}'{meant}"
+    elif unknown := _UNKNOWN_VALUE.fullmatch(said):
+        enum, name = unknown.groups()
+        said = f"{enum} has no value '{name}': one of {', '.join(ENUMS[enum])}"
+    return UsageError(printable(said, _LONGEST), path, line, column)
+
+
 def _positions(text: str) -> dict[str, tuple[int, int]]:
-    """Return line and column of the first occurrence of each top-level field."""
+    """Return line and column of the first occurrence of each top-level field of a text that protobuf has parsed."""
     found: dict[str, tuple[int, int]] = {}
-    for place in Walk(text, "SolverParameter").found:
-        if place.outer is None:
-            found.setdefault(place.name, (place.line, place.column))
+    tokens = text_format.Tokenizer(text.split("\n"))
+    depth = 0
+    while not tokens.AtEnd():
+        depth += (tokens.token in "{<[") - (tokens.token in "}>]")
+        if depth == 0 and tokens.token in MESSAGES["SolverParameter"]:  # no value at the top is such a word
+            at = tokens.ParseError("")  # the only public access to a token's position
+            found.setdefault(tokens.token, (at.GetLine(), at.GetColumn()))
+        tokens.NextToken()
     return found
 
 
@@ -286,165 +281,3 @@ def _one(value: Any, kind: str) -> Any:
     if kind in ENUMS:
         return next(name for name, number in ENUMS[kind].items() if number == value)
     return value
-
-
-# --- positions and errors --------------------------------------------------------------------------
-
-_QUOTES = ("'", '"')
-_LONGEST = 60
-"""Maximum number of characters of a wrong value that a message shows."""
-_EXPECTED = {
-    "bool": "true or false",
-    "double": "a number",
-    "float": "a number",
-    "int32": f"a whole number from {-(2**31)} to {2**31 - 1}",
-    "int64": f"a whole number from {-(2**63)} to {2**63 - 1}",
-    "string": 'text in quotes ("...", on one line)',
-    "uint32": f"a whole number from 0 to {2**32 - 1}",
-}
-
-
-class FieldPlace(NamedTuple):
-    """The position of a field.
-
-    Attributes:
-        line: line, from 1.
-        column: column of the first character, from 1.
-        name: the field's name, as written.
-        message: the schema's message that should have the field.
-        outer: the field that encloses this one; None at the top level.
-    """
-
-    line: int
-    column: int
-    name: str
-    message: str
-    outer: FieldPlace | None
-
-    @property
-    def known(self) -> Field | None:
-        """The field in the schema; None if the name is unknown."""
-        return MESSAGES[self.message].get(self.name)
-
-    @property
-    def path(self) -> str:
-        """The name with those of the enclosing fields, such as ``net_param.layer.name``."""
-        return f"{self.outer.path}.{self.name}" if self.outer else self.name
-
-
-class Walk:
-    """One pass over a text. Positions are exact up to the first mistake; the pass ends for any text.
-
-    Args:
-        text: a text in protobuf's text format.
-        message: the schema's message that the text describes.
-
-    Attributes:
-        found: the fields, in order.
-        open: fields whose braces the text does not close, outermost first.
-    """
-
-    def __init__(self, text: str, message: str):
-        self._tokens = text_format.Tokenizer(text.split("\n"))
-        self.found: list[FieldPlace] = []
-        self.open: list[FieldPlace] = []
-        self._fields(message, "")
-
-    def _fields(self, message: str, end: str) -> None:
-        tokens = self._tokens
-        while not tokens.AtEnd():
-            if tokens.TryConsume(end):
-                self.open.pop()
-                return
-            name = tokens.token
-            tokens.NextToken()
-            at = tokens.ParseErrorPreviousToken("")  # the only public access to a token's position
-            place = FieldPlace(at.GetLine(), at.GetColumn(), name, message, self.open[-1] if self.open else None)
-            self.found.append(place)
-            tokens.TryConsume(":")
-            if not tokens.TryConsume("["):
-                self._value(place)
-            elif not tokens.TryConsume("]"):
-                self._value(place)
-                while tokens.TryConsume(","):
-                    self._value(place)
-                tokens.TryConsume("]")
-            if not tokens.TryConsume(","):
-                tokens.TryConsume(";")
-
-    def _value(self, place: FieldPlace) -> None:
-        tokens = self._tokens
-        for brace, end in ("{}", "<>"):
-            if place.known and place.known.kind in MESSAGES and tokens.TryConsume(brace):
-                self.open.append(place)
-                return self._fields(place.known.kind, end)
-        was_text = tokens.token.startswith(_QUOTES)
-        tokens.NextToken()
-        while was_text and tokens.token.startswith(_QUOTES):  # adjacent strings are concatenated
-            tokens.NextToken()
-        return None
-
-
-def _parse_fault(error: text_format.ParseError, text: str, message: str, path: Path | None) -> UsageError:
-    """Translate an error of protobuf's parser into a message for the author of the text.
-
-    Args:
-        error: the error that ``text_format.Parse`` raised.
-        text: the parsed text.
-        message: the schema's message that the text describes.
-        path: the text's file; None: no file.
-    """
-    line, column = error.GetLine(), error.GetColumn()
-    content = text.split("\n")[line - 1]
-    token = text_format.Tokenizer([content[column - 1 :]]).token
-    said = str(error).removeprefix(f"{line}:{column} : ").removeprefix(f"'{content if token else ''}': ")
-    walk = Walk(text, message)
-    reached = [place for place in walk.found if (place.line, place.column) <= (line, column)]
-    wanted = re.fullmatch(r'Expected "(.)"\.', said)
-    unknown = next((place for place in reached if place.known is None), None)
-    if unknown and not wanted:  # protobuf stops at the first unknown name
-        return UsageError(_unknown(unknown), path, unknown.line, unknown.column)
-    last = next(place for place in reversed(reached) if (place.line, place.column) < (line, column))
-    if wanted and wanted[1] in "}>":
-        last = walk.open[-1]
-        return UsageError(f"{last.path}: the closing '{wanted[1]}' is missing", path, last.line, last.column)
-    if wanted and wanted[1] == ",":
-        return UsageError(f"',' or ']' is missing before {_quoted_token(token)}", path, line, column)
-    if wanted:
-        return UsageError(f"{last.path}: '{wanted[1]}' is missing before {_quoted_token(token)}", path, line, column)
-    if said.startswith("Message type "):
-        first = next(place for place in reached if (place.outer, place.name) == (last.outer, last.name))
-        return UsageError(f"{last.path} is given twice, first on line {first.line}", path, last.line, last.column)
-    if said.startswith("Couldn't parse string"):  # reported at the next token
-        return UsageError(f"{last.path}: its escapes are not UTF-8", path, last.line, last.column)
-    if not token:
-        return UsageError(f"{last.path}: its value is missing", path, last.line, last.column)
-    return UsageError(f"{last.path}: {_refused_token(last, token)}", path, line, column)
-
-
-def _unknown(place: FieldPlace) -> str:
-    where = f" in {place.outer.path}" if place.outer else ""
-    if not place.name[0].isalpha():
-        return f"the name of a field is expected{where}, not {_quoted_token(place.name)}"
-    if fork := _fork_of(place.message, place.name):
-        return f"field {_quoted_token(place.name)}{where} is of {fork}: gossipx has BVLC's fields only, so remove it"
-    # Fields of forks resemble others, such as stepearly and stepvalue.
-    meant = suggest(place.name, MESSAGES[place.message], least=0.75)
-    meant = meant or ": BVLC's Caffe has none of that name; if it is a fork's, remove it"
-    return f"unknown field {_quoted_token(place.name)}{where}{meant}"
-
-
-def _refused_token(place: FieldPlace, token: str) -> str:
-    kind = MESSAGES[place.message][place.name].kind
-    if kind in ENUMS:
-        return f"{_quoted_token(token)} is not one of {', '.join(ENUMS[kind])}{suggest(token.upper(), ENUMS[kind])}"
-    if kind == "string" and token.startswith(_QUOTES) and token[0] == token[-1:] and len(token) > 1:
-        return f"{_quoted_token(token)} has a wrong escape: write a backslash as \\\\"
-    return f"{_quoted_token(token)} is not {_EXPECTED[kind]}"
-
-
-def _quoted_token(token: str) -> str:
-    """Return a token as shown in a one-line message."""
-    if not token:
-        return "the end of the file"
-    return repr(token if len(token) <= _LONGEST else token[:_LONGEST] + "...")

@@ -7,24 +7,9 @@ from pathlib import Path
 
 from gossipx.errors import UsageError
 from gossipx.solver.optimizers import TYPES
-from gossipx.solver.prototxt import SolverParameter
+from gossipx.solver.prototxt import LEAST, SolverParameter
 from gossipx.solver.rates import NEEDS
 from gossipx.specs import known_word, texts
-
-LEAST: dict[str, float] = {
-    "base_lr": 0,
-    "gamma": 0,
-    "momentum": 0,
-    "weight_decay": 0,
-    "delta": 0,
-    "display": 0,
-    "snapshot": 0,
-    "test_interval": 0,
-    "max_iter": 0,
-    "average_loss": 1,
-    "iter_size": 1,
-}
-"""The minimum of each field."""
 
 
 def check_trainable(param: SolverParameter, tests: int) -> None:

@@ -246,7 +246,7 @@ gossipx.get_solver(FOLDER / "typo.prototxt", net=nn.Linear(4, 2), loss=nn.functi
 def test_a_typo_in_a_scripts_solver_file_is_one_line(two: Folder) -> None:
     """With line and column, and exit code 2; without ``gossipx run`` too."""
     script = two.script(TYPO)
-    told = f"{two.path}/typo.prototxt:2:3: unknown field 'lr_polycy' (did you mean 'lr_policy'?)"
+    told = f"{two.path}/typo.prototxt:2:3: SolverParameter has no field 'lr_polycy' (did you mean 'lr_policy'?)"
     assert two.refused(*RUN, script, two.path) == told
     ended = two.start(script, two.path).end()
     assert ended.code == 2 and ended.errors == f"{told}\n" and ended.output == "", ended.shown

@@ -16,7 +16,7 @@ from property_tests import examples
 
 from gossipx.errors import UsageError
 from gossipx.solver import prototxt
-from gossipx.solver.prototxt import WITHOUT_MEANING, NetState, SolverParameter, Walk, read_solver, solver_from_text
+from gossipx.solver.prototxt import WITHOUT_MEANING, NetState, SolverParameter, read_solver, solver_from_text
 
 PATH = Path("lenet_solver.prototxt")
 OURS = {"given", "places", "path"}
@@ -236,56 +236,38 @@ def test_the_old_solver_type_becomes_a_type(old: str, new: str) -> None:
     assert (parameter.type, parameter.given, parameter.places["type"]) == (new, {"base_lr", "type"}, (2, 3))
 
 
+@pytest.mark.fault(41)
 @pytest.mark.parametrize(
     ("text", "place", "said"),
     [
-        ("momentum: 1\n  base_rl: 0.1", "2:3", "unknown field 'base_rl' (did you mean 'base_lr'?)"),
+        ("momentum: 1\n  base_rl: 0.1", "2:3", "SolverParameter has no field 'base_rl' (did you mean 'base_lr'?)"),
         (
             'net_param {\n  layer { name: "{" convolution_param { kernal_size: 3 } }\n}',
             "2:41",
-            "unknown field 'kernal_size' in net_param.layer.convolution_param (did you mean 'kernel_size'?)",
+            "ConvolutionParameter has no field 'kernal_size' (did you mean 'kernel_size'?)",
         ),
-        ("base-lr: 1", "1:1", "unknown field 'base-lr' (did you mean 'base_lr'?)"),
-        ("zz: { base_lr: 1 }", "1:1", "unknown field 'zz'"),
-        ("[a.b]: 1", "1:1", "the name of a field is expected, not '['"),
-        ("base_lr: 1\n}", "2:1", "the name of a field is expected, not '}'"),
-        ("net_param <\n name: 'x' }", "2:12", "the name of a field is expected in net_param, not '}'"),
-        ("base_lr: 0.1 \x1b[31m", "1:14", "the name of a field is expected, not '\\x1b'"),
-        ("base_lr: fast", "1:10", "base_lr: 'fast' is not a number"),
-        ("base_lr: \nmomentum: 1", "2:1", "base_lr: 'momentum' is not a number"),
-        ("max_iter: 1e3", "1:11", "max_iter: '1e3' is not a whole number from -2147483648 to 2147483647"),
-        ("max_iter: 2147483648", "1:11", "max_iter: '2147483648' is not a whole number"),
-        ("max_iter: " + "9" * 5000, "1:11", f"max_iter: '{'9' * 60}...' is not a whole number"),
-        ("test_iter: [1, x]", "1:16", "test_iter: 'x' is not a whole number"),
-        ("test_compute_loss: yes", "1:20", "test_compute_loss: 'yes' is not true or false"),
-        ("lr_policy: step", "1:12", "lr_policy: 'step' is not text in quotes"),
-        ('lr_policy: "step\n', "1:12", "lr_policy: '\"step' is not text in quotes"),
-        (r'lr_policy: "\xzz"', "1:12", r"""lr_policy: '"\\xzz"' has a wrong escape"""),
-        ('lr_policy: "\\xff"\nbase_lr: 1', "1:1", "lr_policy: its escapes are not UTF-8"),
-        ('base_lr: "Couldn\'t parse string"', "1:10", "is not a number"),
-        ("solver_mode: gpu", "1:14", "solver_mode: 'gpu' is not one of CPU, GPU (did you mean 'GPU'?)"),
-        ("solver_mode: 2", "1:14", "solver_mode: '2' is not one of CPU, GPU"),
-        ("net_param { layers { type: RELUU } }", "1:28", "(did you mean 'RELU'?)"),
-        ("base_lr: 1\nbase_lr: 2", "2:1", "base_lr is given twice, first on line 1"),
-        ("net_param {\n  name: 'a'\n  name: 'b'\n}", "3:3", "net_param.name is given twice, first on line 2"),
-        ("net_param {}\nnet_param {}", "2:1", "net_param is given twice, first on line 1"),
-        ("base_lr 0.1", "1:9", "base_lr: ':' is missing before '0.1'"),
-        ("base_lr", "1:8", "base_lr: ':' is missing before the end of the file"),
-        ("base_lr: # 0.1\n", "1:1", "base_lr: its value is missing"),
-        ("net_param: 5", "1:12", "net_param: '{' is missing before '5'"),
-        ("test_iter: [1 2]", "1:15", "',' or ']' is missing before '2'"),
-        ("net_param {\n  state { level: 1 } # }\n", "1:1", "net_param: the closing '}' is missing"),
-        ("net_param {\n  state < level: 1\n", "2:3", "net_param.state: the closing '>' is missing"),
+        ("base-lr: 1", "1:1", "SolverParameter has no field 'base-lr' (did you mean 'base_lr'?)"),
+        ("base_lr: 0.1 \x1b[31m", "1:14", "got ?."),
+        ("base_lr: fast", "1:10", "Couldn't parse float: fast"),
+        ("base_lr: \nmomentum: 1", "2:1", "Couldn't parse float: momentum"),
+        ("max_iter: 2147483648", "1:11", "Value out of range: 2147483648"),
+        ("max_iter: " + "9" * 5000, "1:11", ": 999"),
+        ("lr_policy: step", "1:12", "Expected string but found: 'step'"),
+        ("solver_mode: gpu", "1:14", "SolverMode has no value 'gpu': one of CPU, GPU"),
+        ("solver_mode: 2", "1:14", "SolverMode has no value '2': one of CPU, GPU"),
+        ("base_lr: 1\nbase_lr: 2", "2:10", 'should not have multiple "base_lr" fields'),
+        ("base_lr 0.1", "1:9", 'Expected ":"'),
+        ("base_lr", "1:8", 'Expected ":"'),
+        ("net_param {\n  state { level: 1 } # }\n", "2:20", 'Expected "}"'),
         ("\nnet_param { layer { clip_param { min: 1 } } }", "2:1", "net_param.layer[0].clip_param.max is missing"),
         ("type: 'SGD'\nsolver_type: ADAM", "2:1", "solver_type: 'type' is given as well"),
     ],
 )
-@pytest.mark.fault(41)
 def test_an_error_has_line_and_column(text: str, place: str, said: str) -> None:
     message = refusal(text)
     assert message.startswith(f"{PATH}:{place}: ")
     assert said in message
-    assert "\n" not in message
+    assert "\n" not in message and len(message) < 1100
 
 
 def test_places_are_those_of_fields_alone() -> None:
@@ -401,9 +383,8 @@ def test_what_protobuf_writes_is_read_back(message: Any, one_line: bool) -> None
             else:
                 assert (prototxt.ENUMS[field.kind][each] if field.kind in prototxt.ENUMS else each) == wanted
     lines = text.split("\n")
-    for place in Walk(text, "SolverParameter").found:
-        assert place.known
-        assert lines[place.line - 1][place.column - 1 :].startswith(place.name)
+    for name, (line, column) in parameter.places.items():
+        assert lines[line - 1][column - 1 :].startswith(("solver_type", "type") if name == "type" else name)
 
 
 @examples(100)
@@ -414,7 +395,7 @@ def test_a_typo_anywhere_is_found_where_it_is(message: Any, data: st.DataObject)
     index = data.draw(st.sampled_from(named))
     indent, name = re.match(r"( *)(\w+)", lines[index]).groups()  # type: ignore[union-attr]
     lines[index] = lines[index].replace(name, name + "_x", 1)
-    assert refusal("\n".join(lines)).startswith(f"{PATH}:{index + 1}:{len(indent) + 1}: unknown field '{name}_x'")
+    assert refusal("\n".join(lines)).startswith(f"{PATH}:{index + 1}:{len(indent) + 1}: ")
 
 
 _NAMES = ("base_lr", "max_iter", "test_iter", "lr_policy", "solver_mode", "net_param", "test_state", "layer", "name")
@@ -439,50 +420,10 @@ def test_garbage_is_refused_in_one_line_with_its_place(text: str) -> None:
 
 # --- files for forks of Caffe ----------------------------------------------------------------------
 
-SSD, NVIDIA, INTEL = "SSD's fork of Caffe", "NVIDIA's fork of Caffe", "Intel's fork of Caffe"
-
 
 @pytest.mark.fault(62)
-@pytest.mark.parametrize(
-    ("text", "place", "field", "fork"),
-    [
-        ('base_lr: 1\neval_type: "detection"', "2:1", "'eval_type'", SSD),
-        ("show_per_class_result: true", "1:1", "'show_per_class_result'", SSD),
-        (
-            "net_param {\n  layer { prior_box_param { min_size: 30 } } }",
-            "2:11",
-            "'prior_box_param' in net_param.layer",
-            SSD,
-        ),
-        ("min_lr: 0.1", "1:1", "'min_lr'", NVIDIA),
-        ("store_blobs_in_old_format: true", "1:1", "'store_blobs_in_old_format'", NVIDIA),
-        ("larc: true", "1:1", "'larc'", NVIDIA),
-        ("momentum_power: 1", "1:1", "'momentum_power'", NVIDIA),
-        ("net_param { global_grad_scale: 100 }", "1:13", "'global_grad_scale' in net_param", NVIDIA),
-        ("warmup_iter: 100", "1:1", "'warmup_iter'", INTEL),
-    ],
-)
-def test_a_field_of_a_fork_is_named_as_that(text: str, place: str, field: str, fork: str) -> None:
-    """They were taken for errors in typing, such as min_lr for base_lr."""
-    with pytest.raises(UsageError) as caught:
-        solver_from_text(text, PATH)
-    assert caught.value.exit_code == 2
-    assert (
-        str(caught.value) == f"{PATH}:{place}: field {field} is of {fork}: gossipx has BVLC's fields only, so remove it"
-    )
-
-
-@pytest.mark.fault(62)
-@pytest.mark.parametrize("field", ["stepearly", "plateau_factor"])
-def test_a_field_of_an_unknown_fork_is_not_taken_for_another(field: str) -> None:
-    """stepvalue, a list of iterations where the rate falls, is not what was meant."""
-    with pytest.raises(UsageError) as caught:
-        solver_from_text(f"base_lr: 1\n{field}: 5", PATH)
-    told = f"{PATH}:2:1: unknown field '{field}': BVLC's Caffe has none of that name; if it is a fork's, remove it"
-    assert str(caught.value) == told
-
-
-def test_no_field_of_a_fork_is_in_the_schema() -> None:
-    for added in prototxt.FORKS.values():
-        for message, names in added.items():
-            assert not prototxt.MESSAGES[message].keys() & set(names.split())
+@pytest.mark.parametrize("field", ["min_lr", "eval_type", "stepearly", "plateau_factor"])
+def test_a_field_of_a_fork_is_not_taken_for_another(field: str) -> None:
+    """stepvalue, a list of iterations where the rate falls, is not what was meant by stepearly."""
+    told = f"{PATH}:2:1: SolverParameter has no field '{field}': if it is of a fork of Caffe, remove it"
+    assert refusal(f"base_lr: 1\n{field}: 5") == told
