@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 import gossipx
 from gossipx.errors import UsageError
-from gossipx.launch.loops.attach import Blobs, Head
+from gossipx.launch.loops.attach import Blobs
 
 
 def blob(*values: float) -> SimpleNamespace:
@@ -33,7 +34,6 @@ def test_each_blob_has_a_unique_name_and_position() -> None:
     for number, parameter in enumerate(blobs.parameters()):
         assert parameter.tolist() == [number]
         parameter.data += 10
-    blobs.head = Head.AT_ARENA
     blobs.to_solver()
     assert [float(given.params[name][0].data[0]) for name in names] == [10, 11, 12, 13, 14]
 
@@ -46,24 +46,23 @@ def test_each_blob_has_a_unique_name_and_position() -> None:
         ("diff", np.zeros((2, 1)), "blob fit[0]: its diff is of shape [2, 1], but its data had shape [2]"),
     ],
 )
-@pytest.mark.parametrize("head", [Head.AT_SOLVER, Head.AT_ARENA])
-def test_a_blob_replaced_with_another_shape_is_refused(part: str, value: object, told: str, head: Head) -> None:
+@pytest.mark.parametrize("copy", [Blobs.to_solver, Blobs.to_arena])
+def test_a_blob_replaced_with_another_shape_is_refused(
+    part: str, value: object, told: str, copy: Callable[[Blobs], None]
+) -> None:
     """numpy would broadcast a single value."""
     given = net(fit=blob(1, 2))
     blobs = Blobs(given)
     setattr(given.params["fit"][0], part, value)
-    blobs.head = head
     with pytest.raises(UsageError, match=re.escape(told)):
         list(blobs.gradients())
-        blobs.to_solver()
-        blobs.to_arena()
+        copy(blobs)
 
 
 def test_a_blob_replaced_with_the_same_shape_is_accepted() -> None:
     given = net(fit=blob(1, 2))
     blobs = Blobs(given)
     given.params["fit"][0].data = np.array([3.0, 4.0])
-    blobs.head = Head.AT_SOLVER
     blobs.to_arena()
     assert next(blobs.parameters()).tolist() == [3, 4]
 

@@ -8,7 +8,6 @@ has ``add_callback``, else in :meth:`AttachedPeer.step`. With a parameter server
 
 from __future__ import annotations
 
-import enum
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -61,22 +60,11 @@ class HasNet(Protocol):
         """The training net."""
 
 
-class Head(enum.Enum):
-    """Which copy of the values is newer, as in Caffe's SyncedMemory."""
-
-    AT_SOLVER = enum.auto()
-    AT_ARENA = enum.auto()
-    SYNCED = enum.auto()
-
-
 class Blobs(nn.Module):
     """A net's blobs as the parameters of a module. Parameters have their own memory; values are copied on demand.
 
     Args:
         net: the net.
-
-    Attributes:
-        head: which copy is newer.
 
     Raises:
         UsageError: a blob is read-only, or its values are not floating-point numbers.
@@ -84,7 +72,6 @@ class Blobs(nn.Module):
 
     def __init__(self, net: CaffeNet):
         super().__init__()
-        self.head = Head.SYNCED
         self._net = net
         self._pairs: list[tuple[str, int, nn.Parameter]] = []
         places: set[tuple[int, tuple[int, ...]]] = set()  # layers may share a blob
@@ -105,22 +92,18 @@ class Blobs(nn.Module):
                 yield layer, number, blob
 
     def to_arena(self) -> None:
-        """Copy the solver's values to the arena if they are newer.
+        """Copy the solver's values to the arena.
 
         Raises:
             UsageError: the shape of a blob has changed; the same in the other methods.
         """
-        if self.head is Head.AT_SOLVER:
-            for layer, number, parameter in self._pairs:
-                np.copyto(parameter.detach().numpy(), self._part("data", layer, number, parameter))
-            self.head = Head.SYNCED
+        for layer, number, parameter in self._pairs:
+            np.copyto(parameter.detach().numpy(), self._part("data", layer, number, parameter))
 
     def to_solver(self) -> None:
-        """Copy the arena's values to the solver if they are newer."""
-        if self.head is Head.AT_ARENA:
-            for layer, number, parameter in self._pairs:
-                np.copyto(self._part("data", layer, number, parameter), parameter.detach().numpy())
-            self.head = Head.SYNCED
+        """Copy the arena's values to the solver."""
+        for layer, number, parameter in self._pairs:
+            np.copyto(self._part("data", layer, number, parameter), parameter.detach().numpy())
 
     def gradients(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the ``diff`` of each blob, with the number of its table."""
@@ -310,20 +293,15 @@ def _attach_blobs(
 
     def judge(module: nn.Module) -> Score:
         assert evaluate is not None
-        settle()
-        return evaluate(solver)
-
-    def settle() -> None:
-        blobs.head = Head.AT_ARENA
         blobs.to_solver()
+        return evaluate(solver)
 
     def exchange() -> None:
         mixes = peer.mixes
-        blobs.head = Head.AT_SOLVER
         blobs.to_arena()
         peer.step()
         if peer.mixes != mixes:
-            settle()
+            blobs.to_solver()
 
     def push() -> None:
         assert made is not None
@@ -333,15 +311,15 @@ def _attach_blobs(
 
     def pull() -> None:
         peer.sync()
-        settle()
+        blobs.to_solver()
 
     def push_and_pull() -> None:
         push()
         pull()
 
     peer = join(blobs, made, evaluate=None if evaluate is None else judge, **options)
-    settle()
-    attached = AttachedPeer(peer, exchange if made is None else push_and_pull, settle)
+    blobs.to_solver()
+    attached = AttachedPeer(peer, exchange if made is None else push_and_pull, blobs.to_solver)
     if add_callback is not None and made is None:
         add_callback(attached.on_start, attached.on_gradients_ready)
     elif add_callback is not None:
