@@ -1,8 +1,6 @@
 """Gossip between DDP groups: the processes of a group are one peer, with DDP inside a host and gossip between hosts.
 
 Rank 0 of the group exchanges models with other peers and broadcasts its weights to the group afterwards.
-
-:func:`hook` is for DDP itself: it encodes the gradients that the processes of a group exchange.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from gossipx.errors import UsageError
-from gossipx.integrations.comm_hook import hook as hook
 from gossipx.integrations.group import GroupStatus, WorldGroup, rank_in_group
 from gossipx.launch.environment import ENV_PEERS, ENV_RESUME, progress
 from gossipx.launch.loops.join import join as join_alone

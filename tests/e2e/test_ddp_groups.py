@@ -20,6 +20,7 @@ import hashlib
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from gossipx.integrations import ddp
 from gossipx.integrations.group import WorldGroup
 
@@ -32,7 +33,7 @@ torch.set_num_threads(1)
 module = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
 model = DistributedDataParallel(module, gradient_as_bucket_view=True)
 if PEER == 1:  # one group encodes the gradients that its ranks exchange, the other does not
-    model.register_comm_hook(*ddp.hook("3lc:1.75"))
+    model.register_comm_hook(None, fp16_compress_hook)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
 
