@@ -6,9 +6,10 @@ of the peers. Each further line has an iteration, from 1 without gaps, and each 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from gossipx.errors import UsageError
 from gossipx.specs import suggest, texts
@@ -65,31 +66,18 @@ def _shipped() -> dict[str, Path]:
 
 
 def _parse(text: str, file: Path) -> Trace:
-    numbered = enumerate(text.splitlines(), 1)
-    lines = [(number, line.split(",")) for number, line in numbered if line.strip() and not line.startswith("#")]
-    if len(lines) < 2:
-        raise UsageError("a trace has a header and a line per iteration", file)
-    (at, header), *rows = lines
-    if header[0] != "iteration" or len(header) < 2:
-        raise UsageError("the header of a trace is 'iteration' and the name of each peer, between commas", file, at)
-    deltas: list[list[float]] = [[] for _ in header[1:]]
-    for iteration, (at, cells) in enumerate(rows, 1):
-        if len(cells) != len(header):
-            raise UsageError(f"{len(cells)} values, and the header has {len(header)}", file, at)
-        if cells[0].strip() != str(iteration):
-            raise UsageError(
-                f"iteration {cells[0]!r} in place of {iteration}: they count from 1 without gaps", file, at
-            )
-        for column, cell in zip(deltas, cells[1:], strict=True):
-            column.append(_delta(cell, file, at))
-    return Trace(deltas)
-
-
-def _delta(cell: str, file: Path, line: int) -> float:
+    header, *rows = [line for line in text.splitlines() if line.strip() and not line.startswith("#")] or [""]
+    if not header.startswith("iteration,") or not rows:
+        raise UsageError(
+            "a trace has a header, 'iteration' and the name of each peer between commas, and a line per iteration", file
+        )
     try:
-        value = float(cell)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise UsageError(f"{cell!r} is not a delta: a number of at least 0", file, line)
-    return value
+        table = np.loadtxt(rows, delimiter=",", ndmin=2)
+    except ValueError as error:
+        raise UsageError(f"not a trace: {error}", file) from error
+    deltas = table[:, 1:].T
+    if not np.array_equal(table[:, 0], np.arange(1, len(rows) + 1)):
+        raise UsageError("the iterations of a trace count from 1 without gaps", file)
+    if len(deltas) != header.count(",") or not ((deltas >= 0) & (deltas < np.inf)).all():
+        raise UsageError("each iteration of a trace has a delta of at least 0 for each peer of the header", file)
+    return Trace(deltas.tolist())
