@@ -103,16 +103,9 @@ def _scenario() -> Target:
 
 
 def _trace() -> Target:
-    from gossipx.sim import compute, traces
+    from gossipx.sim import traces
 
-    compute_trace = compute._read.__wrapped__  # without its cache
-
-    def read(path: Path) -> None:
-        with contextlib.suppress(Exception):
-            refused(traces.load, path)
-        compute_trace(path)
-
-    return Target(of_file("trace.csv", read), lambda: iter([b"iteration,a,b\n1,0.5,0.25\n2,1,1e-3\n", b"0.5\n1\n"]))
+    return Target(of_file("trace.csv", traces.load), lambda: iter([b"iteration,a,b\n1,0.5,0.25\n2,1,1e-3\n"]))
 
 
 def _summary() -> Target:

@@ -62,8 +62,7 @@ class Compute:
     seconds: float | None = setting(None, 1e-6, LONGEST)
     """Mean seconds of an iteration. Default with traffic: those of the model."""
     spread: str = setting("constant")
-    """How the seconds of an iteration vary: constant, normal:deviation=0.1, log-normal:sigma=0.3, or trace:FILE with a
-    number per line."""
+    """How the seconds of an iteration vary: constant or log-normal:sigma=0.3."""
     forward: float | None = setting(None, 0, 1)
     """With traffic and servers: share of the forward pass, which begins with the first values; 0: training waits for
     all values. Default: a third."""
@@ -277,7 +276,7 @@ def _check(scenario: Scenario) -> None:
         for name in ("model", "parameters", "deltas", "retrievals", "encoded"):
             if getattr(of, name) is not None:
                 raise UsageError(f'{name} is for work = "traffic": leave it out, or give that')
-        if scenario.compute.seconds is None and not scenario.compute.spread.startswith("trace"):
+        if scenario.compute.seconds is None:
             raise UsageError("[compute] needs the seconds of an iteration: give seconds")
     elif of.model is None:
         raise UsageError('work = "traffic" needs the model whose sizes are used: give model in [simulation]')

@@ -32,7 +32,7 @@ from gossipx.settings.modes import Elastic, HasPartners, Server, Waves
 from gossipx.settings.scenario import MOST_PEERS, Churn, Compute, NetworkSettings, Scenario, Simulation
 from gossipx.settings.sections import MOST_ITERATIONS, RunConfig
 from gossipx.sim import World, traces
-from gossipx.sim.compute import LogNormal, StepTimes
+from gossipx.sim.compute import StepTimes
 from gossipx.sim.network import Agenda, Network, Transfer
 from gossipx.sim.traffic import TrafficPeer
 from gossipx.tasks.data import TASKS, load
@@ -351,7 +351,7 @@ def _simulated(
     scenario = Scenario(of, compute, NetworkSettings(), Churn(), (), config, Path(), "")
     schedule = build_schedule(config, size, [peer.host for peer in checked.peers])
     # Peers in lockstep would meet at the same moments again and again, where pairs exclude each other.
-    times = StepTimes.drawn(size, 1.0, LogNormal(0.1), (0.0, 1.0), (0.0, 0.0), config.run.seed)
+    times = StepTimes.drawn(size, 1.0, 0.1, (0.0, 1.0), (0.0, 0.0), config.run.seed)
     plan = Plan(scenario, config, names, schedule, rank_of_hub(mode, names), times, not is_central, Parts())
     network = _CountingNetwork(bandwidth=1e15, delay=1e-6, sent=np.zeros((size, size)))
     world: World[TrafficPeer] = World(config.run.seed, network)

@@ -15,7 +15,7 @@ from gossipx.launch.hosts import read_hosts
 from gossipx.launch.start import check
 from gossipx.metrics import summary
 from gossipx.settings import files, scenario
-from gossipx.sim import compute, traces
+from gossipx.sim import traces
 from gossipx.solver import prototxt
 from gossipx.specs import toml
 from gossipx.tools.dry_run import dry_run
@@ -27,7 +27,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "topology": lambda path: topology.topology_from(str(path), 4),
     "solver": prototxt.read_solver,
     "trace": traces.load,
-    "trace of iterations": lambda path: compute.parse(f"trace:{path}").mean,
     "summary": summary.read,
 }
 """Readers by what they read."""

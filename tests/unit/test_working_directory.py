@@ -17,7 +17,6 @@ from gossipx.launch.environment import ENV_RESUME
 from gossipx.runtime.checkpoints import store_of
 from gossipx.settings import files
 from gossipx.settings.sections import KEYS
-from gossipx.sim import compute
 from gossipx.solver.net import snapshot_prefix
 from gossipx.topology import topology_from
 
@@ -108,10 +107,7 @@ def test_names_that_are_no_files_stay_names(here: Path, name: str) -> None:
     assert found == name
 
 
-def test_snapshots_and_traces(here: Path) -> None:
-    (here / "seconds.txt").write_text("1\n2\n")
-    trace = compute.parse("trace:seconds.txt")
+def test_snapshots(here: Path) -> None:
     prefixes = [snapshot_prefix(*given) for given in (("", None), ("s", None), ("", Path("a.prototxt")), ("d/", None))]
     os.chdir("elsewhere")
     assert prefixes == [here / "solver", here / "s", here / "a", here / "d" / "solver"]
-    assert trace.mean == 1.5

@@ -21,8 +21,8 @@ from gossipx.server.plan import ServerPlan, server_ranks
 from gossipx.settings.modes import Elastic, Server, Waves
 from gossipx.settings.scenario import MANY, NetworkSettings, Scenario
 from gossipx.settings.sections import RunConfig
-from gossipx.sim import Network, compute, traces
-from gossipx.sim.compute import StepTimes
+from gossipx.sim import Network, traces
+from gossipx.sim.compute import StepTimes, sigma_from
 from gossipx.sim.network import FULL_PACKET, PRESETS
 from gossipx.sim.traffic import FORWARD, Segment, Sizes
 from gossipx.specs import known_word
@@ -85,14 +85,12 @@ def plan_of(scenario: Scenario, config: RunConfig, parts: Parts) -> Plan:
     if given.forward is not None and not (of.work == "traffic" and isinstance(config.mode, Server)):
         raise UsageError("forward is for traffic around servers: leave it out")
     names = [f"peer-{rank:0{max(2, len(str(of.peers - 1)))}d}" for rank in range(of.peers)]
-    spread, seconds = compute.parse(given.spread), given.seconds
-    if seconds is None and isinstance(spread, compute.TraceSpread):
-        seconds = spread.mean
-    elif seconds is None:
+    sigma, seconds = sigma_from(given.spread), given.seconds
+    if seconds is None:
         assert of.model is not None
         seconds = costs.STEP_SECONDS[of.model]
     stragglers, delays = (given.straggler_share, given.straggler_factor), (given.delay_share, given.delay_deviation)
-    times = StepTimes.drawn(of.peers, seconds, spread, stragglers, delays, config.run.seed)
+    times = StepTimes.drawn(of.peers, seconds, sigma, stragglers, delays, config.run.seed)
     sites = [f"site {rank * net.sites // of.peers}" for rank in range(of.peers)] if net.sites > 1 else []
     announced = of.peers <= MANY if of.announcements is None else of.announcements
     needed = isinstance(config.mode, Server | Elastic) or config.sync.finish != "none"
@@ -111,8 +109,7 @@ def _check_traffic(scenario: Scenario, config: RunConfig) -> None:
     policy = policies.parse(values["policy"])
     assert of.model is not None
     known_word("model", of.model, MODELS | UNTRAINED)
-    untimed = scenario.compute.seconds is None and not scenario.compute.spread.startswith("trace")
-    if untimed and of.model not in costs.STEP_SECONDS:
+    if scenario.compute.seconds is None and of.model not in costs.STEP_SECONDS:
         raise UsageError(f"the time of an iteration of {of.model} is not known: give seconds in [compute]")
     if policy.uses_drift and not has_servers:
         raise UsageError(f"{config.decides} measures drift, which traffic does not have: give another policy")
