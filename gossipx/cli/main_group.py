@@ -13,7 +13,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from gossipx.cli.output import unfailing
-from gossipx.cli.parsing import SHELLS, VARIABLE, command_meant, debug, help_for, option_meant
+from gossipx.cli.parsing import SHELLS, VARIABLE, debug, help_for
 from gossipx.errors import GossipxError, UsageError, printable
 from gossipx.launch.environment import ENV_DEBUG
 
@@ -41,8 +41,6 @@ def _one_line(ctx: click.Context) -> Iterator[None]:
             raise
         text = " ".join(error.format_message().split()).removesuffix(".")
         place = error.ctx or ctx
-        if isinstance(error, click.NoSuchOption) and (meant := option_meant(error.option_name, place)):
-            text = f"No such option '{error.option_name}': {meant}"
         print(f"{text} (see {place.command_path} {help_for(error, place.command)})", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
@@ -78,14 +76,6 @@ class _Main(click.Group):
                 return super().invoke(ctx)
         finally:
             self._invoked = ctx.invoked_subcommand
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        word = args[0]
-        if self.get_command(ctx, word) is None and not ctx.resilient_parsing and (meant := command_meant(word, ctx)):
-            ctx.fail(f"No such command '{word}': {meant}")
-        return super().resolve_command(ctx, args)
 
 
 @click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -74,19 +74,12 @@ def values_in(tables: Mapping[str, Any], keys: Mapping[str, Key], text: str, pat
             try:
                 if key is None or key.table != table:
                     own = {key.name: key for key in keys.values() if key.table == table}
-                    hint = f": it belongs in [{key.table}]" if key else _meant(name, own)
+                    hint = f": it belongs in [{key.table}]" if key else suggest(name, own)
                     raise UsageError(f"unknown setting '{name}' in [{table}]{hint}")
                 values[name] = checked(key, value, name, typed=True)
             except UsageError as error:
                 raise UsageError(str(error), path, line_of(text, table, name)) from None
     return values
-
-
-def _meant(name: str, keys: Mapping[str, Key]) -> str:
-    """Return `` (did you mean 'x'?)`` if another tool calls a setting so, or if its name is similar; else an empty
-    string."""
-    called = next((key.name for key in keys.values() if name.replace("_", "-") in key.others), None)
-    return f" (did you mean '{called}'?)" if called else suggest(name, keys)
 
 
 def merged(*layers: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
@@ -109,7 +102,7 @@ def merged(*layers: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
         by_user = by_user - preset.keys() | set(layer.get(GIVEN, own))
     for name, value in values.items():
         if name not in KEYS:
-            raise UsageError(f"unknown setting '{name}'{_meant(name, KEYS)}")
+            raise UsageError(f"unknown setting '{name}'{suggest(name, KEYS)}")
         values[name] = checked(KEYS[name], value, KEYS[name].option)
     return values, frozenset(by_user)
 

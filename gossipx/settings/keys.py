@@ -33,7 +33,6 @@ def setting(
     default: Any,
     least: float | None = None,
     most: float | None = None,
-    others: str = "",
     marks: str = "",
     **attributes: Any,
 ) -> Any:
@@ -41,8 +40,8 @@ def setting(
     its help."""
     if attributes.get("metavar") in ("FILE", "DIR"):
         attributes["absolute"] = "settings.keys:absolute_path"
-    words = {"others": tuple(others.split()), "marks": frozenset(marks.split())}
-    return field(default=default, metadata={"least": least, "most": most, **words, **attributes})
+    meta = {"least": least, "most": most, "marks": frozenset(marks.split()), **attributes}
+    return field(default=default, metadata=meta)
 
 
 @functools.cache
@@ -76,7 +75,6 @@ class Key:
         peers: 1: text that names one peer; 2: text or a list that names several; 0: names no peers.
         common: heading under which ``gossipx run --help`` shows it; None: only ``--help-all`` shows it.
         metavar: placeholder for the value in the help; None: derived from the type.
-        others: names of such an option in other tools, which an error answers with this one.
         absolute: name of a function that returns a path in a form that is valid in any working directory; None: the
             value is no path. A setting whose placeholder is FILE or DIR is one.
         marks: ``machine``: it describes a machine, so that a newcomer and each process have their own; ``process``:
@@ -95,7 +93,6 @@ class Key:
     numbers: bool
     least: float | None
     most: float | None
-    others: tuple[str, ...]
     marks: frozenset[str]
     check: str | None = None
     peers: Literal[0, 1, 2] = 0

@@ -30,7 +30,6 @@ class HasPolicy:
         check="policies:check",
         common="Exchange",
         metavar="SPEC",
-        others="tau period threshold sync-every sync-interval local-steps",
     )
     """When to exchange: never, tau:N, auto:budget, random:p, adaptive:threshold, travel:distance, drift:distance."""
     blocking: bool = setting(False)

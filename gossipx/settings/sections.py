@@ -28,17 +28,13 @@ class RunSettings:
         None,
         common="Peers",
         metavar="FILE",
-        others="f H hosts hosts-file hostfile machinefile n np nproc nproc-per-node num-processes nnodes world-size"
-        " workers num-workers gpus",
         marks="machine later real",
     )
     """Hosts file: one line per host, 'localhost slots=4' for four peers here. Required here or in the --config file,
     except under torchrun or srun."""
-    name: str | None = setting(None, common="Run", metavar="NAME", others="run-name experiment", marks="process")
+    name: str | None = setting(None, common="Run", metavar="NAME", marks="process")
     """Name of the run and of its directory in --logdir. Default: its policy or sync model, and a number if taken."""
-    logdir: str = setting(
-        "runs", common="Run", metavar="DIR", others="o log-dir out output output-dir", marks="machine later"
-    )
+    logdir: str = setting("runs", common="Run", metavar="DIR", marks="machine later")
     """Directory of runs; point TensorBoard at it."""
     overwrite: bool = setting(False, marks="machine")
     """Replace an existing run of the same name."""
@@ -49,7 +45,6 @@ class RunSettings:
         1,
         MOST_ITERATIONS,
         common="Training",
-        others="e epochs num-epochs num-train-epochs steps num-steps max-steps iters max-iter",
         marks="later",
     )
     """Iterations per peer. Default with --seconds: no limit."""
@@ -87,20 +82,18 @@ class RunSettings:
 class TaskSettings:
     """The training task; the TOML table ``[task]``. None: the defaults of the model (Table I for the paper's)."""
 
-    task: str = setting(
-        "fashion-mnist", check="tasks.presets:TASKS", common="Training", metavar="NAME", others="dataset data-set"
-    )
+    task: str = setting("fashion-mnist", check="tasks.presets:TASKS", common="Training", metavar="NAME")
     """Data set: fashion-mnist, mnist, cifar10, cifar100 or text."""
-    data_dir: str | None = setting(None, metavar="DIR", others="data data-path data-root", marks="machine later")
+    data_dir: str | None = setting(None, metavar="DIR", marks="machine later")
     """Directory with the files of the full data set; of any text files for text. Not needed for fashion-mnist and
     text."""
     model: str = setting("lenet", check="tasks.presets:PRESETS", common="Training", metavar="NAME")
     """Model: lenet, convnet, resnet20, resnet56, resnet110, alexnet or googlenet; of text, transformer."""
-    batch_size: int | None = setting(None, 1, 60_000, others="b bs batch")
+    batch_size: int | None = setting(None, 1, 60_000)
     """Batch size per peer, in images or windows of text. Default: the model's."""
     optimizer: Literal["sgd", "adamw", "lars"] | None = setting(None)
     """Optimizer; another than the model's needs --base-lr. Default: the model's."""
-    base_lr: float | None = setting(None, 0, LARGEST_FACTOR, others="lr learning-rate")
+    base_lr: float | None = setting(None, 0, LARGEST_FACTOR)
     """Initial learning rate. Default: the model's."""
     gamma: float | None = setting(None, 0, LARGEST_FACTOR)
     """Factor applied to the learning rate at each of --lr-steps. Default: the model's."""
@@ -142,7 +135,6 @@ class ExchangeSettings:
         "127.0.0.1",
         common="Peers",
         metavar="ADDRESS",
-        others="host address listen interface",
         marks="machine later real",
     )
     """Address to listen on; any address but loopback requires a secret or TLS."""
