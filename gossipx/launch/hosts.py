@@ -19,11 +19,7 @@ DEFAULT_PORT = 29400
 """Port of the first peer of a host: above commonly used registered ports, below the ephemeral ports of the system."""
 LONGEST = 500
 """Maximum characters per line; names are sent over the network and written to logs."""
-_LINE = re.compile(r"(?P<host>\[[^\]]*\]|[^\s:\[\]-][^\s:\[\]]*)(?::(?P<port>[^\s:]*))?")
-_QUOTE = "[\"'\N{LEFT SINGLE QUOTATION MARK}-\N{DOUBLE HIGH-REVERSED-9 QUOTATION MARK}]"
-_QUOTES = rf"(?<![^\s=]){_QUOTE}|{_QUOTE}(?!\S)"
-"""Straight and typographic ones around a word or a value; one may be inside a name."""
-_WORDS = ("", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+_LINE = re.compile(r"""(?P<host>\[[^\]]*\]|[^\s:\[\]@,/"'-][^\s:\[\]@,/"'*]*)(?::(?P<port>[^\s:]*))?""")
 LOOPBACK = "127.0.0.1"
 NAT = "nat"
 """Word on the line of a host to which other hosts cannot connect."""
@@ -93,8 +89,7 @@ def parse_hosts(text: str, path: Path | None) -> list[PeerLine]:
             for what, key in (("address", (peer.host, peer.port)), ("name", peer.name)):
                 if key in seen:
                     shown = key if isinstance(key, str) else _shown(*key)
-                    help_ = "" if isinstance(key, str) else _if_repeated(content, text)
-                    raise UsageError(f"{what} '{shown}' is already on line {seen[key]}{help_}", path, number)
+                    raise UsageError(f"{what} '{shown}' is already on line {seen[key]}", path, number)
                 seen[key] = number
             peers.append(peer)
     if not peers:
@@ -118,11 +113,10 @@ def _check_nat(peers: Sequence[PeerLine], path: Path | None) -> None:
 
 def _parse(content: str, path: Path | None, number: int, rank: int) -> list[PeerLine]:
     first, *rest = content.split()
-    if meant := _dialect(content, first):
-        raise UsageError(meant, path, number)
     match = _LINE.fullmatch(first)
     if match is None:
-        raise UsageError(f"'{first}' is not host[:port] (write an IPv6 address in brackets)", path, number)
+        form = "one line per host, such as 'node1 slots=4', and an IPv6 address in brackets"
+        raise UsageError(f"'{first}' is not host[:port]: write {form}", path, number)
     host = match["host"].strip("[]")
     if match["host"].startswith("["):
         try:
@@ -155,54 +149,6 @@ def _parse(content: str, path: Path | None, number: int, rank: int) -> list[Peer
     if found := fault(host, port, peers[0].name) or fault(host, port, peers[-1].name):
         raise UsageError(found, path, number)
     return peers
-
-
-def _dialect(content: str, first: str) -> str:
-    """Return what to write instead of a line in the form of another tool's hosts file; empty: no known form."""
-    if (plain := re.sub(_QUOTES, "", content)) != content:
-        return f"quotes are not part of a line: write {plain}"
-    if multiaddress := re.match(r"/(ip[46]|dns[46]?)/([^/]+)(?:/(?:tcp|udp)/(\d+))?", first):  # libp2p, hivemind
-        host, port = multiaddress[2], multiaddress[3]
-        bracketed = f"[{host}]" if ":" in host else host
-        return f"'{first}' is a multiaddress: write {bracketed}" + (f":{port}" if port else "")
-    if url := re.match(r"\w+://([^/]*)", first):
-        return f"'{first}' is a URL: write {url[1]}"
-    if multiple := re.fullmatch(r"(\d+)\*([^*]+)|([^*]+)\*(\d+)", first):
-        return f"'{first}' is a multiple: write {multiple[2] or multiple[3]} slots={multiple[1] or multiple[4]}"
-    if counted := re.match(r"\S+\s+(\d+)(?!\S)", content):  # SGE, LSF
-        pairs = [f"{host} slots={count}" for host, count in re.findall(r"(\S+)\s+(\d+)(?!\S)", content)]
-        below = f", and {' and '.join(pairs[1:])} below it" if pairs[1:] else ""
-        return f"'{counted[1]}' is a number of slots, as in files of SGE and LSF: write {pairs[0]}{below}"
-    spaced = re.search(rf"\b({'|'.join(_KEYS)})(?:\s+=\s*|=\s+|\s+)([^\s=]+)(?!\S)", content)
-    if spaced:
-        return f"'{spaced[0]}' has spaces: write {spaced[1]}={spaced[2]}"
-    if limit := re.search(r"\smax[-_]slots=\S+", content):  # Open MPI
-        return f"'{limit[0].strip()}' has no meaning here: leave it out"
-    if re.fullmatch(r"\[[A-Za-z_][^\]:]*(:(vars|children))?\]", first):  # Ansible
-        return f"'{first}' is not a host: groups have no meaning here; write one line per host"
-    if "," in first:  # -H of mpirun and horovodrun
-        return f"'{first}' is a list: write one line per host"
-    if "@" in first:
-        host = re.sub(r":(\d{1,3})$", r" slots=\1", first.rpartition("@")[2])
-        return f"'{first}' names a user: gossipx does not log in to hosts; write {host}, and start the run on each host"
-    if "[" in first[1:]:  # SLURM
-        return f"'{first}' is a range: write one line per host, or start peers by srun, which needs no hosts file"
-    number = re.fullmatch(r"(?:[^\s:\[\]]+|\[[^\]]*\]):(\d{1,4})", first)
-    if number and 0 < int(number[1]) < LEAST_PORT:  # MPICH, Intel MPI, Horovod
-        count = int(number[1])
-        peers = "one peer" if count == 1 else f"{_WORDS[count] if count < len(_WORDS) else count} peers"
-        return f"':{number[1]}' is a port; for {peers}: slots={count} (a port is from {LEAST_PORT} to 65535)"
-    return ""
-
-
-def _if_repeated(content: str, text: str) -> str:
-    """Return what to write instead of a line that is repeated, once per peer or with slots, as in files of PBS and
-    OpenMPI."""
-    same = [line for line in text.splitlines() if line.split("#", 1)[0].split() == content.split()]
-    slots = re.search(r"\sslots=(\d+)", content)
-    total = len(same) * (int(slots[1]) if slots else 1)
-    rest = content.replace(slots[0], "") if slots else content
-    return f"; for {total} peers write one line: {rest} slots={total}" if len(same) > 1 else ""
 
 
 def _number(text: str, what: str, least: int, most: int, path: Path | None, line: int) -> int:
