@@ -47,7 +47,7 @@ def test_mean_and_worst_over_peers(tmp_path: Path) -> None:
 
 def test_an_iteration_waits_until_all_peers_have_passed_it(tmp_path: Path) -> None:
     statuses = {rank: PeerStatus(f"peer {rank}") for rank in range(3)}
-    curves = RunCurves(tmp_path, statuses, dict, resumes=False)
+    curves = RunCurves(Aggregate(tmp_path, dict, False), statuses)
 
     def handle(rank: int, state: str, step: int, *points: tuple[int, float]) -> None:
         statuses[rank].state, statuses[rank].step = state, step
@@ -108,7 +108,7 @@ def test_a_resumed_run_hides_what_came_after_its_checkpoint(tmp_path: Path) -> N
 
 
 def test_several_processes_that_write_one_run_have_no_aggregate(tmp_path: Path) -> None:
-    curves = RunCurves(None, {0: PeerStatus("a", "train", 10)}, dict, resumes=False)
+    curves = RunCurves(None, {0: PeerStatus("a", "train", 10)})
     curves.handle(0, accuracy((10, 0.5)))
     curves.close()
     assert list(tmp_path.iterdir()) == []
@@ -116,7 +116,7 @@ def test_several_processes_that_write_one_run_have_no_aggregate(tmp_path: Path) 
 
 def test_a_directory_that_cannot_be_written_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / DIRECTORY).write_text("in the way")
-    curves = RunCurves(tmp_path, {0: PeerStatus("a", "train", 10)}, dict, resumes=False)
+    curves = RunCurves(Aggregate(tmp_path, dict, False), {0: PeerStatus("a", "train", 10)})
     for step in (10, 20):
         curves.handle(0, accuracy((step, 0.5)))
     curves.close()

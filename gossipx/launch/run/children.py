@@ -1,4 +1,4 @@
-"""Child processes of ``gossipx run``: one per peer, with its output and its progress events."""
+"""Child processes of ``gossipx run``, one per peer of this machine, with their output and their progress events."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from gossipx.launch.run.display import Display, PeerStatus
+from gossipx.launch.start import Start
 from gossipx.settings.sections import KEYS
 
 READ = 1 << 16
@@ -130,6 +133,25 @@ class Child:
             handle(rest)
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+@dataclass
+class LocalPeers:
+    """The peers of this machine, as ``gossipx run`` has them.
+
+    Attributes:
+        start: what the run was started with.
+        script: the user's script and its arguments; empty: the built-in task.
+        statuses: states of the peers, by rank.
+        display: shows what happens.
+        children: processes of the peers that have been started, by rank.
+    """
+
+    start: Start
+    script: list[str]
+    statuses: dict[int, PeerStatus]
+    display: Display
+    children: dict[int, Child] = field(default_factory=dict)
 
 
 def encoding() -> str:

@@ -10,16 +10,16 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gossipx.errors import DIFFERENT_MODELS, NotEnoughPeersError
-from gossipx.launch.run.children import Child
-from gossipx.launch.run.display import Display, PeerStatus
+from gossipx.launch.run.children import Child, LocalPeers
+from gossipx.launch.run.display import PeerStatus
 from gossipx.launch.run.restarts import RESTARTED, Restarts
 from gossipx.launch.run.results import sum_up
 from gossipx.launch.run.stopping import Stopping
-from gossipx.launch.start import Start
 from gossipx.metrics.aggregate import Aggregate, Record
 from gossipx.metrics.summary import FILE as SUMMARY_FILE
 from gossipx.metrics.summary import Summary
@@ -34,32 +34,24 @@ GONE = ("lost", "failed", "restarted", "serve")
 """States of peers whose iterations are not awaited: no records of theirs will come."""
 
 
+@dataclass
 class RunCurves:
     """The aggregate curves of a run.
 
-    Args:
-        directory: the run's directory; None: several processes write there, each with one peer, so nothing is written.
+    Attributes:
+        curves: where they are written; None: several processes write there, each with one peer, so nothing is written.
         statuses: states of the peers, by rank.
-        hparams: returns the run's hyperparameters, when the training begins.
-        resumes: whether the run resumes.
     """
 
-    def __init__(
-        self,
-        directory: Path | None,
-        statuses: Mapping[int, PeerStatus],
-        hparams: Callable[[], dict[str, str | float]],
-        resumes: bool,
-    ):
-        self._statuses = statuses
-        self._serving: set[int] = set()
-        self._curves = None if directory is None else Aggregate(directory, hparams, resumes)
+    curves: Aggregate | None
+    statuses: Mapping[int, PeerStatus]
+    _serving: set[int] = field(default_factory=set, init=False)
 
     def handle(self, rank: int, records: Sequence[Record]) -> None:
         """Take in the records of a peer whose state has just been updated."""
-        if self._statuses[rank].state == "serve":
+        if self.statuses[rank].state == "serve":
             self._serving.add(rank)
-        if self._statuses[rank].state == "train":
+        if self.statuses[rank].state == "train":
             self._attempt(Aggregate.begin)
         self._attempt(lambda curves: curves.add(rank, records))
         # The figures of the iteration that a peer is at may still follow.
@@ -74,34 +66,29 @@ class RunCurves:
         """Return the iteration of the slowest peer that trains, or has trained to its end."""
         steps = [
             status.step
-            for rank, status in self._statuses.items()
+            for rank, status in self.statuses.items()
             if status.state not in GONE and rank not in self._serving
         ]
         return min(steps, default=0)
 
     def close(self) -> None:
         """Flush and close the file."""
-        if self._curves is not None:
-            self._curves.close()
+        if self.curves is not None:
+            self.curves.close()
 
     def _attempt(self, write: Callable[[Aggregate], None]) -> None:
         try:
-            if self._curves is not None:
-                write(self._curves)
+            if self.curves is not None:
+                write(self.curves)
         except OSError as error:
             log.warning(
                 "the aggregate curves cannot be written (%s): the run has only those of its peers", error.strerror
             )
-            self._curves = None
+            self.curves = None
 
 
 class RunOutcome:
     """The reports of the peers of this machine and the ends of their processes, and what follows from them for the run.
-
-    Args:
-        script: the user's script and its arguments; empty: the built-in task.
-        statuses: states of the peers, by rank; updated here.
-        children: processes of the peers that have been started, by rank.
 
     Attributes:
         began: when the first peer began to train, on time.monotonic(); None: none has.
@@ -110,28 +97,18 @@ class RunOutcome:
         curves: the aggregate curves of the run.
     """
 
-    def __init__(
-        self,
-        start: Start,
-        script: list[str],
-        statuses: dict[int, PeerStatus],
-        children: Mapping[int, Child],
-        display: Display,
-        stopping: Stopping,
-        restarts: Restarts,
-    ):
+    def __init__(self, here: LocalPeers, stopping: Stopping, restarts: Restarts) -> None:
         self.began: float | None = None
         self.aborted = False
         self.results: dict[int, dict[str, Any]] = {}
-        self._settings = start.settings
+        start = here.start
+        self._here = here
+        self._script = here.script
+        self._settings = start.settings  # with the policy that a script has passed
         self._peers = start.peers
         self._directory = start.directory
-        self._script = script
-        self._quiet = start.is_quiet
-        self._joins = start.joins is not None
-        self._statuses = statuses
-        self._children = children
-        self._display = display
+        self._statuses = here.statuses
+        self._display = here.display
         self._stopping = stopping
         self._restarts = restarts
         self._departed: dict[int, dict[str, Any] | None] = {}  # left the run on request, with their figures
@@ -139,11 +116,11 @@ class RunOutcome:
         self._restarted: dict[int, set[int]] = {}  # by rank: the peers that it knows to be restarted
         self._failures: set[int] = set()  # whose scripts failed, or that crashed; others that were lost do no harm
         recorders = [part.partition(":")[0].strip() for part in start.settings.run.recorder.split("+")]
-        is_one_of_many = start.shared or self._joins
-        directory = None if is_one_of_many or "tensorboard" not in recorders else start.directory.path
-        self.curves = RunCurves(
-            directory, statuses, lambda: self._settings.hyperparameters(len(self._peers)), bool(start.resumes)
-        )
+        curves = None
+        if not start.shared and start.joins is None and "tensorboard" in recorders:
+            directory, size = start.directory.path, len(start.peers)
+            curves = Aggregate(directory, lambda: self._settings.hyperparameters(size), bool(start.resumes))
+        self.curves = RunCurves(curves, here.statuses)
 
     @property
     def trained(self) -> bool:
@@ -230,9 +207,9 @@ class RunOutcome:
                 self._display.line(f"peer {self._statuses[rank].name} is lost again")
 
     def _note_restarts(self) -> None:
-        for rank in set().union(*self._restarted.values()) & self._children.keys():
+        for rank in set().union(*self._restarted.values()) & self._here.children.keys():
             status = self._statuses[rank]
-            if status.state in ("lost", "failed", "left") and self._children[rank].process.returncode is not None:
+            if status.state in ("lost", "failed", "left") and self._here.children[rank].process.returncode is not None:
                 status.state = RESTARTED
                 self._display.line(f"peer {status.name} is back: it was started again")
 
@@ -329,7 +306,7 @@ class RunOutcome:
         reports = {rank: report for rank, report in self._departed.items() if report is not None}
         code = self._stopping.code or (1 if self._failures else 0)
         summary = self._sum_up(seconds, reports)
-        if not self._quiet:
+        if not self._here.start.is_quiet:
             ended = reports.keys() | self.results.keys()
             # Of peers on other machines or in other processes, nothing is known.
             lost = [self._peers[rank].name for rank in self._statuses if rank not in ended] if ended else []
@@ -338,7 +315,8 @@ class RunOutcome:
             first = next((reports[rank] for rank in sorted(reports)), {})
             saved = str(first.get("framework", "")), str(first.get("kept", ""))
             stopped = how_to_continue(self._directory.path, iterations, self._stopping.killed, *saved)
-            self._display.line(stopped if not self._joins else "left the run; the same command joins it again")
+            is_newcomer = self._here.start.joins is not None
+            self._display.line("left the run; the same command joins it again" if is_newcomer else stopped)
         if reports or self.results:
             self._directory.keep()
             self.curves.conclude(summary)

@@ -17,7 +17,7 @@ from gossipx.errors import GossipxError, UsageError
 from gossipx.launch.environment import ENV_PROGRESS, ENV_STOP_WITH_INPUT
 from gossipx.launch.hosts import bind_host
 from gossipx.launch.ports import kept_free
-from gossipx.launch.run.children import READ, Child, Spawn, command_of, misplaced
+from gossipx.launch.run.children import READ, Child, LocalPeers, Spawn, command_of, misplaced
 from gossipx.launch.run.display import Display, PeerStatus
 from gossipx.launch.run.outcome import RunOutcome
 from gossipx.launch.run.restarts import Restarts
@@ -88,14 +88,12 @@ class _Processes:
         self._statuses = {rank: PeerStatus(start.peers[rank].name, iterations=length) for rank in start.here}
         for status in self._statuses.values():
             status.begins(script)
-        self._children: dict[int, Child] = {}
         self._display = Display(start.title, self._statuses, plain=start.shared)
-        patience = settings.exchange.peer_timeout
-        self._stopping = Stopping(self._children, self._statuses, self._display, patience, start.is_quiet)
-        self._restarts = Restarts(start.directory.path, self._statuses, settings.run.restart, self._display.line)
-        self._outcome = RunOutcome(
-            start, script, self._statuses, self._children, self._display, self._stopping, self._restarts
-        )
+        here = LocalPeers(start, script, self._statuses, self._display)
+        self._children = here.children
+        self._stopping = Stopping(here)
+        self._restarts = Restarts(here)
+        self._outcome = RunOutcome(here, self._stopping, self._restarts)
         self._remote = Remote(remote, self._display.line)
 
     def go(self) -> RunEnd:

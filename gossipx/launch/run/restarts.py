@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
 from gossipx.errors import MALFORMED
+from gossipx.launch.run.children import LocalPeers
 from gossipx.launch.run.control_files import RESTART
 from gossipx.launch.run.display import PeerStatus
 from gossipx.runtime.ending.control import DIRECTORY, MAX_BYTES, take
@@ -28,23 +29,15 @@ RESTARTED = "restarted"
 class Restarts:
     """The restarts of the peers of this machine. They are started by the caller, when :meth:`due` names them.
 
-    Args:
-        directory: the run's directory.
-        statuses: states of the peers of this machine, by rank.
-        most: how often each peer that dies is started again.
-        tell: shows a line.
-
     Attributes:
         started: ranks that have been started again.
     """
 
-    def __init__(
-        self, directory: Path, statuses: Mapping[int, PeerStatus], most: int, tell: Callable[[str], None]
-    ) -> None:
-        self._directory = directory / DIRECTORY
-        self._statuses = statuses
-        self._most = most
-        self._tell = tell
+    def __init__(self, here: LocalPeers) -> None:
+        self._directory = here.start.directory.path / DIRECTORY
+        self._statuses = here.statuses
+        self._most = here.start.settings.run.restart  # how often each peer that dies is started again
+        self._tell = here.display.line
         self.started: set[int] = set()
         self._died: dict[int, int] = {}  # by rank: how often it was started again because it died
         self._at: dict[int, float] = {}  # by rank: when it is started again

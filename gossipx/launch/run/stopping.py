@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from gossipx.launch.run.children import Child
-from gossipx.launch.run.display import Display, PeerStatus
+from gossipx.launch.run.children import LocalPeers
 
 STOP_GRACE = 300.0
 """Seconds that peers have to stop, beyond ``peer_timeout``, before SIGKILL: as long as one waits for its checkpoint."""
@@ -29,33 +28,17 @@ class RunEnd:
 class Stopping:
     """The end of the peers of this machine before their training is over.
 
-    Args:
-        children: processes of the peers that have been started, by rank.
-        statuses: states of the peers, by rank.
-        display: shows what is waited for.
-        peer_timeout: seconds after which the peers that have not stopped yet are named.
-        quiet: whether another process of the run tells what happens.
-
     Attributes:
         code: exit code of the run; None: the peers have not been told to stop.
         killed: whether they were killed without the time to stop in order.
     """
 
-    def __init__(
-        self,
-        children: Mapping[int, Child],
-        statuses: Mapping[int, PeerStatus],
-        display: Display,
-        peer_timeout: float,
-        quiet: bool,
-    ):
+    def __init__(self, here: LocalPeers) -> None:
         self.code: int | None = None
         self.killed = False
-        self._children = children
-        self._statuses = statuses
-        self._display = display
-        self._patience = peer_timeout
-        self._quiet = quiet
+        self._here = here
+        self._display = here.display
+        self._patience = here.start.settings.exchange.peer_timeout  # until the peers that have not stopped are named
         self._received: list[int] = []
         self._obeyed = False
         self._told: set[int] = set()  # ranks of the children that were told to stop
@@ -111,7 +94,7 @@ class Stopping:
 
     def _obey(self, number: int) -> None:
         if self.code is None:
-            if not self._quiet:
+            if not self._here.start.is_quiet:
                 self._display.line("stopping: peers end their step and write a checkpoint; Ctrl-C again stops at once")
             self._obeyed = True
             self.stop(CODES[signal.Signals(number)])
@@ -129,14 +112,14 @@ class Stopping:
     def kill(self, code: int) -> None:
         """Kill all peers at once; ``code`` becomes the run's exit code."""
         self.code, self.killed = code, True
-        for child in self._children.values():
+        for child in self._here.children.values():
             child.signal(signal.SIGKILL)
 
     def _tell(self) -> None:
-        for rank in self._children.keys() - self._told:
+        for rank in self._here.children.keys() - self._told:
             self._told.add(rank)
-            self._children[rank].signal(signal.SIGTERM)
+            self._here.children[rank].signal(signal.SIGTERM)
 
     def _named(self, ranks: Collection[int], hosts: Sequence[str]) -> str:
-        statuses = [self._statuses[rank] for rank in sorted(ranks)]
+        statuses = [self._here.statuses[rank] for rank in sorted(ranks)]
         return ", ".join([*(f"{status.name} ({status.state} {status.step})" for status in statuses), *hosts])
