@@ -50,7 +50,7 @@ def compare(runs: tuple[Path, ...], logdir: Path, as_json: bool, plot: Path | No
     gossipx compare runs/tau-seed* runs/adaptive-seed*
     gossipx compare runs/tau runs/adaptive --plot runs.png --html runs.html
     """
-    from gossipx.tools import recorded
+    from gossipx.tools import recorded  # imports numpy, which a completion must not
 
     if html is not None:
         from gossipx.tools import report
@@ -67,12 +67,10 @@ def compare(runs: tuple[Path, ...], logdir: Path, as_json: bool, plot: Path | No
 
         plotting.draw(list(zip(places, summaries, strict=True)), plot)
         print(f"{plot}: a plot of {', '.join(found.name for found in summaries)}", file=sys.stderr)
-    from gossipx.tools.earlier import setting_of  # imports numpy, which a completion must not
-
-    rows = compared(summaries, [setting_of(place) for place in places])
+    rows = compared(summaries, [recorded.setting_of(place) for place in places])
     if html is not None:
-        lines = [(heading, [cell(row) for row in rows]) for heading, cell in _lines(rows)]
-        table = report.Compared([_column(row) for row in rows], lines)
+        lines = [[heading, *map(cell, rows)] for heading, cell in _lines(rows)]
+        table = report.ReportTable("Comparison", ["", *map(_column, rows)], lines)
         report.write(list(zip(places, summaries, strict=True)), table, html)
         print(f"{html}: a report on {', '.join(found.name for found in summaries)}", file=sys.stderr)
     if as_json:

@@ -11,12 +11,11 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
-from string import Template
 
 from gossipx.errors import UsageError
 from gossipx.launch.world.launchers import DEFAULT_PORT, MOST
 from gossipx.settings.sections import RunConfig
+from gossipx.tools.templates import filled
 from gossipx.transports.access import is_loopback
 
 ANYWHERE = ("0.0.0.0", "::", "[::]")
@@ -80,7 +79,7 @@ def slurm_script(job: ClusterJob, time: str | None = None, partition: str | None
         if given is not None and not re.fullmatch(r"[\w.,+-]{1,128}", given, re.ASCII):
             raise UsageError(f"{option} {given!r}: letters, digits and . , + - _")
     several = job.nodes > 1
-    return _filled(
+    return filled(
         "slurm.sh",
         name=job.name,
         nodes=job.nodes,
@@ -121,7 +120,7 @@ def kubernetes_manifest(job: ClusterJob, image: str, claim: str | None = None) -
         raise UsageError(f"--claim {claim!r}: claim names have lowercase letters, digits, - and .")
     runs, added = _runs(job, claim)
     command = [one.replace("$", "$$") for one in _command(job, several=True, added=added)]  # Kubernetes expands $
-    return _filled(
+    return filled(
         "kubernetes.yaml",
         name=job.name,
         peers=job.peers,
@@ -176,11 +175,3 @@ def _command(job: ClusterJob, several: bool, added: Sequence[str] = ()) -> list[
     if job.gpus_per_peer and not job.has_script and "device" not in job.settings.given:
         command += ["--device", "cuda"]
     return [*command, *job.arguments]
-
-
-def _filled(template: str, **values: object) -> str:
-    """Fill a template: ``$name`` is a value, and lines between ``#if name`` and ``#end`` stay if the value is set."""
-    text = resources.files("gossipx.tools").joinpath("templates", template).read_text(encoding="utf-8")
-    block = re.compile(r"^#if (\w+)\n(.*?)^#end\n", re.MULTILINE | re.DOTALL)
-    kept = block.sub(lambda found: found[2] if values[found[1]] else "", text)
-    return Template(kept).substitute(values)

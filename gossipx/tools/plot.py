@@ -18,7 +18,7 @@ from gossipx.server.plan import server_ranks
 from gossipx.settings import files
 from gossipx.settings.modes import Waves
 from gossipx.settings.sections import RunConfig
-from gossipx.tools.earlier import setting_of
+from gossipx.tools.recorded import setting_of
 from gossipx.topology import topology_from
 
 log = logging.getLogger("gossipx")

@@ -1,8 +1,11 @@
-"""The figures of a run without a final summary, which was killed or is in progress: the last ones that its peers
-recorded."""
+"""The figures and the setting of a run, as its directory has them.
+
+A run without a final summary, which was killed or is in progress, has the last figures that its peers recorded.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from gossipx.errors import UsageError
@@ -15,6 +18,8 @@ from gossipx.settings import files
 
 _TAGS = {name: tag for name, tag in TAGS.items() if not tag.endswith("_after_finish")}
 """Figures of a peer that are recorded during training, with the tags of their curves."""
+OF_ONE_RUN = {"run": ("peers", "name", "logdir", "overwrite", "seed"), "sync": ("policy",)}
+"""Settings, by table, in which runs of one :func:`setting_of` may differ."""
 
 
 def read(run: Path) -> Summary:
@@ -89,3 +94,24 @@ def _blocked(series: dict[str, curves.Series]) -> float:
     """Return the seconds that training was blocked, from the last recorded fraction."""
     fraction, seconds = series.get("time/blocked_fraction"), series.get("time/train_seconds")
     return 0.0 if fraction is None or seconds is None else float(fraction.values[-1] * seconds.values[-1])
+
+
+def setting_of(run: Path) -> str | None:
+    """Return the settings and the script of a run as text, without its seed, its policy and where it was written.
+
+    Args:
+        run: its directory, or a file in it.
+
+    Returns:
+        Equal texts for runs of the same setting; None: the directory does not have the settings.
+    """
+    directory = run if run.is_dir() else run.parent
+    try:
+        tables = files.resolve(settings_in(directory)).tables
+    except UsageError:  # for example, only the summary was kept
+        return None
+    for table, names in OF_ONE_RUN.items():
+        for name in names:
+            del tables[table][name]
+    script = directory / SCRIPT_FILE
+    return json.dumps([tables, script.read_text(encoding="utf-8") if script.is_file() else None], sort_keys=True)

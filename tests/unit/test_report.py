@@ -14,9 +14,10 @@ from gossipx.launch.directory import CONFIG_FILE, HOSTS_FILE
 from gossipx.metrics.board import TensorBoardRecorder
 from gossipx.settings import files
 from gossipx.tools import recorded, report
-from gossipx.tools.report import Compared
+from gossipx.tools.report import ReportTable
 
 pytest.importorskip("matplotlib", reason="matplotlib draws the pictures")
+COMPARISON = ReportTable("Comparison", ["", "one"], [])
 
 
 def run(logdir: Path, name: str, policy: str, curves: bool = True) -> Path:
@@ -69,7 +70,9 @@ class Page(HTMLParser):
 def written(tmp_path: Path, *paths: Path) -> str:
     target = tmp_path / "out.html"
     runs = [(path, recorded.read(path)) for path in paths]
-    table = Compared([path.name for path in paths], [("policy & codec", ["<tau>"] * len(paths))])
+    table = ReportTable(
+        "Comparison", ["", *(path.name for path in paths)], [["policy & codec", *["<tau>"] * len(paths)]]
+    )
     report.write(runs, table, target)
     return target.read_text()
 
@@ -103,7 +106,7 @@ def test_the_picture_has_the_runs_that_have_curves(tmp_path: Path) -> None:
 def test_lost_peers_are_marked(tmp_path: Path) -> None:
     made = run(tmp_path, "one", "tau:10")
     found = dataclasses.replace(recorded.read(made), lost=["b"], stopped=[])
-    report.write([(made, found)], Compared(["one"], []), tmp_path / "out.html")
+    report.write([(made, found)], COMPARISON, tmp_path / "out.html")
     rows = Page((tmp_path / "out.html").read_text()).tables[-1]
     assert [row[:2] for row in rows[1:]] == [["<a>", ""], ["b", "lost"]]
 
@@ -119,4 +122,4 @@ def test_a_target_that_cannot_be_written_is_refused_first(tmp_path: Path, name: 
 def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     made = run(tmp_path, "one", "tau:10")
     with pytest.raises(GossipxError, match="the report cannot be written"):
-        report.write([(made, recorded.read(made))], Compared(["one"], []), tmp_path / "no" / "out.html")
+        report.write([(made, recorded.read(made))], COMPARISON, tmp_path / "no" / "out.html")
