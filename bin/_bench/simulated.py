@@ -97,10 +97,11 @@ def run(*layers: Tables, curves: bool = False, parts: Parts | None = None) -> Ru
             raise RuntimeError(f"the simulation ended with exit code {code}: {tables}\n{told.getvalue()}")
         directory = Path(folder) / "run"
         peers = tables["simulation"]["peers"] if curves else 0
-        return Run(summary.read(directory), [_curves(directory / f"peer-{rank:02d}") for rank in range(peers)])
+        return Run(summary.read(directory), [curves_of(directory / f"peer-{rank:02d}") for rank in range(peers)])
 
 
-def _curves(directory: Path) -> dict[str, dict[int, float]]:
+def curves_of(directory: Path) -> dict[str, dict[int, float]]:
+    """Return a peer's curves in the directory that it recorded to as CSV: by tag, the values by iteration."""
     found: dict[str, dict[int, float]] = {}
     with (directory / "metrics.csv").open(newline="") as file:
         for row in csv.DictReader(file):

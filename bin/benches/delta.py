@@ -1,6 +1,6 @@
 """Cost of measuring the delta of a step on one thread, compared with a memcpy of the model and with a training step.
 
-It is measured for the passes alone, and for all that a peer does after a step at which its policy does not fire.
+bin/bench overhead measures all that a peer does after a step.
 
 bin/bench delta            models of 0.1, 1.7 and 61 million parameters (about 4 minutes)
 bin/bench delta --full     three times as many rounds and steps
@@ -9,14 +9,11 @@ bin/bench delta --full     three times as many rounds and steps
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from _bench.cli import Given, bench
-from _bench.peers import hosts_file
 from _bench.tables import Table, median_ratio
 from _bench.training import Training, built, seconds
 
@@ -29,32 +26,26 @@ Pass = Callable[[], float]
 MEMCPY, READ, EXACT, SAMPLED = "memcpy", "one read of both vectors", "kernels.advance", "kernels.Sampled"
 IN_TRAINING = {EXACT: False, SAMPLED: True}
 """Passes timed after a step; the value is whether the delta is sampled."""
-WHOLE = {"Peer.step, exact": "exact", "Peer.step, sampled": "sampled"}
-"""The same for all that a peer does after a step; the value is that of ``--delta``."""
-SAYS_NO = "adaptive:threshold=1e30"
-RECORDED, IN_A_RUN = 2, 10
-"""Steps between two records of figures: fewer than the ten of a run, for enough samples with and without records."""
 
 
 @dataclass(frozen=True)
 class Case:
     """A model that trains on one thread with its published input size: images per step, rounds of the passes outside of
-    training, steps of each kind, and limits of a peer's work after a step, with an exact and with a sampled delta."""
+    training, and steps of each kind."""
 
     model: str
     batch: int
     rounds: int
     steps: int
-    goals: tuple[float, float] | None
 
 
 # The batches are those of the presets, except that alexnet has an eighth of its batch, which makes its share larger.
 CASES = (
-    Case("lenet", 32, 200, 200, None),
-    Case("resnet110", 128, 60, 6, (0.001, 0.001)),
-    Case("alexnet", 32, 9, 6, (0.04, 0.01)),
+    Case("lenet", 32, 200, 200),
+    Case("resnet110", 128, 60, 6),
+    Case("alexnet", 32, 9, 6),
 )
-SMOKE = Case("lenet", 4, 3, 4, None)
+SMOKE = Case("lenet", 4, 3, 4)
 
 
 class Laid:
@@ -112,39 +103,22 @@ def _side_by_side(laid: Laid, rounds: int) -> dict[str, list[float]]:
 
 
 def _in_training(case: Case, steps: int) -> tuple[float, dict[str, float]]:
-    """Return the median seconds of a step, and of each kind of work right after it, with the caches as it left them."""
+    """Return the median seconds of a step, and of each pass of the arena right after it, with the caches as it left
+    them."""
     whole: list[float] = []
-    ours = {name: _pass_alone(case, sampled, steps, whole) for name, sampled in IN_TRAINING.items()}
-    ours |= {name: _whole_step(case, delta, steps, whole) for name, delta in WHOLE.items()}
+    ours: dict[str, float] = {}
+    for name, sampled in IN_TRAINING.items():
+        training = Training.of(case.model, case.batch)
+        arena = ParameterArena(training.module, sampled=0 if sampled else None)
+        taken = []
+        for number in range(1 + steps):
+            step = seconds(training.step)
+            after = seconds(lambda arena=arena: (arena.step_done(), arena.leave_boundary()))
+            if number:  # the first step initialises much
+                whole.append(step)
+                taken.append(after)
+        ours[name] = statistics.median(taken)
     return statistics.median(whole), ours
-
-
-def _pass_alone(case: Case, sampled: bool, steps: int, whole: list[float]) -> float:
-    """Return the seconds of the arena's work after a step without requests, and append each step's to ``whole``."""
-    training = Training.of(case.model, case.batch)
-    arena = ParameterArena(training.module, sampled=0 if sampled else None)
-    taken = []
-    for _ in range(1 + steps):
-        whole.append(seconds(training.step))
-        taken.append(seconds(lambda: (arena.step_done(), arena.leave_boundary())))
-    del whole[-1 - steps]  # the first step
-    return statistics.median(taken[1:])
-
-
-def _whole_step(case: Case, delta: str, steps: int, whole: list[float]) -> float:
-    """Return the seconds of the optimizer's hook in a run of one peer, and append each step's to ``whole``.
-
-    The check of the parameters' addresses at every 50th step is excluded.
-    """
-    training = Training.of(case.model, case.batch)
-    with tempfile.TemporaryDirectory() as scratch, hosts_file(Path(scratch), 1) as hosts:
-        peer = training.join(hosts, policy=SAYS_NO, delta=delta, log_interval=RECORDED, logdir=scratch)
-        taken = [seconds(training.step) for _ in range(RECORDED + steps)]
-        peer.close()
-    told = [span.wall for span in training.in_peer]
-    whole += [step - own for step, own in zip(taken[RECORDED:], told[RECORDED:], strict=True)]
-    plain, recorded = (statistics.median(told[RECORDED + place :: RECORDED]) for place in (0, RECORDED - 1))
-    return plain + (recorded - plain) / IN_A_RUN
 
 
 def delta(given: Given) -> Iterator[Table]:
@@ -170,11 +144,8 @@ def _table(case: Case, length: int, taken: dict[str, list[float]], step: float, 
         table.figure(f"{case.model} {name}", milliseconds, "ms", reference=milliseconds / ratio)
     reads = median_ratio(taken[EXACT], taken[READ])
     table.figure(f"{case.model} {EXACT} to {READ}", reads, "times", most=1.0)
-    goals = dict(zip(WHOLE, case.goals or (), strict=False))
     for name, after_step in ours.items():
-        if name in WHOLE:
-            table.row(name, "", "", *after[name])
-        table.figure(f"{case.model} {name}: share", after_step / step, "of a step", most=goals.get(name))
+        table.figure(f"{case.model} {name}: share", after_step / step, "of a step")
     table.figure(f"{case.model} training step", step * 1e3, "ms")
     return table
 

@@ -1,7 +1,7 @@
 """A peer's share of a training step: peer.step() compared with forward, backward and optimizer step, on one thread.
 
 bin/bench overhead            LeNet, ConvNet and ResNet-20 at batches of 64, two peers on loopback (about 2 minutes)
-bin/bench overhead --full     three times as many steps, and every policy on every model (about 8 minutes)
+bin/bench overhead --full     three times as many steps, every policy on every model, larger models (about 12 minutes)
 
 The other peer has joined and is idle. Every second step is one of the same model without a peer. On a busy machine,
 long steps are interrupted far more often than short calls, which makes shares of medians too small; so shares of CPU
@@ -20,6 +20,7 @@ import statistics
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from _bench.cli import Given, bench
 from _bench.peers import hosts_file
@@ -27,22 +28,49 @@ from _bench.processes import Spawned
 from _bench.tables import Table
 from _bench.training import Span, Training, idle, timed
 
-BATCH = 64
-GOAL = 0.01
-"""Limit of peer.step() as a share of a step of ResNet-20, while the policy does not fire."""
-GOAL_MODEL = "resnet20"
 NO = "adaptive:threshold=1e30"
-PULLING = ("adaptive:threshold=0.02", "travel:distance=2")
-POLICIES = (NO, "drift:distance=1e30", *PULLING)
-FULL = (NO, "travel:distance=1e30", "drift:distance=1e30", *PULLING)
+FIRING = ("adaptive:threshold=0.02", "travel:distance=2")
+POLICIES = (NO, "drift:distance=1e30", *FIRING)
+STEPS = {"lenet": 200, "convnet": 50, "resnet20": 50}
+"""Steps with a peer for each policy: a multiple of 50, so that work at every 50th step has its true share."""
+
+
+class Row(NamedTuple):
+    """What is trained, and for how many steps."""
+
+    model: str
+    policy: str
+    steps: int
+    batch: int = 64
+    delta: str = "exact"
+
+
+SHORT = [
+    Row(model, policy, STEPS[model]) for model in STEPS for policy in POLICIES if policy == NO or model == "resnet20"
+]
+FULL = [
+    *(Row(model, policy, 3 * STEPS[model]) for model in STEPS for policy in (*POLICIES, "travel:distance=1e30")),
+    *(Row("resnet110", NO, 10, 128, delta) for delta in ("exact", "sampled")),
+    *(Row("alexnet", NO, 10, 32, delta) for delta in ("exact", "sampled")),
+]
+"""Batches of large models are those of the presets, except that alexnet has an eighth, which makes its share larger."""
+GOALS = {
+    ("resnet20", "exact"): 0.01,
+    ("resnet110", "exact"): 0.001,
+    ("resnet110", "sampled"): 0.001,
+    ("alexnet", "exact"): 0.04,
+    ("alexnet", "sampled"): 0.01,
+}
+"""Limits of peer.step() as a share of a step, while the policy does not fire, by model and delta."""
 RATE = 0.01
 """Learning rate, large enough that the adaptive policies pull at times."""
 WARM = 3
 PATIENCE = 120.0
 """Seconds for the other peer to join: more than in a run, because the machine may be busy."""
-STEPS = {"lenet": 200, "convnet": 50, "resnet20": 50}
-"""Steps with a peer for each policy: a multiple of 50, so that work at every 50th step has its true share."""
-HEADINGS = ("model", "policy", "pulls", "a step, ms", "peer.step(), ms", "mean", "share", "of means", "... on a core")
+HEADINGS = (
+    *("model", "policy", "delta", "pulls", "a step, ms"),
+    *("peer.step(), ms", "mean", "share", "of means", "... on a core"),
+)
 
 
 @dataclass
@@ -56,15 +84,15 @@ class Measured:
     pulls: int = 0
 
 
-def measure(model: str, policy: str, steps: int, batch: int = BATCH) -> Measured:
-    """Time ``steps`` steps with a peer, and as many without one."""
+def measure(row: Row) -> Measured:
+    """Time steps with a peer, and as many without one."""
     measured = Measured()
-    alone, trained = Training.of(model, batch, RATE), Training.of(model, batch, RATE)
+    alone, trained = (Training.of(row.model, row.batch, RATE) for _ in range(2))
     with tempfile.TemporaryDirectory() as scratch, hosts_file(Path(scratch), 2) as hosts:
-        settings = {"policy": policy, "logdir": scratch, "name": "overhead", "peer_timeout": PATIENCE}
-        with Spawned(idle, model, str(hosts), settings):
+        settings = {"policy": row.policy, "delta": row.delta, "logdir": scratch, "peer_timeout": PATIENCE}
+        with Spawned(idle, row.model, str(hosts), settings):
             peer = trained.join(hosts, rank=0, **settings)
-            for number in range(WARM + steps):
+            for number in range(WARM + row.steps):
                 plain, joined = timed(alone.step), timed(trained.step)
                 if number >= WARM:
                     measured.plain.append(plain)
@@ -85,18 +113,17 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 def overhead(given: Given) -> Table:
     """Return the table; below its title, how much longer whole steps are."""
-    table, longer = Table(f"Share of peer.step() in a step, batches of {BATCH}, one thread", HEADINGS), []
-    for model, steps in given.of({"lenet": 30}, STEPS, STEPS).items():
-        for policy in given.of(("tau:2",), POLICIES if model == GOAL_MODEL else (NO,), FULL):
-            measured = measure(model, policy, given.of(steps, steps, 3 * steps), given.of(4, BATCH, BATCH))
-            _tell(table, model, policy, measured)
-            if policy not in PULLING:
-                longer.append(_longer(model, policy, measured))
+    table, longer = Table("Share of peer.step() in a step, one thread", HEADINGS), []
+    for row in given.of([Row("lenet", "tau:2", 30, 4)], SHORT, FULL):
+        measured = measure(row)
+        _tell(table, row, measured)
+        if row.policy not in FIRING:
+            longer.append(_longer(row, measured))
     table.title = "\n".join((table.title, *longer))
     return table
 
 
-def _tell(table: Table, model: str, policy: str, measured: Measured) -> None:
+def _tell(table: Table, row: Row, measured: Measured) -> None:
     step, inside = (statistics.median(one.wall for one in spans) for spans in (measured.plain, measured.inside))
     mean = statistics.fmean(one.wall for one in measured.inside)
     shares = {
@@ -105,20 +132,20 @@ def _tell(table: Table, model: str, policy: str, measured: Measured) -> None:
         "mean on a core": sum(one.core for one in measured.inside) / sum(one.core for one in measured.plain),
     }
     times = (f"{step * 1e3:.1f}", f"{inside * 1e3:.3f}", f"{mean * 1e3:.3f}")
-    table.row(model, policy, measured.pulls, *times, *(f"{share:.3%}" for share in shares.values()))
-    name = f"{model}, {policy}: peer.step()"
+    table.row(row.model, row.policy, row.delta, measured.pulls, *times, *(f"{share:.3%}" for share in shares.values()))
+    name = f"{row.model}, {row.policy}, {row.delta}: peer.step()"
+    goal = None if row.policy in FIRING else GOALS.get((row.model, row.delta))
     for what, share in shares.items():
-        goal = GOAL if model == GOAL_MODEL and policy not in PULLING else None
         table.figure(f"{name}, {what}", share, "of a step", most=goal)
     table.figure(f"{name}, seconds", inside, "s", reference=step)
 
 
-def _longer(model: str, policy: str, measured: Measured) -> str:
+def _longer(row: Row, measured: Measured) -> str:
     """Describe how much longer whole steps are with a peer; the interval includes the machine's noise."""
     ratios = [one.wall / other.wall - 1 for one, other in zip(measured.joined, measured.plain, strict=True)]
     low, high = interval(ratios)
     return (
-        f"{model}, {policy}: whole steps are {statistics.median(ratios):+.2%} longer with a peer"
+        f"{row.model}, {row.policy}, {row.delta}: whole steps are {statistics.median(ratios):+.2%} longer with a peer"
         f" (95 % interval of the median {low:+.2%} to {high:+.2%}, {len(ratios)} pairs)"
     )
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from _bench.cli import Given, bench
 from _bench.simulated import run
-from _bench.tables import Table
+from _bench.tables import Table, known
 from emulated import EmulatedNetwork
 from emulated.runs import train
 
@@ -56,24 +56,7 @@ NEAR, SECONDS = 0.10, 0.15
 """Goals: the largest relative differences of retrievals and of training time."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of one run.
-
-    Attributes:
-        retrievals: completed, of each peer.
-        seconds: training time of the slowest peer.
-    """
-
-    retrievals: list[float]
-    seconds: float
-
-    @classmethod
-    def of(cls, one: Summary) -> Outcome:
-        return cls([float(n or 0) for n in one.retrievals], max(float(s or 0) for s in one.train_seconds))
-
-
-Pair = tuple[Outcome, Outcome]
+Pair = tuple[Summary, Summary]
 """The real run and the simulated one."""
 
 
@@ -83,6 +66,7 @@ def simulation(given: Given) -> Table:
     peers, rates, named = given.of((2, "1gbit", NEVER), *[(PEERS, given.rates, given.kinds)] * 2)
     kinds = [NEVER, *(kind for kind in named.split(";") if kind != NEVER)]
     headings = ("link", "run", "retrievals", "simulated", "s", "simulated", "of the real run's", "in goal")
+    headings = (*headings, "skipped", "blocked", "MB received")
     table = Table(f"lenet, {peers} peers, {iterations} iterations, rounds: {rounds}", headings)
     for rate in rates.split(","):
         measured = _measure(rate, kinds, rounds, iterations, peers)
@@ -103,15 +87,15 @@ def _measure(rate: str, kinds: list[str], rounds: int, iterations: int, peers: i
                 served = ["served"] if "server" in settings else []
                 script = [*SCRIPT, *map(str, (seed, settings["run"]["iterations"], PACE, peers)), *served]
                 options = [*_options(settings), "--overwrite", *script]
-                real = Outcome.of(train(net, Path(scratch), "run", *options)[0])
-                seconds = seconds or real.seconds / iterations
+                real = train(net, Path(scratch), "run", *options)[0]
+                seconds = seconds or _seconds(real) / iterations
                 tables = {
                     "simulation": {"peers": peers},
                     "compute": {"seconds": seconds, "evaluation": EVALUATION},
                     "network": {"preset": rate},
                 }
-                pairs[kind] = real, Outcome.of(run(tables, settings).summary)
-                print(rate, kind, *pairs[kind], file=sys.stderr)
+                pairs[kind] = real, run(tables, settings).summary
+                print(rate, kind, *((one.retrievals, _seconds(one)) for one in pairs[kind]), file=sys.stderr)
             found.append(pairs)
     return found
 
@@ -133,20 +117,33 @@ def _options(settings: dict[str, dict[str, Any]]) -> list[str]:
     return options
 
 
+def _mean(values: Sequence[float | None]) -> float:
+    """Return the mean over peers; a peer without a value counts as 0."""
+    return statistics.fmean(value or 0.0 for value in values)
+
+
+def _seconds(one: Summary) -> float:
+    """Return the training time of the slowest peer."""
+    return max(known(one.train_seconds))
+
+
 def _tell(table: Table, rate: str, kind: str, pairs: list[Pair]) -> None:
-    """Add a row and its figures, from pairs of several rounds."""
-    retrievals, times = (
-        [statistics.median(of(pair[n]) for pair in pairs) for n in (0, 1)]
-        for of in (lambda one: statistics.fmean(one.retrievals), lambda one: one.seconds)
-    )
-    means = [[statistics.fmean(one.retrievals) for one in pair] for pair in pairs]
+    """Add a row and its figures, from pairs of several rounds; the last columns are those of real runs."""
+    means = [[_mean(one.retrievals) for one in pair] for pair in pairs]
+    retrievals = [statistics.median(pair[n] for pair in means) for n in (0, 1)]
+    times = [statistics.median(_seconds(pair[n]) for pair in pairs) for n in (0, 1)]
     difference = max(abs(simulated - real) / max(real, 1.0) for real, simulated in means)
-    exact = all(real.retrievals == simulated.retrievals for real, simulated in pairs)
-    ratio = statistics.median(simulated.seconds / real.seconds for real, simulated in pairs)
+    exact = all(known(real.retrievals) == known(simulated.retrievals) for real, simulated in pairs)
+    ratio = statistics.median(_seconds(simulated) / _seconds(real) for real, simulated in pairs)
     near, in_time = exact if kind in EXACT else difference <= NEAR, abs(ratio - 1) <= SECONDS
     met = {True: "yes", False: "NO"}
     numbers = (f"{number:.1f}" for number in (*retrievals, *times))
-    table.row(rate, kind, *numbers, f"{ratio:.2f}", f"{met[near]}, {met[in_time]}")
+    real = [pair[0] for pair in pairs]
+    skipped = statistics.median(_mean(one.skipped) for one in real)
+    blocked = statistics.median(_mean(one.blocked_seconds) / _mean(one.train_seconds) for one in real)
+    received = statistics.median(_mean(one.bytes_received) for one in real) / 1e6
+    costs = (f"{skipped:.1f}", f"{blocked:.1%}", f"{received:.1f}")
+    table.row(rate, kind, *numbers, f"{ratio:.2f}", f"{met[near]}, {met[in_time]}", *costs)
     most, name = 0.0 if kind in EXACT else NEAR, f"{kind}, {rate}"
     table.figure(f"{name}: difference of retrievals", difference, "", most=most, met=near)
     table.figure(f"{name}: difference of time", abs(ratio - 1), "", most=SECONDS)

@@ -95,7 +95,7 @@ def options(command: click.Command) -> Iterator[str]:
 
 
 # Options of bin/bench, bin/test and other programs.
-OTHERS = {"--all", "--full", "--json", "--keep", "--logdir", "--only", "--rate", "--scenario", "--seeds"}
+OTHERS = {"--all", "--full", "--json", "--keep", "--logdir", "--only", "--rate", "--seeds"}
 OTHERS |= {"--period", "--steps", "--systems", "--lowest", "--python", "--quick", "--smoke"}
 OTHERS |= {"--build-arg", "--strict", "--rm"}  # those of twine and docker
 OTHERS |= {"--nproc-per-node", "--standalone", "--no-python", "--max-restarts", "--rdzv-backend"}  # torchrun's
