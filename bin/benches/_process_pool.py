@@ -125,13 +125,6 @@ def join(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> Peer |
     return None
 
 
-def delayed_pulls(peer: Peer) -> int:
-    """Return the DPRs of all shards after the peer has finished, from the reports that ``gossipx run`` also reads."""
-    role = peer._role
-    reports = [role.report, *(other.report for other in role.members.others.values())]
-    return sum(int((report or {}).get("delayed_pulls", 0)) for report in reports)
-
-
 def run_jobs() -> None:
     """Run jobs from standard input, one per line, until it ends."""
     answers = os.fdopen(os.dup(1), "w")

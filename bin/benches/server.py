@@ -1,20 +1,16 @@
 """Benchmarks of the parameter server with real processes, four workers and two servers.
 
-bin/bench server              all parts, short (about 10 minutes)
-bin/bench server --full       the tables of docs/figures-server.md (about 35 minutes)
-bin/bench server --only throughput|links|safe|wait-free|staleness|hybrid
+bin/bench server              all parts, short (about 5 minutes)
+bin/bench server --full       the tables of docs/figures-server.md (about 20 minutes)
+bin/bench server --only throughput|links|safe|wait-free
     throughput    pushes and pulls of tensors of 64 KiB to 16 MiB, compared with plain sockets
     links         the same from 1 MiB on, over emulated links of 1 Gbit/s
     safe          the same for 4 MiB, with a replica and with a journal, which preserve pushes when a server is killed
     wait-free     an iteration over 1 Gbit/s links, with gradients sent during backward, and all sent at its end
-    staleness     delayed pulls (DPRs) of SSP and PSSP, soft barrier and lazy pulls (FluentPS, Figure 9 and Table IV)
-    hybrid        hybrid less asp, and less bsp, in rounds of equal time (Hybrid Approach, section 6)
 """
 
 from __future__ import annotations
 
-import _hybrid
-import _staleness
 import _throughput
 import _wait_free
 from _bench.cli import Given, bench
@@ -43,27 +39,8 @@ def wait_free(given: Given) -> Table:
     return _wait_free.measure(given.of(1, 1, 3), given.of(1, 8, 20))
 
 
-def staleness(given: Given) -> Table:
-    with ProcessPool() as pool:
-        groups = given.of((2,), (2, 10), _staleness.GROUPS)
-        return _staleness.measure(pool, given.of(1, 1, 2), given.of(12, 100, 200), groups)
-
-
-def hybrid(given: Given) -> Table:
-    with ProcessPool() as pool:
-        tasks = given.of(_hybrid.TASKS[1:], _hybrid.TASKS, _hybrid.TASKS)
-        return _hybrid.measure(pool, given.of(1, 2, 5), given.of(0.5, 4.0, 10.0), tasks)
-
-
-PARTS = {
-    "throughput": throughput,
-    "links": links,
-    "safe": safe,
-    "wait-free": wait_free,
-    "staleness": staleness,
-    "hybrid": hybrid,
-}
+PARTS = {"throughput": throughput, "links": links, "safe": safe, "wait-free": wait_free}
 
 
 if __name__ == "__main__":
-    bench(__file__, __doc__, PARTS, smoke=("throughput", "staleness"))
+    bench(__file__, __doc__, PARTS, smoke=("throughput",))
