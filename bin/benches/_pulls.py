@@ -1,18 +1,12 @@
-"""Rate of pulls from another process: gossipx compared with unchecked sockets, gloo, torch rpc and memcpy.
-
-hivemind and iperf3 are included if they are installed.
-"""
+"""Rate of pulls from another process: gossipx compared with unchecked sockets, gloo, torch rpc and memcpy."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +15,7 @@ from _bench.peers import HERE
 from _bench.processes import call, pin
 from _bench.tables import Table
 from _bench.training import seconds
-from _ways import Gloo, Gossipx, Hivemind, Iperf, Raw, Rpc, Secured, Way
+from _ways import Gloo, Gossipx, Raw, Rpc, Secured, Way
 from torch import nn
 
 from gossipx.memory import Memory
@@ -84,12 +78,10 @@ def pulls(given: Given) -> Table:
     table = Table(f"{title} of one version again and again, where it does not say new", HEADINGS)
     for size in given.of((1_000_000,), SIZES, SIZES):
         rate = _apart(time_pulls, size, given)
-        if importlib.util.find_spec("hivemind"):
-            rate |= _apart(time_hivemind, size, given)
         _tell(table, size, rate, max(rate[way] for way in RAW if way in rate), 0.9)
-        others = [value for name, value in rate.items() if name.startswith(("gloo", "torch", "hivemind"))]
+        others = [value for name, value in rate.items() if name.startswith(("gloo", "torch"))]
         for way in (TCP, NEW) if others else ():
-            name = f"{size // 1_000_000} MB: {way}, ahead of gloo, rpc and hivemind"
+            name = f"{size // 1_000_000} MB: {way}, ahead of gloo and rpc"
             table.figure(name, rate[way], "GB/s", least=max(others))
     medians = call(time_questions, given.of(20, QUESTIONS, QUESTIONS))
     ours, theirs = medians["gossipx"], medians["sockets"]
@@ -146,17 +138,10 @@ def time_pulls(size: int, rounds: int, scratch: str, smoke: bool) -> dict[str, f
         "gossipx, gloo": lambda: Gossipx(size, "gloo", lambda: Bytes(buffer)),
         "gloo": lambda: Gloo(size, str(place / f"gloo-{size}")),
     }
-    if shutil.which("iperf3"):
-        ways["iperf3"] = lambda: Iperf(size)
     rate = _rates(size, {"memcpy": lambda: np.copyto(target, source)}, ways, rounds, smoke)
     # torch rpc runs after all others, because its threads never sleep on one machine and use every core.
     rate |= _rates(size, {}, {"torch rpc": lambda: Rpc(size, str(place / f"rpc-{size}"))}, rounds, smoke)
     return rate
-
-
-def time_hivemind(size: int, rounds: int, scratch: str, smoke: bool) -> dict[str, float]:
-    """Return the GB/s of hivemind."""
-    return _rates(size, {}, {"hivemind, all-reduce of two": lambda: Hivemind(size)}, rounds, smoke)
 
 
 def time_secured(size: int, rounds: int, scratch: str, smoke: bool) -> dict[str, float]:
@@ -187,12 +172,11 @@ def _rates(
     taken: dict[str, list[float]] = {name: [] for name in works}
     for number in range(rounds + 2):
         for name, work in works.items():
-            way: Any = opened.get(name)
-            if way is not None:
-                way.prepare()
+            if name in opened:
+                opened[name].prepare()
             took = seconds(work)
             if number >= 2:  # by then all memory has been touched
-                taken[name].append(getattr(way, "seconds", None) or took)
+                taken[name].append(took)
     for way in opened.values():
         way.close()
     return {name: size / statistics.median(values) / 1e9 for name, values in taken.items()}

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import hmac
-import json
 import os
 import queue
 import socket
 import ssl
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Hashable
@@ -29,7 +28,6 @@ from torch.distributed import rpc
 
 from gossipx.comm import CommManager
 from gossipx.comm.listener import OnRequest
-from gossipx.launch.ports import reserve
 from gossipx.memory import HOT, PIECE, Memory, Source
 from gossipx.protocol.messages import ArriveRequest, HereReply, ModelReply, PullRequest, Request, Stage
 from gossipx.tools.certs import folder_of
@@ -47,12 +45,7 @@ class Way(abc.ABC):
     Args:
         serve: what its server runs.
         arguments: of the server.
-
-    Attributes:
-        seconds: what a pull has taken, of ways that measure it themselves.
     """
-
-    seconds: float | None = None
 
     def __init__(self, serve: Callable[..., None], *arguments: Any):
         self._server = Spawned(serve, *arguments)
@@ -229,32 +222,6 @@ class Secured(Raw):
         assert bytes(self._buffer[self._size :]) == check.digest()
 
 
-class Iperf(Way):
-    """iperf3 for the same number of bytes; it measures its own time, from the first byte to the last."""
-
-    def __init__(self, size: int):
-        self._reserved = reserve(Address(HERE, 0))
-        self._port = str(self._reserved.getsockname()[1])
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self._process = subprocess.Popen(["iperf3", "-s", "-p", self._port, "-B", HERE], **quiet)
-        self._size = str(size)
-
-    def pull(self) -> None:
-        command = ["iperf3", "-c", HERE, "-p", self._port, "-n", self._size, "-C", "cubic", "-J"]
-        for _ in range(50):  # retry until it listens
-            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-            if done.returncode == 0:
-                self.seconds = float(json.loads(done.stdout)["end"]["sum_received"]["seconds"])
-                return
-            time.sleep(0.1)
-        raise SystemExit(f"iperf3 failed: {done.stdout}{done.stderr}")
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait(SECONDS)
-        self._reserved.close()
-
-
 # --- gossipx ---------------------------------------------------------------------------------------------
 
 
@@ -395,14 +362,10 @@ class Gloo(Way):
         super().close()
 
 
-_given: dict[int, torch.Tensor] = {}
-
-
+@functools.cache
 def give(size: int) -> torch.Tensor:
     """Return the model, in the serving process."""
-    if size not in _given:
-        _given[size] = torch.ones(size // 4)
-    return _given[size]
+    return torch.ones(size // 4)
 
 
 def _rpc(rank: int, place: str) -> None:
@@ -431,78 +394,4 @@ class Rpc(Way):
 
     def close(self) -> None:
         rpc.shutdown()
-        super().close()
-
-
-# --- hivemind, if it is installed (tested with 1.1.12) -------------------------------------------------------
-
-END = "end"
-
-
-def _averager(size: int, peers: list[str]) -> tuple[Any, Any]:
-    import hivemind
-
-    dht = hivemind.DHT(start=True, initial_peers=peers, host_maddrs=[f"/ip4/{HERE}/tcp/0"])
-    averager = hivemind.averaging.DecentralizedAverager(
-        [torch.ones(size // 4)],
-        dht,
-        prefix="bench",
-        target_group_size=2,
-        min_matchmaking_time=1.0,
-        request_timeout=0.5,
-        start=True,
-    )
-    return dht, averager
-
-
-def _matched(averager: Any) -> Any:
-    """Return an all-reduce whose group is complete and that waits for its trigger."""
-    from hivemind.averaging.control import AveragingStage
-
-    control = averager.step(wait=False, require_trigger=True, timeout=SECONDS)
-    until = time.monotonic() + SECONDS
-    while control.stage is not AveragingStage.AWAITING_TRIGGER:
-        if control.done() or time.monotonic() > until:
-            raise SystemExit(f"hivemind found no group: {control.stage}")
-        time.sleep(0.005)
-    return control
-
-
-def serve_hivemind(size: int) -> None:
-    """Take part in one all-reduce per line of standard input, which does not end: hivemind's processes keep it open."""
-    pin(1)
-    dht, averager = _averager(size, [])
-    print(*dht.get_visible_maddrs(), flush=True)
-    for _ in iter(sys.stdin.readline, f"{END}\n"):
-        control = _matched(averager)
-        control.allow_allreduce()
-        print("ready", flush=True)
-        control.result(SECONDS)
-    averager.shutdown()
-    dht.shutdown()
-
-
-class Hivemind(Way):
-    """One of two averagers, which find each other through hivemind's DHT, and have the average after an all-reduce.
-
-    Only the all-reduce is timed. hivemind forks, so that its process must not have the threads of other ways.
-    """
-
-    def __init__(self, size: int):
-        super().__init__(serve_hivemind, size)
-        self._dht, self._averager = _averager(size, self._told.split())
-
-    def prepare(self) -> None:
-        self._server.tell("again")
-        self._control = _matched(self._averager)
-        self._server.line()
-
-    def pull(self) -> None:
-        self._control.allow_allreduce()
-        self._control.result(SECONDS)
-
-    def close(self) -> None:
-        self._server.tell(END)
-        self._averager.shutdown()
-        self._dht.shutdown()
         super().close()
