@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 from _bench.training import seconds
-from _torch_codecs import Reference
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gossipx import codecs
 from gossipx.codecs import Codec, ErrorFeedback, Tensors, decode_into
+from gossipx.model.layout import norms
 from gossipx.tasks.data import TASKS, Batches, load
 from gossipx.tasks.models import build_model
 from gossipx.tasks.presets import PRESETS
@@ -72,12 +72,12 @@ def record(model: str, kept: int = KEPT) -> Recorded:
         optimizer.zero_grad()
         nn.functional.cross_entropy(module(images), labels).backward()
         if step >= BEFORE:
-            steps.append(torch.cat([_gradient(one).view(-1) for one in module.parameters()]))
+            steps.append(torch.cat([one.grad.view(-1) for one in module.parameters() if one.grad is not None]))
         optimizer.step()
     named = dict(module.named_parameters())
-    modules = dict(module.named_modules())
-    norms = [isinstance(modules[name.rpartition(".")[0]], nn.BatchNorm2d) for name in named]
-    return Recorded(tuple(named), Tensors.of(*named.values(), plain=norms), torch.stack(steps))
+    kept_plain = norms(module)
+    tensors = Tensors.of(*named.values(), plain=[name in kept_plain for name in named])
+    return Recorded(tuple(named), tensors, torch.stack(steps))
 
 
 def save_sample(file: Path) -> None:
@@ -114,18 +114,12 @@ def drawn(values: int, part: float) -> Recorded:
     return Recorded(("drawn",), Tensors(((values,),), torch.float32, (0,)), steps)
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad.clone()
-
-
 # --- speed -------------------------------------------------------------------------------------------------
 
 FED, ENCODE, DECODE, ADD = "encode, error feedback", "encode", "decode", "decode, adding"
 WORKS = (FED, ENCODE, DECODE, ADD)
 LATE = 4
 """Steps that are timed in turn; the earlier steps fill the error feedback as in a run."""
-THEIR_ROUNDS = 3
 GIGA = 1e9
 
 
@@ -190,53 +184,56 @@ class Ours:
         decode_into(self.frame, self._case.out, add=True, tensors=self._case.tensors)
 
 
-class Theirs:
-    """The same codec as torch operations, starting with the same error.
+class TorchInt8:
+    """``int8`` as torch operations, each a pass through memory, with the same first error (as GRACE, Xu et al. 2021).
 
     Encoding each tensor separately is the same work. Encoding each tile as one tensor (``whole``) is less work, because
     its tensors share one scale and one call.
     """
 
-    def __init__(self, reference: Reference, case: Case, left: Tensor, whole: bool):
+    def __init__(self, case: Case, left: Tensor, whole: bool):
         counts = [case.recorded.tensors.length] * case.times if whole else list(case.tensors.counts)
-        self._reference = reference
         self._x, self._left, self._out = case.x.split(counts), left.split(counts), case.out.split(counts)
-        self._codes: list[Any] = []
+        self._codes: list[tuple[Tensor, Tensor]] = []
 
     def works(self) -> dict[str, Callable[[], None]]:
         return {ENCODE: self._encode, FED: self._encode_fed, DECODE: self._decode, ADD: self._add}
 
     def _encode(self) -> None:
-        self._codes = [self._reference.encode(x, None) for x in self._x]
+        self._codes = []
+        for x in self._x:
+            scale = x.abs().max() / 127
+            self._codes.append((scale, torch.div(x, scale).round_().to(torch.int8)))
 
     def _encode_fed(self) -> None:
-        self._codes = [self._reference.encode(x, left) for x, left in zip(self._x, self._left, strict=True)]
+        self._codes = []
+        for x, left in zip(self._x, self._left, strict=True):
+            values = x + left
+            scale = values.abs().max() / 127
+            levels = torch.div(values, scale).round_()
+            torch.sub(values, levels * scale, out=left)
+            self._codes.append((scale, levels.to(torch.int8)))
 
     def _decode(self) -> None:
-        for code, out in zip(self._codes, self._out, strict=True):
-            self._reference.decode(code, out, False)
+        for (scale, levels), out in zip(self._codes, self._out, strict=True):
+            out.copy_(levels.to(torch.float32).mul_(scale))
 
     def _add(self) -> None:
-        for code, out in zip(self._codes, self._out, strict=True):
-            self._reference.decode(code, out, True)
+        for (scale, levels), out in zip(self._codes, self._out, strict=True):
+            out.add_(levels.to(torch.float32).mul_(scale))
 
 
 Rates = dict[str, list[float]]
 """Speeds by operation, one per round, as a fraction of the preceding memcpy's speed."""
 
 
-def measured(case: Case, sides: dict[str, Ours | Theirs], rounds: int) -> tuple[dict[str, Rates], float]:
-    """Return the rates of each side, and the median GB/s of the memcpy, after one round of warm-up.
-
-    The torch codecs run in the first rounds only, because they take most of the time.
-    """
+def measured(case: Case, sides: dict[str, Ours | TorchInt8], rounds: int) -> tuple[dict[str, Rates], float]:
+    """Return the rates of each side, and the median GB/s of the memcpy, after one round of warm-up."""
     rates: dict[str, Rates] = {name: {work: [] for work in side.works()} for name, side in sides.items()}
     copies = []
     for number in range(rounds + 1):
         case.turn(number)
         for name, side in sides.items():
-            if isinstance(side, Theirs) and number > THEIR_ROUNDS:
-                continue
             for work, run in side.works().items():
                 copy = case.memcpy()
                 took = seconds(run)

@@ -1,4 +1,4 @@
-"""Speed of codecs on one thread, compared with a memcpy of the input and with torch operations; and encoded sizes.
+"""Speed of codecs on one thread, compared with a memcpy of the input, int8 also with torch; and encoded sizes.
 
 Gradients are those of ResNet-20 and the small convnet, recorded when the benchmark starts. The names of synthetic ones
 include the fraction of values that 3LC does not encode as zero. GB/s count the float32 values, not the frames.
@@ -11,7 +11,7 @@ bin/bench codecs --record FILE    only write the sample of gradients for the tes
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from _bench.cli import Given, bench
@@ -24,7 +24,7 @@ from _codec_speed import (
     Case,
     Ours,
     Recorded,
-    Theirs,
+    TorchInt8,
     allocated,
     bits,
     drawn,
@@ -32,7 +32,6 @@ from _codec_speed import (
     record,
     save_sample,
 )
-from _torch_codecs import RATIO, SAMPLE, Int8, Reference, ThreeLC, TopK
 
 from gossipx.codecs import parse
 from gossipx.codecs.packing import trit_bytes
@@ -42,13 +41,7 @@ VALUES, FEWER = 60 * MILLION, 6 * MILLION
 """Number of values to encode: for codecs with a goal, and for the others in a short run."""
 ROUNDS, FEW_ROUNDS = 9, 3
 MODELS = ("resnet20", "convnet")
-LC, LC_DENSE, INT8, TOPK = "3lc:sparsity=1.75", "3lc:sparsity=1", "int8", f"topk:ratio={RATIO:g},sample={SAMPLE:g}"
-REFERENCES: dict[str, Callable[[], Reference]] = {
-    LC: lambda: ThreeLC(1.75),
-    LC_DENSE: lambda: ThreeLC(1.0),
-    INT8: Int8,
-    TOPK: TopK,
-}
+LC, LC_DENSE, INT8, TOPK = "3lc:sparsity=1.75", "3lc:sparsity=1", "int8", "topk:ratio=0.01,sample=0.01"
 DRAWN = (0.003, 0.11)
 GOALS: dict[tuple[str, str], dict[str, float]] = {
     **{(model, LC): {FED: 0.5, ADD: 1.0} for model in MODELS},
@@ -91,14 +84,14 @@ def codecs(given: Given) -> Iterator[Table]:
 
 
 def _with_goals(name: str, recorded: Recorded, specs: Sequence[str], rounds: int, values: int = VALUES) -> Table:
-    """Return the table of codecs with goals, each compared with torch operations."""
+    """Return the table of codecs with goals."""
     case, table, copies = Case.of(recorded, values), Table("", HEADINGS), []
     for spec in specs:
         ours = Ours(spec, case)
-        sides: dict[str, Ours | Theirs] = {spec: ours}
-        for whole, told in ((False, "tensor by tensor"), (True, "a model as one tensor")):
-            if not whole or len(recorded.tensors.shapes) > 1:
-                sides[f"  torch, {told}"] = Theirs(REFERENCES[spec](), case, ours.left.clone(), whole)
+        sides: dict[str, Ours | TorchInt8] = {spec: ours}
+        if spec == INT8:
+            for whole, told in ((False, "tensor by tensor"), (True, "a model as one tensor")):
+                sides[f"  torch, {told}"] = TorchInt8(case, ours.left.clone(), whole)
         copies.append(_compare(table, name, case, sides, rounds, GOALS.get((name, spec), {})))
         part = allocated(case, ours) / (4 * case.tensors.length)
         table.figure(f"{name} {spec}: allocated by one more encoding", part, "of the input", most=ALLOCATED)
@@ -107,7 +100,7 @@ def _with_goals(name: str, recorded: Recorded, specs: Sequence[str], rounds: int
 
 
 def _compare(
-    table: Table, name: str, case: Case, sides: dict[str, Ours | Theirs], rounds: int, goals: dict[str, float]
+    table: Table, name: str, case: Case, sides: dict[str, Ours | TorchInt8], rounds: int, goals: dict[str, float]
 ) -> float:
     """Measure a codec, the first side, and what it is compared with; return the GB/s of a memcpy."""
     rates, memcpy = measured(case, sides, rounds)
