@@ -36,7 +36,7 @@ STEPS = {"lenet": 200, "convnet": 50, "resnet20": 50}
 
 
 class Row(NamedTuple):
-    """What is trained, and for how many steps."""
+    """A training, its number of steps, and the delta that is measured."""
 
     model: str
     policy: str
