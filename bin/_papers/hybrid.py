@@ -11,10 +11,8 @@ A value is the mean over a round of hybrid less that of another sync model that 
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -29,10 +27,12 @@ from torch import nn
 
 from gossipx.errors import UsageError
 
-sys.path.append(str(Path(__file__).parents[1] / "benches"))
-from _hybrid import JUDGED, MOMENTS, RATE
-
 paper = read("hybrid")
+RATE = 0.01
+MOMENTS = 12
+"""Number of moments in a round at which the servers' model is evaluated."""
+JUDGED = 2000
+"""Maximum number of test samples, and of training samples, for an evaluation."""
 WORKERS = 25
 COMPUTE = 0.2
 """Seconds of a gradient, which the paper does not give."""
