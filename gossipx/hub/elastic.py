@@ -82,11 +82,10 @@ class ElasticExchange(Exchange, ServerRole):
         self._alpha = settings.step(workers)
         self.centre = Centre(context.requests, settings.share(workers)) if self._is_hub else None
         self._numbers = itertools.count(1)
-        self._serves_only = self._is_hub and settings.hub_only
+        self.trains = not (self._is_hub and settings.hub_only)
         self._initial: list[Received] = []  # requests that wait until our model is the centre
         self._current: _Elastic | None = None
         self._centre_ticket: int | None = None  # ticket of our CentreRequest, until its model is adopted
-        self._failed_source: int | None = None
 
     @property
     def captured_ticket(self) -> int | None:
@@ -106,7 +105,7 @@ class ElasticExchange(Exchange, ServerRole):
         return self.centre.begin() if self.centre else []
 
     def begin(self, now: float) -> list[Effect]:
-        if self._serves_only:
+        if not self.trains:
             return []
         hub = self._context.members.others.get(self._hub)
         if hub is not None and not hub.may_be_asked(now):
@@ -129,7 +128,7 @@ class ElasticExchange(Exchange, ServerRole):
         if ticket == self._centre_ticket:
             if not isinstance(reply, ModelReply):
                 return self._centre_failed(ticket, now)
-            return [Adopt(ticket, reply.step if self._serves_only else None)]
+            return [Adopt(ticket, None if self.trains else reply.step)]
         current = self._current
         if current is None or current.ticket != ticket:
             return [Forget(ticket)]
@@ -182,10 +181,6 @@ class ElasticExchange(Exchange, ServerRole):
     def metrics(self) -> Metrics:
         return {"hub/exchanges": (self.centre.step, self.centre.exchanges)} if self.centre else {}
 
-    @property
-    def trains(self) -> bool:
-        return not self._serves_only
-
     def requested(self, event: Received, now: float) -> list[Effect]:
         if self.centre is None:
             return [self._answer(event.key, NotReadyReply("it is not the hub: give all peers the same --hub"), now)]
@@ -203,7 +198,7 @@ class ElasticExchange(Exchange, ServerRole):
 
     def initial_model_requested(self, event: Received, now: float) -> list[Effect] | None:
         """Make a hub that does not train answer with its centre, instead of its own initial model."""
-        if not self._serves_only or self.centre is None or not self.centre.ticket:
+        if self.trains or self.centre is None or not self.centre.ticket:
             return None
         self._initial.append(event)
         return self._ask_for_centre(now) if self._centre_ticket is None else []
@@ -235,13 +230,9 @@ class ElasticExchange(Exchange, ServerRole):
         """Adopt the centre, which is the final model of every peer."""
         hub = self._context.members.others.get(self._hub)
         if hub is not None and hub.silent:
-            self._failed_source = self._hub
+            self.failed_source = self._hub
             return None
         return self._ask_for_centre(now)
-
-    @property
-    def failed_source(self) -> int | None:
-        return self._failed_source
 
     def _ask_for_centre(self, now: float) -> list[Effect]:
         patience = self._patience()
@@ -260,7 +251,7 @@ class ElasticExchange(Exchange, ServerRole):
         if self._is_hub:
             note = Note("centre", "the hub's centre is not available: this peer keeps its own model")
             return [Forget(ticket), note, *(self._answer_initial(now) if self._initial else [Resume()])]
-        self._failed_source = self._hub
+        self.failed_source = self._hub
         return [Forget(ticket), Note("centre", "the hub sent no centre: the mean of all models is used instead")]
 
     def _answer_initial(self, now: float) -> list[Effect]:

@@ -221,16 +221,6 @@ class PeerRole:
             case events.LeaveRun():
                 self._leaving = True
                 return [Wait(), *self.server.hand_over_all(now)]
-            case events.GradientsReady(buckets):
-                return self.server.gradients_ready(buckets, now)
-            case events.SwitchSync():
-                return self.server.switch_sync(event, now)
-            case events.ChangeServers():
-                return self.server.change_servers(event, now)
-            case events.Prepared():
-                return self.server.prepared(event, now)
-            case events.TablesRestored():
-                return self.server.tables_restored(event, now)
             case events.Woke():
                 self.members.woke()
                 return []
@@ -238,6 +228,8 @@ class PeerRole:
                 return self.newcomers.asked(event, self.stage, now)
             case events.PeerMet():
                 return self.newcomers.met(event, now)
+            case _:
+                return self.server.handle(event, now)
 
     @property
     def stage(self) -> Stage:

@@ -5,11 +5,10 @@ Plain gossip has no such work, so the methods here do nothing. A hub and a param
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from gossipx.protocol.effects import Effect, ReportSwitch
-from gossipx.protocol.events import ChangeServers, Merged, Prepared, Received, SwitchSync, TablesRestored
+from gossipx.protocol.events import ChangeServers, Event, Merged, Received, SwitchSync
 
 
 class Total(NamedTuple):
@@ -26,23 +25,23 @@ NO_SERVER = "this run has no parameter server"
 
 
 class ServerRole:
-    """The part of a role that serves other peers. Methods return the effects to carry out."""
+    """The part of a role that serves other peers. Methods return the effects to carry out.
+
+    Attributes:
+        trains: whether this peer trains, so that others may pull its model; False for a peer that only serves.
+        awaits_all: whether the final model exists only once all peers have trained, so that its finish has no timeout.
+        failed_source: rank of the peer that failed to deliver the final model, so that a wave must form it.
+    """
+
+    trains = True
+    awaits_all = False
+    failed_source: int | None = None
 
     # --- what it is -------------------------------------------------------------------------------
 
     @property
-    def trains(self) -> bool:
-        """Whether this peer trains, so that others may pull its model; False for a peer that only serves."""
-        return True
-
-    @property
     def is_needed_at_finish(self) -> bool:
         """Whether others need this peer until they finish training, so that its own finish has no timeout."""
-        return False
-
-    @property
-    def awaits_all(self) -> bool:
-        """Whether the final model exists only once all peers have trained, so that its finish has no timeout."""
         return False
 
     @property
@@ -82,25 +81,9 @@ class ServerRole:
         """Handle a request for an initial model; return None if our own model may be sent as it is."""
         return None
 
-    def gradients_ready(self, buckets: Sequence[tuple[int, int]], now: float) -> list[Effect]:
-        """Push gradients that were computed."""
-        return []
-
-    def tables_restored(self, event: TablesRestored, now: float) -> list[Effect]:
-        """Resume a shard whose tables were restored."""
-        return []
-
-    def prepared(self, event: Prepared, now: float) -> list[Effect]:
-        """Handle the outcome of PrepareTables: the tables to be hosted here are complete, or are not available."""
-        return []
-
-    def switch_sync(self, event: SwitchSync, now: float) -> list[Effect]:
-        """Switch to another sync model."""
-        return [ReportSwitch(event.number, NO_SERVER)]
-
-    def change_servers(self, event: ChangeServers, now: float) -> list[Effect]:
-        """Move the shards to other servers."""
-        return [ReportSwitch(event.number, NO_SERVER)]
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Handle an event that only a parameter server knows: about gradients, tables, sync models or servers."""
+        return [ReportSwitch(event.number, NO_SERVER)] if isinstance(event, SwitchSync | ChangeServers) else []
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -110,11 +93,6 @@ class ServerRole:
 
     def adopted(self, ticket: int, now: float) -> list[Effect] | None:
         """Handle an adopted model; return None if it was not requested here."""
-        return None
-
-    @property
-    def failed_source(self) -> int | None:
-        """Rank of the peer that failed to deliver the final model, so that a wave must form it; None otherwise."""
         return None
 
     def hand_over_all(self, now: float) -> list[Effect]:

@@ -13,7 +13,7 @@ from gossipx.peer.exchange import Exchange, PeerContext
 from gossipx.peer.pulls import PullExchange
 from gossipx.peer.server_role import Metrics, ServerRole
 from gossipx.protocol.effects import Effect, Mix, Note, Resume, SetTimer, Stop
-from gossipx.protocol.events import ChangeServers, Prepared, Received, SwitchSync, TablesRestored
+from gossipx.protocol.events import ChangeServers, Event, GradientsReady, Prepared, Received, SwitchSync, TablesRestored
 from gossipx.protocol.messages import AcceptReply, ArriveRequest, NotReadyReply, Reply, Stage
 from gossipx.protocol.server_messages import (
     CopyRequest,
@@ -73,6 +73,7 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         super().__init__(context)
         self._plan = plan
         self._settings = plan.settings
+        self.trains = not plan.settings.servers_only or context.rank not in plan.layout.servers
         self._replies = Replies(context.requests)
         self.hosted = HostedShards(context, plan)
         self.shards = self.hosted.shards
@@ -125,10 +126,6 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         return self.worker.idle
 
     @property
-    def trains(self) -> bool:
-        return not self._settings.servers_only or self._context.rank not in self._plan.layout.servers
-
-    @property
     def is_needed_at_finish(self) -> bool:
         return bool(self.shards or self.replicas) or not self.trains
 
@@ -158,8 +155,20 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         """Start the shards of a peer that joined late, once all others have confirmed that the layout is unchanged."""
         return self.hosted.start_shards(now) if self.hosted.unconfirmed and self.migration.is_confirmed else []
 
-    def tables_restored(self, event: TablesRestored, now: float) -> list[Effect]:
-        return self._follow_up(self.hosted.tables_restored(event, self._training(), now), now)
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        match event:
+            case GradientsReady(buckets):
+                waits = [] if buckets else self.migration.before_iteration()
+                return waits or self._worker_advanced(self.worker.gradients_ready(buckets, now), now)
+            case Prepared():
+                return self.migration.prepared(event)
+            case TablesRestored():
+                return self._follow_up(self.hosted.tables_restored(event, self._training(), now), now)
+            case SwitchSync():
+                return self._follow_up(self._sync_model_switch.switch(event, len(self._servers), now), now)
+            case ChangeServers():
+                return self._follow_up(self.coordinator.submit(event, now), now)
+        return []
 
     def begin(self, now: float) -> list[Effect]:
         return []
@@ -173,11 +182,6 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     def step_ended(self, now: float) -> list[Effect]:
         over = self.migration.catch_up(now)
         return over if over is not None else self._worker_advanced(self.worker.iteration_done(now), now)
-
-    def gradients_ready(self, buckets: Sequence[tuple[int, int]], now: float) -> list[Effect]:
-        if not buckets and (waits := self.migration.before_iteration()):
-            return waits
-        return self._worker_advanced(self.worker.gradients_ready(buckets, now), now)
 
     def replied(self, ticket: int, to: int, reply: Reply, now: float) -> list[Effect]:
         return self._follow_up(self._replies.handle(ticket, reply, now), now)
@@ -374,18 +378,10 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
         self._watching = True
         return [*effects, SetTimer(WATCH, now + WATCH_PERIOD * self._context.timeout)]
 
-    # --- other sync models --------------------------------------------------------------------------
-
-    def switch_sync(self, event: SwitchSync, now: float) -> list[Effect]:
-        return self._follow_up(self._sync_model_switch.switch(event, len(self._servers), now), now)
+    # --- other servers ------------------------------------------------------------------------------
 
     def _obstacle(self) -> str:
         return UNDER_WAY if self.migration.busy else ""
-
-    # --- other servers ------------------------------------------------------------------------------
-
-    def change_servers(self, event: ChangeServers, now: float) -> list[Effect]:
-        return self._follow_up(self.coordinator.submit(event, now), now)
 
     def hand_over_all(self, now: float) -> list[Effect]:
         self.worker.stop()
@@ -401,9 +397,6 @@ class ServerMode(Exchange, ServerRole, MigrationHost):
     @property
     def is_handing_over(self) -> bool:
         return self.coordinator.leaving
-
-    def prepared(self, event: Prepared, now: float) -> list[Effect]:
-        return self.migration.prepared(event)
 
     @property
     def is_finishing(self) -> bool:

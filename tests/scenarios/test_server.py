@@ -210,7 +210,7 @@ def test_a_restore_after_the_shard_has_moved_is_ignored(index: int) -> None:
     exchange = made.peers[0].role.exchange
     assert isinstance(exchange, ServerMode)
     before = json.dumps({number: one.state_dict() for number, one in exchange.shards.items()})
-    assert exchange.tables_restored(TablesRestored(index, 0, {"clock": "of another layout"}), made.now) == []
+    assert exchange.handle(TablesRestored(index, 0, {"clock": "of another layout"}), made.now) == []
     assert json.dumps({number: one.state_dict() for number, one in exchange.shards.items()}) == before
 
 
