@@ -11,8 +11,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from gossipx.protocol.effects import RequestedBucket
 from gossipx.protocol.server_messages import GradientRequest, TablesReply
-from gossipx.protocol.table_effects import RequestedBucket
 from gossipx.server.placement import Bucket, Layouts, Partition, Placement, Table, placement_from
 from gossipx.tables.client import TableClient
 from gossipx.tables.coding import Coding, TableSource

@@ -35,15 +35,36 @@ Stop           peer/role, peer/joining, hub/elastic, server: mode,          ends
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gossipx.protocol.fields import JoinedPeer
 from gossipx.protocol.messages import WHOLE, Reply, Request
-from gossipx.protocol.table_effects import Pieces, RequestedBucket, TableEffect
+
+Pieces = tuple[tuple[int, int, int], ...]
+"""Pieces of tables: the index of the table, the first element, and the element after the last."""
 
 
-@dataclass(frozen=True)
-class Send:
+class RequestedBucket(Struct, frozen=True):
+    """A bucket requested by a worker.
+
+    Attributes:
+        shard, bucket: the bucket.
+        worker: its rank.
+        base: if pulls have a codec: the checksum of the bucket as the worker has it; 0: it has none.
+    """
+
+    shard: int
+    bucket: int
+    worker: int = 0
+    base: int = 0
+
+
+class Effect(Struct, frozen=True):
+    """Base of all effects. Each says ``frozen=True`` again: type checkers do not take it from here."""
+
+
+class Send(Effect, frozen=True):
     """Send ``request``. Exactly one of Replied and Failed follows, by ``deadline``.
 
     A later :class:`Mix` adds a share of the difference between the model of the reply and a base. For a pull, the base
@@ -61,15 +82,13 @@ class Send:
     deadline: float
 
 
-@dataclass(frozen=True)
-class Cancel:
+class Cancel(Effect, frozen=True):
     """Abort our request ``ticket``. Failed follows, unless its reply has arrived already."""
 
     ticket: int
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(Effect, frozen=True):
     """Reply to the received request ``key``; Answered follows.
 
     Attributes:
@@ -100,16 +119,14 @@ class Answer:
     difference_from: int | None = None
 
 
-@dataclass(frozen=True)
-class Keep:
+class Keep(Effect, frozen=True):
     """Keep the payload of the received request ``key`` under ``ticket``; otherwise it is dropped."""
 
     key: Hashable
     ticket: int
 
 
-@dataclass(frozen=True)
-class Capture:
+class Capture(Effect, frozen=True):
     """Capture the model of the last step boundary under ``ticket``; later training steps do not change it.
 
     Attributes:
@@ -122,8 +139,7 @@ class Capture:
     fragment: int = WHOLE
 
 
-@dataclass(frozen=True)
-class Merge:
+class Merge(Effect, frozen=True):
     """Merge the model under ``ticket`` into the captured model h: h ← (own · h + theirs · x_j) / (own + theirs).
 
     Our model does not change. The merge is all or nothing. Merged follows, and the ticket is released.
@@ -138,8 +154,7 @@ class Merge:
     theirs: float
 
 
-@dataclass(frozen=True)
-class ApplyWave:
+class ApplyWave(Effect, frozen=True):
     """x ← h + (x − x_captured): replace the captured model by its average h, and keep the training steps made since.
 
     h is the model kept under ``ticket``. Mixed follows, and the ticket is released.
@@ -148,8 +163,7 @@ class ApplyWave:
     ticket: int
 
 
-@dataclass(frozen=True)
-class Mix:
+class Mix(Effect, frozen=True):
     """Mix the model under ``ticket``: x += share · (x_j − base), with the base of :class:`Send`.
 
     The mix is all or nothing. Mixed or Poisoned follows, and the ticket is released.
@@ -159,8 +173,7 @@ class Mix:
     share: float
 
 
-@dataclass(frozen=True)
-class Adopt:
+class Adopt(Effect, frozen=True):
     """Replace our model by the one under ``ticket``. Mixed or Poisoned follows, and the ticket is released.
 
     Attributes:
@@ -171,22 +184,19 @@ class Adopt:
     step: int | None = None
 
 
-@dataclass(frozen=True)
-class Forget:
+class Forget(Effect, frozen=True):
     """Release the received bytes, the captured model and everything else kept under ``ticket``."""
 
     ticket: int
 
 
-@dataclass(frozen=True)
-class MoveReference:
+class MoveReference(Effect, frozen=True):
     """Measure drift from the model captured under ``ticket``, which the receiver now has, and release the ticket."""
 
     ticket: int
 
 
-@dataclass(frozen=True)
-class ReportSwitch:
+class ReportSwitch(Effect, frozen=True):
     """Report to the user the outcome of a SwitchSync or ChangeServers.
 
     Attributes:
@@ -198,33 +208,28 @@ class ReportSwitch:
     problem: str
 
 
-@dataclass(frozen=True)
-class SetTimer:
+class SetTimer(Effect, frozen=True):
     """Report TimerFired at time ``at``. It replaces an earlier timer of the same name."""
 
     name: str
     at: float
 
 
-@dataclass(frozen=True)
-class Wait:
+class Wait(Effect, frozen=True):
     """Block the training thread until :class:`Resume`; events are still delivered."""
 
 
-@dataclass(frozen=True)
-class Resume:
+class Resume(Effect, frozen=True):
     """Release the training thread."""
 
 
-@dataclass(frozen=True)
-class AddPeer:
+class AddPeer(Effect, frozen=True):
     """Add a peer that joined the run, or replace the one that had its rank."""
 
     peer: JoinedPeer
 
 
-@dataclass(frozen=True)
-class ReportEntry:
+class ReportEntry(Effect, frozen=True):
     """Answer a process that asked to join the run.
 
     Attributes:
@@ -246,40 +251,14 @@ class ReportEntry:
     refusal: str = ""
 
 
-@dataclass(frozen=True)
-class Note:
+class Note(Effect, frozen=True):
     """Log one line. Lines of the same ``topic`` are rate-limited; an empty topic is not."""
 
     topic: str
     text: str
 
 
-@dataclass(frozen=True)
-class Stop:
+class Stop(Effect, frozen=True):
     """End training with an error: too few peers are left, or there is no initial model."""
 
     reason: str
-
-
-Effect = (
-    Send
-    | Cancel
-    | Answer
-    | Keep
-    | Capture
-    | Merge
-    | ApplyWave
-    | Mix
-    | Adopt
-    | Forget
-    | MoveReference
-    | TableEffect
-    | ReportSwitch
-    | AddPeer
-    | ReportEntry
-    | SetTimer
-    | Wait
-    | Resume
-    | Note
-    | Stop
-)

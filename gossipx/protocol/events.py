@@ -40,8 +40,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from gossipx.protocol.fields import JoinedPeer
 from gossipx.protocol.messages import Reply, Request
@@ -58,8 +59,11 @@ class Fault(enum.Enum):
     CANCELLED = "this peer cancelled it"
 
 
-@dataclass(frozen=True)
-class JoinRun:
+class Event(Struct, frozen=True):
+    """Base of all events. Each says ``frozen=True`` again: type checkers do not take it from here."""
+
+
+class JoinRun(Event, frozen=True):
     """The peer is listening and wants to join the run.
 
     Attributes:
@@ -70,8 +74,7 @@ class JoinRun:
     resumed: bool | None = None
 
 
-@dataclass(frozen=True)
-class AllPresent:
+class AllPresent(Event, frozen=True):
     """All peers of the run are known to be present, so START is over at once.
 
     It is for runs simulated with thousands of peers: N peers would announce themselves in N² messages, which would be
@@ -79,8 +82,7 @@ class AllPresent:
     """
 
 
-@dataclass(frozen=True)
-class StepDone:
+class StepDone(Event, frozen=True):
     """One optimizer step is finished.
 
     Attributes:
@@ -94,8 +96,7 @@ class StepDone:
     drift: float | None = None
 
 
-@dataclass(frozen=True)
-class GradientsReady:
+class GradientsReady(Event, frozen=True):
     """The gradients of these buckets, each a shard and a number, are complete and may be pushed.
 
     No buckets: the backward pass of the iteration is about to compute its first gradient; Wait blocks it.
@@ -104,8 +105,7 @@ class GradientsReady:
     buckets: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
-class SwitchSync:
+class SwitchSync(Event, frozen=True):
     """A user or a program requests that shards switch to another sync model; ReportSwitch follows.
 
     Attributes:
@@ -123,8 +123,7 @@ class SwitchSync:
     pulls: str = ""
 
 
-@dataclass(frozen=True)
-class ChangeServers:
+class ChangeServers(Event, frozen=True):
     """A user or a program requests that other peers host the shards; ReportSwitch follows.
 
     Attributes:
@@ -136,8 +135,7 @@ class ChangeServers:
     servers: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class TablesRestored:
+class TablesRestored(Event, frozen=True):
     """The tables of a shard were restored to their state before its server's process was killed.
 
     Attributes:
@@ -151,8 +149,7 @@ class TablesRestored:
     state: dict[str, Any] | None
 
 
-@dataclass(frozen=True)
-class GradientPoisoned:
+class GradientPoisoned(Event, frozen=True):
     """A bucket of a worker's gradient held NaN or Inf and was ignored.
 
     Attributes:
@@ -162,8 +159,7 @@ class GradientPoisoned:
     sender: int
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Prepared(Event, frozen=True):
     """The reply to ReportPrepared: all earlier effects on the new tables are done.
 
     Attributes:
@@ -175,8 +171,7 @@ class Prepared:
     problem: str
 
 
-@dataclass(frozen=True)
-class TrainingEnded:
+class TrainingEnded(Event, frozen=True):
     """The last iteration is done; the finish is next.
 
     Attributes:
@@ -186,8 +181,7 @@ class TrainingEnded:
     agrees: bool = True
 
 
-@dataclass(frozen=True)
-class FinalModel:
+class FinalModel(Event, frozen=True):
     """The final model of this peer is in its weights, and has the checksum ``digest``: compare it with the others'.
 
     It follows the finish while ``PeerRole.compares`` is true: a comparison may replace the model.
@@ -196,15 +190,13 @@ class FinalModel:
     digest: str
 
 
-@dataclass(frozen=True)
-class FiguresReady:
+class FiguresReady(Event, frozen=True):
     """The final figures of this peer are known; ``report`` is sent to all others."""
 
     report: dict[str, object]
 
 
-@dataclass(frozen=True)
-class Restored:
+class Restored(Event, frozen=True):
     """Our model was replaced by that of a checkpoint, which has seen ``step`` iterations.
 
     Attributes:
@@ -219,13 +211,11 @@ class Restored:
     draws: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True)
-class LeaveRun:
+class LeaveRun(Event, frozen=True):
     """This peer must leave the run, because of SIGTERM or an error of its own."""
 
 
-@dataclass(frozen=True)
-class Received:
+class Received(Event, frozen=True):
     """A request from another peer. It must be answered exactly once, by Answer with the same key."""
 
     sender: int
@@ -233,37 +223,32 @@ class Received:
     request: Request
 
 
-@dataclass(frozen=True)
-class Replied:
+class Replied(Event, frozen=True):
     """Our request ``ticket`` has a complete reply; the bytes of a model are kept under the ticket."""
 
     ticket: int
     reply: Reply
 
 
-@dataclass(frozen=True)
-class Failed:
+class Failed(Event, frozen=True):
     """Our request ``ticket`` has failed."""
 
     ticket: int
     fault: Fault
 
 
-@dataclass(frozen=True)
-class Answered:
+class Answered(Event, frozen=True):
     """Our answer to ``key`` has ended: it was delivered completely if ``whole``, else it was abandoned."""
 
     key: Hashable
     whole: bool
 
 
-@dataclass(frozen=True)
-class Woke:
+class Woke(Event, frozen=True):
     """The process or its machine stood still for longer than ``peer_timeout``."""
 
 
-@dataclass(frozen=True)
-class AskEntry:
+class AskEntry(Event, frozen=True):
     """A process that is not a member asks to join the run; ReportEntry follows.
 
     Attributes:
@@ -279,29 +264,25 @@ class AskEntry:
     opener: str
 
 
-@dataclass(frozen=True)
-class PeerMet:
+class PeerMet(Event, frozen=True):
     """A peer that joined the run while it was in progress has opened a connection."""
 
     peer: JoinedPeer
 
 
-@dataclass(frozen=True)
-class Mixed:
+class Mixed(Event, frozen=True):
     """The model under ``ticket`` was mixed, adopted or taken in."""
 
     ticket: int
 
 
-@dataclass(frozen=True)
-class Poisoned:
+class Poisoned(Event, frozen=True):
     """The model under ``ticket`` was not mixed, because it holds NaN or Inf."""
 
     ticket: int
 
 
-@dataclass(frozen=True)
-class Merged:
+class Merged(Event, frozen=True):
     """The model under ``ticket`` was merged into the model kept under ``into``.
 
     Attributes:
@@ -313,37 +294,7 @@ class Merged:
     sound: bool
 
 
-@dataclass(frozen=True)
-class TimerFired:
+class TimerFired(Event, frozen=True):
     """The last SetTimer of this name has expired."""
 
     name: str
-
-
-Event = (
-    JoinRun
-    | AllPresent
-    | StepDone
-    | GradientsReady
-    | SwitchSync
-    | ChangeServers
-    | Prepared
-    | TrainingEnded
-    | FinalModel
-    | FiguresReady
-    | Restored
-    | LeaveRun
-    | Received
-    | Replied
-    | Failed
-    | Answered
-    | Mixed
-    | Poisoned
-    | GradientPoisoned
-    | TablesRestored
-    | Merged
-    | TimerFired
-    | AskEntry
-    | PeerMet
-    | Woke
-)

@@ -29,33 +29,17 @@ DropTables      the migration                    releases the tables of an aband
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from gossipx.protocol.effects import Effect, Pieces
 from gossipx.protocol.server_messages import RecordRequest
 
-Pieces = tuple[tuple[int, int, int], ...]
-"""Pieces of tables: the index of the table, the first element, and the element after the last."""
+
+class TableEffect(Effect, frozen=True):
+    """Base of these effects."""
 
 
-@dataclass(frozen=True)
-class RequestedBucket:
-    """A bucket requested by a worker.
-
-    Attributes:
-        shard, bucket: the bucket.
-        worker: its rank.
-        base: if pulls have a codec: the checksum of the bucket as the worker has it; 0: it has none.
-    """
-
-    shard: int
-    bucket: int
-    worker: int = 0
-    base: int = 0
-
-
-@dataclass(frozen=True)
-class ApplyGradient:
+class ApplyGradient(TableEffect, frozen=True):
     """Do one optimizer step with ``scale`` times the gradient kept under ``ticket``, and release the ticket.
 
     ``buffers``: add the gradient to the gradient buffer of its shard, too.
@@ -66,31 +50,27 @@ class ApplyGradient:
     buffers: bool = False
 
 
-@dataclass(frozen=True)
-class BufferGradient:
+class BufferGradient(TableEffect, frozen=True):
     """Add the gradient kept under ``ticket`` to the gradient buffer of its shard, and release the ticket."""
 
     ticket: int
 
 
-@dataclass(frozen=True)
-class ApplyBuffered:
+class ApplyBuffered(TableEffect, frozen=True):
     """Do one optimizer step on a shard with the mean of its gradient buffer (``sums``: with its sum), and clear it."""
 
     shard: int
     sums: bool = False
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(TableEffect, frozen=True):
     """Keep the gradient of ``ticket`` under ``other`` too, our request that forwards it."""
 
     ticket: int
     other: int
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(TableEffect, frozen=True):
     """Append the events of a shard to its journal, before any later effect.
 
     Attributes:
@@ -101,16 +81,14 @@ class Record:
     ticket: int | None
 
 
-@dataclass(frozen=True)
-class TakeCopy:
+class TakeCopy(TableEffect, frozen=True):
     """Replace the tables of a shard by the payload kept under ``ticket``, and release the ticket."""
 
     ticket: int
     shard: int
 
 
-@dataclass(frozen=True)
-class KeepShard:
+class KeepShard(TableEffect, frozen=True):
     """Write a checkpoint of a shard, as it is after all earlier effects.
 
     Attributes:
@@ -123,8 +101,7 @@ class KeepShard:
     state: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class RestoreTables:
+class RestoreTables(TableEffect, frozen=True):
     """Restore a shard's tables from its checkpoints and journals; :class:`~gossipx.protocol.events.TablesRestored`
     follows.
 
@@ -136,41 +113,35 @@ class RestoreTables:
     epoch: int
 
 
-@dataclass(frozen=True)
-class FillTables:
+class FillTables(TableEffect, frozen=True):
     """Initialize the tables of a shard with the values of our model."""
 
     shard: int
 
 
-@dataclass(frozen=True)
-class Gather:
+class Gather(TableEffect, frozen=True):
     """Keep all gradients of the iteration that has ended in the transmit buffers, and add those of the next one."""
 
 
-@dataclass(frozen=True)
-class Fetch:
+class Fetch(TableEffect, frozen=True):
     """Make training wait for these buckets, each a shard and a number, before it uses their tables again."""
 
     buckets: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
-class Unchanged:
+class Unchanged(TableEffect, frozen=True):
     """Cancel the :class:`Fetch` of these buckets: training uses their tables as they are."""
 
     buckets: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
-class Fetched:
+class Fetched(TableEffect, frozen=True):
     """Use the bucket received under ``ticket`` from now on, and release the ticket."""
 
     ticket: int
 
 
-@dataclass(frozen=True)
-class PrepareTables:
+class PrepareTables(TableEffect, frozen=True):
     """Allocate the tables that this peer hosts in a new layout, and fill in the values that are here already.
 
     Attributes:
@@ -182,23 +153,20 @@ class PrepareTables:
     servers: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class TakeRanges:
+class TakeRanges(TableEffect, frozen=True):
     """Fill these pieces of the tables being prepared with what was received under ``ticket``, and release it."""
 
     ticket: int
     pieces: Pieces
 
 
-@dataclass(frozen=True)
-class ReportPrepared:
+class ReportPrepared(TableEffect, frozen=True):
     """Report :class:`~gossipx.protocol.events.Prepared` once all earlier effects are done."""
 
     epoch: int
 
 
-@dataclass(frozen=True)
-class PlaceTables:
+class PlaceTables(TableEffect, frozen=True):
     """Switch to a new layout: use the shards prepared for it, and its buckets for training.
 
     If none were prepared, the shards that belong here must be restored first (:class:`RestoreTables`).
@@ -212,26 +180,5 @@ class PlaceTables:
     servers: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class DropTables:
+class DropTables(TableEffect, frozen=True):
     """Release the tables that were prepared."""
-
-
-MoveEffect = PrepareTables | TakeRanges | ReportPrepared | PlaceTables | DropTables
-"""Effects of a change of servers."""
-TableEffect = (
-    ApplyGradient
-    | BufferGradient
-    | ApplyBuffered
-    | Share
-    | Record
-    | TakeCopy
-    | KeepShard
-    | RestoreTables
-    | FillTables
-    | Gather
-    | Fetch
-    | Unchanged
-    | Fetched
-    | MoveEffect
-)

@@ -13,7 +13,6 @@ has moved on. So it asks every living peer for a copy, and starts the shard anew
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -157,7 +156,7 @@ class Standby(Records):
     def give_up(self) -> list[Effect]:
         """Refuse all delayed answers, since the other peer has become the holder."""
         refusal = NotReadyReply("another peer now holds this shard")
-        refused: list[Effect] = [dataclasses.replace(one, reply=refusal, tables=None) for _, one in self._delayed]
+        refused: list[Effect] = [msgspec.structs.replace(one, reply=refusal, tables=None) for _, one in self._delayed]
         self._delayed.clear()
         return [*self._forget(), *refused]
 

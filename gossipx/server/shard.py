@@ -16,12 +16,14 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec.structs import replace
 
 from gossipx.errors import UsageError
 from gossipx.peer.membership import Requests
-from gossipx.protocol.effects import Answer, Effect, Forget, Keep, Note
+from gossipx.protocol.effects import Answer, Effect, Forget, Keep, Note, RequestedBucket
 from gossipx.protocol.events import Received
 from gossipx.protocol.fields import ShardEvent
 from gossipx.protocol.messages import AcceptReply, NotReadyReply, Reply
@@ -39,7 +41,6 @@ from gossipx.protocol.table_effects import (
     FillTables,
     KeepShard,
     Record,
-    RequestedBucket,
 )
 from gossipx.server.conditions import SyncModel
 from gossipx.server.requests import Deferred, defer, put_off

@@ -17,8 +17,8 @@ from gossipx.checkpoint import from_bytes, to_bytes
 from gossipx.errors import MALFORMED, GossipxError, ProtocolError, UsageError
 from gossipx.memory import PIECE, Source
 from gossipx.model import kernels
+from gossipx.protocol.effects import Pieces, RequestedBucket
 from gossipx.protocol.server_messages import CopyReply, GradientRequest, RecordRequest
-from gossipx.protocol.table_effects import Pieces, RequestedBucket
 from gossipx.server.placement import Layout, Layouts, Partition, common_pieces
 from gossipx.tables.client import SizedSink, TableClient
 from gossipx.tables.coding import Settings, TableSource

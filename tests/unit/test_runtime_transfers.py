@@ -11,10 +11,9 @@ from table_sides import Side, side
 
 from gossipx import codecs
 from gossipx.codecs.changes import FULL
-from gossipx.protocol.effects import Send
+from gossipx.protocol.effects import RequestedBucket, Send
 from gossipx.protocol.events import Event, Failed, Fault, Replied
 from gossipx.protocol.server_messages import TablesReply, TablesRequest
-from gossipx.protocol.table_effects import RequestedBucket
 from gossipx.runtime.driver.clock import SystemClock
 from gossipx.runtime.driver.outbox import Outbox
 from gossipx.runtime.driver.tables import TableWork

@@ -16,8 +16,8 @@ from gossipx import codecs
 from gossipx.codecs import Tensors, decode
 from gossipx.codecs.changes import FULL, Changes, checksum
 from gossipx.errors import ProtocolError, UsageError
+from gossipx.protocol.effects import RequestedBucket
 from gossipx.protocol.server_messages import TablesReply
-from gossipx.protocol.table_effects import RequestedBucket
 from gossipx.server.placement import Bucket, Layout, Partition
 from gossipx.tables.coding import Coding
 

@@ -11,9 +11,9 @@ from table_sides import OptimizerOf, Side, side, values
 from torch import nn
 
 from gossipx.errors import UsageError
+from gossipx.protocol.effects import RequestedBucket
 from gossipx.protocol.fields import kind_of
 from gossipx.protocol.server_messages import GradientRequest
-from gossipx.protocol.table_effects import RequestedBucket
 from gossipx.tables.coding import settings_of
 from gossipx.wire.kinds import message_of, metadata_of
 

@@ -15,7 +15,7 @@ import msgspec
 
 from gossipx.errors import CancelledError, GossipxError, ProtocolError, UsageError
 from gossipx.memory import Source
-from gossipx.protocol.effects import Answer, Send
+from gossipx.protocol.effects import Answer, Pieces, Send
 from gossipx.protocol.events import Event, Fault, GradientPoisoned, Prepared, TablesRestored
 from gossipx.protocol.messages import NotReadyReply, Reply
 from gossipx.protocol.server_messages import (
@@ -37,7 +37,6 @@ from gossipx.protocol.table_effects import (
     FillTables,
     Gather,
     KeepShard,
-    Pieces,
     PlaceTables,
     PrepareTables,
     Record,
@@ -241,7 +240,7 @@ class TableWork:
             case RestoreTables(shard, epoch):
                 self._worker.put(lambda: self._handle(TablesRestored(shard, epoch, keeper.restore_tables(shard))))
 
-    def _move(self, effect: PrepareTables | TakeRanges | ReportPrepared | PlaceTables | DropTables) -> None:
+    def _move(self, effect: TableEffect) -> None:
         """Carry out an effect of a change of servers."""
         store, put = self._store, self._worker.put
         match effect:
