@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
-from typing import get_args, get_type_hints
+from typing import get_type_hints
 
 import xxhash
 from hypothesis import strategies as st
@@ -37,6 +37,7 @@ from gossipx.wire.frames import (
     Frame,
     encode,
 )
+from gossipx.wire.kinds import KINDS
 
 ranks = st.integers(0, 65_535)
 counts = st.integers(0, 2**63 - 1)
@@ -109,7 +110,7 @@ def any_of(message: type[Message]) -> st.SearchStrategy[Message]:
     return st.builds(message, **given)
 
 
-messages = st.one_of([any_of(message) for message in get_args(Message)])
+messages = st.one_of([any_of(kind.message) for kind in KINDS.values()])
 
 
 def whole(message: Message, request: int = 0, payload: memoryview | None = None) -> bytes:

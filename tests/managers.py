@@ -21,16 +21,8 @@ from joined_frames import joined
 from gossipx.comm import CommManager
 from gossipx.errors import GossipxError
 from gossipx.memory import Memory, Source
-from gossipx.protocol.messages import (
-    CarryingRequest,
-    HereReply,
-    LeaveRequest,
-    ModelReply,
-    PullRequest,
-    Reply,
-    Request,
-    Stage,
-)
+from gossipx.protocol.messages import HereReply, LeaveRequest, ModelReply, PullRequest, Reply, Request, Stage
+from gossipx.protocol.server_messages import CarryingRequest
 from gossipx.transports import Address
 from gossipx.transports.process_group import ProcessGroups
 from gossipx.wire import Bytes, Hello, UploadSink, frames

@@ -35,8 +35,7 @@ from gossipx.memory import Source
 from gossipx.protocol.messages import NotReadyReply, Reply, Request
 from gossipx.transports import Address, handshake, unix
 from gossipx.transports.link import Link
-from gossipx.wire import DescribeRequest, Sink, SinkFactory, Welcome, frames
-from gossipx.wire.reversal import RelayRequest, ReverseRequest
+from gossipx.wire import DescribeRequest, RelayRequest, ReverseRequest, Sink, SinkFactory, Welcome, frames
 
 log = logging.getLogger("gossipx")
 

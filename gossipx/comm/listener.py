@@ -29,7 +29,8 @@ from gossipx.errors import (
     StrangerError,
 )
 from gossipx.memory import Source
-from gossipx.protocol.messages import AcceptReply, CarryingReply, CarryingRequest, NotReadyReply, Reply, Request
+from gossipx.protocol.messages import AcceptReply, NotReadyReply, Reply, Request
+from gossipx.protocol.server_messages import CarryingReply, CarryingRequest
 from gossipx.transports import Address, Listener, Stream, handshake, unix
 from gossipx.transports.link import Link
 from gossipx.wire import (
@@ -38,13 +39,15 @@ from gossipx.wire import (
     Description,
     Hello,
     Message,
+    RelayedRequest,
+    RelayRequest,
+    ReverseRequest,
     Sink,
     SinkFactory,
     UploadSink,
     Welcome,
     frames,
 )
-from gossipx.wire.reversal import RelayedRequest, RelayRequest, ReverseRequest
 
 log = logging.getLogger("gossipx")
 

@@ -37,7 +37,8 @@ from gossipx.model.arena import ParameterArena
 from gossipx.model.pool import typed
 from gossipx.model.receive import Incoming
 from gossipx.model.section import Section, Slot, TensorKind
-from gossipx.protocol.messages import WHOLE, CarryingReply, ModelReply, PullRequest, Request, TakeRequest
+from gossipx.protocol.messages import WHOLE, ModelReply, PullRequest, Request, TakeRequest
+from gossipx.protocol.server_messages import CarryingReply
 from gossipx.wire import Bytes, Sink
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gossipx.protocol.messages import ArriveRequest, HereReply, Stage
+from gossipx.protocol.messages import PeerProgress, Stage
 from gossipx.topology.ranks import AllBut, added_to
 
 REFUSALS = 3
@@ -57,7 +57,7 @@ class OtherPeer:
         incarnation: the incarnation that announced it.
         restarted: whether that is not its first incarnation.
         step: iterations that it had done by then.
-        comparison, digest, models: its final model, as in :class:`~gossipx.protocol.messages.ArriveRequest`.
+        comparison, digest, models: its final model, as in :class:`~gossipx.protocol.messages.PeerProgress`.
         told_at: when it last told its stage.
         advanced_at: when its stage, its iterations or its comparison last advanced.
         report: its final figures; empty until it has some.
@@ -123,7 +123,7 @@ class OtherPeer:
         """Return whether a model may be requested from it now."""
         return self.stage is not Stage.LEFT and max(self.backoff_until, self.suspended_until) <= now
 
-    def record(self, told: ArriveRequest | HereReply, now: float) -> None:
+    def record(self, told: PeerProgress, now: float) -> None:
         """Record its stage and progress, unless it is known to have advanced further: messages may overtake each other.
 
         An announcement of another incarnation replaces all earlier ones.

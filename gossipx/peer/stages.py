@@ -106,7 +106,7 @@ class Stages:
     def here(self) -> HereReply:
         """Return the reply to an announcement of another peer: how far this one is."""
         final = self._agreement
-        own = self.report, self._waves.latest, self._incarnation, self._training.step
+        own = self._incarnation, self.report, self._waves.latest, self._training.step
         return HereReply(self.stage, *own, final.comparison, final.digest, final.models, self._newcomers.listed)
 
     def enter_barrier(self, stage: Stage, now: float) -> list[Effect]:

@@ -14,20 +14,6 @@ MAX_ADMISSION = 2**20
 """Maximum bytes of a run's settings and peers: 10,000 peers with names of 50 characters."""
 
 
-@kind(56)
-class AdmitRequest(Fields, frozen=True):
-    """Asks to join the run as a further peer.
-
-    Attributes:
-        name: of the newcomer.
-        host, port: the address at which it will listen.
-    """
-
-    name: Text
-    host: Text
-    port: Port
-
-
 @kind(57, payload=MAX_ADMISSION)
 class AdmitReply(Fields, frozen=True):
     """The reply to :class:`AdmitRequest`.
@@ -41,3 +27,17 @@ class AdmitReply(Fields, frozen=True):
     size: Annotated[int, between(0, MAX_ADMISSION)] = 0
     elsewhere: Text = ""
     later: Text = ""
+
+
+@kind(56, answers=(AdmitReply,))
+class AdmitRequest(Fields, frozen=True):
+    """Asks to join the run as a further peer.
+
+    Attributes:
+        name: of the newcomer.
+        host, port: the address at which it will listen.
+    """
+
+    name: Text
+    host: Text
+    port: Port

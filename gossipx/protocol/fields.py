@@ -11,7 +11,7 @@ The limits below bound what another peer can make this one receive, allocate and
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, get_type_hints
 
@@ -162,6 +162,7 @@ class Kind:
         checks: what msgspec cannot express, by field, in order.
         metadata: maximum bytes of metadata in a frame.
         payload: maximum bytes of payload in a frame.
+        answers: the replies that may answer it; empty: it is no request.
     """
 
     number: int
@@ -170,12 +171,15 @@ class Kind:
     checks: tuple[tuple[str, Check], ...]
     metadata: int
     payload: int
+    answers: tuple[type, ...]
 
 
 _DECLARED: dict[type, Kind] = {}
 
 
-def kind(number: int, metadata: int = SMALL_METADATA, payload: int = 0) -> Callable[[_T], _T]:
+def kind(
+    number: int, metadata: int = SMALL_METADATA, payload: int = 0, answers: tuple[type, ...] = ()
+) -> Callable[[_T], _T]:
     """Return a decorator that declares a class as a kind of message. For the arguments see :class:`Kind`.
 
     Raises:
@@ -192,7 +196,7 @@ def kind(number: int, metadata: int = SMALL_METADATA, payload: int = 0) -> Calla
             for check in getattr(hint, "__metadata__", ())
             if callable(check)
         )
-        _DECLARED[message] = Kind(number, message, Decoder(message).decode, checks, metadata, payload)
+        _DECLARED[message] = Kind(number, message, Decoder(message).decode, checks, metadata, payload, answers)
         return message
 
     return declare
@@ -212,3 +216,8 @@ def _is_bounded(field: inspect.Type) -> bool:
 def kind_of(message: type) -> Kind:
     """Return the kind that a message class was declared as."""
     return _DECLARED[message]
+
+
+def all_kinds() -> Iterable[Kind]:
+    """Return the kinds that were declared so far."""
+    return _DECLARED.values()

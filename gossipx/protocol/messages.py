@@ -2,7 +2,7 @@
 
 A message is small and consists of plain fields; a model travels with it as one contiguous payload (see
 :mod:`gossipx.wire.frames`). Messages of the parameter server are in :mod:`gossipx.protocol.server_messages`;
-``gossipx.wire.ANSWERS`` lists the replies that may answer each request. The driver transports all messages, and
+each request is declared with the replies that may answer it. The driver transports all messages, and
 :class:`gossipx.peer.PeerRole` dispatches each received message to the part of the peer that the table names.
 
 Terms:
@@ -68,17 +68,6 @@ from gossipx.protocol.fields import (
     between,
     kind,
 )
-from gossipx.protocol.server_messages import (
-    CopyReply,
-    GradientRequest,
-    MoveRequest,
-    PlacedReply,
-    PushAgainReply,
-    RecordRequest,
-    ServerRequest,
-    TablesReply,
-    WaitingReply,
-)
 
 
 class Stage(enum.IntEnum):
@@ -113,16 +102,103 @@ def _is_wave(wave: int) -> None:
 AnyWave = Annotated[int, between(1, LAST_WAVE), _is_wave]
 PastWave = Annotated[int, between(0, MAX_WAVE)]
 
+
+class Request(Fields, frozen=True):
+    """Base of the requests between peers of a run."""
+
+
+class Reply(Fields, frozen=True):
+    """Base of the replies to them."""
+
+
+# --- replies ------------------------------------------------------------------------------------
+
+
+@kind(34)
+class NotReadyReply(Reply, frozen=True):
+    """Refuses a request; ``reason`` is one line for the log."""
+
+    reason: Text
+
+
+@kind(35)
+class AcceptReply(Reply, frozen=True):
+    """Says yes: the offer is accepted, the exchange takes effect, or the request was carried out."""
+
+
+@kind(36)
+class BusyReply(Reply, frozen=True):
+    """Refuses a request without a fault: another exchange is under way, or training has ended, which ends an exchange
+    that is not settled. The requester tries another peer.
+
+    A parameter server answers a worker's pull with it while the pull is delayed; the worker then repeats the pull. A
+    standby server that receives records of a shard answers with it if it hosts that shard itself by now.
+    """
+
+
+@kind(32, payload=MAX_MODEL)
+class ModelReply(Reply, frozen=True):
+    """A model; its bytes are the payload.
+
+    Attributes:
+        step: number of iterations that this model has been trained for.
+        weight: above 0. In a wave: the number of models of which this one is the mean. In a push: the push-sum weight
+            that goes to the receiver. Else 1.
+        bases: if models have a codec: for each section, the checksum of the base to which the encoded difference must
+            be added; 0: the values are not encoded; 1: they are encoded without a base.
+        sizes: if models have a codec: for each section, its size in the payload in bytes, without the module's buffers.
+    """
+
+    step: Count
+    weight: Weight = 1.0
+    bases: Sections = ()
+    sizes: Sections = ()
+
+
+class PeerProgress(Fields, frozen=True):
+    """How far a peer is, as it tells the others.
+
+    Attributes:
+        incarnation: the sender's incarnation. Its messages may overtake each other, so receivers keep its latest stage.
+        report: the sender's final metrics by name; empty before DONE.
+        wave: the highest number of a training wave that the sender knows to be over, 0 if none. A peer that restarts or
+            joins late continues counting from it.
+        step: iterations that the sender has done: its progress while others wait for it.
+        comparison: number of the sender's comparison of final models, from 1; 0: it has no final model yet.
+        digest: checksum of its final model; empty: it has none.
+        models: weight of that model: the sum of the weights of the models of which it is the mean.
+        joined: the peers that joined the run while it was in progress, as far as the sender knows.
+    """
+
+    stage: Stage
+    incarnation: Count = 0
+    report: Report = field(default_factory=dict)
+    wave: PastWave = 0
+    step: Count = 0
+    comparison: Count = 0
+    digest: Digest = ""
+    models: FromZero = 0.0
+    joined: Joined = ()
+
+
+@kind(33, MAX_METADATA)
+class HereReply(Reply, PeerProgress, frozen=True):
+    """Answers :class:`ArriveRequest` and :class:`LeaveRequest` with the same fields of the replying peer.
+
+    It also answers a :class:`RoundRequest` in a round in which the receiver gets a model but gives none.
+    """
+
+
 # --- models -------------------------------------------------------------------------------------
 
 
-@kind(16)
-class InitialRequest(Fields, frozen=True):
+@kind(16, answers=(ModelReply, BusyReply, NotReadyReply))
+class InitialRequest(Request, frozen=True):
     """Requests a whole model, with frozen parameters and all buffers, from which the sender starts to train."""
 
 
-@kind(17)
-class PullRequest(Fields, frozen=True):
+@kind(17, answers=(ModelReply, BusyReply, NotReadyReply))
+class PullRequest(Request, frozen=True):
     """Requests the receiver's current model: a pull.
 
     Attributes:
@@ -139,8 +215,8 @@ class PullRequest(Fields, frozen=True):
     fragment: Count = WHOLE
 
 
-@kind(18, MAX_METADATA)
-class RoundRequest(Fields, frozen=True):
+@kind(18, MAX_METADATA, answers=(ModelReply, HereReply, NotReadyReply))
+class RoundRequest(Request, frozen=True):
     """Requests the partner's model in one round of a wave; the receiver joins the wave if it has not.
 
     Attributes:
@@ -159,30 +235,11 @@ class RoundRequest(Fields, frozen=True):
     bases: Sections = ()
 
 
-@kind(32, payload=MAX_MODEL)
-class ModelReply(Fields, frozen=True):
-    """A model; its bytes are the payload.
-
-    Attributes:
-        step: number of iterations that this model has been trained for.
-        weight: above 0. In a wave: the number of models of which this one is the mean. In a push: the push-sum weight
-            that goes to the receiver. Else 1.
-        bases: if models have a codec: for each section, the checksum of the base to which the encoded difference must
-            be added; 0: the values are not encoded; 1: they are encoded without a base.
-        sizes: if models have a codec: for each section, its size in the payload in bytes, without the module's buffers.
-    """
-
-    step: Count
-    weight: Weight = 1.0
-    bases: Sections = ()
-    sizes: Sections = ()
-
-
 # --- exchanges ----------------------------------------------------------------------------------
 
 
-@kind(21)
-class PushRequest(Fields, frozen=True):
+@kind(21, answers=(AcceptReply, BusyReply, NotReadyReply))
+class PushRequest(Request, frozen=True):
     """Offers the sender's model, which the receiver fetches by :class:`TakeRequest`.
 
     Attributes:
@@ -196,8 +253,8 @@ class PushRequest(Fields, frozen=True):
     fragment: Count = WHOLE
 
 
-@kind(22)
-class PairRequest(Fields, frozen=True):
+@kind(22, answers=(AcceptReply, BusyReply, NotReadyReply))
+class PairRequest(Request, frozen=True):
     """Offers to average the sender's and the receiver's models; each side then fetches the other's.
 
     Attributes:
@@ -209,8 +266,8 @@ class PairRequest(Fields, frozen=True):
     fragment: Count = WHOLE
 
 
-@kind(23)
-class TakeRequest(Fields, frozen=True):
+@kind(23, answers=(ModelReply, BusyReply, NotReadyReply))
+class TakeRequest(Request, frozen=True):
     """Requests the model that the partner captured when it entered the exchange.
 
     Attributes:
@@ -224,8 +281,8 @@ class TakeRequest(Fields, frozen=True):
     fragment: Count = WHOLE
 
 
-@kind(24)
-class SettleRequest(Fields, frozen=True):
+@kind(24, answers=(AcceptReply, BusyReply, NotReadyReply))
+class SettleRequest(Request, frozen=True):
     """Tells the initiator whether its model has arrived, and asks whether the exchange takes effect.
 
     Attributes:
@@ -243,8 +300,8 @@ class SettleRequest(Fields, frozen=True):
 # --- the hub ------------------------------------------------------------------------------------
 
 
-@kind(25, payload=MAX_MODEL)
-class ElasticRequest(Fields, frozen=True):
+@kind(25, payload=MAX_MODEL, answers=(ModelReply, BusyReply, NotReadyReply))
+class ElasticRequest(Request, frozen=True):
     """Uploads the sender's model to the hub, and requests the centre as it was before the hub merged that model.
 
     The model's bytes are the payload. The hub merges each model once, even if the request is repeated.
@@ -265,8 +322,8 @@ class ElasticRequest(Fields, frozen=True):
     sizes: Sections = ()
 
 
-@kind(26)
-class CentreRequest(Fields, frozen=True):
+@kind(26, answers=(ModelReply, BusyReply, NotReadyReply))
+class CentreRequest(Request, frozen=True):
     """Requests the current centre from the hub.
 
     Attributes:
@@ -279,8 +336,8 @@ class CentreRequest(Fields, frozen=True):
 # --- the end ------------------------------------------------------------------------------------
 
 
-@kind(52)
-class FinalRequest(Fields, frozen=True):
+@kind(52, answers=(ModelReply, NotReadyReply))
+class FinalRequest(Request, frozen=True):
     """Requests the receiver's final model, which replaces the sender's.
 
     Attributes:
@@ -293,93 +350,20 @@ class FinalRequest(Fields, frozen=True):
 # --- membership ---------------------------------------------------------------------------------
 
 
-@kind(19, MAX_METADATA)
-class ArriveRequest(Fields, frozen=True):
-    """Announces that the sender has reached ``stage``.
-
-    Attributes:
-        incarnation: the sender's incarnation. Its messages may overtake each other, so receivers keep its latest stage.
-        report: the sender's final metrics by name; empty before DONE.
-        wave: the highest number of a training wave that the sender knows to be over, 0 if none. A peer that restarts or
-            joins late continues counting from it.
-        step: iterations that the sender has done: its progress while others wait for it.
-        comparison: number of the sender's comparison of final models, from 1; 0: it has no final model yet.
-        digest: checksum of its final model; empty: it has none.
-        models: weight of that model: the sum of the weights of the models of which it is the mean.
-        joined: the peers that joined the run while it was in progress, as far as the sender knows.
-    """
-
-    stage: Stage
-    incarnation: Count
-    report: Report = field(default_factory=dict)
-    wave: PastWave = 0
-    step: Count = 0
-    comparison: Count = 0
-    digest: Digest = ""
-    models: FromZero = 0.0
-    joined: Joined = ()
+@kind(19, MAX_METADATA, answers=(HereReply, NotReadyReply))
+class ArriveRequest(Request, PeerProgress, frozen=True):
+    """Announces that the sender has reached ``stage``."""
 
 
-@kind(20)
-class LeaveRequest(Fields, frozen=True):
+@kind(20, answers=(HereReply, NotReadyReply))
+class LeaveRequest(Request, frozen=True):
     """Announces that the sender takes no further part."""
-
-
-@kind(33, MAX_METADATA)
-class HereReply(Fields, frozen=True):
-    """Answers :class:`ArriveRequest` and :class:`LeaveRequest` with the same fields of the replying peer.
-
-    It also answers a :class:`RoundRequest` in a round in which the receiver gets a model but gives none.
-    """
-
-    stage: Stage
-    report: Report = field(default_factory=dict)
-    wave: PastWave = 0
-    incarnation: Count = 0
-    step: Count = 0
-    comparison: Count = 0
-    digest: Digest = ""
-    models: FromZero = 0.0
-    joined: Joined = ()
-
-
-# --- yes and no ---------------------------------------------------------------------------------
-
-
-@kind(34)
-class NotReadyReply(Fields, frozen=True):
-    """Refuses a request; ``reason`` is one line for the log."""
-
-    reason: Text
-
-
-@kind(35)
-class AcceptReply(Fields, frozen=True):
-    """Says yes: the offer is accepted, the exchange takes effect, or the request was carried out."""
-
-
-@kind(36)
-class BusyReply(Fields, frozen=True):
-    """Refuses a request without a fault: another exchange is under way, or training has ended, which ends an exchange
-    that is not settled. The requester tries another peer.
-
-    A parameter server answers a worker's pull with it while the pull is delayed; the worker then repeats the pull. A
-    standby server that receives records of a shard answers with it if it hosts that shard itself by now.
-    """
 
 
 ExchangeRequest = PushRequest | PairRequest | TakeRequest | SettleRequest
 """Requests that belong to a push or a pair, an exchange of several requests."""
-CarryingRequest = ElasticRequest | GradientRequest | RecordRequest
-"""Requests whose payload is a model or a part of one."""
 ModelRequest = InitialRequest | PullRequest | TakeRequest | RoundRequest | ElasticRequest | CentreRequest | FinalRequest
 """Requests that are answered with a model."""
-Request = ModelRequest | ExchangeRequest | ServerRequest | MoveRequest | ArriveRequest | LeaveRequest
-CarryingReply = ModelReply | TablesReply | CopyReply
-"""Replies whose payload is a model or a part of one."""
-Refusal = BusyReply | NotReadyReply | PushAgainReply
-"""Replies that say no."""
-Reply = CarryingReply | PlacedReply | WaitingReply | AcceptReply | HereReply | Refusal
 
 
 def fragment_of(request: Request) -> int:

@@ -41,7 +41,6 @@ from gossipx.protocol.fields import (
     Ascii,
     Count,
     CountOrNone,
-    Fields,
     FromZero,
     Groups,
     Parts,
@@ -55,6 +54,15 @@ from gossipx.protocol.fields import (
     between,
     kind,
 )
+from gossipx.protocol.messages import (
+    AcceptReply,
+    BusyReply,
+    ElasticRequest,
+    ModelReply,
+    NotReadyReply,
+    Reply,
+    Request,
+)
 
 MEASURED = -1.0
 """Placeholder for a significance that is computed when its request is sent."""
@@ -62,8 +70,48 @@ MEASURED = -1.0
 # --- pushes and pulls ---------------------------------------------------------------------------
 
 
-@kind(27, MAX_METADATA, MAX_MODEL)
-class GradientRequest(Fields, frozen=True):
+@kind(45, MAX_METADATA)
+class PlacedReply(Reply, frozen=True):
+    """The sender's layout, in reply to a PlaceRequest or to a push or pull of an earlier layout.
+
+    Attributes:
+        epoch, servers, decided: as in :class:`PlaceRequest`.
+    """
+
+    epoch: Count
+    servers: Servers
+    decided: Count
+
+
+@kind(37, MAX_METADATA, MAX_MODEL)
+class TablesReply(Reply, frozen=True):
+    """A bucket of a shard; its bytes are the payload.
+
+    Attributes:
+        clock: V_train of the shard, at which a worker that is behind continues.
+        parts: the contents of the payload.
+        sync: the sync model of the shard since a switch; empty: the initial one.
+        keep: the clock of the next checkpoint, where checkpoints are due by wall-clock time.
+        base: checksum of the values that the payload changes; 0: plain values.
+        restarted_at: the clock at which the shard continued when its server was last restarted, 0 without any of its
+            state; −1: it was not restarted.
+    """
+
+    clock: Count
+    parts: Parts
+    sync: Text = ""
+    keep: Count = 0
+    base: Count = 0
+    restarted_at: CountOrNone = -1
+
+
+@kind(39)
+class PushAgainReply(Reply, frozen=True):
+    """Refuses a pull, since the shard has lost pushes that it waits for: its server was restarted without its state."""
+
+
+@kind(27, MAX_METADATA, MAX_MODEL, answers=(AcceptReply, PlacedReply, NotReadyReply))
+class GradientRequest(Request, frozen=True):
     """Carries the gradient of one bucket of a shard (FluentPS, sPush); its bytes are the payload.
 
     The server applies each gradient once, even if the request is repeated.
@@ -90,8 +138,8 @@ class GradientRequest(Fields, frozen=True):
     keep: Count = 0
 
 
-@kind(28)
-class TablesRequest(Fields, frozen=True):
+@kind(28, answers=(TablesReply, PlacedReply, PushAgainReply, BusyReply, NotReadyReply))
+class TablesRequest(Request, frozen=True):
     """Requests one bucket of a shard (FluentPS, sPull); without a bucket, only to be told when the shard would answer.
 
     Attributes:
@@ -117,35 +165,8 @@ class TablesRequest(Fields, frozen=True):
     base: Count = 0
 
 
-@kind(37, MAX_METADATA, MAX_MODEL)
-class TablesReply(Fields, frozen=True):
-    """A bucket of a shard; its bytes are the payload.
-
-    Attributes:
-        clock: V_train of the shard, at which a worker that is behind continues.
-        parts: the contents of the payload.
-        sync: the sync model of the shard since a switch; empty: the initial one.
-        keep: the clock of the next checkpoint, where checkpoints are due by wall-clock time.
-        base: checksum of the values that the payload changes; 0: plain values.
-        restarted_at: the clock at which the shard continued when its server was last restarted, 0 without any of its
-            state; −1: it was not restarted.
-    """
-
-    clock: Count
-    parts: Parts
-    sync: Text = ""
-    keep: Count = 0
-    base: Count = 0
-    restarted_at: CountOrNone = -1
-
-
-@kind(39)
-class PushAgainReply(Fields, frozen=True):
-    """Refuses a pull, since the shard has lost pushes that it waits for: its server was restarted without its state."""
-
-
-@kind(29)
-class SwitchRequest(Fields, frozen=True):
+@kind(29, answers=(AcceptReply, NotReadyReply))
+class SwitchRequest(Request, frozen=True):
     """Requests that a server switch one of its shards to another sync model.
 
     Attributes:
@@ -161,8 +182,19 @@ class SwitchRequest(Fields, frozen=True):
     pulls: Text
 
 
-@kind(46)
-class WaitingRequest(Fields, frozen=True):
+@kind(47, MAX_METADATA)
+class WaitingReply(Reply, frozen=True):
+    """The workers whose pulls wait at a shard.
+
+    Attributes:
+        workers: ranks, ascending, each with the iteration of its pull; −1: it asks for the current values.
+    """
+
+    workers: Workers
+
+
+@kind(46, answers=(WaitingReply, NotReadyReply))
+class WaitingRequest(Request, frozen=True):
     """Asks which workers' pulls wait at a shard; answered once others wait than those that the requester knows of. See
     :mod:`gossipx.server.other_shards`.
 
@@ -177,22 +209,11 @@ class WaitingRequest(Fields, frozen=True):
     patience: Seconds
 
 
-@kind(47, MAX_METADATA)
-class WaitingReply(Fields, frozen=True):
-    """The workers whose pulls wait at a shard.
-
-    Attributes:
-        workers: ranks, ascending, each with the iteration of its pull; −1: it asks for the current values.
-    """
-
-    workers: Workers
-
-
 # --- replicas -----------------------------------------------------------------------------------
 
 
-@kind(30, MAX_METADATA, MAX_MODEL)
-class RecordRequest(Fields, frozen=True):
+@kind(30, MAX_METADATA, MAX_MODEL, answers=(AcceptReply, BusyReply, NotReadyReply))
+class RecordRequest(Request, frozen=True):
     """Carries to a shard's replica, in order, the latest events of the shard. If the last one is the gradient of a
     bucket, its bytes are the payload.
 
@@ -217,42 +238,8 @@ class RecordRequest(Fields, frozen=True):
     patience: Seconds
 
 
-@kind(31)
-class CopyRequest(Fields, frozen=True):
-    """Requests a copy of a shard, of which the sender becomes the replica; repeated as the replica's heartbeat.
-
-    Attributes:
-        shard: the shard.
-        incarnation: of the sender.
-        copy: the number of the copy that it has; −1: none.
-        patience: seconds that it waits.
-    """
-
-    shard: Rank
-    incarnation: Count
-    copy: CountOrNone
-    patience: Seconds
-
-
-@kind(51)
-class HoldersRequest(Fields, frozen=True):
-    """Announces the two peers of a replicated shard, after they have changed; repeated to each peer that joins.
-
-    Attributes:
-        shard: the shard.
-        number: of changes of the pair; a higher number replaces a lower one.
-        holder: the rank that serves the shard.
-        replica: the rank with its replica; −1: none.
-    """
-
-    shard: Rank
-    number: Count
-    holder: Rank
-    replica: CountOrNone
-
-
 @kind(38, MAX_METADATA, MAX_MODEL)
-class CopyReply(Fields, frozen=True):
+class CopyReply(Reply, frozen=True):
     """A copy of a shard; its tables are the payload.
 
     Attributes:
@@ -268,11 +255,45 @@ class CopyReply(Fields, frozen=True):
     size: Annotated[int, between(0, MAX_MODEL)]
 
 
+@kind(31, answers=(CopyReply, AcceptReply, NotReadyReply))
+class CopyRequest(Request, frozen=True):
+    """Requests a copy of a shard, of which the sender becomes the replica; repeated as the replica's heartbeat.
+
+    Attributes:
+        shard: the shard.
+        incarnation: of the sender.
+        copy: the number of the copy that it has; −1: none.
+        patience: seconds that it waits.
+    """
+
+    shard: Rank
+    incarnation: Count
+    copy: CountOrNone
+    patience: Seconds
+
+
+@kind(51, answers=(AcceptReply, NotReadyReply))
+class HoldersRequest(Request, frozen=True):
+    """Announces the two peers of a replicated shard, after they have changed; repeated to each peer that joins.
+
+    Attributes:
+        shard: the shard.
+        number: of changes of the pair; a higher number replaces a lower one.
+        holder: the rank that serves the shard.
+        replica: the rank with its replica; −1: none.
+    """
+
+    shard: Rank
+    number: Count
+    holder: Rank
+    replica: CountOrNone
+
+
 # --- a change of servers ------------------------------------------------------------------------
 
 
-@kind(40, MAX_METADATA)
-class ServersRequest(Fields, frozen=True):
+@kind(40, MAX_METADATA, answers=(AcceptReply, BusyReply, NotReadyReply))
+class ServersRequest(Request, frozen=True):
     """Requests that the server of shard 0 move the shards of the run to other peers; see
     :mod:`gossipx.server.migration`.
 
@@ -287,8 +308,8 @@ class ServersRequest(Fields, frozen=True):
     patience: Seconds
 
 
-@kind(41, MAX_METADATA)
-class PauseRequest(Fields, frozen=True):
+@kind(41, MAX_METADATA, answers=(AcceptReply, BusyReply, NotReadyReply))
+class PauseRequest(Request, frozen=True):
     """Requests that the receiver push no further iteration; answered once all pushes under way have arrived.
 
     Attributes:
@@ -302,8 +323,8 @@ class PauseRequest(Fields, frozen=True):
     patience: Seconds
 
 
-@kind(42, MAX_METADATA)
-class PrepareRequest(Fields, frozen=True):
+@kind(42, MAX_METADATA, answers=(AcceptReply, BusyReply, NotReadyReply))
+class PrepareRequest(Request, frozen=True):
     """Requests that a server of the new layout fetch the values it lacks; answered once it has all of them.
 
     Attributes:
@@ -319,8 +340,8 @@ class PrepareRequest(Fields, frozen=True):
     patience: Seconds
 
 
-@kind(43)
-class RangesRequest(Fields, frozen=True):
+@kind(43, answers=(TablesReply, NotReadyReply))
+class RangesRequest(Request, frozen=True):
     """Requests values that move to the sender, with the optimizer's state and the gradients that wait for them.
 
     Attributes:
@@ -336,8 +357,8 @@ class RangesRequest(Fields, frozen=True):
     patience: Seconds
 
 
-@kind(44, MAX_METADATA)
-class PlaceRequest(Fields, frozen=True):
+@kind(44, MAX_METADATA, answers=(PlacedReply, BusyReply, NotReadyReply))
+class PlaceRequest(Request, frozen=True):
     """Announces the sender's layout; the reply carries the receiver's.
 
     Attributes:
@@ -351,22 +372,11 @@ class PlaceRequest(Fields, frozen=True):
     decided: Count
 
 
-@kind(45, MAX_METADATA)
-class PlacedReply(Fields, frozen=True):
-    """The sender's layout, in reply to a PlaceRequest or to a push or pull of an earlier layout.
-
-    Attributes:
-        epoch, servers, decided: as in :class:`PlaceRequest`.
-    """
-
-    epoch: Count
-    servers: Servers
-    decided: Count
-
-
 ServerRequest = (
     GradientRequest | TablesRequest | SwitchRequest | WaitingRequest | RecordRequest | CopyRequest | HoldersRequest
 )
 """Requests to a server."""
-MoveRequest = ServersRequest | PauseRequest | PrepareRequest | RangesRequest | PlaceRequest
-"""Requests that make up a change of servers."""
+CarryingRequest = ElasticRequest | GradientRequest | RecordRequest
+"""Requests whose payload is a model or a part of one."""
+CarryingReply = ModelReply | TablesReply | CopyReply
+"""Replies whose payload is a model or a part of one."""

@@ -7,7 +7,8 @@ from collections.abc import Callable, Hashable
 from gossipx.errors import CancelledError, GossipxError, PeerTimeoutError, PeerUnreachableError, ProtocolError
 from gossipx.memory import Source
 from gossipx.protocol.events import Fault
-from gossipx.protocol.messages import CarryingReply, CarryingRequest, Reply, Request
+from gossipx.protocol.messages import Reply, Request
+from gossipx.protocol.server_messages import CarryingReply, CarryingRequest
 from gossipx.sim.world import Endpoint, Process
 from gossipx.wire import Sink, SinkFactory, UploadSink
 

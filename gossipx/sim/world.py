@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from gossipx.protocol.events import Fault
+from gossipx.protocol.fields import kind_of
 from gossipx.protocol.messages import Reply, Request
 from gossipx.sim.network import Network, Transfer
-from gossipx.wire import ANSWERS
 
 Peer = TypeVar("Peer", bound="Process")
 MAX_EVENTS = 10_000_000
@@ -212,7 +212,7 @@ class Endpoint:
         """
         asked = self._requests.pop(key)
         # Over a connection another reply is a fault, after which the request is repeated.
-        assert isinstance(reply, ANSWERS[type(asked.request)]), f"{reply} does not answer {asked.request}"
+        assert isinstance(reply, kind_of(type(asked.request)).answers), f"{reply} does not answer {asked.request}"
         if asked.done is None:  # the requester has given up
             self.later(self.world.now, lambda: done(False))
             return

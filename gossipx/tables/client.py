@@ -26,8 +26,7 @@ from gossipx.errors import ProtocolError, UsageError
 from gossipx.memory import Memory, Source, copy
 from gossipx.model.pool import typed
 from gossipx.protocol.fields import Parts, Setting
-from gossipx.protocol.messages import CarryingReply
-from gossipx.protocol.server_messages import MEASURED, TablesReply, TablesRequest
+from gossipx.protocol.server_messages import MEASURED, CarryingReply, TablesReply, TablesRequest
 from gossipx.server.placement import Layout, Partition
 from gossipx.tables.coding import PushEncoder, Redistribution, Settings, TableSource, settings_of, warn_error_lost
 from gossipx.tables.parts import ApplyBuffer, ClientTable, Replaceable, TransmitBuffer, load_states, states_of

@@ -28,8 +28,7 @@ from gossipx.memory import Memory, Source, copy
 from gossipx.model import kernels
 from gossipx.model.pool import typed
 from gossipx.protocol.fields import Parts, Setting
-from gossipx.protocol.messages import CarryingReply
-from gossipx.protocol.server_messages import GradientRequest, RecordRequest, TablesReply
+from gossipx.protocol.server_messages import CarryingReply, GradientRequest, RecordRequest, TablesReply
 from gossipx.server.placement import Layout, Partition, common_pieces
 from gossipx.tables.client import SizedSink, check_sizes
 from gossipx.tables.coding import Settings, TableSource

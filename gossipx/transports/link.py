@@ -29,7 +29,7 @@ from gossipx.errors import (
 from gossipx.figures import Counters
 from gossipx.memory import PIECE, ByteObserver, Source
 from gossipx.protocol.fields import MAX_METADATA, SMALL_METADATA
-from gossipx.protocol.messages import CarryingReply, CarryingRequest
+from gossipx.protocol.server_messages import CarryingReply, CarryingRequest
 from gossipx.transports import Carrier, Carriers, Certified, SharesMemory, Stream
 from gossipx.transports.pace import Pace
 from gossipx.transports.shared_memory import LinkStore, PeerMemory

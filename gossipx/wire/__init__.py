@@ -1,10 +1,10 @@
-"""Messages that set up and maintain a connection, the table of valid replies, and sinks that receive payloads.
+"""Messages that set up and maintain a connection, and sinks that receive payloads.
 
 The two ends of a connection identify themselves before it carries messages between peers
 (:mod:`gossipx.protocol.messages`). Both kinds of messages travel in frames (:mod:`gossipx.wire.frames`). The messages
 defined here are read and written by :mod:`gossipx.transports`: its ``handshake`` uses Hello or Open up to Description,
 ``checkup`` serves ``gossipx doctor``, and ``link`` uses ModelAck and the messages about *carriers*: faster paths for
-payloads next to the connection, such as gloo.
+payloads next to the connection, such as gloo. The last three reach peers behind NAT; see :mod:`gossipx.comm.member`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from msgspec import field
 
 from gossipx.errors import NotAuthorisedError, ProtocolError, RefusedError
 from gossipx.memory import copy
-from gossipx.protocol.admission import AdmitReply, AdmitRequest
+from gossipx.protocol.admission import AdmitReply
 from gossipx.protocol.fields import (
     MAX_METADATA,
     MAX_RANKS,
@@ -30,61 +30,41 @@ from gossipx.protocol.fields import (
     Texts,
     between,
     kind,
+    kind_of,
     octets,
 )
-from gossipx.protocol.messages import (
-    AcceptReply,
-    ArriveRequest,
-    BusyReply,
-    CarryingReply,
-    CentreRequest,
-    ElasticRequest,
-    FinalRequest,
-    HereReply,
-    InitialRequest,
-    LeaveRequest,
-    ModelReply,
-    NotReadyReply,
-    PairRequest,
-    PullRequest,
-    PushRequest,
-    Reply,
-    Request,
-    RoundRequest,
-    SettleRequest,
-    TakeRequest,
-)
-from gossipx.protocol.server_messages import (
-    CopyReply,
-    CopyRequest,
-    GradientRequest,
-    HoldersRequest,
-    PauseRequest,
-    PlacedReply,
-    PlaceRequest,
-    PrepareRequest,
-    PushAgainReply,
-    RangesRequest,
-    RecordRequest,
-    ServersRequest,
-    SwitchRequest,
-    TablesReply,
-    TablesRequest,
-    WaitingReply,
-    WaitingRequest,
-)
-from gossipx.wire import reversal
+from gossipx.protocol.messages import AcceptReply, BusyReply, NotReadyReply
+from gossipx.protocol.server_messages import CarryingReply
 
 # Bytes of a manifest: enough for 200,000 tensors. Bounds what an untrusted peer can make us allocate.
 MAX_DESCRIPTION = 16 * 2**20
 # Bytes of payload in one frame of a checkup: enough to fill a link of 10 Gbit/s for longer than its round trip.
 MAX_LOAD = 16 * 2**20
+Message: TypeAlias = Fields
 CheckupPart: TypeAlias = Literal["facts", "load", "status", "drain"]
 MAX_NOTE = 4096  # bytes; gloo needs 170, NCCL 128
 _Load = Annotated[int, between(0, MAX_LOAD)]
 
 
-@kind(1)
+@kind(2)
+class Welcome(Fields, frozen=True):
+    """The reply to :class:`Hello`. If ``model`` differs from the opener's, it may only request the
+    :class:`Description`.
+
+    Attributes:
+        machine: identifies the machine; empty: unknown.
+        local: unique name of this process on its machine, by which processes of the same ``machine`` share memory with
+            it.
+    """
+
+    rank: Rank
+    name: Text
+    model: Text
+    machine: Text = ""
+    local: Text = ""
+
+
+@kind(1, answers=(Welcome,))
 class Hello(Fields, frozen=True):
     """The first frame on a connection; identifies the peer that opened it, the opener.
 
@@ -107,25 +87,14 @@ class Hello(Fields, frozen=True):
     joined: Joined = ()
 
 
-@kind(2)
-class Welcome(Fields, frozen=True):
-    """The reply to :class:`Hello`. If ``model`` differs from the opener's, it may only request the
-    :class:`Description`.
+@kind(7)
+class Challenge(Fields, frozen=True):
+    """The reply to :class:`Open`: the answerer's nonce, which is all that an unauthenticated opener learns."""
 
-    Attributes:
-        machine: identifies the machine; empty: unknown.
-        local: unique name of this process on its machine, by which processes of the same ``machine`` share memory with
-            it.
-    """
-
-    rank: Rank
-    name: Text
-    model: Text
-    machine: Text = ""
-    local: Text = ""
+    nonce: Key
 
 
-@kind(6)
+@kind(6, answers=(Challenge,))
 class Open(Fields, frozen=True):
     """The very first frame if the run has a secret; see :mod:`gossipx.wire.auth`.
 
@@ -141,25 +110,18 @@ class Open(Fields, frozen=True):
     answerer: Text
 
 
-@kind(7)
-class Challenge(Fields, frozen=True):
-    """The reply to :class:`Open`: the answerer's nonce, which is all that an unauthenticated opener learns."""
-
-    nonce: Key
-
-
-@kind(8)
-class Proof(Fields, frozen=True):
-    """The opener's proofs that it knows the secret, 64 hexadecimal digits each: one for each secret that it has."""
-
-    proofs: Proofs
-
-
 @kind(9)
 class Accepted(Fields, frozen=True):
     """The reply to :class:`Proof`: the answerer's own, by a secret of both. All later frames are authenticated."""
 
     proof: Key
+
+
+@kind(8, answers=(Accepted,))
+class Proof(Fields, frozen=True):
+    """The opener's proofs that it knows the secret, 64 hexadecimal digits each: one for each secret that it has."""
+
+    proofs: Proofs
 
 
 @kind(10)
@@ -176,11 +138,6 @@ class Refused(Fields, frozen=True):
     reason: Text
 
 
-@kind(4)
-class DescribeRequest(Fields, frozen=True):
-    """Requests the manifest of the model."""
-
-
 @kind(5, payload=MAX_DESCRIPTION)
 class Description(Fields, frozen=True):
     """The manifest, one line per tensor, as a payload of ``size`` bytes of UTF-8."""
@@ -188,7 +145,25 @@ class Description(Fields, frozen=True):
     size: Annotated[int, between(0, MAX_DESCRIPTION)]
 
 
-@kind(49)
+@kind(4, answers=(Description,))
+class DescribeRequest(Fields, frozen=True):
+    """Requests the manifest of the model."""
+
+
+@kind(50, MAX_METADATA, MAX_LOAD)
+class CheckupReply(Fields, frozen=True):
+    """The reply to :class:`CheckupRequest`.
+
+    Attributes:
+        report: facts or status by name; otherwise empty.
+        size: bytes of the payload.
+    """
+
+    report: Report = field(default_factory=dict)
+    size: _Load = 0
+
+
+@kind(49, answers=(CheckupReply, BusyReply))
 class CheckupRequest(Fields, frozen=True):
     """A question from outside the run; may be the first frame, in place of Hello.
 
@@ -205,19 +180,6 @@ class CheckupRequest(Fields, frozen=True):
     name: Text
     part: CheckupPart
     back: _Load = 0
-
-
-@kind(50, MAX_METADATA, MAX_LOAD)
-class CheckupReply(Fields, frozen=True):
-    """The reply to :class:`CheckupRequest`.
-
-    Attributes:
-        report: facts or status by name; otherwise empty.
-        size: bytes of the payload.
-    """
-
-    report: Report = field(default_factory=dict)
-    size: _Load = 0
 
 
 @kind(11)
@@ -271,66 +233,26 @@ class Carried(Fields, frozen=True):
     digest: Annotated[str, octets(32)]
 
 
-Message = (
-    Hello
-    | Welcome
-    | Refused
-    | Open
-    | Challenge
-    | Proof
-    | Accepted
-    | NotAuthorised
-    | DescribeRequest
-    | Description
-    | CheckupRequest
-    | CheckupReply
-    | AdmitRequest
-    | AdmitReply
-    | ModelAck
-    | CarrierRequest
-    | SetNote
-    | CarrierReply
-    | NoCarrierReply
-    | Carried
-    | reversal.Messages
-    | Request
-    | Reply
-)
+@kind(53, answers=(AcceptReply,))
+class ReverseRequest(Fields, frozen=True):
+    """Hands a connection over to its acceptor, which sends requests on it from then on: its opener is behind NAT."""
 
-# The replies that may answer each request.
-ANSWERS: dict[type, tuple[type, ...]] = {
-    Hello: (Welcome,),
-    Open: (Challenge,),
-    Proof: (Accepted,),
-    DescribeRequest: (Description,),
-    CheckupRequest: (CheckupReply, BusyReply),
-    AdmitRequest: (AdmitReply,),
-    **reversal.ANSWERS,
-    InitialRequest: (ModelReply, BusyReply, NotReadyReply),
-    PullRequest: (ModelReply, BusyReply, NotReadyReply),
-    PushRequest: (AcceptReply, BusyReply, NotReadyReply),
-    PairRequest: (AcceptReply, BusyReply, NotReadyReply),
-    TakeRequest: (ModelReply, BusyReply, NotReadyReply),
-    SettleRequest: (AcceptReply, BusyReply, NotReadyReply),
-    RoundRequest: (ModelReply, HereReply, NotReadyReply),
-    ElasticRequest: (ModelReply, BusyReply, NotReadyReply),
-    CentreRequest: (ModelReply, BusyReply, NotReadyReply),
-    FinalRequest: (ModelReply, NotReadyReply),
-    GradientRequest: (AcceptReply, PlacedReply, NotReadyReply),
-    TablesRequest: (TablesReply, PlacedReply, PushAgainReply, BusyReply, NotReadyReply),
-    SwitchRequest: (AcceptReply, NotReadyReply),
-    WaitingRequest: (WaitingReply, NotReadyReply),
-    RecordRequest: (AcceptReply, BusyReply, NotReadyReply),
-    CopyRequest: (CopyReply, AcceptReply, NotReadyReply),
-    HoldersRequest: (AcceptReply, NotReadyReply),
-    ServersRequest: (AcceptReply, BusyReply, NotReadyReply),
-    PauseRequest: (AcceptReply, BusyReply, NotReadyReply),
-    PrepareRequest: (AcceptReply, BusyReply, NotReadyReply),
-    RangesRequest: (TablesReply, NotReadyReply),
-    PlaceRequest: (PlacedReply, BusyReply, NotReadyReply),
-    ArriveRequest: (HereReply, NotReadyReply),
-    LeaveRequest: (HereReply, NotReadyReply),
-}
+
+@kind(54, answers=(AcceptReply, NotReadyReply))
+class RelayRequest(Fields, frozen=True):
+    """Requests a connection to peer ``to``, which is behind NAT as the sender is.
+
+    After the reply, the bytes of this connection are passed on to that peer and back.
+    """
+
+    to: Rank
+
+
+@kind(55, answers=(AcceptReply,))
+class RelayedRequest(Fields, frozen=True):
+    """Announces that peer ``sender`` speaks on this connection from now on, through the sender of this message."""
+
+    sender: Rank
 
 
 class Sink(Protocol):
@@ -412,7 +334,7 @@ def answer_to(asked: Message, number: int, payload: Sink | SinkFactory | None) -
             raise RefusedError(f"refused: {message.reason}")
         if isinstance(message, NotAuthorised):
             raise NotAuthorisedError(f"not authorised: {message.reason}")
-        if request != number or not isinstance(message, ANSWERS[type(asked)]):
+        if request != number or not isinstance(message, kind_of(type(asked)).answers):
             raise ProtocolError(f"answered {type(asked).__name__} by {type(message).__name__}")
         if isinstance(message, CheckupReply) and payload is not None and not isinstance(payload, SinkFactory):
             return payload

@@ -5,15 +5,15 @@ The table is built from the declarations of the messages (:mod:`gossipx.protocol
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
 from gossipx.errors import ProtocolError, printable
-from gossipx.protocol.fields import Kind, kind_of
+from gossipx.protocol.fields import Kind, all_kinds, kind_of
 from gossipx.wire import Message
 
-KINDS = {kind.number: kind for kind in map(kind_of, get_args(Message))}
+KINDS = {kind.number: kind for kind in all_kinds()}
 """Kinds by the number in a frame's header."""
 _SHOWN = 200  # characters of a refusal: it may quote what the other peer has sent
 

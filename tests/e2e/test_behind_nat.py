@@ -31,7 +31,7 @@ from gossipx.settings.sections import ExchangeSettings
 from gossipx.tools.query import query
 from gossipx.transports import Address, Stream
 from gossipx.transports.pace import Pace
-from gossipx.wire.reversal import RelayedRequest, RelayRequest, ReverseRequest
+from gossipx.wire import RelayedRequest, RelayRequest, ReverseRequest
 
 start = managers.start
 Start = Callable[[int], Run]

@@ -43,9 +43,9 @@ def test_a_message_is_answered_later_without_blocking_others(two: tuple[Host, Ho
     second = a.ask(1, LeaveRequest())
     _, second_key, _ = b.received.get(timeout=LONG)
     for first_time in (True, False):  # a key is answered once
-        b.answer(second_key, HereReply(Stage.TRAIN, {"accuracy": 0.5}))
+        b.answer(second_key, HereReply(Stage.TRAIN, report={"accuracy": 0.5}))
         assert b.answered.get(timeout=LONG) is first_time
-    assert second.get(timeout=LONG) == HereReply(Stage.TRAIN, {"accuracy": 0.5})
+    assert second.get(timeout=LONG) == HereReply(Stage.TRAIN, report={"accuracy": 0.5})
     assert first.empty()
     b.answer(first_key, NotReadyReply("not yet"))
     assert first.get(timeout=LONG) == NotReadyReply("not yet")

@@ -64,7 +64,6 @@ from gossipx.protocol.events import (
 from gossipx.protocol.fields import JoinedPeer
 from gossipx.protocol.messages import (
     BusyReply,
-    CarryingRequest,
     ElasticRequest,
     ModelReply,
     NotReadyReply,
@@ -75,6 +74,7 @@ from gossipx.protocol.messages import (
     TakeRequest,
     fragment_of,
 )
+from gossipx.protocol.server_messages import CarryingRequest
 from gossipx.protocol.table_effects import Fetched, TableEffect
 from gossipx.runtime.driver.captures import Captures, Outliers, Retrieval
 from gossipx.runtime.driver.clock import DriverClock, LimitedLog, SystemClock

@@ -19,7 +19,6 @@ from gossipx.model.receive import Incoming
 from gossipx.protocol.effects import Send
 from gossipx.protocol.events import Fault
 from gossipx.protocol.messages import (
-    CarryingRequest,
     ElasticRequest,
     InitialRequest,
     ModelReply,
@@ -30,7 +29,7 @@ from gossipx.protocol.messages import (
     TakeRequest,
     fragment_of,
 )
-from gossipx.protocol.server_messages import GradientRequest, RecordRequest
+from gossipx.protocol.server_messages import CarryingRequest, GradientRequest, RecordRequest
 from gossipx.runtime.driver.clock import DriverClock
 from gossipx.runtime.driver.outbox import Outbox, PreparedRequest
 from gossipx.runtime.driver.tables import TableWork
