@@ -164,7 +164,8 @@ def _unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             tensor = tensors[value["name"]]
             if "strides" not in value:
                 return tensor
-            return torch.empty_strided(tensor.shape, value["strides"], dtype=tensor.dtype).copy_(tensor)
+            owned = torch.empty_like(tensor.view(-1))  # no larger, whatever the strides say
+            return owned.as_strided(tensor.shape, value["strides"]).copy_(tensor)
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

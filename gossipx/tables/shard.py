@@ -4,16 +4,14 @@ The role decides when gradients are applied; this module carries it out. Only :c
 are thread-safe; everything else is called by one thread at a time, in the order of the decisions.
 
 When servers are added or removed, parts of tables move to another peer with their values, optimizer state and buffered
-gradients. The format is the length of a header, the header as JSON, and the columns that it names, one after the other.
-Nothing in it is evaluated, and the receiver checks it against what it requested.
+gradients, in the format of checkpoints. Nothing in it is evaluated, and the receiver checks it against what it
+requested.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import json
-import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -21,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from gossipx.checkpoint import from_bytes, to_bytes
 from gossipx.codecs import decode_into
 from gossipx.codecs.changes import FULL, Changes
 from gossipx.errors import MALFORMED, ProtocolError, UsageError
@@ -32,7 +31,7 @@ from gossipx.protocol.server_messages import CarryingReply, GradientRequest, Rec
 from gossipx.server.placement import Layout, Partition, common_pieces
 from gossipx.tables.client import SizedSink, check_sizes
 from gossipx.tables.coding import Settings, TableSource
-from gossipx.tables.parts import Replaceable, load_states, raw, states_of
+from gossipx.tables.parts import Replaceable, load_states, states_of
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -436,13 +435,8 @@ def _is_plain(value: object) -> bool:
 
 VALUES, BUFFER = "values", "buffer"
 """The columns that do not belong to the optimizer: values, and the gradient buffer if gradients are buffered."""
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
-}
-LENGTH = struct.Struct("<Q")
 HEADER, RECORD = 2**20, 2**12
-"""The largest size of a header in bytes: for the hyperparameters, and per piece."""
+"""The largest size in bytes of what is no column: in all, and per piece."""
 MOST_BYTES = 256
 """Maximum number of bytes per element: 16 columns of 16 bytes, twice as many as any optimizer of PyTorch keeps."""
 
@@ -451,7 +445,7 @@ def _elements_of(pieces: Sequence[Partition]) -> int:
     return sum(one.stop - one.start for one in pieces)
 
 
-def pack_pieces(store: ShardStore, pieces: Sequence[Partition], settings: Settings, progress: int) -> bytearray:
+def pack_pieces(store: ShardStore, pieces: Sequence[Partition], settings: Settings, progress: int) -> bytes:
     """Return all state of these pieces that lies in ``store``, as bytes.
 
     Args:
@@ -461,17 +455,8 @@ def pack_pieces(store: ShardStore, pieces: Sequence[Partition], settings: Settin
     Raises:
         UsageError: the optimizer keeps state that does not belong to single elements.
     """
-    records: list[dict[str, Any]] = []
-    columns: list[memoryview] = []
-    for part, bucket, place in _held_parts(store, pieces):
-        record, tensors = _piece_record(store, bucket, place)
-        records.append({"at": [part.table, part.start, part.stop], **record})
-        columns += [raw(tensor.contiguous()) for tensor in tensors]
-    header = json.dumps({"settings": settings, "progress": progress, "pieces": records}).encode("ascii")
-    content = bytearray(LENGTH.pack(len(header)) + header)
-    for column in columns:
-        content += column
-    return content
+    packed = [_packed_piece(store, *held) for held in _held_parts(store, pieces)]
+    return to_bytes({"settings": settings, "progress": progress, "pieces": packed})
 
 
 def _held_parts(store: ShardStore, pieces: Sequence[Partition]) -> Iterator[tuple[Partition, BucketTables, slice]]:
@@ -486,35 +471,23 @@ def _held_parts(store: ShardStore, pieces: Sequence[Partition]) -> Iterator[tupl
                 yield part, bucket, slice(first, first + part.stop - part.start)
 
 
-def _piece_record(store: ShardStore, bucket: BucketTables, place: slice) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return a piece's entry in the header, and its columns."""
-    names, tensors, numbers = [VALUES], [bucket.values[place]], {}
+def _packed_piece(store: ShardStore, at: Partition, bucket: BucketTables, place: slice) -> dict[str, Any]:
+    """Return a piece as plain data and tensors: a column per kind of values, and numbers that hold for all elements."""
+    columns, numbers = {VALUES: bucket.values[place]}, {}
     if bucket.count:
         assert bucket.buffer is not None
-        names.append(BUFFER)
-        tensors.append(bucket.buffer[place])
+        columns[BUFFER] = bucket.buffer[place]
     for within, slab, state in _optimizer_ranges(store, bucket, place):
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == slab.shape:
-                names.append(name)
-                tensors.append(value.reshape(-1)[within])
-            elif isinstance(value, Tensor) and value.numel() == 1:
-                numbers[name] = [_dtype_name(value.dtype), float(value)]
-            elif isinstance(value, int | float | None):
-                numbers[name] = ["", value]
+                columns[name] = value.reshape(-1)[within]
+            elif isinstance(value, int | float | None) or (isinstance(value, Tensor) and value.numel() == 1):
+                numbers[name] = value
             else:
                 raise UsageError(
                     f"the optimizer's state '{name}' is not per element, so it cannot be moved to another server"
                 )
-    columns = [[name, _dtype_name(tensor.dtype)] for name, tensor in zip(names, tensors, strict=True)]
-    return {"columns": columns, "numbers": numbers, "count": bucket.count}, tensors
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise UsageError(f"tensors of dtype {name} cannot be moved to another server")
-    return name
+    return {"at": (at.table, at.start, at.stop), "columns": columns, "numbers": numbers, "count": bucket.count}
 
 
 def _optimizer_ranges(
@@ -553,31 +526,20 @@ class NextTables:
             ProtocolError: the bytes are malformed, or hold other pieces.
         """
         try:
-            (length,) = LENGTH.unpack_from(content)
-            start = LENGTH.size + length
-            header = json.loads(bytes(content[LENGTH.size : start]))
-            received = [Partition(*map(int, record["at"])) for record in header["pieces"]]
+            state = from_bytes(content)
+            received = [Partition(*map(int, piece["at"])) for piece in state["pieces"]]
             if not _elements_of(received) == _elements_of(pieces) == _elements_of(common_pieces(received, pieces)):
                 raise ProtocolError("the reply holds other ranges than were requested")
-            for at, record in zip(received, header["pieces"], strict=True):
-                start = self._take(content, start, at, record)
-            if start != len(content):
-                raise ProtocolError(f"{len(content)} bytes of ranges instead of {start}")
-            if header["progress"] > self.progress:
-                self.settings, self.progress = tuple(header["settings"]), header["progress"]
-        except (*MALFORMED, struct.error) as error:
+            for at, piece in zip(received, state["pieces"], strict=True):
+                self._take(at, piece["columns"], piece["numbers"], piece["count"])
+            if state["progress"] > self.progress:
+                self.settings, self.progress = state["settings"], state["progress"]
+        except MALFORMED as error:
             raise ProtocolError(f"the ranges in the reply are malformed: {error}") from error
 
-    def _take(self, content: memoryview, start: int, at: Partition, record: dict[str, Any]) -> int:
-        """Fill in the piece whose columns begin at ``start`` of the content. Return where they end."""
-        columns: dict[str, Tensor] = {}
-        size = at.stop - at.start
-        for name, dtype in record["columns"]:
-            stop = start + size * DTYPES[dtype].itemsize
-            owned = bytearray(stop - start)
-            copy(content[start:stop], memoryview(owned))
-            columns[name] = typed(memoryview(owned), DTYPES[dtype])
-            start = stop
+    def _take(self, at: Partition, columns: dict[str, Tensor], numbers: dict[str, Any], count: int) -> None:
+        if any(column.shape != (at.stop - at.start,) for column in columns.values()):
+            raise ProtocolError("the reply holds columns of another length than their piece")
         values, buffer = columns.pop(VALUES), columns.pop(BUFFER, None)
         for store in self.stores.values():
             for part, bucket, place in _held_parts(store, [at]):
@@ -587,15 +549,14 @@ class NextTables:
                 self._missing -= part.stop - part.start
                 if buffer is not None:
                     bucket.gradient_buffer()[place] = buffer[within]
-                    self._waiting.append((bucket, place, record["count"]))
+                    self._waiting.append((bucket, place, count))
                 for inside, slab, state in _optimizer_ranges(store, bucket, place):
                     for name, column in columns.items():
                         like = state.setdefault(name, torch.zeros(slab.shape, dtype=column.dtype))
                         like.view(-1)[inside] = column[within]
-                    for name, (kind, number) in record["numbers"].items():
+                    for name, number in numbers.items():
                         # They are the same in all pieces, unless a worker died in the middle of a push.
-                        state.setdefault(name, torch.tensor(number, dtype=DTYPES[kind]) if kind else number)
-        return start
+                        state.setdefault(name, number.clone() if isinstance(number, Tensor) else number)
 
     def finish(self) -> None:
         """Check that all pieces have arrived, and make the buffered gradient counts of each bucket equal.
