@@ -190,7 +190,7 @@ def _peer(
         config,
         rank,
         plan.size,
-        plan.turns,
+        plan.schedule,
         model_bytes=arena.nbytes(),
         incarnation=rank + 1,
         closed="",
