@@ -8,6 +8,8 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import pytest
+
 from gossipx.launch.run.processes import launch
 from gossipx.launch.start import HostsFile
 from gossipx.settings import files as config_files
@@ -98,6 +100,18 @@ def launcher(directory: Path) -> Run:
         return launch(HostsFile(hosts(directory, peers)), given, [str(script(directory, body)), *arguments]).code
 
     return launched
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Launches a script as every peer of the run ``mine``, in this process; returns the exit code."""
+    return launcher(tmp_path)
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """The directory of the run ``mine``."""
+    return tmp_path / "runs" / "mine"
 
 
 def gone(pid: int) -> bool:

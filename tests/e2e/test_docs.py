@@ -14,7 +14,18 @@ from pages import HOUSE, PAGES, Example, examples
 
 LONG = 150.0  # seconds, after which a hanging example fails; examples take up to ten
 # The slowest pages, whose content other tests cover too; README.md has the commands of getting-started.
-SLOW = {"checkpoints", "codecs", "doctor", "getting-started", "hub", "integrations", "launchers", "parts", "results"}
+SLOW = {
+    "checkpoints",
+    "codecs",
+    "doctor",
+    "getting-started",
+    "hub",
+    "integrations",
+    "launchers",
+    "parts",
+    "results",
+    "runs",
+}
 
 
 def run(example: Example, first_port: int, folder: Path) -> None:

@@ -42,7 +42,14 @@ with torch.no_grad():
 
 
 @pytest.mark.fault(53)
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGHUP, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 130, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_during_the_finish_at_exit_has_its_exit_code(two: Folder, number: signal.Signals, code: int) -> None:
     text = """
 JOIN

@@ -53,7 +53,7 @@ with gossipx.join(model) as peer:
     assert agree(run, 2) and sum(run.summary["retrievals"]) > 0
 
 
-@pytest.mark.parametrize("by", ["iid", "dirichlet"])
+@pytest.mark.parametrize("by", ["iid", pytest.param("dirichlet", marks=pytest.mark.slow)])
 def test_shards_are_disjoint_and_cover(three: Folder, by: str) -> None:
     script = three.script(
         """
@@ -74,7 +74,7 @@ tell(peer, parts=parts)
         assert sorted(itertools.chain(*parts)) == list(range(100))
 
 
-@pytest.mark.parametrize("policy", ["random:p=0", "drift:distance=1000"])
+@pytest.mark.parametrize("policy", ["drift:distance=1000", pytest.param("random:p=0", marks=pytest.mark.slow)])
 def test_a_restored_state_continues_as_if_uninterrupted(two: Folder, policy: str) -> None:
     """Iterations, the policy's state (through JSON) and later deltas are equal: restoring is not a step."""
     script = two.script(

@@ -101,6 +101,7 @@ def test_a_third_peer_joins_a_run_of_two_and_all_hold_one_model_at_the_end(here:
     assert re.search(line, told), told
 
 
+@pytest.mark.slow
 def test_two_join_by_different_contacts_with_a_secret_and_a_directory_of_their_own(
     here: Folder, tmp_path: Path
 ) -> None:
@@ -128,7 +129,7 @@ def test_two_join_by_different_contacts_with_a_secret_and_a_directory_of_their_o
     assert all(max(differences(own, model).values()) == 0.0 for model in models)
 
 
-@pytest.mark.parametrize("drained", [False, True])
+@pytest.mark.parametrize("drained", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_built_in_task_is_joined_without_a_script_and_left_in_order(here: Folder, drained: bool) -> None:
     """On Ctrl-C, or because somebody drains it by the name that gossipx status shows; it is restarted by that name."""
     run = here.start_run("--policy", "tau:5", "--iterations", "100000", *BRIEF)
@@ -201,15 +202,20 @@ def training(tmp_path: Path, *options: str, hosts: str = "") -> Iterator[Folder]
             ("--servers", "1"),
             "the run has servers, which count their workers: only peers that exchange with each other",
         ),
-        (
+        pytest.param(
             ("--hub", "0"),
             "the run has a hub, whose centre counts its workers: only peers that exchange with each other",
+            marks=pytest.mark.slow,
         ),
         (
             ("--topology", "ring"),
             "--topology ring has no place for a new peer: only in 'full', the default, may any two",
         ),
-        (("--schedule", "one-peer"), "--schedule one-peer is an order of the peers that began the run: use random"),
+        pytest.param(
+            ("--schedule", "one-peer"),
+            "--schedule one-peer is an order of the peers that began the run: use random",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_run_without_a_place_for_a_newcomer_says_so_in_one_line(tmp_path: Path, options: Any, told: str) -> None:

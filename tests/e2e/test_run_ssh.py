@@ -111,6 +111,7 @@ def whole(here: Folder) -> None:
     assert max(differences(*models).values()) == 0
 
 
+@pytest.mark.slow
 def test_both_hosts_train_and_the_others_lines_are_shown(sshd: Folder) -> None:
     ended = start(sshd, "--iterations", "30").end()
     assert ended.code == 0 and "Traceback" not in ended.output, ended.shown

@@ -44,7 +44,7 @@ def stop(two: Folder, script: str, *options: str, by: int = signal.SIGTERM, code
 
 
 @pytest.mark.fault(53)
-@pytest.mark.parametrize("block", ["with peer:", "if True:"])
+@pytest.mark.parametrize("block", ["with peer:", pytest.param("if True:", marks=pytest.mark.slow)])
 def test_an_error_after_the_signal_does_not_lose_the_checkpoint(two: Folder, block: str) -> None:
     """A data loader raises one, for example, when the signal has killed its workers, too."""
     script = f"""
@@ -66,7 +66,7 @@ def test_an_error_after_the_signal_does_not_lose_the_checkpoint(two: Folder, blo
     "mode",
     [
         ("--policy", "tau:5", "--delta", "sampled"),
-        ("--servers", "0", "--sync", "asp"),
+        pytest.param(("--servers", "0", "--sync", "asp"), marks=pytest.mark.slow),
         pytest.param(("--policy", "tau:5"), marks=pytest.mark.slow),
     ],
     ids=["sampled delta", "servers", "gossip"],
@@ -91,7 +91,7 @@ with peer:
 
 
 @pytest.mark.fault(53)
-@pytest.mark.parametrize("block", ["with peer:", "if True:"])
+@pytest.mark.parametrize("block", ["with peer:", pytest.param("if True:", marks=pytest.mark.slow)])
 def test_a_handler_of_the_script_that_exits_does_not_lose_the_checkpoint(two: Folder, block: str) -> None:
     script = f"""
 {block}

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from every_setting import CONFIG_TOML, EVERY_KEY
 
 from gossipx.errors import UsageError
 from gossipx.settings import scenario
@@ -18,6 +17,7 @@ from gossipx.settings.files import absolute, dump, load, resolve
 from gossipx.settings.keys import Key
 from gossipx.settings.modes import MODES, Mode
 from gossipx.settings.sections import KEYS
+from gossipx.specs import toml
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -91,12 +91,14 @@ def test_values_that_name_no_peers_are_refused(name: str, given: Any, told: str)
 # --- loading and writing ------------------------------------------------------------------------------
 
 
+EVERY_SETTING = Path(__file__).parents[1] / "golden" / "every_setting.toml"
+"""Every setting of a run, with another value than its default."""
+
+
 def test_the_example_has_every_setting_with_another_value_than_its_default() -> None:
-    flat = {name: value for values in EVERY_KEY.values() for name, value in values.items()}
-    assert flat.keys() == KEYS.keys()
-    for name, value in flat.items():
-        assert value != KEYS[name].default, name
-        assert KEYS[name].table in EVERY_KEY and name in EVERY_KEY[KEYS[name].table]
+    values = load(EVERY_SETTING)
+    assert values.keys() == KEYS.keys()
+    assert [name for name, value in values.items() if value == KEYS[name].default] == []
 
 
 def of_mode(values: Mapping[str, Any], kind: type[Mode]) -> dict[str, Any]:
@@ -112,8 +114,12 @@ def of_mode(values: Mapping[str, Any], kind: type[Mode]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", MODES)
 def test_every_key_is_loaded(tmp_path: Path, kind: type[Mode]) -> None:
-    values = load(written(tmp_path, CONFIG_TOML))
-    assert values == {name: value for table in EVERY_KEY.values() for name, value in table.items()}
+    values = load(EVERY_SETTING)
+    given = toml.loads(EVERY_SETTING.read_text(encoding="utf-8"), EVERY_SETTING)
+    assert values == {
+        **{name: value for table in given.values() for name, value in table.items()},
+        "lr_steps": (0.5, 0.75),
+    }
     wanted = of_mode(values, kind)
     config = resolve({**wanted, **({"weights": kind.weights_allowed[-1]} if "weights" in wanted else {})})
     assert isinstance(config.mode, kind)

@@ -7,26 +7,17 @@ import os
 import signal
 from pathlib import Path
 
+import launches
 import pytest
 from click.testing import CliRunner
-from launches import NAMES, Run, gone, hosts, launcher, script
+from launches import NAMES, Run, gone, hosts, script
 
 from gossipx.cli import main
 from gossipx.errors import UsageError
 from gossipx.metrics.summary import FILE, read
 from gossipx.settings import files as config_files
 
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """Launches a script as every peer of the run ``mine``, in this process; returns the exit code."""
-    return launcher(tmp_path)
-
-
-@pytest.fixture
-def mine(tmp_path: Path) -> Path:
-    """The directory of the run ``mine``."""
-    return tmp_path / "runs" / "mine"
+run, mine = launches.run, launches.mine
 
 
 # --- runs that end well -------------------------------------------------------------------------------

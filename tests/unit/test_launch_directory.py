@@ -7,8 +7,9 @@ import os
 from pathlib import Path
 from textwrap import dedent
 
+import launches
 import pytest
-from launches import Run, launcher
+from launches import Run
 
 from gossipx.errors import UsageError
 from gossipx.launch.directory import CONFIG_FILE, RunDirectory, replace, run_directory
@@ -18,17 +19,7 @@ from gossipx.launch.start import HostsFile
 from gossipx.metrics.summary import FILE, read
 from gossipx.settings import files as config_files
 
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """Launches a script as every peer of the run ``mine``, in this process; returns the exit code."""
-    return launcher(tmp_path)
-
-
-@pytest.fixture
-def mine(tmp_path: Path) -> Path:
-    """The directory of the run ``mine``."""
-    return tmp_path / "runs" / "mine"
+run, mine = launches.run, launches.mine
 
 
 # --- names and directories ----------------------------------------------------------------------------

@@ -6,23 +6,14 @@ import errno
 import os
 from pathlib import Path
 
+import launches
 import pytest
-from launches import NAMES, Run, launcher
+from launches import NAMES, Run
 
 from gossipx.errors import GossipxError
 from gossipx.metrics.summary import read
 
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """Launches a script as every peer of the run ``mine``, in this process; returns the exit code."""
-    return launcher(tmp_path)
-
-
-@pytest.fixture
-def mine(tmp_path: Path) -> Path:
-    """The directory of the run ``mine``."""
-    return tmp_path / "runs" / "mine"
+run, mine = launches.run, launches.mine
 
 
 @pytest.mark.fault(55)

@@ -7,23 +7,14 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import launches
 import pytest
-from launches import NAMES, Run, gone, launcher
+from launches import NAMES, Run, gone
 
 from gossipx.launch.run import processes, stopping
 from gossipx.metrics.summary import FILE, Summary, read
 
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """Launches a script as every peer of the run ``mine``, in this process; returns the exit code."""
-    return launcher(tmp_path)
-
-
-@pytest.fixture
-def mine(tmp_path: Path) -> Path:
-    """The directory of the run ``mine``."""
-    return tmp_path / "runs" / "mine"
+run, mine = launches.run, launches.mine
 
 
 # --- signals ------------------------------------------------------------------------------------------
