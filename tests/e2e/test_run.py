@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 import os
 import signal
 import socket
@@ -13,11 +15,12 @@ from typing import Any
 import pytest
 from forks.client import readable
 from ports import address
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gossipx import figures
 from gossipx.metrics import Summary
 from gossipx.settings import files
-from runs import LONG, Folder, Run, children, differences, folder
+from runs import LONG, Folder, Run, agree, children, differences, folder
 
 BRIEF = ("--policy", "tau:5", "--iterations", "40", "--eval-interval", "0")
 PER_PEER = [
@@ -218,3 +221,72 @@ def test_a_data_file_that_is_not_the_published_one_is_named(place: Any) -> None:
 
 
 # --- strangers --------------------------------------------------------------------------------------
+
+
+# --- ``gossipx run --dry-run`` compared with real runs: the predicted traffic is the measured traffic --
+
+
+ITERATIONS = 60
+
+
+@pytest.mark.parametrize("codec", ["none", pytest.param("int8", marks=pytest.mark.slow)])
+def test_tau_sends_what_the_dry_run_predicts(tmp_path: Path, codec: str) -> None:
+    """Three peers receive and send different amounts. With --blocking no decision is skipped."""
+    brief = f"--iterations {ITERATIONS} --batch-size 8 --eval-interval 0 --no-save-model"
+    options = (*brief.split(), "--policy", "tau:10", "--codec", codec, "--blocking")
+    with folder(tmp_path, 3) as here:
+        predicted = here.start_run(*options, "--dry-run", "--json").end()
+        assert predicted.code == 0, predicted.shown
+        assert not (tmp_path / "x").exists()
+        summary = here.run(*options).summary
+    told = json.loads(predicted.output)
+    (row,) = told["traffic"]
+    assert summary["retrievals"] == [row["exchanges"]] * 3 == [ITERATIONS / 10] * 3
+    # Count all received bytes, as the last pull may arrive in the finish. They include headers and control messages.
+    received = sum(summary["bytes_received"]) + sum(summary["finish_bytes"])
+    expected = 3 * (row["received_bytes"] + told["finish_bytes"])
+    assert expected <= received <= 1.02 * expected
+
+
+# --- The built-in tasks and models besides LeNet on Fashion-MNIST, by ``gossipx run`` in real processes
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Folder]:
+    """Provide a folder for two peers."""
+    with folder(tmp_path, 2) as made:
+        yield made
+
+
+def test_the_figure_of_text_is_its_loss(two: Folder) -> None:
+    options = ("--task", "text", "--partition", "contiguous", "--policy", "tau:5", "--blocking")
+    run = two.run(*options, "--iterations", "20", "--eval-interval", "10")
+    summary = run.summary
+    assert (summary["task"], summary["model"], summary["partition"]) == ("text", "transformer", "contiguous")
+    assert summary["retrievals"] == [4, 4] and agree(run, 2)
+    assert summary["test_accuracy"] == summary["test_accuracy_before_finish"] == [None, None]
+    assert summary["consensus_accuracy"] is None
+    assert len(set(summary["test_loss_before_finish"])) == 2
+    for when in ("", "_before_finish"):
+        in_bits = [one / math.log(2) for one in summary[f"test_loss{when}"]]
+        assert summary[f"test_bits_per_character{when}"] == pytest.approx(in_bits)
+    assert summary["test_loss"] == [summary["consensus_loss"]] * 2
+    assert summary["consensus_loss"] < math.log(64) - 1, "equal probabilities of 64 characters lose ln 64 nats"
+    for rank in (0, 1):
+        board = EventAccumulator(str(run.directory / f"peer-{rank:02d}")).Reload()
+        assert "test/accuracy" not in board.Tags()["scalars"]
+        loss, bits = (board.Scalars(f"test/{name}") for name in ("loss", "bits_per_character"))
+        assert loss[0].step == 10 and loss[-1].value == pytest.approx(summary["test_loss_before_finish"][rank])
+        (after,) = board.Scalars("test/loss_after_finish")
+        assert after.value == pytest.approx(summary["test_loss"][rank])
+        assert [one.value for one in bits] == pytest.approx([one.value / math.log(2) for one in loss])
+    assert f" test loss {summary['test_loss'][0]:.3f} " in run.ended.output
+
+
+def test_images_have_an_accuracy_and_a_loss(two: Folder) -> None:
+    run = two.run("--policy", "tau:5", "--blocking", "--iterations", "20", "--eval-interval", "10")
+    summary = run.summary
+    assert None not in (*summary["test_accuracy"], *summary["test_loss"], *summary["test_loss_before_finish"])
+    assert 0 < summary["consensus_loss"] == summary["test_loss"][0] < math.log(10)
+    scalars = EventAccumulator(str(run.directory / "peer-00")).Reload().Tags()["scalars"]
+    assert {"test/accuracy", "test/loss"} <= set(scalars) and "test/bits_per_character" not in scalars

@@ -85,8 +85,7 @@ def test_the_one_with_the_wrong_secret_ends_by_exit_code_5_and_the_others_train(
 def test_a_peer_with_the_next_secret_joins_a_run_that_began_with_the_last_one(place: Folder) -> None:
     """The peers that train get the new secret, and lose the old one, as docs/security.md says, without a restart.
 
-    No time passes here between the steps, so a handshake under way may still fail; test_replaced_secrets has none that
-    does.
+    No time passes here between the steps, so a handshake under way may still fail; in test_authorised none does.
     """
     script = place.script(
         TEN_LINES

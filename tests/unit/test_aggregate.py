@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
@@ -13,6 +15,7 @@ from gossipx.launch.run.outcome import RunCurves
 from gossipx.metrics.aggregate import DIRECTORY, METRICS, Aggregate, Record
 from gossipx.metrics.board import TensorBoardRecorder
 from gossipx.metrics.summary import Summary, per_peer
+from gossipx.runtime.figures.scores import scores
 from gossipx.settings import files
 
 Curve = list[tuple[int, float]]
@@ -180,3 +183,46 @@ def test_the_curves_of_runs_come_before_those_of_peers_and_so_have_colours_of_th
             began[name, part] = events.FirstEventTimestamp()
     order = sorted(began, key=began.__getitem__)
     assert order == [("one", DIRECTORY), ("two", DIRECTORY), ("one", "peer-00"), ("two", "peer-00")]
+
+
+# --- The results that a script's ``evaluate`` may return, and those that are left out with a warning ---
+
+
+@pytest.mark.parametrize(
+    ("result", "found"),
+    [
+        (0.5, {"accuracy": 0.5}),
+        (torch.tensor(0.25, requires_grad=True), {"accuracy": 0.25}),
+        ({"loss": 1.5}, {"loss": 1.5}),
+        ({"accuracy": 1, "loss": torch.tensor([0.5])}, {"accuracy": 1.0, "loss": 0.5}),
+        ({"loss": 1.0, "bits_per_character": 1.5}, {"loss": 1.0, "bits_per_character": 1.5}),
+        ({}, {}),
+        (float("nan"), {}),
+        ({"accuracy": 0.5, "loss": float("inf")}, {"accuracy": 0.5}),
+    ],
+    ids=str,
+)
+def test_an_accuracy_or_figures_by_name(result: Any, found: dict[str, float], caplog: pytest.LogCaptureFixture) -> None:
+    assert scores(result) == found
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        (None, "evaluate returned a NoneType as accuracy: it must return an accuracy from 0 to 1, or numbers by name"),
+        ({"loss": "high", "accuracy": 0.5}, "evaluate returned a str as loss: it must return"),
+        ({"loss": torch.zeros(2), "accuracy": 0.5}, "evaluate returned a Tensor as loss: it must return"),
+        (
+            {"test/loss": 1.0, "accuracy": 0.5},
+            "evaluate returned a figure named 'test/loss': use letters, digits and _",
+        ),
+        ({3: 1.0, "accuracy": 0.5}, "evaluate returned a figure named 3: use letters"),
+    ],
+    ids=str,
+)
+def test_other_figures_are_left_out_and_named(result: Any, told: str, caplog: pytest.LogCaptureFixture) -> None:
+    """An error would lose a completed training."""
+    assert scores(result) == ({} if result is None else {"accuracy": 0.5})
+    (record,) = caplog.records
+    assert record.getMessage().startswith(told)

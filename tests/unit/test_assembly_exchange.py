@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 import queue
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+import torch
 from managers import HERE, LONG, soon
 from torch import nn
 
+from gossipx import codecs
+from gossipx.assembly import server
+from gossipx.assembly.graph import build_schedule
 from gossipx.assembly.peer import build_peer
-from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError
+from gossipx.assembly.server import Parts, serve
+from gossipx.errors import GossipxError, PeerTimeoutError, PeerUnreachableError, UsageError
+from gossipx.parts import Conditions, Storages, TransmitBuffer
 from gossipx.peer.serving import SAVED, SECONDS_PER_MODEL
 from gossipx.protocol.effects import Answer
 from gossipx.protocol.events import Received
@@ -31,6 +39,7 @@ from gossipx.runtime.optimizers import Optimizers
 from gossipx.runtime.place import Place
 from gossipx.runtime.training.peer import Peer
 from gossipx.settings import files
+from gossipx.topology import topology_from
 from gossipx.transports import Address
 from gossipx.wire import Bytes
 
@@ -117,3 +126,127 @@ def test_a_model_is_sent_at_the_maximum_rate(make: Make, settings: dict[str, Any
 @pytest.mark.parametrize(("settings", "seconds"), [({}, 20.0), ({"max_rate": "8kbit"}, 2 * 4 * VALUES / 1000)])
 def test_the_timeout_of_a_model_follows_the_maximum_rate(make: Make, settings: dict[str, Any], seconds: float) -> None:
     assert make(**settings)._role.members.patience(1) == pytest.approx(seconds, rel=1e-3)
+
+
+# --- The topology and the schedule that are built from a run's settings --------------------------------
+
+
+HOSTS = ["10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.1"]
+
+
+def test_sites_are_the_hosts_unless_the_topology_has_its_own() -> None:
+    settings = files.resolve({"schedule": "inner-outer"})
+    assert build_schedule(settings, 4, HOSTS).topology.sites == (0, 0, 2, 0)
+    assert build_schedule(settings, 4, HOSTS).frequency(1) == pytest.approx({0: 0.45, 3: 0.45, 2: 0.1})
+    own = files.resolve({"topology": "hierarchical:sites=2", "schedule": "inner-outer"})
+    assert build_schedule(own, 4, HOSTS).topology.sites == (0, 0, 1, 1)
+
+
+def test_a_random_graph_uses_the_runs_seed() -> None:
+    made = [build_schedule(files.resolve({"topology": "regular", "seed": seed}), 20).topology for seed in (3, 4)]
+    assert made[0].neighbours == topology_from("regular", 20, 3).neighbours != made[1].neighbours
+
+
+def test_the_topologys_schedule_unless_one_is_given() -> None:
+    of_file = build_schedule(files.resolve({"topology": "one-peer-exponential"}), 8)
+    given = build_schedule(files.resolve({"topology": "one-peer-exponential", "schedule": "random"}), 8)
+    assert of_file.partner(0, 1, of_file.topology.neighbours[0], None, {}) == 2  # type: ignore[arg-type]  # the generator is not used
+    assert type(given) is not type(of_file)
+
+
+def test_weights_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(UsageError, match="metropolis needs an undirected graph"):
+        build_schedule(files.resolve({"topology": "exponential", "weights": "metropolis"}), 8)
+
+
+# --- Server settings that the handshake compares: it refuses a peer that differs, and names the option -
+
+
+NAMES = ("a", "b", "c")
+
+
+def alike(parts: Parts | None = None, **given: Any) -> dict[str, str]:
+    """Return the settings that must be equal on all peers, by option."""
+    module = nn.Linear(3, 4)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    served = serve(files.resolve({"servers": "0,1", **given}), NAMES, 0, module, [optimizer], parts or Parts())
+    assert served is not None
+    return served.alike
+
+
+def differ(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [option for option in one if one[option] != other[option]]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("servers", "0,2"),
+        ("server_replicas", 1),
+        ("servers_only", True),
+        ("sync", "ssp:staleness=3"),
+        ("sync", "bsp|asp"),
+        ("sync_plan", "500=asp"),
+        ("apply", "push"),
+        ("pulls", "soft"),
+        ("placement", "sliced"),
+        ("bucket", 0),
+    ],
+)
+def test_settings_shared_by_shards_and_workers_are_compared(option: str, value: Any) -> None:
+    assert differ(alike(), alike(**{option: value})) == [f"--{option.replace('_', '-')}"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("wait_free", False),
+        ("overlap", False),
+        ("server_lost", "stop"),
+        ("journal", False),
+        ("checkpoint_every", "100"),
+    ],
+)
+def test_settings_of_a_single_peer_are_not_compared(option: str, value: Any) -> None:
+    assert differ(alike(), alike(**{option: value})) == []
+
+
+class Sparse(TransmitBuffer):
+    """A custom storage."""
+
+
+def test_custom_parts_are_compared() -> None:
+    assert differ(alike(), alike(Parts(storages=Storages(transmit=Sparse)))) == ["parts"]
+    own = Conditions(pull=lambda view, pull: True, push=lambda view: True)
+    assert differ(alike(), alike(Parts(sync=own))) == ["--sync"]
+
+
+def test_a_codec_says_that_it_was_compiled_only_if_it_was(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A slow import of numba, or of a codec without loops, was called compiling."""
+    monkeypatch.setattr(server, "SLOW_COMPILE", 0.0)
+    codec = codecs.parse("3lc")
+    server.warm_up(codec)
+    caplog.clear()
+    server.warm_up(codec)
+    assert caplog.text == ""
+    counts = iter([0, 3])
+    monkeypatch.setattr(codecs, "compilations", lambda: next(counts))
+    server.warm_up(codec)
+    assert "compiling 3lc took" in caplog.text
+
+
+def test_compiled_loops_are_counted_and_those_read_from_the_cache_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "doubled.py"
+    path.write_text("from gossipx.codecs.loops import loop\n\n\n@loop\ndef doubled(x):\n    return 2 * x\n")
+    codecs.parse("3lc").init(torch.zeros(1))
+    for expected in (1, 0):
+        before = codecs.compilations()
+        spec = importlib.util.spec_from_file_location("doubled", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        assert module.doubled(2) == 4
+        assert codecs.compilations() - before == expected

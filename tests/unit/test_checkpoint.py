@@ -21,7 +21,25 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from gossipx import checkpoint
-from gossipx.checkpoint import DTYPES, HASH, MANIFEST, CheckpointError, CheckpointPart, Store, pack, plain_json, unpack
+from gossipx.checkpoint import (
+    DTYPES,
+    HASH,
+    MANIFEST,
+    CheckpointError,
+    CheckpointPart,
+    JournalFile,
+    Store,
+    _digest,
+    drop_journals,
+    from_bytes,
+    journal_clocks,
+    journal_path,
+    pack,
+    plain_json,
+    records_of,
+    to_bytes,
+    unpack,
+)
 from gossipx.errors import UsageError
 from gossipx.settings.interval import CheckpointInterval
 
@@ -420,3 +438,133 @@ def test_intervals(text: str, iterations: int, seconds: float) -> None:
 def test_an_invalid_interval_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(UsageError, match="is not an interval: use iterations such as 500, seconds such as 60s"):
         CheckpointInterval.parse(text)
+
+
+# --- Journals beside checkpoints: records are complete or absent, and a checkpoint is followed by all la
+
+
+ENTRIES = [(b"first", b"12345678"), (b"second", b""), (b"", b"third"), (b"fourth", bytes(range(256)))]
+
+
+def write(directory: Path, clock: int, entries: list[tuple[bytes, bytes]], goes_on: bool = False) -> Path:
+    path = journal_path(directory, clock)
+    writing = JournalFile(path, goes_on)
+    for words, content in entries:
+        writing.append(words, memoryview(content))
+    writing.close()
+    return path
+
+
+def read(directory: Path, clock: int) -> list[tuple[bytes, bytes]]:
+    return [(words, bytes(content)) for _, words, content in records_of(directory, clock)]
+
+
+def test_records_are_read_in_order(tmp_path: Path) -> None:
+    write(tmp_path / "new", 7, ENTRIES)
+    assert read(tmp_path / "new", 7) == ENTRIES
+    assert read(tmp_path / "none", 0) == []
+
+
+def test_a_checkpoint_is_followed_by_its_own_journal_and_all_later_ones(tmp_path: Path) -> None:
+    for clock, entry in zip((30, 5, 100), ENTRIES, strict=False):
+        write(tmp_path, clock, [entry])
+    assert read(tmp_path, 30) == [ENTRIES[0], ENTRIES[2]]
+    assert sorted(journal_clocks(tmp_path)) == [5, 30, 100]
+
+
+@given(cut=st.integers(1, 400))
+def test_an_incomplete_record_is_dropped_and_hides_no_later_one(
+    tmp_path_factory: pytest.TempPathFactory, cut: int
+) -> None:
+    directory = tmp_path_factory.mktemp("cut")
+    path = write(directory, 0, ENTRIES)
+    content = path.read_bytes()
+    path.write_bytes(content[: max(0, len(content) - cut)])
+    left = read(directory, 0)
+    assert left == ENTRIES[: len(left)] and len(left) < len(ENTRIES)
+    write(directory, 0, ENTRIES[:1], goes_on=True)
+    assert read(directory, 0) == [*left, ENTRIES[0]]
+
+
+@given(place=st.integers(0, 340), bit=st.integers(0, 7))
+def test_reading_stops_at_an_altered_record(tmp_path_factory: pytest.TempPathFactory, place: int, bit: int) -> None:
+    directory = tmp_path_factory.mktemp("altered")
+    path = write(directory, 0, ENTRIES)
+    content = bytearray(path.read_bytes())
+    content[place % len(content)] ^= 1 << bit
+    path.write_bytes(content)
+    left = read(directory, 0)
+    assert left == ENTRIES[: len(left)] and len(left) < len(ENTRIES)
+
+
+def test_a_new_journal_drops_old_records(tmp_path: Path) -> None:
+    write(tmp_path, 0, ENTRIES)
+    write(tmp_path, 0, ENTRIES[:1])
+    assert read(tmp_path, 0) == ENTRIES[:1]
+
+
+def test_journals_that_no_checkpoint_needs_are_removed(tmp_path: Path) -> None:
+    for clock in (1, 2, 3, 4):
+        write(tmp_path, clock, ENTRIES)
+    drop_journals(tmp_path, before=2)
+    drop_journals(tmp_path, after=3)
+    assert sorted(journal_clocks(tmp_path)) == [2, 3]
+
+
+def test_truncated_packed_state_is_refused() -> None:
+    packed = to_bytes({"a": [1.5, "x"]})
+    assert from_bytes(memoryview(packed)) == {"a": [1.5, "x"]}
+    with pytest.raises(ValueError, match=r"read|Expecting|Unterminated"):
+        from_bytes(memoryview(packed)[: len(packed) - 20])
+
+
+# --- Manifests of any content: a checkpoint is complete, or it is damaged and named, and the one before
+
+
+def rehashed(manifest: dict[str, Any]) -> bytes:
+    """Return a manifest with the hash that belongs to it."""
+    manifest.pop(HASH, None)
+    return json.dumps({**manifest, HASH: _digest(manifest)}).encode()
+
+
+@pytest.mark.fault(58)
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 200_000,
+        b'{"a":' * 200_000,
+        b'{"format": ' + b"[" * 900 + b"]" * 900 + b"}",
+        b"\xff\xfe",
+        b"null",
+        b'{"format": 2, "iteration": ' + b"9" * 5000 + b"}",
+        b'{"format": "\\ud800"}',
+        *(
+            rehashed({"format": 2, "iteration": 20, "files": {}, **wrong})
+            for wrong in (
+                {"files": None},
+                {"files": ["model.json"]},
+                {"files": {"model.json": 1}},
+                {"files": {"model.json": {"bytes": 1}}},
+                {"files": {"../../secret": {"bytes": 1, HASH: ""}}},
+                {"iteration": None},
+                {"iteration": [20]},
+                {"format": {}},
+            )
+        ),
+        rehashed({"format": 2, "files": {}}),
+    ],
+    ids=lambda content: content[:60].decode("latin-1"),
+)
+def test_a_manifest_of_any_other_form_is_a_damaged_checkpoint(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(tmp_path)
+    for iteration in (10, 20):
+        store.save(iteration, {"model": CheckpointPart(state=iteration)})
+    manifest = tmp_path / "00000020" / MANIFEST
+    manifest.write_bytes(content)
+    assert store.find() == 10 and store.find_complete() == {10}
+    found = store.load()
+    assert found is not None and (found.iteration, found.parts["model"].state) == (10, 10)
+    [told] = caplog.messages
+    assert told.startswith(f"{manifest}: ") and "\n" not in told and len(told) < 400

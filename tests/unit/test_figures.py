@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,9 @@ from gossipx.metrics import summary
 from gossipx.metrics.aggregate import WORST
 from gossipx.metrics.compare import compare
 from gossipx.metrics.prometheus import Exporter
+from gossipx.peer.server_role import Total
 from gossipx.runtime.figures.measured import Figures
+from gossipx.runtime.figures.reporting import Reporter
 from gossipx.tools import recorded
 
 ENDED: dict[str, Any] = {
@@ -115,3 +118,25 @@ def test_a_run_may_be_older_than_a_counter(tmp_path: Path) -> None:
 def test_the_pages_have_the_tables_of_the_declarations(page: str) -> None:
     found, wanted = written(page)
     assert found == wanted, "run bin/docs"
+
+
+# --- The curves of a server ----------------------------------------------------------------------------
+
+
+def test_a_total_is_recorded_as_the_mean_since_the_last_record() -> None:
+    now: dict[str, Any] = {}
+    recorded: list[tuple[str, float, int]] = []
+    role = SimpleNamespace(server=SimpleNamespace(metrics=now))
+    driver: Any = SimpleNamespace(role=role, arena=None, read=lambda look: look(role), now=time.monotonic)
+    recorder: Any = SimpleNamespace(scalar=lambda *record: recorded.append(record))
+    unused: Any = None
+    place: Any = SimpleNamespace(progress=None)
+    reporter = Reporter(unused, driver, unused, recorder, unused, place, "")
+    for step, total, clock in ((5, (6, 3), 4), (7, (8, 4), 6), (10, (26, 7), 9), (20, (26, 7), 9), (30, (1, 1), 29)):
+        now.update({"staleness": (step, Total(*total)), "clock": (step, clock)})
+        reporter.record_server_metrics(every=5)
+    assert [record for record in recorded if record[0] == "clock"] == [
+        *(("clock", 4, 5), ("clock", 9, 10), ("clock", 9, 20), ("clock", 29, 30))
+    ]
+    # Nothing was applied from 10 to 20. At 30 the shard has moved here from another peer, and counts anew.
+    assert [record for record in recorded if record[0] == "staleness"] == [("staleness", 2, 5), ("staleness", 5, 10)]
