@@ -17,7 +17,7 @@ from gossipx.assembly.presets import with_policy
 from gossipx.assembly.role import build_role, max_rate
 from gossipx.assembly.server import Parts, Served, serve, warm_up
 from gossipx.comm import CommManager
-from gossipx.compression import Coded, ElasticCodec, ModelCodec, WaveCodec
+from gossipx.compression import Coded, ModelCodec, WaveCodec
 from gossipx.errors import UsageError
 from gossipx.hub import rank_of_hub
 from gossipx.metrics.board import HUB, PEERS, SERVERS, TEXT, WHOLE
@@ -43,7 +43,7 @@ from gossipx.runtime.training.schedule_free import ScheduleFree
 from gossipx.server.mode import ServerMode
 from gossipx.settings import files
 from gossipx.settings.interval import CheckpointInterval
-from gossipx.settings.modes import Elastic, HasPolicy, Pairs, Server, Waves
+from gossipx.settings.modes import Elastic, HasCodec, HasPolicy, Pairs, Server, Waves
 from gossipx.settings.sections import ExchangeSettings, RunConfig
 from gossipx.tasks.presets import TEXT_TASK
 from gossipx.topology import schedules
@@ -142,7 +142,7 @@ class _Builder:
         role.members.nobody_waits_for(() if place.admission is None else place.admission.lost)
         driver = Driver(role, arena, config.values["max_served"])
         driver.tables.store = None if served is None else served.table_store
-        driver.models.codec = model_codec(config, arena, self.module, place.rank, len(place.names), self.hub)
+        driver.models.codec = model_codec(config, arena, self.module, place.rank, len(place.names))
         if config.sync.init == "first" and not place.resumes:
             driver.begin_codec()
         return driver
@@ -274,33 +274,27 @@ def build_arena(config: RunConfig, rank: int, module: nn.Module) -> ParameterAre
     return arena
 
 
-def model_codec(
-    config: RunConfig, arena: ParameterArena, module: nn.Module, rank: int, peers: int, hub: int | None
-) -> Coded | None:
+def model_codec(config: RunConfig, arena: ParameterArena, module: nn.Module, rank: int, peers: int) -> Coded | None:
     """Return the encoder of a peer's models; None: models are sent as raw values.
 
     Args:
         peers: number of peers.
-        hub: the rank of the hub; None: the run has none.
     """
     mode = config.mode
-    if isinstance(mode, Server) or (codec := codecs.parse(mode.codec)) == codecs.NoCodec():
+    if not isinstance(mode, HasCodec) or (codec := codecs.parse(mode.codec)) == codecs.NoCodec():
         return None
     warm_up(codec)
     seed = random.Random(f"codec {config.run.seed} {rank}").getrandbits(63)
     plain = norms(module)
-    references = mode.references if hub is None else 0  # with a hub, workers do not exchange with each other
     public, in_pairs = mixing.mixing_from(config.values["mixing"]).public, isinstance(mode, Pairs)
     numbers = [fragment.number for fragment in arena.fragments]
     if isinstance(mode, Waves):
         return Coded([], waves=[WaveCodec(codec, arena, rank, peers, plain, seed + 1000 * one, one) for one in numbers])
     models = [
-        ModelCodec(codec, arena, references, plain, seed + 1000 * number, public and not in_pairs, number)
+        ModelCodec(codec, arena, mode.references, plain, seed + 1000 * number, public and not in_pairs, number)
         for number in numbers
     ]
-    if hub is None:
-        return Coded(models, in_pairs=public and in_pairs)
-    return Coded(models, ElasticCodec(codec, arena, hub == rank, bool(mode.references), plain, seed))
+    return Coded(models, in_pairs=public and in_pairs)
 
 
 def _keep_shards(driver: Driver, served: Served, place: Place, keep: int) -> None:

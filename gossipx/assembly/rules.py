@@ -12,7 +12,6 @@ from gossipx import mixing, outer
 from gossipx.errors import UsageError
 from gossipx.settings.modes import (
     Elastic,
-    HasMixing,
     HasOuter,
     HasPolicy,
     HasServing,
@@ -51,7 +50,9 @@ def check(config: RunConfig) -> None:
         _check_outer(mode, config.sync.init)
     if isinstance(mode, Server):
         _check_server_codecs(config, mode)
-    else:
+    if isinstance(mode, Pulls | Pushes | Pairs | Elastic) and mixing.mixing_from(mode.mixing).public:
+        _check_public(mode)
+    if isinstance(mode, Pulls | Pushes | Pairs | Waves):
         _check_codec(config, mode)
     if (
         isinstance(mode, HasServing)
@@ -99,17 +100,22 @@ def _check_server_codecs(config: RunConfig, server: Server) -> None:
         raise UsageError("--rescale-error needs a --push-codec with error feedback: give one, or leave it out")
 
 
-def _check_codec(config: RunConfig, mode: Pulls | Pushes | Pairs | Waves | Elastic) -> None:
+def _check_public(mode: Pulls | Pushes | Pairs | Elastic) -> None:
+    """Refuse CHOCO mixing where no differences are encoded, or only one of two peers receives any."""
+    given = f"--mixing {mode.mixing}"
+    if isinstance(mode, Elastic):
+        raise UsageError(f"{given} mixes encoded differences, and with --hub models are sent whole: leave it out")
+    if _codec(mode.codec) is None or not mode.references:
+        raise UsageError(
+            f"{given} mixes encoded differences: give --codec, such as 3lc, and --references, or leave it out"
+        )
+    if isinstance(mode, Pushes):
+        raise UsageError(f"{given} is for pulls and pairs: leave it out, or leave out --mode push")
+
+
+def _check_codec(config: RunConfig, mode: Pulls | Pushes | Pairs | Waves) -> None:
     """Refuse a codec that cannot encode models, or that the exchange of the run excludes."""
     codec, option = _codec(mode.codec), f"--codec {mode.codec}"
-    if isinstance(mode, HasMixing) and mixing.mixing_from(mode.mixing).public:
-        given = f"--mixing {mode.mixing}"
-        if codec is None or not mode.references:
-            raise UsageError(
-                f"{given} mixes encoded differences: give --codec, such as 3lc, and --references, or leave it out"
-            )
-        if isinstance(mode, Pushes):
-            raise UsageError(f"{given} is for pulls and pairs: leave it out, or leave out --mode push")
     if codec is None:
         if config.is_given("references"):
             raise UsageError(f"--references {mode.references} needs a --codec: give one, or leave it out")
@@ -126,10 +132,8 @@ def _check_codec(config: RunConfig, mode: Pulls | Pushes | Pairs | Waves | Elast
 
         raise UsageError(
             f"{option} loses too much of a model to be used without references: give --references, or one of"
-            f" {', '.join(codecs.alone(near=not isinstance(mode, Elastic | Pushes)))}"
+            f" {', '.join(codecs.alone(near=not isinstance(mode, Pushes)))}"
         )
-    if codec.near and isinstance(mode, Elastic):
-        raise UsageError(f"{option} is for models that peers exchange with each other, not with a hub: leave one out")
     if codec.near and isinstance(mode, Pushes):
         raise UsageError(f"{option} is decoded with the puller's own model, and a push has no puller: leave one out")
     if mode.references and codec.near:

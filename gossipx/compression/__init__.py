@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from gossipx.compression.group_coding import ElasticCodec, UploadedModelSink, WaveCodec, WaveSink
 from gossipx.compression.model_coding import ModelCodec, ModelSink
+from gossipx.compression.wave_coding import WaveCodec, WaveSink
 from gossipx.errors import LocalFaultError
 from gossipx.memory import Source
 from gossipx.model.arena import ParameterArena
@@ -16,7 +16,6 @@ from gossipx.model.receive import Incoming
 from gossipx.protocol.effects import Answer
 from gossipx.protocol.messages import (
     LAST_WAVE,
-    ElasticRequest,
     ModelReply,
     PullRequest,
     Request,
@@ -25,7 +24,7 @@ from gossipx.protocol.messages import (
     fragment_of,
 )
 
-__all__ = ["Coded", "ElasticCodec", "ModelCodec", "ModelSink", "UploadedModelSink", "WaveCodec", "WaveSink"]
+__all__ = ["Coded", "ModelCodec", "ModelSink", "WaveCodec", "WaveSink"]
 
 
 class Coded:
@@ -33,7 +32,6 @@ class Coded:
 
     Args:
         models: for exchanges between peers: the codec of each fragment of the model, in the order of their numbers.
-        elastic: for exchanges with a hub; None: the run has none.
         in_pairs: whether a pair mixes x̂_j − x̂_i, what both have sent each other, rather than x̂_j − x_i.
         waves: for waves in place of exchanges between two peers: the codec of each fragment.
     """
@@ -41,11 +39,9 @@ class Coded:
     def __init__(
         self,
         models: Sequence[ModelCodec],
-        elastic: ElasticCodec | None = None,
         in_pairs: bool = False,
         waves: Sequence[WaveCodec] = (),
     ):
-        self.elastic = elastic
         self.in_pairs = in_pairs
         self._models = {codec.fragment.number: codec for codec in models}
         self._waves = {codec.fragment.number: codec for codec in waves}
@@ -68,8 +64,6 @@ class Coded:
         codecs: list[ModelCodec | WaveCodec] = [*self._models.values(), *self._waves.values()]
         for codec in codecs:
             codec.begin(None if model is None else codec.fragment.vectors_of(model))
-        if self.elastic is not None:
-            self.elastic.begin(model)
 
     def begin_from(self, arena: ParameterArena) -> None:
         """Set the initial model from the arena; after the first step the arena no longer holds it."""
@@ -113,29 +107,10 @@ class Coded:
                 return self.of(request.fragment).model_sink(to, incoming)
             case RoundRequest() if request.wave != LAST_WAVE and self._waves:
                 return self._waves[request.fragment].model_sink(incoming)
-            case ElasticRequest() if self.elastic is not None and not self.elastic.is_hub:
-                return self.elastic.model_sink(incoming)
         return None
 
-    def prepared(self, to: int, request: Request, model: Sequence[Tensor]) -> tuple[Request, Source | None]:
-        """Complete a request that is about to be sent; return it and its payload, if it has one.
-
-        Args:
-            model: for an :class:`ElasticRequest`, the model to upload: the values of each section, in host memory.
-        """
-        if isinstance(request, ElasticRequest):
-            assert self.elastic is not None
-            return self.elastic.bring(request, model)
+    def prepared(self, to: int, request: Request) -> Request:
+        """Return a request for a model, completed by what this peer has to decode it."""
         if isinstance(request, RoundRequest):
-            return self._waves[request.fragment].prepared(request), None
-        return self.of(fragment_of(request)).prepared(to, request), None
-
-    def upload_sink(self, sender: int, request: ElasticRequest, incoming: Incoming) -> UploadedModelSink | None:
-        """Return the sink of a model that a worker uploads; None: the model arrives uncompressed.
-
-        Raises:
-            ProtocolError: its sizes do not fit this run's model.
-        """
-        if self.elastic is None or not request.sizes:
-            return None
-        return self.elastic.upload_sink(sender, request, incoming)
+            return self._waves[request.fragment].prepared(request)
+        return self.of(fragment_of(request)).prepared(to, request)

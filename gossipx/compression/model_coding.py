@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import itertools
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from gossipx.codecs import Codec, State, Tensors, decode_into
+from gossipx.codecs import Codec, Tensors, decode_into
 from gossipx.codecs.changes import ALONE, FULL, Changes, checksum
 from gossipx.codecs.packing import as_bytes
 from gossipx.errors import ProtocolError
@@ -77,22 +76,6 @@ class SectionCodec(abc.ABC):
         Args:
             model: the values of each section, in host memory; None: this peer joined later and does not have it.
         """
-
-    def states(self, seed: int) -> list[State]:
-        """Return an initial codec state for each section."""
-        return [self.codec.init(tensors, seed + number) for number, tensors in enumerate(self.tensors)]
-
-    def changes(self, initial: Sequence[Tensor] | None, max_receivers: int = 0) -> list[Changes]:
-        """Return the sender's delta encoder for each section.
-
-        Args:
-            initial: the trained values of each section that all peers hold; None: they hold no common ones.
-            max_receivers: see :class:`gossipx.codecs.changes.Changes`.
-        """
-        made = [Changes(self.codec, *one, max_receivers) for one in zip(self.tensors, itertools.count(self._seed))]
-        for changes, values in zip(made, initial or (), strict=initial is not None):
-            changes.set_initial(values)
-        return made
 
     def trained(self, model: Sequence[Tensor]) -> list[Tensor]:
         """Return views of the encoded part of each section's vector."""
@@ -290,8 +273,11 @@ class ModelCodec(SectionCodec):
             self._begun: list[Tensor] | None = None  # the initial model
             if model is not None and self._references:
                 self._begun = [values.clone() for values in self.trained(model)]
-            self._changes = self.changes(self._begun, self._references)
-            self._states = self.states(self._seed)
+            numbered = list(enumerate(self.tensors, self._seed))
+            self._changes = [Changes(self.codec, tensors, seed, self._references) for seed, tensors in numbered]
+            for changes, values in zip(self._changes, self._begun or (), strict=self._begun is not None):
+                changes.set_initial(values)
+            self._states = [self.codec.init(tensors, seed) for seed, tensors in numbered]
             self._taken: dict[int, _Reference] = {}  # by sender, least recently used first
             self._met: set[int] = set()  # senders of an earlier model, whose reference is no longer the initial one
             self._apart: set[int] = set()  # senders whose last model was too far from this peer's to be decoded

@@ -107,5 +107,5 @@ class Centre:
         self.step = max(self.step, request.step)
         reply, ticket = ModelReply(self.step), waiting.ticket
         # The answer comes before the merge, so it carries the centre as it was.
-        given = Answer(waiting.event.key, reply, now + request.patience, captured=self.ticket, difference_from=ticket)
+        given = Answer(waiting.event.key, reply, now + request.patience, captured=self.ticket)
         return [given, Merge(ticket, self.ticket, own=1 - self._share, theirs=self._share)]

@@ -101,8 +101,6 @@ class Answer(Effect, frozen=True):
         in_order: reply only after all earlier effects on the tables.
         pieces: send the values and state of these pieces of tables, after all earlier effects on the tables.
         receiver: for a model that a codec may encode: the requester's rank, and the checksums of what it has.
-        difference_from: for a reply that carries a centre, the ticket of the requester's model. A codec encodes the
-            difference between the two.
     """
 
     key: Hashable
@@ -116,7 +114,6 @@ class Answer(Effect, frozen=True):
     in_order: bool = False
     pieces: Pieces | None = None
     receiver: tuple[int, tuple[int, ...]] | None = None
-    difference_from: int | None = None
 
 
 class Keep(Effect, frozen=True):

@@ -311,15 +311,12 @@ class ElasticRequest(Request, frozen=True):
         number: number of this exchange among the sender's with the hub, from 1.
         step: number of iterations that the model has been trained for.
         patience: seconds that the sender waits for both transfers together.
-        bases, sizes: if models have a codec, as in :class:`ModelReply`.
     """
 
     incarnation: Count
     number: Count
     step: Count
     patience: Seconds
-    bases: Sections = ()
-    sizes: Sections = ()
 
 
 @kind(26, answers=(ModelReply, BusyReply, NotReadyReply))

@@ -171,7 +171,7 @@ class Waves(AnyMode, HasPolicy, HasOuter, HasFragments, HasCodec):
 
 
 @dataclass(frozen=True)
-class Elastic(AnyMode, HasPolicy, HasPartners, HasMixing, HasCodec, HasServing):
+class Elastic(AnyMode, HasPolicy, HasPartners, HasMixing, HasServing):
     """Workers average elastically with the centre that a hub holds; the TOML table ``[hub]``.
 
     While the hub does not respond, they may pull from each other, for which the settings of pulls are there.

@@ -200,7 +200,9 @@ class RunConfig:
     def hyperparameters(self, peers: int) -> dict[str, str | float]:
         """Return the hyperparameters by which runs of this number of peers are compared, in TensorBoard and others."""
         mode, is_central = self.mode, isinstance(self.mode, modes.Elastic | modes.Server)
-        codec = f"push {mode.push_codec}, pull {mode.pull_codec}" if isinstance(mode, modes.Server) else mode.codec
+        codec = self.values["codec"]
+        if isinstance(mode, modes.Server):
+            codec = f"push {mode.push_codec}, pull {mode.pull_codec}"
         found: dict[str, str | float | None] = {
             "policy": self.decides,
             "exchange": "hub" if isinstance(mode, modes.Elastic) else mode.chosen_by[1],

@@ -405,7 +405,7 @@ def _model(settings: RunConfig, script: list[str], module: nn.Module | None, siz
         exchanged = whole = ASSUMED if size is None else parse_size(size)
     encoded, at_most = exchanged, None
     if not isinstance(settings.mode, Server):
-        encoded, at_most = _encoded(codecs.parse(settings.mode.codec), module, exchanged)
+        encoded, at_most = _encoded(codecs.parse(settings.values["codec"]), module, exchanged)
     return ModelPlan(
         name=settings.task.model if module is not None else script[0],
         is_known=module is not None or size is not None,

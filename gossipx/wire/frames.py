@@ -43,7 +43,7 @@ from gossipx.wire import Expect, Message, Sink
 from gossipx.wire.kinds import KINDS, message_of, metadata_of
 
 MAGIC = b"GSPX"
-VERSION = 8
+VERSION = 9
 # The bit of the kind that marks an out-of-band payload.
 _OUT_OF_BAND = 0x8000
 

@@ -36,20 +36,6 @@ def test_all_end_with_the_centre(tmp_path: Path, only: bool) -> None:
     assert (summary["lost"], sum(summary["failed"])) == ([], 0)
 
 
-@pytest.mark.parametrize("codec", some(["3lc:residual=0.3", "3lc:sparsity=1.75+zlib", "int8"], "int8"))
-def test_codecs_cut_the_bytes_of_elastic_averaging(tmp_path: Path, codec: str) -> None:
-    references = ("--references", "0") if codec == "int8" else ()
-    with folder(tmp_path, 3) as here:
-        run = here.run(*BRIEF, *ITERATIONS, "--hub", "0", "--codec", codec, *references)
-    summary = run.summary
-    model = sum(tensor.nbytes for tensor in run.model(0).values())
-    others = sum(summary["retrievals"][1:])
-    assert others >= 2 and 0 < summary["bytes_received"][0] < others * model / 3
-    assert summary["bytes_received"][1] < summary["retrievals"][1] * model / 3 + 60_000
-    assert all(max(differences(run.model(0), run.model(rank)).values()) == 0 for rank in (1, 2))
-    assert (summary["codec"], summary["lost"], sum(summary["failed"])) == (codec, [], 0)
-
-
 @pytest.mark.slow
 def test_a_script_need_not_mention_the_hub(tmp_path: Path) -> None:
     """If the hub only serves, ``join`` does that and exits the process: only workers run the loop below it."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transcripts import LoggedWorld
 
 from gossipx import codecs, mixing, outer, policies, topology
-from gossipx.compression import Coded, ElasticCodec, ModelCodec, WaveCodec
+from gossipx.compression import Coded, ModelCodec, WaveCodec
 from gossipx.hub import ElasticExchange
 from gossipx.model.arena import ParameterArena
 from gossipx.peer import PeerRole
@@ -122,7 +122,7 @@ def make(
     role.members.nobody_waits_for(() if entry is None else entry.lost)
     if hub is not None and int(hub.hub) == rank and hub.hub_only:
         iterations = 0
-    codec_of = None if codec == "none" else _codec_of(codec, role, mix, references, hub, settings)
+    codec_of = None if codec == "none" else _codec_of(codec, role, mix, references, settings)
     module = module or Point(rank, SIZE * settings.get("fragments", 1))
     made = SimPeer(role, module, gradient_step, iterations, compute, codec_of=codec_of)
     if (rule := outer.outer_from(across)) is not None:
@@ -133,7 +133,7 @@ def make(
 
 
 def _codec_of(
-    codec: str, role: PeerRole, mix: str, references: int, hub: Elastic | None, settings: dict[str, Any]
+    codec: str, role: PeerRole, mix: str, references: int, settings: dict[str, Any]
 ) -> Callable[[ParameterArena], Coded]:
     """Return a function that makes the codec of a peer's models."""
     kind, public, rank, peers = codecs.parse(codec), mixing.mixing_from(mix).public, role.rank, role.members.size
@@ -144,9 +144,7 @@ def _codec_of(
             return Coded([], waves=[WaveCodec(kind, arena, rank, peers, seed=rank, fragment=one) for one in numbers])
         in_pairs = public and settings.get("mode") == "pushpull"
         one = functools.partial(ModelCodec, kind, arena, references, seed=rank, public=public and not in_pairs)
-        models = [one(fragment=number) for number in numbers]
-        around = None if hub is None else ElasticCodec(kind, arena, int(hub.hub) == rank, bool(references), seed=rank)
-        return Coded(models, around, in_pairs)
+        return Coded([one(fragment=number) for number in numbers], in_pairs)
 
     return codec_of
 

@@ -11,20 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from gossipx import codecs
-from gossipx.codecs.changes import FULL
-from gossipx.compression import Coded, ElasticCodec, ModelCodec
 from gossipx.errors import CancelledError
 from gossipx.figures import Counters
 from gossipx.model.arena import ParameterArena
 from gossipx.model.pool import HostBuffer
 from gossipx.model.receive import Incoming
-from gossipx.protocol.effects import Answer, Cancel, Capture, Effect, Forget, Keep, Merge, Mix, MoveReference, Send
-from gossipx.protocol.events import Answered, Event, Failed, Fault, JoinRun, Merged, Mixed, Received, Replied, Restored
+from gossipx.protocol.effects import Answer, Cancel, Capture, Effect, Forget, Mix, MoveReference, Send
+from gossipx.protocol.events import Answered, Event, Failed, Fault, JoinRun, Mixed, Replied, Restored
 from gossipx.protocol.messages import (
     AcceptReply,
-    BusyReply,
-    ElasticRequest,
     ModelReply,
     NotReadyReply,
     PullRequest,
@@ -259,71 +254,3 @@ def test_codecs_start_anew_once_exchanges_under_way_are_dropped(bench: Bench):
     bench.driver.models.codec = SimpleNamespace(begin_from=lambda _: told.extend(bench.role.told))  # type: ignore
     bench.driver.load_state_dict({"iteration": 3, "sync": {}, "weight": 1.0, "draws": {}})
     assert told == [Restored(3, {}, 1.0, {})], "models that arrive before refer to the earlier weights"
-
-
-# --- a hub with codecs ----------------------------------------------------------------------------------------------
-
-
-class Around:
-    """A hub's driver, and the codec of a worker of the same model."""
-
-    def __init__(self, bench: Bench) -> None:
-        self.bench = bench
-        codec = codecs.parse("3lc")
-        self.hub = ElasticCodec(codec, bench.arena, is_hub=True)
-        self.module = nn.Linear(16, 1, bias=False)
-        self.module.load_state_dict(bench.module.state_dict())
-        self.arena = ParameterArena(self.module)
-        self.worker = ElasticCodec(codec, self.arena, is_hub=False)
-        bench.driver.models.codec = Coded([ModelCodec(codec, bench.arena, 8)], self.hub)
-        bench.driver.begin_codec()
-        self.worker.begin(self.arena.snapshot().buffer.vectors)
-        self.module.weight.data += torch.arange(16.0)
-        self.arena.step_done()
-
-    def bring(self, key: int = 1) -> ElasticRequest:
-        """Upload a model of peer 1 with the request ``key``, as the CommManager would."""
-        request, source = self.worker.bring(ElasticRequest(1, key, 1, 5.0), self.arena.snapshot().buffer.vectors)
-        sink = self.bench.driver.models.sink_for(1, request)
-        sink.take(0, source.view)
-        self.bench.driver.received(1, key, request, sink)
-        return request
-
-
-def test_a_hub_answers_with_the_difference_that_it_moves_by(bench: Bench):
-    around = Around(bench)
-    before = bench.module.weight.detach().clone()
-    bench.do(Capture(100))
-    bench.role.next = [
-        Keep(1, 7),
-        Answer(1, ModelReply(0), math.inf, captured=100, difference_from=7),
-        Merge(7, 100, 0.5, 0.5),
-    ]
-    request = around.bring()
-    assert bench.role.told[-1] == Merged(7, 100, True)
-    ((reply, content),) = bench.comm.answers
-    incoming = Incoming(around.arena, around.arena.snapshot())
-    model_sink = around.worker.model_sink(incoming)
-    model_sink.fit(reply).take(0, memoryview(bytearray(content or b"")))
-    model_sink.decode()
-    incoming.norm()
-    centre = bench.driver.captures.hold(100)
-    assert centre is not None
-    moved = centre.buffer.vectors[0][:16] - before.view(-1)
-    assert float(moved.norm()) > 0
-    torch.testing.assert_close(incoming.buffer.vectors[0][:16], -2 * moved)  # β/p is a half
-    assert FULL not in request.bases and Received(1, 1, request) in bench.role.told
-
-
-def test_a_difference_to_an_unknown_model_is_refused_as_busy_and_takes_no_place(bench: Bench):
-    """The role does not see such requests, however many arrive, and the next model is sent in full."""
-    around = Around(bench)
-    around.hub._begun = None
-    told = len(bench.role.told)
-    for key in range(1, 40):  # more than there are places
-        around.worker.begin(around.arena.snapshot().buffer.vectors)
-        around.bring(key)
-    assert bench.comm.answers == [(BusyReply(), None)] * 39
-    assert all(isinstance(event, Answered) for event in bench.role.told[told:])
-    assert set(around.bring(40).bases) == {FULL}
-    assert isinstance(bench.role.told[-1], Received)

@@ -58,12 +58,12 @@ from gossipx.wire.kinds import KINDS, metadata_of
 def test_the_bytes_of_one_frame() -> None:
     expected = bytes.fromhex(
         "47535058"  # GSPX
-        "0008"  # version
+        "0009"  # version
         "0020"  # kind: ModelReply
         "0000000000000005"  # request
         "0000002c"  # bytes of metadata
         "0000000000000008"  # bytes of payload
-        "fdc5e5ccbec960d7"  # checksum of all this and the metadata
+        "3198792ce2ab9a62"  # checksum of all this and the metadata
         "7b2273746570223a31322c22776569676874223a312c"  # {"step":12,"weight":1,
         "226261736573223a5b5d2c2273697a6573223a5b5d7d"  # "bases":[],"sizes":[]}
         "0000803f00000040"  # 1.0, 2.0

@@ -126,7 +126,7 @@ class RealPeers:
             plan.times.of(rank),
             arena,
             None if served is None else lambda _: served.table_store,
-            lambda arena: model_codec(config, arena, model, rank, plan.size, plan.hub),
+            lambda arena: model_codec(config, arena, model, rank, plan.size),
         )
         if config.sync.init == "first":
             peer.begin_codec()

@@ -21,7 +21,6 @@ from gossipx.errors import (
     LocalFaultError,
     NotAuthorisedError,
     NotEnoughPeersError,
-    ProtocolError,
     RefusedError,
 )
 from gossipx.memory import Source
@@ -63,7 +62,6 @@ from gossipx.protocol.events import (
 )
 from gossipx.protocol.fields import JoinedPeer
 from gossipx.protocol.messages import (
-    BusyReply,
     ElasticRequest,
     ModelReply,
     NotReadyReply,
@@ -173,14 +171,7 @@ class Driver:
         if isinstance(request, PullRequest):
             self.arena.pool.wait_for_buffers()
         if isinstance(request, CarryingRequest) and upload is not None:
-            try:
-                self.models.store(key, request, upload)
-            except ProtocolError as error:
-                # A difference to a model that was dropped. The sender uploads a whole model next.
-                self._note("protocol", f"the upload of peer {sender} is ignored: {error}")
-                upload.release()
-                self._reply(Answer(key, BusyReply(), self.clock.now() + request.patience), BusyReply(), None)
-                return
+            self.models.store(key, request, upload)
         self.handle(Received(sender, key, request))
 
     @property
@@ -389,26 +380,19 @@ class Driver:
 
         def send() -> None:
             try:
-                encoded, payload = self._encode(answer, msgspec.structs.replace(reply, step=snapshot.step), snapshot)
+                encoded, payload = msgspec.structs.replace(reply, step=snapshot.step), snapshot.source
+                if self.models.codec is not None:
+                    encoded, payload = self.models.codec.give(answer, encoded, snapshot)
             except LocalFaultError as error:
                 refusal = NotReadyReply(str(error))
                 comm.answer(answer.key, refusal, payload=None, deadline=answer.deadline, done=lambda whole: done(False))
                 return
             comm.answer(answer.key, encoded, payload=payload, deadline=answer.deadline, begins=answer.begins, done=done)
 
-        # The merge of an uploaded model, which comes next, waits for an unfinished copy anyway.
-        if snapshot.settled or answer.difference_from is not None:
+        if snapshot.settled:
             send()
         else:  # the copy is complete at the next step boundary; the outbox thread sends it, not the training thread
             snapshot.when_settled(lambda: self.outbox.post(send))
-
-    def _encode(self, answer: Answer, reply: ModelReply, snapshot: Snapshot) -> tuple[ModelReply, Source]:
-        """Encode a model for the wire. Return the reply with the codec's fields, and the payload."""
-        codec = self.models.codec
-        upload = None if answer.difference_from is None else self.models.received.get(answer.difference_from)
-        if upload is not None and upload.upload_sink is not None:
-            return upload.upload_sink.answered(snapshot.buffer.vectors, reply)
-        return (reply, snapshot.source) if codec is None else codec.give(answer, reply, snapshot)
 
     def _mix(self, ticket: int, share: float) -> None:
         own = ticket == self.role.pulling  # else another peer has pushed the model, and drift keeps its reference

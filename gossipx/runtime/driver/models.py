@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from gossipx.compression import Coded, ModelSink, UploadedModelSink
+from gossipx.compression import Coded, ModelSink
 from gossipx.errors import LocalFaultError, ProtocolError
 from gossipx.model.arena import ParameterArena
 from gossipx.model.pool import Snapshot
@@ -51,7 +51,6 @@ class ReceivedModel:
         their_step: iterations that the model had done.
         weight: the number of models of which it is the mean.
         model_sink: decodes a reply; None: no codec.
-        upload_sink: decodes an upload; None: no codec.
     """
 
     request: Request
@@ -63,7 +62,6 @@ class ReceivedModel:
     their_step: int = 0
     weight: float = 1.0
     model_sink: ModelSink | None = None
-    upload_sink: UploadedModelSink | None = None
 
 
 class _UploadedModel(Incoming):
@@ -155,8 +153,7 @@ class ModelTransfers:
     ) -> PreparedRequest:
         if self.codec is None or model_sink is None:
             return send.request, payload, None if upload is None else upload.source
-        request, source = self.codec.prepared(send.to, send.request, upload.buffer.vectors if upload else [])
-        return request, model_sink, source
+        return self.codec.prepared(send.to, send.request), model_sink, None
 
     def _arrived(self, ticket: int, reply: Reply) -> Fault | None:
         if not isinstance(reply, ModelReply):
@@ -193,35 +190,18 @@ class ModelTransfers:
             if isinstance(sink, Gradient) and isinstance(request, GradientRequest):
                 sink.sender = sender
         elif self._places.acquire(timeout=request.patience):
-            model = _UploadedModel(self._arena, self._places.release)
-            try:
-                sink = None if self.codec is None else self.codec.upload_sink(sender, request, model)
-            except ProtocolError:
-                model.release()
-                raise
-            sink = sink or model
+            sink = _UploadedModel(self._arena, self._places.release)
         if sink is None:
             raise LocalFaultError(f"no memory for the upload of peer {sender}: too many peers upload at once")
         return sink
 
     def store(self, key: Hashable, request: CarryingRequest, upload: UploadSink) -> None:
-        """Store the upload of the request ``key``.
-
-        Raises:
-            ProtocolError: it is malformed, or a difference to a model that this peer no longer holds.
-        """
+        """Store the upload of the request ``key``."""
         if isinstance(upload, Gradient):
             self._uploads[key] = upload
         elif isinstance(request, ElasticRequest):
-            upload_sink = upload if isinstance(upload, UploadedModelSink) else None
-            if upload_sink is not None:
-                upload_sink.decode()
-            incoming = upload.incoming if isinstance(upload, UploadedModelSink) else upload
-            assert isinstance(incoming, Incoming)
-            began = self._clock.now()
-            self._uploads[key] = ReceivedModel(
-                request, incoming, began, their_step=request.step, upload_sink=upload_sink
-            )
+            assert isinstance(upload, Incoming)
+            self._uploads[key] = ReceivedModel(request, upload, self._clock.now(), their_step=request.step)
 
     def keep(self, key: Hashable, ticket: int) -> None:
         """Move the upload of the request ``key`` to ``ticket``."""

@@ -386,7 +386,7 @@ class Reporter:
 def codec_of(config: RunConfig) -> str:
     """Return the description of a run's codecs for its summary."""
     if not isinstance(config.mode, Server):
-        return codecs.describe(codecs.parse(config.mode.codec))
+        return codecs.describe(codecs.parse(config.values["codec"]))
     push, pull = (codecs.describe(codecs.parse(spec)) for spec in (config.mode.push_codec, config.mode.pull_codec))
     return push if push == pull else f"push {push}, pull {pull}"
 

@@ -1,18 +1,11 @@
-"""Compressed exchanges of more than two peers: with a hub, and in waves.
+"""Compressed waves, in which peers average what their models have moved since the last wave, as encoded changes.
 
-**With a hub** (elastic averaging) a worker uploads the change since x̂, the hub's copy of its model. The hub encodes the
-difference d = x̂ − x̃ to its centre x̃ and returns it. Both move by the decoded difference d̂: x ← x − α d̂ and
-x̃ ← x̃ + β/p · d̂ (Adaptive Communication, Algorithm 1, lines 5 and 6). So with β = p·α the sum of both stays unchanged
-for any codec, and the next difference contains the encoding error. The hub keeps one copy per worker. A worker that
-does not know whether its last upload arrived sends the next one in full.
-
-**In waves** peers average what their models have moved since the last wave, as encoded changes. The result of a wave,
-θ, is a *reference* that all its members hold. In the next wave a peer whose model is y encodes θ − y, with error
-feedback, to the change q, and gives θ − q in place of y. What the codec leaves out stays with the peer, in the
-accumulated error, and training continues from the new mean: so peers agree after each wave, however coarse the codec
-is. With ``topk2`` this is SparseLoCo (Sarfi et al., 2025, arXiv:2508.15706, Algorithm 1) with an outer learning rate of
-1, and without the all-gather: a peer passes on the encoded changes of all peers whose models it has averaged, so that
-after log2 N rounds each member has received each change once.
+The result of a wave, θ, is a *reference* that all its members hold. In the next wave a peer whose model is y encodes
+θ − y, with error feedback, to the change q, and gives θ − q in place of y. What the codec leaves out stays with the
+peer, in the accumulated error, and training continues from the new mean: so peers agree after each wave, however coarse
+the codec is. With ``topk2`` this is SparseLoCo (Sarfi et al., 2025, arXiv:2508.15706, Algorithm 1) with an outer
+learning rate of 1, and without the all-gather: a peer passes on the encoded changes of all peers whose models it has
+averaged, so that after log2 N rounds each member has received each change once.
 
 The mean of a set of peers is θ − Σ q / n, added up in the order of ranks, so that it is bit for bit the same wherever
 it is computed. Two partners whose references differ send each other values without encoding: after a wave that lost a
@@ -31,186 +24,14 @@ import msgspec
 from torch import Tensor
 
 from gossipx.codecs import Codec, ErrorFeedback, State, decode_into
-from gossipx.codecs.changes import ALONE, FULL, checksum
+from gossipx.codecs.changes import FULL, checksum
 from gossipx.compression.model_coding import ModelSink, SectionCodec, vector_bytes
 from gossipx.errors import LocalFaultError, ProtocolError
 from gossipx.memory import Source
 from gossipx.model.arena import ParameterArena
 from gossipx.model.pool import HostBuffer
 from gossipx.model.receive import Incoming
-from gossipx.protocol.messages import WHOLE, ElasticRequest, ModelReply, RoundRequest
-from gossipx.wire import Bytes
-
-HUB = 0
-"""Key of the hub in the worker's :class:`~gossipx.codecs.changes.Changes`, its only receiver."""
-
-
-class ElasticCodec(SectionCodec):
-    """Encoder and decoder of elastic averaging, for the worker's side and the hub's.
-
-    Args:
-        codec: encodes models and elastic differences.
-        arena: the peer's parameters.
-        is_hub: whether this peer is the hub.
-        references: whether the hub keeps a copy of each worker's model; otherwise workers upload whole encoded models.
-        norms: names of the parameters of normalisation layers.
-        seed: seeds the codec's random draws.
-    """
-
-    def __init__(
-        self,
-        codec: Codec,
-        arena: ParameterArena,
-        is_hub: bool,
-        references: bool = True,
-        norms: Collection[str] = (),
-        seed: int = 0,
-    ):
-        super().__init__(codec, arena, norms, seed)
-        self.is_hub = is_hub
-        self._references = references
-        self.begin(None)
-
-    def begin(self, model: Sequence[Tensor] | None) -> None:
-        with self._lock:
-            self._begun = None if model is None else [values.clone() for values in self.trained(model)]
-            self._changes = self.changes(self._begun)
-            self._states: dict[int, list[State]] = {}  # codec states of differences, by worker
-            self._alone = self.states(self._seed)
-            self._copies: dict[int, list[Tensor]] = {}  # the hub's copy of each worker's model
-            self._known = [changes.initial for changes in self._changes]  # checksums of what the hub certainly has
-            self._sent = list(self._known)  # checksums of what it has if the last upload arrived
-
-    # --- a worker ---------------------------------------------------------------------------------
-
-    def bring(self, request: ElasticRequest, model: Sequence[Tensor]) -> tuple[ElasticRequest, Source]:
-        """Encode a model for the upload to the hub; return the completed request and the payload.
-
-        Args:
-            model: the values of each section, in host memory.
-        """
-        bases, parts = [], []
-        with self._lock:
-            known, self._known = self._known, [FULL] * len(self._known)
-            for number, values in enumerate(self.trained(model)):
-                base, part, self._sent[number] = self._part(number, known[number], values)
-                bases.append(base)
-                parts.append(part)
-        completed = msgspec.structs.replace(request, bases=tuple(bases), sizes=tuple(map(len, parts)))
-        return completed, Source(self.joined(parts, model))
-
-    def _part(self, number: int, base: int, values: Tensor) -> tuple[int, memoryview, int]:
-        """Encode a section; return its base, the encoded part, and the checksum of the hub's copy after decoding."""
-        if not self._references:
-            frame, self._alone[number] = self.codec.encode(values, self._alone[number])
-            return ALONE, frame, FULL
-        version = checksum(values)
-        finite = bool(values.isfinite().all())  # a change from a non-finite base never becomes finite again
-        change = self._changes[number].frame(HUB, base, version, values) if finite else None
-        if change is None:
-            return FULL, vector_bytes(values), version if finite else FULL
-        return base, change.source.view, change.check
-
-    def model_sink(self, incoming: Incoming) -> ModelSink:
-        """Return the sink of the hub's reply."""
-        return ModelSink(self, incoming, self._moved)
-
-    def _moved(self, reply: ModelReply, content: memoryview, incoming: Incoming) -> list[memoryview]:
-        """Return x − d̂ in the memory layout of a model, as if it were the centre."""
-        parts, buffers = self.cut(reply.sizes, content)
-        moved = []
-        for number, (part, tensors) in enumerate(zip(parts, self.tensors, strict=True)):
-            own = incoming.compared_with(number)
-            assert own is not None  # always available to a worker
-            moved.append(own[: tensors.length] - self.decoded_section(number, part, ALONE))
-        with self._lock:
-            self._known = list(self._sent)
-        return self.laid_out(moved, buffers)
-
-    # --- the hub ----------------------------------------------------------------------------------
-
-    def upload_sink(self, sender: int, request: ElasticRequest, incoming: Incoming) -> UploadedModelSink:
-        """Return the sink of a worker's upload.
-
-        Raises:
-            ProtocolError: its sizes do not fit this run's model.
-        """
-        if not self.fits(request.sizes, request.bases):
-            raise ProtocolError(f"peer {sender} uploads a model that does not fit this run's layout")
-        return UploadedModelSink(self, sender, request, incoming, self.nbytes(request.sizes))
-
-    def uploaded(self, sender: int, request: ElasticRequest, content: memoryview) -> list[memoryview]:
-        """Decode a worker's upload to the memory layout of a model, in pieces.
-
-        Raises:
-            ProtocolError: the upload is malformed, or a change from another base than the hub's copy.
-        """
-        parts, buffers = self.cut(request.sizes, content)
-        with self._lock:
-            copies: Sequence[Tensor | None] = self._copies.get(sender) or self._begun or [None] * len(parts)
-            rows = enumerate(zip(parts, request.bases, copies, strict=True))
-            decoded = [self.decoded_section(number, *row) for number, row in rows]
-            if self._references:
-                self._copies[sender] = decoded
-        return self.laid_out(decoded, buffers)
-
-    def differ(
-        self, worker: int, uploaded: Sequence[Tensor], centre: Sequence[Tensor], reply: ModelReply
-    ) -> tuple[ModelReply, Source]:
-        """Encode the elastic difference; return the completed reply and the payload.
-
-        Args:
-            uploaded: x̂ of each section, in host memory; overwritten by x̃ + d̂.
-            centre: x̃ of each section, in host memory.
-        """
-        parts = []
-        with self._lock:
-            states = self._states.get(worker) or self.states(self._seed + 1000 * (worker + 1))
-            rows = zip(self.trained(uploaded), self.trained(centre), strict=True)
-            for number, (theirs, ours) in enumerate(rows):
-                frame, states[number] = self.codec.encode(theirs - ours, states[number])
-                theirs.zero_()
-                decode_into(frame, theirs, tensors=self.tensors[number])
-                theirs += ours
-                parts.append(frame)
-            self._states[worker] = states
-        completed = msgspec.structs.replace(reply, bases=(ALONE,) * len(parts), sizes=tuple(map(len, parts)))
-        return completed, Source(self.joined(parts, centre))
-
-
-class UploadedModelSink(Bytes):
-    """The receive buffer of a worker's encoded upload; a :class:`gossipx.wire.UploadSink`.
-
-    Args:
-        codec: decodes the upload.
-        sender: rank of the worker.
-        request: the request that announces the upload.
-        incoming: receives the decoded model.
-        nbytes: size of the upload.
-    """
-
-    def __init__(self, codec: ElasticCodec, sender: int, request: ElasticRequest, incoming: Incoming, nbytes: int):
-        super().__init__(memoryview(bytearray(nbytes)))
-        self.incoming = incoming
-        self._codec = codec
-        self._sender = sender
-        self._request = request
-
-    def decode(self) -> None:
-        """Decode the complete upload and pass the model on. Raises ProtocolError if it is malformed."""
-        start = 0
-        for view in self._codec.uploaded(self._sender, self._request, self.view):
-            self.incoming.take(start, view)
-            start += len(view)
-
-    def answered(self, centre: Sequence[Tensor], reply: ModelReply) -> tuple[ModelReply, Source]:
-        """Return the hub's reply and its payload, see :meth:`ElasticCodec.differ`."""
-        return self._codec.differ(self._sender, self.incoming.buffer.vectors, centre, reply)
-
-    def release(self) -> None:
-        """Release the buffer of the decoded model."""
-        self.incoming.release()
-
+from gossipx.protocol.messages import WHOLE, ModelReply, RoundRequest
 
 Frames = Mapping[int, Sequence[memoryview]]
 """The encoded changes of peers: by rank, one frame per section."""
