@@ -142,7 +142,7 @@ def _codecs(app: Sphinx, page: str, source: list[str]) -> None:
         spec = name + ":" * bool(keys) + ",".join(f"{key}={value:g}" for key, value in keys.items())
         summary, _, rest = cleandoc(kind.__doc__ or "").removeprefix(f"``{name}``: ").partition("\n\n")
         meant = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", rest.partition("Attributes:\n")[2], re.MULTILINE)
-        scope = "For gradients only." if kind.gradients_only else "For models only." if kind.near else ""
+        scope = "For gradients only." if kind.gradients_only else ""
         text = " ".join([summary, scope, *(f"`{key}`: {what}" for key, what in meant)])
         text = re.sub(r":\w+:`([^`]*)`|``([^`]*)``", r"`\1\2`", " ".join(text.split())).replace("|", "\\|")
         rows.append(f"| `{spec}` | {text} | {CODECS[name].bits} | {'yes' if shared['feedback'] else 'no'} |")

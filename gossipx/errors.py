@@ -93,10 +93,6 @@ class CorruptedError(ProtocolError):
     """A frame or payload does not match its checksum: it was changed on its way."""
 
 
-class TooFarError(ProtocolError):
-    """The peer's model cannot be decoded: it differs from this peer's by more than the codec's limit."""
-
-
 class RefusedError(ProtocolError):
     """The other peer refuses this peer, because settings that must be equal differ.
 

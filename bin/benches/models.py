@@ -39,8 +39,6 @@ CODECS: dict[str, tuple[str, ...]] = {
     "qsgd:levels=7": (),
     "stochastic3": (),
     "stochastic3, choco 0.2": ("--codec", "stochastic3", "--mixing", "choco:gamma=0.2"),
-    "moniqua:bits=8,theta=0.1": ("--codec", "moniqua:bits=8,theta=0.1", "--references", "0"),
-    "moniqua:bits=4,theta=0.05": ("--codec", "moniqua:bits=4,theta=0.05", "--references", "0"),
 }
 """Options by the name of a row; by default, the name is the codec's spec."""
 SOME = (NONE, "3lc:sparsity=1,residual=0.3", "3lc:sparsity=1", "3lc:sparsity=1, choco 0.2", "efsignsgd, choco 0.2")

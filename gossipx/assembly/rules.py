@@ -91,9 +91,6 @@ def _check_outer(mode: HasOuter, init: str) -> None:
 def _check_server_codecs(config: RunConfig, server: Server) -> None:
     """Refuse a codec that cannot encode what its option is for."""
     push, pull = map(_codec, (server.push_codec, server.pull_codec))
-    for option, spec, parsed in (("--push-codec", server.push_codec, push), ("--pull-codec", server.pull_codec, pull)):
-        if parsed is not None and parsed.near:
-            raise UsageError(f"{option} {spec} is for models that peers exchange with each other: give it as --codec")
     if pull is not None and pull.gradients_only:
         raise UsageError(f"--pull-codec {server.pull_codec} is for gradients only: give it as --push-codec")
     if config.is_given("rescale_error") and (push is None or not push.feedback):
@@ -125,27 +122,20 @@ def _check_codec(config: RunConfig, mode: Pulls | Pushes | Pairs | Waves) -> Non
     if codec.gradients_only:
         raise UsageError(f"{option} is for gradients only, which workers push to servers: leave it out")
     if isinstance(mode, Waves):
-        _check_coded_waves(config, mode, codec)
+        _check_coded_waves(config, mode)
         return
     if not mode.references and not codec.alone:
         from gossipx import codecs
 
         raise UsageError(
             f"{option} loses too much of a model to be used without references: give --references, or one of"
-            f" {', '.join(codecs.alone(near=not isinstance(mode, Pushes)))}"
+            f" {', '.join(codecs.alone())}"
         )
-    if codec.near and isinstance(mode, Pushes):
-        raise UsageError(f"{option} is decoded with the puller's own model, and a push has no puller: leave one out")
-    if mode.references and codec.near:
-        raise UsageError(f"{option} is for models, and with references differences are encoded: give --references 0")
 
 
-def _check_coded_waves(config: RunConfig, mode: Waves, codec: Codec) -> None:
-    option = f"--codec {mode.codec}"
+def _check_coded_waves(config: RunConfig, mode: Waves) -> None:
     if config.is_given("references"):
         raise UsageError("--references are models of other peers, and a wave needs none: leave it out")
-    if codec.near:
-        raise UsageError(f"{option} is for models, and a wave encodes changes: leave one out")
     if outer.outer_from(mode.outer) is not None:
         raise UsageError(
             f"--outer {mode.outer} is for waves of whole models, and with a --codec the error that it leaves out"

@@ -202,7 +202,7 @@ def warm_up(codec: codecs.Codec) -> None:
     for encoder in (codec, codecs.ErrorFeedback(codec)):
         values = torch.zeros(1)
         frame, _ = encoder.encode(values, encoder.init(values))
-        codecs.decode_into(frame, values, add=True, near=values)
+        codecs.decode_into(frame, values, add=True)
     took = time.monotonic() - began
     if took > SLOW_COMPILE and codecs.compilations() > before:
         log.warning("compiling %s took %.1f s; later runs on this machine reuse it", codecs.describe(codec), took)

@@ -100,13 +100,9 @@ def encoder(codec: Codec) -> Codec | ErrorFeedback:
     return ErrorFeedback(codec) if codec.feedback else codec
 
 
-def alone(near: bool = True) -> list[str]:
-    """Return the names of the built-in codecs that are precise enough to encode a model itself, not only its changes.
-
-    Args:
-        near: include codecs that need a nearby model to decode against.
-    """
-    return [name for name, kind in BUILT_IN.items() if kind is not NoCodec and kind.alone and (near or not kind.near)]
+def alone() -> list[str]:
+    """Return the names of the built-in codecs that are precise enough to encode a model itself, not only a change."""
+    return [name for name, kind in BUILT_IN.items() if kind is not NoCodec and kind.alone]
 
 
 def names() -> dict[str, Callable[..., Any]]:

@@ -2,9 +2,8 @@
 
 The interface is ``init(tensor) -> state`` and ``encode(tensor, state) -> (frame, state)``. The functions
 ``decode(frame)`` and ``decode_into(frame, out)``, which overwrites or adds, decode frames of every codec. Frames are
-self-describing, so decoding needs no state. Some codecs send values modulo a range. Their decoder needs reference
-values near the encoded ones, such as the receiver's own model; ``decode_into`` takes these as ``near``.
-Codecs work on float32 values; other floating-point types are converted to float32 and back.
+self-describing, so decoding needs no state. Codecs work on float32 values; other floating-point types are converted to
+float32 and back.
 
 A tensor with a non-finite value, or whose scale overflows, has no encoding. It decodes to NaN everywhere, so the
 receiver notices the fault as it would without a codec. Its accumulated error stays unchanged.
@@ -114,7 +113,6 @@ class Codec(abc.ABC):
         number: identifies the codec in frames; 128 to 255 are reserved for custom codecs.
         gradients_only: whether it encodes gradients only, and no changes of a model.
         alone: whether it is precise enough to encode a model itself, not only its changes.
-        near: whether it encodes models only, and its decoder needs nearby reference values.
         needs_numba: whether it uses loops that numba compiles.
     """
 
@@ -124,7 +122,6 @@ class Codec(abc.ABC):
     number: ClassVar[int]
     gradients_only: ClassVar[bool] = False
     alone: ClassVar[bool] = False
-    near: ClassVar[bool] = False
     needs_numba: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -251,17 +248,13 @@ class Codec(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def _read(cls, opened: OpenedFrame, references: Sequence[Tensor] | None) -> Any:
+    def _read(cls, opened: OpenedFrame) -> Any:
         """Check all encoded tensors of a frame and return what :meth:`_write` needs to decode them.
 
         This is the only check between bytes from a peer and compiled loops without bounds checks.
 
-        Args:
-            references: for each encoded tensor, flat float32 reference values; None: not available.
-
         Raises:
-            ProtocolError: a tensor is malformed, or needs reference values and has none.
-            TooFarError: the reference values are too far away.
+            ProtocolError: a tensor is malformed.
         """
 
     @classmethod
@@ -281,7 +274,7 @@ def decode(frame: Buffer, limit: int = LIMIT) -> Tensor:
     """
     opened = open_frame(frame, limit)
     tensors = opened.contents.tensors
-    read = _kind(opened)._read(opened, None)
+    read = _kind(opened)._read(opened)
     try:
         out = torch.empty(tensors.shapes[0] if tensors.single else (tensors.length,), dtype=tensors.dtype)
     except RuntimeError as error:  # no elements, but a dimension too large for torch
@@ -290,31 +283,23 @@ def decode(frame: Buffer, limit: int = LIMIT) -> Tensor:
     return out
 
 
-def decode_into(
-    frame: Buffer, out: Tensor, *, add: bool = False, tensors: Tensors | None = None, near: Tensor | None = None
-) -> None:
+def decode_into(frame: Buffer, out: Tensor, *, add: bool = False, tensors: Tensors | None = None) -> None:
     """Decode a frame of any codec into ``out``. On error, ``out`` stays unchanged.
 
     Args:
         out: a tensor of the shape in the frame, or a vector.
         add: add to the values in ``out`` rather than overwrite them.
         tensors: the tensors that the frame must hold, and their places in ``out``; None: they fill it, side by side.
-        near: reference values near the encoded ones, in the shape of ``out``; may be ``out``. Few codecs need them.
 
     Raises:
-        ProtocolError: the frame is malformed or damaged, holds other tensors, or needs ``near``.
-        TooFarError: the values in the frame are too far from ``near``.
-        UsageError: ``near`` has another shape, or ``out`` is too short for its tensors.
+        ProtocolError: the frame is malformed or damaged, or holds other tensors.
+        UsageError: ``out`` is too short for its tensors.
     """
-    read_into(frame, out, tensors=tensors, near=near)(add)
+    read_into(frame, out, tensors=tensors)(add)
 
 
-def read_into(
-    frame: Buffer, out: Tensor, *, tensors: Tensors | None = None, near: Tensor | None = None
-) -> Callable[[bool], None]:
+def read_into(frame: Buffer, out: Tensor, *, tensors: Tensors | None = None) -> Callable[[bool], None]:
     """Check a frame as :func:`decode_into` does, and return a function ``write(add)`` that decodes it without fail."""
-    if near is not None and near.shape != out.shape:
-        raise UsageError(f"near must have the shape {tuple(out.shape)}, not {tuple(near.shape)}")
     want = tensors or (Tensors.of(out) if out.dim() != 1 else None)
     if want is not None and (want.length > out.numel() or (tensors and out.dim() != 1)):
         raise UsageError(f"{_described(want)} do not fit into a tensor of {tuple(out.shape)}")
@@ -332,13 +317,7 @@ def read_into(
             )
 
     opened = open_frame(frame, max(out.numel(), 1) * 16, check)
-    kind, starts = _kind(opened), np.array((want or opened.contents.tensors).starts, np.int64)
-    references = None
-    if near is not None:
-        flat, encoded = near.detach().reshape(-1).float(), opened.contents.encoded
-        places = zip(starts[encoded].tolist(), opened.contents.counts.tolist(), strict=True)
-        references = [flat[start : start + count] for start, count in places]
-    read = kind._read(opened, references)
+    read, starts = _kind(opened)._read(opened), np.array((want or opened.contents.tensors).starts, np.int64)
 
     def write(add: bool) -> None:
         to = out.detach()
@@ -437,8 +416,7 @@ class PerTensor(Codec):
     """A codec that encodes one tensor at a time, on any device; most custom codecs derive from it.
 
     A subclass defines ``_bytes``, which encodes a tensor, ``_values``, which decodes it, and ``_most``, which bounds
-    the size of the encoding. A codec whose decoder needs reference values, such as the receiver's own model, overrides
-    ``_values_near``, too. This class does the rest: error feedback, frames and checks; see
+    the size of the encoding. This class does the rest: error feedback, frames and checks; see
     :class:`gossipx.codecs.base.Codec`.
     """
 
@@ -465,19 +443,6 @@ class PerTensor(Codec):
             ProtocolError: the data is malformed.
         """
 
-    @classmethod
-    def _values_near(cls, data: Array, shape: tuple[int, ...], reference: Tensor) -> Tensor:
-        """Decode one tensor with the help of reference values, to a float32 vector on their device.
-
-        Args:
-            reference: values that the receiver knows to be close to the encoded ones; most codecs ignore them.
-
-        Raises:
-            ProtocolError: the data is malformed.
-            TooFarError: the reference values are too far away.
-        """
-        return cls._values(data, shape, len(reference), reference.device)
-
     def _wanted(self, values: Tensor, error: Tensor) -> Tensor:
         """Return the values to encode, given the accumulated error of earlier frames."""
         return values + error
@@ -498,22 +463,17 @@ class PerTensor(Codec):
                 end += len(data)
             sizes[index] = end - begin
             if error is not None and end > begin:
-                decoded = self._values_near(frame[begin:end], plan.shapes[index], values)
+                decoded = self._values(frame[begin:end], plan.shapes[index], count, values.device)
                 torch.sub(values, decoded, out=error[start : start + count])
         return end
 
     @classmethod
-    def _read(cls, opened: OpenedFrame, references: Sequence[Tensor] | None) -> list[Tensor | None]:
-        contents = opened.contents
+    def _read(cls, opened: OpenedFrame) -> list[Tensor | None]:
+        contents, host = opened.contents, torch.device("cpu")
         read: list[Tensor | None] = []
         for index, (begin, end) in enumerate(pairwise(opened.offsets.tolist())):
             data, shape = opened.body[begin:end], contents.tensors.shapes[contents.encoded[index]]
-            if begin == end:
-                read.append(None)
-            elif references is None:
-                read.append(cls._values(data, shape, int(contents.counts[index]), torch.device("cpu")))
-            else:
-                read.append(cls._values_near(data, shape, references[index]))
+            read.append(cls._values(data, shape, int(contents.counts[index]), host) if begin < end else None)
         return read
 
     @classmethod

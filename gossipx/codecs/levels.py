@@ -113,7 +113,7 @@ class Int8(Codec):
         return np.concatenate((np.frombuffer(struct.pack("<I", self.block), np.uint8), as_bytes(scales), data))
 
     @classmethod
-    def _read(cls, opened: OpenedFrame, references: Sequence[Tensor] | None) -> None:
+    def _read(cls, opened: OpenedFrame) -> None:
         bad = compiled().levels_fit(opened.body, opened.offsets, opened.contents.counts)
         if bad >= 0:
             raise ProtocolError(f"tensor {opened.contents.encoded[bad]} of a codec's frame is not int8 of its size")

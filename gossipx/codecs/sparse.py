@@ -64,7 +64,7 @@ class _Sparse(PerTensor):
         return scattered(count, places, values)
 
     @classmethod
-    def _read(cls, opened: OpenedFrame, references: Sequence[Tensor] | None) -> list[Tensor | None]:
+    def _read(cls, opened: OpenedFrame) -> list[Tensor | None]:
         bad = compiled().sparse_fits(opened.body, opened.offsets, opened.contents.counts)
         if bad >= 0:
             raise ProtocolError(

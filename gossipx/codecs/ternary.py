@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, final
@@ -151,7 +150,7 @@ class ThreeLC(Codec):
         return np.concatenate((np.frombuffer(begin, np.uint8), *codes))
 
     @classmethod
-    def _read(cls, opened: OpenedFrame, references: Sequence[Tensor] | None) -> Any:
+    def _read(cls, opened: OpenedFrame) -> Any:
         bad = compiled().three_lc_fits(opened.body, opened.offsets, opened.contents.counts)
         if bad >= 0:
             raise ProtocolError(f"tensor {opened.contents.encoded[bad]} of a codec's frame is not 3LC of its size")

@@ -120,14 +120,7 @@ class SectionCodec(abc.ABC):
             views += [vector_bytes(trained), others]
         return views
 
-    def decoded_section(
-        self,
-        number: int,
-        part: memoryview,
-        base: int,
-        base_values: Tensor | None = None,
-        reference: Tensor | None = None,
-    ) -> Tensor:
+    def decoded_section(self, number: int, part: memoryview, base: int, base_values: Tensor | None = None) -> Tensor:
         """Decode the trained values of a section.
 
         Args:
@@ -135,18 +128,16 @@ class SectionCodec(abc.ABC):
             part: the encoded values.
             base: checksum of the base that ``part`` changes, :data:`FULL` or :data:`ALONE`.
             base_values: this side's base; None: not available.
-            reference: values near the encoded ones, for codecs that need them; None: not available.
 
         Raises:
             ProtocolError: it is malformed, or changes another base.
-            TooFarError: ``reference`` is too far away.
         """
         tensors = self.tensors[number]
         if base == FULL:
             return typed(memoryview(bytearray(part)), tensors.dtype)
         if base == ALONE:
             values = torch.zeros(tensors.length, dtype=tensors.dtype)
-            decode_into(part, values, tensors=tensors, near=reference)
+            decode_into(part, values, tensors=tensors)
             return values
         if base_values is None or checksum(base_values) != base:
             raise ProtocolError("a model arrived as a change from another base than this peer's")
@@ -280,7 +271,6 @@ class ModelCodec(SectionCodec):
             self._states = [self.codec.init(tensors, seed) for seed, tensors in numbered]
             self._taken: dict[int, _Reference] = {}  # by sender, least recently used first
             self._met: set[int] = set()  # senders of an earlier model, whose reference is no longer the initial one
-            self._apart: set[int] = set()  # senders whose last model was too far from this peer's to be decoded
 
     # --- sending ----------------------------------------------------------------------------------
 
@@ -324,7 +314,7 @@ class ModelCodec(SectionCodec):
     def bases(self, sender: int) -> tuple[int, ...]:
         """Return the checksums of the references for ``sender``; empty: its model is encoded by itself."""
         with self._lock:
-            if not self._references and sender not in self._apart:
+            if not self._references:
                 return ()
             reference = self._reference(sender)
             return (FULL,) * len(self.tensors) if reference is None else tuple(map(checksum, reference.taken))
@@ -349,14 +339,10 @@ class ModelCodec(SectionCodec):
         with self._lock:
             reference = self._reference(sender)
             before: Sequence[Tensor | None] = [None] * len(parts) if reference is None else reference.taken
-            current = [self._current(number, incoming) for number in range(len(parts))]
-            rows = enumerate(zip(parts, reply.bases, before, current, strict=True))
-            self._apart.add(sender)  # stays if decoding raises
-            taken = [self.decoded_section(number, *row) for number, row in rows]
-            self._apart.discard(sender)
-            decoded = taken
+            rows = enumerate(zip(parts, reply.bases, before, strict=True))
+            decoded = taken = [self.decoded_section(number, *row) for number, row in rows]
             if self._references:
-                own = [values for values in current if values is not None] if self._public else []
+                own = self._own(incoming) if self._public else []
                 public = self._published(reply.bases, reference, own) if self._public else []
                 self._keep(sender, _Reference(taken, public))
                 if self._public:  # as if x_j were x_i + x̂_j − x̂_i
@@ -364,10 +350,10 @@ class ModelCodec(SectionCodec):
                     decoded = [values + (theirs - ours) for values, theirs, ours in changed]
         return self.laid_out(decoded, buffers)
 
-    def _current(self, number: int, incoming: Incoming) -> Tensor | None:
-        """Return the peer's own trained values of a section, if they are available."""
-        own = incoming.compared_with(number)
-        return None if own is None else own[: self.tensors[number].length]
+    def _own(self, incoming: Incoming) -> list[Tensor]:
+        """Return the peer's own trained values, by section; a model that is pulled is always compared with them."""
+        own = [incoming.compared_with(number) for number in range(len(self.tensors))]
+        return self.trained([values for values in own if values is not None])
 
     def _published(self, bases: Sequence[int], reference: _Reference | None, own: Sequence[Tensor]) -> list[Tensor]:
         """Return the next public copy x̂_i of each section; ``own`` is the current model x_i."""

@@ -58,16 +58,16 @@ CODECS = {
     "powersgd": CodecRow("rivals.PowerSGD", "32 · rank · (rows + columns) per matrix", ("powersgd:rank=2",)),
     "dgc": CodecRow("sparse.DGC", "as topk", ("dgc:ratio=0.01",)),
     "localsteps": CodecRow("rivals.LocalSteps", "32 / k", ("localsteps:k=2",)),
-    "moniqua": CodecRow(
-        "rivals.Moniqua",
-        "the key bits",
-        ("moniqua", "moniqua:bits=3,theta=1.0", "moniqua:bits=16,theta=0.5,small=32+zstd"),
-    ),
 }
 
-RETIRED_CODECS = {"uint8-minmax": "int8", "natural": "int8 or qsgd", "threshold": "topk"}
+RETIRED_CODECS = {
+    "uint8-minmax": "int8",
+    "natural": "int8 or qsgd",
+    "threshold": "topk",
+    "moniqua": "int8, with --references 0",
+}
 """Codecs that earlier versions had, and what to use in their place."""
-RETIRED_NUMBERS = {6: "uint8-minmax", 8: "natural", 13: "threshold"}
+RETIRED_NUMBERS = {6: "uint8-minmax", 8: "natural", 13: "threshold", 18: "moniqua"}
 """Their numbers in frames, which no other codec may take."""
 
 

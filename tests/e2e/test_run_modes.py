@@ -68,7 +68,6 @@ def test_an_exchange_of_fragments_moves_a_part_of_the_model(tmp_path: Path) -> N
         ("pull", ("--codec", "3lc:residual=0.3"), 3),
         ("push", ("--codec", "int8", "--references", "0"), 3),
         ("pushpull", ("--codec", "int8+zlib", "--references", "2"), 3),
-        ("pull", ("--codec", "moniqua:theta=0.5", "--references", "0"), 3),
         ("pull", ("--codec", "3lc:small=100", "--mixing", "choco:gamma=0.2"), 10),
     ],
 )

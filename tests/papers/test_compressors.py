@@ -12,7 +12,7 @@ from encoded import normal
 from torch import Tensor
 
 from gossipx import codecs
-from gossipx.codecs import ErrorFeedback, decode
+from gossipx.codecs import ErrorFeedback, decode, packing
 
 DRAWS = 1500
 
@@ -153,3 +153,14 @@ def test_random_values_are_sent_as_they_are_and_all_alike_often() -> None:
     assert bool((made[sent] == x.expand_as(made)[sent]).all())
     assert bool(((sent.double().mean(0) - 0.1).abs() < 5 * (0.09 / DRAWS) ** 0.5).all())
     assert bool((sent[1:] != sent[:-1]).any(1).all())
+
+
+@pytest.mark.parametrize("wide", [1, 5, 8, 11, 16])
+def test_torch_packs_as_numpy_does(wide: int) -> None:
+    """Values packed on a device are unpacked in host memory, and vice versa."""
+    for count in (1, 8, 13, 1000):
+        numbers = (normal(count, seed=wide) * 1e6).long() & (2**wide - 1)
+        packed = packing.pack_bits(numbers, wide)
+        assert torch.equal(packing.pack_bits_on_device(numbers, wide), packed)
+        assert torch.equal(packing.unpack_bits(packed, count, wide), numbers)
+        assert torch.equal(packing.unpack_bits_on_device(packed, count, wide), numbers)

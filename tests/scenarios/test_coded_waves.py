@@ -25,7 +25,7 @@ from gossipx.sim import Network, SimPeer
 TOPK2 = "topk2:ratio=0.2,chunk=8"
 WAVES = {"exchange": "waves", "codec": TOPK2, "finish": "none"}
 PARSED = {spec: codecs.parse(spec) for spec in SPECS if spec != "none"}
-CHANGES = [spec for spec, codec in PARSED.items() if not (codec.near or codec.gradients_only)]
+CHANGES = [spec for spec, codec in PARSED.items() if not codec.gradients_only]
 
 Given = list[tuple[WaveCodec, bool]]
 

@@ -105,18 +105,13 @@ MOMENTUM = {"outer": "momentum:0.6"}
     ("given", "told"),
     [
         ({"codec": "3lc", "servers": "0"}, "--codec 3lc is for models, and servers have --push-codec and --pull-codec"),
-        ({"codec": "moniqua", "exchange": "waves"}, "--codec moniqua is for models, and a wave encodes changes"),
         ({"codec": "topk2", "exchange": "waves", "outer": "nesterov"}, "--outer nesterov is for waves of whole models"),
         ({"codec": "topk2", "exchange": "waves", "references": 3}, "--references are models of other peers"),
         ({"codec": "3lc", "mode": "push", "weights": "push-sum"}, "--codec 3lc is lossy, and --weights push-sum"),
         ({"codec": "dgc"}, "--codec dgc is for gradients only"),
         ({"codec": "topk", "references": 0}, "--codec topk loses too much of a model to be used without"),
-        ({"codec": "moniqua"}, "--codec moniqua is for models, and with references differences are encoded"),
         ({"codec": "3lc", "hub": "0"}, "--codec 3lc is for peers that exchange with each other, and with --hub 0"),
         ({"mixing": "choco", "hub": "0"}, "--mixing choco mixes encoded differences, and with --hub models are sent"),
-        ({"codec": "moniqua", "references": 0, "mode": "push"}, "--codec moniqua is decoded with the puller's own"),
-        ({"push_codec": "moniqua", "servers": "0"}, "--push-codec moniqua is for models that peers exchange with"),
-        ({"pull_codec": "moniqua:bits=4", "servers": "0"}, "--pull-codec moniqua:bits=4 is for models that peers"),
         ({"pull_codec": "dgc", "servers": "0"}, "--pull-codec dgc is for gradients only: give it as --push-codec"),
         ({"rescale_error": True, "servers": "0"}, "--rescale-error needs a --push-codec with error feedback"),
         (
@@ -164,7 +159,7 @@ def test_fragments_and_momentum_suit_exchanges_between_peers() -> None:
         effective(fragments=4, **MOMENTUM, **given)
 
 
-@pytest.mark.parametrize("codec", ["fp16", "bf16", "int8", "int8+zlib", "moniqua"])
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "int8", "int8+zlib"])
 def test_codecs_that_need_no_references(codec: str) -> None:
     effective(codec=codec, references=0)
     told = refused(codec="topk", references=0)

@@ -9,14 +9,13 @@ import sys
 import tracemalloc
 import zlib
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import xxhash
-from encoded import NEAR, SPECS, normal
+from encoded import SPECS, normal
 
 from gossipx import codecs
 from gossipx.codecs import Tensors, decode, decode_into, frames, loops, loops_sparse
@@ -28,8 +27,6 @@ GUARDED = np.ones(2 * 4096 + 200, np.float32)
 INTACT = GUARDED.tobytes()
 OUT = torch.from_numpy(GUARDED)[4096:-4096]
 """The memory that frames are decoded into; the values around it must not change."""
-BESIDE = normal(200, seed=1)
-"""Reference values for codecs that need them."""
 EXPECTED = (None, Tensors(((30,), (40,)), torch.float32, (10, 50)))
 """Layouts of a vector of that length: one that fills it, and two tensors with gaps; both kinds are encoded below."""
 
@@ -53,9 +50,9 @@ def sealed(frame: bytes | bytearray) -> bytes:
 
 def survives(frame: bytes) -> bool:
     """Return whether a frame decodes, within the limit. Decoding into a vector adds to it, or leaves it unchanged."""
-    for expected, near in product(EXPECTED, (None, BESIDE)):
+    for expected in EXPECTED:
         try:
-            decode_into(frame, OUT, add=True, tensors=expected, near=near)
+            decode_into(frame, OUT, add=True, tensors=expected)
         except ProtocolError:
             pass
         else:
@@ -63,24 +60,9 @@ def survives(frame: bytes) -> bool:
         assert GUARDED.tobytes() == INTACT
     try:
         values = decode(frame, LIMIT)
-    except ProtocolError as error:
-        return "no reference model to decode them" in str(error) and survives_near(frame)
-    assert values.nbytes <= LIMIT
-    return True
-
-
-def survives_near(frame: bytes) -> bool:
-    """Return whether a frame decodes near reference values; if it does not, these stay unchanged."""
-    tensors = frames.open_frame(frame, LIMIT).contents.tensors
-    near = torch.cat([normal(count, seed=place) for place, count in enumerate(tensors.counts)])
-    near = near.view(tensors.shapes[0] if tensors.single else -1)
-    out = near.to(tensors.dtype)
-    before = out.clone()
-    try:
-        decode_into(frame, out, near=near)
     except ProtocolError:
-        assert torch.equal(out, before)
         return False
+    assert values.nbytes <= LIMIT
     return True
 
 
@@ -108,14 +90,13 @@ def test_a_bitmap_with_bits_behind_the_last_value_is_refused() -> None:
     """Fault 43: seven padding bits were set, which marked values past the vector's end."""
     frame = bytearray(a_frame("topk:ratio=0.5", 5121))
     guarded = torch.ones(4096 + 5121 + 4096)
-    out, near = guarded[4096:-4096], normal(5121, seed=1)
+    out = guarded[4096:-4096]
     opened = frames.open_frame(bytes(frame))
     last = len(frame) - len(opened.body) + int(opened.offsets[0]) + 8 + (5121 + 7) // 8 - 1
     frame[last] |= 0xFE
-    for given in (None, near):
-        with pytest.raises(ProtocolError, match="is not a sparse tensor of its size"):
-            decode_into(sealed(frame), out, near=given)
-        assert bool((guarded == 1).all())
+    with pytest.raises(ProtocolError, match="is not a sparse tensor of its size"):
+        decode_into(sealed(frame), out)
+    assert bool((guarded == 1).all())
 
 
 @pytest.mark.fault(43)
@@ -146,7 +127,7 @@ def fuzz(many: int, seed: int, of: Sequence[tuple[int, ...]] = SMALL) -> int:
         of: the tensors that a frame holds.
     """
     draws = np.random.default_rng(seed)
-    whole = [a_frame(spec, *counts) for spec in SPECS + NEAR for counts in of]
+    whole = [a_frame(spec, *counts) for spec in SPECS for counts in of]
     return sum(survives(mutated(whole[int(draws.integers(len(whole)))], draws)) for _ in range(many))
 
 
