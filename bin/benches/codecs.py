@@ -55,7 +55,7 @@ ALLOCATED = 0.01
 """Limit of allocations as a fraction of the input's bytes, for tables and numbers of constant size."""
 OTHERS = (
     *("none", "fp16", "bf16", "int8:block=256", "3lc:sparsity=1,residual=0.3", "stochastic3"),
-    *("onebit", "topk:ratio=0.01", "randomk:ratio=0.01", "qsgd:levels=7", "signsgd"),
+    *("onebit", "topk:ratio=0.01", "qsgd:levels=7", "signsgd"),
     *("efsignsgd", "powersgd:rank=2", "dgc:ratio=0.001", "localsteps:k=2", "3lc:sparsity=1.75+zlib"),
 )
 SPARSITIES = (1.0, 1.5, 1.75, 1.9)

@@ -53,7 +53,6 @@ OTHERS = (
     "int8:block=256",
     "3lc:sparsity=1,residual=0.3",
     "3lc:sparsity=1.75+zstd",
-    "randomk:ratio=0.05",
     "qsgd:levels=7",
     "signsgd",
     "efsignsgd",

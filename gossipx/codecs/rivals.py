@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import ClassVar, final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,9 +23,6 @@ from gossipx.codecs.frames import Array, unpack_numbers
 from gossipx.codecs.levels import blocks_of, check_size, in_blocks
 from gossipx.codecs.sparse import check_ratio, count_of
 from gossipx.errors import ProtocolError
-
-_CHUNK = 2**16
-"""Values or indices processed at a time, so that they fit the processor's cache."""
 
 
 class _Signs(PerTensor):
@@ -382,62 +378,6 @@ def _group_means(values: Tensor, groups: Tensor, many: int) -> Tensor:
     """Return the mean of the values in each of ``many`` groups; 0 for empty ones."""
     sums = torch.bincount(groups, weights=values, minlength=many)
     return sums / torch.bincount(groups, minlength=many).clamp(min=1)
-
-
-@final
-@dataclass(frozen=True)
-class RandomK(PerTensor):
-    """``randomk``: values at random indices, which the receiver draws again from the same seed.
-
-    Frame layout per tensor: the seed, the ratio in units of 2^-32, and the values.
-
-    Attributes:
-        ratio: probability that a value is sent.
-    """
-
-    ratio: float = 0.01
-    number: ClassVar[int] = 14
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ratio(self.ratio)
-
-    def _most(self, count: int, shape: tuple[int, ...]) -> int:
-        return 12 + 4 * count
-
-    def _bytes(self, values: Tensor, shape: tuple[int, ...], state: State, index: int) -> Sequence[Tensor | bytes]:
-        seed = state.draws(torch.device("cpu"), index).initial_seed()
-        below = min(2**32 - 1, round(self.ratio * 2**32))
-        places = _draw_indices(seed, below, len(values), len(values)).to(values.device)
-        return struct.pack("<QI", seed, below), values[places]
-
-    @classmethod
-    def _values(cls, data: Array, shape: tuple[int, ...], count: int, device: torch.device) -> Tensor:
-        seed, below = unpack_numbers("<QI", data)
-        places = _draw_indices(seed, below, count, (len(data) - 12) // 4).to(device)
-        if len(data) != 12 + 4 * len(places):
-            raise ProtocolError(f"a tensor of {len(data)} bytes in a codec's frame does not match its random indices")
-        return scattered(count, places, floats(data[12:], device))
-
-
-def _draw_indices(seed: int, below: int, count: int, enough: int) -> Tensor:
-    """Draw each index with probability ``below`` / 2^32, the same ones on all machines (SplitMix64).
-
-    Args:
-        enough: stop once there are more indices than this.
-    """
-    found, drawn = [], 0
-    for first in range(0, count, _CHUNK):
-        last = min(first + _CHUNK, count)
-        with np.errstate(over="ignore"):
-            mixed = np.arange(first + 1, last + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
-            for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-                mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-        found.append(first + np.flatnonzero(((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(32)) < below))
-        drawn += len(found[-1])
-        if drawn > enough:
-            break
-    return torch.from_numpy(np.concatenate(found or [np.empty(0, np.int64)]))
 
 
 @final

@@ -53,7 +53,6 @@ CODECS = {
         "9.5 per sent value",
         ("topk2:ratio=0.05,chunk=256", "topk2:ratio=0.1,chunk=100,decay=1,small=32+zlib"),
     ),
-    "randomk": CodecRow("rivals.RandomK", "32 per sent value", ("randomk:ratio=0.1",)),
     "qsgd": CodecRow("rivals.QSGD", "4", ("qsgd:levels=7", "qsgd:levels=4,block=0")),
     "powersgd": CodecRow("rivals.PowerSGD", "32 · rank · (rows + columns) per matrix", ("powersgd:rank=2",)),
     "dgc": CodecRow("sparse.DGC", "as topk", ("dgc:ratio=0.01",)),
@@ -64,10 +63,11 @@ RETIRED_CODECS = {
     "uint8-minmax": "int8",
     "natural": "int8 or qsgd",
     "threshold": "topk",
+    "randomk": "topk",
     "moniqua": "int8, with --references 0",
 }
 """Codecs that earlier versions had, and what to use in their place."""
-RETIRED_NUMBERS = {6: "uint8-minmax", 8: "natural", 13: "threshold", 18: "moniqua"}
+RETIRED_NUMBERS = {6: "uint8-minmax", 8: "natural", 13: "threshold", 14: "randomk", 18: "moniqua"}
 """Their numbers in frames, which no other codec may take."""
 
 

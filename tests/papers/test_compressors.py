@@ -146,15 +146,6 @@ def test_signs_in_error_feedback() -> None:
         assert torch.allclose(state.kept["error"], e, atol=1e-5)
 
 
-def test_random_values_are_sent_as_they_are_and_all_alike_often() -> None:
-    x = normal(400)
-    made = torch.stack(decoded("randomk:ratio=0.1", x, DRAWS))
-    sent = made != 0
-    assert bool((made[sent] == x.expand_as(made)[sent]).all())
-    assert bool(((sent.double().mean(0) - 0.1).abs() < 5 * (0.09 / DRAWS) ** 0.5).all())
-    assert bool((sent[1:] != sent[:-1]).any(1).all())
-
-
 @pytest.mark.parametrize("wide", [1, 5, 8, 11, 16])
 def test_torch_packs_as_numpy_does(wide: int) -> None:
     """Values packed on a device are unpacked in host memory, and vice versa."""
