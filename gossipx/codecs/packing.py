@@ -82,6 +82,35 @@ def unpack_bits_on_device(packed: Tensor, count: int, width: int) -> Tensor:
     return numbers[:count]
 
 
+def pack_gaps(places: Tensor, count: int) -> tuple[int, Tensor, Tensor]:
+    """Pack ascending indices of ``count`` values by the gaps between them, in a Rice code.
+
+    Returns:
+        The width w of the code, the low w bits of each gap, and the rest of each gap in unary: that many 0 bits and a
+        1 bit.
+    """
+    gaps, many = places.diff(prepend=places.new_full((1,), -1)) - 1, len(places)
+    widest = (count // many).bit_length()  # a Rice code is shortest with a width near log2 of the mean gap
+    width = min(range(max(1, widest - 2), widest + 1), key=lambda width: width * many + int((gaps >> width).sum()))
+    ends = ((gaps >> width) + 1).cumsum(0) - 1
+    marks = torch.zeros(int(ends[-1]) + 1, dtype=torch.int64, device=places.device)
+    marks[ends] = 1
+    return width, pack_bits(gaps & (1 << width) - 1, width), pack_bits(marks, 1)
+
+
+def unpack_gaps(low: Tensor, unary: Tensor, many: int, width: int) -> Tensor:
+    """Unpack the ``many`` indices that :func:`pack_gaps` packed.
+
+    Raises:
+        ProtocolError: the unary numbers are more, or fewer, or have bytes after the last.
+    """
+    marks = unpack_bits(unary, 8 * len(unary), 1).nonzero().view(-1)
+    if len(marks) != many or (many and int(marks[-1]) // 8 != len(unary) - 1):
+        raise ProtocolError("a tensor of a codec's frame has another number of indices")
+    rests = marks.diff(prepend=marks.new_full((1,), -1)) - 1
+    return ((rests << width | unpack_bits(low, many, width)) + 1).cumsum(0) - 1
+
+
 def trit_bytes(count: int) -> int:
     """Return the bytes that ``count`` trits take, five per byte."""
     return -(-count // 5)

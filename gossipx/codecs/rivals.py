@@ -325,15 +325,9 @@ class TopK2(PerTensor):
         levels = _group_means(magnitudes, 2 * chunk_of + is_high, 2 * chunks).float()
         shortened = (levels.view(torch.int32) >> 16).to(torch.int16)  # to bfloat16, towards zero
 
-        gaps = places.diff(prepend=places.new_full((1,), -1)) - 1
-        widest = (len(values) // sent).bit_length()  # a Rice code is shortest with a width near log2 of the mean gap
-        width = min(range(max(1, widest - 2), widest + 1), key=lambda width: width * sent + int((gaps >> width).sum()))
-        ends = ((gaps >> width) + 1).cumsum(0) - 1
-        marks = torch.zeros(int(ends[-1]) + 1, dtype=torch.int64, device=values.device)
-        marks[ends] = 1
         codes = packing.pack_bits((values[places] < 0).long() | is_high << 1, 2)
-        low = packing.pack_bits(gaps & (1 << width) - 1, width)
-        return _TOPK2_HEAD.pack(sent, self.chunk, width), shortened, codes, low, packing.pack_bits(marks, 1)
+        width, low, unary = packing.pack_gaps(places, len(values))
+        return _TOPK2_HEAD.pack(sent, self.chunk, width), shortened, codes, low, unary
 
     def _chosen(self, values: Tensor) -> Tensor:
         """Return the ascending indices of the values to send, all of which differ from zero."""
@@ -357,18 +351,11 @@ class TopK2(PerTensor):
         fits = chunk >= 1 and width >= 1 and sent <= count and sent << width < 2**62 and ends[-1] <= len(data)
         if not fits or 8 * (len(data) - ends[-1]) > sent + (count >> width) + 7:
             raise ProtocolError(f"a tensor of a codec's frame is not {count} values in chunks")
-        bits, codes, low, unary = (
-            torch.from_numpy(data[begin:end].copy()).to(device)
-            for begin, end in zip(ends, [*ends[1:], len(data)], strict=True)
-        )
-        levels = bits.view(torch.bfloat16).float()
-        marks = packing.unpack_bits(unary, 8 * len(unary), 1).nonzero().view(-1)
-        if len(marks) != sent or (sent and int(marks[-1]) // 8 != len(unary) - 1) or not bool(levels.isfinite().all()):
-            raise ProtocolError("a tensor of a codec's frame has a level out of range, or another number of indices")
-        rests = marks.diff(prepend=marks.new_full((1,), -1)) - 1
-        places = ((rests << width | packing.unpack_bits(low, sent, width)) + 1).cumsum(0) - 1
-        if sent and int(places[-1]) >= count:
-            raise ProtocolError(f"a tensor of a codec's frame has an index above its {count} values")
+        _, bits, codes, low, unary = torch.from_numpy(data.copy()).to(device).tensor_split(ends)
+        levels = bits.clone().view(torch.bfloat16).float()  # a copy is aligned
+        places = packing.unpack_gaps(low, unary, sent, width)
+        if not bool(levels.isfinite().all()) or (sent and int(places[-1]) >= count):
+            raise ProtocolError(f"a tensor of a codec's frame has a level out of range, or an index above its {count}")
         code = packing.unpack_bits(codes, sent, 2)
         values = levels[2 * (places // chunk) + (code >> 1)] * (1 - 2 * (code & 1))
         return scattered(count, places, values)
