@@ -1,8 +1,7 @@
-"""Plots that compare runs: accuracy or loss against traffic and time, retrievals, and the graph of exchanges."""
+"""Plots that compare runs: accuracy or loss against traffic and time, and retrievals."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,33 +16,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 """Colours that people with colour blindness can distinguish (Okabe and Ito, 2008)."""
 STYLES = ("-", "--", ":", "-.")
 """Line styles; the second and later ones are used from the eighth run on."""
-NAMED = 12
-"""Largest number of peers whose names are drawn beside the nodes of a single graph; more names would cover it."""
-NUMBERED = 40
-"""Largest number of peers whose ranks are drawn in the nodes of a single graph; half as many if there are several."""
-GRAPHS = 4
-"""Largest number of graphs drawn; a note counts the rest."""
 LONGEST = 44
 """Largest number of characters per run in the legend."""
-
-
-@dataclass(frozen=True)
-class Graph:
-    """The graph of which peers exchange models.
-
-    Attributes:
-        title: name of the topology.
-        names: peer names, by rank.
-        edges: pairs of ranks; from the first to the second if directed.
-        directed: whether edges have a direction.
-        centres: ranks of a hub or of servers.
-    """
-
-    title: str
-    names: tuple[str, ...]
-    edges: tuple[tuple[int, int], ...]
-    directed: bool = False
-    centres: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,14 +28,12 @@ class Drawn:
         name: of the run.
         by: policy or sync model.
         curves: of its peers.
-        graph: of its exchanges.
         skipped, failed: decisions to exchange that had no effect, and failed exchanges, means over peers.
     """
 
     name: str
     by: str
     curves: Curves
-    graph: Graph
     skipped: float = 0.0
     failed: float = 0.0
 
@@ -111,11 +83,9 @@ def draw(runs: Sequence[Drawn], target: Path) -> None:
         titles = (f"{figure_drawn} by traffic", f"{figure_drawn} by time", "retrievals")
         for panel, title in zip(panels, titles, strict=True):
             panel.set_title(title.capitalize())
-        handles = panels[0].get_lines()
-        labels = [_labelled(run) for run in runs]
-        columns = max(1, min(len(runs), 3))
-        figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False)
-        _graphs(figure, cells[1, 1], list(dict.fromkeys(run.graph for run in runs)))
+        names = figure.add_subplot(cells[1, 1])
+        names.set_axis_off()
+        names.legend(panels[0].get_lines(), [_labelled(run) for run in runs], loc="center", frameon=False)
         metadata = {"Date": None} if target.suffix.lower() == ".svg" else {"Software": None}
         try:
             figure.savefig(target, dpi=150, metadata=metadata)
@@ -136,53 +106,6 @@ def _curves(panel: Any, bands: Sequence[Band], x: str, y: str) -> None:
     panel.grid(alpha=0.3)
     for side in ("top", "right"):
         panel.spines[side].set_visible(False)
-
-
-def _graphs(figure: Any, cell: Any, graphs: Sequence[Graph]) -> None:
-    shown = graphs[:GRAPHS]
-    columns = 1 if len(shown) == 1 else 2
-    places = cell.subgridspec(math.ceil(len(shown) / columns), columns)
-    for number, graph in enumerate(shown):
-        panel = figure.add_subplot(places[number // columns, number % columns])
-        alone = len(shown) == 1
-        has_numbers = len(graph.names) <= NUMBERED // (1 if alone else 2)
-        _graph(panel, graph, has_names=alone and len(graph.names) <= NAMED, has_numbers=has_numbers)
-        panel.set_title(f"{graph.title}, {len(graph.names)} peers")
-        if number == GRAPHS - 1 and len(graphs) > GRAPHS:
-            panel.text(0.5, -0.05, f"and {len(graphs) - GRAPHS} more", ha="center", transform=panel.transAxes)
-
-
-def _graph(panel: Any, graph: Graph, has_names: bool, has_numbers: bool) -> None:
-    """Draw a graph with ranks inside the nodes and names beside them, each if there is room."""
-    import networkx as nx
-
-    drawn = nx.DiGraph() if graph.directed else nx.Graph()
-    drawn.add_nodes_from(range(len(graph.names)))
-    drawn.add_edges_from(graph.edges)
-    outer = [rank for rank in drawn if rank not in graph.centres]
-    shells = [list(graph.centres), outer] if graph.centres and outer else [list(drawn)]
-    places = nx.shell_layout(drawn, shells) if len(drawn) > 1 else {0: (0.0, 0.0)}
-    colours = ["#D55E00" if rank in graph.centres else "#0072B2" for rank in drawn]
-    size = max(15, 220 - 4 * len(drawn))
-    style = {"alpha": max(0.08, min(0.6, 40 / max(len(graph.edges), 1))), "node_size": size}
-    nx.draw_networkx_edges(drawn, places, ax=panel, **style, **({"arrowsize": 8} if graph.directed else {}))
-    nx.draw_networkx_nodes(drawn, places, ax=panel, node_size=size, node_color=colours, linewidths=0)
-    if has_numbers:
-        nx.draw_networkx_labels(drawn, places, ax=panel, font_size=7, font_color="white")
-    for rank, (x, y) in places.items() if has_names else ():
-        side = "left" if x > 0.1 else "right" if x < -0.1 else "center"
-        up = 0 if side != "center" else math.copysign(0.2, y or 1)
-        panel.annotate(
-            _short(graph.names[rank], 26),
-            (x + math.copysign(0.12, x) * (side != "center"), y + up),
-            ha=side,
-            va="center",
-        )
-    # Nodes lie within the unit circle. Automatic limits would leave no height for a graph that is a line.
-    panel.set_xlim(-1.6 if has_names else -1.2, 1.6 if has_names else 1.2)
-    panel.set_ylim(-1.3, 1.3)
-    panel.set_aspect("equal")
-    panel.set_axis_off()
 
 
 def _labelled(run: Drawn) -> str:

@@ -12,11 +12,7 @@ from PIL import Image
 from gossipx.errors import UsageError
 from gossipx.metrics import TensorBoardRecorder, curves, plot
 from gossipx.metrics.curves import EMPTY, Curves
-from gossipx.metrics.plot import Drawn, Graph
-from gossipx.settings import files
-from gossipx.tools.plot import graph_of
-
-NAMES = ("a", "b", "c", "d")
+from gossipx.metrics.plot import Drawn
 
 
 def written(folder: Path, peers: int = 2, tests: tuple[int, ...] = (10, 20, 30), figure: str = "accuracy") -> Path:
@@ -65,7 +61,7 @@ def test_a_run_without_accuracies_has_its_losses_drawn(tmp_path: Path) -> None:
     images = curves.read(written(tmp_path / "images"))
     drawn = {}
     for name, found in {"loss": [text], "accuracy": [text, images]}.items():
-        runs = [Drawn(f"run-{number}", "tau:10", one, Graph("full", ("a",), ())) for number, one in enumerate(found)]
+        runs = [Drawn(f"run-{number}", "tau:10", one) for number, one in enumerate(found)]
         plot.draw(runs, tmp_path / f"{name}.svg")
         drawn[name] = (tmp_path / f"{name}.svg").read_text()
     assert "Loss by traffic" in drawn["loss"] and "test loss" in drawn["loss"]
@@ -80,73 +76,30 @@ def test_a_run_without_curves_is_reported(tmp_path: Path) -> None:
         curves.read(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("given", "title", "edges", "directed", "centres"),
-    [
-        ({"topology": "ring"}, "ring", {(0, 1), (1, 2), (2, 3), (0, 3)}, False, ()),
-        ({"topology": "exponential"}, "exponential", None, True, ()),
-        ({"hub": "b"}, "hub", {(0, 1), (2, 1), (3, 1)}, False, (1,)),
-        ({"servers": "0,1"}, "parameter server", {(0, 1), (0, 2), (0, 3), (1, 2), (1, 3)}, False, (0, 1)),
-        ({"exchange": "waves"}, "waves", {(i, j) for i in range(4) for j in range(i + 1, 4)}, False, ()),
-    ],
-)
-def test_the_graph_shows_which_peers_exchange(
-    given: dict[str, str], title: str, edges: set[tuple[int, int]] | None, directed: bool, centres: tuple[int, ...]
-) -> None:
-    graph = graph_of(files.resolve(given), NAMES)
-    assert (graph.title, graph.directed, graph.centres) == (title, directed, centres)
-    assert edges is None or set(graph.edges) == edges
-
-
 def test_a_plot_shows_the_runs_and_is_reproducible(tmp_path: Path) -> None:
     found = curves.read(written(tmp_path))
-    ring = Graph("ring", NAMES, ((0, 1), (1, 2), (2, 3), (0, 3)))
-    runs = [Drawn(f"run-{number}", "tau:10", found, ring, 0.5 * number, number // 8) for number in range(9)]
+    runs = [Drawn(f"run-{number}", "tau:10", found, 0.5 * number, number // 8) for number in range(9)]
     for name in ("one.svg", "two.svg", "one.png"):
         plot.draw(runs, tmp_path / name)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
     text = set(re.findall(r">([^<>]+)</text>", (tmp_path / "one.svg").read_text()))
     assert {f"run-{number}: tau:10" for number in range(9)} <= text
     assert {"0.5 skipped", "4.0 skipped, 1.0 failed"} <= text and "0.0 skipped" not in text
-    assert {"Accuracy by traffic", "Accuracy by time", "Retrievals", "MB received per peer", "ring, 4 peers"} <= text
-    assert set(NAMES) <= text  # one graph: there is room for names
+    assert {"Accuracy by traffic", "Accuracy by time", "Retrievals", "MB received per peer"} <= text
     with Image.open(tmp_path / "one.png") as picture:
         assert picture.size == (1650, 1140)
         assert len(picture.convert("RGB").getcolors(1 << 24)) > 50
-
-
-@pytest.mark.parametrize(
-    ("names", "edges", "centres"),
-    [("ab", ((0, 1),), ()), ("ab", ((0, 1),), (0,)), ("abc", ((0, 1), (0, 2)), (0,)), ("a", (), ())],
-)
-def test_a_graph_that_lies_on_a_line_is_drawn(
-    tmp_path: Path, names: str, edges: tuple[tuple[int, int], ...], centres: tuple[int, ...]
-) -> None:
-    """All nodes appear in their colours, in the lower right panel."""
-    run = Drawn("run", "tau:10", curves.read(written(tmp_path)), Graph("full", tuple(names), edges, False, centres))
-    plot.draw([run], tmp_path / "one.png")
-    with Image.open(tmp_path / "one.png") as picture:
-        panel = np.asarray(picture.convert("RGB"))[600:, 850:]
-    blue, red = ((panel == colour).all(-1).sum() for colour in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)))
-    node = 300  # pixels per node, without those of its number
-    assert blue > node * (len(names) - len(centres)) and (red > node * len(centres) or not centres)
 
 
 def test_a_run_without_accuracies_has_its_retrievals_drawn(tmp_path: Path) -> None:
     found = curves.read(written(tmp_path / "run", tests=()))
     np.testing.assert_allclose(found.retrievals.mean, [0, 1.5, 3, 4.5])
     assert found.by_megabytes.x.size == found.by_seconds.x.size == 0
-    plot.draw([Drawn("run", "tau:10", found, Graph("full", ("a", "b"), ((0, 1),)))], tmp_path / "one.png")
-
-
-def test_a_missing_topology_file_leaves_the_rest(caplog: pytest.LogCaptureFixture) -> None:
-    graph = graph_of(files.resolve({"topology": "gone.edges"}), NAMES)
-    assert (graph.title, graph.edges, graph.names) == ("gone.edges (not found)", (), NAMES)
-    assert "gone.edges: no such topology file" in caplog.text
+    plot.draw([Drawn("run", "tau:10", found)], tmp_path / "one.png")
 
 
 def test_a_long_name_is_shortened_before_the_policy() -> None:
-    label = plot._labelled(Drawn("n" * 60, "adaptive:threshold=0.02", Curves(EMPTY, EMPTY, EMPTY), Graph("", (), ())))
+    label = plot._labelled(Drawn("n" * 60, "adaptive:threshold=0.02", Curves(EMPTY, EMPTY, EMPTY)))
     assert label.endswith("…: adaptive:threshold=0.02") and len(label) == plot.LONGEST
 
 
