@@ -197,8 +197,6 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "hosts": _hosts,
     "solver": _solver,
     "edges": functools.partial(_topology, "edges"),
-    "graphml": functools.partial(_topology, "graphml"),
-    "json": functools.partial(_topology, "json"),
     "toml": functools.partial(_topology, "toml"),
     "settings": _settings,
     "scenario": _scenario,

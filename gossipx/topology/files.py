@@ -1,6 +1,6 @@
-"""Topology files: TOML, GraphML, node-link JSON and edge lists, including those that come with gossipx.
+"""Topology files: TOML and edge lists, including those that come with gossipx.
 
-In every format nodes are ranks, 0 to n − 1. An edge's ``weight`` (above 0, at most 1) is a factor on the mixing share
+In both formats nodes are ranks, 0 to n − 1. An edge's ``weight`` (above 0, at most 1) is a factor on the mixing share
 over this edge. A node's ``site`` is its machine or room. Self-loops are ignored.
 """
 
@@ -15,7 +15,7 @@ from gossipx.errors import UsageError
 from gossipx.specs import suggest, texts
 from gossipx.topology.graphs import PLAIN, Topology, generate, generator_keys, neighbours_of
 
-_ENDINGS = (".edges", ".graphml", ".json", ".toml")
+_ENDINGS = (".edges", ".toml")
 _SHOWN = 8
 """Maximum number of ranks to list in a message."""
 
@@ -103,7 +103,7 @@ def _known_size(size: int | None, name: str) -> int:
 
 def _graph_in(path: Path, name: str, size: int | None, seed: int) -> Topology:
     text = texts.read(path, "topology")
-    from gossipx.topology.formats import READERS, read_toml  # imports networkx, which most runs do not need
+    from gossipx.topology.formats import read_edge_list, read_toml  # imports networkx, which most runs do not need
 
     if path.suffix == ".toml":
         file = read_toml(text, path)
@@ -112,7 +112,7 @@ def _graph_in(path: Path, name: str, size: int | None, seed: int) -> Topology:
         else:
             topology = _of_graph(file.graph, path, name, size)
         return replace(topology, name=name, schedule=file.schedule)
-    return _of_graph(READERS.get(path.suffix, READERS[".edges"])(text, path), path, name, size)
+    return _of_graph(read_edge_list(text, path), path, name, size)
 
 
 def _of_graph(graph: Any, path: Path, name: str, size: int | None) -> Topology:
@@ -151,5 +151,5 @@ def _sites(graph: Any, path: Path) -> tuple[int, ...]:
     missing = [rank for rank in range(len(graph)) if rank not in given]
     if missing:
         raise UsageError(f"some nodes have a site, and node {missing[0]} has none", file=path)
-    words = [str(given[rank]) for rank in range(len(graph))]
-    return tuple(words.index(word) for word in words)
+    found = [given[rank] for rank in range(len(graph))]
+    return tuple(found.index(site) for site in found)

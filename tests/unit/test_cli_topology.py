@@ -110,7 +110,7 @@ def test_check_fails_for_a_graph_that_a_run_would_refuse(place: Path) -> None:
         (("show", "none/x.toml"), "none/x.toml: no such topology file"),
         (("show", "ring", "--size", "0"), "'--size': 0 is not in the range"),
         (("show", "hypercube", "--size", "9" * 30), "is not in the range 1<=x<=65536"),
-        (("check", "petersen-10", "--size", "8"), "petersen-10.graphml: its graph has 10 nodes and the run 8 peers"),
+        (("check", "petersen-10", "--size", "8"), "petersen-10.toml: its graph has 10 nodes and the run 8 peers"),
         (("check", "petersen-10", "--size", "8"), "(gossipx topology: --size 10), or another --topology"),
         (("check", "full", "--size", "60000"), "--size 60000: at most 1024 peers can be checked"),
         (("check", "ring", "--size", "4", "--schedule", "onepeer"), "unknown schedule 'onepeer'"),
@@ -136,7 +136,7 @@ def test_a_graph_too_large_to_check_is_refused_and_can_be_shown(place: Path) -> 
     [
         (
             ("--topology", "petersen-10"),
-            "petersen-10.graphml: its graph has 10 nodes and the run 2 peers: give a hosts file of 10 peers",
+            "petersen-10.toml: its graph has 10 nodes and the run 2 peers: give a hosts file of 10 peers",
         ),
         (("--topology", "small-world:degree=3"), "degree must be even"),
         (("--schedule", "sometimes"), "unknown schedule 'sometimes'"),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import networkx as nx
 import pytest
 
 from gossipx.errors import UsageError
@@ -71,62 +69,9 @@ def test_an_edge_of_a_directed_graph_goes_from_who_pulls_to_who_is_pulled_from(t
     assert made.edge_shares == {(0, 1): 0.5}
 
 
-@pytest.mark.parametrize("kind", [nx.Graph, nx.DiGraph, nx.MultiGraph, nx.MultiDiGraph])
-@pytest.mark.parametrize("ending", [".graphml", ".json"])
-def test_what_networkx_writes_is_read(tmp_path: Path, kind: type, ending: str) -> None:
-    graph = kind([(0, 1), (1, 2), (2, 0), (2, 2)])
-    graph.add_edge(2, 3, weight=0.5)
-    graph.add_edge(3, 2, weight=0.5)
-    for rank in graph:
-        graph.nodes[rank]["site"] = "east" if rank < 3 else "west"
-    if ending == ".json":
-        text = json.dumps(nx.node_link_data(graph, edges="edges"))
-    else:
-        text = "\n".join(nx.generate_graphml(graph))
-    made = read(tmp_path, "graph" + ending, text, None)
-    assert made.neighbours == (((1,), (2,), (0, 3), (2,)) if graph.is_directed() else ((1, 2), (0, 2), (0, 1, 3), (2,)))
-    assert made.edge_shares == {(2, 3): 0.5, (3, 2): 0.5} and made.sites == (0, 0, 0, 3)
-
-
-def test_node_link_data_of_older_networkx(tmp_path: Path) -> None:
-    text = json.dumps(nx.node_link_data(nx.path_graph(4), edges="links"))
-    assert read(tmp_path, "graph.json", text).neighbours == LINE
-
-
-GRAPHML = """<graphml xmlns="http://graphml.graphdrawing.org/xmlns">
-<key id="d0" for="edge" attr.name="weight" attr.type="double"><default>0.5</default></key>
-<key id="d1" for="node" attr.name="site" attr.type="string"><default>east</default></key>
-<graph edgedefault="undirected">
-<node id="0"/><node id="1"/><node id="2"><data key="d1">west</data></node>
-<edge source="0" target="1"/><edge source="1" target="2"><data key="d0">0.25</data></edge>
-{}</graph></graphml>"""
-
-
-def test_defaults_of_graphml_are_applied(tmp_path: Path) -> None:
-    """They were ignored: the first edge had the weight 1."""
-    made = read(tmp_path, "x.graphml", GRAPHML.format(""), None)
-    assert made.edge_shares == {(0, 1): 0.5, (1, 0): 0.5, (1, 2): 0.25, (2, 1): 0.25}
-    assert made.sites == (0, 0, 2)
-
-
-NODES = '"nodes": [{"id": 0}, {"id": 1}, {"id": 2}]'
 TWO_WEIGHTS = {
     "x.edges": ("0 1 0.5\n1 2\n\n1 0 0.25\n", "4: edge 0 1 has weight 0.25, and 0.5 on line 1: give it one"),
     "one.edges": ("0 1 0.5\n1 2\n0 1\n", "3: edge 0 1 has weight 1, and 0.5 on line 1: give it one"),
-    "x.json": (
-        f'{{{NODES}, "edges": [{{"source": 0, "target": 1, "weight": 0.5}}, {{"source": 1, "target": 2}},'
-        ' {"source": 1, "target": 0, "weight": 0.25}]}',
-        " edge 0 1 has weight 0.25 in edge 3, and 0.5 in edge 1 of the file",
-    ),
-    "keys.json": (
-        f'{{{NODES}, "multigraph": true, "edges": [{{"source": 0, "target": 1, "weight": 0.5, "key": 0}},'
-        ' {"source": 1, "target": 2}, {"source": 0, "target": 1, "weight": 0.25, "key": 0}]}',
-        " edge 0 1 has weight 0.25 in edge 3, and 0.5 in edge 1 of the file",
-    ),
-    "x.graphml": (
-        GRAPHML.format('<edge id="a" source="1" target="0"><data key="d0">0.75</data></edge>'),
-        " edge 0 1 has weight 0.75 in edge 3, and 0.5 in edge 1 of the file",
-    ),
     "x.toml": (
         "\nedges = [[0, 1, 0.5], [1, 2], [1, 0, 0.25]]\n",
         "2: edge 0 1 has weight 0.25 in edge 3, and 0.5 in edge 1 of the file",
@@ -142,72 +87,17 @@ def test_two_weights_of_one_edge_are_refused_with_both_places(tmp_path: Path, na
     assert refused(tmp_path, name, text, None).startswith(f"{name}:{told}")
 
 
-TWICE = {
-    "node.json": ('{"nodes": [{"id": 0, "site": 1}, {"id": 0, "site": 2}], "edges": []}', "node 0"),
-    "field.json": (
-        '{"nodes": [], "edges": [{"source": 0, "target": 1, "target": 2}]}',
-        "in one of its objects, field target",
-    ),
-    "node.graphml": (GRAPHML.format('<node id="2"><data key="d1">east</data></node>'), "node 2"),
-    "data.graphml": (
-        GRAPHML.format('<edge source="0" target="2"><data key="d0">0.5</data><data key="d0">0.75</data></edge>'),
-        "edge 3: key d0",
-    ),
-}
-
-
-@pytest.mark.fault(78)
-@pytest.mark.parametrize("name", TWICE)
-def test_what_a_file_says_twice_is_refused(tmp_path: Path, name: str) -> None:
-    """The last one was taken in silence, also of a node's sites."""
-    text, told = TWICE[name]
-    assert refused(tmp_path, name, text, None) == f"{name}: {told} is given twice"
-
-
-def test_defaults_of_a_key_for_all_elements_are_applied(tmp_path: Path) -> None:
-    """Also of one that does not say for which."""
-    for given in ('for="all"', ""):
-        made = read(tmp_path, "x.graphml", GRAPHML.replace('for="edge"', given).format(""), None)
-        assert made.edge_shares == {(0, 1): 0.5, (1, 0): 0.5, (1, 2): 0.25, (2, 1): 0.25}
-        assert made.sites == (0, 0, 2)
-
-
 def test_the_two_directions_of_an_edge_may_have_two_weights(tmp_path: Path) -> None:
     made = read(tmp_path, "x.toml", "directed = true\nedges = [[0, 1, 0.5], [1, 0, 0.25], [0, 1, 0.5]]\n", None)
     assert made.edge_shares == {(0, 1): 0.5, (1, 0): 0.25}
 
 
 @pytest.mark.fault(81)
-@pytest.mark.parametrize("name", ["x.edges", "x.json", "x.graphml"])
-def test_a_file_of_too_many_edges_is_refused_at_once(tmp_path: Path, name: str) -> None:
+def test_a_file_of_too_many_edges_is_refused_at_once(tmp_path: Path) -> None:
     """An edge list of 200,000 took a minute."""
-    edges = [(rank % 300, rank // 300 % 300) for rank in range(MAX_EDGES + 1)]
-    text = {
-        "x.edges": "".join(f"{one} {other}\n" for one, other in edges),
-        "x.json": json.dumps({"nodes": [], "edges": [{"source": one, "target": other} for one, other in edges]}),
-        "x.graphml": "<graphml>" + "<edge/>" * len(edges) + "</graphml>",
-    }[name]
-    assert f"{MAX_EDGES + 1} edges, and at most {MAX_EDGES} are read: name a generator" in refused(tmp_path, name, text)
-
-
-@pytest.mark.fault(81)
-def test_a_graph_of_the_wrong_type_is_refused_in_one_line(tmp_path: Path) -> None:
-    """It was a traceback, as its check stood behind the one of networkx."""
-    made = read(
-        tmp_path,
-        "x.json",
-        f'{{"graph": 5, {NODES}, "edges": [{{"source": 0, "target": 1}},{{"source": 1, "target": 2}}]}}',
-        None,
-    )
-    assert made.size == 3, "attributes of the graph have no meaning"
-    for text in (
-        '{"graph": 5, "nodes": 5, "edges": []}',
-        '{"edges": 5}',
-        "[]",
-        '{"edges": [5]}',
-        '{"nodes": [[]], "edges": []}',
-    ):
-        assert "not a graph (" in refused(tmp_path, "x.json", text)
+    text = "".join(f"{rank % 300} {rank // 300 % 300}\n" for rank in range(MAX_EDGES + 1))
+    told = f"{MAX_EDGES + 1} edges, and at most {MAX_EDGES} are read: name a generator"
+    assert told in refused(tmp_path, "x.edges", text)
 
 
 # --- malformed files ------------------------------------------------------------------------------
@@ -220,6 +110,7 @@ def test_a_graph_of_the_wrong_type_is_refused_in_one_line(tmp_path: Path) -> Non
         ("0\n", "graph.edges:1: not an edge list"),
         ("0 1 {'weight': \n", "graph.edges:1: not an edge list"),
         ("0 1 2 3\n", "graph.edges:1: not an edge list"),
+        ("<graphml/>\n", "graph.edges:1: not an edge list: give two ranks per line and an optional weight"),
         ("0 1\n1 4\n", "graph.edges: node 4 is not a rank in a run of 4 peers (0 to 3)"),
         ("0 1\n1 2\n2 3\n3 4\n", "graph.edges: its graph has 5 nodes and the run 4 peers: give a hosts file of"),
         ("0 1\n1 -2\n", "node -2 is not a rank"),
@@ -266,38 +157,7 @@ def test_what_wrong_toml_is_told(tmp_path: Path, text: str, told: str) -> None:
     assert told in refused(tmp_path, "x.toml", text, 2)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "told"),
-    [
-        ("x.graphml", "<graphml>\n<graph", "x.graphml:2: not XML"),
-        ("x.graphml", "not at all", "x.graphml:1: not XML"),
-        ("x.graphml", "<a/>", "x.graphml: not GraphML with ranks as nodes"),
-        ("x.json", '{"nodes": [],\n"edges": }', "x.json:2: not JSON"),
-        ("x.json", "[" * 100_000, "x.json"),
-        ("x.json", "{}", "x.json: not a graph (no 'nodes'): node-link JSON is"),
-        ("x.json", "[1]", "x.json: not a graph"),
-        ("x.json", "3", "x.json: not a graph"),
-        ("x.json", '{"nodes": [{"id": "a"}], "edges": []}', "x.json: node a is not a rank in a run of 4 peers"),
-        ("x.json", '{"nodes": [{"id": true}], "edges": []}', "x.json: node True is not a rank"),
-        ("x.json", '{"nodes": [{"id": 0}], "edges": [{"source": 0}]}', "x.json: not a graph (no 'target')"),
-        (
-            "x.json",
-            '{"nodes": [], "edges": [{"source": 0, "target": 1, "weight": "1"}]}',
-            "x.json: edge 0 1: weight '1' must be above 0",
-        ),
-        ("x.json", f'{{"nodes": [{{"id": {"9" * 5000}}}], "edges": []}}', "x.json: not a graph: node-link JSON is"),
-    ],
-)
-def test_what_other_wrong_files_are_told(tmp_path: Path, name: str, text: str, told: str) -> None:
-    assert told in refused(tmp_path, name, text)
-
-
-def test_graphml_whose_nodes_have_names_is_refused(tmp_path: Path) -> None:
-    text = "\n".join(nx.generate_graphml(nx.Graph([("n0", "n1")])))
-    assert "x.graphml: not GraphML with ranks as nodes: " in refused(tmp_path, "x.graphml", text)
-
-
-@pytest.mark.parametrize("name", ["x.edges", "x.toml", "x.graphml", "x.json"])
+@pytest.mark.parametrize("name", ["x.edges", "x.toml"])
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"\xff\xfe\x00\x01")
     with pytest.raises(UsageError, match="cannot read the topology: not UTF-8 text"):
@@ -328,10 +188,8 @@ def test_a_graph_in_parts_may_be_looked_at(tmp_path: Path) -> None:
 def test_shipped_files_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert set(shipped()) == {path.stem for path in HOUSE.iterdir() if path.name != "README.md"}
-    assert {path.suffix for path in shipped().values()} == {".edges", ".graphml", ".json", ".toml"}
-    assert (
-        topology_from("petersen-10", 10).neighbours == topology_from(str(HOUSE / "petersen-10.graphml"), 10).neighbours
-    )
+    assert {path.suffix for path in shipped().values()} == {".edges", ".toml"}
+    assert topology_from("petersen-10", 10).neighbours == topology_from(str(HOUSE / "petersen-10.toml"), 10).neighbours
 
 
 def test_files_of_ones_own_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
