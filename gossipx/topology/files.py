@@ -106,12 +106,12 @@ def _graph_in(path: Path, name: str, size: int | None, seed: int) -> Topology:
     from gossipx.topology.formats import read_edge_list, read_toml  # imports networkx, which most runs do not need
 
     if path.suffix == ".toml":
-        file = read_toml(text, path)
-        if isinstance(file.graph, str):
-            topology = generate(file.graph, _known_size(size, name), seed)
+        graph, schedule = read_toml(text, path)
+        if isinstance(graph, str):
+            topology = generate(graph, _known_size(size, name), seed)
         else:
-            topology = _of_graph(file.graph, path, name, size)
-        return replace(topology, name=name, schedule=file.schedule)
+            topology = _of_graph(graph, path, name, size)
+        return replace(topology, name=name, schedule=schedule)
     return _of_graph(read_edge_list(text, path), path, name, size)
 
 

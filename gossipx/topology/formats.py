@@ -10,11 +10,10 @@ TOML has a generator with parameters, or edges with optional weights; and a sche
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import networkx as nx
 
 from gossipx import specs
@@ -73,24 +72,40 @@ def _simple(graph: Any, path: Path | None, lines: bool = False) -> Any:
 
 # --- TOML ----------------------------------------------------------------------------------------
 
-_KEYS = dict.fromkeys(("generator", "parameters", "edges", "directed", "sites", "schedule"))
+_FORMS = {
+    "edges": "two ranks and an optional weight each, such as [[0, 1], [1, 2, 0.5]]",
+    "sites": "lists of ranks, such as [[0, 1], [2, 3]]",
+    "parameters": "a table, such as { sites = 2 }",
+}
+"""The form of values that are not plain, by key."""
 
 
-@dataclass(frozen=True)
-class TopologyFile:
-    """The content of a TOML topology.
+class TopologyFile(msgspec.Struct, frozen=True):
+    """The content of a TOML topology, as it stands in the file."""
 
-    Attributes:
-        graph: a networkx graph, or a generator's spec.
-        schedule: a spec; None: the file sets none.
-    """
+    generator: str | None = None
+    parameters: dict[str, bool | int | float | str] = {}
+    edges: list[Annotated[list[int | float], msgspec.Meta(min_length=2, max_length=3)]] | None = None
+    directed: bool = False
+    sites: list[list[int]] = []
+    schedule: str | None = None
 
-    graph: Any
-    schedule: str | None
+    def graph(self) -> Any:
+        """Return the graph of the edges, as one of networkx, with the sites of its nodes; or the generator's spec."""
+        if self.generator is not None:
+            given = ",".join(f"{key}={str(value).lower()}" for key, value in self.parameters.items())
+            return f"{self.generator}:{given}" if given else self.generator
+        graph = nx.MultiDiGraph() if self.directed else nx.MultiGraph()
+        for number, (one, other, *weight) in enumerate(self.edges or (), 1):
+            graph.add_edge(one, other, number, **({"weight": weight[0]} if weight else {}))
+        return _simple(graph, None)
 
 
-def read_toml(text: str, path: Path) -> TopologyFile:
+def read_toml(text: str, path: Path) -> tuple[Any, str | None]:
     """Parse the text of a TOML topology.
+
+    Returns:
+        A networkx graph or a generator's spec, and the spec of a schedule; None: the file sets none.
 
     Raises:
         UsageError: it is malformed; the message names the file, the line and a correct form.
@@ -99,38 +114,30 @@ def read_toml(text: str, path: Path) -> TopologyFile:
     key = next(iter(data), "generator")
     try:
         for key in data:
-            specs.known_word("key", key, _KEYS)
+            specs.known_word("key", key, dict.fromkeys(TopologyFile.__struct_fields__))
         if ("generator" in data) == ("edges" in data):
             raise UsageError('give either generator = "ring" or edges = [[0, 1], [1, 2]], not both')
         excluded = ("directed", "sites") if "generator" in data else ("parameters",)
         for key in (key for key in excluded if key in data):
             raise UsageError(f"'{key}' cannot be used with {'a generator' if 'generator' in data else 'edges'}")
-        parts: dict[str, Any] = {}
-        for key, check in _CHECKS.items():
-            parts[key] = check(data[key]) if key in data else None
-        key = "generator"
-        graph = _spec(parts["generator"], parts["parameters"]) if "generator" in data else None
-        key = "edges"
-        graph = graph or _graph_of_edges(parts["edges"], parts["directed"])
+        file = msgspec.convert(data, TopologyFile)
+        key = "schedule"
+        if file.schedule is not None:
+            schedules.check_schedule(file.schedule)
+        key = "generator" if "generator" in data else "edges"
+        graph = file.graph()
+        if file.generator is not None:
+            specs.build(graph, GENERATORS, "generator")
         key = "sites"
-        _assign_sites(graph, parts["sites"] or [])
+        _assign_sites(graph, file.sites)
+    except msgspec.ValidationError as error:
+        fault, _, place = str(error).rpartition(" - at `$.")
+        key = re.split(r"\W", place)[0]
+        wanted = f": give {_FORMS[key]}" if key in _FORMS else ""
+        raise UsageError(f"{place[:-1]}: {fault}{wanted}", path, _line_of_key(text, key)) from None
     except UsageError as error:
         raise UsageError(str(error), path, _line_of_key(text, key)) from None
-    return TopologyFile(graph, parts["schedule"])
-
-
-def _spec(generator: str, parameters: dict[str, Any] | None) -> str:
-    given = ",".join(f"{key}={str(value).lower()}" for key, value in (parameters or {}).items())
-    spec = f"{generator}:{given}" if given else generator
-    specs.build(spec, GENERATORS, "generator")
-    return spec
-
-
-def _graph_of_edges(edges: list[Any], directed: bool | None) -> Any:
-    graph = nx.MultiDiGraph() if directed else nx.MultiGraph()
-    for number, (one, other, *weight) in enumerate(edges, 1):
-        graph.add_edge(one, other, number, **({"weight": weight[0]} if weight else {}))
-    return _simple(graph, None)
+    return graph, file.schedule
 
 
 def _assign_sites(graph: Any, sites: list[Any]) -> None:
@@ -142,62 +149,6 @@ def _assign_sites(graph: Any, sites: list[Any]) -> None:
             if "site" in graph.nodes[rank]:
                 raise UsageError(f"rank {rank} is in two sites")
             graph.nodes[rank]["site"] = number
-
-
-# --- checks of the values, by key -----------------------------------------------------------------
-
-
-def _checked_text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise UsageError(f"{value!r} is not a string")
-    return value
-
-
-def _checked_table(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise UsageError("parameters must be a table, such as { sites = 2 }")
-    return value
-
-
-def _truth(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise UsageError("directed must be true or false")
-    return value
-
-
-def _checked_ranks(value: Any) -> list[Any]:
-    if not _is_lists(value) or not all(type(rank) is int for ranks in value for rank in ranks):
-        raise UsageError("sites must be a list of lists of ranks, such as [[0, 1], [2, 3]]")
-    return list(value)
-
-
-def _edges(value: Any) -> list[Any]:
-    if not _is_lists(value):
-        raise UsageError("edges must be a list of pairs of ranks, such as [[0, 1], [1, 2]]")
-    for number, edge in enumerate(value, 1):
-        ranks, weight = edge[:2], edge[2:]
-        if [type(rank) for rank in ranks] != [int, int] or len(weight) > 1:
-            raise UsageError(f"edge {number} is {edge}: give two ranks and an optional weight, such as [0, 1, 0.5]")
-    return list(value)
-
-
-def _is_lists(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, list) for one in value)
-
-
-def _schedule(value: Any) -> str:
-    schedules.check_schedule(_checked_text(value))
-    return str(value)
-
-
-_CHECKS: dict[str, Callable[[Any], Any]] = {
-    "generator": _checked_text,
-    "parameters": _checked_table,
-    "edges": _edges,
-    "directed": _truth,
-    "sites": _checked_ranks,
-    "schedule": _schedule,
-}
 
 
 def _line_of_key(text: str, key: str) -> int:
