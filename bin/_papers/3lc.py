@@ -24,7 +24,7 @@ from _bench.tables import interval
 from _table import Part, show
 from published import Figure, read
 
-from gossipx.tasks.models import published_sizes
+from gossipx.tasks.costs import published_sizes
 
 paper = read("3lc")
 BIN = Path(__file__).parents[1]

@@ -23,7 +23,7 @@ from published import read
 
 from gossipx.parts import Parts
 from gossipx.server import placement as placements
-from gossipx.tasks.models import published_sizes
+from gossipx.tasks.costs import published_sizes
 
 paper = read("modular-server")
 WORKERS = 4

@@ -9,7 +9,7 @@ from _bench.tables import Table, interval
 from _evidence_systems import DDP, SYSTEMS, shown
 from _evidence_task import WORKLOADS
 
-from gossipx.tasks.models import MODELS
+from gossipx.tasks.costs import published_sizes
 
 Point = Mapping[str, float]
 """The state of a run after a step; see :func:`_evidence_task.curve`."""
@@ -54,7 +54,7 @@ class Comparison:
     def title(self) -> str:
         """Return what was compared, and what the table leaves out."""
         model = self.workload.model
-        average = 2 * (self.peers - 1) / self.peers * 4 * MODELS[model].parameters / 1e6
+        average = 2 * (self.peers - 1) / self.peers * 4 * sum(count for _, count in published_sizes(model)) / 1e6
         seeds = max(map(len, self.runs.values()), default=0)
         return (
             f"{self.task} ({self.workload.partition}), {model}, {self.peers} peers, {self.rate}, {self.steps} steps,"

@@ -26,7 +26,7 @@ from _bench.tables import Table
 
 from gossipx.sim.network import FULL_PACKET, PRESETS
 from gossipx.tasks import costs
-from gossipx.tasks.models import build_model, published_sizes
+from gossipx.tasks.models import build_model
 
 RATES = ("100mbit", "1gbit", "10gbit")
 MODEL = "resnet110"
@@ -200,7 +200,7 @@ def _means(one: Run) -> tuple[float, float]:
 def _ring(size: int, rate: str, iterations: int) -> tuple[float, float]:
     """Return seconds and bytes per iteration of DDP: compute of the slowest peer, and a ring all-reduce."""
     rng, link = random.Random(0), PRESETS[rate]
-    model = 4 * sum(count for _, count in published_sizes(MODEL))
+    model = 4 * sum(count for _, count in costs.published_sizes(MODEL))
     slowest = [max(rng.lognormvariate(-(SIGMA**2) / 2, SIGMA) for _ in range(size)) * STEP for _ in range(iterations)]
     moved = 2 * (size - 1) / size * model
     bandwidth = link["bandwidth"] * FULL_PACKET[0] / FULL_PACKET[1]
@@ -222,7 +222,7 @@ def _exponent(values: dict[int, float]) -> float:
 def losses_of(size: int, settings: Mapping[str, Mapping[str, Any]], rate: str, seeds: int) -> dict[int, float]:
     """Return the loss on test data of the average of all models by iterations, the mean over seeds."""
     trained = build_model("lenet", classes=10, channels=1, pixels=28)
-    smaller = sum(one.numel() for one in trained.parameters()) / sum(count for _, count in published_sizes(MODEL))
+    smaller = sum(one.numel() for one in trained.parameters()) / sum(count for _, count in costs.published_sizes(MODEL))
     link = f"{8 * PRESETS[rate]['bandwidth'] * smaller / 1000:.0f}kbit"
     if "server" in settings:
         end: dict[str, dict[str, Any]] = {"server": {"servers": "0"}}

@@ -1,17 +1,18 @@
-"""The computation of a training iteration: how it divides among a model's tensors, and its duration on one worker.
+"""Published models as data: their tensors, how the computation of an iteration divides among these, and its duration.
 
-A simulation of a model that is too large to train needs no more than these and the sizes of the tensors.
+A simulation needs no more than these, so that models that are too large to train have no code.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.resources import files
 from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
+from gossipx.specs import known_word
 
-from gossipx.tasks.models import UNTRAINED, published
-
+_PARAMETERS = 1_418_649_600
+"""Parameters of ``transformer-1b``."""
 _TOKENS = 8 * 2048
 """Tokens in a batch of ``transformer-1b`` on one worker: eight sequences; chosen."""
 _FLOPS = 137e12
@@ -37,7 +38,7 @@ STEP_SECONDS: dict[str, float] = {
     "inception-v4": 1 / 1.47,
     # Chosen, about 1 s: 6 operations per parameter and token, forward and backward (Kaplan et al. 2020,
     # arXiv:2001.08361, section 2.1), with the batch and the rate above.
-    "transformer-1b": 6 * UNTRAINED["transformer-1b"].parameters * _TOKENS / _FLOPS,
+    "transformer-1b": 6 * _PARAMETERS * _TOKENS / _FLOPS,
 }
 """Seconds of one iteration on one worker without communication, by model: forward and backward pass of a batch."""
 
@@ -58,6 +59,17 @@ class Cost(NamedTuple):
     share: float
 
 
+@cache
+def published() -> dict[str, list[Cost]]:
+    """Return the cost of each parameter tensor of each model with its published sizes, in the order of the model."""
+    counted: dict[str, list[tuple[str, int, int]]] = {}
+    for line in (files("gossipx.tasks") / "published.tsv").read_text("utf-8").splitlines():
+        model, tensor, elements, adds = line.split("\t")
+        counted.setdefault(model, []).append((tensor, int(elements), int(adds)))
+    totals = {model: sum(adds for *_, adds in rows) for model, rows in counted.items()}
+    return {model: [Cost(*row, row[2] / totals[model]) for row in rows] for model, rows in counted.items()}
+
+
 def multiply_adds(name: str) -> list[Cost]:
     """Return the cost of each parameter tensor of a model at its published input size, in the order of the model.
 
@@ -67,29 +79,15 @@ def multiply_adds(name: str) -> list[Cost]:
     attention, is not counted.
 
     Args:
-        name: a key of ``MODELS`` or ``UNTRAINED``.
+        name: that of a built-in model, or ``inception-v4``, ``densenet121`` or ``transformer-1b``.
 
     Raises:
         UsageError: the name is unknown.
     """
-    module, facts = published(name)
-    counts: dict[Tensor, int] = dict.fromkeys(module.parameters(), 0)
+    known_word("model", name, published())
+    return published()[name]
 
-    def count(layer: nn.Module, given: tuple[Tensor], output: Tensor) -> None:
-        first = next(layer.parameters(recurse=False))
-        if isinstance(layer, nn.Conv2d | nn.Linear):
-            outputs = layer.out_channels if isinstance(layer, nn.Conv2d) else layer.out_features
-            counts[first] += output.numel() // outputs * first.numel()
-        else:
-            counts[first] += 2 * output.numel()
 
-    for layer in module.modules():
-        if next(layer.parameters(recurse=False), None) is not None:
-            layer.register_forward_hook(count)
-    one = (1, facts.channels, facts.pixels, facts.pixels) if facts.channels else (1, facts.pixels)
-    module.eval()(torch.zeros(one, dtype=torch.float32 if facts.channels else torch.int64, device="meta"))
-    total = sum(counts.values())
-    return [
-        Cost(of, parameter.numel(), counts[parameter], counts[parameter] / total)
-        for of, parameter in module.named_parameters()
-    ]
+def published_sizes(name: str) -> list[tuple[str, int]]:
+    """Return the name and the number of elements of each parameter tensor, as :func:`multiply_adds`."""
+    return [(cost.name, cost.elements) for cost in multiply_adds(name)]

@@ -35,8 +35,9 @@ from gossipx.sim import World, traces
 from gossipx.sim.compute import StepTimes
 from gossipx.sim.network import Agenda, Network, Transfer
 from gossipx.sim.traffic import TrafficPeer
+from gossipx.tasks.costs import published_sizes
 from gossipx.tasks.data import TASKS, load
-from gossipx.tasks.models import build_model, published_sizes
+from gossipx.tasks.models import build_model
 from gossipx.topology import part_in_round, wave_rounds
 from gossipx.topology.analysis import LARGEST, Analysis, analyse
 from gossipx.topology.weights import Matrix

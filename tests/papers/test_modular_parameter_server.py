@@ -13,7 +13,7 @@ import pytest
 from _papers._placements import PlacementResult, Survey, survey
 
 from gossipx.server.placement import BUILT_IN, Table
-from gossipx.tasks.models import published_sizes
+from gossipx.tasks.costs import published_sizes
 
 SERVERS = 4
 MODELS = ["googlenet", "resnet110", "inception-v4"]

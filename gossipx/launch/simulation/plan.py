@@ -27,7 +27,6 @@ from gossipx.sim.network import FULL_PACKET, PRESETS
 from gossipx.sim.traffic import FORWARD, Segment, Sizes
 from gossipx.specs import known_word
 from gossipx.tasks import costs
-from gossipx.tasks.models import MODELS, UNTRAINED, published_sizes
 from gossipx.topology.schedules import Schedule
 from gossipx.transports.pace import parse_rate
 
@@ -108,7 +107,7 @@ def _check_traffic(scenario: Scenario, config: RunConfig) -> None:
     of, has_servers, values = scenario.simulation, isinstance(config.mode, Server), config.values
     policy = policies.parse(values["policy"])
     assert of.model is not None
-    known_word("model", of.model, MODELS | UNTRAINED)
+    known_word("model", of.model, costs.published())
     if scenario.compute.seconds is None and of.model not in costs.STEP_SECONDS:
         raise UsageError(f"the time of an iteration of {of.model} is not known: give seconds in [compute]")
     if policy.uses_drift and not has_servers:
@@ -176,7 +175,7 @@ def sizes_of(plan: Plan) -> Sizes:
     """Return the bytes of the model of a run of work ``traffic``."""
     of, config = plan.scenario.simulation, plan.config
     assert of.model is not None
-    values = of.parameters or sum(count for _, count in published_sizes(of.model))
+    values = of.parameters or sum(count for _, count in costs.published_sizes(of.model))
     fragments = config.values["fragments"]
     raw = {WHOLE: values * FLOAT}
     if fragments > 1:
