@@ -48,6 +48,7 @@ from gossipx.protocol.messages import (
     PushRequest,
     Request,
     RoundRequest,
+    Stage,
     TakeRequest,
 )
 from gossipx.runtime.driver.captures import Retrieval
@@ -141,11 +142,13 @@ class LoggedWorld(World[SimPeer]):
 
     Attributes:
         transcripts: by rank, of the latest started incarnation.
+        before_finish: by rank, its trained values when it entered the finish.
     """
 
     def __init__(self, seed: int, network: Network | None = None):
         super().__init__(seed, network)
         self.transcripts: dict[int, Transcript] = {}
+        self.before_finish: dict[int, Tensor] = {}
 
     def start(self, rank: int, make: Callable[[int], SimPeer], at: float = 0.0) -> None:
         super().start(rank, functools.partial(self._logged, rank, make), at)
@@ -153,7 +156,15 @@ class LoggedWorld(World[SimPeer]):
     def _logged(self, rank: int, make: Callable[[int], SimPeer], incarnation: int) -> SimPeer:
         peer = make(incarnation)
         self.transcripts[rank] = Transcript(peer)
+        self.before_finish.pop(rank, None)
         return peer
+
+    def note(self, rank: int, what: str) -> None:
+        super().note(rank, what)
+        peer = self.peers[rank]
+        is_new = what == f"is {peer.role.stage.name}" and rank not in self.before_finish
+        if is_new and Stage.FINISH <= peer.role.stage < Stage.LEFT:
+            self.before_finish[rank] = peer.weights()
 
     def lines(self, rank: int, what: str = "") -> list[str]:
         """Return the log lines of ``rank`` that begin with ``what``."""
@@ -222,6 +233,16 @@ class LoggedWorld(World[SimPeer]):
     def _tell(self, rank: int, event: Event) -> None:
         peer = self.peers[rank]
         peer.act(lambda: peer.handle(event))
+
+
+def trained_bytes(peer: SimPeer) -> int:
+    """Return the bytes of models and tables that a peer received while training."""
+    return peer.driver.received_before(Stage.AGREE) - peer.driver.received_before(Stage.START)
+
+
+def finish_bytes(peer: SimPeer) -> int:
+    """Return the bytes of models that a peer received in the finish."""
+    return peer.endpoint.bytes_received - peer.driver.received_before(Stage.AGREE)
 
 
 def centre_of(hub: SimPeer) -> Tensor:

@@ -115,9 +115,6 @@ class BasePeer(Process):
     def push(self) -> None:
         """Push the gradients of the iteration, and report it."""
 
-    def stage_changed(self, before: Stage, after: Stage) -> None:
-        """Follow a change of the role's stage."""
-
     @abc.abstractmethod
     def digest(self) -> str:
         """Return the checksum of the model; empty: it is not finite."""
@@ -143,9 +140,8 @@ class BasePeer(Process):
         action()
         now, stage = self.world.now, self.role.stage
         if stage is not self._stage:
-            before, self._stage = self._stage, stage
+            self._stage = stage
             self.note(f"is {stage.name}")
-            self.stage_changed(before, stage)
         if self.waits:
             self._waits_since = now if self._waits_since is None else self._waits_since
         elif self._waits_since is not None:

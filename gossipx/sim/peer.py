@@ -14,7 +14,7 @@ from gossipx.model.receive import digest
 from gossipx.peer import PeerRole
 from gossipx.protocol import events
 from gossipx.protocol.effects import Effect, ReportEntry, ReportSwitch
-from gossipx.protocol.messages import Request, Stage
+from gossipx.protocol.messages import Request
 from gossipx.runtime.driver import Driver
 from gossipx.runtime.driver.clock import DriverClock
 from gossipx.sim.base import BasePeer
@@ -69,7 +69,6 @@ class SimPeer(BasePeer):
     Attributes:
         driver: carries out what the role decides.
         changed: called with the bytes of each model before they are sent; returns those that are sent.
-        before_finish: the trained values when it entered the finish; None before that.
     """
 
     def __init__(
@@ -92,7 +91,6 @@ class SimPeer(BasePeer):
         self.driver.tables.store = None if table_store_of is None else table_store_of(module)
         self.driver.models.codec = None if codec_of is None else codec_of(self.arena)
         self.changed: Callable[[memoryview], memoryview] = lambda model: model
-        self.before_finish: Tensor | None = None
         self._gradient_step = gradient_step
         self._lacks_since: float | None = None  # since when training waits for tables
 
@@ -121,16 +119,6 @@ class SimPeer(BasePeer):
         """The tables of this peer; None without a parameter server."""
         return self.driver.tables.store
 
-    @property
-    def bytes_received(self) -> int:
-        """Bytes of models and tables received while training."""
-        return self.driver.received_before(Stage.AGREE) - self.driver.received_before(Stage.START)
-
-    @property
-    def finish_bytes(self) -> int:
-        """Bytes of models received in the finish."""
-        return self.endpoint.bytes_received - self.driver.received_before(Stage.AGREE)
-
     def weights(self) -> Tensor:
         """Return all trained values as one float64 vector."""
         parts = [section.values[: section.trainable].double() for section in self.arena.sections]
@@ -158,10 +146,6 @@ class SimPeer(BasePeer):
             self.driver.received(sender.rank, key, request, upload)
 
         self.later(self.world.now, receive)
-
-    def stage_changed(self, before: Stage, after: Stage) -> None:
-        if before < Stage.FINISH <= after < Stage.LEFT:
-            self.before_finish = self.weights()
 
     def training_begins(self) -> None:
         if self.role.sync.policy.uses_drift:

@@ -36,6 +36,7 @@ from gossipx.protocol.messages import (
 from gossipx.protocol.server_messages import GradientRequest, TablesReply, TablesRequest
 from gossipx.runtime.driver.captures import Retrieval
 from gossipx.sim.base import BasePeer
+from gossipx.sim.clock import VirtualTimers
 from gossipx.sim.world import Endpoint
 
 T = TypeVar("T")
@@ -158,7 +159,7 @@ class TrafficPeer(BasePeer):
         self._delta = delta
         self._step = 0
         self._waits = False
-        self._timers: dict[str, float] = {}
+        self._timers = VirtualTimers(self.later, lambda name: self.handle(events.TimerFired(name)), float)
         self._captured: dict[int, int] = {}
         self._received: dict[int, _Received] = {}
         self._merged: dict[int, list[Retrieval]] = {}
@@ -369,15 +370,7 @@ class TrafficPeer(BasePeer):
     # --- everything else ----------------------------------------------------------------------------
 
     def _set_timer(self, timer: effects.SetTimer) -> None:
-        name, at = timer.name, timer.at
-
-        def fire() -> None:
-            if self._timers.get(name) == at:
-                del self._timers[name]
-                self.handle(events.TimerFired(name))
-
-        self._timers[name] = at
-        self.later(at, fire)
+        self._timers.set(timer.name, timer.at)
 
     def _wait(self, wait: effects.Wait) -> None:
         self._waits = True

@@ -103,10 +103,9 @@ def before_finish(made: LoggedWorld) -> list[float]:
 def ordered(made: LoggedWorld, rank: int) -> Tensor:
     """Return the weights before the finish, without the arena's padding."""
     peer = made.peers[rank]
-    assert peer.before_finish is not None
     start = peer.arena.sections[0].storage.data_ptr()
     places = [((p.data_ptr() - start) // 4, p.numel()) for p in peer.module.parameters()]
-    return torch.cat([peer.before_finish[place : place + count] for place, count in places])
+    return torch.cat([made.before_finish[rank][place : place + count] for place, count in places])
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from property_tests import examples
 from seeds import some
 from toy import ITERATIONS, TIMEOUT, before, bound, ended, models, spread, world
+from transcripts import finish_bytes, trained_bytes
 
 from gossipx.sim import Network
 from gossipx.topology import wave_rounds
@@ -55,8 +56,8 @@ def test_any_number_of_peers(size: int):
 def test_the_finish_is_counted_apart():
     made = ended(world(4, policy="never"), bound(4))
     for peer in made.peers.values():
-        assert (peer.role.sync.retrievals, peer.bytes_received) == (0, 0)
-        assert peer.finish_bytes == wave_rounds(4) * peer.arena.nbytes()
+        assert (peer.role.sync.retrievals, trained_bytes(peer)) == (0, 0)
+        assert finish_bytes(peer) == wave_rounds(4) * peer.arena.nbytes()
 
 
 def test_without_a_finish_models_stay_apart():

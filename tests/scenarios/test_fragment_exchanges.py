@@ -14,7 +14,7 @@ from modes import PAIRS, PUSH, agree, nothing_left
 from property_tests import examples
 from seeds import some
 from toy import SIZE, TIMEOUT, bound, ended, make, maker, models, spread, until, world
-from transcripts import LoggedWorld
+from transcripts import LoggedWorld, finish_bytes, trained_bytes
 
 from gossipx import codecs
 from gossipx.compression import ModelCodec
@@ -59,9 +59,9 @@ def test_all_fragments_come_round_and_the_finish_is_of_the_whole_model(mode: dic
     nothing_left(made)
     for peer in made.peers.values():
         assert len(made.retrievals(peer.rank)) >= K
-        received = peer.bytes_received
+        received = trained_bytes(peer)
         assert received and received % (4 * SIZE) == 0, "fragments of 64 bytes each"
-        assert peer.finish_bytes == 2 * K * 4 * SIZE, "two rounds of whole models"
+        assert finish_bytes(peer) == 2 * K * 4 * SIZE, "two rounds of whole models"
 
 
 @pytest.mark.parametrize("mode", [{}, PAIRS], ids=["pull", "pushpull"])

@@ -22,6 +22,7 @@ from toy import (
     within,
     world,
 )
+from transcripts import trained_bytes
 
 from gossipx import topology
 from gossipx.peer.membership import Membership
@@ -47,7 +48,7 @@ def test_crash_of_the_sender_in_mid_pull(blocking: bool):
     assert made.fired["crash"] == made.fired["broken"] == 1
     assert made.lines(0, "has no answer of 1: UNREACHABLE")
     peer = made.peers[0]
-    assert (peer.role.sync.retrievals, peer.bytes_received) == (0, 0)
+    assert (peer.role.sync.retrievals, trained_bytes(peer)) == (0, 0)
     pulls = len(made.lines(0, "pulls 1"))  # a pull at the last iteration is cancelled, not failed
     assert 0 < peer.role.sync.failed in (pulls - 1, pulls)
     assert torch.equal(peer.weights(), alone(0, ITERATIONS))
@@ -277,7 +278,7 @@ def test_a_peer_leaves_at_any_stage(what: str):
     left = [0, 1, 3]
     assert made.lines(2)[-1] in ("has left", "ends")
     assert all(made.lines(rank, "ends") for rank in left)
-    finished = [rank for rank in range(4) if made.peers[rank].before_finish is not None]
+    finished = sorted(made.before_finish)
     assert within(models(made, left), before(made, finished))
 
 

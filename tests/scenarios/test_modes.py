@@ -16,7 +16,7 @@ from modes import MODES, PAIRS, PUSH, agree, both_ways, every_mode, nothing_left
 from property_tests import examples
 from seeds import some
 from toy import ITERATIONS, SIZE, alone, before, bound, ended, maker, models, spread, until, world
-from transcripts import LoggedWorld
+from transcripts import LoggedWorld, trained_bytes
 
 from gossipx.peer.offers import OfferPhase
 from gossipx.sim import Network, SimPeer
@@ -46,14 +46,14 @@ def test_four_peers_exchange_and_agree_whatever_the_policy(policy: str, blocking
         assert (
             peer.role.sync.retrievals == len(made.retrievals(peer.rank)) == len(made.lines(peer.rank, "mixes")) - 2 > 0
         )
-        assert peer.bytes_received >= peer.arena.nbytes() * peer.role.sync.retrievals
+        assert trained_bytes(peer) >= peer.arena.nbytes() * peer.role.sync.retrievals
         assert peer.role.members.without_figures() == []
 
 
 @every_mode
 def test_never_means_never(mode: dict[str, Any]):
     made = ended(world(4, policy="never", **mode), bound(4))
-    assert all((peer.role.sync.retrievals, peer.bytes_received) == (0, 0) for peer in made.peers.values())
+    assert all((peer.role.sync.retrievals, trained_bytes(peer)) == (0, 0) for peer in made.peers.values())
 
 
 @pytest.mark.parametrize("policy", ["tau:5", "random:p=0.05"])
@@ -111,11 +111,11 @@ def test_a_push_is_fetched_and_mixed_at_the_next_step():
     assert mixed == pytest.approx(pushed + 4) and made.retrievals(1)[0].step == 12
     pushed_model = alone(0, 8)  # as of the decision to push, one step before it is sent
     mean = 0.5 * (alone(1, 12) + pushed_model)
-    torch.testing.assert_close(made.peers[1].before_finish, alone(1, 3, begin=mean), rtol=1e-5, atol=1e-5)
-    assert torch.equal(made.peers[0].before_finish, alone(0, 15))
+    torch.testing.assert_close(made.before_finish[1], alone(1, 3, begin=mean), rtol=1e-5, atol=1e-5)
+    assert torch.equal(made.before_finish[0], alone(0, 15))
     sender, receiver = made.peers[0], made.peers[1]
     assert (sender.role.sync.retrievals, receiver.role.sync.retrievals) == (0, 1)
-    assert (sender.bytes_received, receiver.bytes_received) == (0, sender.arena.nbytes())
+    assert (trained_bytes(sender), trained_bytes(receiver)) == (0, sender.arena.nbytes())
     assert made.retrievals(receiver.rank)[0].staleness == 4
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from property_tests import examples
 from seeds import some
 from toy import SIZE, Point, before, bound, ended, models, sgd, spread, until, world
-from transcripts import LoggedWorld
+from transcripts import LoggedWorld, trained_bytes
 from wave_worlds import EXACT, Tracked, conserved, counts, rounds_lost, start, waves
 
 from gossipx import policies
@@ -180,7 +180,7 @@ def test_any_policy_starts_waves(policy: str, blocking: bool):
     assert spread(before(made)) < spread(before(apart))
     for peer in made.peers.values():
         assert len(made.retrievals(peer.rank)) == peer.role.sync.retrievals
-        assert peer.bytes_received == peer.role.sync.retrievals * peer.arena.nbytes()
+        assert trained_bytes(peer) == peer.role.sync.retrievals * peer.arena.nbytes()
 
 
 @pytest.mark.parametrize("slow", [{}, {1: 1.7}])

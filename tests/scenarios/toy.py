@@ -193,9 +193,7 @@ def models(made: LoggedWorld, ranks: Iterable[int] | None = None) -> Tensor:
 
 def before(made: LoggedWorld, ranks: Iterable[int] | None = None) -> Tensor:
     """Return the weights of the peers as they entered the finish, one row each."""
-    rows = [made.peers[rank].before_finish for rank in (ranks if ranks is not None else sorted(made.peers))]
-    assert all(row is not None for row in rows)
-    return torch.stack(rows)  # type: ignore[arg-type]
+    return torch.stack([made.before_finish[rank] for rank in (ranks if ranks is not None else sorted(made.peers))])
 
 
 def spread(rows: Tensor) -> float:
