@@ -9,24 +9,26 @@ interfere with DDP's own collectives.
 from __future__ import annotations
 
 import datetime
-import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import ClassVar, NoReturn
+from typing import NoReturn
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossipx.errors import GossipxError
+from gossipx.errors import GossipxError, printable
 
 TIMEOUT = datetime.timedelta(days=30)
 """How long the other ranks wait for rank 0's status: rank 0 may wait for slow peers in the finish. If it dies, its
 connections close, and the wait ends at once."""
+LONGEST = 500
+"""Characters of the reason for an end that are shared."""
+MOST = 4096
+"""Bytes of a status in JSON, filled up with spaces: all ranks broadcast equally many."""
 
 
-@dataclass(frozen=True)
-class GroupStatus:
+class GroupStatus(msgspec.Struct, frozen=True):
     """The status that rank 0 broadcasts.
 
     Attributes:
@@ -47,22 +49,6 @@ class GroupStatus:
     reason: str = ""
     asked: bool = False
 
-    FORM: ClassVar[struct.Struct] = struct.Struct("<iiq??h500s")
-
-    def packed(self) -> bytes:
-        """Return the status in a fixed number of bytes; a long reason is cut."""
-        code = -1 if self.exit_code is None else self.exit_code & 0xFF
-        return self.FORM.pack(
-            self.rank, self.size, self.iteration, self.entered, self.asked, code, self.reason.encode()[:500]
-        )
-
-    @classmethod
-    def unpacked(cls, data: bytes) -> GroupStatus:
-        """Return the status of which :meth:`packed` returned ``data``."""
-        rank, size, iteration, entered, asked, code, reason = cls.FORM.unpack(data)
-        text = reason.rstrip(b"\0").decode(errors="ignore")
-        return cls(rank, size, iteration, entered, None if code < 0 else code, text, asked)
-
     @staticmethod
     def of(error: BaseException) -> GroupStatus:
         """Return the status of a rank 0 that ends with this error."""
@@ -74,7 +60,7 @@ class GroupStatus:
             code, reason = 130, ""
         else:
             code, reason = 1, f"{type(error).__name__}: {error}"
-        return GroupStatus(0, 0, 0, exit_code=code, reason=reason)
+        return GroupStatus(0, 0, 0, exit_code=code & 0xFF, reason=printable(reason, LONGEST))
 
     def end(self) -> NoReturn:
         """End this process like rank 0.
@@ -114,11 +100,9 @@ class WorldGroup:
         if self._gloo is None:
             assert status is not None
             return status
-        data = torch.zeros(GroupStatus.FORM.size, dtype=torch.uint8)
-        if status is not None:
-            data = torch.frombuffer(bytearray(status.packed()), dtype=torch.uint8)
-        dist.broadcast(data, src=0, group=self._gloo)
-        return status or GroupStatus.unpacked(bytes(data.numpy()))
+        data = bytearray(MOST) if status is None else bytearray(msgspec.json.encode(status).ljust(MOST))
+        dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), src=0, group=self._gloo)
+        return status or msgspec.json.decode(data, type=GroupStatus)
 
     def broadcast(self, vectors: Iterable[Tensor]) -> None:
         """Overwrite the vectors on all ranks with those of rank 0."""
