@@ -141,24 +141,24 @@ class PeerRole:
         self.members = Membership(self.rank, self.size, schedule, timeout, self.rng, self.model_timeout, self.counts)
         self.outgoing = Outgoing(self.members)
         self.serving = Serving(limits.max_served, limits.serve_share, self.requests, self.outgoing)
-        self.barrier = Barrier(self.members, self.requests, timeout)
-        self.joining = Joining(self.rank, self.members, self.requests, self.barrier, self.settings)
-        self.agreement = Agreement(self.rank, self.members, self.requests)
-        fragment_order = FragmentOrder(mode.fragments if isinstance(mode, HasFragments) else 1)
-        self.waves = WaveSequence(self.rank, self.members, self.requests, self.sync, timeout, fragment_order)
         own = self.rank, self.incarnation, timeout, isinstance(mode, HasPolicy) and mode.blocking
-        self._context = PeerContext(
-            *own, self.members, self.outgoing, self.requests, self.sync, fragment_order, self.counts
+        order = FragmentOrder(mode.fragments if isinstance(mode, HasFragments) else 1)
+        self._context = context = PeerContext(
+            *own, self.members, self.outgoing, self.requests, self.sync, order, self.counts
         )
-        self.pulls = PullExchange(self._context, self.mixing, self.shares)
+        self.barrier = Barrier(self.members, self.requests, timeout)
+        self.joining = Joining(context, self.barrier, self.settings.sync.init == "own")
+        self.agreement = Agreement(self.rank, self.members, self.requests)
+        self.waves = WaveSequence(context)
+        self.pulls = PullExchange(context, self.mixing, self.shares)
         self.exchange = self._build_exchange()
         self.server = self.exchange if isinstance(self.exchange, ServerRole) else ServerRole()
-        self.training = Training(self._context, self.barrier, self.exchange, self.waves, isinstance(mode, Waves))
+        self.training = Training(context, self.barrier, self.exchange, self.waves, isinstance(mode, Waves))
         joined = self.barrier, self.closed, self.joined
         self.newcomers = Newcomers(self.rank, self.size, self.members, *joined)
         self.joining.joins = self.newcomers.is_one
         parts = self.agreement, self.barrier, self.joining, self.training, self.waves, self.exchange, self.server
-        self.stages = Stages(self.incarnation, self.settings, self.members, self.requests, *parts, self.newcomers)
+        self.stages = Stages(context, self.settings, *parts, self.newcomers)
 
     def _build_exchange(self) -> Exchange:
         if self.exchange_of is not None:

@@ -6,16 +6,16 @@ The stages and their order are listed in :mod:`gossipx.peer.role`.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from gossipx.peer.agreement import Agreement
 from gossipx.peer.barrier import Barrier
-from gossipx.peer.exchange import Exchange
+from gossipx.peer.exchange import Exchange, PeerContext
 from gossipx.peer.joining.first_model import Joining
 from gossipx.peer.joining.newcomers import Newcomers
-from gossipx.peer.membership import Membership, Requests
 from gossipx.peer.server_role import ServerRole
 from gossipx.peer.training import Training
 from gossipx.peer.waves import WaveSequence
@@ -27,50 +27,33 @@ from gossipx.settings.sections import RunConfig
 TRAINED = "its training is over"
 
 
+@dataclass
 class Stages:
     """The stage of a peer. After each event, the role calls :meth:`follow`, the only place that decides transitions.
 
     Args:
-        incarnation: distinguishes this process from an earlier one of the same rank.
-        members: the role's membership list.
-        requests: the role's open requests.
-        agreement: compares the final models.
+        context: state shared by the role's components.
+        settings: of the run.
+        agreement, barrier, joining, training, waves, exchange, server, newcomers: the role's components.
 
     Attributes:
         stage: the current stage.
         report: the final figures of this peer; empty before DONE.
     """
 
-    def __init__(
-        self,
-        incarnation: int,
-        settings: RunConfig,
-        members: Membership,
-        requests: Requests,
-        agreement: Agreement,
-        barrier: Barrier,
-        joining: Joining,
-        training: Training,
-        waves: WaveSequence,
-        exchange: Exchange,
-        server: ServerRole,
-        newcomers: Newcomers,
-    ):
-        self.stage = Stage.JOINING
-        self.report: dict[str, Any] = {}
-        self._incarnation = incarnation
-        self._settings = settings
-        self._members = members
-        self._requests = requests
-        self._agreement = agreement
-        self._finish_by = math.inf  # when this peer no longer waits for peers that still train
-        self._barrier = barrier
-        self._joining = joining
-        self._training = training
-        self._waves = waves
-        self._exchange = exchange
-        self._server = server
-        self._newcomers = newcomers
+    context: PeerContext
+    settings: RunConfig
+    agreement: Agreement
+    barrier: Barrier
+    joining: Joining
+    training: Training
+    waves: WaveSequence
+    exchange: Exchange
+    server: ServerRole
+    newcomers: Newcomers
+    stage: Stage = field(default=Stage.JOINING, init=False)
+    report: dict[str, Any] = field(default_factory=dict, init=False)
+    _finish_by: float = field(default=math.inf, init=False)  # when this peer no longer waits for peers that still train
 
     def follow(self, now: float) -> list[Effect]:
         """Return the effects that follow from the last event, through as many transitions as it causes."""
@@ -83,100 +66,100 @@ class Stages:
                 return effects
 
     def _follow(self, now: float) -> list[Effect]:
-        last = self._waves.current
+        last = self.waves.current
         match self.stage:
             case Stage.TRAIN:
-                followed = self._training.follow(now)
-                return self._finish(now) if self._training.over and not followed else followed
+                followed = self.training.follow(now)
+                return self._finish(now) if self.training.over and not followed else followed
             case Stage.AGREE if last is None:
                 # If the peer that holds the final model is lost, average all models instead.
-                return [] if self._server.failed_source is None else self._last_wave(None, now)
-            case Stage.AGREE if last is not None and self._waves.over:
-                return [*self._waves.take_in(), *([] if last.merged else [Resume()])]
-            case Stage.JOINING if self._barrier.active:
-                if requested := self._joining.ask(now):
+                return [] if self.server.failed_source is None else self._last_wave(None, now)
+            case Stage.AGREE if last is not None and self.waves.over:
+                return [*self.waves.take_in(), *([] if last.merged else [Resume()])]
+            case Stage.JOINING if self.barrier.active:
+                if requested := self.joining.ask(now):
                     return requested
-                return self.enter_barrier(Stage.START, now) if self._joining.may_begin() else []
-            case Stage.START | Stage.FINISH | Stage.COMPARE | Stage.DONE if self._barrier.active:
-                return self._barrier_passed(now) if self._barrier.complete() else []
+                return self.enter_barrier(Stage.START, now) if self.joining.may_begin() else []
+            case Stage.START | Stage.FINISH | Stage.COMPARE | Stage.DONE if self.barrier.active:
+                return self._barrier_passed(now) if self.barrier.complete() else []
         return []
 
     # --- barriers: JOINING, START, FINISH, COMPARE, DONE ------------------------------------------
 
     def here(self) -> HereReply:
         """Return the reply to an announcement of another peer: how far this one is."""
-        final = self._agreement
-        own = self._incarnation, self.report, self._waves.latest, self._training.step
-        return HereReply(self.stage, *own, final.comparison, final.digest, final.models, self._newcomers.listed)
+        final = self.agreement
+        own = self.context.incarnation, self.report, self.waves.latest, self.training.step
+        return HereReply(self.stage, *own, final.comparison, final.digest, final.models, self.newcomers.listed)
 
     def enter_barrier(self, stage: Stage, now: float) -> list[Effect]:
         """Enter ``stage``, announce it to all others, and start waiting for them."""
         self.stage = stage
         here, until = self.here(), math.inf
-        self._agreement.since = now if stage is Stage.FINISH else self._agreement.since
-        if stage is Stage.FINISH and self._settings.sync.finish_timeout and not self._is_needed:
-            until = self._finish_by = now + self._settings.sync.finish_timeout
+        self.agreement.since = now if stage is Stage.FINISH else self.agreement.since
+        if stage is Stage.FINISH and self.settings.sync.finish_timeout and not self._is_needed:
+            until = self._finish_by = now + self.settings.sync.finish_timeout
         elif stage > Stage.FINISH:
-            until = max(self._finish_by, now + self._settings.exchange.peer_timeout)
+            until = max(self._finish_by, now + self.settings.exchange.peer_timeout)
         arrival = ArriveRequest(**msgspec.structs.asdict(here))
-        return [*self._barrier.begin(arrival, now, until), *self._server.members_changed(now)]
+        return [*self.barrier.begin(arrival, now, until), *self.server.members_changed(now)]
 
     def begin(self, resumed: bool | None, now: float) -> list[Effect]:
         """Enter the first stage; ``resumed`` as in :class:`~gossipx.protocol.events.JoinRun`."""
-        self._joining.must_adopt = resumed is False or self._joining.joins
+        self.joining.must_adopt = resumed is False or self.joining.joins
         # Also with --init own: a restarted peer must adopt the model of a peer that trains.
-        has_model = resumed or self._members.size == 1
+        has_model = resumed or self.context.members.size == 1
         return self.enter_barrier(Stage.START if has_model else Stage.JOINING, now)
 
     def begin_at_once(self, now: float) -> list[Effect]:
         """Enter TRAIN without a barrier: all other peers are known to be present and to do the same."""
-        assert self.stage is Stage.JOINING and not self._barrier.active
-        self._members.others.all_train()
+        assert self.stage is Stage.JOINING and not self.barrier.active
+        self.context.members.others.all_train()
         self.stage = Stage.START
-        return [*self._server.members_changed(now), *self._barrier_passed(now)]
+        return [*self.server.members_changed(now), *self._barrier_passed(now)]
 
     @property
     def _is_needed(self) -> bool:
         """Whether the finish must wait for all peers that train."""
-        return self._server.is_needed_at_finish or self._server.awaits_all
+        return self.server.is_needed_at_finish or self.server.awaits_all
 
     def timed_out(self, now: float) -> list[Effect]:
         """Handle the timeout of the current barrier."""
         if self.stage is Stage.JOINING:
-            return self._joining.timed_out(now) or self.enter_barrier(Stage.START, now)
+            return self.joining.timed_out(now) or self.enter_barrier(Stage.START, now)
         if self.stage >= Stage.FINISH:
             finishes = self.stage is Stage.FINISH
-            needed, serves = finishes and self._is_needed, finishes and not self._server.trains
-            if extended := self._barrier.extend_for_living(now, needed, serves):
+            needed, serves = finishes and self._is_needed, finishes and not self.server.trains
+            if extended := self.barrier.extend_for_living(now, needed, serves):
                 return extended
-        return [*self._barrier.timed_out(now), *self._barrier_passed(now)]
+        return [*self.barrier.timed_out(now), *self._barrier_passed(now)]
 
     def _barrier_passed(self, now: float) -> list[Effect]:
-        self._barrier.end()
+        self.barrier.end()
         if self.stage is Stage.START:
             self.stage = Stage.TRAIN
-            return [*self._server.start_serving(now), *self._training.begin(now)]
+            return [*self.server.start_serving(now), *self.training.begin(now)]
         if self.stage is Stage.FINISH and self._agrees:
             return self._agree(now)
         if self.stage is Stage.COMPARE:
-            compared = self._agreement.compare(self._barrier.arrived_ranks(), now)
+            compared = self.agreement.compare(self.barrier.arrived_ranks(), now)
             return self._compare_again(now) if compared is None else compared
-        doubt = self._agreement.doubt() if self.stage is Stage.DONE else []
+        doubt = self.agreement.doubt() if self.stage is Stage.DONE else []
         return [*doubt, Resume()]  # or this peer only serves the others
 
     # --- the finish -------------------------------------------------------------------------------
 
     def _finish(self, now: float) -> list[Effect]:
-        self._training.over = False
-        refused = self._waves.give_up(TRAINED, now)
-        if not (self._agrees or self._server.is_needed_at_finish):
+        self.training.over = False
+        refused = self.waves.give_up(TRAINED, now)
+        if not (self._agrees or self.server.is_needed_at_finish):
             return [*refused, Resume()]
         return [*refused, *self.enter_barrier(Stage.FINISH, now)]
 
     @property
     def _agrees(self) -> bool:
         """Whether this peer takes part in the final averaging."""
-        return self._settings.sync.finish != "none" and self._training.sound
+        return self.settings.sync.finish != "none" and self.training.sound
 
     def _agree(self, now: float, members: tuple[int, ...] | None = None) -> list[Effect]:
         """Start the final averaging: adopt the server role's final model if there is one, else start the last wave.
@@ -185,15 +168,15 @@ class Stages:
             members: ranks that take part in the last wave; None: all that have reached the finish.
         """
         self.stage = Stage.AGREE
-        if members is None and (requested := self._server.fetch_final_model(now)) is not None:
+        if members is None and (requested := self.server.fetch_final_model(now)) is not None:
             return requested
         return self._last_wave(members, now)
 
     def _last_wave(self, members: tuple[int, ...] | None, now: float) -> list[Effect]:
-        step, weight = self._training.step, self._exchange.weight
-        begun = self._waves.finish(members, step, weight, now, self._server.failed_source)
-        assert self._waves.current is not None
-        self._agreement.averaged = self._waves.current.members
+        step, weight = self.training.step, self.exchange.weight
+        begun = self.waves.finish(members, step, weight, now, self.server.failed_source)
+        assert self.waves.current is not None
+        self.agreement.averaged = self.waves.current.members
         return begun
 
     # --- comparing the final models ---------------------------------------------------------------
@@ -201,37 +184,37 @@ class Stages:
     @property
     def compares(self) -> bool:
         """Whether the driver must next report the final model as it is now."""
-        unsettled = self.stage is Stage.COMPARE and self._agreement.settled is None
+        unsettled = self.stage is Stage.COMPARE and self.agreement.settled is None
         return unsettled or self.stage is Stage.AGREE
 
     def compare(self, digest: str, now: float) -> list[Effect]:
         """Announce our final model, of this checksum, and compare it with those of the others."""
-        final, wave = self._agreement, self._waves.current
+        final, wave = self.agreement, self.waves.current
         if self.stage is Stage.AGREE:  # the model of a hub or of servers stands for all models
-            final.models = float(self._members.size) if wave is None else wave.weight
+            final.models = float(self.context.members.size) if wave is None else wave.weight
         final.digest = digest
         return [Wait(), *self._compare_again(now)]
 
     def _compare_again(self, now: float) -> list[Effect]:
-        self._agreement.comparison += 1
+        self.agreement.comparison += 1
         return self.enter_barrier(Stage.COMPARE, now)
 
     def final_failed(self, ticket: int, now: float) -> list[Effect]:
         """Handle a request for a final model that brought none."""
-        failed = self._agreement.failed(ticket, now)
+        failed = self.agreement.failed(ticket, now)
         return [Forget(ticket), *self._compare_again(now)] if failed is None else failed
 
     # --- waves ------------------------------------------------------------------------------------
 
     def round_requested(self, event: Received, request: RoundRequest, now: float) -> list[Effect]:
         """Handle a request for our model in a round of a wave."""
-        waves, last, refusal = self._waves, request.wave == LAST_WAVE, "it takes part in no wave"
+        waves, last, refusal = self.waves, request.wave == LAST_WAVE, "it takes part in no wave"
         match self.stage:
             case Stage.START | Stage.TRAIN | Stage.FINISH if last:
                 waves.defer(event)
                 # The sender's barrier is over; adopt its member list, which must be the same for all.
-                if self.stage is Stage.FINISH and self._barrier.active and waves.may_join(event):
-                    self._barrier.end()
+                if self.stage is Stage.FINISH and self.barrier.active and waves.may_join(event):
+                    self.barrier.end()
                     return self._agree(now, request.members)
                 return []
             case Stage.AGREE | Stage.COMPARE | Stage.DONE if last and waves.current is not None:
@@ -240,7 +223,7 @@ class Stages:
                 waves.defer(event)
                 return []
             case Stage.START | Stage.TRAIN:
-                return self._training.round_requested(event, self.stage is Stage.TRAIN, now)
+                return self.training.round_requested(event, self.stage is Stage.TRAIN, now)
             case Stage.FINISH | Stage.AGREE | Stage.COMPARE | Stage.DONE:
                 refusal = TRAINED
         return [waves.refuse(event, refusal, now)]
@@ -249,33 +232,33 @@ class Stages:
 
     def peer_left(self, rank: int, now: float) -> list[Effect]:
         """Handle the departure of another peer."""
-        self._members.others[rank].stage = Stage.LEFT
-        left = [] if self.stage is Stage.LEFT else self._exchange.peer_left(rank, now)
-        note, waves = Note(f"left {rank}", f"peer {rank} has left"), self._waves.peer_left(rank, now)
-        return [note, *left, *waves, *self.check_min_peers(), *self._server.members_changed(now)]
+        self.context.members.others[rank].stage = Stage.LEFT
+        left = [] if self.stage is Stage.LEFT else self.exchange.peer_left(rank, now)
+        note, waves = Note(f"left {rank}", f"peer {rank} has left"), self.waves.peer_left(rank, now)
+        return [note, *left, *waves, *self.check_min_peers(), *self.server.members_changed(now)]
 
     def check_min_peers(self) -> list[Effect]:
         """Stop if too few peers are left."""
-        alive, least = self._members.alive(), self._settings.sync.min_peers
+        alive, least = self.context.members.alive(), self.settings.sync.min_peers
         if alive >= least:
             return []
-        return [Stop(f"{alive} of {self._members.size} peers left, fewer than min_peers = {least}"), Resume()]
+        return [Stop(f"{alive} of {self.context.members.size} peers left, fewer than min_peers = {least}"), Resume()]
 
     def leave(self, now: float) -> list[Effect]:
         """Enter LEFT: abandon everything under way and tell the others."""
         self.stage = Stage.LEFT
-        self._barrier.end()
+        self.barrier.end()
         # Models that still arrive are dropped: the others count on the state that we announce here.
-        self._joining.leave()
-        self._agreement.leave()
-        dropped = self._training.leave(now)
-        deadline = now + self._settings.exchange.peer_timeout / 10
+        self.joining.leave()
+        self.agreement.leave()
+        dropped = self.training.leave(now)
+        deadline = now + self.settings.exchange.peer_timeout / 10
         leaving: list[Effect] = [
-            self._requests.send(rank, LeaveRequest(), now, deadline) for rank in self._members.awaited()
+            self.context.requests.send(rank, LeaveRequest(), now, deadline) for rank in self.context.members.awaited()
         ]
-        return [Wait(), *dropped, *leaving, *self._waves.leave(now), *self.resume_if_announced()]
+        return [Wait(), *dropped, *leaving, *self.waves.leave(now), *self.resume_if_announced()]
 
     def resume_if_announced(self) -> list[Effect]:
         """Return Resume once every LeaveRequest was answered or has failed."""
-        telling = any(self._requests.opened(LeaveRequest))
+        telling = any(self.context.requests.opened(LeaveRequest))
         return [] if telling or self.stage is not Stage.LEFT else [Resume()]

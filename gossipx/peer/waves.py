@@ -26,8 +26,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
-from gossipx.peer.fragment_order import FragmentOrder
-from gossipx.peer.membership import Membership, Requests
+from gossipx.peer.exchange import PeerContext
+from gossipx.peer.membership import Requests
 from gossipx.protocol.effects import Answer, ApplyWave, Capture, Effect, Forget, Merge, Note, SetTimer
 from gossipx.protocol.events import Answered, Received
 from gossipx.protocol.messages import (
@@ -40,7 +40,6 @@ from gossipx.protocol.messages import (
     RoundRequest,
     Stage,
 )
-from gossipx.sync import SyncManager
 from gossipx.topology import RoundPart, part_in_round, wave_rounds
 
 ROUND_DOUBLINGS = 2
@@ -52,35 +51,17 @@ class WaveSequence:
     """The current wave of a peer, and requests that wait for the next one.
 
     Args:
-        rank: this peer's own rank.
-        members: the role's membership list.
-        requests: the role's open requests.
-        sync: counts waves as retrievals.
-        timeout: peer_timeout, in seconds.
-        fragment_order: says which fragment of the model a wave averages.
+        context: state shared by the role's components.
 
     Attributes:
         current: the wave that this peer takes part in, until its mean is in the weights; the last wave remains.
         lost: rounds of waves while training that were skipped because the partner was missing.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        members: Membership,
-        requests: Requests,
-        sync: SyncManager,
-        timeout: float,
-        fragment_order: FragmentOrder | None = None,
-    ):
+    def __init__(self, context: PeerContext):
         self.current: Wave | None = None
         self.lost = 0
-        self._rank = rank
-        self._members = members
-        self._requests = requests
-        self._sync = sync
-        self._timeout = timeout
-        self._turns = fragment_order or FragmentOrder()
+        self._context = context
         self._seen = 0  # highest wave that we took part in, except the last wave
         self._heard = 0  # highest wave that others have announced as over
         self._taking_in = False
@@ -91,7 +72,7 @@ class WaveSequence:
 
     def start(self, step: int, now: float) -> list[Effect]:
         """Start a wave, as our policy fired; do nothing if no other peer seems to train or the numbers are used up."""
-        members = tuple(sorted([self._rank, *self._members.in_training(now)]))
+        members = tuple(sorted([self._context.rank, *self._context.members.in_training(now)]))
         number = max(self._seen, self._heard) + 1
         may_start = len(members) > 1 and number <= MAX_WAVE
         return self._enter(number, members, step, now) if may_start else []
@@ -123,32 +104,38 @@ class WaveSequence:
         """
         early, self._early = self._early, []
         if members is None:
-            here = [self._rank, *(rank for rank in self._members.in_finish() if rank != without)]
+            here = [self._context.rank, *(rank for rank in self._context.members.in_finish() if rank != without)]
             named = [_round_request(event).members for event in early if without is not None and self.may_join(event)]
             members = min(named, key=_order, default=tuple(sorted(here)))
         # No rank counts as missing: a peer at the finish is met even if it was silent before.
         patience = self._patience(members)
-        if WHOLE not in self._turns:  # the models of measured transfers were fragments
-            patience = max(patience, self._members.model_timeout)
-        self.current = Wave(LAST_WAVE, self._rank, members, step, self._requests, patience, weight=weight)
+        if WHOLE not in self._context.fragment_order:  # the models of measured transfers were fragments
+            patience = max(patience, self._context.members.model_timeout)
+        self.current = Wave(
+            LAST_WAVE, self._context.rank, members, step, self._context.requests, patience, weight=weight
+        )
         effects = self.current.begin(now)
         return effects + [effect for event in early for effect in self.current.requested(event, now)]
 
     def _enter(self, number: int, members: tuple[int, ...], step: int, now: float) -> list[Effect]:
         self.current = wave = self._new_wave(number, members, step, now)
         self._seen = number
-        self._sync.requested(shared=True)
+        self._context.sync.requested(shared=True)
         return wave.begin(now)
 
     def _new_wave(self, number: int, members: tuple[int, ...], step: int, now: float) -> Wave:
-        missing, fragment = self._members.unavailable(now), self._turns.of_wave(number)
+        missing, fragment = self._context.members.unavailable(now), self._context.fragment_order.of_wave(number)
         patience = self._patience(members)
-        return Wave(number, self._rank, members, step, self._requests, patience, missing, fragment=fragment)
+        return Wave(
+            number, self._context.rank, members, step, self._context.requests, patience, missing, fragment=fragment
+        )
 
     def _patience(self, members: tuple[int, ...]) -> float:
         """Return the timeout of a round: peer_timeout where all peers are fast, so that all give up together."""
-        others = [rank for rank in members if rank != self._rank]
-        return max(self._timeout, self._members.longest_patience(others, ROUND_DOUBLINGS) if others else 0.0)
+        others = [rank for rank in members if rank != self._context.rank]
+        return max(
+            self._context.timeout, self._context.members.longest_patience(others, ROUND_DOUBLINGS) if others else 0.0
+        )
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -195,11 +182,11 @@ class WaveSequence:
     def may_join(self, event: Received) -> bool:
         """Return whether the named members belong to this run and include both the sender and this peer."""
         members = _round_request(event).members
-        return {self._rank, event.sender} <= set(members) <= {self._rank, *self._members.others}
+        return {self._context.rank, event.sender} <= set(members) <= {self._context.rank, *self._context.members.others}
 
     def refuse(self, event: Received, reason: str, now: float) -> Answer:
         """Return a refusal of ``event``."""
-        return Answer(event.key, NotReadyReply(reason), now + self._timeout)
+        return Answer(event.key, NotReadyReply(reason), now + self._context.timeout)
 
     # --- rounds -----------------------------------------------------------------------------------
 
@@ -254,9 +241,9 @@ class WaveSequence:
             self.current, self._last = None, wave
             self.lost += wave.lost
             if wave.merged:
-                self._sync.completed(wave.merged)
+                self._context.sync.completed(wave.merged)
             else:
-                self._sync.abandoned()
+                self._context.sync.abandoned()
         return Forget(wave.ticket)
 
     def give_up(self, reason: str, now: float) -> list[Effect]:
@@ -267,7 +254,7 @@ class WaveSequence:
         if wave is not None:
             waiting += wave.take_unanswered()
             self.current, self._taking_in = None, False
-            self._sync.abandoned()
+            self._context.sync.abandoned()
             effects.append(Forget(wave.ticket))
         return effects + [self.refuse(event, reason, now) for event in waiting]
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import random
 
 from gossipx import policies
+from gossipx.figures import Counters
+from gossipx.peer.exchange import PeerContext
+from gossipx.peer.fragment_order import FragmentOrder
 from gossipx.peer.membership import Membership, Requests
+from gossipx.peer.serving import Outgoing
 from gossipx.peer.waves import TIMER, Wave, WaveSequence
 from gossipx.protocol.effects import Answer, Capture, Effect, Forget, Merge, Note, Send, SetTimer
 from gossipx.protocol.events import Answered, Received
@@ -167,7 +171,12 @@ def peer(rank: int, size: int) -> WaveSequence:
     members = Membership(rank, size, RandomNeighbour(topology_from("full", size)), TIMEOUT, random.Random(0))
     for other in members.others.values():
         other.stage = Stage.START
-    return WaveSequence(rank, members, Requests(), SyncManager(policies.parse("never")), TIMEOUT)
+    return WaveSequence(
+        PeerContext(
+            *(rank, 0, TIMEOUT, False, members, Outgoing(members), Requests()),
+            *(SyncManager(policies.parse("never")), FragmentOrder(), Counters()),
+        )
+    )
 
 
 def meant(sender: int, members: tuple[int, ...], wave: int = 1, key: str = "k") -> Received:
@@ -221,7 +230,7 @@ def test_the_round_timeout_follows_transfers_and_doubles_at_most_twice():
         return sent(waves.finish(members, 5, 1.0, 0.0)).deadline
 
     waves = peer(0, 4)
-    known = waves._members
+    known = waves._context.members
     for rank in (1, 3):
         known.record_transfer(rank, 0.1, 0.0)
     assert patience((0, 1, 2, 3)) == TIMEOUT, "where all are fast, all give up at one time"

@@ -12,20 +12,19 @@ from __future__ import annotations
 from collections import Counter
 
 from gossipx.peer.barrier import Barrier
-from gossipx.peer.membership import FIRST_BACKOFF, Membership, Requests
+from gossipx.peer.exchange import PeerContext
+from gossipx.peer.membership import FIRST_BACKOFF
 from gossipx.protocol.effects import Effect, Forget, Note, Resume, Stop
 from gossipx.protocol.messages import ArriveRequest, InitialRequest, Stage
-from gossipx.settings.sections import RunConfig
 
 
 class Joining:
     """The search of one peer for its first model, in stage JOINING.
 
     Args:
-        rank: this peer's own rank.
-        members: the role's membership list.
-        requests: the role's open requests.
+        context: state shared by the role's components.
         barrier: announces this peer and reports which peers answer.
+        own: whether all peers start with their own models.
 
     Attributes:
         must_adopt: whether this peer must adopt a model: the run resumes from checkpoints and it has none, or it
@@ -33,20 +32,10 @@ class Joining:
         joins: whether that is the reason.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        members: Membership,
-        requests: Requests,
-        barrier: Barrier,
-        settings: RunConfig,
-    ):
-        self._rank = rank
-        self._members = members
-        self._requests = requests
+    def __init__(self, context: PeerContext, barrier: Barrier, own: bool):
+        self._context = context
         self._barrier = barrier
-        self._timeout = settings.exchange.peer_timeout
-        self._own = settings.sync.init == "own"
+        self._own = own
         self.must_adopt = False
         self.joins = False
         self._ticket: int | None = None  # of our open request
@@ -58,31 +47,31 @@ class Joining:
         """Request the model from a peer that has one, unless a request is open."""
         if self._ticket is not None:
             return []
-        sources = [rank for rank in self._sources() if self._members.others.peek(rank).may_be_asked(now)]
+        sources = [rank for rank in self._sources() if self._context.members.others.peek(rank).may_be_asked(now)]
         if not sources:
             return []
         source = min(sources, key=lambda rank: (self._failures[rank], rank))
-        request = self._requests.send(source, InitialRequest(), now, now + self._members.model_timeout)
+        request = self._context.requests.send(source, InitialRequest(), now, now + self._context.members.model_timeout)
         self._ticket, self._source = request.ticket, request.to
         return [request]
 
     def _sources(self) -> list[int]:
         """Return the ranks that have a model to send, as far as they have told."""
         first = Stage.TRAIN if self._own else Stage.START
-        known = self._members.others.known.items()
+        known = self._context.members.others.known.items()
         return [rank for rank, other in known if other.stage is not None and other.stage >= first and not other.is_out]
 
     def may_begin(self) -> bool:
         """Return whether to start with our own model, since no other peer has one."""
-        if self._ticket is not None or self.must_adopt or not (self._own or self._rank == 0) or self._sources():
+        if self._ticket is not None or self.must_adopt or not (self._own or self._context.rank == 0) or self._sources():
             return False
-        peek = self._members.others.peek
-        return all(peek(rank).stage is not None for _, rank in self._requests.opened(ArriveRequest))
+        peek = self._context.members.others.peek
+        return all(peek(rank).stage is not None for _, rank in self._context.requests.opened(ArriveRequest))
 
     def timed_out(self, now: float) -> list[Effect]:
         """Handle the timeout of the wait for a model; return no effects if this peer must start with its own."""
-        peek = self._members.others.peek
-        here = [rank for rank in self._members.awaited() if peek(rank).stage is Stage.JOINING]
+        peek = self._context.members.others.peek
+        here = [rank for rank in self._context.members.awaited() if peek(rank).stage is Stage.JOINING]
         busy = sorted(self._busy.intersection(self._sources()))
         self._busy.clear()
         if self._ticket is None and busy:
@@ -91,7 +80,7 @@ class Joining:
             return [note, *self._barrier.extend(busy, now)]
         if self.must_adopt and self._ticket is None:
             self._barrier.end()
-            waited = f"within peer_timeout = {self._timeout:g} s"
+            waited = f"within peer_timeout = {self._context.timeout:g} s"
             if self.joins:
                 cause = f"no peer of the run sent its model {waited}"
                 return [Stop(f"{cause}: check that they can be reached from here, or raise --peer-timeout"), Resume()]
@@ -100,12 +89,12 @@ class Joining:
                 Stop(f"{cause}, and this one has no checkpoint: start a peer that has one, or raise --peer-timeout"),
                 Resume(),
             ]
-        if self._ticket is not None or (here and min(here) < self._rank and not self._own):
+        if self._ticket is not None or (here and min(here) < self._context.rank and not self._own):
             # They may have died since they were last heard from: probe them.
-            return self._barrier.extend((rank for rank in here if rank < self._rank), now)
-        if not here and self._rank and not self._own:
+            return self._barrier.extend((rank for rank in here if rank < self._context.rank), now)
+        if not here and self._context.rank and not self._own:
             self._barrier.end()
-            cause = f"no peer sent an initial model within peer_timeout = {self._timeout:g} s"
+            cause = f"no peer sent an initial model within peer_timeout = {self._context.timeout:g} s"
             return [
                 Stop(f"{cause}: check that another peer is running, raise --peer-timeout, or use --init own"),
                 Resume(),
@@ -130,7 +119,7 @@ class Joining:
         """Handle the BusyReply of a peer that sends its model to others: request it from another peer, or again."""
         self._busy.add(to)
         # Not random, as it is after a fault: the same generator chooses partners, which should not depend on the start.
-        self._members.others[to].backoff_until = now + FIRST_BACKOFF * self._timeout
+        self._context.members.others[to].backoff_until = now + FIRST_BACKOFF * self._context.timeout
         return self.failed(ticket, to, now)
 
     def failed(self, ticket: int, to: int, now: float) -> list[Effect]:
@@ -138,7 +127,7 @@ class Joining:
         if not self._close(ticket):
             return [Forget(ticket)]
         self._failures[to] += 1
-        later = self._barrier.retry_at(to, self._members.others.peek(to).backoff_until)
+        later = self._barrier.retry_at(to, self._context.members.others.peek(to).backoff_until)
         return [Forget(ticket), later, *self.ask(now)]
 
     def _close(self, ticket: int) -> bool:
