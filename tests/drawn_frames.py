@@ -12,7 +12,6 @@ from joined_frames import joined
 
 from gossipx.memory import Source
 from gossipx.protocol import fields
-from gossipx.protocol.admission import AdmitReply, AdmitRequest
 from gossipx.protocol.messages import (
     LAST_WAVE,
     MAX_WAVE,
@@ -23,6 +22,8 @@ from gossipx.protocol.messages import (
 from gossipx.protocol.server_messages import CopyReply
 from gossipx.wire import (
     MAX_NOTE,
+    AdmitReply,
+    AdmitRequest,
     Carried,
     CheckupReply,
     CheckupRequest,
@@ -32,12 +33,12 @@ from gossipx.wire import (
     SetNote,
 )
 from gossipx.wire.frames import (
+    KINDS,
     VERSION,
     Decoder,
     Frame,
     encode,
 )
-from gossipx.wire.kinds import KINDS
 
 ranks = st.integers(0, 65_535)
 counts = st.integers(0, 2**63 - 1)

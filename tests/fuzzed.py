@@ -168,7 +168,7 @@ def _frames() -> Target:
     """Frames as they arrive, and the metadata of each kind of message."""
     from test_mutated_messages import drawn, survives
 
-    from gossipx.wire.kinds import KINDS, message_of, metadata_of
+    from gossipx.wire.frames import KINDS, message_of, metadata_of
 
     kinds = list(KINDS.values())
 

@@ -24,8 +24,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gossipx.peer.membership import Membership, Requests
-from gossipx.peer.others import OtherPeer
+from gossipx.peer.membership import Membership, OtherPeer, Requests
 from gossipx.protocol.effects import Adopt, Answer, Effect, Forget, Note, Resume, Send
 from gossipx.protocol.events import Received
 from gossipx.protocol.messages import FinalRequest, ModelReply, NotReadyReply, Stage

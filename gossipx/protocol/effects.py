@@ -10,14 +10,14 @@ requests or for a model that the driver keeps for it; a *key* names a received r
 effect         requested by                                                 the driver
 =============  ===========================================================  =========================================
 Send           any part that needs something from another peer              sends, and reports Replied or Failed
-Cancel         peer/pulls, hub/elastic, server/worker                       aborts the request, and reports Failed
+Cancel         peer/pulls, hub, server/worker                               aborts the request, and reports Failed
 Answer         the part that handles a request                              replies, and reports Answered
-Keep           hub/centre, server: shard, replica                           keeps the payload of a request
-Capture        peer/serving, wave, pushes, pairs, offers; hub/centre        captures the present model
-Merge          peer/wave, hub/centre                                        merges two kept models; reports Merged
+Keep           hub, server: shard, replica                                  keeps the payload of a request
+Capture        peer/serving, wave, pushes, pairs, offers; hub               captures the present model
+Merge          peer/wave, hub                                               merges two kept models; reports Merged
 ApplyWave      peer/waves, after the last round                             updates our model, and reports Mixed
-Mix            peer/pulls, pushes, pairs; hub/elastic                       mixes; reports Mixed or Poisoned
-Adopt          peer/role of a joining peer, hub/elastic at the finish       replaces our model; reports the same
+Mix            peer/pulls, pushes, pairs; hub                               mixes; reports Mixed or Poisoned
+Adopt          peer/role of a joining peer, hub at the finish               replaces our model; reports the same
 Forget         the part that allocated the ticket                           releases all that the ticket holds
 MoveReference  peer/pushes, once a push is settled                          measures drift from that model
 AddPeer        peer/newcomers, for a peer that joined                       can exchange messages with it
@@ -27,7 +27,7 @@ SetTimer       any part that waits                                          repo
 Wait, Resume   peer: role, stages, joining, training; any part of a         blocks and releases the training thread
                blocking exchange; server: mode, hosted_shards, migration
 Note           any part                                                     logs
-Stop           peer/role, peer/joining, hub/elastic, server: mode,          ends training with an error
+Stop           peer/role, peer/joining, hub, server: mode,                  ends training with an error
                hosted_shards, migration
 =============  ===========================================================  =========================================
 """

@@ -30,7 +30,7 @@ Received          when a request arrives                       by its message: s
 Replied, Failed   after Send                                   the part that sent the request
 Answered          after Answer                                 peer/serving, barrier, waves, exchange
 Mixed, Poisoned   after Mix, Adopt and ApplyWave               the part that requested it
-Merged            after Merge                                  peer/wave, hub/centre
+Merged            after Merge                                  peer/wave, hub
 TimerFired        after SetTimer                               the part that set the timer
 Woke              before the first event after a sleep         peer/membership
 ================  ===========================================  =================================================

@@ -1,6 +1,6 @@
 """Kinds of messages, and field types with the constraints that a received value must meet.
 
-A message class declares its kind number and its fields once. :mod:`gossipx.wire.kinds` decodes and checks by these
+A message class declares its kind number and its fields once. :mod:`gossipx.wire.frames` decodes and checks by these
 declarations, so a role may rely on the types and ranges of received values, though not on the good will of the sender.
 msgspec checks types, ranges and lengths while it decodes. What it cannot express is a function beside them in the
 ``Annotated`` type, called with the decoded value; its ValueError says what is wrong in a few words.

@@ -29,8 +29,8 @@ PairRequest        peer/pairs, to start an exchange            peer/pairs of the
 TakeRequest        peer/offers, peer/pairs: either side        peer/pushes, peer/pairs: the other side
 SettleRequest      peer/offers, the acceptor of an exchange    peer/pushes, peer/pairs of its initiator
 RoundRequest       peer/wave, every member of a wave           peer/stages, peer/wave of the partner in that round
-ElasticRequest     hub/elastic, a worker whose policy fires    hub/centre, the hub
-CentreRequest      hub/elastic, every peer at the finish       hub/centre, the hub
+ElasticRequest     hub, a worker whose policy fires            hub
+CentreRequest      hub, every peer at the finish               hub
 FinalRequest       peer/agreement, whose final model differs   peer/agreement, a peer with the chosen final model
 ArriveRequest      peer/barrier at each stage; as a probe,     peer/barrier and peer/waves of every other peer
                    peer/training and server/mode

@@ -34,12 +34,13 @@ from gossipx.errors import (
 )
 from gossipx.figures import Counters
 from gossipx.memory import Source
-from gossipx.protocol.admission import AdmitReply, AdmitRequest
 from gossipx.protocol.fields import MAX_TEXT, JoinedPeer
 from gossipx.transports import Certified
 from gossipx.transports.link import Link
 from gossipx.wire import (
     Accepted,
+    AdmitReply,
+    AdmitRequest,
     Bytes,
     Challenge,
     CheckupReply,

@@ -4,7 +4,9 @@ The two ends of a connection identify themselves before it carries messages betw
 (:mod:`gossipx.protocol.messages`). Both kinds of messages travel in frames (:mod:`gossipx.wire.frames`). The messages
 defined here are read and written by :mod:`gossipx.transports`: its ``handshake`` uses Hello or Open up to Description,
 ``checkup`` serves ``gossipx doctor``, and ``link`` uses ModelAck and the messages about *carriers*: faster paths for
-payloads next to the connection, such as gloo. The last three reach peers behind NAT; see :mod:`gossipx.comm.member`.
+payloads next to the connection, such as gloo. A process that asks to join the run begins with AdmitRequest in place of
+Hello; the role decides (:mod:`gossipx.peer.joining.newcomers`). The last three reach peers behind NAT; see
+:mod:`gossipx.comm.member`.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from msgspec import field
 
 from gossipx.errors import NotAuthorisedError, ProtocolError, RefusedError
 from gossipx.memory import copy
-from gossipx.protocol.admission import AdmitReply
 from gossipx.protocol.fields import (
     MAX_METADATA,
     MAX_RANKS,
     Fields,
     Joined,
     Key,
+    Port,
     Proofs,
     Rank,
     Report,
@@ -40,6 +42,8 @@ from gossipx.protocol.server_messages import CarryingReply
 MAX_DESCRIPTION = 16 * 2**20
 # Bytes of payload in one frame of a checkup: enough to fill a link of 10 Gbit/s for longer than its round trip.
 MAX_LOAD = 16 * 2**20
+MAX_ADMISSION = 2**20
+"""Maximum bytes of a run's settings and peers: 10,000 peers with names of 50 characters."""
 Message: TypeAlias = Fields
 CheckupPart: TypeAlias = Literal["facts", "load", "status", "drain"]
 MAX_NOTE = 4096  # bytes; gloo needs 170, NCCL 128
@@ -180,6 +184,35 @@ class CheckupRequest(Fields, frozen=True):
     name: Text
     part: CheckupPart
     back: _Load = 0
+
+
+@kind(57, payload=MAX_ADMISSION)
+class AdmitReply(Fields, frozen=True):
+    """The reply to :class:`AdmitRequest`.
+
+    Attributes:
+        size: bytes of the payload, a :class:`gossipx.peer.joining.admission.Admission` if the newcomer is admitted.
+        elsewhere: HOST:PORT of the peer that admits others now; empty: it is this one.
+        later: why no peer can be admitted yet; empty: one can.
+    """
+
+    size: Annotated[int, between(0, MAX_ADMISSION)] = 0
+    elsewhere: Text = ""
+    later: Text = ""
+
+
+@kind(56, answers=(AdmitReply,))
+class AdmitRequest(Fields, frozen=True):
+    """Asks to join the run as a further peer.
+
+    Attributes:
+        name: of the newcomer.
+        host, port: the address at which it will listen.
+    """
+
+    name: Text
+    host: Text
+    port: Port
 
 
 @kind(11)

@@ -32,15 +32,15 @@ import hmac
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
+import msgspec
 import xxhash
 
-from gossipx.errors import CorruptedError, ProtocolError
+from gossipx.errors import CorruptedError, ProtocolError, printable
 from gossipx.memory import PIECE, ByteObserver, Source
-from gossipx.protocol.fields import MAX_METADATA, kind_of
+from gossipx.protocol.fields import MAX_METADATA, Kind, all_kinds, kind_of
 from gossipx.wire import Expect, Message, Sink
-from gossipx.wire.kinds import KINDS, message_of, metadata_of
 
 MAGIC = b"GSPX"
 VERSION = 9
@@ -50,6 +50,10 @@ _OUT_OF_BAND = 0x8000
 Buffers = list[bytes | memoryview]
 Part: TypeAlias = tuple[Buffers, ByteObserver | None]
 """Buffers to send in one call, and a function that must see their bytes as they are sent, before the next part."""
+
+KINDS = {kind.number: kind for kind in all_kinds()}
+"""Kinds by the number in a frame's header, as the messages declare them (:mod:`gossipx.protocol.fields`)."""
+_SHOWN = 200  # characters of a refusal: it may quote what the other peer has sent
 
 _START = struct.Struct("!4sH")
 _HEADER = struct.Struct("!4sHHQIQ")
@@ -94,6 +98,56 @@ class Unchecked:
 
 class VersionError(ProtocolError):
     """The other side uses another version of the protocol."""
+
+
+# --- metadata -----------------------------------------------------------------------------------
+
+
+def metadata_of(message: Message) -> bytes:
+    """Return the metadata of ``message``.
+
+    NaN and infinite figures of a report become null, as JSON cannot represent them; null reads as "no figure".
+
+    Raises:
+        ValueError: a peer would not accept one of the fields.
+    """
+    try:
+        metadata = _encode(message)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"{type(message).__name__}: {error}") from error
+    _decoded(kind_of(type(message)), metadata)
+    return metadata
+
+
+def _plain_number(value: Any) -> Any:
+    """Return a number of numpy, or of another subclass of int or float, as a plain one."""
+    return float(value) if isinstance(value, float) else value.__index__()
+
+
+_encode = msgspec.json.Encoder(enc_hook=_plain_number).encode
+
+
+def message_of(kind: Kind, metadata: bytes) -> Message:
+    """Return the message that the metadata of a frame encodes.
+
+    Raises:
+        ProtocolError: the metadata is not a message of this kind, or a field is not allowed.
+    """
+    try:
+        message: Message = _decoded(kind, metadata)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"{kind.message.__name__} refused: {printable(str(error), _SHOWN)}") from None
+    return message
+
+
+def _decoded(kind: Kind, metadata: bytes) -> Any:
+    message = kind.decode(metadata)
+    for name, check in kind.checks:
+        try:
+            check(getattr(message, name))
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from None
+    return message
 
 
 # --- encoding -----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from gossipx.protocol.fields import MAX_JOINED, JoinedPeer, kind_of
 from gossipx.protocol.places import MAX_PLACE, fault
 from gossipx.sim import Network
 from gossipx.wire import CheckupReply
-from gossipx.wire.kinds import message_of, metadata_of
+from gossipx.wire.frames import message_of, metadata_of
 
 
 def test_a_status_names_the_partner_and_the_last_exchange() -> None:

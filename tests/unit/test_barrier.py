@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gossipx.peer.barrier import Barrier
-from gossipx.peer.membership import Membership, Requests
-from gossipx.peer.others import OtherPeer
+from gossipx.peer.membership import Membership, OtherPeer, Requests
 from gossipx.protocol.messages import ArriveRequest, Stage
 from gossipx.topology import topology_from
 from gossipx.topology.schedules import RandomNeighbour

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gossipx.hub.centre import Centre
+from gossipx.hub import Centre
 from gossipx.peer.membership import Requests
 from gossipx.protocol.effects import Answer
 from gossipx.protocol.events import Received

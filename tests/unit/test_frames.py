@@ -44,13 +44,14 @@ from gossipx.wire import (
 from gossipx.wire.agreement import difference, manifest_bytes, objection
 from gossipx.wire.frames import (
     HEADER_BYTES,
+    KINDS,
     PIECE,
     Decoder,
     Frame,
     Unchecked,
     encode,
+    metadata_of,
 )
-from gossipx.wire.kinds import KINDS, metadata_of
 
 # --- valid frames -------------------------------------------------------------------------------
 

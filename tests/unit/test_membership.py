@@ -13,10 +13,10 @@ from gossipx.peer.membership import (
     DEVIATION,
     FIRST_BACKOFF,
     LONGEST_BACKOFF,
+    MAX_TRANSFERS,
     PATIENCE_DOUBLINGS,
     Membership,
 )
-from gossipx.peer.others import MAX_TRANSFERS
 from gossipx.protocol.events import Fault
 from gossipx.protocol.messages import ArriveRequest, Stage
 from gossipx.runtime.driver import clock

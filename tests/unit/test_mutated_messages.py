@@ -27,8 +27,7 @@ from gossipx.protocol.fields import MAX_METADATA, Kind
 from gossipx.server.placement import Partition
 from gossipx.tables.shard import NextTables, pack_pieces
 from gossipx.wire import Bytes, Message, Sink
-from gossipx.wire.frames import Decoder
-from gossipx.wire.kinds import KINDS, message_of, metadata_of
+from gossipx.wire.frames import KINDS, Decoder, message_of, metadata_of
 
 PAYLOAD = bytes(range(64))
 GUARD = b"guarded " * 512

@@ -15,7 +15,7 @@ from gossipx.protocol.effects import RequestedBucket
 from gossipx.protocol.fields import kind_of
 from gossipx.protocol.server_messages import GradientRequest
 from gossipx.tables.coding import settings_of
-from gossipx.wire.kinds import message_of, metadata_of
+from gossipx.wire.frames import message_of, metadata_of
 
 # --- optimizers -------------------------------------------------------------------------------------------
 

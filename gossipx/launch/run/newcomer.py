@@ -33,12 +33,11 @@ from gossipx.launch.run.processes import follow
 from gossipx.launch.start import Start, check_script
 from gossipx.metrics.summary import Summary
 from gossipx.peer.joining.admission import Admission
-from gossipx.protocol.admission import AdmitReply, AdmitRequest
 from gossipx.settings import files
 from gossipx.transports import Address, handshake
 from gossipx.transports.access import Access, grant
 from gossipx.transports.link import Links
-from gossipx.wire import Bytes, Hello, auth
+from gossipx.wire import AdmitReply, AdmitRequest, Bytes, Hello, auth
 
 ANSWER = 10.0
 """Seconds that a peer has to answer; it needs its role's lock, which is never held for long."""

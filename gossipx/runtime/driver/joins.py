@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gossipx.peer.joining.admission import Admission
-from gossipx.protocol.admission import AdmitReply, AdmitRequest
 from gossipx.protocol.events import Event, PeerMet
 from gossipx.protocol.fields import JoinedPeer
 from gossipx.runtime.driver.commands import Commands
 from gossipx.transports import Address
+from gossipx.wire import AdmitReply, AdmitRequest
 
 
 class JoinHandler:

@@ -40,7 +40,7 @@ from gossipx.protocol.table_effects import ApplyBuffered, ApplyGradient, BufferG
 from gossipx.runtime.driver.clock import CLOSE_TIMEOUT, LimitedLog, SerialWorker
 from gossipx.server.shard import Shard
 from gossipx.tables.store import Gradient, TableStore
-from gossipx.wire.kinds import message_of, metadata_of
+from gossipx.wire.frames import message_of, metadata_of
 
 log = logging.getLogger("gossipx")
 

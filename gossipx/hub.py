@@ -1,12 +1,17 @@
-"""The worker's side of elastic averaging (Adaptive Communication, Algorithm 1 and Eq. 1; Zhang et al., 2015).
+"""Hub mode: elastic averaging with a central model, the centre x̃, that one peer holds (Adaptive Communication,
+Algorithm 1, Eq. 1 and 2; Zhang et al., 2015).
 
 When its policy fires, a worker sends its model x to the hub, and the reply carries the centre x̃ as it was before. At
-the next step boundary after that the worker moves by α (x̃ − x), with x as it was sent. The hub moves by the same
-difference, so with β = p·α the sum of worker and centre is conserved, whatever steps were made meanwhile. With
-``blocking`` training waits for the reply, so exactly one step lies between: its gradient is of the same x as the
-difference, and then both are applied, as Algorithm 1 is printed. The optimizer's momentum is unaffected. With Nesterov
-momentum this is EAMSGD (Zhang et al., Eq. 5 and 6), except that the difference is taken at the point where torch keeps
-the weights and computes the gradient, x + δv.
+the next step boundary after that the worker moves by α (x̃ − x), with x as it was sent. The hub merges the workers'
+models one after the other (lines 5 and 6)::
+
+    x̃ ← x̃ + β/p · (x_i − x̃)
+
+Eq. 2 is the sum of that over all p workers. With β = p·α both sides move by the same difference, so the sum of worker
+and centre is conserved, whatever steps were made meanwhile. With ``blocking`` training waits for the reply, so exactly
+one step lies between: its gradient is of the same x as the difference, and then both are applied, as Algorithm 1 is
+printed. The optimizer's momentum is unaffected. With Nesterov momentum this is EAMSGD (Zhang et al., Eq. 5 and 6),
+except that the difference is taken at the point where torch keeps the weights and computes the gradient, x + δv.
 
 A hub that trains is its own worker, through the same messages.
 """
@@ -14,15 +19,30 @@ A hub that trains is its own worker, through the same messages.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gossipx.errors import UsageError
-from gossipx.hub.centre import Centre
 from gossipx.peer.exchange import Exchange, PeerContext
+from gossipx.peer.membership import Requests
 from gossipx.peer.pulls import PullExchange
 from gossipx.peer.server_role import Metrics, ServerRole
-from gossipx.protocol.effects import Adopt, Answer, Cancel, Effect, Forget, Mix, Note, Resume, Stop, Wait
+from gossipx.protocol.effects import (
+    Adopt,
+    Answer,
+    Cancel,
+    Capture,
+    Effect,
+    Forget,
+    Keep,
+    Merge,
+    Mix,
+    Note,
+    Resume,
+    Stop,
+    Wait,
+)
 from gossipx.protocol.events import Merged, Received
 from gossipx.protocol.messages import BusyReply, CentreRequest, ElasticRequest, ModelReply, NotReadyReply, Reply
 from gossipx.settings.modes import Elastic, Mode
@@ -258,3 +278,94 @@ class ElasticExchange(Exchange, ServerRole):
         initial, self._initial = self._initial, []
         deadline = now + self._context.members.model_timeout
         return [Answer(event.key, ModelReply(0), deadline, whole_model=True) for event in initial]
+
+
+@dataclass
+class _Waiting:
+    """A worker's model that has arrived and is not yet merged."""
+
+    event: Received
+    ticket: int
+
+
+class Centre:
+    """The centre, held by the hub. Methods return the effects to carry out.
+
+    Args:
+        requests: the role's open requests, which allocate tickets.
+        share: β/p, the share of the difference by which one exchange moves the centre.
+
+    Attributes:
+        exchanges: number of models merged.
+        step: highest number of iterations that a merged model has seen.
+        ticket: the captured model that is the centre; 0: none yet.
+    """
+
+    def __init__(self, requests: Requests, share: float):
+        self.exchanges = 0
+        self.step = 0
+        self.ticket = 0
+        self._requests = requests
+        self._share = share
+        self._latest: dict[int, tuple[int, int]] = {}  # by rank: incarnation and number of its last exchange
+        self._merging: _Waiting | None = None
+        self._waiting: deque[_Waiting] = deque()
+
+    def begin(self) -> list[Effect]:
+        """Create the centre, as the run starts: the initial model, or the centre saved in a checkpoint."""
+        if self.ticket:
+            return []
+        self.ticket = self._requests.ticket()
+        return [Capture(self.ticket, saved=True)]
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the counters as plain data; the driver saves the centre itself."""
+        return {"exchanges": self.exchanges, "step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Restore :meth:`state_dict`."""
+        self.exchanges, self.step = state["exchanges"], state["step"]
+
+    def requested(self, event: Received, now: float) -> list[Effect]:
+        """Handle an ElasticRequest or a CentreRequest."""
+        assert isinstance(event.request, ElasticRequest | CentreRequest)
+        if not self.ticket:
+            # A worker may start before the last message of the START barrier reaches the hub.
+            return [Answer(event.key, BusyReply(), now + event.request.patience)]
+        if isinstance(event.request, CentreRequest):
+            return [Answer(event.key, ModelReply(self.step), now + event.request.patience, captured=self.ticket)]
+        name = event.request.incarnation, event.request.number
+        latest = self._latest.get(event.sender)
+        if latest is not None and latest[0] == name[0] and latest[1] >= name[1]:
+            return [Answer(event.key, NotReadyReply("it has already merged that model"), now + 1)]
+        self._latest[event.sender] = name
+        ticket = self._requests.ticket()
+        self._waiting.append(_Waiting(event, ticket))
+        return [Keep(event.key, ticket), *self._next(now)]
+
+    @property
+    def merging(self) -> int | None:
+        """The rank of the worker whose model is being merged; None if none is."""
+        return None if self._merging is None else self._merging.event.sender
+
+    def merged(self, event: Merged, now: float) -> list[Effect] | None:
+        """Handle the end of a merge; it failed if the model holds NaN or Inf. Return None if the merge is not ours."""
+        if self._merging is None or event.ticket != self._merging.ticket:
+            return None
+        self._merging = None
+        self.exchanges += event.sound
+        return self._next(now)
+
+    def _next(self, now: float) -> list[Effect]:
+        """Start the next merge unless one is under way: each exchange must see the result of the one before."""
+        if self._merging is not None or not self._waiting:
+            return []
+        waiting = self._waiting.popleft()
+        request = waiting.event.request
+        assert isinstance(request, ElasticRequest)
+        self._merging = waiting
+        self.step = max(self.step, request.step)
+        reply, ticket = ModelReply(self.step), waiting.ticket
+        # The answer comes before the merge, so it carries the centre as it was.
+        given = Answer(waiting.event.key, reply, now + request.patience, captured=self.ticket)
+        return [given, Merge(ticket, self.ticket, own=1 - self._share, theirs=self._share)]
