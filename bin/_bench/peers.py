@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,11 +46,11 @@ def hosts_file(folder: Path, peers: int) -> Iterator[Path]:
         yield hosts
 
 
-def train(logdir: Path, peers: int, *options: str) -> Summary:
+def train(peers: int, *options: str) -> Summary:
     """Run the built-in task on this machine, or the script in the options, and return the run's summary."""
-    with hosts_file(logdir, peers) as hosts:
-        command = [PYTHON, "-m", "gossipx", "run", "--peers", str(hosts), "--logdir", str(logdir), "--name", "run"]
-        done = subprocess.run([*command, "--overwrite", *options], capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    return summary.read(logdir / "run")
+    with tempfile.TemporaryDirectory() as logdir, hosts_file(Path(logdir), peers) as hosts:
+        command = [PYTHON, "-m", "gossipx", "run", "--peers", str(hosts), "--logdir", logdir, "--name", "run", *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+        return summary.read(Path(logdir) / "run")

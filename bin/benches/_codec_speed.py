@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,9 @@ import numpy as np
 import torch
 from _bench.training import seconds
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from gossipx import codecs
-from gossipx.codecs import Codec, ErrorFeedback, Tensors, decode_into
+from gossipx.codecs import Tensors, decode_into
 from gossipx.model.layout import norms
 from gossipx.tasks.data import TASKS, Batches, load
 from gossipx.tasks.models import build_model
@@ -241,50 +238,3 @@ def measured(case: Case, sides: dict[str, Ours | TorchInt8], rounds: int) -> tup
                     rates[name][work].append(copy / took)
                     copies.append(copy)
     return rates, 4 * case.tensors.length / GIGA / statistics.median(copies)
-
-
-class Allocated(TorchDispatchMode):
-    """A counter of the bytes that torch operations allocate for their results; views of arguments do not count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = operation(*args, **(kwargs or {}))
-        given = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
-        for one in tree_leaves(result):
-            if isinstance(one, Tensor) and one.untyped_storage().data_ptr() not in given:
-                self.bytes += one.untyped_storage().nbytes()
-        return result
-
-
-def allocated(case: Case, side: Ours) -> int:
-    """Return the bytes that encoding into a given buffer allocates: the peak of Python and NumPy, and torch's total."""
-    tracemalloc.start()
-    side.encode()
-    tracemalloc.reset_peak()
-    before, _ = tracemalloc.get_traced_memory()
-    side.encode()
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    with Allocated() as by_torch:
-        side.encode()
-    return most - before + by_torch.bytes
-
-
-def bits(recorded: Recorded, codec: Codec) -> tuple[float, float]:
-    """Return the bits per value of encoded tensors, and the ratio of float32 bytes to whole frames.
-
-    Error feedback is on. The first quarter of the steps fills it and is not counted.
-    """
-    feedback = ErrorFeedback(codec)
-    state = feedback.init(recorded.tensors)
-    payload = values = frames = steps = 0
-    for number, step in enumerate(recorded.steps):
-        frame, state = feedback.encode(step, state)
-        if number >= len(recorded.steps) // 4:
-            encoded, size = codecs.encoded_bytes(frame)
-            values, payload = values + encoded, payload + size
-            frames, steps = frames + len(frame), steps + 1
-    return 8 * payload / values, steps * recorded.tensors.nbytes / frames

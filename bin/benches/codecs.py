@@ -1,4 +1,4 @@
-"""Speed of codecs on one thread, compared with a memcpy of the input, int8 also with torch; and encoded sizes.
+"""Speed of codecs on one thread, compared with a memcpy of the input, int8 also with torch.
 
 Gradients are those of ResNet-20 and the small convnet, recorded when the benchmark starts. The names of synthetic ones
 include the fraction of values that 3LC does not encode as zero. GB/s count the float32 values, not the frames.
@@ -25,16 +25,11 @@ from _codec_speed import (
     Ours,
     Recorded,
     TorchInt8,
-    allocated,
-    bits,
     drawn,
     measured,
     record,
     save_sample,
 )
-
-from gossipx.codecs import parse
-from gossipx.codecs.packing import trit_bytes
 
 MILLION = 1_000_000
 VALUES, FEWER = 60 * MILLION, 6 * MILLION
@@ -51,14 +46,11 @@ GOALS: dict[tuple[str, str], dict[str, float]] = {
 }
 """Goals as fractions of a memcpy's speed."""
 TIMES_TORCH = 3.0
-ALLOCATED = 0.01
-"""Limit of allocations as a fraction of the input's bytes, for tables and numbers of constant size."""
 OTHERS = (
     *("none", "fp16", "bf16", "int8:block=256", "3lc:sparsity=1,residual=0.3", "stochastic3"),
     *("onebit", "topk:ratio=0.01", "qsgd:levels=7", "signsgd"),
     *("efsignsgd", "powersgd:rank=2", "dgc:ratio=0.001", "localsteps:k=2", "3lc:sparsity=1.75+zlib"),
 )
-SPARSITIES = (1.0, 1.5, 1.75, 1.9)
 HEADINGS = ("codec", *WORKS)
 
 
@@ -70,7 +62,6 @@ def codecs(given: Given) -> Iterator[Table]:
     if given.smoke:
         recorded = record("lenet", 4)
         yield _with_goals("lenet", recorded, (INT8, LC), 1, MILLION // 10)
-        yield _sizes("lenet", recorded)
         return
     models = {model: record(model) for model in MODELS}
     times, fewer = given.of(1, 1, 3), given.of(FEWER, FEWER, VALUES)
@@ -79,8 +70,6 @@ def codecs(given: Given) -> Iterator[Table]:
     for part in DRAWN:
         yield _with_goals(f"{100 * part:g} %", drawn(MILLION, part), (LC_DENSE,), times * ROUNDS)
     yield _others(models["resnet20"], fewer, FEW_ROUNDS)
-    for model, recorded in models.items():
-        yield _sizes(model, recorded)
 
 
 def _with_goals(name: str, recorded: Recorded, specs: Sequence[str], rounds: int, values: int = VALUES) -> Table:
@@ -93,8 +82,6 @@ def _with_goals(name: str, recorded: Recorded, specs: Sequence[str], rounds: int
             for whole, told in ((False, "tensor by tensor"), (True, "a model as one tensor")):
                 sides[f"  torch, {told}"] = TorchInt8(case, ours.left.clone(), whole)
         copies.append(_compare(table, name, case, sides, rounds, GOALS.get((name, spec), {})))
-        part = allocated(case, ours) / (4 * case.tensors.length)
-        table.figure(f"{name} {spec}: allocated by one more encoding", part, "of the input", most=ALLOCATED)
     table.title = f"{name}: {_told(case, copies)}"
     return table
 
@@ -122,24 +109,6 @@ def _others(recorded: Recorded, values: int, rounds: int) -> Table:
     case, table = Case.of(recorded, values), Table("", HEADINGS)
     copies = [_compare(table, "resnet20", case, {spec: Ours(spec, case)}, rounds, {}) for spec in OTHERS]
     table.title = f"The others on resnet20: {_told(case, copies)}"
-    return table
-
-
-def _sizes(model: str, recorded: Recorded) -> Table:
-    """Return the table of sizes of 3LC with error feedback; normalisation tensors are not encoded."""
-    title = f"{model}: size of frames over {len(recorded.steps)} steps, with error feedback"
-    table = Table(title, ("codec", "bits per value, payload", "times smaller", "whole frames, times smaller"))
-    kept = recorded.tensors.are_plain(1)
-    counts = [count for count, plain in zip(recorded.tensors.counts, kept, strict=True) if not plain]
-    dense = 8 * sum(map(trit_bytes, counts)) / sum(counts)
-    table.row("without zero-run encoding", f"{dense:.3f}", f"{32 / dense:.1f}", "")
-    table.figure(f"{model} 3lc without zero-run encoding: payload", dense, "bits per value")
-    for sparsity in SPARSITIES:
-        spec = f"3lc:sparsity={sparsity:g},small=1"
-        payload, whole = bits(recorded, parse(spec))
-        table.row(spec, f"{payload:.3f}", f"{32 / payload:.1f}", f"{whole:.1f}")
-        table.figure(f"{model} {spec}: payload", payload, "bits per value")
-        table.figure(f"{model} {spec}: frame", whole, "times smaller")
     return table
 
 

@@ -48,52 +48,27 @@ CASES = (
 SMOKE = Case("lenet", 4, 3, 4)
 
 
-class Laid:
-    """A model whose trained parameters are one vector, and a copy of the vector from before a step."""
-
-    def __init__(self, case: Case):
-        self.module = built(case.model)
-        self.parameters = list(self.module.parameters())
-        section = lay_out(
-            [slot for slot in slots_of(self.module, mix_buffers=False) if slot.kind is TensorKind.TRAINABLE]
-        )
-        self.x = section.storage[: section.trainable]
-        self.before = self.x.clone()
-        self.other = self.x.clone()
-        self.each_before = [parameter.detach().clone() for parameter in self.parameters]
-        starts = [(one.data_ptr() - self.x.data_ptr()) // one.itemsize for one in self.parameters]
-        small = [
-            (start, one) for start, one in zip(starts, self.parameters, strict=True) if one.numel() < kernels.SMALL
-        ]
-        self.sampled = kernels.Sampled(self.x, 0, [(start, start + one.numel()) for start, one in small])
-
-    def foreach(self) -> float:
-        changes = torch._foreach_sub(self.parameters, self.each_before)
-        norm = torch.stack(torch._foreach_norm(changes)).norm()
-        torch._foreach_copy_(self.each_before, self.parameters)
-        return float(norm)
-
-    def flat(self) -> float:
-        norm = torch.linalg.vector_norm(self.x - self.before)
-        self.before.copy_(self.x)
-        return float(norm)
-
-    def passes(self) -> dict[str, Pass]:
-        x, before, other = self.x, self.before, self.other
-        return {
-            MEMCPY: lambda: float(other.copy_(x)[0]),
-            READ: lambda: float(torch.dot(x, other)),
-            "torch._foreach": self.foreach,
-            "torch, flat": self.flat,
-            EXACT: lambda: kernels.advance(x, before, before),
-            SAMPLED: lambda: self.sampled.advance(x),
-        }
+def passes_of(case: Case) -> tuple[int, dict[str, Pass]]:
+    """Return the number of a model's values, and passes over its trained parameters, which are one vector."""
+    module = built(case.model)
+    slots = [slot for slot in slots_of(module, mix_buffers=False) if slot.kind is TensorKind.TRAINABLE]
+    section = lay_out(slots)
+    x = section.storage[: section.trainable]
+    before, other = x.clone(), x.clone()
+    starts = {(one.data_ptr() - x.data_ptr()) // one.itemsize: one.numel() for one in module.parameters()}
+    small = [(start, start + count) for start, count in starts.items() if count < kernels.SMALL]
+    sampled = kernels.Sampled(x, 0, small)
+    return len(x), {
+        MEMCPY: lambda: float(other.copy_(x)[0]),
+        READ: lambda: float(torch.dot(x, other)),
+        EXACT: lambda: kernels.advance(x, before, before),
+        SAMPLED: lambda: sampled.advance(x),
+    }
 
 
 @torch.no_grad()
-def _side_by_side(laid: Laid, rounds: int) -> dict[str, list[float]]:
+def _side_by_side(passes: dict[str, Pass], rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each pass in each round, with caches as left by an untimed call just before."""
-    passes = laid.passes()
     taken: dict[str, list[float]] = {name: [] for name in passes}
     for _ in range(rounds):
         for name, run in passes.items():
@@ -125,10 +100,9 @@ def delta(given: Given) -> Iterator[Table]:
     """Yield a table per model."""
     times = given.of(1, 1, 3)
     for case in given.of((SMOKE,), CASES, CASES):
-        laid = Laid(case)
-        taken = _side_by_side(laid, times * case.rounds)
-        length = len(laid.x)
-        del laid
+        length, passes = passes_of(case)
+        taken = _side_by_side(passes, times * case.rounds)
+        del passes  # with the model
         step, ours = _in_training(case, times * case.steps)
         yield _table(case, length, taken, step, ours)
 

@@ -1,95 +1,212 @@
-"""Cost of exchanging models: the rate of pulls, secured or not, the slowdown of training steps, and memory.
+"""Cost of exchanging models: the rate of pulls, secured or not, and the slowdown of training steps.
 
-bin/bench exchange            pulls of 8, 44 and 240 MB compared with other ways to move them; the same with checksums,
-                              MACs and encryption; training steps while another process pulls; training with tau:10,
-                              overlapped and blocking, and never, one peer per core; and on Linux the memory of a peer
-                              (about 8 minutes)
-bin/bench exchange --full     more rounds, and three runs of each
-bin/bench exchange --only pulls|secured|served|training|memory
+bin/bench exchange            pulls of 8, 44 and 240 MB from another process, compared with unchecked sockets, gloo,
+                              torch rpc and memcpy; the same with checksums, MACs and encryption; and training steps
+                              while another process pulls (about 6 minutes)
+bin/bench exchange --full     more rounds
+bin/bench exchange --only pulls|secured|served
 """
 
 from __future__ import annotations
 
 import os
 import statistics
-import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import resident_memory
+import numpy as np
+import torch
 from _bench.cli import Given, bench
-from _bench.peers import train
-from _bench.tables import Table, known
-from _pulls import pulls, secured
+from _bench.peers import HERE
+from _bench.processes import call, pin
+from _bench.tables import Table
+from _bench.training import seconds
 from _served import served
+from _ways import Gloo, Gossipx, Raw, Rpc, Secured, Way
+from torch import nn
 
-GOAL = 0.02
-KINDS = {
-    "never": ("--policy", "never"),
-    "tau:10, overlapped": ("--policy", "tau:10"),
-    "tau:10, blocking": ("--policy", "tau:10", "--blocking"),
+from gossipx.memory import Memory
+from gossipx.model.arena import ParameterArena
+from gossipx.model.receive import Incoming
+from gossipx.tools import certs
+from gossipx.wire import Bytes
+
+SIZES = (8_000_000, 44_000_000, 240_000_000)
+QUESTIONS = 400
+TCP, SHARED = "gossipx, TCP", "gossipx, shared memory"
+NEW = "gossipx, TCP, each a new version"
+"""Pulls of a new version each, like nearly all pulls of a run. The sender reads a version once for its checksum; in all
+other rows the same version is pulled repeatedly."""
+MAC = "gossipx, TCP, MAC"
+SMOKE = ("sockets, sendall", TCP, MAC)
+RAW = ("sockets, sendall", "sockets, sendfile")
+HEADINGS = ("model", "way", "GB/s", "of its reference", "goal")
+REFERENCES: dict[str, tuple[str, float | None]] = {
+    f"{TCP}, averaged": (TCP, 0.75),
+    f"{TCP}, averaged and committed": (TCP, None),
+    SHARED: ("memcpy", 0.9),
+    f"{SHARED}, averaged": (SHARED, 0.75),
+    "gossipx, gloo": ("gloo", None),
+    MAC: ("sockets, HMAC-SHA256", 0.9),
+    "gossipx, TLS": ("sockets, TLS 1.3", 0.9),
 }
-MB = 1e6
-CASES = ((2, 40), (4, 40), (2, 240))
-"""Number of peers and MB per model; the peers are processes on this machine that pull from each other."""
-TRANSPORTS = ("tcp", "shm")
-ITERATIONS, SAMPLES = 60, 30
-MODELS, FIXED = 3, 64
-"""Limit beside the model: two snapshots, one receive buffer, and a number of MB."""
+"""The way that another is compared with, and the least share of it; by default, unchecked transfers."""
 
 
-def training(given: Given) -> Table:
-    """Return the table of training with and without pulls; medians over runs and peers."""
-    headings = ("policy", "pulls per peer", "blocked", "measuring, recording", "ms per iteration")
-    title = f"lenet, {given.peers} peers on {os.cpu_count()} cores, {given.iterations} iterations, medians"
-    table, undisturbed = Table(title, headings), None
-    for name, options in KINDS.items():
-        found: list[tuple[float, ...]] = []
-        for seed in range(given.of(1, 1, 3)):
-            common = ("--iterations", str(given.iterations), "--eval-interval", "0", "--seed", str(seed))
-            with tempfile.TemporaryDirectory() as scratch:
-                one = train(Path(scratch), given.peers, *options, *common)
-            rows = (one.train_seconds, one.blocked_seconds, one.overhead_seconds, one.retrievals)
-            found += zip(*map(known, rows), strict=True)
-        seconds, pulled = (statistics.median(row[place] for row in found) for place in (0, 3))
-        blocked, measuring = (statistics.median(row[place] / row[0] for row in found) for place in (1, 2))
-        undisturbed = undisturbed or seconds
-        step = seconds / given.iterations * 1e3
-        table.row(name, f"{pulled:.0f}", f"{blocked:.2%}", f"{measuring:.2%}", f"{step:.2f}")
-        goal = GOAL if name == "tau:10, overlapped" else None
-        table.figure(f"{name}: blocked", blocked, "of wall time", most=goal)
-        table.figure(f"{name}: training", seconds, "s", reference=undisturbed)
+class Averaging:
+    """Sinks and commits of an arena whose model is one vector of ``size`` bytes."""
+
+    def __init__(self, size: int):
+        module = nn.Module()
+        module.weights = nn.Parameter(torch.zeros(size // 4))
+        self.arena = ParameterArena(module)
+
+    def sink(self) -> Incoming:
+        """Return the sink of a pull that starts at the last boundary and overlaps with one step."""
+        incoming = Incoming(self.arena, self.arena.snapshot())
+        self.arena.set_boundary(self.arena.step + 1)
+        return incoming
+
+    def compare(self, incoming: Incoming) -> None:
+        """Check the complete pull, before the training thread uses it."""
+        incoming.norm()
+        incoming.release()
+
+    def commit(self, incoming: Incoming) -> None:
+        """Check the complete pull, and mix it into the weights."""
+        incoming.norm()
+        self.arena.exchanged.commit(incoming.buffer, 0.5)
+        incoming.release()
+
+
+def pulls(given: Given) -> Table:
+    """Return the table of pulls by all ways."""
+    title = f"One pull from another process of this machine, {os.cpu_count()} cores, medians of rounds in turn;"
+    table = Table(f"{title} of one version again and again, where it does not say new", HEADINGS)
+    for size in given.of((1_000_000,), SIZES, SIZES):
+        rate = _apart(time_pulls, size, given)
+        _tell(table, size, rate, max(rate[way] for way in RAW if way in rate), 0.9)
+        others = [value for name, value in rate.items() if name.startswith(("gloo", "torch"))]
+        for way in (TCP, NEW) if others else ():
+            name = f"{size // 1_000_000} MB: {way}, ahead of gloo and rpc"
+            table.figure(name, rate[way], "GB/s", least=max(others))
+    medians = call(time_questions, given.of(20, QUESTIONS, QUESTIONS))
+    ours, theirs = medians["gossipx"], medians["sockets"]
+    table.row("1 KB", "gossipx, request and answer", f"{ours:.0f} µs", f"{ours / theirs:.2f} of sockets", "< 2")
+    table.figure("A request of 1 KB and its answer", ours, "µs", reference=theirs, most=2 * theirs)
     return table
 
 
-def memory(given: Given) -> Table:
-    """Return the memory of a peer beside its model, when it starts a pull as soon as the last one is mixed."""
-    headings = ("model", "way", "peers", "pulls per peer", "MB in addition", f"without {MODELS} models", "at most")
-    table = Table("Peak memory of a peer beside its model, mean of peers, under tau:1", headings)
-    for peers, megabytes in CASES:
-        for transport in TRANSPORTS:
-            with tempfile.TemporaryDirectory() as scratch:
-                script = (resident_memory.__file__, scratch, str(int(megabytes * MB) // 4000))
-                numbers = (str(ITERATIONS), str(SAMPLES), "0")
-                options = ("--policy", "tau:1", "--transport", transport, "--no-save-model")
-                one = train(Path(scratch), peers, *options, *script, *numbers)
-                grown = resident_memory.growth(resident_memory.told(Path(scratch), peers)) / MB
-            pulled, goal = statistics.fmean(known(one.retrievals)), MODELS * megabytes + FIXED
-            shown = (f"{pulled:.0f}", f"{grown:.0f}", f"{grown - MODELS * megabytes:.0f}", goal)
-            table.row(f"{megabytes} MB", transport, peers, *shown)
-            name = f"{megabytes} MB over {transport}, {peers} peers: memory beside the model"
-            table.figure(name, grown, "MB", most=goal)
+def secured(given: Given) -> Table:
+    """Return the cost of checksums, MACs and encryption, each compared with sockets that do only that."""
+    table = Table("Cost of checksums, MACs and encryption of a model, medians of rounds in turn", HEADINGS)
+    for size in given.of((1_000_000,), SIZES[1:], SIZES[1:]):
+        rate = _apart(time_secured, size, given)
+        _tell(table, size, rate, rate.get("gossipx, TCP, unchecked", rate[TCP]), 0.8)
     return table
 
 
-PARTS = {"pulls": pulls, "secured": secured, "served": served, "training": training}
-if sys.platform == "linux":  # only Linux reports a process's share of shared memory
-    PARTS["memory"] = memory
-OPTIONS = {
-    "--iterations": {"type": int, "default": 2000},
-    "--peers": {"type": int, "default": max(2, os.cpu_count() or 2), "help": "default: one per core"},
-}
+def _apart(work: Callable[..., dict[str, float]], size: int, given: Given) -> dict[str, float]:
+    """Return the GB/s of each way, measured in a separate process: one can join gloo and rpc only once."""
+    with tempfile.TemporaryDirectory() as scratch:
+        rates: dict[str, float] = call(work, size, given.of(1, 9, 25), scratch, given.smoke)
+    return rates
+
+
+def _tell(table: Table, size: int, rate: Mapping[str, float], unchecked: float, goal: float) -> None:
+    """Add rows and figures; ``goal`` is the least share of unchecked transfers that pulls over TCP must have."""
+    megabytes = f"{size // 1_000_000} MB"
+    for name, value in rate.items():
+        other, share = REFERENCES.get(name, ("", goal if name in (TCP, NEW) else None))
+        reference = rate.get(other, unchecked)
+        table.row(megabytes, name, f"{value:.2f}", f"{value / reference:.0%}", f"{share:.0%}" if share else "")
+        least = share * reference if share else None
+        table.figure(f"{megabytes}: {name}", value, "GB/s", reference=reference, least=least)
+
+
+# --- in a process of its own ------------------------------------------------------------------------------
+
+
+def time_pulls(size: int, rounds: int, scratch: str, smoke: bool) -> dict[str, float]:
+    """Return the GB/s of each way; each round runs all ways in turn."""
+    local, remote = Memory(size), Memory(size)
+    buffer, averaging = Memory(size).view, Averaging(size)
+    source, target = (np.frombuffer(memory.view, dtype=np.uint8) for memory in (local, remote))
+    place = Path(scratch)
+    ways: dict[str, Callable[[], Way]] = {
+        "sockets, sendall": lambda: Raw(size, "sendall"),
+        "sockets, sendfile": lambda: Raw(size, "sendfile"),
+        TCP: lambda: Gossipx(size, "tcp", lambda: Bytes(buffer)),
+        NEW: lambda: Gossipx(size, "tcp", lambda: Bytes(buffer), versions="many"),
+        f"{TCP}, averaged": lambda: Gossipx(size, "tcp", averaging.sink, averaging.compare),
+        f"{TCP}, averaged and committed": lambda: Gossipx(size, "tcp", averaging.sink, averaging.commit),
+        SHARED: lambda: Gossipx(size, "shm", lambda: Bytes(buffer)),
+        f"{SHARED}, averaged": lambda: Gossipx(size, "shm", averaging.sink, averaging.compare),
+        "gossipx, gloo": lambda: Gossipx(size, "gloo", lambda: Bytes(buffer)),
+        "gloo": lambda: Gloo(size, str(place / f"gloo-{size}")),
+    }
+    rate = _rates(size, {"memcpy": lambda: np.copyto(target, source)}, ways, rounds, smoke)
+    # torch rpc runs after all others, because its threads never sleep on one machine and use every core.
+    rate |= _rates(size, {}, {"torch rpc": lambda: Rpc(size, str(place / f"rpc-{size}"))}, rounds, smoke)
+    return rate
+
+
+def time_secured(size: int, rounds: int, scratch: str, smoke: bool) -> dict[str, float]:
+    """Return the GB/s of each way."""
+    buffer, hosts, folder = Memory(size).view, Path(scratch) / "hosts.txt", Path(scratch) / "certs"
+    hosts.write_text(f"{HERE}:40000\n")
+    certs.new(folder, hosts)
+    ways: dict[str, Callable[[], Way]] = {
+        "gossipx, TCP, unchecked": lambda: Gossipx(size, "unchecked", lambda: Bytes(buffer)),
+        TCP: lambda: Gossipx(size, "tcp", lambda: Bytes(buffer)),
+        NEW: lambda: Gossipx(size, "tcp", lambda: Bytes(buffer), versions="many"),
+        "sockets, XXH3": lambda: Secured(size, "xxh3"),
+        MAC: lambda: Gossipx(size, "mac", lambda: Bytes(buffer)),
+        "sockets, HMAC-SHA256": lambda: Secured(size, "mac"),
+        "gossipx, TLS": lambda: Gossipx(size, f"tls:{folder}", lambda: Bytes(buffer)),
+        "sockets, TLS 1.3": lambda: Secured(size, f"tls:{folder}"),
+    }
+    return _rates(size, {}, ways, rounds, smoke)
+
+
+def _rates(
+    size: int, more: Mapping[str, Callable[[], object]], ways: dict[str, Callable[[], Way]], rounds: int, smoke: bool
+) -> dict[str, float]:
+    """Return the GB/s of each way, medians over rounds."""
+    pin(0)
+    opened = {name: start() for name, start in ways.items() if not smoke or name in SMOKE}
+    works = {**more, **{name: way.pull for name, way in opened.items()}}
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for number in range(rounds + 2):
+        for name, work in works.items():
+            if name in opened:
+                opened[name].prepare()
+            took = seconds(work)
+            if number >= 2:  # by then all memory has been touched
+                taken[name].append(took)
+    for way in opened.values():
+        way.close()
+    return {name: size / statistics.median(values) / 1e9 for name, values in taken.items()}
+
+
+def time_questions(count: int) -> dict[str, float]:
+    """Return the µs of a request of 1 KB and its reply: gossipx, and blocking sockets that send as many bytes."""
+    pin(0)
+    ways: dict[str, Raw | Gossipx] = {
+        "sockets": Raw(1, "sendall"),
+        "gossipx": Gossipx(1, "tcp", lambda: Bytes(memoryview(bytearray(1)))),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(count + 20):
+        for name, way in ways.items():
+            took = seconds(way.ask)
+            if number >= 20:
+                taken[name].append(took)
+    for way in ways.values():
+        way.close()
+    return {name: statistics.median(values) * 1e6 for name, values in taken.items()}
 
 
 if __name__ == "__main__":
-    bench(__file__, __doc__, PARTS, OPTIONS, smoke=("pulls", "secured", "served"))
+    bench(__file__, __doc__, {"pulls": pulls, "secured": secured, "served": served})

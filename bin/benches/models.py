@@ -8,15 +8,14 @@ bin/bench models --full     the paper's rule, travel and tau:10, all codecs, thr
 
 from __future__ import annotations
 
-import statistics
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from _bench.cached_runs import CachedRuns, Job
 from _bench.cli import Given, bench
 from _bench.peers import train
-from _bench.tables import Table, interval, known
+from _bench.tables import Table
+from _rows import PEERS, Result, result_of, table_of
 
 NONE = "none"
 CODECS: dict[str, tuple[str, ...]] = {
@@ -43,13 +42,8 @@ CODECS: dict[str, tuple[str, ...]] = {
 """Options by the name of a row; by default, the name is the codec's spec."""
 SOME = (NONE, "3lc:sparsity=1,residual=0.3", "3lc:sparsity=1", "3lc:sparsity=1, choco 0.2", "efsignsgd, choco 0.2")
 POLICIES = ("tau:10", "travel", "adaptive:threshold=0.025")
-PEERS = 4
-GOALS = {"3lc:sparsity=1,residual=0.3": 0.005}
+GOALS = {"3lc:sparsity=1,residual=0.3": (None, 0.005)}
 """Accuracy that a codec without loss may lose: less than the difference between two seeds of one codec."""
-
-
-Result = dict[str, float]
-HEADINGS = ("codec", "models per peer", "kB per model", "times fewer", "own, before finish", "less none", "averaged")
 OPTIONS = {
     "--iterations": {"type": int, "default": 3000},
     "--seeds": {"type": int, "choices": range(1, 6), "help": "default: 1, with --full 3"},
@@ -63,55 +57,22 @@ def models(given: Given) -> Iterator[Table]:
     """Yield a table per policy."""
     chosen = given.only or given.of(("int8",), SOME, tuple(CODECS))
     names = [name for name in CODECS if name in (NONE, *chosen)]
-    iterations, peers = given.of((20, 2), *[(given.iterations, PEERS)] * 2)
+    iterations = given.of(20, given.iterations, given.iterations)
     seeds, kept = given.seeds or given.of(1, 1, 3), CachedRuns(given.keep)
     for policy in given.policy or given.of(POLICIES[:1], POLICIES[:1], POLICIES):
-        wanted = [
-            {"policy": policy, "row": name, "iterations": iterations, "seed": seed}
-            for seed in range(seeds)
-            for name in names
-        ]
-        if peers != PEERS:
-            wanted = [{**job, "peers": peers} for job in wanted]
-        kept.complete(wanted, run, 1)
-        title = f"{policy}: LeNet, {peers} peers, iid, {iterations} iterations, {seeds} seeds, 10,000 images"
-        table = Table(title, HEADINGS)
-        made = {name: [kept[job] for job in wanted if job["row"] == name] for name in names}
-        for name, runs in made.items():
-            _tell(table, policy, name, runs, made[NONE])
-        yield table
+        common = {"policy": policy, "iterations": iterations, **given.of({"peers": 2}, {}, {})}
+        jobs = {name: [{**common, "row": name, "seed": seed} for seed in range(seeds)] for name in names}
+        kept.complete([jobs[name][seed] for seed in range(seeds) for name in names], run, 1)
+        title = f"{policy}: LeNet, {PEERS} peers, iid, {iterations} iterations, {seeds} seeds, 10,000 images"
+        rows = {name: [kept[job] for job in own] for name, own in jobs.items()}
+        yield table_of(title, policy, rows, "own", GOALS)
 
 
 def run(job: Job) -> Result:
-    """Run a job. Return the number of ``models`` mixed per peer, the ``bytes`` of each on the wire, and the accuracy of
-    the peers' ``own`` models before the finish and of the ``averaged`` model."""
-    codec, peers = CODECS[job["row"]] or ("--codec", job["row"]), job.get("peers", PEERS)
+    """Run a job, and return its result."""
+    codec = CODECS[job["row"]] or ("--codec", job["row"])
     options = ("--policy", job["policy"], *codec, "--iterations", str(job["iterations"]), "--eval-interval", "0")
-    with tempfile.TemporaryDirectory() as scratch:
-        summary = train(Path(scratch), peers, *options, "--seed", str(job["seed"]))
-    pulled = sum(known(summary.retrievals))
-    return {
-        "models": pulled / peers,
-        "bytes": sum(known(summary.bytes_received)) / max(pulled, 1),
-        "own": statistics.fmean(known(summary.test_accuracy_before_finish)),
-        "averaged": summary.consensus_accuracy or 0.0,
-    }
-
-
-def _tell(table: Table, policy: str, name: str, runs: Sequence[Result], plain: Sequence[Result]) -> None:
-    """Add the row and the figures of a codec, whose results are those of one run per seed, as those without a codec."""
-    less = [one["own"] - other["own"] for one, other in zip(runs, plain, strict=True)]
-    lost, half, size, whole = -statistics.fmean(less), interval(less), _mean(runs, "bytes"), _mean(plain, "bytes")
-    shown = f"{-lost:+.4f} ± {half:.4f}" if len(less) > 1 else f"{-lost:+.4f}"
-    sizes = (f"{_mean(runs, 'models'):.0f}", f"{size / 1e3:.1f}", f"{whole / size:.1f}")
-    accuracy = (f"{_mean(runs, 'own'):.4f}", "" if name == NONE else shown, f"{_mean(runs, 'averaged'):.4f}")
-    table.row(name, *sizes, *accuracy)
-    table.figure(f"{policy}, {name}: bytes per model", size, "bytes", reference=whole)
-    table.figure(f"{policy}, {name}: accuracy lost", lost, "of 1", most=GOALS.get(name))
-
-
-def _mean(runs: Sequence[Result], key: str) -> float:
-    return statistics.fmean(one[key] for one in runs)
+    return result_of(train(job.get("peers", PEERS), *options, "--seed", str(job["seed"])))
 
 
 if __name__ == "__main__":
