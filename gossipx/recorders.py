@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import csv
 import importlib
+import io
 import logging
 import threading
 import time
@@ -16,18 +17,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, ClassVar, Literal, TextIO, final
+from typing import Any, ClassVar, final
 
 from gossipx.errors import UsageError, how_to_install
 from gossipx.metrics import TensorBoardRecorder
+from gossipx.metrics.guarded_file import GuardedFile
 from gossipx.metrics.recorder import NullRecorder, Recorder
 from gossipx.specs import plugins
 
 log = logging.getLogger("gossipx")
 
 ENTRY_POINT_GROUP = "gossipx.recorders"
-FLUSH = 10.0
-"""Seconds between two writes of curves to a file: short enough to watch a run of one minute."""
 PATIENCE = 30.0
 """Seconds that the end of a run waits for a service that still has to send values or to end its record."""
 
@@ -92,7 +92,7 @@ class CSV(RecorderKind):
 
 
 class _CSVRecorder:
-    """Appends rows to a CSV file. Rows that cannot be written wait, and are tried again.
+    """Appends rows to a CSV file.
 
     Args:
         resumes_at: later rows, of work that was lost, are removed; None: a new file.
@@ -100,53 +100,24 @@ class _CSVRecorder:
     """
 
     def __init__(self, path: Path, resumes_at: int | None, clock: Callable[[], float]):
-        self._path = path
         self._clock = clock
         self._began = clock()
-        self._written = time.monotonic()
-        self._rows: list[tuple[int, float, str, float]] = []
-        self._has_warned = False
-        path.parent.mkdir(parents=True, exist_ok=True)
         kept: list[Sequence[object]] = []
         if resumes_at is not None and path.exists():
             with path.open(newline="", encoding="utf-8") as file:
                 kept = [row for row in csv.reader(file) if row and row[0].isdecimal() and int(row[0]) <= resumes_at]
             self._began -= max((float(str(row[1])) for row in kept), default=0.0)
-        with self._opened("w") as file:
-            csv.writer(file).writerows([CSV.COLUMNS, *kept])
-
-    def _opened(self, mode: Literal["a", "w"]) -> TextIO:
-        return self._path.open(mode, newline="", encoding="utf-8")
+        self._file = GuardedFile(path, _rows(CSV.COLUMNS, *kept))
+        self.unwritten, self.close = self._file.flush, self._file.close
 
     def scalar(self, tag: str, value: float, step: int) -> None:
-        self._rows.append((step, round(self._clock() - self._began, 3), tag, value))
-        if time.monotonic() - self._written >= FLUSH:
-            self.unwritten()
+        self._file.add(_rows((step, round(self._clock() - self._began, 3), tag, value)))
 
-    def unwritten(self) -> int:
-        self._written = time.monotonic()
-        size = self._path.stat().st_size if self._path.exists() else 0
-        try:
-            with self._opened("a") as file:
-                csv.writer(file).writerows(self._rows)
-            self._rows = []
-        except OSError as error:
-            if not self._has_warned:
-                self._has_warned = True
-                log.warning("%s: curves cannot be written (%s); training continues", self._path, error.strerror)
-            self._cut(size)
-        return len(self._rows)
 
-    def _cut(self, size: int) -> None:
-        """Remove rows of which a part was written."""
-        try:
-            with self._path.open("r+b") as file:
-                file.truncate(size)
-        except OSError:  # the next attempt writes them once more
-            pass
-
-    def close(self) -> None:
-        self.unwritten()
+def _rows(*rows: Sequence[object]) -> bytes:
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows(rows)
+    return text.getvalue().encode("utf-8")
 
 
 @final
