@@ -15,18 +15,19 @@ import math
 import os
 import tarfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from gossipx.errors import UsageError
-from gossipx.specs import suggest
+from gossipx.specs import suggest, toml
 from gossipx.tasks.partition import seeded
 
 Bytes = npt.NDArray[np.uint8]
@@ -206,62 +207,10 @@ class CifarRecords:
     labels: int
 
 
-def _idx_task(mean: float, std: float, source: str, sums: Sequence[tuple[str, ...]]) -> Task:
-    """Return a task of grey images in the four files of MNIST's format."""
-    files = dict(zip(IDX_FILES, sums, strict=True))
-    return Task(10, 1, 28, "lenet", f"the four files {', '.join(IDX_FILES)} of {source}", (mean,), (std,), files)
-
-
-def _cifar_task(classes: int, mean: tuple[float, ...], std: tuple[float, ...], md5: str) -> Task:
-    """Return a task of the binary version of CIFAR."""
-    archive = CIFAR[f"cifar{classes}"].archive
-    source = f"the binary version {archive} of https://www.cs.toronto.edu/~kriz/cifar.html"
-    return Task(classes, 3, 32, "convnet", source, mean, std, {archive: (md5,)})
-
-
-CIFAR = {
-    "cifar10": CifarRecords(
-        "cifar-10-binary.tar.gz",
-        "cifar-10-batches-bin",
-        {**{f"data_batch_{number}.bin": 10_000 for number in range(1, 6)}, "test_batch.bin": 10_000},
-        labels=1,
-    ),
-    "cifar100": CifarRecords(
-        "cifar-100-binary.tar.gz", "cifar-100-binary", {"train.bin": 50_000, "test.bin": 10_000}, labels=2
-    ),
-}
-TASKS: dict[str, Task] = {
-    "fashion-mnist": _idx_task(
-        0.2860,
-        0.3530,
-        "https://github.com/zalandoresearch/fashion-mnist "
-        "(on Debian: apt install dataset-fashion-mnist; they are in /usr/share/datasets/fashion-mnist)",
-        # First the project's sums, then those of Debian's dataset-fashion-mnist, which has the same compressed streams
-        # without the name and time in gzip's header.
-        [
-            ("8d4fb7e6c68d591d4c3dfef9ec88bf0d", "cf8536b0aa1a6ac5fa3f23001093305c"),
-            ("25c81989df183df01b3e8a0aad5dffbe", "10bea18fdb374794d4bb42e356e600c9"),
-            ("bef4ecab320f06d8554ea6380940ec79", "f78720b4224f21cce2f2ccf2d7a94c9a"),
-            ("bb300cfdad3c16e7a12a480ee83cd310", "0d30e22e447f3c33dab9ed536400ac01"),
-        ],
-    ),
-    "mnist": _idx_task(
-        0.1307,
-        0.3081,
-        "http://yann.lecun.com/exdb/mnist (a mirror: https://ossci-datasets.s3.amazonaws.com/mnist)",
-        [
-            ("f68b3c2dcbeaaa9fbdd348bbdeb94873",),
-            ("d53e105ee54ea40749a09fcbcd1e9432",),
-            ("9fb629c4189551a2d022fa330f9573f3",),
-            ("ec29112dd5afa0611ce80d1b7f02629c",),
-        ],
-    ),
-    "cifar10": _cifar_task(10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), "c32a1d4ab5d03f1284b67883e8d87530"),
-    "cifar100": _cifar_task(
-        100, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762), "03b5dce01913d631647c71ecec9e9cb8"
-    ),
-    "text": Task(classes=64, channels=0, pixels=CONTEXT, model="transformer", source="UTF-8 text files"),
-}
+_TABLES = importlib.resources.files("gossipx.tasks").joinpath("datasets.toml").read_text("utf-8")
+_CONTENT = toml.loads(_TABLES, Path("datasets.toml"))
+TASKS = msgspec.convert(_CONTENT["tasks"], dict[str, Task])
+CIFAR = msgspec.convert(_CONTENT["cifar"], dict[str, CifarRecords])
 
 
 def load(task_name: str, data_dir: Path | None = None) -> tuple[Samples, Samples]:
