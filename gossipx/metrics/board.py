@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from gossipx.specs import toml
 
 WHOLE = "gossipx"
 """The page's part with one curve per run."""
@@ -13,49 +16,9 @@ PEERS = "gossipx: peers"
 HUB = "gossipx: hub"
 SERVERS = "gossipx: servers"
 
-PAGE: dict[str, dict[str, list[str]]] = {
-    WHOLE: {
-        "Test accuracy: mean over peers": ["mean/test/accuracy$"],
-        "Test loss: mean over peers": ["mean/test/loss$"],
-        "Test accuracy: worst peer": ["worst/test/accuracy$"],
-        "Test loss: worst peer": ["worst/test/loss$"],
-        "Accumulated retrievals: mean over peers (Figure 7)": ["mean/sync/retrievals"],
-        "Bytes received: mean over peers": ["mean/comm/bytes_received"],
-        "Consensus distance: mean over peers (Eq. 8)": ["mean/sync/consensus_distance"],
-        "Training loss: mean over peers": ["mean/train/loss"],
-        "Share of time blocked: mean over peers": ["mean/time/blocked_fraction"],
-    },
-    TEXT: {"Test loss in bits per character: mean over peers": ["mean/test/bits_per_character$"]},
-    PEERS: {
-        "Test accuracy against iterations": ["test/accuracy$"],
-        "Test loss against iterations": ["test/loss$"],
-        "Accumulated retrievals (Figure 7)": ["sync/retrievals"],
-        "Delta": ["sync/delta$"],
-        "Deltas between retrievals, by number of the retrieval (Figure 3)": ["retrieval/delta"],
-        "Distance, by number of the retrieval (Eq. 8, Figure 4)": ["retrieval/distance"],
-        "Consensus distance (Eq. 8)": ["sync/consensus_distance"],
-        "Difference of delta (Figure 5)": ["sync/delta_difference"],
-        "Distance travelled since the last retrieval": ["sync/travelled"],
-        "Training loss": ["train/loss"],
-        "Bytes received": ["comm/bytes_received"],
-        "Share of time blocked": ["time/blocked_fraction"],
-    },
-    HUB: {
-        "Distance to the centre before each exchange": ["sync/elastic_distance"],
-        "The centre's exchanges": ["hub/exchanges"],
-    },
-    SERVERS: {
-        "Clock of each shard": ["server/clock/"],
-        "Delayed pulls (DPRs) of each shard": ["server/delayed_pulls/"],
-        "Gradients that each shard took in": ["server/gradients/"],
-        "Staleness of the gradients that each shard applied": ["server/staleness/"],
-        "Gradients in each shard's buffer": ["server/buffered/"],
-        "Threshold K of each shard's buffer (hybrid)": ["server/threshold/"],
-        "Share of time that workers wait for tables": ["time/tables_fraction"],
-    },
-}
-"""Parts of the custom-scalars page. The charts of the first two have one curve per run; those of the others overlay all
-peers of all runs. Figure and equation numbers are those of Adaptive Communication."""
+_CHARTS = importlib.resources.files("gossipx.metrics").joinpath("page.toml").read_text("utf-8")
+PAGE: dict[str, dict[str, list[str]]] = toml.loads(_CHARTS, Path("page.toml"))
+"""Parts of the custom-scalars page: for each chart by title, the patterns that the tags of its curves begin with."""
 
 
 def page(parts: Sequence[str]) -> dict[str, dict[str, list[str]]]:
