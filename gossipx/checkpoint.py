@@ -25,10 +25,10 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypedDict
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -40,28 +40,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gossipx.errors import MALFORMED, GossipxError, UsageError
+from gossipx.memory import PIECE
+from gossipx.model.safetensors_file import DTYPES, StoredFile, safetensors_of, write_durably
 
 # --- nested state as a part -----------------------------------------------------------------------------------------
 
 TAG = "$"
 """Key of an object that represents a tensor, a tuple, or a dict with keys other than text."""
 SCALARS = (bool, int, float, str, type(None))
-DTYPES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-"""Supported dtypes, with their names in the safetensors format."""
 
 
 @dataclass(frozen=True)
@@ -172,37 +158,6 @@ def _unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 HASH = "xxh3_128"
 """A fast hash that detects damage by disks and copies; it does not protect against deliberate changes."""
-PIECE = 1 << 20
-"""Bytes hashed and written at a time."""
-
-
-class StoredFile(TypedDict):
-    """Size and hash of a file, as a manifest has them."""
-
-    bytes: int
-    xxh3_128: str
-
-
-def write_durably(path: Path, pieces: Iterable[bytes | memoryview]) -> StoredFile:
-    """Write a new file, and wait until it is on the disk.
-
-    Returns:
-        Its size and hash, for the manifest.
-
-    Raises:
-        OSError: the file cannot be written completely.
-    """
-    digest, size = xxhash.xxh3_128(), 0
-    with path.open("xb") as file:
-        for piece in pieces:
-            view = memoryview(piece)
-            for start in range(0, len(view), PIECE):
-                part = view[start : start + PIECE]
-                digest.update(part)
-                size += file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"bytes": size, "xxh3_128": digest.hexdigest()}
 
 
 def measured(path: Path) -> StoredFile:
@@ -226,25 +181,6 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def safetensors_of(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """Yield tensors in host memory as the bytes of a safetensors file: header length, header, values.
-
-    The library's own writer cannot hash what it writes, and does not report the system's error.
-    """
-    # Sorted by element size, largest first, so that each tensor starts at a multiple of its element size.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
-    header, end = {}, 0
-    for name, tensor in ordered:
-        begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for _, tensor in ordered:
-        if tensor.nbytes:
-            yield tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def plain_json(state: Any) -> bytes:
@@ -412,20 +348,11 @@ class Store:
 
     def find(self) -> int | None:
         """Return the iteration of the checkpoint that :meth:`load` would return, without logging."""
-        for path in self._newest_first():
-            with contextlib.suppress(DamagedError):
-                _verify(path)
-                return int(path.name)
-        return None
+        return next((iteration for iteration, damage in self._verified() if damage is None), None)
 
     def fault(self) -> str:
         """Return what is wrong with the newest checkpoint that :meth:`load` would not return; empty: none is."""
-        for path in self._newest_first():
-            try:
-                _verify(path)
-            except DamagedError as damage:
-                return str(damage)
-        return ""
+        return next((str(damage) for _, damage in self._verified() if damage is not None), "")
 
     def find_complete(self, log_damaged: bool = False) -> set[int]:
         """Return the iterations of all complete checkpoints.
@@ -433,15 +360,20 @@ class Store:
         Args:
             log_damaged: whether to log one line about each damaged one.
         """
-        found = set()
+        verified = list(self._verified())
+        for _, damage in verified:
+            if damage is not None and log_damaged:
+                log.warning("%s; this checkpoint is not used", damage)
+        return {iteration for iteration, damage in verified if damage is None}
+
+    def _verified(self) -> Iterator[tuple[int, DamagedError | None]]:
+        """Yield the iteration of each checkpoint, newest first, and what is wrong with it."""
         for path in self._newest_first():
             try:
                 _verify(path)
-                found.add(int(path.name))
+                yield int(path.name), None
             except DamagedError as damage:
-                if log_damaged:
-                    log.warning("%s; this checkpoint is not used", damage)
-        return found
+                yield int(path.name), damage
 
     def oldest(self) -> int | None:
         """Return the iteration of the oldest checkpoint that was completed, even if it was damaged since."""
