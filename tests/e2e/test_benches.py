@@ -12,16 +12,18 @@ from pathlib import Path
 
 import pytest
 from forks.client import TESTS, Piped, commands
+from seeds import some
 
 BIN = TESTS.parent / "bin"
 BENCHES = sorted((BIN / "benches").glob("[a-z0-9]*.py"))
 PAPERS = sorted(file.with_name(f"{file.stem.replace('-', '_')}.py") for file in (BIN / "_papers").glob("*.toml"))
+OFTEN = [*BENCHES, PAPERS[0]]
 FIGURE = {"name", "value", "unit", "reference", "ratio", "goal", "met"}
 ON_EMULATED_LINKS = {"evidence", "network", "simulation"}
 MORE = {"gpu": ("--device", "cpu")}
 
 
-@pytest.mark.parametrize("file", [*BENCHES, *PAPERS], ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", some([*BENCHES, *PAPERS], *OFTEN), ids=lambda file: file.stem)
 def test_the_smoke_form_prints_figures(file: Path, tmp_path: Path) -> None:
     environment = {
         **os.environ,

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from ports import places
+from seeds import some
 from served_loops import STEPS, Join, Step, batch, loop, loss_of, net, plain, same, served, sgd
 from solving import Made, weights
 from torch import Tensor, nn
@@ -140,7 +141,7 @@ def loads_averages(model: nn.Module) -> None:
 
 
 WRITES = (clamps, sets_vector, clamps_data_of_weights, halves_one)
-WAYS = [(write, wait_free) for write in WRITES for wait_free in (True, False)]
+WAYS = [(clamps, False), *((write, True) for write in WRITES)]
 
 
 # Without wait-free backpropagation the model is up to date, so nothing replaces the averages.
@@ -198,7 +199,7 @@ def scaling(clips: bool = False, infinite_at: tuple[int, ...] = (), init_scale: 
     return step
 
 
-@pytest.mark.parametrize("infinite_at", [(), (0,), (0, 1, 2), (3, 5)])
+@pytest.mark.parametrize("infinite_at", some([(), (0,), (0, 1, 2), (3, 5)], (0, 1, 2), (3, 5)))
 @pytest.mark.parametrize("clips", [False, True])
 def test_grad_scaler(join: Join, clips: bool, infinite_at: tuple[int, ...]) -> None:
     model, steps = net(), 9
@@ -208,7 +209,7 @@ def test_grad_scaler(join: Join, clips: bool, infinite_at: tuple[int, ...]) -> N
     same(model, loop(alone := net(), sgd(alone), scaling(clips, infinite_at), steps))
 
 
-@pytest.mark.parametrize("wait_free", [True, False])
+@pytest.mark.parametrize("wait_free", some([True, False], True))
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 @pytest.mark.parametrize("clips", [False, True])
 def test_grad_scaler_with_a_fused_optimizer(join: Join, kind: str, clips: bool, wait_free: bool) -> None:
@@ -306,13 +307,30 @@ def test_a_clip_that_begins_later_and_changes_nothing_yet_switches_in_time(
     assert sum("--no-wait-free" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_accumulation_without_no_sync_from_the_first_iteration(join: Join) -> None:
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-        optimizer.zero_grad()
-        for part in batch(number).chunk(4):
-            (loss_of(model, part) / 4).backward()
-        optimizer.step()
+def accumulates(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    for part in batch(number).chunk(4):
+        (loss_of(model, part) / 4).backward()
+    optimizer.step()
 
+
+def closes(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """Make a step whose closure is called before its gradients are pushed."""
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(number))
+        loss.backward()
+        clips_norm(model)
+        losses.append(loss.item())
+        return loss.item()
+
+    losses: list[float] = []
+    assert optimizer.step(closure) == losses[0] and len(losses) == 1
+
+
+@pytest.mark.parametrize("step", [accumulates, closes])
+def test_gradients_of_several_passes_or_of_a_closure(join: Join, step: Step) -> None:
     same(served(join, net(), step), loop(alone := net(), sgd(alone), step))
 
 
@@ -333,22 +351,6 @@ def test_a_gradient_of_an_earlier_backward_pass_only(join: Join) -> None:
     with join(model, optimizer := sgd(model)) as peer:
         loop(model, optimizer, step)
     same(model, loop(alone := net(), sgd(alone), step))
-
-
-def test_a_closure_is_called_before_its_gradients_are_pushed(join: Join) -> None:
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-        def closure() -> float:
-            optimizer.zero_grad()
-            loss = loss_of(model, batch(number))
-            loss.backward()
-            clips_norm(model)
-            losses.append(loss.item())
-            return loss.item()
-
-        losses: list[float] = []
-        assert optimizer.step(closure) == losses[0] and len(losses) == 1
-
-    same(served(join, net(), step), loop(alone := net(), sgd(alone), step))
 
 
 def clip_in_hook(optimizer: torch.optim.Optimizer) -> None:

@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from gossipx.integrations import ddp
-from gossipx.integrations.group import WorldGroup
 
 PEER, RANK, PORT, HOW = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
 os.chdir(FOLDER)
@@ -58,8 +57,6 @@ settings["min_peers"] = 1 if HOW == "stopped" else 2
 with ddp.join(model, optimizer, peers="hosts.txt", rank=PEER, policy="tau:3", **settings) as peer:
     began = bits()
     shared = [int(index) for index in ddp.shard(list(range(10)), peers="hosts.txt", rank=PEER).indices]
-    if HOW == "kept":
-        WorldGroup.broadcast = lambda self, vectors: None  # weights change on rank 0 only
     for number in range(10**9 if HOW in ("killed", "stopped") else 12):
         optimizer.zero_grad()
         with model.no_sync():
@@ -124,13 +121,7 @@ def test_all_ranks_of_a_group_have_the_same_bits(two: Folder) -> None:
     assert sorted(here[0, 0]["shared"] + here[1, 0]["shared"]) == list(range(10))
 
 
-def test_a_missing_broadcast_is_detected(two: Folder) -> None:
-    """Check the test above: without the broadcast after a mixing the ranks must differ."""
-    here = told(two, "kept")
-    one, other = here[0, 0], here[0, 1]
-    assert one["retrievals"] > 0 and one["seen"] != other["seen"]
-
-
+@pytest.mark.slow
 def test_no_rank_outlives_its_group(two: Folder) -> None:
     """If rank 0 of a group is killed, its other rank ends; the other peer is then alone, and both its ranks end."""
     running = start(two, "killed")
@@ -147,6 +138,7 @@ def test_no_rank_outlives_its_group(two: Folder) -> None:
 
 
 @pytest.mark.fault(53)
+@pytest.mark.slow
 def test_a_group_whose_launcher_is_terminated_leaves_in_order(two: Folder) -> None:
     """torchrun sends SIGTERM to all processes: rank 0 decides when the group leaves."""
     running = start(two, "stopped")

@@ -9,6 +9,8 @@ from test_integrations import ACCELERATE, BEGIN, LIGHTNING, TRANSFORMERS, requir
 
 from runs import Folder
 
+pytestmark = pytest.mark.slow
+
 TELL = """
 told["ended"] = values(module)
 (FOLDER / f"{PEER}.json").write_text(json.dumps(told))

@@ -85,7 +85,7 @@ def command(two: Folder, disk: SmallDisk, *arguments: str) -> tuple[str | Path, 
 
 
 @pytest.mark.fault(57, 28)
-@pytest.mark.parametrize("how", ["full", "read-only"])
+@pytest.mark.parametrize("how", ["full", pytest.param("read-only", marks=pytest.mark.slow)])
 def test_training_continues_while_nothing_can_be_written(two: Folder, small_disk: SmallDisk, how: str) -> None:
     ended = two.start_run(*command(two, small_disk, how, "for a while")).end()
     output = ended.output + ended.errors
@@ -104,7 +104,7 @@ def test_training_continues_while_nothing_can_be_written(two: Folder, small_disk
 
 
 @pytest.mark.fault(57, 28)
-@pytest.mark.parametrize("how", ["full", "read-only"])
+@pytest.mark.parametrize("how", ["full", pytest.param("read-only", marks=pytest.mark.slow)])
 def test_the_exit_code_tells_that_results_could_not_be_written(two: Folder, small_disk: SmallDisk, how: str) -> None:
     ended = two.start_run(*command(two, small_disk, how, "to the end")).end()
     output = ended.output + ended.errors

@@ -181,6 +181,7 @@ def test_what_ssh_cannot_start_is_refused_in_one_line(two: Folder) -> None:
     assert "--dry-run" in one_line(help_, 2)
 
 
+@pytest.mark.slow
 def test_an_ssh_from_which_nothing_comes_is_killed_after_the_run(
     hosts: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +192,7 @@ def test_an_ssh_from_which_nothing_comes_is_killed_after_the_run(
     assert summary.read(hosts.path / "x").lost == [hosts.names[1]]
 
 
+@pytest.mark.slow
 def test_an_ssh_that_hangs_is_named_and_ends_at_the_second_signal(
     hosts: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

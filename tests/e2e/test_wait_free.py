@@ -64,8 +64,17 @@ def closing(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> No
     optimizer.step()
 
 
+def directly(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Use a layer's parameters outside the layer."""
+    optimizer.zero_grad()
+    assert isinstance(model, nn.Sequential)
+    hidden = torch.tanh(model[0](batch(step)))
+    (hidden @ model[2].weight.T + model[2].bias - 1).square().mean().backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("wait_free", WAIT_FREE)
-@pytest.mark.parametrize("step", [plain, evaluating, keeping, two_sided(plain), closing])
+@pytest.mark.parametrize("step", [plain, evaluating, keeping, two_sided(plain), closing, directly])
 def test_loops_with_the_same_result_as_without_gossipx(join: Join, step: Step, wait_free: bool) -> None:
     alone = loop(model := net(), sgd(model), step)
     same(served(join, net(), step, wait_free=wait_free), alone)
@@ -241,23 +250,6 @@ def test_parameter_groups_and_a_rate_that_is_a_tensor(join: Join) -> None:
     same(model, alone, rtol=1e-5, atol=1e-6)
 
 
-# --- parameters that are used outside their module -----------------------------------------------------------
-
-
-def directly(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Use a layer's parameters outside the layer."""
-    optimizer.zero_grad()
-    assert isinstance(model, nn.Sequential)
-    hidden = torch.tanh(model[0](batch(step)))
-    (hidden @ model[2].weight.T + model[2].bias - 1).square().mean().backward()
-    optimizer.step()
-
-
-@pytest.mark.parametrize("wait_free", WAIT_FREE)
-def test_parameters_outside_their_module(join: Join, wait_free: bool) -> None:
-    same(served(join, net(), directly, wait_free=wait_free), loop(alone := net(), sgd(alone), directly))
-
-
 def test_a_parameter_that_is_used_outside_its_module_only_later_is_refused_and_names_the_option(join: Join) -> None:
     model = net()
     with join(model, optimizer := sgd(model)) as peer:
@@ -265,9 +257,6 @@ def test_a_parameter_that_is_used_outside_its_module_only_later_is_refused_and_n
         with pytest.raises(UsageError, match=r"'2\.\w+' was used outside its module's forward: give --no-wait-free"):
             directly(model, optimizer, 1)
         peer.close()
-
-
-# --- 16 bits ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wait_free", WAIT_FREE)
@@ -279,27 +268,25 @@ def test_sparse_gradients_are_refused(join: Join, wait_free: bool):
         optimizer.step()
 
 
-@pytest.mark.parametrize(("decay", "told"), [(0.1, 1), (0.0, 0)])
+@pytest.mark.parametrize(
+    ("kind", "settings", "before", "told"),
+    [
+        (torch.optim.AdamW, {"weight_decay": 0.1}, 0, 1),
+        (torch.optim.AdamW, {"weight_decay": 0.0}, 0, 0),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 2, 1),
+    ],
+)
 def test_a_frozen_layer_that_servers_still_move_is_named_once(
-    join: Join, caplog: pytest.LogCaptureFixture, decay: float, told: int
+    join: Join, caplog: pytest.LogCaptureFixture, kind: Any, settings: dict[str, float], before: int, told: int
 ):
     model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=decay)
+    optimizer = kind(model.parameters(), **settings)
     with join(model, optimizer):
+        loop(model, optimizer, plain, steps=before)
         model[0].requires_grad_(False)
         loop(model, optimizer, plain, steps=3)
     said = [one for one in caplog.messages if "'0.weight' has no gradient in this iteration" in one]
     assert len(said) == told
-
-
-def test_momentum_that_moves_a_layer_without_a_gradient_is_named(join: Join, caplog: pytest.LogCaptureFixture):
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with join(model, optimizer):
-        loop(model, optimizer, plain, steps=2)
-        model[0].requires_grad_(False)
-        loop(model, optimizer, plain, steps=2)
-    assert any("'0.weight' has no gradient in this iteration" in one for one in caplog.messages)
 
 
 def test_a_layer_with_lr_0_rests(join: Join, caplog: pytest.LogCaptureFixture):

@@ -167,7 +167,7 @@ def fuzz(many: int, seed: int) -> int:
 
 @pytest.mark.fault(13, 14, 15, 16, 17, 23)
 def test_mutated_messages_of_every_kind_are_refused_or_valid() -> None:
-    assert 1_000 < fuzz(25_000, seed=0) < 20_000
+    assert 400 < fuzz(10_000, seed=0) < 8_000
 
 
 # --- content of payloads -----------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def sized(content: bytes, draws: random.Random) -> bytes:
 
 
 @pytest.mark.fault(23)
-def test_mutated_copies_of_a_shard_are_refused_or_valid(many: int = 1_000) -> None:
+def test_mutated_copies_of_a_shard_are_refused_or_valid(many: int = 300) -> None:
     """A wrong type in a copy's description raised a TypeError, after a part of the copy had been taken."""
     draws = random.Random(0)
     here = side([torch.zeros(8), torch.zeros(5)])

@@ -8,10 +8,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from _bench.peers import reserved
-from forks.client import Piped
 from launches import launcher
-from ports import address, free_ports, places
+from ports import free_ports
 
 from gossipx.launch.ports import kept_free, reserve
 from gossipx.transports import Address, tcp
@@ -72,22 +70,3 @@ def test_a_run_holds_the_ports_of_its_peers_from_its_start(tmp_path: Path, capsy
     assert launcher(tmp_path)(body, peers=f"{HERE}:{first}\n{HERE}:{second}") == 0
     assert capsys.readouterr().out.count("another program gets: Address already in use") == 2
     assert not is_taken(first)
-
-
-def test_benchmarks_hold_the_ports_that_they_choose() -> None:
-    """They looked for free ports, and lost them in the seconds until the peers listened."""
-    with reserved(3) as first, reserved(1) as other:
-        assert all(is_taken(port) for port in (first, first + 1, first + 2, other))
-        assert other not in range(first, first + 3)
-    assert not is_taken(first)
-
-
-def test_no_other_test_process_has_the_same_addresses() -> None:
-    """A doctor met a listener of a test beside it on the next port: "6 peers here and 1 there"."""
-    program = "import ports; print(ports.address(), *ports.places(2), flush=True); input()"
-    with Piped("-c", program) as one, Piped("-c", program) as two:
-        found = [process.stdout.readline().split() for process in (one, two)]
-        assert len({address(), found[0][0], found[1][0]}) == 3
-        assert len({place.partition(":")[2] for _, *listed in (*found, ("", *places(2))) for place in listed}) == 6
-        with socket.create_server((found[0][0], 0)) as listening, socket.socket() as other:
-            other.bind((address(), listening.getsockname()[1]))  # the same port of another process is free here

@@ -126,61 +126,6 @@ def test_defaults_are_those_of_caffe() -> None:
     assert {name: value for name, value in values.items() if value} == told
 
 
-def test_every_field_is_read() -> None:
-    parameter = solver_from_text(EVERY_FIELD, PATH)
-    assert parameter.given == FIELDS.keys() - {"solver_type"}
-    assert {one.name: getattr(parameter, one.name) for one in dataclasses.fields(parameter)} == {
-        "net": "train_test.prototxt",
-        "net_param": 'name: "inline"\n',
-        "train_net": "train.prototxt",
-        "test_net": ("one.prototxt", "two.prototxt"),
-        "train_net_param": "",
-        "test_net_param": ('name: "test"\n',),
-        "train_state": NetState("TRAIN", 1, ("a", "b")),
-        "test_state": (NetState("TEST", 0, ("test-on-train",)), NetState("TEST", 0, ("test-on-test",))),
-        "test_iter": (500, 100),
-        "test_interval": 1000,
-        "test_compute_loss": True,
-        "test_initialization": False,
-        "base_lr": 0.00001,
-        "display": 200,
-        "average_loss": 40,
-        "max_iter": 65000,
-        "iter_size": 2,
-        "lr_policy": "multistep",
-        "gamma": 0.1,
-        "power": 0.75,
-        "momentum": 0.0,
-        "weight_decay": 0.0,
-        "regularization_type": "L1",
-        "stepsize": 10000,
-        "stepvalue": (5000, 7000),
-        "clip_gradients": 35.0,
-        "snapshot": 4000,
-        "snapshot_prefix": "examples/mnist/lenet",
-        "snapshot_diff": True,
-        "snapshot_format": "HDF5",
-        "solver_mode": "CPU",
-        "device_id": 1,
-        "random_seed": 1701,
-        "type": "AdaDelta",
-        "delta": 1e-6,
-        "momentum2": 0.99,
-        "rms_decay": 0.98,
-        "debug_info": True,
-        "snapshot_after_train": False,
-        "layer_wise_reduce": False,
-        "weights": ("a.caffemodel",),
-        "given": parameter.given,
-        "places": parameter.places,
-        "path": PATH,
-    }
-    lines = EVERY_FIELD.splitlines()
-    for name, place in parameter.places.items():
-        assert place == (next(k for k, line in enumerate(lines, 1) if re.match(rf"{name}\b", line)), 1)
-    assert hash(parameter) == hash(solver_from_text(EVERY_FIELD, Path("elsewhere")))
-
-
 def test_an_inline_net_of_any_age_is_read() -> None:
     parameter = solver_from_text(OLD_NET, PATH)
     assert re.findall(r"(?m)^  (?:  )?name: (.*)$", parameter.net_param) == [

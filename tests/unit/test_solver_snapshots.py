@@ -271,16 +271,6 @@ def test_invalid_arguments_are_reported(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("batch", "called"),
-    [({"x": 1, "y": 2}, "dict"), (torch.zeros(2, 3), "Tensor"), (np.zeros((2, 3)), "ndarray"), ("xy", "str")],
-    ids=["a dict", "a tensor", "an array", "a text"],
-)
-def test_a_batch_of_two_parts_that_is_no_pair_is_refused(tmp_path: Path, batch: object, called: str):
-    with pytest.raises(UsageError, match=rf"train= gives {called}, and a batch is a pair \(x, y\)"):
-        Made(tmp_path, train=[batch]).solver.step(1)
-
-
-@pytest.mark.parametrize(
     ("score", "given"),
     [
         (lambda output, y: output, r"a tensor of \[8, 2\]"),
